@@ -1,0 +1,85 @@
+"""What is true of the world, frozen: the model's dimensions, the data's lengths, the devices. Plain values, no torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Fact(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelFacts(Fact):
+    """Dimensions of a dense decoder, from its config.json and the headers of its safetensors files.
+
+    ``num_parameters`` counts each tied tensor once. ``block_linear_shapes`` are the (out, in) shapes of the linear
+    layers of ONE block, by their name within the block (``self_attn.q_proj``).
+    """
+
+    name: str  # as asked
+    folder: str  # where the files are on this machine
+    model_type: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    tied_embeddings: bool
+    max_positions: int
+    sliding_window: int | None
+    attention_softcap: float | None = None  # Gemma 2: scores are squashed, which few attention kernels can
+    stored_dtype: Literal["bfloat16", "float16", "float32", "float64"]
+    num_parameters: int
+    num_block_parameters: int  # of one block
+    block_linear_shapes: dict[str, tuple[int, int]]
+    weights_digest: str  # of config.json and the headers; "" for random weights
+
+
+class DataFacts(Fact):
+    """The prepared rows. Lengths are in tokens."""
+
+    folder: str  # the token cache on this machine
+    digest: str  # names the content: equal digest, equal rows
+    num_rows: int
+    num_tokens: int
+    num_targets: int  # trained tokens of one epoch
+    max_length: int  # longest row
+    mean_length: float
+    num_validation_rows: int
+    num_validation_tokens: int
+    num_dropped: int = 0
+    num_truncated: int = 0
+    num_split: int = 0
+    steps_per_epoch_by_tokens: int | None = None  # filled when batch.tokens is asked
+
+
+class GpuFacts(Fact):
+    index: int
+    name: str
+    memory_bytes: int
+    free_bytes: int
+    compute_capability: tuple[int, int] | None = None
+
+    @property
+    def has_bfloat16(self) -> bool:
+        return self.compute_capability is None or self.compute_capability >= (8, 0)
+
+
+class HostFacts(Fact):
+    """One machine. ``gpus`` is empty where there are none."""
+
+    gpus: tuple[GpuFacts, ...]
+    num_cores: int
+    memory_bytes: int
+    free_memory_bytes: int
+
+
+class Facts(Fact):
+    model: ModelFacts
+    data: DataFacts
+    host: HostFacts
+    world_size: int | None = None  # set where somebody else launched us: the number of processes is given

@@ -1,0 +1,88 @@
+"""The plan: what was decided for one launch, why, and what it will cost. Frozen; one JSON file. Knows no torch."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+Cause = Literal["first", "resume", "resize", "out_of_memory"]
+
+
+class Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class MemoryEstimate(Part):
+    """Bytes a rank holds at its worst moment, by term. ``limit`` is what a rank may use."""
+
+    terms: dict[str, int]  # weights, gradients, optimizer, activations, logits, gathered, overhead
+    limit: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.terms.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.total <= self.limit
+
+
+class Candidate(Part):
+    """One way that was considered; ``reason`` says why it lost (empty for the chosen one)."""
+
+    strategy: Literal["one", "ddp", "fsdp"]
+    recompute: Literal["none", "block"]
+    reshard: bool
+    micro: int  # tokens with packing, rows without
+    memory: MemoryEstimate
+    chosen: bool
+    reason: str
+
+
+class Plan(Part):
+    """Everything derived for one launch. Workers read this and the config, and nothing else."""
+
+    version: Literal[1] = 1
+    number: int = 1
+    cause: Cause = "first"
+    config_digest: str
+    data_digest: str
+    data_folder: str
+    model_folder: str
+
+    device: Literal["cuda", "cpu"]
+    world_size: int
+    strategy: Literal["one", "ddp", "fsdp"]
+    reshard: bool
+    recompute: Literal["none", "block"]
+    compile: bool
+    compute_dtype: Literal["bfloat16", "float32", "float64"]
+    master_dtype: Literal["float32", "float64"]  # of trained weights, gradients' reduction and optimizer states
+    frozen_dtype: Literal["bfloat16", "float32", "float64"]  # of frozen weights
+    attention: Literal["varlen", "sdpa"]  # varlen: torch.nn.attention.varlen through the attention interface
+
+    packing: bool
+    batch_rows: int | None  # rows of the global batch, or
+    batch_tokens: int | None  # trained tokens of the global batch
+    micro_rows: int | None  # without packing
+    micro_tokens: int | None  # with packing: capacity of one micro-batch
+    accumulation: int | None  # without packing; with packing it follows from each step's rows
+    steps_per_epoch: int
+    num_steps: int
+    warmup_steps: int
+    learning_rate: float
+    evaluate_every: int  # 0: only at start and end
+    checkpoint_every: int  # 0: only at the end
+    output_dtype: Literal["bfloat16", "float16", "float32", "float64"]
+
+    memory: MemoryEstimate
+    step_s: float | None = None  # not predicted yet
+    environment: dict[str, str] = {}  # what launch/env.py sets for every worker
+    candidates: tuple[Candidate, ...] = ()
+    why: tuple[str, ...] = ()  # one sentence a decision, with its formula
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]

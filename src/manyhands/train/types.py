@@ -1,0 +1,105 @@
+"""What the loop works with. Protocols instead of imports: the loop knows neither model nor parallel nor kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+# One micro-batch: named tensors; see data/batches.py for the names.
+Batch = Mapping[str, Any]
+# What a forward pass returns: name -> (sum, weight), both 0-d tensors. The step divides, nobody else.
+Terms = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+
+
+class ParallelModel(Protocol):
+    """A model with its parallelism applied; made by ``parallel.apply``."""
+
+    model: torch.nn.Module  # the Hugging Face model inside: its parameter names are the checkpoint's
+
+    def __call__(self, batch: Batch, *, metrics: bool = False) -> Terms: ...
+
+    def set_gradient_sync(self, on: bool) -> None:
+        """Whether the next forward and backward reduce gradients over ranks (only the last micro-batch of a step does)."""
+        ...
+
+    def gradient_norm(self) -> torch.Tensor:
+        """The global 2-norm of all gradients, summed in float64, as a 0-d float64 tensor, the same on every rank."""
+        ...
+
+    def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over all ranks, in place; returns it."""
+        ...
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """A small tensor from every rank, in rank order."""
+        ...
+
+
+@dataclass
+class TrainState:
+    """Where the run is. Written into each checkpoint as JSON; holds nothing that belongs to one rank."""
+
+    step: int = 0  # optimizer steps done
+    rows: int = 0  # rows seen
+    tokens: int = 0  # tokens seen, untrained included
+    targets: int = 0  # trained tokens seen
+    elapsed_s: float = 0.0  # seconds of training, over all launches
+    best_loss: float | None = None  # lowest validation loss
+    best_step: int | None = None
+    evaluations_without_gain: int = 0
+    stop_reason: str = ""  # set when the run is finished
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step, as every rank knows it. Losses are means over trained tokens, in nats."""
+
+    step: int  # 1 for the first
+    epoch: float
+    loss: float
+    rank_losses: tuple[float, ...]  # mean over each rank's own trained tokens (nan where it had none)
+    grad_norm: float
+    learning_rate: float
+    num_rows: int
+    num_tokens: int
+    num_targets: int
+    num_micro_batches: int
+    seconds: float
+    tokens_per_s: float  # over all ranks
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A pass over validation rows. ``loss`` is the mean over all trained tokens of all ranks, in nats."""
+
+    step: int
+    loss: float
+    perplexity: float
+    accuracy: float  # share of trained tokens that are the arg max
+    num_rows: int
+    num_tokens: int
+    num_targets: int
+    seconds: float
+    samples: tuple[tuple[str, str], ...] = field(default=())  # (prompt, answer)
+
+
+class Hook:
+    """A door into the loop: every rank calls every hook at the same moments, in the same order."""
+
+    def before_training(self, state: TrainState) -> None: ...
+
+    def after_step(self, state: TrainState, result: StepResult) -> None: ...
+
+    def after_evaluation(self, state: TrainState, evaluation: Evaluation) -> None: ...
+
+    def between_steps(self, state: TrainState) -> None:
+        """After everything that belongs to a step, its evaluation included: the moment for a checkpoint."""
+
+    def after_training(self, state: TrainState) -> None: ...
+
+
+Evaluate = Callable[[TrainState], Evaluation]
+MicroBatches = Iterable[Batch]

@@ -1,0 +1,92 @@
+"""The loop over a one-weight model: when it evaluates, when it stops, what hooks see."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from manyhands.config.schema import StopSection
+from manyhands.train.loop import Interrupted, Loop, train
+from manyhands.train.step import StepWork
+from manyhands.train.types import Evaluation, Hook, TrainState
+from tests.train.test_step import Plain
+
+
+class OneRank(Plain):
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return [tensor]
+
+
+class Log(Hook):
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def after_step(self, state, result):
+        self.events.append(f"step {result.step}")
+
+    def after_evaluation(self, state, evaluation):
+        self.events.append(f"evaluate {evaluation.step}")
+
+    def between_steps(self, state):
+        self.events.append(f"between {state.step}")
+
+
+def make_loop(losses: list[float] | None = None, num_steps: int = 4, **kwargs) -> Loop:
+    parallel = OneRank()
+    remaining = iter(losses or [])
+
+    def evaluate(state: TrainState) -> Evaluation:
+        return Evaluation(state.step, next(remaining, 1.0), 1.0, 0.0, 1, 1, 1, 0.1)
+
+    def works():
+        for step in range(state.step, num_steps):
+            yield StepWork(step, step / num_steps, 2, 10, 2, 1, 2, [{"x": torch.tensor([1.0, 2.0])}])
+
+    state = kwargs.pop("state", TrainState())
+    options = {"evaluate": evaluate, "evaluate_every": 2, "stop": StopSection()} | kwargs
+    return Loop(
+        parallel=parallel,
+        optimizer=torch.optim.SGD(parallel.model.parameters(), lr=0.1),
+        schedule=lambda step: 0.1,
+        works=works(),
+        state=state,
+        num_steps=num_steps,
+        max_grad_norm=0.0,
+        seed=0,
+        rank=0,
+        device=torch.device("cpu"),
+        **options,
+    )
+
+
+def test_order_of_events():
+    log = Log()
+    state = train(make_loop(hooks=[log], num_steps=3))
+    assert log.events == [
+        *("evaluate 0", "step 1", "between 1", "step 2", "evaluate 2", "between 2", "step 3", "between 3", "evaluate 3"),
+    ]
+    assert (state.step, state.rows, state.tokens, state.targets) == (3, 6, 30, 6)
+    assert state.stop_reason == "all 3 steps are done"
+
+
+def test_max_tokens_stops_before_it_is_passed():
+    state = train(make_loop(stop=StopSection(max_tokens=25)))
+    assert state.tokens == 20 and "stop.max_tokens" in state.stop_reason
+
+
+def test_patience_counts_evaluations_without_gain():
+    state = train(make_loop([5.0, 4.0, 4.5, 4.5], num_steps=20, stop=StopSection(patience=2)))
+    assert state.step == 6 and state.best_loss == 4.0 and state.best_step == 2 and "patience" in state.stop_reason
+
+
+def test_a_resumed_loop_does_not_evaluate_at_start_again():
+    log = Log()
+    train(make_loop(hooks=[log], num_steps=4, state=TrainState(step=2)))
+    assert log.events[0] == "step 3"
+
+
+def test_interruption_comes_between_two_steps():
+    log = Log()
+    with pytest.raises(Interrupted):
+        train(make_loop(hooks=[log], interrupted=lambda: True))
+    assert log.events[-1] == "between 1"

@@ -1,0 +1,100 @@
+"""The one division: arithmetic on a model with a single weight w, whose loss on token x is w * x."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from manyhands.train.step import StepWork, clip_gradients, run_step
+
+
+class OneWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(()))
+
+
+class Plain:
+    """A ParallelModel of one rank."""
+
+    def __init__(self) -> None:
+        self.model = OneWeight()
+        self.syncs: list[bool] = []
+
+    def __call__(self, batch, *, metrics=False):
+        x = batch["x"]
+        return {"lm": ((self.model.w * x).sum(), torch.tensor(float(x.numel())))}
+
+    def set_gradient_sync(self, on: bool) -> None:
+        self.syncs.append(on)
+
+    def gradient_norm(self) -> torch.Tensor:
+        return self.model.w.grad.double().abs()
+
+
+def work(*micro_batches: list[float]) -> StepWork:
+    tensors = [{"x": torch.tensor(values)} for values in micro_batches]
+    num_targets = sum(len(values) for values in micro_batches)
+    return StepWork(0, 0.0, 1, num_targets, num_targets, len(tensors), num_targets, tensors)
+
+
+def step(parallel: Plain, *micro_batches: list[float], max_grad_norm: float = 0.0, lr: float = 1.0):
+    optimizer = torch.optim.SGD(parallel.model.parameters(), lr=lr)
+    return run_step(parallel, optimizer, work(*micro_batches), max_grad_norm=max_grad_norm, seed=0, rank=0)
+
+
+def test_ragged_micro_batches_weigh_by_tokens_not_by_micro_batch():
+    # loss = (1 + 2 + 3 + 10) / 4 = 4, d/dw = 4, w = 1 - 4 = -3. The mean of means would be (2 + 10) / 2 = 6.
+    parallel = Plain()
+    sums = step(parallel, [1.0, 2.0, 3.0], [10.0])
+    assert sums.loss_sum.item() == 16.0
+    assert sums.grad_norm.item() == 4.0
+    assert parallel.model.w.item() == pytest.approx(-3.0)
+
+
+def test_accumulation_does_not_change_the_update():
+    whole, parts = Plain(), Plain()
+    step(whole, [1.0, 2.0, 3.0, 10.0])
+    step(parts, [1.0], [2.0, 3.0], [10.0])
+    assert whole.model.w.item() == parts.model.w.item()
+
+
+def test_only_the_last_micro_batch_reduces():
+    parallel = Plain()
+    step(parallel, [1.0], [2.0], [3.0])
+    assert parallel.syncs == [False, False, True]
+
+
+def test_clipping_scales_to_the_norm_and_never_up():
+    parallel = Plain()
+    step(parallel, [4.0], max_grad_norm=0.5)
+    assert parallel.model.w.item() == pytest.approx(1 - 0.5, abs=1e-5)
+    parallel = Plain()
+    step(parallel, [0.25], max_grad_norm=0.5)
+    assert parallel.model.w.item() == pytest.approx(1 - 0.25)
+
+
+def test_clip_factor_keeps_float64_models_exact():
+    weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    weight.grad = torch.full((3,), 2.0, dtype=torch.float64)
+    norm = weight.grad.square().sum().sqrt()
+    clip_gradients(torch.optim.SGD([weight], lr=1.0), norm, 1.0)
+    assert weight.grad.norm().item() == pytest.approx(math.sqrt(12) / (math.sqrt(12) + 1e-6), rel=1e-15)
+
+
+def test_dropout_is_keyed_by_step_and_repeats():
+    seen = []
+
+    class Drops(Plain):
+        def __call__(self, batch, *, metrics=False):
+            seen.append(torch.rand(()).item())
+            return super().__call__(batch)
+
+    step(Drops(), [1.0], [1.0])
+    torch.rand(7)  # whatever else consumed random numbers in between
+    step(Drops(), [1.0], [1.0])
+    assert seen[:2] == seen[2:]
+    assert seen[0] != seen[1]
