@@ -1,0 +1,100 @@
+"""A rank's sign of life: its stage and step in a small file that the launcher watches. Knows no torch.
+
+Two times are kept apart. ``beat`` is when the rank's own work last came by; ``tick`` is when a thread beside it last
+ran. A rank that waits in a collective still ticks; one that is stopped, or stuck while holding the interpreter, does not.
+That difference tells the rank that hangs from the ranks that wait for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from manyhands.launch.env import LAUNCHER_PID
+from manyhands.launch.files import read_json
+from manyhands.launch.run_folder import RunFolder
+
+TICK_S = 0.5
+ORPHAN_GRACE_S = 20.0
+_RECORD_BYTES = 512  # fixed, so that one write replaces the whole record
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a rank last said. Times are seconds of the machine's monotonic clock."""
+
+    rank: int
+    pid: int
+    stage: str
+    step: int | None
+    beat: float
+    tick: float
+    done: bool = False
+
+    def __str__(self) -> str:
+        return f"stage '{self.stage}'" + ("" if self.step is None else f", step {self.step}")
+
+
+class Heartbeat:
+    """One rank's heartbeat. ``beat`` costs about a microsecond: a thread writes, twice a second."""
+
+    def __init__(self, folder: RunFolder, rank: int) -> None:
+        folder.ranks.mkdir(parents=True, exist_ok=True)
+        folder.failure(rank).unlink(missing_ok=True)  # of an earlier launch, on a disk its launcher does not see
+        self.rank = rank
+        self._fd = os.open(folder.beat(rank), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._now: tuple[str, int | None, float] = ("start", None, time.monotonic())
+        self._done = threading.Event()
+        self._writing = threading.Lock()
+        self._launcher = int(os.environ.get(LAUNCHER_PID, 0))
+        self._write()
+        threading.Thread(target=self._tick, name="heartbeat", daemon=True).start()
+
+    def beat(self, stage: str, step: int | None = None) -> None:
+        """The rank's work has come by here. A new stage is written at once, the rest with the next tick."""
+        new_stage = stage != self._now[0]
+        self._now = (stage, step, time.monotonic())
+        if new_stage:
+            self._write()
+
+    def close(self) -> None:
+        """This rank's work is done: nobody need wait for its next beat."""
+        if not self._done.is_set():
+            self._done.set()
+            self._write()
+
+    def _write(self) -> None:
+        stage, step, beat = self._now
+        record: dict[str, Any] = {"rank": self.rank, "pid": os.getpid(), "stage": stage[:100], "step": step, "beat": beat}
+        text = json.dumps(record | {"tick": time.monotonic(), "done": self._done.is_set()})
+        with self._writing:
+            os.pwrite(self._fd, text.encode().ljust(_RECORD_BYTES), 0)
+
+    def _tick(self) -> None:
+        while not self._done.wait(TICK_S):
+            self._write()
+            if self._launcher and os.getppid() != self._launcher:
+                self._end_orphan()
+
+    def _end_orphan(self) -> None:
+        """The launcher was killed and cannot end us: ask this rank to leave, then make it leave."""
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(ORPHAN_GRACE_S)
+        os._exit(128 + signal.SIGTERM)
+
+
+def read_beat(folder: RunFolder, rank: int) -> Beat | None:
+    """What the rank last said, or None before its first word."""
+    fields = read_json(folder.beat(rank))
+    return Beat(**fields) if isinstance(fields, dict) else None
+
+
+def read_beats(folder: RunFolder) -> dict[int, Beat]:
+    """All ranks that have spoken."""
+    beats = (read_json(path) for path in sorted(folder.ranks.glob("beat-*.json")))
+    return {fields["rank"]: Beat(**fields) for fields in beats if isinstance(fields, dict)}

@@ -1,0 +1,131 @@
+"""One process a GPU (or CPU process) on this machine, by torch's elastic agent. Torch is imported here, while launching, only."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+
+from manyhands.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, UserError
+from manyhands.launch.env import launcher_environment
+from manyhands.launch.failure import first_failure
+from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.watch import Watch, end_all, worker_pids
+from manyhands.plan.types import Plan
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # those that torch's agent takes over
+
+
+def run(
+    folder: RunFolder,
+    plan: Plan,
+    *,
+    timeout_s: float,
+    module: str = "manyhands.worker",
+    report: Callable[[str], None] = print,
+) -> int:
+    """Starts ``plan.world_size`` workers and waits for them. No worker is left when it returns, however it ends.
+
+    Returns 0, or 130 / 143 after Ctrl-C / SIGTERM (the workers get the same signal and 30 s to save). ``timeout_s``: a
+    rank without a beat for that long is ended. UserError: the first cause of a failure, or a MASTER_PORT in use.
+    """
+    port = choose_port()
+    folder.clear_ranks()
+    folder.write_status("running", pid=os.getpid(), plan=plan.number)
+    try:
+        with launcher_environment(plan), _own_signals(), Watch(folder, plan.world_size, timeout_s) as watch:
+            received = _run_agent(folder, plan.world_size, port, module, watch)
+    except KeyboardInterrupt:  # before the agent has taken the signal over: no worker was started
+        received = signal.SIGINT
+    except UserError as error:
+        folder.write_status("failed", reason=error.what)
+        raise
+    if received is None:
+        folder.clear_ranks()
+        return 0
+    folder.write_status("interrupted", reason=received.name)
+    step = folder.newest_step()
+    saved = f"saved at step {step}" if step is not None else "nothing was saved yet"
+    report(f"{received.name}: the run has ended, {saved}; the same command goes on from there")
+    return EXIT_TERMINATED if received == signal.SIGTERM else EXIT_INTERRUPTED if received == signal.SIGINT else 128 + received
+
+
+def choose_port() -> int:
+    """Where torch's agent listens: the user's MASTER_PORT if it is set (UserError if it is in use), else 0, any free port.
+
+    The store that the ranks share is the agent's too and takes a free port by itself in either case.
+    """
+    text = os.environ.get("MASTER_PORT", "")
+    if not text:
+        return 0
+    where = f"environment: MASTER_PORT={text}"
+    if not text.isdigit() or not 0 < int(text) < 65536:
+        raise UserError("MASTER_PORT is not a port number", where=where, fix="unset it: a free port is found by itself")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", int(text)))
+        except OSError as error:
+            raise UserError(
+                f"port {text} is in use",
+                where=where,
+                why=f"{error.strerror}: another run or program on this machine listens there",
+                fix="unset MASTER_PORT (a free port is found by itself), or set one that is free",
+            ) from None
+    return int(text)
+
+
+def _run_agent(folder: RunFolder, world_size: int, port: int, module: str, watch: Watch) -> signal.Signals | None:
+    """Runs torch's agent to its end; the signal that ended it, or None where all ranks ended well."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    _quiet_agent()
+    pids: set[int] = set()
+    with tempfile.TemporaryDirectory(prefix="manyhands-") as scratch:  # the agent wants a folder, though it redirects nothing
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=world_size,
+            run_id=folder.path.name,
+            rdzv_backend="c10d",
+            rdzv_endpoint=f"127.0.0.1:{port}",
+            local_addr="127.0.0.1",
+            max_restarts=0,
+            monitor_interval=0.1,
+            logs_specs=DefaultLogsSpecs(log_dir=scratch),
+        )
+        try:
+            elastic_launch(config, sys.executable)("-u", "-m", module, "--run-folder", str(folder.path))
+        except (SignalException, KeyboardInterrupt) as error:
+            return error.sigval if isinstance(error, SignalException) else signal.SIGINT
+        except ChildFailedError as error:
+            pids |= {failure.pid for failure in error.failures.values()}
+            raise watch.verdict or first_failure(folder, error.failures, watch.killed) from None
+        finally:
+            end_all(pids | watch.pids | set(worker_pids()))
+    return None
+
+
+def _quiet_agent() -> None:
+    """The agent logs a failure in some forty lines; ours is the one that is shown."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+@contextlib.contextmanager
+def _own_signals() -> Iterator[None]:
+    """Puts back the handlers that the agent replaces and leaves replaced."""
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)

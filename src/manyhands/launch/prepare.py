@@ -1,0 +1,124 @@
+"""Config to facts to plan to folder, in the one process a run that decides: our launcher, or rank 0 under another's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from manyhands.config.schema import RunConfig
+from manyhands.errors import UserError
+from manyhands.launch.lock import FolderLock
+from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.second_start import find_run, folder_of, fresh_name
+from manyhands.plan.types import Plan
+
+# What a resumed run computes. Everything else in a plan may change from launch to launch.
+COURSE = (
+    "data_digest",
+    "batch_rows",
+    "batch_tokens",
+    "steps_per_epoch",
+    "num_steps",
+    "warmup_steps",
+    "learning_rate",
+    "compute_dtype",
+    "master_dtype",
+    "frozen_dtype",
+)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run ready to start. ``config.name`` differs from the one asked after ``--fresh``. ``lock`` lives as long as this does."""
+
+    folder: RunFolder
+    config: RunConfig
+    plan: Plan
+    resume: bool  # a checkpoint is there to go on from
+    finished: bool  # nothing is left to do
+    lock: FolderLock | None = None
+
+    def release(self) -> None:
+        """Lets another launch have the folder."""
+        if self.lock is not None:
+            self.lock.release()
+
+
+def prepare_run(
+    config: RunConfig,
+    *,
+    world_size: int | None = None,
+    fresh: bool = False,
+    dry_run: bool = False,
+    report: Callable[[str], None] = print,
+) -> Prepared:
+    """Plans one launch and writes run.json and plan into the run's folder, which stays locked.
+
+    ``world_size`` is given where somebody else started the processes. A dry run writes the same two files and nothing
+    else. A start that fails here leaves no new folder behind.
+    Raises UserError: another run stands in the folder, it is running, or anything that facts and plan refuse.
+    """
+    if fresh:
+        config = fresh_name(config)
+    folder = folder_of(config)
+    if find_run(folder, config) == "finished":
+        return Prepared(folder, config, folder.read_plan(), resume=False, finished=True)
+    was_there = folder.path.exists()
+    folder.path.mkdir(parents=True, exist_ok=True)
+    lock = FolderLock(folder, report)
+    try:
+        find_run(folder, config)  # again, now that nobody else writes: another start may have been faster
+        plan = _plan_launch(config, folder, world_size, report)
+        folder.create()
+        folder.write_config(config)
+        folder.write_plan(plan)
+        if not dry_run:
+            folder.clear_ranks()
+    except BaseException:
+        if not was_there:
+            _remove_empty(folder)
+        lock.release()
+        raise
+    return Prepared(folder, config, plan, resume=folder.newest_step() is not None, finished=False, lock=lock)
+
+
+def _plan_launch(config: RunConfig, folder: RunFolder, world_size: int | None, report: Callable[[str], None]) -> Plan:
+    from manyhands.facts.gather import gather_facts
+    from manyhands.plan.search import plan
+
+    facts = gather_facts(config, world_size=world_size, report=report)
+    number = folder.newest_plan_number() + 1
+    if folder.newest_step() is None:
+        return plan(config, facts, number=number, cause="first")
+    before = folder.read_plan()
+    after = plan(config, facts, number=number, cause="resume")
+    if after.world_size != before.world_size:
+        after = plan(config, facts, number=number, cause="resize")
+    _check_course(before, after, folder)
+    return after
+
+
+def _check_course(before: Plan, after: Plan, folder: RunFolder) -> None:
+    """A resumed run sees the same rows in the same steps with the same numerics, or it is another run."""
+    pairs = [(name, getattr(before, name), getattr(after, name)) for name in COURSE]
+    changed = [f"{name}: {old} -> {new}" for name, old, new in pairs if old != new]
+    if not changed:
+        return
+    if before.data_digest != after.data_digest:
+        why, fix = "the data, the tokenizer or the chat template has changed since", "put the old data back"
+    else:
+        why = f"it was planned for {before.world_size} process(es) on {before.device}, now for {after.world_size} on {after.device}"
+        fix = "start it as before (parallel.gpus, parallel.device, batch.micro_rows, batch.accumulation)"
+    raise UserError(
+        "this launch would not go on where the run stopped",
+        where=str(folder.path),
+        why=why,
+        fix=f"{fix}, or take --fresh for a new run",
+        details=changed,
+    )
+
+
+def _remove_empty(folder: RunFolder) -> None:
+    if {entry.name for entry in folder.path.iterdir()} <= {folder.lock_file.name}:
+        folder.lock_file.unlink(missing_ok=True)
+        folder.path.rmdir()

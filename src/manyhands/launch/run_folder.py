@@ -1,0 +1,158 @@
+"""A run's folder: where everything of one run lies, and how it is read and written. Decides nothing, imports no torch.
+
+run.json              what was asked (RunConfig)
+plans/001.json, ...   what was decided, one file a launch; the run.json a later launch replaced stands beside it as 001.run.json
+plan.json             {"newest": "plans/001.json"}: a pointer file and no symlink, so that it survives every copy and file system
+status.json           {"state": "running" | "finished" | "failed" | "interrupted", "time": ..., ...}
+logs/rank-0.log, metrics.jsonl, tensorboard/, checkpoints/step-000010/, model/ or adapter/, report.json
+.lock                 held by the launcher (flock), names its pid
+.ranks/               heartbeats and failures of the newest launch; gone after a run that ended well
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from manyhands.config.schema import RunConfig
+from manyhands.errors import UserError
+from manyhands.launch.files import read_json, write_atomically, write_json
+from manyhands.plan.types import Plan
+
+State = Literal["running", "finished", "failed", "interrupted"]
+
+
+class RunFolder:
+    """The paths of one run and the few files in it that launcher and ranks share."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.run_json = self.path / "run.json"
+        self.plans = self.path / "plans"
+        self.plan_json = self.path / "plan.json"
+        self.status_json = self.path / "status.json"
+        self.report_json = self.path / "report.json"
+        self.metrics = self.path / "metrics.jsonl"
+        self.tensorboard = self.path / "tensorboard"
+        self.logs = self.path / "logs"
+        self.checkpoints = self.path / "checkpoints"
+        self.lock_file = self.path / ".lock"
+        self.ranks = self.path / ".ranks"
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def __repr__(self) -> str:
+        return f"RunFolder({str(self.path)!r})"
+
+    def log(self, rank: int) -> Path:
+        """What the rank printed."""
+        return self.logs / f"rank-{rank}.log"
+
+    def beat(self, rank: int) -> Path:
+        """Written by ``heartbeat.Heartbeat``."""
+        return self.ranks / f"beat-{rank}.json"
+
+    def failure(self, rank: int) -> Path:
+        """Written by ``failure.write_failure``."""
+        return self.ranks / f"failure-{rank}.json"
+
+    def create(self) -> None:
+        """Makes the folder and the folders for plans and logs; existing ones are kept."""
+        for folder in (self.path, self.plans, self.logs):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    # What was asked.
+
+    def read_config(self) -> RunConfig:
+        """The run as asked. UserError if run.json is missing or not one of ours."""
+        try:
+            return RunConfig.model_validate_json(self.run_json.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise UserError("this folder holds no run", where=str(self.path), why="there is no run.json in it") from None
+        except (ValidationError, UnicodeDecodeError) as error:
+            reason = "; ".join(_say(finding) for finding in error.errors()[:5]) if isinstance(error, ValidationError) else str(error)
+            raise UserError(
+                "run.json was not written by this version of manyhands",
+                where=str(self.run_json),
+                why=reason,
+                fix="use another name, or --fresh for a new folder; nothing in this one was touched",
+            ) from None
+
+    def write_config(self, config: RunConfig) -> None:
+        """Writes run.json. One that says something else is first set aside beside the newest plan made from it."""
+        text = config.model_dump_json(indent=2) + "\n"
+        if self.run_json.exists():
+            old = self.run_json.read_text(encoding="utf-8")
+            if old == text:
+                return
+            write_atomically(self.plans / f"{self.newest_plan_number():03d}.run.json", old)
+        write_atomically(self.run_json, text)
+
+    # What was decided.
+
+    def newest_plan_number(self) -> int:
+        """0 before the first plan."""
+        names = (re.fullmatch(r"(\d+)\.json", path.name) for path in self.plans.glob("*.json"))
+        return max((int(match[1]) for match in names if match), default=0)
+
+    def write_plan(self, plan: Plan) -> Path:
+        """Writes ``plans/NNN.json``, N being ``plan.number``, then turns the pointer to it. A plan is never overwritten."""
+        path = self.plans / f"{plan.number:03d}.json"
+        if path.exists():
+            raise FileExistsError(path)
+        self.plans.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, plan.model_dump_json(indent=2) + "\n")
+        write_json(self.plan_json, {"newest": f"plans/{path.name}"})
+        return path
+
+    def read_plan(self) -> Plan:
+        """The plan that plan.json points to. UserError where there is none."""
+        pointer = read_json(self.plan_json)
+        if not isinstance(pointer, dict) or "newest" not in pointer:
+            raise UserError("this run has no plan", where=str(self.plan_json), fix="start it with `manyhands train`")
+        return Plan.model_validate_json((self.path / pointer["newest"]).read_text(encoding="utf-8"))
+
+    # Where it stands.
+
+    def write_status(self, state: State, **fields: Any) -> None:
+        """Replaces status.json; ``fields`` (step, reason, ...) stand beside the state."""
+        write_json(self.status_json, {"state": state, "time": time.time(), **fields})
+
+    def read_status(self) -> dict[str, Any]:
+        """status.json, or ``{}``."""
+        return read_json(self.status_json) or {}
+
+    @property
+    def is_finished(self) -> bool:
+        return self.read_status().get("state") == "finished"
+
+    def newest_step(self) -> int | None:
+        """Step of the newest complete checkpoint; a checkpoint exists when its manifest does."""
+        names = (re.fullmatch(r"step-(\d+)", path.parent.name) for path in self.checkpoints.glob("step-*/manifest.json"))
+        return max((int(match[1]) for match in names if match), default=None)
+
+    def was_started(self) -> bool:
+        """Whether a rank has ever run here; without, the folder holds plans only."""
+        started = self.status_json.exists() or self.metrics.exists() or self.checkpoints.exists()
+        return started or any(self.logs.glob("rank-*.log"))
+
+    # What the ranks say while they run.
+
+    def has_failure(self) -> bool:
+        """Whether any rank of this launch has written why it failed."""
+        return any(self.ranks.glob("failure-*.json"))
+
+    def clear_ranks(self) -> None:
+        """Forgets heartbeats and failures of an earlier launch."""
+        shutil.rmtree(self.ranks, ignore_errors=True)
+
+
+def _say(finding: Any) -> str:
+    return f"{'.'.join(map(str, finding['loc'])) or 'file'}: {finding['msg']}"

@@ -1,0 +1,52 @@
+"""A config and a plan as small as the schema allows."""
+
+from __future__ import annotations
+
+from manyhands.config.schema import RunConfig
+from manyhands.plan.types import MemoryEstimate, Plan
+
+
+def make_config(**changes: object) -> RunConfig:
+    """``make_config(**{"stop.epochs": 2.0})``."""
+    fields: dict = {"name": "demo", "model": {"name": "tiny"}, "data": {"train": "rows.jsonl"}}
+    for key, value in changes.items():
+        *sections, last = key.split(".")
+        target = fields
+        for section in sections:
+            target = target.setdefault(section, {})
+        target[last] = value
+    return RunConfig.model_validate(fields)
+
+
+def make_plan(world_size: int = 2, **changes: object) -> Plan:
+    fields: dict = {
+        "config_digest": "c",
+        "data_digest": "d",
+        "data_folder": "/data",
+        "model_folder": "/model",
+        "device": "cpu",
+        "world_size": world_size,
+        "strategy": "ddp",
+        "reshard": False,
+        "recompute": "none",
+        "compile": False,
+        "compute_dtype": "float32",
+        "master_dtype": "float32",
+        "frozen_dtype": "float32",
+        "attention": "sdpa",
+        "packing": True,
+        "batch_rows": 8,
+        "batch_tokens": None,
+        "micro_rows": None,
+        "micro_tokens": 2048,
+        "accumulation": None,
+        "steps_per_epoch": 10,
+        "num_steps": 10,
+        "warmup_steps": 1,
+        "learning_rate": 1e-4,
+        "evaluate_every": 5,
+        "checkpoint_every": 5,
+        "output_dtype": "float32",
+        "memory": MemoryEstimate(terms={"weights": 1}, limit=2),
+    }
+    return Plan(**(fields | changes))

@@ -1,0 +1,96 @@
+"""Which of several failures is the cause, and that a heartbeat costs nothing."""
+
+from __future__ import annotations
+
+import os
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from manyhands.errors import UserError
+from manyhands.launch import failure
+from manyhands.launch.failure import first_failure, looks_like_consequence, write_failure
+from manyhands.launch.heartbeat import Heartbeat, read_beat
+from manyhands.launch.run_folder import RunFolder
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(failure, "PEER_GRACE_S", 0.0)
+    return RunFolder(tmp_path)
+
+
+def ended(code: int, pid: int = 1, timestamp: float | None = None):
+    return SimpleNamespace(exitcode=code, pid=pid, timestamp=int(timestamp or time.time()))
+
+
+LOST = RuntimeError("[../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:8913")
+
+
+def test_a_cause_wins_over_an_earlier_consequence(folder):
+    write_failure(folder, 0, "train", LOST)
+    write_failure(folder, 1, "open data", KeyError("ids"))
+    text = str(first_failure(folder, {0: ended(1), 1: ended(1)}))
+    assert "rank 1 failed in stage 'open data': KeyError: 'ids'" in text
+
+
+def test_the_earliest_of_two_causes(folder):
+    write_failure(folder, 1, "train", ValueError("first"))
+    write_failure(folder, 0, "train", ValueError("second"))
+    assert "first" in first_failure(folder, {}).what
+
+
+def test_a_killed_rank_wins_over_those_that_lost_it(folder):
+    write_failure(folder, 0, "train", LOST)
+    error = first_failure(folder, {0: ended(1), 1: ended(-9), 2: ended(-6), 3: ended(-15)})
+    assert error.what == "rank 1 was killed (SIGKILL)" and error.exit_code == 1
+
+
+def test_what_the_watch_killed_is_nobodys_cause(folder):
+    error = first_failure(folder, {0: ended(-9, pid=7), 1: ended(4, pid=8)}, ended_by_us={7})
+    assert "rank 1 ended with exit code 4" in error.what
+
+
+def test_only_consequences_name_where_the_others_were(folder):
+    Heartbeat(folder, 1).beat("save checkpoint", 12)
+    write_failure(folder, 0, "train", LOST)
+    text = str(first_failure(folder, {0: ended(1)}))
+    assert "rank 0 lost its peers" in text and "rank 1 was last in stage 'save checkpoint', step 12" in text
+
+
+def test_a_user_error_keeps_everything(folder):
+    error = UserError("bad row", where="a.jsonl:3", why="because", fix="mend", details=["one", "two"], exit_code=2)
+    write_failure(folder, 1, "open data", error)
+    write_failure(folder, 1, "end", ValueError("something that follows from it"))
+    assert str(first_failure(folder, {1: ended(2)})) == str(error)
+
+
+@pytest.mark.parametrize(
+    ("error", "consequence"),
+    [
+        (LOST, True),
+        (RuntimeError("Timed out waiting 20000ms for recv operation to complete"), True),
+        (ConnectionResetError("x"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("connection closed by peer is a row of the data"), False),
+        (UserError("the hub timed out"), False),
+    ],
+)
+def test_consequences_are_told_from_causes(error, consequence):
+    assert looks_like_consequence(error) is consequence
+
+
+def test_a_heartbeat_is_cheap_and_tells_stage_and_step(folder):
+    heartbeat = Heartbeat(folder, 3)
+    heartbeat.beat("train", 1)
+    start = time.perf_counter()
+    for step in range(20_000):
+        heartbeat.beat("train", step)
+    cost_s = (time.perf_counter() - start) / 20_000
+    assert cost_s < 50e-6
+    heartbeat.beat("save", 7)
+    said = read_beat(folder, 3)
+    assert (said.pid, said.stage, said.step, said.done) == (os.getpid(), "save", 7, False)
+    heartbeat.close()
+    assert read_beat(folder, 3).done

@@ -1,0 +1,161 @@
+"""Processes that end well, badly, or never: each launch ends in bounded time, says one thing, and leaves nobody behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from manyhands.errors import UserError
+from manyhands.launch import local
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def fake_module_path(monkeypatch):
+    paths = [str(HERE), *(path for path in sys.path if path)]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+
+
+def launch(planned, *acts: str, timeout_s: float = 60.0) -> tuple[int, str]:
+    """(exit code, the one error as text)."""
+    folder, plan = planned(*acts)
+    try:
+        code, text = local.run(folder, plan, timeout_s=timeout_s, module="fake_worker"), ""
+    except UserError as error:
+        code, text = error.exit_code, str(error)
+    assert psutil.Process().children(recursive=True) == []
+    return code, text
+
+
+def test_workers_get_the_plans_environment_and_keep_the_users(planned, monkeypatch):
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    before = dict(os.environ)
+    folder, plan = planned("environment", "environment")
+    plan = plan.model_copy(update={"environment": {"NCCL_DEBUG": "INFO", "MH_TEST": "1"}})
+    assert local.run(folder, plan, timeout_s=60, module="fake_worker") == 0
+    seen = json.loads((folder.path / "environment-1.json").read_text())
+    assert (seen["NCCL_DEBUG"], seen["MH_TEST"], seen["TOKENIZERS_PARALLELISM"]) == ("WARN", "1", "false")
+    assert (seen["RANK"], seen["WORLD_SIZE"], seen["MANYHANDS_LAUNCHER_PID"]) == ("1", "2", str(os.getpid()))
+    assert {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "PYTEST"))} == {
+        k: v for k, v in before.items() if not k.startswith(("TORCHELASTIC", "PYTEST"))
+    }
+    assert not folder.ranks.exists()
+
+
+def test_an_exception_is_shown_once_with_its_log(planned, capfd):
+    code, text = launch(planned, "lost peer", "raise")
+    assert code == 1
+    assert "rank 1 failed in stage 'train': ValueError: the cat sat on the keyboard" in text
+    assert "logs/rank-1.log" in text and "raise ValueError" in text
+    assert "".join(capfd.readouterr()) == "", "the agent's own report is silenced"
+
+
+def test_a_users_mistake_keeps_its_words_and_code(planned):
+    code, text = launch(planned, "wait", "user error")
+    assert code == 2
+    assert text.splitlines()[:2] == ["error: row 7 has no trained token", "  where: data.jsonl:7"]
+
+
+def test_a_silent_exit_is_named(planned):
+    code, text = launch(planned, "wait", "exit 3")
+    assert code == 1
+    assert "rank 1 ended with exit code 3" in text and "rank 1 says hello" in text
+
+
+def test_a_killed_rank_is_named(planned):
+    code, text = launch(planned, "wait", "kill")
+    assert code == 1
+    assert "rank 1 was killed (SIGKILL)" in text and "out of memory" in text
+
+
+def test_a_rank_that_hangs_is_named_in_bounded_time(planned, monkeypatch):
+    monkeypatch.setattr("manyhands.launch.watch.GRACE_S", 1.0)
+    started = time.monotonic()
+    code, text = launch(planned, "deaf", "stop", timeout_s=3)
+    assert time.monotonic() - started < 20
+    assert code == 1
+    assert "rank 1 made no progress" in text and "stage 'save', step 2" in text and "SIGSTOP" in text
+    assert "rank 0: stage 'train', step 1" in text
+
+
+def test_slow_ranks_that_beat_are_left_alone(planned):
+    folder, plan = planned("beat", "wait")
+    (folder.path / "fake.json").write_text(json.dumps(["beat", "beat"]))
+    timer = subprocess.Popen([sys.executable, "-c", f"import os, time; time.sleep(6); os.kill({os.getpid()}, 2)"])
+    assert local.run(folder, plan, timeout_s=2, module="fake_worker", report=lambda text: None) == 130
+    timer.wait()
+
+
+def lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE  # nobody may be there to reap an orphan
+    except psutil.NoSuchProcess:
+        return False
+
+
+LAUNCHER = """
+import sys
+from manyhands.launch import local
+from manyhands.launch.run_folder import RunFolder
+folder = RunFolder(sys.argv[1])
+sys.exit(local.run(folder, folder.read_plan(), timeout_s=60, module="fake_worker"))
+"""
+
+
+def start_launcher(folder) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
+    """The launcher in a process of its own, and the processes it has started, once all of them are up."""
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(folder.path)], stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 30
+    logs = [folder.log(0), folder.log(1)]
+    while time.monotonic() < deadline and not all(log.exists() and log.stat().st_size for log in logs):
+        time.sleep(0.05)
+    time.sleep(0.3)
+    return launcher, psutil.Process(launcher.pid).children(recursive=True)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_all_and_says_how_to_go_on(planned, number, code):
+    folder, _ = planned("wait with child", "wait")
+    (folder.checkpoints / "step-000005").mkdir(parents=True)
+    (folder.checkpoints / "step-000005" / "manifest.json").write_text("{}")
+    launcher, workers = start_launcher(folder)
+    assert len(workers) == 3
+    launcher.send_signal(number)
+    output, _ = launcher.communicate(timeout=20)
+    assert launcher.returncode == code
+    assert output.splitlines() == [f"{number.name}: the run has ended, saved at step 5; the same command goes on from there"]
+    assert [worker for worker in workers if lives(worker)] == []
+    assert folder.read_status()["state"] == "interrupted"
+
+
+def test_workers_do_not_outlive_a_killed_launcher(planned):
+    folder, _ = planned("wait", "wait")
+    launcher, workers = start_launcher(folder)
+    launcher.kill()
+    launcher.communicate(timeout=5)
+    deadline = time.monotonic() + 5
+    while any(map(lives, workers)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert len(workers) == 2 and not any(map(lives, workers))
+
+
+def test_a_port_in_use_says_who_should_change_what(planned, monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        code, text = launch(planned, "end")
+    assert code == 2
+    assert "is in use" in text and "unset MASTER_PORT" in text

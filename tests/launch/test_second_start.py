@@ -1,0 +1,181 @@
+"""What a start does with a folder that is there already: goes on, stops, refuses; and never loses anything."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from manyhands.errors import UserError
+from manyhands.launch.prepare import prepare_run
+from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.start import start
+from tests.launch.builders import make_config, make_plan
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch):
+    """Facts and planner in place of the real ones; ``world.plan`` holds what the next plan will say, ``world.run`` the folder."""
+    state = SimpleNamespace(plan={}, world_size=2, run=RunFolder(tmp_path / "runs" / "demo"), reports=[])
+
+    def gather_facts(config, world_size=None, report=print):
+        if state.plan is None:
+            raise UserError("no such file")
+        return SimpleNamespace(world_size=world_size or state.world_size)
+
+    def plan(config, facts, *, number=1, cause="first"):
+        return make_plan(facts.world_size, number=number, cause=cause, config_digest=config.digest, **state.plan)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "manyhands.facts.gather", SimpleNamespace(gather_facts=gather_facts))
+    monkeypatch.setitem(sys.modules, "manyhands.plan.search", SimpleNamespace(plan=plan))
+    monkeypatch.setitem(sys.modules, "manyhands.plan.explain", SimpleNamespace(explain_plan=lambda plan: "the plan"))
+    return state
+
+
+def prepare(**changes):
+    """One start, up to the launch; frees the lock as the end of the process would."""
+    options = {name: changes.pop(name) for name in ("fresh", "dry_run", "world_size") if name in changes}
+    prepared = prepare_run(make_config(**changes), **options)
+    prepared.release()
+    return prepared
+
+
+def pretend_checkpoint(folder: RunFolder, step: int) -> None:
+    path = folder.checkpoints / f"step-{step:06d}"
+    path.mkdir(parents=True)
+    (path / "manifest.json").write_text("{}")
+    folder.write_status("running")
+
+
+def files_in(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_first_start_writes_run_and_plan(world):
+    prepared = prepare()
+    assert (prepared.plan.number, prepared.plan.cause, prepared.resume, prepared.finished) == (1, "first", False, False)
+    assert files_in(world.run.path) == {".lock", "run.json", "plan.json", "plans/001.json"}
+    assert world.run.read_config() == make_config() and world.run.read_plan() == prepared.plan
+    assert json.loads(world.run.plan_json.read_text()) == {"newest": "plans/001.json"}
+
+
+def test_a_second_start_resumes_on_the_same_or_another_number_of_gpus(world):
+    prepare()
+    pretend_checkpoint(world.run, 5)
+    again = prepare()
+    assert (again.plan.number, again.plan.cause, again.resume) == (2, "resume", True)
+    world.world_size = 4
+    wider = prepare(**{"parallel.gpus": 4})
+    assert (wider.plan.number, wider.plan.cause, wider.resume) == (3, "resize", True)
+    assert world.run.read_config().parallel.gpus == 4
+    assert json.loads((world.run.plans / "002.run.json").read_text())["parallel"]["gpus"] == "auto", "the replaced run.json is kept"
+
+
+def test_killed_before_the_first_checkpoint_it_starts_over(world):
+    prepare()
+    world.run.write_status("running")
+    again = prepare()
+    assert (again.plan.number, again.plan.cause, again.resume) == (2, "first", False)
+
+
+def test_a_finished_run_says_so_and_ends_well(world, capsys):
+    prepare()
+    world.run.write_status("finished")
+    before = files_in(world.run.path)
+    assert start(make_config()) == 0
+    assert "is finished; nothing to do" in capsys.readouterr().out
+    assert files_in(world.run.path) == before
+
+
+def test_another_run_in_the_folder_is_refused_with_the_changed_keys(world):
+    prepare()
+    pretend_checkpoint(world.run, 5)
+    with pytest.raises(UserError) as refused:
+        prepare(**{"optimizer.learning_rate": 0.001, "stop.epochs": 2.0, "parallel.gpus": 4, "log.every_steps": 5})
+    assert refused.value.details == ("optimizer.learning_rate: 'auto' -> 0.001", "stop.epochs: 1.0 -> 2.0")
+    assert "--fresh" in str(refused.value)
+    assert world.run.read_config() == make_config()
+
+
+def test_a_dry_run_can_be_planned_anew_with_other_keys(world, capsys):
+    assert start(make_config(), dry_run=True) == 0
+    assert "the plan" in capsys.readouterr().out
+    assert files_in(world.run.path) == {".lock", "run.json", "plan.json", "plans/001.json"}
+    assert prepare(**{"stop.epochs": 2.0}).plan.number == 2
+    assert world.run.read_config().stop.epochs == 2.0
+
+
+def test_fresh_takes_a_new_folder_and_deletes_nothing(world):
+    prepare()
+    pretend_checkpoint(world.run, 5)
+    second, third = prepare(fresh=True), prepare(fresh=True, **{"stop.epochs": 2.0})
+    assert [p.folder.path.name for p in (second, third)] == ["demo-2", "demo-3"]
+    assert second.config.name == "demo-2" and second.plan.cause == "first"
+    assert world.run.newest_step() == 5
+    assert not prepare(name="demo-2").resume, "name=demo-2 finds that run again"
+
+
+def test_a_folder_that_is_no_run_is_not_touched(world):
+    world.run.path.mkdir(parents=True)
+    (world.run.path / "thesis.tex").write_text("ten years of work")
+    with pytest.raises(UserError, match="holds something else"):
+        prepare()
+    assert files_in(world.run.path) == {"thesis.tex"}
+
+
+def test_a_start_that_fails_leaves_no_folder(world):
+    world.plan = None
+    with pytest.raises(UserError, match="no such file"):
+        prepare()
+    assert not world.run.path.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"data_digest": "other"}, "the data"),
+        ({"batch_rows": 16}, "start it as before"),
+        ({"compute_dtype": "bfloat16"}, "start it as before"),
+    ],
+)
+def test_a_resume_that_would_compute_something_else_is_refused(world, change, word):
+    prepare()
+    pretend_checkpoint(world.run, 5)
+    world.plan = change
+    with pytest.raises(UserError, match="would not go on where the run stopped") as refused:
+        prepare()
+    assert word in str(refused.value) and next(iter(change)) in refused.value.details[0]
+    assert world.run.newest_plan_number() == 1
+
+
+def test_two_launches_at_once_are_refused_and_the_holder_named(world):
+    held = prepare_run(make_config())
+    code = (
+        "import sys; from manyhands.launch.lock import FolderLock; from manyhands.launch.run_folder import RunFolder\n"
+        "try: FolderLock(RunFolder(sys.argv[1]))\n"
+        "except Exception as error: print(error)"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    text = subprocess.run(
+        [sys.executable, "-c", code, str(world.run.path)], env=environment, capture_output=True, text=True, check=True
+    ).stdout
+    assert "already running" in text and f"process {os.getpid()} on" in text
+    held.release()
+    assert prepare().plan.number == 2
+
+
+def test_under_another_launcher_its_world_size_counts(world):
+    assert prepare(world_size=8).plan.world_size == 8
+
+
+def test_train_under_torchrun_is_refused(world, monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="starts the processes itself"):
+        start(make_config())
