@@ -74,7 +74,9 @@ class BatchSection(Section):
     """How many rows form a step. The global batch is the same for any number of GPUs."""
 
     rows: PositiveInt | Auto = Field("auto", description="Rows of the global batch, over all GPUs and accumulation.")
-    tokens: PositiveInt | None = Field(None, description="Instead of rows: trained tokens of the global batch (the row that reaches it is the last).")
+    tokens: PositiveInt | None = Field(
+        None, description="Instead of rows: trained tokens of the global batch (the row that reaches it is the last)."
+    )
     micro_rows: PositiveInt | Auto = Field("auto", description="Without packing: rows a GPU processes at once.")
     micro_tokens: PositiveInt | Auto = Field("auto", description="With packing: tokens a GPU processes at once, at least data.max_length.")
     accumulation: PositiveInt | Auto = Field("auto", description="Without packing: micro-batches a GPU accumulates in one step.")
@@ -83,8 +85,12 @@ class BatchSection(Section):
 class OptimizerSection(Section):
     """AdamW."""
 
-    learning_rate: Annotated[float, Field(gt=0)] | Auto = Field("auto", description="Peak learning rate; auto is 2e-4 for lora and 2e-5 for full.")
-    weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="Decoupled weight decay, on matrices only (no norms, biases, embeddings).")
+    learning_rate: Annotated[float, Field(gt=0)] | Auto = Field(
+        "auto", description="Peak learning rate; auto is 2e-4 for lora and 2e-5 for full."
+    )
+    weight_decay: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="Decoupled weight decay, on matrices only (no norms, biases, embeddings)."
+    )
     beta1: Fraction = Field(0.9, description="Decay of the first moment.")
     beta2: Fraction = Field(0.999, description="Decay of the second moment.")
     eps: float = Field(1e-8, gt=0, description="Added to the root of the second moment.")
@@ -94,7 +100,9 @@ class OptimizerSection(Section):
 class ScheduleSection(Section):
     """The learning rate over the run."""
 
-    name: Literal["cosine", "linear", "constant", "wsd"] = Field("cosine", description="Shape after the warm-up; wsd is warm-up, stable, decay.")
+    name: Literal["cosine", "linear", "constant", "wsd"] = Field(
+        "cosine", description="Shape after the warm-up; wsd is warm-up, stable, decay."
+    )
     warmup_ratio: Fraction | None = Field(None, description="Warm-up as a share of all steps; 0.03 when neither warm-up key is given.")
     warmup_steps: NonNegativeInt | None = Field(None, description="Warm-up in steps; excludes warmup_ratio.")
     decay_ratio: Annotated[float, Field(gt=0, le=1)] = Field(0.2, description="wsd: last share of all steps in which the rate falls.")
@@ -114,13 +122,17 @@ class StopSection(Section):
 class ParallelSection(Section):
     """How the work is spread."""
 
-    gpus: PositiveInt | Auto = Field("auto", description="Processes, one a GPU; auto takes every GPU. Without GPUs: CPU processes (auto: 1).")
+    gpus: PositiveInt | Auto = Field(
+        "auto", description="Processes, one a GPU; auto takes every GPU. Without GPUs: CPU processes (auto: 1)."
+    )
     device: Literal["auto", "cuda", "cpu"] = Field("auto", description="Where to train; auto takes GPUs if there are any.")
     strategy: Literal["auto", "one", "ddp", "fsdp"] = Field(
         "auto", description="one process, ddp (a copy a GPU), fsdp (weights, gradients and optimizer states sharded by FSDP2)."
     )
     reshard: bool | Auto = Field("auto", description="fsdp: free gathered parameters after the forward pass (less memory) or keep them.")
-    recompute: Literal["auto", "none", "block"] = Field("auto", description="Activations: kept, or recomputed a block at a time in the backward pass.")
+    recompute: Literal["auto", "none", "block"] = Field(
+        "auto", description="Activations: kept, or recomputed a block at a time in the backward pass."
+    )
     compile: bool | Auto = Field("auto", description="Compile each block with torch.compile; auto does on GPUs.")
     timeout_s: PositiveInt = Field(600, description="Seconds after which a rank that makes no progress ends the run.")
 
@@ -128,7 +140,9 @@ class ParallelSection(Section):
 class EvaluateSection(Section):
     """Measuring on rows that are never trained."""
 
-    every_steps: NonNegativeInt | Auto = Field("auto", description="Steps between evaluations; auto is five times a run; 0 only at start and end.")
+    every_steps: NonNegativeInt | Auto = Field(
+        "auto", description="Steps between evaluations; auto is five times a run; 0 only at start and end."
+    )
     at_start: bool = Field(True, description="Evaluate once before the first step.")
     max_tokens: PositiveInt | None = Field(None, description="Evaluate on at most this many tokens (whole rows, always the same ones).")
     samples: NonNegativeInt = Field(2, description="Validation prompts answered in each evaluation, as text in the log.")
@@ -154,7 +168,9 @@ class OutputSection(Section):
     """What is left at the end."""
 
     dir: str = Field("runs", description="Folder that holds the runs' folders.")
-    dtype: Literal["auto", "bfloat16", "float32"] = Field("auto", description="Saved weights; auto is the source's dtype (adapters: float32).")
+    dtype: Literal["auto", "bfloat16", "float32"] = Field(
+        "auto", description="Saved weights; auto is the source's dtype (adapters: float32)."
+    )
     merge: bool = Field(False, description="lora: also write the model with the adapter merged into its weights.")
 
 

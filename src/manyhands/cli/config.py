@@ -1,0 +1,47 @@
+"""``manyhands config``: the keys of a run file, explained."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def config(
+    key: Annotated[str | None, typer.Argument(metavar="[KEY]", help="A key or section, such as batch.rows.", show_default=False)] = None,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema, for editors.")] = False,
+) -> None:
+    """Explain a key of the run file, or list them all."""
+    from manyhands.config.explain import explain, json_schema
+
+    if schema:
+        import json
+
+        print(json.dumps(json_schema(), indent=2, ensure_ascii=False))
+    elif key:
+        print(explain(key))
+    else:
+        _print_all_keys()
+
+
+def _print_all_keys() -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from manyhands.config.explain import all_keys, default_text
+    from manyhands.config.keys import sections, table
+
+    console = Console()
+    listing = Table(box=None, padding=(0, 2, 0, 0))
+    for title in ("key", "default", "allowed", "meaning"):
+        listing.add_column(title, overflow="fold", ratio=2 if title == "meaning" else None)
+    section = ""
+    for path in all_keys():
+        if "." in path and path.split(".")[0] != section:
+            section = path.split(".")[0]
+            listing.add_row(Text(""))
+            listing.add_row(Text(section, style="bold"), "", "", Text(sections()[section].__doc__ or "", style="bold"))
+        entry = table()[path]
+        listing.add_row(*(Text(text) for text in (path, default_text(path), entry.allowed.replace("`", ""), entry.sentence)))
+    console.print(listing)

@@ -1,0 +1,168 @@
+"""``manyhands doctor``: is this machine ready? One line a finding, with what to do; imports no torch itself."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import typer
+
+from manyhands.cli.words import gib
+from manyhands.errors import EXIT_FAILED
+
+MIN_PYTHON = (3, 11)
+NEEDED = {"torch": (2, 11), "transformers": (5, 17), "safetensors": (0, 4), "pydantic": (2, 0), "huggingface_hub": (0, 0)}
+OPTIONAL = {"tensorboard": "curves in the browser", "bitsandbytes": "4-bit weights"}
+HUB_TIMEOUT_S = 5.0
+MIN_DISK_BYTES = 10 * 2**30
+TORCH_PROBE = "import torch; print(torch.version.cuda or 'none', torch.cuda.device_count() if torch.cuda.is_available() else 0)"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """``bad`` ends the command with exit code 1; a warning does not."""
+
+    state: Literal["ok", "warning", "bad"]
+    text: str
+    fix: str = ""
+
+
+def doctor() -> None:
+    """Check Python, packages, GPUs, disk and the hub.
+
+    Exit code 1 if something is missing."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    marks = {"ok": ("ok     ", "green"), "warning": ("warning", "yellow"), "bad": ("missing", "bold red")}
+    findings = []
+    for check in CHECKS:
+        for finding in check():
+            findings.append(finding)
+            mark, style = marks[finding.state]
+            console.print(
+                Text.assemble((mark, style), "  ", finding.text, (f" -> {finding.fix}" if finding.fix else "", "bold")), soft_wrap=True
+            )
+    num_bad = sum(finding.state == "bad" for finding in findings)
+    num_warnings = sum(finding.state == "warning" for finding in findings)
+    console.print(f"{num_bad} missing, {num_warnings} warnings")
+    raise typer.Exit(EXIT_FAILED if num_bad else 0)
+
+
+def _check_python() -> Iterator[Finding]:
+    version = ".".join(map(str, sys.version_info[:3]))
+    good = sys.version_info >= MIN_PYTHON
+    yield Finding("ok" if good else "bad", f"Python {version}", "" if good else f"use Python {'.'.join(map(str, MIN_PYTHON))} or newer")
+
+
+def _check_packages() -> Iterator[Finding]:
+    from importlib import metadata
+
+    for name, least in NEEDED.items():
+        wanted = ".".join(map(str, least))
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            yield Finding("bad", f"{name} is not installed", f"pip install '{name}>={wanted}'")
+            continue
+        numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
+        good = numbers >= least
+        yield Finding("ok" if good else "bad", f"{name} {version}", "" if good else f"pip install '{name}>={wanted}'")
+    for name, purpose in OPTIONAL.items():
+        try:
+            yield Finding("ok", f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            yield Finding("warning", f"{name} is not installed: no {purpose}", f"pip install {name}")
+
+
+def _check_torch() -> Iterator[Finding]:
+    """Asks torch itself, in a process of its own: an import may fail, and a driver may be too old."""
+    from manyhands.facts.host import read_host_facts
+
+    num_gpus = len(read_host_facts().gpus)
+    try:
+        probe = subprocess.run([sys.executable, "-c", TORCH_PROBE], capture_output=True, text=True, timeout=120)
+    except subprocess.TimeoutExpired:
+        yield Finding("bad", "importing torch took over 120 s", "look at the disk and at the GPU driver (nvidia-smi)")
+        return
+    if probe.returncode:
+        lines = probe.stderr.strip().splitlines()
+        yield Finding("bad", f"torch cannot be imported: {lines[-1] if lines else 'no message'}", "install torch again")
+        return
+    cuda, _, usable = probe.stdout.strip().rpartition(" ")
+    if not num_gpus:
+        yield Finding("warning", "no GPU is visible: runs take CPU processes", "")
+    elif int(usable) < num_gpus:
+        fix = "install a torch built for CUDA" if cuda == "none" else "update the GPU driver"
+        yield Finding("bad", f"{num_gpus} GPUs, but torch (CUDA {cuda}) can use {usable}", fix)
+    else:
+        yield Finding("ok", f"torch can use all {num_gpus} GPUs (CUDA {cuda})")
+
+
+def _check_memory() -> Iterator[Finding]:
+    from manyhands.facts.host import read_host_facts
+
+    host = read_host_facts()
+    for gpu in host.gpus:
+        busy = gpu.free_bytes < 0.9 * gpu.memory_bytes
+        text = f"GPU {gpu.index} {gpu.name}: {gib(gpu.memory_bytes)}, {gib(gpu.free_bytes)} free"
+        yield Finding("warning" if busy else "ok", text, "another program holds memory, see nvidia-smi" if busy else "")
+        if not gpu.has_bfloat16:
+            yield Finding("warning", f"GPU {gpu.index} has no bfloat16: runs compute in float32")
+    low = host.free_memory_bytes < 4 * 2**30
+    text = f"memory {gib(host.memory_bytes)}, {gib(host.free_memory_bytes)} free, {host.num_cores} cores"
+    yield Finding("warning" if low else "ok", text, "close other programs" if low else "")
+
+
+def _check_folders() -> Iterator[Finding]:
+    """Where runs, tokens and models are written: writable, with room."""
+    from manyhands.config.schema import DataSection
+
+    hub = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or "~/.cache/huggingface") / "hub")
+    for purpose, folder in (("runs", Path.cwd()), ("token cache", Path(DataSection.model_fields["cache"].default)), ("hub cache", hub)):
+        folder = folder.expanduser()
+        there = next(place for place in (folder, *folder.parents) if place.exists())
+        if not os.access(there, os.W_OK):
+            yield Finding("bad", f"{purpose}: {folder} cannot be written", "change its owner, or choose another folder")
+            continue
+        free = shutil.disk_usage(there).free
+        low = free < MIN_DISK_BYTES
+        yield Finding("warning" if low else "ok", f"{purpose}: {folder}, {gib(free)} free", "make room" if low else "")
+
+
+def _check_hub() -> Iterator[Finding]:
+    import urllib.error
+    import urllib.parse
+    import urllib.request
+
+    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+        yield Finding("warning", "HF_HUB_OFFLINE is set: models come from the cache or a folder only")
+        return
+    address = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    host = urllib.parse.urlsplit(address).hostname or "?"  # without a password that the address may hold
+    try:
+        urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=HUB_TIMEOUT_S).close()
+    except urllib.error.HTTPError:
+        pass  # it answered
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", None) or error
+        yield Finding("warning", f"the hub {host} does not answer: {reason}", "use a model folder, or set HF_ENDPOINT or a proxy")
+        return
+    yield Finding("ok", f"the hub {host} answers")
+
+
+CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
+    _check_python,
+    _check_packages,
+    _check_torch,
+    _check_memory,
+    _check_folders,
+    _check_hub,
+)

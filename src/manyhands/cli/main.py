@@ -1,0 +1,69 @@
+"""All commands in one place, and the one handler of errors: a ``UserError`` is printed, a bug keeps its traceback."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from manyhands import __version__
+from manyhands.cli import config, data, doctor, export, generate, gpu_info, init, plan, tensorboard, train
+from manyhands.errors import EXIT_INTERRUPTED, UserError
+
+
+class _Group(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except UserError as error:
+            print(error, file=sys.stderr)
+            raise typer.Exit(error.exit_code) from None
+        except (KeyboardInterrupt, typer.Abort):  # Abort: Ctrl-C or Ctrl-D at a question
+            print("interrupted", file=sys.stderr)
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+app = typer.Typer(
+    cls=_Group,
+    help="Fine-tuning that is planned before it is launched: `init` writes a run file, `plan` shows it, `train` runs it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # rich's help costs a third of the start-up time
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"manyhands {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")] = False,
+) -> None:
+    pass
+
+
+for _name, _command in (
+    ("train", train.train),
+    ("plan", plan.plan),
+    ("data", data.data),
+    ("generate", generate.generate),
+    ("export", export.export),
+    ("init", init.init),
+    ("config", config.config),
+    ("doctor", doctor.doctor),
+    ("gpu-info", gpu_info.gpu_info),
+    ("tensorboard", tensorboard.tensorboard),
+):
+    app.command(_name)(_command)
+
+
+def main() -> None:
+    """The ``manyhands`` command and ``python -m manyhands``."""
+    app(prog_name="manyhands")

@@ -1,0 +1,140 @@
+"""Keys that contradict each other. Pure: a config in, sentences out; what needs the model, the data or the GPUs is the plan's.
+
+A key counts as asked for when its value is not the default: a ``run.json``, which spells out every key, loads again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from manyhands.config.keys import show, table
+from manyhands.config.schema import RunConfig
+
+Findings = Iterator[str]
+
+
+def check(config: RunConfig) -> list[str]:
+    """All contradictions of a config: one sentence each, naming both keys and what to do."""
+    return [finding for rule in RULES for finding in rule(config)]
+
+
+def _asked(config: RunConfig, path: str) -> bool:
+    return _value(config, path) != table()[path].default
+
+
+def _value(config: RunConfig, path: str) -> object:
+    section, _, leaf = path.rpartition(".")
+    return getattr(getattr(config, section) if section else config, leaf)
+
+
+def _idle(config: RunConfig, paths: tuple[str, ...], because: str, fix: str) -> Findings:
+    """Keys that were asked for but would do nothing."""
+    for path in paths:
+        if _asked(config, path):
+            yield f"`{path}` does nothing with `{because}: {show(_value(config, because))}`: remove it, or {fix}"
+
+
+def _check_batch(config: RunConfig) -> Findings:
+    batch, data = config.batch, config.data
+    if batch.rows != "auto" and batch.tokens is not None:
+        yield "`batch.rows` and `batch.tokens` both set the global batch: keep one"
+    if data.packing:
+        yield from _idle(config, ("batch.micro_rows", "batch.accumulation"), "data.packing", "set data.packing: false")
+    else:
+        yield from _idle(config, ("batch.micro_tokens",), "data.packing", "set data.packing: true")
+        yield from _idle(config, ("batch.tokens",), "data.packing", "set data.packing: true; without packing give batch.rows")
+        yield from _check_rows_divide(config)
+    if batch.micro_tokens != "auto" and data.packing and batch.micro_tokens < data.max_length:
+        yield (
+            f"`batch.micro_tokens: {batch.micro_tokens}` is less than `data.max_length: {data.max_length}`, so that the longest row "
+            f"does not fit: give at least {data.max_length}, or a smaller data.max_length"
+        )
+
+
+def _check_rows_divide(config: RunConfig) -> Findings:
+    """rows = micro_rows * accumulation * processes; the number of processes is known to the plan only."""
+    batch = config.batch
+    given = {
+        f"batch.{name}": value
+        for name, value in (("micro_rows", batch.micro_rows), ("accumulation", batch.accumulation))
+        if value != "auto"
+    }
+    if batch.rows == "auto" or not given:
+        return
+    unit = 1
+    for value in given.values():
+        unit *= int(value)
+    if batch.rows % unit:
+        below, above = batch.rows // unit * unit, (batch.rows // unit + 1) * unit
+        names = " × ".join(f"`{name}: {value}`" for name, value in given.items()) + (f" = {unit}" if len(given) > 1 else "")
+        near = f"{below} or {above}" if below else str(above)
+        yield f"`batch.rows: {batch.rows}` is not a multiple of {names}: the nearest batches that work are {near}"
+
+
+def _check_schedule(config: RunConfig) -> Findings:
+    schedule = config.schedule
+    if schedule.warmup_ratio is not None and schedule.warmup_steps is not None:
+        yield "`schedule.warmup_ratio` and `schedule.warmup_steps` both set the warm-up: keep one"
+    if schedule.name != "wsd":
+        yield from _idle(config, ("schedule.decay_ratio",), "schedule.name", "set schedule.name: wsd")
+    elif schedule.warmup_ratio is not None and schedule.warmup_ratio + schedule.decay_ratio > 1:
+        yield "`schedule.warmup_ratio` and `schedule.decay_ratio` are more than the whole run together: make one smaller"
+    if schedule.name == "constant":
+        yield from _idle(config, ("schedule.min_ratio",), "schedule.name", "choose a schedule that falls")
+    if schedule.warmup_steps is not None and config.stop.max_steps is not None and schedule.warmup_steps > config.stop.max_steps:
+        yield "`schedule.warmup_steps` is more than `stop.max_steps`, so that the peak is never reached: make it smaller"
+
+
+def _check_evaluation(config: RunConfig) -> Findings:
+    data, evaluate = config.data, config.evaluate
+    wanted = [path for path in ("checkpoint.keep_best", "stop.patience") if _asked(config, path)]
+    if data.validation is None and data.validation_fraction == 0:
+        asking = [*wanted, *(p for p in ("evaluate.every_steps", "evaluate.max_tokens") if _asked(config, p) and _value(config, p) != 0)]
+        for path in asking:
+            yield (
+                f"`{path}` needs validation rows, but there is no `data.validation` file and `data.validation_fraction` is 0: "
+                "give a file, or hold out a fraction"
+            )
+    elif evaluate.every_steps == 0:
+        for path in wanted:
+            yield f"`{path}` needs evaluations during the run, but `evaluate.every_steps` is 0: set it to auto or a number of steps"
+    if data.validation is not None and data.validation_fraction != 0:
+        yield from _idle(config, ("data.validation_fraction",), "data.validation", "remove the validation file to hold out a fraction")
+    if evaluate.samples == 0:
+        yield from _idle(config, ("evaluate.max_new_tokens",), "evaluate.samples", "ask for samples")
+
+
+def _check_method(config: RunConfig) -> Findings:
+    if config.method.name == "full":
+        lora_only = ("method.rank", "method.alpha", "method.dropout", "method.targets", "output.merge")
+        yield from _idle(config, lora_only, "method.name", "set method.name: lora")
+
+
+def _check_task(config: RunConfig) -> Findings:
+    if config.task == "sft":
+        if config.data.too_long == "split":
+            yield "`data.too_long: split` cuts text, but `task: sft` trains conversations: use refuse or truncate, or task: cpt"
+        if config.data.format == "text":
+            yield "`data.format: text` has no answers to train, but `task: sft` trains answers: set task: cpt, or another format"
+        return
+    if config.data.format not in ("auto", "text"):
+        yield f"`data.format: {config.data.format}` is a conversation, but `task: cpt` trains text: use format text, or task: sft"
+    yield from _idle(config, ("model.chat_template",), "task", "set task: sft")
+
+
+def _check_parallel(config: RunConfig) -> Findings:
+    parallel = config.parallel
+    if parallel.strategy == "one" and parallel.gpus != "auto" and parallel.gpus > 1:
+        yield f"`parallel.strategy: one` is one process, but `parallel.gpus` is {parallel.gpus}: use strategy auto, ddp or fsdp, or gpus: 1"
+    if parallel.strategy in ("one", "ddp"):
+        yield from _idle(config, ("parallel.reshard",), "parallel.strategy", "set parallel.strategy: fsdp")
+
+
+RULES: tuple[Callable[[RunConfig], Findings], ...] = (
+    _check_batch,
+    _check_schedule,
+    _check_evaluation,
+    _check_method,
+    _check_task,
+    _check_parallel,
+)

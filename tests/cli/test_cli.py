@@ -1,0 +1,386 @@
+"""The command line up to the seams of the other rooms; a few real processes for what only they show."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import socket
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import manyhands
+from manyhands.cli import doctor as doctor_module
+from manyhands.cli import process
+from manyhands.cli.data import mark_trained
+from manyhands.cli.export import default_output
+from manyhands.cli.init import look_at_rows
+from manyhands.cli.main import app
+from manyhands.cli.words import harmless
+from manyhands.config.load import load_config
+from manyhands.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_USAGE, UserError
+
+SOURCE = Path(__file__).parents[2] / "src"
+BASE = "model: {name: org/model}\ndata: {train: rows.jsonl}\n"
+
+
+def call(*arguments, stdin: str | None = None):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin)
+
+
+def start_process(*arguments, **options) -> subprocess.Popen:
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    return subprocess.Popen(
+        [sys.executable, *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    )
+
+
+@pytest.fixture
+def run_file(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(BASE)
+    return path
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """What the launcher was asked to start."""
+    calls = []
+
+    def start(config, **options):
+        calls.append((config, options))
+        return 0
+
+    monkeypatch.setitem(sys.modules, "manyhands.launch.start", types.SimpleNamespace(start=start))
+    return calls
+
+
+@pytest.fixture
+def processes(monkeypatch):
+    """Modules that would be started, in place of starting them."""
+    calls = []
+    monkeypatch.setattr(process, "run_module", lambda module, arguments: calls.append((module, list(arguments))) or 7)
+    return calls
+
+
+def test_train_hands_the_config_to_the_launcher(run_file, started):
+    result = call("train", run_file, "batch.rows=32", "--gpus", 2, "stop.max_steps=5", "--examples", 10, "--dry-run", "--fresh")
+    assert result.exit_code == 0, result.output
+    ((config, options),) = started
+    assert (config.batch.rows, config.parallel.gpus, config.stop.max_steps, config.data.max_rows) == (32, 2, 5, 10)
+    assert options == {"dry_run": True, "fresh": True}
+
+
+def test_the_launchers_exit_code_is_ours(run_file, monkeypatch):
+    monkeypatch.setitem(sys.modules, "manyhands.launch.start", types.SimpleNamespace(start=lambda config, **_: 143))
+    assert call("train", run_file).exit_code == 143
+
+
+def test_an_option_may_not_contradict_an_override(run_file, started):
+    result = call("train", run_file, "parallel.gpus=4", "--gpus", 2)
+    assert result.exit_code == EXIT_USAGE and "--gpus and parallel.gpus" in result.stderr and not started
+
+
+def test_a_user_error_is_words_on_stderr_and_its_exit_code(run_file, monkeypatch):
+    result = call("train", run_file, "batch.row=3")
+    assert result.exit_code == EXIT_USAGE and result.stdout == ""
+    assert result.stderr.startswith("error: ") and "batch.rows" in result.stderr and "Traceback" not in result.stderr
+
+    def fail(config, **options):
+        raise UserError("rank 1 failed", exit_code=EXIT_FAILED)
+
+    monkeypatch.setitem(sys.modules, "manyhands.launch.start", types.SimpleNamespace(start=fail))
+    assert call("train", run_file).exit_code == EXIT_FAILED
+
+
+def test_a_bug_keeps_its_traceback(run_file, monkeypatch):
+    def fail(config, **options):
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setitem(sys.modules, "manyhands.launch.start", types.SimpleNamespace(start=fail))
+    assert isinstance(call("train", run_file).exception, ZeroDivisionError)
+
+
+def test_interrupted_is_one_line_and_130(run_file, monkeypatch):
+    def fail(config, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "manyhands.launch.start", types.SimpleNamespace(start=fail))
+    result = call("train", run_file)
+    assert (result.exit_code, result.stderr) == (EXIT_INTERRUPTED, "interrupted\n")
+
+
+def test_plan_prints_what_the_planner_says(run_file, monkeypatch):
+    made = types.SimpleNamespace(model_dump_json=lambda indent: '{"number": 1}')
+    monkeypatch.setitem(sys.modules, "manyhands.facts.gather", types.SimpleNamespace(gather_facts=lambda config, report: "facts"))
+    monkeypatch.setitem(sys.modules, "manyhands.plan.search", types.SimpleNamespace(plan=lambda config, facts: made))
+    monkeypatch.setitem(sys.modules, "manyhands.plan.explain", types.SimpleNamespace(explain_plan=lambda plan: "one GPU, 8 rows"))
+    assert call("plan", run_file).stdout == "one GPU, 8 rows\n"
+    assert json.loads(call("plan", run_file, "--json").stdout) == {"number": 1}
+
+
+def test_trained_tokens_are_told_apart():
+    tokenizer = types.SimpleNamespace(decode=lambda ids, **_: "".join(chr(i) for i in ids))
+    ids = np.array([ord(c) for c in "Q:\x1b[2JA!"], dtype=np.int32)
+    trained = np.array([False] * 6 + [True] * 2)
+    plain = mark_trained(tokenizer, ids, trained, coloured=False)
+    assert plain.plain == "Q:\\x1b[2J⟦A!⟧"
+    coloured = mark_trained(tokenizer, ids, trained, coloured=True)
+    assert coloured.plain == "Q:\\x1b[2JA!" and [str(span.style) for span in coloured.spans] == ["bold green"]
+
+
+def test_text_from_data_cannot_steer_the_terminal():
+    assert harmless("a\tb\nc\x1b]0;x\x07\r\u202e") == "a    b\nc\\x1b]0;x\\x07\\x0d\\x202e"
+    assert harmless("Zürich 東京 😀") == "Zürich 東京 😀"
+
+
+def test_generate_and_export_start_a_process_of_their_own(tmp_path, processes):
+    assert call("generate", tmp_path, "--prompt", "-hello", "--max-new-tokens", 5).exit_code == 7
+    assert call("export", tmp_path, "--output", "out", "--merge").exit_code == 7
+    assert processes == [
+        ("manyhands.infer", [str(tmp_path), "--max-new-tokens", "5", "--prompt=-hello"]),
+        ("manyhands.export", [str(tmp_path), "--output", "out", "--merge"]),
+    ]
+
+
+def test_their_arguments_are_the_ones_those_processes_take(tmp_path, processes):
+    from manyhands.export.__main__ import parse_arguments as parse_export
+    from manyhands.infer.__main__ import parse_arguments as parse_infer
+
+    call("generate", tmp_path, "--prompt", "-hello", "--base", "b", "--max-new-tokens", 5)
+    call("export", tmp_path, "--merge")
+    asked = parse_infer(processes[0][1])
+    assert (asked.folder, asked.prompt, asked.base, asked.max_new_tokens) == (tmp_path, "-hello", "b", 5)
+    assert parse_export(processes[1][1]).merge
+
+
+def test_an_export_goes_into_the_runs_folder(tmp_path):
+    checkpoint = tmp_path / "checkpoints" / "step-000010"
+    checkpoint.mkdir(parents=True)
+    (tmp_path / "run.json").write_text("{}")
+    assert default_output(tmp_path, merge=False) == tmp_path / "export"
+    assert default_output(checkpoint, merge=True) == tmp_path.resolve() / "merged-step-000010"
+
+
+@pytest.mark.parametrize("command", ["generate", "export", "tensorboard"])
+def test_a_missing_folder_is_an_error(command, tmp_path):
+    result = call(command, tmp_path / "none")
+    assert result.exit_code == EXIT_USAGE and "does not exist" in result.stderr
+
+
+def test_tensorboard_is_bound_to_loopback(tmp_path, processes):
+    assert call("tensorboard", tmp_path, "--port", _free_port()).exit_code == 7
+    arguments = processes[0][1]
+    assert arguments[arguments.index("--host") + 1] == "127.0.0.1" and str(tmp_path) in arguments
+
+
+def test_a_port_in_use_is_an_error_that_names_another(tmp_path, processes):
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        result = call("tensorboard", tmp_path, "--port", port)
+    assert result.exit_code == EXIT_USAGE and f"port {port} is in use" in result.stderr and "--port" in result.stderr
+    assert not processes
+
+
+def test_config_explains(capsys):
+    listing = call("config").stdout
+    assert "batch.rows" in listing and "output.merge" in listing
+    assert "Rows of the global batch" in call("config", "batch.rows").stdout
+    wrong = call("config", "batch.row")
+    assert wrong.exit_code == EXIT_USAGE and "did you mean `batch.rows`?" in wrong.stderr
+    assert "model" in json.loads(call("config", "--schema").stdout)["properties"]
+
+
+def test_version():
+    assert call("--version").stdout == f"manyhands {manyhands.__version__}\n"
+
+
+def test_a_misspelt_command_is_a_usage_error():
+    assert call("trian").exit_code == EXIT_USAGE
+
+
+@pytest.mark.parametrize(
+    ("row", "task", "field_format"),
+    [
+        ({"messages": []}, "sft", "messages"),
+        ({"prompt": "a", "completion": "b"}, "sft", "prompt"),
+        ({"question": "a", "answer": "b"}, "sft", "question"),
+        ({"text": "a"}, "cpt", "text"),
+    ],
+)
+def test_init_infers_the_task_and_writes_a_file_that_loads(tmp_path, monkeypatch, row, task, field_format):
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    Path("data/train.jsonl").write_text("\n" + json.dumps(row) + "\n")
+    result = call("init", "-o", "my.yaml")
+    assert result.exit_code == 0, result.output
+    config = load_config("my.yaml")
+    assert (config.task, config.data.format, config.name) == (task, field_format, "my")
+    assert Path(config.data.train) == tmp_path / "data" / "train.jsonl"
+    assert "train: data/train.jsonl" in Path("my.yaml").read_text()
+
+
+def test_init_never_overwrites(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text('{"text": "a"}\n')
+    Path("run.yaml").write_text("mine")
+    result = call("init", "--data", "rows.jsonl", "--yes")
+    assert result.exit_code == EXIT_USAGE and "not overwritten" in result.stderr
+    assert Path("run.yaml").read_text() == "mine"
+
+
+def test_init_takes_what_is_given(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.txt").write_text("words")
+    assert call("init", "--data", "rows.txt", "--model", "org/other", "--yes").exit_code == 0
+    config = load_config("run.yaml")
+    assert (config.model.name, config.task) == ("org/other", "cpt")
+
+
+@pytest.mark.parametrize(("text", "said"), [("not json", "not JSON"), ('{"a": 1}', "fields: a"), ("[1]", "fields: none"), ("", "not JSON")])
+def test_init_refuses_rows_it_cannot_read(tmp_path, text, said):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(text)
+    with pytest.raises(UserError) as raised:
+        look_at_rows(path)
+    assert said in str(raised.value)
+
+
+def test_init_without_data_says_what_to_give(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = call("init")
+    assert result.exit_code == EXIT_USAGE and "--data" in result.stderr
+
+
+def test_the_doctors_exit_code_is_real(monkeypatch):
+    Finding = doctor_module.Finding
+    monkeypatch.setattr(doctor_module, "CHECKS", (lambda: iter([Finding("ok", "fine"), Finding("warning", "slow", "buy more")]),))
+    result = call("doctor")
+    assert result.exit_code == 0 and "slow -> buy more" in result.stdout and "0 missing, 1 warnings" in result.stdout
+    monkeypatch.setattr(doctor_module, "CHECKS", (lambda: iter([Finding("bad", "no torch", "pip install torch")]),))
+    assert call("doctor").exit_code == EXIT_FAILED
+
+
+def test_the_doctor_finds_what_is_here(monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "http://user:secret@127.0.0.1:9")
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    checks = (doctor_module._check_python, doctor_module._check_packages, doctor_module._check_folders, doctor_module._check_hub)
+    findings = [finding for check in checks for finding in check()]
+    assert not [finding for finding in findings if finding.state == "bad"]
+    (hub,) = [finding for finding in findings if "hub 127" in finding.text]
+    assert hub.state == "warning" and "secret" not in hub.text
+
+
+def test_gpu_info_lists_the_machine(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    result = call("gpu-info")
+    assert result.exit_code == 0 and "No GPU is visible" in result.stdout and "cores" in result.stdout
+
+
+def test_help_is_quick_and_light():
+    """0.16 s alone on the machine where it was written; the bound leaves room for a busy one, the imports do not."""
+    probe = "import sys; sys.argv = ['manyhands', '--help']\ntry:\n from manyhands.cli.main import main; main()\nfinally:\n"
+    probe += " print(sorted({'torch', 'transformers', 'numpy', 'pydantic', 'rich.console'} & set(sys.modules)), file=sys.stderr)"
+    seconds = []
+    for _ in range(2):
+        begin = time.perf_counter()
+        with start_process("-c", probe) as child:
+            stdout, stderr = child.communicate(timeout=60)
+        seconds.append(time.perf_counter() - begin)
+        assert "train" in stdout and stderr.strip() == "[]"
+    assert min(seconds) < 2
+
+
+def test_a_real_process_ends_with_the_error_and_its_code(tmp_path):
+    with start_process("-m", "manyhands", "plan", str(tmp_path / "none.yaml")) as child:
+        _, stderr = child.communicate(timeout=60)
+    assert child.returncode == EXIT_USAGE and stderr.startswith("error: the run file does not exist")
+
+
+def test_ctrl_c_ends_the_process_that_was_started(tmp_path):
+    """Both get the signal, as on a terminal; the command waits for its child and ends with 130."""
+    (tmp_path / "sleeper.py").write_text("import time\nprint('up', flush=True)\ntime.sleep(60)\n")
+    program = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import os; os.environ['PYTHONPATH'] += ':' + sys.path[0]\n"
+        "from manyhands.cli import process, main\n"
+        "run = process.run_module\n"
+        "process.run_module = lambda module, arguments: run('sleeper', [])\n"
+        "sys.argv = ['manyhands', 'generate', sys.path[0]]\n"
+        "main.main()\n"
+    )
+    with start_process("-c", program, start_new_session=True) as child:
+        assert child.stdout.readline() == "up\n"
+        os.killpg(child.pid, signal.SIGINT)
+        _, stderr = child.communicate(timeout=30)
+    assert child.returncode == EXIT_INTERRUPTED and stderr.endswith("interrupted\n")
+
+
+@pytest.mark.parametrize(("name", "exit_code"), [("SIGKILL", EXIT_FAILED), ("SIGTERM", EXIT_TERMINATED)])
+def test_a_killed_process_is_named(tmp_path, monkeypatch, name, exit_code):
+    (tmp_path / "dies.py").write_text(f"import os, signal\nos.kill(os.getpid(), signal.{name})\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(UserError, match=name) as raised:
+        process.run_module("dies", [])
+    assert raised.value.exit_code == exit_code
+
+
+def test_init_asks_on_a_terminal(tmp_path):
+    """The second question is answered with Ctrl-C first, which leaves nothing behind."""
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    assert _on_a_terminal(tmp_path, [("Model", "org/asked\n"), ("Training rows", "\x03")]) == EXIT_INTERRUPTED
+    assert not (tmp_path / "run.yaml").exists()
+    assert _on_a_terminal(tmp_path, [("Model", "org/asked\n"), ("Training rows", "\n")]) == 0
+    config = load_config(tmp_path / "run.yaml")
+    assert config.model.name == "org/asked" and config.data.train == str(tmp_path / "rows.jsonl")
+
+
+def _on_a_terminal(folder: Path, answers: list[tuple[str, str]]) -> int:
+    """Runs ``manyhands init`` in a folder on a terminal of its own; answers each question as it comes. Returns the exit code."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(folder)
+        os.execve(sys.executable, [sys.executable, "-m", "manyhands", "init"], {**os.environ, "PYTHONPATH": str(SOURCE)})
+    shown = ""
+    for question, answer in answers:
+        while question not in shown:
+            shown += os.read(terminal, 4096).decode()
+        os.write(terminal, answer.encode())
+    try:
+        while os.read(terminal, 4096):
+            pass
+    except OSError:  # the terminal closes with its program
+        pass
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.mark.real
+def test_init_data_and_plan_on_the_real_model(tmp_path, monkeypatch):
+    model = os.environ.get("MANYHANDS_SMOLLM2")
+    if not model:
+        pytest.skip("MANYHANDS_SMOLLM2 names no folder")
+    monkeypatch.chdir(tmp_path)
+    rows = [{"question": f"What is {i} + {i}?", "answer": f"It is {2 * i}."} for i in range(60)]
+    Path("train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert call("init", "--model", model).exit_code == 0
+    shown = call("data", "run.yaml", f"data.cache={tmp_path / 'cache'}", "--rows", 1, "--examples", 5)
+    assert shown.exit_code == 0 and "⟦It is" in shown.stdout and "<|im_end|>⟧" in "".join(shown.stdout.split("\n"))
+    assert "training rows" in shown.stdout and " 5 " in shown.stdout
+    planned = call("plan", "run.yaml", f"data.cache={tmp_path / 'cache'}", "--json")
+    assert json.loads(planned.stdout)["num_steps"] > 0
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,86 @@
+"""One case a contradiction; every message names both keys."""
+
+from __future__ import annotations
+
+import pytest
+
+from manyhands.config.checks import check
+from tests.config.builders import config
+
+CONTRADICTIONS = [
+    ({"batch__rows": 8, "batch__tokens": 900}, "batch.rows", "batch.tokens"),
+    ({"schedule__warmup_ratio": 0.1, "schedule__warmup_steps": 5}, "schedule.warmup_ratio", "schedule.warmup_steps"),
+    ({"schedule__warmup_ratio": 0.0, "schedule__warmup_steps": 0}, "schedule.warmup_ratio", "schedule.warmup_steps"),
+    ({"batch__micro_rows": 2}, "batch.micro_rows", "data.packing"),
+    ({"batch__accumulation": 2}, "batch.accumulation", "data.packing"),
+    ({"data__packing": False, "batch__micro_tokens": 4096}, "batch.micro_tokens", "data.packing"),
+    ({"data__packing": False, "batch__tokens": 900}, "batch.tokens", "data.packing"),
+    ({"batch__micro_tokens": 1024, "data__max_length": 2048}, "batch.micro_tokens", "data.max_length"),
+    ({"data__packing": False, "batch__rows": 10, "batch__micro_rows": 2, "batch__accumulation": 2}, "batch.rows", "batch.micro_rows"),
+    ({"data__packing": False, "batch__rows": 10, "batch__accumulation": 4}, "batch.rows", "batch.accumulation"),
+    ({"checkpoint__keep_best": True, "data__validation_fraction": 0.0}, "checkpoint.keep_best", "data.validation_fraction"),
+    ({"stop__patience": 2, "data__validation_fraction": 0.0}, "stop.patience", "data.validation"),
+    ({"evaluate__every_steps": 5, "data__validation_fraction": 0.0}, "evaluate.every_steps", "data.validation_fraction"),
+    ({"evaluate__max_tokens": 5, "data__validation_fraction": 0.0}, "evaluate.max_tokens", "data.validation_fraction"),
+    ({"checkpoint__keep_best": True, "evaluate__every_steps": 0}, "checkpoint.keep_best", "evaluate.every_steps"),
+    ({"stop__patience": 2, "evaluate__every_steps": 0}, "stop.patience", "evaluate.every_steps"),
+    ({"data__validation": "v.jsonl", "data__validation_fraction": 0.1}, "data.validation", "data.validation_fraction"),
+    ({"evaluate__samples": 0, "evaluate__max_new_tokens": 5}, "evaluate.samples", "evaluate.max_new_tokens"),
+    ({"method__name": "full", "method__rank": 8}, "method.rank", "method.name"),
+    ({"method__name": "full", "method__alpha": 8}, "method.alpha", "method.name"),
+    ({"method__name": "full", "method__dropout": 0.1}, "method.dropout", "method.name"),
+    ({"method__name": "full", "method__targets": ["q_proj"]}, "method.targets", "method.name"),
+    ({"method__name": "full", "output__merge": True}, "output.merge", "method.name"),
+    ({"data__too_long": "split"}, "data.too_long", "task"),
+    ({"data__format": "text"}, "data.format", "task"),
+    ({"task": "cpt", "data__format": "messages"}, "data.format", "task"),
+    ({"task": "cpt", "model__chat_template": "x"}, "model.chat_template", "task"),
+    ({"parallel__strategy": "one", "parallel__gpus": 2}, "parallel.strategy", "parallel.gpus"),
+    ({"parallel__strategy": "ddp", "parallel__reshard": False}, "parallel.reshard", "parallel.strategy"),
+    ({"schedule__decay_ratio": 0.5}, "schedule.decay_ratio", "schedule.name"),
+    ({"schedule__name": "wsd", "schedule__warmup_ratio": 0.9}, "schedule.warmup_ratio", "schedule.decay_ratio"),
+    ({"schedule__name": "constant", "schedule__min_ratio": 0.1}, "schedule.min_ratio", "schedule.name"),
+    ({"schedule__warmup_steps": 9, "stop__max_steps": 5}, "schedule.warmup_steps", "stop.max_steps"),
+]
+
+ALLOWED = [
+    {},
+    {"batch__tokens": 900},
+    {"data__packing": False, "batch__rows": 16, "batch__micro_rows": 2, "batch__accumulation": 4},
+    {"batch__micro_tokens": 2048},
+    {"data__validation_fraction": 0.0},
+    {"data__validation": "v.jsonl", "data__validation_fraction": 0.0},
+    {"data__validation": "v.jsonl", "checkpoint__keep_best": True, "stop__patience": 2},
+    {"method__name": "full", "method__rank": 16},
+    {"task": "cpt", "data__too_long": "split", "data__format": "text"},
+    {"parallel__strategy": "ddp", "parallel__gpus": 1},
+    {"parallel__strategy": "one", "parallel__gpus": 1},
+    {"parallel__reshard": True},
+    {"model__dtype": "bfloat16", "parallel__device": "cpu"},
+    {"model__init": "random", "model__revision": "v1"},
+    {"schedule__name": "wsd", "schedule__decay_ratio": 0.5},
+]
+
+
+@pytest.mark.parametrize(("keys", "first", "second"), CONTRADICTIONS)
+def test_a_contradiction_names_both_keys_and_what_to_do(keys, first, second):
+    findings = check(config(**keys))
+    assert len(findings) == 1
+    assert f"`{first}" in findings[0] and f"`{second}" in findings[0]
+    assert ": " in findings[0]
+
+
+@pytest.mark.parametrize("keys", ALLOWED)
+def test_what_goes_together_is_not_refused(keys):
+    assert check(config(**keys)) == []
+
+
+def test_the_nearest_batches_that_work_are_named():
+    keys = {"data__packing": False, "batch__rows": 10, "batch__micro_rows": 4}
+    assert "8 or 12" in check(config(**keys))[0]
+    keys["batch__rows"] = 3
+    assert check(config(**keys))[0].endswith("that work are 4")
+
+
+def test_contradictions_are_reported_together():
+    assert len(check(config(batch__rows=8, batch__tokens=9, method__name="full", method__rank=8, schedule__decay_ratio=0.5))) == 3

@@ -1,0 +1,83 @@
+"""Keys in words, for people and editors."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import yaml
+
+from manyhands.config.explain import all_keys, commented_yaml, explain, json_schema
+from manyhands.config.keys import SYNONYMS, nearest, table
+from manyhands.config.load import load_config
+from manyhands.config.schema import RunConfig
+from manyhands.errors import UserError
+
+
+def test_every_key_has_a_sentence():
+    for key in all_keys():
+        sentence = table()[key].sentence
+        assert len(sentence.split()) >= 2 and sentence.endswith("."), key
+        assert table()[key].allowed != "a value", key
+
+
+def test_a_key_is_explained():
+    text = explain("batch.rows")
+    assert "Rows of the global batch" in text and "a whole number >= 1 or `auto`" in text and "default: auto" in text
+    assert "required" in explain("model.name") and "run file's name" in explain("name")
+
+
+def test_a_section_is_its_keys():
+    assert "optimizer.beta1" in explain("optimizer") and "optimizer.max_grad_norm" in explain("optimizer")
+
+
+@pytest.mark.parametrize(("key", "meant"), [("batch.row", "batch.rows"), ("Batch.Rows", "batch.rows"), ("lr", "optimizer.learning_rate")])
+def test_a_misspelt_key_is_an_error_with_the_nearest_name(key, meant):
+    with pytest.raises(UserError) as raised:
+        explain(key)
+    assert f"`{meant}`" in raised.value.fix
+
+
+def test_suggestions_exist():
+    assert set(SYNONYMS.values()) <= set(all_keys())
+    assert nearest("epochs") == "stop.epochs" and nearest("evaluation.every_steps") == "evaluate.every_steps"
+    assert nearest("optimizer.lr") == "optimizer.learning_rate" and nearest("qqqqqqq") is None
+
+
+def test_the_json_schema_tells_editors_what_we_accept():
+    schema = json_schema()
+    assert schema["required"] == ["model", "data"] and schema["additionalProperties"] is False
+    assert schema["$defs"]["BatchSection"]["properties"]["rows"]["description"].startswith("Rows of the global batch")
+
+
+def test_the_commented_file_loads_and_changes_nothing(tmp_path):
+    given = {"model.name": "a: b", "data.train": "no", "optimizer.learning_rate": 1e-5, "method.targets": ["q_proj", "*"], "task": "sft"}
+    path = tmp_path / "run.yaml"
+    path.write_text(commented_yaml(given))
+    config = load_config(path)
+    assert (config.model.name, config.data.train, config.optimizer.learning_rate) == ("a: b", "no", 1e-5)
+    plain = RunConfig.model_validate(
+        {
+            "name": "run",
+            "model": {"name": "a: b"},
+            "data": {"train": "no"},
+            "optimizer": {"learning_rate": 1e-5},
+            "method": {"targets": ["q_proj", "*"]},
+        }
+    )
+    assert config == plain
+
+
+def test_the_comments_are_the_defaults():
+    """Uncommented, the file still says the same: so what it shows as a default is one."""
+    text = commented_yaml({"model.name": "m", "data.train": "t", "name": "n"})
+    uncommented = re.sub(r"^( *)# (\w+:(?: |$))", r"\1\2", text, flags=re.MULTILINE)
+    mapping = yaml.safe_load(uncommented)
+    mapping["optimizer"]["eps"] = float(mapping["optimizer"]["eps"])
+    assert RunConfig.model_validate(mapping) == RunConfig.model_validate({"name": "n", "model": {"name": "m"}, "data": {"train": "t"}})
+    assert len(mapping) == len(RunConfig.model_fields)
+
+
+def test_an_unknown_key_in_a_commented_file_is_a_bug():
+    with pytest.raises(KeyError, match=r"batch\.row"):
+        commented_yaml({"batch.row": 3})

@@ -1,0 +1,231 @@
+"""Run files as people write them: the three syntaxes, their traps, overrides, paths, and every error at once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from manyhands.config.load import MAX_FINDINGS, config_from_mapping, load_config
+from manyhands.errors import EXIT_USAGE, UserError
+from tests.config.builders import minimal
+
+BASE = "model: {name: org/model}\ndata: {train: rows.jsonl}\n"
+
+
+def write(folder: Path, text: str, name: str = "run.yaml") -> Path:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def refusal(path: Path, *overrides: str) -> UserError:
+    with pytest.raises(UserError) as raised:
+        load_config(path, overrides)
+    assert raised.value.exit_code == EXIT_USAGE
+    return raised.value
+
+
+def test_three_syntaxes_give_the_same_run(tmp_path):
+    yaml = write(tmp_path, BASE + "batch:\n  rows: 8\n")
+    toml = write(tmp_path, '[model]\nname = "org/model"\n[data]\ntrain = "rows.jsonl"\n[batch]\nrows = 8\n', "run.toml")
+    jsonf = write(tmp_path, json.dumps(minimal(name="run", batch__rows=8)), "run.json")
+    assert load_config(yaml) == load_config(toml) == load_config(jsonf)
+    assert load_config(yaml).digest == load_config(jsonf).digest
+
+
+def test_the_dumped_config_loads_again(tmp_path):
+    config = load_config(write(tmp_path, BASE + "method: {name: full}\nbatch: {tokens: 500}\nschedule: {warmup_steps: 0}\n"))
+    assert load_config(write(tmp_path, config.model_dump_json(), "again.json")).digest == config.digest
+
+
+@pytest.mark.parametrize(("stem", "name"), [("run", "run"), ("my run", "my-run"), (".hidden", "hidden"), ("é", "run")])
+def test_the_name_defaults_to_the_stem(tmp_path, stem, name):
+    assert load_config(write(tmp_path, BASE, f"{stem}.yaml")).name == name
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"), [("1e-4", 1e-4), ("1E-4", 1e-4), ("2.5e-5", 2.5e-5), (".001", 1e-3), ("1.", 1.0), ("auto", "auto")]
+)
+def test_numbers_that_yaml_1_1_takes_for_text(tmp_path, text, rate):
+    assert load_config(write(tmp_path, BASE + f"optimizer: {{learning_rate: {text}}}\n")).optimizer.learning_rate == rate
+
+
+def test_words_that_yaml_1_1_takes_for_truth_values(tmp_path):
+    config = load_config(write(tmp_path, "name: no\nmodel: {name: on}\ndata: {train: yes, packing: no}\n"))
+    assert (config.name, config.model.name, config.data.train, config.data.packing) == ("no", "on", "yes", False)
+
+
+def test_octal_dates_and_sixties_are_no_surprise(tmp_path):
+    config = load_config(write(tmp_path, "name: 2024-01-02\nseed: 010\nmodel: {name: 1:30}\ndata: {train: x}\n"))
+    assert (config.name, config.seed, config.model.name) == ("2024-01-02", 10, "1:30")
+
+
+def test_all_errors_of_a_file_at_once_with_their_lines(tmp_path):
+    path = write(
+        tmp_path,
+        "modle: x\nmodel:\n  name: a\ndata:\n  trian: b\nbatch:\n  rows: 0\noptimizer:\n  lr: 1e-4\n  learning_rate: fast\n"
+        "schedule: {warmup_ratio: 0.1, warmup_steps: 5}\n",
+    )
+    error = refusal(path, "stop.epoch=3")
+    text = str(error)
+    assert error.what == "the run file has 8 errors" and len(error.details) == 8 and str(path) in text
+    assert "line 1: unknown key `modle`: did you mean `model`?" in text
+    assert "line 5: unknown key `data.trian`: did you mean `data.train`?" in text
+    assert "`data.train` is missing. JSONL file of training rows" in text
+    assert "line 7: `batch.rows`: got 0, allowed: a whole number >= 1 or `auto`. Rows of the global batch" in text
+    assert "unknown key `optimizer.lr`: did you mean `optimizer.learning_rate`?" in text
+    assert "`optimizer.learning_rate`: got fast, allowed: a number > 0 or `auto`" in text
+    assert "command line: unknown key `stop.epoch`: did you mean `stop.epochs`?" in text
+    assert "`schedule.warmup_ratio` and `schedule.warmup_steps`" in text
+
+
+def test_many_errors_are_cut(tmp_path):
+    error = refusal(write(tmp_path, BASE + "".join(f"nonsense_{i}: 1\n" for i in range(30))))
+    assert error.what == "the run file has 30 errors" and len(error.details) == MAX_FINDINGS + 1 and error.details[-1] == "and 10 more"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("batch: {rows: true}", "got true, allowed: a whole number"),
+        ("batch: 3", "`batch` is a section with keys, got 3"),
+        ("batch.rows: 3", "write `batch:` and below it `rows: 3`"),
+        ("name: 2024", "Put it in quotes"),
+        ("name: ../up", "`name`: got ../up"),
+        ("seed: -1", "`seed`: got -1, allowed: a whole number >= 0"),
+        ("stop: {epochs: .inf}", "`stop.epochs`"),
+        ("method: {targets: 3}", "`method.targets`: got 3, allowed: `all-linear` or a list"),
+        ("task: stf", "`task`: got stf, allowed: `sft`, `cpt`"),
+        ("1: x", "unknown key `1`"),
+        ("batch: {? [a, b] : 1}", "unhashable"),
+    ],
+)
+def test_wrong_values_say_what_is_allowed(tmp_path, text, said):
+    assert said in str(refusal(write(tmp_path, BASE + text + "\n")))
+
+
+def test_an_empty_section_is_its_defaults(tmp_path):
+    assert load_config(write(tmp_path, BASE + "batch:\n")).batch.rows == "auto"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        (
+            "a.yaml",
+            BASE + "seed: 1\nseed: 2\nbatch:\n  rows: 1\n  rows: 2\n",
+            ["line 4, column 1: `seed` is given twice", "line 7, column 3: `rows`"],
+        ),
+        ("a.json", '{"name": "a", "name": "b"}', ["`name` is given twice"]),
+        ("a.toml", 'name = "a"\nname = "b"\n', ["not valid TOML", "line 2"]),
+        ("a.yaml", "model:\n\tname: x\n", ["not valid YAML", "line 2, column 1", "spaces"]),
+        ("a.yaml", "model: [a\ndata: b\n", ["not valid YAML", "line 2"]),
+        ("a.yaml", "model: !!python/object:os.system x\n", ["not valid YAML", "line 1"]),
+        ("a.yaml", "a: 1\n---\nb: 2\n", ["not valid YAML", "line 2"]),
+        ("a.yaml", "a: \x00\n", ["character", "line 1"]),
+        ("a.json", '{"name": "a",\n "seed": }', ["not valid JSON", "line 2, column 10"]),
+        ("a.toml", "name = \n", ["not valid TOML", "line 1"]),
+        ("a.yaml", "", ["empty"]),
+        ("a.yaml", "# only words\n", ["empty"]),
+        ("a.json", " ", ["empty"]),
+        ("a.json", "{}", ["empty"]),
+        ("a.yaml", "- model\n", ["holds a list"]),
+        ("a.json", "3", ["single value"]),
+        ("a.txt", "x", [".yaml, .yml, .toml, .json"]),
+        ("a.yaml", "[" * 1500, ["not valid YAML"]),
+        ("a.json", "[" * 200000, ["not valid JSON"]),
+        ("a.yaml", "model: &a {name: *a}\ndata: &b [*b]\n", ["`data` is a section"]),
+    ],
+)
+def test_broken_files_say_where(tmp_path, name, text, said):
+    message = str(refusal(write(tmp_path, text, name)))
+    assert name in message
+    for words in said:
+        assert words in message
+
+
+def test_a_missing_file_names_its_neighbours(tmp_path):
+    write(tmp_path, BASE, "other.yaml")
+    message = str(refusal(tmp_path / "run.yaml"))
+    assert "does not exist" in message and "other.yaml" in message
+    assert "folder" in str(refusal(tmp_path))
+
+
+def test_a_file_that_is_not_utf_8(tmp_path):
+    (tmp_path / "run.yaml").write_bytes(b"name: \xff\xfe\n")
+    assert "UTF-8" in str(refusal(tmp_path / "run.yaml"))
+
+
+def test_a_byte_order_mark_is_no_error(tmp_path):
+    (tmp_path / "run.yaml").write_bytes(b"\xef\xbb\xbf" + BASE.encode())
+    assert load_config(tmp_path / "run.yaml").model.name == "org/model"
+
+
+def test_overrides_replace_and_the_later_one_wins(tmp_path):
+    path = write(tmp_path, BASE + "batch: {rows: 8}\n")
+    overrides = """
+        batch.rows=16
+        batch.rows=32
+        name=2024
+        optimizer.learning_rate=1e-4
+        method.targets=[q_proj, '*.v_proj']
+        data.train=a=b.jsonl
+        model.revision=1e5
+        --stop.max_steps=3
+        data.packing=false
+        output.dir="my runs"
+    """
+    config = load_config(path, [line.strip() for line in overrides.strip().splitlines()])
+    assert (config.batch.rows, config.name, config.optimizer.learning_rate) == (32, "2024", 1e-4)
+    assert config.method.targets == ("q_proj", "*.v_proj")
+    assert (config.data.train, config.model.revision, config.stop.max_steps) == ("a=b.jsonl", "1e5", 3)
+    assert (config.data.packing, config.output.dir) == (False, "my runs")
+
+
+def test_null_takes_a_key_back(tmp_path):
+    path = write(tmp_path, BASE + "stop: {max_steps: 5}\n")
+    assert load_config(path, ["stop.max_steps=null"]).stop.max_steps is None
+    assert load_config(path, ["stop.max_steps="]).stop.max_steps is None
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("batch.rows", "write section.key=value, such as batch.rows=32"),
+        ("batch=3", "`batch` is a section"),
+        ("batch.row=3", "did you mean `batch.rows`?"),
+        ("batch.rows=many", "command line: `batch.rows`: got many, allowed"),
+        ("data.max_length=[", "`data.max_length`: got [, allowed"),
+        ("zzz.qqq=1", "`manyhands config` lists all keys"),
+    ],
+)
+def test_bad_overrides_say_what_is_expected(tmp_path, override, said):
+    assert said in str(refusal(write(tmp_path, BASE), override))
+
+
+def test_paths_are_taken_from_the_run_files_folder_if_they_are_there(tmp_path, monkeypatch):
+    folder = tmp_path / "runs"
+    (folder / "org" / "model").mkdir(parents=True)
+    (folder / "rows.jsonl").write_text("{}")
+    path = write(folder, BASE)
+    monkeypatch.chdir(tmp_path)
+    config = load_config(Path("runs/run.yaml"), ["data.validation=elsewhere.jsonl"])
+    assert config.model.name == str(folder / "org" / "model")
+    assert config.data.train == str(folder / "rows.jsonl")
+    assert config.data.validation == "elsewhere.jsonl"
+    assert load_config(path).data.train == config.data.train
+
+
+def test_a_chat_template_may_be_text(tmp_path):
+    template = "{% for m in messages %}" + "x" * 5000 + "{% endfor %}"
+    assert config_from_mapping(minimal(model__chat_template=template)).model.chat_template == template
+    assert load_config(write(tmp_path, json.dumps(minimal(model__chat_template=template)), "a.json")).model.chat_template == template
+
+
+def test_a_mapping_is_not_changed_and_its_errors_name_the_place():
+    mapping = minimal(batch__row=1)
+    with pytest.raises(UserError, match="error") as raised:
+        config_from_mapping(mapping, where="a notebook")
+    assert raised.value.where == "a notebook" and mapping == minimal(batch__row=1)

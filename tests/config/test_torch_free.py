@@ -1,0 +1,28 @@
+"""Planning and the command line need no torch: a laptop answers at once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SOURCE = Path(__file__).parents[2] / "src"
+PROBE = """
+import importlib, pkgutil, sys
+for room in ("config", "facts", "plan", "launch", "cli"):
+    package = importlib.import_module(f"manyhands.{room}")
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+            heavy = {"torch", "transformers"} & set(sys.modules)
+            if heavy:
+                sys.exit(f"{module.name} imports {', '.join(heavy)}")
+print("free")
+"""
+
+
+def test_the_planning_rooms_import_no_torch():
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    probe = subprocess.run([sys.executable, "-c", PROBE], env=environment, capture_output=True, text=True, timeout=120)
+    assert (probe.stdout.strip(), probe.returncode) == ("free", 0), probe.stderr
