@@ -36,6 +36,7 @@ class ModelFacts(Fact):
     num_parameters: int
     num_block_parameters: int  # of one block
     block_linear_shapes: dict[str, tuple[int, int]]
+    block_norm_elements: int  # elements a token that the norms of one block read: 2 hidden_size for Llama
     weights_digest: str  # of config.json and the headers; "" for random weights
 
 

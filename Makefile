@@ -1,0 +1,96 @@
+# What one does with manyhands. Needs python3 (3.11 or newer) and make; everything else is installed into .venv at the first call.
+#   make train | train CONFIG=run.yaml [ARGS='stop.max_steps=10 ...'] | train-distributed CONFIG=run.yaml
+#   make test | test-all | test-device | check | fmt | equality | gpu-info | tensorboard | clean
+# MANYHANDS_PYTHON=/path/to/python uses an interpreter that has everything already, and installs nothing.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+BOOTSTRAP ?= python3
+TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
+CONFIG ?=
+ARGS ?=
+PYTEST_ARGS ?=
+LOGDIR ?= runs
+PORT ?= 6006
+
+ifdef MANYHANDS_PYTHON
+PYTHON := $(MANYHANDS_PYTHON)
+READY :=
+export PYTHONPATH := src$(if $(PYTHONPATH),:$(PYTHONPATH))
+else
+PYTHON := .venv/bin/python
+READY := .venv/.installed
+endif
+
+# The model of the tests that need a real one; see src/manyhands/smollm2.py.
+SMOLLM2 := .venv/smollm2
+export MANYHANDS_SMOLLM2 ?= $(if $(wildcard $(SMOLLM2)/model.safetensors),$(abspath $(SMOLLM2)))
+# torch takes all cores for each process otherwise; the worker sets its own number from the plan.
+test test-all equality: export OMP_NUM_THREADS ?= 1
+
+.PHONY: help train train-distributed test test-all test-device check fmt equality gpu-info tensorboard clean
+
+help:
+	@sed -n '2,4s/^# *//p' Makefile
+
+# torch comes first and by its exact version: asked for by a range, a resolver may choose a build of several GB more than once.
+.venv/.installed: pyproject.toml constraints.txt
+	@$(BOOTSTRAP) -c 'import sys; sys.exit("manyhands needs Python 3.11 or newer, $(BOOTSTRAP) is " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
+	@echo "creating .venv ($$($(BOOTSTRAP) --version))"
+	@$(BOOTSTRAP) -m venv .venv
+	@echo "installing $(TORCH) (the largest part; a build for GPUs has several GB)"
+	@$(PYTHON) -m pip install --quiet --disable-pip-version-check -c constraints.txt $(TORCH) 2> >(grep -v 'is ignored: it is neither' >&2)
+	@echo "installing manyhands and what it needs, as pinned in constraints.txt"
+	@$(PYTHON) -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable '.[dev,demo,peft]' 2> >(grep -v 'is ignored: it is neither' >&2)
+	@touch $@
+
+train: $(READY)
+ifeq ($(CONFIG),)
+	@$(PYTHON) -m manyhands.demo $(ARGS)
+else
+	@$(PYTHON) -m manyhands train $(CONFIG) --gpus 1 $(ARGS)
+endif
+
+train-distributed: $(READY)
+	@$(if $(CONFIG),,echo "say which run: make train-distributed CONFIG=run.yaml" >&2; exit 2;) \
+	$(PYTHON) -m manyhands train $(CONFIG) parallel.gpus=auto $(ARGS)
+
+test: $(READY)
+	@$(PYTHON) -m pytest -q -m "not slow and not real and not gpu" $(PYTEST_ARGS)
+
+test-all: $(READY)
+	@test -s $(SMOLLM2)/model.safetensors || $(PYTHON) -m manyhands.smollm2 $(SMOLLM2)
+	@MANYHANDS_SMOLLM2=$${MANYHANDS_SMOLLM2:-$(abspath $(SMOLLM2))} $(PYTHON) -m pytest -q $(PYTEST_ARGS)
+
+# On a machine without a network: python3 as it is. Packages that it lacks may be carried as .device/site.txz.
+test-device:
+	@if test -s .device/site.txz; then mkdir -p /tmp/manyhands-site && tar xJf .device/site.txz -C /tmp/manyhands-site; fi; \
+	PYTHONPATH=src:/tmp/manyhands-site/site$${PYTHONPATH:+:$$PYTHONPATH} OMP_NUM_THREADS=1 \
+	python3 -m pytest -q -p no:cacheprovider -m "distributed and not slow" $(PYTEST_ARGS)
+
+check: $(READY)
+	@$(PYTHON) -m ruff format --check --quiet . || { echo "some files are not formatted: make fmt" >&2; exit 1; }
+	@$(PYTHON) -m ruff check --quiet .
+	@$(PYTHON) -m mypy
+	@PYTHONPATH=src $(PYTHON) -c 'from importlinter.cli import lint_imports_command; lint_imports_command(["--no-logo"])'
+
+fmt: $(READY)
+	@$(PYTHON) -m ruff check --silent --fix --exit-zero .
+	@$(PYTHON) -m ruff format --quiet .
+
+equality: $(READY)
+	@$(PYTHON) -m manyhands.testing.equality $(or $(ARGS),--output docs/equality.md)
+
+gpu-info: $(READY)
+	@$(PYTHON) -m manyhands gpu-info
+
+tensorboard: $(READY)
+	@$(PYTHON) -m manyhands tensorboard $(LOGDIR) --port $(PORT)
+
+clean:
+	@rm -rf .venv build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	@echo "removed .venv and all caches; runs/ is left as it is"

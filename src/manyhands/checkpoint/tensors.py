@@ -1,0 +1,76 @@
+"""What a checkpoint holds, as one flat dict of tensors under the Hugging Face model's own parameter names. Knows no files.
+
+``model.NAME`` is a trained parameter; ``optim.KEY.NAME`` its optimizer state (``exp_avg``, ``exp_avg_sq``, and ``step`` of
+shape (1,)). Frozen parameters are not saved: the model's source has them. Sharded parameters are DTensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from manyhands.checkpoint.manifest import TensorEntry
+
+MODEL, OPTIMIZER, STEP = "model.", "optim.", "step"
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters that are trained, by name; a tied one once, under its first name. Those of FSDP2 as shards."""
+    reshard(model)
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def reshard(model: nn.Module) -> None:
+    """Gives gathered parameters back to their shards.
+
+    After an evaluation FSDP2's root still holds its parameters gathered, as other objects than the optimizer's. The root
+    may be a wrapper outside ``model``; FSDP2's hooks on ``state_dict`` reach every module, so asking for it is enough.
+    """
+    model.state_dict(keep_vars=True)
+
+
+def checkpoint_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
+    """The flat dict; its tensors share memory with the model's and the optimizer's. ValueError for a nameless parameter."""
+    trained = trained_parameters(model)
+    tensors = {MODEL + name: _saved_form(parameter) for name, parameter in trained.items()}
+    if optimizer is None:
+        return tensors
+    known = {id(parameter) for parameter in trained.values()}
+    if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError("the optimizer holds a parameter that is not a trained parameter of the model")
+    for name, parameter in trained.items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if not isinstance(value, torch.Tensor):
+                raise ValueError(f"optimizer state {key} of {name} is no tensor: {type(value).__name__}")
+            tensors[f"{OPTIMIZER}{key}.{name}"] = _saved_form(value)
+    return tensors
+
+
+def create_optimizer_state(optimizer: torch.optim.Optimizer, trained: dict[str, nn.Parameter], entries: dict[str, TensorEntry]) -> None:
+    """Replaces the optimizer's states by zeros of the layout that its parameters have and the dtypes that were saved."""
+    optimizer.state.clear()
+    scalar_on_device = {id(p): bool(g.get("fused") or g.get("capturable")) for g in optimizer.param_groups for p in g["params"]}
+    for full_name, entry in entries.items():
+        if not full_name.startswith(OPTIMIZER):
+            continue
+        key, _, name = full_name.removeprefix(OPTIMIZER).partition(".")
+        parameter, dtype = trained[name], getattr(torch, entry.dtype)
+        if key == STEP:  # torch keeps it on the CPU unless a fused kernel reads it
+            device = parameter.device if scalar_on_device[id(parameter)] else torch.device("cpu")
+            value: Any = torch.zeros((), dtype=dtype, device=device)
+        else:
+            value = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+        optimizer.state[parameter][key] = value
+
+
+def describe(tensors: dict[str, torch.Tensor]) -> dict[str, TensorEntry]:
+    """Whole (not local) shapes and dtypes."""
+    return {name: TensorEntry(shape=tuple(t.shape), dtype=str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()}
+
+
+def _saved_form(tensor: torch.Tensor) -> torch.Tensor:
+    """Detached; a scalar as shape (1,), which slices like everything else. Shares the memory."""
+    tensor = tensor.detach()
+    return tensor.reshape(1) if tensor.ndim == 0 else tensor

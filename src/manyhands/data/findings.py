@@ -1,0 +1,29 @@
+"""Faults found in the data, gathered so that the user sees many of them at once. Knows nothing of files or formats."""
+
+from __future__ import annotations
+
+from manyhands.errors import UserError
+
+MAX_SHOWN = 20
+
+
+class Findings:
+    """Counts faults and keeps the first 20 as ``file:line: reason``, in the order found."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.shown: list[str] = []
+
+    def add(self, file: str, line: int, reason: str) -> None:
+        self.count += 1
+        if len(self.shown) < MAX_SHOWN:
+            self.shown.append(f"{file}:{line}: {reason}")
+
+    def raise_if_any(self, what: str, *, where: str = "", why: str = "", fix: str = "") -> None:
+        """Raises a UserError with every kept finding; ``{n}`` in ``what`` becomes the count."""
+        if not self.count:
+            return
+        details = list(self.shown)
+        if self.count > len(details):
+            details.append(f"and {self.count - len(details):,} more")
+        raise UserError(what.replace("{n}", f"{self.count:,}"), where=where, why=why, fix=fix, details=details)

@@ -1,0 +1,139 @@
+"""How a step is carried out: its rows laid into ranks and micro-batches. Pure numpy; knows no tokens, files or model.
+
+Never across steps: the layout changes where a row is computed, not which rows form the step.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+
+import numpy as np
+
+from manyhands.errors import UserError
+
+# A row of length n costs n + n^2 / ATTENTION_LENGTH: attention costs as much as all linear layers together at some
+# 12 x hidden_size tokens (24 h^2 against 2 n h FLOPs a token and layer, causal), 16k to 49k for 1B to 8B models.
+ATTENTION_LENGTH = 24576
+
+
+@dataclass(frozen=True)
+class Layout:
+    """``micro_batches[micro][rank]`` are row ids, int64, possibly none. Every rank has the same number of micro-batches."""
+
+    micro_batches: tuple[tuple[np.ndarray, ...], ...]
+
+    @property
+    def num_micro_batches(self) -> int:
+        return len(self.micro_batches)
+
+    def of_rank(self, rank: int) -> tuple[np.ndarray, ...]:
+        """The micro-batches of one rank, in order."""
+        return tuple(micro[rank] for micro in self.micro_batches)
+
+    def rows_of_rank(self, rank: int) -> np.ndarray:
+        """All row ids of one rank in this step."""
+        return np.concatenate(self.of_rank(rank))
+
+
+def lay_out_packed(rows: np.ndarray, lengths: np.ndarray, num_ranks: int, micro_tokens: int) -> Layout:
+    """Lays rows into the fewest micro-batches of at most ``micro_tokens`` tokens that can be found, balanced over ranks.
+
+    ``lengths`` holds the tokens of every row of the set, indexed by row id. Balance: longest rows first into the
+    cheapest bin that has room (by ``n + n^2 / ATTENTION_LENGTH``); where that leaves a row without room, into the
+    fullest bin that has room; where that fails too, one micro-batch more. Bins of like cost share a micro-batch,
+    and the dearer of them goes to the rank that has done least. Raises UserError for a row longer than ``micro_tokens``.
+    """
+    rows = np.asarray(rows, dtype=np.int64)
+    row_lengths = np.asarray(lengths)[rows].astype(np.int64)
+    if len(rows) == 0:
+        raise ValueError("a step needs at least one row")
+    if row_lengths[longest := int(row_lengths.argmax())] > micro_tokens:
+        raise UserError(
+            f"row {rows[longest]} has {row_lengths[longest]:,} tokens and does not fit into a micro-batch of {micro_tokens:,}",
+            where="batch.micro_tokens",
+            fix="raise batch.micro_tokens, or lower data.max_length",
+        )
+    costs = row_lengths + row_lengths.astype(np.float64) ** 2 / ATTENTION_LENGTH
+    descending = np.argsort(-row_lengths, kind="stable")
+    sizes, prices = row_lengths[descending].tolist(), costs[descending].tolist()
+    num_micro = max(1, -(-int(row_lengths.sum()) // (micro_tokens * num_ranks)))
+    while True:
+        bins = _fill_cheapest(sizes, prices, num_micro * num_ranks, micro_tokens)
+        bins = _fill_fullest(sizes, num_micro * num_ranks, micro_tokens) if bins is None else bins
+        if bins is not None:
+            return _deal(rows, costs, descending, np.array(bins), num_micro, num_ranks)
+        num_micro += 1
+
+
+def _fill_cheapest(sizes: list[int], prices: list[float], num_bins: int, capacity: int) -> list[int] | None:
+    """Bin of each item (longest first), always the cheapest with room; None where an item finds no room."""
+    heap = [(0.0, number, 0) for number in range(num_bins)]  # cost, bin, tokens
+    placed = []
+    for size, price in zip(sizes, prices, strict=True):
+        passed = []
+        while heap and heap[0][2] + size > capacity:
+            passed.append(heapq.heappop(heap))
+        if not heap:
+            return None
+        cost, number, tokens = heap[0]
+        heapq.heapreplace(heap, (cost + price, number, tokens + size))
+        placed.append(number)
+        for entry in passed:
+            heapq.heappush(heap, entry)
+    return placed
+
+
+def _fill_fullest(sizes: list[int], num_bins: int, capacity: int) -> list[int] | None:
+    """Bin of each item (longest first), always the fullest with room (best fit decreasing); None where one finds none."""
+    rooms = [(capacity, number) for number in range(num_bins)]
+    placed = []
+    for size in sizes:
+        index = bisect_left(rooms, (size, -1))
+        if index == num_bins:
+            return None
+        room, number = rooms.pop(index)
+        insort(rooms, (room - size, number))
+        placed.append(number)
+    return placed
+
+
+def _deal(rows: np.ndarray, costs: np.ndarray, descending: np.ndarray, bins: np.ndarray, num_micro: int, num_ranks: int) -> Layout:
+    bin_of_row = np.empty(len(rows), dtype=np.int64)
+    bin_of_row[descending] = bins
+    bin_costs = np.bincount(bin_of_row, weights=costs, minlength=num_micro * num_ranks)
+    by_bin = np.argsort(bin_of_row, kind="stable")  # keeps the seeded order inside a bin
+    bounds = np.searchsorted(bin_of_row[by_bin], np.arange(num_micro * num_ranks + 1))
+    dearest_first = np.argsort(-bin_costs, kind="stable").reshape(num_micro, num_ranks)
+    done = np.zeros(num_ranks)
+    micro_batches = []
+    for group in dearest_first:
+        micro: list[np.ndarray] = [rows[:0]] * num_ranks
+        for rank, number in zip(np.argsort(done, kind="stable"), group, strict=True):
+            micro[rank] = rows[by_bin[bounds[number] : bounds[number + 1]]]
+            done[rank] += bin_costs[number]
+        if any(len(part) for part in micro):
+            micro_batches.append(tuple(micro))
+    return Layout(tuple(micro_batches))
+
+
+def lay_out_rows(rows: np.ndarray, num_ranks: int, micro_rows: int, accumulation: int | None = None) -> Layout:
+    """Deals rows in their order into micro-batches of ``micro_rows`` a rank, rank by rank, then the next micro-batch.
+
+    A short step leaves the last slots empty; micro-batches in which no rank has a row are left out.
+    Without ``accumulation`` there are as many
+    as it takes; with it, more rows than ``micro_rows x num_ranks x accumulation`` are a ValueError.
+    """
+    rows = np.asarray(rows, dtype=np.int64)
+    if len(rows) == 0:
+        raise ValueError("a step needs at least one row")
+    if accumulation is not None and len(rows) > micro_rows * num_ranks * accumulation:
+        raise ValueError(f"{len(rows)} rows do not fit into {micro_rows} rows x {num_ranks} ranks x {accumulation} micro-batches")
+    width = micro_rows * num_ranks
+    return Layout(
+        tuple(
+            tuple(rows[start + rank * micro_rows : start + (rank + 1) * micro_rows] for rank in range(num_ranks))
+            for start in range(0, len(rows), width)
+        )
+    )

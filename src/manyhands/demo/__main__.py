@@ -1,0 +1,14 @@
+"""``python -m manyhands.demo [section.key=value ...]``: the embedded run, on every GPU or on two CPU processes."""
+
+from __future__ import annotations
+
+import sys
+
+from manyhands.cli.main import main
+from manyhands.demo import demo_config_path
+from manyhands.facts.host import read_host_facts
+
+if __name__ == "__main__":
+    processes = [] if read_host_facts().gpus else ["parallel.gpus=2", "parallel.device=cpu"]
+    sys.argv[1:] = ["train", str(demo_config_path()), *processes, *sys.argv[1:]]
+    main()

@@ -1,0 +1,162 @@
+"""``python -m manyhands.export SOURCE --output DIR``: a model or adapter folder from a checkpoint, written and verified.
+
+One process on the CPU, whatever trained it: the base is loaded, the checkpoint put into it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from manyhands.errors import EXIT_INTERRUPTED, UserError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from manyhands.config.schema import RunConfig
+    from manyhands.plan.types import Plan
+
+PROBE_TOKENS = 16
+
+
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "manyhands export", description="Write a model or adapter folder from a run's checkpoint, and verify it."
+    )
+    parser.add_argument("source", type=Path, help="a run's folder (its newest or best checkpoint), or one checkpoint's folder")
+    parser.add_argument("--output", type=Path, required=True, help="a new or empty folder")
+    parser.add_argument("--merge", action="store_true", help="lora: write the whole model with the adapter merged into its weights")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str]) -> int:
+    arguments = parse_arguments(argv)
+    try:
+        print(export_source(arguments.source, arguments.output, merge=arguments.merge))
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    return 0
+
+
+def export_source(source: Path, output: Path, *, merge: bool = False) -> str:
+    """Writes ``output`` and verifies it in a fresh process; returns the line that says so."""
+    from manyhands.export.adapter import export_adapter
+    from manyhands.export.files import refuse_foreign
+    from manyhands.export.fresh import verify_in_fresh_process
+    from manyhands.export.model import export_model
+    from manyhands.launch.run_folder import RunFolder
+
+    run_folder, checkpoint = find_checkpoint(source)
+    run = RunFolder(run_folder)
+    config = run.read_config()
+    plan = plan_one_process(run.read_plan(), config)
+    is_adapter = config.method.name == "lora" and not merge
+    if merge and config.method.name != "lora":
+        raise UserError(
+            "--merge is for runs with method.name=lora", where=str(run_folder), fix="leave --merge out: the model is whole already"
+        )
+    refuse_foreign(output, replace=False)
+    model = load_trained(plan, config, checkpoint)
+    base = Path(plan.model_folder)
+    with tempfile.TemporaryDirectory() as scratch:
+        reference, probe = Path(scratch) / "reference.json", Path(scratch) / "probe.safetensors"
+        compute_probe(model, probe)
+        if is_adapter:
+            export_adapter(
+                output,
+                model,
+                config.method,
+                name_base(config),
+                rank=0,
+                dtype=plan.output_dtype,
+                revision=config.model.revision,
+                reference_path=reference,
+            )
+        else:
+            dtype = plan.frozen_dtype if merge else plan.output_dtype
+            template = config.model.chat_template
+            export_model(output, model, base, dtype, rank=0, merge=merge, chat_template=template, reference_path=reference)
+        del model
+        return verify_in_fresh_process(output, reference, base=base if is_adapter else None, probe_path=probe)
+
+
+def find_checkpoint(source: Path) -> tuple[Path, Path]:
+    """(run's folder, checkpoint's folder). Of a run that keeps its best checkpoint, the best; else the newest."""
+    from manyhands.checkpoint import checkpoint_folder, newest_checkpoint
+    from manyhands.checkpoint.manifest import MANIFEST, TRAIN_STATE
+
+    if (source / MANIFEST).is_file():
+        return source.resolve().parent.parent, source.resolve()
+    if not (source / "run.json").is_file():
+        raise UserError(
+            "this folder is neither a run nor a checkpoint",
+            where=str(source),
+            why=f"it has neither run.json nor {MANIFEST}",
+            fix="give runs/NAME, or runs/NAME/checkpoints/step-000010",
+        )
+    newest = newest_checkpoint(source / "checkpoints")
+    if newest is None:
+        raise UserError("the run has no checkpoint", where=str(source / "checkpoints"), fix="start the run again and let it save one")
+    best = json.loads((newest / TRAIN_STATE).read_text(encoding="utf-8")).get("best_step")
+    keeps_best = json.loads((source / "run.json").read_text(encoding="utf-8")).get("checkpoint", {}).get("keep_best", False)
+    if keeps_best and best is not None and (checkpoint_folder(source / "checkpoints", best) / MANIFEST).is_file():
+        return source, checkpoint_folder(source / "checkpoints", best)
+    return source, newest
+
+
+def plan_one_process(plan: Plan, config: RunConfig) -> Plan:
+    """The run's plan for this process alone, on the CPU, with the base model where it lies now."""
+    folder = plan.model_folder
+    if not Path(folder).is_dir():
+        from manyhands.facts.hub import locate_model
+
+        folder = str(locate_model(config.model.name, config.model.revision, config.model.init == "pretrained"))
+    changes = {"device": "cpu", "world_size": 1, "strategy": "one", "recompute": "none", "compile": False, "attention": "sdpa"}
+    return plan.model_copy(update=changes | {"model_folder": folder})
+
+
+def load_trained(plan: Plan, config: RunConfig, checkpoint: Path) -> nn.Module:
+    """The base with the checkpoint's trained weights, in evaluation mode."""
+    import torch
+
+    from manyhands.checkpoint import load_checkpoint
+    from manyhands.model.load import build_meta, materialize
+    from manyhands.model.lora import apply_lora
+
+    model = build_meta(plan, config)
+    if config.method.name == "lora":
+        apply_lora(model, config.method, config.seed)
+    materialize(model, plan, config, torch.device("cpu"))
+    load_checkpoint(checkpoint, model, None)
+    return model.eval()
+
+
+def compute_probe(model: nn.Module, path: Path) -> None:
+    """Logits of the model in memory on a few tokens spread over the vocabulary."""
+    import torch
+
+    from manyhands.export.probe import save_probe
+
+    weight = next(p for p in model.parameters() if p.is_floating_point())
+    vocab_size = model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
+    ids = torch.linspace(0, vocab_size - 1, PROBE_TOKENS).long()[None]
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits
+    save_probe(path, ids, logits, str(weight.dtype).removeprefix("torch."))
+
+
+def name_base(config: RunConfig) -> str:
+    """What adapter_config.json calls the base: the hub name, or the whole path of a folder."""
+    folder = Path(config.model.name).expanduser()
+    return str(folder.resolve()) if folder.is_dir() else config.model.name
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,105 @@
+"""Writing a Hugging Face model folder from the model in memory, sharded or not. Collective; rank 0 writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from manyhands.checkpoint.together import run_on_first
+from manyhands.export.files import begin_folder, commit_folder, copy_config, copy_tokenizer, write_json
+from manyhands.export.gather import iterate_whole, saved_bytes
+from manyhands.export.reference import Reference, TensorReference, describe_tensor
+
+SHARD_BYTES = 5 * 10**9
+
+
+def export_model(
+    folder: Path,
+    model: nn.Module,
+    source: Path,
+    dtype: str,
+    *,
+    rank: int,
+    merge: bool = False,
+    chat_template: str | None = None,
+    replace: bool = False,
+    reference_path: Path | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> Reference | None:
+    """Writes weights, config, generation config and tokenizer as ``folder``; the reference on rank 0, None elsewhere.
+
+    ``model`` is the Hugging Face model inside every wrapper, ``source`` the folder it was loaded from, ``dtype`` the saved
+    one. ``merge`` adds adapters into the weights they adapt. ``replace`` says that the caller owns what is there.
+    ``reference_path`` is written too, before any weight is. UserError on every rank if the folder cannot be written.
+    """
+    saved_dtype = getattr(torch, dtype)
+    partial = folder.with_name(folder.name + ".tmp")
+    run_on_first(lambda: begin_folder(folder, replace=replace))
+    writer = ShardWriter(partial, saved_bytes(model, saved_dtype), shard_bytes)
+    failure: Exception | None = None
+    for name, tensor in iterate_whole(model, saved_dtype, merge=merge):
+        if rank == 0 and failure is None:
+            try:
+                writer.add(name, tensor)
+            except Exception as error:  # the other ranks go on gathering, so this one must too
+                failure = error
+
+    def finish() -> Reference:
+        if failure is not None:
+            raise failure
+        writer.write_index()
+        copy_config(source, partial, dtype)
+        copy_tokenizer(source, partial, chat_template)
+        reference = Reference(kind="model", dtype=dtype, tensors=writer.described)
+        if reference_path is not None:
+            reference.write(reference_path)
+        commit_folder(partial, folder)
+        return reference
+
+    return run_on_first(finish)
+
+
+class ShardWriter:
+    """Collects tensors in a known order and writes a safetensors file as soon as it is full, so one file is in memory."""
+
+    def __init__(self, folder: Path, sizes: dict[str, int], shard_bytes: int) -> None:
+        self.folder, self.total = folder, sum(sizes.values())
+        self.shards = split_shards(sizes, shard_bytes)
+        self.pending: dict[str, torch.Tensor] = {}
+        self.described: dict[str, TensorReference] = {}
+        self.files: dict[str, str] = {}
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        self.described[name] = describe_tensor(tensor)  # of the memory, before anything is written
+        self.pending[name] = tensor
+        number = next(i for i, shard in enumerate(self.shards) if name in shard)
+        if len(self.pending) == len(self.shards[number]):
+            file = shard_name(number, len(self.shards))
+            save_file(self.pending, self.folder / file, metadata={"format": "pt"})
+            self.files |= dict.fromkeys(self.pending, file)
+            self.pending = {}
+
+    def write_index(self) -> None:
+        if len(self.shards) > 1:
+            index = {"metadata": {"total_size": self.total}, "weight_map": self.files}
+            write_json(self.folder / "model.safetensors.index.json", index)
+
+
+def shard_name(number: int, num_shards: int) -> str:
+    return "model.safetensors" if num_shards == 1 else f"model-{number + 1:05d}-of-{num_shards:05d}.safetensors"
+
+
+def split_shards(sizes: dict[str, int], shard_bytes: int) -> list[set[str]]:
+    """Names of each file, in order; a tensor larger than ``shard_bytes`` has a file of its own."""
+    shards: list[set[str]] = []
+    filled = 0
+    for name, size in sizes.items():
+        if not shards or filled + size > shard_bytes:
+            shards.append(set())
+            filled = 0
+        shards[-1].add(name)
+        filled += size
+    return shards

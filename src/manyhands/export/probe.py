@@ -1,0 +1,60 @@
+"""A short input and the logits that the model in memory gave for it, to compare with those of the reopened one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from manyhands.errors import EXIT_FAILED, UserError
+
+# Root mean square of the difference of centred logits, as a share of theirs, that the dtype of the computation and the
+# rounding of saved weights may each cause. SmolLM2: computed in bfloat16 2.1e-2, float32 weights saved in bfloat16 5e-3.
+COMPUTED = {"float64": 1e-4, "float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
+SAVED = {"float64": 0.0, "float32": 0.0, "float16": 5e-3, "bfloat16": 2e-2}
+
+
+@dataclass(frozen=True)
+class Probe:
+    """``input_ids`` (1, t) int64; ``logits`` (1, t, v) float32; ``dtype`` that the logits were computed in."""
+
+    input_ids: torch.Tensor
+    logits: torch.Tensor
+    dtype: str
+
+    def tolerance(self, saved_dtype: str, reopened_dtype: str) -> float:
+        """Allowed ``deviation`` of a model saved in one dtype and computed, after reopening, in another."""
+        return max(COMPUTED[self.dtype], COMPUTED[reopened_dtype], SAVED[saved_dtype])
+
+    def deviation(self, logits: torch.Tensor) -> float:
+        """|c(logits) - c(expected)| / |c(expected)| with c(x) = x - its mean over the vocabulary; infinite if not comparable.
+
+        Centred, because a softmax does not see a common offset, which may be most of the norm.
+        """
+        if logits.shape != self.logits.shape or not bool(logits.isfinite().all()):
+            return float("inf")
+        ours, expected = (x.double() - x.double().mean(-1, keepdim=True) for x in (logits, self.logits))
+        return ((ours - expected).norm() / expected.norm().clamp(min=1e-30)).item()
+
+
+def save_probe(path: Path, input_ids: torch.Tensor, logits: torch.Tensor, dtype: str) -> None:
+    """``input_ids`` (t) or (1, t); ``logits`` (t, v) or (1, t, v), saved in float32; ``dtype``: the compute dtype."""
+    num_tokens = input_ids.numel()
+    tensors = {
+        "input_ids": input_ids.detach().reshape(1, num_tokens).to("cpu", torch.int64).contiguous(),
+        "logits": logits.detach().reshape(1, num_tokens, -1).to("cpu", torch.float32).contiguous(),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path, metadata={"dtype": dtype})
+
+
+def load_probe(path: Path) -> Probe:
+    """UserError if the file is missing or holds something else."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return Probe(file.get_tensor("input_ids"), file.get_tensor("logits"), (file.metadata() or {}).get("dtype", "float32"))
+    except (OSError, SafetensorError) as error:
+        raise UserError("the probe's logits cannot be read", where=str(path), why=str(error), exit_code=EXIT_FAILED) from None

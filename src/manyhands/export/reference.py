@@ -1,0 +1,66 @@
+"""What was in memory when a folder was written: one hash for each tensor. Kept outside that folder; knows no models."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from manyhands.errors import EXIT_FAILED, UserError
+
+Kind = Literal["model", "adapter"]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TensorReference(_Part):
+    """``sha256`` is of the values' bytes, row-major, in the saved dtype."""
+
+    dtype: str  # torch's name without the prefix: bfloat16
+    shape: tuple[int, ...]
+    sha256: str
+
+
+class Reference(_Part):
+    """Every tensor that the written folder must hold, by its name in the files, and no other."""
+
+    version: Literal[1] = 1
+    kind: Kind
+    dtype: str
+    tensors: dict[str, TensorReference]
+
+    def write(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
+
+    @staticmethod
+    def read(path: Path) -> Reference:
+        """UserError if the file is missing or no reference."""
+        try:
+            return Reference.model_validate_json(path.read_bytes())
+        except FileNotFoundError:
+            raise UserError("the reference to verify against is missing", where=str(path), exit_code=EXIT_FAILED) from None
+        except ValidationError as error:
+            raise UserError(
+                "the reference cannot be read", where=str(path), why=str(error.errors()[0]["msg"]), exit_code=EXIT_FAILED
+            ) from None
+
+
+def describe_tensor(tensor: torch.Tensor) -> TensorReference:
+    """Dtype, shape and hash of a whole tensor on the CPU."""
+    return TensorReference(dtype=name_dtype(tensor.dtype), shape=tuple(tensor.shape), sha256=hash_values(tensor))
+
+
+def name_dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def hash_values(tensor: torch.Tensor) -> str:
+    """SHA-256 of the values' bytes, row-major."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()

@@ -1,0 +1,52 @@
+"""The tensors in a folder's safetensors files, one at a time. Knows nothing of what they should be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from manyhands.errors import EXIT_FAILED, UserError
+from manyhands.export.adapter import WEIGHTS
+from manyhands.export.reference import Kind
+
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """``tensor`` is None if it cannot be read, and ``problem`` says why."""
+
+    name: str
+    tensor: torch.Tensor | None
+    problem: str = ""
+
+
+def weight_files(folder: Path, kind: Kind) -> list[Path]:
+    """The files that a loader would read. UserError if one of them, or all, are missing."""
+    if kind == "adapter":
+        paths = [folder / WEIGHTS]
+    elif (folder / INDEX).is_file():
+        weight_map = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        paths = [folder / name for name in sorted(set(weight_map.values()))]
+    else:
+        paths = [folder / "model.safetensors"]
+    for path in paths:
+        if not path.is_file():
+            raise UserError("a weights file is missing", where=str(path), exit_code=EXIT_FAILED)
+    return paths
+
+
+def iterate_stored(paths: Iterable[Path]) -> Iterator[StoredTensor]:
+    """Every tensor of the files, one in memory at a time; a file that cannot be opened gives one item of its name."""
+    for path in paths:
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118  (safe_open is no mapping)
+                    yield StoredTensor(name, file.get_tensor(name))
+        except (OSError, SafetensorError) as error:
+            yield StoredTensor(path.name, None, str(error))

@@ -1,0 +1,220 @@
+"""``python -m manyhands.export.verify FOLDER --reference FILE``: does a written folder hold what was in memory?
+
+For a fresh process, so that nothing of the training one can help: the files are read tensor by tensor, then reopened by
+transformers' or PEFT's public API where they fit into memory, and compared bit for bit. Knows only files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from manyhands.errors import EXIT_FAILED, UserError
+from manyhands.export.adapter import WEIGHTS
+from manyhands.export.probe import Probe, load_probe
+from manyhands.export.reference import Reference, TensorReference, describe_tensor, name_dtype
+from manyhands.export.stored import StoredTensor, iterate_stored, weight_files
+
+MAX_DETAILS = 20
+MEMORY_FACTOR = 1.3  # a reopened model needs its weights, and something to work with
+
+
+@dataclass
+class Verification:
+    """``findings``: what is wrong, each with its tensor's name; empty if all is well. ``notes``: how it was checked."""
+
+    findings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def verify(folder: Path, reference: Reference, *, base: Path | None = None, probe_path: Path | None = None) -> Verification:
+    """Compares ``folder`` with ``reference``; never raises for a finding.
+
+    ``base``: folder of an adapter's base model. ``probe_path``: input and logits saved by ``save_probe``.
+    """
+    found = Verification(findings=compare_files(folder, reference))
+    found.notes.append(f"{len(reference.tensors)} tensors compared in the files")
+    if found.findings:
+        return found
+    obstacle = reopening_obstacle(folder, reference, base)
+    if obstacle:
+        found.notes.append(f"not reopened, {obstacle}: compared tensor by tensor on the files only")
+        return found
+    probe = load_probe(probe_path) if probe_path is not None else None
+    if reference.kind == "model":
+        model, state, opener = *_open_model(folder, reference.dtype), "AutoModelForCausalLM"
+    else:
+        assert base is not None
+        model, state, opener = *_open_adapter(folder, base, probe.dtype if probe else "auto"), "PeftModel"
+    found.findings += compare_reopened(state, reference)
+    found.notes.append(f"reopened by {opener}.from_pretrained")
+    if probe is not None and not found.findings:
+        _compare_logits(model, probe, reference.dtype, found)
+    return found
+
+
+# ---- files ---------------------------------------------------------------------------------------------------------------
+
+
+def compare_files(folder: Path, reference: Reference) -> list[str]:
+    """Findings from the safetensors files alone."""
+    try:
+        stored = list(weight_files(folder, reference.kind))
+    except UserError as error:
+        return [f"{error.what}: {error.where}"]
+    findings: list[str] = []
+    seen: set[str] = set()
+    for item in iterate_stored(stored):
+        if item.name in seen:
+            findings.append(f"{item.name} is stored twice")
+        seen.add(item.name)
+        findings += _compare_stored(item, reference)
+    findings += [f"{name} is missing" for name in reference.tensors if name not in seen]
+    return findings
+
+
+def _compare_stored(item: StoredTensor, reference: Reference) -> list[str]:
+    if item.tensor is None:
+        return [f"{item.name} cannot be read: {item.problem}"]
+    expected = reference.tensors.get(item.name)
+    if expected is None:
+        return [f"{item.name} is extra: the trained model has no such tensor"]
+    findings = compare_tensor(item.name, item.tensor, expected)
+    if item.tensor.is_floating_point() and not bool(item.tensor.isfinite().all()):
+        findings.append(f"{item.name} holds NaN or infinite values")
+    if ".lora_B." in item.name and not bool(item.tensor.any()):
+        findings.append(f"{item.name} is all zero: this adapter changes nothing there")
+    return findings
+
+
+def compare_tensor(name: str, tensor: torch.Tensor, expected: TensorReference) -> list[str]:
+    actual = describe_tensor(tensor)
+    if actual.shape != expected.shape:
+        return [f"{name} has shape {list(actual.shape)} instead of {list(expected.shape)}"]
+    if actual.dtype != expected.dtype:
+        return [f"{name} has dtype {actual.dtype} instead of {expected.dtype}"]
+    if actual.sha256 != expected.sha256:
+        return [f"{name} has other values than were in memory"]
+    return []
+
+
+# ---- reopened ------------------------------------------------------------------------------------------------------------
+
+
+def reopening_obstacle(folder: Path, reference: Reference, base: Path | None) -> str:
+    """Why the folder cannot be reopened here; empty if it can."""
+    import psutil
+
+    weights = folder if reference.kind == "model" else base
+    if reference.kind == "adapter":
+        try:
+            import peft  # noqa: F401
+        except ImportError:
+            return "peft is not installed"
+        if base is None or not any(base.glob("*.safetensors")):
+            return "the base model's weights are not at hand"
+    assert weights is not None
+    needed = MEMORY_FACTOR * sum(path.stat().st_size for path in weights.glob("*.safetensors"))
+    available = psutil.virtual_memory().available
+    if needed > available:
+        return f"the model needs {needed / 2**30:.1f} GiB of memory and {available / 2**30:.1f} GiB are free"
+    return ""
+
+
+def _quiet() -> None:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+def _open_model(folder: Path, dtype: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """The model and its state; the tied names that the files leave out are left out."""
+    from transformers import AutoModelForCausalLM
+
+    _quiet()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    names = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}
+    return model, {name: tensor for name, tensor in model.state_dict().items() if name in names}
+
+
+def _open_adapter(folder: Path, base: Path, dtype: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """The adapted model and the adapter's state; ``dtype`` of the base: the one that the run computed in."""
+    from peft import PeftModel, get_peft_model_state_dict
+    from transformers import AutoModelForCausalLM
+
+    _quiet()
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=dtype), str(folder))
+    return model, get_peft_model_state_dict(model)
+
+
+def compare_reopened(state: dict[str, torch.Tensor], reference: Reference) -> list[str]:
+    """Findings in what the public API made of the files. PEFT may widen factors, which narrows back without loss."""
+    findings = [f"{name} is missing after reopening" for name in reference.tensors if name not in state]
+    findings += [f"{name} appears only after reopening: its values are new" for name in state if name not in reference.tensors]
+    for name in reference.tensors.keys() & state.keys():
+        expected = reference.tensors[name]
+        tensor = state[name].to(getattr(torch, expected.dtype))
+        findings += [f"after reopening, {finding}" for finding in compare_tensor(name, tensor, expected)]
+    return findings
+
+
+@torch.no_grad()
+def _compare_logits(model: torch.nn.Module, probe: Probe, saved_dtype: str, found: Verification) -> None:
+    logits = _widen(model, probe.dtype).eval()(input_ids=probe.input_ids, use_cache=False).logits
+    deviation, tolerance = probe.deviation(logits), probe.tolerance(saved_dtype, name_dtype(logits.dtype))
+    text = f"logits of {probe.input_ids.numel()} tokens deviate by {deviation:.1e} (allowed {tolerance:.0e})"
+    (found.notes if deviation <= tolerance else found.findings).append(text)
+
+
+def _widen(model: torch.nn.Module, dtype: str) -> torch.nn.Module:
+    """The same weights computed in float32 (float64 if the run did), if they fit: half the difference would be our own rounding."""
+    import psutil
+
+    wide = torch.float64 if dtype == "float64" else torch.float32
+    needed = wide.itemsize * sum(p.numel() for p in model.parameters() if p.dtype != wide)
+    return model.to(wide) if needed < psutil.virtual_memory().available else model
+
+
+# ---- command -------------------------------------------------------------------------------------------------------------
+
+
+def refuse(folder: Path, findings: list[str]) -> UserError:
+    hidden = len(findings) - MAX_DETAILS
+    return UserError(
+        f"verification failed: the written {'adapter' if (folder / WEIGHTS).exists() else 'model'} is not what was trained",
+        where=str(folder),
+        why=f"{len(findings)} findings",
+        fix="do not use this folder; the run's checkpoints are untouched: `manyhands export RUN` writes it again",
+        details=findings[:MAX_DETAILS] + ([f"... and {hidden} more"] if hidden > 0 else []),
+        exit_code=EXIT_FAILED,
+    )
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        "manyhands.export.verify", description="Reopen a written folder and compare it with what was in memory."
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--reference", type=Path, required=True, help="reference.json, written beside the folder by the export")
+    parser.add_argument("--base", type=Path, help="folder of an adapter's base model")
+    parser.add_argument("--logits", type=Path, help="input_ids and logits (safetensors) of the model in memory")
+    arguments = parser.parse_args(argv)
+    try:
+        found = verify(arguments.folder, Reference.read(arguments.reference), base=arguments.base, probe_path=arguments.logits)
+        if found.findings:
+            raise refuse(arguments.folder, found.findings)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return EXIT_FAILED
+    print(f"verified {arguments.folder}: " + "; ".join(found.notes))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

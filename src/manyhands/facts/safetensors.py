@@ -1,0 +1,135 @@
+"""Headers of safetensors files: names, shapes and dtypes of tensors without reading one. Knows no torch and no model.
+
+Format: 8 bytes little-endian length n, n bytes of JSON ``{name: {dtype, shape, data_offsets}}``, then the data.
+https://huggingface.co/docs/safetensors/index#format
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from manyhands.errors import UserError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+DTYPE_BITS = {"BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16}
+DTYPE_BITS |= {"I32": 32, "U32": 32, "F32": 32, "F64": 64, "I64": 64, "U64": 64}
+_LFS_POINTER = b"version https://git-lfs"
+_DOWNLOAD_AGAIN = "download the model again"
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    """What a file's header says of one tensor; ``dtype`` in the format's own names (BF16, F32, ...)."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+
+def find_weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder, in a fixed order: those of the index file, else ``model.safetensors``.
+
+    Raises UserError where there are none, where a shard is missing, or where weights are only there as pickles.
+    """
+    index = folder / INDEX_FILE
+    if index.is_file():
+        return _shards(index)
+    if (folder / SINGLE_FILE).is_file():
+        return [folder / SINGLE_FILE]
+    pickles = sorted(
+        path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern) if path.name != "training_args.bin"
+    )
+    if pickles:
+        raise UserError(
+            "the model's weights are pickles, which are not opened",
+            where=f"{folder}: {', '.join(pickles[:3])}",
+            why="reading a pickle runs code that it carries",
+            fix="take a revision with safetensors files, or convert them with transformers: save_pretrained writes safetensors",
+        )
+    raise UserError(
+        "the model folder has no weights",
+        where=str(folder),
+        why=f"neither {SINGLE_FILE} nor {INDEX_FILE} is there; it holds {_listing(folder)}",
+        fix="give a folder with safetensors files, or set model.init=random to start from new weights",
+    )
+
+
+def _shards(index: Path) -> list[Path]:
+    try:
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+        names = sorted(set(weight_map.values()))
+        if not names or any(Path(name).name != name for name in names):
+            raise ValueError("weight_map must name files of this folder")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            "the index of the model's weights cannot be read", where=str(index), why=_say(error), fix=_DOWNLOAD_AGAIN
+        ) from error
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing:
+        raise UserError(
+            f"{len(missing)} of {len(names)} weight files are missing",
+            where=str(index.parent),
+            why=f"{index.name} names files that are not there",
+            fix=_DOWNLOAD_AGAIN,
+            details=missing[:20],
+        )
+    return [index.parent / name for name in names]
+
+
+def read_headers(files: list[Path]) -> tuple[dict[str, TensorHeader], bytes]:
+    """All tensors by name, and the headers' bytes one after the other. UserError for a broken, cut or doubled file."""
+    tensors: dict[str, TensorHeader] = {}
+    raw = b""
+    for path in files:
+        header, found = read_header(path)
+        doubled = tensors.keys() & found.keys()
+        if doubled:
+            raise UserError(f"the tensor {min(doubled)} is stored twice", where=str(path), fix=_DOWNLOAD_AGAIN)
+        tensors |= found
+        raw += header
+    return tensors, raw
+
+
+def read_header(path: Path) -> tuple[bytes, dict[str, TensorHeader]]:
+    """One file's header as bytes and read. Checks that the file is as long as its header says."""
+    with path.open("rb") as file:
+        start = file.read(8)
+        length = int.from_bytes(start, "little")
+        size = path.stat().st_size
+        if (start + file.read(len(_LFS_POINTER) - 8)).startswith(_LFS_POINTER):
+            raise _broken(path, "it is a git-lfs pointer, not the weights", "run `git lfs pull` in the model's folder")
+        if len(start) < 8 or length > min(MAX_HEADER_BYTES, size - 8):
+            raise _broken(path, f"its header should be {length:,} bytes long, and the file has {size:,}")
+        file.seek(8)
+        header = file.read(length)
+    try:
+        entries = json.loads(header)
+        entries.pop("__metadata__", None)
+        tensors = {name: TensorHeader(entry["dtype"], tuple(int(size) for size in entry["shape"])) for name, entry in entries.items()}
+        end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise _broken(path, f"its header is not what the format asks for ({_say(error)})") from error
+    if 8 + length + end != size:
+        raise _broken(path, f"it should have {8 + length + end:,} bytes, and has {size:,}")
+    return header, tensors
+
+
+def _broken(path: Path, why: str, fix: str = _DOWNLOAD_AGAIN) -> UserError:
+    return UserError("a weights file is broken", where=str(path), why=why, fix=fix)
+
+
+def _say(error: Exception) -> str:
+    return f"no key {error}" if isinstance(error, KeyError) else str(error)
+
+
+def _listing(folder: Path) -> str:
+    names = sorted(path.name for path in folder.iterdir())
+    return (", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")) or "nothing"

@@ -1,0 +1,109 @@
+"""Greedy generation, and which tokens end it. Knows nothing of folders of runs, ranks or training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+SENTINEL = "\ue000"  # private use: in no template and in no content
+
+
+@torch.no_grad()
+def greedy(
+    next_token_logits: Callable[[torch.Tensor], torch.Tensor],
+    prompt_ids: Sequence[int],
+    max_new_tokens: int,
+    end_ids: Collection[int],
+    device: torch.device | str = "cpu",
+    agree: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> list[int]:
+    """The most likely token again and again; returns the new ids without the one that ended them.
+
+    ``next_token_logits``: ids (1, t) -> logits of the next token, (1, v) or (v). It is called at most ``max_new_tokens``
+    times, without a cache, so that a sharded model answers where all ranks call this alike. ``agree`` makes a chosen
+    token, (1, 1), the same on all ranks (a broadcast from rank 0): a tie decided in two ways would leave ranks waiting.
+    """
+    ids = torch.tensor([list(prompt_ids)], dtype=torch.int64, device=device)
+    new: list[int] = []
+    for _ in range(max_new_tokens):
+        token = next_token_logits(ids).reshape(-1).argmax().reshape(1, 1)
+        if agree is not None:
+            token = agree(token)
+        if int(token) in end_ids:
+            break
+        new.append(int(token))
+        ids = torch.cat([ids, token], dim=1)
+    return new
+
+
+@torch.no_grad()
+def generate(model: nn.Module, tokenizer: Any, prompt_ids: Sequence[int], max_new_tokens: int, end_ids: Collection[int]) -> str:
+    """Greedy answer of an unsharded Hugging Face model, by transformers' own ``generate`` with a cache; the text alone."""
+    from transformers import GenerationConfig
+
+    causal: Any = model
+    ids = torch.tensor([list(prompt_ids)], dtype=torch.int64, device=causal.device)
+    ends = sorted(end_ids)
+    settings = GenerationConfig(
+        do_sample=False, max_new_tokens=max_new_tokens, use_cache=True, eos_token_id=ends or None, pad_token_id=ends[0] if ends else 0
+    )
+    with plain_evaluation(model):
+        answer = causal.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=settings)[0, ids.shape[1] :].tolist()
+    if answer and answer[-1] in end_ids:
+        answer.pop()
+    return tokenizer.decode(answer, skip_special_tokens=True).strip()
+
+
+@contextmanager
+def plain_evaluation(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode with transformers' ``sdpa`` attention, which knows caches and padding; puts both back."""
+    causal: Any = model
+    attention, was_training = causal.config._attn_implementation, model.training
+    if attention != "sdpa":
+        causal.set_attn_implementation("sdpa")
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+        if attention != "sdpa":
+            causal.set_attn_implementation(attention)
+
+
+def end_token_ids(model_folder: str | Path, tokenizer: Any) -> frozenset[int]:
+    """Every token that ends a turn.
+
+    What generation_config.json (else config.json, else the tokenizer) names as end of sequence, and the token that the
+    chat template puts after an assistant's words: many models name only one of the two.
+    """
+    ends: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        path = Path(model_folder) / name
+        stated = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+        if stated is not None:
+            ends |= {stated} if isinstance(stated, int) else set(stated)
+            break
+    template_end = _end_of_turn(tokenizer)
+    if template_end is not None:
+        ends.add(template_end)
+    if not ends and tokenizer.eos_token_id is not None:
+        ends.add(tokenizer.eos_token_id)
+    return frozenset(ends)
+
+
+def _end_of_turn(tokenizer: Any) -> int | None:
+    """The special token right after an assistant's content, if the template writes one."""
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": SENTINEL}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    _, found, tail = text.rpartition(SENTINEL)
+    ids = tokenizer.encode(tail.strip(), add_special_tokens=False) if found else []
+    special = set(tokenizer.all_special_ids) | {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return ids[0] if ids and ids[0] in special else None

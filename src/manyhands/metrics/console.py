@@ -1,0 +1,111 @@
+"""What the person at the terminal sees of a run: a bar that moves, or plain lines where the output is a file or a pipe."""
+
+from __future__ import annotations
+
+import time
+from typing import TextIO
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from manyhands.metrics.sink import Devices, Sink
+from manyhands.train.types import Evaluation, StepResult, TrainState
+
+PLAIN_PAUSE_S = 15.0  # at least this long between two plain lines, unless a tenth of the run has passed
+GIB = 2**30
+
+
+class ConsoleSink(Sink):
+    """Loss, tokens/s, memory and time left; evaluations with their samples; before and after side by side at the end."""
+
+    def __init__(self, stream: TextIO, *, num_steps: int) -> None:
+        self.num_steps = num_steps
+        self._console = Console(file=stream, highlight=False, soft_wrap=True)
+        self._progress: Progress | None = None
+        self._devices: Devices = ()
+        self._first: Evaluation | None = None
+        self._last: Evaluation | None = None
+        self._begin_step, self._steps_s = 0, 0.0
+        self._said, self._said_step = 0.0, -1
+
+    def before_training(self, state: TrainState) -> None:
+        self._begin_step = state.step
+        if not self._console.is_terminal:
+            return
+        columns = (
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[values]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+        )
+        self._progress = Progress(*columns, console=self._console, refresh_per_second=4)
+        self._progress.add_task("train", total=self.num_steps, completed=state.step, values="")
+        self._progress.start()
+
+    def record_devices(self, step: int, devices: Devices) -> None:
+        self._devices = devices
+
+    def after_step(self, state: TrainState, result: StepResult) -> None:
+        self._steps_s += result.seconds
+        values = f"loss {result.loss:.4f}  {result.tokens_per_s:,.0f} tokens/s{self._memory()}"
+        if self._progress is not None:
+            self._progress.update(self._progress.task_ids[0], completed=result.step, values=values)
+        elif self._is_time_to_speak(result.step):
+            text = f"step {result.step}/{self.num_steps}  {values}  lr {result.learning_rate:.2e}  grad norm {result.grad_norm:.3f}"
+            self._say(f"{text}  {self._time_left(result.step)}")
+
+    def after_evaluation(self, state: TrainState, evaluation: Evaluation) -> None:
+        self._first, self._last = self._first or evaluation, evaluation
+        when = "before training" if evaluation.step == 0 else f"after step {evaluation.step}"
+        self._say(
+            f"{when}: held-out loss {evaluation.loss:.4f}, perplexity {evaluation.perplexity:.2f}, "
+            f"token accuracy {evaluation.accuracy:.1%} ({evaluation.num_rows} rows, {evaluation.num_targets:,} trained tokens, "
+            f"{evaluation.seconds:.1f} s)"
+        )
+        for prompt, answer in evaluation.samples:
+            self._say(f"  {_one_line(prompt)}\n    -> {_one_line(answer)}")
+
+    def after_training(self, state: TrainState) -> None:
+        self.close()
+        first, last = self._first, self._last
+        if first is None or last is None or first.step == last.step:
+            return
+        self._say(f"held-out loss: {first.loss:.4f} after step {first.step}, {last.loss:.4f} after step {last.step}")
+        for (prompt, before), (_, after) in list(zip(first.samples, last.samples, strict=False))[:1]:
+            self._say(f"one question, before and after: {_one_line(prompt)}\n  before: {_one_line(before)}\n  after:  {_one_line(after)}")
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def _say(self, text: str) -> None:
+        self._console.print(escape(text))
+
+    def _is_time_to_speak(self, step: int) -> bool:
+        """The first and the last step; between them every tenth of the run, or more often where steps are slow."""
+        now = time.monotonic()
+        tenth = step - self._said_step >= max(1, self.num_steps // 10)
+        due = now - self._said >= PLAIN_PAUSE_S or (tenth and now - self._said >= 1.0)
+        if not (due or step in (self._begin_step + 1, self.num_steps)):
+            return False
+        self._said, self._said_step = now, step
+        return True
+
+    def _time_left(self, step: int) -> str:
+        """Of the steps alone: what evaluations and checkpoints will take is not foreseen."""
+        seconds = self._steps_s / max(1, step - self._begin_step) * (self.num_steps - step)
+        return f"{seconds / 60:.0f} min left" if seconds >= 100 else f"{seconds:.0f} s left"
+
+    def _memory(self) -> str:
+        if not self._devices:
+            return ""
+        return f"  memory {max(device['peak_bytes'] for device in self._devices) / GIB:.1f} GiB"
+
+
+def _one_line(text: str) -> str:
+    return " / ".join(line.strip() for line in text.splitlines() if line.strip())

@@ -1,0 +1,160 @@
+"""The report of a finished run: what was planned beside what was measured, as JSON and as a page to read.
+
+Pure but for two files. Knows the plan, the config and numbers; a number that nobody measured is left out, never guessed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from manyhands.config.schema import RunConfig
+from manyhands.plan.types import Plan
+from manyhands.train.types import TrainState
+
+GIB = 2**30
+WARMUP_STEPS = 2  # left out of the speed where there are more: compilation, first allocations
+
+
+def write_report(
+    folder: str | os.PathLike[str], plan: Plan, config: RunConfig, state: TrainState, measured: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Writes report.json and report.md into ``folder`` and returns what report.json holds.
+
+    ``measured`` may hold: num_parameters, num_trained_parameters, losses, seconds_by_step, tokens_by_step (one value a
+    step of this launch), evaluations (in order), devices (the last reading of each rank), peak_bytes_by_rank,
+    checkpoint_s, verified (folder name -> what verification found).
+    """
+    report = make_report(plan, config, state, measured)
+    path = Path(folder)
+    _write(path / "report.json", json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    _write(path / "report.md", format_report(report))
+    return report
+
+
+def make_report(plan: Plan, config: RunConfig, state: TrainState, measured: Mapping[str, Any]) -> dict[str, Any]:
+    """The report as plain values: bytes, seconds, tokens, nats."""
+    peaks = measured.get("peak_bytes_by_rank") or [int(device["peak_bytes"]) for device in measured.get("devices", [])]
+    evaluations = [
+        _pick(row, "step", "loss", "perplexity", "accuracy", "num_rows", "num_targets") for row in measured.get("evaluations", [])
+    ]
+    losses = [loss for loss in measured.get("losses", []) if math.isfinite(loss)]
+    return _without_none(
+        {
+            "name": config.name,
+            "model": config.model.name,
+            "task": config.task,
+            "method": config.method.name,
+            "config_digest": config.digest,
+            "plan_digest": plan.digest,
+            "planned": {
+                "number": plan.number,
+                "cause": plan.cause,
+                "world_size": plan.world_size,
+                "device": plan.device,
+                "strategy": plan.strategy,
+                "recompute": plan.recompute,
+                "steps": plan.num_steps,
+                "memory_bytes": plan.memory.total,
+                "memory_terms_bytes": plan.memory.terms,
+                "step_s": plan.step_s,
+            },
+            "measured": {
+                "steps": state.step,
+                "stop_reason": state.stop_reason,
+                "rows": state.rows,
+                "tokens": state.tokens,
+                "trained_tokens": state.targets,
+                "training_s": round(state.elapsed_s, 3),
+                "parameters": measured.get("num_parameters"),
+                "trained_parameters": measured.get("num_trained_parameters"),
+                "peak_memory_bytes_by_rank": peaks or None,
+                **_speed(measured.get("seconds_by_step", []), measured.get("tokens_by_step", [])),
+                "first_loss": losses[0] if losses else None,
+                "last_loss": losses[-1] if losses else None,
+                "checkpoint_s": measured.get("checkpoint_s"),
+            },
+            "evaluations": evaluations,
+            "best": {"step": state.best_step, "loss": state.best_loss} if state.best_step is not None else None,
+            "verified": measured.get("verified"),
+        }
+    )
+
+
+def format_report(report: Mapping[str, Any]) -> str:
+    """report.md from what report.json holds."""
+    planned, done = report["planned"], report["measured"]
+    how = f"{report['method']}, {planned['strategy']} on {planned['world_size']} x {planned['device']}, recompute {planned['recompute']}"
+    lines = [f"# {report['name']}", "", f"{report['model']}: {report['task']}, {how}.", "", "| | planned | measured |", "|---|---|---|"]
+    lines.append(f"| steps | {planned['steps']} | {done['steps']} ({done['stop_reason']}) |")
+    peaks = done.get("peak_memory_bytes_by_rank")
+    peak = f"{max(peaks) / GIB:.2f} GiB" if peaks else "-"
+    what = "peak memory of a rank" if planned["device"] == "cuda" else "peak memory of a rank (resident, libraries included)"
+    lines.append(f"| {what} | {planned['memory_bytes'] / GIB:.2f} GiB | {peak} |")
+    step_s = f"{planned['step_s']:.3f}" if "step_s" in planned else "-"
+    lines.append(f"| seconds a step | {step_s} | {_number(done, 'step_s', '.3f')} |")
+    lines.append(f"| tokens/s, all ranks | - | {_number(done, 'tokens_per_s', ',.0f')} |")
+    lines += [
+        "",
+        f"Training took {done['training_s']:.0f} s: {done['rows']:,} rows, {done['tokens']:,} tokens, "
+        f"{done['trained_tokens']:,} of them trained.",
+    ]
+    if "trained_parameters" in done and "parameters" in done:
+        share = done["trained_parameters"] / done["parameters"]
+        lines.append(f"Parameters: {done['parameters']:,}, of which {done['trained_parameters']:,} were trained ({share:.2%}).")
+    if "first_loss" in done:
+        lines.append(f"Training loss: {done['first_loss']:.4f} in this launch's first step, {done['last_loss']:.4f} in the last.")
+    lines += _evaluation_lines(report.get("evaluations", []))
+    for name, said in report.get("verified", {}).items():
+        lines += ["", f"Verified `{name}/`: {said}"]
+    return "\n".join(lines) + "\n"
+
+
+def _evaluation_lines(evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
+    if not evaluations:
+        return ["", "Nothing was held out: no validation loss."]
+    lines = ["", "| step | held-out loss | perplexity | token accuracy |", "|---|---|---|---|"]
+    for row in evaluations:
+        cells = (_number(row, "loss", ".4f"), _number(row, "perplexity", ".3f"), _number(row, "accuracy", ".2%"))
+        lines.append(f"| {row['step']} | {' | '.join(cells)} |")
+    return lines
+
+
+def _speed(seconds: Sequence[float], tokens: Sequence[int]) -> dict[str, float | None]:
+    """Mean over the steps after the first ``WARMUP_STEPS``, optimizer included; nothing where no step was done."""
+    skip = WARMUP_STEPS if len(seconds) > WARMUP_STEPS else 0
+    seconds, tokens = seconds[skip:], tokens[skip:]
+    total_s = sum(seconds)
+    if not seconds or not total_s:
+        return {"step_s": None, "tokens_per_s": None}
+    return {"step_s": total_s / len(seconds), "tokens_per_s": sum(tokens) / total_s}
+
+
+def _number(values: Mapping[str, Any], name: str, form: str) -> str:
+    return format(values[name], form) if values.get(name) is not None else "-"
+
+
+def _pick(row: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: row.get(name) for name in names}
+
+
+def _without_none(value: Any) -> Any:
+    """Leaves out what was not measured, and turns numbers that are not finite into nothing, which JSON has no word for."""
+    if isinstance(value, Mapping):
+        cleaned = {key: _without_none(item) for key, item in value.items()}
+        return {key: item for key, item in cleaned.items() if item is not None}
+    if isinstance(value, list | tuple):
+        return [_without_none(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_suffix(path.suffix + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)

@@ -1,0 +1,145 @@
+"""Where measurements go: rows in metrics.jsonl, TensorBoard, a line or a bar for the person who waits.
+
+Sinks are hooks of rank 0. They know results and never the model; ``open_sinks`` is the one place that chooses them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO
+
+from manyhands.config.schema import RunConfig
+from manyhands.metrics.console import ConsoleSink
+from manyhands.metrics.sink import Devices, Sink
+from manyhands.plan.types import Plan
+from manyhands.train.types import Evaluation, StepResult, TrainState
+
+__all__ = ["ConsoleSink", "JsonlSink", "Sink", "TensorBoardSink", "open_sinks"]
+
+GIB = 2**30
+
+
+def open_sinks(folder: str | os.PathLike[str], plan: Plan, config: RunConfig, terminal: TextIO, resumed_at: int = 0) -> list[Sink]:
+    """The sinks of a run. ``resumed_at`` is the last step that counts: what was written after it is taken back."""
+    path = Path(folder)
+    sinks: list[Sink] = [JsonlSink(path / "metrics.jsonl", every_steps=config.log.every_steps, resumed_at=resumed_at)]
+    if config.log.tensorboard:
+        sinks.append(TensorBoardSink(path / "tensorboard", every_steps=config.log.every_steps, resumed_at=resumed_at))
+    sinks.append(ConsoleSink(terminal, num_steps=plan.num_steps))
+    return sinks
+
+
+class JsonlSink(Sink):
+    """One JSON object a line, ``kind`` is ``step`` or ``evaluation``; numbers that are not finite become null."""
+
+    def __init__(self, path: Path, *, every_steps: int = 1, resumed_at: int = 0) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _take_back(path, resumed_at)
+        self.every_steps = every_steps
+        self._file = open(path, "a", encoding="utf-8")
+        self._devices: Devices = []
+
+    def record_devices(self, step: int, devices: Devices) -> None:
+        self._devices = devices
+
+    def after_step(self, state: TrainState, result: StepResult) -> None:
+        if result.step % self.every_steps == 0:
+            self._write({"kind": "step", **asdict(result), "devices": list(self._devices)})
+
+    def after_evaluation(self, state: TrainState, evaluation: Evaluation) -> None:
+        samples = [{"prompt": prompt, "answer": answer} for prompt, answer in evaluation.samples]
+        self._write({"kind": "evaluation", **asdict(evaluation), "samples": samples})
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, row: Mapping[str, Any]) -> None:
+        row = {**row, "time": round(time.time(), 3)}
+        self._file.write(json.dumps(_without_nan(row), ensure_ascii=False, allow_nan=False) + "\n")
+        self._file.flush()
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(item) for item in value]
+    return value
+
+
+def _take_back(path: Path, resumed_at: int) -> None:
+    """Removes rows of steps that will be done again, and a last line that was cut off when the run was killed."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+        try:
+            step = json.loads(line)["step"]
+        except (ValueError, KeyError, TypeError):
+            continue
+        if resumed_at and step <= resumed_at and line.endswith("\n"):
+            kept.append(line)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(kept), encoding="utf-8")
+    temporary.replace(path)
+
+
+class TensorBoardSink(Sink):
+    """Event files: loss over all ranks and of each, memory and utilisation of each device, speed, evaluations."""
+
+    def __init__(self, folder: Path, *, every_steps: int = 1, resumed_at: int = 0) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.every_steps = every_steps
+        # TensorBoard itself hides what older files say from the purge step on.
+        self._writer = SummaryWriter(str(folder), purge_step=resumed_at + 1 if resumed_at else None, flush_secs=10)
+
+    def after_step(self, state: TrainState, result: StepResult) -> None:
+        if result.step % self.every_steps:
+            return
+        values = {
+            "loss/all": result.loss,
+            "train/gradient_norm": result.grad_norm,
+            "train/learning_rate": result.learning_rate,
+            "train/epoch": result.epoch,
+            "speed/tokens_per_s": result.tokens_per_s,
+            "speed/step_s": result.seconds,
+        }
+        values |= {f"loss/rank{rank}": loss for rank, loss in enumerate(result.rank_losses)}
+        self._add(values, result.step)
+
+    def record_devices(self, step: int, devices: Devices) -> None:
+        if step % self.every_steps:
+            return
+        for rank, device in enumerate(devices):
+            self._add(
+                {
+                    f"memory_gib/rank{rank}": device["memory_allocated_bytes"] / GIB,
+                    f"peak_memory_gib/rank{rank}": device["peak_bytes"] / GIB,
+                    f"utilisation_percent/rank{rank}": device["utilisation"] * 100,
+                },
+                step,
+            )
+
+    def after_evaluation(self, state: TrainState, evaluation: Evaluation) -> None:
+        values = {"loss": evaluation.loss, "perplexity": evaluation.perplexity, "accuracy": evaluation.accuracy}
+        self._add({f"validation/{name}": value for name, value in values.items()}, evaluation.step)
+        for number, (prompt, answer) in enumerate(evaluation.samples):
+            self._writer.add_text(f"sample/{number}", f"{prompt}\n\n---\n\n{answer}", evaluation.step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _add(self, values: Mapping[str, float], step: int) -> None:
+        for tag, value in values.items():
+            if not math.isnan(value):  # a rank without a trained token has no loss, a CPU no utilisation
+                self._writer.add_scalar(tag, value, step)

@@ -1,0 +1,122 @@
+"""Is the fast path right for this model? Asked of the loaded model, before the first step, on a few random tokens.
+
+Every rank runs the same probes in the same order, so they work where weights are sharded. Must not know how.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import nn
+
+from manyhands.errors import UserError
+from manyhands.model.loss import IGNORED, LossModel
+
+# Relative deviations that rounding alone may cause. The wider ones are for runs of other shapes, whose matrix products may sum
+# in another order: 0.04 was seen on random weights of an 8B shape in bfloat16, after 32 blocks.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
+WIDE_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 5e-2}
+PROBE_LENGTHS = (23, 41)  # tokens of the two documents
+PROBE_SEED = 2718
+
+
+class Probed(Protocol):
+    """What the checks call: the model as it will be trained, under any strategy."""
+
+    def __call__(self, batch: Mapping[str, Any], *, metrics: bool = False) -> Mapping[str, tuple[torch.Tensor, torch.Tensor]]: ...
+
+    def logits(self, batch: Mapping[str, Any]) -> torch.Tensor: ...
+
+
+@torch.no_grad()
+def check_loss(parallel: Probed, loss_model: LossModel, device: torch.device) -> float:
+    """Compare the chunked loss with cross-entropy of the model's own logits; returns the relative deviation.
+
+    A family that caps, scales or shifts its logits in a way that the head view misses would show here. Raises UserError.
+    """
+    ids = _probe_tokens(loss_model, device)
+    batch = {"input_ids": ids, "targets": ids.roll(-1, dims=1)}
+    batch["targets"][:, ::3] = IGNORED
+    with _eager_evaluation(loss_model):
+        fast = parallel(batch)["lm"][0].double()
+        logits = parallel.logits(batch)
+    trained = batch["targets"] != IGNORED
+    expected = torch.nn.functional.cross_entropy(logits[trained].double(), batch["targets"][trained], reduction="sum")
+    deviation = float((fast - expected).abs() / expected.abs())
+    tolerance = TOLERANCE[logits.dtype]
+    if not deviation <= tolerance:  # also refuses nan
+        raise UserError(
+            f"The loss of {type(loss_model.model).__name__} does not follow from its own logits.",
+            why=f"Relative deviation {deviation:.1e}, allowed {tolerance:.0e}: {float(fast):.6g} against {float(expected):.6g}.",
+            fix="This family cannot be trained yet; if the values are nan, look at the model's weights.",
+        )
+    return deviation
+
+
+@torch.no_grad()
+def check_packing(parallel: Probed, loss_model: LossModel, device: torch.device) -> float:
+    """Pack two documents and compare the logits with those of each alone; returns the relative deviation.
+
+    A leak is looked for more sharply: another first document of the same length must leave the second one's logits as they
+    are, and as no shape changes, rounding does not either. Deviations are root mean squares. Raises UserError.
+    """
+    ids = _probe_tokens(loss_model, device)
+    first, second = ids.split(PROBE_LENGTHS, dim=1)
+    with _eager_evaluation(loss_model):
+        packed = parallel.logits(pack_documents([first, second]))
+        changed = parallel.logits(pack_documents([first.flip(1), second]))
+        alone = torch.cat([parallel.logits(pack_documents([document])) for document in (first, second)], dim=1)
+    num_first = PROBE_LENGTHS[0]
+    leak = _deviation(changed[:, num_first:], packed[:, num_first:])
+    if not leak <= TOLERANCE[packed.dtype]:
+        _refuse_packing(f"Packed documents see each other in {type(loss_model.model).__name__}", leak)
+    deviation = _deviation(packed, alone)
+    if not deviation <= WIDE_TOLERANCE[packed.dtype]:
+        _refuse_packing(f"Logits of packed documents differ from those alone in {type(loss_model.model).__name__}", deviation)
+    return deviation
+
+
+def _deviation(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected.double()).square().mean().sqrt() / expected.double().std())
+
+
+def _refuse_packing(what: str, deviation: float) -> NoReturn:
+    raise UserError(
+        f"{what}.", where="data.packing", why=f"Relative deviation of the logits: {deviation:.1e}.", fix="Set data.packing=false."
+    )
+
+
+def pack_documents(documents: list[torch.Tensor]) -> dict[str, Any]:
+    """Documents (1, t) side by side, with what attention needs to keep them apart; no targets."""
+    lengths = torch.tensor([document.shape[1] for document in documents])
+    device = documents[0].device
+    return {
+        "input_ids": torch.cat(documents, dim=1),
+        "position_ids": torch.cat([torch.arange(int(n)) for n in lengths])[None].to(device),
+        "cu_seq_lens": torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).int().to(device),
+        "max_length": int(lengths.max()),
+    }
+
+
+def _probe_tokens(loss_model: LossModel, device: torch.device) -> torch.Tensor:
+    vocab_size = loss_model.model.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(PROBE_SEED)
+    return torch.randint(0, vocab_size, (1, sum(PROBE_LENGTHS)), generator=generator).to(device)
+
+
+class _eager_evaluation:
+    """Evaluation mode, and no compilation: the probes' shapes are not those of training."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.was_training = module, module.training
+        self.stance = torch.compiler.set_stance("force_eager")
+
+    def __enter__(self) -> None:
+        self.stance.__enter__()
+        self.module.eval()
+
+    def __exit__(self, *exception: object) -> None:
+        self.module.train(self.was_training)
+        self.stance.__exit__(*exception)

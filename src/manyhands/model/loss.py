@@ -1,0 +1,145 @@
+"""The language-model loss as a sum and a weight. Nobody here divides: one place in ``train`` does, by the global batch.
+
+``LossModel`` wraps a Hugging Face causal model. Its base gives hidden states; only rows with a target pass through the
+head, a chunk at a time, so that logits of all positions are never held at once. The head is the family's own forward pass
+with the base replaced by the identity, so soft-caps and scales need no table. Knows nothing of ranks, packing or the loop.
+
+Shapes: b rows, t positions, n = b t, m trained positions, e hidden size, v vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from manyhands.errors import UserError
+from manyhands.model.attention import attention_kwargs
+
+IGNORED = -100  # targets with this value are not trained
+MAX_CHUNK_LOGITS = 2**27  # elements: 0.5 GiB in float32
+MIN_CHUNK_ROWS = 256
+
+Terms = dict[str, tuple[torch.Tensor, torch.Tensor]]
+
+
+class LossModel(nn.Module):
+    """A causal model that returns ``{"lm": (loss_sum, num_targets)}`` for a micro-batch.
+
+    ``batch`` holds ``input_ids`` and ``targets`` (b, t) int64, ``targets`` already shifted and -100 where nothing is
+    trained; if packed also ``position_ids`` (1, t), ``cu_seq_lens`` (documents + 1) int32 and ``max_length``. It may hold
+    ``target_rows`` (m) int64, the flat positions that have a target: on a GPU this spares a wait for the device.
+    """
+
+    model: Any  # a transformers causal model
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        base = getattr(model, "base_model_prefix", "")
+        config = model.config
+        if not base or base not in model._modules or getattr(config, "is_encoder_decoder", False):
+            raise UserError(f"{type(model).__name__} is not a decoder with a base model and a head.", fix="Use a causal language model.")
+        if getattr(config, "output_router_logits", False):
+            raise UserError(
+                f"{type(model).__name__} adds a router loss of its own, which would be dropped.",
+                where="config.json: output_router_logits",
+                fix="Set output_router_logits to false in the model's config.json.",
+            )
+        self.model = model
+
+    def forward(self, batch: Mapping[str, Any], metrics: bool = False) -> Terms:
+        """Loss terms of one micro-batch, 0-d tensors: sums in float32 (float64 for a float64 model), weights int64.
+
+        ``metrics=True`` adds ``"correct"``: the number of targets that are the arg max of their logits. A micro-batch
+        without targets gives a zero that depends on every parameter, so that no rank leaves a collective out.
+        """
+        hidden = self._hidden_states(batch)  # (n, e)
+        targets = batch["targets"].flatten()
+        rows = batch.get("target_rows")
+        if rows is None:
+            rows = (targets != IGNORED).nonzero().squeeze(1)
+        num_targets = torch.tensor(rows.numel(), device=hidden.device)
+        if rows.numel() == 0:
+            logits = self.logits_of(hidden[:1])
+            zero = logits.sum(dtype=_sum_dtype(logits)) * 0
+            return {"lm": (zero, num_targets)} | ({"correct": (num_targets.clone(), num_targets)} if metrics else {})
+        hidden, targets = hidden.index_select(0, rows), targets.index_select(0, rows)
+        loss_sum, num_correct = self._chunked_loss(hidden, targets, metrics)
+        return {"lm": (loss_sum, num_targets)} | ({"correct": (num_correct, num_targets)} if metrics else {})
+
+    def logits(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        """Logits (b, t, v) from the model's own forward pass, all positions at once: for checks on small batches."""
+        kwargs = attention_kwargs(batch, self.model.config._attn_implementation)
+        return self.model(input_ids=batch["input_ids"], use_cache=False, **kwargs).logits
+
+    def next_token_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Logits (b, v) of the token after each of the rows (b, t), which have no padding."""
+        hidden = self._hidden_states({"input_ids": input_ids}).unflatten(0, input_ids.shape)
+        return self.logits_of(hidden[:, -1])
+
+    def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits (m, v) of hidden states (m, e), through whatever the family does between its last norm and its logits."""
+        return _head_view(self.model)(inputs_embeds=hidden[None], use_cache=False).logits[0]
+
+    def _hidden_states(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        # use_cache=False is not for speed: with a cache transformers skips the detection of packed documents
+        base = getattr(self.model, self.model.base_model_prefix)
+        kwargs = attention_kwargs(batch, self.model.config._attn_implementation)
+        return base(input_ids=batch["input_ids"], use_cache=False, **kwargs)[0].flatten(0, 1)
+
+    def _chunked_loss(self, hidden: torch.Tensor, targets: torch.Tensor, metrics: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sum of cross-entropies over (m, e) and (m,), and the number of arg max hits."""
+        num_rows = chunk_rows(self.model.config.get_text_config().vocab_size)
+        chunks = list(zip(hidden.split(num_rows), targets.split(num_rows), strict=True))
+        recompute = torch.is_grad_enabled() and len(chunks) > 1  # one chunk of logits is held in any case
+        sums = []
+        for chunk_hidden, chunk_targets in chunks:
+            if recompute:
+                sums.append(checkpoint(self._loss, chunk_hidden, chunk_targets, metrics, use_reentrant=False, preserve_rng_state=False))
+            else:
+                sums.append(self._loss(chunk_hidden, chunk_targets, metrics))
+        losses, hits = zip(*sums, strict=True)
+        return torch.stack(losses).sum(), torch.stack(hits).sum()
+
+    def _loss(self, hidden: torch.Tensor, targets: torch.Tensor, metrics: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.logits_of(hidden)
+        hits = (logits.detach().argmax(-1) == targets).sum() if metrics else targets.new_zeros(())
+        return F.cross_entropy(logits.to(_sum_dtype(logits)), targets, reduction="sum"), hits
+
+
+def chunk_rows(vocab_size: int) -> int:
+    """Rows of one chunk: at most 2**27 logits (0.5 GiB in float32), but never under 256 rows, where the head would starve."""
+    return max(MIN_CHUNK_ROWS, MAX_CHUNK_LOGITS // vocab_size)
+
+
+def _sum_dtype(tensor: torch.Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+class _HeadInput(BaseModelOutputWithPast):
+    """What the head reads from the base: the hidden states, and None for anything else a family may ask (router logits, ...)."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+
+class _Identity(nn.Module):
+    """Stands where the base stood: hands its ``inputs_embeds`` on as the last hidden state."""
+
+    def forward(self, *_: Any, inputs_embeds: torch.Tensor | None = None, **__: Any) -> _HeadInput:
+        return _HeadInput(last_hidden_state=inputs_embeds)
+
+
+def _head_view(model: Any) -> Any:
+    """The model without its base. Shares the head's module, has no state of its own, and is made anew for each use."""
+    view = copy.copy(model)
+    view._modules = dict(model._modules)
+    view._modules[model.base_model_prefix] = _Identity()
+    return view

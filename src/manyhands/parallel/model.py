@@ -1,0 +1,99 @@
+"""The model as the loop sees it: call it, say when gradients are reduced, ask for their norm. See ``train/types.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from manyhands.model.loss import LossModel, Terms
+from manyhands.model.shards import local
+from manyhands.parallel.world import World
+
+
+class Parallel:
+    """A loss model with its parallelism applied; implements ``train.types.ParallelModel``.
+
+    ``sharded``: every rank holds only its part of the gradients. ``replica``: the DDP module around the loss model.
+    """
+
+    def __init__(
+        self, loss_model: LossModel, world: World, *, sharded: bool = False, replica: DistributedDataParallel | None = None
+    ) -> None:
+        self.model: nn.Module = loss_model.model
+        self.loss_model = loss_model
+        self.world = world
+        self._sharded = sharded
+        self._replica = replica
+        self._units = [module for module in loss_model.modules() if isinstance(module, FSDPModule)]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank can use the model by itself: no other rank, and no gathering, is needed for a forward pass."""
+        return not self._units
+
+    def __call__(self, batch: Mapping[str, Any], *, metrics: bool = False) -> Terms:
+        """Loss terms of a micro-batch; without gradients where autograd is off."""
+        if torch.is_grad_enabled():
+            return (self._replica or self.loss_model)(batch, metrics=metrics)
+        terms = self.loss_model(batch, metrics=metrics)
+        self._free_gathered()
+        return terms
+
+    @torch.no_grad()
+    def logits(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        """Logits (b, t, v) of a small batch, by the model's own forward pass. All ranks call it where weights are sharded."""
+        logits = self.loss_model.logits(batch)
+        self._free_gathered()
+        return logits
+
+    @torch.no_grad()
+    def next_token_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Logits (b, v) after the rows (b, t). All ranks call it, equally often, where weights are sharded."""
+        logits = self.loss_model.next_token_logits(input_ids)
+        self._free_gathered()
+        return logits
+
+    def set_gradient_sync(self, on: bool) -> None:
+        """Whether the next forward and backward reduce gradients over ranks; sharded ones are reduced every time."""
+        if self._replica is not None:
+            self._replica.require_backward_grad_sync = on
+        elif self._units and not self._sharded and isinstance(self.loss_model, FSDPModule):
+            self.loss_model.set_requires_all_reduce(on)
+
+    @torch.no_grad()
+    def gradient_norm(self) -> torch.Tensor:
+        """The 2-norm of all gradients, 0-d float64. Summed over shards only: replicas hold the same gradients already.
+
+        In float64, because float32 norms of different layouts differ in the last digit, and clipping spreads that digit.
+        """
+        norms = [torch.linalg.vector_norm(local(p.grad), dtype=torch.float64) for p in self.model.parameters() if p.grad is not None]
+        total = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=self.world.device)
+        if self._sharded and self.world.world_size > 1:
+            dist.all_reduce(total)
+        return total.sqrt()
+
+    def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over all ranks, in place; returns it."""
+        if self.world.world_size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """A small tensor from every rank, in rank order."""
+        if self.world.world_size == 1:
+            return [tensor]
+        parts = [torch.empty_like(tensor) for _ in range(self.world.world_size)]
+        dist.all_gather(parts, tensor.contiguous())
+        return parts
+
+    def _free_gathered(self) -> None:
+        # Without a backward pass gathered weights would stay registered, and an optimizer or a checkpoint would find them
+        # in place of the shards.
+        for unit in self._units:
+            unit.reshard()

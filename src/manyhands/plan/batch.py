@@ -1,0 +1,141 @@
+"""The batch rule. Without packing ``global batch = micro-batch x ranks x accumulation`` holds exactly, or there is an error.
+
+With packing any batch works on any number of ranks: the rows of a step are laid into packs, and a rank may stay idle.
+Pure; sizes are rows unless they are called tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from manyhands.config.schema import RunConfig
+from manyhands.errors import UserError
+from manyhands.facts.types import DataFacts
+
+AUTO_ROWS = 32
+SHORT_ROW_TOKENS = 256  # packed rows shorter than this on average go 64 to a batch
+MIN_AUTO_STEPS = 10  # an automatic batch leaves at least so many steps in an epoch
+PACK_UNIT = 64  # automatic packs hold a multiple of so many tokens
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a step is carried out. Exactly one of ``micro_tokens`` and ``micro_rows`` is set; tokens of a full micro-batch."""
+
+    batch_rows: int | None
+    batch_tokens: int | None
+    micro_rows: int | None
+    micro_tokens: int | None
+    accumulation: int | None
+    full_micro_tokens: int
+
+    @property
+    def micro(self) -> int:
+        return self.micro_tokens or self.micro_rows or 0
+
+
+def possible_splits(config: RunConfig, data: DataFacts, world_size: int, useful_tokens: int) -> list[Split]:
+    """All ways to carry out the asked batch, the largest micro-batch first. UserError where there is none.
+
+    ``useful_tokens``: beyond this a larger micro-batch gains nothing on the device.
+    """
+    if config.data.packing:
+        return _packed_splits(config, data, world_size, useful_tokens)
+    return _row_splits(config, data, world_size, useful_tokens)
+
+
+def auto_rows(config: RunConfig, data: DataFacts) -> int:
+    """32 rows; 64 where packed rows are short (under 256 tokens on average); halved until an epoch has 10 steps.
+
+    Depends on the data alone, so that a run is the same on any number of processes.
+    """
+    rows = 2 * AUTO_ROWS if config.data.packing and data.mean_length < SHORT_ROW_TOKENS else AUTO_ROWS
+    while rows > 1 and data.num_rows < rows * MIN_AUTO_STEPS:
+        rows //= 2
+    return rows
+
+
+def _packed_splits(config: RunConfig, data: DataFacts, world_size: int, useful_tokens: int) -> list[Split]:
+    batch = config.batch
+    tokens = batch.tokens
+    rows = None if tokens is not None else auto_rows(config, data) if batch.rows == "auto" else batch.rows
+    if batch.micro_tokens != "auto":
+        if batch.micro_tokens < data.max_length:
+            raise UserError(
+                f"the longest row, {data.max_length} tokens, does not fit into a pack of {batch.micro_tokens}",
+                where="batch.micro_tokens",
+                fix=f"give batch.micro_tokens at least {data.max_length}, or a smaller data.max_length with data.too_long: truncate",
+            )
+        sizes = [batch.micro_tokens]
+    else:
+        step_tokens = tokens * data.num_tokens / max(1, data.num_targets) if tokens is not None else (rows or 1) * data.mean_length
+        sizes = pack_sizes(data.max_length, step_tokens / world_size, useful_tokens)
+    return [Split(rows, tokens, None, size, None, size) for size in sizes]
+
+
+def pack_sizes(longest: int, rank_tokens: float, useful_tokens: int) -> list[int]:
+    """Pack sizes in tokens, descending by 3/4 and 1/2 in turn to the longest row.
+
+    The largest holds a rank's share of a step (``rank_tokens``, and a quarter more for uneven steps), at most
+    ``useful_tokens``, and the longest row in any case.
+    """
+    smallest = max(2, round_up(longest, PACK_UNIT))
+    size = max(smallest, min(useful_tokens, round_up(int(1.25 * rank_tokens) + 1, PACK_UNIT)))
+    sizes = [size]
+    while size > smallest:
+        sizes += [max(smallest, round_up(part, PACK_UNIT)) for part in (size * 3 // 4, size // 2)]
+        size = sizes[-1]
+    return sorted(set(sizes), reverse=True)
+
+
+def _row_splits(config: RunConfig, data: DataFacts, world_size: int, useful_tokens: int) -> list[Split]:
+    batch = config.batch
+    micro = None if batch.micro_rows == "auto" else batch.micro_rows
+    accumulation = None if batch.accumulation == "auto" else batch.accumulation
+    unit = world_size * (micro or 1) * (accumulation or 1)
+    if batch.rows != "auto":
+        rows = batch.rows
+        _check_divides(rows, world_size, micro, accumulation)
+    elif micro and accumulation:
+        rows = unit
+    else:
+        rows = max(unit, round(auto_rows(config, data) / unit) * unit)
+    share = rows // world_size  # rows of a rank in one step
+    if micro:
+        sizes = [micro]
+    elif accumulation:
+        sizes = [share // accumulation]
+    else:
+        divisors = [size for size in range(share, 0, -1) if share % size == 0]
+        sizes = [size for size in divisors if size * data.max_length <= useful_tokens] or [1]
+    return [Split(rows, None, size, None, share // size, size * data.max_length) for size in sizes]
+
+
+def _check_divides(rows: int, world_size: int, micro: int | None, accumulation: int | None) -> None:
+    """UserError that names the nearest batches below and above which ``micro x ranks x accumulation`` can make."""
+    factors = [
+        (f"batch.micro_rows: {micro}", micro),
+        (f"{world_size} processes", world_size),
+        (f"batch.accumulation: {accumulation}", accumulation),
+    ]
+    unit, product = 1, []
+    for name, factor in factors:
+        if factor:
+            unit *= factor
+            product.append(name)
+    exact = micro is not None and accumulation is not None
+    if rows == unit or (not exact and rows % unit == 0):
+        return
+    below, above = (unit, None) if exact else (rows // unit * unit, (rows // unit + 1) * unit)
+    near = " and ".join(str(size) for size in (below, above) if size)
+    formula = " × ".join(product) + (f" = {unit}" if len(product) > 1 else "")
+    raise UserError(
+        f"batch.rows: {rows} is not {'' if exact else 'a multiple of '}{formula}",
+        where="batch.rows",
+        why="without packing the global batch is micro-batch × processes × accumulation, exactly",
+        fix=f"the nearest batch{'es that work are' if not exact and below else ' that works is'} {near}; or set data.packing: true",
+    )
+
+
+def round_up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit

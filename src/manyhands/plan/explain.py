@@ -1,0 +1,73 @@
+"""A plan as a terminal shows it: what was decided and by which formula, the memory by term, and why the others lost."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from manyhands.plan.memory import GIB
+from manyhands.plan.types import Candidate, Plan
+
+
+def explain_plan(plan: Plan) -> RenderableType:
+    """Three compact tables for ``rich``: decisions, memory a rank, and the candidates with their reasons."""
+    cause = "" if plan.cause == "first" else f" ({plan.cause.replace('_', ' ')})"
+    title = Text(f"Plan {plan.number}{cause}  {plan.digest}", style="bold")
+    return Group(title, _decisions(plan), Text(), _memory(plan), Text(), _candidates(plan))
+
+
+def _decisions(plan: Plan) -> Table:
+    table = _table()
+    for sentence in plan.why:
+        name, _, reason = sentence.partition(": ")
+        table.add_row(Text(name, style="cyan"), Text(reason))
+    return table
+
+
+def _memory(plan: Plan) -> Table:
+    table = _table()
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column(justify="right")
+    total, limit = plan.memory.total, plan.memory.limit
+    table.add_row(Text("memory a rank", style="bold"), "GiB", "share")
+    for name, size in plan.memory.terms.items():
+        if size:
+            table.add_row(Text(f"  {name}", style="cyan"), f"{size / GIB:.2f}", f"{size / limit:.0%}")
+    table.add_row(Text("  total", style="bold"), f"{total / GIB:.2f}", f"{total / limit:.0%}")
+    table.add_row(Text("  limit"), f"{limit / GIB:.2f}", "")
+    return table
+
+
+def _candidates(plan: Plan) -> Table:
+    table = _table()
+    unit = "tokens" if plan.packing else "rows"
+    for title in ("strategy", "recompute", f"micro {unit}", "GiB", ""):
+        table.add_column(title, justify="right" if title in (f"micro {unit}", "GiB") else "left")
+    shown = _one_each(plan)
+    for candidate in shown:
+        style = "bold green" if candidate.chosen else "dim"
+        total = f"{candidate.memory.total / GIB:.1f}"
+        table.add_row(_name(candidate), candidate.recompute, f"{candidate.micro:,}", total, candidate.reason or "chosen", style=style)
+    if len(shown) < len(plan.candidates):
+        table.add_row(Text(f"and {len(plan.candidates) - len(shown)} more in the plan's file"), style="dim")
+    table.show_header = True
+    return table
+
+
+def _one_each(plan: Plan) -> list[Candidate]:
+    """The chosen one first; of every other strategy and recomputation its largest that fits, or else its smallest."""
+    groups: dict[tuple[str, bool, str], list[Candidate]] = {}
+    for candidate in plan.candidates:
+        groups.setdefault((candidate.strategy, candidate.reshard, candidate.recompute), []).append(candidate)
+    best = [max(group, key=lambda c: (c.chosen, c.memory.fits, c.micro if c.memory.fits else -c.micro)) for group in groups.values()]
+    return sorted(best, key=lambda candidate: not candidate.chosen)
+
+
+def _name(candidate: Candidate) -> str:
+    return f"{candidate.strategy}, resharded" if candidate.reshard else candidate.strategy
+
+
+def _table() -> Table:
+    return Table(box=None, padding=(0, 2, 0, 0), show_header=False, pad_edge=False)

@@ -1,0 +1,93 @@
+"""How many steps a run has, and at which it warms up, evaluates and saves. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from manyhands.config.schema import RunConfig
+from manyhands.errors import UserError
+from manyhands.facts.types import DataFacts
+
+AUTO_WARMUP_RATIO = 0.03
+AUTO_EVALUATIONS = 5  # a run
+AUTO_CHECKPOINTS = 10  # a run
+ROUNDING = 1e-9  # 0.1 * 30 epochs' worth of steps must not become one step more
+
+
+@dataclass(frozen=True)
+class Steps:
+    """All in optimizer steps. ``why`` holds one sentence for each."""
+
+    per_epoch: int
+    total: int
+    warmup: int
+    evaluate_every: int
+    checkpoint_every: int
+    why: tuple[str, ...]
+
+
+def count_steps(config: RunConfig, data: DataFacts, batch_rows: int | None) -> Steps:
+    """Steps of the run. An epoch's last step may be short; a part of an epoch is rounded up to whole steps.
+
+    ``batch_rows`` is None where the batch is counted in trained tokens: the data then says how many steps an epoch has.
+    max_tokens, max_time_s and patience end the loop while it runs and change nothing here.
+    """
+    if batch_rows is not None:
+        per_epoch = math.ceil(data.num_rows / batch_rows)
+        why_epoch = f"ceil({data.num_rows:,} rows / {batch_rows}) = {per_epoch:,} an epoch"
+    elif data.steps_per_epoch_by_tokens is not None:
+        per_epoch = data.steps_per_epoch_by_tokens
+        why_epoch = f"{per_epoch:,} an epoch, of at least {config.batch.tokens:,} trained tokens each"
+    else:
+        raise ValueError("data facts lack steps_per_epoch_by_tokens, which batch.tokens needs")
+    by_epochs = max(1, math.ceil(config.stop.epochs * per_epoch - ROUNDING))
+    total = min(by_epochs, config.stop.max_steps or by_epochs)
+    capped = f", ended by stop.max_steps: {total:,}" if total < by_epochs else ""
+    evaluate, checkpoint = _evaluate_every(config, data, total), _checkpoint_every(config, total)
+    warmup, why_warmup = _warmup(config, total)
+    why: tuple[str, ...] = (
+        f"steps: {why_epoch}; × {config.stop.epochs:g} epochs = {by_epochs:,}{capped}",
+        why_warmup,
+        f"evaluation: {_every(evaluate)}" + ("" if data.num_validation_rows else " (there are no validation rows)"),
+        f"checkpoints: {_every(checkpoint)}",
+    )
+    early = [f"stop.{key}" for key in ("max_tokens", "max_time_s", "patience") if getattr(config.stop, key) is not None]
+    if early:
+        why += (f"end: {', '.join(early)} may end the run before its last step; the schedule is laid over all {total:,} steps",)
+    return Steps(per_epoch, total, warmup, evaluate, checkpoint, why)
+
+
+def _warmup(config: RunConfig, total: int) -> tuple[int, str]:
+    """Steps as given, or a share of all steps rounded to the nearest, at least one if the run has ten; and why."""
+    schedule = config.schedule
+    if schedule.warmup_steps is not None:
+        if schedule.warmup_steps > total:
+            raise UserError(
+                f"schedule.warmup_steps: {schedule.warmup_steps} is more than the run's {total} steps",
+                where="schedule.warmup_steps",
+                why="the learning rate would never reach its peak",
+                fix="make it smaller, or train for more steps (stop.epochs, stop.max_steps)",
+            )
+        return schedule.warmup_steps, f"warm-up: {schedule.warmup_steps:,} steps, as asked"
+    ratio = AUTO_WARMUP_RATIO if schedule.warmup_ratio is None else schedule.warmup_ratio
+    steps = int(ratio * total + 0.5)
+    if ratio and total >= 10:
+        steps = max(1, steps)
+    return steps, f"warm-up: {ratio:g} × {total:,} steps = {steps:,}"
+
+
+def _evaluate_every(config: RunConfig, data: DataFacts, total: int) -> int:
+    every = config.evaluate.every_steps
+    if every == "auto":
+        return math.ceil(total / AUTO_EVALUATIONS) if data.num_validation_rows else 0
+    return every
+
+
+def _checkpoint_every(config: RunConfig, total: int) -> int:
+    every = config.checkpoint.every_steps
+    return math.ceil(total / AUTO_CHECKPOINTS) if every == "auto" else every
+
+
+def _every(steps: int) -> str:
+    return f"every {steps:,} steps" if steps else "not between the first and the last step"

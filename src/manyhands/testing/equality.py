@@ -1,0 +1,277 @@
+"""The same run in many layouts: per-step loss and gradient norm against one process, and two planted faults that must show.
+
+Every case goes through the product's own path: config, prepared data, plan, model on shards, loop. Only the processes are
+the test world's. ``python -m manyhands.testing.equality`` runs the table and writes it as Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from manyhands.config.load import config_from_mapping
+from manyhands.config.schema import RunConfig
+from manyhands.facts.gather import gather_facts
+from manyhands.launch.foreign import Launcher
+from manyhands.parallel.world import World
+from manyhands.plan.search import plan as make_plan
+from manyhands.plan.types import Plan
+from manyhands.testing.ranks import Ranks, ranks
+from manyhands.testing.tiny import write_tiny_model
+from manyhands.train.loop import Loop, train
+from manyhands.train.schedule import make_schedule
+from manyhands.train.types import Batch, Hook, StepResult, Terms, TrainState
+from manyhands.worker import build
+from manyhands.worker.rank import Rank
+from manyhands.worker.steps import iterate_steps
+
+NUM_STEPS = 20
+NUM_ROWS = 75  # nine steps of 8 rows and one of 3 an epoch: in the short step one rank of four has no row
+BATCH_ROWS = 8
+BOUNDS = {"float32": 1e-5, "float64": 1e-9, "bfloat16": 1e-3}
+NORM_BOUNDS = {"float32": 1e-5, "float64": 1e-9, "bfloat16": 2e-2}
+Fault = Literal["", "mean of means", "leak"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to carry out the run. ``keys`` are overrides of the base config."""
+
+    name: str
+    world_size: int = 1
+    keys: dict[str, Any] = field(default_factory=dict)
+    fault: Fault = ""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What one case computed, step by step, and how often each thing of interest happened."""
+
+    losses: tuple[float, ...]
+    norms: tuple[float, ...]
+    num_steps_with_idle_rank: int
+
+
+def cases(device: str = "cpu") -> list[Case]:
+    """The layouts of the table; the first is the reference. Unpacked cases state micro x ranks x accumulation = 8 rows."""
+
+    def unpacked(strategy: str, world: int, accumulation: int, **more: Any) -> Case:
+        keys = {"parallel.strategy": strategy, "data.packing": False, "batch.accumulation": accumulation}
+        keys["batch.micro_rows"] = BATCH_ROWS // (world * accumulation)
+        name = f"{strategy} {world}, accumulation {accumulation}" + "".join(f", {k.split('.')[1]} {v}" for k, v in more.items())
+        return Case(name, world, keys | more)
+
+    def packed(strategy: str, world: int, micro_tokens: int, **more: Any) -> Case:
+        keys = {"parallel.strategy": strategy, "data.packing": True, "batch.micro_tokens": micro_tokens}
+        name = f"{strategy} {world}, packed {micro_tokens}" + "".join(f", {k.split('.')[1]} {v}" for k, v in more.items())
+        return Case(name, world, keys | more)
+
+    table = [unpacked("one", 1, accumulation) for accumulation in (1, 2, 4, 8)]
+    table += [packed("one", 1, 2048), packed("one", 1, 256), unpacked("one", 1, 2, **{"parallel.recompute": "block"})]
+    worlds = (2, 4) if device == "cpu" else (2,)
+    for world in worlds:
+        for strategy in ("ddp", "fsdp"):
+            table += [unpacked(strategy, world, a) for a in (1, 2, 4, 8) if BATCH_ROWS % (world * a) == 0]
+            table += [packed(strategy, world, 256), packed(strategy, world, 2048)]
+        table += [packed("fsdp", world, 512, **{"parallel.recompute": "block"}), packed("fsdp", world, 512, **{"parallel.reshard": False})]
+        table += [packed("ddp", world, 512, **{"parallel.recompute": "block"})]
+    return table
+
+
+def faulty_cases() -> list[Case]:
+    """Two mistakes that today's tools make; the comparison must refuse both."""
+    packed = {"parallel.strategy": "one", "data.packing": True, "batch.micro_tokens": 256}
+    return [Case("a mean of means", 1, packed, "mean of means"), Case("documents that see each other", 1, packed, "leak")]
+
+
+def write_workspace(folder: Path, family: str = "llama") -> None:
+    """A tiny model and rows of 5 to 200 tokens, some almost all trained and some with a single trained word."""
+    write_tiny_model(folder / "model", family, "float32")
+    (folder / "model" / "chat_template.jinja").unlink()  # prompts and completions as they stand: rows as short as 5 tokens
+    choose = random.Random(7)
+    words = ["a", "the", "cat", "dog", "sat", "ran", "on", "mat", "sun", "sky"]
+    with (folder / "rows.jsonl").open("w") as file:
+        for row in range(NUM_ROWS):
+            size = choose.choice((1, 2, 5, 12, 25, 47))
+            trained = choose.choice((1, max(1, size // 2), size))
+            text = [choose.choices(words, weights=range(len(words), 0, -1))[0] for _ in range(size + 1)]
+            prompt, completion = " ".join(text[: size + 1 - trained]), " ".join(text[size + 1 - trained :])
+            file.write(json.dumps({"prompt": prompt or "a", "completion": completion, "row": row}) + "\n")
+
+
+def base_config(folder: Path, dtype: str, method: str, case: Case) -> RunConfig:
+    """lr 1e-3 and 20 steps; the norm is clipped at a value that some steps pass and some do not."""
+    mapping: dict[str, Any] = {
+        "name": "equality",
+        "seed": 3,
+        "model": {"name": str(folder / "model"), "dtype": dtype},
+        "method": {"name": method} | ({"rank": 8, "alpha": 32.0} if method == "lora" else {}),
+        "data": {"train": str(folder / "rows.jsonl"), "validation_fraction": 0.0, "max_length": 256, "cache": str(folder / "cache")},
+        "batch": {"rows": BATCH_ROWS},
+        "optimizer": {"learning_rate": 1e-3, "max_grad_norm": CLIP},
+        "schedule": {"name": "constant", "warmup_steps": 0},
+        "stop": {"epochs": 100, "max_steps": NUM_STEPS},
+        "parallel": {"gpus": case.world_size, "compile": False},
+        "evaluate": {"at_start": False, "every_steps": 0},
+        "output": {"dir": str(folder / "runs")},
+    }
+    for key, value in case.keys.items():
+        section, _, name = key.partition(".")
+        mapping[section][name] = value
+    return config_from_mapping(mapping, where=case.name)
+
+
+CLIP = 2.6
+
+
+class Recorder(Hook):
+    def __init__(self) -> None:
+        self.results: list[StepResult] = []
+
+    def after_step(self, state: TrainState, result: StepResult) -> None:
+        self.results.append(result)
+
+
+def run_rank(config_json: str, plan_json: str, fault: Fault) -> Curve:
+    """One rank of one case; the process group exists already."""
+    import torch.distributed as dist
+
+    rank_index, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank = Rank(Launcher("manyhands", rank_index, rank_index, world_size, world_size))
+    rank.config, rank.plan = RunConfig.model_validate_json(config_json), Plan.model_validate_json(plan_json)
+    device = torch.device("cuda", rank_index) if rank.plan.device == "cuda" else torch.device("cpu")
+    rank.world = World(rank_index, rank_index, world_size, device)
+    build.open_data(rank)
+    build.build_model(rank)
+    build.check_model(rank)
+    if fault:
+        rank.parallel = Faulty(rank, fault)
+    recorder = Recorder()
+    rank.loss_model.train()
+    train(
+        Loop(
+            parallel=rank.parallel,
+            optimizer=rank.optimizer,
+            schedule=make_schedule("constant", peak=rank.plan.learning_rate, num_steps=rank.plan.num_steps, warmup_steps=0),
+            works=iterate_steps(rank),
+            state=TrainState(),
+            stop=rank.config.stop,
+            num_steps=rank.plan.num_steps,
+            max_grad_norm=rank.config.optimizer.max_grad_norm,
+            seed=rank.config.seed,
+            rank=rank_index,
+            device=device,
+            hooks=[recorder],
+        )
+    )
+    idle = sum(any(math.isnan(loss) for loss in r.rank_losses) for r in recorder.results)
+    return Curve(tuple(r.loss for r in recorder.results), tuple(r.grad_norm for r in recorder.results), idle)
+
+
+class Faulty:
+    """A parallel model with a planted mistake; everything else is passed on."""
+
+    def __init__(self, rank: Rank, fault: Fault) -> None:
+        self._inner, self._rank, self._fault = rank.parallel, rank, fault
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def __call__(self, batch: Batch, *, metrics: bool = False) -> Terms:
+        if self._fault == "leak":  # one document from the first token to the last
+            length = batch["input_ids"].shape[1]
+            batch = {**batch, "position_ids": torch.arange(length)[None]}
+            return self._inner(batch, metrics=metrics)
+        terms = self._inner(batch, metrics=metrics)
+        loss_sum, num_targets = terms["lm"]
+        return {"lm": (loss_sum / num_targets.clamp(min=1) * MEAN_TARGETS, num_targets)}
+
+
+MEAN_TARGETS = 90.0  # about the trained tokens of one micro-batch, so that the wrong loss has the right size
+
+
+def run_case(world: Ranks | None, folder: Path, case: Case, dtype: str, method: str) -> Curve:
+    config = base_config(folder, dtype, method, case)
+    facts = gather_facts(config, report=lambda _: None)
+    plan = make_plan(config, facts)
+    arguments = (config.model_dump_json(), plan.model_dump_json(), case.fault)
+    if world is None:
+        return run_rank(*arguments)
+    curves = world.run("manyhands.testing.equality:run_rank", *arguments, world_size=case.world_size)
+    if any(c.losses != curves[0].losses for c in curves):
+        raise AssertionError(f"{case.name}: ranks report different losses")
+    return curves[0]
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """Largest relative deviation over all steps."""
+
+    loss: float
+    norm: float
+
+    def within(self, dtype: str) -> bool:
+        return self.loss <= BOUNDS[dtype] and self.norm <= NORM_BOUNDS[dtype]
+
+
+def compare(reference: Curve, curve: Curve) -> Deviation:
+    def largest(expected: tuple[float, ...], found: tuple[float, ...]) -> float:
+        if len(expected) != len(found):
+            return math.inf
+        return max(abs(e - f) / abs(e) for e, f in zip(expected, found, strict=True))
+
+    return Deviation(largest(reference.losses, curve.losses), largest(reference.norms, curve.norms))
+
+
+def table(world: Ranks, folder: Path, dtype: str, method: str, chosen: list[Case]) -> Iterator[str]:
+    """Markdown rows; the first case is the reference."""
+    reference = run_case(world, folder, chosen[0], dtype, method)
+    clipped = sum(norm > CLIP for norm in reference.norms)
+    yield f"Reference: {chosen[0].name}; loss {reference.losses[0]:.4f} to {reference.losses[-1]:.4f}, {clipped} of {NUM_STEPS} steps clipped."
+    yield ""
+    yield "| layout | loss, largest relative deviation | gradient norm | steps with an idle rank | within the bound |"
+    yield "|---|---|---|---|---|"
+    for case in chosen[1:]:
+        curve = run_case(world, folder, case, dtype, method)
+        deviation = compare(reference, curve)
+        verdict = "yes" if deviation.within(dtype) else "**no**"
+        if case.fault:
+            verdict += " (a planted fault: must be no)"
+        yield f"| {case.name} | {deviation.loss:.1e} | {deviation.norm:.1e} | {curve.num_steps_with_idle_rank} | {verdict} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, help="Markdown file; standard output without it")
+    arguments = parser.parse_args()
+    lines: list[str] = []
+    with tempfile.TemporaryDirectory() as temporary, ranks(4) as world:
+        folder = Path(temporary)
+        write_workspace(folder)
+        for dtype, method in (("float32", "full"), ("float64", "full"), ("float32", "lora"), ("float64", "lora")):
+            begin = time.monotonic()
+            lines += ["", f"## {method}, {dtype}: bound {BOUNDS[dtype]:g}", ""]
+            for line in table(world, folder, dtype, method, cases() + faulty_cases()):
+                print(line, file=sys.stderr, flush=True)
+                lines.append(line)
+            print(f"{method} {dtype}: {time.monotonic() - begin:.0f} s", file=sys.stderr)
+    text = "\n".join(lines) + "\n"
+    if arguments.output:
+        arguments.output.write_text(text)
+    else:
+        print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""``python -m manyhands.worker``: one rank, started by ``manyhands train``, torchrun, accelerate, SLURM, or by hand."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+from manyhands.errors import EXIT_FAILED, UserError
+from manyhands.launch.foreign import detect_launcher
+
+
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("manyhands.worker", description=__doc__)
+    parser.add_argument("run", nargs="?", help="run file (YAML, TOML or JSON)")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("--run-folder", type=Path, help="folder that `manyhands train` has planned")
+    parser.add_argument("--fresh", action="store_true", help="start in a new folder even if the run exists")
+    arguments = parser.parse_args(argv)
+    if (arguments.run is None) == (arguments.run_folder is None):
+        parser.error("give a run file, or --run-folder")
+    return arguments
+
+
+def main(argv: list[str]) -> int:
+    """Exit code of this rank. Errors are written where the launcher finds them, and shown by one rank only."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is something to save, Ctrl-C ends the rank without a word
+    arguments = parse_arguments(argv)
+    terminal = sys.stderr
+    try:
+        launcher = detect_launcher()
+    except UserError as error:
+        print(error, file=terminal)
+        return error.exit_code
+    from manyhands.worker.rank import Rank, run_rank
+    from manyhands.worker.world import FirstRankFailed
+
+    rank = Rank(launcher)
+    try:
+        return run_rank(rank, arguments)
+    except FirstRankFailed:
+        return EXIT_FAILED
+    except UserError as error:
+        rank.report_failure(error)
+        return error.exit_code
+    except BaseException as error:
+        rank.report_failure(error)
+        traceback.print_exc()
+        return EXIT_FAILED
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: after a failure other ranks may never answer the collectives that a clean shutdown waits for.
+    os._exit(code)

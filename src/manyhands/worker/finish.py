@@ -1,0 +1,105 @@
+"""Stages after the last step: the model is written, reopened in a fresh process, compared, and reported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from manyhands.checkpoint.load import load_checkpoint
+from manyhands.checkpoint.retention import checkpoint_folder
+from manyhands.checkpoint.together import run_on_first
+from manyhands.export.adapter import export_adapter
+from manyhands.export.fresh import verify_in_fresh_process
+from manyhands.export.model import export_model
+from manyhands.export.probe import save_probe
+from manyhands.metrics.report import write_report
+from manyhands.worker.rank import Rank
+
+PROBE_TOKENS = 32
+
+
+def export(rank: Rank) -> None:
+    """Writes model/ or adapter/ (and merged/ if asked), with the hashes and logits that verification compares with."""
+    config, plan, folder = rank.config, rank.plan, rank.folder
+    if config.checkpoint.keep_best and rank.state.best_step not in (None, rank.state.step):
+        assert rank.state.best_step is not None
+        load_checkpoint(checkpoint_folder(folder.checkpoints, rank.state.best_step), rank.model, rank.optimizer)
+        rank.say(f"exporting the best checkpoint: step {rank.state.best_step}, validation loss {rank.state.best_loss:.4f}")
+    _save_probe(rank)
+    template, source = config.model.chat_template, Path(plan.model_folder)
+    if config.method.name == "full" or config.output.merge:
+        name = "model" if config.method.name == "full" else "merged"
+        dtype = plan.output_dtype if config.method.name == "full" else plan.frozen_dtype
+        export_model(
+            folder.path / name,
+            rank.model,
+            source,
+            dtype,
+            rank=rank.world.rank,
+            merge=config.method.name == "lora",
+            chat_template=template,
+            replace=True,
+            reference_path=_reference(rank, name),
+        )
+    if config.method.name == "lora":
+        export_adapter(
+            folder.path / "adapter",
+            rank.model,
+            config.method,
+            config.model.name,
+            rank=rank.world.rank,
+            dtype=plan.output_dtype,
+            revision=config.model.revision,
+            replace=True,
+            reference_path=_reference(rank, "adapter"),
+        )
+
+
+def verify(rank: Rank) -> None:
+    """Everything that was written is reopened by a fresh process; a difference fails the run."""
+    plan = rank.plan
+    pretrained = rank.config.model.init == "pretrained"
+    for name in ("model", "merged", "adapter"):
+        folder = rank.folder.path / name
+        if not _reference(rank, name).exists():
+            continue
+        base = Path(plan.model_folder) if name == "adapter" and pretrained else None
+        said = run_on_first(
+            lambda folder=folder, name=name, base=base: verify_in_fresh_process(  # type: ignore[misc]
+                folder, _reference(rank, name), base=base, probe_path=_probe(rank)
+            )
+        )
+        rank.measured.setdefault("verified", {})[name] = said
+        rank.say(f"verified {folder}: {said}")
+
+
+def report(rank: Rank) -> None:
+    """Plan beside measurement; then the run is finished."""
+    peak = torch.cuda.max_memory_allocated(rank.world.device) if rank.world.device.type == "cuda" else None
+    peaks = rank.parallel.all_gather(torch.tensor([peak or 0], dtype=torch.float64, device=rank.world.device))
+    if not rank.is_first:
+        return
+    rank.measured["peak_bytes_by_rank"] = [int(p.item()) for p in peaks] if peak is not None else None
+    write_report(rank.folder.path, rank.plan, rank.config, rank.state, rank.measured)
+    rank.folder.write_status("finished", step=rank.state.step, reason=rank.state.stop_reason)
+    rank.say(f"finished: {rank.folder.path}")
+
+
+def _reference(rank: Rank, name: str) -> Path:
+    return rank.folder.path / "verify" / f"{name}.json"
+
+
+def _probe(rank: Rank) -> Path:
+    return rank.folder.path / "verify" / "probe.safetensors"
+
+
+def _save_probe(rank: Rank) -> None:
+    """Logits of the model in memory on the first tokens of the first training row."""
+    rank.loss_model.eval()
+    ids = torch.from_numpy(rank.store.train.row(0)[0][:PROBE_TOKENS].copy()).long()[None].to(rank.world.device)
+    length = ids.shape[1]
+    positions = torch.arange(length, device=ids.device)[None]
+    bounds = torch.tensor([0, length], dtype=torch.int32, device=ids.device)
+    logits = rank.parallel.logits({"input_ids": ids, "position_ids": positions, "cu_seq_lens": bounds, "max_length": length})
+    run_on_first(lambda: save_probe(_probe(rank), ids, logits, rank.plan.compute_dtype))

@@ -1,0 +1,56 @@
+"""A few validation prompts answered in each evaluation: what the numbers mean in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from manyhands.infer.generate import end_token_ids, generate, greedy
+from manyhands.worker.rank import Rank
+
+
+@dataclass(frozen=True)
+class Prompt:
+    ids: list[int]
+    text: str
+
+
+def choose_prompts(rank: Rank, rows: np.ndarray) -> list[Prompt]:
+    """The first ``evaluate.samples`` validation rows that have a prompt, up to their first trained token."""
+    prompts: list[Prompt] = []
+    for row in rows:
+        if len(prompts) == rank.config.evaluate.samples:
+            break
+        ids = rank.store.validation.prompt(int(row)).tolist()
+        if ids:
+            prompts.append(Prompt(ids, rank.tokenizer.decode(ids, skip_special_tokens=True).strip()))
+    return prompts
+
+
+def answer_prompts(rank: Rank, prompts: list[Prompt]) -> tuple[tuple[str, str], ...]:
+    """Greedy answers; () on ranks that did not need to help.
+
+    A whole model answers on rank 0 with a cache. Sharded weights are gathered by all ranks or by none, so there all ranks
+    go through the same forwards.
+    """
+    max_new_tokens, ends = rank.config.evaluate.max_new_tokens, end_token_ids(rank.plan.model_folder, rank.tokenizer)
+    if rank.parallel.is_whole and not rank.is_first:
+        return ()
+    answers = []
+    with torch.compiler.set_stance("force_eager"):  # a length seen once is not worth a compilation
+        for prompt in prompts:
+            if rank.parallel.is_whole:
+                answer = generate(rank.model, rank.tokenizer, prompt.ids, max_new_tokens, ends)
+            else:
+                ids = greedy(rank.parallel.next_token_logits, prompt.ids, max_new_tokens, ends, rank.world.device, agree=_agree)
+                answer = rank.tokenizer.decode(ids, skip_special_tokens=True).strip()
+            answers.append((prompt.text, answer))
+    return tuple(answers)
+
+
+def _agree(token: torch.Tensor) -> torch.Tensor:
+    dist.broadcast(token, src=0)
+    return token

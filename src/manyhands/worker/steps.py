@@ -1,0 +1,71 @@
+"""From (seed, epoch, step) to this rank's micro-batches: order, layout and collation joined. Nothing is stored."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from manyhands.data.batches import iterate
+from manyhands.data.pack import Layout, lay_out_packed, lay_out_rows
+from manyhands.data.store import RowSet
+from manyhands.train.step import StepWork
+from manyhands.train.types import Batch
+from manyhands.worker.rank import Rank
+
+
+def lay_out_step(rank: Rank, rows: np.ndarray) -> Layout:
+    """The rows of one training step as micro-batches of all ranks; the same on every rank."""
+    plan, world_size = rank.plan, rank.world.world_size
+    if plan.micro_tokens is not None:
+        return lay_out_packed(rows, rank.store.train.lengths, world_size, plan.micro_tokens)
+    assert plan.micro_rows is not None and plan.accumulation is not None
+    return lay_out_rows(rows, world_size, plan.micro_rows, plan.accumulation)
+
+
+def lay_out_evaluation(rank: Rank, row_set: RowSet, rows: np.ndarray) -> Layout:
+    """Rows of an evaluation, however many micro-batches that takes."""
+    plan, world_size = rank.plan, rank.world.world_size
+    if plan.micro_tokens is not None:
+        capacity = max(plan.micro_tokens, int(row_set.lengths[rows].max()))
+        return lay_out_packed(rows, row_set.lengths, world_size, capacity)
+    assert plan.micro_rows is not None
+    return lay_out_rows(rows, world_size, plan.micro_rows, -(-len(rows) // (plan.micro_rows * world_size)))
+
+
+def iterate_layouts(rank: Rank, row_set: RowSet, layouts: Iterable[Layout]) -> Iterator[tuple[Layout, Iterator[Batch]]]:
+    """Each layout with this rank's micro-batches, prepared ahead. Compiled blocks want one shape: packs are filled up."""
+    pad_to = rank.plan.micro_tokens if rank.plan.compile else None
+    return iterate(row_set, layouts, rank.world.rank, rank.world.device, rank.plan.packing, pad_to=pad_to)
+
+
+def iterate_steps(rank: Rank) -> Iterator[StepWork]:
+    """The remaining steps of the run, from ``rank.state.step`` on."""
+    coming: deque[StepWork] = deque()  # laid out by the thread that reads ahead, not yet trained
+
+    def lay_out_steps() -> Iterator[Layout]:
+        for step in range(rank.state.step, rank.plan.num_steps):
+            epoch, index = rank.order.locate(step)
+            rows = rank.order.rows(epoch, index)
+            layout = lay_out_step(rank, rows)
+            coming.append(_describe(rank, step, epoch + (index + 1) / rank.order.steps_per_epoch(epoch), rows, layout))
+            yield layout
+
+    for _, micro_batches in iterate_layouts(rank, rank.store.train, lay_out_steps()):
+        yield replace(coming.popleft(), micro_batches=micro_batches)
+
+
+def _describe(rank: Rank, step: int, epoch: float, rows: np.ndarray, layout: Layout) -> StepWork:
+    train = rank.store.train
+    return StepWork(
+        step=step,
+        epoch=epoch,
+        num_rows=len(rows),
+        num_tokens=int(train.lengths[rows].sum()),
+        num_targets=int(train.num_targets[rows].sum()),
+        num_micro_batches=layout.num_micro_batches,
+        num_rank_targets=int(train.num_targets[layout.rows_of_rank(rank.world.rank)].sum()),
+        micro_batches=(),
+    )

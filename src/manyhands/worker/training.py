@@ -1,0 +1,163 @@
+"""The stage that trains: the loop with its hooks and its evaluation."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import torch
+import torch.distributed as dist
+
+from manyhands.checkpoint.retention import checkpoint_folder, prune
+from manyhands.checkpoint.save import save_checkpoint
+from manyhands.metrics.meters import Meter
+from manyhands.metrics.sinks import Sink, open_sinks
+from manyhands.train.evaluate import evaluate
+from manyhands.train.loop import Interrupted, Loop, train
+from manyhands.train.schedule import make_schedule
+from manyhands.train.types import Evaluate, Evaluation, Hook, StepResult, TrainState
+from manyhands.worker.rank import Rank
+from manyhands.worker.samples import answer_prompts, choose_prompts
+from manyhands.worker.steps import iterate_layouts, iterate_steps, lay_out_evaluation
+
+
+def train_model(rank: Rank) -> None:
+    """Runs the loop to its end, or to a wish to stop, after which the state is saved."""
+    config, plan = rank.config, rank.plan
+    checkpoints = CheckpointHook(rank)
+    sinks = open_sinks(rank.folder, plan, config, rank.terminal, resumed_at=rank.state.step) if rank.is_first else []
+    loop = Loop(
+        parallel=rank.parallel,
+        optimizer=rank.optimizer,
+        schedule=make_schedule(
+            config.schedule.name,
+            peak=plan.learning_rate,
+            num_steps=plan.num_steps,
+            warmup_steps=plan.warmup_steps,
+            decay_ratio=config.schedule.decay_ratio,
+            min_ratio=config.schedule.min_ratio,
+        ),
+        works=iterate_steps(rank),
+        state=rank.state,
+        stop=config.stop,
+        num_steps=plan.num_steps,
+        max_grad_norm=config.optimizer.max_grad_norm,
+        seed=config.seed,
+        rank=rank.world.rank,
+        device=rank.world.device,
+        hooks=[BeatHook(rank), DeviceHook(rank, sinks), *sinks, checkpoints],
+        evaluate=make_evaluate(rank),
+        evaluate_every=plan.evaluate_every,
+        evaluate_at_start=config.evaluate.at_start,
+        interrupted=rank.stop,
+    )
+    rank.loss_model.train()
+    try:
+        train(loop)
+    except Interrupted:
+        checkpoints.save(rank.state)
+        raise
+    finally:
+        for sink in sinks:
+            sink.close()
+    rank.say(f"trained: {rank.state.stop_reason}")
+
+
+def make_evaluate(rank: Rank) -> Evaluate | None:
+    """A function that evaluates on the held-out rows, or None where there are none."""
+    row_set = rank.store.validation
+    rows = row_set.take_tokens(rank.config.evaluate.max_tokens)
+    if len(rows) == 0:
+        return None
+    layout = lay_out_evaluation(rank, row_set, rows)
+    prompts = choose_prompts(rank, rows)
+
+    def run(state: TrainState) -> Evaluation:
+        rank.beat(state.step)
+        return evaluate(
+            rank.parallel,
+            rank.loss_model,
+            (batch for _, micro_batches in iterate_layouts(rank, row_set, [layout]) for batch in micro_batches),
+            state,
+            num_rows=len(rows),
+            num_tokens=int(row_set.lengths[rows].sum()),
+            device=rank.world.device,
+            sample=functools.partial(answer_prompts, rank, prompts) if prompts else None,
+        )
+
+    return run
+
+
+class BeatHook(Hook):
+    """Tells the launcher's watch that this rank goes forward."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
+
+    def after_step(self, state: TrainState, result: StepResult) -> None:
+        self.rank.beat(state.step)
+
+
+class DeviceHook(Hook):
+    """Memory and utilisation of every rank's device, gathered for the sinks of rank 0 at each logged step."""
+
+    def __init__(self, rank: Rank, sinks: Sequence[Sink]) -> None:
+        self.rank, self.sinks, self.meter = rank, sinks, Meter(rank.world.device)
+
+    def after_step(self, state: TrainState, result: StepResult) -> None:
+        if state.step % self.rank.config.log.every_steps == 0:
+            reading = self.meter.read()
+            values = torch.tensor(list(reading.values()), dtype=torch.float64, device=self.rank.world.device)
+            rows = self.rank.parallel.all_gather(values)
+            devices = [dict(zip(reading, row.tolist(), strict=True)) for row in rows]
+            self.rank.measured["devices"] = devices
+            for sink in self.sinks:
+                sink.record_devices(state.step, devices)
+        self.rank.measured.setdefault("seconds_by_step", []).append(result.seconds)
+        self.rank.measured.setdefault("losses", []).append(result.loss)
+        self.rank.measured.setdefault("tokens_by_step", []).append(result.num_tokens)
+
+    def after_evaluation(self, state: TrainState, evaluation: Evaluation) -> None:
+        self.rank.measured.setdefault("evaluations", []).append(asdict(evaluation))
+
+
+class CheckpointHook(Hook):
+    """Saves every so many steps, at a new best if asked, and at the end; then removes what is no longer kept."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
+        self.saved_at = rank.state.step if rank.state.step else -1
+
+    def between_steps(self, state: TrainState) -> None:
+        every, keep_best = self.rank.plan.checkpoint_every, self.rank.config.checkpoint.keep_best
+        if (every and state.step % every == 0) or (keep_best and state.best_step == state.step):
+            self.save(state)
+
+    def after_training(self, state: TrainState) -> None:
+        self.save(state)
+
+    def save(self, state: TrainState) -> None:
+        if self.saved_at == state.step:
+            return
+        rank, begin = self.rank, time.monotonic()
+        rank.stage = "checkpoint"
+        rank.beat(state.step)
+        folder = checkpoint_folder(rank.folder.checkpoints, state.step)
+        save_checkpoint(
+            folder,
+            rank.model,
+            rank.optimizer,
+            asdict(state),
+            rank=rank.world.rank,
+            world_size=rank.world.world_size,
+            manifest_extra={"config_digest": rank.config.digest, "plan": rank.plan.number, "world_size": rank.world.world_size},
+        )
+        keep = {state.best_step} if rank.config.checkpoint.keep_best and state.best_step else set()
+        if rank.is_first:
+            prune(rank.folder.checkpoints, rank.config.checkpoint.keep_last, keep)
+        dist.barrier()
+        self.saved_at = state.step
+        rank.measured["checkpoint_s"] = time.monotonic() - begin
+        rank.stage = "train"

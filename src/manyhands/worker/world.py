@@ -1,0 +1,141 @@
+"""Joining the world: every expected rank is waited for by name, in bounded time, before any model is built."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from manyhands.errors import EXIT_FAILED, UserError
+from manyhands.launch.foreign import Launcher
+from manyhands.parallel.world import World
+
+POLL_S = 0.2
+
+
+def open_store(launcher: Launcher, timeout_s: float) -> dist.Store:
+    """The key-value store all ranks share: the launcher's own where there is one, else one that rank 0 serves."""
+    if launcher.world_size == 1:
+        return dist.HashStore()
+    agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    try:
+        store = dist.TCPStore(
+            launcher.master_addr,
+            launcher.master_port,
+            launcher.world_size,
+            is_master=launcher.rank == 0 and not agent_serves,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+        )
+    except (dist.DistNetworkError, dist.DistStoreError, RuntimeError) as error:
+        address = f"{launcher.master_addr}:{launcher.master_port}"
+        if launcher.rank == 0 and not agent_serves:
+            raise UserError(
+                f"rank 0 cannot listen on {address}",
+                why=str(error).splitlines()[0],
+                fix="the port is in use: set another MASTER_PORT for every rank, or end the process that holds it",
+            ) from error
+        raise UserError(
+            f"rank {launcher.rank} found no rank 0 at {address} within {timeout_s:g} s",
+            why=str(error).splitlines()[0],
+            fix="check MASTER_ADDR and MASTER_PORT, and that rank 0 was started and can be reached from here",
+            exit_code=EXIT_FAILED,
+        ) from error
+    prefix = f"manyhands/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return dist.PrefixStore(prefix, store)
+
+
+def gather_ranks(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> None:
+    """Waits until all ranks have reported; a rank that never comes is named in the error."""
+    store.set(f"here/{rank}", str(os.getpid()))
+    deadline = time.monotonic() + timeout_s
+    missing = list(range(world_size))
+    while missing and time.monotonic() < deadline:
+        missing = [r for r in missing if not store.check([f"here/{r}"])]
+        if missing:
+            time.sleep(POLL_S)
+    if missing:
+        raise UserError(
+            f"{len(missing)} of {world_size} ranks never came: {', '.join(map(str, missing))}",
+            where=f"rank {rank} waited {timeout_s:g} s (parallel.timeout_s)",
+            why="they were not started, ended early, or look for another MASTER_ADDR:MASTER_PORT",
+            fix="read the missing ranks' output, or start as many processes as WORLD_SIZE says",
+            exit_code=EXIT_FAILED,
+        )
+
+
+def pick_device(kind: str, local_rank: int) -> torch.device:
+    """``cuda:LOCAL_RANK`` (made current), or the CPU."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise UserError(
+            f"local rank {local_rank} has no GPU: {torch.cuda.device_count()} visible",
+            fix="start at most one process a GPU, or widen CUDA_VISIBLE_DEVICES",
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def form_group(store: dist.Store, launcher: Launcher, device: torch.device, timeout_s: float) -> World:
+    """The default process group: NCCL for GPU tensors with gloo for CPU tensors beside it, or gloo alone."""
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore("group", store),
+        rank=launcher.rank,
+        world_size=launcher.world_size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device if device.type == "cuda" else None,
+    )
+    return World(launcher.rank, launcher.local_rank, launcher.world_size, device)
+
+
+def check_world(world: World, expected: int) -> None:
+    """Counts the ranks by adding ones up over the wires that training will use: two nodes that train alone are caught here."""
+    ones = torch.ones(1, device=world.device)
+    dist.all_reduce(ones)
+    formed = int(ones.item())
+    if formed != expected:
+        raise UserError(
+            f"the plan is for {expected} processes, but {formed} formed a world",
+            fix="start the number of processes that the plan names, or plan again",
+            exit_code=EXIT_FAILED,
+        )
+
+
+def from_first_rank(store: dist.Store, rank: int, key: str, make: Callable[[], str], timeout_s: float) -> str:
+    """``make()`` runs on rank 0 alone; every rank gets its text. A failure of rank 0 reaches all ranks at once."""
+    if rank == 0:
+        try:
+            text = make()
+        except UserError as error:
+            store.set(key, "error " + error.to_json())
+            raise
+        except BaseException as error:
+            store.set(key, "error " + UserError(f"rank 0 failed: {error!r}", exit_code=EXIT_FAILED).to_json())
+            raise
+        store.set(key, "value " + text)
+        return text
+    deadline = time.monotonic() + timeout_s
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"rank {rank} waited {timeout_s:g} s for rank 0's {key}",
+                why="rank 0 prepares data and plan for all; it is still busy, or it ended",
+                exit_code=EXIT_FAILED,
+            )
+        time.sleep(POLL_S)
+    kind, _, text = store.get(key).decode().partition(" ")
+    if kind == "error":
+        raise FirstRankFailed(text)
+    return text
+
+
+class FirstRankFailed(Exception):
+    """Rank 0 has failed and reports it itself; this rank only ends."""

@@ -1,0 +1,140 @@
+"""One process without a process group: saving, finding, retention, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from manyhands.checkpoint import (
+    clean_leftovers,
+    list_checkpoints,
+    load_checkpoint,
+    newest_checkpoint,
+    prune,
+    read_manifest,
+    save_checkpoint,
+)
+from manyhands.errors import UserError
+
+
+def build(width: int = 4, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, width), nn.Linear(width, 1))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def save(folder: Path, step: int, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model, optimizer = build(seed=seed)
+    train(model, optimizer)
+    state = {"step": step, "best_loss": None}
+    save_checkpoint(folder / f"step-{step:06d}", model, optimizer, state, rank=0, world_size=1, manifest_extra={"plan": "abc"})
+    return model, optimizer
+
+
+def test_a_round_trip_gives_the_same_next_step(tmp_path: Path) -> None:
+    model, optimizer = save(tmp_path, 1)
+    other, fresh = build(seed=1)
+    state = load_checkpoint(tmp_path / "step-000001", other, fresh)
+    assert state == {"step": 1, "best_loss": None}
+    for net, opt in ((model, optimizer), (other, fresh)):
+        train(net, opt)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    assert read_manifest(tmp_path / "step-000001").extra == {"plan": "abc"}
+
+
+def test_files_are_safetensors_and_json_only(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    names = sorted(p.name for p in (tmp_path / "step-000001").iterdir())
+    assert names == ["manifest.json", "shard-00001-model-00001-of-00001.safetensors", "train_state.json"]
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000001"]
+
+
+def test_without_an_optimizer_only_parameters_are_loaded_in_the_models_dtype(tmp_path: Path) -> None:
+    model, _ = save(tmp_path, 1)
+    other = build(seed=1)[0].to(torch.float64)
+    load_checkpoint(tmp_path / "step-000001", other, None)
+    assert all(torch.equal(a.double(), b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_an_optimizer_before_its_first_step_stays_empty(tmp_path: Path) -> None:
+    model, optimizer = build()
+    save_checkpoint(tmp_path / "step-000000", model, optimizer, {}, rank=0, world_size=1)
+    other, fresh = build(seed=1)
+    train(other, fresh)
+    load_checkpoint(tmp_path / "step-000000", other, fresh)
+    assert not fresh.state
+
+
+@pytest.mark.parametrize("change", ["shape", "frozen", "dtype"])
+def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path, change: str) -> None:
+    save(tmp_path, 1)
+    model, optimizer = build(width=5 if change == "shape" else 4)
+    if change == "frozen":
+        model[1].requires_grad_(False)
+    if change == "dtype":
+        model.double()
+    with pytest.raises(UserError) as caught:
+        load_checkpoint(tmp_path / "step-000001", model, optimizer)
+    text = {"shape": "0.weight: shape [5, 3] here, [4, 3]", "frozen": "not trained in this run: 1.weight", "dtype": "float64 here, float32"}
+    assert text[change] in str(caught.value)
+
+
+def test_a_save_without_manifest_does_not_count(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    (tmp_path / "step-000002" / "manifest.json").unlink()
+    (tmp_path / "step-000003.tmp").mkdir()
+    assert newest_checkpoint(tmp_path) == tmp_path / "step-000001"
+    assert clean_leftovers(tmp_path) == ["step-000002", "step-000003.tmp"]
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000001"]
+    assert newest_checkpoint(tmp_path / "nothing") is None
+
+
+def test_a_replaced_checkpoint_survives_a_kill_between_the_renames(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 1, seed=3)  # the same step again replaces it
+    (tmp_path / "step-000001").rename(tmp_path / "step-000001.old")
+    clean_leftovers(tmp_path)
+    assert newest_checkpoint(tmp_path) == tmp_path / "step-000001"
+
+
+def test_a_cut_file_is_named_with_the_checkpoint_before(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    shard = next((tmp_path / "step-000002").glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-4])
+    with pytest.raises(UserError) as caught:
+        newest_checkpoint(tmp_path)
+    assert shard.name in str(caught.value)
+    assert "step-000001" in caught.value.fix
+
+
+def test_a_changed_train_state_is_noticed(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    (tmp_path / "step-000001" / "train_state.json").write_text(json.dumps({"step": 9, "best_loss": None}, indent=1))
+    with pytest.raises(UserError, match=r"train_state\.json is damaged"):
+        load_checkpoint(tmp_path / "step-000001", *build())
+
+
+def test_retention_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4, 5):
+        save(tmp_path, step)
+    assert prune(tmp_path, keep_last=2, keep={2}) == [1, 3]
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [2, 4, 5]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000002", "step-000004", "step-000005"]
+
+
+def test_an_unwritable_place_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="a file cannot be read or written"):
+        save_checkpoint(tmp_path / "file" / "step-000001", *build(), {}, rank=0, world_size=1)

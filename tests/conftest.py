@@ -1,0 +1,57 @@
+"""What all tests share: markers that skip with a reason, a path for the processes that tests start, the real model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+# Workers that tests start import the package from the sources, also where it is not installed.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if any(item.get_closest_marker("gpu") for item in items):
+        reason = _why_no_gpu()
+        for item in items:
+            if reason and item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason=reason))
+    if _smollm2() is None:
+        for item in items:
+            if item.get_closest_marker("real"):
+                item.add_marker(pytest.mark.skip(reason="MANYHANDS_SMOLLM2 names no folder with the real model"))
+
+
+def _why_no_gpu() -> str:
+    import torch
+
+    return "" if torch.cuda.is_available() else "no CUDA GPU is visible"
+
+
+def _smollm2() -> Path | None:
+    folder = os.environ.get("MANYHANDS_SMOLLM2")
+    return Path(folder) if folder and Path(folder, "config.json").exists() else None
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The folder of the real model; a test that takes it is marked ``real``."""
+    folder = _smollm2()
+    if folder is None:
+        pytest.skip("MANYHANDS_SMOLLM2 names no folder with the real model")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def world() -> Iterator[Any]:
+    """Four gloo processes that serve every in-process distributed test of the session; starting them takes seconds."""
+    from manyhands.testing.ranks import ranks
+
+    with ranks(4) as four:
+        yield four

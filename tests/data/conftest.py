@@ -1,0 +1,76 @@
+"""A small byte-level tokenizer with the special tokens of every template fixture; made here, nothing is downloaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manyhands.config.schema import RunConfig
+
+TEMPLATES = Path(__file__).parent / "templates"
+SPECIAL = [
+    "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
+    "<start_of_turn>", "<end_of_turn>", "[INST]", "[/INST]",
+]  # fmt: skip
+
+
+def make_tokenizer(template: str | None = None, trim_offsets: bool = True, adds_bos: bool = False) -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    backend.train_from_iterator(["Hello there, how are you? Fine. user assistant system model 42 43 Bye Hi   \n\n Be kind."] * 50, trainer)
+    last = processors.ByteLevel(trim_offsets=trim_offsets)
+    if adds_bos:
+        last = processors.Sequence([last, processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])])
+    backend.post_processor = last
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    tokenizer.add_tokens(["<think>", "</think>"])
+    if template is not None:
+        tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that holds a tokenizer with the ChatML template, and nothing else."""
+    folder = tmp_path_factory.mktemp("model")
+    make_tokenizer("chatml").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def plain_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same without a chat template."""
+    folder = tmp_path_factory.mktemp("plain")
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def write_rows(tmp_path: Path):
+    def write(rows: list[Any], name: str = "train.jsonl") -> Path:
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.fixture
+def make_config(tmp_path: Path):
+    def make(train: Path, task: str = "sft", batch: dict | None = None, model: dict | None = None, seed: int = 0, **data: Any) -> RunConfig:
+        data = {"train": str(train), "cache": str(tmp_path / "cache"), **data}
+        return RunConfig.model_validate(
+            {"name": "t", "task": task, "seed": seed, "model": {"name": "m", **(model or {})}, "data": data, "batch": batch or {}}
+        )
+
+    return make

@@ -1,0 +1,263 @@
+"""Preparation end to end: sets, policies on length, refusals, and a cache that is whole or not there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from manyhands.data import prepare as prepare_module
+from manyhands.data.prepare import UNFINISHED, prepare
+from manyhands.data.store import TokenStore
+from manyhands.errors import UserError
+
+QUESTIONS: list[dict[str, Any]] = [{"question": f"what is {n}?", "answer": f"it is {n + 1}" + " indeed" * (n % 5)} for n in range(200)]
+
+
+def run(config, folder: Path) -> tuple[Any, TokenStore, list[str]]:
+    lines: list[str] = []
+    facts = prepare(config, folder, lines.append)
+    return facts, TokenStore.open(facts.folder), lines
+
+
+def decoded(row_set, folder: Path) -> list[str]:
+    from manyhands.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(folder)
+    return [tokenizer.decode(row_set.row(index)[0].tolist()) for index in range(row_set.num_rows)]
+
+
+def test_rows_are_held_out_counted_and_cached(write_rows, make_config, model_folder: Path) -> None:
+    config = make_config(write_rows(QUESTIONS), batch={"tokens": 100})
+    facts, store, lines = run(config, model_folder)
+    assert (facts.num_rows, facts.num_validation_rows) == (180, 20)
+    train, validation = decoded(store.train, model_folder), decoded(store.validation, model_folder)
+    assert len(set(train) | set(validation)) == 200 and not set(train) & set(validation)
+    assert facts.num_tokens == store.train.lengths.sum() and facts.num_targets == store.train.num_targets.sum()
+    assert facts.num_targets == sum(int(store.train.row(index)[1][1:].sum()) for index in range(180))
+    assert facts.max_length == max(store.train.lengths.max(), store.validation.lengths.max())
+    assert facts.steps_per_epoch_by_tokens and facts.num_targets / 200 < facts.steps_per_epoch_by_tokens <= facts.num_targets / 100 + 1
+    assert any(line.startswith("tokenised 200 rows") for line in lines)
+    again, _, lines = run(config, model_folder)
+    assert again == facts and lines[0].startswith("tokens cached: 180 rows")
+    line = store.line(0)
+    assert f"what is {line - 1}?" in train[0]
+
+
+def test_what_changes_tokens_changes_the_folder_and_nothing_else_does(
+    write_rows, make_config, model_folder: Path, plain_folder: Path
+) -> None:
+    path = write_rows(QUESTIONS)
+    digests = {}
+    for name, arguments in {
+        "same": {},
+        "same, other batch": {"batch": {"rows": 8}, "packing": False},
+        "seed": {"seed": 1},
+        "length": {"max_length": 1000},
+        "rows": {"max_rows": 10},
+        "fraction": {"validation_fraction": 0.2},
+        "template": {"model": {"chat_template": "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}"}},
+    }.items():
+        digests[name] = run(make_config(path, **arguments), model_folder)[0].digest
+    assert digests.pop("same, other batch") == digests["same"]
+    assert len(set(digests.values())) == len(digests)
+    with path.open("a") as file:
+        file.write('{"question": "a", "answer": "b"}\n')
+    assert run(make_config(path), model_folder)[0].digest not in digests.values()
+
+
+def test_max_rows_keeps_the_held_out_rows(write_rows, make_config, model_folder: Path) -> None:
+    path = write_rows(QUESTIONS)
+    _, whole, _ = run(make_config(path), model_folder)
+    facts, some, _ = run(make_config(path, max_rows=30), model_folder)
+    assert (facts.num_rows, facts.num_dropped, facts.num_validation_rows) == (30, 150, 20)
+    assert decoded(some.validation, model_folder) == decoded(whole.validation, model_folder)
+    assert set(decoded(some.train, model_folder)) < set(decoded(whole.train, model_folder))
+
+
+def test_few_rows_and_a_validation_file(write_rows, make_config, model_folder: Path) -> None:
+    facts, _, lines = run(make_config(write_rows(QUESTIONS[:11])), model_folder)
+    assert (facts.num_rows, facts.num_validation_rows) == (6, 5)
+    assert "only 5 rows held out for validation instead of 20" in "\n".join(lines)
+    with pytest.raises(UserError, match="one row cannot be divided"):
+        run(make_config(write_rows(QUESTIONS[:1], "one.jsonl")), model_folder)
+    facts, store, _ = run(
+        make_config(write_rows(QUESTIONS[:7], "a.jsonl"), validation=str(write_rows(QUESTIONS[7:10], "b.jsonl"))), model_folder
+    )
+    assert (facts.num_rows, facts.num_validation_rows) == (7, 3)
+    assert ["what is 7?" in text for text in decoded(store.validation, model_folder)] == [True, False, False]
+    assert run(make_config(write_rows(QUESTIONS[:1], "one.jsonl"), validation_fraction=0), model_folder)[0].num_validation_rows == 0
+
+
+def test_too_long_rows(write_rows, make_config, model_folder: Path) -> None:
+    rows = [*QUESTIONS[:50], {"question": "a", "answer": "word " * 300}, {"question": "word " * 300, "answer": "b"}]
+    path = write_rows(rows)
+    with pytest.raises(UserError, match=r"2 rows are longer than data.max_length") as caught:
+        run(make_config(path, max_length=100), model_folder)
+    assert "train.jsonl:51:" in caught.value.details[0] and "train.jsonl:52:" in caught.value.details[1]
+    assert "truncate" in str(caught.value) and "the longest row has" in str(caught.value)
+    with pytest.raises(UserError, match="1 rows cannot be trained") as caught:
+        run(make_config(path, max_length=100, too_long="truncate"), model_folder)
+    assert "train.jsonl:52: no trained token is left" in str(caught.value)
+    facts, _, lines = run(make_config(write_rows(rows[:51], "b.jsonl"), max_length=100, too_long="truncate"), model_folder)
+    assert facts.num_truncated == 1 and facts.max_length == 100 and "1 rows cut at 100 tokens" in lines
+    with pytest.raises(UserError, match="task: cpt"):
+        run(make_config(path, too_long="split"), model_folder)
+
+
+def test_long_text_is_split_and_no_target_is_lost(tmp_path: Path, make_config, plain_folder: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("Hello there, " * 400 + "\n\n\n" + "Fine.\nBye\n\nHi")
+    facts, store, lines = run(make_config(path, task="cpt", max_length=64, too_long="split", validation_fraction=0), plain_folder)
+    tokenizer_ids = [store.train.row(index)[0] for index in range(store.train.num_rows)]
+    whole, _, _ = run(make_config(path, task="cpt", max_length=100_000, validation_fraction=0), plain_folder)
+    assert whole.num_rows == 3 and facts.num_split == 1 and facts.num_targets == whole.num_targets
+    assert facts.max_length == 64 and all(a[-1] == b[0] for a, b in pairwise(tokenizer_ids[:-2]))
+    assert "1 documents split" in "\n".join(lines)
+
+
+def test_refused_rows_are_listed_with_file_line_and_reason(write_rows, make_config, model_folder: Path) -> None:
+    bad = [{"question": "a"}, {"question": "a", "answer": 5}]
+    with pytest.raises(UserError, match="30 rows cannot be trained") as caught:
+        run(make_config(write_rows(QUESTIONS[:100] + bad * 15)), model_folder)
+    assert caught.value.details[0].endswith("train.jsonl:101: no field answer (fields found: question)")
+    assert caught.value.details[1].endswith("train.jsonl:102: answer must be a string, this is int")
+    assert caught.value.details[-1] == "and 10 more"
+
+
+def test_task_format_and_template_must_fit(write_rows, make_config, model_folder: Path, plain_folder: Path) -> None:
+    messages = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}] * 3
+    for rows in (messages, QUESTIONS):
+        with pytest.raises(UserError, match="no chat template") as caught:
+            run(make_config(write_rows(rows)), plain_folder)
+        assert "model.chat_template" in str(caught.value)
+    with pytest.raises(UserError, match="task cpt cannot use rows of the format messages"):
+        run(make_config(write_rows(messages), task="cpt"), model_folder)
+    with pytest.raises(UserError, match="task sft cannot use rows of the format text"):
+        run(make_config(write_rows([{"text": "a"}] * 3)), model_folder)
+    prompts = [{"prompt": f"Hello {n}", "completion": " Bye"} for n in range(4)]
+    facts, store, _ = run(make_config(write_rows(prompts)), plain_folder)
+    assert decoded(store.train, plain_folder)[0].endswith(" Bye</s>") and facts.num_rows == 2
+    template = write_rows([], "t.jinja")
+    template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}")
+    _, store, _ = run(make_config(write_rows(messages), model={"chat_template": str(template)}), plain_folder)
+    assert decoded(store.train, plain_folder)[0] == "user: a</s>assistant: b</s>"
+    with pytest.raises(UserError, match="no such chat template"):
+        run(make_config(write_rows(messages), model={"chat_template": "none.jinja"}), plain_folder)
+    with pytest.raises(UserError, match="has no tokenizer"):
+        run(make_config(write_rows(messages)), template.parent)
+
+
+KILLED = """
+import sys, os
+from pathlib import Path
+from manyhands.config.schema import RunConfig
+from manyhands.data import prepare, store
+append = store.StoreWriter.append
+def slow(self, ids, trained, line):
+    append(self, ids, trained, line)
+    if self.num_rows == 100:
+        self._ids.flush()
+        print("half", flush=True)
+        sys.stdin.read()
+store.StoreWriter.append = slow
+prepare.prepare(RunConfig.model_validate_json(sys.argv[1]), sys.argv[2])
+print("done", flush=True)
+"""
+
+
+def start_half(config, folder: Path) -> subprocess.Popen[str]:
+    """Another process that stands still in the middle of its preparation, until its input is closed."""
+    command = [sys.executable, "-c", KILLED, config.model_dump_json(), str(folder)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "half\n"
+    return process
+
+
+def test_a_killed_preparation_leaves_nothing_that_counts(write_rows, make_config, model_folder: Path, monkeypatch) -> None:
+    config = make_config(write_rows(QUESTIONS))
+    process = start_half(config, model_folder)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    cache = Path(config.data.cache)
+    (left,) = cache.iterdir()
+    assert left.name.startswith(UNFINISHED) and (left / "ids.bin").stat().st_size > 0
+    facts, _, lines = run(config, model_folder)
+    assert facts.num_rows == 180 and "tokenised 200 rows" in lines[0]
+    assert left.exists()  # too young to be taken for abandoned
+    for path in (*left.iterdir(), left):
+        os.utime(path, (time.time() - 7200,) * 2)
+    run(make_config(Path(config.data.train), seed=5), model_folder)
+    assert not left.exists()
+
+
+def test_two_preparations_at_once(write_rows, make_config, model_folder: Path) -> None:
+    config = make_config(write_rows(QUESTIONS))
+    process = start_half(config, model_folder)
+    facts, store, _ = run(config, model_folder)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0 and output.endswith("done\n")
+    assert [path.name for path in Path(config.data.cache).iterdir()] == [facts.digest]
+    assert store.train.num_rows == 180
+
+
+def test_a_damaged_cache_is_made_again(write_rows, make_config, model_folder: Path) -> None:
+    config = make_config(write_rows(QUESTIONS))
+    facts, _, _ = run(config, model_folder)
+    with (Path(facts.folder) / "ids.bin").open("r+b") as file:
+        file.truncate(100)
+    with pytest.raises(UserError, match="token cache is damaged"):
+        TokenStore.open(facts.folder)
+    again, _, lines = run(config, model_folder)
+    assert again == facts and "made again" in lines[0]
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(write_rows, make_config, model_folder: Path, monkeypatch) -> None:
+    path = write_rows(QUESTIONS)
+    choose = prepare_module.choose_format
+
+    def change(*arguments):
+        os.utime(path, (1, 1))
+        return choose(*arguments)
+
+    monkeypatch.setattr(prepare_module, "choose_format", change)
+    with pytest.raises(UserError, match="changed while it was read"):
+        run(make_config(path), model_folder)
+    assert list((path.parent / "cache").iterdir()) == []
+
+
+def test_no_room_for_the_cache(write_rows, make_config, model_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="token cache cannot be written"):
+        run(make_config(write_rows(QUESTIONS), cache=str(tmp_path / "file" / "cache")), model_folder)
+
+
+def test_the_planning_side_needs_no_torch() -> None:
+    rooms = "sources, formats, render, prepare, store, order, pack, tokenizer, tokenise, findings"
+    code = f"import sys\nfrom manyhands.data import {rooms}\nassert not {{'torch', 'transformers'}} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.real
+def test_gsm8k(make_config, smollm2: Path) -> None:
+    path = os.environ.get("MANYHANDS_GSM8K", "")
+    if not Path(path).is_file():
+        pytest.skip("MANYHANDS_GSM8K names no train.jsonl of GSM8K")
+    start = time.perf_counter()
+    facts, store, lines = run(make_config(Path(path)), smollm2)
+    print(f"\n{lines} in {time.perf_counter() - start:.1f} s with loading the tokenizer")
+    assert facts.num_rows + facts.num_validation_rows == 7473 and facts.num_validation_rows == 149
+    assert store.meta["num_straddling_tokens"] == 0
+    for index in range(0, facts.num_rows, 500):
+        ids, trained = store.train.row(index)
+        first = int(np.argmax(trained))
+        assert trained[first:-1].all() and not trained[-1]  # the answer and its marker, not the line end behind it
+        assert store.train.prompt(index).tolist() == ids[:first].tolist()

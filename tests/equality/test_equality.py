@@ -1,0 +1,95 @@
+"""The same run in many layouts gives the same numbers; two planted mistakes do not pass the same comparison.
+
+Tiny models, 20 steps, rows of 5 to 200 tokens of which one to almost all are trained, a short last step in which ranks
+idle, clipping in some steps and not in others. The whole table is made by `make equality`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from manyhands.testing import equality
+from manyhands.testing.equality import Case, Curve
+from manyhands.testing.ranks import Ranks
+
+FAST = (
+    "one 1, accumulation 8",
+    "one 1, packed 256",
+    "ddp 2, accumulation 2",
+    "ddp 4, packed 256",
+    "fsdp 2, packed 256",
+    "fsdp 4, accumulation 1",
+    "fsdp 4, packed 512, recompute block",
+)
+CASES = equality.cases()
+REFERENCE = CASES[0]
+FAMILY = {"float32": "llama", "float64": "starcoder2"}  # RMS norms compute in float32 even in a float64 model
+
+
+class Workspaces:
+    """One folder a family, and the reference curve of each (dtype, method), computed once."""
+
+    def __init__(self, root: Path, world: Ranks) -> None:
+        self.root, self.world = root, world
+        self.references: dict[tuple[str, str], Curve] = {}
+
+    def folder(self, dtype: str) -> Path:
+        folder = self.root / FAMILY[dtype]
+        if not folder.exists():
+            folder.mkdir()
+            equality.write_workspace(folder, FAMILY[dtype])
+        return folder
+
+    def run(self, case: Case, dtype: str, method: str) -> Curve:
+        return equality.run_case(self.world, self.folder(dtype), case, dtype, method)
+
+    def reference(self, dtype: str, method: str) -> Curve:
+        if (dtype, method) not in self.references:
+            self.references[dtype, method] = self.run(REFERENCE, dtype, method)
+        return self.references[dtype, method]
+
+
+@pytest.fixture(scope="module")
+def workspaces(tmp_path_factory: pytest.TempPathFactory, world: Ranks) -> Workspaces:
+    return Workspaces(tmp_path_factory.mktemp("equality"), world)
+
+
+def by_name(name: str) -> Case:
+    return next(case for case in CASES if case.name == name)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", FAST)
+def test_layouts_agree(workspaces: Workspaces, name: str, dtype: str, method: str) -> None:
+    deviation = equality.compare(workspaces.reference(dtype, method), workspaces.run(by_name(name), dtype, method))
+    assert deviation.loss <= equality.BOUNDS[dtype] and deviation.norm <= equality.NORM_BOUNDS[dtype], deviation
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("case", [case for case in CASES[1:] if case.name not in FAST], ids=lambda case: case.name)
+def test_every_other_layout_agrees(workspaces: Workspaces, case: Case) -> None:
+    deviation = equality.compare(workspaces.reference("float32", "full"), workspaces.run(case, "float32", "full"))
+    assert deviation.within("float32"), deviation
+
+
+@pytest.mark.parametrize("fault", equality.faulty_cases(), ids=lambda case: case.fault)
+def test_a_planted_mistake_does_not_pass(workspaces: Workspaces, fault: Case) -> None:
+    deviation = equality.compare(workspaces.reference("float32", "full"), workspaces.run(fault, "float32", "full"))
+    assert not deviation.within("float32")
+    assert deviation.loss > 100 * equality.BOUNDS["float32"]
+
+
+def test_the_run_is_worth_comparing(workspaces: Workspaces) -> None:
+    """The loss falls by a tenth, clipping acts in some steps and not in others, and a rank idles in some."""
+    curve = workspaces.reference("float32", "full")
+    assert len(curve.losses) == equality.NUM_STEPS
+    assert curve.losses[-1] <= 0.9 * curve.losses[0]
+    clipped = sum(norm > equality.CLIP for norm in curve.norms)
+    assert 0 < clipped < equality.NUM_STEPS
+    four = workspaces.run(by_name("ddp 4, accumulation 1"), "float32", "full")
+    assert four.num_steps_with_idle_rank > 0

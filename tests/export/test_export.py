@@ -1,0 +1,130 @@
+"""Written folders, opened by transformers' and PEFT's public API in this process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from manyhands.config.schema import MethodSection
+from manyhands.errors import UserError
+from manyhands.export.adapter import export_adapter
+from manyhands.export.model import export_model, split_shards
+from manyhands.export.reference import Reference, hash_values
+from tests.export.tiny import METHOD, TEMPLATE, adapt, make_model, save_source
+
+IDS = torch.arange(5, 25)[None]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_source(tmp_path_factory.mktemp("source"), make_model(seed=9))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_opens_with_the_saved_values_and_the_sources_names(source: Path, tmp_path: Path, dtype: str) -> None:
+    model = make_model()
+    reference = export_model(tmp_path / "model", model, source, dtype, rank=0, reference_path=tmp_path / "reference.json")
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    shapes = {name: tensor.shape for name, tensor in load_file(source / "model.safetensors").items()}
+    assert {name: tensor.shape for name, tensor in stored.items()} == shapes  # the tied head is not doubled
+    assert reference == Reference.read(tmp_path / "reference.json")
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert opened.dtype == getattr(torch, dtype)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(opened.get_parameter(name), parameter.to(opened.dtype))
+    assert AutoTokenizer.from_pretrained(tmp_path / "model").chat_template == TEMPLATE
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert not any(key.startswith("_attn") for key in config)
+
+
+def test_large_models_are_split_with_an_index(source: Path, tmp_path: Path) -> None:
+    model = make_model(tied=False)
+    export_model(tmp_path / "model", model, source, "float32", rank=0, shard_bytes=100_000)
+    files = sorted(p.name for p in (tmp_path / "model").glob("*.safetensors"))
+    assert len(files) > 2 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert all((tmp_path / "model" / name).stat().st_size < 110_000 for name in files)
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert torch.equal(opened.lm_head.weight, model.lm_head.weight)
+
+
+def test_a_tensor_larger_than_a_file_may_be_has_its_own() -> None:
+    assert split_shards({"a": 3, "b": 3, "c": 20, "d": 1}, 6) == [{"a", "b"}, {"c"}, {"d"}]
+
+
+def test_the_runs_chat_template_replaces_the_sources(source: Path, tmp_path: Path) -> None:
+    export_model(tmp_path / "model", make_model(), source, "float32", rank=0, chat_template="{{ messages[0]['content'] }}")
+    assert AutoTokenizer.from_pretrained(tmp_path / "model").chat_template == "{{ messages[0]['content'] }}"
+
+
+def test_a_foreign_folder_is_never_overwritten(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "thesis.txt").write_text("ten years")
+    with pytest.raises(UserError, match="the output folder is not empty"):
+        export_model(tmp_path / "model", make_model(), source, "float32", rank=0)
+    with pytest.raises(UserError, match="the output folder is not empty"):
+        export_adapter(tmp_path / "model", adapt(make_model()), METHOD, "base", rank=0)
+    assert (tmp_path / "model" / "thesis.txt").read_text() == "ten years"
+
+
+def test_the_owner_replaces_its_folder(source: Path, tmp_path: Path) -> None:
+    for seed in (0, 1):
+        export_model(tmp_path / "model", make_model(seed=seed), source, "float32", rank=0, replace=True)
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert torch.equal(opened.lm_head.weight, make_model(seed=1).lm_head.weight)
+
+
+def test_peft_opens_an_adapter_and_gives_our_logits(tmp_path: Path) -> None:
+    base = save_source(tmp_path / "base", make_model())
+    model = adapt(make_model()).eval()
+    export_adapter(tmp_path / "adapter", model, METHOD, str(base), rank=0)
+    assert sorted(p.name for p in (tmp_path / "adapter").iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    opened = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(opened(IDS).logits, model(IDS).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("targets", "expected"),
+    [
+        (("q_proj", "down_proj"), ["down_proj", "q_proj"]),
+        (("*.0.self_attn.q_proj",), ["model.layers.0.self_attn.q_proj"]),  # short names would reach layer 1 too
+    ],
+)
+def test_target_modules_mean_exactly_the_adapted_layers(tmp_path: Path, targets: tuple[str, ...], expected: list[str]) -> None:
+    method = MethodSection(rank=2, alpha=3.5, targets=targets)
+    base = save_source(tmp_path / "base", make_model())
+    model = adapt(make_model(), method)
+    export_adapter(tmp_path / "adapter", model, method, str(base), rank=0)
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["target_modules"] == expected
+    opened = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(opened(IDS).logits, model.eval()(IDS).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_merging_equals_pefts_merge(tmp_path: Path) -> None:
+    base = save_source(tmp_path / "base", make_model())
+    model = adapt(make_model())
+    export_adapter(tmp_path / "adapter", model, METHOD, str(base), rank=0)
+    export_model(tmp_path / "merged", model, base, "float32", rank=0, merge=True)
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter").merge_and_unload().state_dict()
+    assert opened.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(opened[name], tensor, rtol=1e-6, atol=1e-6)
+    assert not torch.equal(opened["model.layers.0.mlp.up_proj.weight"], model.get_parameter("model.layers.0.mlp.up_proj.weight"))
+
+
+def test_hashes_are_of_the_values_not_of_the_layout() -> None:
+    matrix = torch.arange(6.0).reshape(2, 3)
+    assert hash_values(matrix) == hash_values(matrix.t().contiguous().t())
+    assert hash_values(matrix) != hash_values(matrix.reshape(3, 2).t())
+    assert hash_values(matrix.bfloat16()) != hash_values(matrix.half())

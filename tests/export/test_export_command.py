@@ -1,0 +1,155 @@
+"""``manyhands export`` on a run's folder: what it writes equals what was trained, and answers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+import manyhands.export.fresh as fresh_module
+from manyhands.checkpoint import save_checkpoint
+from manyhands.config.schema import RunConfig
+from manyhands.export.__main__ import main
+from manyhands.export.reference import Reference
+from manyhands.export.verify import verify
+from manyhands.infer.__main__ import main as infer_main
+from manyhands.launch.run_folder import RunFolder
+from manyhands.plan.types import MemoryEstimate, Plan
+from tests.export.tiny import adapt, make_model, save_source
+
+IDS = torch.arange(5, 25)[None]
+
+
+@pytest.fixture(autouse=True)
+def verify_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fresh process costs ten seconds and has a test of its own."""
+
+    def run(folder: Path, reference_path: Path, *, base: Path | None = None, probe_path: Path | None = None) -> str:
+        found = verify(folder, Reference.read(reference_path), base=base, probe_path=probe_path)
+        assert found.findings == []
+        return "; ".join(found.notes)
+
+    monkeypatch.setattr(fresh_module, "verify_in_fresh_process", run)
+
+
+def make_run(root: Path, method: str, *, keep_best: bool = False) -> tuple[Path, dict[int, torch.nn.Module]]:
+    """A run's folder with checkpoints at steps 5 and 7, the best at 5; and the models in memory."""
+    source = save_source(root / "base", make_model())
+    fields = {
+        "name": "tiny",
+        "model": {"name": str(source)},
+        "method": {"name": method, "rank": 4, "alpha": 8.0},
+        "data": {"train": "x.jsonl"},
+    }
+    config = RunConfig.model_validate(fields | {"checkpoint": {"keep_best": keep_best}})
+    run = RunFolder(root / "tiny")
+    run.create()
+    run.write_config(config)
+    run.write_plan(make_plan(config, source))
+    models = {}
+    for step in (5, 7):
+        model = make_model(seed=step) if method == "full" else adapt(make_model())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.mul_(1 + step / 10)
+        state = {"step": step, "best_step": 5}
+        save_checkpoint(run.checkpoints / f"step-{step:06d}", model, None, state, rank=0, world_size=1)
+        models[step] = model.eval()
+    return run.path, models
+
+
+def make_plan(config: RunConfig, source: Path) -> Plan:
+    return Plan(
+        config_digest=config.digest,
+        data_digest="0",
+        data_folder="nowhere",
+        model_folder=str(source),
+        device="cuda",
+        world_size=8,
+        strategy="fsdp",
+        reshard=True,
+        recompute="block",
+        compile=True,
+        compute_dtype="float32",
+        master_dtype="float32",
+        frozen_dtype="float32",
+        attention="varlen",
+        packing=True,
+        batch_rows=8,
+        batch_tokens=None,
+        micro_rows=None,
+        micro_tokens=64,
+        accumulation=None,
+        steps_per_epoch=7,
+        num_steps=7,
+        warmup_steps=0,
+        learning_rate=1e-3,
+        evaluate_every=0,
+        checkpoint_every=0,
+        output_dtype="float32",
+        memory=MemoryEstimate(terms={}, limit=0),
+    )
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS, use_cache=False).logits
+
+
+def test_the_newest_checkpoint_of_a_full_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, models = make_run(tmp_path, "full")
+    assert main([str(run), "--output", str(tmp_path / "out")]) == 0
+    assert "reopened by AutoModelForCausalLM" in capsys.readouterr().out
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), logits(models[7]))
+
+
+def test_the_best_checkpoint_where_the_run_keeps_it_and_any_other_by_its_folder(tmp_path: Path) -> None:
+    run, models = make_run(tmp_path, "full", keep_best=True)
+    assert main([str(run), "--output", str(tmp_path / "best")]) == 0
+    assert main([str(run / "checkpoints" / "step-000007"), "--output", str(tmp_path / "last")]) == 0
+    for name, step in (("best", 5), ("last", 7)):
+        assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / name)), logits(models[step]))
+
+
+def test_an_adapter_alone_and_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, models = make_run(tmp_path, "lora")
+    assert main([str(run), "--output", str(tmp_path / "adapter")]) == 0
+    assert main([str(run), "--output", str(tmp_path / "merged"), "--merge"]) == 0
+    assert "reopened by PeftModel" in capsys.readouterr().out
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    for opened in (PeftModel.from_pretrained(base, tmp_path / "adapter"), AutoModelForCausalLM.from_pretrained(tmp_path / "merged")):
+        torch.testing.assert_close(logits(opened), logits(models[7]), rtol=1e-4, atol=1e-5)
+
+
+def test_a_run_folder_answers_once_it_has_written_something(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, _ = make_run(tmp_path, "lora")
+    assert infer_main([str(run), "--prompt", "w1 w2"]) == 2
+    assert "the run has written no model yet" in capsys.readouterr().err
+    assert main([str(run), "--output", str(run / "adapter")]) == 0
+    capsys.readouterr()
+    assert infer_main([str(run), "--prompt", "w1 w2", "--max-new-tokens", "5"]) == 0
+    assert capsys.readouterr().out.strip()
+
+
+def test_what_cannot_be_exported_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, _ = make_run(tmp_path, "full")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("ten years")
+    cases = {
+        "neither a run nor a checkpoint": [str(tmp_path), "--output", str(tmp_path / "out")],
+        "--merge is for runs with method.name=lora": [str(run), "--output", str(tmp_path / "out"), "--merge"],
+        "the output folder is not empty": [str(run), "--output", str(tmp_path / "full")],
+    }
+    for text, arguments in cases.items():
+        assert main(arguments) == 2
+        assert text in capsys.readouterr().err
+    shutil.rmtree(run / "checkpoints")
+    assert main([str(run), "--output", str(tmp_path / "out")]) == 2
+    assert "the run has no checkpoint" in capsys.readouterr().err
+    assert json.loads((run / "run.json").read_text())["name"] == "tiny"

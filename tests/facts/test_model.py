@@ -1,0 +1,200 @@
+"""Dimensions from config.json and headers: right for each family, and clear about what is missing or broken."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+
+from manyhands.errors import UserError
+from manyhands.facts.model import block_shapes, count_parameters, read_model_facts
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": 128,
+}
+FAMILIES = {
+    "llama": {},
+    "llama, biased": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "mistral": {"sliding_window": 16},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "gemma3_text": {"head_dim": 16, "sliding_window": 8},
+}
+
+
+def write_header(path: Path, tensors: dict[str, tuple[str, tuple[int, ...]]]) -> None:
+    """A safetensors file of zeros."""
+    header, end = {}, 0
+    for name, (dtype, shape) in tensors.items():
+        size = {"F32": 4, "BF16": 2, "U8": 1}[dtype]
+        for length in shape:
+            size *= length
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(end))
+
+
+def write_config(folder: Path, **more: object) -> dict:
+    config = SIZES | {"model_type": "llama"} | more
+    (folder / "config.json").write_text(json.dumps(config))
+    return config
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A whole tiny model, as headers and zeros."""
+    config = write_config(tmp_path)
+    shapes = block_shapes(config)
+    tensors = {f"model.layers.{layer}.{name}": ("BF16", shape) for layer in range(3) for name, shape in shapes.items()}
+    tensors |= {"model.embed_tokens.weight": ("BF16", (64, 32)), "lm_head.weight": ("BF16", (64, 32)), "model.norm.weight": ("BF16", (32,))}
+    write_header(tmp_path / "model.safetensors", tensors)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_formula_counts_what_transformers_saves(name: str, tmp_path: Path):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(name.split(",")[0], **SIZES, **FAMILIES[name])
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    formula, headers = (read_model_facts(tmp_path, "tiny", init) for init in ("random", "pretrained"))
+    assert formula.num_parameters == headers.num_parameters == sum(p.numel() for p in model.parameters())
+    assert formula.num_block_parameters == headers.num_block_parameters == sum(p.numel() for p in model.model.layers[0].parameters())
+    linears = {k: (m.out_features, m.in_features) for k, m in model.model.layers[0].named_modules() if isinstance(m, torch.nn.Linear)}
+    assert formula.block_linear_shapes == headers.block_linear_shapes == linears
+    assert formula.block_norm_elements == headers.block_norm_elements
+    assert headers.tied_embeddings == (model.lm_head.weight is model.model.embed_tokens.weight)
+    assert headers.stored_dtype == "bfloat16"
+    assert headers.head_dim == model.model.layers[0].self_attn.head_dim
+    assert (headers.weights_digest, formula.weights_digest == "") != ("", True)
+    text = json.loads((tmp_path / "config.json").read_text())
+    assert count_parameters(text) == headers.num_parameters
+
+
+def test_a_familys_defaults_stand_in_for_keys_that_are_not_there():
+    """Published Gemma 3 configurations do not say that embeddings are tied."""
+    facts = {"model_type": "gemma3_text"} | SIZES
+    q_norm, norms = 256, 4 * 32
+    block = 4 * 256 * 32 * 2 + 2 * 256 * 32 * 2 + 3 * 48 * 32 + 2 * q_norm + norms
+    assert count_parameters(facts) == 3 * block + 64 * 32 + 32
+
+
+def test_sharded_weights(folder: Path):
+    whole = read_model_facts(folder, "tiny", "pretrained")
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": "model-00001-of-00001.safetensors"}}))
+    assert read_model_facts(folder, "tiny", "pretrained") == whole
+    index.write_text(json.dumps({"weight_map": {"a": "model-00001-of-00001.safetensors", "b": "model-00002-of-00002.safetensors"}}))
+    with pytest.raises(UserError, match="1 of 2 weight files are missing") as caught:
+        read_model_facts(folder, "tiny", "pretrained")
+    assert caught.value.details == ("model-00002-of-00002.safetensors",)
+    index.write_text(json.dumps({"weight_map": {"a": "../elsewhere.safetensors"}}))
+    with pytest.raises(UserError, match="index of the model's weights"):
+        read_model_facts(folder, "tiny", "pretrained")
+
+
+def test_another_weight_gives_another_digest(folder: Path):
+    before = read_model_facts(folder, "tiny", "pretrained").weights_digest
+    write_config(folder, rope_theta=5.0)
+    assert read_model_facts(folder, "tiny", "pretrained").weights_digest != before
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"num_local_experts": 8}, "mixture of experts, which is not supported yet"),
+        ({"num_experts": 64, "model_type": "qwen3_moe"}, "qwen3_moe is a mixture of experts"),
+        ({"text_config": {}, "model_type": "gemma3"}, "gemma3 is multimodal, which is not supported yet"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, "layers other than attention"),
+        ({"quantization_config": {"bits": 4}}, "quantised, which is not supported yet"),
+        ({"is_encoder_decoder": True}, "has an encoder"),
+        ({"hidden_size": None}, "no decoder of a kind that is known here"),
+        ({"vocab_size": "many"}, "sizes that are no positive integers"),
+    ],
+)
+def test_models_that_are_not_supported(more: dict, words: str, tmp_path: Path):
+    write_config(tmp_path, **more)
+    with pytest.raises(UserError, match=words) as caught:
+        read_model_facts(tmp_path, "tiny", "random")
+    assert caught.value.where.endswith("config.json")
+
+
+def test_window_layers_are_dense_attention(tmp_path: Path):
+    write_config(tmp_path, layer_types=["sliding_attention", "full_attention", "full_attention"], num_experts=0)
+    assert read_model_facts(tmp_path, "tiny", "random").num_layers == 3
+
+
+def test_no_config(tmp_path: Path):
+    with pytest.raises(UserError) as caught:
+        read_model_facts(tmp_path, "tiny", "random")
+    assert "no config.json" in caught.value.why
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError) as caught:
+        read_model_facts(tmp_path, "tiny", "random")
+    assert "adapter" in caught.value.why
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match=r"config.json is broken"):
+        read_model_facts(tmp_path, "tiny", "random")
+
+
+def test_a_folder_without_weights_names_what_was_looked_for(tmp_path: Path):
+    write_config(tmp_path)
+    with pytest.raises(UserError, match="no weights") as caught:
+        read_model_facts(tmp_path, "tiny", "pretrained")
+    assert "model.safetensors" in caught.value.why and "config.json" in caught.value.why
+    assert "model.init=random" in caught.value.fix
+    assert read_model_facts(tmp_path, "tiny", "random").num_parameters > 0
+
+
+def test_pickles_are_refused(tmp_path: Path):
+    write_config(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04")
+    with pytest.raises(UserError, match="pickles, which are not opened") as caught:
+        read_model_facts(tmp_path, "tiny", "pretrained")
+    assert "pytorch_model.bin" in caught.value.where
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "its header should be"),
+        (b"\xff" * 64, "its header should be"),
+        (struct.pack("<Q", 4) + b"{no}", "not what the format asks for"),
+        (struct.pack("<Q", 10) + b'{"a": {}} ', "no key 'dtype'"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "git-lfs pointer"),
+    ],
+)
+def test_broken_headers(content: bytes, words: str, tmp_path: Path):
+    write_config(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(UserError, match="weights file is broken") as caught:
+        read_model_facts(tmp_path, "tiny", "pretrained")
+    assert words in caught.value.why
+    assert caught.value.where.endswith("model.safetensors")
+
+
+def test_a_download_that_was_cut_short(folder: Path):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(UserError) as caught:
+        read_model_facts(folder, "tiny", "pretrained")
+    assert "it should have" in caught.value.why
+
+
+def test_quantised_weights(tmp_path: Path):
+    write_config(tmp_path)
+    write_header(tmp_path / "model.safetensors", {"model.layers.0.mlp.up_proj.weight": ("U8", (48, 16))})
+    with pytest.raises(UserError, match="stored as U8"):
+        read_model_facts(tmp_path, "tiny", "pretrained")

@@ -1,0 +1,65 @@
+"""Greedy generation: where it stops, and that the two ways agree."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from manyhands.infer.generate import end_token_ids, generate, greedy
+from tests.export.tiny import make_model, make_tokenizer
+
+
+def test_greedy_follows_the_most_likely_token_until_an_end() -> None:
+    calls: list[list[int]] = []
+
+    def count_up(ids: torch.Tensor) -> torch.Tensor:
+        calls.append(ids[0].tolist())
+        return torch.nn.functional.one_hot(ids[:, -1] + 1, 10).float()
+
+    assert greedy(count_up, [3, 4], 20, {8}) == [5, 6, 7]
+    assert calls == [[3, 4], [3, 4, 5], [3, 4, 5, 6], [3, 4, 5, 6, 7]]
+    assert greedy(count_up, [0], 2, set()) == [1, 2]
+
+
+def test_ranks_that_see_a_tie_differently_take_the_same_token() -> None:
+    def tie(ids: torch.Tensor) -> torch.Tensor:
+        return torch.ones(10)
+
+    assert greedy(tie, [1], 3, {9}, agree=lambda token: torch.full_like(token, 4)) == [4, 4, 4]
+
+
+def test_cached_generation_equals_whole_forwards_and_leaves_the_model_as_it_was() -> None:
+    model, tokenizer = make_model().train(), make_tokenizer()
+    model.set_attn_implementation("eager")
+    text = generate(model, tokenizer, [8, 9, 10], 12, {2})
+    assert model.training and model.config._attn_implementation == "eager"
+    model.eval()
+    ids = greedy(lambda ids: model(input_ids=ids, use_cache=False).logits[:, -1], [8, 9, 10], 12, {2})
+    assert text == tokenizer.decode(ids, skip_special_tokens=True).strip()
+    assert len(ids) == 12
+
+
+def test_an_end_token_is_not_part_of_the_answer() -> None:
+    model, tokenizer = make_model(), make_tokenizer()
+    ids = greedy(lambda ids: model(input_ids=ids, use_cache=False).logits[:, -1], [8, 9, 10], 5, set())
+    end = next(i for i in range(1, 5) if ids[i] not in ids[:i])
+    assert generate(model, tokenizer, [8, 9, 10], 12, {ids[end]}) == tokenizer.decode(ids[:end], skip_special_tokens=True).strip()
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "expected"), [(7, 5, {7, 4}), ([7, 9], 5, {7, 9, 4}), (None, 5, {5, 4}), (None, None, {4})]
+)
+def test_every_token_that_ends_a_turn_is_found(tmp_path: Path, generation: object, config: object, expected: set[int]) -> None:
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": config}))
+    assert end_token_ids(tmp_path, make_tokenizer()) == expected  # 4 is <|im_end|>, from the chat template
+
+
+def test_without_a_template_the_tokenizers_end_counts(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = None
+    assert end_token_ids(tmp_path, tokenizer) == {2}

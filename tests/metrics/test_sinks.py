@@ -1,0 +1,166 @@
+"""What a run leaves in metrics.jsonl and TensorBoard, and what the person at the terminal reads."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from manyhands.metrics.meters import Meter
+from manyhands.metrics.sinks import ConsoleSink, JsonlSink, TensorBoardSink
+from manyhands.train.types import Evaluation, StepResult, TrainState
+
+
+def step_result(step: int, **changes) -> StepResult:
+    fields = {"step": step, "epoch": step / 10, "loss": 2.0 / step, "rank_losses": (2.0 / step, math.nan), "grad_norm": 0.5}
+    fields |= {"learning_rate": 1e-3, "num_rows": 4, "num_tokens": 100, "num_targets": 40, "num_micro_batches": 1}
+    return StepResult(**fields | {"seconds": 0.5, "tokens_per_s": 200.0} | changes)
+
+
+def evaluation(step: int, loss: float = 1.5) -> Evaluation:
+    return Evaluation(step, loss, math.exp(loss), 0.5, 3, 90, 30, 0.1, samples=(("system\nBe brief.", f"answer {step}"),))
+
+
+DEVICES = [{"memory_allocated_bytes": 2.0**30, "peak_bytes": 2.0**31, "utilisation": 0.9}] * 2
+
+
+def feed(sink, steps, evaluations=()) -> None:
+    state = TrainState()
+    for step in steps:
+        sink.record_devices(step, DEVICES)
+        sink.after_step(state, step_result(step))
+        if step in evaluations:
+            sink.after_evaluation(state, evaluation(step))
+
+
+def read_rows(path: Path) -> list[dict]:
+    return [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
+
+
+def test_jsonl_holds_steps_with_their_devices_and_evaluations_with_their_samples(tmp_path):
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    feed(sink, [1, 2], evaluations=[2])
+    sink.close()
+    first, second, third = read_rows(tmp_path / "metrics.jsonl")
+    assert (first["kind"], first["step"], first["loss"], first["rank_losses"]) == ("step", 1, 2.0, [2.0, None])
+    assert first["devices"][1]["peak_bytes"] == 2**31
+    assert (second["kind"], third["kind"], third["loss"]) == ("step", "evaluation", 1.5)
+    assert third["samples"] == [{"prompt": "system\nBe brief.", "answer": "answer 2"}]
+
+
+def test_only_every_nth_step_is_written(tmp_path):
+    sink = JsonlSink(tmp_path / "metrics.jsonl", every_steps=3)
+    feed(sink, range(1, 8))
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [3, 6]
+
+
+def test_resume_takes_back_later_rows_and_a_torn_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonlSink(path)
+    feed(sink, range(1, 6), evaluations=[3, 5])
+    sink.close()
+    with open(path, "a") as file:
+        file.write('{"kind": "step", "step": 6, "lo')
+    sink = JsonlSink(path, resumed_at=3)
+    feed(sink, [4])
+    sink.close()
+    assert [(row["kind"], row["step"]) for row in read_rows(path)] == [
+        ("step", 1),
+        ("step", 2),
+        ("step", 3),
+        ("evaluation", 3),
+        ("step", 4),
+    ]
+
+
+def test_a_start_from_nothing_leaves_no_old_row(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for _ in range(2):
+        sink = JsonlSink(path)
+        sink.after_evaluation(TrainState(), evaluation(0))
+        sink.close()
+    assert len(read_rows(path)) == 1
+
+
+def test_tensorboard_has_every_curve_and_resume_purges(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sink = TensorBoardSink(tmp_path)
+    feed(sink, [1, 2, 3], evaluations=[2])
+    sink.close()
+    sink = TensorBoardSink(tmp_path, resumed_at=2)
+    feed(sink, [3])
+    sink.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    tags = set(events.Tags()["scalars"])
+    assert {"loss/all", "loss/rank0", "memory_gib/rank0", "memory_gib/rank1", "utilisation_percent/rank1", "speed/tokens_per_s"} <= tags
+    assert {"train/learning_rate", "train/gradient_norm", "validation/loss", "validation/perplexity", "validation/accuracy"} <= tags
+    assert "loss/rank1" not in tags  # that rank had no trained token
+    assert [event.step for event in events.Scalars("loss/all")] == [1, 2, 3]
+    assert events.Scalars("utilisation_percent/rank1")[0].value == pytest.approx(90)
+
+
+def test_a_pipe_gets_plain_lines_at_a_sensible_pace_and_both_answers():
+    out = io.StringIO()
+    sink = ConsoleSink(out, num_steps=1000)
+    state = TrainState()
+    sink.before_training(state)
+    sink.after_evaluation(state, evaluation(0, loss=3.0))
+    feed(sink, range(1, 1001))
+    sink.after_evaluation(state, evaluation(1000, loss=1.5))
+    sink.after_training(state)
+    lines = out.getvalue().splitlines()
+    steps = [line for line in lines if line.startswith("step ")]
+    assert 2 <= len(steps) <= 20
+    assert steps[0].startswith("step 1/1000  loss 2.0000  200 tokens/s  memory 2.0 GiB")
+    assert steps[0].endswith("8 min left")  # 999 steps of 0.5 s
+    assert steps[-1].startswith("step 1000/1000")
+    assert "held-out loss: 3.0000 after step 0, 1.5000 after step 1000" in lines
+    assert lines[-2:] == ["  before: answer 0", "  after:  answer 1000"]
+    assert "\x1b" not in out.getvalue()
+
+
+def test_text_in_brackets_is_not_taken_for_markup():
+    out = io.StringIO()
+    sink = ConsoleSink(out, num_steps=1)
+    sink.after_evaluation(TrainState(), Evaluation(0, 1.0, 2.7, 0.5, 1, 9, 3, 0.1, samples=(("xs[0]", "[/bold] [red]"),)))
+    assert "xs[0]" in out.getvalue() and "[/bold] [red]" in out.getvalue()
+
+
+def test_a_terminal_gets_a_bar_that_is_gone_after_an_error():
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    out = Terminal()
+    sink = ConsoleSink(out, num_steps=4)
+    sink.before_training(TrainState())
+    feed(sink, [1, 2])
+    sink.close()
+    sink.close()
+    assert "2/4" in out.getvalue() and "loss 1.0000" in out.getvalue()
+
+
+def test_the_meter_of_a_cpu_reads_the_memory_of_this_process():
+    import torch
+
+    reading = Meter(torch.device("cpu")).read()
+    assert list(reading) == ["memory_allocated_bytes", "peak_bytes", "utilisation"]
+    assert 50e6 < reading["memory_allocated_bytes"] <= reading["peak_bytes"] < 1e12
+    assert math.isnan(reading["utilisation"])
+
+
+@pytest.mark.gpu
+def test_the_meter_of_a_gpu_sees_a_tensor():
+    import torch
+
+    device = torch.device("cuda", 0)
+    meter = Meter(device)
+    before = meter.read()["memory_allocated_bytes"]
+    tensor = torch.empty(2**20, device=device)
+    reading = meter.read()
+    assert reading["memory_allocated_bytes"] - before >= tensor.numel() * 4
+    assert 0 <= reading["utilisation"] <= 1

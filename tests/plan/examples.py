@@ -1,0 +1,91 @@
+"""Facts and configs of known sizes for the planner's tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from manyhands.config.schema import RunConfig
+from manyhands.facts.types import DataFacts, Facts, GpuFacts, HostFacts, ModelFacts
+
+GIB = 2**30
+H200_BYTES = 140 * GIB  # what NVML shows of 141 GB
+
+
+def model_facts(
+    hidden: int = 8, inner: int = 16, layers: int = 2, heads: int = 2, kv_heads: int = 1, vocab: int = 32, tied: bool = True, **more: Any
+) -> ModelFacts:
+    """A Llama of any size; the defaults are small enough to be counted by hand."""
+    dim = more.pop("head_dim", hidden // heads)
+    q, k = heads * dim, kv_heads * dim
+    linears = {
+        "self_attn.q_proj": (q, hidden),
+        "self_attn.k_proj": (k, hidden),
+        "self_attn.v_proj": (k, hidden),
+        "self_attn.o_proj": (hidden, q),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    block = sum(out * into for out, into in linears.values()) + 2 * hidden
+    return ModelFacts(
+        name="tiny",
+        folder="/models/tiny",
+        model_type="llama",
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        vocab_size=vocab,
+        tied_embeddings=tied,
+        max_positions=131072,
+        sliding_window=None,
+        stored_dtype="bfloat16",
+        num_parameters=layers * block + vocab * hidden * (1 if tied else 2) + hidden,
+        num_block_parameters=block,
+        block_linear_shapes=linears,
+        block_norm_elements=2 * hidden,
+        weights_digest="0" * 16,
+        **more,
+    )
+
+
+def llama_8b() -> ModelFacts:
+    return model_facts(hidden=4096, inner=14336, layers=32, heads=32, kv_heads=8, vocab=128256, tied=False)
+
+
+def llama_1b() -> ModelFacts:
+    return model_facts(hidden=2048, inner=8192, layers=16, heads=32, kv_heads=8, vocab=128256, head_dim=64)
+
+
+def data_facts(num_rows: int = 1000, mean: float = 300.0, longest: int = 2000, **more: Any) -> DataFacts:
+    tokens = int(num_rows * mean)
+    values = {"num_validation_rows": 20, "num_validation_tokens": 6000} | more
+    return DataFacts(
+        folder="/cache/data",
+        digest="d" * 16,
+        num_rows=num_rows,
+        num_tokens=tokens,
+        num_targets=tokens // 2,
+        max_length=longest,
+        mean_length=mean,
+        **values,
+    )
+
+
+def facts(model: ModelFacts | None = None, *, gpus: int = 0, gpu_bytes: int = H200_BYTES, host_bytes: int = 64 * GIB, **more: Any) -> Facts:
+    each = [
+        GpuFacts(index=i, name="NVIDIA H200", memory_bytes=gpu_bytes, free_bytes=gpu_bytes, compute_capability=(9, 0)) for i in range(gpus)
+    ]
+    host = HostFacts(gpus=tuple(each), num_cores=8, memory_bytes=host_bytes, free_memory_bytes=host_bytes)
+    return Facts(model=model or model_facts(), data=more.pop("data", data_facts()), host=host, **more)
+
+
+def run_config(**keys: Any) -> RunConfig:
+    """``run_config(method__name="full")``: two underscores stand for the dot."""
+    mapping: dict[str, Any] = {"name": "run", "model": {"name": "tiny"}, "data": {"train": "rows.jsonl"}}
+    for key, value in keys.items():
+        *section, leaf = key.split("__")
+        (mapping.setdefault(section[0], {}) if section else mapping)[leaf] = value
+    return RunConfig.model_validate(mapping)

@@ -1,0 +1,65 @@
+"""The bytes a block keeps for its backward pass, against what autograd really keeps (eager, on CPU, without dropout)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from manyhands.facts.model import read_model_facts
+from manyhands.plan.memory import Setup, block_bytes_per_token
+
+NUM_TOKENS = 256
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 64,
+}
+
+
+def kept_bytes(layers: int, family: str, dtype: torch.dtype) -> int:
+    """Bytes of all storages that the graph of one forward pass holds, parameters apart."""
+    config = AutoConfig.for_model(family, **SIZES | {"num_hidden_layers": layers})
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").train()
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            storages[storage.data_ptr()] = storage  # held, so that no address is used twice
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.model(input_ids=torch.arange(NUM_TOKENS)[None] % 64, use_cache=False)
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma3_text"])
+def test_a_blocks_bytes_are_what_autograd_keeps(family: str, dtype: torch.dtype, tmp_path):
+    AutoConfig.for_model(family, **SIZES).save_pretrained(tmp_path)
+    setup = Setup(
+        model=read_model_facts(tmp_path, "tiny", "random"),
+        num_adapter_parameters=0,
+        adapter_rank=0,
+        adapter_dropout=False,
+        device="cpu",
+        world_size=1,
+        strategy="one",
+        reshard=False,
+        recompute="none",
+        compile=False,
+        compute_bytes=dtype.itemsize,
+        master_bytes=4,
+        frozen_bytes=dtype.itemsize,
+        micro_tokens=NUM_TOKENS,
+        builds_mask=False,
+    )
+    one_block = kept_bytes(3, family, dtype) - kept_bytes(2, family, dtype)
+    within = 0.15 if family == "gemma3_text" else 0.01  # Gemma's norms keep their results in float32 too
+    assert block_bytes_per_token(setup) * NUM_TOKENS == pytest.approx(one_block, rel=within)

@@ -1,0 +1,59 @@
+"""The estimate beside peaks that peers reach (peers.md, 2026-11-20: one H200, torch 2.11, allocated bytes, r=16 on all linear layers).
+
+Another program's peak is no truth about ours; it shows that no large tensor is forgotten. Both peers fuse what we compile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from manyhands.plan.memory import CONTEXT_BYTES, GIB, Setup, activations, estimate_terms, logits
+from tests.plan.examples import llama_1b, llama_8b
+
+LORA_8B = Setup(
+    model=llama_8b(),
+    num_adapter_parameters=41_943_040,
+    adapter_rank=16,
+    adapter_dropout=False,
+    device="cuda",
+    world_size=1,
+    strategy="one",
+    reshard=False,
+    recompute="none",
+    compile=True,
+    compute_bytes=2,
+    master_bytes=4,
+    frozen_bytes=2,
+    micro_tokens=2 * 4096,
+    builds_mask=False,
+)
+
+
+def test_published_sizes():
+    assert llama_8b().num_parameters == 8_030_261_248
+    assert llama_1b().num_parameters == 1_235_814_400
+
+
+@pytest.mark.parametrize(
+    ("recompute", "peer", "peak_gib"),
+    [("none", "TRL + Liger", 58.6), ("none", "Unsloth", 45.4), ("block", "TRL + Liger", 19.7), ("block", "Unsloth", 17.5)],
+)
+def test_8b_lora_is_within_a_quarter_of_peers(recompute, peer, peak_gib):
+    allocated = sum(estimate_terms(replace(LORA_8B, recompute=recompute)).values()) - CONTEXT_BYTES["cuda"]  # not the allocator's
+    assert allocated / GIB == pytest.approx(peak_gib, rel=0.25), peer
+
+
+def test_1b_full_activations_are_within_a_quarter_of_trl():
+    """TRL kept weights, gradients and moments in bfloat16 there, 8 bytes a parameter; only the rest can be compared."""
+    setup = replace(LORA_8B, model=llama_1b(), num_adapter_parameters=0, micro_tokens=4 * 4096)
+    ours = 8 * setup.model.num_parameters + activations(setup) + logits(setup)
+    assert ours / GIB == pytest.approx(27.5, rel=0.25)
+
+
+def test_8b_full_on_8_gpus_is_within_a_quarter_of_trl():
+    """FSDP2, 8192 tokens, micro-batch 1, recomputed: 33.7 GiB."""
+    setup = replace(LORA_8B, num_adapter_parameters=0, micro_tokens=8192, world_size=8, strategy="fsdp", reshard=True, recompute="block")
+    allocated = sum(estimate_terms(setup).values()) - CONTEXT_BYTES["cuda"]
+    assert allocated / GIB == pytest.approx(33.7, rel=0.25)

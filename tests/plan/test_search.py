@@ -1,0 +1,223 @@
+"""What is chosen, that explicit keys are obeyed, and what is said when nothing fits."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from manyhands.errors import UserError
+from manyhands.facts.types import Facts, GpuFacts
+from manyhands.plan.search import plan
+from manyhands.plan.types import Plan
+from tests.plan.examples import GIB, H200_BYTES, data_facts, facts, llama_8b, model_facts, run_config
+
+LONG = data_facts(num_rows=5000, mean=3000, longest=4096)
+
+
+def h200(gpus: int, **more) -> Facts:
+    return facts(llama_8b(), gpus=gpus, data=LONG, **more)
+
+
+def chosen(made: Plan):
+    (candidate,) = (candidate for candidate in made.candidates if candidate.chosen)
+    return candidate
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 8])
+def test_8b_lora_on_h200s_keeps_a_copy_and_its_activations(gpus):
+    made = plan(run_config(), h200(gpus))
+    assert made.world_size == gpus
+    assert (made.strategy, made.recompute, made.reshard) == ("one" if gpus == 1 else "ddp", "none", False)
+    assert made.compute_dtype == made.frozen_dtype == "bfloat16"
+    assert (made.attention, made.compile, made.micro_tokens) == ("varlen", True, 16_384 if gpus < 8 else 15_040)
+    assert made.memory.total < 0.92 * made.memory.limit
+    assert made.learning_rate == 2e-4
+    assert made.output_dtype == "float32"
+
+
+def test_8b_full_does_not_fit_one_h200():
+    """16 bytes of states and a bfloat16 copy, 18 a parameter: 134.6 GiB before the first token."""
+    with pytest.raises(UserError) as caught:
+        plan(run_config(method__name="full"), h200(1))
+    assert "GiB a rank, and there are 135.8 GiB" in caught.value.what
+    assert "method.name=lora" in caught.value.fix
+    assert "more GPUs" in caught.value.fix
+    assert any(line.startswith("optimizer: 59.8 GiB") for line in caught.value.details)
+
+
+def test_8b_full_is_sharded_over_2_and_8_h200s():
+    two = plan(run_config(method__name="full"), h200(2))
+    assert two.strategy == "fsdp"
+    assert two.memory.fits
+    eight = plan(run_config(method__name="full"), h200(8))
+    assert (eight.strategy, eight.reshard, eight.recompute) == ("fsdp", False, "none")
+    assert eight.memory.total < two.memory.total
+    ddp = [c for c in eight.candidates if c.strategy == "ddp"]
+    assert ddp and all(c.reason.startswith("needs ") for c in ddp)
+
+
+def test_a_small_gpu_recomputes_before_it_gives_up():
+    made = plan(run_config(), h200(1, gpu_bytes=24 * GIB))
+    assert (made.strategy, made.recompute) == ("one", "block")
+    kept = [c for c in made.candidates if c.recompute == "none"]
+    assert kept and all("needs" in c.reason for c in kept)
+
+
+def test_every_candidate_but_the_chosen_one_has_a_reason():
+    made = plan(run_config(), h200(2))
+    assert all(bool(c.reason) != c.chosen for c in made.candidates)
+    assert {c.strategy for c in made.candidates} == {"ddp", "fsdp"}
+    assert chosen(made).memory == made.memory
+
+
+@pytest.mark.parametrize(
+    ("keys", "fields"),
+    [
+        ({"parallel__strategy": "fsdp"}, {"strategy": "fsdp", "reshard": False}),
+        ({"parallel__strategy": "fsdp", "parallel__reshard": True}, {"strategy": "fsdp", "reshard": True}),
+        ({"parallel__reshard": True}, {"strategy": "fsdp", "reshard": True}),
+        ({"parallel__recompute": "block"}, {"strategy": "ddp", "recompute": "block"}),
+        ({"parallel__gpus": 1}, {"strategy": "one", "world_size": 1}),
+        ({"parallel__gpus": 1, "parallel__strategy": "fsdp"}, {"strategy": "fsdp", "world_size": 1}),
+        ({"parallel__compile": False}, {"compile": False}),
+        (
+            {"parallel__device": "cpu", "model__dtype": "bfloat16", "parallel__gpus": 1, "batch__micro_tokens": 4096},
+            {"device": "cpu", "compute_dtype": "bfloat16"},
+        ),
+        (
+            {"model__dtype": "float64"},
+            {"compute_dtype": "float64", "master_dtype": "float64", "frozen_dtype": "float64", "attention": "sdpa"},
+        ),
+        ({"model__dtype": "float32"}, {"compute_dtype": "float32", "master_dtype": "float32", "attention": "sdpa"}),
+        ({"batch__micro_tokens": 5000}, {"micro_tokens": 5000}),
+        ({"batch__rows": 100}, {"batch_rows": 100}),
+        (
+            {"data__packing": False, "batch__rows": 32, "batch__micro_rows": 2},
+            {"micro_rows": 2, "accumulation": 8, "packing": False, "attention": "sdpa"},
+        ),
+        ({"optimizer__learning_rate": 1e-5}, {"learning_rate": 1e-5}),
+        ({"output__dtype": "bfloat16"}, {"output_dtype": "bfloat16"}),
+        ({"evaluate__every_steps": 9, "checkpoint__every_steps": 11}, {"evaluate_every": 9, "checkpoint_every": 11}),
+    ],
+)
+def test_explicit_keys_are_obeyed(keys, fields):
+    made = plan(run_config(**keys), facts(gpus=2, data=LONG))
+    assert {name: getattr(made, name) for name in fields} == fields
+
+
+def test_an_explicit_strategy_may_fill_the_limit_but_not_pass_it():
+    config = run_config(
+        method__name="full", parallel__strategy="fsdp", parallel__recompute="block", parallel__reshard=True, batch__micro_tokens=4096
+    )
+    need = plan(config, h200(2)).memory.total
+    tight = plan(config, h200(2, gpu_bytes=int(need / 0.97) + 2**20))
+    assert tight.memory.total > 0.92 * tight.memory.limit
+    assert any("little is to spare" in sentence for sentence in tight.why)
+    with pytest.raises(UserError, match="does not fit"):
+        plan(config, h200(2, gpu_bytes=int(need / 0.97) - 2**20))
+
+
+def test_after_running_out_of_memory_less_is_used():
+    first, second = (plan(run_config(), h200(1, gpu_bytes=100 * GIB), cause=cause) for cause in ("first", "out_of_memory"))
+    assert second.memory.total < first.memory.total
+    assert second.memory.total <= 0.7 * second.memory.limit
+
+
+def test_nothing_fits_on_cpu():
+    with pytest.raises(UserError) as caught:
+        plan(run_config(parallel__device="cpu", parallel__recompute="none"), facts(llama_8b(), data=LONG, host_bytes=8 * GIB))
+    assert "there are 7.2 GiB" in caught.value.what
+    assert "parallel.recompute: auto" in caught.value.fix
+    assert "90 % of 8.0 GiB free" in caught.value.why
+
+
+@pytest.mark.parametrize(
+    ("keys", "the_facts", "words"),
+    [
+        ({"parallel__gpus": 4}, facts(gpus=2), "parallel.gpus is 4, but 2 GPUs are visible"),
+        ({"parallel__device": "cuda"}, facts(), "no GPU is visible"),
+        ({"parallel__strategy": "one"}, facts(gpus=2), "parallel.strategy: one is one process, but there are 2"),
+        ({"parallel__strategy": "one"}, facts(world_size=3), "parallel.strategy: one is one process, but there are 3"),
+        ({"parallel__gpus": 2}, facts(world_size=3), "parallel.gpus is 2, but 3 processes were launched"),
+        ({"method__targets": ["nose"]}, facts(), "no layer matches method.targets: nose"),
+    ],
+)
+def test_contradictions_with_the_facts_name_both(keys, the_facts, words):
+    with pytest.raises(UserError) as caught:
+        plan(run_config(**keys), the_facts)
+    assert words in caught.value.what
+
+
+def test_bfloat16_where_the_gpu_has_none():
+    old = GpuFacts(index=0, name="Tesla V100", memory_bytes=32 * GIB, free_bytes=32 * GIB, compute_capability=(7, 0))
+    the_facts = facts().model_copy(update={"host": facts().host.model_copy(update={"gpus": (old,)})})
+    assert plan(run_config(), the_facts).compute_dtype == "float32"
+    with pytest.raises(UserError, match="Tesla V100 does not have"):
+        plan(run_config(model__dtype="bfloat16"), the_facts)
+
+
+def test_soft_capped_scores_do_not_take_varlen():
+    assert plan(run_config(), facts(model_facts(head_dim=8), gpus=1)).attention == "varlen"
+    assert plan(run_config(), facts(model_facts(head_dim=8, attention_softcap=50.0), gpus=1)).attention == "sdpa"
+    assert plan(run_config(), facts(model_facts(head_dim=264), gpus=1)).attention == "sdpa"
+
+
+def test_on_cpu():
+    made = plan(run_config(), facts())
+    assert (made.device, made.world_size, made.strategy, made.compute_dtype, made.compile) == ("cpu", 1, "one", "float32", False)
+    assert made.environment["OMP_NUM_THREADS"] == "8"
+    two = plan(run_config(parallel__gpus=2), facts())
+    assert (two.strategy, two.environment["OMP_NUM_THREADS"]) == ("ddp", "4")
+    assert two.memory.limit == int(0.9 * 64 * GIB / 2)
+
+
+def test_foreign_launchers_say_how_many_processes():
+    made = plan(run_config(), h200(8, world_size=16))
+    assert (made.world_size, made.strategy) == (16, "ddp")
+
+
+def test_the_fullest_gpu_sets_the_limit():
+    the_facts = h200(2)
+    busy = the_facts.host.gpus[1].model_copy(update={"free_bytes": 60 * GIB})
+    the_facts = the_facts.model_copy(update={"host": the_facts.host.model_copy(update={"gpus": (the_facts.host.gpus[0], busy)})})
+    assert plan(run_config(), the_facts).memory.limit == int(0.97 * 60 * GIB)
+    assert plan(run_config(parallel__gpus=1), the_facts).memory.limit == int(0.97 * H200_BYTES)
+
+
+def test_adapters_on_some_layers_cost_less():
+    all_linear = plan(run_config(), facts()).memory.terms
+    some = plan(run_config(method__targets=["q_proj", "model.layers.0.mlp.up_proj"]), facts()).memory.terms
+    assert some["optimizer"] == 8 * 16 * (2 * (8 + 8) + (16 + 8))
+    assert some["optimizer"] < all_linear["optimizer"]
+
+
+def test_the_same_input_gives_the_same_plan_to_the_byte():
+    config = run_config(method__name="full")
+    made = plan(config, h200(8), number=3, cause="resume")
+    assert made.model_dump_json() == plan(config, h200(8), number=3, cause="resume").model_dump_json()
+    assert Plan.model_validate_json(made.model_dump_json()) == made
+    assert (made.number, made.cause) == (3, "resume")
+
+
+def test_planning_needs_no_torch():
+    """A laptop plans for GPUs that it has not: in a process where torch and transformers cannot be imported."""
+    program = (
+        "import sys\n"
+        "sys.modules.update({'torch': None, 'transformers': None})\n"
+        "from manyhands.config.schema import RunConfig\n"
+        "from manyhands.facts.types import Facts\n"
+        "from manyhands.plan.explain import explain_plan\n"
+        "from manyhands.plan.search import plan\n"
+        "config, facts = RunConfig.model_validate_json(sys.argv[1]), Facts.model_validate_json(sys.argv[2])\n"
+        "made = plan(config, facts)\n"
+        "explain_plan(made)\n"
+        "import manyhands.facts.gather, manyhands.facts.hub, manyhands.facts.host\n"
+        "print(made.model_dump_json())\n"
+    )
+    config, the_facts = run_config(), h200(8)
+    arguments = [sys.executable, "-c", program, config.model_dump_json(), the_facts.model_dump_json()]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == plan(config, the_facts).model_dump_json()
