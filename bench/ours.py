@@ -68,9 +68,10 @@ def write_workspace(folder: Path, shape: str, length: int, num_rows: int) -> Non
 
     model = folder / "model"
     LlamaConfig(max_position_embeddings=131072, dtype="bfloat16", architectures=["LlamaForCausalLM"], **SHAPES[shape]).save_pretrained(model)
-    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(NUM_WORDS)}, unk_token="w0"))
+    vocabulary = {"<unk>": 0, "<eos>": 1} | {f"w{i}": i for i in range(2, NUM_WORDS)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w1", unk_token="w0").save_pretrained(model)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>").save_pretrained(model)
     numbers = torch.randint(2, NUM_WORDS, (num_rows, length - 1), generator=torch.Generator().manual_seed(1)).tolist()
     with (folder / "rows.jsonl").open("w") as file:
         for row in numbers:

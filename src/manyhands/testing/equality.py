@@ -12,7 +12,6 @@ import math
 import random
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -156,7 +155,7 @@ def run_rank(config_json: str, plan_json: str, fault: Fault) -> Curve:
     build.build_model(rank)
     build.check_model(rank)
     if fault:
-        rank.parallel = Faulty(rank, fault)
+        rank.parallel = Faulty(rank, fault)  # type: ignore[assignment]
     recorder = Recorder()
     rank.loss_model.train()
     train(
@@ -191,7 +190,7 @@ class Faulty:
     def __call__(self, batch: Batch, *, metrics: bool = False) -> Terms:
         if self._fault == "leak":  # one document from the first token to the last
             length = batch["input_ids"].shape[1]
-            batch = {**batch, "position_ids": torch.arange(length)[None]}
+            batch = {**batch, "position_ids": torch.arange(length, device=batch["input_ids"].device)[None]}
             return self._inner(batch, metrics=metrics)
         terms = self._inner(batch, metrics=metrics)
         loss_sum, num_targets = terms["lm"]
@@ -238,7 +237,8 @@ def table(world: Ranks, folder: Path, dtype: str, method: str, chosen: list[Case
     """Markdown rows; the first case is the reference."""
     reference = run_case(world, folder, chosen[0], dtype, method)
     clipped = sum(norm > CLIP for norm in reference.norms)
-    yield f"Reference: {chosen[0].name}; loss {reference.losses[0]:.4f} to {reference.losses[-1]:.4f}, {clipped} of {NUM_STEPS} steps clipped."
+    fall = f"loss {reference.losses[0]:.4f} to {reference.losses[-1]:.4f}"
+    yield f"Reference: {chosen[0].name}; {fall}, {clipped} of {NUM_STEPS} steps clipped."
     yield ""
     yield "| layout | loss, largest relative deviation | gradient norm | steps with an idle rank | within the bound |"
     yield "|---|---|---|---|---|"
@@ -251,26 +251,47 @@ def table(world: Ranks, folder: Path, dtype: str, method: str, chosen: list[Case
         yield f"| {case.name} | {deviation.loss:.1e} | {deviation.norm:.1e} | {curve.num_steps_with_idle_rank} | {verdict} |"
 
 
+FAMILY = {"float64": "starcoder2"}  # plain layer norms; RMS norms compute in float32 even in a float64 model
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, help="Markdown file; standard output without it")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--output", type=Path, help="Markdown page whose marked part is replaced; standard output without it")
     arguments = parser.parse_args()
+    dtypes = ("float32", "float64") if arguments.device == "cpu" else ("bfloat16",)
+    faults = faulty_cases() if arguments.device == "cpu" else []
+    size = 4 if arguments.device == "cpu" else min(2, torch.cuda.device_count())
+    place = f"torch {torch.__version__}, " + (f"{size} CPU processes, gloo" if arguments.device == "cpu" else torch.cuda.get_device_name())
     lines: list[str] = []
-    with tempfile.TemporaryDirectory() as temporary, ranks(4) as world:
-        folder = Path(temporary)
-        write_workspace(folder)
-        for dtype, method in (("float32", "full"), ("float64", "full"), ("float32", "lora"), ("float64", "lora")):
-            begin = time.monotonic()
-            lines += ["", f"## {method}, {dtype}: bound {BOUNDS[dtype]:g}", ""]
-            for line in table(world, folder, dtype, method, cases() + faulty_cases()):
-                print(line, file=sys.stderr, flush=True)
-                lines.append(line)
-            print(f"{method} {dtype}: {time.monotonic() - begin:.0f} s", file=sys.stderr)
+    with tempfile.TemporaryDirectory() as temporary, ranks(size, arguments.device) as world:
+        for dtype in dtypes:
+            family = FAMILY.get(dtype, "llama")
+            folder = Path(temporary, family)
+            if not folder.exists():
+                folder.mkdir()
+                write_workspace(folder, family)
+            for method in ("full", "lora"):
+                bounds = f"loss {BOUNDS[dtype]:g}, gradient norm {NORM_BOUNDS[dtype]:g}"
+                lines += ["", f"## {family}, {method}, {dtype} ({place}); bounds: {bounds}", ""]
+                chosen = [case for case in cases(arguments.device) if case.world_size <= size]
+                for line in table(world, folder, dtype, method, chosen + faults):
+                    print(line, file=sys.stderr, flush=True)
+                    lines.append(line)
     text = "\n".join(lines) + "\n"
     if arguments.output:
-        arguments.output.write_text(text)
+        arguments.output.write_text(put_between_marks(arguments.output.read_text(), arguments.device, text))
     else:
         print(text)
+
+
+def put_between_marks(page: str, name: str, text: str) -> str:
+    """``page`` with what stands between ``<!-- name -->`` and ``<!-- end name -->`` replaced by ``text``."""
+    head, begin, rest = page.partition(f"<!-- {name} -->")
+    _, end, tail = rest.partition(f"<!-- end {name} -->")
+    if not end:
+        raise SystemExit(f"the page has no marks <!-- {name} --> ... <!-- end {name} -->")
+    return head + begin + "\n" + text + "\n" + end + tail
 
 
 if __name__ == "__main__":

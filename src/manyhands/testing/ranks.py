@@ -1,4 +1,4 @@
-"""One persistent world of gloo processes that serves all in-process distributed tests.
+"""One persistent world of processes (gloo on CPU, NCCL on GPUs) that serves all in-process distributed tests.
 
 Starting ranks that import torch and transformers takes seconds each; a test session pays it once. Every task gets a
 fresh process group of the size it asks for, so a failed task leaves nothing behind for the next one.
@@ -26,12 +26,16 @@ class RankFailed(Exception):
     """A task raised on a rank; the text is its traceback."""
 
 
-def _serve(rank: int, pipe: Connection) -> None:
+def _serve(rank: int, pipe: Connection, device: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    options: dict[str, Any] = {"backend": "gloo"}
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        options = {"backend": "cpu:gloo,cuda:nccl", "device_id": torch.device("cuda", rank)}
     while True:
         try:
             task = pipe.recv()
@@ -40,7 +44,8 @@ def _serve(rank: int, pipe: Connection) -> None:
         target, arguments, world_size, store_file = task
         try:
             store = dist.FileStore(store_file, world_size)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=GROUP_TIMEOUT_S))
+            limit = timedelta(seconds=GROUP_TIMEOUT_S)
+            dist.init_process_group(**options, store=store, rank=rank, world_size=world_size, timeout=limit)
             module, _, name = target.partition(":")
             answer: tuple[bool, Any] = (True, getattr(importlib.import_module(module), name)(*arguments))
         except BaseException:
@@ -55,13 +60,13 @@ def _serve(rank: int, pipe: Connection) -> None:
 class Ranks:
     """``size`` processes that wait for tasks. ``run("package.module:function", arguments, world_size=2)``."""
 
-    def __init__(self, size: int = 4) -> None:
+    def __init__(self, size: int = 4, device: str = "cpu") -> None:
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, theirs), daemon=True, name=f"test-rank-{rank}")
+            process = context.Process(target=_serve, args=(rank, theirs, device), daemon=True, name=f"test-rank-{rank}")
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -76,7 +81,8 @@ class Ranks:
         answers: dict[Connection, tuple[bool, Any]] = {}
         deadline = time.monotonic() + TASK_TIMEOUT_S
         while len(answers) < world_size:
-            ready = wait([p for p in pipes if p not in answers], timeout=deadline - time.monotonic())
+            waiting: list[Any] = [p for p in pipes if p not in answers]
+            ready = wait(waiting, timeout=deadline - time.monotonic())
             if not ready:
                 self.close()
                 raise RankFailed(f"{target}: ranks {[i for i, p in enumerate(pipes) if p not in answers]} gave no answer")
@@ -99,8 +105,9 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def ranks(size: int = 4) -> Iterator[Ranks]:
-    world = Ranks(size)
+def ranks(size: int = 4, device: str = "cpu") -> Iterator[Ranks]:
+    """With ``device="cuda"`` one rank a GPU, NCCL beside gloo."""
+    world = Ranks(size, device)
     try:
         yield world
     finally:

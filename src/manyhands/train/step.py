@@ -49,7 +49,7 @@ def run_step(
         torch.manual_seed(_key(seed, work.step, index, rank))
         parallel.set_gradient_sync(index == work.num_micro_batches - 1)
         terms = parallel(batch)
-        (sum(term_sum for term_sum, _ in terms.values()) / work.num_targets).backward()
+        (torch.stack([term_sum for term_sum, _ in terms.values()]).sum() / work.num_targets).backward()
         detached = terms["lm"][0].detach().double()
         loss_sum = detached if loss_sum is None else loss_sum + detached
     if loss_sum is None:

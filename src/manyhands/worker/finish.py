@@ -71,7 +71,8 @@ def verify(rank: Rank) -> None:
             )
         )
         rank.measured.setdefault("verified", {})[name] = said
-        rank.say(f"verified {folder}: {said}")
+        if said:
+            rank.say(said)
 
 
 def report(rank: Rank) -> None:

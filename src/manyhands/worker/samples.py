@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,8 +27,25 @@ def choose_prompts(rank: Rank, rows: np.ndarray) -> list[Prompt]:
             break
         ids = rank.store.validation.prompt(int(row)).tolist()
         if ids:
-            prompts.append(Prompt(ids, rank.tokenizer.decode(ids, skip_special_tokens=True).strip()))
+            prompts.append(Prompt(ids, _question(ids, rank.tokenizer)))
     return prompts
+
+
+def _question(ids: list[int], tokenizer: Any) -> str:
+    """What to show of a prompt: of the parts between special tokens, the longest of the last four, without its role.
+
+    In the templates we know those are the last question, the role after it and line ends.
+    """
+    special = set(tokenizer.all_special_ids)
+    parts: list[list[int]] = [[]]
+    for token in ids:
+        if token in special:
+            parts.append([])
+        else:
+            parts[-1].append(token)
+    longest = max(parts[-4:], key=len)
+    text = tokenizer.decode(longest).strip()
+    return text.removeprefix("user\n").strip()
 
 
 def answer_prompts(rank: Rank, prompts: list[Prompt]) -> tuple[tuple[str, str], ...]:
