@@ -132,10 +132,8 @@ def main() -> None:
     device = torch.device("cuda", launcher.local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    if launcher.world_size > 1:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", device_id=device if cuda else None)
-    else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if launcher.world_size == 1 else {}
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", device_id=device if cuda else None, **alone)
     rank.world = World(launcher.rank, launcher.local_rank, launcher.world_size, device)
     build.open_data(rank)
     build.build_model(rank)
