@@ -58,9 +58,8 @@ numbers() {
     gpu=0
     for method in full lora; do
         # 10 % of the rows are held out, all of them evaluated
-        learn="name=gsm8k-$method model.name=$model data.train=$data"
-        CUDA_VISIBLE_DEVICES=$gpu timeout -k 10 240 python3 -m manyhands train "$root/examples/gsm8k-$method.yaml" $learn \
-            output.dir=/tmp/learn >"/tmp/logs/learn-$method.log" 2>&1 &
+        CUDA_VISIBLE_DEVICES=$gpu timeout -k 10 240 python3 -m manyhands train "$root/examples/gsm8k-$method.yaml" \
+            model.name="$model" data.train="$data" output.dir=/tmp/learn >"/tmp/logs/learn-$method.log" 2>&1 &
         gpu=1
     done
     wait
