@@ -109,7 +109,7 @@ def write_workspace(folder: Path, family: str = "llama") -> None:
             file.write(json.dumps({"prompt": prompt or "a", "completion": completion, "row": row}) + "\n")
 
 
-def base_config(folder: Path, dtype: str, method: str, case: Case) -> RunConfig:
+def base_config(folder: Path, dtype: str, method: str, case: Case, device: str) -> RunConfig:
     """lr 1e-3 and 20 steps; the norm is clipped at a value that some steps pass and some do not."""
     mapping: dict[str, Any] = {
         "name": "equality",
@@ -121,7 +121,7 @@ def base_config(folder: Path, dtype: str, method: str, case: Case) -> RunConfig:
         "optimizer": {"learning_rate": 1e-3, "max_grad_norm": CLIP},
         "schedule": {"name": "constant", "warmup_steps": 0},
         "stop": {"epochs": 100, "max_steps": NUM_STEPS},
-        "parallel": {"gpus": case.world_size, "compile": False},
+        "parallel": {"gpus": case.world_size, "device": device, "compile": False},
         "evaluate": {"at_start": False, "every_steps": 0},
         "output": {"dir": str(folder / "runs")},
     }
@@ -201,7 +201,7 @@ MEAN_TARGETS = 90.0  # about the trained tokens of one micro-batch, so that the 
 
 
 def run_case(world: Ranks | None, folder: Path, case: Case, dtype: str, method: str) -> Curve:
-    config = base_config(folder, dtype, method, case)
+    config = base_config(folder, dtype, method, case, world.device if world else "cpu")
     facts = gather_facts(config, report=lambda _: None)
     plan = make_plan(config, facts)
     arguments = (config.model_dump_json(), plan.model_dump_json(), case.fault)

@@ -61,12 +61,16 @@ class Ranks:
     """``size`` processes that wait for tasks. ``run("package.module:function", arguments, world_size=2)``."""
 
     def __init__(self, size: int = 4, device: str = "cpu") -> None:
+        self.device, self._size = device, size
+        self._start()
+
+    def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
-        self._processes = []
-        for rank in range(size):
+        self._processes: list[Any] = []
+        for rank in range(self._size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, theirs, device), daemon=True, name=f"test-rank-{rank}")
+            process = context.Process(target=_serve, args=(rank, theirs, self.device), daemon=True, name=f"test-rank-{rank}")
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -88,13 +92,24 @@ class Ranks:
                 raise RankFailed(f"{target}: ranks {[i for i, p in enumerate(pipes) if p not in answers]} gave no answer")
             for pipe in ready:
                 assert isinstance(pipe, Connection)
-                answers[pipe] = pipe.recv()
+                try:
+                    answers[pipe] = pipe.recv()
+                except EOFError:
+                    answers[pipe] = (False, f"the process ended without an answer, exit code {self._exit_code(pipe)}")
         with contextlib.suppress(FileNotFoundError):
             os.unlink(store_file)
+        if self.device == "cuda" and world_size > 1:
+            self.close()  # fresh processes: once a rank died in its first group of two after many groups of one on rank 0
+            self._start()
         failures = [f"rank {i}:\n{answers[p][1]}" for i, p in enumerate(pipes) if not answers[p][0]]
         if failures:
             raise RankFailed("\n".join(failures))
         return [answers[p][1] for p in pipes]
+
+    def _exit_code(self, pipe: Connection) -> int | None:
+        process = self._processes[self._pipes.index(pipe)]
+        process.join(timeout=5.0)
+        return process.exitcode
 
     def close(self) -> None:
         for pipe in self._pipes:
