@@ -133,7 +133,7 @@ def main() -> None:
     if cuda:
         torch.cuda.set_device(device)
     alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if launcher.world_size == 1 else {}
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", device_id=device if cuda else None, **alone)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", **alone)
     rank.world = World(launcher.rank, launcher.local_rank, launcher.world_size, device)
     build.open_data(rank)
     build.build_model(rank)

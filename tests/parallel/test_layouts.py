@@ -109,6 +109,16 @@ def test_bfloat16_is_the_same_under_every_layout(world: Ranks, folders: dict[str
 
 
 @pytest.mark.distributed
+def test_freeing_the_bfloat16_copy_changes_nothing(world: Ranks, folders: dict[str, str]) -> None:
+    config = tiny_run(folders["llama"], "full")
+    kept, freed = (
+        world.run(LAYOUTS, tiny_plan(folders["llama"], compute_dtype="bfloat16", reshard=reshard), config, merged(RAGGED), world_size=1)[0]
+        for reshard in (False, True)
+    )
+    assert (kept["loss"], kept["norm"]) == (freed["loss"], freed["norm"])
+
+
+@pytest.mark.distributed
 def test_float64_agrees_to_its_last_digits(world: Ranks, folders: dict[str, str]) -> None:
     config = tiny_run(folders["qwen3"])
     dtypes = {"compute_dtype": "float64", "master_dtype": "float64", "frozen_dtype": "float64"}

@@ -59,7 +59,7 @@ def apply(loss_model: LossModel, plan: Plan, world: World, materialize: Callable
         # Reduced after every micro-batch: unreduced gradients would be whole on every rank.
         return Parallel(loss_model, world, sharded=True)
     if mixed:
-        shard(loss_model, replicate_mesh(world), mixed=True, reshard=False)
+        shard(loss_model, replicate_mesh(world), mixed=True, reshard=plan.reshard)
         materialize(loss_model)
         return Parallel(loss_model, world)
     materialize(loss_model)

@@ -112,8 +112,7 @@ def gathered(s: Setup) -> int:
     if s.num_shards == 1 and not s.is_mixed:
         return 0
     element = s.compute_bytes if s.trains_everything else s.frozen_bytes
-    freed = s.strategy == "fsdp" and s.reshard
-    num_blocks = min(BLOCKS_IN_FLIGHT, s.model.num_layers) if freed else s.model.num_layers
+    num_blocks = min(BLOCKS_IN_FLIGHT, s.model.num_layers) if s.reshard else s.model.num_layers
     return (s.num_root_parameters + num_blocks * s.model.num_block_parameters) * element
 
 

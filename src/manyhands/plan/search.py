@@ -114,7 +114,10 @@ def memory_limit(facts: Facts, made: Decisions) -> tuple[int, str]:
 
 
 def list_ways(config: RunConfig, base: Setup, splits: list[Split], limit: int) -> list[Way]:
-    """Every way that the explicit keys leave, in a fixed order. An explicit ``reshard`` implies fsdp, which alone reshards."""
+    """Every way that the explicit keys leave, in a fixed order. An explicit ``reshard`` implies fsdp.
+
+    Left to auto, one process and ddp may free what they gather too: in mixed precision that is the bfloat16 copy.
+    """
     parallel = config.parallel
     strategies: tuple[Strategy, ...]
     if parallel.strategy != "auto":
@@ -127,8 +130,8 @@ def list_ways(config: RunConfig, base: Setup, splits: list[Split], limit: int) -
     reshards = (False, True) if parallel.reshard == "auto" else (parallel.reshard,)
     ways = []
     for strategy, recompute, reshard, split in itertools.product(strategies, recomputes, reshards, splits):
-        if strategy != "fsdp" and reshard and parallel.reshard == "auto":
-            continue
+        if strategy != "fsdp" and reshard and (parallel.reshard != "auto" or not base.is_mixed):
+            continue  # nothing is gathered that could be freed
         setup = replace(base, strategy=strategy, reshard=reshard, recompute=recompute, micro_tokens=split.full_micro_tokens)
         ways.append(Way(strategy, reshard, recompute, split, MemoryEstimate(terms=estimate_terms(setup), limit=limit)))
     return ways
@@ -198,10 +201,11 @@ def _why_lost(way: Way, chosen: Way, device: Device, share: float) -> str:
 
 def _why_way(config: RunConfig, facts: Facts, way: Way, made: Decisions, share: float, why_limit: str) -> list[str]:
     asked, ranks = config.parallel.strategy, made.ranks
+    freed = "freed after the forward pass"
     meaning = {
-        "one": "one process holds everything",
-        "ddp": f"a copy on each of {ranks}",
-        "fsdp": f"shards over {ranks}, gathered weights " + ("freed after the forward pass" if way.reshard else "kept"),
+        "one": "one process holds everything" + (f", the bfloat16 copy {freed}" if way.reshard else ""),
+        "ddp": f"a copy on each of {ranks}" + (f", in bfloat16 {freed}" if way.reshard else ""),
+        "fsdp": f"shards over {ranks}, gathered weights " + (freed if way.reshard else "kept"),
     }[way.strategy]
     memory = way.memory
     tight = f"; over {share:.0%} of it, so little is to spare" if memory.total > share * memory.limit else ""

@@ -35,7 +35,7 @@ def _serve(rank: int, pipe: Connection, device: str) -> None:
     options: dict[str, Any] = {"backend": "gloo"}
     if device == "cuda":
         torch.cuda.set_device(rank)
-        options = {"backend": "cpu:gloo,cuda:nccl", "device_id": torch.device("cuda", rank)}
+        options["backend"] = "cpu:gloo,cuda:nccl"
     while True:
         try:
             task = pipe.recv()
@@ -99,7 +99,7 @@ class Ranks:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(store_file)
         if self.device == "cuda" and world_size > 1:
-            self.close()  # fresh processes: once a rank died in its first group of two after many groups of one on rank 0
+            self.close()  # fresh processes: ranks that have formed different numbers of NCCL groups before are no clean start
             self._start()
         failures = [f"rank {i}:\n{answers[p][1]}" for i, p in enumerate(pipes) if not answers[p][0]]
         if failures:

@@ -13,6 +13,7 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
+from manyhands.checkpoint.together import run_together
 from manyhands.config.schema import RunConfig
 from manyhands.data.order import RowOrder
 from manyhands.data.store import TokenStore
@@ -117,7 +118,7 @@ def run_rank(rank: Rank, arguments: argparse.Namespace) -> int:
             return rank.stop.exit_code if rank.stop.number else EXIT_INTERRUPTED
         except torch.OutOfMemoryError as error:
             raise explain_out_of_memory(rank, error) from error
-    dist.barrier()
+    run_together(lambda: None)  # nobody leaves before all have come this far
     dist.destroy_process_group()
     if rank.heartbeat is not None:
         rank.heartbeat.close()

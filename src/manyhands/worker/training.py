@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 import torch
-import torch.distributed as dist
 
 from manyhands.checkpoint.retention import checkpoint_folder, prune
 from manyhands.checkpoint.save import save_checkpoint
+from manyhands.checkpoint.together import run_on_first
 from manyhands.metrics.meters import Meter
 from manyhands.metrics.sinks import Sink, open_sinks
 from manyhands.train.evaluate import evaluate
@@ -155,9 +155,7 @@ class CheckpointHook(Hook):
             manifest_extra={"config_digest": rank.config.digest, "plan": rank.plan.number, "world_size": rank.world.world_size},
         )
         keep = {state.best_step} if rank.config.checkpoint.keep_best and state.best_step else set()
-        if rank.is_first:
-            prune(rank.folder.checkpoints, rank.config.checkpoint.keep_last, keep)
-        dist.barrier()
+        run_on_first(lambda: prune(rank.folder.checkpoints, rank.config.checkpoint.keep_last, keep))
         self.saved_at = state.step
         rank.measured["checkpoint_s"] = time.monotonic() - begin
         rank.stage = "train"

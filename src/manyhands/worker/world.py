@@ -84,6 +84,8 @@ def pick_device(kind: str, local_rank: int) -> torch.device:
 
 def form_group(store: dist.Store, launcher: Launcher, device: torch.device, timeout_s: float) -> World:
     """The default process group: NCCL for GPU tensors with gloo for CPU tensors beside it, or gloo alone."""
+    # Not bound to a device (device_id): bound, each axis of a mesh is split off NCCL's communicator, and with gloo beside it
+    # two ranks ended without a word when they first made a mesh of two axes (torch 2.11).
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend,
@@ -91,7 +93,6 @@ def form_group(store: dist.Store, launcher: Launcher, device: torch.device, time
         rank=launcher.rank,
         world_size=launcher.world_size,
         timeout=timedelta(seconds=timeout_s),
-        device_id=device if device.type == "cuda" else None,
     )
     return World(launcher.rank, launcher.local_rank, launcher.world_size, device)
 
