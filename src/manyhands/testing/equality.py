@@ -30,6 +30,7 @@ from manyhands.testing.ranks import Ranks, ranks
 from manyhands.testing.tiny import write_tiny_model
 from manyhands.train.loop import Loop, train
 from manyhands.train.schedule import make_schedule
+from manyhands.train.step import StepWork
 from manyhands.train.types import Batch, Hook, StepResult, Terms, TrainState
 from manyhands.worker import build
 from manyhands.worker.rank import Rank
@@ -154,8 +155,10 @@ def run_rank(config_json: str, plan_json: str, fault: Fault) -> Curve:
     build.open_data(rank)
     build.build_model(rank)
     build.check_model(rank)
+    works = iterate_steps(rank)
     if fault:
-        rank.parallel = Faulty(rank, fault)  # type: ignore[assignment]
+        faulty = Faulty(rank.parallel, fault)
+        rank.parallel, works = faulty, faulty.watch(works)  # type: ignore[assignment]
     recorder = Recorder()
     rank.loss_model.train()
     train(
@@ -163,7 +166,7 @@ def run_rank(config_json: str, plan_json: str, fault: Fault) -> Curve:
             parallel=rank.parallel,
             optimizer=rank.optimizer,
             schedule=make_schedule("constant", peak=rank.plan.learning_rate, num_steps=rank.plan.num_steps, warmup_steps=0),
-            works=iterate_steps(rank),
+            works=works,
             state=TrainState(),
             stop=rank.config.stop,
             num_steps=rank.plan.num_steps,
@@ -181,23 +184,27 @@ def run_rank(config_json: str, plan_json: str, fault: Fault) -> Curve:
 class Faulty:
     """A parallel model with a planted mistake; everything else is passed on."""
 
-    def __init__(self, rank: Rank, fault: Fault) -> None:
-        self._inner, self._rank, self._fault = rank.parallel, rank, fault
+    def __init__(self, inner: Any, fault: Fault) -> None:
+        self._inner, self._fault = inner, fault
+        self._work: StepWork | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
+
+    def watch(self, works: Iterator[StepWork]) -> Iterator[StepWork]:
+        for self._work in works:
+            yield self._work
 
     def __call__(self, batch: Batch, *, metrics: bool = False) -> Terms:
         if self._fault == "leak":  # one document from the first token to the last
             length = batch["input_ids"].shape[1]
             batch = {**batch, "position_ids": torch.arange(length, device=batch["input_ids"].device)[None]}
             return self._inner(batch, metrics=metrics)
-        terms = self._inner(batch, metrics=metrics)
-        loss_sum, num_targets = terms["lm"]
-        return {"lm": (loss_sum / num_targets.clamp(min=1) * MEAN_TARGETS, num_targets)}
-
-
-MEAN_TARGETS = 90.0  # about the trained tokens of one micro-batch, so that the wrong loss has the right size
+        # sum(L_k / n_k) / K for K micro-batches, in place of sum(L_k) / sum(n_k); the step divides by sum(n_k)
+        loss_sum, num_targets = self._inner(batch, metrics=metrics)["lm"]
+        work = self._work
+        assert work is not None
+        return {"lm": (loss_sum / num_targets * (work.num_targets / work.num_micro_batches), num_targets)}
 
 
 def run_case(world: Ranks | None, folder: Path, case: Case, dtype: str, method: str) -> Curve:
@@ -259,7 +266,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--output", type=Path, help="Markdown page whose marked part is replaced; standard output without it")
     arguments = parser.parse_args()
-    dtypes = ("float32", "float64") if arguments.device == "cpu" else ("bfloat16",)
+    dtypes = ("float32", "float64", "bfloat16") if arguments.device == "cpu" else ("bfloat16",)
     faults = faulty_cases() if arguments.device == "cpu" else []
     size = 4 if arguments.device == "cpu" else min(2, torch.cuda.device_count())
     place = f"torch {torch.__version__}, " + (f"{size} CPU processes, gloo" if arguments.device == "cpu" else torch.cuda.get_device_name())
