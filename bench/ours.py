@@ -67,7 +67,8 @@ def write_workspace(folder: Path, shape: str, length: int, num_rows: int) -> Non
     from transformers import LlamaConfig, PreTrainedTokenizerFast
 
     model = folder / "model"
-    LlamaConfig(max_position_embeddings=131072, dtype="bfloat16", architectures=["LlamaForCausalLM"], **SHAPES[shape]).save_pretrained(model)
+    config = LlamaConfig(max_position_embeddings=131072, dtype="bfloat16", architectures=["LlamaForCausalLM"], **SHAPES[shape])
+    config.save_pretrained(model)
     vocabulary = {"<unk>": 0, "<eos>": 1} | {f"w{i}": i for i in range(2, NUM_WORDS)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -85,7 +86,12 @@ def make_config(folder: Path, options: argparse.Namespace, world_size: int) -> R
         "task": "cpt",
         "model": {"name": str(folder / "model"), "init": "random"},
         "method": {"name": options.method} | ({"rank": 16, "alpha": 32.0} if options.method == "lora" else {}),
-        "data": {"train": str(folder / "rows.jsonl"), "validation_fraction": 0.0, "max_length": options.length, "cache": str(folder / "cache")},
+        "data": {
+            "train": str(folder / "rows.jsonl"),
+            "validation_fraction": 0.0,
+            "max_length": options.length,
+            "cache": str(folder / "cache"),
+        },
         "batch": {"rows": rows, "micro_tokens": options.rows * options.length},
         "optimizer": {"learning_rate": 1e-5},
         "stop": {"epochs": 1000, "max_steps": options.steps},

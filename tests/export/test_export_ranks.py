@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from manyhands.export.adapter import export_adapter
 from manyhands.export.model import export_model
-from manyhands.testing.ranks import Ranks, ranks
+from manyhands.testing.ranks import Ranks
 from tests.export.tiny import METHOD, adapt, make_model, save_source
 
 pytestmark = pytest.mark.distributed
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[Ranks]:
-    with ranks(2) as two:
-        yield two
 
 
 def test_two_ranks_write_the_same_files_as_one_process(world: Ranks, tmp_path: Path) -> None:

@@ -89,7 +89,8 @@ def _check_evaluation(config: RunConfig) -> Findings:
     data, evaluate = config.data, config.evaluate
     wanted = [path for path in ("checkpoint.keep_best", "stop.patience") if _asked(config, path)]
     if data.validation is None and data.validation_fraction == 0:
-        asking = [*wanted, *(p for p in ("evaluate.every_steps", "evaluate.max_tokens") if _asked(config, p) and _value(config, p) != 0)]
+        measures = ("evaluate.every_steps", "evaluate.max_tokens", "evaluate.samples", "evaluate.max_new_tokens")
+        asking = [*wanted, *(path for path in measures if _asked(config, path) and _value(config, path) != 0)]
         for path in asking:
             yield (
                 f"`{path}` needs validation rows, but there is no `data.validation` file and `data.validation_fraction` is 0: "
@@ -102,6 +103,11 @@ def _check_evaluation(config: RunConfig) -> Findings:
         yield from _idle(config, ("data.validation_fraction",), "data.validation", "remove the validation file to hold out a fraction")
     if evaluate.samples == 0:
         yield from _idle(config, ("evaluate.max_new_tokens",), "evaluate.samples", "ask for samples")
+
+
+def _check_checkpoint(config: RunConfig) -> Findings:
+    if config.checkpoint.every_steps == 0 and not config.checkpoint.keep_best:
+        yield from _idle(config, ("checkpoint.keep_last",), "checkpoint.every_steps", "save more than the last step")
 
 
 def _check_method(config: RunConfig) -> Findings:
@@ -134,6 +140,7 @@ RULES: tuple[Callable[[RunConfig], Findings], ...] = (
     _check_batch,
     _check_schedule,
     _check_evaluation,
+    _check_checkpoint,
     _check_method,
     _check_task,
     _check_parallel,

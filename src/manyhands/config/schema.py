@@ -169,7 +169,7 @@ class OutputSection(Section):
 
     dir: str = Field("runs", description="Folder that holds the runs' folders.")
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
-        "auto", description="Saved weights; auto is the source's dtype (adapters: float32)."
+        "auto", description="Saved weights; auto is the source's dtype, float32 for adapters, model.dtype for a merged model."
     )
     merge: bool = Field(False, description="lora: also write the model with the adapter merged into its weights.")
 

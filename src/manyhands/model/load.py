@@ -42,7 +42,16 @@ def build_meta(plan: Plan, config: RunConfig) -> nn.Module:
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     trust = config.model.trust_remote_code
-    model_config = AutoConfig.from_pretrained(plan.model_folder, trust_remote_code=trust)
+    try:
+        model_config = AutoConfig.from_pretrained(plan.model_folder, trust_remote_code=trust)
+    except (ValueError, KeyError, OSError, ImportError) as error:
+        code = "" if trust else "; if you trust the code that it brings, set model.trust_remote_code=true"
+        raise UserError(
+            "transformers cannot read the model's configuration",
+            where=plan.model_folder,
+            why=str(error),
+            fix=f"use a model that the installed transformers knows{code}",
+        ) from error
     for key in DROPOUT_KEYS:
         if getattr(model_config, key, None):
             setattr(model_config, key, 0.0)

@@ -86,12 +86,11 @@ class Ranks:
         deadline = time.monotonic() + TASK_TIMEOUT_S
         while len(answers) < world_size:
             waiting: list[Any] = [p for p in pipes if p not in answers]
-            ready = wait(waiting, timeout=deadline - time.monotonic())
+            ready: list[Any] = wait(waiting, timeout=deadline - time.monotonic())
             if not ready:
                 self.close()
                 raise RankFailed(f"{target}: ranks {[i for i, p in enumerate(pipes) if p not in answers]} gave no answer")
             for pipe in ready:
-                assert isinstance(pipe, Connection)
                 try:
                     answers[pipe] = pipe.recv()
                 except EOFError:

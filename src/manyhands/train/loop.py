@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from manyhands.config.schema import StopSection
+from manyhands.errors import UserError
 from manyhands.train.guards import check_finite, stop_reason
 from manyhands.train.optimizer import set_learning_rate
 from manyhands.train.schedule import Schedule
@@ -55,9 +56,7 @@ def train(loop: Loop) -> TrainState:
     for work in _until_stop(loop):
         begin = time.monotonic()
         set_learning_rate(loop.optimizer, loop.schedule(work.step))
-        sums = run_step(
-            loop.parallel, loop.optimizer, work, max_grad_norm=loop.max_grad_norm, seed=loop.seed, rank=loop.rank
-        )
+        sums = run_step(loop.parallel, loop.optimizer, work, max_grad_norm=loop.max_grad_norm, seed=loop.seed, rank=loop.rank)
         result, elapsed_s, interrupted = _agree(loop, work, sums, begin, elapsed_before + time.monotonic() - started)
         check_finite(result)
         state.step, state.rows, state.tokens = work.step + 1, state.rows + work.num_rows, state.tokens + work.num_tokens
@@ -81,6 +80,8 @@ def train(loop: Loop) -> TrainState:
 def _until_stop(loop: Loop) -> Iterator[StepWork]:
     for work in loop.works:
         loop.state.stop_reason = stop_reason(loop.stop, loop.num_steps, loop.state, work.num_tokens)
+        if loop.state.stop_reason and loop.state.step == 0:
+            raise UserError(f"no step can be taken: {loop.state.stop_reason}", fix="raise stop.max_tokens, or make the batch smaller")
         if loop.state.stop_reason:
             return
         yield work
@@ -117,9 +118,9 @@ def _evaluate(loop: Loop) -> None:
         return
     state = loop.state
     evaluation = loop.evaluate(state)
-    if state.best_loss is None or evaluation.loss < state.best_loss:
-        state.best_loss, state.best_step, state.evaluations_without_gain = evaluation.loss, state.step, 0
-    else:
-        state.evaluations_without_gain += 1
+    gained = state.best_loss is None or evaluation.loss < state.best_loss
+    state.evaluations_without_gain = 0 if gained else state.evaluations_without_gain + 1
+    if gained or state.best_step == 0:  # the model before training is a mark to pass; the best is a trained one
+        state.best_loss, state.best_step = evaluation.loss, state.step
     for hook in loop.hooks:
         hook.after_evaluation(state, evaluation)

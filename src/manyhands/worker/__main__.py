@@ -35,7 +35,8 @@ def main(argv: list[str]) -> int:
     except UserError as error:
         print(error, file=terminal)
         return error.exit_code
-    from manyhands.worker.rank import Rank, run_rank
+    from manyhands.worker.rank import Rank
+    from manyhands.worker.run import run_rank
     from manyhands.worker.world import FirstRankFailed
 
     rank = Rank(launcher)

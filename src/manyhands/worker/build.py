@@ -36,7 +36,9 @@ def open_data(rank: Rank) -> None:
         )
     rank.store = TokenStore.open(plan.data_folder)
     if rank.store.digest != plan.data_digest:
-        raise UserError("the prepared data is not the plan's", where=plan.data_folder, fix="start again; the cache is rebuilt", exit_code=EXIT_FAILED)
+        raise UserError(
+            "the prepared data is not the plan's", where=plan.data_folder, fix="start again; the cache is rebuilt", exit_code=EXIT_FAILED
+        )
     train = rank.store.train
     rank.order = RowOrder(
         train.num_rows, rank.config.seed, batch_rows=plan.batch_rows, batch_tokens=plan.batch_tokens, num_targets=train.num_targets

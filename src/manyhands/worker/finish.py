@@ -30,7 +30,8 @@ def export(rank: Rank) -> None:
     template, source = config.model.chat_template, Path(plan.model_folder)
     if config.method.name == "full" or config.output.merge:
         name = "model" if config.method.name == "full" else "merged"
-        dtype = plan.output_dtype if config.method.name == "full" else plan.frozen_dtype
+        asked = config.method.name == "full" or config.output.dtype != "auto"
+        dtype = plan.output_dtype if asked else plan.frozen_dtype  # merged, nothing asked: as the weights were computed with
         export_model(
             folder.path / name,
             rank.model,
