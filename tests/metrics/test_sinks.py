@@ -118,7 +118,7 @@ def test_a_pipe_gets_plain_lines_at_a_sensible_pace_and_both_answers():
     assert steps[0].startswith("step 1/1000  loss 2.0000  200 tokens/s  memory 2.0 GiB")
     assert steps[0].endswith("8 min left")  # 999 steps of 0.5 s
     assert steps[-1].startswith("step 1000/1000")
-    assert "held-out loss: 3.0000 after step 0, 1.5000 after step 1000" in lines
+    assert "held-out loss: 3.0000 before training, 1.5000 after step 1000" in lines
     assert lines[-2:] == ["  before: answer 0", "  after:  answer 1000"]
     assert "\x1b" not in out.getvalue()
 

@@ -54,3 +54,22 @@ def test_evaluations_and_checkpoints():
 
 def test_early_ends_are_said():
     assert any("stop.max_tokens" in sentence for sentence in steps(stop__max_tokens=1000).why)
+
+
+def test_warm_up_and_decay_share_the_run():
+    assert steps(schedule__name="wsd", schedule__decay_ratio=1.0).warmup == 0
+    assert steps(schedule__name="wsd", schedule__decay_ratio=0.5, schedule__warmup_ratio=0.5).warmup == 16
+    assert steps(schedule__name="wsd", schedule__decay_ratio=0.5, schedule__warmup_steps=16).warmup == 16
+    with pytest.raises(UserError, match="17 reaches into the decay, the last 16 of 32 steps") as caught:
+        steps(schedule__name="wsd", schedule__decay_ratio=0.5, schedule__warmup_steps=17)
+    assert "schedule.decay_ratio" in caught.value.where
+
+
+def test_what_ends_the_run_first_is_said():
+    assert "before stop.max_steps: 1,000 (raise stop.epochs" in steps(stop__max_steps=1000).why[0]
+    assert "ended by stop.max_steps: 7" in steps(stop__max_steps=7).why[0]
+
+
+def test_a_batch_larger_than_the_data_is_said():
+    assert any("there are 20 training rows" in sentence for sentence in steps(64, num_rows=20).why)
+    assert not any("training rows" in sentence for sentence in steps(20, num_rows=20).why)

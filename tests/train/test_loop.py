@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from manyhands.config.schema import StopSection
+from manyhands.errors import UserError
 from manyhands.train.loop import Interrupted, Loop, train
 from manyhands.train.step import StepWork
 from manyhands.train.types import Evaluation, Hook, TrainState
@@ -90,3 +91,15 @@ def test_interruption_comes_between_two_steps():
     with pytest.raises(Interrupted):
         train(make_loop(hooks=[log], interrupted=lambda: True))
     assert log.events[-1] == "between 1"
+
+
+def test_a_limit_below_the_first_step_is_an_error_not_an_empty_run():
+    with pytest.raises(UserError, match=r"no step can be taken: stop\.max_tokens = 9"):
+        train(make_loop(stop=StopSection(max_tokens=9)))
+
+
+def test_the_model_before_training_is_a_mark_for_patience_and_never_the_best():
+    state = train(make_loop([1.0, 3.0, 2.0], num_steps=4))
+    assert (state.best_loss, state.best_step, state.evaluations_without_gain) == (2.0, 4, 0)
+    state = train(make_loop([1.0, 3.0, 4.0], num_steps=20, stop=StopSection(patience=2)))
+    assert (state.step, state.best_step) == (4, 2)

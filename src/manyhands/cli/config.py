@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+WIDE = 110  # columns of a terminal that has room for all four columns of the table
+
 
 def config(
     key: Annotated[str | None, typer.Argument(metavar="[KEY]", help="A key or section, such as batch.rows.", show_default=False)] = None,
@@ -34,14 +36,17 @@ def _print_all_keys() -> None:
 
     console = Console()
     listing = Table(box=None, padding=(0, 2, 0, 0))
-    for title in ("key", "default", "allowed", "meaning"):
-        listing.add_column(title, overflow="fold", ratio=2 if title == "meaning" else None)
+    wide = console.width >= WIDE  # `manyhands config KEY` says what is allowed in any case
+    for title in ("key", "default", *(["allowed"] if wide else []), "meaning"):
+        listing.add_column(title, overflow="fold", no_wrap=title == "key", ratio=2 if title == "meaning" else None)
     section = ""
     for path in all_keys():
         if "." in path and path.split(".")[0] != section:
             section = path.split(".")[0]
             listing.add_row(Text(""))
-            listing.add_row(Text(section, style="bold"), "", "", Text(sections()[section].__doc__ or "", style="bold"))
+            blank = [""] * (2 if wide else 1)
+            listing.add_row(Text(section, style="bold"), *blank, Text(sections()[section].__doc__ or "", style="bold"))
         entry = table()[path]
-        listing.add_row(*(Text(text) for text in (path, default_text(path), entry.allowed.replace("`", ""), entry.sentence)))
+        allowed = [entry.allowed.replace("`", "")] if wide else []
+        listing.add_row(*(Text(text) for text in (path, default_text(path), *allowed, entry.sentence)))
     console.print(listing)

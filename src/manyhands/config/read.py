@@ -103,7 +103,8 @@ def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        there = sorted(str(p) for p in path.parent.glob("*") if p.suffix in (".yaml", ".yml", ".toml"))[:10] if path.parent.is_dir() else []
+        files = path.parent.glob("*") if path.parent.is_dir() else ()
+        there = sorted(str(p) for p in files if p.suffix in (".yaml", ".yml", ".toml") and p.name != "pyproject.toml")[:10]
         fix = f"run files there: {', '.join(there)}" if there else "`manyhands init` writes one"
         raise UserError("the run file does not exist", where=str(path), fix=fix) from None
     except UnicodeDecodeError as error:

@@ -89,7 +89,7 @@ def _read_jsonl(path: Path, findings: Findings) -> Iterator[Row]:
         try:
             fields = json.loads(text)
         except json.JSONDecodeError as error:
-            findings.add(str(path), number, f"broken JSON: {error.msg} at column {error.colno}")
+            findings.add(str(path), number, f"broken JSON: {error.msg.removesuffix(' at')} at column {error.colno}")
             continue
         except (ValueError, RecursionError) as error:  # a number of too many digits; nesting without end
             findings.add(str(path), number, f"broken JSON: {error}")

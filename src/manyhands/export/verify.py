@@ -7,6 +7,7 @@ transformers' or PEFT's public API where they fit into memory, and compared bit 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -119,11 +120,20 @@ def reopening_obstacle(folder: Path, reference: Reference, base: Path | None) ->
         if base is None or not any(base.glob("*.safetensors")):
             return "the base model's weights are not at hand"
     assert weights is not None
+    if _needs_its_own_code(weights):
+        return "the model needs code of its own, which is not run here"
     needed = MEMORY_FACTOR * sum(path.stat().st_size for path in weights.glob("*.safetensors"))
     available = psutil.virtual_memory().available
     if needed > available:
         return f"the model needs {needed / 2**30:.1f} GiB of memory and {available / 2**30:.1f} GiB are free"
     return ""
+
+
+def _needs_its_own_code(folder: Path) -> bool:
+    from transformers import CONFIG_MAPPING
+
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING
 
 
 def _quiet() -> None:

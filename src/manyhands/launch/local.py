@@ -50,8 +50,10 @@ def run(
         return 0
     folder.write_status("interrupted", reason=received.name)
     step = folder.newest_step()
-    saved = f"saved at step {step}" if step is not None else "nothing was saved yet"
-    report(f"{received.name}: the run has ended, {saved}; the same command goes on from there")
+    saved = f"saved at step {step}; the same command goes on from there"
+    if step is None:
+        saved = "nothing was saved yet; the same command starts it again"
+    report(f"{received.name}: the run has ended, {saved}")
     return EXIT_TERMINATED if received == signal.SIGTERM else EXIT_INTERRUPTED if received == signal.SIGINT else 128 + received
 
 

@@ -19,12 +19,13 @@ GIB = 2**30
 class ConsoleSink(Sink):
     """Loss, tokens/s, memory and time left; evaluations with their samples; before and after side by side at the end."""
 
-    def __init__(self, stream: TextIO, *, num_steps: int) -> None:
+    def __init__(self, stream: TextIO, *, num_steps: int, first: Evaluation | None = None) -> None:
+        """``first``: the evaluation before training, where an earlier launch made it."""
         self.num_steps = num_steps
         self._console = Console(file=stream, highlight=False, soft_wrap=True)
         self._progress: Progress | None = None
         self._devices: Devices = ()
-        self._first: Evaluation | None = None
+        self._first = first
         self._last: Evaluation | None = None
         self._begin_step, self._steps_s = 0, 0.0
         self._said, self._said_step = 0.0, -1
@@ -60,9 +61,8 @@ class ConsoleSink(Sink):
 
     def after_evaluation(self, state: TrainState, evaluation: Evaluation) -> None:
         self._first, self._last = self._first or evaluation, evaluation
-        when = "before training" if evaluation.step == 0 else f"after step {evaluation.step}"
         self._say(
-            f"{when}: held-out loss {evaluation.loss:.4f}, perplexity {evaluation.perplexity:.2f}, "
+            f"{_when(evaluation)}: held-out loss {evaluation.loss:.4f}, perplexity {evaluation.perplexity:.2f}, "
             f"token accuracy {evaluation.accuracy:.1%} ({evaluation.num_rows} rows, {evaluation.num_targets:,} trained tokens, "
             f"{evaluation.seconds:.1f} s)"
         )
@@ -74,7 +74,7 @@ class ConsoleSink(Sink):
         first, last = self._first, self._last
         if first is None or last is None or first.step == last.step:
             return
-        self._say(f"held-out loss: {first.loss:.4f} after step {first.step}, {last.loss:.4f} after step {last.step}")
+        self._say(f"held-out loss: {first.loss:.4f} {_when(first)}, {last.loss:.4f} {_when(last)}")
         for (prompt, before), (_, after) in list(zip(first.samples, last.samples, strict=False))[:1]:
             self._say(f"one question, before and after: {_one_line(prompt)}\n  before: {_one_line(before)}\n  after:  {_one_line(after)}")
 
@@ -105,6 +105,10 @@ class ConsoleSink(Sink):
         if not self._devices:
             return ""
         return f"  memory {max(device['peak_bytes'] for device in self._devices) / GIB:.1f} GiB"
+
+
+def _when(evaluation: Evaluation) -> str:
+    return "before training" if evaluation.step == 0 else f"after step {evaluation.step}"
 
 
 def _one_line(text: str) -> str:

@@ -9,12 +9,13 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from manyhands.config.schema import RunConfig
 from manyhands.plan.types import Plan
-from manyhands.train.types import TrainState
+from manyhands.train.types import Evaluation, TrainState
 
 GIB = 2**30
 WARMUP_STEPS = 2  # left out of the speed where there are more: compilation, first allocations
@@ -29,11 +30,29 @@ def write_report(
     step of this launch), evaluations (in order), devices (the last reading of each rank), peak_bytes_by_rank,
     checkpoint_s, verified (folder name -> what verification found).
     """
-    report = make_report(plan, config, state, measured)
     path = Path(folder)
+    evaluations = list(measured.get("evaluations", []))
+    known = {row["step"] for row in evaluations}
+    earlier = [asdict(row) for row in read_evaluations(path / "metrics.jsonl") if row.step not in known]  # of the launches before
+    report = make_report(plan, config, state, {**measured, "evaluations": earlier + evaluations})
     _write(path / "report.json", json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
     _write(path / "report.md", format_report(report))
     return report
+
+
+def read_evaluations(metrics: Path) -> list[Evaluation]:
+    """The evaluations that metrics.jsonl holds, in order: those of earlier launches too. A line that was cut off is skipped."""
+    found = []
+    for line in metrics.read_text(encoding="utf-8", errors="replace").splitlines() if metrics.exists() else ():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if row.get("kind") == "evaluation":
+            values: dict[str, Any] = {field.name: math.nan if row.get(field.name) is None else row[field.name] for field in fields(Evaluation)}
+            values["samples"] = tuple((sample["prompt"], sample["answer"]) for sample in row.get("samples", []))
+            found.append(Evaluation(**values))
+    return found
 
 
 def make_report(plan: Plan, config: RunConfig, state: TrainState, measured: Mapping[str, Any]) -> dict[str, Any]:

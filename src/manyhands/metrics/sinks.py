@@ -16,6 +16,7 @@ from typing import Any, TextIO
 
 from manyhands.config.schema import RunConfig
 from manyhands.metrics.console import ConsoleSink
+from manyhands.metrics.report import read_evaluations
 from manyhands.metrics.sink import Devices, Sink
 from manyhands.plan.types import Plan
 from manyhands.train.types import Evaluation, StepResult, TrainState
@@ -31,7 +32,8 @@ def open_sinks(folder: str | os.PathLike[str], plan: Plan, config: RunConfig, te
     sinks: list[Sink] = [JsonlSink(path / "metrics.jsonl", every_steps=config.log.every_steps, resumed_at=resumed_at)]
     if config.log.tensorboard:
         sinks.append(TensorBoardSink(path / "tensorboard", every_steps=config.log.every_steps, resumed_at=resumed_at))
-    sinks.append(ConsoleSink(terminal, num_steps=plan.num_steps))
+    earlier = read_evaluations(path / "metrics.jsonl")
+    sinks.append(ConsoleSink(terminal, num_steps=plan.num_steps, first=earlier[0] if earlier else None))
     return sinks
 
 

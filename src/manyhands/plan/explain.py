@@ -14,7 +14,7 @@ def explain_plan(plan: Plan) -> RenderableType:
     """Three compact tables for ``rich``: decisions, memory a rank, and the candidates with their reasons."""
     cause = "" if plan.cause == "first" else f" ({plan.cause.replace('_', ' ')})"
     title = Text(f"Plan {plan.number}{cause}  {plan.digest}", style="bold")
-    return Group(title, _decisions(plan), Text(), _memory(plan), Text(), _candidates(plan))
+    return Group(title, _decisions(plan), Text(), _memory(plan), Text(), *_candidates(plan))
 
 
 def _decisions(plan: Plan) -> Table:
@@ -40,20 +40,20 @@ def _memory(plan: Plan) -> Table:
     return table
 
 
-def _candidates(plan: Plan) -> Table:
+def _candidates(plan: Plan) -> list[RenderableType]:
     table = _table()
     unit = "tokens" if plan.packing else "rows"
     for title in ("strategy", "recompute", f"micro {unit}", "GiB", ""):
         table.add_column(title, justify="right" if title in (f"micro {unit}", "GiB") else "left")
+    table.show_header = True
     shown = _one_each(plan)
     for candidate in shown:
         style = "bold green" if candidate.chosen else "dim"
         total = f"{candidate.memory.total / GIB:.1f}"
         table.add_row(_name(candidate), candidate.recompute, f"{candidate.micro:,}", total, candidate.reason or "chosen", style=style)
     if len(shown) < len(plan.candidates):
-        table.add_row(Text(f"and {len(plan.candidates) - len(shown)} more in the plan's file"), style="dim")
-    table.show_header = True
-    return table
+        return [table, Text(f"and {len(plan.candidates) - len(shown)} more in the plan's file", style="dim")]
+    return [table]
 
 
 def _one_each(plan: Plan) -> list[Candidate]:

@@ -44,14 +44,18 @@ def count_steps(config: RunConfig, data: DataFacts, batch_rows: int | None) -> S
     by_epochs = max(1, math.ceil(config.stop.epochs * per_epoch - ROUNDING))
     total = min(by_epochs, config.stop.max_steps or by_epochs)
     capped = f", ended by stop.max_steps: {total:,}" if total < by_epochs else ""
+    if config.stop.max_steps is not None and config.stop.max_steps > by_epochs:
+        capped = f", before stop.max_steps: {config.stop.max_steps:,} (raise stop.epochs to reach it)"
     evaluate, checkpoint = _evaluate_every(config, data, total), _checkpoint_every(config, total)
     warmup, why_warmup = _warmup(config, total)
     why: tuple[str, ...] = (
-        f"steps: {why_epoch}; × {config.stop.epochs:g} epochs = {by_epochs:,}{capped}",
+        f"steps: {why_epoch}; × {config.stop.epochs:g} {'epoch' if config.stop.epochs == 1 else 'epochs'} = {by_epochs:,}{capped}",
         why_warmup,
         f"evaluation: {_every(evaluate)}" + ("" if data.num_validation_rows else " (there are no validation rows)"),
         f"checkpoints: {_every(checkpoint)}",
     )
+    if batch_rows is not None and batch_rows > data.num_rows:
+        why += (f"note: batch.rows is {batch_rows:,}, but there are {data.num_rows:,} training rows: each step has all of them",)
     early = [f"stop.{key}" for key in ("max_tokens", "max_time_s", "patience") if getattr(config.stop, key) is not None]
     if early:
         why += (f"end: {', '.join(early)} may end the run before its last step; the schedule is laid over all {total:,} steps",)
@@ -61,6 +65,8 @@ def count_steps(config: RunConfig, data: DataFacts, batch_rows: int | None) -> S
 def _warmup(config: RunConfig, total: int) -> tuple[int, str]:
     """Steps as given, or a share of all steps rounded to the nearest, at least one if the run has ten; and why."""
     schedule = config.schedule
+    decay = max(1, round(total * schedule.decay_ratio)) if schedule.name == "wsd" else 0  # as train/schedule.py has it
+    room = max(0, total - decay)
     if schedule.warmup_steps is not None:
         if schedule.warmup_steps > total:
             raise UserError(
@@ -69,11 +75,19 @@ def _warmup(config: RunConfig, total: int) -> tuple[int, str]:
                 why="the learning rate would never reach its peak",
                 fix="make it smaller, or train for more steps (stop.epochs, stop.max_steps)",
             )
+        if schedule.warmup_steps > room:
+            raise UserError(
+                f"schedule.warmup_steps: {schedule.warmup_steps} reaches into the decay, the last {total - room} of {total} steps",
+                where="schedule.warmup_steps, schedule.decay_ratio",
+                fix="make one of them smaller, or train for more steps (stop.epochs, stop.max_steps)",
+            )
         return schedule.warmup_steps, f"warm-up: {schedule.warmup_steps:,} steps, as asked"
     ratio = AUTO_WARMUP_RATIO if schedule.warmup_ratio is None else schedule.warmup_ratio
     steps = int(ratio * total + 0.5)
     if ratio and total >= 10:
         steps = max(1, steps)
+    if steps > room:  # the decay comes first
+        return room, f"warm-up: {room:,} steps, all that the decay leaves"
     return steps, f"warm-up: {ratio:g} × {total:,} steps = {steps:,}"
 
 
@@ -90,4 +104,6 @@ def _checkpoint_every(config: RunConfig, total: int) -> int:
 
 
 def _every(steps: int) -> str:
-    return f"every {steps:,} steps" if steps else "not between the first and the last step"
+    if not steps:
+        return "not between the first and the last step"
+    return "after every step" if steps == 1 else f"every {steps:,} steps"

@@ -51,7 +51,6 @@ def train(loop: Loop) -> TrainState:
         hook.before_training(state)
     if state.step == 0 and loop.evaluate_at_start:
         _evaluate(loop)
-    evaluated_at = state.step if state.step == 0 and loop.evaluate_at_start else -1
     started, elapsed_before = time.monotonic(), state.elapsed_s
     for work in _until_stop(loop):
         begin = time.monotonic()
@@ -65,12 +64,11 @@ def train(loop: Loop) -> TrainState:
             hook.after_step(state, result)
         if loop.evaluate is not None and loop.evaluate_every and state.step % loop.evaluate_every == 0:
             _evaluate(loop)
-            evaluated_at = state.step
         for hook in loop.hooks:
             hook.between_steps(state)
         if interrupted:
             raise Interrupted
-    if evaluated_at != state.step:
+    if state.evaluated_step != state.step:
         _evaluate(loop)
     for hook in loop.hooks:
         hook.after_training(state)
@@ -118,6 +116,7 @@ def _evaluate(loop: Loop) -> None:
         return
     state = loop.state
     evaluation = loop.evaluate(state)
+    state.evaluated_step = state.step
     gained = state.best_loss is None or evaluation.loss < state.best_loss
     state.evaluations_without_gain = 0 if gained else state.evaluations_without_gain + 1
     if gained or state.best_step == 0:  # the model before training is a mark to pass; the best is a trained one

@@ -50,6 +50,7 @@ class TrainState:
     best_loss: float | None = None  # lowest validation loss
     best_step: int | None = None
     evaluations_without_gain: int = 0
+    evaluated_step: int = -1  # of the newest evaluation, so that a resumed run does not repeat it
     stop_reason: str = ""  # set when the run is finished
 
 

@@ -71,7 +71,7 @@ def verify(rank: Rank) -> None:
                 folder, _reference(rank, name), base=base, probe_path=_probe(rank)
             )
         )
-        rank.measured.setdefault("verified", {})[name] = said
+        rank.measured.setdefault("verified", {})[name] = (said or "").partition(": ")[2]
         if said:
             rank.say(said)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 import torch
@@ -17,7 +17,7 @@ from manyhands.metrics.sinks import Sink, open_sinks
 from manyhands.train.evaluate import evaluate
 from manyhands.train.loop import Interrupted, Loop, train
 from manyhands.train.schedule import make_schedule
-from manyhands.train.types import Evaluate, Evaluation, Hook, StepResult, TrainState
+from manyhands.train.types import Batch, Evaluate, Evaluation, Hook, StepResult, TrainState
 from manyhands.worker.rank import Rank
 from manyhands.worker.samples import answer_prompts, choose_prompts
 from manyhands.worker.steps import iterate_layouts, iterate_steps, lay_out_evaluation
@@ -74,12 +74,17 @@ def make_evaluate(rank: Rank) -> Evaluate | None:
     layout = lay_out_evaluation(rank, row_set, rows)
     prompts = choose_prompts(rank, rows)
 
+    def beat_by_batch(state: TrainState) -> Iterator[Batch]:
+        for _, micro_batches in iterate_layouts(rank, row_set, [layout]):
+            for batch in micro_batches:
+                rank.beat(state.step)  # a long evaluation is no standstill
+                yield batch
+
     def run(state: TrainState) -> Evaluation:
-        rank.beat(state.step)
         return evaluate(
             rank.parallel,
             rank.loss_model,
-            (batch for _, micro_batches in iterate_layouts(rank, row_set, [layout]) for batch in micro_batches),
+            beat_by_batch(state),
             state,
             num_rows=len(rows),
             num_tokens=int(row_set.lengths[rows].sum()),

@@ -1,0 +1,231 @@
+"""Starting real runs of a tiny model as a user would, pausing and ending them where a test wants, and reading what they leave."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+HERE = Path(__file__).parent
+NUM_STEPS = 12
+WAIT_S = 240.0  # busy machines are slow; what is claimed of time is asserted where it is
+WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa"]
+
+# One step takes milliseconds: what must happen at a certain step is planted into the worker, not timed from outside.
+NO_VERIFY = {"manyhands.worker.finish": "def verify(rank): rank.say('verification left out by the test')"}
+
+
+def at_step(step: int, act: str, rank: int | None = None) -> dict[str, str]:
+    """Runs ``act`` (indented by nothing, may use ``self.rank``) when a step is done and before its row is written."""
+    who = "True" if rank is None else f"self.rank.world.rank == {rank}"
+    body = "\n".join(f"        {line}" for line in act.splitlines())
+    return {
+        "manyhands.worker.training": "import os, pathlib, signal, time\n"
+        "_after_step = BeatHook.after_step\n"
+        "def _planted(self, state, result):\n"
+        "    _after_step(self, state, result)\n"
+        f"    if state.step == {step} and {who}:\n{body}\n"
+        "BeatHook.after_step = _planted\n"
+    }
+
+
+def pause(mark: Path) -> str:
+    """An ``act``: writes a mark for each rank and waits, until it is killed or asked to stop."""
+    return (
+        f"pathlib.Path('{mark}-' + str(self.rank.world.rank)).touch()\n"
+        f"deadline = time.monotonic() + {WAIT_S}\n"
+        "while not self.rank.stop() and time.monotonic() < deadline: time.sleep(0.02)"
+    )
+
+
+SITECUSTOMIZE = """
+import importlib.abc, importlib.machinery, sys
+PLANTS = {plants!r}
+class Planter(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name not in PLANTS:
+            return None
+        code, spec = PLANTS.pop(name), importlib.machinery.PathFinder.find_spec(name, path)
+        load = spec.loader.exec_module
+        def exec_module(module):
+            load(module)
+            exec(code, module.__dict__)
+        spec.loader.exec_module = exec_module
+        return spec
+sys.meta_path.insert(0, Planter())
+"""
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int
+    output: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One run for ``Place.many``; ``break_at`` as in ``many_runs``."""
+
+    ranks: int
+    name: str
+    arguments: tuple[str, ...] = ()
+    break_at: Mapping[str, int] | None = None
+
+
+@dataclass
+class Place:
+    """A folder with a model, rows and a run file, where runs are started."""
+
+    folder: Path
+    plants: int = field(default=0)
+
+    def run(self, name: str) -> Run:
+        return Run(self.folder / "runs" / name)
+
+    @contextlib.contextmanager
+    def start(
+        self, *command: str, plant: Mapping[str, str] | None = None, environment: Mapping[str, str] | None = None
+    ) -> Iterator[subprocess.Popen[str]]:
+        """A process that leads a session of its own, output in one file; whatever still lives at the end is killed."""
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
+        if plant:
+            self.plants += 1
+            site = self.folder / f"site-{self.plants}"
+            site.mkdir()
+            (site / "sitecustomize.py").write_text(SITECUSTOMIZE.format(plants=dict(plant)))
+            variables["PYTHONPATH"] = os.pathsep.join((str(site), variables["PYTHONPATH"]))
+        with open(self.folder / "output.txt", "w+") as output:
+            process = subprocess.Popen(
+                [sys.executable, *command],
+                cwd=self.folder,
+                env=variables,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                text=True,
+                start_new_session=True,
+            )
+            try:
+                yield process
+            finally:
+                kill_all(process.pid)
+                process.wait()
+
+    def wait(self, process: subprocess.Popen[str], begin: float, limit_s: float = WAIT_S) -> Ended:
+        code = process.wait(limit_s)
+        return Ended(code, (self.folder / "output.txt").read_text(), time.monotonic() - begin)
+
+    def call(self, *command: str, limit_s: float = WAIT_S, **options: Any) -> Ended:
+        begin = time.monotonic()
+        with self.start(*command, **options) as process:
+            return self.wait(process, begin, limit_s)
+
+    def train(self, name: str, *arguments: str, **options: Any) -> Ended:
+        """``manyhands train run.yaml name=NAME ...``"""
+        return self.call(*train_command(name, *arguments), **options)
+
+    def wait_for(self, marks: list[Path], process: subprocess.Popen[str]) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while not all(mark.exists() for mark in marks):
+            assert process.poll() is None and time.monotonic() < deadline, (self.folder / "output.txt").read_text()
+            time.sleep(0.02)
+
+    def many(self, *specs: Spec) -> None:
+        """Many runs of the worker in one set of two processes (see ``many_runs``); each must end as its spec says."""
+        path = self.folder / f"many-{specs[0].name}.json"
+        fields = [
+            {"arguments": ["run.yaml", f"name={spec.name}", *spec.arguments], "ranks": spec.ranks, "break_at": spec.break_at}
+            for spec in specs
+        ]
+        path.write_text(json.dumps(fields))
+        ended = self.call("-m", "torch.distributed.run", "--nproc_per_node=2", str(HERE / "many_runs.py"), str(path))
+        assert ended.code == 0, ended.output
+        codes = json.loads(path.with_suffix(".codes").read_text())
+        wrong = [(spec, code) for spec, code in zip(specs, codes, strict=True) if code != (1 if spec.break_at else 0)]
+        assert not wrong, ended.output
+
+
+def train_command(name: str, *arguments: str) -> list[str]:
+    return ["-m", "manyhands", "train", "run.yaml", f"name={name}", *arguments]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run has left."""
+
+    folder: Path
+
+    def rows(self, kind: str = "step") -> list[dict[str, Any]]:
+        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
+        return [row for row in map(json.loads, lines) if row["kind"] == kind]
+
+    def course(self) -> list[tuple[int, float, float]]:
+        """(step, loss, gradient norm) of every step, every bit of them."""
+        return [(row["step"], row["loss"], row["grad_norm"]) for row in self.rows()]
+
+    def losses(self) -> list[float]:
+        return [row["loss"] for row in self.rows()]
+
+    def seen(self) -> list[tuple[int, ...]]:
+        return [(row["num_rows"], row["num_tokens"], row["num_targets"]) for row in self.rows()]
+
+    def evaluations(self) -> list[tuple[int, float]]:
+        return [(row["step"], row["loss"]) for row in self.rows("evaluation")]
+
+    def steps_saved(self) -> list[int]:
+        return sorted(int(path.parent.name.removeprefix("step-")) for path in self.folder.glob("checkpoints/*/manifest.json"))
+
+    def read(self, name: str) -> Any:
+        return json.loads((self.folder / name).read_text())
+
+    def files(self) -> set[str]:
+        return {str(path.relative_to(self.folder)) for path in self.folder.rglob("*") if path.is_file()}
+
+
+def kill_all(pid: int) -> None:
+    """SIGKILL to a process and to all that it has started, the launcher first: nobody can tidy up."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        family = [process, *process.children(recursive=True)]
+        for member in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
+        psutil.wait_procs(family[1:], timeout=10)
+
+
+def write_place(folder: Path) -> Place:
+    """80 ragged rows, of which 20 are held out; a LoRA run with dropout of 12 steps, 8 to an epoch, saved every 4."""
+    from manyhands.testing.tiny import write_tiny_model
+
+    write_tiny_model(folder / "model")
+    draw = random.Random(0)
+    rows = [
+        {"prompt": " ".join(draw.choices(WORDS, k=draw.randint(1, 6))), "completion": " ".join(draw.choices(WORDS, k=draw.randint(1, 12)))}
+        for _ in range(80)
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = {
+        "model": {"name": str(folder / "model")},
+        "method": {"name": "lora", "rank": 4, "alpha": 8, "dropout": 0.1},
+        "data": {"train": "rows.jsonl", "validation_fraction": 0.25, "max_length": 256, "cache": str(folder / "cache")},
+        "batch": {"rows": 8, "micro_tokens": 512},
+        "optimizer": {"learning_rate": 3e-3, "max_grad_norm": 1.5},
+        "stop": {"epochs": 10, "max_steps": NUM_STEPS},
+        "parallel": {"device": "cpu"},
+        "evaluate": {"every_steps": 4, "samples": 1, "max_new_tokens": 4},
+        "checkpoint": {"every_steps": 4},
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(run))
+    return Place(folder)

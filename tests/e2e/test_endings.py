@@ -1,0 +1,117 @@
+"""Real processes that end in every way a run can end: each says why, once, in bounded time, and the next start goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+
+import psutil
+import pytest
+
+from manyhands.errors import UserError
+from manyhands.launch.foreign import Launcher
+from tests.e2e.runs import NO_VERIFY, NUM_STEPS, Ended, Place, Run, at_step, kill_all, pause, train_command
+
+
+def start_and_pause(place: Place, name: str, step: int, end: int, *arguments: str) -> Ended:
+    """Starts two ranks, waits until both have done ``step``, and ends them by the signal ``end``: a 9 kills all at once."""
+    mark = place.folder / f"paused-{name}-{step}"
+    begin = time.monotonic()
+    with place.start(*train_command(name, "--gpus", "2", *arguments), plant=at_step(step, pause(mark))) as process:
+        place.wait_for([mark.with_name(f"{mark.name}-{rank}") for rank in (0, 1)], process)
+        workers = psutil.Process(process.pid).children(recursive=True)
+        if end == signal.SIGKILL:
+            kill_all(process.pid)
+        else:
+            os.killpg(process.pid, end)  # as a terminal does
+        ended = place.wait(process, begin)
+    assert not any(worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE for worker in workers)
+    return ended
+
+
+def test_a_failure_ctrl_c_and_a_kill_later_the_losses_are_those_of_a_run_left_alone(place: Place, whole: tuple[Ended, Run]) -> None:
+    run = place.run("ended")
+    wrong = place.train("ended", "--gpus", "2", plant=at_step(3, "raise ValueError('the cat sat on the keyboard')", rank=1))
+    assert wrong.code == 1 and run.read("status.json")["state"] == "failed"
+    assert wrong.output.count("error: rank 1 failed in stage 'train': ValueError: the cat sat on the keyboard") == 1, wrong.output
+    assert "logs/rank-1.log" in wrong.output and "Connection closed" not in wrong.output and wrong.output.count("error: ") == 1
+    failed_at = (run.folder / "logs/rank-1.log").stat().st_mtime
+    assert time.time() - failed_at < 30, "the other rank did not wait long"
+
+    interrupted = start_and_pause(place, "ended", 5, signal.SIGINT)
+    assert interrupted.code == 130, interrupted.output
+    assert "stopped after step 6; the same command goes on from there" in interrupted.output
+    assert "saved at step 6" in interrupted.output and "Traceback" not in interrupted.output and "error" not in interrupted.output
+    assert run.steps_saved() == [4, 6] and run.read("status.json")["state"] == "interrupted"
+
+    killed = start_and_pause(place, "ended", 9, signal.SIGKILL)
+    assert killed.code == -signal.SIGKILL and "resuming runs/ended at step 6" in killed.output
+    assert run.steps_saved() == [6, 8] and run.rows()[-1]["step"] == 8
+
+    last = place.train("ended", "--gpus", "2", plant=NO_VERIFY)
+    assert last.code == 0 and "resuming runs/ended at step 8" in last.output, last.output
+    assert run.course() == whole[1].course()
+    assert run.evaluations() == whole[1].evaluations()
+    assert (run.folder / "adapter/adapter_model.safetensors").read_bytes() == (
+        whole[1].folder / "adapter/adapter_model.safetensors"
+    ).read_bytes()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def by_hand(port: int) -> dict[str, str]:
+    return {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def test_a_peer_that_never_comes_is_named_in_bounded_time(place: Place) -> None:
+    command = ("-m", "manyhands.worker", "run.yaml", "name=alone", "parallel.timeout_s=3")
+    alone = place.call(*command, environment=by_hand(free_port()))
+    assert alone.code == 1 and alone.seconds < 40
+    assert "error: 1 of 2 ranks never came: 1" in alone.output and "waited 3 s (parallel.timeout_s)" in alone.output, alone.output
+    assert "Traceback" not in alone.output and not place.run("alone").folder.exists()
+
+
+def test_a_port_in_use_and_a_rank_0_that_never_comes_say_what_to_set() -> None:
+    from manyhands.worker.world import open_store
+
+    with socket.socket() as holder:
+        holder.bind(("0.0.0.0", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        with pytest.raises(UserError) as refused:
+            open_store(Launcher("torchrun", rank=0, world_size=2, master_port=port), timeout_s=2)
+    assert f"rank 0 cannot listen on 127.0.0.1:{port}" in str(refused.value) and "set another MASTER_PORT" in str(refused.value)
+    with pytest.raises(UserError) as refused:
+        open_store(Launcher("torchrun", rank=1, world_size=2, master_port=free_port()), timeout_s=2)
+    assert "rank 1 found no rank 0 at" in str(refused.value) and "within 2 s" in str(refused.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [1, 4, 11])
+def test_killed_at_other_steps(place: Place, whole: tuple[Ended, Run], step: int) -> None:
+    name = f"killed-{step}"
+    assert start_and_pause(place, name, step, signal.SIGKILL).code == -signal.SIGKILL
+    assert place.train(name, "--gpus", "2", plant=NO_VERIFY).code == 0
+    assert place.run(name).course() == whole[1].course()
+
+
+@pytest.mark.slow
+def test_sigterm_saves_and_ends_with_143(place: Place) -> None:
+    ended = start_and_pause(place, "terminated", 5, signal.SIGTERM)
+    assert ended.code == 143 and "saved at step 6" in ended.output, ended.output
+    assert place.run("terminated").steps_saved()[-1] == 6 < NUM_STEPS
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_is_named(place: Place) -> None:
+    stop = at_step(2, "os.kill(os.getpid(), signal.SIGSTOP)", rank=1)
+    stopped = place.train("stopped", "--gpus", "2", "parallel.timeout_s=20", plant=stop)
+    assert stopped.code == 1
+    assert "error: rank 1 made no progress for 20 s (parallel.timeout_s = 20) and was ended" in stopped.output, stopped.output
+    assert "its process is stopped (SIGSTOP)" in stopped.output and "rank 0: stage 'train'" in stopped.output

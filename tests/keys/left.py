@@ -1,0 +1,122 @@
+"""Effects of ``name``, ``evaluate.*``, ``checkpoint.*``, ``log.*`` and ``output.*``: what a run says and leaves behind."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from manyhands.train.types import Evaluation, TrainState
+from manyhands.worker import samples as worker_samples
+from manyhands.worker import training
+from tests.keys.lab import Lab
+
+
+def name(lab: Lab) -> None:
+    assert lab.prepare({"name": "other"}).folder.path.name == "other"
+
+
+def output_dir(lab: Lab) -> None:
+    runs = lab.new_path("elsewhere")
+    assert lab.prepare({"output.dir": str(runs)}).folder.path == runs / "r"
+    assert (runs / "r" / "run.json").exists()
+
+
+def evaluate_every(lab: Lab) -> None:
+    assert lab.run({"evaluate.every_steps": 2}).column("step", "evaluation") == [0, 2, 4, 5]
+    assert lab.base.column("step", "evaluation") == [0, 5]
+
+
+def at_start(lab: Lab) -> None:
+    assert lab.run({"evaluate.at_start": False}).column("step", "evaluation") == [5]
+
+
+def evaluate_tokens(lab: Lab) -> None:
+    whole, part = (lab.run(keys).rows("evaluation")[0] for keys in ({}, {"evaluate.max_tokens": 200}))
+    assert part["num_tokens"] <= 200 < whole["num_tokens"] and part["num_rows"] < whole["num_rows"]
+
+
+def samples(lab: Lab) -> None:
+    keys = {"evaluate.samples": 3, "evaluate.max_new_tokens": 1, "stop.max_steps": 1}
+    assert [len(found) for found in lab.run(keys).column("samples", "evaluation")] == [3, 3]
+    assert [len(found) for found in lab.base.column("samples", "evaluation")] == [0, 0]
+
+
+def max_new_tokens(lab: Lab) -> None:
+    """One forward pass for each new token, where nothing ends an answer before."""
+    counts = []
+    for number in (1, 6):
+        rank, calls = lab.start({"evaluate.samples": 1, "evaluate.max_new_tokens": number}), []
+        prompts = worker_samples.choose_prompts(rank, rank.store.validation.take_tokens(None))
+        rank.model.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(worker_samples, "end_token_ids", lambda *_: frozenset())
+            worker_samples.answer_prompts(rank, prompts)
+        counts.append(len(calls))
+    assert counts == [1, 6]
+
+
+def checkpoint_every(lab: Lab) -> None:
+    assert lab.run({"checkpoint.every_steps": 2, "checkpoint.keep_last": 9}).checkpoints() == [2, 4, 5]
+    assert lab.base.checkpoints() == [5]
+
+
+def keep_last(lab: Lab) -> None:
+    assert lab.run({"checkpoint.every_steps": 1, "checkpoint.keep_last": 3}).checkpoints() == [3, 4, 5]
+
+
+def keep_best(lab: Lab) -> None:
+    """The second step is the best trained one, though the model was better before training: it is kept, and exported."""
+    found = {0: 0.5, 1: 3.0, 2: 1.0, 3: 2.0, 4: 2.0, 5: 2.0}
+    measure = training.evaluate
+
+    def scripted(parallel: Any, module: Any, batches: Any, state: TrainState, **keys: Any) -> Evaluation:
+        return replace(measure(parallel, module, batches, state, **keys), loss=found[state.step])
+
+    best = {"checkpoint.keep_best": True, "checkpoint.keep_last": 1, "evaluate.every_steps": 1, "schedule.name": "constant"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "evaluate", scripted)
+        ran = lab.export(best)
+    assert ran.checkpoints() == [2, 5]
+    short = lab.export({"schedule.name": "constant", "stop.max_steps": 2})
+    assert all(torch.equal(ran.adapter()[key], tensor) for key, tensor in short.adapter().items())
+
+
+def log_every(lab: Lab) -> None:
+    assert lab.run({"log.every_steps": 2}).column("step") == [2, 4] and lab.base.column("step") == [1, 2, 3, 4, 5]
+
+
+def tensorboard(lab: Lab) -> None:
+    written, left_out = (lab.run({"log.tensorboard": wish, "stop.max_steps": 1}).folder / "tensorboard" for wish in (True, False))
+    assert list(written.glob("events.out.tfevents.*")) and not left_out.exists()
+
+
+def output_dtype(lab: Lab) -> None:
+    """Of a model, an adapter, and a model that the adapter is merged into."""
+    full = {"method.name": "full", "stop.max_steps": 1}
+    merged = {"output.merge": True, "stop.max_steps": 1}
+    for keys, file in ((full, "model/model"), (merged, "adapter/adapter_model"), (merged, "merged/model")):
+        kinds = [dtypes(lab.export(keys | wish).folder / f"{file}.safetensors") for wish in ({}, {"output.dtype": "bfloat16"})]
+        assert kinds == [{"F32"}, {"BF16"}], file
+
+
+def merge(lab: Lab) -> None:
+    from transformers import AutoModelForCausalLM
+
+    ran = lab.export({"output.merge": True})
+    assert (ran.folder / "merged").exists() and not (lab.base.folder / "merged").exists()
+    merged, base = (AutoModelForCausalLM.from_pretrained(folder) for folder in (ran.folder / "merged", lab.folder / "model"))
+    ids = torch.arange(9)[None]
+    with torch.no_grad():
+        adapted = ran.rank.model.eval()(ids, use_cache=False).logits
+        torch.testing.assert_close(merged(ids).logits, adapted, rtol=1e-4, atol=1e-4)
+        assert not torch.allclose(base(ids).logits, adapted, atol=1e-2)
+
+
+def dtypes(path: Path) -> set[str]:
+    with safe_open(path, framework="pt") as file:
+        return {file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118

@@ -1,0 +1,134 @@
+"""Effects of ``model.*`` and ``method.*``: which weights, in which dtype, and which of them are trained."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from transformers import dynamic_module_utils
+
+from manyhands.errors import UserError
+from manyhands.export.reference import Reference
+from manyhands.export.verify import verify
+from manyhands.testing.tiny import write_tiny_model
+from tests.keys.lab import Lab
+
+Q_PROJ = "model.layers.0.self_attn.q_proj"
+
+
+def name(lab: Lab) -> None:
+    other = write_tiny_model(lab.folder / "other-model", num_hidden_layers=1, seed=1)
+    weights = [lab.start({"model.name": str(folder)}).model.get_parameter(f"{Q_PROJ}.weight") for folder in (lab.folder / "model", other)]
+    assert not torch.equal(*weights)
+
+
+def revision(lab: Lab) -> None:
+    asked = []
+
+    def snapshot_download(repo: str, revision: str | None = None, **_: Any) -> str:
+        asked.append((repo, revision))
+        return str(lab.folder / "model")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+        prepared = lab.prepare({"model.name": "someone/some-model", "model.revision": "v2"})
+        lab.prepare({"model.name": "someone/some-model"})
+    assert asked == [("someone/some-model", "v2"), ("someone/some-model", None)]
+    assert prepared.plan.model_folder == str(lab.folder / "model")
+
+
+def init(lab: Lab) -> None:
+    """New weights need no weight files, and are not the files' where there are some."""
+    drawn, loaded = (lab.start({"model.init": init}).model.get_parameter(f"{Q_PROJ}.weight") for init in ("random", "pretrained"))
+    assert not torch.equal(drawn, loaded)
+    folder = lab.copy_model()
+    (folder / "model.safetensors").unlink()
+    assert torch.equal(drawn, lab.start({"model.name": str(folder), "model.init": "random"}).model.get_parameter(f"{Q_PROJ}.weight"))
+    with pytest.raises(UserError, match="weights"):
+        lab.prepare({"model.name": str(folder)})
+
+
+def dtype(lab: Lab) -> None:
+    for asked in ("float32", "bfloat16", "float64"):
+        rank = lab.start({"model.dtype": asked})
+        logits = rank.parallel.logits({"input_ids": torch.arange(5)[None]})
+        assert logits.dtype == getattr(torch, asked)
+        trained = {p.dtype for p in rank.model.parameters() if p.requires_grad}
+        assert trained == {torch.float64 if asked == "float64" else torch.float32}  # masters
+
+
+def chat_template(lab: Lab) -> None:
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}"
+    keys = {"model.chat_template": template, "stop.max_steps": 1, "method.name": "full"}
+    ran = lab.export(keys)
+    assert ran.prompt_of(0).startswith("[user]") and "[assistant]" in ran.prompt_of(0)
+    assert (ran.folder / "model" / "chat_template.jinja").read_text() == template
+
+
+CODE = """
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM
+Path({mark!r}).touch()
+class MadeUpConfig(LlamaConfig):
+    model_type = "made-up"
+class MadeUpModel(LlamaForCausalLM):
+    config_class = MadeUpConfig
+"""
+
+
+def trust_remote_code(lab: Lab) -> None:
+    """Code that comes with a model is refused, or runs in training; verification never runs it."""
+    folder, mark = lab.copy_model(), lab.new_path("the-code-ran")
+    (folder / "made_up.py").write_text(CODE.format(mark=str(mark)))
+    config = json.loads((folder / "config.json").read_text())
+    config |= {
+        "model_type": "made-up",
+        "architectures": ["MadeUpModel"],
+        "auto_map": {"AutoConfig": "made_up.MadeUpConfig", "AutoModelForCausalLM": "made_up.MadeUpModel"},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    keys = {"model.name": str(folder)}
+    with pytest.raises(UserError, match="trust_remote_code"):
+        lab.start(keys)
+    assert not mark.exists()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(lab.new_path("modules")))
+        ran = lab.export(keys | {"model.trust_remote_code": True, "method.name": "full", "stop.max_steps": 1})
+    assert mark.exists() and type(ran.rank.model).__name__ == "MadeUpModel"
+    mark.unlink()
+    found = verify(ran.folder / "model", Reference.read(ran.folder / "verify" / "model.json"))
+    assert found.findings == [] and "code of its own" in found.notes[-1] and not mark.exists()
+
+
+def method(lab: Lab) -> None:
+    full, lora = lab.start({"method.name": "full"}).model, lab.base.rank.model
+    assert all(p.requires_grad for p in full.parameters())
+    assert {n.split(".lora_")[0] for n, p in lora.named_parameters() if p.requires_grad} == set(lab.base.rank.adapted)
+    assert (lab.export({"method.name": "full", "stop.max_steps": 1}).folder / "model" / "model.safetensors").exists()
+    assert (lab.export({}).folder / "adapter" / "adapter_model.safetensors").exists()
+
+
+def rank(lab: Lab) -> None:
+    sides = lab.start({"method.rank": 3}).model.get_submodule(Q_PROJ)
+    assert (sides.lora_A.weight.shape[0], sides.lora_B.weight.shape[1]) == (3, 3)
+
+
+def alpha(lab: Lab) -> None:
+    """B is zero at first: alpha shows after the first update."""
+    louder = lab.run({"method.alpha": 32.0})
+    assert louder.losses[0] == lab.base.losses[0] and louder.losses[1] != lab.base.losses[1]
+    assert louder.column("grad_norm")[0] == pytest.approx(4 * lab.base.column("grad_norm")[0], rel=1e-4)
+
+
+def dropout(lab: Lab) -> None:
+    ran = lab.run({"method.dropout": 0.5})
+    assert ran.losses[0] == lab.base.losses[0]
+    assert ran.column("grad_norm")[0] != lab.base.column("grad_norm")[0]
+
+
+def targets(lab: Lab) -> None:
+    assert lab.start({"method.targets": ["q_proj"]}).adapted == [Q_PROJ]
+    assert len(lab.base.rank.adapted) == 7  # all linear layers of the one block

@@ -1,0 +1,134 @@
+"""Effects of ``task``, ``data.*`` and ``batch.*``: which rows, which tokens of them, how many in a step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from manyhands.data.store import TokenStore
+from manyhands.errors import UserError
+from manyhands.facts.types import DataFacts
+from tests.keys.lab import NUM_STEPS, Lab, make_rows
+
+LONG = {"prompt": "alpha", "completion": "beta " * 80}  # 400 tokens and more
+
+
+def facts_of(lab: Lab, **keys: object) -> DataFacts:
+    from manyhands.data.prepare import prepare
+
+    return prepare(lab.config({key.replace("__", "."): value for key, value in keys.items()}), lab.folder / "model", lambda _: None)
+
+
+def task(lab: Lab) -> None:
+    path = lab.write_rows("both.jsonl", [row | {"text": row["prompt"]} for row in make_rows(60)])
+    answers = facts_of(lab, data__train=path, data__format="prompt")
+    text = facts_of(lab, data__train=path, data__format="text", task="cpt")
+    assert answers.num_targets < answers.num_tokens - answers.num_rows
+    assert text.num_targets == text.num_tokens - text.num_rows  # every token but the first
+
+
+def train(lab: Lab) -> None:
+    path = lab.write_rows("others.jsonl", make_rows(36, seed=1))
+    assert facts_of(lab, data__train=path).num_rows == 18
+    assert lab.run({"data.train": path}).losses[0] != lab.base.losses[0]
+
+
+def validation(lab: Lab) -> None:
+    path = lab.write_rows("validation.jsonl", make_rows(7, seed=2))
+    ran = lab.run({"data.validation": path, "data.validation_fraction": 0.0})
+    assert ran.column("num_rows", "evaluation") == [7, 7]
+    assert ran.rank.store.train.num_rows == 60  # nothing is held out
+
+
+def validation_fraction(lab: Lab) -> None:
+    held_out = facts_of(lab, data__validation_fraction=0.5)
+    assert (held_out.num_rows, held_out.num_validation_rows) == (30, 30)
+    assert lab.run({"data.validation_fraction": 0.0}).rows("evaluation") == []
+
+
+def row_format(lab: Lab) -> None:
+    rows = [{"prompt": "alpha", "completion": "a", "question": "beta", "answer": "b"}] * 40
+    path = lab.write_rows("ambiguous.jsonl", rows)
+    for name, word in (("prompt", "alpha"), ("question", "beta")):
+        assert f"user\n{word}" in lab.run({"data.train": path, "data.format": name, "stop.max_steps": 1}).prompt_of(0)
+
+
+def max_rows(lab: Lab) -> None:
+    facts = facts_of(lab, data__max_rows=16)
+    assert (facts.num_rows, facts.num_dropped) == (16, 24)
+    assert len(lab.run({"data.max_rows": 16}).losses) == 2
+
+
+def max_length(lab: Lab) -> None:
+    path = lab.write_rows("long.jsonl", [*make_rows(40), LONG])
+    assert facts_of(lab, data__train=path, data__max_length=512).max_length > 400
+    with pytest.raises(UserError, match=r"longer than data.max_length") as caught:
+        facts_of(lab, data__train=path, data__max_length=200)
+    assert "long.jsonl:41" in caught.value.details[0]
+
+
+def too_long(lab: Lab) -> None:
+    path = lab.write_rows("long.jsonl", [*make_rows(40), LONG])
+    cut = facts_of(lab, data__train=path, data__max_length=200, data__too_long="truncate")
+    assert (cut.num_truncated, cut.max_length, cut.num_rows + cut.num_validation_rows) == (1, 200, 41)
+    text = lab.write_rows("text.jsonl", [{"text": "alpha " * 100}] * 4)
+    divided = facts_of(lab, task="cpt", data__train=text, data__max_length=200, data__too_long="split", data__validation_fraction=0.0)
+    assert divided.num_split == 4 and divided.num_rows > 4 and divided.max_length == 200
+
+
+def packing(lab: Lab) -> None:
+    packed, padded = lab.base, lab.run({"data.packing": False})
+    assert packed.batch()["input_ids"].shape[0] == 1 and "cu_seq_lens" in packed.batch()
+    assert padded.batch()["input_ids"].shape[0] > 1 and "cu_seq_lens" not in padded.batch()
+    assert padded.losses == pytest.approx(packed.losses, rel=1e-4)
+
+
+def cache(lab: Lab) -> None:
+    elsewhere = lab.new_path("cache")
+    facts = facts_of(lab, data__cache=str(elsewhere))
+    assert [path.name for path in elsewhere.glob("*")] == [facts.digest]
+    assert TokenStore.open(elsewhere / facts.digest).train.num_rows == 40
+
+
+def batch_rows(lab: Lab) -> None:
+    ran = lab.run({"batch.rows": 16})
+    assert ran.column("num_rows") == [16, 16, 8] and lab.base.column("num_rows") == [8] * NUM_STEPS
+
+
+def batch_tokens(lab: Lab) -> None:
+    counts = lab.run({"batch.rows": "auto", "batch.tokens": 150}).column("num_targets")
+    longest = int(lab.base.rank.store.train.num_targets.max())
+    assert all(150 <= count < 150 + longest for count in counts[:-1])
+    assert sum(counts) == sum(lab.base.column("num_targets"))
+
+
+def micro_rows(lab: Lab) -> None:
+    ran = lab.run({"data.packing": False, "batch.micro_rows": 2, "stop.max_steps": 1})
+    assert ran.batch()["input_ids"].shape[0] == 2 and ran.column("num_micro_batches") == [4]
+
+
+def micro_tokens(lab: Lab) -> None:
+    ran = lab.run({"batch.micro_tokens": 256})
+    assert ran.batch()["input_ids"].shape[1] <= 256 < lab.base.batch()["input_ids"].shape[1]
+    assert ran.column("num_micro_batches")[0] > lab.base.column("num_micro_batches")[0]
+    assert ran.losses == pytest.approx(lab.base.losses, rel=1e-4)  # how it is carried out, not what it is
+
+
+def accumulation(lab: Lab) -> None:
+    ran = lab.run({"data.packing": False, "batch.accumulation": 8, "stop.max_steps": 1})
+    assert ran.column("num_micro_batches") == [8] and ran.batch()["input_ids"].shape[0] == 1
+
+
+def seed(lab: Lab) -> None:
+    other, base = lab.run({"seed": 1}), lab.base
+    assert not np.array_equal(other.rank.order.rows(0, 0), base.rank.order.rows(0, 0))
+    assert {other.prompt_of(i) for i in range(40)} != {base.prompt_of(i) for i in range(40)}  # other rows are held out
+    first, second = (lab.start({"seed": n}).model.get_parameter("model.layers.0.mlp.up_proj.lora_A.weight") for n in (0, 1))
+    assert not first.equal(second)
+    # Dropout: the same rows and adapters, another seed from the first step on.
+    losses = []
+    for n in (0, 1):
+        rank = lab.start({"method.dropout": 0.5, "stop.max_steps": 3})
+        rank.config = rank.config.model_copy(update={"seed": n})
+        losses.append(lab.train(rank).losses)
+    assert losses[0] != losses[1]

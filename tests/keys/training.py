@@ -1,0 +1,104 @@
+"""Effects of ``optimizer.*``, ``schedule.*`` and ``stop.*``, seen in the course of a run of five steps."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from tests.keys.lab import NUM_STEPS, Lab
+
+
+def first_difference(lab: Lab, keys: dict[str, Any]) -> int:
+    """The first step, counted from 1, whose loss is not the base run's, bit for bit; 0 if there is none."""
+    pairs = zip(lab.run(keys).losses, lab.base.losses, strict=True)
+    return next((step for step, (one, other) in enumerate(pairs, start=1) if one != other), 0)
+
+
+def learning_rate(lab: Lab) -> None:
+    assert first_difference(lab, {"optimizer.learning_rate": 1e-3}) == 2
+    assert lab.run({"optimizer.learning_rate": 1e-3}).column("learning_rate")[0] == 1e-3
+
+
+def weight_decay(lab: Lab) -> None:
+    assert first_difference(lab, {"optimizer.weight_decay": 0.5}) == 2
+
+
+def betas(key: str) -> Any:
+    """Adam's first update is g / |g| whatever the decays are: they show from the second one on, in the third loss."""
+
+    def check(lab: Lab) -> None:
+        assert first_difference(lab, {key: 0.5}) == 3
+
+    return check
+
+
+def eps(lab: Lab) -> None:
+    """An eps far above every gradient leaves next to nothing of an update."""
+    assert first_difference(lab, {"optimizer.eps": 1e3}) == 2
+    losses = lab.run({"optimizer.eps": 1e6, "optimizer.max_grad_norm": 0.0, "batch.rows": 40, "stop.epochs": 3}).losses
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+
+
+def max_grad_norm(lab: Lab) -> None:
+    """Clipped far below eps, gradients move nothing; clipped at half, they move weights otherwise than clipped at 1."""
+    losses = lab.run({"optimizer.max_grad_norm": 1e-15, "batch.rows": 40, "stop.epochs": 3}).losses
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+    assert max(lab.base.column("grad_norm")) > 0.5
+    assert first_difference(lab, {"optimizer.max_grad_norm": 0.5}) > 0
+
+
+def schedule_name(lab: Lab) -> None:
+    shapes = {name: lab.run({"schedule.name": name}).rates for name in ("constant", "linear", "cosine", "wsd")}
+    assert shapes["constant"] == pytest.approx([1.0] * 5)
+    assert shapes["linear"] == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
+    assert shapes["cosine"] == pytest.approx([0.5 + 0.5 * math.cos(math.pi * t / 5) for t in range(5)])
+    assert shapes["wsd"] == pytest.approx([1.0] * 5)  # the last fifth begins at the peak
+    assert first_difference(lab, {"schedule.name": "constant"}) == 3
+
+
+def warmup_ratio(lab: Lab) -> None:
+    assert lab.run({"schedule.warmup_ratio": 0.4, "schedule.name": "constant"}).rates == pytest.approx([0.5, 1, 1, 1, 1])
+
+
+def warmup_steps(lab: Lab) -> None:
+    assert lab.run({"schedule.warmup_steps": 4, "schedule.name": "constant"}).rates == pytest.approx([0.25, 0.5, 0.75, 1, 1])
+
+
+def decay_ratio(lab: Lab) -> None:
+    assert lab.run({"schedule.name": "wsd", "schedule.decay_ratio": 0.6}).rates == pytest.approx([1, 1, 1, 2 / 3, 1 / 3])
+
+
+def min_ratio(lab: Lab) -> None:
+    assert lab.run({"schedule.name": "linear", "schedule.min_ratio": 0.5}).rates == pytest.approx([1.0, 0.9, 0.8, 0.7, 0.6])
+
+
+def epochs(lab: Lab) -> None:
+    ran = lab.run({"stop.epochs": 1.4})
+    assert len(ran.losses) == 7 and ran.column("epoch")[-1] == pytest.approx(1.4)
+
+
+def max_steps(lab: Lab) -> None:
+    ran = lab.run({"stop.max_steps": 2})
+    assert len(ran.losses) == 2 and ran.rank.state.stop_reason == "all 2 steps are done"
+
+
+def max_tokens(lab: Lab) -> None:
+    limit = sum(lab.base.column("num_tokens")[:3]) + 1
+    state = lab.run({"stop.max_tokens": limit}).rank.state
+    assert state.step == 3 and state.tokens == limit - 1 and "stop.max_tokens" in state.stop_reason
+
+
+def max_time_s(lab: Lab) -> None:
+    state = lab.run({"stop.max_time_s": 1e-6}).rank.state
+    assert state.step == 1 and "stop.max_time_s" in state.stop_reason
+    assert lab.run({"stop.max_time_s": 1e6}).rank.state.step == NUM_STEPS
+
+
+def patience(lab: Lab) -> None:
+    """Steps too small to change a weight bring no lower loss."""
+    still = {"optimizer.learning_rate": 1e-30, "evaluate.every_steps": 1}
+    state = lab.run(still | {"stop.patience": 2}).rank.state
+    assert state.step == 2 and "stop.patience" in state.stop_reason
+    assert lab.run(still).rank.state.step == NUM_STEPS

@@ -1,0 +1,132 @@
+"""Effects of ``parallel.*``: how many processes, on what, and what is done to the model in each."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import time
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from manyhands.errors import UserError
+from manyhands.launch import local
+from manyhands.launch.files import write_json
+from manyhands.launch.heartbeat import Beat
+from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.start import start
+from manyhands.launch.watch import Watch
+from manyhands.parallel import apply
+from manyhands.parallel.compile import compile_blocks as compile_all
+from manyhands.plan.search import plan
+from manyhands.plan.types import Plan
+from manyhands.worker.rank import Rank
+from manyhands.worker.world import pick_device
+from tests.keys.lab import Lab, first_batch
+from tests.plan.examples import facts
+
+
+def gpus(lab: Lab) -> None:
+    """As many processes as asked are what torch's agent is told to start."""
+    started = []
+
+    def elastic_launch(config: Any, _: str) -> Any:
+        started.append(config.nproc_per_node)
+        return lambda *arguments: None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.distributed.launcher.api.elastic_launch", elastic_launch)
+        patch.delenv("RANK", raising=False)
+        assert start(lab.config({"parallel.gpus": 3})) == start(lab.config()) == 0
+    assert started == [3, 1]
+
+
+def device(lab: Lab) -> None:
+    with_gpus = facts(gpus=2)
+    assert [plan(lab.config({"parallel.device": asked}), with_gpus).device for asked in ("auto", "cuda", "cpu")] == ["cuda", "cuda", "cpu"]
+    with pytest.raises(UserError, match="no GPU is visible"):
+        plan(lab.config({"parallel.device": "cuda"}), facts())
+    chosen = plan(lab.config({"parallel.device": "cpu"}), with_gpus)
+    assert pick_device(chosen.device, 0) == torch.device("cpu")
+    assert next(lab.base.rank.model.parameters()).device == torch.device("cpu")
+
+
+def strategy(lab: Lab) -> None:
+    """fsdp shards (DTensors), one does not; ddp is what two processes are planned for when asked."""
+    kinds = {name: {isinstance(p, DTensor) for p in lab.start({"parallel.strategy": name}).model.parameters()} for name in ("one", "fsdp")}
+    assert kinds == {"one": {False}, "fsdp": {True}}
+    wishes = [lab.config({"parallel.strategy": name, "parallel.gpus": 2}) for name in ("ddp", "fsdp")]
+    assert [plan(wish, facts()).strategy for wish in wishes] == ["ddp", "fsdp"]
+    assert lab.run({"parallel.strategy": "fsdp"}).losses == pytest.approx(lab.base.losses, rel=1e-6)
+
+
+def reshard(lab: Lab) -> None:
+    """After the forward pass a block's weights are shards again, or still whole."""
+    for asked in (True, False):
+        rank = lab.start({"parallel.strategy": "fsdp", "parallel.reshard": asked})
+        forward(rank)
+        weight = rank.model.get_submodule("model.layers.0.mlp.up_proj").weight
+        assert isinstance(weight, DTensor) is asked
+
+
+def recompute(lab: Lab) -> None:
+    """Recomputed blocks begin once more in the backward pass (and stop at the last tensor that it needs)."""
+    counts = {}
+    for asked in ("none", "block"):
+        rank, calls = lab.start({"parallel.recompute": asked}), []
+        rank.model.get_submodule("model.layers.0.mlp").register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        forward(rank).backward()
+        counts[asked] = len(calls)
+    assert counts == {"none": 1, "block": 2}
+
+
+def compile_blocks(lab: Lab) -> None:
+    """Blocks become graphs (of dynamo; the slow making of kernels is left out), and give the same loss."""
+    graphs: dict[bool, int] = {}
+    losses = []
+    for asked in (True, False):
+        seen: list[Any] = []
+
+        def backend(graph: Any, _: Any, seen: list[Any] = seen) -> Any:
+            seen.append(graph)
+            return graph.forward
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(apply, "compile_blocks", functools.partial(compile_all, backend=backend))
+            rank = lab.start({"parallel.compile": asked})
+        losses.append(forward(rank).item())
+        graphs[asked] = len(seen)
+    assert graphs[True] > 0 and graphs[False] == 0
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def timeout_s(lab: Lab) -> None:
+    """The launcher's watch ends a rank that stands still for so long, and not before."""
+    verdicts = []
+
+    def run_idle(folder: RunFolder, _: Plan, *, timeout_s: float) -> int:
+        with subprocess.Popen(["sleep", "2"], start_new_session=True) as rank:
+            begin = time.monotonic()
+            folder.ranks.mkdir(exist_ok=True)
+            write_json(folder.beat(0), asdict(Beat(0, rank.pid, "train", 1, begin, begin)))
+            with Watch(folder, 1, timeout_s) as watch:
+                rank.wait()
+        verdicts.append(watch.verdict)
+        return 0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local, "run", run_idle)
+        patch.delenv("RANK", raising=False)
+        for seconds in (1, 600):
+            start(lab.config({"parallel.timeout_s": seconds}))
+    assert ["parallel.timeout_s = 1)" in str(verdict) for verdict in verdicts] == [True, False]
+    assert verdicts[1] is None
+
+
+def forward(rank: Rank) -> torch.Tensor:
+    """The loss sum of the first micro-batch."""
+    rank.loss_model.train()
+    return rank.parallel(first_batch(rank))["lm"][0]

@@ -1,0 +1,112 @@
+"""Every key acts: one table from each key of a run file to the check that sees its effect.
+
+A key without an entry fails here, and so does an entry without a key. A check takes a ``Lab``, which makes runs of a tiny
+model in this process, and asserts what the key changes in them: rows, losses, learning rates, files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from manyhands.config.explain import all_keys
+from manyhands.errors import UserError
+from tests.keys import left, model, rows, training, work
+from tests.keys.lab import Lab, open_lab
+
+EFFECTS: dict[str, Callable[[Lab], None]] = {
+    "name": left.name,
+    "task": rows.task,
+    "seed": rows.seed,
+    "model.name": model.name,
+    "model.revision": model.revision,
+    "model.init": model.init,
+    "model.dtype": model.dtype,
+    "model.chat_template": model.chat_template,
+    "model.trust_remote_code": model.trust_remote_code,
+    "method.name": model.method,
+    "method.rank": model.rank,
+    "method.alpha": model.alpha,
+    "method.dropout": model.dropout,
+    "method.targets": model.targets,
+    "data.train": rows.train,
+    "data.validation": rows.validation,
+    "data.validation_fraction": rows.validation_fraction,
+    "data.format": rows.row_format,
+    "data.max_rows": rows.max_rows,
+    "data.max_length": rows.max_length,
+    "data.too_long": rows.too_long,
+    "data.packing": rows.packing,
+    "data.cache": rows.cache,
+    "batch.rows": rows.batch_rows,
+    "batch.tokens": rows.batch_tokens,
+    "batch.micro_rows": rows.micro_rows,
+    "batch.micro_tokens": rows.micro_tokens,
+    "batch.accumulation": rows.accumulation,
+    "optimizer.learning_rate": training.learning_rate,
+    "optimizer.weight_decay": training.weight_decay,
+    "optimizer.beta1": training.betas("optimizer.beta1"),
+    "optimizer.beta2": training.betas("optimizer.beta2"),
+    "optimizer.eps": training.eps,
+    "optimizer.max_grad_norm": training.max_grad_norm,
+    "schedule.name": training.schedule_name,
+    "schedule.warmup_ratio": training.warmup_ratio,
+    "schedule.warmup_steps": training.warmup_steps,
+    "schedule.decay_ratio": training.decay_ratio,
+    "schedule.min_ratio": training.min_ratio,
+    "stop.epochs": training.epochs,
+    "stop.max_steps": training.max_steps,
+    "stop.max_tokens": training.max_tokens,
+    "stop.max_time_s": training.max_time_s,
+    "stop.patience": training.patience,
+    "parallel.gpus": work.gpus,
+    "parallel.device": work.device,
+    "parallel.strategy": work.strategy,
+    "parallel.reshard": work.reshard,
+    "parallel.recompute": work.recompute,
+    "parallel.compile": work.compile_blocks,
+    "parallel.timeout_s": work.timeout_s,
+    "evaluate.every_steps": left.evaluate_every,
+    "evaluate.at_start": left.at_start,
+    "evaluate.max_tokens": left.evaluate_tokens,
+    "evaluate.samples": left.samples,
+    "evaluate.max_new_tokens": left.max_new_tokens,
+    "checkpoint.every_steps": left.checkpoint_every,
+    "checkpoint.keep_last": left.keep_last,
+    "checkpoint.keep_best": left.keep_best,
+    "log.every_steps": left.log_every,
+    "log.tensorboard": left.tensorboard,
+    "output.dir": left.output_dir,
+    "output.dtype": left.output_dtype,
+    "output.merge": left.merge,
+}
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    with open_lab(tmp_path_factory.mktemp("lab")) as opened:
+        yield opened
+
+
+def test_the_table_holds_every_key_and_nothing_else() -> None:
+    keys = set(all_keys())
+    assert sorted(keys - EFFECTS.keys()) == [], "keys whose effect no test sees"
+    assert sorted(EFFECTS.keys() - keys) == [], "entries that are no keys"
+
+
+@pytest.mark.parametrize("key", EFFECTS)
+def test_the_key_acts(key: str, lab: Lab) -> None:
+    EFFECTS[key](lab)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", EFFECTS)
+def test_the_check_sees_that_very_key(key: str, lab: Lab) -> None:
+    """With the key ignored its check fails: it does not look at something that other keys did."""
+    lab.ignored = key
+    try:
+        with pytest.raises((AssertionError, UserError, pytest.fail.Exception)):
+            EFFECTS[key](lab)
+    finally:
+        lab.ignored = ""
