@@ -1,6 +1,15 @@
 # What one does with manyhands. Needs python3 (3.11 or newer) and make; everything else is installed into .venv at the first call.
-#   make train | train CONFIG=run.yaml [ARGS='stop.max_steps=10 ...'] | train-distributed CONFIG=run.yaml
-#   make test | test-all | test-device | check | fmt | equality | gpu-info | tensorboard | clean
+#
+# make train                              the embedded demo, on all GPUs or on two CPU processes
+# make train CONFIG=run.yaml              your run, in one process; ARGS='stop.max_steps=10 ...' sets keys
+# make train-distributed CONFIG=run.yaml  your run, on all GPUs
+# make gpu-info                           the GPUs of this machine
+# make tensorboard                        curves of runs/; LOGDIR=runs/NAME for one run, PORT=6006
+# make test | test-all | test-device      the fast tests | all of them | those of several ranks, with python3 as it is
+# make check | fmt                        format, lint, types, imports | mends what can be mended
+# make equality                           measures docs/equality.md
+# make clean                              removes .venv and all caches, and leaves runs/
+#
 # MANYHANDS_PYTHON=/path/to/python uses an interpreter that has everything already, and installs nothing.
 
 SHELL := /bin/bash
@@ -34,7 +43,7 @@ test test-all equality: export OMP_NUM_THREADS ?= 1
 .PHONY: help train train-distributed test test-all test-device check fmt equality gpu-info tensorboard clean
 
 help:
-	@sed -n '2,4s/^# *//p' Makefile
+	@sed -n '3,14s/^# \{0,1\}//p' Makefile
 
 # torch comes first and by its exact version: asked for by a range, a resolver may choose a build of several GB more than once.
 .venv/.installed: pyproject.toml constraints.txt

@@ -52,6 +52,12 @@ def test_rows_are_held_out_counted_and_cached(write_rows, make_config, model_fol
     assert f"what is {line - 1}?" in train[0]
 
 
+def test_a_missing_chat_template_is_said(write_rows, make_config, model_folder: Path, plain_folder: Path) -> None:
+    config = make_config(write_rows([{"prompt": f"count {n}", "completion": f" to {n + 1}"} for n in range(60)]))
+    assert any("no chat template" in line for line in run(config, plain_folder)[2])
+    assert not any("no chat template" in line for line in run(config, model_folder)[2])
+
+
 def test_what_changes_tokens_changes_the_folder_and_nothing_else_does(
     write_rows, make_config, model_folder: Path, plain_folder: Path
 ) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from manyhands.metrics.meters import Meter
+from manyhands.metrics.report import read_evaluations
 from manyhands.metrics.sinks import ConsoleSink, JsonlSink, TensorBoardSink
 from manyhands.train.types import Evaluation, StepResult, TrainState
 
@@ -121,6 +122,22 @@ def test_a_pipe_gets_plain_lines_at_a_sensible_pace_and_both_answers():
     assert "held-out loss: 3.0000 before training, 1.5000 after step 1000" in lines
     assert lines[-2:] == ["  before: answer 0", "  after:  answer 1000"]
     assert "\x1b" not in out.getvalue()
+
+
+def test_a_resumed_run_shows_what_was_measured_before_its_first_launch(tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    sink = JsonlSink(metrics)
+    sink.after_evaluation(TrainState(), evaluation(0, loss=3.0))
+    sink.close()
+    metrics.write_text(metrics.read_text() + '{"kind": "evalu')  # killed while it wrote
+    (first,) = read_evaluations(metrics)
+    assert (first.step, first.loss, first.samples) == (0, 3.0, evaluation(0, loss=3.0).samples)
+    out = io.StringIO()
+    console = ConsoleSink(out, num_steps=4, first=first)
+    console.after_evaluation(TrainState(), evaluation(4, loss=1.5))
+    console.after_training(TrainState())
+    assert "held-out loss: 3.0000 before training, 1.5000 after step 4" in out.getvalue()
+    assert "before: answer 0" in out.getvalue()
 
 
 def test_text_in_brackets_is_not_taken_for_markup():

@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -134,7 +135,7 @@ def _write(
             "num_split": counts.split,
             "num_straddling_tokens": counts.straddling,
             "num_rows_with_markers": counts.with_markers,
-            "notes": notes + _note(config, counts),
+            "notes": notes + _note_plain(formats, tokenizer) + _note(config, counts),
         }
         writer.finish(train, validation, meta)
         report(f"tokenised {writer.num_rows:,} rows, {_millions(writer.num_tokens)} tokens in {time.monotonic() - start:.1f} s")
@@ -167,6 +168,13 @@ def divide_rows(config: RunConfig, num_rows: int, num_validation_rows: int | Non
     end = num_rows if max_rows is None else min(num_rows, num_held_out + max_rows)
     held_out = order[:num_held_out] if num_validation_rows is None else num_rows + np.arange(num_validation_rows)
     return np.sort(order[num_held_out:end]), np.sort(held_out), notes
+
+
+def _note_plain(formats: dict[str, str], tokenizer: Any) -> list[str]:
+    """A chat model whose template got lost would train on rows that no chat ever shows it."""
+    if "prompt" not in formats.values() or tokenizer.chat_template:
+        return []
+    return ["no chat template: prompt and completion are joined as they stand (model.chat_template gives one)"]
 
 
 def _note(config: RunConfig, counts: Counts) -> list[str]:

@@ -49,7 +49,9 @@ def read_evaluations(metrics: Path) -> list[Evaluation]:
         except ValueError:
             continue
         if row.get("kind") == "evaluation":
-            values: dict[str, Any] = {field.name: math.nan if row.get(field.name) is None else row[field.name] for field in fields(Evaluation)}
+            values: dict[str, Any] = {
+                field.name: math.nan if row.get(field.name) is None else row[field.name] for field in fields(Evaluation)
+            }
             values["samples"] = tuple((sample["prompt"], sample["answer"]) for sample in row.get("samples", []))
             found.append(Evaluation(**values))
     return found

@@ -12,6 +12,9 @@ from pathlib import Path
 from manyhands.errors import EXIT_FAILED, UserError
 from manyhands.launch.foreign import detect_launcher
 
+# Freeing a gloo group while its peer lives on was seen to hang (torch 2.13), so what a rank holds is left to the end of the process.
+_KEPT: list[object] = []
+
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("manyhands.worker", description=__doc__)
@@ -40,6 +43,7 @@ def main(argv: list[str]) -> int:
     from manyhands.worker.world import FirstRankFailed
 
     rank = Rank(launcher)
+    _KEPT.append(rank)
     try:
         return run_rank(rank, arguments)
     except FirstRankFailed:

@@ -44,6 +44,8 @@ def run_rank(rank: Rank, arguments: argparse.Namespace) -> int:
     dist.destroy_process_group()
     if rank.heartbeat is not None:
         rank.heartbeat.close()
+    if rank.is_first and rank.launcher.kind != "manyhands":  # our launcher does it itself
+        rank.folder.clear_ranks()
     return 0
 
 
