@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +170,7 @@ def divide_rows(config: RunConfig, num_rows: int, num_validation_rows: int | Non
     return np.sort(order[num_held_out:end]), np.sort(held_out), notes
 
 
-def _note_plain(formats: dict[str, str], tokenizer: Any) -> list[str]:
+def _note_plain(formats: Mapping[str, str], tokenizer: Any) -> list[str]:
     """A chat model whose template got lost would train on rows that no chat ever shows it."""
     if "prompt" not in formats.values() or tokenizer.chat_template:
         return []
