@@ -21,7 +21,6 @@ import manyhands.checkpoint.save as saving
 import manyhands.launch.prepare as preparing
 from manyhands.worker import __main__ as worker
 from manyhands.worker import finish, training
-from manyhands.worker import rank as ranks
 from manyhands.worker import world as worlds
 
 
@@ -45,11 +44,7 @@ def plant() -> None:
     prepare, commit = preparing.prepare_run, saving._commit
     after_step, save = training.BeatHook.after_step, training.CheckpointHook.save
 
-    form_group, make_rank = worlds.form_group, ranks.Rank
-
-    def planted_rank(*arguments: Any) -> Any:
-        KEPT.append(make_rank(*arguments))
-        return KEPT[-1]
+    form_group = worlds.form_group
 
     def planted_group(store: Any, *arguments: Any) -> Any:
         world = form_group(store, *arguments)
@@ -73,7 +68,7 @@ def plant() -> None:
         break_off("saving", int(folder.name.removeprefix("step-")))
         commit(partial, folder, manifest)
 
-    worlds.form_group, ranks.Rank = planted_group, planted_rank  # type: ignore[assignment,misc]
+    worlds.form_group = planted_group  # type: ignore[assignment]
     preparing.prepare_run, saving._commit = planted_prepare, planted_commit  # type: ignore[assignment]
     training.BeatHook.after_step, training.CheckpointHook.save = planted_step, planted_save  # type: ignore[method-assign]
 

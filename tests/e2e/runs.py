@@ -82,6 +82,7 @@ class Spec:
     name: str
     arguments: tuple[str, ...] = ()
     break_at: Mapping[str, int] | None = None
+    file: str = "run.yaml"
 
 
 @dataclass
@@ -132,9 +133,9 @@ class Place:
         with self.start(*command, **options) as process:
             return self.wait(process, begin, limit_s)
 
-    def train(self, name: str, *arguments: str, **options: Any) -> Ended:
+    def train(self, name: str, *arguments: str, file: str = "run.yaml", **options: Any) -> Ended:
         """``manyhands train run.yaml name=NAME ...``"""
-        return self.call(*train_command(name, *arguments), **options)
+        return self.call(*train_command(name, *arguments, file=file), **options)
 
     def wait_for(self, marks: list[Path], process: subprocess.Popen[str]) -> None:
         deadline = time.monotonic() + WAIT_S
@@ -146,7 +147,7 @@ class Place:
         """Many runs of the worker in one set of two processes (see ``many_runs``); each must end as its spec says."""
         path = self.folder / f"many-{specs[0].name}.json"
         fields = [
-            {"arguments": ["run.yaml", f"name={spec.name}", *spec.arguments], "ranks": spec.ranks, "break_at": spec.break_at}
+            {"arguments": [spec.file, f"name={spec.name}", *spec.arguments], "ranks": spec.ranks, "break_at": spec.break_at}
             for spec in specs
         ]
         path.write_text(json.dumps(fields))
@@ -157,8 +158,8 @@ class Place:
         assert not wrong, ended.output
 
 
-def train_command(name: str, *arguments: str) -> list[str]:
-    return ["-m", "manyhands", "train", "run.yaml", f"name={name}", *arguments]
+def train_command(name: str, *arguments: str, file: str = "run.yaml") -> list[str]:
+    return ["-m", "manyhands", "train", file, f"name={name}", *arguments]
 
 
 @dataclass(frozen=True)
@@ -206,7 +207,7 @@ def kill_all(pid: int) -> None:
 
 
 def write_place(folder: Path) -> Place:
-    """80 ragged rows, of which 20 are held out; a LoRA run with dropout of 12 steps, 8 to an epoch, saved every 4."""
+    """80 ragged rows, of which 20 are held out; run.yaml: LoRA with dropout, 12 steps, 8 to an epoch, saved every 4; full.yaml."""
     from manyhands.testing.tiny import write_tiny_model
 
     write_tiny_model(folder / "model")
@@ -228,4 +229,6 @@ def write_place(folder: Path) -> Place:
         "checkpoint": {"every_steps": 4},
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(run))
+    full = {"method": {"name": "full"}, "optimizer": {"learning_rate": 1e-3, "max_grad_norm": 1.5}}
+    (folder / "full.yaml").write_text(yaml.safe_dump(run | full))
     return Place(folder)

@@ -31,8 +31,6 @@ MODEL = {"verify/model.json"} | {
     )
 }
 
-FULL = ("method.name=full", "method.rank=null", "method.alpha=null", "method.dropout=null", "optimizer.learning_rate=0.001")
-
 
 def files_of(num_ranks: int, exported: set[str]) -> set[str]:
     ranks = range(num_ranks)
@@ -127,7 +125,7 @@ def test_full_weights_from_shards_open_with_transformers(place: Place) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    place.many(Spec(2, "full", (*FULL, "parallel.strategy=fsdp")), Spec(1, "full-one", FULL))
+    place.many(Spec(2, "full", ("parallel.strategy=fsdp",), file="full.yaml"), Spec(1, "full-one", file="full.yaml"))
     run, one = place.run("full"), place.run("full-one")
     check_files(run, 2, MODEL)
     check_metrics(run, 2)
@@ -142,15 +140,16 @@ def test_full_weights_from_shards_open_with_transformers(place: Place) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "arguments", "num_ranks", "exported"),
+    ("file", "arguments", "num_ranks", "exported"),
     [
-        ("slow-one", ("--gpus", "1"), 1, ADAPTER),
-        ("slow-full", ("--gpus", "1", *FULL), 1, MODEL),
-        ("slow-fsdp", ("--gpus", "2", "parallel.strategy=fsdp"), 2, ADAPTER),
+        ("run.yaml", ("--gpus", "1"), 1, ADAPTER),
+        ("full.yaml", ("--gpus", "1"), 1, MODEL),
+        ("run.yaml", ("--gpus", "2", "parallel.strategy=fsdp"), 2, ADAPTER),
     ],
 )
-def test_other_layouts_at_the_command_line(place: Place, name: str, arguments: tuple[str, ...], num_ranks: int, exported: set[str]) -> None:
-    ended = place.train(name, *arguments)
+def test_other_layouts_at_the_command_line(place: Place, file: str, arguments: tuple[str, ...], num_ranks: int, exported: set[str]) -> None:
+    name = f"slow-{num_ranks}-{file.removesuffix('.yaml')}"
+    ended = place.train(name, *arguments, file=file)
     assert ended.code == 0 and "verified" in ended.output and "reopened by" in ended.output, ended.output
     check_files(place.run(name), num_ranks, exported)
     check_metrics(place.run(name), num_ranks)
