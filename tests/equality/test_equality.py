@@ -25,7 +25,6 @@ FAST = (
 )
 CASES = equality.cases()
 REFERENCE = CASES[0]
-FAMILY = {"float32": "llama", "float64": "starcoder2"}  # RMS norms compute in float32 even in a float64 model
 
 
 class Workspaces:
@@ -36,10 +35,10 @@ class Workspaces:
         self.references: dict[tuple[str, str], Curve] = {}
 
     def folder(self, dtype: str) -> Path:
-        folder = self.root / FAMILY[dtype]
+        folder = self.root / equality.FAMILY[dtype]
         if not folder.exists():
             folder.mkdir()
-            equality.write_workspace(folder, FAMILY[dtype])
+            equality.write_workspace(folder, equality.FAMILY[dtype])
         return folder
 
     def run(self, case: Case, dtype: str, method: str) -> Curve:

@@ -13,8 +13,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from manyhands.errors import UserError
+from manyhands.files import write_json
 from manyhands.launch import local
-from manyhands.launch.files import write_json
 from manyhands.launch.heartbeat import Beat
 from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.start import start

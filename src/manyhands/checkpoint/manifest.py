@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from manyhands.errors import EXIT_FAILED, UserError
+from manyhands.files import write_json
 
 MANIFEST = "manifest.json"
 TRAIN_STATE = "train_state.json"
@@ -47,16 +46,6 @@ def hash_file(path: Path) -> FileEntry:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return FileEntry(bytes=file.tell(), sha256=digest)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Writes JSON so that after a crash either nothing or the whole file is there."""
-    partial = path.with_name(path.name + ".tmp")
-    with partial.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

@@ -13,11 +13,12 @@ from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
-from manyhands.checkpoint.manifest import TRAIN_STATE, FileEntry, Manifest, hash_file, write_json, write_manifest
+from manyhands.checkpoint.manifest import TRAIN_STATE, FileEntry, Manifest, hash_file, write_manifest
 from manyhands.checkpoint.retention import PARTIAL, REPLACED
 from manyhands.checkpoint.tensors import checkpoint_tensors, describe
 from manyhands.checkpoint.together import run_on_first, run_together
 from manyhands.errors import EXIT_FAILED, UserError
+from manyhands.files import write_json
 
 FILE_BYTES = 2 * 2**30  # a rank's share of one file: the writer holds a file twice in memory while it writes
 

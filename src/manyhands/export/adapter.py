@@ -12,8 +12,9 @@ from torch import nn
 from manyhands.checkpoint.tensors import reshard
 from manyhands.checkpoint.together import run_on_first
 from manyhands.config.schema import MethodSection
-from manyhands.export.files import begin_folder, commit_folder, write_json
+from manyhands.export.files import begin_folder, commit_folder
 from manyhands.export.reference import Reference, describe_tensor
+from manyhands.files import write_json
 from manyhands.model.lora import adapted_layers, adapter_state
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 from manyhands.data.tokenizer import TOKENIZER_FILES, read_chat_template
 from manyhands.errors import UserError
+from manyhands.files import write_json
 
 MORE_TOKENIZER_FILES = ("tekken.json", "preprocessor_config.json")
 TEMPLATE_FOLDER = "additional_chat_templates"
@@ -42,10 +42,6 @@ def commit_folder(partial: Path, folder: Path) -> None:
         folder.rename(old)
     partial.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def copy_config(source: Path, target: Path, dtype: str) -> None:

@@ -9,9 +9,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from manyhands.checkpoint.together import run_on_first
-from manyhands.export.files import begin_folder, commit_folder, copy_config, copy_tokenizer, write_json
+from manyhands.export.files import begin_folder, commit_folder, copy_config, copy_tokenizer
 from manyhands.export.gather import iterate_whole, saved_bytes
 from manyhands.export.reference import Reference, TensorReference, describe_tensor
+from manyhands.files import write_json
 
 SHARD_BYTES = 5 * 10**9
 

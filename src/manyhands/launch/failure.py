@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 from manyhands.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, UserError
-from manyhands.launch.files import read_json, write_json
+from manyhands.files import read_json, write_json
 from manyhands.launch.heartbeat import read_beat, read_beats
 from manyhands.launch.run_folder import RunFolder
 

@@ -15,8 +15,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from manyhands.files import read_json
 from manyhands.launch.env import LAUNCHER_PID
-from manyhands.launch.files import read_json
 from manyhands.launch.run_folder import RunFolder
 
 TICK_S = 0.5

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable
 
 from manyhands.errors import UserError
-from manyhands.launch.files import read_json
+from manyhands.files import read_json
 from manyhands.launch.run_folder import RunFolder
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)

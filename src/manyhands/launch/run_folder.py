@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 from manyhands.config.schema import RunConfig
 from manyhands.errors import UserError
-from manyhands.launch.files import read_json, write_atomically, write_json
+from manyhands.files import read_json, write_atomically, write_json
 from manyhands.plan.types import Plan
 
 State = Literal["running", "finished", "failed", "interrupted"]

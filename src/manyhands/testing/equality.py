@@ -258,7 +258,7 @@ def table(world: Ranks, folder: Path, dtype: str, method: str, chosen: list[Case
         yield f"| {case.name} | {deviation.loss:.1e} | {deviation.norm:.1e} | {curve.num_steps_with_idle_rank} | {verdict} |"
 
 
-FAMILY = {"float64": "starcoder2"}  # plain layer norms; RMS norms compute in float32 even in a float64 model
+FAMILY = {"float32": "llama", "bfloat16": "llama", "float64": "starcoder2"}  # RMS norms compute in float32 even in a float64 model
 
 
 def main() -> None:
@@ -273,7 +273,7 @@ def main() -> None:
     lines: list[str] = []
     with tempfile.TemporaryDirectory() as temporary, ranks(size, arguments.device) as world:
         for dtype in dtypes:
-            family = FAMILY.get(dtype, "llama")
+            family = FAMILY[dtype]
             folder = Path(temporary, family)
             if not folder.exists():
                 folder.mkdir()

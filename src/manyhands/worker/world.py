@@ -84,8 +84,8 @@ def pick_device(kind: str, local_rank: int) -> torch.device:
 
 def form_group(store: dist.Store, launcher: Launcher, device: torch.device, timeout_s: float) -> World:
     """The default process group: NCCL for GPU tensors with gloo for CPU tensors beside it, or gloo alone."""
-    # Not bound to a device (device_id): bound, each axis of a mesh is split off NCCL's communicator, and with gloo beside it
-    # two ranks ended without a word when they first made a mesh of two axes (torch 2.11).
+    # Not bound to a device (device_id): bound, the axes of a mesh are split off NCCL's communicator. A pair of ranks so bound
+    # once died at its first mesh of two axes (torch 2.11); that the binding was the cause is a guess.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend,
