@@ -264,6 +264,7 @@ FAMILY = {"float32": "llama", "bfloat16": "llama", "float64": "starcoder2"}  # R
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--methods", nargs="+", choices=["full", "lora"], default=["full", "lora"])
     parser.add_argument("--output", type=Path, help="Markdown page whose marked part is replaced; standard output without it")
     arguments = parser.parse_args()
     dtypes = ("float32", "float64", "bfloat16") if arguments.device == "cpu" else ("bfloat16",)
@@ -278,7 +279,7 @@ def main() -> None:
             if not folder.exists():
                 folder.mkdir()
                 write_workspace(folder, family)
-            for method in ("full", "lora"):
+            for method in arguments.methods:
                 bounds = f"loss {BOUNDS[dtype]:g}, gradient norm {NORM_BOUNDS[dtype]:g}"
                 lines += ["", f"## {family}, {method}, {dtype} ({place}); bounds: {bounds}", ""]
                 chosen = [case for case in cases(arguments.device) if case.world_size <= size]
