@@ -1,0 +1,190 @@
+"""Attention and MLP modules on fused low-rank layers, in the place of a family's own: same children, same names, same numbers.
+
+``fuse_lora`` looks at classes by name, and at adapted layers by what they hold: a frozen ``weight`` (and ``bias``), trained
+``lora_A.weight`` and ``lora_B.weight``, ``scaling`` and ``dropout``. A layer whose weight is quantised offers
+``fused_base() -> (pieces, product, transposed)``, see ``lora.Layer``. Whatever does not fit stays as it is, and is reported.
+Knows nothing of how adapters are made, of sharding or of runs.
+
+Weights are read from the children in each forward pass, so what a sharded unit has gathered is what is used. Hooks on the
+children themselves do not run; a module whose children have some is left.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from manyhands.kernels.lora import Layer, lora_linears, lora_mlp
+
+ATTENTION = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention", "Gemma3Attention")
+MLP = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "Gemma3MLP")
+ACTIVATION_NAMES = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}  # transformers' -> ours
+FACTORS = ("lora_A", "lora_B")
+
+
+@dataclass(frozen=True)
+class FuseReport:
+    """Names of the modules that were replaced, with their former class, and of those with adapters that were left, with the reason."""
+
+    fused: dict[str, str] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        parts = [f"{count} {kind}" for kind, count in Counter(self.fused.values()).items()]
+        text = f"fused: {', '.join(parts) or 'nothing'}"
+        reasons = [f"{count} modules ({reason})" for reason, count in Counter(self.left.values()).items()]
+        return text + (f"; generic path: {', '.join(reasons)}" if reasons else "")
+
+
+def fuse_lora(model: nn.Module) -> FuseReport:
+    """Replace attention and MLP modules that hold adapters. ``model`` may be on meta; do so before it is compiled or sharded.
+
+    Parameters, buffers and their names do not change. A module is left where a layer has dropout, trained weights of its own,
+    parameters besides its factors (DoRA) or hooks, and where the family is not known.
+    """
+    report = FuseReport()
+    holders = [(name, module) for name, module in model.named_modules() if any(map(_is_adapted, module.children()))]
+    for name, module in holders:
+        kind = type(module).__name__
+        reason = _why_not(module)
+        if reason:
+            report.left[name] = reason
+            continue
+        parent, _, child = name.rpartition(".")
+        fused = FusedAttention(module) if kind in ATTENTION else FusedMlp(module)
+        setattr(model.get_submodule(parent), child, fused)
+        report.fused[name] = kind
+    return report
+
+
+class FusedAttention(nn.Module):
+    """Grouped-query attention whose q, k and v share one pass over their input. Norms of queries and keys where the family has them.
+
+    Called as transformers calls it: (b, t, e) -> (b, t, e) and the attention weights, if the implementation gives any.
+    """
+
+    config: Any
+    head_dim: int
+    q_norm: Any
+    k_norm: Any
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        _take_over(self, original)
+        home = sys.modules[type(original).__module__]
+        self._rotate: Callable[..., Any] = home.apply_rotary_pos_emb
+        self._eager: Callable[..., Any] = home.eager_attention_forward
+        self._functions: Any = home.ALL_ATTENTION_FUNCTIONS
+        self._window: dict[str, Any] = {}
+        if hasattr(original, "sliding_window"):
+            self._window = {"sliding_window": original.sliding_window}
+        elif type(original).__name__ == "MistralAttention":
+            self._window = {"sliding_window": getattr(original.config, "sliding_window", None)}
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        rows, length, _ = hidden_states.shape
+        projected = lora_linears(hidden_states, [layer_of(self.q_proj), layer_of(self.k_proj), layer_of(self.v_proj)])
+        query, key, value = (states.view(rows, length, -1, self.head_dim) for states in projected)
+        if "q_norm" in self._modules:  # over the last dimension: the order of norm and transposition is free
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        query, key = self._rotate(query, key, *position_embeddings)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        attend = self._functions.get_interface(self.config._attn_implementation, self._eager)
+        dropout = self.attention_dropout if self.training else 0.0
+        out, weights = attend(self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **self._window, **kwargs)
+        (out,) = lora_linears(out.reshape(rows, length, -1), [layer_of(self.o_proj)])
+        return out, weights
+
+
+class FusedMlp(nn.Module):
+    """down(act(gate(x)) * up(x)) as one function, (..., e) -> (..., e)."""
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        _take_over(self, original)
+        self._activation = ACTIVATION_NAMES[_activation_name(original)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return lora_mlp(x, layer_of(self.gate_proj), layer_of(self.up_proj), layer_of(self.down_proj), self._activation)
+
+
+def layer_of(module: Any) -> Layer:
+    """The tensors of a frozen linear layer with or without factors, as they are now."""
+    base, product, transposed = module.fused_base() if hasattr(module, "fused_base") else ((module.weight,), None, None)
+    if not _is_adapted(module):
+        return Layer(base, module.bias, product=product, transposed=transposed)
+    return Layer(base, module.bias, module.lora_A.weight, module.lora_B.weight, module.scaling, product, transposed)
+
+
+def _take_over(new: nn.Module, original: nn.Module) -> None:
+    """The children, parameters, buffers, mode and plain attributes of ``original``; its class's code is all that is left behind."""
+    for name, value in vars(original).items():
+        if not name.startswith("_") and name != "training":
+            setattr(new, name, value)
+    for registry in ("_parameters", "_buffers", "_modules"):
+        getattr(new, registry).update(getattr(original, registry))
+    new.training = original.training
+
+
+def _is_adapted(module: nn.Module) -> bool:
+    return all(isinstance(getattr(module, factor, None), nn.Module) for factor in FACTORS)
+
+
+def _why_not(module: nn.Module) -> str:
+    """Why a module that holds adapted layers cannot be replaced; empty where it can."""
+    kind = type(module).__name__
+    if kind not in ATTENTION + MLP or not type(module).__module__.startswith("transformers.models."):
+        return f"no fused form of {kind}"
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return f"{kind} has hooks"
+    if kind in MLP and _activation_name(module) not in ACTIVATION_NAMES:
+        return f"activation {_activation_name(module)}"
+    names = ("q_proj", "k_proj", "v_proj", "o_proj") if kind in ATTENTION else ("gate_proj", "up_proj", "down_proj")
+    for name in names:
+        reason = _why_not_layer(getattr(module, name, None))
+        if reason:
+            return f"{name} {reason}"
+    return ""
+
+
+def _why_not_layer(module: Any) -> str:
+    if not isinstance(module, nn.Linear):
+        return f"is a {type(module).__name__}"
+    layer: Any = module  # what it holds is asked for, not known
+    adapted = _is_adapted(layer)
+    if not adapted and type(layer) is not nn.Linear and not hasattr(layer, "fused_base"):
+        return f"is a {type(layer).__name__}"
+    if adapted and float(getattr(layer, "dropout", 0.0)):
+        return "has dropout"
+    if any(m._forward_hooks or m._forward_pre_hooks for m in layer.modules()):
+        return "has hooks"
+    if "weight" not in layer._parameters and not hasattr(layer, "fused_base"):
+        return "has a weight that is no parameter"
+    pieces = layer.fused_base()[0] if hasattr(layer, "fused_base") else (layer.weight,)
+    known = {id(piece) for piece in (*pieces, layer.bias, *(getattr(layer, factor).weight for factor in FACTORS if adapted))}
+    others = [name for name, parameter in layer.named_parameters() if id(parameter) not in known]
+    if others:
+        return f"has parameters of another method ({', '.join(others)})"
+    if any(piece.requires_grad for piece in (*pieces, layer.bias) if piece is not None):
+        return "has trained weights of its own"
+    return ""
+
+
+def _activation_name(mlp: Any) -> str:
+    config = mlp.config
+    return str(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", ""))

@@ -1,0 +1,93 @@
+"""Models with adapters for the tests of fused modules; also what ranks run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from manyhands.config.schema import MethodSection
+from manyhands.kernels.modules import fuse_lora
+from manyhands.model.lora import apply_lora
+from manyhands.model.shards import named_generator
+from manyhands.testing.tiny import tiny_model
+
+
+def adapted(model: Any, **method: Any) -> Any:
+    """Adapters on ``model``, with factors B that are not zero."""
+    apply_lora(model, MethodSection(name="lora", **{"rank": 4, "alpha": 6.0, **method}), 0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(0.05 * torch.randn(parameter.shape, generator=named_generator(1, name), dtype=parameter.dtype))
+    return model
+
+
+def qwen2(dtype: torch.dtype = torch.float32) -> Any:
+    """Qwen2 has biases on q, k and v; filled here, since they start at zero."""
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    config = Qwen2Config(
+        vocab_size=260,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        use_sliding_window=True,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"],
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.uniform_(-0.2, 0.2)
+    return model
+
+
+def tiny(family: str, dtype: str = "float32") -> Any:
+    return qwen2(getattr(torch, dtype)) if family == "qwen2" else tiny_model(family, dtype)
+
+
+def token_ids(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def step(model: nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Logits, and the gradients of a loss over all of them."""
+    model.zero_grad()
+    logits = model(input_ids=ids, use_cache=False).logits
+    logits.double().logsumexp(-1).square().mean().backward()
+    return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def sharded_step(family: str, recompute: bool, compiled: bool) -> dict[str, Any]:
+    """One step of a fused model, sharded over the ranks of the world, on the same rows on each: whole gradients."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from manyhands.model.blocks import find_blocks
+    from manyhands.model.shards import gather
+    from manyhands.parallel.compile import compile_blocks
+    from manyhands.parallel.recompute import recompute_blocks
+
+    model = adapted(tiny(family))
+    report = fuse_lora(model)
+    if recompute:
+        recompute_blocks(model)
+    if compiled:
+        compile_blocks(model, backend="aot_eager")
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    for block in find_blocks(model).values():
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    logits, gradients = step(model, token_ids(2, 12))
+    return {
+        "fused": len(report.fused),
+        "logits": logits.numpy(),
+        "gradients": {name: gather(gradient).numpy() for name, gradient in gradients.items()},
+    }

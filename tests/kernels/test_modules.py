@@ -1,0 +1,245 @@
+"""Fused attention and MLP modules against the families' own, alone and in training."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from manyhands.kernels.modules import FusedAttention, FusedMlp, fuse_lora
+from manyhands.model.blocks import find_blocks
+from manyhands.model.lora import LoraLinear, adapted_layers
+from manyhands.testing.ranks import Ranks
+from tests.kernels.models import adapted, step, tiny, token_ids
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
+
+
+def pair(family: str, dtype: str = "float32", **method: Any) -> tuple[Any, Any]:
+    """A model with adapters, and the same fused."""
+    plain = adapted(tiny(family, dtype), **method)
+    fused = copy.deepcopy(plain)
+    fuse_lora(fused)
+    return plain, fused
+
+
+def worst_gap(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """Worst deviation of a gradient, relative to it; queries and keys of a single token have none but rounding."""
+    assert found.keys() == expected.keys()
+    least = 1e-6 * max(float(wanted.norm()) for wanted in expected.values())
+    return max(float((found[name] - wanted).norm()) / max(float(wanted.norm()), least) for name, wanted in expected.items())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("shape", [(2, 13), (1, 1), (3, 9)])
+def test_model_gives_the_same_logits_and_gradients(family: str, shape: tuple[int, int]) -> None:
+    plain, fused = pair(family, "float64")
+    logits, gradients = step(plain, token_ids(*shape))
+    fused_logits, fused_gradients = step(fused, token_ids(*shape))
+    # rotary tables and norms compute in float32 in any model
+    torch.testing.assert_close(fused_logits, logits, rtol=1e-6, atol=1e-6)
+    assert worst_gap(fused_gradients, gradients) < 1e-6
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_everything_but_the_code_stays(family: str) -> None:
+    plain, fused = pair(family)
+    report = fuse_lora(copy.deepcopy(plain))
+    num_blocks = len(find_blocks(plain))
+    assert len(report.fused) == 2 * num_blocks and not report.left
+    assert str(report).startswith(f"fused: {num_blocks} ")
+    assert [(n, p.shape, p.requires_grad) for n, p in plain.named_parameters()] == [
+        (n, p.shape, p.requires_grad) for n, p in fused.named_parameters()
+    ]
+    assert list(plain.state_dict()) == list(fused.state_dict())
+    assert adapted_layers(plain).keys() == adapted_layers(fused).keys()
+    assert not fused.eval().model.layers[0].mlp.training
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_single_modules_on_packed_and_empty_rows(family: str) -> None:
+    plain, fused = pair(family)
+    own, ours = plain.model.layers[0].mlp, fused.model.layers[0].mlp
+    assert isinstance(ours, FusedMlp) and isinstance(fused.model.layers[0].self_attn, FusedAttention)
+    for shape in [(1, 1, 64), (2, 0, 64), (5, 3, 64)]:
+        x = torch.randn(shape)
+        torch.testing.assert_close(ours(x), own(x), rtol=1e-5, atol=1e-6)
+    ids, positions = token_ids(1, 12), torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3]])
+    outputs = [model(input_ids=ids, position_ids=positions, use_cache=False).logits for model in (plain, fused)]
+    torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_generation_with_a_cache_is_the_same(family: str) -> None:
+    found = []
+    for model in pair(family):
+        found.append(model.eval().generate(token_ids(1, 7), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0))
+    assert torch.equal(*found)
+
+
+def test_partly_adapted_modules() -> None:
+    plain, fused = pair("llama", targets=("q_proj", "v_proj"))
+    assert isinstance(fused.model.layers[0].self_attn, FusedAttention) and not isinstance(fused.model.layers[0].mlp, FusedMlp)
+    assert worst_gap(step(fused, token_ids(2, 8))[1], step(plain, token_ids(2, 8))[1]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "family, method, reason",
+    [
+        ("llama", {"dropout": 0.1}, "q_proj has dropout"),
+        ("llama", {"dora": True}, "q_proj has parameters of another method (lora_magnitude_vector)"),
+        ("starcoder2", {}, "no fused form of Starcoder2"),
+    ],
+)
+def test_what_does_not_fit_is_left_and_said(family: str, method: dict[str, Any], reason: str) -> None:
+    model = adapted(tiny(family), **method)
+    kinds = [type(module) for module in model.modules()]
+    report = fuse_lora(model)
+    assert not report.fused and len(report.left) == 2 * len(find_blocks(model))
+    assert any(text.startswith(reason) for text in report.left.values())
+    assert "generic path" in str(report) and [type(module) for module in model.modules()] == kinds
+
+
+def test_hooks_and_trained_weights_are_left() -> None:
+    model = adapted(tiny("llama"))
+    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: None)
+    model.model.layers[1].self_attn.o_proj.weight.requires_grad_()
+    report = fuse_lora(model)
+    assert report.left == {
+        "model.layers.0.mlp": "up_proj has hooks",
+        "model.layers.1.self_attn": "o_proj has trained weights of its own",
+    }
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_compiled_blocks_share_graphs_as_before(recompute: bool) -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+    from torch._dynamo.utils import counters
+
+    from manyhands.parallel.compile import compile_blocks
+    from manyhands.parallel.recompute import recompute_blocks
+
+    plain, fused = pair("llama")
+    num_graphs = []
+    for model in (plain, fused):
+        torch._dynamo.reset()
+        counters.clear()
+        if recompute:
+            recompute_blocks(model.train())
+        counter = CompileCounterWithBackend("aot_eager")
+        compile_blocks(model, backend=counter)
+        outcome = step(model, token_ids(2, 12))
+        num_graphs.append(counter.frame_count)
+        assert not counters["graph_break"]
+    assert num_graphs[1] <= num_graphs[0]
+    assert worst_gap(outcome[1], step(pair("llama")[0], token_ids(2, 12))[1]) < 1e-5
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("recompute, compiled", [(False, False), (True, False), pytest.param(False, True, marks=pytest.mark.slow)])
+def test_sharded_ranks_give_the_gradients_of_one(world: Ranks, recompute: bool, compiled: bool) -> None:
+    expected = step(adapted(tiny("qwen3")), token_ids(2, 12))
+    for found in world.run("tests.kernels.models:sharded_step", "qwen3", recompute, compiled, world_size=2):
+        assert found["fused"] == 6
+        np.testing.assert_allclose(found["logits"], expected[0].numpy(), rtol=1e-5, atol=1e-5)
+        assert found["gradients"].keys() == expected[1].keys()
+        for name, gradient in expected[1].items():  # both ranks see the same rows, so the mean over ranks is the gradient of one
+            np.testing.assert_allclose(
+                found["gradients"][name], gradient.numpy(), rtol=0, atol=1e-5 * gradient.abs().max().item(), err_msg=name
+            )
+
+
+def test_weights_in_nf4_through_their_own_products() -> None:
+    pytest.importorskip("bitsandbytes")
+    from manyhands.model import nf4
+    from manyhands.model.lora import LoraNf4Linear
+    from manyhands.model.quantise import quantise_blocks
+
+    class Fusable(LoraNf4Linear):
+        def fused_base(self) -> Any:
+            product = partial(nf4.nf4_linear, bias=None, out_features=self.out_features)
+            transposed = partial(nf4.nf4_linear_backward, in_features=self.in_features)
+            return (self.weight_codes, self.weight_statistics), product, transposed
+
+    source = tiny("llama")
+    weights = {name: p.detach().clone() for name, p in source.named_parameters()}
+    quantise_blocks(source)
+    for name, module in source.named_modules():
+        if isinstance(module, nf4.Nf4Linear):
+            module.fill(lambda begin, end, n=name: weights[f"{n}.weight"][begin:end])
+    plain = adapted(source)
+    fused = copy.deepcopy(plain)
+    assert set(fuse_lora(fused).left.values()) in (
+        {"q_proj has a weight that is no parameter", "gate_proj has a weight that is no parameter"},
+        set(),
+    )
+    for module in fused.modules():
+        if type(module) is LoraNf4Linear:
+            module.__class__ = Fusable
+    fuse_lora(fused)
+    assert isinstance(fused.model.layers[2].mlp, FusedMlp)
+    expected = step(plain, token_ids(2, 9))
+    logits, gradients = step(fused, token_ids(2, 9))
+    torch.testing.assert_close(logits, expected[0], rtol=1e-5, atol=1e-5)
+    assert worst_gap(gradients, expected[1]) < 1e-5
+    for block in find_blocks(fused).values():
+        block.compile(fullgraph=True, backend="aot_eager")
+    assert worst_gap(step(fused, token_ids(2, 9))[1], expected[1]) < 1e-5
+
+
+def train(model: Any, num_steps: int, learning_rate: float, vocab_size: int, length: int = 48) -> torch.Tensor:
+    """Losses of ``num_steps`` AdamW steps on rows with a pattern that can be learnt."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=learning_rate)
+    losses = []
+    for index in range(num_steps):
+        draw = torch.Generator().manual_seed(index)
+        half = torch.randint(0, min(vocab_size, 200), (4, length // 2), generator=draw)
+        ids = torch.cat([half, (half + 1) % vocab_size], 1)
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1).float()
+        loss = nn.functional.cross_entropy(logits, ids[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return torch.tensor(losses, dtype=torch.float64)
+
+
+def curves(source: Any, num_steps: int, learning_rate: float, vocab_size: int) -> dict[str, torch.Tensor]:
+    """Loss curves in float32, in bfloat16, and in bfloat16 fused, from the same rounded weights."""
+    half = source.bfloat16()
+    models = {"reference": adapted(copy.deepcopy(half).float()), "plain": adapted(copy.deepcopy(half)), "fused": adapted(half)}
+    assert fuse_lora(models["fused"]).fused
+    assert all(p.dtype == torch.float32 for model in models.values() for p in model.parameters() if p.requires_grad)
+    return {name: train(model, num_steps, learning_rate, vocab_size) for name, model in models.items()}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_fifty_steps_stay_as_near_to_float32_as_plain_bfloat16(family: str) -> None:
+    found = curves(tiny(family), 50, 1e-2, 256)
+    assert found["reference"][-5:].mean() < found["reference"][:5].mean() - 0.1
+    gaps = {name: (found[name] - found["reference"]).square().mean().sqrt() for name in ("plain", "fused")}
+    assert gaps["fused"] <= 1.2 * gaps["plain"]
+
+
+@pytest.mark.real
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_fifty_steps_of_a_real_model(smollm2: Any) -> None:
+    from transformers import AutoModelForCausalLM
+
+    source = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+    found = curves(source, 50, 1e-3, source.config.vocab_size)
+    gaps = {name: (found[name] - found["reference"]).square().mean().sqrt() for name in ("plain", "fused")}
+    print({name: float(gap) for name, gap in gaps.items()})
+    assert gaps["fused"] <= 1.2 * gaps["plain"]
+
+
+def test_lora_linear_is_what_the_fused_modules_expect() -> None:
+    layer = next(m for m in adapted(tiny("llama"), rslora=True, alpha=8.0).modules() if isinstance(m, LoraLinear))
+    assert layer.scaling == 4.0 and layer.dropout == 0.0 and "weight" in layer._parameters
