@@ -73,7 +73,7 @@ def test_all_errors_of_a_file_at_once_with_their_lines(tmp_path):
     assert error.what == "the run file has 8 errors" and len(error.details) == 8 and str(path) in text
     assert "line 1: unknown key `modle`: did you mean `model`?" in text
     assert "line 5: unknown key `data.trian`: did you mean `data.train`?" in text
-    assert "`data.train` is missing. JSONL file of training rows" in text
+    assert "`data.train` is missing. Training rows: a path" in text
     assert "line 7: `batch.rows`: got 0, allowed: a whole number >= 1 or `auto`. Rows of the global batch" in text
     assert "unknown key `optimizer.lr`: did you mean `optimizer.learning_rate`?" in text
     assert "`optimizer.learning_rate`: got fast, allowed: a number > 0 or `auto`" in text

@@ -9,8 +9,15 @@ from collections.abc import Callable, Iterator
 
 from manyhands.config.keys import show, table
 from manyhands.config.schema import RunConfig
+from manyhands.config.source_checks import check_formats, check_sources
+from manyhands.config.template_arguments import find_argument_faults
 
 Findings = Iterator[str]
+
+LORA_KEYS = (
+    *(f"method.{name}" for name in ("rank", "alpha", "dropout", "targets", "rslora", "dora", "modules_to_save", "adapter")),
+    "output.merge",
+)
 
 
 def check(config: RunConfig) -> list[str]:
@@ -38,7 +45,7 @@ def _check_batch(config: RunConfig) -> Findings:
     batch, data = config.batch, config.data
     if batch.rows != "auto" and batch.tokens is not None:
         yield "`batch.rows` and `batch.tokens` both set the global batch: keep one"
-    if data.packing:
+    if data.packing:  # true or auto: what is said for rows laid side by side
         yield from _idle(config, ("batch.micro_rows", "batch.accumulation"), "data.packing", "set data.packing: false")
     else:
         yield from _idle(config, ("batch.micro_tokens",), "data.packing", "set data.packing: true")
@@ -111,29 +118,53 @@ def _check_checkpoint(config: RunConfig) -> Findings:
 
 
 def _check_method(config: RunConfig) -> Findings:
-    if config.method.name == "full":
-        lora_only = ("method.rank", "method.alpha", "method.dropout", "method.targets", "output.merge")
-        yield from _idle(config, lora_only, "method.name", "set method.name: lora")
+    if not config.method.trains_adapters:
+        yield from _idle(config, LORA_KEYS, "method.name", "set method.name: lora")
+    if config.method.name != "patterns":
+        yield from _idle(config, ("method.train", "method.freeze"), "method.name", "set method.name: patterns")
+
+
+def _check_optimizer(config: RunConfig) -> Findings:
+    name = config.optimizer.name
+    if name == "adafactor":
+        moments = ("optimizer.beta1", "optimizer.beta2", "optimizer.eps")
+        yield from _idle(config, moments, "optimizer.name", "choose an optimizer that has such moments: adamw")
+    if name not in ("adamw", "adafactor", "muon"):
+        if config.parallel.device == "cpu":
+            yield f"`optimizer.name: {name}` is of bitsandbytes, which has it on GPUs only, and `parallel.device` is cpu: use adamw"
+        if config.model.dtype == "float64":
+            yield f"`optimizer.name: {name}` has no 64-bit weights, and `model.dtype` is float64: use adamw or another dtype"
 
 
 def _check_task(config: RunConfig) -> Findings:
-    if config.task == "sft":
-        if config.data.too_long == "split":
-            yield "`data.too_long: split` cuts text, but `task: sft` trains conversations: use refuse or truncate, or task: cpt"
-        if config.data.format == "text":
-            yield "`data.format: text` has no answers to train, but `task: sft` trains answers: set task: cpt, or another format"
-        return
-    if config.data.format not in ("auto", "text"):
-        yield f"`data.format: {config.data.format}` is a conversation, but `task: cpt` trains text: use format text, or task: sft"
-    yield from _idle(config, ("model.chat_template",), "task", "set task: sft")
+    if config.task == "sft" and config.data.too_long == "split":
+        yield "`data.too_long: split` cuts text, but `task: sft` trains conversations: use refuse or truncate, or task: cpt or mixed"
+    if config.task == "cpt":
+        chat_only = ("model.chat_template", "data.train_on", "data.template_arguments", "data.date")
+        yield from _idle(config, chat_only, "task", "set task: sft or mixed")
+
+
+def _check_template(config: RunConfig) -> Findings:
+    yield from find_argument_faults(config.data.template_arguments, config.data.date)
+    if "date_string" in config.data.template_arguments and _asked(config, "data.date"):
+        yield "`data.template_arguments.date_string` and `data.date` both say today's date: keep one"
 
 
 def _check_parallel(config: RunConfig) -> Findings:
     parallel = config.parallel
     if parallel.strategy == "one" and parallel.gpus != "auto" and parallel.gpus > 1:
         yield f"`parallel.strategy: one` is one process, but `parallel.gpus` is {parallel.gpus}: use strategy auto, ddp or fsdp, or gpus: 1"
-    if parallel.strategy in ("one", "ddp"):
+    if parallel.strategy in ("one", "ddp") and parallel.offload != "all":
         yield from _idle(config, ("parallel.reshard",), "parallel.strategy", "set parallel.strategy: fsdp")
+    if parallel.strategy != "hybrid":
+        yield from _idle(config, ("parallel.shard_ranks",), "parallel.strategy", "set parallel.strategy: hybrid")
+    elif parallel.shard_ranks != "auto" and parallel.gpus != "auto" and parallel.gpus % parallel.shard_ranks:
+        yield f"`parallel.shard_ranks: {parallel.shard_ranks}` does not divide `parallel.gpus: {parallel.gpus}`: make it one of its divisors"
+    if parallel.offload == "all" and parallel.strategy == "ddp":
+        yield "`parallel.offload: all` keeps shards in host memory, but `parallel.strategy: ddp` has none: use strategy fsdp or hybrid, or one"
+    if parallel.offload != "none" and config.optimizer.name != "adamw":
+        paged = "optimizer.name: paged_adamw_8bit, whose states move by themselves, and no parallel.offload, or optimizer.name: adamw"
+        yield f"`parallel.offload: {parallel.offload}` is for `optimizer.name: adamw`, not `{config.optimizer.name}`: use {paged}"
 
 
 RULES: tuple[Callable[[RunConfig], Findings], ...] = (
@@ -142,6 +173,10 @@ RULES: tuple[Callable[[RunConfig], Findings], ...] = (
     _check_evaluation,
     _check_checkpoint,
     _check_method,
+    _check_optimizer,
     _check_task,
+    check_formats,
+    check_sources,
+    _check_template,
     _check_parallel,
 )

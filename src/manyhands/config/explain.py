@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,8 @@ import yaml
 from manyhands.config import keys
 from manyhands.config.schema import RunConfig
 from manyhands.errors import UserError
+
+_IN_SOURCE = re.compile(r"data\.(?:train|validation)(?:\[\d*\])?\.(\w+)")
 
 
 def all_keys() -> list[str]:
@@ -22,18 +25,33 @@ def explain(key: str) -> str:
     if key in keys.sections():
         inner = [name for name in keys.table() if name.startswith(key + ".")]
         return "\n\n".join([f"{key}: {keys.sections()[key].__doc__}", *(explain(name) for name in inner)])
+    in_source = _IN_SOURCE.fullmatch(key)
+    if in_source and in_source[1] in keys.source_table():
+        return _explain_entry(key, keys.source_table()[in_source[1]])
     if key not in keys.table():
         near = keys.nearest(key)
         fix = f"did you mean `{near}`?" if near else "`manyhands config` lists all keys"
         raise UserError(f"there is no key `{key}`", fix=fix)
-    entry = keys.table()[key]
-    return f"{key}\n  {entry.sentence}\n  allowed: {entry.allowed}\n  default: {default_text(key)}"
+    text = _explain_entry(key, keys.table()[key])
+    if key in keys.SOURCE_LISTS:
+        inner = [
+            f"    {name}: {entry.sentence} ({entry.allowed}; default: {_default(entry)})" for name, entry in keys.source_table().items()
+        ]
+        text = "\n".join([text, "  keys of a source in the list:", *inner])
+    return text
+
+
+def _explain_entry(key: str, entry: keys.Key) -> str:
+    return f"{key}\n  {entry.sentence}\n  allowed: {entry.allowed}\n  default: {_default(entry)}"
 
 
 def default_text(key: str) -> str:
     """A key's default as the run file would write it; ``required`` where there is none."""
-    entry = keys.table()[key]
-    if key == "name":
+    return _default(keys.table()[key])
+
+
+def _default(entry: keys.Key) -> str:
+    if entry.path == "name" and entry.field is RunConfig.model_fields["name"]:
         return "the run file's name"
     return "required" if entry.required else keys.show(entry.default)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from manyhands.config.schema import RunConfig, Section
+from manyhands.config.schema import RunConfig, Section, Source
 
 # What other tools call our keys; only ever used to suggest, never accepted.
 SYNONYMS = {
@@ -76,11 +77,23 @@ class Key:
         return _allowed(self.schema)
 
     @property
+    def kinds(self) -> list[dict[str, Any]]:
+        """The parts of the JSON schema that a value may fit."""
+        return self.schema.get("anyOf", [self.schema])
+
+    @property
     def takes_text(self) -> bool:
         """True where any text is a value, so that ``name=2024`` on the command line means the text 2024."""
-        kinds = self.schema.get("anyOf", [self.schema])
-        free_text = any(kind.get("type") == "string" and "enum" not in kind and "const" not in kind for kind in kinds)
-        return free_text and all(kind.get("type") in ("string", "null") for kind in kinds)
+        free_text = any(kind.get("type") == "string" and "enum" not in kind and "const" not in kind for kind in self.kinds)
+        return free_text and all(kind.get("type") in ("string", "null", "array") for kind in self.kinds)
+
+    @property
+    def takes_list(self) -> bool:
+        return any(kind.get("type") == "array" for kind in self.kinds)
+
+    @property
+    def takes_mapping(self) -> bool:
+        return any(kind.get("type") == "object" for kind in self.kinds)
 
 
 @cache
@@ -107,6 +120,33 @@ def table() -> dict[str, Key]:
         for inner, inner_field in section.model_fields.items():
             keys[f"{name}.{inner}"] = Key(f"{name}.{inner}", inner_field, properties[inner])
     return keys
+
+
+SOURCE_LISTS = ("data.train", "data.validation")
+
+
+@cache
+def source_table() -> dict[str, Key]:
+    """Every key of one source in a list of sources (``data.train``), by its name."""
+    properties = Source.model_json_schema()["properties"]
+    return {name: Key(name, field, properties[name]) for name, field in Source.model_fields.items()}
+
+
+def nearest_in_source(name: str) -> str | None:
+    """The key of a source that a misspelt one most likely means."""
+    return nearest_name(name, source_table())
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str | None:
+    """The one of some names that a misspelt one most likely means; None if nothing is near."""
+    close = difflib.get_close_matches(name.replace("-", "_").lower(), list(known), n=1, cutoff=0.6)
+    return close[0] if close else None
+
+
+def wrong_value(path: str, key: Key, value: Any) -> str:
+    """A finding: what was given, what is allowed, what the key means."""
+    quote = " Put it in quotes." if key.takes_text and isinstance(value, (int, float)) and not isinstance(value, bool) else ""
+    return f"`{path}`: got {show(value)}, allowed: {key.allowed}.{quote} {key.sentence}"
 
 
 def nearest(path: str) -> str | None:
@@ -150,9 +190,13 @@ def _allowed(prop: dict[str, Any]) -> str:
         return f"`{prop['const']}`"
     if "enum" in prop:
         return ", ".join(f"`{value}`" for value in prop["enum"])
+    if "$ref" in prop:
+        return f"sources with {', '.join(source_table())}"
     kind = prop.get("type")
     if kind == "array":
         return f"a list, such as [a, b], of {_allowed(prop['items'])}" if "items" in prop else "a list"
+    if kind == "object":
+        return "a mapping, such as {a: b}"
     if kind == "string":
         return f"text that matches {prop['pattern']}" if "pattern" in prop else "text"
     if kind in ("integer", "number"):

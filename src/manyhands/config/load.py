@@ -15,12 +15,14 @@ from typing import Any
 from pydantic import ValidationError
 
 from manyhands.config.checks import check
-from manyhands.config.keys import nearest, sections, show, table
+from manyhands.config.keys import Key, nearest, sections, show, table, wrong_value
 from manyhands.config.read import parse_yaml_value, read_source
 from manyhands.config.schema import RunConfig
+from manyhands.config.source_list import drop_wrong_sources, list_paths, open_source
 from manyhands.errors import UserError
 
-PATH_KEYS = ("model.name", "model.chat_template", "data.train", "data.validation")
+PATH_KEYS = ("model.name", "model.chat_template", "method.adapter")
+IN_SOURCE = re.compile(r"(data\.(?:train|validation))\[(\d+)\]\.(\w+)")
 MAX_FINDINGS = 20
 
 
@@ -53,47 +55,88 @@ def _apply_overrides(mapping: dict[str, Any], overrides: Sequence[str], origins:
     for override in overrides:
         path, equals, text = override.partition("=")
         path = path.strip().removeprefix("--")
-        key = table().get(path)
         if not equals:
             findings.append(f"command line: {show(override)} is not an override; write section.key=value, such as batch.rows=32")
         elif path in sections():
             findings.append(f"command line: `{path}` is a section; write {path}.key=value, `manyhands config {path}` lists its keys")
-        elif key is None:
-            findings.append(f"command line: {_unknown(path)}")
-        else:
+        elif path in table():
             section, _, leaf = path.rpartition(".")
-            target = mapping
-            if section:
-                if mapping.get(section) is None:
-                    mapping[section] = {}
-                target = mapping[section]
-            if not isinstance(target, dict):
-                continue  # the file's section is no mapping: that is reported
-            try:
-                value = parse_yaml_value(text)
-            except ValueError:
-                value = text
-            if key.takes_text and value is not None and not (isinstance(value, str) and text.lstrip()[:1] in "'\""):
-                value = text
-            target[leaf] = value
-            origins[path] = "command line"
+            target = _open_section(mapping, section) if section else mapping
+            if target is not None:  # else the file's section is no mapping: that is reported
+                target[leaf] = _read_value(text, table()[path])
+                origins[path] = "command line"
+        else:
+            findings += _override_inside(mapping, path, text, origins)
     return findings
+
+
+def _override_inside(mapping: dict[str, Any], path: str, text: str, origins: dict[str, str]) -> list[str]:
+    """``data.train[1].weight=2``, ``data.fields.prompt=frage``: one entry of a value that is a list or a mapping."""
+    in_source = IN_SOURCE.fullmatch(path)
+    base, _, leaf = path.rpartition(".")
+    if in_source:
+        base, index, leaf = in_source[1], int(in_source[2]), in_source[3]
+        data = _open_section(mapping, "data")
+        target = None if data is None else open_source(data, base.partition(".")[2], index)
+        if target is None:
+            return [f"command line: `{path}`: `{base}` has no source of the number {index}; they are counted from 0"]
+    elif base in table() and table()[base].takes_mapping:
+        target = _open_section(mapping, *base.split("."))
+        if target is None:
+            return []
+    else:
+        return [f"command line: {_unknown(path)}"]
+    target[leaf] = _parse(text)
+    origins[path] = "command line"
+    return []
+
+
+def _open_section(mapping: dict[str, Any], *names: str) -> dict[str, Any] | None:
+    """The mapping under these names, made where there is none; None where something else stands there."""
+    for name in names:
+        if mapping.get(name) is None:
+            mapping[name] = {}
+        mapping = mapping[name]
+        if not isinstance(mapping, dict):
+            return None
+    return mapping
+
+
+def _read_value(text: str, key: Key) -> Any:
+    value = _parse(text)
+    if not key.takes_text or value is None or (key.takes_list and isinstance(value, list)):
+        return value
+    return value if isinstance(value, str) and text.lstrip()[:1] in "'\"" else text
+
+
+def _parse(text: str) -> Any:
+    try:
+        return parse_yaml_value(text)
+    except ValueError:
+        return text
 
 
 def _resolve_paths(mapping: dict[str, Any], folder: Path) -> None:
     """Makes paths absolute that exist beside the run file, so that the run means the same from every folder."""
     for path in PATH_KEYS:
         section, _, leaf = path.partition(".")
-        keys = mapping.get(section)
-        value = keys.get(leaf) if isinstance(keys, dict) else None
-        if not isinstance(value, str) or not value:
-            continue
-        try:
-            candidate = folder / Path(value).expanduser()
-            if candidate.is_dir() if path == "model.name" else candidate.exists():
-                keys[leaf] = os.path.normpath(candidate)  # type: ignore[index]
-        except (OSError, ValueError, RuntimeError):  # a chat template's text is no file name
-            continue
+        if isinstance(keys := mapping.get(section), dict):
+            _resolve_path(keys, leaf, folder, must_be_folder=path == "model.name")
+    if isinstance(data := mapping.get("data"), dict):
+        for holder, place in list_paths(data):
+            _resolve_path(holder, place, folder)
+
+
+def _resolve_path(holder: Any, place: Any, folder: Path, must_be_folder: bool = False) -> None:
+    value = holder.get(place) if isinstance(holder, dict) else holder[place]
+    if not isinstance(value, str) or not value or value.startswith("hub:"):
+        return
+    try:
+        candidate = folder / Path(value).expanduser()
+        if candidate.is_dir() if must_be_folder else candidate.exists():
+            holder[place] = os.path.normpath(candidate)
+    except (OSError, ValueError, RuntimeError):  # a chat template's text is no file name
+        return
 
 
 def _validate(mapping: dict[str, Any], where: str, origins: Mapping[str, str], findings: list[str]) -> RunConfig:
@@ -135,6 +178,8 @@ def _drop_unknown(mapping: dict[str, Any], origins: Mapping[str, str]) -> list[s
             continue
         for leaf in list(keys):
             findings += _drop_wrong_key(keys, leaf, f"{name}.{leaf}", origins)
+    if isinstance(mapping.get("data"), dict):
+        findings += drop_wrong_sources(mapping["data"], origins)
     for name in ("model", "data"):  # they hold required keys: each missing one is named, not its section
         mapping.setdefault(name, {})
     return findings
@@ -177,9 +222,7 @@ def _drop_invalid(mapping: dict[str, Any], error: ValidationError, origins: Mapp
 
 
 def _wrong_value(path: str, value: Any, origins: Mapping[str, str]) -> str:
-    key = table()[path]
-    quote = " Put it in quotes." if key.takes_text and isinstance(value, (int, float)) and not isinstance(value, bool) else ""
-    return f"{_prefix(path, origins)}`{path}`: got {show(value)}, allowed: {key.allowed}.{quote} {key.sentence}"
+    return _prefix(path, origins) + wrong_value(path, table()[path], value)
 
 
 def _prefix(path: str, origins: Mapping[str, str]) -> str:

@@ -134,12 +134,17 @@ def _read_yaml(text: str, where: str) -> tuple[Any, dict[str, int]]:
 
 
 def _key_lines(root: yaml.Node | None) -> dict[str, int]:
-    """Lines of the keys of the first two levels; deeper there are none in the schema."""
+    """Lines of the keys of the first two levels, and of the items of lists below them (``data.train[1].weight``)."""
     lines: dict[str, int] = {}
     for key, value in root.value if isinstance(root, yaml.MappingNode) else ():
         lines[str(key.value)] = key.start_mark.line + 1
-        for inner, _ in value.value if isinstance(value, yaml.MappingNode) else ():
-            lines[f"{key.value}.{inner.value}"] = inner.start_mark.line + 1
+        for inner, inner_value in value.value if isinstance(value, yaml.MappingNode) else ():
+            path = f"{key.value}.{inner.value}"
+            lines[path] = inner.start_mark.line + 1
+            for index, item in enumerate(inner_value.value if isinstance(inner_value, yaml.SequenceNode) else ()):
+                lines[f"{path}[{index}]"] = item.start_mark.line + 1
+                for leaf, _ in item.value if isinstance(item, yaml.MappingNode) else ():
+                    lines[f"{path}[{index}].{leaf.value}"] = leaf.start_mark.line + 1
     return lines
 
 

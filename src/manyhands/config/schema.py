@@ -7,7 +7,7 @@ Every field carries one sentence with its unit; unknown keys are refused. Checks
 from __future__ import annotations
 
 import hashlib
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -15,6 +15,7 @@ Auto = Literal["auto"]
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt", "question", "text"]
 
 
 class Section(BaseModel):
@@ -35,38 +36,96 @@ class ModelSection(Section):
         "auto", description="Compute dtype; auto is bfloat16 on GPUs that have it, else float32. Trained weights keep float32 masters."
     )
     chat_template: str | None = Field(None, description="A Jinja chat template, or a path to one, in place of the tokenizer's.")
+    new_tokens: tuple[str, ...] = Field(
+        (), description="Special tokens to add, such as the markers of a chat template; embeddings grow, are trained and saved."
+    )
     trust_remote_code: bool = Field(False, description="Allow code from the model's repository to run on this machine.")
 
 
 class MethodSection(Section):
     """Which weights are trained, and how."""
 
-    name: Literal["full", "lora"] = Field("lora", description="`full` trains every weight, `lora` low-rank adapters on frozen weights.")
+    name: Literal["full", "lora", "qlora", "patterns"] = Field(
+        "lora",
+        description="`full` trains every weight, `lora` low-rank adapters on frozen weights, `qlora` the same on weights in 4 bits (NF4), "
+        "`patterns` the weights that `train` and `freeze` name.",
+    )
+    train: tuple[str, ...] = Field((), description="patterns: names, glob patterns or `re:` expressions of weights that are trained; none is all.")
+    freeze: tuple[str, ...] = Field((), description="patterns: names or patterns of weights that are not trained; they win over `train`.")
     rank: PositiveInt = Field(16, description="LoRA: rank r of the two factors, in dimensions.")
     alpha: float = Field(32.0, gt=0, description="LoRA: the update is scaled by alpha / rank.")
     dropout: Fraction = Field(0.0, description="LoRA: share of the adapter's inputs that is dropped in training.")
     targets: Literal["all-linear"] | tuple[str, ...] = Field(
-        "all-linear", description="LoRA: `all-linear` (every linear layer of the blocks), or names / glob patterns of modules."
+        "all-linear",
+        description="LoRA: `all-linear` (every linear layer of the blocks), or names, glob patterns or `re:` expressions of modules.",
     )
+    rslora: bool = Field(False, description="LoRA: scale the update by alpha / sqrt(rank) in place of alpha / rank.")
+    dora: bool = Field(False, description="LoRA: train the magnitude of each output's weights apart from their direction (DoRA).")
+    modules_to_save: tuple[str, ...] = Field(
+        (), description="LoRA: names or patterns of modules that are trained whole and saved with the adapter, such as lm_head."
+    )
+    adapter: str | None = Field(None, description="LoRA: go on from this adapter: a PEFT folder, or the folder of a finished run.")
+
+    @property
+    def trains_adapters(self) -> bool:
+        """Whether adapters are trained beside frozen weights; else weights of the model itself are, and a model is saved."""
+        return self.name in ("lora", "qlora")
+
+
+class Source(Section):
+    """Where rows come from: a file, a folder of files, or a data set of the hub."""
+
+    path: str = Field(
+        description="A .jsonl, .json, .csv, .tsv, .parquet or .txt file (also .gz), a folder of them, or hub:OWNER/NAME.", min_length=1
+    )
+    name: str | None = Field(None, description="What the source is called in counts; none takes the file's or data set's name.")
+    subset: str | None = Field(None, description="hub: configuration of the data set.")
+    split: str = Field("train", description="hub: split of the data set.")
+    revision: str | None = Field(None, description="hub: branch, tag or commit; none takes the default branch.")
+    format: Format | None = Field(None, description="Fields of a row; none takes data.format.")
+    fields: dict[str, str] | None = Field(None, description="Field names by role; none takes data.fields.")
+    weight: float = Field(
+        1.0, gt=0, description="Times the rows are taken in one epoch; with 0.5 another half each epoch, with 2 each row twice."
+    )
+    max_rows: PositiveInt | None = Field(None, description="Use at most this many rows, the first ones of the seeded order.")
 
 
 class DataSection(Section):
     """The rows to train on."""
 
-    train: str = Field(description="JSONL file of training rows (for task cpt also a .txt file).", min_length=1)
-    validation: str | None = Field(None, description="JSONL file of validation rows; without one a part of `train` is held out.")
+    train: str | tuple[str | Source, ...] = Field(
+        description="Training rows: a path (see Source.path), or a list of paths and sources with weights.", min_length=1
+    )
+    validation: str | tuple[str | Source, ...] | None = Field(
+        None, description="Validation rows, as in `train`; without them a part of `train` is held out."
+    )
     validation_fraction: Fraction = Field(
-        0.02, description="Share of the training rows held out when no validation file is given (at least 20 rows); 0 holds out none."
+        0.02, description="Share of the training rows held out when no validation rows are given (at least 20 rows); 0 holds out none."
     )
-    format: Literal["auto", "messages", "prompt", "question", "text"] = Field(
-        "auto", description="Fields of a row: messages; prompt + completion; question + answer; text. auto looks at the first rows."
+    format: Format = Field(
+        "auto",
+        description="Fields of a row: messages; sharegpt (conversations); alpaca (instruction, input, output); prompt + completion; "
+        "question + answer; text. auto looks at the first rows.",
     )
+    fields: dict[str, str] = Field(
+        {}, description="Where a row's fields have other names: {our field: name in the row}, such as {prompt: frage, completion: antwort}."
+    )
+    train_on: Literal["assistant", "last", "all"] = Field(
+        "assistant", description="Trained tokens of a conversation: every assistant turn, the last one, or all tokens."
+    )
+    template_arguments: dict[str, Any] = Field({}, description="More arguments of the chat template, such as {enable_thinking: false}.")
+    date: str = Field("2026-01-01", description="Today's date for chat templates that ask for it.", pattern=r"^\d{4}-\d{2}-\d{2}$")
     max_rows: PositiveInt | None = Field(None, description="Use at most this many training rows, the first ones of the seeded order.")
     max_length: PositiveInt = Field(2048, description="Longest row in tokens.")
     too_long: Literal["refuse", "truncate", "split"] = Field(
         "refuse", description="Rows over max_length: an error, cut at the end, or (task cpt) split into several rows."
     )
-    packing: bool = Field(True, description="Lay several rows side by side into one micro-batch; no row sees another.")
+    packing: bool | Auto = Field(
+        "auto", description="Lay several rows side by side into one micro-batch; no row sees another. auto does where the model allows it."
+    )
+    workers: NonNegativeInt | Auto = Field(
+        "auto", description="Processes of each rank that prepare batches ahead; 0 is one thread, auto takes what the batches need."
+    )
     cache: str = Field("~/.cache/manyhands/data", description="Folder for tokenised data, shared between runs, named by content.")
 
 
@@ -83,8 +142,16 @@ class BatchSection(Section):
 
 
 class OptimizerSection(Section):
-    """AdamW."""
+    """How weights are updated."""
 
+    name: Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit", "adafactor", "muon"] = Field(
+        "adamw",
+        description="adamw; 8bit keeps its states in 8 bits, paged lets them move to host memory (both of bitsandbytes); adafactor; "
+        "muon for matrices of the blocks, adamw for the rest.",
+    )
+    learning_rates: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        {}, description="Peak learning rate of weights by name or pattern, in place of `learning_rate`; the first that fits."
+    )
     learning_rate: Annotated[float, Field(gt=0)] | Auto = Field(
         "auto", description="Peak learning rate; auto is 2e-4 for lora and 2e-5 for full."
     )
@@ -126,15 +193,36 @@ class ParallelSection(Section):
         "auto", description="Processes, one a GPU; auto takes every GPU. Without GPUs: CPU processes (auto: 1)."
     )
     device: Literal["auto", "cuda", "cpu"] = Field("auto", description="Where to train; auto takes GPUs if there are any.")
-    strategy: Literal["auto", "one", "ddp", "fsdp"] = Field(
-        "auto", description="one process, ddp (a copy a GPU), fsdp (weights, gradients and optimizer states sharded by FSDP2)."
+    strategy: Literal["auto", "one", "ddp", "fsdp", "hybrid"] = Field(
+        "auto",
+        description="one process, ddp (a copy a GPU), fsdp (weights, gradients and optimizer states sharded by FSDP2), hybrid (sharded "
+        "within groups of `shard_ranks`, a copy a group).",
     )
+    shard_ranks: PositiveInt | Auto = Field("auto", description="hybrid: ranks that hold one copy together; auto is the ranks of one machine.")
+    offload: Literal["none", "optimizer", "all"] = Field(
+        "none", description="Held in host memory: nothing, optimizer states, or sharded weights, gradients and optimizer states."
+    )
+    offload_activations: bool = Field(False, description="Keep what the backward pass needs in host memory, copied while blocks compute.")
     reshard: bool | Auto = Field("auto", description="fsdp: free gathered parameters after the forward pass (less memory) or keep them.")
-    recompute: Literal["auto", "none", "block"] = Field(
-        "auto", description="Activations: kept, or recomputed a block at a time in the backward pass."
+    recompute: Literal["auto", "none", "selective", "block"] = Field(
+        "auto", description="Activations: kept; cheap operations recomputed (selective); or all of a block recomputed in the backward pass."
     )
     compile: bool | Auto = Field("auto", description="Compile each block with torch.compile; auto does on GPUs.")
     timeout_s: PositiveInt = Field(600, description="Seconds after which a rank that makes no progress ends the run.")
+
+
+class KernelsSection(Section):
+    """Fast paths; `auto` takes one on GPUs where it passes its check, the log says which ran. `plain` never does, `fused` asks for it."""
+
+    lora: Literal["auto", "fused", "plain"] = Field(
+        "auto", description="Adapted layers of known attention and MLP modules as one function, or one layer after the other (plain)."
+    )
+    loss: Literal["auto", "fused", "plain"] = Field(
+        "auto", description="Cross-entropy fused with the head, each logit computed once; or in chunks that are recomputed (plain)."
+    )
+    attention: Literal["auto", "plain"] = Field(
+        "auto", description="Rows of one length by the fastest kernel that passes a self-test; or by the kernel of packs (plain)."
+    )
 
 
 class EvaluateSection(Section):
@@ -178,7 +266,9 @@ class RunConfig(Section):
     """One fine-tuning run: what was asked, never what was derived."""
 
     name: str = Field(description="The run's name; its folder is output.dir/name.", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)
-    task: Literal["sft", "cpt"] = Field("sft", description="sft: conversations, answers trained; cpt: text, every token trained.")
+    task: Literal["sft", "cpt", "mixed"] = Field(
+        "sft", description="sft: conversations, answers trained; cpt: text, every token trained; mixed: both, each row by its format."
+    )
     seed: NonNegativeInt = Field(0, description="Seed of row order, held-out rows, new weights and dropout.")
     model: ModelSection
     method: MethodSection = MethodSection()
@@ -188,6 +278,7 @@ class RunConfig(Section):
     schedule: ScheduleSection = ScheduleSection()
     stop: StopSection = StopSection()
     parallel: ParallelSection = ParallelSection()
+    kernels: KernelsSection = KernelsSection()
     evaluate: EvaluateSection = EvaluateSection()
     checkpoint: CheckpointSection = CheckpointSection()
     log: LogSection = LogSection()

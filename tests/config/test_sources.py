@@ -1,0 +1,181 @@
+"""``data.train`` and ``data.validation`` as lists: errors by place, paths, overrides, explanations, contradictions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from manyhands.config.checks import check
+from manyhands.config.explain import explain, json_schema
+from manyhands.config.load import load_config
+from manyhands.config.schema import RunConfig, Source
+from manyhands.errors import UserError
+from tests.config.builders import config, minimal
+
+LIST = """model: {name: org/model}
+data:
+  train:
+    - a.jsonl
+    - path: b.csv
+      weight: 2
+"""
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def refusal(path: Path, *overrides: str) -> str:
+    with pytest.raises(UserError) as raised:
+        load_config(path, overrides)
+    return str(raised.value)
+
+
+def test_a_list_of_paths_and_sources_and_its_dump(tmp_path: Path) -> None:
+    found = load_config(write(tmp_path, LIST))
+    assert found.data.train == ("a.jsonl", Source(path="b.csv", weight=2))
+    assert RunConfig.model_validate_json(found.model_dump_json()) == found
+    assert load_config(write(tmp_path, found.model_dump_json())).digest == found.digest  # JSON is YAML
+
+
+@pytest.mark.parametrize(
+    ("item", "said"),
+    [
+        ("{path: b, wieght: 2}", "line 4: unknown key `data.train[0].wieght`: did you mean `data.train[0].weight`?"),
+        ("{path: b, weight: 0}", "line 4: `data.train[0].weight`: got 0, allowed: a number > 0. Times the rows are taken"),
+        ("{path: b, max_rows: true}", "line 4: `data.train[0].max_rows`: got true, allowed: a whole number >= 1"),
+        ("{path: b, format: xml}", "`data.train[0].format`: got xml, allowed: `auto`, `messages`"),
+        ("{path: b, fields: [x]}", "`data.train[0].fields`: got"),
+        ("{path: b, fields: {prompt: 3}}", "`data.train[0].fields`: got"),
+        ("{path: b, 7: 2}", "unknown key `data.train[0].7`; a source has path, name"),
+        ("{weight: 2}", "line 4: `data.train[0].path` is missing. A .jsonl"),
+        ("{path: true}", "`data.train[0].path`: got true"),
+        ("3", "line 4: `data.train[0]`: got 3, allowed: a path, or a source with path"),
+        ("''", "`data.train[0]`: got"),
+        ("[a]", "`data.train[0]`: got"),
+    ],
+)
+def test_an_error_in_a_source_names_its_place(tmp_path: Path, item: str, said: str) -> None:
+    text = refusal(write(tmp_path, f"model: {{name: m}}\ndata:\n  train:\n    - {item}\n    - c.jsonl\n"))
+    assert said in text and "has an error" in text
+
+
+def test_a_list_must_hold_something_and_a_source_must_be_in_a_list(tmp_path: Path) -> None:
+    text = refusal(write(tmp_path, "model: {name: m}\ndata: {train: [], validation: {path: x}}\n"))
+    assert "`data.train` is an empty list" in text and "validation: [{path: ...}]" in text
+    assert "`data.train`: got 3, allowed: text or a list" in refusal(write(tmp_path, "model: {name: m}\ndata: {train: 3}\n"))
+
+
+def test_paths_of_every_form_are_taken_from_the_run_files_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "runs"
+    (folder / "sets").mkdir(parents=True)
+    for name in ("a.jsonl", "b.csv", "sets/v.jsonl"):
+        (folder / name).write_text("x")
+    monkeypatch.chdir(tmp_path)
+    path = write(folder, LIST + "    - hub:o/set\n    - elsewhere.jsonl\n  validation: [{path: sets}]\nmethod: {adapter: sets}\n")
+    found = load_config(Path("runs/run.yaml"))
+    assert found.data.train[0] == str(folder / "a.jsonl") and found.data.train[1].path == str(folder / "b.csv")
+    assert found.data.train[2:] == ("hub:o/set", "elsewhere.jsonl")
+    assert found.data.validation[0].path == found.method.adapter == str(folder / "sets")
+    assert load_config(path, ["data.train=[a.jsonl]"]).data.train == (str(folder / "a.jsonl"),)
+
+
+def test_overrides_of_lists_sources_and_mappings(tmp_path: Path) -> None:
+    path = write(tmp_path, LIST)
+    assert load_config(path, ["data.train=2024"]).data.train == "2024"
+    assert load_config(path, ["data.train=[x.jsonl, {path: y.jsonl, weight: 0.5}]"]).data.train[1].weight == 0.5
+    changed = load_config(path, ["data.train[0].weight=3", "data.train[1].weight=0.5", "data.fields.prompt=frage"]).data
+    assert [source.weight for source in changed.train] == [3, 0.5] and changed.fields == {"prompt": "frage"}
+    single = load_config(path, ["data.train=one.jsonl", "data.train[0].max_rows=5"]).data.train
+    assert single == (Source(path="one.jsonl", max_rows=5),)
+    assert load_config(path, ["data.template_arguments.enable_thinking=false"]).data.template_arguments == {"enable_thinking": False}
+    text = refusal(path, "data.train[2].weight=2", "data.train[0].wait=2", "data.fields.prompt=3", "data.max_rows.x=1")
+    assert "command line: `data.train[2].weight`: `data.train` has no source of the number 2" in text
+    assert "command line: unknown key `data.train[0].wait`" in text
+    assert "`data.fields`: got" in text and "unknown key `data.max_rows.x`" in text
+
+
+def test_sources_are_explained() -> None:
+    text = explain("data.train")
+    assert "a path" in text and "weight: Times the rows are taken in one epoch" in text and "subset: hub:" in text
+    assert "a number > 0" in explain("data.train[1].weight")
+    assert "default: train" in explain("data.validation.split")
+    with pytest.raises(UserError):
+        explain("data.train[1].nothing")
+
+
+def test_the_json_schema_knows_sources() -> None:
+    schema = json_schema()
+    assert {"$ref": "#/$defs/Source"} in schema["$defs"]["DataSection"]["properties"]["train"]["anyOf"][1]["items"]["anyOf"]
+    assert schema["$defs"]["Source"]["required"] == ["path"] and schema["$defs"]["Source"]["additionalProperties"] is False
+
+
+CONTRADICTIONS = [
+    ({"train": [{"path": "a.jsonl", "subset": "x"}]}, "`data.train[0].subset` does nothing with `data.train[0].path: a.jsonl`"),
+    ({"train": [{"path": "folder", "revision": "x"}]}, "`data.train[0].revision` does nothing"),
+    ({"train": ["b.csv", {"path": "a.parquet", "split": "test"}]}, "`data.train[1].split` does nothing"),
+    ({"train": ["hub:"]}, "names no data set"),
+    ({"train": [{"path": "a", "name": "n"}, {"path": "b", "name": "n"}]}, "`data.train[1].name` and `data.train[0].name`"),
+    ({"validation": [{"path": "a", "weight": 2}], "validation_fraction": 0.0}, "`data.validation[0].weight` does nothing"),
+    ({"train": [{"path": "a", "format": "text"}]}, "`data.train[0].format: text` has no answers, but `task: sft`"),
+    ({"fields": {"promt": "x"}, "format": "prompt"},
+     "`data.fields` has the key promt, which `data.format: prompt` does not read: did you mean prompt?"),
+    ({"fields": {"prompt": "x"}, "format": "messages"}, "which `data.format: messages` does not read"),
+    ({"fields": {"asked": "x"}}, "which `data.format: auto` does not read"),
+    ({"train": [{"path": "a", "format": "alpaca", "fields": {"question": "x"}}]}, "`data.train[0].fields` has the key question"),
+    ({"template_arguments": {"tools": []}}, "`data.template_arguments.tools`"),
+    ({"date": "2026-02-30"}, "`data.date: 2026-02-30`"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("data", "said"), CONTRADICTIONS)
+def test_contradictions_are_named_by_place(data: dict, said: str) -> None:
+    findings = check(config(**{f"data__{key}": value for key, value in data.items()}))
+    assert len(findings) == 1 and said in findings[0]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"data__train": [{"path": "hub:o/n", "subset": "x", "split": "test", "revision": "r", "weight": 2.0}]},
+        {"data__train": [{"path": "saved/set", "split": "test"}]},
+        {"data__train": ["a.jsonl", {"path": "b.jsonl", "format": "sharegpt", "fields": {"conversations": "talk", "from": "who"}}]},
+        {
+            "task": "mixed",
+            "data__train": ["a.txt", {"path": "b", "format": "messages"}],
+            "data__too_long": "split",
+            "data__train_on": "last",
+        },
+        {"task": "mixed", "data__format": "text", "model__chat_template": "x"},
+        {"task": "cpt", "data__fields": {"text": "body"}},
+        {
+            "method__name": "qlora",
+            "method__rank": 8,
+            "method__rslora": True,
+            "method__modules_to_save": ["lm_head"],
+            "method__adapter": "x",
+        },
+        {"data__packing": True, "batch__micro_tokens": 4096},
+    ],
+)
+def test_what_goes_together_is_not_refused(keys: dict) -> None:
+    assert check(config(**keys)) == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "first", "second"),
+    [
+        *(({"method__name": "full", f"method__{key}": value}, f"method.{key}", "method.name")
+          for key, value in (("rslora", True), ("dora", True), ("modules_to_save", ["lm_head"]), ("adapter", "x"))),
+        *(({"task": "cpt", f"data__{key}": value}, f"data.{key}", "task")
+          for key, value in (("train_on", "all"), ("template_arguments", {"a": 1}), ("date", "2025-01-01"))),
+        ({"data__packing": "auto", "batch__micro_rows": 2}, "batch.micro_rows", "data.packing: auto"),
+        ({"data__too_long": "split", "data__train": [{"path": "a"}]}, "data.too_long", "task: sft"),
+    ],
+)  # fmt: skip
+def test_keys_that_would_do_nothing(keys: dict, first: str, second: str) -> None:
+    findings = check(RunConfig.model_validate(minimal(**keys)))
+    assert len(findings) == 1 and f"`{first}" in findings[0] and f"`{second}" in findings[0]
