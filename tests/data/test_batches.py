@@ -1,36 +1,36 @@
-"""Batches by hand, and a prefetching thread that ends, fails loudly and keeps layouts apart."""
+"""Batches by hand, and a thread that reads ahead, ends, fails loudly and keeps layouts apart."""
 
 from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from manyhands.data.batches import collate, iterate
+from manyhands.data.ahead import THREAD_NAME
+from manyhands.data.batches import collate, collate_here, iterate
+from manyhands.data.collate import Shape
 from manyhands.data.pack import Layout, lay_out_rows
 from manyhands.data.store import RowSet
+from tests.data.fake_rows import SMALL, WEIGHTED
 
 CPU = torch.device("cpu")
-ROWS = [([5, 6, 7], [0, 0, 1]), ([8, 9], [0, 1]), ([1, 2, 3, 4], [1, 1, 0, 1])]
+PACKED, PADDED = Shape(packed=True), Shape(packed=False)
 
 
-def make_row_set(rows: list[tuple[list[int], list[int]]] = ROWS) -> RowSet:
-    lengths = np.array([len(ids) for ids, _ in rows], dtype=np.int32)
-    targets = np.array([sum(trained[1:]) for _, trained in rows], dtype=np.int32)
-    ids = np.concatenate([ids for ids, _ in rows]).astype(np.int32)
-    trained = np.concatenate([trained for _, trained in rows]).astype(bool)
-    return RowSet(lengths, targets, 0, np.cumsum(lengths) - lengths, ids, trained)
-
-
-def values(batch: dict) -> dict:
+def values(batch: dict[str, Any]) -> dict[str, Any]:
     return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
 
 
+def run(layouts: Any, rank: int = 0, shape: Shape = PACKED, device: torch.device = CPU) -> Any:
+    return iterate(layouts, rank, device, collate_here(SMALL, shape))
+
+
 def test_packed_by_hand() -> None:
-    batch = collate(make_row_set(), [2, 0, 1], packed=True)
+    batch = collate(SMALL, np.array([2, 0, 1]), PACKED)
     assert values(batch) == {
         "input_ids": [[1, 2, 3, 4, 5, 6, 7, 8, 9]],
         "position_ids": [[0, 1, 2, 3, 0, 1, 2, 0, 1]],
@@ -40,11 +40,11 @@ def test_packed_by_hand() -> None:
         "max_length": 4,
     }
     assert batch["cu_seq_lens"].dtype == torch.int32
-    assert all(batch[name].dtype == torch.int64 for name in ("input_ids", "position_ids", "targets"))
+    assert all(batch[name].dtype == torch.int64 for name in ("input_ids", "position_ids", "targets", "target_rows"))
 
 
 def test_padded_by_hand() -> None:
-    assert values(collate(make_row_set(), [2, 0, 1], packed=False)) == {
+    assert values(collate(SMALL, np.array([2, 0, 1]), PADDED)) == {
         "input_ids": [[1, 2, 3, 4], [5, 6, 7, 0], [8, 9, 0, 0]],
         "position_ids": [[0, 1, 2, 3]] * 3,
         "targets": [[2, -100, 4, -100], [-100, 7, -100, -100], [9, -100, -100, -100]],
@@ -52,46 +52,62 @@ def test_padded_by_hand() -> None:
     }
 
 
-def test_one_shape_for_compilation() -> None:
-    packed = collate(make_row_set(), [0, 1], packed=True, pad_to=8, pad_documents=4)
-    assert values(packed) == {
+def test_weights_stand_where_the_targets_stand() -> None:
+    packed = collate(WEIGHTED, np.array([2, 0, 1]), Shape(packed=True, tile=4))
+    assert packed["weights"].dtype == torch.float32
+    assert packed["weights"].tolist() == [[1.0, 0, 3.0, 0, 0, 0.5, 0, 2.0, 0, 0, 0, 0]]
+    assert ((packed["targets"] != -100) == (packed["weights"] > 0)).all()
+    assert collate(WEIGHTED, np.array([1, 0]), PADDED)["weights"].tolist() == [[2.0, 0, 0], [0, 0.5, 0]]
+    assert collate(WEIGHTED, np.array([], dtype=np.int64), PACKED)["weights"].tolist() == [[0, 0]]
+    assert "weights" not in collate(SMALL, np.array([0]), PACKED)
+
+
+def test_packs_are_padded_to_whole_tiles_by_a_document_without_targets() -> None:
+    batch = values(collate(SMALL, np.array([0, 1]), Shape(packed=True, tile=4)))
+    assert batch == {
         "input_ids": [[5, 6, 7, 8, 9, 0, 0, 0]],
         "position_ids": [[0, 1, 2, 0, 1, 0, 0, 0]],
         "targets": [[-100, 7, -100, 9, -100, -100, -100, -100]],
         "target_rows": [1, 3],
-        "cu_seq_lens": [0, 3, 5, 8, 8, 8],
-        "max_length": 8,
+        "cu_seq_lens": [0, 3, 5, 8],
+        "max_length": 3,
     }
+    assert collate(SMALL, np.array([2]), Shape(packed=True, tile=4))["cu_seq_lens"].tolist() == [0, 4]  # full: nothing is added
+
+
+def test_compiled_code_meets_few_shapes() -> None:
+    shape = Shape(packed=True, tile=8, longest=10)
+    batches = [collate(SMALL, np.array(rows, dtype=np.int64), shape) for rows in ([], [0], [0, 1], [0, 1, 2], [2, 1])]
+    assert [batch["input_ids"].shape[1] for batch in batches] == [8, 8, 8, 16, 8]
+    assert {len(batch["cu_seq_lens"]) for batch in batches} == {16} and {batch["max_length"] for batch in batches} == {10}
+    assert batches[3]["cu_seq_lens"].tolist() == [0, 3, 5, 9] + [16] * 12
+    many = collate(SMALL, np.array([1] * 20), shape)
+    assert len(many["cu_seq_lens"]) == 32
+    constant = Shape(packed=True, tokens=64, longest=4, documents=16)
     shapes = {
-        tuple(
-            (name, tuple(value.shape))
-            for name, value in collate(make_row_set(), rows, packed=True, pad_to=9).items()
-            if name not in ("max_length", "target_rows")  # the loss is not compiled
-        )
-        for rows in ([], [0], [0, 1], [0, 1, 2])
+        (tuple(batch["input_ids"].shape), tuple(batch["cu_seq_lens"].shape), batch["max_length"])
+        for batch in (collate(SMALL, np.array([2] * n), constant) for n in (0, 1, 15, 16))
     }
-    assert len(shapes) == 1
-    assert collate(make_row_set(), [1], packed=False, pad_to=5)["targets"].tolist() == [[9, -100, -100, -100, -100]]
+    assert shapes == {((1, 64), (32,), 64)}
     with pytest.raises(ValueError, match="do not fit"):
-        collate(make_row_set(), [0, 1, 2], packed=True, pad_to=8)
+        collate(SMALL, np.array([0, 1, 2]), Shape(packed=True, tokens=8))
 
 
 def test_no_rows() -> None:
-    packed = values(collate(make_row_set(), [], packed=True))
+    none = np.array([], dtype=np.int64)
+    packed = values(collate(SMALL, none, PACKED))
     assert packed["input_ids"] == [[0, 0]] and packed["targets"] == [[-100, -100]] and packed["target_rows"] == []
     assert packed["cu_seq_lens"] == [0, 2] and packed["max_length"] == 2
-    padded = values(collate(make_row_set(), np.array([], dtype=np.int64), packed=False))
+    padded = values(collate(SMALL, none, PADDED))
     assert padded["input_ids"] == [[0, 0]] and padded["targets"] == [[-100, -100]]
 
 
 def test_targets_of_all_layouts_are_the_same_multiset() -> None:
-    row_set = make_row_set()
     counted = []
-    for packed in (True, False):
-        targets = collate(row_set, [0, 1, 2], packed=packed)["targets"]
+    for shape in (PACKED, PADDED, Shape(packed=True, tile=32)):
+        targets = collate(SMALL, np.arange(3), shape)["targets"]
         counted.append(sorted(targets[targets != -100].tolist()))
-        assert len(counted[-1]) == row_set.num_targets.sum()
-    assert counted[0] == counted[1]
+    assert counted[0] == counted[1] == counted[2] == [2, 4, 7, 9]
 
 
 def test_rows_of_a_set() -> None:
@@ -105,14 +121,23 @@ def test_rows_of_a_set() -> None:
         row_set.take_tokens(1)
 
 
+def make_row_set() -> RowSet:
+    rows = SMALL.parts
+    lengths = np.array([len(ids) for ids, _ in rows], dtype=np.int32)
+    targets = np.array([sum(trained[1:]) for _, trained in rows], dtype=np.int32)
+    ids = np.concatenate([ids for ids, _ in rows]).astype(np.int32)
+    trained = np.concatenate([trained for _, trained in rows]).astype(bool)
+    return RowSet(lengths, targets, targets.astype(np.float64), np.zeros(3, np.int16), 0, np.cumsum(lengths) - lengths, ids, trained)
+
+
 def num_threads() -> int:
-    return sum(thread.name == "manyhands-batches" for thread in threading.enumerate())
+    return sum(thread.name == THREAD_NAME for thread in threading.enumerate())
 
 
 def test_iterate_gives_every_rank_its_batches_layout_by_layout() -> None:
     layouts = [lay_out_rows(np.array([2, 0, 1]), 2, 1), lay_out_rows(np.array([1]), 2, 1)]
     seen = []
-    for layout, micro_batches in iterate(make_row_set(), iter(layouts), 1, CPU, packed=True):
+    for layout, micro_batches in run(iter(layouts), rank=1):
         assert layout is layouts[len(seen)]
         seen.append([batch["input_ids"].tolist() for batch in micro_batches])
     assert seen == [[[[5, 6, 7]], [[0, 0]]], [[[0, 0]]]]
@@ -121,7 +146,7 @@ def test_iterate_gives_every_rank_its_batches_layout_by_layout() -> None:
 
 def test_what_is_left_of_a_layout_is_skipped() -> None:
     layouts = [lay_out_rows(np.array([2, 0, 1]), 1, 1), lay_out_rows(np.array([1]), 1, 1)]
-    firsts = [next(micro_batches)["input_ids"].tolist() for _, micro_batches in iterate(make_row_set(), layouts, 0, CPU, packed=True)]
+    firsts = [next(micro_batches)["input_ids"].tolist() for _, micro_batches in run(layouts)]
     assert firsts == [[[1, 2, 3, 4]], [[8, 9]]]
 
 
@@ -133,7 +158,7 @@ def test_thread_works_ahead_but_not_far_and_ends_with_the_consumer() -> None:
             laid_out.append(index)
             yield lay_out_rows(np.array([index % 3]), 1, 1)
 
-    batches = iterate(make_row_set(), layouts(), 0, CPU, packed=True)
+    batches = run(layouts())
     next(batches)
     time.sleep(0.3)
     assert 3 <= len(laid_out) <= 4
@@ -143,17 +168,38 @@ def test_thread_works_ahead_but_not_far_and_ends_with_the_consumer() -> None:
 
 def test_an_error_in_the_thread_is_raised_in_the_consumer() -> None:
     broken = Layout(((np.array([99]),),))
-    batches = iterate(make_row_set(), [lay_out_rows(np.array([0]), 1, 1), broken], 0, CPU, packed=True)
+    batches = run([lay_out_rows(np.array([0]), 1, 1), broken])
     next(batches)
     with pytest.raises(IndexError):
         next(batches)
     assert num_threads() == 0
 
 
+def test_the_time_spent_waiting_is_counted_for_each_layout() -> None:
+    def layouts():
+        for index in range(3):
+            time.sleep(0.2 if index == 1 else 0.0)
+            yield lay_out_rows(np.array([0, 1]), 1, 1)
+
+    waits = []
+    for _, micro_batches in run(layouts()):
+        for _ in micro_batches:
+            pass
+        waits.append(micro_batches.waited_s())
+    assert waits[1] == pytest.approx(0.2, abs=0.1)
+    assert waits[0] < 0.1 and waits[2] < 0.1
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_batches_arrive_on_the_gpu() -> None:
-    for _, micro_batches in iterate(make_row_set(), [lay_out_rows(np.array([2, 0]), 1, 1)], 0, torch.device("cuda", 0), packed=True):
+def test_batches_arrive_on_the_gpu_whole_while_it_computes() -> None:
+    device = torch.device("cuda", 0)
+    busy = torch.randn(4096, 4096, device=device)
+    layouts = [lay_out_rows(np.array([2, 0, 1] * 20), 1, 3) for _ in range(3)]
+    expected = [collate(SMALL, rows, PADDED) for layout in layouts for rows in layout.of_rank(0)]
+    found = []
+    for _, micro_batches in run(layouts, shape=PADDED, device=device):
         for batch in micro_batches:
+            busy = busy @ busy / 64  # copies of later batches must not touch what earlier ones still use
             assert all(value.is_cuda for value in batch.values() if isinstance(value, torch.Tensor))
-            assert batch["input_ids"].tolist() in ([[1, 2, 3, 4]], [[5, 6, 7]])
+            found.append({name: value * 1 for name, value in batch.items()})
+    assert [values(batch) for batch in found] == [values(batch) for batch in expected]

@@ -166,15 +166,15 @@ KILLED = """
 import sys, os
 from pathlib import Path
 from manyhands.config.schema import RunConfig
-from manyhands.data import prepare, store
-append = store.StoreWriter.append
-def slow(self, ids, trained, line):
-    append(self, ids, trained, line)
+from manyhands.data import prepare, segment
+append = segment.SegmentWriter.append
+def slow(self, *arguments):
+    append(self, *arguments)
     if self.num_rows == 100:
         self._ids.flush()
         print("half", flush=True)
         sys.stdin.read()
-store.StoreWriter.append = slow
+segment.SegmentWriter.append = slow
 prepare.prepare(RunConfig.model_validate_json(sys.argv[1]), sys.argv[2])
 print("done", flush=True)
 """
@@ -195,11 +195,11 @@ def test_a_killed_preparation_leaves_nothing_that_counts(write_rows, make_config
     process.communicate()
     cache = Path(config.data.cache)
     (left,) = cache.iterdir()
-    assert left.name.startswith(UNFINISHED) and (left / "ids.bin").stat().st_size > 0
+    assert left.name.startswith(UNFINISHED) and next(left.rglob("ids.bin")).stat().st_size > 0
     facts, _, lines = run(config, model_folder)
     assert facts.num_rows == 180 and "tokenised 200 rows" in lines[0]
     assert left.exists()  # too young to be taken for abandoned
-    for path in (*left.iterdir(), left):
+    for path in (*left.rglob("*"), left):
         os.utime(path, (time.time() - 7200,) * 2)
     run(make_config(Path(config.data.train), seed=5), model_folder)
     assert not left.exists()
@@ -228,13 +228,13 @@ def test_a_damaged_cache_is_made_again(write_rows, make_config, model_folder: Pa
 
 def test_a_file_that_changes_while_it_is_read_is_refused(write_rows, make_config, model_folder: Path, monkeypatch) -> None:
     path = write_rows(QUESTIONS)
-    choose = prepare_module.choose_format
+    tokenise = prepare_module.tokenise_parts
 
     def change(*arguments):
         os.utime(path, (1, 1))
-        return choose(*arguments)
+        return tokenise(*arguments)
 
-    monkeypatch.setattr(prepare_module, "choose_format", change)
+    monkeypatch.setattr(prepare_module, "tokenise_parts", change)
     with pytest.raises(UserError, match="changed while it was read"):
         run(make_config(path), model_folder)
     assert list((path.parent / "cache").iterdir()) == []
@@ -247,7 +247,7 @@ def test_no_room_for_the_cache(write_rows, make_config, model_folder: Path, tmp_
 
 
 def test_the_planning_side_needs_no_torch() -> None:
-    rooms = "sources, formats, render, prepare, store, order, pack, tokenizer, tokenise, findings"
+    rooms = "sources, formats, render, prepare, store, order, pack, tokenizer, tokenise, findings, tokenise_parallel, naming"
     code = f"import sys\nfrom manyhands.data import {rooms}\nassert not {{'torch', 'transformers'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 

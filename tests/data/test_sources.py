@@ -1,16 +1,22 @@
-"""What a user reads when a file or a row is wrong, and that right files are read as they are."""
+"""What a user reads when a file is wrong, and that right files of every kind are read as they are."""
 
 from __future__ import annotations
 
+import gzip
 import json
+import pickle
+import tracemalloc
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from manyhands.data.formats import FIELDS, RowRefused, detect_format, to_conversation
-from manyhands.data.sources import Row, read_rows
+from manyhands.config.schema import DataSection, Source
+from manyhands.data import files, json_rows, sources
+from manyhands.data.findings import Findings
+from manyhands.data.sources import Row, list_files, read_part, read_rows, resolve_sources, split_source
 from manyhands.errors import UserError
 
 
@@ -19,14 +25,26 @@ def read(path: Path, content: bytes) -> list[Row]:
     return list(read_rows(path))
 
 
+def refusal(path: Path, content: bytes | None = None) -> str:
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        list(read_rows(path))
+    return str(caught.value)
+
+
+def places(rows: list[Row]) -> list[tuple[dict, int]]:
+    return [(row.fields, row.line) for row in rows]
+
+
 def test_lines_are_numbered_blank_lines_skipped_marks_removed(tmp_path: Path) -> None:
     rows = read(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"a": 1}\r\n\n  \n{"a": "\xc3\xa9"}')
-    assert [(row.fields, row.line) for row in rows] == [({"a": 1}, 1), ({"a": "é"}, 4)]
+    assert places(rows) == [({"a": 1}, 1), ({"a": "é"}, 4)]
 
 
 def test_text_documents_are_divided_by_blank_lines(tmp_path: Path) -> None:
     rows = read(tmp_path / "a.txt", b"\n one\ntwo\n\n \n\nthree\n")
-    assert [(row.fields["text"], row.line) for row in rows] == [(" one\ntwo", 2), ("three", 7)]
+    assert places(rows) == [({"text": " one\ntwo"}, 2), ({"text": "three"}, 7)]
 
 
 @pytest.mark.parametrize(
@@ -37,7 +55,12 @@ def test_text_documents_are_divided_by_blank_lines(tmp_path: Path) -> None:
         (b'{"a": 1}\n{"a": "\xff"}\n', ["a.jsonl:2: not UTF-8: invalid start byte (byte 0xff at column 8)"]),
         (b'{"a": "\\ud800"}\n', ["a.jsonl:1", "surrogate"]),
         (b"[" * 3, ["begins with a JSON list", "JSONL"]),
-        (b"\xff\xfe{\x00", ["UTF-16"]),
+        (b"\xff\xfe{\x00", ["UTF-16", "iconv"]),
+        ('{"a": 1}\n'.encode("utf-16-le"), ["UTF-16"]),
+        ('{"a": "Größe"}\n'.encode("latin-1"), ["a.jsonl:1: not UTF-8", "0xf6", "in UTF-8"]),
+        (b"PAR1....", ["a Parquet file", ".parquet"]),
+        (gzip.compress(b"{}"), ["packed with gzip", ".gz"]),
+        (b"PK\x03\x04...", ["ZIP"]),
         (b"", ["empty"]),
         (b"\n \n", ["no rows"]),
         (b'{"a": ' + b"[" * 100_000, ["a.jsonl:1: broken JSON"]),
@@ -45,10 +68,9 @@ def test_text_documents_are_divided_by_blank_lines(tmp_path: Path) -> None:
     ],
 )
 def test_broken_files(tmp_path: Path, content: bytes, words: list[str]) -> None:
-    with pytest.raises(UserError) as caught:
-        read(tmp_path / "a.jsonl", content)
+    text = refusal(tmp_path / "a.jsonl", content)
     for word in words:
-        assert word in str(caught.value)
+        assert word in text
 
 
 def test_twenty_findings_and_the_number_of_the_others(tmp_path: Path) -> None:
@@ -58,78 +80,225 @@ def test_twenty_findings_and_the_number_of_the_others(tmp_path: Path) -> None:
     assert len(caught.value.details) == 21 and caught.value.details[-1] == "and 10 more"
 
 
-def test_missing_file_and_folder(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no such data file"):
-        list(read_rows(tmp_path / "none.jsonl"))
-    with pytest.raises(UserError, match="folder, not a data file"):
-        list(read_rows(tmp_path))
+def test_missing_files_and_unknown_kinds(tmp_path: Path) -> None:
+    assert "no such data file" in refusal(tmp_path / "none.jsonl")
+    assert "cannot be told from its name" in refusal(tmp_path / "rows.xyz", b"{}")
+    assert "holds no data files" in refusal(tmp_path)
+    with pytest.raises(UserError, match="plain text, but its format is messages"):
+        list_files(Source(path=str(write(tmp_path / "a.txt", "words")), format="messages"))
 
 
-@settings(max_examples=300, deadline=None)
-@given(
-    st.binary(max_size=60)
-    | st.text(max_size=40).map(lambda text: json.dumps({"text": text}).encode() + b"\n" + text.encode("utf-8", "ignore"))
-)
-def test_any_bytes_give_rows_or_a_clear_refusal(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
-    for name in ("x.jsonl", "x.txt"):
-        path = tmp_path_factory.getbasetemp() / name
-        try:
-            rows = read(path, content)
-        except UserError:
-            continue
-        assert rows and all(isinstance(row.fields, dict) for row in rows)
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
 
 
-def row(**fields: object) -> Row:
-    return Row(fields, "f.jsonl", 7)
+def test_a_line_without_an_end_is_refused_before_it_fills_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MAX_LINE_BYTES", 1 << 20)
+    assert "a.jsonl:2: the line is longer than 1 MiB" in refusal(tmp_path / "a.jsonl", b"{}\n" + b" " * (3 << 20))
 
 
-@pytest.mark.parametrize("format", FIELDS)
-def test_formats_are_detected(format: str) -> None:
-    assert detect_format([row(id=1, **dict.fromkeys(FIELDS[format], "x"))] * 3) == format
+def test_csv_with_quotes_and_line_ends_inside(tmp_path: Path) -> None:
+    rows = read(tmp_path / "a.csv", '\ufeffquestion,answer\r\n"a, ""b""\nc",1\r\n\r\nd,é\r\n'.encode())
+    assert places(rows) == [({"question": 'a, "b"\nc', "answer": "1"}, 2), ({"question": "d", "answer": "é"}, 5)]
 
 
-def test_format_errors_list_fields_and_formats() -> None:
-    with pytest.raises(UserError, match="format of the rows is not known") as none:
-        detect_format([row(instruction="a", output="b")])
-    assert "f.jsonl:7" in str(none.value) and "instruction, output" in str(none.value) and "question, answer" in str(none.value)
-    with pytest.raises(UserError, match=r"several formats: messages, text") as both:
-        detect_format([row(messages=[], text="a")])
-    assert "data.format" in str(both.value)
-    with pytest.raises(UserError, match="other fields than the rows before it"):
-        detect_format([row(text="a"), row(question="a", answer="b")])
+@pytest.mark.parametrize(("name", "content"), [("a.tsv", b"q\ta\nx, y\tz\n"), ("a.csv", b"q;a\nx, y;z\n"), ("a.csv", b'"q",a\n"x, y",z\n')])
+def test_separators(tmp_path: Path, name: str, content: bytes) -> None:
+    assert places(read(tmp_path / name, content)) == [({"q": "x, y", "a": "z"}, 2)]
+
+
+def test_broken_csv_names_the_line_the_record_begins_at(tmp_path: Path) -> None:
+    text = refusal(tmp_path / "a.csv", b'q,a\n"x\ny",z\n1,2,3\n"b"c,d\n\xff,e\n"open,f\n')
+    assert "a.csv:4: 3 fields, but the header has 2" in text and "a.csv:5: broken CSV" in text
+    assert "a.csv:6: not UTF-8" in text and "a.csv:7: broken CSV: unexpected end of data" in text
+    assert "two columns have the same name" in refusal(tmp_path / "a.csv", b"q,q\n1,2\n")
+    assert "a column has no name" in refusal(tmp_path / "a.csv", b"q,\n1,2\n")
+
+
+ROWS: list[dict[str, Any]] = [{"question": f"q{i}", "answer": "é\n" * i, "tags": [i, {"x": None}]} for i in range(7)]
 
 
 @pytest.mark.parametrize(
-    ("format", "fields", "reason"),
+    "content",
     [
-        ("messages", {"messages": []}, "at least one"),
-        ("messages", {"messages": "hi"}, "list of messages"),
-        ("messages", {"messages": ["hi"]}, "message 1 of messages is not an object"),
-        ("messages", {"messages": [{"role": "user", "content": "a"}]}, "no assistant message"),
-        ("messages", {"messages": [{"role": "bot", "content": "a"}]}, "'bot'; known roles: system, user, assistant"),
-        ("messages", {"messages": [{"role": "tool", "content": "a"}]}, "tool messages cannot be trained yet"),
-        ("messages", {"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]}, "tool calls cannot be trained yet"),
-        ("messages", {"messages": [{"role": "assistant", "content": None}]}, "must be a string"),
-        ("messages", {"messages": [{"role": "assistant", "content": "a", "weight": 0}]}, "weights of single messages"),
-        ("messages", {"messages": [{"role": "assistant", "content": "a"}], "tools": [{}]}, "the row has tools"),
-        ("question", {"question": "a"}, "no field answer"),
-        ("question", {"question": "a", "answer": 3}, "answer must be a string, this is int"),
-        ("question", {"question": "a", "answer": " "}, "answer is empty"),
-        ("text", {"text": ""}, "text is empty"),
+        json.dumps(ROWS),
+        json.dumps(ROWS, indent=2),
+        json.dumps({"version": 1, "data": ROWS}),
+        json.dumps({name: [row[name] for row in ROWS] for name in ROWS[0]}),
+        "\n".join(map(json.dumps, ROWS)),
+        "\n".join(json.dumps(row, indent=1) for row in ROWS),
+        "\ufeff" + json.dumps(ROWS, ensure_ascii=False),
+    ],
+    ids=["list", "indented", "under a key", "columns", "lines", "one after the other", "mark"],
+)
+@pytest.mark.parametrize("chunk", [1, 3, 1 << 20])
+def test_json_in_all_its_shapes_and_any_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, chunk: int) -> None:
+    monkeypatch.setattr(json_rows, "CHUNK_BYTES", chunk)
+    assert [row.fields for row in read(tmp_path / "a.json", content.encode())] == ROWS
+
+
+def test_json_rows_know_their_lines(tmp_path: Path) -> None:
+    assert [row.line for row in read(tmp_path / "a.json", b'\n[\n{"a": 1},\n\n{"a":\n2}, {"a": 3}]')] == [3, 5, 6]
+
+
+def test_an_object_that_is_one_conversation_is_one_row(tmp_path: Path) -> None:
+    row = {"messages": [{"role": "user", "content": "a"}], "tools": []}
+    assert [found.fields for found in read(tmp_path / "a.json", json.dumps(row).encode())] == [row]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b'[{"a": 1},\n{"a": 2}\n{"a": 3}]', "a.json:3: broken JSON: a comma or ] is missing"),
+        (b'[{"a": 1},\n{"a": tru}]', "a.json:2: broken JSON: Expecting value"),
+        (b'[{"a": 1},\n{"a": "x', "a.json:2: broken JSON: Unterminated string"),
+        (b'[{"a": 1}\n', "a.json:2: broken JSON: the list is not closed"),
+        (b'[{"a": 1}]\n]', "a.json:2: broken JSON: something follows the list"),
+        (b'[{"a": 1},\n7, {"a": "\\ud800"}]', "a.json:2: a row must be an object, this is a number"),
+        (b'[{"a": 1},\n{"a": "\xff"}]', "a.json:2: not UTF-8"),
+        (b'{"a": [1, 2], "b": [1]}', "not equally long"),
+        (b'{"a": ["\\ud800", "x"]}', "surrogate"),
+        (b"[" * 100_000, "broken JSON"),
+        (b"[]", "no rows"),
+        (b'{"a" 1}', "a.json:1: broken JSON"),
     ],
 )
-def test_rows_are_refused_with_the_reason(format: str, fields: dict, reason: str) -> None:
-    with pytest.raises(RowRefused) as caught:
-        to_conversation(row(**fields), format)
-    assert reason in str(caught.value)
+def test_broken_json(tmp_path: Path, content: bytes, words: str) -> None:
+    assert words in refusal(tmp_path / "a.json", content)
 
 
-def test_rows_become_conversations() -> None:
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    assert to_conversation(row(question="a", answer="b"), "question") == turns
-    assert to_conversation(row(prompt="a", completion="b"), "prompt") == turns
-    system = {"role": "system", "content": "s"}
-    assert to_conversation(row(prompt=[system, turns[0]], completion="b"), "prompt") == [system, *turns]
-    assert to_conversation(row(messages=turns, id=3), "messages") == turns
-    assert to_conversation(row(text="a"), "text") == "a"
+def test_a_long_json_list_is_never_whole_in_memory(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    row = json.dumps({"text": "x" * 2000})
+    path.write_text("[" + ",\n".join([row] * 12_000) + "]")  # 24 MB
+    tracemalloc.start()
+    assert sum(1 for _ in read_rows(path)) == 12_000
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 10e6
+
+
+NESTED = [
+    {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}], "n": 1},
+    {"messages": [{"role": "user", "content": "b"}], "n": None},
+]
+
+
+def test_parquet_rows_are_plain_and_without_the_nulls_of_structs(tmp_path: Path) -> None:
+    table = pa.Table.from_pylist(NESTED * 5)
+    table = table.append_column("m", pa.array([[("k", 1)], []] * 5, type=pa.map_(pa.string(), pa.int64())))
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=3)
+    rows = list(read_rows(tmp_path / "a.parquet"))
+    assert [row.fields for row in rows] == [NESTED[0] | {"m": {"k": 1}}, NESTED[1] | {"m": {}}] * 5
+    assert [row.line for row in rows] == list(range(1, 11))
+    (tmp_path / "b.parquet.gz").write_bytes(gzip.compress((tmp_path / "a.parquet").read_bytes()))
+    assert [row.fields for row in read_rows(tmp_path / "b.parquet.gz")] == [row.fields for row in rows]
+
+
+def test_parquet_with_bytes_that_are_no_text_names_the_row(tmp_path: Path) -> None:
+    raw = pa.array([b"a", b"\xff", b"c"], type=pa.binary())
+    column = pa.Array.from_buffers(pa.string(), 3, raw.buffers())
+    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
+    assert "a.parquet:2: column text:" in refusal(tmp_path / "a.parquet")
+    whole = (tmp_path / "a.parquet").read_bytes()
+    assert "cannot be read" in refusal(tmp_path / "a.parquet", whole[:-9])
+    assert "cannot be read" in refusal(tmp_path / "a.parquet", b"{}")
+
+
+def test_rows_of_damaged_parquet_are_not_lost_in_silence(tmp_path: Path, many_parts: None) -> None:
+    """Read alone, the second row group of this file is empty for pyarrow, which raises nothing."""
+    rows = [{"text": None, "n": 0}, {"text": None, "n": 1}, {"text": "", "n": 0}]
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=2, compression="none", write_page_checksum=True)
+    parts = split_source(Source(path=str(path)), 3)
+    content = path.read_bytes()
+    path.write_bytes(content[:250] + bytes(3) + content[256:])
+    with pytest.raises(UserError, match="cannot be read"):
+        [row for part in parts for row in read_part(part)]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("a.jsonl", b'{"text": "a"}\n\n{"text": "b"}'), ("a.json", b'[{"text": "a"}, {"text": "b"}]'),
+     ("a.csv", b"text\na\nb\n"), ("a.txt", b"a\n\nb\n")],
+)  # fmt: skip
+def test_packed_files_are_unpacked(tmp_path: Path, name: str, content: bytes) -> None:
+    packed = gzip.compress(content)
+    assert [row.fields["text"] for row in read(tmp_path / f"{name}.gz", packed)] == ["a", "b"]
+    assert "damaged" in refusal(tmp_path / f"{name}.gz", packed[:-6])
+    assert "damaged" in refusal(tmp_path / f"{name}.gz", content)
+
+
+def test_a_folder_is_its_files_in_order(tmp_path: Path) -> None:
+    for number, name in enumerate(("b.jsonl", "sub/c.jsonl.gz", "a.jsonl", ".hidden/d.jsonl", "README.md")):
+        path = write(tmp_path / name, json.dumps({"n": number}) + "\n")
+        if name.endswith(".gz"):
+            path.write_bytes(gzip.compress(path.read_bytes()))
+    assert [row.fields["n"] for row in read_rows(tmp_path)] == [2, 0, 1]
+    write(tmp_path / "x.csv", "a\n1\n")
+    assert "several kinds" in refusal(tmp_path)
+
+
+def test_a_folder_with_a_test_split_is_not_trained_on(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", "{}")
+    assert len(list(read_rows(tmp_path))) == 1
+    write(tmp_path / "test.jsonl", "{}")
+    text = refusal(tmp_path)
+    assert "several splits" in text and "train.jsonl" in text and "test.jsonl" in text
+
+
+@pytest.fixture
+def many_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "MIN_PART_BYTES", 1)
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 7, 40, 500])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.parquet", "a.arrow", "a.csv"])
+def test_parts_hold_every_row_once_in_order_with_its_line(tmp_path: Path, many_parts: None, num_parts: int, name: str) -> None:
+    rows = [{"text": "é" * (i % 11), "n": str(i)} for i in range(60)]
+    path, table = tmp_path / name, pa.Table.from_pylist(rows)
+    if name == "a.jsonl":
+        path.write_bytes(b"\xef\xbb\xbf" + b"".join(json.dumps(row).encode() + b"\n" * (1 + i % 3) for i, row in enumerate(rows)))
+    elif name == "a.txt":
+        rows = [{"text": row["text"] + "\n x" + row["n"]} for row in rows if row["text"]]
+        path.write_text("\r\n" + "".join(row["text"] + "\n" * (2 + i % 3) for i, row in enumerate(rows)))
+    elif name == "a.parquet":
+        pq.write_table(table, path, row_group_size=7)
+    elif name == "a.arrow":
+        with pa.ipc.new_stream(path, table.schema) as stream:
+            stream.write_table(table, max_chunksize=7)
+    else:
+        path.write_text("text,n\n" + "".join(f"{row['text']},{row['n']}\n" for row in rows))
+    parts = pickle.loads(pickle.dumps(split_source(Source(path=str(path)), num_parts)))
+    found = [row for part in parts for row in read_part(part)]
+    assert [row.fields for row in found] == rows and found == list(read_rows(path))
+    assert len(parts) <= num_parts and (name == "a.csv" or num_parts > 9 or len(parts) == num_parts)
+
+
+def test_findings_of_parts_are_those_of_the_whole(tmp_path: Path, many_parts: None) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"".join(b"{}\n" if i % 3 else b"broken\n" for i in range(90)))
+    findings = Findings()
+    parts = split_source(Source(path=str(path)), 8)
+    for part in parts:
+        assert len(list(read_part(part, findings))) <= 2
+    with pytest.raises(UserError) as whole:
+        list(read_rows(path))
+    assert len(parts) == 8 and findings.count == 30
+    assert tuple(findings.shown) == whole.value.details[:20] and findings.shown[7].startswith(f"{path}:22: ")
+    with pytest.raises(UserError, match="lines cannot be read"):
+        list(read_part(parts[1]))
+
+
+def test_sources_get_names_formats_and_fields() -> None:
+    data = DataSection(train="x", format="prompt", fields={"prompt": "q"})
+    given = ("a/train.jsonl", "b/train.jsonl.gz", "hub:openai/gsm8k", Source(path="c/", name="train-2", format="text", fields={}))
+    resolved = resolve_sources(given, data)
+    assert [source.name for source in resolved] == ["train", "train-3", "gsm8k", "train-2"]
+    assert [source.format for source in resolved] == ["prompt"] * 3 + ["text"]
+    assert [source.fields for source in resolved] == [{"prompt": "q"}] * 3 + [{}]
+    assert [source.name for source in resolve_sources("some/rows.v2.parquet", data)] == ["rows.v2"]
+    with pytest.raises(UserError, match="two sources have the name n"):
+        resolve_sources((Source(path="a", name="n"), Source(path="b", name="n")), data)

@@ -8,7 +8,7 @@ MAX_SHOWN = 20
 
 
 class Findings:
-    """Counts faults and keeps the first 20 as ``file:line: reason``, in the order found."""
+    """Counts faults and keeps the first 20 as ``file:line: reason``, in the order found. Travels between processes."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -18,6 +18,11 @@ class Findings:
         self.count += 1
         if len(self.shown) < MAX_SHOWN:
             self.shown.append(f"{file}:{line}: {reason}")
+
+    def extend(self, other: Findings) -> None:
+        """Takes in what was found in the part that follows."""
+        self.count += other.count
+        self.shown += other.shown[: MAX_SHOWN - len(self.shown)]
 
     def raise_if_any(self, what: str, *, where: str = "", why: str = "", fix: str = "") -> None:
         """Raises a UserError with every kept finding; ``{n}`` in ``what`` becomes the count."""

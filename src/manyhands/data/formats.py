@@ -1,86 +1,166 @@
 """What the fields of a row mean: from a row to a conversation or a text. Knows no tokenizer and no file.
 
-| format | fields | becomes |
+| format | fields (in brackets: where a row has them) | becomes |
 |---|---|---|
-| messages | messages: list of {role, content} | the conversation itself |
-| prompt | prompt, completion: strings or lists of messages | a user and an assistant turn |
-| question | question, answer: strings | a user and an assistant turn |
-| text | text: string | the text |
+| messages | messages: list of {role, content}; (tools, weight) | the conversation itself |
+| sharegpt | conversations: list of {from, value}; (system, tools, weight) | the conversation |
+| alpaca | instruction, output; (input, system, history, weight) | a user turn, instruction and input on lines of their own, and an answer |
+| prompt | prompt, completion: strings or lists of messages; (system, tools, weight) | a user and an assistant turn |
+| question | question, answer: strings; (system, weight) | a user and an assistant turn |
+| text | text: string; (weight) | the text |
 
-Other fields of a row are ignored; other keys of a message are handed to the chat template as they are.
+``data.fields`` says where they have other names. Other fields of a row are ignored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
 
-from manyhands.data.sources import Row
+from manyhands.config.row_fields import INNER, OPTIONAL, REQUIRED, known_fields
+from manyhands.data.messages import Message, RowRefused, check_messages, check_tools, check_weight
+from manyhands.data.rows import Row
+from manyhands.data.sharegpt import check_turns
 from manyhands.errors import UserError
 
-Format = Literal["messages", "prompt", "question", "text"]
-Message = dict[str, Any]
+__all__ = [
+    "FIELDS",
+    "Conversation",
+    "Format",
+    "Message",
+    "RowRefused",
+    "describe_format",
+    "detect_format",
+    "row_weight",
+    "settle_format",
+    "to_conversation",
+]
 
-FIELDS: dict[Format, tuple[str, ...]] = {
-    "messages": ("messages",),
-    "prompt": ("prompt", "completion"),
-    "question": ("question", "answer"),
-    "text": ("text",),
-}
-ROLES = ("system", "user", "assistant")
+Format = Literal["messages", "sharegpt", "alpaca", "prompt", "question", "text"]
+FIELDS = cast(Mapping[Format, tuple[str, ...]], REQUIRED)
+NONE: Mapping[str, str] = {}
 
 
-class RowRefused(Exception):
-    """A row cannot be used; the message says why. The caller adds file and line."""
+@dataclass(frozen=True)
+class Conversation:
+    """A row as the chat template takes it. ``weight`` multiplies those of its messages.
+
+    Messages may hold our keys ``weight`` (number >= 0) or ``train`` (bool), which no template may see. The content of a
+    message that calls tools may be None.
+    """
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+    weight: float = 1.0
 
 
-def detect_format(rows: Sequence[Row]) -> Format:
-    """The one format whose fields every given row has; a UserError where there is none, or more than one."""
-    candidates = set(FIELDS)
+def settle_format(rows: Sequence[Row], format: str, fields: Mapping[str, str] = NONE, task: str | None = None) -> Format:
+    """The format of a source: the one asked for, or for ``auto`` the detected one. ``rows`` are its first ones.
+
+    Raises UserError where a field that ``fields`` names stands in none of the rows.
+    """
+    settled = detect_format(rows, fields, task) if format == "auto" else cast(Format, format)
+    inner = INNER.get(settled, ())
+    for field, name in fields.items():
+        if field not in inner and rows and not any(name in row.fields for row in rows):
+            raise UserError(
+                f"no row has the field {name}, which {field} is to be read from",
+                where=f"{rows[0].file}:{rows[0].line}",
+                why=f"fields found: {_list_fields(rows[0])}",
+                fix="mend data.fields",
+            )
+    return settled
+
+
+def detect_format(rows: Sequence[Row], fields: Mapping[str, str] = NONE, task: str | None = None) -> Format:
+    """The one format whose fields every given row has; a UserError where there is none, or more than one.
+
+    ``fields`` are other names of fields, {ours: the row's}. Where the rows fit text and a conversation, ``task`` decides:
+    cpt takes the text, sft the conversation.
+    """
+    known = [format for format in FIELDS if set(fields) <= set(known_fields(format))]
+    if not known:
+        raise UserError(
+            f"no format has all the fields {', '.join(fields)}", where="data.fields", fix=f"name those of one format: {_known()}"
+        )
+    candidates = set(known)
     for row in rows:
-        fitting = {format for format in candidates if all(row.fields.get(field) is not None for field in FIELDS[format])}
+        fitting = {format for format in candidates if all(_get(row, field, fields) is not None for field in FIELDS[format])}
         if not fitting:
-            raise _unknown_format(row, differs=len(candidates) < len(FIELDS))
+            raise _unknown_format(row, differs=len(candidates) < len(known))
         candidates = fitting
     if not rows:
         raise UserError("no rows to tell the format from", fix="give a data file with at least one row")
+    if "text" in candidates and len(candidates) > 1 and task in ("cpt", "sft"):
+        candidates = {"text"} if task == "cpt" else candidates - {"text"}
     if len(candidates) > 1:
         raise UserError(
             f"the rows fit several formats: {', '.join(sorted(candidates))}",
             where=f"{rows[0].file}:{rows[0].line}",
-            why=f"fields found: {', '.join(rows[0].fields)}",
+            why=f"fields found: {_list_fields(rows[0])}",
             fix="say which one in data.format",
         )
     return candidates.pop()
 
 
 def _unknown_format(row: Row, differs: bool) -> UserError:
-    known = "; ".join(f"{format} ({', '.join(fields)})" for format, fields in FIELDS.items())
     return UserError(
         "this row has other fields than the rows before it" if differs else "the format of the rows is not known",
         where=f"{row.file}:{row.line}",
-        why=f"fields found: {', '.join(row.fields) or 'none'}",
-        fix=f"rename the fields to one of these formats: {known}",
+        why=f"fields found: {_list_fields(row)}",
+        fix=f"say in data.fields, or in the rows, which fields belong to one of these formats: {_known()}",
     )
 
 
-def to_conversation(row: Row, format: Format) -> list[Message] | str:
-    """The row as messages, or as a text for format ``text``. Raises RowRefused with the reason."""
-    missing = [field for field in FIELDS[format] if row.fields.get(field) is None]
+def _known() -> str:
+    return "; ".join(f"{format} ({', '.join(fields)})" for format, fields in FIELDS.items())
+
+
+def _list_fields(row: Row) -> str:
+    names = list(row.fields)
+    return (", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")) or "none"
+
+
+def describe_format(rows: Sequence[Row], format: Format, fields: Mapping[str, str] = NONE) -> str:
+    """One line for people: the format, and which fields of the rows are read as what."""
+    optional = [field for field in OPTIONAL[format] if any(_get(row, field, fields) is not None for row in rows)]
+    inner = [field for field in INNER.get(format, ()) if field in fields]
+    names = [f"{field} from {fields[field]}" if field in fields else field for field in (*FIELDS[format], *optional, *inner)]
+    unread = sorted({name for row in rows for name in row.fields} - {fields.get(field, field) for field in (*FIELDS[format], *optional)})
+    ignored = f"; not read: {', '.join(unread[:10])}{', ...' if len(unread) > 10 else ''}" if unread else ""
+    return f"format {format}: {', '.join(names)}{ignored}"
+
+
+def _get(row: Row, field: str, fields: Mapping[str, str]) -> Any:
+    return row.fields.get(fields.get(field, field))
+
+
+def to_conversation(row: Row, format: Format, fields: Mapping[str, str] = NONE) -> Conversation | str:
+    """The row as a conversation, or as a text for format ``text``; a text's weight is ``row_weight``. Raises RowRefused with the reason."""
+    missing = [fields.get(field, field) for field in FIELDS[format] if _get(row, field, fields) is None]
     if missing:
-        raise RowRefused(f"no field {' and '.join(missing)} (fields found: {', '.join(row.fields) or 'none'})")
-    if row.fields.get("tools"):
-        raise RowRefused("the row has tools: conversations with tools cannot be trained yet")
+        raise RowRefused(f"no field {' and '.join(missing)} (fields found: {_list_fields(row)})")
+    weight = row_weight(row, fields)
     if format == "text":
-        return _check_text(row.fields["text"], "text")
-    if format == "messages":
-        messages = _check_messages(row.fields["messages"], "messages")
-    else:
-        asked, answered = FIELDS[format]
-        messages = _to_turns(row.fields[asked], asked, "user") + _to_turns(row.fields[answered], answered, "assistant")
+        return _check_text(_get(row, "text", fields), fields.get("text", "text"))
+    messages = _CONVERTERS[format](row, fields)
     if not any(message["role"] == "assistant" for message in messages):
         raise RowRefused("no assistant message: nothing in this row can be trained")
-    return messages
+    tools = check_tools(_get(row, "tools", fields), fields.get("tools", "tools")) if "tools" in OPTIONAL[format] else None
+    return Conversation(messages, tools, weight)
+
+
+def row_weight(row: Row, fields: Mapping[str, str] = NONE) -> float:
+    """What the row's loss is multiplied by: its field ``weight``, 1 without. Raises RowRefused."""
+    name = fields.get("weight", "weight")
+    value = row.fields.get(name)
+    if value is None:
+        return 1.0
+    weight = check_weight(value, name)
+    if weight == 0:
+        raise RowRefused(f"{name} is 0: nothing in this row would be trained, leave it out")
+    return weight
 
 
 def _check_text(value: object, field: str) -> str:
@@ -91,29 +171,73 @@ def _check_text(value: object, field: str) -> str:
     return value
 
 
-def _to_turns(value: object, field: str, role: str) -> list[Message]:
-    if isinstance(value, list):
-        return _check_messages(value, field)
-    return [{"role": role, "content": _check_text(value, field)}]
+def _from_messages(row: Row, fields: Mapping[str, str]) -> list[Message]:
+    return check_messages(_get(row, "messages", fields), fields.get("messages", "messages"), fields)
 
 
-def _check_messages(value: object, field: str) -> list[Message]:
-    if not isinstance(value, list) or not value:
-        raise RowRefused(f"{field} must be a list of messages with at least one in it")
-    for number, message in enumerate(value, start=1):
-        where = f"message {number} of {field}"
-        if not isinstance(message, dict):
-            raise RowRefused(f"{where} is not an object with role and content")
-        role = message.get("role")
-        if role not in ROLES:
-            if role in ("tool", "function"):
-                raise RowRefused(f"{where} has the role {role}: tool messages cannot be trained yet")
-            raise RowRefused(f"{where} has the role {role!r}; known roles: {', '.join(ROLES)}")
-        if message.get("tool_calls"):
-            raise RowRefused(f"{where} calls tools: tool calls cannot be trained yet")
-        for key in ("weight", "train"):
-            if key in message:
-                raise RowRefused(f"{where} has the key {key}: weights of single messages are not known yet")
-        if not isinstance(message.get("content"), str):
-            raise RowRefused(f"the content of {where} must be a string, this is {type(message.get('content')).__name__}")
-    return value
+def _from_sharegpt(row: Row, fields: Mapping[str, str]) -> list[Message]:
+    turns = check_turns(_get(row, "conversations", fields), fields.get("conversations", "conversations"), fields)
+    return _with_system(row, fields, turns)
+
+
+def _from_alpaca(row: Row, fields: Mapping[str, str]) -> list[Message]:
+    asked = _check_text(_get(row, "instruction", fields), fields.get("instruction", "instruction"))
+    given = _get(row, "input", fields)
+    if given is not None and not isinstance(given, str):
+        raise RowRefused(f"{fields.get('input', 'input')} must be a string, this is {type(given).__name__}")
+    if given and given.strip():
+        asked = f"{asked}\n{given}"
+    answer = _check_text(_get(row, "output", fields), fields.get("output", "output"))
+    pairs = [*_read_history(_get(row, "history", fields), fields.get("history", "history")), (asked, answer)]
+    turns = [{"role": role, "content": text} for pair in pairs for role, text in zip(("user", "assistant"), pair, strict=True)]
+    return _with_system(row, fields, turns)
+
+
+def _read_history(value: Any, field: str) -> list[tuple[str, str]]:
+    """Earlier turns as pairs [asked, answered]."""
+    if value is None or value == "":
+        return []
+    if not isinstance(value, list):
+        raise RowRefused(f"{field} must be a list of pairs [asked, answered], this is {type(value).__name__}")
+    for pair in value:
+        if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
+            raise RowRefused(f"{field} must be a list of pairs [asked, answered] of strings")
+    return [(asked, answered) for asked, answered in value]
+
+
+def _from_prompt(row: Row, fields: Mapping[str, str]) -> list[Message]:
+    turns: list[Message] = []
+    for field, role in (("prompt", "user"), ("completion", "assistant")):
+        value, name = _get(row, field, fields), fields.get(field, field)
+        turns += check_messages(value, name, NONE) if isinstance(value, list) else [{"role": role, "content": _check_text(value, name)}]
+    return _with_system(row, fields, turns)
+
+
+def _from_question(row: Row, fields: Mapping[str, str]) -> list[Message]:
+    turns = [
+        {"role": role, "content": _check_text(_get(row, field, fields), fields.get(field, field))}
+        for field, role in (("question", "user"), ("answer", "assistant"))
+    ]
+    return _with_system(row, fields, turns)
+
+
+def _with_system(row: Row, fields: Mapping[str, str], turns: list[Message]) -> list[Message]:
+    """The turns below the system prompt that stands in a field of its own, if one does."""
+    name = fields.get("system", "system")
+    system = row.fields.get(name)
+    if system is None or system == "":
+        return turns
+    if not isinstance(system, str):
+        raise RowRefused(f"{name} must be a string, this is {type(system).__name__}")
+    if turns[0]["role"] in ("system", "developer"):
+        raise RowRefused(f"two system prompts: the field {name} and the first turn")
+    return [{"role": "system", "content": system}, *turns]
+
+
+_CONVERTERS: dict[str, Callable[[Row, Mapping[str, str]], list[Message]]] = {
+    "messages": _from_messages,
+    "sharegpt": _from_sharegpt,
+    "alpaca": _from_alpaca,
+    "prompt": _from_prompt,
+    "question": _from_question,
+}

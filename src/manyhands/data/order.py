@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
+from fractions import Fraction
 
 import numpy as np
+
+from manyhands.data.interleave import interleave
 
 # Streams of one seed that are not epochs.
 HELD_OUT_STREAM = 2**64 - 1
 EVALUATION_STREAM = 2**64 - 2
+PASS_BITS = 40  # stream = source << 40 | pass: the passes over source 0 are the epochs of a run with one source
 
 
 def permute(num_rows: int, seed: int, stream: int) -> np.ndarray:
@@ -22,7 +27,12 @@ def permute(num_rows: int, seed: int, stream: int) -> np.ndarray:
 
 
 class RowOrder:
-    """The rows of every step of a run, each row exactly once an epoch, steps never crossing epochs.
+    """The rows of every step of a run, steps never crossing epochs.
+
+    Without ``sources`` each row comes exactly once an epoch. With ``sources`` (of each row, counted from 0) and ``weights``
+    (of each source), source s of n rows appears ``weight * n`` times an epoch, rounded so that the sum over epochs is right
+    to half a row. It goes through its rows in passes, each a permutation of its own, and an epoch begins where the one
+    before left off: no row comes twice more than another. Every beginning of an epoch holds each source's share within one row.
 
     A step is ``batch_rows`` rows, or as many rows as it takes to reach ``batch_tokens`` trained tokens (the row that
     reaches it is the last); then ``num_targets`` gives the trained tokens of each row. The last step of an epoch may
@@ -36,6 +46,8 @@ class RowOrder:
         batch_rows: int | None = None,
         batch_tokens: int | None = None,
         num_targets: np.ndarray | None = None,
+        sources: np.ndarray | None = None,
+        weights: Sequence[float] | None = None,
     ) -> None:
         if num_rows < 1:
             raise ValueError("an order needs at least one row")
@@ -47,13 +59,19 @@ class RowOrder:
             raise ValueError("a step needs at least one row or token")
         self.num_rows, self.seed = num_rows, seed
         self.batch_rows, self.batch_tokens, self._num_targets = batch_rows, batch_tokens, num_targets
+        self._rows_of_source, self._shares = _divide(num_rows, sources, weights)
+        self._pattern: tuple[tuple[int, ...], np.ndarray] = ((), np.empty(0))  # counts, and which source each place belongs to
         self._epochs: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # the two epochs used last
         self._first_steps = [0]  # of every epoch whose length is known, over the whole run
 
+    def rows_in_epoch(self, epoch: int) -> int:
+        """Rows of one epoch, repeated ones counted each time; epochs differ where a weight times its rows is no whole number."""
+        return sum(end - start for start, end in self._stretches(epoch))
+
     def steps_per_epoch(self, epoch: int) -> int:
-        """Steps of one epoch; with ``batch_tokens`` epochs may differ by a few."""
+        """Steps of one epoch. Those of a run may differ by a few: with ``batch_tokens``, and as ``rows_in_epoch`` does."""
         if self.batch_rows is not None:
-            return -(-self.num_rows // self.batch_rows)
+            return -(-self.rows_in_epoch(epoch) // self.batch_rows)
         return len(self._lay_out(epoch)[1]) - 1
 
     def rows(self, epoch: int, index: int) -> np.ndarray:
@@ -67,31 +85,76 @@ class RowOrder:
         """(epoch, index in it) of a step counted from 0 over the whole run."""
         if step < 0:
             raise IndexError("steps count from 0")
-        if self.batch_rows is not None:
+        if self.batch_rows is not None and all(share.denominator == 1 for share in self._shares):
             return divmod(step, self.steps_per_epoch(0))
         while self._first_steps[-1] <= step:
             self._first_steps.append(self._first_steps[-1] + self.steps_per_epoch(len(self._first_steps) - 1))
         epoch = bisect_right(self._first_steps, step) - 1
         return epoch, step - self._first_steps[epoch]
 
+    def _stretches(self, epoch: int) -> list[tuple[int, int]]:
+        """(start, end) of an epoch in the endless passes over each source."""
+        return [(_round(epoch * share), _round((epoch + 1) * share)) for share in self._shares]
+
     def _lay_out(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """(permutation, bounds): step i holds ``permutation[bounds[i]:bounds[i + 1]]``."""
+        """(order, bounds): step i holds ``order[bounds[i]:bounds[i + 1]]``."""
         if epoch not in self._epochs:
-            permutation = permute(self.num_rows, self.seed, epoch)
+            order = self._order_epoch(epoch)
             if self.batch_rows is not None:
-                bounds = np.append(np.arange(0, self.num_rows, self.batch_rows), self.num_rows)
+                bounds = np.append(np.arange(0, len(order), self.batch_rows), len(order))
             else:
-                bounds = self._bound_by_tokens(permutation)
+                bounds = self._bound_by_tokens(order)
             while len(self._epochs) >= 2:
                 self._epochs.pop(next(iter(self._epochs)))
-            self._epochs[epoch] = (permutation, bounds)
+            self._epochs[epoch] = (order, bounds)
         return self._epochs[epoch]
 
-    def _bound_by_tokens(self, permutation: np.ndarray) -> np.ndarray:
+    def _order_epoch(self, epoch: int) -> np.ndarray:
+        drawn = [self._draw(source, *stretch) for source, stretch in enumerate(self._stretches(epoch))]
+        if len(present := [rows for rows in drawn if len(rows)]) == 1:
+            return present[0]
+        counts = tuple(map(len, drawn))
+        if self._pattern[0] != counts:
+            self._pattern = (counts, interleave(counts))
+        order = np.empty(sum(counts), dtype=np.int64)
+        for source, rows in enumerate(drawn):
+            order[self._pattern[1] == source] = rows
+        return order
+
+    def _draw(self, source: int, start: int, end: int) -> np.ndarray:
+        """Places ``start`` to ``end`` in the endless passes over a source, as row ids."""
+        rows = self._rows_of_source[source]
+        if start == end:
+            return rows[:0]
+        first = start // len(rows)
+        passes = [permute(len(rows), self.seed, source << PASS_BITS | number) for number in range(first, -(-end // len(rows)))]
+        return rows[np.concatenate(passes)[start - first * len(rows) : end - first * len(rows)]]
+
+    def _bound_by_tokens(self, order: np.ndarray) -> np.ndarray:
         assert self.batch_tokens is not None and self._num_targets is not None
-        sums = np.cumsum(self._num_targets[permutation], dtype=np.int64)
+        sums = np.cumsum(self._num_targets[order], dtype=np.int64)
         bounds = [0]
-        while bounds[-1] < self.num_rows:
+        while bounds[-1] < len(order):
             before = int(sums[bounds[-1] - 1]) if bounds[-1] else 0
-            bounds.append(min(int(np.searchsorted(sums, before + self.batch_tokens)) + 1, self.num_rows))
+            bounds.append(min(int(np.searchsorted(sums, before + self.batch_tokens)) + 1, len(order)))
         return np.array(bounds, dtype=np.int64)
+
+
+def _divide(num_rows: int, sources: np.ndarray | None, weights: Sequence[float] | None) -> tuple[list[np.ndarray], list[Fraction]]:
+    """(row ids, rows an epoch) of each source. A weight counts as the decimal that it is written as: 0.1 is a tenth."""
+    if sources is None:
+        sources, weights = np.zeros(num_rows, dtype=np.int16), (1.0,)
+    if weights is None:
+        weights = (1.0,) * (int(sources.max()) + 1)
+    if len(sources) != num_rows or int(sources.max()) >= len(weights):
+        raise ValueError("an order needs a source for each row and a weight for each source")
+    rows = [np.flatnonzero(sources == source) for source in range(len(weights))]
+    shares = [Fraction(repr(float(weight))) * len(ids) for weight, ids in zip(weights, rows, strict=True)]
+    if sum(_round(share) for share in shares) < 1:
+        raise ValueError("the weights leave no row in the first epoch")
+    return rows, shares
+
+
+def _round(share: Fraction) -> int:
+    """The nearest whole number; a half goes up."""
+    return (2 * share.numerator + share.denominator) // (2 * share.denominator)

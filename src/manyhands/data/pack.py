@@ -5,14 +5,15 @@ Never across steps: the layout changes where a row is computed, not which rows f
 
 from __future__ import annotations
 
-import heapq
-from bisect import bisect_left, insort
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
+from manyhands.data.balance import fill_evenly, fill_fullest
 from manyhands.errors import UserError
 
+TILE_TOKENS = 128  # matrix products work in tiles of so many tokens: packs are padded to whole ones
 # A row of length n costs n + n^2 / ATTENTION_LENGTH: attention costs as much as all linear layers together at some
 # 12 x hidden_size tokens (24 h^2 against 2 n h FLOPs a token and layer, causal), 16k to 49k for 1B to 8B models.
 ATTENTION_LENGTH = 24576
@@ -37,13 +38,33 @@ class Layout:
         return np.concatenate(self.of_rank(rank))
 
 
+def padded_tokens(num_tokens: int) -> int:
+    """Tokens of a pack once it is padded: whole tiles, at least one."""
+    return max(1, -(-num_tokens // TILE_TOKENS)) * TILE_TOKENS
+
+
+def packing_efficiency(layouts: Iterable[Layout], lengths: np.ndarray) -> float:
+    """Useful tokens over ``ranks x the longest padded pack of any rank``, summed over all micro-batches; in (0, 1].
+
+    What is missing to 1 is padding and ranks that wait for the longest pack.
+    """
+    useful = paid = 0
+    for layout in layouts:
+        for micro in layout.micro_batches:
+            sizes = [int(lengths[part].sum()) for part in micro]
+            useful += sum(sizes)
+            paid += len(micro) * padded_tokens(max(sizes))
+    return useful / paid
+
+
 def lay_out_packed(rows: np.ndarray, lengths: np.ndarray, num_ranks: int, micro_tokens: int) -> Layout:
     """Lays rows into the fewest micro-batches of at most ``micro_tokens`` tokens that can be found, balanced over ranks.
 
-    ``lengths`` holds the tokens of every row of the set, indexed by row id. Balance: longest rows first into the
-    cheapest bin that has room (by ``n + n^2 / ATTENTION_LENGTH``); where that leaves a row without room, into the
-    fullest bin that has room; where that fails too, one micro-batch more. Bins of like cost share a micro-batch,
-    and the dearer of them goes to the rank that has done least. Raises UserError for a row longer than ``micro_tokens``.
+    ``lengths`` holds the tokens of every row of the set, indexed by row id. Packs get equal sizes (data/balance.py); where
+    that leaves a row without room, each row goes into the fullest pack that has some; where that fails too, there is one
+    micro-batch more. Packs of like size and cost (``n + n^2 / ATTENTION_LENGTH`` over rows) share a micro-batch, because
+    its ranks wait for the dearest, and the dearer of them goes to the rank that has done least.
+    Raises UserError for a row longer than ``micro_tokens``.
     """
     rows = np.asarray(rows, dtype=np.int64)
     row_lengths = np.asarray(lengths)[rows].astype(np.int64)
@@ -55,64 +76,33 @@ def lay_out_packed(rows: np.ndarray, lengths: np.ndarray, num_ranks: int, micro_
             where="batch.micro_tokens",
             fix="raise batch.micro_tokens, or lower data.max_length",
         )
-    costs = row_lengths + row_lengths.astype(np.float64) ** 2 / ATTENTION_LENGTH
     descending = np.argsort(-row_lengths, kind="stable")
-    sizes, prices = row_lengths[descending].tolist(), costs[descending].tolist()
+    sizes = row_lengths[descending].tolist()
     num_micro = max(1, -(-int(row_lengths.sum()) // (micro_tokens * num_ranks)))
     while True:
-        bins = _fill_cheapest(sizes, prices, num_micro * num_ranks, micro_tokens)
-        bins = _fill_fullest(sizes, num_micro * num_ranks, micro_tokens) if bins is None else bins
+        bins = fill_evenly(sizes, num_micro, num_ranks, micro_tokens, TILE_TOKENS)
+        bins = fill_fullest(sizes, num_micro * num_ranks, micro_tokens) if bins is None else bins
         if bins is not None:
-            return _deal(rows, costs, descending, np.array(bins), num_micro, num_ranks)
+            bin_of_row = np.empty(len(rows), dtype=np.int64)
+            bin_of_row[descending] = bins
+            return _deal(rows, row_lengths, bin_of_row, num_micro, num_ranks)
         num_micro += 1
 
 
-def _fill_cheapest(sizes: list[int], prices: list[float], num_bins: int, capacity: int) -> list[int] | None:
-    """Bin of each item (longest first), always the cheapest with room; None where an item finds no room."""
-    heap = [(0.0, number, 0) for number in range(num_bins)]  # cost, bin, tokens
-    placed = []
-    for size, price in zip(sizes, prices, strict=True):
-        passed = []
-        while heap and heap[0][2] + size > capacity:
-            passed.append(heapq.heappop(heap))
-        if not heap:
-            return None
-        cost, number, tokens = heap[0]
-        heapq.heapreplace(heap, (cost + price, number, tokens + size))
-        placed.append(number)
-        for entry in passed:
-            heapq.heappush(heap, entry)
-    return placed
-
-
-def _fill_fullest(sizes: list[int], num_bins: int, capacity: int) -> list[int] | None:
-    """Bin of each item (longest first), always the fullest with room (best fit decreasing); None where one finds none."""
-    rooms = [(capacity, number) for number in range(num_bins)]
-    placed = []
-    for size in sizes:
-        index = bisect_left(rooms, (size, -1))
-        if index == num_bins:
-            return None
-        room, number = rooms.pop(index)
-        insort(rooms, (room - size, number))
-        placed.append(number)
-    return placed
-
-
-def _deal(rows: np.ndarray, costs: np.ndarray, descending: np.ndarray, bins: np.ndarray, num_micro: int, num_ranks: int) -> Layout:
-    bin_of_row = np.empty(len(rows), dtype=np.int64)
-    bin_of_row[descending] = bins
-    bin_costs = np.bincount(bin_of_row, weights=costs, minlength=num_micro * num_ranks)
-    by_bin = np.argsort(bin_of_row, kind="stable")  # keeps the seeded order inside a bin
-    bounds = np.searchsorted(bin_of_row[by_bin], np.arange(num_micro * num_ranks + 1))
-    dearest_first = np.argsort(-bin_costs, kind="stable").reshape(num_micro, num_ranks)
+def _deal(rows: np.ndarray, row_lengths: np.ndarray, bin_of_row: np.ndarray, num_micro: int, num_ranks: int) -> Layout:
+    num_bins = num_micro * num_ranks
+    costs = np.bincount(bin_of_row, weights=row_lengths + row_lengths.astype(np.float64) ** 2 / ATTENTION_LENGTH, minlength=num_bins)
+    tiles = -(-np.bincount(bin_of_row, weights=row_lengths, minlength=num_bins).astype(np.int64) // TILE_TOKENS)
+    by_bin = np.argsort(bin_of_row, kind="stable")  # keeps the seeded order inside a pack
+    bounds = np.searchsorted(bin_of_row[by_bin], np.arange(num_bins + 1))
+    dearest_first = np.lexsort((-costs, -tiles)).reshape(num_micro, num_ranks)
     done = np.zeros(num_ranks)
     micro_batches = []
     for group in dearest_first:
         micro: list[np.ndarray] = [rows[:0]] * num_ranks
-        for rank, number in zip(np.argsort(done, kind="stable"), group, strict=True):
+        for rank, number in zip(np.argsort(done, kind="stable"), group[np.argsort(-costs[group], kind="stable")], strict=True):
             micro[rank] = rows[by_bin[bounds[number] : bounds[number + 1]]]
-            done[rank] += bin_costs[number]
+            done[rank] += costs[number]
         if any(len(part) for part in micro):
             micro_batches.append(tuple(micro))
     return Layout(tuple(micro_batches))

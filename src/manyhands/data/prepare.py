@@ -1,82 +1,89 @@
 """Tokenises the data of a run once and caches the result by content. Knows the files and the cache, not how rows look.
 
-The cache folder's name is a hash of all that decides about the tokens; it appears by one rename of a finished folder, so
-whatever has the name is whole. Two preparations at once both work; the second finds the first's and throws its own away.
+The cache folder's name is a hash of all that decides about the rows and how often each is taken; it appears by one rename of
+a finished folder, so whatever has the name is whole. Two preparations at once both work; the second finds the first's and
+throws its own away. Where only the choice of rows differs from a store that is there, its tokens are linked, not made again.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from manyhands.config.schema import RunConfig
-from manyhands.data.order import HELD_OUT_STREAM, RowOrder, permute
-from manyhands.data.render import Renderer
-from manyhands.data.sources import check_file
-from manyhands.data.store import FORMAT_VERSION, StoreWriter, TokenStore
-from manyhands.data.tokenise import Counts, Tokenising, choose_format
-from manyhands.data.tokenizer import load_tokenizer, tokenizer_digest
+from manyhands.config.schema import RunConfig, Source
+from manyhands.data.divide import divide_rows
+from manyhands.data.naming import name_store, name_tokens
+from manyhands.data.segment import finish_store, join_segments, link_tokens
+from manyhands.data.sources import list_files, resolve_sources
+from manyhands.data.store import FORMAT_VERSION, TokenStore
+from manyhands.data.tokenise import Outcome
+from manyhands.data.tokenise_parallel import cannot_write, plan_job, tokenise_parts
 from manyhands.errors import UserError
 from manyhands.facts.types import DataFacts
 
-MIN_HELD_OUT = 20
 UNFINISHED = ".unfinished-"
 UNFINISHED_MAX_AGE_S = 3600.0  # since the last write into it
 
+Report = Callable[[str], None]
 
-def prepare(config: RunConfig, model_folder: str | Path, report: Callable[[str], None] = print) -> DataFacts:
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a preparation reads: ``sources`` with their ``files``, the first ``num_train`` of them for training."""
+
+    sources: tuple[Source, ...]
+    num_train: int
+    files: tuple[tuple[Path, ...], ...]
+    stamps: dict[Path, tuple[int, int]]  # (bytes, time of the last change) before anything was read
+
+    @property
+    def num_bytes(self) -> list[int]:
+        return [sum(self.stamps[path][0] for path in group) for group in self.files]
+
+
+def prepare(config: RunConfig, model_folder: str | Path, report: Report = print, *, num_processes: int | None = None) -> DataFacts:
     """Tokens of all rows of ``config.data``, from the cache or made now, and what they add up to.
 
-    ``report`` gets one line of progress at a time. Raises UserError for data that cannot be used.
+    ``report`` gets one line of progress at a time. ``num_processes`` tokenise; None takes one for little data, else all
+    cores. The tokens do not depend on it. Raises UserError for data that cannot be used.
     """
-    if config.task != "cpt" and config.data.too_long == "split":
-        raise UserError("data.too_long: split needs task: cpt", why="a part of a conversation is not a conversation", fix="use truncate")
+    if config.task == "sft" and config.data.too_long == "split":
+        raise UserError(
+            "data.too_long: split needs task: cpt or mixed", why="a part of a conversation is not a conversation", fix="use truncate"
+        )
     if config.data.max_length < 2:
         raise UserError("data.max_length must be at least 2", why="one token has nothing to be predicted from")
-    cache = Path(config.data.cache).expanduser()
-    sources = {name: check_file(path) for name, path in (("train", config.data.train), ("validation", config.data.validation)) if path}
-    stamps = {name: _stamp(path) for name, path in sources.items()}
-    digest = name_content(config, model_folder, sources)
-    folder = cache / digest
+    inputs = _find_inputs(config)
+    tokens = name_tokens(config, model_folder, inputs.sources, inputs.files, inputs.num_train)
+    folder = Path(config.data.cache).expanduser() / name_store(config, tokens, inputs.sources)
     store = _open_cached(folder, report)
     if store is None:
-        store = _make(config, Path(model_folder), sources, stamps, folder, report)
+        store = _make(config, Path(model_folder), inputs, tokens, folder, report, num_processes)
     else:
-        report(f"tokens cached: {store.train.num_rows:,} rows, {_millions(int(store.train.lengths.sum()))} tokens")
+        report(f"tokens cached: {store.train.num_rows:,} rows, {_millions(int(store.train.lengths.sum(dtype=np.int64)))} tokens")
     for line in store.meta["notes"]:
         report(line)
-    return _summarise(config, store)
+    return summarise(config, store)
 
 
-def name_content(config: RunConfig, model_folder: str | Path, sources: dict[str, Path]) -> str:
-    """64 hex digits that are equal exactly when the same tokens, in the same sets, would come out."""
-    data = config.data
-    named = {
-        "version": FORMAT_VERSION,
-        "files": {name: _hash_file(path) for name, path in sources.items()},
-        "plain_text": {name: path.suffix.lower() == ".txt" for name, path in sources.items()},
-        "tokenizer": tokenizer_digest(model_folder, config.model.chat_template),
-        "task": config.task,
-        "seed": config.seed,
-        "format": data.format,
-        "max_length": data.max_length,
-        "too_long": data.too_long,
-        "validation_fraction": data.validation_fraction if data.validation is None else None,
-        "max_rows": data.max_rows,
-    }
-    return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
+def _find_inputs(config: RunConfig) -> Inputs:
+    train = resolve_sources(config.data.train, config.data)
+    validation = () if config.data.validation is None else resolve_sources(config.data.validation, config.data)
+    sources = (*train, *validation)
+    files = tuple(map(list_files, sources))
+    return Inputs(sources, len(train), files, {path: _stamp(path) for group in files for path in group})
 
 
-def _open_cached(folder: Path, report: Callable[[str], None]) -> TokenStore | None:
+def _open_cached(folder: Path, report: Report) -> TokenStore | None:
     if not folder.exists():
         return None
     try:
@@ -88,7 +95,7 @@ def _open_cached(folder: Path, report: Callable[[str], None]) -> TokenStore | No
 
 
 def _make(
-    config: RunConfig, model_folder: Path, sources: dict[str, Path], stamps: dict, folder: Path, report: Callable[[str], None]
+    config: RunConfig, model_folder: Path, inputs: Inputs, tokens: str, folder: Path, report: Report, num_processes: int | None
 ) -> TokenStore:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -97,99 +104,118 @@ def _make(
     except OSError as error:
         raise UserError("the token cache cannot be written", where="data.cache", why=str(error), fix="name another folder") from error
     try:
-        _write(config, model_folder, sources, unfinished, folder.name, report)
-        if any(_stamp(path) != stamps[name] for name, path in sources.items()):
-            raise UserError("a data file changed while it was read", where=str(sources["train"]), fix="start again when it is complete")
+        made = _link_other(tokens, unfinished, report)
+        if made is None:
+            made = _tokenise(config, model_folder, inputs, unfinished, report, num_processes)
+            if changed := [str(path) for path, stamp in inputs.stamps.items() if _stamp(path) != stamp]:
+                raise UserError("a data file changed while it was read", where=changed[0], fix="start again when it is complete")
+        finish(config, inputs, unfinished, {"digest": folder.name, "tokens": tokens, "made": made})
         _publish(unfinished, folder)
     except OSError as error:
-        raise UserError(
-            "the token cache cannot be written", where=str(unfinished), why=str(error), fix="free space, or move data.cache"
-        ) from error
+        raise cannot_write(unfinished, error) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return TokenStore.open(folder)
 
 
-def _write(
-    config: RunConfig, model_folder: Path, sources: dict[str, Path], folder: Path, digest: str, report: Callable[[str], None]
-) -> None:
-    tokenizer = load_tokenizer(model_folder, config.model.chat_template, config.model.trust_remote_code)
-    start, writer, counts = time.monotonic(), StoreWriter(folder), Counts()
-    formats, num_rows = {}, {}
-    try:
-        for name, path in sources.items():
-            format, rows = choose_format(str(path), config, bool(tokenizer.chat_template))
-            renderer = Renderer(tokenizer, plain_prompts=format == "prompt")
-            num_rows[name] = Tokenising(config, renderer, writer, counts, report).run(rows, format, str(path))
-            formats[name] = format
-        train, validation, notes = divide_rows(config, num_rows["train"], num_rows.get("validation"), str(sources["train"]))
-        meta = {
-            "digest": digest,
+def _link_other(tokens: str, unfinished: Path, report: Report) -> list[dict[str, Any]] | None:
+    """Takes the tokens of another store of the same ones; returns what its sources gave, or None where there is none."""
+    for path in unfinished.parent.glob("[0-9a-f]*/meta.json"):
+        try:
+            meta = json.loads(path.read_text(encoding="utf-8"))
+            if meta.get("version") != FORMAT_VERSION or meta.get("tokens") != tokens:
+                continue
+            TokenStore.open(path.parent)
+        except (OSError, ValueError, UserError):
+            continue
+        if link_tokens(path.parent, unfinished):
+            report("tokens cached: the choice of rows is new")
+            return meta["made"]
+    return None
+
+
+def _tokenise(
+    config: RunConfig, model_folder: Path, inputs: Inputs, folder: Path, report: Report, num_processes: int | None
+) -> list[dict[str, Any]]:
+    """Writes the tokens of all sources; returns for each what became of its rows."""
+    start = time.monotonic()
+    job = plan_job(config, model_folder, inputs.sources, inputs.num_bytes, folder, num_processes)
+    outcomes = [Outcome() for _ in inputs.sources]
+    rows_of_files: list[dict[str, int]] = [{} for _ in inputs.sources]  # what leads from a row back to its file
+    for (index, part), outcome in zip(job.parts, tokenise_parts(job, report), strict=True):
+        outcomes[index].add(outcome)
+        rows_of_files[index][part.file] = rows_of_files[index].get(part.file, 0) + outcome.num_rows
+    for source, outcome in zip(inputs.sources, outcomes, strict=True):
+        outcome.raise_if_any(config, source.path)
+    join_segments(folder, [job.segment(number) for number in range(len(job.parts))], [index for index, _ in job.parts])
+    for path in (folder / "segments", *folder.glob("outcome-*"), folder / "job.json", folder / "log"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    num_rows, num_tokens = (sum(getattr(outcome, name) for outcome in outcomes) for name in ("num_rows", "num_tokens"))
+    with_how_many = f" by {job.num_processes} processes" if job.num_processes > 1 else ""
+    report(f"tokenised {num_rows:,} rows, {_millions(num_tokens)} tokens in {time.monotonic() - start:.1f} s{with_how_many}")
+    return [outcome.to_meta() | {"rows_of_files": list(files.values())} for outcome, files in zip(outcomes, rows_of_files, strict=True)]
+
+
+def finish(config: RunConfig, inputs: Inputs, folder: Path, meta: dict[str, Any]) -> None:
+    """Chooses the rows of each set and writes down how the store came about; ``meta["made"]`` has an entry a source."""
+    sources, continued, offsets = (np.load(folder / f"{name}.npy", allow_pickle=False) for name in ("sources", "continued", "offsets"))
+    division = divide_rows(config.data, config.seed, sources, continued, inputs.sources, inputs.num_train)
+    described = [
+        _describe(
+            source,
+            made,
+            division.train[sources[division.train] == index],
+            division.validation[sources[division.validation] == index],
+            offsets,
+        )
+        for index, (source, made) in enumerate(zip(inputs.sources, meta["made"], strict=True))
+    ]
+    notes = list(dict.fromkeys(note for made in meta["made"] for note in made["notes"]))
+    totals = {name: sum(made[name] for made in meta["made"]) for name in Outcome.COUNTS}
+    chosen = inputs.num_train > 1 or described[0]["weight"] != 1
+    by_source = [_note_source(source) for source in described[: inputs.num_train]] if chosen else []
+    finish_store(
+        folder,
+        division.train,
+        division.validation,
+        {
+            **meta,
             "seed": config.seed,
             "task": config.task,
-            "formats": formats,
-            "files": {name: str(path) for name, path in sources.items()},
-            "num_file_rows": num_rows,
-            "num_dropped": writer.num_rows - len(train) - len(validation),
-            "num_truncated": counts.truncated,
-            "num_split": counts.split,
-            "num_straddling_tokens": counts.straddling,
-            "num_rows_with_markers": counts.with_markers,
-            "notes": notes + _note_plain(formats, tokenizer) + _note(config, counts),
-        }
-        writer.finish(train, validation, meta)
-        report(f"tokenised {writer.num_rows:,} rows, {_millions(writer.num_tokens)} tokens in {time.monotonic() - start:.1f} s")
-    finally:
-        writer.close()
+            "sources": described,
+            **totals,
+            "num_dropped": len(sources) - len(division.train) - len(division.validation),
+            "notes": [*division.notes, *notes, *_note_counts(config, totals), *by_source],
+        },
+    )
 
 
-def divide_rows(config: RunConfig, num_rows: int, num_validation_rows: int | None, where: str) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """(training rows, validation rows, notes) as sorted positions in the store, where a validation file follows the training file.
+def _describe(source: Source, made: Mapping[str, Any], train: np.ndarray, validation: np.ndarray, offsets: np.ndarray) -> dict[str, Any]:
+    """A source as ``meta["sources"]`` has it: what was asked, and how many rows and tokens of it each set has.
 
-    Without a validation file the first rows of a seeded permutation are held out, ``validation_fraction`` of them but at
-    least 20 and at most half; ``data.max_rows`` then keeps the next ones.
+    ``train`` and ``validation`` are the positions of its own rows.
     """
-    fraction, max_rows, notes = config.data.validation_fraction, config.data.max_rows, []
-    num_held_out = 0
-    if num_validation_rows is None and fraction > 0:
-        if num_rows < 2:
-            raise UserError(
-                "one row cannot be divided into training and validation",
-                where=where,
-                fix="give more rows, or data.validation, or set data.validation_fraction: 0",
-            )
-        wanted = max(round(fraction * num_rows), MIN_HELD_OUT)
-        num_held_out = min(wanted, num_rows // 2)
-        if num_held_out < wanted:
-            notes.append(
-                f"only {num_held_out:,} rows held out for validation instead of {wanted:,}: half of the {num_rows:,} rows there are"
-            )
-    order = permute(num_rows, config.seed, HELD_OUT_STREAM)
-    end = num_rows if max_rows is None else min(num_rows, num_held_out + max_rows)
-    held_out = order[:num_held_out] if num_validation_rows is None else num_rows + np.arange(num_validation_rows)
-    return np.sort(order[num_held_out:end]), np.sort(held_out), notes
+    described = {"name": source.name, "path": source.path, "format": " + ".join(made["formats"]), "weight": source.weight}
+    for kind, rows in (("", train), ("validation_", validation)):
+        described[f"num_{kind}rows"] = len(rows)
+        described[f"num_{kind}tokens"] = int((offsets[rows + 1] - offsets[rows]).sum())
+    return described
 
 
-def _note_plain(formats: Mapping[str, str], tokenizer: Any) -> list[str]:
-    """A chat model whose template got lost would train on rows that no chat ever shows it."""
-    if "prompt" not in formats.values() or tokenizer.chat_template:
-        return []
-    return ["no chat template: prompt and completion are joined as they stand (model.chat_template gives one)"]
+def _note_source(source: Mapping[str, Any]) -> str:
+    weight = f", weight {source['weight']:g}" if source["weight"] != 1 else ""
+    return f"source {source['name']} ({source['format']}): {source['num_rows']:,} rows, {_millions(source['num_tokens'])} tokens{weight}"
 
 
-def _note(config: RunConfig, counts: Counts) -> list[str]:
-    notes = []
-    if counts.truncated:
-        notes.append(f"{counts.truncated:,} rows cut at {config.data.max_length:,} tokens")
-    if counts.split:
-        notes.append(f"{counts.split:,} documents split into rows of at most {config.data.max_length:,} tokens")
-    if counts.straddling:
-        notes.append(f"{counts.straddling:,} tokens lie across the beginning of a trained part (answers that begin with blanks)")
-    if counts.with_markers:
-        notes.append(
-            f"{counts.with_markers:,} rows contain the spelling of a special token, which the tokenizer takes for the token itself"
-        )
-    return notes
+def _note_counts(config: RunConfig, totals: Mapping[str, int]) -> list[str]:
+    max_length = f"{config.data.max_length:,} tokens"
+    said = {
+        "num_truncated": f"rows cut at {max_length}",
+        "num_split": f"documents split into rows of at most {max_length}",
+        "num_straddling_tokens": "tokens lie across the beginning of a trained part (answers that begin with blanks)",
+        "num_rows_with_markers": "rows contain the spelling of a special token, which the tokenizer takes for the token itself",
+    }
+    return [f"{totals[name]:,} {text}" for name, text in said.items() if totals[name]]
 
 
 def _publish(unfinished: Path, folder: Path) -> None:
@@ -216,43 +242,40 @@ def _clean_unfinished(cache: Path) -> None:
     """Removes what killed preparations left, once nothing was written into it for an hour."""
     for folder in cache.glob(f"{UNFINISHED}*"):
         try:
-            newest = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+            newest = max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
         except OSError:  # its owner is just done with it
             continue
         if time.time() - newest > UNFINISHED_MAX_AGE_S:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _summarise(config: RunConfig, store: TokenStore) -> DataFacts:
+def summarise(config: RunConfig, store: TokenStore) -> DataFacts:
+    """What the rows of a store add up to. Raises UserError where the weights leave none."""
     train, validation, meta = store.train, store.validation, store.meta
-    steps = None
-    if config.batch.tokens is not None:
-        order = RowOrder(train.num_rows, config.seed, batch_tokens=config.batch.tokens, num_targets=train.num_targets)
-        steps = order.steps_per_epoch(0)
-    num_tokens = int(train.lengths.sum(dtype=np.int64))
+    try:
+        order = store.order_rows(config.seed, batch_rows=None if config.batch.tokens else 1, batch_tokens=config.batch.tokens)
+    except ValueError as error:
+        raise UserError(
+            "no row would be trained", where="data.train", why=str(error), fix="raise the weights, or give more rows"
+        ) from error
+    weighted = [(source["weight"] * source["num_tokens"], source["weight"] * source["num_rows"]) for source in meta["sources"]]
+    num_tokens, num_rows = (sum(column) for column in zip(*weighted, strict=True))
     return DataFacts(
         folder=str(store.folder),
         digest=store.digest,
         num_rows=train.num_rows,
-        num_tokens=num_tokens,
+        rows_per_epoch=order.rows_in_epoch(0),
+        num_tokens=int(train.lengths.sum(dtype=np.int64)),
         num_targets=int(train.num_targets.sum(dtype=np.int64)),
         max_length=int(max(train.lengths.max(), validation.lengths.max(initial=0))),
-        mean_length=num_tokens / train.num_rows,
+        mean_length=num_tokens / num_rows,
         num_validation_rows=validation.num_rows,
         num_validation_tokens=int(validation.lengths.sum(dtype=np.int64)),
         num_dropped=meta["num_dropped"],
         num_truncated=meta["num_truncated"],
         num_split=meta["num_split"],
-        steps_per_epoch_by_tokens=steps,
+        steps_per_epoch_by_tokens=order.steps_per_epoch(0) if config.batch.tokens is not None else None,
     )
-
-
-def _hash_file(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise UserError("the data file cannot be read", where=str(path), why=str(error)) from error
 
 
 def _stamp(path: Path) -> tuple[int, int]:

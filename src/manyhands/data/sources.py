@@ -1,148 +1,197 @@
-"""Reads rows from files, lazily and with their line numbers. Knows no format of rows, no tokenizer.
+"""From what a run file says about its data to rows: which files, in which parts, row by row. Knows no tokenizer.
 
-``.jsonl`` holds one JSON object a line; ``.txt`` holds documents separated by one or more blank lines, and each becomes
-a row ``{"text": ...}``. Both are UTF-8, with or without a byte order mark.
+A source is a file, a folder of files of one kind, or a data set of the hub. Its rows have one order, whatever the number of
+parts it is read in. What is wrong is gathered: up to 20 places as ``file:line: reason``.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
+from manyhands.config.schema import DataSection, Source
+from manyhands.data.arrow_rows import read_arrow, read_parquet, split_arrow, split_parquet
+from manyhands.data.files import BINARY_KINDS, KIND_NAMES, check_file, kind_of, split_lines
 from manyhands.data.findings import Findings
+from manyhands.data.hub_sets import fetch_set, is_hub, list_saved_set
+from manyhands.data.json_rows import read_json
+from manyhands.data.rows import Part, Row
+from manyhands.data.text_rows import read_csv, read_jsonl, read_text
 from manyhands.errors import UserError
 
-UTF8_MARK = b"\xef\xbb\xbf"
+__all__ = ["Part", "Row", "Source", "check_file", "list_files", "read_part", "read_rows", "resolve_sources", "split_source"]
+
+READERS: dict[str, Callable[[Part, Findings], Iterator[Row]]] = {
+    "jsonl": read_jsonl,
+    "json": read_json,
+    "csv": read_csv,
+    "text": read_text,
+    "parquet": read_parquet,
+    "arrow": read_arrow,
+}
+FIXES = {
+    "jsonl": "write one JSON object a line, in UTF-8",
+    "json": "write a list of JSON objects, in UTF-8",
+    "csv": "write a header and as many fields in each record, quoted where they hold separators, in UTF-8",
+    "text": "save the file as UTF-8",
+}
+MIN_PART_BYTES = 1 << 20  # less is not worth a part of its own
+# Words in file names that say which split a file belongs to.
+SPLIT_WORDS = {"train": "train", "training": "train", "test": "test", "valid": "validation", "validation": "validation",
+               "val": "validation", "dev": "validation", "eval": "validation"}  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Row:
-    """One row of a source; ``line`` counts from 1 and is where the row begins."""
+def resolve_sources(value: str | Sequence[str | Source], data: DataSection) -> tuple[Source, ...]:
+    """``data.train`` or ``data.validation`` as sources, each with a name of its own, a format and fields. Reads no file.
 
-    fields: dict[str, Any]
-    file: str
-    line: int
-
-
-def read_rows(path: str | Path, format: str = "auto") -> Iterator[Row]:
-    """Yields the rows of a file in order, skipping blank lines.
-
-    ``format`` is the configured one (``data.format``): plain text needs ``auto`` or ``text``. At the first broken line
-    no more rows are yielded; the rest of the file is only searched for further broken lines, and then one UserError
-    names up to 20 of them. A missing, empty or unreadable file is a UserError at the first row asked for.
+    A source without a name is called by its file, folder or data set; a second of that name gets ``-2``. Two equal names
+    that were given are a UserError.
     """
-    path = check_file(path)
-    plain_text = path.suffix.lower() == ".txt"
-    if plain_text and format not in ("auto", "text"):
+    given = (value,) if isinstance(value, str) else value
+    sources = [Source(path=item) if isinstance(item, str) else item for item in given]
+    asked = [source.name for source in sources if source.name is not None]
+    if twice := next((name for index, name in enumerate(asked) if name in asked[:index]), None):
+        raise UserError(f"two sources have the name {twice}", where="data", fix="give each another name")
+    taken = set(asked)
+    resolved = []
+    for source in sources:
+        name = source.name or _free_name(_stem(source.path), taken)
+        taken.add(name)
+        fields = data.fields if source.fields is None else source.fields
+        resolved.append(source.model_copy(update={"name": name, "format": source.format or data.format, "fields": dict(fields)}))
+    return tuple(resolved)
+
+
+def _stem(path: str) -> str:
+    name = path.rstrip("/").rsplit("/", 1)[-1].removesuffix(".gz")
+    stem = name.rsplit(".", 1)[0] if kind_of(Path(name)) else name
+    return stem.removeprefix("hub:") or "rows"
+
+
+def _free_name(name: str, taken: set[str]) -> str:
+    number = 2
+    free = name
+    while free in taken:
+        free, number = f"{name}-{number}", number + 1
+    return free
+
+
+def list_files(source: Source) -> tuple[Path, ...]:
+    """The files of a source in the order they are read, each checked. A hub data set is fetched for it. Raises UserError."""
+    if is_hub(source.path):
+        return fetch_set(source)
+    path = Path(source.path).expanduser()
+    try:
+        is_folder = path.is_dir()
+    except (OSError, ValueError) as error:
+        raise UserError("the data file cannot be read", where=str(path), why=str(error)) from error
+    files = tuple(map(check_file, _list_folder(path, source.split) if is_folder else (path,)))
+    if any(kind_of(file) == "text" for file in files) and source.format not in ("auto", "text", None):
         raise UserError(
-            f"a .txt file holds plain text, but data.format is {format}",
-            where=str(path),
+            f"a .txt file holds plain text, but its format is {source.format}",
+            where=str(files[0]),
             fix="give a .jsonl file, or set data.format: text and task: cpt",
         )
-    findings = Findings()
-    found_any = False
-    for row in _read_text(path, findings) if plain_text else _read_jsonl(path, findings):
-        found_any = True
-        if not findings.count:
+    return files
+
+
+def _list_folder(folder: Path, split: str) -> tuple[Path, ...]:
+    """The data files in a folder and below it, sorted; hidden ones and other kinds of files are left out."""
+    saved = list_saved_set(folder, split)
+    if saved is not None:
+        return saved
+    inside = sorted(path for path in folder.rglob("*") if not any(part.startswith(".") for part in path.relative_to(folder).parts))
+    files = [path for path in inside if path.is_file() and kind_of(path)]
+    if not files:
+        raise UserError("the folder holds no data files", where=str(folder), fix=f"name a file that ends in {KIND_NAMES}")
+    by_kind = {kind_of(file): file.relative_to(folder) for file in files}
+    if len(by_kind) > 1:
+        why = f"such as {', '.join(str(file) for file in by_kind.values())}"
+        raise UserError("the folder holds several kinds of data files", where=str(folder), why=why, fix="name the files in a list")
+    by_split = {split: file for file in files for split in _splits_of(file.relative_to(folder))}
+    if len(by_split) > 1:
+        why = f"such as {', '.join(str(file.relative_to(folder)) for file in by_split.values())}"
+        raise UserError("the folder holds several splits of the data", where=str(folder), why=why, fix="name the files to read in a list")
+    return tuple(files)
+
+
+def _splits_of(path: Path) -> set[str]:
+    words = "".join(letter if letter.isalpha() else " " for letter in str(path).lower()).split()
+    return {SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS}
+
+
+def split_source(source: Source, num_parts: int) -> list[Part]:
+    """Parts that hold every row of the source once, in order, about ``num_parts`` of a like size (one at least for each file).
+
+    JSONL is divided at the ends of lines, text at blank lines, Parquet between row groups, Arrow between record batches; other kinds, and
+    packed files, are one part each. Raises UserError where a file cannot be read.
+    """
+    files = list_files(source)
+    sizes = [file.stat().st_size for file in files]
+    wanted_bytes = max(MIN_PART_BYTES, sum(sizes) / max(1, num_parts))
+    parts = []
+    for file, size in zip(files, sizes, strict=True):
+        parts += _split_file(file, max(1, round(size / wanted_bytes)))
+    return parts
+
+
+def _split_file(file: Path, num_parts: int) -> list[Part]:
+    kind = kind_of(file) or ""
+    if num_parts == 1 or file.name.lower().endswith(".gz"):
+        return [Part(str(file), kind)]
+    if kind in ("jsonl", "text"):
+        return [Part(str(file), kind, *stretch) for stretch in split_lines(file, num_parts, after_blank=kind == "text")]
+    if kind in BINARY_KINDS:
+        return _group(file, kind, split_parquet(file) if kind == "parquet" else split_arrow(file), num_parts)
+    return [Part(str(file), kind)]
+
+
+def _group(file: Path, kind: str, pieces: list[tuple[int, int]], num_parts: int) -> list[Part]:
+    """Neighbouring row groups or batches, as (rows, bytes), gathered into parts of a like number of bytes."""
+    all_bytes = sum(num_bytes for _, num_bytes in pieces)
+    parts: list[Part] = []
+    start, first_row, row, num_bytes = 0, 1, 1, 0
+    for index, (num_rows, size) in enumerate(pieces, start=1):
+        row, num_bytes = row + num_rows, num_bytes + size
+        if num_bytes * num_parts >= all_bytes * (len(parts) + 1) or index == len(pieces):
+            parts.append(Part(str(file), kind, start, index, first_row))
+            start, first_row = index, row
+    return parts or [Part(str(file), kind)]
+
+
+def read_part(part: Part, findings: Findings | None = None) -> Iterator[Row]:
+    """The rows of a part, in order. No row follows the first fault: the rest is only searched for more of them.
+
+    Faults go into ``findings`` when the part ends; without it they are one UserError.
+    """
+    found = Findings()
+    for row in READERS[part.kind](part, found):
+        if not found.count:
             yield row
-    findings.raise_if_any(
-        "{n} lines cannot be read",
-        where=str(path),
-        fix="write one JSON object a line, in UTF-8" if not plain_text else "save the file as UTF-8",
-    )
+    if findings is None:
+        raise_unreadable(found, part.file)
+    else:
+        findings.extend(found)
+
+
+def raise_unreadable(findings: Findings, where: str) -> None:
+    """A UserError for what could not be read, if anything."""
+    kind = kind_of(Path(where)) or ""
+    findings.raise_if_any("{n} lines cannot be read", where=where, fix=FIXES.get(kind, "write the file again"))
+
+
+def read_rows(source: Source | str | Path) -> Iterator[Row]:
+    """All rows of a source, in order. A UserError at its end names up to 20 places that cannot be read."""
+    source = source if isinstance(source, Source) else Source(path=str(source))
+    findings, found_any = Findings(), False
+    files = list_files(source)
+    for file in files:
+        for row in read_part(Part(str(file), kind_of(file) or ""), findings):
+            found_any = True
+            if not findings.count:
+                yield row
+    raise_unreadable(findings, str(files[0]) if len(files) == 1 else source.path)
     if not found_any:
-        raise UserError("the file holds no rows", where=str(path), why="every line is blank", fix="give a file with at least one row")
-
-
-def check_file(path: str | Path) -> Path:
-    """The path, if it is a file with something in it that we know how to read; else a UserError."""
-    path = Path(path).expanduser()
-    try:
-        if path.is_dir():
-            raise UserError(
-                "this is a folder, not a data file", where=str(path), fix="name one .jsonl file (or .txt for task cpt) in data.train"
-            )
-        if not path.exists():
-            raise UserError("no such data file", where=str(path), fix="check data.train and data.validation in the run file")
-        if path.stat().st_size == 0:
-            raise UserError("the data file is empty", where=str(path), fix="give a file with at least one row")
-        with path.open("rb") as file:
-            start = file.read(512)
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
-        raise UserError("the data file cannot be read", where=str(path), why=str(error)) from error
-    if start.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise UserError("the data file is UTF-16", where=str(path), fix="save it as UTF-8")
-    if path.suffix.lower() != ".txt" and start.removeprefix(UTF8_MARK).lstrip()[:1] == b"[":
         raise UserError(
-            "the data file begins with a JSON list", where=f"{path}:1", why="one JSON object a line is read", fix="write it as JSONL"
+            "the file holds no rows", where=source.path, why="there is nothing but blank lines or a header", fix="give at least one row"
         )
-    return path
-
-
-def _read_jsonl(path: Path, findings: Findings) -> Iterator[Row]:
-    for number, text in _read_lines(path, findings):
-        if not text.strip():
-            continue
-        try:
-            fields = json.loads(text)
-        except json.JSONDecodeError as error:
-            findings.add(str(path), number, f"broken JSON: {error.msg.removesuffix(' at')} at column {error.colno}")
-            continue
-        except (ValueError, RecursionError) as error:  # a number of too many digits; nesting without end
-            findings.add(str(path), number, f"broken JSON: {error}")
-            continue
-        if not isinstance(fields, dict):
-            findings.add(str(path), number, f"a row must be an object, this is {_json_kind(fields)}")
-        elif "\\ud" in text.lower() and not _is_encodable(fields):
-            findings.add(str(path), number, "half of a surrogate pair (\\ud800 to \\udfff) stands alone: not a character")
-        else:
-            yield Row(fields, str(path), number)
-
-
-def _read_text(path: Path, findings: Findings) -> Iterator[Row]:
-    document: list[str] = []
-    begin = 1
-    for number, text in _read_lines(path, findings):
-        if text.strip():
-            if not document:
-                begin = number
-            document.append(text)
-        elif document:
-            yield Row({"text": "\n".join(document)}, str(path), begin)
-            document = []
-    if document:
-        yield Row({"text": "\n".join(document)}, str(path), begin)
-
-
-def _read_lines(path: Path, findings: Findings) -> Iterator[tuple[int, str]]:
-    """Lines without their ends, decoded one by one so that a wrong byte has a line number."""
-    try:
-        with path.open("rb") as file:
-            for number, raw in enumerate(file, start=1):
-                if number == 1:
-                    raw = raw.removeprefix(UTF8_MARK)
-                try:
-                    yield number, raw.decode("utf-8").rstrip("\r\n")
-                except UnicodeDecodeError as error:
-                    findings.add(
-                        str(path), number, f"not UTF-8: {error.reason} (byte 0x{raw[error.start]:02x} at column {error.start + 1})"
-                    )
-    except OSError as error:
-        raise UserError("the data file cannot be read", where=str(path), why=str(error)) from error
-
-
-def _is_encodable(fields: dict[str, Any]) -> bool:
-    try:
-        json.dumps(fields, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _json_kind(value: object) -> str:
-    if value is None:
-        return "null"
-    return {list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}[type(value)]

@@ -1,48 +1,66 @@
-"""Tokenised rows on disk: written once as a stream, then mapped into memory by every rank. Knows no tokenizer, no torch.
+"""Tokenised rows on disk: written once in segments, then mapped into memory by every rank. Knows no tokenizer, no torch.
 
-A store is a folder: ``ids.bin`` (int32) and ``trained.bin`` (bool, one byte) hold the tokens of all rows end to end,
-``offsets.npy`` (int64, rows + 1) bounds them, ``num_targets.npy`` (int32) and ``lines.npy`` (int32) describe them,
-``train.npy`` and ``validation.npy`` (int64) say which rows belong to which set, ``meta.json`` says how it was made.
+A store is a folder. End to end for all rows: ``ids.bin`` (int32), ``trained.bin`` (bool, one byte) and, only where some
+trained token weighs other than 1, ``weights.bin`` (float32). One entry a row: ``offsets.npy`` (int64, rows + 1) bounds
+them, ``num_targets.npy`` (int32), ``target_weights.npy`` (float64, beside weights.bin), ``lines.npy`` (int32),
+``continued.npy`` (bool: the row goes on where the one before was cut) and ``sources.npy`` (int16) describe them.
+``train.npy`` and ``validation.npy`` (int64) say which rows belong to which set, ``meta.json`` how it was made.
 """
 
 from __future__ import annotations
 
 import json
-import os
-from array import array
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from manyhands.data.order import EVALUATION_STREAM, permute
+from manyhands.data.order import EVALUATION_STREAM, RowOrder, permute
 from manyhands.errors import UserError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 3
+TOKEN_FILES = {"ids.bin": np.dtype("<i4"), "trained.bin": np.dtype("?"), "weights.bin": np.dtype("<f4")}
 
 
 @dataclass(frozen=True, eq=False)
 class RowSet:
-    """Some rows of a store, numbered from 0. ``lengths`` are tokens; ``num_targets`` are trained tokens after the shift by
-    one (``trained[1:].sum()``); both int32, one a row."""
+    """Some rows of a store, numbered from 0; one entry a row in each array.
+
+    ``lengths`` int32 are tokens; ``num_targets`` int32 are trained tokens after the shift by one (``trained[1:].sum()``);
+    ``target_weights`` float64 are the sums of their weights; ``sources`` int16 are positions in ``meta["sources"]``.
+    """
 
     lengths: np.ndarray
     num_targets: np.ndarray
+    target_weights: np.ndarray
+    sources: np.ndarray
     seed: int
     _starts: np.ndarray
     _ids: np.ndarray
     _trained: np.ndarray
+    _weights: np.ndarray | None = None
 
     @property
     def num_rows(self) -> int:
         return len(self.lengths)
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether some trained token of the store weighs other than 1."""
+        return self._weights is not None
 
     def row(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """(ids int32, trained bool) of one row, both views of the mapped files."""
         start = int(self._starts[index])
         end = start + int(self.lengths[index])
         return self._ids[start:end], self._trained[start:end]
+
+    def weights(self, index: int) -> np.ndarray:
+        """float32, one a token of the row, 0 where it is not trained; made of the mask where nothing is weighted."""
+        start = int(self._starts[index])
+        end = start + int(self.lengths[index])
+        return self._trained[start:end].astype(np.float32) if self._weights is None else self._weights[start:end]
 
     def prompt(self, index: int) -> np.ndarray:
         """The ids before the first trained token; of a row that is trained from its start, the first token."""
@@ -73,7 +91,7 @@ class RowSet:
 
 @dataclass(frozen=True)
 class TokenStore:
-    """An open store. ``digest`` names its content: equal digest, equal rows."""
+    """An open store. ``digest`` names its content: equal digest, equal rows taken equally often."""
 
     folder: Path
     train: RowSet
@@ -84,87 +102,75 @@ class TokenStore:
     def digest(self) -> str:
         return self.meta["digest"]
 
+    @property
+    def source_weights(self) -> tuple[float, ...]:
+        """How often the rows of each source are taken in an epoch."""
+        return tuple(source["weight"] for source in self.meta["sources"])
+
     @staticmethod
     def open(folder: str | Path) -> TokenStore:
-        """Maps a store; takes some MiB of memory whatever its size. Raises UserError where files are missing or cut short."""
+        """Maps a store; takes some 30 bytes of memory a row. Raises UserError where files are missing or cut short."""
         folder = Path(folder)
         try:
             meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-            offsets = np.load(folder / "offsets.npy", allow_pickle=False)
-            num_targets = np.load(folder / "num_targets.npy", allow_pickle=False)
-            num_tokens = int(offsets[-1])
-            sizes = [(folder / name).stat().st_size for name in ("ids.bin", "trained.bin")]
-            if meta.get("version") != FORMAT_VERSION or sizes != [4 * num_tokens, num_tokens] or len(num_targets) != len(offsets) - 1:
-                raise ValueError("its files do not fit together")
-            ids = np.memmap(folder / "ids.bin", dtype=np.int32, mode="r")
-            trained = np.memmap(folder / "trained.bin", dtype=np.bool_, mode="r")
-            sets = [np.load(folder / f"{name}.npy", allow_pickle=False) for name in ("train", "validation")]
-        except (OSError, ValueError, IndexError) as error:
+            offsets, num_targets, sources = (_load(folder, name) for name in ("offsets", "num_targets", "sources"))
+            weighted = meta["weighted"]
+            target_weights = _load(folder, "target_weights") if weighted else num_targets
+            _check(folder, meta, int(offsets[-1]), [len(offsets) - 1, len(num_targets), len(sources), len(target_weights)], weighted)
+            # np.asarray: a plain view, because slicing a memmap object costs ten times as much.
+            ids, trained, *weights = (
+                np.asarray(np.memmap(folder / name, dtype=dtype, mode="r"))
+                for name, dtype in TOKEN_FILES.items()
+                if weighted or name != "weights.bin"
+            )
+            sets = [_load(folder, name)[:] for name in ("train", "validation")]
+        except (OSError, ValueError, IndexError, KeyError, TypeError) as error:
             raise UserError(
                 "the token cache is damaged", where=str(folder), why=str(error), fix="delete this folder; it is made again"
             ) from error
-        lengths = np.diff(offsets).astype(np.int32)
-        # np.asarray: a plain view, because slicing a memmap object costs ten times as much.
+        starts = offsets[:-1]
         train, validation = (
-            RowSet(lengths[rows], num_targets[rows], meta["seed"], offsets[:-1][rows], np.asarray(ids), np.asarray(trained))
+            RowSet(
+                (offsets[rows + 1] - starts[rows]).astype(np.int32),
+                num_targets[rows],
+                target_weights[rows].astype(np.float64),
+                sources[rows],
+                meta["seed"],
+                starts[rows],
+                ids,
+                trained,
+                weights[0] if weights else None,
+            )
             for rows in sets
         )
         return TokenStore(folder, train, validation, meta)
 
+    def order_rows(self, seed: int, batch_rows: int | None = None, batch_tokens: int | None = None) -> RowOrder:
+        """The order of the training rows over a run, each source as often as its weight says. Raises ValueError as RowOrder."""
+        train = self.train
+        return RowOrder(
+            train.num_rows, seed, batch_rows, batch_tokens, train.num_targets, sources=train.sources, weights=self.source_weights
+        )
+
     def line(self, row: int) -> int:
         """The source line of a training row."""
-        rows = np.load(self.folder / "train.npy", mmap_mode="r", allow_pickle=False)
-        return int(np.load(self.folder / "lines.npy", mmap_mode="r", allow_pickle=False)[rows[row]])
+        return int(_load(self.folder, "lines")[_load(self.folder, "train")[row]])
+
+    def file_number(self, row: int) -> int:
+        """Which file of its source, counted from 0, a training row is from."""
+        place, sources = int(_load(self.folder, "train")[row]), _load(self.folder, "sources")
+        bounds = np.cumsum(self.meta["made"][int(sources[place])]["rows_of_files"])
+        return int(np.searchsorted(bounds, place - int(np.searchsorted(sources, sources[place])), side="right"))
 
 
-class StoreWriter:
-    """Writes a store row by row into a folder; memory holds some 16 bytes a row, no tokens."""
+def _load(folder: Path, name: str) -> np.ndarray:
+    """A table, mapped: pages that are only looked at are shared by all processes."""
+    return np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False))
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._ids = (folder / "ids.bin").open("wb")
-        self._trained = (folder / "trained.bin").open("wb")
-        self._offsets, self._num_targets, self._lines = array("q", [0]), array("i"), array("i")
 
-    @property
-    def num_rows(self) -> int:
-        return len(self._lines)
-
-    @property
-    def num_tokens(self) -> int:
-        return self._offsets[-1]
-
-    def append(self, ids: np.ndarray, trained: np.ndarray, line: int) -> None:
-        self._ids.write(ids.astype("<i4", copy=False).tobytes())
-        self._trained.write(trained.tobytes())
-        self._offsets.append(self._offsets[-1] + len(ids))
-        self._num_targets.append(int(np.count_nonzero(trained[1:])))
-        self._lines.append(line)
-
-    def finish(self, train: np.ndarray, validation: np.ndarray, meta: dict[str, Any]) -> None:
-        """Writes the tables and forces everything onto the disk; ``meta.json`` comes last."""
-        for file in (self._ids, self._trained):
-            file.flush()
-            os.fsync(file.fileno())
-            file.close()
-        tables: dict[str, np.ndarray] = {
-            "offsets": np.array(self._offsets, dtype=np.int64),
-            "num_targets": np.array(self._num_targets, dtype=np.int32),
-            "lines": np.array(self._lines, dtype=np.int32),
-            "train": train.astype(np.int64),
-            "validation": validation.astype(np.int64),
-        }
-        for name, table in tables.items():
-            with (self.folder / f"{name}.npy").open("wb") as file:
-                np.save(file, table, allow_pickle=False)
-                file.flush()
-                os.fsync(file.fileno())
-        with (self.folder / "meta.json").open("w", encoding="utf-8") as text:
-            json.dump({"version": FORMAT_VERSION, **meta}, text, indent=1)
-            text.flush()
-            os.fsync(text.fileno())
-
-    def close(self) -> None:
-        """Lets go of the files without finishing."""
-        self._ids.close()
-        self._trained.close()
+def _check(folder: Path, meta: dict[str, Any], num_tokens: int, lengths: list[int], weighted: bool) -> None:
+    """Raises ValueError where the version or a size is not what it must be."""
+    sizes = {name: (folder / name).stat().st_size for name in TOKEN_FILES if weighted or name != "weights.bin"}
+    fitting = all(size == TOKEN_FILES[name].itemsize * num_tokens for name, size in sizes.items())
+    if meta["version"] != FORMAT_VERSION or not fitting or len(set(lengths)) != 1 or not isinstance(meta["digest"], str):
+        raise ValueError("its files do not fit together")

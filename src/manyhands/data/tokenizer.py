@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import re
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,8 +28,18 @@ TOKENIZER_FILES = (
 )
 
 
-def load_tokenizer(model_folder: str | Path, chat_template: str | None = None, trust_remote_code: bool = False) -> Any:
-    """The transformers tokenizer of a folder, with ``chat_template`` (Jinja text, or a path to it) in place of its own."""
+# Vocabularies of older kinds, further templates, and the code of tokenizers that bring their own.
+MORE_PATTERNS = ("tekken.json", "*.bpe.model", "*.tiktoken", "additional_chat_templates/*.jinja", "*.py")
+MARKER = re.compile(r"<\|[^\s<>|]{1,40}\|>|</?[a-z][a-z_]{0,40}>|\[/?[A-Z][A-Z_]{0,40}\]")  # <|im_start|>, <end_of_turn>, [/INST]
+
+
+def load_tokenizer(
+    model_folder: str | Path, chat_template: str | None = None, trust_remote_code: bool = False, new_tokens: Sequence[str] = ()
+) -> Any:
+    """The transformers tokenizer of a folder, with ``chat_template`` (Jinja text, or a path to it) in place of its own.
+
+    ``new_tokens`` are added as special tokens, in this order; one that is a token already keeps its id.
+    """
     folder = Path(model_folder)
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise UserError(
@@ -44,7 +57,46 @@ def load_tokenizer(model_folder: str | Path, chat_template: str | None = None, t
         raise UserError("the tokenizer cannot be loaded", where=str(folder), why=f"{type(error).__name__}: {error}") from error
     if template is not None:
         tokenizer.chat_template = template
+    if new_tokens:
+        _add_tokens(tokenizer, new_tokens)
     return tokenizer
+
+
+def _add_tokens(tokenizer: Any, new_tokens: Sequence[str]) -> None:
+    from tokenizers import AddedToken
+
+    wrong = sorted({token for token in new_tokens if not token.strip() or new_tokens.count(token) > 1})
+    if wrong:
+        raise UserError("model.new_tokens holds an empty or repeated token", where="model.new_tokens", details=[repr(t) for t in wrong])
+    added = [AddedToken(token, special=True, normalized=False) for token in new_tokens]
+    tokenizer.add_special_tokens({"extra_special_tokens": added}, replace_extra_special_tokens=False)
+    unknown = [
+        token for token in new_tokens if tokenizer.encode(token, add_special_tokens=False) != [tokenizer.convert_tokens_to_ids(token)]
+    ]
+    if unknown:
+        raise UserError(
+            "tokens of model.new_tokens are not read as one token",
+            where="model.new_tokens",
+            why="another special token is a part of them, or the tokenizer changes them",
+            fix="choose other tokens",
+            details=unknown,
+        )
+
+
+def note_plain_markers(tokenizer: Any) -> list[str]:
+    """A note that names the markers of the chat template that are no tokens, but are cut into pieces; [] if there are none."""
+    if not tokenizer.chat_template:
+        return []
+    turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}]
+    try:
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+    except Exception:  # what a template refuses is reported where rows are rendered
+        return []
+    markers = [m for m in dict.fromkeys(MARKER.findall(text)) if len(tokenizer.encode(m, add_special_tokens=False)) > 1]
+    if not markers:
+        return []
+    names = ", ".join(markers)
+    return [f"note: the chat template's markers are no tokens but text to this tokenizer: {names}; model.new_tokens makes them tokens"]
 
 
 def read_chat_template(chat_template: str | None) -> str | None:
@@ -60,14 +112,28 @@ def read_chat_template(chat_template: str | None) -> str | None:
         raise UserError("the chat template cannot be read", where=str(path), why=str(error)) from error
 
 
-def tokenizer_digest(model_folder: str | Path, chat_template: str | None = None) -> str:
-    """Hash of all that decides about ids: the tokenizer's files, the template in use, the libraries' versions."""
-    digest = hashlib.sha256()
-    for name in TOKENIZER_FILES:
-        path = Path(model_folder) / name
+def tokenizer_digest(model_folder: str | Path, chat_template: str | None = None, new_tokens: Sequence[str] = ()) -> str:
+    """Hash of all that decides about ids: the tokenizer's files, the template in use, the libraries' versions.
+
+    What a run hands to the template (``data.template_arguments``, ``data.date``) is the run's, not the tokenizer's.
+    """
+    folder, digest = Path(model_folder), hashlib.sha256()
+    found = [path for pattern in MORE_PATTERNS for path in sorted(folder.glob(pattern))]
+    for path in [*(folder / name for name in TOKENIZER_FILES), *found]:
         if path.is_file():
-            digest.update(f"{name}\0{path.stat().st_size}\0".encode())
+            digest.update(f"{path.relative_to(folder)}\0{path.stat().st_size}\0".encode())
             digest.update(path.read_bytes())
-    digest.update((read_chat_template(chat_template) or "").encode())
-    digest.update(f"transformers {version('transformers')} tokenizers {version('tokenizers')}".encode())
+    digest.update(f"{_read_class_hints(folder)}\0{read_chat_template(chat_template) or ''}".encode())
+    digest.update("".join(f"\0{token}" for token in new_tokens).encode())
+    digest.update(" ".join(f"{name} {version(name)}" for name in ("transformers", "tokenizers", "jinja2")).encode())
     return digest.hexdigest()
+
+
+def _read_class_hints(folder: Path) -> str:
+    """What transformers takes from config.json to choose a tokenizer's class, and to mend it."""
+    try:
+        fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ""
+    names = ("model_type", "tokenizer_class", "auto_map", "transformers_version")
+    return json.dumps({name: fields.get(name) for name in names} if isinstance(fields, dict) else {}, sort_keys=True)

@@ -1,0 +1,177 @@
+"""Data files as bytes and lines: which kind a file is, whether it can be read, its lines with their numbers, its parts.
+
+Every text is UTF-8, with or without a byte order mark; ``.gz`` is unpacked on the way. Knows no rows.
+"""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from manyhands.data.findings import Findings
+from manyhands.errors import UserError
+
+UTF8_MARK = b"\xef\xbb\xbf"
+KINDS = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".txt": "text",
+}
+KIND_NAMES = ".jsonl, .json, .csv, .tsv, .parquet, .txt (also with .gz behind), or a folder of one kind of them"
+BINARY_KINDS = ("parquet", "arrow")
+MAX_LINE_BYTES = 256 << 20  # one row is in memory whole; a longer line is a file without line ends
+COUNT_CHUNK_BYTES = 8 << 20
+SIGNATURES = {
+    b"PAR1": "a Parquet file: let its name end in .parquet",
+    b"\x1f\x8b": "packed with gzip: let its name end in .gz",
+    b"PK\x03\x04": "a ZIP archive or a spreadsheet: unpack it, or save it as .csv",
+    b"\x28\xb5\x2f\xfd": "packed with Zstandard: unpack it",
+    b"BZh": "packed with bzip2: unpack it",
+    b"\xfd7zXZ": "packed with xz: unpack it",
+}
+
+
+def kind_of(path: Path) -> str | None:
+    """The kind of file that a name says; None where it says none."""
+    name = path.name.lower().removesuffix(".gz")
+    return KINDS.get(Path(name).suffix)
+
+
+def check_file(path: str | Path) -> Path:
+    """The path, if it is a file with something in it of a kind and an encoding that can be read; else a UserError."""
+    path = Path(path).expanduser()
+    try:
+        if not path.exists():
+            raise UserError("no such data file", where=str(path), fix="check data.train and data.validation in the run file")
+        if not path.is_file():
+            raise UserError("this is no data file", where=str(path), fix=f"name a file that ends in {KIND_NAMES}")
+        if path.stat().st_size == 0:
+            raise UserError("the data file is empty", where=str(path), fix="give a file with at least one row")
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        raise UserError("the data file cannot be read", where=str(path), why=str(error)) from error
+    kind = kind_of(path)
+    if kind is None:
+        raise UserError("what kind of data file this is cannot be told from its name", where=str(path), fix=f"let it end in {KIND_NAMES}")
+    if kind not in BINARY_KINDS:
+        with open_data(path) as file:
+            start = file.read(512)
+        _check_text(path, start)
+        if kind == "jsonl" and start.removeprefix(UTF8_MARK).lstrip()[:1] == b"[":
+            raise UserError(
+                "the data file begins with a JSON list",
+                where=f"{path}:1",
+                why="a .jsonl file holds one JSON object a line",
+                fix="write it as JSONL, or let its name end in .json",
+            )
+    return path
+
+
+def _check_text(path: Path, start: bytes) -> None:
+    if start.startswith((b"\xff\xfe", b"\xfe\xff")) or _looks_like_utf16(start):
+        raise UserError("the data file is UTF-16", where=str(path), fix="save it as UTF-8: iconv -f utf-16 -t utf-8")
+    for signature, what in SIGNATURES.items():
+        if start.startswith(signature):
+            raise UserError(
+                "the data file is not the text that its name says", where=str(path), why=f"it is {what.split(':')[0]}", fix=what
+            )
+
+
+def _looks_like_utf16(start: bytes) -> bool:
+    """Text in Latin letters has a zero in every other byte there; UTF-8 has none at all."""
+    return len(start) >= 4 and (not any(start[:64:2]) or not any(start[1:64:2]))
+
+
+@contextmanager
+def open_data(path: Path) -> Iterator[BinaryIO]:
+    """A file to read bytes from, unpacked where its name ends in .gz. What goes wrong in reading it is a UserError."""
+    try:
+        with gzip.open(path, "rb") if path.name.lower().endswith(".gz") else path.open("rb") as file:
+            yield cast(BinaryIO, file)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UserError("the data file cannot be unpacked", where=str(path), why=str(error), fix="copy it again: it is damaged") from error
+    except OSError as error:
+        raise UserError("the data file cannot be read", where=str(path), why=str(error)) from error
+
+
+def read_lines(
+    path: Path, findings: Findings, start: int = 0, stop: int | None = None, first_line: int = 1, *, keep_broken: bool = False
+) -> Iterator[tuple[int, str]]:
+    """(line number, line with its end) of the lines that begin in bytes [start, stop), decoded one by one.
+
+    A line that is not UTF-8 becomes a finding; with ``keep_broken`` it is yielded too, with marks in place of the bytes.
+    """
+    position = start
+    with open_data(path) as file:
+        if start:
+            file.seek(start)
+        for number, raw in enumerate(iter(partial(file.readline, MAX_LINE_BYTES + 1), b""), start=first_line):
+            if stop is not None and position >= stop:
+                return
+            position += len(raw)
+            if len(raw) > MAX_LINE_BYTES:
+                findings.add(str(path), number, f"the line is longer than {MAX_LINE_BYTES >> 20} MiB")
+                return
+            if number == 1:
+                raw = raw.removeprefix(UTF8_MARK)
+            try:
+                yield number, raw.decode("utf-8")
+            except UnicodeDecodeError as error:
+                findings.add(str(path), number, f"not UTF-8: {error.reason} (byte 0x{raw[error.start]:02x} at column {error.start + 1})")
+                if keep_broken:
+                    yield number, raw.decode("utf-8", errors="replace")
+
+
+def split_lines(path: Path, num_parts: int, *, after_blank: bool = False) -> list[tuple[int, int, int]]:
+    """(start, stop, first line) of up to ``num_parts`` stretches of bytes of a like size that begin where a line begins.
+
+    With ``after_blank`` that line follows a blank one, so that no document of plain text is divided.
+    """
+    size = path.stat().st_size
+    borders = [0]
+    with open_data(path) as file:
+        for index in range(1, num_parts):
+            border = _next_line(file, max(size * index // num_parts, borders[-1], 1))
+            if after_blank:
+                file.seek(border)
+                for line in iter(partial(file.readline, MAX_LINE_BYTES), b""):
+                    border += len(line)
+                    if line.isspace() and line.endswith(b"\n"):
+                        break
+            if borders[-1] < border < size:
+                borders.append(border)
+        first_lines = [1]
+        file.seek(0)
+        for start, stop in pairwise(borders):
+            first_lines.append(first_lines[-1] + _count_line_ends(file, stop - start))
+    return list(zip(borders, [*borders[1:], size], first_lines, strict=True))
+
+
+def _next_line(file: BinaryIO, position: int) -> int:
+    """Where the first line begins that does not begin before ``position``, which is not 0."""
+    position -= 1
+    file.seek(position)
+    while chunk := file.read(1 << 16):
+        found = chunk.find(b"\n")
+        if found >= 0:
+            return position + found + 1
+        position += len(chunk)
+    return position
+
+
+def _count_line_ends(file: BinaryIO, num_bytes: int) -> int:
+    count = 0
+    while num_bytes > 0 and (chunk := file.read(min(num_bytes, COUNT_CHUNK_BYTES))):
+        count += chunk.count(b"\n")
+        num_bytes -= len(chunk)
+    return count

@@ -1,0 +1,152 @@
+"""Tokenises a text of any length in windows, so that memory holds one window, to the ids that the whole text has.
+
+Neighbouring windows overlap. Both are tokenised alone, and joined in the overlap where they agree on several tokens in a
+row: there, the tokens no longer depend on where a window begins or ends. Knows no store and no length policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from manyhands.data.files import read_lines
+from manyhands.data.findings import Findings
+from manyhands.data.messages import RowRefused
+from manyhands.data.sources import Part, Row
+from manyhands.errors import UserError
+
+LONG_CHARACTERS = 1 << 20  # shorter texts are tokenised whole
+WINDOW_CHARACTERS = 1 << 18
+OVERLAP_CHARACTERS = 1 << 12
+NUM_WINDOWS = 8  # tokenised at once, by as many threads as the tokenizer has
+NUM_AGREEING = 8  # tokens in a row
+
+
+class LongText:
+    """``window`` and ``overlap`` are in characters."""
+
+    def __init__(self, tokenizer: Any, window: int = WINDOW_CHARACTERS, overlap: int = OVERLAP_CHARACTERS) -> None:
+        self._backend, self._eos = tokenizer.backend_tokenizer, tokenizer.eos_token_id
+        self._tokenizer = tokenizer
+        self._window, self._overlap = window, min(overlap, window // 2)
+
+    def encode(self, pieces: str | Iterable[str]) -> Iterator[np.ndarray]:
+        """Stretches of the ids of ``tokenizer(text)`` with eos behind, int32; all together at least two tokens.
+
+        Raises RowRefused where two windows agree nowhere, UserError where the tokenizer has no end-of-text token.
+        """
+        if self._eos is None:
+            raise UserError("the tokenizer has no end-of-text token", fix="set eos_token in the model folder's tokenizer_config.json")
+        self._backend.encode_special_tokens = self._tokenizer.split_special_tokens
+        before, behind = self._find_special()
+        yield np.array(before, dtype=np.int32)
+        ids, ends, offset, begin = np.empty(0, np.int32), np.empty(0, np.int64), 0, 0
+        for next_ids, next_ends, start in self._encode_windows(self._cut(pieces)):
+            if start:
+                kept, begin = self._join(ids, ends, next_ids, next_ends, start)
+                yield ids[offset:kept]
+            ids, ends, offset = next_ids, next_ends, begin
+        yield ids[offset:]
+        last = behind[-1] if behind else ids[-1] if len(ids) else None
+        yield np.array(behind if last == self._eos else [*behind, self._eos], dtype=np.int32)
+
+    def _cut(self, pieces: str | Iterable[str]) -> Iterator[tuple[str, int]]:
+        """(window, where it begins), each beginning ``overlap`` characters before the end of the one before."""
+        text, start = "", 0
+        for piece in [pieces] if isinstance(pieces, str) else pieces:
+            position = 0
+            while position < len(piece):
+                room = self._window - len(text)
+                text, position = text + piece[position : position + room], position + room
+                if len(text) >= self._window:
+                    yield text, start
+                    start += len(text) - self._overlap
+                    text = text[-self._overlap :]
+        if text and (not start or len(text) > self._overlap):
+            yield text, start
+
+    def _encode_windows(self, windows: Iterator[tuple[str, int]]) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
+        """(ids int32, where each token ends in the whole text, where the window begins)."""
+        while group := list(islice(windows, NUM_WINDOWS)):
+            try:
+                encodings = self._backend.encode_batch([text for text, _ in group], add_special_tokens=False)
+            except Exception as error:
+                raise RowRefused(f"the tokenizer refuses this text: {error}") from error
+            for encoding, (_, start) in zip(encodings, group, strict=True):
+                ends = np.fromiter((end for _, end in encoding.offsets), dtype=np.int64, count=len(encoding.ids))
+                yield np.array(encoding.ids, dtype=np.int32), ends + start, start
+
+    def _join(self, ids: np.ndarray, ends: np.ndarray, next_ids: np.ndarray, next_ends: np.ndarray, start: int) -> tuple[int, int]:
+        """(tokens taken of a window, tokens left out of the next one): they meet in the middle of the overlap, if they agree there."""
+        first = int(np.searchsorted(ends, start))
+        left = list(zip(ids[first:].tolist(), ends[first:].tolist(), strict=True))
+        limit = int(np.searchsorted(next_ends, ends[-1], side="right")) if len(ends) else 0
+        right = list(zip(next_ids[:limit].tolist(), next_ends[:limit].tolist(), strict=True))
+        places = {tuple(left[index : index + NUM_AGREEING]): first + index for index in range(len(left) - NUM_AGREEING + 1)}
+        middle = start + self._overlap // 2
+        met = [
+            (abs(right[index][1] - middle), places[run], index)
+            for index in range(len(right) - NUM_AGREEING + 1)
+            if (run := tuple(right[index : index + NUM_AGREEING])) in places
+        ]
+        if not met:
+            raise RowRefused("the text is too long to be tokenised whole, and its parts give other tokens: divide it by blank lines")
+        _, taken, left_out = min(met)
+        return taken + NUM_AGREEING // 2, left_out + NUM_AGREEING // 2
+
+    def _find_special(self) -> tuple[list[int], list[int]]:
+        """The ids that the tokenizer puts before and behind a text."""
+        encoding = self._backend.encode("a", add_special_tokens=True)
+        inside = [index for index, special in enumerate(encoding.special_tokens_mask) if not special]
+        return encoding.ids[: inside[0]], encoding.ids[inside[-1] + 1 :]
+
+
+def read_documents(part: Part, findings: Findings) -> Iterator[Row]:
+    """The documents of a text file, separated by blank lines. The text of a long one is an iterator over its pieces, to
+    be used up before the next row is asked for. No row follows the first fault."""
+    lines = _Lines(read_lines(Path(part.file), findings))
+    while (number := lines.find_text()) is not None:
+        pieces = lines.read_paragraph()
+        text, num_characters = [], 0
+        for piece in pieces:
+            text.append(piece)
+            num_characters += len(piece)
+            if num_characters > LONG_CHARACTERS:
+                break
+        if not findings.count:
+            content: Any = "".join(text) if num_characters <= LONG_CHARACTERS else _chain(text, pieces)
+            yield Row({"text": content}, part.file, number)
+        for _ in pieces:
+            pass
+
+
+def _chain(text: list[str], pieces: Iterator[str]) -> Iterator[str]:
+    yield "".join(text)
+    text.clear()
+    yield from pieces
+
+
+class _Lines:
+    """Lines with one of them looked at ahead."""
+
+    def __init__(self, lines: Iterator[tuple[int, str]]) -> None:
+        self._lines = lines
+        self._next = next(lines, None)
+
+    def find_text(self) -> int | None:
+        """The number of the next line that is not blank, which stays; None at the end."""
+        while self._next is not None and not self._next[1].strip():
+            self._next = next(self._lines, None)
+        return None if self._next is None else self._next[0]
+
+    def read_paragraph(self) -> Iterator[str]:
+        """Lines up to the next blank one, without their ends; each but the first begins with the line end before it."""
+        between = ""
+        while self._next is not None and self._next[1].strip():
+            yield between + self._next[1].rstrip("\r\n")
+            between = "\n"
+            self._next = next(self._lines, None)

@@ -1,0 +1,169 @@
+"""Messages, tool calls and tool definitions in the one form that chat templates take; what cannot be is refused with the reason.
+
+Knows no formats of rows and no tokenizer. A message has a role, a content (text; null only where tools are called), and where
+given ``tool_calls`` with arguments as objects, ``reasoning_content`` or ``thinking``, and our ``weight`` or ``train``. Keys
+that are null are left out, other keys are handed to the template as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from manyhands.data.text_rows import is_encodable
+
+Message = dict[str, Any]
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+THINKING = ("reasoning_content", "thinking")
+SHAREGPT_HINT = " (turns with from and value are the format sharegpt: data.fields {conversations: NAME} says where they stand)"
+
+
+class RowRefused(Exception):
+    """A row cannot be used; the message says why. The caller adds file and line."""
+
+
+def check_messages(value: Any, field: str, fields: Mapping[str, str]) -> list[Message]:
+    """A list of messages, or JSON text of one. ``fields`` may give other names for ``role`` and ``content``. Raises RowRefused."""
+    value = parse_json(value, field) if isinstance(value, str) else value
+    if not isinstance(value, list) or not value:
+        raise RowRefused(f"{field} must be a list of messages with at least one in it")
+    role_key, content_key = fields.get("role", "role"), fields.get("content", "content")
+    messages = []
+    for number, message in enumerate(value, start=1):
+        where = f"message {number} of {field}"
+        if not isinstance(message, dict):
+            raise RowRefused(f"{where} is not an object with {role_key} and {content_key}")
+        if role_key not in message and "from" in message:
+            raise RowRefused(f"{where} has no {role_key}{SHAREGPT_HINT}")
+        rest = {key: entry for key, entry in message.items() if key not in (role_key, content_key) and entry is not None}
+        messages.append(make_message(message.get(role_key), message.get(content_key), rest, where))
+    return messages
+
+
+def make_message(role: Any, content: Any, rest: Message, where: str) -> Message:
+    """One checked message; ``rest`` holds its other keys, without nulls. Raises RowRefused."""
+    calls = _read_calls(rest, where)
+    if role == "function":  # the older name
+        role = "tool"
+    if not isinstance(role, str) or role not in ROLES:
+        raise RowRefused(f"{where} has the role {_quote(role)}; known roles: {', '.join(ROLES)}")
+    if role != "assistant":
+        for key in ("tool_calls", *THINKING):
+            if calls if key == "tool_calls" else rest.get(key):
+                raise RowRefused(f"{where} has {key}, but its role is {role}: only an assistant has them")
+    message: Message = {"role": role, "content": _read_content(content, where, may_be_null=bool(calls))}
+    for key, entry in rest.items():
+        if key in THINKING and not isinstance(entry, str):
+            raise RowRefused(f"{key} of {where} must be a string, this is {type(entry).__name__}")
+        if key not in ("tool_calls", "function_call"):
+            message[key] = entry
+    _check_weight(message, where)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _quote(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _read_content(content: Any, where: str, *, may_be_null: bool) -> str | None:
+    if isinstance(content, str) or (content is None and may_be_null):
+        return content
+    if isinstance(content, list):
+        return "".join(_read_text_part(part, where) for part in content)
+    because = " (null is for messages that call tools)" if content is None else ""
+    raise RowRefused(f"the content of {where} must be a string, this is {type(content).__name__}{because}")
+
+
+def _read_text_part(part: Any, where: str) -> str:
+    if isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
+        return part["text"]
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    raise RowRefused(f"the content of {where} has a part of type {_quote(kind)}: only {{type: text, text: ...}} can be trained")
+
+
+def _read_calls(rest: Message, where: str) -> list[dict[str, Any]]:
+    """``tool_calls``, or the older ``function_call``, as {type, function: {name, arguments: object}} with further keys."""
+    calls = rest.get("tool_calls")
+    if calls is None and "function_call" in rest:
+        calls = [rest["function_call"]]
+    if isinstance(calls, str):
+        calls = parse_json(calls, f"tool_calls of {where}")
+    if calls is None:
+        return []
+    if not isinstance(calls, list):
+        raise RowRefused(f"tool_calls of {where} must be a list, this is {type(calls).__name__}")
+    return [read_call(call, f"tool call {number} of {where}") for number, call in enumerate(calls, start=1)]
+
+
+def read_call(call: Any, where: str) -> dict[str, Any]:
+    """One tool call, flat or under ``function``, its arguments an object or JSON text of one. Raises RowRefused."""
+    outer = call if isinstance(call, dict) else {}
+    function = outer.get("function", outer)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RowRefused(f"{where} must be an object with name and arguments, by itself or under `function`")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = parse_json(arguments, f"arguments of {where}") if arguments.strip() else {}
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        raise RowRefused(f"arguments of {where} must be an object or JSON text of one, this is {type(arguments).__name__}")
+    kept = {key: entry for key, entry in outer.items() if key not in ("function", "name", "arguments") and entry is not None}
+    return {"type": "function", **kept, "function": {"name": function["name"], "arguments": arguments}}
+
+
+def check_tools(value: Any, field: str) -> list[dict[str, Any]] | None:
+    """Definitions of tools, a list or JSON text of one; a bare {name, ...} is put under ``function``. None where there are none."""
+    if isinstance(value, str):
+        value = parse_json(value, field) if value.strip() else None
+    if value is None or value == []:
+        return None
+    if not isinstance(value, list):
+        raise RowRefused(f"{field} must be a list of tools or JSON text of one, this is {type(value).__name__}")
+    tools = []
+    for number, tool in enumerate(value, start=1):
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RowRefused(f"tool {number} of {field} must be an object with a name, by itself or under `function`")
+        tools.append(tool if "function" in tool else {"type": "function", "function": tool})
+    return tools
+
+
+def _check_weight(message: Message, where: str) -> None:
+    if "weight" in message:
+        message["weight"] = check_weight(message["weight"], f"weight of {where}")
+    if "train" in message:
+        if not isinstance(message["train"], bool):
+            raise RowRefused(f"train of {where} must be true or false, this is {_quote(message['train'])}")
+        if "weight" in message:
+            raise RowRefused(f"{where} has both weight and train: keep one")
+
+
+def check_weight(value: Any, where: str) -> float:
+    """A weight of the loss, a number >= 0; text of a number (from CSV) is one too. Raises RowRefused."""
+    try:
+        weight = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        weight = math.nan
+    if not 0 <= weight < math.inf:
+        raise RowRefused(f"{where} must be a number >= 0, this is {_quote(value)}")
+    return weight
+
+
+def parse_json(text: str, what: str) -> Any:
+    """JSON text inside a row. Raises RowRefused."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise RowRefused(f"{what} is no JSON: {error.msg.removesuffix(' at')} at character {error.pos + 1}") from None
+    except (ValueError, RecursionError) as error:
+        raise RowRefused(f"{what} is no JSON: {error}") from None
+    if "\\ud" in text.lower() and not is_encodable(value):
+        raise RowRefused(f"{what} holds half of a surrogate pair: not a character")
+    return value

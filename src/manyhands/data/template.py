@@ -1,0 +1,97 @@
+"""A tokenizer's chat template as a function from messages to text, the same on every day. Knows no spans and no tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from typing import Any
+
+from manyhands.config.schema import RunConfig
+from manyhands.config.template_arguments import find_argument_faults
+from manyhands.data.messages import Message, RowRefused
+from manyhands.errors import UserError
+
+OURS = frozenset({"weight", "train"})  # keys of a message that are ours, and no template's
+DATE_STRING = "%d %b %Y"  # how templates write the day that they take as date_string
+
+
+def template_arguments_of(config: RunConfig) -> dict[str, Any]:
+    """What every ``apply_chat_template`` of a run gets besides the messages: in preparation, samples and generation alike."""
+    return complete_arguments(config.data.template_arguments, config.data.date)
+
+
+def complete_arguments(arguments: Mapping[str, Any], date: str) -> dict[str, Any]:
+    """``arguments`` and today's date, which is ``date`` (year-month-day), by both ways in which templates ask for it.
+
+    A template calls ``strftime_now(format)``, for which transformers would take the clock, or names ``date_string``.
+    Raises UserError for reserved names and for a date that is none.
+    """
+    faults = list(find_argument_faults(arguments, date))
+    if faults:
+        raise UserError("the arguments of the chat template cannot be used", where="data.template_arguments, data.date", details=faults)
+    today = datetime.fromisoformat(date)
+    return {"date_string": today.strftime(DATE_STRING), **arguments, "strftime_now": today.strftime}
+
+
+class ChatTemplate:
+    """Renders conversations by ``apply_chat_template`` of ``tokenizer``, with ``arguments`` for the template."""
+
+    def __init__(self, tokenizer: Any, arguments: Mapping[str, Any]) -> None:
+        self._tokenizer, self._arguments = tokenizer, dict(arguments)
+
+    def render(self, messages: Sequence[Message], tools: list[Any] | None = None, *, generation: bool = False) -> str:
+        """The text; with ``generation`` also what opens the next assistant turn. Raises RowRefused with the template's reason."""
+        try:
+            return self._tokenizer.apply_chat_template(
+                list(messages), tools=tools, tokenize=False, add_generation_prompt=generation, **self._arguments
+            )
+        except Exception as error:  # a template is a program from outside: whatever it raises concerns this row
+            raise RowRefused(f"the chat template refuses this conversation: {error}") from error
+
+    def try_render(self, messages: Sequence[Message], tools: list[Any] | None = None, *, generation: bool = False) -> str | None:
+        """The same; None where there are no messages or the template refuses them."""
+        try:
+            return self.render(messages, tools, generation=generation) if messages else None
+        except RowRefused:
+            return None
+
+    def render_many(self, conversations: Sequence[Sequence[Message]]) -> list[str | RowRefused]:
+        """The texts of conversations without tools, in one call; one after the other only if one of them is refused."""
+        try:
+            return self._tokenizer.apply_chat_template([list(messages) for messages in conversations], tokenize=False, **self._arguments)
+        except Exception:  # one of them: which, and why, is told below
+            return [self._render_or_refuse(messages) for messages in conversations]
+
+    def _render_or_refuse(self, messages: Sequence[Message]) -> str | RowRefused:
+        try:
+            return self.render(messages)
+        except RowRefused as refused:
+            return refused
+
+    def prepare(self, message: Message) -> Message:
+        """What the template gets to see of a message: nothing of ours, and arguments of tool calls in the form it takes."""
+        if "tool_calls" not in message and not OURS & message.keys():
+            return message
+        seen = {key: value for key, value in message.items() if key not in OURS}
+        if seen.get("tool_calls") and self.takes_text_arguments:
+            seen["tool_calls"] = [_write_arguments(call) for call in seen["tool_calls"]]
+        return seen
+
+    @cached_property
+    def takes_text_arguments(self) -> bool:
+        """Whether the arguments of a tool call must be JSON text, as in DeepSeek's templates; the others take objects."""
+        call = {"id": "abcdefghi", "type": "function", "function": {"name": "a", "arguments": {"b": "c"}}}
+        asked: Message = {"role": "user", "content": "a"}
+        return (
+            self.try_render([asked, {"role": "assistant", "content": None, "tool_calls": [call]}]) is None
+            and self.try_render([asked, {"role": "assistant", "content": None, "tool_calls": [_write_arguments(call)]}]) is not None
+        )
+
+
+def _write_arguments(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), dict):
+        return call
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}

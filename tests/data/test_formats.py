@@ -1,0 +1,185 @@
+"""Rows become the conversation that was meant, whatever their fields are called; what cannot be trained says why."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from manyhands.config.row_fields import REQUIRED, known_fields
+from manyhands.data.formats import Conversation, RowRefused, describe_format, detect_format, row_weight, settle_format, to_conversation
+from manyhands.data.rows import Row
+from manyhands.errors import UserError
+
+USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+SYSTEM = {"role": "system", "content": "s"}
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+RESULT = {"role": "tool", "content": "2", "tool_call_id": "1"}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+
+
+def row(**fields: object) -> Row:
+    return Row(fields, "f.jsonl", 7)
+
+
+@pytest.mark.parametrize("format", REQUIRED)
+def test_formats_are_detected(format: str) -> None:
+    assert detect_format([row(id=1, **dict.fromkeys(REQUIRED[format], "x"))] * 3) == format
+
+
+@pytest.mark.parametrize("format", REQUIRED)
+def test_formats_are_detected_by_other_names(format: str) -> None:
+    fields = {name: f"my_{name}" for name in REQUIRED[format]}
+    assert detect_format([row(**dict.fromkeys(fields.values(), "x"))], fields) == format
+
+
+def test_the_task_decides_between_text_and_a_conversation() -> None:
+    rows = [row(instruction="a", output="b", text="whole")]
+    assert detect_format(rows, task="sft") == "alpaca" and detect_format(rows, task="cpt") == "text"
+    with pytest.raises(UserError, match="several formats: alpaca, text"):
+        detect_format(rows, task="mixed")
+
+
+def test_format_errors_list_fields_and_formats() -> None:
+    with pytest.raises(UserError, match="format of the rows is not known") as none:
+        detect_format([row(head="a", tail="b")])
+    assert "f.jsonl:7" in str(none.value) and "head, tail" in str(none.value) and "question, answer" in str(none.value)
+    with pytest.raises(UserError, match=r"several formats: messages, text") as both:
+        detect_format([row(messages=[], text="a")])
+    assert "data.format" in str(both.value)
+    with pytest.raises(UserError, match="other fields than the rows before it"):
+        detect_format([row(text="a"), row(question="a", answer="b")])
+    with pytest.raises(UserError, match="no format has all the fields prompt, answer"):
+        detect_format([row(text="a")], {"prompt": "p", "answer": "a"})
+    with pytest.raises(UserError, match="no row has the field sytem"):
+        settle_format([row(prompt="a", completion="b")], "prompt", {"system": "sytem"})
+
+
+def test_a_format_is_described_with_what_is_read_and_what_is_not() -> None:
+    rows = [row(frage="a", answer="b", system="s", id=1, source="x")]
+    said = describe_format(rows, settle_format(rows, "auto", {"question": "frage"}), {"question": "frage"})
+    assert said == "format question: question from frage, answer, system; not read: id, source"
+
+
+CONVERSIONS = [
+    ("question", {"question": "a", "answer": "b"}, [USER, ANSWER]),
+    ("prompt", {"prompt": "a", "completion": "b", "system": "s"}, [SYSTEM, USER, ANSWER]),
+    ("prompt", {"prompt": [SYSTEM, USER], "completion": "b"}, [SYSTEM, USER, ANSWER]),
+    ("messages", {"messages": [USER, ANSWER], "id": 3}, [USER, ANSWER]),
+    ("messages", {"messages": json.dumps([USER, ANSWER])}, [USER, ANSWER]),
+    ("messages", {"messages": [USER, ANSWER | {"tool_calls": None, "name": None}]}, [USER, ANSWER]),
+    ("messages", {"messages": [USER | {"content": [{"type": "text", "text": "a"}, {"text": "c"}]}, ANSWER]},
+     [USER | {"content": "ac"}, ANSWER]),
+    ("messages", {"messages": [{"role": "developer", "content": "d"}, ANSWER]}, [{"role": "developer", "content": "d"}, ANSWER]),
+    ("messages", {"messages": [USER, ANSWER | {"reasoning_content": "hm", "train": False}]},
+     [USER, ANSWER | {"reasoning_content": "hm", "train": False}]),
+    ("messages", {"messages": [USER, {"role": "assistant", "tool_calls": [CALL | {"id": "1"}]}, RESULT]},
+     [USER, {"role": "assistant", "content": None, "tool_calls": [CALL | {"id": "1"}]}, RESULT]),
+    ("messages", {"messages": [USER, ANSWER | {"tool_calls": [{"name": "f", "arguments": '{"x": 1}'}]}]},
+     [USER, ANSWER | {"tool_calls": [CALL]}]),
+    ("messages", {"messages": [USER, {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}},
+                               {"role": "function", "name": "f", "content": "2"}, ANSWER]},
+     [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "name": "f", "content": "2"}, ANSWER]),
+    ("sharegpt", {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", "weight": 0}], "system": "s"},
+     [SYSTEM, USER, ANSWER | {"weight": 0.0}]),
+    ("sharegpt", {"conversations": [{"from": "system", "value": "s"}, USER, ANSWER], "system": ""}, [SYSTEM, USER, ANSWER]),
+    ("sharegpt", {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"},
+                                    {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
+                                    {"from": "observation", "value": "2"}]},
+     [USER, ANSWER | {"tool_calls": [CALL]}, {"role": "tool", "content": "2"}]),
+    ("alpaca", {"instruction": "a", "input": "", "output": "b", "text": "..."}, [USER, ANSWER]),
+    ("alpaca", {"instruction": "a", "input": "more", "output": "b", "system": "s", "history": [["c", "d"]]},
+     [SYSTEM, {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}, USER | {"content": "a\nmore"}, ANSWER]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("format", "fields", "messages"), CONVERSIONS)
+def test_rows_become_conversations(format: str, fields: dict, messages: list) -> None:
+    before = json.dumps(fields)
+    assert to_conversation(row(**fields), format) == Conversation(messages)
+    assert json.dumps(fields) == before
+    renamed = {name: f"my_{name}" for name in REQUIRED[format]}
+    moved = {renamed.get(name, name): value for name, value in fields.items()}
+    assert to_conversation(row(**moved), format, renamed) == Conversation(messages)
+
+
+def test_turns_with_other_keys() -> None:
+    fields = {"messages": "log", "role": "speaker", "content": "words"}
+    talk = [{"speaker": "user", "words": "a"}, {"speaker": "assistant", "words": "b"}]
+    assert to_conversation(row(log=talk), "messages", fields) == Conversation([USER, ANSWER])
+    turns = [{"who": "human", "said": "a"}, {"who": "gpt", "said": "b"}]
+    assert to_conversation(row(conversations=turns), "sharegpt", {"from": "who", "value": "said"}) == Conversation([USER, ANSWER])
+
+
+@pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL]), [TOOL["function"]]])
+def test_tools_as_a_list_or_text(tools: object) -> None:
+    for format, talk in (("messages", {"messages": [USER, ANSWER]}), ("sharegpt", {"conversations": [USER, ANSWER]})):
+        assert to_conversation(row(**talk, tools=tools), format) == Conversation([USER, ANSWER], [TOOL])
+    assert to_conversation(row(messages=[USER, ANSWER], tools=""), "messages") == Conversation([USER, ANSWER], None)
+
+
+def test_a_row_may_have_a_weight() -> None:
+    assert to_conversation(row(question="a", answer="b", weight=2), "question") == Conversation([USER, ANSWER], None, 2.0)
+    assert to_conversation(row(question="a", answer="b", w="0.5"), "question", {"weight": "w"}) == Conversation([USER, ANSWER], None, 0.5)
+    assert row_weight(row(text="a", weight=0.25)) == 0.25 and row_weight(row(text="a")) == 1.0
+    for wrong in (0, -1, True, "x", float("nan"), float("inf"), [1], 10**400):
+        with pytest.raises(RowRefused, match="weight"):
+            to_conversation(row(question="a", answer="b", weight=wrong), "question")
+
+
+def test_a_text_is_itself() -> None:
+    assert to_conversation(row(text=" a\n"), "text") == " a\n"
+    assert to_conversation(row(body="a"), "text", {"text": "body"}) == "a"
+    with pytest.raises(RowRefused, match="weight must be a number"):
+        to_conversation(row(text="a", weight="much"), "text")
+
+
+def messages(*talk: object) -> dict:
+    return {"messages": list(talk)}
+
+
+@pytest.mark.parametrize(
+    ("format", "fields", "reason"),
+    [
+        ("messages", {"messages": []}, "at least one"),
+        ("messages", {"messages": "hi"}, "messages is no JSON"),
+        ("messages", {"messages": {}}, "list of messages"),
+        ("messages", messages("hi"), "message 1 of messages is not an object"),
+        ("messages", messages(USER), "no assistant message"),
+        ("messages", messages(USER | {"role": "bot"}), "'bot'; known roles: system, developer, user, assistant, tool"),
+        ("messages", messages({"from": "human", "value": "a"}), "sharegpt"),
+        ("messages", messages(ANSWER | {"content": None}), "must be a string, this is NoneType"),
+        ("messages", messages(ANSWER | {"content": [{"type": "image", "image": 1}]}), "part of type 'image'"),
+        ("messages", messages(USER | {"tool_calls": [CALL]}, ANSWER), "only an assistant has them"),
+        ("messages", messages(USER | {"thinking": "x"}, ANSWER), "only an assistant has them"),
+        ("messages", messages(ANSWER | {"reasoning_content": 3}), "must be a string, this is int"),
+        ("messages", messages(ANSWER | {"tool_calls": [{}]}), "tool call 1 of message 1 of messages must be an object with name"),
+        ("messages", messages(ANSWER | {"tool_calls": [{"name": "f", "arguments": "{x"}]}), "is no JSON"),
+        ("messages", messages(ANSWER | {"tool_calls": [{"name": "f", "arguments": "[1]"}]}), "must be an object or JSON text"),
+        ("messages", messages(ANSWER | {"weight": -1}), "weight of message 1 of messages must be a number >= 0"),
+        ("messages", messages(ANSWER | {"train": "yes"}), "must be true or false"),
+        ("messages", messages(ANSWER | {"train": True, "weight": 1}), "both weight and train"),
+        ("messages", messages(ANSWER) | {"tools": [{}]}, "tool 1 of tools must be an object with a name"),
+        ("messages", messages(ANSWER) | {"tools": "no"}, "tools is no JSON"),
+        ("messages", {"messages": '[{"role": "assistant", "content": "\\ud800"}]'}, "surrogate"),
+        ("sharegpt", {"conversations": [{"from": "alien", "value": "a"}]}, "from 'alien'; known names: human"),
+        ("sharegpt", {"conversations": [{"from": "gpt", "value": None}]}, "must be a string"),
+        ("sharegpt", {"conversations": [{"from": "function_call", "value": "f(1)"}]}, "turn 1 of conversations is no JSON"),
+        ("sharegpt", {"conversations": [SYSTEM, ANSWER], "system": "x"}, "two system prompts"),
+        ("alpaca", {"instruction": "a", "output": ""}, "output is empty"),
+        ("alpaca", {"instruction": "a", "input": 3, "output": "b"}, "input must be a string"),
+        ("alpaca", {"instruction": "a", "output": "b", "history": [["c"]]}, "list of pairs"),
+        ("question", {"question": "a"}, "no field answer"),
+        ("question", {"question": "a", "answer": 3}, "answer must be a string, this is int"),
+        ("question", {"question": "a", "answer": " "}, "answer is empty"),
+        ("text", {"text": ""}, "text is empty"),
+    ],
+)
+def test_rows_are_refused_with_the_reason(format: str, fields: dict, reason: str) -> None:
+    with pytest.raises(RowRefused) as caught:
+        to_conversation(row(**fields), format)
+    assert reason in str(caught.value)
+
+
+def test_every_format_knows_its_fields() -> None:
+    assert set(known_fields("auto")) == {name for format in REQUIRED for name in known_fields(format)}

@@ -1,0 +1,111 @@
+"""Data sets of the hub and folders of ``save_to_disk``; where the library ``datasets`` is missing, a stand-in leaves the same files."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from manyhands.config.schema import Source
+from manyhands.data import hub_sets, sources
+from manyhands.data.sources import list_files, read_part, read_rows, split_source
+from manyhands.errors import UserError
+
+ROWS = [{"question": f"q{i}", "answer": str(i)} for i in range(9)]
+
+
+def write_arrow(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = pa.Table.from_pylist(rows)
+    with pa.ipc.new_stream(path, table.schema) as stream:
+        stream.write_table(table, max_chunksize=2)
+    return path
+
+
+def write_saved(folder: Path) -> None:
+    names = ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
+    for name, rows in zip(names, (ROWS[:5], ROWS[5:]), strict=True):
+        write_arrow(folder / name, rows)
+    (folder / "dataset_info.json").write_text("{}")
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names], "_split": "train"}))
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+    """Stands in for ``datasets``: one set, o/set, with the split train. Gives what was asked of it."""
+    asked: list[tuple] = []
+
+    def load_dataset(name: str, subset: str | None, *, split: str, revision: str | None, keep_in_memory: bool) -> Any:
+        asked.append((name, subset, split, revision))
+        if name != "o/set":
+            raise type("DatasetNotFoundError", (FileNotFoundError,), {})(f"Dataset '{name}' doesn't exist on the Hub")
+        if split != "train":
+            raise ValueError(f"Unknown split {split!r}. Should be one of ['train'].")
+        return types.SimpleNamespace(cache_files=[{"filename": str(write_arrow(tmp_path / "hub" / "set-train.arrow", ROWS))}])
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(__version__="4.1.0", load_dataset=load_dataset))
+    hub_sets._fetch.cache_clear()
+    return asked
+
+
+def test_a_hub_set_is_fetched_once_and_read_in_parts(library: list[tuple], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "MIN_PART_BYTES", 1)
+    source = Source(path="hub:o/set", subset="main", revision="v1")
+    assert [row.fields for row in read_rows(source)] == ROWS
+    parts = split_source(source, 3)
+    assert len(parts) == 3 and [row.line for part in parts for row in read_part(part)] == list(range(1, 10))
+    assert library == [("o/set", "main", "train", "v1")]
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"path": "hub:o/none"}, ["cannot be loaded", "hub:o/none", "doesn't exist", "check the name"]),
+        ({"path": "hub:o/set", "split": "dev"}, ["Unknown split 'dev'", "choose one with `split`"]),
+        ({"path": "hub:o/set", "split": "train[:5]"}, ["a part of a split", "max_rows"]),
+    ],
+)
+def test_what_the_hub_does_not_have(library: list[tuple], keys: dict, words: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        list(read_rows(Source(**keys)))
+    assert all(word in str(caught.value) for word in words)
+
+
+@pytest.mark.parametrize("version", [None, "3.6.0"])
+def test_without_the_library_it_is_named(version: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = None if version is None else types.SimpleNamespace(__version__=version)
+    monkeypatch.setitem(sys.modules, "datasets", found)
+    with pytest.raises(UserError, match="datasets") as caught:
+        list(read_rows(Source(path="hub:o/other")))
+    assert "pip install 'datasets>=4'" in str(caught.value)
+
+
+def test_a_saved_set_is_a_folder(tmp_path: Path) -> None:
+    write_saved(tmp_path)
+    assert [row.fields for row in read_rows(tmp_path)] == ROWS
+    assert [file.name[:10] for file in list_files(Source(path=str(tmp_path)))] == ["data-00000", "data-00001"]
+    (tmp_path / "state.json").write_text("{")
+    with pytest.raises(UserError, match="damaged"):
+        list(read_rows(tmp_path))
+
+
+def test_a_saved_set_of_several_splits(tmp_path: Path) -> None:
+    write_saved(tmp_path / "train")
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    assert len(list(read_rows(Source(path=str(tmp_path))))) == 9
+    with pytest.raises(UserError, match="no such split") as caught:
+        list(read_rows(Source(path=str(tmp_path), split="test")))
+    assert "['train']" in str(caught.value)
+
+
+@pytest.mark.parametrize("split", ["..", "../train"])
+def test_a_split_is_no_way_out_of_the_folder(tmp_path: Path, split: str) -> None:
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "dataset_dict.json").write_text(json.dumps({"splits": ["train"]}))
+    with pytest.raises(UserError, match="no such split"):
+        list(read_rows(Source(path=str(tmp_path / "set"), split=split)))

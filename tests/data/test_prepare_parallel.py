@@ -1,0 +1,164 @@
+"""Several processes: the same bytes whatever their number, and nothing left of a preparation that was killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from manyhands.data.prepare import UNFINISHED, prepare
+from manyhands.data.store import TokenStore
+from manyhands.data.tokenise_parallel import MAX_BYTES, MIN_PARALLEL_BYTES, choose_num_processes
+from manyhands.errors import UserError
+
+NUM_FILES = 5
+PREPARE = """
+import sys
+from manyhands.config.schema import RunConfig
+from manyhands.data.prepare import prepare
+print(prepare(RunConfig.model_validate_json(sys.argv[1]), sys.argv[2], lambda _: None, num_processes=2).digest)
+"""
+
+
+def row(number: int) -> dict:
+    weight = {"weight": 0.5} if number % 11 == 5 else {}
+    answer = {"role": "assistant", "content": f"It is {number + 1}." + " Indeed." * (number % 9), **weight}
+    return {"messages": [{"role": "user", "content": f"What comes after {number}?"}, answer]}
+
+
+@pytest.fixture
+def rows_folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    for number in range(NUM_FILES):
+        rows = [row(100 * number + index) for index in range(30 + 10 * number)]
+        (folder / f"{number}.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in rows))
+    return folder
+
+
+def read_store(folder: str) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+def test_the_store_does_not_depend_on_the_number_of_processes(rows_folder: Path, make_config, model_folder: Path, tmp_path: Path) -> None:
+    stores, said = [], []
+    for number in (1, 2, 3):
+        config = make_config(rows_folder, cache=str(tmp_path / f"cache-{number}"))
+        facts = prepare(config, model_folder, said.append, num_processes=number)
+        stores.append(read_store(facts.folder))
+    assert stores[0] == stores[1] == stores[2]
+    assert "weights.bin" in stores[0] and any(line.endswith("by 3 processes") for line in said)
+    assert facts.num_rows + facts.num_validation_rows == 250
+
+
+def test_faults_are_the_same_and_in_order(rows_folder: Path, make_config, model_folder: Path, plain_folder: Path) -> None:
+    for number in (1, 3):
+        with (rows_folder / f"{number}.jsonl").open("a") as file:
+            file.write('{"messages": []}\n' * 15)
+    told = []
+    for number in (1, 3):
+        with pytest.raises(UserError, match="30 rows cannot be trained") as caught:
+            prepare(make_config(rows_folder), model_folder, lambda _: None, num_processes=number)
+        told.append(str(caught.value))
+    assert told[0] == told[1] and "1.jsonl:41:" in told[0] and "and 10 more" in told[0]
+    with (rows_folder / "2.jsonl").open("a") as file:
+        file.write("{\n")
+    with pytest.raises(UserError, match="1 lines cannot be read"):
+        prepare(make_config(rows_folder), model_folder, lambda _: None, num_processes=2)
+    with pytest.raises(UserError, match="no chat template"):
+        prepare(make_config(rows_folder), plain_folder, lambda _: None, num_processes=2)
+
+
+def write_many(folder: Path, num_rows: int) -> Path:
+    folder.mkdir()
+    text = "".join(json.dumps(row(number)) + "\n" for number in range(num_rows))
+    for number in range(4):
+        (folder / f"{number}.jsonl").write_text(text)
+    return folder
+
+
+@pytest.fixture
+def slow_rows(tmp_path: Path) -> Path:
+    """Files that take some seconds each: time to kill somebody."""
+    return write_many(tmp_path / "slow", 40_000)
+
+
+@pytest.fixture
+def start(make_config, model_folder: Path) -> Iterator[Callable[[Path], subprocess.Popen]]:
+    started: list[subprocess.Popen] = []
+
+    def begin(rows: Path) -> subprocess.Popen:
+        command = [sys.executable, "-c", PREPARE, make_config(rows).model_dump_json(), str(model_folder)]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def wait_for_workers(process: subprocess.Popen, cache: Path) -> list[psutil.Process]:
+    """[the process that loaded the tokenizer, those that it forked], once tokens are being written."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        below = psutil.Process(process.pid).children(recursive=True)
+        if len(below) == 3 and any(path.stat().st_size for path in cache.glob("*/segments/*/ids.bin")):
+            return below
+        time.sleep(0.05)
+    pytest.fail("no tokens were written")
+
+
+def wait_for_end(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=20)
+    assert not [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_a_killed_preparation_leaves_no_process_and_no_half_cache(number: signal.Signals, slow_rows: Path, start, tmp_path: Path) -> None:
+    process = start(slow_rows)
+    below = wait_for_workers(process, tmp_path / "cache")
+    process.send_signal(number)
+    wait_for_end(below)
+    process.communicate(timeout=60)
+    left = list((tmp_path / "cache").iterdir())
+    assert all(path.name.startswith(UNFINISHED) for path in left)
+    assert left == [] or number != signal.SIGINT  # which Python can clean up after
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_child_is_a_clear_error(victim: int, slow_rows: Path, start, tmp_path: Path) -> None:
+    process = start(slow_rows)
+    below = wait_for_workers(process, tmp_path / "cache")
+    below[victim].send_signal(signal.SIGKILL)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 1 and "UserError: error: a process that tokenises the data was killed" in told
+    wait_for_end(below)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_two_at_once_do_not_disturb_each_other(start, tmp_path: Path) -> None:
+    rows = write_many(tmp_path / "rows", 3000)
+    first, second = start(rows), start(rows)
+    deadline = time.monotonic() + 120
+    while len(list((tmp_path / "cache").glob(f"{UNFINISHED}*/segments"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)  # until both write
+    assert first.poll() is None and second.poll() is None
+    digests = [process.communicate(timeout=200)[0].strip() for process in (first, second)]
+    assert first.returncode == second.returncode == 0 and digests[0] == digests[1]
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [digests[0]]
+    assert TokenStore.open(tmp_path / "cache" / digests[0]).train.num_rows == 12_000 - 240
+
+
+def test_little_data_needs_no_processes() -> None:
+    assert choose_num_processes(MIN_PARALLEL_BYTES - 1) == 1
+    assert 1 <= choose_num_processes(1 << 40) <= MAX_BYTES >> 20

@@ -1,0 +1,251 @@
+"""Several sources in one run: counts, weights, held-out rows, text beside conversations, weights of tokens, long documents."""
+
+from __future__ import annotations
+
+import json
+import random
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from manyhands.data import tokenise as tokenise_module
+from manyhands.data.divide import divide_rows
+from manyhands.data.long_text import LongText, read_documents
+from manyhands.data.prepare import prepare
+from manyhands.data.sources import Part
+from manyhands.data.store import TokenStore
+from manyhands.data.tokenizer import load_tokenizer
+from manyhands.errors import UserError
+from tests.data.conftest import make_tokenizer
+
+CHAT = [{"messages": [{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": f"it is {n}"}]} for n in range(120)]
+TEXT = [{"text": f"Text number {n}. " * (1 + n % 4)} for n in range(60)]
+
+
+def run(config, folder: Path) -> tuple[Any, TokenStore, list[str]]:
+    lines: list[str] = []
+    facts = prepare(config, folder, lines.append)
+    return facts, TokenStore.open(facts.folder), lines
+
+
+@pytest.fixture
+def two(write_rows) -> list[dict[str, Any]]:
+    return [{"path": str(write_rows(CHAT, "chat.jsonl"))}, {"path": str(write_rows(TEXT, "prose.jsonl"))}]
+
+
+@pytest.fixture
+def make_mixed(make_config, write_rows):
+    def make(sources: list, **keys: Any):
+        config = make_config("x", task="mixed", **keys)
+        data = config.data.model_dump() | {"train": sources}
+        return config.model_validate(config.model_dump() | {"data": data})
+
+    return make
+
+
+def test_text_is_trained_whole_and_conversations_by_their_mask(two, make_mixed, model_folder: Path) -> None:
+    facts, store, lines = run(make_mixed(two), model_folder)
+    assert facts.num_rows == 160 and facts.num_validation_rows == 20 and facts.rows_per_epoch == 160
+    for index in range(store.train.num_rows):
+        trained = store.train.row(index)[1]
+        assert trained.all() if store.train.sources[index] == 1 else 0 < trained.sum() < len(trained)
+    chat, prose = store.meta["sources"]
+    assert (chat["name"], chat["format"], prose["name"], prose["format"]) == ("chat", "messages", "prose", "text")
+    assert chat["num_rows"] + prose["num_rows"] == 160 and chat["num_tokens"] + prose["num_tokens"] == facts.num_tokens
+    assert (chat["num_validation_rows"], prose["num_validation_rows"]) == (13, 7)  # 20 in proportion to 120 and 60
+    assert any(line.startswith("source chat (messages): 107 rows") for line in lines)
+
+
+def test_rows_of_both_kinds_in_one_file(write_rows, make_mixed, model_folder: Path, plain_folder: Path) -> None:
+    rows = [row for pair in zip(CHAT, TEXT, strict=False) for row in pair]
+    path = str(write_rows(rows))
+    facts, store, _ = run(make_mixed([path], validation_fraction=0), model_folder)
+    whole = [bool(store.train.row(index)[1].all()) for index in range(facts.num_rows)]
+    assert whole == [False, True] * 60 and store.meta["sources"][0]["format"] == "messages + text"
+    with pytest.raises(UserError, match="no chat template"):
+        run(make_mixed([path]), plain_folder)
+    strange = str(write_rows([*rows, {"other": 1}], "strange.jsonl"))
+    with pytest.raises(UserError, match="1 rows cannot be trained") as caught:
+        run(make_mixed([strange]), model_folder)
+    assert "strange.jsonl:121: the format of the rows is not known (fields found: other)" in caught.value.details[0]
+
+
+def test_weights_decide_how_often_rows_are_taken_and_share_the_tokens(two, make_mixed, model_folder: Path) -> None:
+    plain, before, _ = run(make_mixed(two, validation_fraction=0), model_folder)
+    two[0]["weight"], two[1]["weight"] = 0.5, 3
+    facts, store, lines = run(make_mixed(two, validation_fraction=0), model_folder)
+    assert facts.digest != plain.digest and "tokens cached: the choice of rows is new" in lines
+    assert (Path(facts.folder) / "ids.bin").samefile(Path(plain.folder) / "ids.bin")
+    assert (facts.num_rows, facts.rows_per_epoch) == (180, 60 + 180)
+    assert [source["weight"] for source in store.meta["sources"]] == [0.5, 3.0]
+    order = store.order_rows(0, batch_rows=8)
+    taken = np.concatenate([order.rows(0, index) for index in range(order.steps_per_epoch(0))])
+    assert np.bincount(store.train.sources[taken]).tolist() == [60, 180]
+    for index in range(order.steps_per_epoch(0)):
+        assert 1 <= (store.train.sources[order.rows(0, index)] == 0).sum() <= 3  # two in eight
+    means = [before.train.lengths[before.train.sources == source].mean() for source in (0, 1)]
+    assert facts.mean_length == pytest.approx((60 * means[0] + 180 * means[1]) / 240)
+    by_tokens, _, _ = run(make_mixed(two, validation_fraction=0, batch={"tokens": 100}), model_folder)
+    order = store.order_rows(0, batch_tokens=100)
+    assert by_tokens.steps_per_epoch_by_tokens == order.steps_per_epoch(0)
+
+
+def test_weights_that_leave_nothing_are_refused(write_rows, make_mixed, model_folder: Path) -> None:
+    source = {"path": str(write_rows(CHAT[:10])), "weight": 0.01}
+    with pytest.raises(UserError, match="no row would be trained"):
+        run(make_mixed([source], validation_fraction=0), model_folder)
+
+
+def test_max_rows_of_a_source_and_validation_sources(two, write_rows, make_mixed, model_folder: Path) -> None:
+    two[0]["max_rows"] = 30
+    validation = [{"path": str(write_rows(CHAT[:9], "v.jsonl")), "max_rows": 4}, str(write_rows(TEXT[:5], "w.jsonl"))]
+    facts, store, _ = run(make_mixed(two, validation=validation), model_folder)
+    assert (facts.num_rows, facts.num_validation_rows, facts.num_dropped) == (30 + 60, 4 + 5, 90 + 5)
+    assert np.bincount(store.train.sources).tolist() == [30, 60] and set(store.validation.sources.tolist()) == {2, 3}
+    assert [source["num_validation_rows"] for source in store.meta["sources"]] == [0, 0, 4, 5]
+    held_out, _, _ = run(make_mixed(two), model_folder)
+    assert (held_out.num_rows, held_out.num_validation_rows) == (30 + 53, 20)
+    assert run(make_mixed(two, max_rows=40), model_folder)[0].num_rows == 40
+
+
+def test_the_same_file_twice_is_two_sources(write_rows, make_mixed, model_folder: Path) -> None:
+    path = str(write_rows(CHAT))
+    facts, store, _ = run(make_mixed([path, path], validation_fraction=0), model_folder)
+    assert facts.num_rows == 240 and [source["name"] for source in store.meta["sources"]] == ["train", "train-2"]
+
+
+def test_a_source_with_its_own_fields_and_what_names_the_tokens(write_rows, make_mixed, model_folder: Path) -> None:
+    renamed = {"path": str(write_rows([{"frage": f"a {n}", "antwort": f"b {n}"} for n in range(40)], "r.jsonl"))}
+    renamed["fields"] = {"question": "frage", "answer": "antwort"}
+    sources = [renamed, str(write_rows(TEXT, "t.jsonl"))]
+    names = {run(make_mixed(sources, **keys), model_folder)[0].digest for keys in ({}, {"train_on": "all"}, {"date": "2024-05-05"})}
+    assert len(names) == 3
+
+
+def test_split_divides_texts_and_refuses_long_conversations(write_rows, make_mixed, model_folder: Path) -> None:
+    long_chat = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "word " * 200}]}]
+    text = [{"text": f"Sentence {n} of a long text. " * 40} for n in range(30)]
+    keys: dict[str, Any] = {"too_long": "split", "max_length": 64}
+    facts, store, _ = run(make_mixed([str(write_rows([*CHAT, *text]))], **keys), model_folder)
+    assert facts.num_split == 30 and facts.max_length == 64
+    sets = [{tuple(s.row(i)[0].tolist()) for i in range(s.num_rows)} for s in (store.train, store.validation)]
+    assert not sets[0] & sets[1]
+    with pytest.raises(UserError, match=r"1 rows are longer than data.max_length") as caught:
+        run(make_mixed([str(write_rows([*CHAT, *long_chat], "l.jsonl"))], **keys), model_folder)
+    assert "split, which cannot divide conversations" in str(caught.value) and "l.jsonl:121" in caught.value.details[0]
+
+
+def test_documents_are_held_out_whole(make_config) -> None:
+    data = make_config(Path("x")).data
+    source = [data_source("x")]
+    continued = np.array([n % 5 != 0 for n in range(300)])  # 60 documents of 5 rows
+    division = divide_rows(data, 0, np.zeros(300, np.int16), continued, source, 1)
+    assert len(division.validation) == 20 and len(division.train) == 280
+    assert all(len(set(rows)) == 5 for rows in division.validation.reshape(-1, 5))
+    assert {int(row) // 5 for row in division.validation}.isdisjoint({int(row) // 5 for row in division.train})
+    one_book = divide_rows(data, 0, np.zeros(300, np.int16), np.arange(300) > 0, source, 1)
+    assert (len(one_book.validation), len(one_book.train)) == (20, 280)
+
+
+def data_source(path: str) -> Any:
+    from manyhands.config.schema import Source
+
+    return Source(path=path, name=path)
+
+
+def test_weights_of_rows_and_messages_are_kept(write_rows, make_mixed, model_folder: Path) -> None:
+    chat = [
+        {"messages": [*row["messages"], {"role": "user", "content": "and?"}, {"role": "assistant", "content": "no", "weight": 0.25}]}
+        for row in CHAT[:5]
+    ]
+    rows = [*chat, {"text": "Heavy text.", "weight": 3}, {"text": "Text."}]
+    facts, store, _ = run(make_mixed([str(write_rows(rows))], validation_fraction=0), model_folder)
+    assert store.train.has_weights and facts.num_rows == 7
+    for index in range(5):
+        _, trained = store.train.row(index)
+        weights = store.train.weights(index)
+        assert set(weights[trained].tolist()) == {0.25, 1.0} and not weights[~trained].any()
+        assert store.train.target_weights[index] == pytest.approx(weights[1:].sum())
+    assert set(store.train.weights(5).tolist()) == {3.0} and set(store.train.weights(6).tolist()) == {1.0}
+    assert store.train.target_weights[5] == 3 * store.train.num_targets[5]
+    with pytest.raises(UserError, match="1 rows cannot be trained"):
+        run(make_mixed([str(write_rows([*rows, {"text": "a b", "weight": 0}], "zero.jsonl"))]), model_folder)
+
+
+WORDS = ["Hello", "there,", "how", "are you?", "Fine.", "user", "42", "x = foo(bar)\té", "ü", "日本", "😀", "def", "", " ", "\n", "\n\n"]
+
+
+def draw_text(draw: random.Random, num_words: int) -> str:
+    return "".join(draw.choice(WORDS) + draw.choice([" ", "", "\n", "  "]) for _ in range(num_words)) + "."
+
+
+@pytest.mark.parametrize("keys", [{}, {"adds_bos": True}, {"trim_offsets": False}])
+def test_windows_give_the_ids_of_the_whole_text(keys: dict[str, bool]) -> None:
+    draw, tokenizer = random.Random(0), make_tokenizer(**keys)
+    for number in range(80):
+        text = draw_text(draw, draw.randint(1, 300))
+        wanted = tokenizer(text)["input_ids"]
+        wanted += [tokenizer.eos_token_id] * (wanted[-1] != tokenizer.eos_token_id)
+        window = draw.choice([200, 333, 500])
+        pieces: Any = text if number % 2 else iter([text[at : at + 37] for at in range(0, len(text), 37)])
+        assert np.concatenate(list(LongText(tokenizer, window, 100).encode(pieces))).tolist() == wanted
+
+
+@pytest.mark.real
+def test_windows_of_a_real_tokenizer(smollm2: Path) -> None:
+    draw, tokenizer = random.Random(1), load_tokenizer(smollm2)
+    text = draw_text(draw, 20_000)
+    found = np.concatenate(list(LongText(tokenizer, 5000, 500).encode(text))).tolist()
+    assert found == [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+
+
+@pytest.mark.parametrize("too_long", ["split", "truncate", "refuse"])
+def test_long_documents_are_as_if_tokenised_whole(too_long: str, tmp_path: Path, make_config, plain_folder: Path, monkeypatch) -> None:
+    draw = random.Random(2)
+    documents = [draw_text(draw, n).replace("\n", " ") + "\nSecond line" for n in (5, 2000, 7, 900)]
+    path = tmp_path / "a.txt"
+    path.write_text("\n\n\n".join(documents))
+    keys: dict[str, Any] = {"task": "cpt", "max_length": 50, "too_long": too_long, "validation_fraction": 0}
+
+    def rows(cache: str) -> Any:
+        try:
+            store = run(make_config(path, cache=str(tmp_path / cache), **keys), plain_folder)[1]
+        except UserError as error:
+            return str(error)
+        return [store.train.row(index)[0].tolist() for index in range(store.train.num_rows)]
+
+    whole = rows("whole")
+    for module in ("tokenise", "long_text"):
+        monkeypatch.setattr(f"manyhands.data.{module}.LONG_CHARACTERS", 300)
+    monkeypatch.setattr(tokenise_module, "LongText", lambda tokenizer: LongText(tokenizer, 400, 150))
+    assert rows("windows") == whole
+    if too_long == "split":
+        assert len(whole) > 50 and max(map(len, whole)) == 50
+        assert all(left[-1] == right[0] for left, right in pairwise(whole) if len(left) == 50)
+
+
+def test_documents_of_a_text_file_come_as_the_reader_gives_them(tmp_path: Path, monkeypatch) -> None:
+    from manyhands.data.findings import Findings
+    from manyhands.data.sources import read_part
+
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"\n\none\r\ntwo\n \n\nthree" + b" more\nlines" * 100 + b"\n\n\n  four  \n")
+    part = Part(str(path), "text")
+    plain = list(read_part(part))
+    monkeypatch.setattr("manyhands.data.long_text.LONG_CHARACTERS", 50)
+    joined = []
+    for row in read_documents(part, Findings()):
+        text = row.fields["text"]
+        joined.append((row.line, text if isinstance(text, str) else "".join(text)))
+    assert joined == [(row.line, row.fields["text"]) for row in plain] and len(joined) == 3
+    path.write_bytes(b"one\n\n\xff\n\nthree\n")
+    findings = Findings()
+    assert [row.line for row in read_documents(part, findings)] == [1] and findings.count == 1
+
+
+def test_configs_travel_between_processes_as_json(two, make_mixed) -> None:
+    config = make_mixed([{**two[0], "weight": 0.1, "fields": {"messages": "m"}}, two[1]["path"]])
+    assert type(config).model_validate(json.loads(json.dumps(config.model_dump(mode="json")))) == config

@@ -1,0 +1,100 @@
+"""A store: the same whatever the segments, damage seen, tokens shared between stores that only choose other rows."""
+
+from __future__ import annotations
+
+import pickle
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from manyhands.data.segment import SegmentWriter, finish_store, join_segments, link_tokens
+from manyhands.data.store import TokenStore
+from manyhands.errors import UserError
+
+# (ids, trained, weights, line, continued)
+ROWS: list[tuple[list[int], list[int], list[float] | None, int, bool]] = [
+    ([1, 2, 3], [0, 1, 1], None, 1, False),
+    ([4, 5], [1, 1], None, 2, False),
+    ([6, 7, 8, 9], [0, 0, 1, 1], [0, 0, 0.5, 2.0], 4, False),
+    ([9, 10], [1, 1], None, 4, True),
+]
+
+
+def write_store(folder: Path, cuts: list[int], rows: list = ROWS, sources: list[int] | None = None) -> Path:
+    bounds = [0, *cuts, len(rows)]
+    segments = []
+    for number, (start, end) in enumerate(pairwise(bounds)):
+        writer = SegmentWriter(folder / "segments" / str(number))
+        for ids, trained, weights, line, continued in rows[start:end]:
+            given = None if weights is None else np.array(weights, np.float32)
+            writer.append(np.array(ids, np.int32), np.array(trained, bool), line, given, continued)
+        writer.finish()
+        segments.append(writer.folder)
+    join_segments(folder, segments, sources or [0] * len(segments))
+    meta = {"digest": "d", "seed": 0, "sources": [{"weight": 1.0}, {"weight": 2.0}]}
+    finish_store(folder, np.arange(1, len(rows)), np.array([0]), meta)
+    (folder / "segments").rmdir()
+    return folder
+
+
+def read_files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("rows", [ROWS, ROWS[:2], [ROWS[0], *ROWS[2:]]])
+def test_the_division_into_segments_cannot_be_seen(rows: list, tmp_path: Path) -> None:
+    whole = read_files(write_store(tmp_path / "whole", [], rows))
+    for cut in range(len(rows) + 1):
+        assert read_files(write_store(tmp_path / str(cut), [cut], rows)) == whole
+    assert ("weights.bin" in whole) == (rows != ROWS[:2])
+
+
+def test_rows_weights_and_sources_come_back(tmp_path: Path) -> None:
+    store = TokenStore.open(write_store(tmp_path / "s", [2], sources=[0, 1]))
+    train = pickle.loads(pickle.dumps(store.train))
+    assert train.has_weights and train.num_rows == 3 and store.validation.num_rows == 1
+    assert [train.row(index)[0].tolist() for index in range(3)] == [[4, 5], [6, 7, 8, 9], [9, 10]]
+    assert [train.weights(index).tolist() for index in range(3)] == [[1, 1], [0, 0, 0.5, 2.0], [1, 1]]
+    assert train.weights(0).dtype == np.float32
+    assert train.num_targets.tolist() == [1, 2, 1] and train.target_weights.tolist() == [1.0, 2.5, 1.0]
+    assert train.sources.tolist() == [0, 1, 1] and store.source_weights == (1.0, 2.0)
+    assert [store.line(index) for index in range(3)] == [2, 4, 4]
+    order = store.order_rows(0, batch_rows=5)
+    assert order.rows_in_epoch(0) == 5 and sorted(order.rows(0, 0).tolist()) == [0, 1, 1, 2, 2]
+
+
+def test_without_weights_targets_count_one_each(tmp_path: Path) -> None:
+    train = TokenStore.open(write_store(tmp_path / "s", [1], ROWS[:2])).train
+    assert not train.has_weights and train.target_weights.tolist() == [1.0]
+    assert train.target_weights.dtype == np.float64 and train.weights(0).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("name", ["ids.bin", "trained.bin", "weights.bin", "lines.npy", "offsets.npy", "meta.json", "sources.npy"])
+def test_damage_is_seen(name: str, tmp_path: Path) -> None:
+    folder = write_store(tmp_path / "s", [])
+    if name != "lines.npy":  # which only ``line`` reads
+        with (folder / name).open("r+b") as file:
+            file.truncate((folder / name).stat().st_size - 1)
+        with pytest.raises(UserError, match="token cache is damaged"):
+            TokenStore.open(folder)
+    (folder / name).unlink()
+    if name == "lines.npy":
+        assert TokenStore.open(folder).train.num_rows == 3
+    else:
+        with pytest.raises(UserError, match="token cache is damaged"):
+            TokenStore.open(folder)
+
+
+def test_linked_tokens_are_the_same_and_outlive_the_first_store(tmp_path: Path) -> None:
+    first, second = write_store(tmp_path / "a", []), tmp_path / "b"
+    second.mkdir()
+    assert link_tokens(first, second)
+    finish_store(second, np.array([0, 3]), np.array([1]), {"digest": "e", "seed": 0, "sources": [{"weight": 1.0}]})
+    assert (first / "ids.bin").stat().st_ino == (second / "ids.bin").stat().st_ino
+    for path in first.iterdir():
+        path.unlink()
+    assert [TokenStore.open(second).train.row(index)[0].tolist() for index in range(2)] == [[1, 2, 3], [9, 10]]
+    assert not link_tokens(tmp_path / "missing", second)
+    assert TokenStore.open(second).train.num_rows == 2
