@@ -12,7 +12,7 @@ import pytest
 
 from manyhands.config.explain import all_keys
 from manyhands.errors import UserError
-from tests.keys import left, model, rows, training, work
+from tests.keys import left, model, rows, template, training, work
 from tests.keys.lab import Lab, open_lab
 
 EFFECTS: dict[str, Callable[[Lab], None]] = {
@@ -24,26 +24,40 @@ EFFECTS: dict[str, Callable[[Lab], None]] = {
     "model.init": model.init,
     "model.dtype": model.dtype,
     "model.chat_template": model.chat_template,
+    "model.new_tokens": model.new_tokens,
     "model.trust_remote_code": model.trust_remote_code,
     "method.name": model.method,
+    "method.train": model.train,
+    "method.freeze": model.freeze,
     "method.rank": model.rank,
     "method.alpha": model.alpha,
     "method.dropout": model.dropout,
     "method.targets": model.targets,
+    "method.rslora": model.rslora,
+    "method.dora": model.dora,
+    "method.modules_to_save": model.modules_to_save,
+    "method.adapter": model.adapter,
     "data.train": rows.train,
     "data.validation": rows.validation,
     "data.validation_fraction": rows.validation_fraction,
     "data.format": rows.row_format,
+    "data.fields": rows.fields,
+    "data.train_on": template.train_on,
+    "data.template_arguments": template.template_arguments,
+    "data.date": template.date,
     "data.max_rows": rows.max_rows,
     "data.max_length": rows.max_length,
     "data.too_long": rows.too_long,
     "data.packing": rows.packing,
+    "data.workers": work.workers,
     "data.cache": rows.cache,
     "batch.rows": rows.batch_rows,
     "batch.tokens": rows.batch_tokens,
     "batch.micro_rows": rows.micro_rows,
     "batch.micro_tokens": rows.micro_tokens,
     "batch.accumulation": rows.accumulation,
+    "optimizer.name": training.optimizer_name,
+    "optimizer.learning_rates": training.learning_rates,
     "optimizer.learning_rate": training.learning_rate,
     "optimizer.weight_decay": training.weight_decay,
     "optimizer.beta1": training.betas("optimizer.beta1"),

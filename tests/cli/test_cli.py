@@ -13,18 +13,15 @@ import time
 import types
 from pathlib import Path
 
-import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 import manyhands
 from manyhands.cli import doctor as doctor_module
 from manyhands.cli import process
-from manyhands.cli.data import mark_trained
 from manyhands.cli.export import default_output
 from manyhands.cli.init import look_at_rows
 from manyhands.cli.main import app
-from manyhands.cli.words import harmless
 from manyhands.config.load import load_config
 from manyhands.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_USAGE, UserError
 
@@ -127,21 +124,6 @@ def test_plan_prints_what_the_planner_says(run_file, monkeypatch):
     assert json.loads(call("plan", run_file, "--json").stdout) == {"number": 1}
 
 
-def test_trained_tokens_are_told_apart():
-    tokenizer = types.SimpleNamespace(decode=lambda ids, **_: "".join(chr(i) for i in ids))
-    ids = np.array([ord(c) for c in "Q:\x1b[2JA!"], dtype=np.int32)
-    trained = np.array([False] * 6 + [True] * 2)
-    plain = mark_trained(tokenizer, ids, trained, coloured=False)
-    assert plain.plain == "Q:\\x1b[2J⟦A!⟧"
-    coloured = mark_trained(tokenizer, ids, trained, coloured=True)
-    assert coloured.plain == "Q:\\x1b[2JA!" and [str(span.style) for span in coloured.spans] == ["bold green"]
-
-
-def test_text_from_data_cannot_steer_the_terminal():
-    assert harmless("a\tb\nc\x1b]0;x\x07\r\u202e") == "a    b\nc\\x1b]0;x\\x07\\x0d\\x202e"
-    assert harmless("Zürich 東京 😀") == "Zürich 東京 😀"
-
-
 def test_generate_and_export_start_a_process_of_their_own(tmp_path, processes):
     assert call("generate", tmp_path, "--prompt", "-hello", "--max-new-tokens", 5).exit_code == 7
     assert call("export", tmp_path, "--output", "out", "--merge").exit_code == 7
@@ -213,6 +195,8 @@ def test_a_misspelt_command_is_a_usage_error():
     ("row", "task", "field_format"),
     [
         ({"messages": []}, "sft", "messages"),
+        ({"conversations": []}, "sft", "sharegpt"),
+        ({"instruction": "a", "output": "b", "text": "c"}, "sft", "alpaca"),
         ({"prompt": "a", "completion": "b"}, "sft", "prompt"),
         ({"question": "a", "answer": "b"}, "sft", "question"),
         ({"text": "a"}, "cpt", "text"),
@@ -247,7 +231,7 @@ def test_init_takes_what_is_given(tmp_path, monkeypatch):
     assert (config.model.name, config.task) == ("org/other", "cpt")
 
 
-@pytest.mark.parametrize(("text", "said"), [("not json", "not JSON"), ('{"a": 1}', "fields: a"), ("[1]", "fields: none"), ("", "not JSON")])
+@pytest.mark.parametrize(("text", "said"), [("not json", "broken JSON"), ('{"a": 1}', "fields found: a"), ("[1]", "a JSON list"), ("", "empty")])
 def test_init_refuses_rows_it_cannot_read(tmp_path, text, said):
     path = tmp_path / "rows.jsonl"
     path.write_text(text)
@@ -375,7 +359,7 @@ def test_init_data_and_plan_on_the_real_model(tmp_path, monkeypatch):
     assert call("init", "--model", model).exit_code == 0
     shown = call("data", "run.yaml", f"data.cache={tmp_path / 'cache'}", "--rows", 1, "--examples", 5)
     assert shown.exit_code == 0 and "⟦It is" in shown.stdout and "<|im_end|>⟧" in "".join(shown.stdout.split("\n"))
-    assert "training rows" in shown.stdout and " 5 " in shown.stdout
+    assert "Step 1 of " in shown.stdout and shown.stdout.count("trained ─") == 1
     planned = call("plan", "run.yaml", f"data.cache={tmp_path / 'cache'}", "--json")
     assert json.loads(planned.stdout)["num_steps"] > 0
 

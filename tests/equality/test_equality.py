@@ -60,7 +60,7 @@ def by_name(name: str) -> Case:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("method", ["full", "lora", "patterns"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", FAST)
 def test_layouts_agree(workspaces: Workspaces, name: str, dtype: str, method: str) -> None:

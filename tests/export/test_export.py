@@ -11,7 +11,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from manyhands.config.schema import MethodSection
+from manyhands.config.schema import MethodSection, ModelSection
 from manyhands.errors import UserError
 from manyhands.export.adapter import export_adapter
 from manyhands.export.model import export_model, split_shards
@@ -60,7 +60,7 @@ def test_a_tensor_larger_than_a_file_may_be_has_its_own() -> None:
 
 
 def test_the_runs_chat_template_replaces_the_sources(source: Path, tmp_path: Path) -> None:
-    export_model(tmp_path / "model", make_model(), source, "float32", rank=0, chat_template="{{ messages[0]['content'] }}")
+    export_model(tmp_path / "model", make_model(), source, "float32", rank=0, asked=ModelSection(name="source", chat_template="{{ messages[0]['content'] }}"))
     assert AutoTokenizer.from_pretrained(tmp_path / "model").chat_template == "{{ messages[0]['content'] }}"
 
 

@@ -90,6 +90,34 @@ def test_a_familys_defaults_stand_in_for_keys_that_are_not_there():
     assert count_parameters(facts) == 3 * block + 64 * 32 + 32
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_multimodal_model_is_its_text_decoder(dtype: str, tmp_path: Path):
+    from transformers import AutoModelForCausalLM
+
+    from manyhands.testing.tiny import write_tiny_multimodal
+
+    facts = read_model_facts(write_tiny_multimodal(tmp_path, dtype), "tiny", "pretrained")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    text = sum(p.numel() for p in model.model.language_model.parameters())
+    assert (facts.model_type, facts.stored_dtype, facts.num_layers, facts.tied_embeddings) == ("gemma3_text", dtype, 3, True)
+    assert facts.num_parameters == text and facts.num_tower_parameters == sum(p.numel() for p in model.parameters()) - text
+    assert facts.num_block_parameters == sum(p.numel() for p in model.model.language_model.layers[0].parameters())
+    assert set(facts.block_linear_shapes) >= {"self_attn.q_proj", "mlp.down_proj"} and "mlp.fc1" not in facts.block_linear_shapes
+
+
+def test_what_a_published_gemma_3_leaves_out_is_transformers_default(tmp_path: Path):
+    """google/gemma-3-4b-it says no more of its text than this."""
+    from transformers import Gemma3TextConfig
+
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34, "sliding_window": 1024}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text, "vision_config": {}}))
+    facts, default = read_model_facts(tmp_path, "gemma", "random"), Gemma3TextConfig()
+    for name in ("vocab_size", "head_dim"):
+        assert getattr(facts, name) == getattr(default, name)
+    assert (facts.num_heads, facts.num_kv_heads) == (default.num_attention_heads, default.num_key_value_heads)
+    assert facts.max_positions == default.max_position_embeddings and facts.tied_embeddings
+
+
 def test_sharded_weights(folder: Path):
     whole = read_model_facts(folder, "tiny", "pretrained")
     (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
@@ -116,8 +144,9 @@ def test_another_weight_gives_another_digest(folder: Path):
     [
         ({"num_local_experts": 8}, "mixture of experts, which is not supported yet"),
         ({"num_experts": 64, "model_type": "qwen3_moe"}, "qwen3_moe is a mixture of experts"),
-        ({"text_config": {}, "model_type": "gemma3"}, "gemma3 is multimodal, which is not supported yet"),
-        ({"layer_types": ["linear_attention", "full_attention"]}, "layers other than attention"),
+        ({"vision_config": {}, "model_type": "git"}, "git is multimodal, and does not say which part"),
+        ({"text_config": {"model_type": "gemma3_text"}, "vision_config": {}}, "no decoder of a kind that is known here"),
+        ({"text_config": SIZES | {"num_local_experts": 8}, "model_type": "llama4"}, "llama4 is a mixture of experts"),
         ({"quantization_config": {"bits": 4}}, "quantised, which is not supported yet"),
         ({"is_encoder_decoder": True}, "has an encoder"),
         ({"hidden_size": None}, "no decoder of a kind that is known here"),

@@ -59,9 +59,9 @@ def test_a_wrong_folder_is_explained(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_an_adapter_with_more_than_lora_is_refused(folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fields = json.loads((folders / "adapter" / "adapter_config.json").read_text())
-    (tmp_path / "adapter_config.json").write_text(json.dumps(fields | {"use_dora": True}))
+    (tmp_path / "adapter_config.json").write_text(json.dumps(fields | {"rank_pattern": {"q_proj": 2}}))
     assert main([str(tmp_path), "--prompt", "w1", "--base", str(folders / "base")]) == 2
-    assert "it sets use_dora" in capsys.readouterr().err
+    assert "it sets rank_pattern" in capsys.readouterr().err
 
 
 def test_an_adapter_without_a_base_name_asks_for_it(tmp_path: Path) -> None:

@@ -2,4 +2,4 @@
 
 import pytest
 
-pytest.register_assert_rewrite("tests.keys.rows", "tests.keys.model", "tests.keys.training", "tests.keys.work", "tests.keys.left")
+pytest.register_assert_rewrite(*(f"tests.keys.{name}" for name in ("rows", "model", "training", "work", "left", "template")))

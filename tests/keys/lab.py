@@ -104,7 +104,7 @@ class Lab:
             "output.dir": str(self.folder / f"runs-{self.num_runs}"),
             **{key: value for key, value in keys.items() if key != self.ignored},
         }
-        if values.get("method.name") == "full":
+        if values.get("method.name") in ("full", "patterns"):
             del values["method.rank"], values["method.alpha"]
         mapping: dict[str, Any] = {}
         for key, value in values.items():

@@ -8,12 +8,15 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import dynamic_module_utils
 
 from manyhands.errors import UserError
 from manyhands.export.reference import Reference
 from manyhands.export.verify import verify
+from manyhands.model.quantise import quantised_layers
 from manyhands.testing.tiny import write_tiny_model
+from manyhands.worker.rank import Rank
 from tests.keys.lab import Lab
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
@@ -109,6 +112,29 @@ def method(lab: Lab) -> None:
     assert {n.split(".lora_")[0] for n, p in lora.named_parameters() if p.requires_grad} == set(lab.base.rank.adapted)
     assert (lab.export({"method.name": "full", "stop.max_steps": 1}).folder / "model" / "model.safetensors").exists()
     assert (lab.export({}).folder / "adapter" / "adapter_model.safetensors").exists()
+    patterns = lab.start({"method.name": "patterns"}).model
+    assert all(p.requires_grad for p in patterns.parameters())
+    qlora = lab.start({"method.name": "qlora"})
+    assert sorted(quantised_layers(qlora.model)) == sorted(qlora.adapted) == sorted(lab.base.rank.adapted)
+
+
+def trained_names(rank: Rank) -> list[str]:
+    return [name.removeprefix("model.layers.0.") for name, p in rank.model.named_parameters() if p.requires_grad]
+
+
+def train(lab: Lab) -> None:
+    """What is named moves, what is not is saved as it was."""
+    ran = lab.export({"method.name": "patterns", "method.train": ["q_proj", "input_layernorm.weight"]})
+    assert trained_names(ran.rank) == ["self_attn.q_proj.weight", "input_layernorm.weight"]
+    saved, source = (load_file(folder / "model.safetensors") for folder in (ran.folder / "model", lab.folder / "model"))
+    moved = [name for name, tensor in source.items() if not torch.equal(tensor, saved[name])]
+    assert saved.keys() == source.keys() and sorted(moved) == ["model.layers.0.input_layernorm.weight", f"{Q_PROJ}.weight"]
+
+
+def freeze(lab: Lab) -> None:
+    rank = lab.start({"method.name": "patterns", "method.train": ["self_attn"], "method.freeze": ["re:.*[kvo]_proj"]})
+    assert trained_names(rank) == ["self_attn.q_proj.weight"]
+    assert rank.plan.memory.terms["gradients"] == 4 * 64 * 64
 
 
 def rank(lab: Lab) -> None:
@@ -127,6 +153,40 @@ def dropout(lab: Lab) -> None:
     ran = lab.run({"method.dropout": 0.5})
     assert ran.losses[0] == lab.base.losses[0]
     assert ran.column("grad_norm")[0] != lab.base.column("grad_norm")[0]
+
+
+def new_tokens(lab: Lab) -> None:
+    rank = lab.start({"model.new_tokens": ["<a>", "<b>"]})
+    assert rank.tokenizer.encode("<b>x<a>", add_special_tokens=False) == [261, 87, 260]
+    embedding = rank.model.get_input_embeddings()
+    assert embedding.weight.shape[0] == 262 and embedding.trainable_tokens_delta.shape == (2, 64)
+    ran = lab.export({"model.new_tokens": ["<a>"], "method.name": "full", "stop.max_steps": 1})
+    assert json.loads((ran.folder / "model" / "config.json").read_text())["vocab_size"] == 261
+
+
+def rslora(lab: Lab) -> None:
+    assert lab.start({"method.rslora": True}).model.get_submodule(Q_PROJ).scaling == 8.0 / 4**0.5
+    assert lab.base.rank.model.get_submodule(Q_PROJ).scaling == 8.0 / 4
+
+
+def dora(lab: Lab) -> None:
+    layer = lab.start({"method.dora": True}).model.get_submodule(Q_PROJ)
+    assert layer.lora_magnitude_vector is not None and torch.equal(layer.lora_magnitude_vector, layer.weight.norm(dim=1))
+    assert not any("magnitude" in name for name, _ in lab.base.rank.model.named_parameters())
+
+
+def modules_to_save(lab: Lab) -> None:
+    ran = lab.export({"method.modules_to_save": ["embed_tokens"], "stop.max_steps": 1})
+    assert ran.rank.model.get_input_embeddings().weight.requires_grad
+    assert "base_model.model.model.embed_tokens.weight" in ran.adapter() and len(lab.export({}).adapter()) == 14
+
+
+def adapter(lab: Lab) -> None:
+    """The factors are those of the run that is named, before the first step."""
+    finished = lab.export({})
+    factors = lab.start({"method.adapter": str(finished.folder)}).model.get_submodule(Q_PROJ)
+    assert torch.equal(factors.lora_B.weight, finished.adapter()[f"base_model.model.{Q_PROJ}.lora_B.weight"])
+    assert factors.lora_B.weight.any()
 
 
 def targets(lab: Lab) -> None:

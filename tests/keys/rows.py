@@ -25,12 +25,27 @@ def task(lab: Lab) -> None:
     text = facts_of(lab, data__train=path, data__format="text", task="cpt")
     assert answers.num_targets < answers.num_tokens - answers.num_rows
     assert text.num_targets == text.num_tokens - text.num_rows  # every token but the first
+    prose = lab.write_rows("prose.jsonl", [{"text": row["prompt"]} for row in make_rows(60)])
+    only_chat = facts_of(lab, data__train=path, data__format="prompt", data__validation_fraction=0.0)
+    both = facts_of(lab, data__train=[{"path": path, "format": "prompt"}, prose], task="mixed", data__validation_fraction=0.0)
+    assert both.num_rows == 120 and both.num_targets - only_chat.num_targets == both.num_tokens - only_chat.num_tokens - 60
 
 
 def train(lab: Lab) -> None:
     path = lab.write_rows("others.jsonl", make_rows(36, seed=1))
     assert facts_of(lab, data__train=path).num_rows == 18
     assert lab.run({"data.train": path}).losses[0] != lab.base.losses[0]
+    more = lab.write_rows("more.jsonl", [{"question": "alpha", "answer": row["completion"]} for row in make_rows(30, seed=3)])
+    sources = [{"path": path, "weight": 0.5}, {"path": more, "name": "extra", "max_rows": 20, "format": "question", "weight": 2}]
+    ran = lab.run({"data.train": sources, "data.validation_fraction": 0.0})
+    store, order = ran.rank.store, ran.rank.order
+    assert np.bincount(store.train.sources).tolist() == [36, 20] and store.meta["sources"][1]["name"] == "extra"
+    epoch = np.concatenate([order.rows(0, index) for index in range(order.steps_per_epoch(0))])
+    assert np.bincount(store.train.sources[epoch]).tolist() == [18, 40]  # half of one, all of the other twice
+    assert ran.column("num_rows") == [8] * 7 + [2]
+    renamed = lab.write_rows("columns.jsonl", [{"a": row["prompt"], "b": row["completion"]} for row in make_rows(60)])
+    own_fields = [{"path": renamed, "fields": {"prompt": "a", "completion": "b"}}]
+    assert facts_of(lab, data__train=own_fields).num_tokens == facts_of(lab).num_tokens
 
 
 def validation(lab: Lab) -> None:
@@ -38,6 +53,8 @@ def validation(lab: Lab) -> None:
     ran = lab.run({"data.validation": path, "data.validation_fraction": 0.0})
     assert ran.column("num_rows", "evaluation") == [7, 7]
     assert ran.rank.store.train.num_rows == 60  # nothing is held out
+    several = facts_of(lab, data__validation=[path, {"path": path, "max_rows": 3}], data__validation_fraction=0.0)
+    assert several.num_validation_rows == 10
 
 
 def validation_fraction(lab: Lab) -> None:
@@ -51,6 +68,15 @@ def row_format(lab: Lab) -> None:
     path = lab.write_rows("ambiguous.jsonl", rows)
     for name, word in (("prompt", "alpha"), ("question", "beta")):
         assert f"user\n{word}" in lab.run({"data.train": path, "data.format": name, "stop.max_steps": 1}).prompt_of(0)
+
+
+def fields(lab: Lab) -> None:
+    renamed = [{"frage": row["prompt"], "antwort": row["completion"], "prompt": "x"} for row in make_rows(60)]
+    path = lab.write_rows("renamed.jsonl", renamed)
+    same = facts_of(lab, data__train=path, data__fields={"prompt": "frage", "completion": "antwort"})
+    assert same.num_tokens == facts_of(lab).num_tokens
+    with pytest.raises(UserError, match="format of the rows is not known"):
+        facts_of(lab, data__train=path)
 
 
 def max_rows(lab: Lab) -> None:
@@ -77,6 +103,7 @@ def too_long(lab: Lab) -> None:
 
 
 def packing(lab: Lab) -> None:
+    assert lab.base.rank.config.data.packing == "auto"  # what the plan makes of a model that leaks: tests/plan/test_packing.py
     packed, padded = lab.base, lab.run({"data.packing": False})
     assert packed.batch()["input_ids"].shape[0] == 1 and "cu_seq_lens" in packed.batch()
     assert padded.batch()["input_ids"].shape[0] > 1 and "cu_seq_lens" not in padded.batch()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from manyhands.errors import UserError
 from tests.keys.lab import NUM_STEPS, Lab
 
 
@@ -14,6 +15,29 @@ def first_difference(lab: Lab, keys: dict[str, Any]) -> int:
     """The first step, counted from 1, whose loss is not the base run's, bit for bit; 0 if there is none."""
     pairs = zip(lab.run(keys).losses, lab.base.losses, strict=True)
     return next((step for step, (one, other) in enumerate(pairs, start=1) if one != other), 0)
+
+
+def optimizer_name(lab: Lab) -> None:
+    for name in ("adafactor", "muon"):
+        assert first_difference(lab, {"optimizer.name": name}) == 2
+    assert set(next(iter(lab.run({"optimizer.name": "muon"}).rank.optimizer.state.values()))) == {"momentum_buffer"}
+    for name in ("adamw_8bit", "paged_adamw", "paged_adamw_8bit"):
+        with pytest.raises(UserError, match="GPUs only"):
+            lab.prepare({"optimizer.name": name})
+
+
+def learning_rates(lab: Lab) -> None:
+    """The first pattern that fits sets the peak, the schedule scales it, and the log has each; others keep theirs."""
+    rates = {"q_proj.lora_B": 1e-2, "lora_B": 1e-3}
+    ran = lab.run({"optimizer.learning_rates": rates, "schedule.name": "linear"})
+    assert [row.get(key, 0.0) for row in ran.column("learning_rates") for key in rates] == pytest.approx(
+        [peak * (1 - step / NUM_STEPS) for step in range(NUM_STEPS) for peak in rates.values()]
+    )
+    assert ran.rates[0] == 1.0 and first_difference(lab, {"optimizer.learning_rates": rates}) == 2
+    with pytest.raises(UserError, match="'lora_C' of optimizer.learning_rates chooses no trained weight"):
+        lab.start({"optimizer.learning_rates": {"lora_C": 1.0}})
+    with pytest.raises(UserError, match="patterns before it take all"):
+        lab.start({"optimizer.learning_rates": {"lora_B": 1.0, "q_proj.lora_B": 1.0}})
 
 
 def learning_rate(lab: Lab) -> None:

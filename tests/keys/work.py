@@ -23,6 +23,7 @@ from manyhands.parallel import apply
 from manyhands.parallel.compile import compile_blocks as compile_all
 from manyhands.plan.search import plan
 from manyhands.plan.types import Plan
+from manyhands.worker.loading import close_workers, open_workers
 from manyhands.worker.rank import Rank
 from manyhands.worker.world import pick_device
 from tests.keys.lab import Lab, first_batch
@@ -101,6 +102,18 @@ def compile_blocks(lab: Lab) -> None:
         graphs[asked] = len(seen)
     assert graphs[True] > 0 and graphs[False] == 0
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def workers(lab: Lab) -> None:
+    """So many processes collate while the run trains, none by default on a CPU; the batches are the same."""
+    counts = {}
+    for asked in (0, "auto", 2):
+        rank = lab.start({"data.workers": asked})
+        open_workers(rank)
+        counts[asked] = rank.workers.num_workers if rank.workers is not None else 0
+        close_workers(rank)
+    assert counts == {0: 0, "auto": 0, 2: 2}
+    assert lab.run({"data.workers": 2}).losses == lab.base.losses
 
 
 def timeout_s(lab: Lab) -> None:

@@ -52,6 +52,7 @@ MEASURED = {
     "losses": [3.0, 2.0, 1.0, 0.5],
     "seconds_by_step": [9.0, 1.0, 2.0, 2.0],
     "tokens_by_step": [50, 50, 100, 300],
+    "input_wait_by_step": [5.0, 1.0, 0.01, 0.03],
     "evaluations": [
         {"step": 0, "loss": 3.1, "perplexity": 22.2, "accuracy": 0.25, "samples": [("q", "a")]},
         {"step": 4, "loss": 0.9, "perplexity": 2.46, "accuracy": 0.75},
@@ -70,9 +71,11 @@ def test_the_report_sets_plan_and_measurement_side_by_side(tmp_path):
     # the first two steps carry compilation: (100 + 300) tokens in (2 + 2) s
     assert report["measured"]["tokens_per_s"] == 100.0
     assert report["measured"]["step_s"] == 2.0
+    assert report["measured"]["input_wait_share"] == 0.01  # (0.01 + 0.03) s of (2 + 2) s
     assert [row["loss"] for row in report["evaluations"]] == [3.1, 0.9]
     page = (tmp_path / "report.md").read_text()
     assert "| peak memory of a rank | 1.50 GiB | 1.50 GiB |" in page
+    assert "| share of time waiting for input | - | 1.00% |" in page
     assert "| 4 | 0.9000 | 2.460 | 75.00% |" in page
     assert "Verified `adapter/`: 120 tensors equal" in page
 

@@ -97,7 +97,7 @@ def test_tensorboard_has_every_curve_and_resume_purges(tmp_path):
     sink.close()
     events = EventAccumulator(str(tmp_path)).Reload()
     tags = set(events.Tags()["scalars"])
-    assert {"loss/all", "loss/rank0", "memory_gib/rank0", "memory_gib/rank1", "utilisation_percent/rank1", "speed/tokens_per_s"} <= tags
+    assert {"loss/all", "loss/rank0", "memory_gib/rank0", "memory_gib/rank1", "utilisation_percent/rank1", "speed/input_wait_s"} <= tags
     assert {"train/learning_rate", "train/gradient_norm", "validation/loss", "validation/perplexity", "validation/accuracy"} <= tags
     assert "loss/rank1" not in tags  # that rank had no trained token
     assert [event.step for event in events.Scalars("loss/all")] == [1, 2, 3]

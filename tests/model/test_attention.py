@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from manyhands.model import attention
-from manyhands.model.attention import VARLEN, attend_varlen, attention_kwargs, register_varlen
+from manyhands.model.attention import VARLEN, attend_varlen, attention_kwargs, register_attention
 from manyhands.model.checks import pack_documents
 from manyhands.model.loss import LossModel
 from manyhands.testing.tiny import FAMILIES, tiny_model
@@ -55,7 +55,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, varlen: Any) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_varlen_gives_each_document_what_it_gets_alone(monkeypatch: pytest.MonkeyPatch, family: str, varlen: Any) -> None:
     stand_in(monkeypatch, varlen)
-    register_varlen()
+    register_attention()
     model = tiny_model(family, "float64").eval()
     with torch.no_grad():
         alone = torch.cat([model(document, use_cache=False).logits for document in documents()], dim=1)
@@ -66,7 +66,7 @@ def test_varlen_gives_each_document_what_it_gets_alone(monkeypatch: pytest.Monke
 
 def test_padded_rows_are_documents_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch, like_2_13)
-    register_varlen()
+    register_attention()
     model = tiny_model("mistral", "float64").eval()
     ids = torch.cat([documents()[1], documents()[1].flip(1)])
     with torch.no_grad():
@@ -76,7 +76,7 @@ def test_padded_rows_are_documents_of_their_own(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_without_lengths_it_fails_closed() -> None:
-    register_varlen()
+    register_attention()
     model = tiny_model("llama")
     model.set_attn_implementation(VARLEN)
     with pytest.raises(RuntimeError, match="no cumulative lengths"):
@@ -105,7 +105,7 @@ def test_lengths_travel_under_transformers_names_and_the_bound_is_a_power_of_two
 def test_the_real_varlen_agrees_with_sdpa_per_document(family: str) -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
-    register_varlen()
+    register_attention()
     model = tiny_model(family, "bfloat16").cuda()
     loss_model = LossModel(model)
     with torch.no_grad():

@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 
 from manyhands.config.schema import MethodSection
 from manyhands.errors import UserError
-from manyhands.model.lora import LoraLinear, adapted_layers, adapter_state, apply_lora, load_adapter_state
+from manyhands.model.adapter import adapter_state, load_adapter_state
+from manyhands.model.lora import LoraLinear, adapted_layers, apply_lora
 from manyhands.testing.layouts import random_adapter
 from manyhands.testing.tiny import tiny_model
 

@@ -137,7 +137,7 @@ def test_positions_that_run_on_are_refused() -> None:
     model = LossModel(tiny_model("llama", rope_theta=10.0))
     shifted = Alone(model)  # no document sees another, but each is rotated by where it lies: here by another base
     other = LossModel(tiny_model("llama", rope_theta=100.0))
-    shifted.logits = lambda batch: (other if batch["cu_seq_lens"].numel() > 2 else model).logits(batch)
+    shifted.logits = lambda batch: (other if len(batch.get("cu_seq_lens", ())) > 2 else model).logits(batch)
     with pytest.raises(UserError, match="differ from those alone"):
         check_packing(shifted, model, CPU)
 
@@ -160,3 +160,55 @@ def test_a_router_loss_is_not_dropped_silently() -> None:
     model.config.output_router_logits = True
     with pytest.raises(UserError, match="router"):
         LossModel(model)
+
+
+def weigh(batch: dict[str, torch.Tensor], seed: int = 5) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return batch | {"weights": torch.randint(0, 4, batch["targets"].shape, generator=draw) / 2}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_weighted_loss_and_gradients_equal_three_lines_in_float64(small_chunks: None, family: str) -> None:
+    model = tiny_model(family, "float64")
+    batch = weigh(make_batch())
+    log_p = model(batch["input_ids"], use_cache=False).logits.log_softmax(-1)
+    kept = batch["targets"] != IGNORED
+    expected = -(log_p[kept].gather(1, batch["targets"][kept][:, None])[:, 0] * batch["weights"][kept].double()).sum()
+    expected.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    terms = LossModel(model)(batch, metrics=True)
+    loss_sum, weight = terms["lm"]
+    loss_sum.backward()
+    assert loss_sum.item() == pytest.approx(expected.item(), rel=1e-12)
+    assert weight.item() == batch["weights"][kept].double().sum().item()
+    assert terms["correct"][1] == kept.sum()  # accuracy counts tokens
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-9, atol=1e-11, msg=name)
+
+
+def test_weights_of_one_change_no_bit_and_without_them_the_weight_is_an_integer(small_chunks: None) -> None:
+    model = LossModel(tiny_model("llama"))
+    batch = make_batch()
+    loss_sum, num_targets = model(batch)["lm"]
+    same, weight = model(batch | {"weights": torch.ones(batch["targets"].shape)})["lm"]
+    assert num_targets.dtype == torch.int64 and weight.dtype == torch.float64 and num_targets == weight
+    assert same.item() == pytest.approx(loss_sum.item(), rel=1e-6)
+
+
+def test_a_row_of_weight_two_is_the_row_twice() -> None:
+    model = LossModel(tiny_model("qwen3", "float64"))
+    batch = make_batch(num_rows=2)
+    weights = torch.ones(batch["targets"].shape)
+    weights[1] = 2
+    heavy = model(batch | {"weights": weights})["lm"]
+    twice = model({name: torch.cat([tensor, tensor[1:]]) for name, tensor in batch.items()})["lm"]
+    assert heavy[0].item() == pytest.approx(twice[0].item(), rel=1e-12) and heavy[1] == twice[1]
+
+
+def test_a_batch_without_targets_has_no_weight_and_reaches_every_parameter() -> None:
+    model = LossModel(tiny_model("llama"))
+    loss_sum, weight = model(weigh(make_batch(trained=0.0)))["lm"]
+    loss_sum.backward()
+    assert loss_sum.item() == 0 and weight.item() == 0
+    assert all(p.grad is not None for p in model.parameters())

@@ -31,7 +31,7 @@ def test_8b_lora_on_h200s_keeps_a_copy_and_its_activations(gpus):
     assert made.world_size == gpus
     assert (made.strategy, made.recompute, made.reshard) == ("one" if gpus == 1 else "ddp", "none", False)
     assert made.compute_dtype == made.frozen_dtype == "bfloat16"
-    assert (made.attention, made.compile, made.micro_tokens) == ("varlen", True, 16_384 if gpus < 8 else 15_040)
+    assert (made.attention, made.compile, made.micro_tokens) == ("varlen", True, 16_384 if gpus < 8 else 15_104)
     assert made.memory.total < 0.92 * made.memory.limit
     assert made.learning_rate == 2e-4
     assert made.output_dtype == "float32"
@@ -119,7 +119,8 @@ def test_an_explicit_strategy_may_fill_the_limit_but_not_pass_it():
     config = run_config(
         method__name="full", parallel__strategy="fsdp", parallel__recompute="block", parallel__reshard=True, batch__micro_tokens=4096
     )
-    need = plan(config, h200(2)).memory.total
+    roomy = plan(config, h200(2)).memory
+    need = roomy.total - roomy.terms["unreduced"]  # whole gradients wait for the last micro-batch only where they fit
     tight = plan(config, h200(2, gpu_bytes=int(need / 0.97) + 2**20))
     assert tight.memory.total > 0.92 * tight.memory.limit
     assert any("little is to spare" in sentence for sentence in tight.why)
@@ -168,7 +169,7 @@ def test_bfloat16_where_the_gpu_has_none():
 
 def test_soft_capped_scores_do_not_take_varlen():
     assert plan(run_config(), facts(model_facts(head_dim=8), gpus=1)).attention == "varlen"
-    assert plan(run_config(), facts(model_facts(head_dim=8, attention_softcap=50.0), gpus=1)).attention == "sdpa"
+    assert plan(run_config(), facts(model_facts(head_dim=8, attention_softcap=50.0), gpus=1)).attention == "blockwise"
     assert plan(run_config(), facts(model_facts(head_dim=264), gpus=1)).attention == "sdpa"
 
 

@@ -70,6 +70,22 @@ def test_order_of_events():
     assert state.stop_reason == "all 3 steps are done"
 
 
+def test_waiting_for_input_is_counted_and_belongs_to_the_step():
+    results = []
+
+    class Keep(Hook):
+        def after_step(self, state, result):
+            results.append(result)
+
+    def works():
+        yield StepWork(0, 1.0, 2, 10, 2, 1, 2, [{"x": torch.tensor([1.0, 2.0])}], waited_s=lambda: 5.0)
+
+    loop = make_loop(hooks=[Keep()], num_steps=1)
+    loop.works = works()
+    train(loop)
+    assert results[0].input_wait_s == 5.0 and 5.0 <= results[0].seconds < 6.0
+
+
 def test_max_tokens_stops_before_it_is_passed():
     state = train(make_loop(stop=StopSection(max_tokens=25)))
     assert state.tokens == 20 and "stop.max_tokens" in state.stop_reason

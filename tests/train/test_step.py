@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
+from manyhands.train.evaluate import evaluate
 from manyhands.train.step import StepWork, clip_gradients, run_step
+from manyhands.train.types import TrainState
 
 
 class OneWeight(nn.Module):
@@ -98,3 +101,29 @@ def test_dropout_is_keyed_by_step_and_repeats():
     step(Drops(), [1.0], [1.0])
     assert seen[:2] == seen[2:]
     assert seen[0] != seen[1]
+
+
+def test_the_sum_of_weights_divides_where_there_are_any():
+    # sum(w x) with weights 2 and 1 for losses 3 and 6: (2 * 3 + 6) / 3 = 4 = d/dw, and w = 1 - 4
+    parallel = Plain()
+    weighted = replace(work([6.0, 6.0]), target_weight=3.0, rank_target_weight=3.0)
+    optimizer = torch.optim.SGD(parallel.model.parameters(), lr=1.0)
+    sums = run_step(parallel, optimizer, weighted, max_grad_norm=0.0, seed=0, rank=0)
+    assert sums.loss_sum.item() == 12.0 and parallel.model.w.item() == pytest.approx(-3.0)
+    assert (weighted.divisor, weighted.rank_divisor) == (3.0, 3.0)
+    assert (work([1.0, 1.0]).divisor, work([1.0, 1.0]).rank_divisor) == (2, 2)
+
+
+def test_evaluation_divides_the_loss_by_weight_and_hits_by_tokens():
+    class Weighted(Plain):
+        def __call__(self, batch, *, metrics=False):
+            loss, weight, hits, tokens = batch["x"]
+            return {"lm": (loss, weight), "correct": (hits, tokens)}
+
+        def all_reduce_sum(self, tensor):
+            return tensor
+
+    parallel = Weighted()
+    batches = [{"x": torch.tensor([6.0, 1.5, 1, 4])}, {"x": torch.tensor([3.0, 3.0, 2, 4])}]
+    found = evaluate(parallel, parallel.model, batches, TrainState(), num_rows=2, num_tokens=9, device=torch.device("cpu"))
+    assert (found.loss, found.accuracy, found.num_targets) == (2.0, 3 / 8, 8)

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-from manyhands.checkpoint.manifest import TRAIN_STATE, TensorEntry, check_hashes, check_sizes, read_manifest
+from manyhands.checkpoint.manifest import TRAIN_STATE, Manifest, TensorEntry, check_hashes, check_sizes, read_manifest
 from manyhands.checkpoint.retention import list_checkpoints
 from manyhands.checkpoint.tensors import MODEL, OPTIMIZER, checkpoint_tensors, create_optimizer_state, describe, trained_parameters
 from manyhands.checkpoint.together import run_together, this_rank
@@ -54,10 +54,34 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optim
     if optimizer is not None:
         create_optimizer_state(optimizer, trained, manifest.tensors)
     tensors = checkpoint_tensors(model, optimizer)
+    if optimizer is not None:
+        run_together(lambda: _check_states(folder, describe(tensors), manifest))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)))
     return json.loads((folder / TRAIN_STATE).read_text(encoding="utf-8"))
+
+
+def _check_states(folder: Path, wanted: dict[str, TensorEntry], manifest: Manifest) -> None:
+    """Refuses optimizer states that this layout cannot take up, such as 8-bit blocks over the shards of other ranks."""
+
+    def of_optimizer(tensors: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
+        return {name: entry for name, entry in tensors.items() if name.startswith(OPTIMIZER)}
+
+    here, there = of_optimizer(wanted), of_optimizer(manifest.tensors)
+    other = [name for name in sorted(here.keys() | there.keys()) if not _agree(here.get(name), there.get(name))]
+    if other:
+        raise UserError(
+            "the checkpoint's optimizer states cannot be taken up by this layout of ranks",
+            where=str(folder),
+            why=f"{len(other)} of them are kept in blocks over each rank's shard, as {manifest.world_size} ranks had them",
+            fix=f"resume on {manifest.world_size} processes with the same parallel.strategy",
+            details=[name.removeprefix(OPTIMIZER) for name in other[:MAX_DETAILS]],
+        )
+
+
+def _agree(here: TensorEntry | None, there: TensorEntry | None) -> bool:
+    return here is not None and there is not None and (here.shape or (1,)) == (there.shape or (1,)) and here.dtype == there.dtype
 
 
 def _check_fit(folder: Path, trained: dict[str, nn.Parameter], saved: dict[str, TensorEntry], exact: bool) -> None:

@@ -6,7 +6,7 @@ shape (1,)). Frozen parameters are not saved: the model's source has them. Shard
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -14,6 +14,15 @@ from torch import nn
 from manyhands.checkpoint.manifest import TensorEntry
 
 MODEL, OPTIMIZER, STEP = "model.", "optim.", "step"
+
+
+@runtime_checkable
+class MakesState(Protocol):
+    """An optimizer whose states are not all of their parameter's shape: it makes them itself."""
+
+    def create_state(self, parameter: torch.Tensor) -> None:
+        """Puts zeros into ``state[parameter]``."""
+        ...
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -49,8 +58,15 @@ def checkpoint_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None
 
 
 def create_optimizer_state(optimizer: torch.optim.Optimizer, trained: dict[str, nn.Parameter], entries: dict[str, TensorEntry]) -> None:
-    """Replaces the optimizer's states by zeros of the layout that its parameters have and the dtypes that were saved."""
+    """Replaces the optimizer's states by zeros of the layout that its parameters have and, but for ``MakesState``, the dtypes saved."""
     optimizer.state.clear()
+    place = getattr(optimizer, "state_options", {})  # states kept in host memory are made there
+    if isinstance(optimizer, MakesState):
+        held = {full_name.removeprefix(OPTIMIZER).partition(".")[2] for full_name in entries if full_name.startswith(OPTIMIZER)}
+        for name, parameter in trained.items():
+            if name in held:
+                optimizer.create_state(parameter)
+        return
     scalar_on_device = {id(p): bool(g.get("fused") or g.get("capturable")) for g in optimizer.param_groups for p in g["params"]}
     for full_name, entry in entries.items():
         if not full_name.startswith(OPTIMIZER):
@@ -61,7 +77,7 @@ def create_optimizer_state(optimizer: torch.optim.Optimizer, trained: dict[str, 
             device = parameter.device if scalar_on_device[id(parameter)] else torch.device("cpu")
             value: Any = torch.zeros((), dtype=dtype, device=device)
         else:
-            value = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+            value = torch.zeros_like(parameter, dtype=dtype, requires_grad=False, **place)
         optimizer.state[parameter][key] = value
 
 

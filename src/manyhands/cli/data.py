@@ -1,101 +1,54 @@
-"""``manyhands data``: rows as the model will see them, with the trained tokens told apart."""
+"""``manyhands data``: a step's rows as the model will see them, counts, and every fault; as text or as a page."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+import io
+import sys
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from manyhands.cli.run_file import Examples, Overrides, RunFile, load_run
-from manyhands.cli.words import harmless, report_aside
+from manyhands.cli.words import report_aside
+from manyhands.errors import EXIT_FAILED
 
-if TYPE_CHECKING:
-    import numpy as np
-    from rich.console import Console
-    from rich.text import Text
-
-    from manyhands.facts.types import DataFacts
-
-TRAINED = ("⟦", "⟧")  # around trained tokens where there is no colour
+NUM_ROWS = 3  # on a terminal, where nothing was asked
 
 
 def data(
     run: RunFile,
     overrides: Overrides = None,
-    rows: Annotated[int, typer.Option("--rows", min=0, help="Rows shown.")] = 3,
+    rows: Annotated[int | None, typer.Option("--rows", min=0, help="Show at most N rows.  [default: 3]", show_default=False)] = None,
+    step: Annotated[
+        int | None, typer.Option("--step", min=1, help="Show the first micro-batch of step S, whole.", show_default=False)
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Write a page with a whole micro-batch instead.", show_default=False, dir_okay=False)
+    ] = None,
     examples: Examples = None,
 ) -> None:
-    """Preview the training rows, trained tokens marked.
+    """Preview the rows of a step, trained tokens marked.
 
-    Counts and lengths come below them. Rows that a run would refuse are an error here too."""
+    Lengths, packing and tokens by source come below them, and every row that a run would refuse: then the exit code is 1."""
     config = load_run(run, overrides, examples=examples)
-    from rich.console import Console
+    from manyhands.preview.collect import collect
+    from manyhands.preview.page import refuse_foreign_file, write_page
 
-    from manyhands.data.prepare import prepare
-    from manyhands.data.store import TokenStore
-    from manyhands.data.tokenizer import load_tokenizer
-    from manyhands.facts.hub import locate_model
+    if html is not None:
+        refuse_foreign_file(html)
+    max_rows = NUM_ROWS if rows is None and step is None and html is None else rows
+    preview = collect(config, step=step or 1, max_rows=max_rows, report=report_aside)
+    if html is not None:
+        write_page(preview, html)
+        print(f"wrote {html}: open it in a browser" + ("; it names rows that a run refuses" if preview.refused else ""))
+    else:
+        from rich.console import Console
 
-    model = config.model
-    folder = locate_model(model.name, model.revision, False, trust_remote_code=model.trust_remote_code, report=report_aside)
-    facts = prepare(config, folder, report_aside)
-    store = TokenStore.open(facts.folder)
-    tokenizer = load_tokenizer(folder, model.chat_template, model.trust_remote_code)
-    console = Console(highlight=False)
-    coloured = console.is_terminal and not console.no_color
-    if rows:
-        console.print("trained tokens are green" if coloured else f"trained tokens stand in {TRAINED[0]} {TRAINED[1]}")
-    for index in range(min(rows, store.train.num_rows)):
-        ids, trained = store.train.row(index)
-        console.rule(f"row {index}: {len(ids)} tokens, {int(trained.sum())} trained", style="dim")
-        console.print(mark_trained(tokenizer, ids, trained, coloured=coloured), soft_wrap=True)
-    _print_counts(console, facts, store.train.lengths)
+        from manyhands.preview.text import print_preview
 
-
-def mark_trained(tokenizer: Any, ids: np.ndarray, trained: np.ndarray, *, coloured: bool) -> Text:
-    """Decodes ``ids (T)`` span by span; spans of ``trained (T)`` bool are green, or in brackets without colour."""
-    from itertools import groupby
-
-    from rich.text import Text
-
-    text = Text()
-    position = 0
-    for is_trained, group in groupby(trained.tolist()):
-        length = len(list(group))
-        span = harmless(
-            tokenizer.decode(ids[position : position + length].tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        )
-        position += length
-        if is_trained and not coloured:
-            span = f"{TRAINED[0]}{span}{TRAINED[1]}"
-        text.append(span, style="bold green" if is_trained and coloured else "")
-    return text
-
-
-def _print_counts(console: Console, facts: DataFacts, lengths: np.ndarray) -> None:
-    from rich.table import Table
-
-    counts = [
-        ("training rows", f"{facts.num_rows:,}"),
-        ("tokens", f"{facts.num_tokens:,}"),
-        ("trained tokens", f"{facts.num_targets:,} ({facts.num_targets / max(1, facts.num_tokens):.0%})"),
-        ("length in tokens", _quantiles(lengths)),
-        ("validation rows", f"{facts.num_validation_rows:,} ({facts.num_validation_tokens:,} tokens)"),
-    ]
-    changes = (("truncated", facts.num_truncated), ("split", facts.num_split), ("left out", facts.num_dropped))
-    counts += [(f"rows {name}", f"{count:,}") for name, count in changes if count]
-    listing = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    for name, value in counts:
-        listing.add_row(name, value)
-    console.rule(style="dim")
-    console.print(listing)
-    console.print(f"token cache: {facts.folder}", style="dim", soft_wrap=True)
-
-
-def _quantiles(lengths: np.ndarray) -> str:
-    import numpy as np
-
-    if not len(lengths):
-        return "no rows"
-    low, median, high, top = (int(value) for value in np.quantile(lengths, (0.0, 0.5, 0.9, 1.0)))
-    return f"shortest {low:,}, median {median:,}, 90 % up to {high:,}, longest {top:,}"
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # rows hold any character, and the terminal may know few
+        print_preview(preview, Console(highlight=False))
+    if preview.refused:
+        raise typer.Exit(EXIT_FAILED)

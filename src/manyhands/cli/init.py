@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -13,12 +12,15 @@ import typer
 from manyhands.errors import UserError
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-DATA_SUFFIXES = (".jsonl", ".txt")
+DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt")  # the likelier ones first
+LOOK_AT_ROWS = 100
 
 
 def init(
     model: Annotated[str | None, typer.Option("--model", help="Hub name or folder.", show_default=False)] = None,
-    data: Annotated[Path | None, typer.Option("--data", help="JSONL (or text) file of training rows.", show_default=False)] = None,
+    data: Annotated[
+        Path | None, typer.Option("--data", help="File or folder of training rows, or hub:OWNER/NAME.", show_default=False)
+    ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing: take what was given or can be inferred.")] = False,
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")] = Path("run.yaml"),
 ) -> None:
@@ -32,12 +34,10 @@ def init(
     if model is None:
         model = typer.prompt("Model (hub name or folder)", default=DEFAULT_MODEL) if ask else DEFAULT_MODEL
     if data is None and ask:
-        data = Path(typer.prompt("Training rows (JSONL file)", default=str(found) if found else None))
+        data = Path(typer.prompt("Training rows (a file, a folder or hub:OWNER/NAME)", default=str(found) if found else None))
     data = data or found
     if data is None:
-        raise UserError(
-            "no training data was given, and no .jsonl or .txt file is here", where=str(Path.cwd()), fix="give it with --data FILE"
-        )
+        raise UserError("no training data was given, and no data file is here", where=str(Path.cwd()), fix="give it with --data FILE")
     values = infer_values(model, data, output)
     _write_new(output, values)
     print(f"wrote {output}: {values['model.name']} on {values['data.train']}, task {values['task']}")
@@ -62,32 +62,15 @@ def infer_values(model: str, data: Path, output: Path) -> dict[str, Any]:
 
 
 def look_at_rows(path: Path) -> tuple[str, str]:
-    """Task and format of a data file, from its first row. Raises ``UserError`` if it is neither text nor conversations."""
-    if not path.is_file():
-        raise UserError("the training file does not exist", where=str(path), fix="give a .jsonl or .txt file with --data")
-    if path.suffix == ".txt":
-        return "cpt", "text"
-    where = f"{path}, line 1"
-    with path.open(encoding="utf-8-sig", errors="replace") as file:
-        line = next((line for line in file if line.strip()), "")
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise UserError("the first row is not JSON", where=where, why=str(error), fix="give one JSON object a line") from None
-    fields = set(row) if isinstance(row, dict) else set()
-    if "messages" in fields:
-        return "sft", "messages"
-    for first, second in (("prompt", "completion"), ("question", "answer")):
-        if {first, second} <= fields:
-            return "sft", first
-    if "text" in fields:
-        return "cpt", "text"
-    raise UserError(
-        "the rows are neither conversations nor text",
-        where=where,
-        why=f"fields: {', '.join(sorted(fields)) or 'none'}",
-        fix="rows need `messages`, `prompt` + `completion`, `question` + `answer`, or `text`",
-    )
+    """Task and format of training data, from its first rows. Raises ``UserError`` if they are neither text nor conversations."""
+    from itertools import islice
+
+    from manyhands.data.formats import detect_format
+    from manyhands.data.sources import Source, read_rows
+
+    rows = list(islice(read_rows(Source(path=str(path))), LOOK_AT_ROWS))
+    found = detect_format(rows, task="sft")  # rows that are both are conversations
+    return ("cpt" if found == "text" else "sft"), found
 
 
 def _find_data(folder: Path) -> Path | None:
@@ -95,13 +78,15 @@ def _find_data(folder: Path) -> Path | None:
     files = [
         file for place in (folder, folder / "data") if place.is_dir() for file in sorted(place.iterdir()) if file.suffix in DATA_SUFFIXES
     ]
-    rows = [file for file in files if file.suffix == ".jsonl"] or files
+    rows = next((same for suffix in DATA_SUFFIXES if (same := [file for file in files if file.suffix == suffix])), [])
     named = [file for file in rows if file.stem.startswith("train")]
     chosen = named[0] if named else rows[0] if len(rows) == 1 else None
     return chosen.relative_to(folder) if chosen else None
 
 
 def _seen_from(path: Path, output: Path) -> str:
+    if str(path).startswith("hub:"):
+        return str(path)
     absolute, folder = Path(os.path.abspath(path)), Path(os.path.abspath(output)).parent
     return str(absolute.relative_to(folder) if absolute.is_relative_to(folder) else absolute)
 

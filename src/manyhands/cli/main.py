@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from manyhands import __version__
-from manyhands.cli import config, data, doctor, export, generate, gpu_info, init, plan, tensorboard, train
+from manyhands.cli import bench, config, data, doctor, export, generate, gpu_info, init, plan, tensorboard, train
 from manyhands.errors import EXIT_INTERRUPTED, UserError
 
 
@@ -57,6 +57,7 @@ for _name, _command in (
     ("export", export.export),
     ("init", init.init),
     ("config", config.config),
+    ("bench", bench.bench),
     ("doctor", doctor.doctor),
     ("gpu-info", gpu_info.gpu_info),
     ("tensorboard", tensorboard.tensorboard),

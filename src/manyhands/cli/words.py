@@ -1,4 +1,4 @@
-"""Numbers and foreign text as a terminal should show them."""
+"""Numbers and progress as a terminal should show them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,3 @@ def report_aside(text: str) -> None:
 
 def gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.1f} GiB"
-
-
-def harmless(text: str) -> str:
-    """Text from data files with control characters made visible, so that none reaches the terminal (no escape codes)."""
-    return "".join(c if c == "\n" or c.isprintable() else f"\\x{ord(c):02x}" for c in text.replace("\t", "    "))

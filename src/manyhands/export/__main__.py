@@ -52,15 +52,16 @@ def export_source(source: Path, output: Path, *, merge: bool = False) -> str:
     from manyhands.export.fresh import verify_in_fresh_process
     from manyhands.export.model import export_model
     from manyhands.launch.run_folder import RunFolder
+    from manyhands.model.adapter import method_of
 
     run_folder, checkpoint = find_checkpoint(source)
     run = RunFolder(run_folder)
     config = run.read_config()
     plan = plan_one_process(run.read_plan(), config)
-    is_adapter = config.method.name == "lora" and not merge
-    if merge and config.method.name != "lora":
+    is_adapter = config.method.trains_adapters and not merge
+    if merge and not config.method.trains_adapters:
         raise UserError(
-            "--merge is for runs with method.name=lora", where=str(run_folder), fix="leave --merge out: the model is whole already"
+            "--merge is for runs with method.name=lora or qlora", where=str(run_folder), fix="leave --merge out: the model is whole already"
         )
     refuse_foreign(output, replace=False)
     model = load_trained(plan, config, checkpoint)
@@ -72,17 +73,17 @@ def export_source(source: Path, output: Path, *, merge: bool = False) -> str:
             export_adapter(
                 output,
                 model,
-                config.method,
+                method_of(plan, config),
                 name_base(config),
                 rank=0,
                 dtype=plan.output_dtype,
-                revision=config.model.revision,
+                source=base,
+                asked=config.model,
                 reference_path=reference,
             )
         else:
             dtype = plan.frozen_dtype if merge else plan.output_dtype
-            template = config.model.chat_template
-            export_model(output, model, base, dtype, rank=0, merge=merge, chat_template=template, reference_path=reference)
+            export_model(output, model, base, dtype, rank=0, merge=merge, asked=config.model, reference_path=reference)
         del model
         return verify_in_fresh_process(output, reference, base=base if is_adapter else None, probe_path=probe)
 
@@ -127,12 +128,12 @@ def load_trained(plan: Plan, config: RunConfig, checkpoint: Path) -> nn.Module:
     import torch
 
     from manyhands.checkpoint import load_checkpoint
+    from manyhands.model.adapter import adapt
     from manyhands.model.load import build_meta, materialize
-    from manyhands.model.lora import apply_lora
 
     model = build_meta(plan, config)
-    if config.method.name == "lora":
-        apply_lora(model, config.method, config.seed)
+    if config.method.name != "full":
+        adapt(model, plan, config)
     materialize(model, plan, config, torch.device("cpu"))
     load_checkpoint(checkpoint, model, None)
     return model.eval()

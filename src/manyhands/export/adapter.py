@@ -11,11 +11,15 @@ from torch import nn
 
 from manyhands.checkpoint.tensors import reshard
 from manyhands.checkpoint.together import run_on_first
-from manyhands.config.schema import MethodSection
-from manyhands.export.files import begin_folder, commit_folder
+from manyhands.config.schema import MethodSection, ModelSection
+from manyhands.export.files import begin_folder, commit_folder, write_tokenizer
 from manyhands.export.reference import Reference, describe_tensor
 from manyhands.files import write_json
-from manyhands.model.lora import adapted_layers, adapter_state
+from manyhands.model.adapter import PEFT_PREFIX, adapter_parameters, adapter_state, tied_names
+from manyhands.model.lora import adapted_layers
+from manyhands.model.tokens import token_indices
+from manyhands.model.towers import left_out
+from manyhands.model.whole import whole_modules
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
@@ -28,14 +32,16 @@ def export_adapter(
     *,
     rank: int,
     dtype: str = "float32",
-    revision: str | None = None,
+    source: Path | None = None,
+    asked: ModelSection | None = None,
     replace: bool = False,
     reference_path: Path | None = None,
 ) -> Reference | None:
     """Writes the adapter as ``folder``; the reference on rank 0, None elsewhere.
 
-    ``base_name`` (hub name or folder) is what PEFT will load the base from. ``replace`` says that the caller owns what is
-    there. UserError on every rank if the folder cannot be written.
+    ``base_name`` (hub name or folder) is what PEFT will load the base from. ``source`` is the base's folder; its tokenizer goes
+    with the adapter where ``asked`` changes it. ``replace`` says that the caller owns what is there. UserError on every rank
+    if the folder cannot be written.
     """
     saved_dtype = getattr(torch, dtype)
     reshard(model)
@@ -43,12 +49,17 @@ def export_adapter(
 
     def write() -> Reference:
         tensors = {name: tensor.detach().to(saved_dtype).cpu().contiguous() for name, tensor in state.items()}
-        reference = Reference(kind="adapter", dtype=dtype, tensors={name: describe_tensor(t) for name, t in tensors.items()})
+        tensors |= {name: tensors[first].clone() for name, first in tied_names(model).items()}
+        described = {name: describe_tensor(tensor) for name, tensor in tensors.items()}
         partial = begin_folder(folder, replace=replace)
+        own = asked is not None and bool(asked.chat_template or asked.new_tokens)
+        tokens = write_tokenizer(source, partial, asked) if own and source is not None else {}
+        base = "nf4" if method.name == "qlora" else "plain"
+        reference = Reference(kind="adapter", dtype=dtype, tensors=described, base=base, tokens=tokens)
         if reference_path is not None:
             reference.write(reference_path)
         save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
-        write_json(partial / CONFIG, describe_adapter(model, method, base_name, revision))
+        write_json(partial / CONFIG, describe_adapter(model, method, base_name, asked.revision if asked else None))
         commit_folder(partial, folder)
         return reference
 
@@ -57,6 +68,7 @@ def export_adapter(
 
 def describe_adapter(model: nn.Module, method: MethodSection, base_name: str, revision: str | None = None) -> dict[str, Any]:
     """The fields of PEFT's LoraConfig (https://huggingface.co/docs/peft) that say how our factors are used."""
+    saved = name_saved(model)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -70,20 +82,35 @@ def describe_adapter(model: nn.Module, method: MethodSection, base_name: str, re
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
-        "modules_to_save": None,
-        "use_dora": False,
-        "use_rslora": False,
+        "modules_to_save": saved or None,
+        "ensure_weight_tying": _holds_tied(model, saved),
+        "trainable_token_indices": {name: list(ids) for name, ids in token_indices(model).items()} or None,
+        "use_dora": method.dora,
+        "use_rslora": method.rslora,
         "rank_pattern": {},
         "alpha_pattern": {},
     }
 
 
+def name_saved(model: nn.Module) -> list[str]:
+    """PEFT's modules_to_save: full names of the modules that hold a weight trained whole; of a tied pair the embedding."""
+    names = (name.removeprefix(PEFT_PREFIX).rpartition(".")[0] for name in adapter_parameters(model))
+    return list(dict.fromkeys(name for name in names if name in whole_modules(model)))
+
+
+def _holds_tied(model: nn.Module, saved: list[str]) -> bool:
+    """Whether a weight trained whole is that of another module too: PEFT would untie them unless told."""
+    return len(whole_modules(model)) > len(saved)
+
+
 def name_targets(model: nn.Module) -> list[str]:
     """PEFT's target_modules: last parts of names (``q_proj``) where these mean exactly our layers, else the full names.
 
-    PEFT adapts a module whose name is a target or ends with ``.`` and a target.
+    PEFT adapts a module whose name is a target or ends with ``.`` and a target; in a multimodal model towers have some too.
     """
     adapted = set(adapted_layers(model))
+    if left_out(model):
+        return sorted(adapted)
     endings = sorted({name.rpartition(".")[2] for name in adapted})
     hit = {name for name, module in model.named_modules() if name.rpartition(".")[2] in endings}
     return endings if hit == adapted else sorted(adapted)

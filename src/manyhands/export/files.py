@@ -1,4 +1,4 @@
-"""Folders that are written whole or not at all, and what is copied from the source model's folder. Knows no tensors."""
+"""Folders that are written whole or not at all, and what goes into them from the source model's folder. Knows no tensors."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import json
 import shutil
 from pathlib import Path
 
-from manyhands.data.tokenizer import TOKENIZER_FILES, read_chat_template
+from manyhands.config.schema import ModelSection
+from manyhands.data.tokenizer import TOKENIZER_FILES, load_tokenizer, read_chat_template
 from manyhands.errors import UserError
 from manyhands.files import write_json
+from manyhands.infer.generate import end_of_turn
 
-MORE_TOKENIZER_FILES = ("tekken.json", "preprocessor_config.json")
+MORE_TOKENIZER_FILES = ("tekken.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 TEMPLATE_FOLDER = "additional_chat_templates"
 
 
@@ -44,10 +46,12 @@ def commit_folder(partial: Path, folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def copy_config(source: Path, target: Path, dtype: str) -> None:
-    """The source's config.json with the saved dtype, its code files if it has any, and generation_config.json."""
+def copy_config(source: Path, target: Path, dtype: str, vocab_size: int) -> None:
+    """The source's config.json with the saved dtype and vocabulary, its code files if it has any, and generation_config.json."""
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config = {key: value for key, value in config.items() if key != "torch_dtype" and not key.startswith("_attn_implementation")}
+    fields = config.get("text_config", config)  # multimodal models keep it there, and may leave it to transformers' default
+    fields["vocab_size"] = vocab_size
     write_json(target / "config.json", config | {"dtype": dtype})
     if (source / "generation_config.json").is_file():
         shutil.copyfile(source / "generation_config.json", target / "generation_config.json")
@@ -56,8 +60,42 @@ def copy_config(source: Path, target: Path, dtype: str) -> None:
             shutil.copyfile(code, target / code.name)
 
 
-def copy_tokenizer(source: Path, target: Path, chat_template: str | None = None) -> None:
-    """The tokenizer's files as they are; ``chat_template`` (Jinja text, or a path to it) takes the place of the source's."""
+def write_tokenizer(source: Path, target: Path, asked: ModelSection | None = None) -> dict[str, int]:
+    """The tokenizer's files as they are, or with the chat template and the new tokens that were asked for.
+
+    Returns the ids of the new tokens. They are written by transformers, which alone knows a tokenizer's files; all else is copied.
+    """
+    if asked is None:
+        _copy_tokenizer(source, target, None)
+        return {}
+    if not asked.new_tokens:
+        _copy_tokenizer(source, target, asked.chat_template)
+        return {}
+    tokenizer = load_tokenizer(source, asked.chat_template, asked.trust_remote_code, asked.new_tokens)
+    tokenizer.save_pretrained(target)
+    return {token: tokenizer.convert_tokens_to_ids(token) for token in asked.new_tokens}
+
+
+def extend_ends(target: Path, asked: ModelSection) -> None:
+    """Let generation stop where an assistant's turn ends by the template that was given: its token joins generation_config.json.
+
+    A base model stops at the end of a document only. Nothing is changed where neither template nor tokens were given.
+    """
+    if asked.chat_template is None and not asked.new_tokens:
+        return
+    end = end_of_turn(load_tokenizer(target, trust_remote_code=asked.trust_remote_code))
+    path = target / "generation_config.json"
+    config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(key) is not None}
+    fields = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else ids
+    stated = fields.get("eos_token_id")
+    ends = [stated] if isinstance(stated, int) else list(stated or ())
+    if end is not None and end not in ends:
+        write_json(path, fields | {"eos_token_id": [*ends, end]})
+
+
+def _copy_tokenizer(source: Path, target: Path, chat_template: str | None) -> None:
+    """``chat_template`` (Jinja text, or a path to it) takes the place of the source's."""
     for name in TOKENIZER_FILES + MORE_TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)

@@ -9,10 +9,13 @@ from safetensors.torch import save_file
 from torch import nn
 
 from manyhands.checkpoint.together import run_on_first
-from manyhands.export.files import begin_folder, commit_folder, copy_config, copy_tokenizer
-from manyhands.export.gather import iterate_whole, saved_bytes
+from manyhands.config.schema import ModelSection
+from manyhands.export.files import begin_folder, commit_folder, copy_config, extend_ends, write_tokenizer
+from manyhands.export.gather import iterate_whole
+from manyhands.export.naming import lay_out
 from manyhands.export.reference import Reference, TensorReference, describe_tensor
 from manyhands.files import write_json
+from manyhands.model.source import read_stored
 
 SHARD_BYTES = 5 * 10**9
 
@@ -25,36 +28,44 @@ def export_model(
     *,
     rank: int,
     merge: bool = False,
-    chat_template: str | None = None,
+    asked: ModelSection | None = None,
     replace: bool = False,
     reference_path: Path | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Reference | None:
     """Writes weights, config, generation config and tokenizer as ``folder``; the reference on rank 0, None elsewhere.
 
-    ``model`` is the Hugging Face model inside every wrapper, ``source`` the folder it was loaded from, ``dtype`` the saved
-    one. ``merge`` adds adapters into the weights they adapt. ``replace`` says that the caller owns what is there.
+    ``model`` is the Hugging Face model inside every wrapper, ``dtype`` the saved one. Tensors are named as in ``source``, the folder
+    it was loaded from, and what the model took no part of (towers) is copied from there. ``merge`` adds adapters into the weights
+    they adapt. ``asked`` says of a chat template and new tokens. ``replace`` says that the caller owns what is there.
     ``reference_path`` is written too, before any weight is. UserError on every rank if the folder cannot be written.
     """
-    saved_dtype = getattr(torch, dtype)
+    saved_dtype, vocab_size = getattr(torch, dtype), model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
     partial = folder.with_name(folder.name + ".tmp")
     run_on_first(lambda: begin_folder(folder, replace=replace))
-    writer = ShardWriter(partial, saved_bytes(model, saved_dtype), shard_bytes)
+    layout = lay_out(model, source, saved_dtype)
+    writer = ShardWriter(partial, layout.sizes, shard_bytes)
     failure: Exception | None = None
-    for name, tensor in iterate_whole(model, saved_dtype, merge=merge):
+    for name, tensor in iterate_whole(model, layout.dtypes, merge=merge):
         if rank == 0 and failure is None:
             try:
-                writer.add(name, tensor)
+                for stored_name, part in layout.parts_of(name, tensor):
+                    writer.add(stored_name, part)
             except Exception as error:  # the other ranks go on gathering, so this one must too
                 failure = error
 
     def finish() -> Reference:
         if failure is not None:
             raise failure
+        for stored in layout.copied:
+            writer.add(stored.name, read_stored(stored))
         writer.write_index()
-        copy_config(source, partial, dtype)
-        copy_tokenizer(source, partial, chat_template)
-        reference = Reference(kind="model", dtype=dtype, tensors=writer.described)
+        copy_config(source, partial, dtype, vocab_size)
+        tokens = write_tokenizer(source, partial, asked)
+        if asked is not None:
+            extend_ends(partial, asked)
+        copied = tuple(stored.name for stored in layout.copied)
+        reference = Reference(kind="model", dtype=dtype, tensors=writer.described, tokens=tokens, copied=copied)
         if reference_path is not None:
             reference.write(reference_path)
         commit_folder(partial, folder)

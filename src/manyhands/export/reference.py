@@ -27,12 +27,15 @@ class TensorReference(_Part):
 
 
 class Reference(_Part):
-    """Every tensor that the written folder must hold, by its name in the files, and no other."""
+    """Every tensor that the written folder must hold, by its name in the files, and no other; ids of tokens that were added."""
 
     version: Literal[1] = 1
     kind: Kind
     dtype: str
     tensors: dict[str, TensorReference]
+    tokens: dict[str, int] = {}
+    copied: tuple[str, ...] = ()  # of the tensors, those that no model in memory held: taken from the source's files as they are
+    base: Literal["plain", "nf4"] = "plain"  # of an adapter: how its run held the weights that it was trained beside
 
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ transformers' or PEFT's public API where they fit into memory, and compared bit 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 from dataclasses import dataclass, field
@@ -20,6 +21,10 @@ from manyhands.export.adapter import WEIGHTS
 from manyhands.export.probe import Probe, load_probe
 from manyhands.export.reference import Reference, TensorReference, describe_tensor, name_dtype
 from manyhands.export.stored import StoredTensor, iterate_stored, weight_files
+from manyhands.facts.adapter import needed_tokens
+from manyhands.model.attention import plain_attention
+from manyhands.model.grow import grow_embeddings
+from manyhands.model.source import state_by_file_names
 
 MAX_DETAILS = 20
 MEMORY_FACTOR = 1.3  # a reopened model needs its weights, and something to work with
@@ -51,8 +56,8 @@ def verify(folder: Path, reference: Reference, *, base: Path | None = None, prob
         model, state, opener = *_open_model(folder, reference.dtype), "AutoModelForCausalLM"
     else:
         assert base is not None
-        model, state, opener = *_open_adapter(folder, base, probe.dtype if probe else "auto"), "PeftModel"
-    found.findings += compare_reopened(state, reference)
+        model, state, opener = *_open_adapter(folder, base, probe.dtype if probe else "auto", reference.base), "PeftModel"
+    found.findings += compare_reopened(state, reference) + compare_tokens(folder, reference)
     found.notes.append(f"reopened by {opener}.from_pretrained")
     if probe is not None and not found.findings:
         _compare_logits(model, probe, reference.dtype, found)
@@ -119,6 +124,8 @@ def reopening_obstacle(folder: Path, reference: Reference, base: Path | None) ->
             return "peft is not installed"
         if base is None or not any(base.glob("*.safetensors")):
             return "the base model's weights are not at hand"
+        if reference.base == "nf4" and importlib.util.find_spec("bitsandbytes") is None:
+            return "bitsandbytes is not installed"
     assert weights is not None
     if _needs_its_own_code(weights):
         return "the model needs code of its own, which is not run here"
@@ -144,28 +151,56 @@ def _quiet() -> None:
 
 
 def _open_model(folder: Path, dtype: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    """The model and its state; the tied names that the files leave out are left out."""
+    """The model and its state by the files' names."""
     from transformers import AutoModelForCausalLM
 
     _quiet()
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
-    names = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}
-    return model, {name: tensor for name, tensor in model.state_dict().items() if name in names}
+    model.set_attn_implementation(plain_attention(model.config))
+    return model, state_by_file_names(model, folder)
 
 
-def _open_adapter(folder: Path, base: Path, dtype: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    """The adapted model and the adapter's state; ``dtype`` of the base: the one that the run computed in."""
+def _open_adapter(folder: Path, base: Path, dtype: str, kind: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """The adapted model and the adapter's state; ``dtype`` of the base: the run's compute dtype; ``kind`` as ``Reference.base``."""
     from peft import PeftModel, get_peft_model_state_dict
     from transformers import AutoModelForCausalLM
 
     _quiet()
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=dtype), str(folder))
-    return model, get_peft_model_state_dict(model)
+    inner: Any = AutoModelForCausalLM.from_pretrained(base, dtype=dtype, **(_nf4_options() if kind == "nf4" else {}))
+    inner.set_attn_implementation(plain_attention(inner.config))
+    grow_embeddings(inner, needed_tokens(folder))
+    model = PeftModel.from_pretrained(inner, str(folder))
+    return model, get_peft_model_state_dict(model, save_embedding_layers=False)  # True adds a grown base's embeddings
+
+
+def _nf4_options() -> dict[str, Any]:
+    """What makes transformers hold a model as QLoRA does, by bitsandbytes alone; computed in float32, as everything reopened."""
+    from transformers import BitsAndBytesConfig
+
+    quantised = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.float32
+    )
+    return {"quantization_config": quantised, "device_map": {"": "cpu"}}
+
+
+def compare_tokens(folder: Path, reference: Reference) -> list[str]:
+    """Findings in the written tokenizer, where tokens were added to it."""
+    if not reference.tokens:
+        return []
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    found = {token: tokenizer.encode(token, add_special_tokens=False) for token in reference.tokens}
+    return [
+        f"the tokenizer reads {token} as {found[token]}, not {[number]}"
+        for token, number in reference.tokens.items()
+        if found[token] != [number]
+    ]
 
 
 def compare_reopened(state: dict[str, torch.Tensor], reference: Reference) -> list[str]:
     """Findings in what the public API made of the files. PEFT may widen factors, which narrows back without loss."""
-    findings = [f"{name} is missing after reopening" for name in reference.tensors if name not in state]
+    findings = [f"{name} is missing after reopening" for name in reference.tensors if name not in state and name not in reference.copied]
     findings += [f"{name} appears only after reopening: its values are new" for name in state if name not in reference.tensors]
     for name in reference.tensors.keys() & state.keys():
         expected = reference.tensors[name]

@@ -6,16 +6,22 @@ from collections.abc import Callable
 from typing import Any
 
 from manyhands.config.schema import RunConfig
+from manyhands.facts.adapter import find_adapter
 from manyhands.facts.host import read_host_facts
 from manyhands.facts.hub import locate_model
 from manyhands.facts.model import read_model_facts
-from manyhands.facts.types import Facts
+from manyhands.facts.packing import judge_packing
+from manyhands.facts.tokens import find_new_tokens, grow
+from manyhands.facts.types import DataFacts, Facts
 
 
-def gather_facts(config: RunConfig, *, world_size: int | None = None, report: Callable[[str], Any] = print) -> Facts:
+def gather_facts(
+    config: RunConfig, *, world_size: int | None = None, data: DataFacts | None = None, report: Callable[[str], Any] = print
+) -> Facts:
     """Find the model, read its dimensions, prepare the rows (cached), and look at the machine.
 
-    ``world_size``: the number of processes where somebody else launched them. ``report`` gets what takes time, as text.
+    ``world_size``: the number of processes where somebody else launched them. ``data``: the rows, where they are prepared
+    already. ``report`` gets what takes time, as text.
     The model is judged before the data is touched, so that a wrong name costs nothing.
     """
     from manyhands.data.prepare import prepare
@@ -24,6 +30,15 @@ def gather_facts(config: RunConfig, *, world_size: int | None = None, report: Ca
     folder = locate_model(
         config.model.name, config.model.revision, needs_weights, trust_remote_code=config.model.trust_remote_code, report=report
     )
-    model = read_model_facts(folder, config.model.name, config.model.init)
-    data = prepare(config, folder, report)
-    return Facts(model=model, data=data, host=read_host_facts(), world_size=world_size)
+    model = judge_packing(config, read_model_facts(folder, config.model.name, config.model.init), report)
+    new_tokens = find_new_tokens(config.model, folder, model.vocab_size)
+    adapter = find_adapter(config, report)
+    data = prepare(config, folder, report) if data is None else data
+    return Facts(
+        model=grow(model, new_tokens),
+        data=data,
+        host=read_host_facts(),
+        new_tokens=new_tokens,
+        adapter=adapter,
+        world_size=world_size,
+    )

@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -23,9 +23,10 @@ StoredDtype = Literal["bfloat16", "float16", "float32", "float64"]
 STORED_DTYPES: dict[str, StoredDtype] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 NEEDED_KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 MOE_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-MULTIMODAL_KEYS = ("text_config", "vision_config", "audio_config")
+MULTIMODAL_KEYS = ("vision_config", "audio_config")
+TEXT_TENSOR = re.compile(r"(?:^|\.)(?:language_model|text_model|lm_head)\.|^model\.(?:layers|embed_tokens|norm)\.")  # of a multimodal model
 BLOCK_TENSOR = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.(.+)$")
-HEAD = "lm_head.weight"
+HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 
 
 @dataclass(frozen=True)
@@ -37,34 +38,45 @@ class Family:
     qkv_bias: bool | None = None  # None: as the key attention_bias says, and then the output projection has one too
     qk_norm: bool = False
     num_norms: int = 2  # of the block, hidden_size wide
+    attention_softcap: float | None = None
+    defaults: Mapping[str, int] = field(default_factory=dict)  # what the text part of a published multimodal model leaves out
 
 
+GEMMA3_DEFAULTS = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131_072}
 FAMILIES = {
     "qwen2": Family(qkv_bias=True),
     "qwen3": Family(head_dim=128, qk_norm=True),
     "gemma": Family(tied=True, head_dim=256),
-    "gemma2": Family(tied=True, head_dim=256, num_norms=4),
-    "gemma3_text": Family(tied=True, head_dim=256, qk_norm=True, num_norms=4),
+    "gemma2": Family(tied=True, head_dim=256, num_norms=4, attention_softcap=50.0),
+    "gemma3_text": Family(tied=True, head_dim=256, qk_norm=True, num_norms=4, defaults=GEMMA3_DEFAULTS),
 }
 
 
 def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "random"]) -> ModelFacts:
     """Facts of the model in ``folder``, asked for as ``name``. With ``init="random"`` config.json suffices.
 
-    Raises UserError where a file is missing or broken, or where the model is of a kind that is not supported.
+    Of a multimodal model they are those of its text decoder, which alone is loaded; its towers are counted apart. Raises
+    UserError where a file is missing or broken, or where the model is of a kind that is not supported.
     """
     path = folder / "config.json"
-    config, raw_config = _read_config(path)
+    whole_config, raw_config = _read_config(path)
+    config = text_part(whole_config)
     check_supported(config, path)
     block = block_shapes(config)
-    parameters, stored, digest = count_parameters(config), _config_dtype(config), ""
+    parameters, towers, stored, digest = count_parameters(config), 0, _config_dtype(whole_config), ""
+    shapes = parameter_shapes(config)
     if init == "pretrained":
         tensors, raw_headers = read_headers(find_weight_files(folder))
-        if is_tied(config):
-            tensors.pop(HEAD, None)
+        if config is not whole_config:
+            others = [name for name in tensors if not TEXT_TENSOR.search(name)]
+            towers = sum(tensors.pop(name).num_elements for name in others)
+        for head in HEADS:
+            if is_tied(config):
+                tensors.pop(head, None)
         stored = _stored_dtype(tensors, folder)
         parameters = sum(tensor.num_elements for tensor in tensors.values())
-        block = _first_block(tensors) or block
+        block = _largest_block(tensors) or block
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
         digest = hashlib.sha256(raw_config + raw_headers).hexdigest()[:16]
     num_heads = config["num_attention_heads"]
     return ModelFacts(
@@ -81,26 +93,39 @@ def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "rando
         tied_embeddings=is_tied(config),
         max_positions=config.get("max_position_embeddings") or 0,
         sliding_window=config.get("sliding_window") if config.get("use_sliding_window", True) else None,
-        attention_softcap=config.get("attn_logit_softcapping"),
+        attention_softcap=config.get("attn_logit_softcapping", family_of(config).attention_softcap),
         stored_dtype=stored,
         num_parameters=parameters,
+        num_tower_parameters=towers,
         num_block_parameters=sum(math.prod(shape) for shape in block.values()),
         block_linear_shapes={name.removesuffix(".weight"): (shape[0], shape[1]) for name, shape in block.items() if len(shape) == 2},
         block_norm_elements=norm_elements(block, config),
+        parameter_shapes=shapes,
         weights_digest=digest,
     )
+
+
+def text_part(config: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a multimodal model's text decoder, in one flat config; of a text model the config itself.
+
+    transformers reads ``tie_word_embeddings`` from the outer config, and what neither holds is the family's default.
+    """
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        return config
+    outer = {key: config[key] for key in ("tie_word_embeddings", "quantization_config") if key in config}
+    kind = text.get("model_type") or config.get("model_type")
+    return {**FAMILIES.get(str(kind), Family()).defaults, **text, **outer, "model_type": kind}
 
 
 def check_supported(config: Mapping[str, Any], path: Path) -> None:
     """UserError for models that are no dense text decoder with its weights as they are."""
     multimodal = [key for key in MULTIMODAL_KEYS if key in config]
     experts = [key for key in MOE_KEYS if config.get(key)]
-    linear = sorted({kind for kind in config.get("layer_types") or () if "attention" not in kind or "linear" in kind})
     kind = config.get("model_type") or "this model"
     for found, what in (
-        (multimodal, f"{kind} is multimodal, which is not supported yet"),
+        (multimodal, f"{kind} is multimodal, and does not say which part of it is the text decoder"),
         (experts, f"{kind} is a mixture of experts, which is not supported yet"),
-        (linear, f"{kind} has layers other than attention, which is not supported yet"),
         (
             ["quantization_config"] if config.get("quantization_config") else [],
             "the model's weights are quantised, which is not supported yet",
@@ -152,6 +177,15 @@ def block_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     if family.qk_norm:
         shapes |= {f"self_attn.{which}_norm.weight": (dim,) for which in "qk"}
     return shapes | {f"norm_{index}.weight": (hidden,) for index in range(family.num_norms)}
+
+
+def parameter_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """All of ``block_shapes`` of every block, and embeddings, last norm and head (once if tied), by Llama's names."""
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
+    for index in range(config["num_hidden_layers"]):
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in block_shapes(config).items()}
+    return shapes | {"model.norm.weight": (hidden,)} | ({} if is_tied(config) else {HEADS[0]: (vocab, hidden)})
 
 
 def norm_elements(block: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> int:
@@ -218,7 +252,10 @@ def _stored_dtype(tensors: Mapping[str, TensorHeader], folder: Path) -> StoredDt
     return STORED_DTYPES[most]
 
 
-def _first_block(tensors: Mapping[str, TensorHeader]) -> dict[str, tuple[int, ...]]:
-    """Shapes of block 0 by their name within the block; empty where no name shows a block."""
-    matches = ((BLOCK_TENSOR.search(name), tensor) for name, tensor in tensors.items())
-    return {match[2]: tensor.shape for match, tensor in matches if match and match[1] == "0"}
+def _largest_block(tensors: Mapping[str, TensorHeader]) -> dict[str, tuple[int, ...]]:
+    """Shapes within the block that has the most parameters, the first of equal ones; empty where no name shows a block."""
+    blocks: dict[int, dict[str, tuple[int, ...]]] = {}
+    for name, tensor in tensors.items():
+        if match := BLOCK_TENSOR.search(name):
+            blocks.setdefault(int(match[1]), {})[match[2]] = tensor.shape
+    return max((blocks[index] for index in sorted(blocks)), key=lambda block: sum(map(math.prod, block.values())), default={})

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
+
+from manyhands.config.schema import MethodSection
 
 
 class Fact(BaseModel):
@@ -14,8 +16,8 @@ class Fact(BaseModel):
 class ModelFacts(Fact):
     """Dimensions of a dense decoder, from its config.json and the headers of its safetensors files.
 
-    ``num_parameters`` counts each tied tensor once. ``block_linear_shapes`` are the (out, in) shapes of the linear
-    layers of ONE block, by their name within the block (``self_attn.q_proj``).
+    ``num_parameters`` counts each tied tensor once, and of a multimodal model the text decoder alone. ``block_linear_shapes`` are
+    the (out, in) shapes of the linear layers of ONE block, by their name within the block (``self_attn.q_proj``).
     """
 
     name: str  # as asked
@@ -34,10 +36,14 @@ class ModelFacts(Fact):
     attention_softcap: float | None = None  # Gemma 2: scores are squashed, which few attention kernels can
     stored_dtype: Literal["bfloat16", "float16", "float32", "float64"]
     num_parameters: int
+    num_tower_parameters: int = 0  # vision, audio and projectors of a multimodal model: they stay on disk
     num_block_parameters: int  # of one block
     block_linear_shapes: dict[str, tuple[int, int]]
     block_norm_elements: int  # elements a token that the norms of one block read: 2 hidden_size for Llama
+    parameter_shapes: dict[str, tuple[int, ...]] = {}  # of every tensor by its name in the files; by Llama's names for random weights
     weights_digest: str  # of config.json and the headers; "" for random weights
+    packs: bool = True  # whether rows side by side are as if alone
+    packing_reason: str = ""  # how that is known, or what speaks against it
 
 
 class DataFacts(Fact):
@@ -46,16 +52,17 @@ class DataFacts(Fact):
     folder: str  # the token cache on this machine
     digest: str  # names the content: equal digest, equal rows
     num_rows: int
-    num_tokens: int
-    num_targets: int  # trained tokens of one epoch
+    num_tokens: int  # of all rows, each once
+    num_targets: int  # trained tokens of all rows, each once
     max_length: int  # longest row
-    mean_length: float
+    mean_length: float  # of an epoch
     num_validation_rows: int
     num_validation_tokens: int
     num_dropped: int = 0
     num_truncated: int = 0
     num_split: int = 0
     steps_per_epoch_by_tokens: int | None = None  # filled when batch.tokens is asked
+    rows_per_epoch: int = Field(default_factory=lambda fields: fields["num_rows"])  # each as often as its source's weight says
 
 
 class GpuFacts(Fact):
@@ -79,8 +86,25 @@ class HostFacts(Fact):
     free_memory_bytes: int
 
 
+class NewTokens(Fact):
+    """The tokens of ``model.new_tokens`` in the tokenizer that has them."""
+
+    ids: tuple[int, ...]  # in the order asked
+    fresh_ids: tuple[int, ...]  # those that the tokenizer did not know before
+    vocab_size: int  # rows of embeddings and head that they need; the model's own where it has rows to spare
+
+
+class AdapterFacts(Fact):
+    """The adapter that a run goes on from."""
+
+    folder: str
+    method: MethodSection  # as asked, with rank, alpha, targets, ... as the adapter has them
+
+
 class Facts(Fact):
     model: ModelFacts
     data: DataFacts
     host: HostFacts
+    new_tokens: NewTokens | None = None
+    adapter: AdapterFacts | None = None
     world_size: int | None = None  # set where somebody else launched us: the number of processes is given

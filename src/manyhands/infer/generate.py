@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+
+from manyhands.model.attention import plain_attention
 
 SENTINEL = "\ue000"  # private use: in no template and in no content
 
@@ -62,21 +64,21 @@ def generate(model: nn.Module, tokenizer: Any, prompt_ids: Sequence[int], max_ne
 
 @contextmanager
 def plain_evaluation(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode with transformers' ``sdpa`` attention, which knows caches and padding; puts both back."""
+    """Evaluation mode with transformers' own attention, which knows caches and padding; puts both back."""
     causal: Any = model
-    attention, was_training = causal.config._attn_implementation, model.training
-    if attention != "sdpa":
-        causal.set_attn_implementation("sdpa")
+    attention, plain, was_training = causal.config._attn_implementation, plain_attention(causal.config), model.training
+    if attention != plain:
+        causal.set_attn_implementation(plain)
     model.eval()
     try:
         yield
     finally:
         model.train(was_training)
-        if attention != "sdpa":
+        if attention != plain:
             causal.set_attn_implementation(attention)
 
 
-def end_token_ids(model_folder: str | Path, tokenizer: Any) -> frozenset[int]:
+def end_token_ids(model_folder: str | Path, tokenizer: Any, template_arguments: Mapping[str, Any] | None = None) -> frozenset[int]:
     """Every token that ends a turn.
 
     What generation_config.json (else config.json, else the tokenizer) names as end of sequence, and the token that the
@@ -89,7 +91,7 @@ def end_token_ids(model_folder: str | Path, tokenizer: Any) -> frozenset[int]:
         if stated is not None:
             ends |= {stated} if isinstance(stated, int) else set(stated)
             break
-    template_end = _end_of_turn(tokenizer)
+    template_end = end_of_turn(tokenizer, template_arguments)
     if template_end is not None:
         ends.add(template_end)
     if not ends and tokenizer.eos_token_id is not None:
@@ -97,12 +99,12 @@ def end_token_ids(model_folder: str | Path, tokenizer: Any) -> frozenset[int]:
     return frozenset(ends)
 
 
-def _end_of_turn(tokenizer: Any) -> int | None:
+def end_of_turn(tokenizer: Any, template_arguments: Mapping[str, Any] | None = None) -> int | None:
     """The special token right after an assistant's content, if the template writes one."""
     if not getattr(tokenizer, "chat_template", None):
         return None
     messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": SENTINEL}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    text = tokenizer.apply_chat_template(messages, tokenize=False, **(template_arguments or {}))
     _, found, tail = text.rpartition(SENTINEL)
     ids = tokenizer.encode(tail.strip(), add_special_tokens=False) if found else []
     special = set(tokenizer.all_special_ids) | {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}

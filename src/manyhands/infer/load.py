@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
-from manyhands.config.schema import MethodSection
+from manyhands.data.template import template_arguments_of
 from manyhands.errors import UserError
+from manyhands.facts.adapter import describe_method, needed_tokens, read_adapter_config
 from manyhands.infer.generate import end_token_ids, generate
+from manyhands.model.adapter import read_adapter
+from manyhands.model.attention import plain_attention
+from manyhands.model.grow import grow_embeddings
+from manyhands.model.lora import apply_lora
 
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-UNSUPPORTED = ("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "layers_to_transform")
+ADAPTER_CONFIG = "adapter_config.json"
 
 
 @dataclass(frozen=True)
@@ -27,11 +30,12 @@ class Answerer:
     model: nn.Module
     tokenizer: Any
     end_ids: frozenset[int]
+    template_arguments: dict[str, Any] = field(default_factory=dict)
 
     def answer(self, messages: Sequence[dict[str, str]], max_new_tokens: int) -> str:
         """Greedy answer to a conversation; a model without a chat template continues the last message's text."""
         if self.tokenizer.chat_template:
-            text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **self.template_arguments)
             ids = self.tokenizer.encode(text, add_special_tokens=False)  # the template writes its own
         else:
             ids = self.tokenizer.encode(messages[-1]["content"])
@@ -42,11 +46,12 @@ class Answerer:
 
 @dataclass(frozen=True)
 class Found:
-    """Folders: ``weights`` with config.json, ``adapter`` to put on it, and the run's own chat template."""
+    """Folders: ``weights`` with config.json, ``adapter`` to put on it; the run's own chat template and what it is given."""
 
     weights: Path
     adapter: Path | None = None
     chat_template: str | None = None
+    template_arguments: dict[str, Any] = field(default_factory=dict)
 
 
 def open_answerer(folder: Path, base: str | None = None) -> Answerer:
@@ -57,7 +62,8 @@ def open_answerer(folder: Path, base: str | None = None) -> Answerer:
     model = load_model(found)
     with_tokenizer = found.adapter if found.adapter and (found.adapter / "tokenizer_config.json").is_file() else found.weights
     tokenizer = load_tokenizer(with_tokenizer, found.chat_template)
-    return Answerer(model, tokenizer, end_token_ids(found.weights, tokenizer))
+    arguments = found.template_arguments
+    return Answerer(model, tokenizer, end_token_ids(found.weights, tokenizer, arguments), arguments)
 
 
 def find_parts(folder: Path, base: str | None = None) -> Found:
@@ -83,9 +89,10 @@ def _find_run(folder: Path, base: str | None) -> Found:
     from manyhands.launch.run_folder import RunFolder
 
     run = RunFolder(folder)
-    template = run.read_config().model.chat_template
+    config = run.read_config()
+    template, arguments = config.model.chat_template, template_arguments_of(config)
     if (folder / "model" / "config.json").is_file():
-        return Found(folder / "model", None, template)
+        return Found(folder / "model", None, template, arguments)
     adapter = folder / "adapter"
     if not (adapter / ADAPTER_CONFIG).is_file():
         raise UserError(
@@ -95,7 +102,7 @@ def _find_run(folder: Path, base: str | None) -> Found:
             fix=f"let it finish, or write one from its newest checkpoint: manyhands export {folder} --output DIR",
         )
     planned = Path(run.read_plan().model_folder)
-    return Found(planned if base is None and planned.is_dir() else find_base(adapter, base), adapter, template)
+    return Found(planned if base is None and planned.is_dir() else find_base(adapter, base), adapter, template, arguments)
 
 
 def find_base(adapter: Path, base: str | None = None) -> Path:
@@ -119,6 +126,8 @@ def load_model(found: Found) -> nn.Module:
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         found.weights, dtype="auto" if on_gpu else torch.float32, attn_implementation="sdpa"
     )
+    if plain_attention(model.config) != "sdpa":
+        model.set_attn_implementation(plain_attention(model.config))
     if found.adapter is not None:
         put_adapter(model, found.adapter)
     return model.to("cuda" if on_gpu else "cpu").eval()
@@ -126,20 +135,9 @@ def load_model(found: Found) -> nn.Module:
 
 def put_adapter(model: nn.Module, adapter: Path) -> None:
     """Adapts ``model`` in place by a LoRA adapter in PEFT's format. UserError for what our layers do not compute."""
-    from manyhands.model.lora import apply_lora, load_adapter_state
-
-    fields = json.loads((adapter / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    beyond = [key for key in UNSUPPORTED if fields.get(key)]
-    if fields.get("peft_type") != "LORA" or beyond:
-        raise UserError(
-            "this adapter cannot be used here",
-            where=str(adapter / ADAPTER_CONFIG),
-            why=f"it sets {', '.join(beyond)}" if beyond else f"peft_type is {fields.get('peft_type')}, not LORA",
-            fix="open it with PEFT",
-        )
-    targets = fields["target_modules"]
-    if targets != "all-linear":
-        targets = (targets,) if isinstance(targets, str) else tuple(targets)
-    method = MethodSection(name="lora", rank=fields["r"], alpha=fields["lora_alpha"], dropout=0.0, targets=targets)
-    apply_lora(model, method, seed=0)
-    load_adapter_state(model, load_file(adapter / ADAPTER_WEIGHTS))
+    fields = read_adapter_config(adapter)
+    grow_embeddings(model, needed_tokens(adapter))
+    trained = fields.get("trainable_token_indices") or {}
+    token_ids = {token for ids in (trained.values() if isinstance(trained, dict) else [trained]) for token in ids}
+    apply_lora(model, describe_method(adapter, fields), 0, token_ids)
+    read_adapter(model, adapter)

@@ -26,9 +26,9 @@ def write_report(
 ) -> dict[str, Any]:
     """Writes report.json and report.md into ``folder`` and returns what report.json holds.
 
-    ``measured`` may hold: num_parameters, num_trained_parameters, losses, seconds_by_step, tokens_by_step (one value a
-    step of this launch), evaluations (in order), devices (the last reading of each rank), peak_bytes_by_rank,
-    checkpoint_s, verified (folder name -> what verification found).
+    ``measured`` may hold: num_parameters, num_trained_parameters, losses, seconds_by_step, tokens_by_step,
+    input_wait_by_step (one value a step of this launch), evaluations (in order), devices (the last reading of each rank),
+    peak_bytes_by_rank, checkpoint_s, verified (folder name -> what verification found).
     """
     path = Path(folder)
     evaluations = list(measured.get("evaluations", []))
@@ -95,6 +95,7 @@ def make_report(plan: Plan, config: RunConfig, state: TrainState, measured: Mapp
                 "trained_parameters": measured.get("num_trained_parameters"),
                 "peak_memory_bytes_by_rank": peaks or None,
                 **_speed(measured.get("seconds_by_step", []), measured.get("tokens_by_step", [])),
+                "input_wait_share": _wait_share(measured.get("seconds_by_step", []), measured.get("input_wait_by_step", [])),
                 "first_loss": losses[0] if losses else None,
                 "last_loss": losses[-1] if losses else None,
                 "checkpoint_s": measured.get("checkpoint_s"),
@@ -119,6 +120,7 @@ def format_report(report: Mapping[str, Any]) -> str:
     step_s = f"{planned['step_s']:.3f}" if "step_s" in planned else "-"
     lines.append(f"| seconds a step | {step_s} | {_number(done, 'step_s', '.3f')} |")
     lines.append(f"| tokens/s, all ranks | - | {_number(done, 'tokens_per_s', ',.0f')} |")
+    lines.append(f"| share of time waiting for input | - | {_number(done, 'input_wait_share', '.2%')} |")
     lines += [
         "",
         f"Training took {done['training_s']:.0f} s: {done['rows']:,} rows, {done['tokens']:,} tokens, "
@@ -153,6 +155,13 @@ def _speed(seconds: Sequence[float], tokens: Sequence[int]) -> dict[str, float |
     if not seconds or not total_s:
         return {"step_s": None, "tokens_per_s": None}
     return {"step_s": total_s / len(seconds), "tokens_per_s": sum(tokens) / total_s}
+
+
+def _wait_share(seconds: Sequence[float], waits: Sequence[float]) -> float | None:
+    """Of the same steps: what the slowest rank waited for its micro-batches."""
+    skip = WARMUP_STEPS if len(seconds) > WARMUP_STEPS else 0
+    total_s = sum(seconds[skip:])
+    return sum(waits[skip:]) / total_s if waits and total_s else None
 
 
 def _number(values: Mapping[str, Any], name: str, form: str) -> str:

@@ -114,7 +114,9 @@ class TensorBoardSink(Sink):
             "train/epoch": result.epoch,
             "speed/tokens_per_s": result.tokens_per_s,
             "speed/step_s": result.seconds,
+            "speed/input_wait_s": result.input_wait_s,
         }
+        values |= {f"train/learning_rate/{pattern}": rate for pattern, rate in result.learning_rates.items()}
         values |= {f"loss/rank{rank}": loss for rank, loss in enumerate(result.rank_losses)}
         self._add(values, result.step)
 

@@ -5,17 +5,22 @@ from __future__ import annotations
 from torch import nn
 
 from manyhands.errors import UserError
+from manyhands.model.towers import text_modules
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The decoder blocks by their names in ``model``, in order.
 
-    A block is an outermost ``GradientCheckpointingLayer``: transformers gives that base to every layer that is repeated.
+    A block is an outermost ``GradientCheckpointingLayer``: transformers gives that base to every layer that is repeated. Of a
+    multimodal model the text decoder's count, not those of its towers.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     blocks: dict[str, nn.Module] = {}
+    text = text_modules(model)
     for name, module in model.named_modules():
+        if text is not None and module not in text:
+            continue
         inside = any(name.startswith(f"{outer}.") for outer in blocks)
         if isinstance(module, GradientCheckpointingLayer) and not inside:
             blocks[name] = module

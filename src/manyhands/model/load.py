@@ -7,39 +7,38 @@ shapes are compared before a weight is read. Must not know how parameters came t
 from __future__ import annotations
 
 import copy
-import json
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from manyhands.config.schema import RunConfig
 from manyhands.errors import UserError
-from manyhands.model.attention import IMPLEMENTATIONS, VARLEN, register_varlen
-from manyhands.model.lora import LoraLinear, initialize_adapters
+from manyhands.facts.types import NewTokens
+from manyhands.model.adapter import added_parameters, read_adapter
+from manyhands.model.attention import IMPLEMENTATIONS, register_attention
+from manyhands.model.grow import read_grown, rows_by_token
+from manyhands.model.lora import initialize_adapters
+from manyhands.model.nf4 import Nf4Linear
+from manyhands.model.quantise import STORED, quantise_blocks, quantised_weights, stored_names
 from manyhands.model.shards import fill_from, local, local_slices, named_seed
+from manyhands.model.source import Checkpoint, needs_conversion, open_weights, read_checkpoint, read_converted
+from manyhands.model.tokens import ROWS
+from manyhands.model.towers import leave_out_towers
 from manyhands.plan.types import Plan
 
-# Attention dropout is 0.1 by default in a few families, and .train() turns it on: dropout comes from our config only.
-DROPOUT_KEYS = ("attention_dropout", "attn_dropout", "attn_pdrop", "hidden_dropout", "resid_pdrop", "embd_pdrop", "residual_dropout")
+ADDED = (ROWS, "lora_magnitude_vector")  # filled with the adapters
 MARK = "_is_hf_initialized"  # transformers' initialisation passes tensors with this attribute by
-OLD_BUFFERS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$")  # once saved, now computed
 
 
-def build_meta(plan: Plan, config: RunConfig) -> nn.Module:
+def build_meta(plan: Plan, config: RunConfig, say: Callable[[str], object] = lambda _: None) -> nn.Module:
     """The Hugging Face model on meta, in training mode, every parameter in the dtype it will be kept in.
 
-    That is ``plan.master_dtype`` for full training and ``plan.frozen_dtype`` for adapters, which ``apply_lora`` adds.
+    That is ``plan.master_dtype`` for full training and ``plan.frozen_dtype`` for adapters, which ``apply_lora`` adds; with
+    qlora the blocks' linear layers hold it in NF4. Of a multimodal model the text's part alone is there (``towers.py``).
     """
     from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.conversion_mapping import get_model_conversion_mapping
 
     trust = config.model.trust_remote_code
     try:
@@ -52,42 +51,72 @@ def build_meta(plan: Plan, config: RunConfig) -> nn.Module:
             why=str(error),
             fix=f"use a model that the installed transformers knows{code}",
         ) from error
-    for key in DROPOUT_KEYS:
-        if getattr(model_config, key, None):
-            setattr(model_config, key, 0.0)
+    if silenced := silence_dropout(model_config):
+        say(f"dropout of the model's own is off: {', '.join(silenced)}; what is asked for is method.dropout")
+    if plan.new_tokens is not None:
+        model_config.get_text_config().vocab_size = plan.new_tokens.vocab_size
     implementation = IMPLEMENTATIONS[plan.attention]
-    if implementation == VARLEN:
-        register_varlen()
+    register_attention()
     dtype = getattr(torch, plan.master_dtype if config.method.name == "full" else plan.frozen_dtype)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, attn_implementation=implementation, trust_remote_code=trust)
-    if get_model_conversion_mapping(model, add_legacy=False):
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, attn_implementation=implementation, trust_remote_code=trust)
+    except ValueError as error:
         raise UserError(
-            f"{type(model).__name__} cannot be trained yet.",
+            f"transformers cannot build a language model of {model_config.model_type}",
             where=plan.model_folder,
-            why="Its files name or lay out weights in another way than the model does (merged experts, prefixes).",
-            fix="Use a dense text model: Llama, Qwen3, Mistral, Gemma 3 text, ...",
-        )
+            why=str(error).split(". ")[0],
+            fix="use a model that transformers' AutoModelForCausalLM opens",
+        ) from error
+    if towers := leave_out_towers(model):
+        if config.model.init == "random":
+            raise UserError(
+                "A multimodal model cannot start from new weights.",
+                where="model.init",
+                why=f"Text alone is trained, and {', '.join(towers)} would stay random.",
+                fix="Set model.init=pretrained, or name a text model.",
+            )
+        say(f"text alone is trained: {', '.join(towers)} stay on disk and are saved with the model as they are")
+    if config.model.init == "pretrained" and needs_conversion(model):
+        say("weights are laid out anew while they are read, by transformers' rules: every rank reads these whole, one group at a time")
+    if config.method.name == "qlora":
+        quantise_blocks(model)
     return model.train()
 
 
+def silence_dropout(model_config: Any) -> list[str]:
+    """Set every dropout of a transformers config to 0, in place; returns what was on, such as ``attention_dropout=0.1``.
+
+    A few families have some by default, and ``.train()`` turns it on: dropout comes from our config only.
+    """
+    text, found = model_config.get_text_config(), []
+    for part in (model_config,) if text is model_config else (model_config, text):
+        on = {key: value for key, value in part.to_dict().items() if ("drop" in key) and isinstance(value, float) and value > 0}
+        for key in on:
+            setattr(part, key, 0.0)
+        found += [f"{key}={value:g}" for key, value in on.items()]
+    return found
+
+
 def materialize(model: nn.Module, plan: Plan, config: RunConfig, device: torch.device) -> None:
-    """Give a meta model memory on ``device`` and its weights; frozen parameters stay frozen.
+    """Give a meta model memory on ``device`` and its weights, then adapters theirs; frozen parameters stay frozen.
 
     ``model`` is the Hugging Face model or the ``LossModel`` around it: whichever is the root of the sharding. Parameters
     may be DTensors. Raises ``UserError`` before reading if names or shapes in the files are not the model's.
     """
     inner = hugging_face_model(model)
-    files = index_files(Path(plan.model_folder)) if config.model.init == "pretrained" else {}
-    names = match_names(inner, files, plan.model_folder) if files else {}
+    pretrained = config.model.init == "pretrained"
+    checkpoint = match_checkpoint(inner, plan.model_folder, plan.new_tokens) if pretrained else None
     model.to_empty(device=device)
     inner.tie_weights()  # a plain to_empty unties
     rebuild_buffers(inner)
-    if config.model.init == "pretrained":
-        read_weights(inner, files, names)
+    if checkpoint is not None:
+        read_weights(inner, checkpoint, plan.new_tokens)
     else:
         initialize_randomly(inner, config.seed)
     initialize_adapters(inner, config.seed)
+    if plan.adapter is not None:
+        read_adapter(inner, plan.adapter.folder)
 
 
 def hugging_face_model(model: Any) -> Any:
@@ -118,71 +147,38 @@ def rebuild_buffers(model: Any) -> None:
 # ---- pretrained ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class StoredTensor:
-    """Where one tensor lies and what the file's header says of it."""
+def loaded_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What files hold of a model, by its names: parameters and persistent buffers, without what adapters added.
 
-    file: Path
-    shape: tuple[int, ...]
-
-
-def index_files(folder: Path) -> dict[str, StoredTensor]:
-    """All tensors of a model folder by name, from the headers alone."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        paths = [folder / file for file in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    else:
-        paths = [folder / "model.safetensors"]
-    missing = [str(path.name) for path in paths if not path.is_file()]
-    if missing:
-        raise UserError(
-            "The model's weights are not all there.",
-            where=str(folder),
-            fix="Download the model again, or set model.init=random to start from new weights.",
-            details=missing[:20],
-        )
-    stored = {}
-    for path in paths:
-        with open_weights(path) as file:
-            for name in file.keys():  # noqa: SIM118  (the file has no iterator)
-                stored[name] = StoredTensor(path, tuple(file.get_slice(name).get_shape()))
-    return stored
-
-
-@contextmanager
-def open_weights(path: Path) -> Iterator[safe_open]:
-    """A safetensors file, closed again at the end: its mapped pages would count as this process's memory."""
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            yield file
-    except SafetensorError as error:
-        raise UserError("A weights file cannot be read.", where=str(path), why=str(error), fix="Download the model again.") from error
-
-
-def match_names(model: nn.Module, stored: dict[str, StoredTensor], folder: str) -> dict[str, torch.Tensor]:
-    """The tensors to fill, by their names in the files. A tied tensor is read once, under whichever of its names is stored.
-
-    Raises ``UserError`` that lists everything missing, unexpected or of another shape.
+    A weight in NF4 stands on meta under its own name; tied tensors stand under each of theirs.
     """
-    adapters = tuple(f"{name}.lora_{side}.weight" for name, m in model.named_modules() if isinstance(m, LoraLinear) for side in "AB")
-    wanted = {name: t for name, t in model.state_dict(keep_vars=True).items() if name not in adapters}
+    left = stored_names(model).union(added_parameters(model))
+    found = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in left}
+    for name, layer in quantised_weights(model).items():
+        found[name] = torch.empty(layer.out_features, layer.in_features, device="meta")
+    return found
+
+
+def match_checkpoint(model: nn.Module, folder: str, new_tokens: NewTokens | None = None) -> Checkpoint:
+    """Where each tensor of the model lies. A tied one is read under whichever of its names is stored.
+
+    With ``new_tokens`` embeddings and head may have more rows than the files. Raises ``UserError`` that lists everything missing,
+    unexpected or of another shape.
+    """
+    wanted = loaded_tensors(model)
+    checkpoint = read_checkpoint(model, wanted, folder)
+    shapes = checkpoint.shapes
     # on meta, tied parameters are one object; a wrong tie would show as a shape or as a missing name
     by_tensor: dict[int, list[str]] = {}
     for name, tensor in wanted.items():
         by_tensor.setdefault(id(tensor), []).append(name)
-    ignored = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()] + [OLD_BUFFERS]
-    chosen: dict[str, torch.Tensor] = {}
-    wrong: list[str] = []
-    for names in by_tensor.values():
-        present = [name for name in names if name in stored]
-        if present:
-            chosen |= {name: wanted[name] for name in present}
-        else:
-            wrong.append(f"missing: {names[0]}")
-    wrong += [f"unexpected: {name}" for name in stored if name not in wanted and not any(p.search(name) for p in ignored)]
-    for name, tensor in chosen.items():
-        if tuple(tensor.shape) != stored[name].shape:
-            wrong.append(f"shape of {name}: {stored[name].shape} in the file, {tuple(tensor.shape)} by config.json")
+    wrong = [f"missing: {names[0]}" for names in by_tensor.values() if not shapes.keys() & set(names)]
+    wrong += [f"unexpected: {name}" for name in (*checkpoint.unexpected, *(shapes.keys() - wanted.keys()))]
+    growing = rows_by_token(model) if new_tokens is not None else set()
+    for name in shapes.keys() & wanted.keys():
+        stored, needed = shapes[name], tuple(wanted[name].shape)
+        if stored != needed and not (name in growing and stored[1:] == needed[1:] and stored[0] < needed[0]):
+            wrong.append(f"shape of {name}: {stored} in the file, {needed} by config.json")
     if wrong:
         raise UserError(
             f"The weights do not fit {type(model).__name__}: {len(wrong)} tensors disagree.",
@@ -191,31 +187,55 @@ def match_names(model: nn.Module, stored: dict[str, StoredTensor], folder: str) 
             fix="Take both from the same model; nothing was loaded.",
             details=sorted(wrong)[:20],
         )
-    return chosen
+    return checkpoint
 
 
 @torch.no_grad()
-def read_weights(model: nn.Module, stored: dict[str, StoredTensor], names: dict[str, torch.Tensor]) -> None:
-    """Copy this rank's slice of every stored tensor into the model, file by file, cast to the parameter's dtype."""
-    targets = model.state_dict(keep_vars=True)
-    filled: set[int] = set()
-    for path in sorted({stored[name].file for name in names}):
+def read_weights(model: nn.Module, checkpoint: Checkpoint, new_tokens: NewTokens | None = None) -> None:
+    """Copy this rank's slice of every stored tensor into the model, file by file, cast to the parameter's dtype.
+
+    What transformers converts is read whole, one conversion at a time. Weights in NF4 are quantised one after the other, by
+    all ranks together: a rank holds its slice of one of them at a time.
+    """
+    filling = _Filling(model, new_tokens)
+    for path in sorted({stored.file for stored in checkpoint.plain.values()}):
         with open_weights(path) as file:
-            for name in (name for name in names if stored[name].file == path):
-                target = targets[name]
-                if local(target.detach()).numel() == 0 and isinstance(target, DTensor):
-                    continue  # more ranks than rows
-                view = file.get_slice(name)
-                part = view[local_slices(target)] if stored[name].shape else file.get_tensor(name)
-                if id(target) not in filled:
-                    local(target.detach()).copy_(part)
-                    filled.add(id(target))
-                elif not torch.equal(local(target.detach()), part.to(target.device, target.dtype)):
-                    raise UserError(
-                        f"{name} is tied to another weight by config.json, but the files hold two different ones.",
-                        where=str(path),
-                        fix="Set tie_word_embeddings to false in the model's config.json.",
-                    )
+            for name, stored in checkpoint.plain.items():
+                if stored.file == path:
+                    filling.fill(name, file.get_slice(stored.name) if stored.shape else file.get_tensor(stored.name))
+    for conversion in checkpoint.conversions:
+        for name, tensor in read_converted(model, conversion).items():
+            filling.fill(name, tensor)
+
+
+class _Filling:
+    """Fills a model's tensors by name from whatever can be sliced: a safetensors slice, or a whole tensor."""
+
+    def __init__(self, model: nn.Module, new_tokens: NewTokens | None) -> None:
+        self.targets, self.quantised, self.new_tokens = model.state_dict(keep_vars=True), quantised_weights(model), new_tokens
+        self.growing = rows_by_token(model) if new_tokens is not None else set()
+        self.filled: set[int] = set()
+
+    def fill(self, name: str, stored: Any) -> None:
+        if name in self.quantised:
+            self.quantised[name].fill(stored)
+            return
+        target = self.targets[name]
+        own = local(target.detach())
+        if target.dim() and own.numel() == 0:
+            return  # more ranks than rows
+        if self.new_tokens is not None and name in self.growing:
+            part = read_grown(stored, local_slices(target), self.new_tokens)
+        else:
+            part = stored[local_slices(target)]
+        if id(target) not in self.filled:
+            own.copy_(part)
+            self.filled.add(id(target))
+        elif not torch.equal(own, part.to(own.device, own.dtype)):
+            raise UserError(
+                f"{name} is tied to another weight by config.json, but the files hold two different ones.",
+                fix="Set tie_word_embeddings to false in the model's config.json.",
+            )
 
 
 # ---- random --------------------------------------------------------------------------------------------------------------
@@ -230,18 +250,35 @@ def initialize_randomly(model: Any, seed: int) -> None:
     """
     seen: set[int] = set()
     for name, module in model.named_modules():
-        own = {key: p for key, p in module._parameters.items() if p is not None and id(p) not in seen}
+        own = {key: p for key, p in module._parameters.items() if p is not None and id(p) not in seen and key not in ADDED}
         if not own or ".lora_" in name:
             continue
         seen |= {id(p) for p in own.values()}
-        whole = {key: nn.Parameter(torch.zeros(p.shape, dtype=p.dtype, device=p.device), requires_grad=False) for key, p in own.items()}
-        stand_in = copy.copy(module)
-        stand_in._parameters = dict(module._parameters) | whole
-        stand_in._non_persistent_buffers_set = set()
-        device = next(iter(whole.values())).device
+        stand_in = _make_whole(module, own)
+        device = next(stand_in.parameters(recurse=False)).device
         devices = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(named_seed(seed, name))
             model._init_weights(stand_in)
-        for key, parameter in own.items():
-            fill_from(parameter, whole[key])
+        for key in own.keys() - set(STORED):
+            fill_from(own[key], stand_in.get_parameter(key))
+        if isinstance(module, Nf4Linear):
+            module.fill(stand_in.get_parameter("weight"))
+
+
+def _make_whole(module: nn.Module, own: Mapping[str, torch.Tensor]) -> nn.Module:
+    """A copy of ``module`` alone whose ``own`` parameters are whole and zero; of a layer in NF4, the plain linear layer."""
+
+    def zeros(shape: tuple[int, ...], like: torch.Tensor) -> nn.Parameter:
+        return nn.Parameter(torch.zeros(shape, dtype=like.dtype, device=like.device), requires_grad=False)
+
+    whole = {key: zeros(p.shape, p) for key, p in own.items() if key not in STORED}
+    if isinstance(module, Nf4Linear):
+        stand_in: nn.Module = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
+        whole["weight"] = zeros((module.out_features, module.in_features), module.weight_codes)
+    else:
+        stand_in = copy.copy(module)
+        stand_in._parameters = dict(module._parameters)
+    stand_in._parameters.update(whole)
+    stand_in._non_persistent_buffers_set = set()
+    return stand_in

@@ -1,67 +1,112 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021, https://arxiv.org/abs/2106.09685) in PEFT's names and file format.
+"""Low-rank adapters (LoRA, Hu et al. 2021, https://arxiv.org/abs/2106.09685) in PEFT's names.
 
 An adapted layer keeps its weight, the same parameter under the same name, so that checkpoints and exports of the base need
-no renaming; the factors live beside it as ``lora_A.weight`` and ``lora_B.weight``. Knows nothing of ranks or the loop.
+no renaming; what is trained lives beside it: ``lora_A.weight``, ``lora_B.weight``, with DoRA ``lora_magnitude_vector``.
+Knows nothing of files, ranks or the loop.
 
-Shapes: an adapted layer has weight (o, i), A (r, i), B (o, r); its output is x W^T + alpha / r (x A^T) B^T.
+Shapes: an adapted layer has weight W (o, i), A (r, i), B (o, r), magnitudes m (o). Its output is x V^T with V = W + s B A and
+s = alpha / r, or alpha / sqrt(r) with rsLoRA (Kalajdzievski 2023, https://arxiv.org/abs/2312.03732). With DoRA (Liu et al.
+2024, https://arxiv.org/abs/2402.09353) row j of V is scaled to the length m_j.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from manyhands.config.patterns import matches
 from manyhands.config.schema import MethodSection
 from manyhands.errors import UserError
 from manyhands.model.blocks import block_linears, find_blocks
-from manyhands.model.shards import fill_from, gather, named_generator
+from manyhands.model.nf4 import Nf4Linear
+from manyhands.model.quantise import gather_weight
+from manyhands.model.shards import fill_from, local, named_generator
+from manyhands.model.tokens import add_token_rows, fill_token_rows
+from manyhands.model.whole import find_whole, inside, train_whole
 
-PEFT_PREFIX = "base_model.model."  # PEFT's names: this, then ours
 MIN_REACH = 0.9  # share of the blocks' matrix elements that all-linear must adapt
 
 
 class LoraLinear(nn.Linear):
-    """A frozen linear layer with trained low-rank factors.
+    """A frozen linear layer with trained low-rank factors, and with ``dora`` the lengths of its weight's rows.
 
-    The factors are float32 (float64 beside a float64 weight) and cast to the input's dtype, so no autocast is needed and
+    What is trained is float32 (float64 beside a float64 weight) and cast to the input's dtype, so no autocast is needed and
     gradients arrive in the factors' own dtype.
     """
 
-    def __init__(self, base: nn.Linear, rank: int, alpha: float, dropout: float) -> None:
-        super().__init__(base.in_features, base.out_features, bias=False, device="meta")
-        self.weight, self.bias = base.weight, base.bias
-        self.scaling, self.dropout = alpha / rank, dropout
+    lora_magnitude_vector: nn.Parameter | None
+
+    def __init__(self, base: nn.Linear, method: MethodSection) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = base.in_features, base.out_features
+        for name, parameter in base._parameters.items():  # the weight, or what stands for it, and the bias
+            self.register_parameter(name, parameter)
+        rank, self.dropout = method.rank, method.dropout
+        self.scaling = method.alpha / (math.sqrt(rank) if method.rslora else rank)
         dtype = torch.float64 if base.weight.dtype == torch.float64 else torch.float32
         device = base.weight.device
         self.lora_A = nn.Linear(base.in_features, rank, bias=False, device=device, dtype=dtype)
         self.lora_B = nn.Linear(rank, base.out_features, bias=False, device=device, dtype=dtype)
+        lengths = nn.Parameter(torch.empty(base.out_features, device=device, dtype=dtype)) if method.dora else None
+        self.register_parameter("lora_magnitude_vector", lengths)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., i) -> (..., o)"""
-        dropped = F.dropout(x, self.dropout, self.training) if self.dropout else x
+        drops = self.dropout > 0 and self.training
+        dropped = F.dropout(x, self.dropout) if drops else x
         low = F.linear(dropped, self.lora_A.weight.to(x.dtype)) * self.scaling  # scaled here, where it is r wide
-        return F.linear(x, self.weight, self.bias) + F.linear(low, self.lora_B.weight.to(x.dtype))
+        update = F.linear(low, self.lora_B.weight.to(x.dtype))
+        plain = super().forward(x)
+        if self.lora_magnitude_vector is None:
+            return plain + update
+        scale = self.lora_magnitude_vector / self.row_lengths()  # near 1: in half precision it would not move
+        offset = 0 if self.bias is None else self.bias
+        if drops:  # as in the authors' code and PEFT, the change of length sees the dropped input too
+            out = plain + (scale - 1) * (super().forward(dropped) - offset) + scale * update
+        else:
+            out = scale * (plain + update) + (1 - scale) * offset
+        return out.to(x.dtype)
+
+    @torch.no_grad()
+    def row_lengths(self) -> torch.Tensor:
+        """Lengths of the rows of W + s B A, (o) in the factors' dtype; a constant to the backward pass (section 4.3 of DoRA).
+
+        By |w|^2 + 2 s b (A w) + s^2 b (A A^T) b for each row w of W and b of B, so that B A is never made.
+        """
+        weight, a, b = self.weight, self.lora_A.weight, self.lora_B.weight
+        own = torch.linalg.vector_norm(weight, dim=1, dtype=a.dtype).square()
+        across = F.linear(weight, a.to(weight.dtype)).to(a.dtype)  # (o, r)
+        square = own + self.scaling * (b * (2 * across + self.scaling * (b @ (a @ a.T)))).sum(1)
+        return square.clamp(min=torch.finfo(a.dtype).tiny).sqrt()
 
 
-def apply_lora(model: nn.Module, method: MethodSection, seed: int) -> list[str]:
-    """Freeze ``model`` and put adapters on ``method.targets``; returns the adapted layers' names.
+class LoraNf4Linear(LoraLinear, Nf4Linear):
+    """The same beside a weight in NF4, whose product ``Nf4Linear.forward`` computes."""
 
-    Works on meta (``materialize`` fills the factors later) and on a loaded model, which gets its factors at once.
-    Raises ``UserError`` where a pattern matches nothing or ``all-linear`` does not reach the blocks' weights.
+
+def apply_lora(model: nn.Module, method: MethodSection, seed: int, token_ids: Iterable[int] = ()) -> list[str]:
+    """Freeze ``model`` but for adapters on ``method.targets``, ``method.modules_to_save``, and the rows of ``token_ids``.
+
+    Returns the adapted layers' names. Works on meta (``materialize`` fills what is new later) and on a loaded model, where it
+    is filled at once. Raises ``UserError`` where a pattern matches nothing or ``all-linear`` does not reach the blocks' weights.
     """
-    candidates = block_linears(model)
+    saved = find_whole(model, method.modules_to_save)
+    linears = block_linears(model)
+    candidates = {name: linear for name, linear in linears.items() if not inside(name, saved)}
     targets = find_targets(candidates, method.targets)
     if method.targets == "all-linear":
-        _check_reach(model, targets)
+        _check_reach(model, list(linears))
     model.requires_grad_(False)
+    train_whole(model, saved)
+    add_token_rows(model, token_ids)
     for name in targets:
         parent, _, child = name.rpartition(".")
-        adapted = LoraLinear(candidates[name], method.rank, method.alpha, method.dropout)
+        kind = LoraNf4Linear if isinstance(candidates[name], Nf4Linear) else LoraLinear
+        adapted = kind(candidates[name], method)
         adapted.train(candidates[name].training)
         setattr(model.get_submodule(parent), child, adapted)
     if not any(parameter.is_meta for parameter in model.parameters()):
@@ -70,12 +115,12 @@ def apply_lora(model: nn.Module, method: MethodSection, seed: int) -> list[str]:
 
 
 def find_targets(candidates: Mapping[str, nn.Linear], targets: str | tuple[str, ...]) -> list[str]:
-    """Names among ``candidates`` that are asked for: all, or by full name, by the end of a name (``q_proj``), or by glob."""
+    """Names among ``candidates`` that are asked for: all, or as ``config/patterns.py`` reads each."""
     if targets == "all-linear":
         return list(candidates)
     chosen: set[str] = set()
     for pattern in targets:
-        hits = {name for name in candidates if fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")}
+        hits = {name for name in candidates if matches(name, pattern)}
         if not hits:
             kinds = sorted({".".join(part for part in name.split(".")[-2:]) for name in candidates})
             raise UserError(
@@ -89,15 +134,23 @@ def find_targets(candidates: Mapping[str, nn.Linear], targets: str | tuple[str, 
 
 
 def _check_reach(model: nn.Module, targets: list[str]) -> None:
-    total = sum(p.numel() for block in find_blocks(model).values() for p in block.parameters() if p.dim() >= 2)
     linears = block_linears(model)
-    reached = sum(linears[name].weight.numel() for name in targets)
+    sizes = {name: linear.in_features * linear.out_features for name, linear in linears.items()}
+    missed = {
+        f"{block_name}.{name}": parameter
+        for block_name, block in find_blocks(model).items()
+        for name, parameter in block.named_parameters()
+        if parameter.dim() >= 2 and not isinstance(block.get_submodule(name.rpartition(".")[0]), nn.Linear)
+    }
+    total = sum(sizes.values()) + sum(parameter.numel() for parameter in missed.values())
+    reached = sum(sizes[name] for name in targets)
     if reached < MIN_REACH * total:
         raise UserError(
             f"Adapters on all linear layers reach only {reached / max(total, 1):.0%} of the blocks' weights.",
             where="method.targets: all-linear",
             why=f"{type(model).__name__} holds the rest in modules that are no linear layers (merged experts, for example).",
             fix="Name the layers to adapt in method.targets, or use method.name=full.",
+            details=[f"{name}: {' x '.join(map(str, parameter.shape))}" for name, parameter in missed.items()][:20],
         )
 
 
@@ -110,7 +163,8 @@ def adapted_layers(model: nn.Module) -> dict[str, LoraLinear]:
 def initialize_adapters(model: nn.Module, seed: int) -> None:
     """A from U(-1/sqrt(i), 1/sqrt(i)), which is PEFT's kaiming_uniform(a=sqrt(5)); B zero, so training starts at the base model.
 
-    Drawn on the CPU from (seed, name), so it is the same for any device, sharding and number of processes.
+    Magnitudes and rows of tokens start at the weights, which are loaded already; a collective where these are sharded. A is
+    drawn on the CPU from (seed, name), so it is the same for any device, sharding and number of processes.
     """
     for name, layer in adapted_layers(model).items():
         factor = layer.lora_A.weight
@@ -119,34 +173,16 @@ def initialize_adapters(model: nn.Module, seed: int) -> None:
             -bound, bound, generator=named_generator(seed, f"{name}.lora_A.weight")
         )
         fill_from(factor, full)
-        local = layer.lora_B.weight
-        fill_from(local, torch.zeros(local.shape, dtype=local.dtype))
+        local(layer.lora_B.weight.detach()).zero_()
+        if layer.lora_magnitude_vector is not None:
+            _fill_magnitudes(layer, layer.lora_magnitude_vector)
+    fill_token_rows(model)
 
 
-def adapter_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The whole factors under PEFT's names. Where they are sharded every rank must call this, in the same order."""
-    state = {}
-    for name, layer in adapted_layers(model).items():
-        state[f"{PEFT_PREFIX}{name}.lora_A.weight"] = gather(layer.lora_A.weight)
-        state[f"{PEFT_PREFIX}{name}.lora_B.weight"] = gather(layer.lora_B.weight)
-    return state
-
-
-@torch.no_grad()
-def load_adapter_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Put whole factors, under PEFT's names, into the adapted layers, sharded or not. Names and shapes must agree exactly."""
-    parameters = {}
-    for name, layer in adapted_layers(model).items():
-        parameters[f"{PEFT_PREFIX}{name}.lora_A.weight"] = layer.lora_A.weight
-        parameters[f"{PEFT_PREFIX}{name}.lora_B.weight"] = layer.lora_B.weight
-    wrong = [f"missing: {name}" for name in sorted(parameters.keys() - state.keys())]
-    wrong += [f"unexpected: {name}" for name in sorted(state.keys() - parameters.keys())]
-    wrong += [
-        f"shape of {name}: {tuple(state[name].shape)}, the model has {tuple(parameters[name].shape)}"
-        for name in sorted(parameters.keys() & state.keys())
-        if state[name].shape != parameters[name].shape
-    ]
-    if wrong:
-        raise UserError("The adapter does not fit the model.", fix="Use the same base model, rank and targets.", details=wrong[:20])
-    for name, parameter in parameters.items():
-        fill_from(parameter, state[name])
+def _fill_magnitudes(layer: LoraLinear, magnitudes: nn.Parameter) -> None:
+    """Lengths of the weight's rows. FSDP2 cuts a weight and its magnitudes alike, by rows, so each rank has what it needs."""
+    if isinstance(layer, Nf4Linear):
+        fill_from(magnitudes, torch.linalg.vector_norm(gather_weight(layer), dim=1, dtype=magnitudes.dtype))
+    else:
+        own = local(layer.weight.detach())
+        local(magnitudes.detach()).copy_(torch.linalg.vector_norm(own, dim=1, dtype=magnitudes.dtype))

@@ -20,30 +20,38 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from manyhands.errors import UserError
+from manyhands.kernels.head import Head, agrees, read_head
+from manyhands.kernels.loss import choose_backend
 from manyhands.model.attention import attention_kwargs
 
 IGNORED = -100  # targets with this value are not trained
 MAX_CHUNK_LOGITS = 2**27  # elements: 0.5 GiB in float32
 MIN_CHUNK_ROWS = 256
+PROBE_ROWS = 16
 
 Terms = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
 class LossModel(nn.Module):
-    """A causal model that returns ``{"lm": (loss_sum, num_targets)}`` for a micro-batch.
+    """A causal model that returns ``{"lm": (loss_sum, weight)}`` for a micro-batch.
 
     ``batch`` holds ``input_ids`` and ``targets`` (b, t) int64, ``targets`` already shifted and -100 where nothing is
     trained; if packed also ``position_ids`` (1, t), ``cu_seq_lens`` (documents + 1) int32 and ``max_length``. It may hold
-    ``target_rows`` (m) int64, the flat positions that have a target: on a GPU this spares a wait for the device.
+    ``target_rows`` (m) int64, the flat positions that have a target: on a GPU this spares a wait for the device. It may
+    hold ``weights`` (b, t) float32, aligned with ``targets``: then the loss is ``sum_i w_i ce_i`` and its weight
+    ``sum_i w_i``; without them every target weighs 1, and the weight is their exact number.
     """
 
     model: Any  # a transformers causal model
+    _head: Head | None
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, fuse: bool = False) -> None:
+        """``fuse``: cross-entropy fused with the head, if the head is one that can be; ``how_loss`` says what runs."""
         super().__init__()
         base = getattr(model, "base_model_prefix", "")
         config = model.config
-        if not base or base not in model._modules or getattr(config, "is_encoder_decoder", False):
+        unfit = not base or base not in model._modules or getattr(config, "is_encoder_decoder", False)
+        if unfit or hasattr(getattr(model, base), "decoder"):  # OPT's head asks its base for more than hidden states
             raise UserError(f"{type(model).__name__} is not a decoder with a base model and a head.", fix="Use a causal language model.")
         if getattr(config, "output_router_logits", False):
             raise UserError(
@@ -52,12 +60,27 @@ class LossModel(nn.Module):
                 fix="Set output_router_logits to false in the model's config.json.",
             )
         self.model = model
+        head = read_head(model) if fuse else "as asked"
+        # not a child: its weight is the model's. It is compared with the model's own logits at the first micro-batch.
+        object.__setattr__(self, "_head", None if isinstance(head, str) else head)
+        self._head_agrees = False
+        self.why_chunked = head if isinstance(head, str) else ""
+
+    @property
+    def how_loss(self) -> str:
+        """Which path computes the loss, and why not a faster one; known after the first micro-batch."""
+        if self._head is None:
+            return f"in chunks, recomputed in the backward pass ({self.why_chunked})"
+        weight = self._head.module.weight
+        backend = choose_backend(weight.device, torch.bfloat16 if weight.device.type == "cuda" else weight.dtype)
+        return f"fused with the head, {backend.name}" + (f" ({backend.reason})" if backend.reason else "")
 
     def forward(self, batch: Mapping[str, Any], metrics: bool = False) -> Terms:
-        """Loss terms of one micro-batch, 0-d tensors: sums in float32 (float64 for a float64 model), weights int64.
+        """Loss terms of one micro-batch, 0-d tensors: sums in float32 (float64 for a float64 model).
 
-        ``metrics=True`` adds ``"correct"``: the number of targets that are the arg max of their logits. A micro-batch
-        without targets gives a zero that depends on every parameter, so that no rank leaves a collective out.
+        The weight is int64 without ``weights``, else float64. ``metrics=True`` adds ``"correct"``: the number of targets
+        that are the arg max of their logits, and of targets, whatever they weigh. A micro-batch without targets gives a
+        zero that depends on every parameter, so that no rank leaves a collective out.
         """
         hidden = self._hidden_states(batch)  # (n, e)
         targets = batch["targets"].flatten()
@@ -65,13 +88,19 @@ class LossModel(nn.Module):
         if rows is None:
             rows = (targets != IGNORED).nonzero().squeeze(1)
         num_targets = torch.tensor(rows.numel(), device=hidden.device)
+        weights = batch["weights"].flatten().index_select(0, rows) if "weights" in batch else None  # (m)
+        weight = num_targets if weights is None else weights.sum(dtype=torch.float64)
         if rows.numel() == 0:
             logits = self.logits_of(hidden[:1])
             zero = logits.sum(dtype=_sum_dtype(logits)) * 0
-            return {"lm": (zero, num_targets)} | ({"correct": (num_targets.clone(), num_targets)} if metrics else {})
+            return {"lm": (zero, weight)} | ({"correct": (num_targets.clone(), num_targets)} if metrics else {})
         hidden, targets = hidden.index_select(0, rows), targets.index_select(0, rows)
-        loss_sum, num_correct = self._chunked_loss(hidden, targets, metrics)
-        return {"lm": (loss_sum, num_targets)} | ({"correct": (num_correct, num_targets)} if metrics else {})
+        head = self._checked_head(hidden)
+        if head is not None:
+            loss_sum, num_correct = head.loss(hidden, targets, weights, metrics)
+        else:
+            loss_sum, num_correct = self._chunked_loss(hidden, targets, weights, metrics)
+        return {"lm": (loss_sum, weight)} | ({"correct": (num_correct, num_targets)} if metrics else {})
 
     def logits(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """Logits (b, t, v) from the model's own forward pass, all positions at once: for checks on small batches."""
@@ -93,24 +122,45 @@ class LossModel(nn.Module):
         kwargs = attention_kwargs(batch, self.model.config._attn_implementation)
         return base(input_ids=batch["input_ids"], use_cache=False, **kwargs)[0].flatten(0, 1)
 
-    def _chunked_loss(self, hidden: torch.Tensor, targets: torch.Tensor, metrics: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum of cross-entropies over (m, e) and (m,), and the number of arg max hits."""
+    def _checked_head(self, hidden: torch.Tensor) -> Head | None:
+        """The head to fuse with; once, on a few rows, its logits are compared with the model's own (waits for the device)."""
+        if self._head is not None and not self._head_agrees:
+            few = hidden[:PROBE_ROWS].detach()
+            with torch.no_grad():
+                self._head_agrees = agrees(self._head, few, self.logits_of(few))
+            if not self._head_agrees:
+                object.__setattr__(self, "_head", None)
+                self.why_chunked = "logits do not follow from the head's weight, scale and cap"
+        return self._head
+
+    def _chunked_loss(
+        self, hidden: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None, metrics: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sum of (weighted) cross-entropies over (m, e), (m,) and (m,), and the number of arg max hits."""
         num_rows = chunk_rows(self.model.config.get_text_config().vocab_size)
-        chunks = list(zip(hidden.split(num_rows), targets.split(num_rows), strict=True))
+        chunks = hidden.split(num_rows)
+        no_weights: tuple[torch.Tensor | None, ...] = (None,) * len(chunks)
+        weight_chunks = no_weights if weights is None else weights.split(num_rows)
         recompute = torch.is_grad_enabled() and len(chunks) > 1  # one chunk of logits is held in any case
         sums = []
-        for chunk_hidden, chunk_targets in chunks:
+        for arguments in zip(chunks, targets.split(num_rows), weight_chunks, strict=True):
             if recompute:
-                sums.append(checkpoint(self._loss, chunk_hidden, chunk_targets, metrics, use_reentrant=False, preserve_rng_state=False))
+                sums.append(checkpoint(self._loss, *arguments, metrics, use_reentrant=False, preserve_rng_state=False))
             else:
-                sums.append(self._loss(chunk_hidden, chunk_targets, metrics))
+                sums.append(self._loss(*arguments, metrics))
         losses, hits = zip(*sums, strict=True)
         return torch.stack(losses).sum(), torch.stack(hits).sum()
 
-    def _loss(self, hidden: torch.Tensor, targets: torch.Tensor, metrics: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def _loss(
+        self, hidden: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None, metrics: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         logits = self.logits_of(hidden)
         hits = (logits.detach().argmax(-1) == targets).sum() if metrics else targets.new_zeros(())
-        return F.cross_entropy(logits.to(_sum_dtype(logits)), targets, reduction="sum"), hits
+        logits = logits.to(_sum_dtype(logits))
+        if weights is None:
+            return F.cross_entropy(logits, targets, reduction="sum"), hits
+        losses = F.cross_entropy(logits, targets, reduction="none")  # (m,)
+        return (losses * weights.to(losses.dtype)).sum(), hits
 
 
 def chunk_rows(vocab_size: int) -> int:

@@ -14,76 +14,108 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from manyhands.model.blocks import find_blocks
 from manyhands.model.loss import LossModel
+from manyhands.parallel.activations import offload_activations
 from manyhands.parallel.compile import compile_blocks
-from manyhands.parallel.mesh import replicate_mesh, shard_mesh
+from manyhands.parallel.mesh import hybrid_mesh, replicate_mesh, shard_mesh
 from manyhands.parallel.model import Parallel
-from manyhands.parallel.recompute import recompute_blocks
+from manyhands.parallel.recompute import recompute_blocks, recompute_selectively
 from manyhands.parallel.world import World
 from manyhands.plan.types import Plan
 
 BUCKET_MB = {"full": 100, "part": 4096}  # adapters travel in one flat bucket
 
 
-def apply(loss_model: LossModel, plan: Plan, world: World, materialize: Callable[[nn.Module], None]) -> Parallel:
-    """Recompute ▸ compile ▸ shard ▸ materialize ▸ replicate.
+def apply(loss_model: LossModel, plan: Plan, world: World, materialize: Callable[[nn.Module, torch.device], None]) -> Parallel:
+    """Recompute ▸ compile ▸ shard ▸ materialize ▸ offload activations ▸ replicate.
 
     ``loss_model`` is on meta, in training mode, adapters applied and the rest frozen; ``materialize`` gives it memory and
-    weights. Three ways, chosen by the plan and by what is trained:
+    weights on the device that it is told. Four ways, chosen by the plan and by what is trained:
 
     ============================  =====================================================================================
     plan                          way
     ============================  =====================================================================================
     fsdp                          ``fully_shard`` over all ranks; a bfloat16 policy if everything is trained in bfloat16
-    one / ddp, all, in bfloat16   ``fully_shard`` on a (replicate, shard=1) mesh with that policy: the numerics of fsdp
+    hybrid                        the same on a (replicate, shard) mesh
+    one / ddp, all, in bfloat16   the same on a (replicate, shard=1) mesh, and so whatever is offloaded: one numerics
     one / ddp, otherwise          the plain model / ``DistributedDataParallel`` whose hook sums
     ============================  =====================================================================================
 
-    A process group is needed for more than one rank and for the second way.
+    A process group is needed for all but the last way in one process.
     """
     trains_everything = all(parameter.requires_grad for parameter in loss_model.parameters())
     mixed = trains_everything and plan.compute_dtype == "bfloat16"
 
     if plan.recompute == "block":
         recompute_blocks(loss_model.model)
+    elif plan.recompute == "selective":
+        recompute_selectively(loss_model.model, compiled=plan.compile)
     if plan.compile:
-        compile_blocks(loss_model.model)  # inside the recomputed region, outside the gathering of shards
+        # Inside the recomputed region (around it where that is selective), outside the gathering of shards.
+        compile_blocks(loss_model.model, dynamic=True if plan.dynamic else None)
 
-    if plan.strategy == "fsdp":
-        shard(loss_model, shard_mesh(world), mixed=mixed, reshard=plan.reshard)
-        materialize(loss_model)
-        # Reduced after every micro-batch: unreduced gradients would be whole on every rank.
-        return Parallel(loss_model, world, sharded=True)
-    if mixed:
-        shard(loss_model, replicate_mesh(world), mixed=True, reshard=plan.reshard)
-        materialize(loss_model)
-        return Parallel(loss_model, world)
-    materialize(loss_model)
+    mesh = choose_mesh(plan, world, mixed=mixed)
+    if mesh is not None:
+        shard(loss_model, mesh, mixed=mixed, reshard=plan.reshard, offload=plan.offload == "all")
+    materialize(loss_model, torch.device("cpu") if plan.offload == "all" else world.device)
+    if plan.offload == "all":
+        _move_buffers(loss_model, world.device)
+    if plan.offload_activations:
+        offload_activations(loss_model.model, world.device)
+    if mesh is not None:
+        return Parallel(loss_model, world, mesh=mesh, reduce_every=plan.reduce_every)
     if world.world_size == 1:
         return Parallel(loss_model, world)
     return Parallel(loss_model, world, replica=replicate(loss_model, "full" if trains_everything else "part"))
 
 
-def shard(loss_model: LossModel, mesh: DeviceMesh, *, mixed: bool, reshard: bool) -> None:
+def choose_mesh(plan: Plan, world: World, *, mixed: bool) -> DeviceMesh | None:
+    """What ``fully_shard`` works on; None where the model stays plain."""
+    if plan.strategy == "fsdp":
+        return shard_mesh(world)
+    if plan.strategy == "hybrid":
+        assert plan.shard_ranks is not None
+        return hybrid_mesh(world, plan.shard_ranks)
+    return replicate_mesh(world) if mixed or plan.offload == "all" else None
+
+
+def shard(loss_model: LossModel, mesh: DeviceMesh, *, mixed: bool, reshard: bool, offload: bool = False) -> None:
     """FSDP2 on every block, then on the rest (embeddings, last norm, head), whose tied weights must share one unit.
 
     ``mixed``: float32 masters, bfloat16 compute, float32 reduction. Without it parameters compute in the dtype they have:
-    adapters cast by themselves. ``reshard`` frees a block's gathered weights after its forward pass.
+    adapters cast by themselves. ``reshard`` frees a block's gathered weights after its forward pass. ``offload``: shards,
+    frozen ones too, and their gradients lie in host memory, pinned where there is a GPU to copy to.
     """
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if mixed else MixedPrecisionPolicy()
+    place = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
     for block in find_blocks(loss_model.model).values():
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(loss_model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=place, reshard_after_forward=reshard)
+    fully_shard(loss_model, mesh=mesh, mp_policy=policy, offload_policy=place, reshard_after_forward=False)
     for module in loss_model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum, and none is needed
     for method in ("logits", "next_token_logits"):
         register_fsdp_forward_method(loss_model, method)
+
+
+def _move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Buffers (rotary frequencies, indices) to where the forward pass runs: FSDP2 moves parameters only."""
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = buffer.to(device)
 
 
 def replicate(loss_model: LossModel, trained: str) -> DistributedDataParallel:

@@ -1,4 +1,4 @@
-"""Which ranks hold which part. Two layouts: everything sharded, or a copy on every rank."""
+"""Which ranks hold which part: everything sharded, a copy on every rank, or a copy on every group of neighbouring ranks."""
 
 from __future__ import annotations
 
@@ -16,4 +16,13 @@ def shard_mesh(world: World) -> DeviceMesh:
 
 def replicate_mesh(world: World) -> DeviceMesh:
     """Two axes, the shard axis of size 1: a whole copy on every rank, under the same code and numerics as sharding."""
-    return init_device_mesh(world.device.type, (world.world_size, 1), mesh_dim_names=(REPLICATE, SHARD))
+    return hybrid_mesh(world, 1)
+
+
+def hybrid_mesh(world: World, shard_ranks: int) -> DeviceMesh:
+    """Two axes: ranks ``k shard_ranks`` to ``(k + 1) shard_ranks - 1`` hold copy k together.
+
+    Launchers number the ranks of one machine side by side, so with a machine's ranks a copy only gradients leave it.
+    """
+    shape = (world.world_size // shard_ranks, shard_ranks)
+    return init_device_mesh(world.device.type, shape, mesh_dim_names=(REPLICATE, SHARD))

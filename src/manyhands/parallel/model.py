@@ -8,28 +8,39 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from manyhands.model.loss import LossModel, Terms
 from manyhands.model.shards import local
+from manyhands.parallel.mesh import SHARD
 from manyhands.parallel.world import World
 
 
 class Parallel:
     """A loss model with its parallelism applied; implements ``train.types.ParallelModel``.
 
-    ``sharded``: every rank holds only its part of the gradients. ``replica``: the DDP module around the loss model.
+    ``mesh``: what FSDP2 shards over; every rank holds only its part of the gradients along its shard axis. ``replica``: the
+    DDP module around the loss model. ``reduce_every``: shards are reduced after every micro-batch, not after the last one.
     """
 
     def __init__(
-        self, loss_model: LossModel, world: World, *, sharded: bool = False, replica: DistributedDataParallel | None = None
+        self,
+        loss_model: LossModel,
+        world: World,
+        *,
+        mesh: DeviceMesh | None = None,
+        replica: DistributedDataParallel | None = None,
+        reduce_every: bool = True,
     ) -> None:
         self.model: nn.Module = loss_model.model
         self.loss_model = loss_model
         self.world = world
-        self._sharded = sharded
         self._replica = replica
+        self._reduce_every = reduce_every
+        # The axis over which gradients are in parts; with one rank on it they are whole.
+        self._shard_group = mesh[SHARD].get_group() if mesh is not None and mesh[SHARD].size() > 1 else None
         self._units = [module for module in loss_model.modules() if isinstance(module, FSDPModule)]
 
     @property
@@ -60,22 +71,30 @@ class Parallel:
         return logits
 
     def set_gradient_sync(self, on: bool) -> None:
-        """Whether the next forward and backward reduce gradients over ranks; sharded ones are reduced every time."""
+        """Whether the next forward and backward reduce gradients over ranks.
+
+        Copies are summed up where ``on`` only. Shards too if whole gradients may wait on every rank (``reduce_every`` false).
+        """
         if self._replica is not None:
             self._replica.require_backward_grad_sync = on
-        elif self._units and not self._sharded and isinstance(self.loss_model, FSDPModule):
-            self.loss_model.set_requires_all_reduce(on)
+        elif isinstance(self.loss_model, FSDPModule):
+            if self._shard_group is not None and not self._reduce_every:
+                self.loss_model.set_requires_gradient_sync(on)
+            else:
+                self.loss_model.set_requires_all_reduce(on)
 
     @torch.no_grad()
     def gradient_norm(self) -> torch.Tensor:
         """The 2-norm of all gradients, 0-d float64. Summed over shards only: replicas hold the same gradients already.
 
         In float64, because float32 norms of different layouts differ in the last digit, and clipping spreads that digit.
+        Gradients in host memory are summed there.
         """
         norms = [torch.linalg.vector_norm(local(p.grad), dtype=torch.float64) for p in self.model.parameters() if p.grad is not None]
         total = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=self.world.device)
-        if self._sharded and self.world.world_size > 1:
-            dist.all_reduce(total)
+        total = total.to(self.world.device)
+        if self._shard_group is not None:
+            dist.all_reduce(total, group=self._shard_group)
         return total.sqrt()
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:

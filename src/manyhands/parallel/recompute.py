@@ -1,14 +1,78 @@
-"""Recompute activations in the backward pass, a block at a time. Parameter names do not change."""
+"""Recompute activations in the backward pass: all of a block, or only its cheap operations. Parameter names do not change."""
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
+import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from manyhands.model.blocks import find_blocks
+
+LINEAR = {"aten::mm": 0, "aten::addmm": 1}  # which argument the inputs are; the weight (i, o) is the next one
+KEPT = {
+    "manyhands::nf4_linear",
+    "torch_attn::_varlen_attn",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_fused_attention_overrideable",
+    "aten::_flash_attention_forward",
+    "aten::_efficient_attention_forward",
+}
+WIDEST = 16  # a product that is wider than so many times its inner dimension is cheaper to repeat than to keep
 
 
 def recompute_blocks(model: nn.Module) -> None:
     """Keep only each block's input in the forward pass of training; gradients are bit-equal to keeping everything."""
+    _enable_checkpointing(model, {})
+
+
+def recompute_selectively(model: nn.Module, *, compiled: bool) -> None:
+    """Keep each block's input and the results of its linear layers and attention; norms, activations and sums are repeated.
+
+    Gradients are bit-equal to keeping everything. ``compiled``: whether ``compile_blocks`` follows. Then the checkpoint has
+    to be *inside* the compiled region: around it, a compiled block is opaque, its operations are never seen, and selective
+    would recompute everything. Inside, what is kept travels as marks on the nodes of the graph, which the partitioner of
+    AOTAutograd obeys. ``torch._functorch.config.activation_memory_budget`` does something like it with a knapsack over
+    guessed run times; it is one number for the process, knows nothing of operators of our own, and with symbolic sizes it
+    works on hints, so that what is kept would depend on the first micro-batch.
+    """
+    if not compiled:
+        _enable_checkpointing(model, {"context_fn": selective_contexts})
+        return
+    for block in find_blocks(model).values():
+        inner = block.forward
+        # The instance's own ``forward``: the only place between FSDP2's hooks and the block's operations.
+        block.forward = functools.partial(_checkpoint_in_training, block, inner)
+
+
+def selective_contexts() -> Any:
+    """The two modes of ``torch.utils.checkpoint``, for the forward pass and for the recomputation."""
+    return create_selective_checkpoint_contexts(_choose)
+
+
+def _choose(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    name = op.name().partition(".")[0]  # without the overload
+    if name in KEPT:
+        return CheckpointPolicy.MUST_SAVE
+    if name in LINEAR:
+        inner, width = args[LINEAR[name] + 1].shape
+        # The second factor of an adapter: a result as wide as the layer's own, for rank / inner of its work.
+        return CheckpointPolicy.MUST_SAVE if width <= WIDEST * inner else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _checkpoint_in_training(block: nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
+    if not block.training or not torch.is_grad_enabled():
+        return inner(*args, **kwargs)
+    return checkpoint(inner, *args, use_reentrant=False, context_fn=selective_contexts, **kwargs)
+
+
+def _enable_checkpointing(model: nn.Module, options: dict[str, Any]) -> None:
     find_blocks(model)  # a clear error where there are none
-    model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    model.gradient_checkpointing_enable({"use_reentrant": False} | options)  # type: ignore[operator]
     model.disable_input_require_grads()  # type: ignore[operator]  # only reentrant checkpointing needs them

@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from manyhands.config.schema import RunConfig
+from manyhands.data.pack import padded_tokens
 from manyhands.errors import UserError
 from manyhands.facts.types import DataFacts
 
 AUTO_ROWS = 32
 SHORT_ROW_TOKENS = 256  # packed rows shorter than this on average go 64 to a batch
 MIN_AUTO_STEPS = 10  # an automatic batch leaves at least so many steps in an epoch
-PACK_UNIT = 64  # automatic packs hold a multiple of so many tokens
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def auto_rows(config: RunConfig, data: DataFacts) -> int:
     Depends on the data alone, so that a run is the same on any number of processes.
     """
     rows = 2 * AUTO_ROWS if config.data.packing and data.mean_length < SHORT_ROW_TOKENS else AUTO_ROWS
-    while rows > 1 and data.num_rows < rows * MIN_AUTO_STEPS:
+    while rows > 1 and data.rows_per_epoch < rows * MIN_AUTO_STEPS:
         rows //= 2
     return rows
 
@@ -74,18 +74,34 @@ def _packed_splits(config: RunConfig, data: DataFacts, world_size: int, useful_t
 
 
 def pack_sizes(longest: int, rank_tokens: float, useful_tokens: int) -> list[int]:
-    """Pack sizes in tokens, descending by 3/4 and 1/2 in turn to the longest row.
+    """Pack sizes in whole tiles of tokens, descending by 3/4 and 1/2 in turn to the longest row.
 
     The largest holds a rank's share of a step (``rank_tokens``, and a quarter more for uneven steps), at most
     ``useful_tokens``, and the longest row in any case.
     """
-    smallest = max(2, round_up(longest, PACK_UNIT))
-    size = max(smallest, min(useful_tokens, round_up(int(1.25 * rank_tokens) + 1, PACK_UNIT)))
+    smallest = padded_tokens(longest)
+    size = max(smallest, min(useful_tokens, padded_tokens(int(1.25 * rank_tokens) + 1)))
     sizes = [size]
     while size > smallest:
-        sizes += [max(smallest, round_up(part, PACK_UNIT)) for part in (size * 3 // 4, size // 2)]
+        sizes += [max(smallest, padded_tokens(part)) for part in (size * 3 // 4, size // 2)]
         size = sizes[-1]
     return sorted(set(sizes), reverse=True)
+
+
+def has_one_length(data: DataFacts) -> bool:
+    """Whether all rows, the held-out ones too, are equally long: texts cut into blocks."""
+    return data.num_tokens == data.num_rows * data.max_length and data.num_validation_tokens == data.num_validation_rows * data.max_length
+
+
+def constant_pack_tokens(split: Split, data: DataFacts, world_size: int) -> int | None:
+    """Tokens of every micro-batch of the run, where rows of one length are packed by their number; else None.
+
+    As many rows a rank and micro-batch as the balanced layout of a whole step gives, padded to whole tiles.
+    """
+    if split.micro_tokens is None or split.batch_rows is None or not has_one_length(data):
+        return None
+    num_micro = ceil_div(split.batch_rows, world_size * (split.micro_tokens // data.max_length))
+    return padded_tokens(ceil_div(split.batch_rows, world_size * num_micro) * data.max_length)
 
 
 def _row_splits(config: RunConfig, data: DataFacts, world_size: int, useful_tokens: int) -> list[Split]:
@@ -137,5 +153,5 @@ def _check_divides(rows: int, world_size: int, micro: int | None, accumulation: 
     )
 
 
-def round_up(value: int, unit: int) -> int:
-    return -(-value // unit) * unit
+def ceil_div(value: int, by: int) -> int:
+    return -(-value // by)

@@ -6,22 +6,24 @@ Each function returns its value and one sentence that says why; ``decide`` makes
 from __future__ import annotations
 
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Literal
 
+from manyhands.config.patterns import matches
 from manyhands.config.schema import RunConfig
 from manyhands.errors import UserError
-from manyhands.facts.types import Facts, GpuFacts, ModelFacts
+from manyhands.facts.types import DataFacts, Facts, GpuFacts, ModelFacts, NewTokens
+from manyhands.plan.batch import has_one_length
 
 Device = Literal["cuda", "cpu"]
 Dtype = Literal["bfloat16", "float16", "float32", "float64"]
 ComputeDtype = Literal["bfloat16", "float32", "float64"]
 MasterDtype = Literal["float32", "float64"]
+Attention = Literal["varlen", "sdpa", "blockwise"]
 
 DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 MAX_FLASH_HEAD_DIM = 256
 MIN_FLASH_CAPABILITY = (8, 0)
-AUTO_LEARNING_RATE = {"lora": 2e-4, "full": 2e-5}
+AUTO_LEARNING_RATE = {"lora": 2e-4, "qlora": 2e-4, "full": 2e-5, "patterns": 2e-5}
 
 
 @dataclass(frozen=True)
@@ -30,10 +32,11 @@ class Decisions:
 
     device: Device
     world_size: int
+    shard_ranks: int  # hybrid: that hold one copy together
     gpus: tuple[GpuFacts, ...]
     compute: ComputeDtype
     master: MasterDtype
-    attention: Literal["varlen", "sdpa"]
+    attention: Attention
     compile: bool
     learning_rate: float
     output: Dtype
@@ -54,12 +57,15 @@ def decide(config: RunConfig, facts: Facts) -> Decisions:
     gpus = facts.host.gpus[:world_size] if device == "cuda" else ()
     compute, why_compute = choose_compute_dtype(config, gpus)
     attention, why_attention = choose_attention(config, facts.model, gpus, compute)
-    compiled, why_compile = choose_compile(config, device)
+    compiled, why_compile = choose_compile(config, device, facts.data)
+    why_frozen = (describe_frozen(compute),) if config.method.name == "qlora" else ()
     rate, why_rate = choose_learning_rate(config)
-    output, why_output = choose_output_dtype(config, facts.model)
+    check_optimizer(config, device, compute)
+    output, why_output = choose_output_dtype(config, facts.model, compute)
     return Decisions(
         device=device,
         world_size=world_size,
+        shard_ranks=choose_shard_ranks(config, facts, device, world_size),
         gpus=gpus,
         compute=compute,
         master="float64" if compute == "float64" else "float32",
@@ -68,7 +74,7 @@ def decide(config: RunConfig, facts: Facts) -> Decisions:
         learning_rate=rate,
         output=output,
         why_ranks=(why_device, why_world),
-        why_numerics=(why_compute, why_attention, why_compile),
+        why_numerics=(why_compute, *why_frozen, why_attention, why_compile),
         why_rate=(why_rate, why_output),
     )
 
@@ -118,6 +124,31 @@ def choose_world_size(config: RunConfig, facts: Facts, device: Device) -> tuple[
     return size, why
 
 
+def ranks_per_machine(facts: Facts, device: Device, world_size: int) -> int:
+    """Processes that share this machine's memory: one a visible GPU; on CPU all are taken to be on one machine."""
+    return min(world_size, len(facts.host.gpus)) if device == "cuda" else world_size
+
+
+def choose_shard_ranks(config: RunConfig, facts: Facts, device: Device, world_size: int) -> int:
+    """Ranks that hold one copy together where the strategy is hybrid: as asked, else those of one machine.
+
+    UserError, with the nearest numbers that work, where they do not divide the processes.
+    """
+    asked = config.parallel.shard_ranks
+    size = ranks_per_machine(facts, device, world_size) if asked == "auto" else asked
+    if config.parallel.strategy != "hybrid" or world_size % size == 0:
+        return size
+    divisors = [number for number in range(1, world_size + 1) if world_size % number == 0]
+    below, above = max(n for n in divisors if n < size), min((n for n in divisors if n > size), default=None)
+    near = f"{below} or {above}" if above else str(below)
+    raise UserError(
+        f"parallel.shard_ranks: {size} does not divide {world_size} processes",
+        where="parallel.shard_ranks",
+        why="every copy is held by as many ranks" + (", auto takes those of one machine" if asked == "auto" else ""),
+        fix=f"set parallel.shard_ranks to {near}, or start another number of processes",
+    )
+
+
 def choose_compute_dtype(config: RunConfig, gpus: tuple[GpuFacts, ...]) -> tuple[ComputeDtype, str]:
     """``gpus`` is empty on CPU."""
     asked = config.model.dtype
@@ -135,17 +166,45 @@ def choose_compute_dtype(config: RunConfig, gpus: tuple[GpuFacts, ...]) -> tuple
     return "bfloat16", "compute: bfloat16, float32 masters, reduced as float32 sums"
 
 
-def choose_attention(
-    config: RunConfig, model: ModelFacts, gpus: tuple[GpuFacts, ...], compute: ComputeDtype
-) -> tuple[Literal["varlen", "sdpa"], str]:
-    """varlen where rows are packed and its kernel, FlashAttention 2, can: half precision, head_dim, no soft-cap, Ampere or newer."""
+def describe_frozen(compute: ComputeDtype) -> str:
+    """How qlora keeps the weights that are not trained."""
+    return f"frozen: linear layers of the blocks in NF4, 4.13 bits a weight, dequantised to {compute} for each product; the rest {compute}"
+
+
+def choose_packing(config: RunConfig, model: ModelFacts) -> tuple[bool, str]:
+    """Rows side by side where the model allows it. UserError where that was asked for and the model does not."""
+    asked = config.data.packing
+    if asked is False:
+        return False, "packing: no, as asked"
+    if model.packs:
+        known = f": {model.packing_reason}" if model.packing_reason else ""
+        return True, "packing: rows side by side" + (", as asked" if asked is True else "") + known
+    batch = config.batch
+    needing = [f"batch.{name}" for name in ("tokens", "micro_tokens") if getattr(batch, name) not in (None, "auto")]
+    if asked is True or needing:
+        key = "data.packing" if asked is True else needing[0]
+        raise UserError(
+            f"{key} asks for packed rows, but {model.model_type} cannot be packed",
+            where=key,
+            why=model.packing_reason,
+            fix="set data.packing=false (one document a row)" + "".join(f", and remove {name}" for name in needing),
+        )
+    return False, f"packing: no, one document a row: {model.packing_reason}"
+
+
+def choose_attention(config: RunConfig, model: ModelFacts, gpus: tuple[GpuFacts, ...], compute: ComputeDtype) -> tuple[Attention, str]:
+    """varlen where rows are packed and its kernel, FlashAttention 2, can: half precision, head_dim, Ampere or newer.
+
+    Soft-capped scores are computed blockwise, packed or not: varlen cannot cap them, and sdpa leaves the cap out.
+    """
+    if model.attention_softcap is not None:
+        return "blockwise", f"attention: blockwise in plain torch, as scores are soft-capped at {model.attention_softcap:g}"
     old = next((gpu for gpu in gpus if gpu.compute_capability and gpu.compute_capability < MIN_FLASH_CAPABILITY), None)
     obstacles = {
         "rows are not packed": not config.data.packing,
         "there is no GPU": not gpus,
         f"{compute} is no half precision": compute != "bfloat16",
         f"a head has {model.head_dim} dimensions": model.head_dim > MAX_FLASH_HEAD_DIM or model.head_dim % 8 != 0,
-        "attention scores are soft-capped": model.attention_softcap is not None,
         f"{old.name if old else ''} is too old": old is not None,
     }
     obstacle = next((text for text, stands in obstacles.items() if stands), None)
@@ -154,14 +213,40 @@ def choose_attention(
     return "sdpa", f"attention: sdpa, as {obstacle}"
 
 
-def choose_compile(config: RunConfig, device: Device) -> tuple[bool, str]:
+def choose_kernels(config: RunConfig, device: Device, attention: Attention, pack_tokens: int | None) -> dict[str, bool]:
+    """Fields of the plan: which fast paths are tried. ``auto`` tries them on GPUs; each passes a check there before it runs."""
+    asked, gpu = config.kernels, device == "cuda"
+    adapters = config.method.name in ("lora", "qlora")
+    return {
+        "fuse_lora": adapters and (asked.lora == "fused" or (asked.lora == "auto" and gpu)),
+        "fuse_loss": asked.loss == "fused" or (asked.loss == "auto" and gpu),
+        "row_kernel": asked.attention == "auto" and attention == "varlen" and pack_tokens is not None,
+    }
+
+
+def choose_compile(config: RunConfig, device: Device, data: DataFacts) -> tuple[bool, str]:
     asked = config.parallel.compile
     if asked != "auto":
         return asked, f"compile: {'each block' if asked else 'no'}, as asked"
     if device == "cpu":
         return False, "compile: no, as on CPU it costs more than it gains"
-    shapes = "packs of one shape: one graph for all blocks" if config.data.packing else "dynamic shapes, as rows differ in length"
+    if has_one_length(data):
+        shapes = f"one shape, as all rows have {data.max_length:,} tokens"
+    else:
+        shapes = "packs of any fill run one graph" if config.data.packing else "dynamic shapes, as rows differ in length"
     return True, f"compile: each block, {shapes}"
+
+
+def check_optimizer(config: RunConfig, device: Device, compute: ComputeDtype) -> None:
+    """UserError for an optimizer of bitsandbytes where it has no kernels."""
+    name = config.optimizer.name
+    if name in ("adamw_8bit", "paged_adamw", "paged_adamw_8bit") and (device == "cpu" or compute == "float64"):
+        raise UserError(
+            f"optimizer.name: {name} does not run on {'the CPU' if device == 'cpu' else 'weights of 64 bits'}",
+            where="optimizer.name",
+            why="bitsandbytes has its kernels for 8-bit and paged optimizers on GPUs only, for weights of at most 32 bits",
+            fix="use optimizer.name=adamw, adafactor or muon",
+        )
 
 
 def choose_learning_rate(config: RunConfig) -> tuple[float, str]:
@@ -172,13 +257,15 @@ def choose_learning_rate(config: RunConfig) -> tuple[float, str]:
     return rate, f"learning rate: {rate:g}, the usual one for {config.method.name}"
 
 
-def choose_output_dtype(config: RunConfig, model: ModelFacts) -> tuple[Dtype, str]:
+def choose_output_dtype(config: RunConfig, model: ModelFacts, compute: ComputeDtype) -> tuple[Dtype, str]:
     asked = config.output.dtype
     if asked != "auto":
         return asked, f"saved weights: {asked}, as asked"
-    if config.method.name == "lora":
+    if config.method.trains_adapters:
         return "float32", "saved adapter: float32, as trained"
-    return model.stored_dtype, f"saved weights: {model.stored_dtype}, as the source's"
+    narrowed = config.method.name == "patterns" and DTYPE_BYTES[compute] < DTYPE_BYTES[model.stored_dtype]
+    rounded = f"; frozen ones rounded to {compute}, in which they are kept" if narrowed else ""
+    return model.stored_dtype, f"saved weights: {model.stored_dtype}, as the source's{rounded}"
 
 
 def choose_environment(device: Device, num_cores: int, world_size: int) -> dict[str, str]:
@@ -190,26 +277,39 @@ def choose_environment(device: Device, num_cores: int, world_size: int) -> dict[
     return environment | {"OMP_NUM_THREADS": str(max(1, num_cores // world_size))}
 
 
-def count_adapter_parameters(config: RunConfig, model: ModelFacts) -> int:
-    """``r (in + out)`` for each adapted layer of each block; 0 where everything is trained.
+def count_adapter_parameters(config: RunConfig, model: ModelFacts, new_tokens: NewTokens | None = None) -> int:
+    """``r (in + out)`` for each adapted layer of each block, with DoRA ``out`` more; 0 where everything is trained.
 
-    Targets are matched as model/lora.py does: by full name, by its end, or by glob.
+    And what is trained whole (``modules_to_save``): linear layers of blocks, embeddings and head, of which a tied pair counts
+    once. Norms are not counted. Else, for new tokens, ``k H`` in embeddings and head. Patterns are matched as model/lora.py does.
     """
     method = config.method
-    if method.name == "full":
+    if not method.trains_adapters:
         return 0
     patterns = ("*",) if method.targets == "all-linear" else method.targets
-    total = 0
+    adapted = whole = 0
     for index in range(model.num_layers):
         for name, (out, into) in model.block_linear_shapes.items():
             full_name = f"model.layers.{index}.{name}"
-            if any(fnmatchcase(full_name, pattern) or fnmatchcase(full_name, f"*.{pattern}") for pattern in patterns):
-                total += method.rank * (out + into)
-    if not total:
+            if _is_saved(full_name, method.modules_to_save):
+                whole += out * into
+            elif any(matches(full_name, pattern) for pattern in patterns):
+                adapted += method.rank * (out + into) + out * method.dora
+    if not adapted:
         raise UserError(
             f"no layer matches method.targets: {', '.join(patterns)}",
             where="method.targets",
             fix="name linear layers of the blocks, or use all-linear",
             details=list(model.block_linear_shapes),
         )
-    return total
+    saved = [_is_saved(name, method.modules_to_save) for name in ("model.embed_tokens", "lm_head")]
+    matrices = [any(saved)] if model.tied_embeddings else saved
+    num_tokens = 0 if new_tokens is None else len(new_tokens.ids)
+    rows = sum(model.vocab_size if is_whole else num_tokens for is_whole in matrices)
+    return adapted + whole + rows * model.hidden_size
+
+
+def _is_saved(name: str, patterns: tuple[str, ...]) -> bool:
+    """Whether the module, or one that it is a part of, is named by ``patterns``."""
+    parts = name.split(".")
+    return any(matches(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1) for pattern in patterns)

@@ -34,8 +34,9 @@ def count_steps(config: RunConfig, data: DataFacts, batch_rows: int | None) -> S
     max_tokens, max_time_s and patience end the loop while it runs and change nothing here.
     """
     if batch_rows is not None:
-        per_epoch = math.ceil(data.num_rows / batch_rows)
-        why_epoch = f"ceil({data.num_rows:,} rows / {batch_rows}) = {per_epoch:,} an epoch"
+        per_epoch = math.ceil(data.rows_per_epoch / batch_rows)
+        weighted = f", the {data.num_rows:,} there are taken by their sources' weights" if data.rows_per_epoch != data.num_rows else ""
+        why_epoch = f"ceil({data.rows_per_epoch:,} rows / {batch_rows}) = {per_epoch:,} an epoch{weighted}"
     elif data.steps_per_epoch_by_tokens is not None:
         per_epoch = data.steps_per_epoch_by_tokens
         why_epoch = f"{per_epoch:,} an epoch, of at least {config.batch.tokens:,} trained tokens each"
@@ -54,8 +55,9 @@ def count_steps(config: RunConfig, data: DataFacts, batch_rows: int | None) -> S
         f"evaluation: {_every(evaluate)}" + ("" if data.num_validation_rows else " (there are no validation rows)"),
         f"checkpoints: {_every(checkpoint)}",
     )
-    if batch_rows is not None and batch_rows > data.num_rows:
-        why += (f"note: batch.rows is {batch_rows:,}, but there are {data.num_rows:,} training rows: each step has all of them",)
+    if batch_rows is not None and batch_rows > data.rows_per_epoch:
+        there_are = f"there are {data.rows_per_epoch:,} training rows an epoch"
+        why += (f"note: batch.rows is {batch_rows:,}, but {there_are}: each step has all of them",)
     early = [f"stop.{key}" for key in ("max_tokens", "max_time_s", "patience") if getattr(config.stop, key) is not None]
     if early:
         why += (f"end: {', '.join(early)} may end the run before its last step; the schedule is laid over all {total:,} steps",)

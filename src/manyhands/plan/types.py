@@ -7,7 +7,12 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from manyhands.facts.types import AdapterFacts, NewTokens
+
 Cause = Literal["first", "resume", "resize", "out_of_memory"]
+Strategy = Literal["one", "ddp", "fsdp", "hybrid"]
+Recompute = Literal["none", "selective", "block"]
+Offload = Literal["none", "optimizer", "all"]
 
 
 class Part(BaseModel):
@@ -19,21 +24,31 @@ class MemoryEstimate(Part):
 
     terms: dict[str, int]  # weights, gradients, optimizer, activations, logits, gathered, overhead
     limit: int
+    host_terms: dict[str, int] = {}  # what is offloaded: bytes of a rank in its machine's memory
+    host_limit: int | None = None  # none: nothing is offloaded
 
     @property
     def total(self) -> int:
         return sum(self.terms.values())
 
     @property
+    def host_total(self) -> int:
+        return sum(self.host_terms.values())
+
+    @property
     def fits(self) -> bool:
-        return self.total <= self.limit
+        return self.total <= self.limit and self.fits_host
+
+    @property
+    def fits_host(self) -> bool:
+        return self.host_limit is None or self.host_total <= self.host_limit
 
 
 class Candidate(Part):
     """One way that was considered; ``reason`` says why it lost (empty for the chosen one)."""
 
-    strategy: Literal["one", "ddp", "fsdp"]
-    recompute: Literal["none", "block"]
+    strategy: Strategy
+    recompute: Recompute
     reshard: bool
     micro: int  # tokens with packing, rows without
     memory: MemoryEstimate
@@ -51,23 +66,34 @@ class Plan(Part):
     data_digest: str
     data_folder: str
     model_folder: str
+    new_tokens: NewTokens | None = None
+    adapter: AdapterFacts | None = None  # to go on from; its method takes the place of the config's
 
     device: Literal["cuda", "cpu"]
     world_size: int
-    strategy: Literal["one", "ddp", "fsdp"]
+    strategy: Strategy
+    shard_ranks: int | None = None  # hybrid: ranks that hold one copy together
     reshard: bool
-    recompute: Literal["none", "block"]
+    reduce_every: bool = True  # sharded gradients after every micro-batch; else whole ones wait for the last
+    recompute: Recompute
+    offload: Offload = "none"
+    offload_activations: bool = False
     compile: bool
+    fuse_lora: bool = False  # adapted modules of known families as one function
+    fuse_loss: bool = False  # cross-entropy fused with the head
+    row_kernel: bool = False  # rows of one length by the kernel that passes a self-test
+    dynamic: bool = True  # compiled blocks take micro-batches of any shape; not where all rows have one length
     compute_dtype: Literal["bfloat16", "float32", "float64"]
     master_dtype: Literal["float32", "float64"]  # of trained weights, gradients' reduction and optimizer states
     frozen_dtype: Literal["bfloat16", "float32", "float64"]  # of frozen weights
-    attention: Literal["varlen", "sdpa"]  # varlen: torch.nn.attention.varlen through the attention interface
+    attention: Literal["varlen", "sdpa", "blockwise"]  # see model/attention.py
 
     packing: bool
     batch_rows: int | None  # rows of the global batch, or
     batch_tokens: int | None  # trained tokens of the global batch
     micro_rows: int | None  # without packing
     micro_tokens: int | None  # with packing: capacity of one micro-batch
+    pack_tokens: int | None = None  # with packing, all rows of one length: tokens of every micro-batch
     accumulation: int | None  # without packing; with packing it follows from each step's rows
     steps_per_epoch: int
     num_steps: int

@@ -116,7 +116,7 @@ def base_config(folder: Path, dtype: str, method: str, case: Case, device: str) 
         "name": "equality",
         "seed": 3,
         "model": {"name": str(folder / "model"), "dtype": dtype},
-        "method": {"name": method} | ({"rank": 8, "alpha": 32.0} if method == "lora" else {}),
+        "method": {"name": method, **OF_METHOD[method]},
         "data": {"train": str(folder / "rows.jsonl"), "validation_fraction": 0.0, "max_length": 256, "cache": str(folder / "cache")},
         "batch": {"rows": BATCH_ROWS},
         "optimizer": {"learning_rate": 1e-3, "max_grad_norm": CLIP},
@@ -133,6 +133,12 @@ def base_config(folder: Path, dtype: str, method: str, case: Case, device: str) 
 
 
 CLIP = 2.6
+OF_METHOD: dict[str, dict[str, Any]] = {
+    "full": {},
+    "lora": {"rank": 8, "alpha": 32.0},
+    "qlora": {"rank": 8, "alpha": 32.0},
+    "patterns": {"train": ["model.layers.1", "*norm", "embed_tokens"], "freeze": ["re:.*layers.1.*[qk]_proj"]},
+}
 
 
 class Recorder(Hook):
@@ -264,7 +270,7 @@ FAMILY = {"float32": "llama", "bfloat16": "llama", "float64": "starcoder2"}  # R
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--methods", nargs="+", choices=["full", "lora"], default=["full", "lora"])
+    parser.add_argument("--methods", nargs="+", choices=list(OF_METHOD), default=list(OF_METHOD))
     parser.add_argument("--output", type=Path, help="Markdown page whose marked part is replaced; standard output without it")
     arguments = parser.parse_args()
     dtypes = ("float32", "float64", "bfloat16") if arguments.device == "cpu" else ("bfloat16",)

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from manyhands.config.schema import RunConfig
+from manyhands.model.adapter import adapt, adapter_state, load_adapter_state
 from manyhands.model.load import build_meta, materialize
-from manyhands.model.lora import adapter_state, apply_lora, load_adapter_state
 from manyhands.model.loss import IGNORED, LossModel
 from manyhands.model.shards import gather, named_generator
 from manyhands.parallel.apply import apply
@@ -21,7 +21,7 @@ from manyhands.parallel.model import Parallel
 from manyhands.parallel.world import World
 from manyhands.plan.types import Plan
 
-Documents = Sequence[tuple[Sequence[int], Sequence[bool]]]  # token ids, and which of them are trained
+Documents = Sequence[tuple[Sequence[int], Sequence[bool] | Sequence[float]]]  # token ids, and which are trained or what they weigh
 
 
 def build(plan: Plan, config: RunConfig) -> Parallel:
@@ -30,9 +30,9 @@ def build(plan: Plan, config: RunConfig) -> Parallel:
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
     world = World(rank, rank, world_size, torch.device("cpu"))
     model = build_meta(plan, config)
-    if config.method.name == "lora":
-        apply_lora(model, config.method, config.seed)
-    return apply(LossModel(model), plan, world, lambda module: materialize(module, plan, config, world.device))
+    if config.method.name != "full":
+        adapt(model, plan, config)
+    return apply(LossModel(model), plan, world, lambda module, device: materialize(module, plan, config, device))
 
 
 def pack(documents: Documents) -> dict[str, Any]:
@@ -41,23 +41,28 @@ def pack(documents: Documents) -> dict[str, Any]:
         documents = [([0, 0], [False, False])]
     lengths = [len(ids) for ids, _ in documents]
     targets = [[t if m else IGNORED for t, m in zip(ids[1:], trained[1:], strict=True)] + [IGNORED] for ids, trained in documents]
-    return {
+    batch = {
         "input_ids": torch.tensor([[token for ids, _ in documents for token in ids]]),
         "position_ids": torch.tensor([[position for n in lengths for position in range(n)]]),
         "targets": torch.tensor([[target for row in targets for target in row]]),
         "cu_seq_lens": torch.tensor([sum(lengths[:i]) for i in range(len(lengths) + 1)], dtype=torch.int32),
         "max_length": max(lengths),
     }
+    if any(isinstance(weight, float) for _, trained in documents for weight in trained):
+        batch["weights"] = torch.tensor([[float(weight) for _, trained in documents for weight in (*trained[1:], 0.0)]])
+    return batch
 
 
-def count_targets(documents: Documents) -> int:
+def count_targets(documents: Documents) -> float:
+    """Trained tokens, or the sum of their weights."""
     return sum(sum(trained[1:]) for _, trained in documents)
 
 
-def random_adapter(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Factors drawn from their names; empty for a model without adapters."""
+def random_adapter(model: torch.nn.Module, start: bool = False) -> dict[str, torch.Tensor]:
+    """Factors drawn from their names; empty for a model without adapters. With ``start`` added to what they are."""
     state = adapter_state(model)
-    return {name: torch.randn(t.shape, generator=named_generator(0, name), dtype=t.dtype) * 0.1 for name, t in state.items()}
+    drawn = {name: torch.randn(t.shape, generator=named_generator(0, name), dtype=t.dtype) * 0.1 for name, t in state.items()}
+    return {name: state[name] + tensor for name, tensor in drawn.items()} if start else drawn
 
 
 def measure(plan: Plan, config: RunConfig, layout: Sequence[Sequence[Documents]]) -> dict[str, Any]:
@@ -67,7 +72,7 @@ def measure(plan: Plan, config: RunConfig, layout: Sequence[Sequence[Documents]]
     the first documents, computed after the step's backward pass and again without one before it.
     """
     parallel = build(plan, config)
-    load_adapter_state(parallel.model, random_adapter(parallel.model))  # with B = 0 the gradient of A would be zero
+    load_adapter_state(parallel.model, random_adapter(parallel.model, start=True))  # with B = 0 the gradient of A would be zero
     rank, world_size = parallel.world.rank, parallel.world.world_size
     num_targets = sum(count_targets(documents) for micro in layout for documents in micro)
     probe = pack(layout[0][0])

@@ -6,9 +6,35 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.config.schema import RunConfig
+from manyhands.files import write_json
 from manyhands.plan.types import Plan
 
 FAMILIES = ("llama", "qwen3", "mistral", "gemma3")
+_LINEAR_ATTENTION: dict[str, Any] = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+# What makes a family itself: windows of 8 tokens, caps and scales far enough from 1 that forgetting them shows.
+OF_FAMILY: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 8},
+    "starcoder2": {"sliding_window": 8},
+    "phi3": {"sliding_window": 8},
+    "gemma2": {"sliding_window": 8, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
+    "gemma3_text": {"sliding_window": 8, "query_pre_attn_scalar": 16},
+    "smollm3": {"no_rope_layers": [1, 0, 1], "layer_types": ["full_attention", "sliding_attention", "full_attention"], "sliding_window": 8}
+    | {"use_sliding_window": True},
+    "granite": {"embedding_multiplier": 3.0, "logits_scaling": 4.0, "residual_multiplier": 0.5, "attention_multiplier": 0.1},
+    "cohere": {"logit_scale": 0.25, "use_qk_norm": True},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16},
+    "qwen3_5_text": _LINEAR_ATTENTION,
+    "qwen3_next": _LINEAR_ATTENTION | {"mlp_only_layers": [0, 1, 2], "num_experts": 4, "moe_intermediate_size": 32},
+    "mixtral": {"num_local_experts": 4},
+    "gpt_neox": {"rotary_pct": 0.5},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+}
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)  # every byte is a token
 CHATML = (
@@ -18,12 +44,13 @@ CHATML = (
 
 
 def tiny_config(family: str, **changes: Any) -> Any:
-    """A transformers config of ``family`` with 3 blocks of width 64; windows of 8 tokens for mistral and gemma3.
+    """A transformers config of ``family`` (a model type; gemma3 is short for gemma3_text) with 3 blocks of width 64.
 
     Weights are drawn four times wider than usual, so that logits are not flat. ``changes`` override single fields.
     """
-    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+    family = "gemma3_text" if family == "gemma3" else family
     values: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 64,
@@ -34,26 +61,23 @@ def tiny_config(family: str, **changes: Any) -> Any:
         "head_dim": 16,
         "max_position_embeddings": 2048,
         "initializer_range": 0.08,
-        "tie_word_embeddings": family in ("llama", "gemma3"),
+        "tie_word_embeddings": family in ("llama", "gemma3_text"),
         "bos_token_id": 256,
         "eos_token_id": 258,
         "pad_token_id": 259,
     }
-    if family in ("mistral", "gemma3"):
-        values["sliding_window"] = 8
-    if family == "gemma3":
-        values["query_pre_attn_scalar"] = 16
-    values |= changes
-    if family == "gemma3" and "layer_types" not in values:
+    values |= OF_FAMILY.get(family, {}) | changes
+    if family == "gemma3_text" and "layer_types" not in values:
         num_layers = values["num_hidden_layers"]
         values["layer_types"] = ["sliding_attention"] * (num_layers - 1) + ["full_attention"]
-    classes = {"llama": "LlamaConfig", "qwen3": "Qwen3Config", "mistral": "MistralConfig", "gemma3": "Gemma3TextConfig"}
-    classes["starcoder2"] = "Starcoder2Config"  # plain layer norms: the others' RMS norms compute in float32 even in a float64 model
-    return getattr(transformers, classes[family])(**values)
+    return CONFIG_MAPPING[family](**values)
 
 
-def tiny_tokenizer() -> Any:
-    """A tokenizer whose tokens are single bytes and four specials, with a ChatML chat template. No BOS is added."""
+def tiny_tokenizer(special_tokens: tuple[str, ...] = SPECIAL_TOKENS) -> Any:
+    """A tokenizer whose tokens are single bytes and four specials, with a ChatML chat template. No BOS is added.
+
+    Other ``special_tokens`` make the tokenizer of a base model: the first one ends documents, and there is no template.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -61,7 +85,9 @@ def tiny_tokenizer() -> Any:
     tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special_tokens])
+    if special_tokens != SPECIAL_TOKENS:
+        return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=special_tokens[0], clean_up_tokenization_spaces=False)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
@@ -95,12 +121,48 @@ def write_tiny_model(
     return folder
 
 
+def write_tiny_multimodal(folder: str | Path, dtype: str = "float32", seed: int = 0) -> Path:
+    """A Gemma 3 with a vision tower, as its publisher lays it out: other names in the files than the model's, and a processor.
+
+    ``AutoModelForCausalLM`` opens it as ``Gemma3ForConditionalGeneration``, tower included. Returns the folder.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM, Gemma3Config
+
+    folder = Path(folder)
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "vision_use_head": False}
+    config = Gemma3Config(
+        text_config=tiny_config("gemma3_text").to_dict(),
+        vision_config=vision | {"image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+        image_token_index=250,
+        boi_token_index=251,
+        eoi_token_index=252,
+        tie_word_embeddings=True,
+        eos_token_id=258,
+        initializer_range=0.08,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, generator=torch.Generator().manual_seed(seed))
+    model.save_pretrained(folder)
+    weights = folder / "model.safetensors"
+    tensors = {name.replace("vision_tower.", "vision_tower.vision_model."): tensor for name, tensor in load_file(weights).items()}
+    save_file(tensors, weights, metadata={"format": "pt"})
+    tiny_tokenizer().save_pretrained(folder)
+    for name, fields in {"preprocessor_config": {"image_processor_type": "Gemma3ImageProcessor"}, "processor_config": {}}.items():
+        write_json(folder / f"{name}.json", fields | {"processor_class": "Gemma3Processor"})
+    return folder
+
+
 def tiny_run(folder: str | Path, method: str = "full", **method_keys: Any) -> RunConfig:
     """A run file for the model in ``folder``; its data is never read."""
     sections = {
         "name": "tiny",
         "model": {"name": str(folder)},
-        "method": {"name": method, "rank": 4, "alpha": 8.0, **method_keys} if method == "lora" else {"name": method},
+        "method": {"name": method} | ({"rank": 4, "alpha": 8.0} if method in ("lora", "qlora") else {}) | method_keys,
         "data": {"train": "rows.jsonl"},
     }
     return RunConfig.model_validate(sections)

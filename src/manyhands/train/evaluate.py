@@ -23,34 +23,33 @@ def evaluate(
     device: torch.device,
     sample: Callable[[], tuple[tuple[str, str], ...]] | None = None,
 ) -> Evaluation:
-    """Token-weighted loss and accuracy over all ranks. Every rank must bring the same number of micro-batches.
+    """Loss by weight and accuracy by tokens, over all ranks. Every rank must bring the same number of micro-batches.
 
     ``module`` is put into evaluation mode for the pass. Sums are kept in float64 on the device and read once.
     """
     start = time.monotonic()
     was_training = module.training
     module.eval()
-    sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss sum, correct, trained tokens
+    sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss sum, its weight, correct, trained tokens
     try:
         with torch.no_grad():
             for batch in micro_batches:
                 terms = parallel(batch, metrics=True)
-                (loss_sum, num_targets), (num_correct, _) = terms["lm"], terms["correct"]
-                sums += torch.stack([loss_sum.double(), num_correct.double(), num_targets.double()])
+                sums += torch.stack([number.double() for term in ("lm", "correct") for number in terms[term]])
             parallel.all_reduce_sum(sums)
             samples = sample() if sample is not None else ()
     finally:
         module.train(was_training)
-    loss_sum_all, num_correct_all, num_targets_all = sums.tolist()
-    loss = loss_sum_all / num_targets_all
+    loss_sum, weight, num_correct, num_targets = sums.tolist()
+    loss = loss_sum / weight
     return Evaluation(
         step=state.step,
         loss=loss,
         perplexity=math.exp(min(loss, 700.0)),
-        accuracy=num_correct_all / num_targets_all,
+        accuracy=num_correct / num_targets,
         num_rows=num_rows,
         num_tokens=num_tokens,
-        num_targets=int(num_targets_all),
+        num_targets=int(num_targets),
         seconds=time.monotonic() - start,
         samples=samples,
     )

@@ -12,7 +12,7 @@ import torch
 from manyhands.config.schema import StopSection
 from manyhands.errors import UserError
 from manyhands.train.guards import check_finite, stop_reason
-from manyhands.train.optimizer import set_learning_rate
+from manyhands.train.optimizer import rates_by_pattern, set_learning_rate
 from manyhands.train.schedule import Schedule
 from manyhands.train.step import StepSums, StepWork, run_step
 from manyhands.train.types import Evaluate, Hook, ParallelModel, StepResult, TrainState
@@ -53,7 +53,7 @@ def train(loop: Loop) -> TrainState:
         _evaluate(loop)
     started, elapsed_before = time.monotonic(), state.elapsed_s
     for work in _until_stop(loop):
-        begin = time.monotonic()
+        begin = time.monotonic() - work.waited_s()  # the first micro-batch is here; waiting for it belongs to the step
         set_learning_rate(loop.optimizer, loop.schedule(work.step))
         sums = run_step(loop.parallel, loop.optimizer, work, max_grad_norm=loop.max_grad_norm, seed=loop.seed, rank=loop.rank)
         result, elapsed_s, interrupted = _agree(loop, work, sums, begin, elapsed_before + time.monotonic() - started)
@@ -90,14 +90,14 @@ def _agree(loop: Loop, work: StepWork, sums: StepSums, begin: float, elapsed_s: 
     """One small gather makes every rank know the same step: losses of all ranks, the slowest clock, a wish to stop."""
     flag = float(loop.interrupted())
     mine = torch.stack([sums.loss_sum, sums.grad_norm.double()])
-    clocks = torch.tensor([work.num_rank_targets, elapsed_s, flag], dtype=torch.float64)
+    clocks = torch.tensor([work.rank_divisor, elapsed_s, flag, work.waited_s()], dtype=torch.float64)
     rows = [row.tolist() for row in loop.parallel.all_gather(torch.cat([mine, clocks.to(mine.device, non_blocking=True)]))]
     losses = tuple(row[0] / row[2] if row[2] else math.nan for row in rows)
     seconds = time.monotonic() - begin
     result = StepResult(
         step=work.step + 1,
         epoch=work.epoch,
-        loss=sum(row[0] for row in rows) / work.num_targets,
+        loss=sum(row[0] for row in rows) / work.divisor,
         rank_losses=losses,
         grad_norm=rows[0][1],
         learning_rate=loop.schedule(work.step),
@@ -107,6 +107,8 @@ def _agree(loop: Loop, work: StepWork, sums: StepSums, begin: float, elapsed_s: 
         num_micro_batches=work.num_micro_batches,
         seconds=seconds,
         tokens_per_s=work.num_tokens / seconds,
+        input_wait_s=max(row[5] for row in rows),
+        learning_rates=rates_by_pattern(loop.optimizer),
     )
     return result, max(row[3] for row in rows), any(row[4] for row in rows)
 

@@ -1,39 +1,118 @@
-"""AdamW and its groups: every trained parameter in exactly one group, weight decay only on matrices."""
+"""Which optimizer, and its groups: every trained parameter in exactly one, weight decay only on matrices, rates by pattern.
+
+Must not know how a model is built or sharded; the optimizers beside this file see shards through ``train/sharded.py``.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from manyhands.config.patterns import reaches
 from manyhands.config.schema import OptimizerSection
+from manyhands.errors import UserError
+from manyhands.train.adafactor import Adafactor
+from manyhands.train.blockwise import BlockwiseAdamW, check_blockwise
+from manyhands.train.muon import Muon
+
+Group = dict[str, Any]
 
 
-def group_parameters(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups of (name, parameter) pairs: matrices that decay, and the rest.
+def make_optimizer(model: nn.Module, section: OptimizerSection, learning_rate: float, blocks: Collection[str] = ()) -> torch.optim.Optimizer:
+    """The optimizer of ``section`` over the trained parameters of ``model``, in their own (master) dtype.
+
+    ``learning_rate`` is the peak, ``blocks`` the names of the decoder's blocks, whose matrices Muon orthogonalises. Every group
+    has ``peak_ratio``, its peak as a share of that, and ``pattern``, the one of ``learning_rates`` that chose it or none.
+    UserError for patterns that choose nothing and for optimizers that the device does not have. AdamW is torch's fused one.
+    """
+    groups = group_parameters(model, section, learning_rate)
+    if not groups:
+        raise ValueError("no parameter of the model is trained")
+    betas = (section.beta1, section.beta2)
+    match section.name:
+        case "adafactor":
+            return Adafactor(groups, lr=learning_rate)
+        case "muon":
+            matrices, rest = split_matrices(groups, blocks)
+            if not matrices:
+                raise UserError(
+                    "optimizer.name: muon has nothing to do: no matrix of the blocks is trained",
+                    where="optimizer.name",
+                    fix="use optimizer.name=adamw, or train matrices of the blocks",
+                )
+            return Muon(matrices, rest, lr=learning_rate, betas=betas, eps=section.eps)
+        case "adamw":
+            return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=section.eps, fused=True)
+    check_blockwise(section.name, (parameter for group in groups for _, parameter in group["params"]))
+    for group in groups:
+        group["bits"] = 8 if section.name.endswith("8bit") and group["decays"] else 32
+    return BlockwiseAdamW(groups, lr=learning_rate, betas=betas, eps=section.eps, paged=section.name.startswith("paged"))
+
+
+def group_parameters(model: nn.Module, section: OptimizerSection, learning_rate: float) -> list[Group]:
+    """Groups of (name, parameter) pairs by pattern, and within it matrices, which decay, and the rest.
 
     Norm weights, biases (one dimension) and embeddings (also where the head is tied to them) do not decay: pulling
     them to zero changes scales that nothing else restores.
     """
     embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    decayed = [(n, p) for n, p in trained if p.ndim >= 2 and id(p) not in embeddings]
-    kept = [(n, p) for n, p in trained if p.ndim < 2 or id(p) in embeddings]
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+    chosen = choose_patterns(model, section.learning_rates)
+    groups: dict[tuple[str | None, bool], Group] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            pattern, decays = chosen.get(id(parameter)), parameter.ndim >= 2 and id(parameter) not in embeddings
+            peak = learning_rate if pattern is None else section.learning_rates[pattern]
+            empty = {"params": [], "weight_decay": section.weight_decay if decays else 0.0, "decays": decays}
+            group = groups.setdefault((pattern, decays), {**empty, "peak_ratio": peak / learning_rate, "pattern": pattern, "lr": peak})
+            group["params"].append((name, parameter))
+    return sorted(groups.values(), key=lambda group: not group["decays"])
 
 
-def make_optimizer(model: nn.Module, section: OptimizerSection, learning_rate: float) -> torch.optim.AdamW:
-    """AdamW over the trained parameters of ``model``, in their own (master) dtype; fused, which torch has for CPU and CUDA."""
-    groups = group_parameters(model, section.weight_decay)
-    if not groups:
-        raise ValueError("no parameter of the model is trained")
-    return torch.optim.AdamW(
-        groups, lr=learning_rate, betas=(section.beta1, section.beta2), eps=section.eps, weight_decay=section.weight_decay, fused=True
-    )
+def choose_patterns(model: nn.Module, patterns: Mapping[str, float]) -> dict[int, str]:
+    """The first of ``patterns`` that reaches a trained parameter, by its id; a tied one is reached by each of its names.
+
+    UserError for a pattern that reaches no trained parameter, or none that an earlier one has left.
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad:
+            names.setdefault(id(parameter), []).append(name)
+    chosen: dict[int, str] = {}
+    for pattern in patterns:
+        hits = [key for key, own in names.items() if any(reaches(name, pattern) for name in own)]
+        free = [key for key in hits if key not in chosen]
+        if not free:
+            raise UserError(
+                f"{pattern!r} of optimizer.learning_rates chooses no trained weight.",
+                where="optimizer.learning_rates",
+                why="patterns before it take all that it matches" if hits else "no weight that is trained has such a name",
+                fix="put it before the wider pattern" if hits else "name trained weights, for example one of these, or remove it",
+                details=[] if hits else [own[0] for own in names.values()][:20],
+            )
+        chosen |= dict.fromkeys(free, pattern)
+    return chosen
+
+
+def split_matrices(groups: list[Group], blocks: Collection[str]) -> tuple[list[Group], list[Group]]:
+    """The same groups for Muon, with the matrices of ``blocks``, and for AdamW, with everything else."""
+
+    def is_matrix(name: str, parameter: torch.Tensor) -> bool:
+        return parameter.ndim == 2 and any(name.startswith(f"{block}.") for block in blocks)
+
+    matrices = [{**group, "params": [pair for pair in group["params"] if is_matrix(*pair)]} for group in groups]
+    rest = [{**group, "params": [pair for pair in group["params"] if not is_matrix(*pair)]} for group in groups]
+    return [group for group in matrices if group["params"]], [group for group in rest if group["params"]]
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """Every group gets its share of the schedule's rate."""
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate
+        group["lr"] = learning_rate * group.get("peak_ratio", 1.0)
+
+
+def rates_by_pattern(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """The present learning rate of each of ``optimizer.learning_rates``."""
+    return {group["pattern"]: group["lr"] for group in optimizer.param_groups if group.get("pattern") is not None}

@@ -1,13 +1,14 @@
 """One optimizer step, and the one place that divides a loss.
 
-Contract: with L_k the loss sum and n_k the trained tokens of micro-batch k on rank r, the step's loss is
-``sum(L) / sum(n)`` over all ranks and micro-batches. ``sum(n)`` is known before the first backward pass, so each
-micro-batch contributes ``(L_k / N).backward()`` and ranks add their gradients up. No mean is ever taken of means.
+Contract: with L_k the loss sum and n_k the weight (the number of trained tokens, or the sum of their weights) of
+micro-batch k on rank r, the step's loss is ``sum(L) / sum(n)`` over all ranks and micro-batches. ``N = sum(n)`` is known
+before the first backward pass, so each micro-batch contributes ``(L_k / N).backward()`` and ranks add their gradients up.
+No mean is ever taken of means.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,19 @@ class StepWork:
     num_micro_batches: int  # of each rank
     num_rank_targets: int  # trained tokens of this rank
     micro_batches: Iterable[Batch]  # this rank's
+    target_weight: float | None = None  # sum of the weights of all ranks' targets; none: each weighs 1
+    rank_target_weight: float | None = None  # of this rank's
+    waited_s: Callable[[], float] = lambda: 0.0  # seconds this rank has waited for its micro-batches so far
+
+    @property
+    def divisor(self) -> float:
+        """What every loss sum of the step is divided by. An exact integer without weights."""
+        return self.num_targets if self.target_weight is None else self.target_weight
+
+    @property
+    def rank_divisor(self) -> float:
+        """The same over this rank's own targets, for its own mean."""
+        return self.num_rank_targets if self.rank_target_weight is None else self.rank_target_weight
 
 
 @dataclass(frozen=True)
@@ -49,7 +63,7 @@ def run_step(
         torch.manual_seed(_key(seed, work.step, index, rank))
         parallel.set_gradient_sync(index == work.num_micro_batches - 1)
         terms = parallel(batch)
-        (torch.stack([term_sum for term_sum, _ in terms.values()]).sum() / work.num_targets).backward()
+        (torch.stack([term_sum for term_sum, _ in terms.values()]).sum() / work.divisor).backward()
         detached = terms["lm"][0].detach().double()
         loss_sum = detached if loss_sum is None else loss_sum + detached
     if loss_sum is None:
@@ -71,7 +85,7 @@ def clip_gradients(optimizer: torch.optim.Optimizer, grad_norm: torch.Tensor, ma
     grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     local = [g.to_local() if hasattr(g, "to_local") else g for g in grads]
     if local:
-        factor = (max_norm / (grad_norm + 1e-6)).clamp(max=1.0).to(local[0].dtype)
+        factor = (max_norm / (grad_norm + 1e-6)).clamp(max=1.0).to(local[0])  # which may lie in host memory
         torch._foreach_mul_(local, factor)
 
 

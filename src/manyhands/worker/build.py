@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from manyhands.checkpoint.load import load_checkpoint, newest_checkpoint
 from manyhands.checkpoint.retention import clean_leftovers
 from manyhands.checkpoint.together import run_on_first
-from manyhands.data.order import RowOrder
 from manyhands.data.store import TokenStore
 from manyhands.data.tokenizer import load_tokenizer
 from manyhands.errors import EXIT_FAILED, UserError
-from manyhands.model.checks import check_loss, check_packing
+from manyhands.kernels.modules import fuse_lora
+from manyhands.model.adapter import adapt
+from manyhands.model.attention import choose_row_kernel
+from manyhands.model.blocks import find_blocks
+from manyhands.model.checks import check_loss, check_packing, check_padding
 from manyhands.model.load import build_meta, materialize
-from manyhands.model.lora import apply_lora
 from manyhands.model.loss import LossModel
+from manyhands.model.quantise import count_parameters
 from manyhands.parallel.apply import apply
+from manyhands.parallel.offload import StreamedOptimizer
 from manyhands.train.optimizer import make_optimizer
 from manyhands.train.types import TrainState
 from manyhands.worker.rank import Rank
@@ -39,33 +44,53 @@ def open_data(rank: Rank) -> None:
         raise UserError(
             "the prepared data is not the plan's", where=plan.data_folder, fix="start again; the cache is rebuilt", exit_code=EXIT_FAILED
         )
-    train = rank.store.train
-    rank.order = RowOrder(
-        train.num_rows, rank.config.seed, batch_rows=plan.batch_rows, batch_tokens=plan.batch_tokens, num_targets=train.num_targets
-    )
-    rank.tokenizer = load_tokenizer(plan.model_folder, rank.config.model.chat_template, rank.config.model.trust_remote_code)
+    rank.order = rank.store.order_rows(rank.config.seed, batch_rows=plan.batch_rows, batch_tokens=plan.batch_tokens)
+    model = rank.config.model
+    rank.tokenizer = load_tokenizer(plan.model_folder, model.chat_template, model.trust_remote_code, model.new_tokens)
 
 
 def build_model(rank: Rank) -> None:
     """Meta model, adapters, surgery, weights onto their shards, optimizer."""
     plan, config, world = rank.plan, rank.config, rank.world
-    model = build_meta(plan, config)
-    if config.method.name == "lora":
-        rank.adapted = apply_lora(model, config.method, config.seed)
-    rank.loss_model = LossModel(model)
-    rank.parallel = apply(rank.loss_model, plan, world, lambda module: materialize(module, plan, config, world.device))
-    rank.optimizer = make_optimizer(rank.model, config.optimizer, plan.learning_rate)
+    model = build_meta(plan, config, say=rank.say)
+    if config.method.name != "full":
+        rank.adapted = adapt(model, plan, config)
+        if plan.fuse_lora:
+            _fuse_adapters(rank, model)
+    if plan.row_kernel:
+        _choose_row_kernel(rank, model)
+    rank.loss_model = LossModel(model, fuse=plan.fuse_loss)
+    rank.parallel = apply(rank.loss_model, plan, world, lambda module, device: materialize(module, plan, config, device))
+    rank.optimizer = make_optimizer(rank.model, config.optimizer, plan.learning_rate, list(find_blocks(rank.model)))
+    if plan.offload == "optimizer":
+        rank.optimizer = StreamedOptimizer(rank.optimizer, world.device)
     trained = sum(p.numel() for p in rank.model.parameters() if p.requires_grad)
-    total = sum(p.numel() for p in rank.model.parameters())
+    total = count_parameters(rank.model)
     rank.measured |= {"num_parameters": total, "num_trained_parameters": trained}
     rank.say(f"model: {total:,} parameters, {trained:,} trained ({trained / total:.2%})")
+
+
+def _fuse_adapters(rank: Rank, model: Any) -> None:
+    """Known attention and MLP modules on fused layers; what stays as it is, and why, is said."""
+    report = fuse_lora(model)
+    if rank.config.kernels.lora == "fused" and not report.fused:
+        raise UserError("no adapted module can be fused", where="kernels.lora", why=str(report), fix="set kernels.lora: auto")
+    rank.say(f"adapters: {report}")
+
+
+def _choose_row_kernel(rank: Rank, model: Any) -> None:
+    kernel = choose_row_kernel(model.config, rank.world.device, getattr(torch, rank.plan.compute_dtype))
+    rank.say(f"attention: rows of one length by {kernel.name or 'varlen'}" + (f" ({kernel.reason})" if kernel.reason else ""))
 
 
 def check_model(rank: Rank) -> None:
     """What the fast paths claim is compared with the loaded model itself, before the first step."""
     check_loss(rank.parallel, rank.loss_model, rank.world.device)
-    if rank.plan.packing:
-        check_packing(rank.parallel, rank.loss_model, rank.world.device)
+    check_rows = check_packing if rank.plan.packing else check_padding
+    check_rows(rank.parallel, rank.loss_model, rank.world.device)
+    if rank.config.kernels.loss == "fused" and rank.loss_model.why_chunked:
+        raise UserError("the loss cannot be fused", where="kernels.loss", why=rank.loss_model.why_chunked, fix="set kernels.loss: auto")
+    rank.say(f"loss: {rank.loss_model.how_loss}")
     if rank.world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(rank.world.device)
 

@@ -14,6 +14,7 @@ from manyhands.export.fresh import verify_in_fresh_process
 from manyhands.export.model import export_model
 from manyhands.export.probe import save_probe
 from manyhands.metrics.report import write_report
+from manyhands.model.adapter import method_of
 from manyhands.worker.rank import Rank
 
 PROBE_TOKENS = 32
@@ -27,10 +28,11 @@ def export(rank: Rank) -> None:
         load_checkpoint(checkpoint_folder(folder.checkpoints, rank.state.best_step), rank.model, rank.optimizer)
         rank.say(f"exporting the best checkpoint: step {rank.state.best_step}, validation loss {rank.state.best_loss:.4f}")
     _save_probe(rank)
-    template, source = config.model.chat_template, Path(plan.model_folder)
-    if config.method.name == "full" or config.output.merge:
-        name = "model" if config.method.name == "full" else "merged"
-        asked = config.method.name == "full" or config.output.dtype != "auto"
+    source = Path(plan.model_folder)
+    adapters = config.method.trains_adapters
+    if not adapters or config.output.merge:
+        name = "merged" if adapters else "model"
+        asked = not adapters or config.output.dtype != "auto"
         dtype = plan.output_dtype if asked else plan.frozen_dtype  # merged, nothing asked: as the weights were computed with
         export_model(
             folder.path / name,
@@ -38,20 +40,21 @@ def export(rank: Rank) -> None:
             source,
             dtype,
             rank=rank.world.rank,
-            merge=config.method.name == "lora",
-            chat_template=template,
+            merge=adapters,
+            asked=config.model,
             replace=True,
             reference_path=_reference(rank, name),
         )
-    if config.method.name == "lora":
+    if adapters:
         export_adapter(
             folder.path / "adapter",
             rank.model,
-            config.method,
+            method_of(plan, config),
             config.model.name,
             rank=rank.world.rank,
             dtype=plan.output_dtype,
-            revision=config.model.revision,
+            source=source,
+            asked=config.model,
             replace=True,
             reference_path=_reference(rank, "adapter"),
         )

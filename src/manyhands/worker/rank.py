@@ -11,6 +11,7 @@ import torch
 from manyhands.config.schema import RunConfig
 from manyhands.data.order import RowOrder
 from manyhands.data.store import TokenStore
+from manyhands.data.workers import BatchWorkers
 from manyhands.errors import UserError
 from manyhands.launch.failure import write_failure
 from manyhands.launch.foreign import Launcher
@@ -44,6 +45,7 @@ class Rank:
     store: TokenStore = None  # type: ignore[assignment]
     order: RowOrder = None  # type: ignore[assignment]
     tokenizer: Any = None
+    workers: BatchWorkers | None = None  # processes that collate, while there are any
     # model
     loss_model: LossModel = None  # type: ignore[assignment]
     adapted: list[str] = field(default_factory=list)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from manyhands.data.template import template_arguments_of
 from manyhands.infer.generate import end_token_ids, generate, greedy
 from manyhands.worker.rank import Rank
 
@@ -54,7 +55,8 @@ def answer_prompts(rank: Rank, prompts: list[Prompt]) -> tuple[tuple[str, str], 
     A whole model answers on rank 0 with a cache. Sharded weights are gathered by all ranks or by none, so there all ranks
     go through the same forwards.
     """
-    max_new_tokens, ends = rank.config.evaluate.max_new_tokens, end_token_ids(rank.plan.model_folder, rank.tokenizer)
+    max_new_tokens = rank.config.evaluate.max_new_tokens
+    ends = end_token_ids(rank.plan.model_folder, rank.tokenizer, template_arguments_of(rank.config))
     if rank.parallel.is_whole and not rank.is_first:
         return ()
     answers = []

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from manyhands.data.batches import iterate
+from manyhands.data.batches import MicroBatches, iterate
 from manyhands.data.pack import Layout, lay_out_packed, lay_out_rows
 from manyhands.data.store import RowSet
 from manyhands.train.step import StepWork
-from manyhands.train.types import Batch
+from manyhands.worker.loading import SetName, collation
 from manyhands.worker.rank import Rank
 
 
@@ -20,7 +20,7 @@ def lay_out_step(rank: Rank, rows: np.ndarray) -> Layout:
     """The rows of one training step as micro-batches of all ranks; the same on every rank."""
     plan, world_size = rank.plan, rank.world.world_size
     if plan.micro_tokens is not None:
-        return lay_out_packed(rows, rank.store.train.lengths, world_size, plan.micro_tokens)
+        return lay_out_packed(rows, rank.store.train.lengths, world_size, plan.pack_tokens or plan.micro_tokens)
     assert plan.micro_rows is not None and plan.accumulation is not None
     return lay_out_rows(rows, world_size, plan.micro_rows, plan.accumulation)
 
@@ -29,16 +29,15 @@ def lay_out_evaluation(rank: Rank, row_set: RowSet, rows: np.ndarray) -> Layout:
     """Rows of an evaluation, however many micro-batches that takes."""
     plan, world_size = rank.plan, rank.world.world_size
     if plan.micro_tokens is not None:
-        capacity = max(plan.micro_tokens, int(row_set.lengths[rows].max()))
+        capacity = max(plan.pack_tokens or plan.micro_tokens, int(row_set.lengths[rows].max()))
         return lay_out_packed(rows, row_set.lengths, world_size, capacity)
     assert plan.micro_rows is not None
     return lay_out_rows(rows, world_size, plan.micro_rows, -(-len(rows) // (plan.micro_rows * world_size)))
 
 
-def iterate_layouts(rank: Rank, row_set: RowSet, layouts: Iterable[Layout]) -> Iterator[tuple[Layout, Iterator[Batch]]]:
-    """Each layout with this rank's micro-batches, prepared ahead. Compiled blocks want one shape: packs are filled up."""
-    pad_to = rank.plan.micro_tokens if rank.plan.compile else None
-    return iterate(row_set, layouts, rank.world.rank, rank.world.device, rank.plan.packing, pad_to=pad_to)
+def iterate_layouts(rank: Rank, name: SetName, layouts: Iterable[Layout]) -> Iterator[tuple[Layout, MicroBatches]]:
+    """Each layout of the set's rows with this rank's micro-batches, prepared ahead."""
+    return iterate(layouts, rank.world.rank, rank.world.device, collation(rank, name))
 
 
 def iterate_steps(rank: Rank) -> Iterator[StepWork]:
@@ -53,12 +52,12 @@ def iterate_steps(rank: Rank) -> Iterator[StepWork]:
             coming.append(_describe(rank, step, epoch + (index + 1) / rank.order.steps_per_epoch(epoch), rows, layout))
             yield layout
 
-    for _, micro_batches in iterate_layouts(rank, rank.store.train, lay_out_steps()):
-        yield replace(coming.popleft(), micro_batches=micro_batches)
+    for _, micro_batches in iterate_layouts(rank, "train", lay_out_steps()):
+        yield replace(coming.popleft(), micro_batches=micro_batches, waited_s=micro_batches.waited_s)
 
 
 def _describe(rank: Rank, step: int, epoch: float, rows: np.ndarray, layout: Layout) -> StepWork:
-    train = rank.store.train
+    train, mine = rank.store.train, layout.rows_of_rank(rank.world.rank)
     return StepWork(
         step=step,
         epoch=epoch,
@@ -66,6 +65,8 @@ def _describe(rank: Rank, step: int, epoch: float, rows: np.ndarray, layout: Lay
         num_tokens=int(train.lengths[rows].sum()),
         num_targets=int(train.num_targets[rows].sum()),
         num_micro_batches=layout.num_micro_batches,
-        num_rank_targets=int(train.num_targets[layout.rows_of_rank(rank.world.rank)].sum()),
+        num_rank_targets=int(train.num_targets[mine].sum()),
         micro_batches=(),
+        target_weight=float(train.target_weights[rows].sum()) if train.has_weights else None,
+        rank_target_weight=float(train.target_weights[mine].sum()) if train.has_weights else None,
     )

@@ -18,6 +18,7 @@ from manyhands.train.evaluate import evaluate
 from manyhands.train.loop import Interrupted, Loop, train
 from manyhands.train.schedule import make_schedule
 from manyhands.train.types import Batch, Evaluate, Evaluation, Hook, StepResult, TrainState
+from manyhands.worker.loading import close_workers, open_workers
 from manyhands.worker.rank import Rank
 from manyhands.worker.samples import answer_prompts, choose_prompts
 from manyhands.worker.steps import iterate_layouts, iterate_steps, lay_out_evaluation
@@ -53,6 +54,7 @@ def train_model(rank: Rank) -> None:
         evaluate_at_start=config.evaluate.at_start,
         interrupted=rank.stop,
     )
+    open_workers(rank)
     rank.loss_model.train()
     try:
         train(loop)
@@ -62,6 +64,7 @@ def train_model(rank: Rank) -> None:
     finally:
         for sink in sinks:
             sink.close()
+        close_workers(rank)
     rank.say(f"trained: {rank.state.stop_reason}")
 
 
@@ -75,7 +78,7 @@ def make_evaluate(rank: Rank) -> Evaluate | None:
     prompts = choose_prompts(rank, rows)
 
     def beat_by_batch(state: TrainState) -> Iterator[Batch]:
-        for _, micro_batches in iterate_layouts(rank, row_set, [layout]):
+        for _, micro_batches in iterate_layouts(rank, "validation", [layout]):
             for batch in micro_batches:
                 rank.beat(state.step)  # a long evaluation is no standstill
                 yield batch
@@ -123,6 +126,7 @@ class DeviceHook(Hook):
         self.rank.measured.setdefault("seconds_by_step", []).append(result.seconds)
         self.rank.measured.setdefault("losses", []).append(result.loss)
         self.rank.measured.setdefault("tokens_by_step", []).append(result.num_tokens)
+        self.rank.measured.setdefault("input_wait_by_step", []).append(result.input_wait_s)
 
     def after_evaluation(self, state: TrainState, evaluation: Evaluation) -> None:
         self.rank.measured.setdefault("evaluations", []).append(asdict(evaluation))

@@ -1,0 +1,84 @@
+"""Published shapes of models (their public config.json), and how to write them as model folders without weights. No torch at import."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+NUM_WORDS = 512  # of the tokenizer that comes with every folder
+
+_LLAMA: dict[str, Any] = dict(num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072, rms_norm_eps=1e-5)
+
+# name: (model_type, fields of its config). gemma27b is the text model of google/gemma-3-27b-it.
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "tiny": (
+        "llama",
+        dict(
+            hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2, vocab_size=520,
+            max_position_embeddings=8192,
+        ),
+    ),
+    "llama1b": (
+        "llama",
+        _LLAMA | dict(
+            hidden_size=2048, intermediate_size=8192, num_attention_heads=32, head_dim=64, num_hidden_layers=16, tie_word_embeddings=True
+        ),
+    ),
+    "llama8b": ("llama", _LLAMA | dict(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_hidden_layers=32)),
+    "llama70b": ("llama", _LLAMA | dict(hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_hidden_layers=80)),
+    "qwen32b": (
+        "qwen3",
+        dict(
+            hidden_size=5120, intermediate_size=25600, num_attention_heads=64, num_key_value_heads=8, head_dim=128, num_hidden_layers=64,
+            vocab_size=151936, max_position_embeddings=40960, rms_norm_eps=1e-6,
+        ),
+    ),
+    "gemma27b": (
+        "gemma3_text",
+        dict(
+            hidden_size=5376, intermediate_size=21504, num_attention_heads=32, num_key_value_heads=16, head_dim=128, num_hidden_layers=62,
+            vocab_size=262208, max_position_embeddings=131072, sliding_window=1024, query_pre_attn_scalar=168,
+        ),
+    ),
+}  # fmt: skip
+
+
+def write_model_folder(folder: Path, shape: str, num_layers: int | None = None) -> None:
+    """config.json and a word-level tokenizer; the weights are drawn on the device (``model.init: random``)."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoConfig, PreTrainedTokenizerFast
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    model_type, fields = SHAPES[shape]
+    fields = dict(fields) | ({"num_hidden_layers": num_layers} if num_layers else {})
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+    AutoConfig.for_model(model_type, dtype="bfloat16", architectures=[architecture], **fields).save_pretrained(folder)
+    vocabulary = {"<unk>": 0, "<eos>": 1} | {f"w{i}": i for i in range(2, NUM_WORDS)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>").save_pretrained(folder)
+
+
+def write_rows(file: Path, lengths: list[int], seed: int = 1) -> None:
+    """Rows of random words with exactly these numbers of tokens, the closing <eos> included."""
+    import random
+
+    choose = random.Random(seed)
+    words = [f"w{i}" for i in range(2, NUM_WORDS)]
+    with file.open("w") as out:
+        for length in lengths:
+            out.write(json.dumps({"text": " ".join(choose.choices(words, k=length - 1))}) + "\n")
+
+
+def flops_per_token(shape: str, length: int, *, full: bool) -> float:
+    """Operations a token: 6 a matmul weight where all are trained, 4 where adapters are, plus causal attention forward and backward.
+
+    The peers' figures count the same way: ``length / 2`` positions seen by a token, recomputation not counted.
+    """
+    _, fields = SHAPES[shape]
+    hidden, heads, layers = fields["hidden_size"], fields["num_attention_heads"], fields["num_hidden_layers"]
+    head_dim = fields.get("head_dim", hidden // heads)
+    attention_weights = hidden * head_dim * (2 * heads + 2 * fields["num_key_value_heads"])
+    weights = layers * (attention_weights + 3 * hidden * fields["intermediate_size"]) + hidden * fields["vocab_size"]
+    return (6 if full else 4) * weights + layers * 3 * 2 * 2 * (length / 2) * heads * head_dim

@@ -1,0 +1,28 @@
+"""``manyhands bench``: the speed table, ours beside a peer's."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from manyhands.cli.process import run_module
+
+
+def bench(
+    rows: Annotated[list[str] | None, typer.Argument(metavar="ROW", help="Rows of the table; all without.", show_default=False)] = None,
+    results: Annotated[str, typer.Option("--results", help="Raw rows; what is there is not measured again.")] = "bench/results/speed.jsonl",
+    list_rows: Annotated[bool, typer.Option("--list", help="Show the table and what is open.")] = False,
+    gpus: Annotated[int | None, typer.Option("--gpus", help="Measure on at most so many GPUs.", show_default=False)] = None,
+    again: Annotated[bool, typer.Option("--again", help="Measure again what is there.")] = False,
+    peer: Annotated[bool, typer.Option("--peer/--no-peer", help="Measure TRL too, where it is installed.")] = True,
+    check: Annotated[str | None, typer.Option("--check", help="Compare ratios with this file's.", show_default=False)] = None,
+) -> None:
+    """Measure speed and memory on random weights of published shapes, beside TRL where it is installed."""
+    arguments = [*(rows or ()), "--results", results]
+    arguments += ["--list"] if list_rows else []
+    arguments += ["--gpus", str(gpus)] if gpus is not None else []
+    arguments += ["--again"] if again else []
+    arguments += [] if peer else ["--peer", "no"]
+    arguments += ["--check", check] if check else []
+    raise typer.Exit(run_module("manyhands.bench", arguments))

@@ -1,0 +1,114 @@
+"""What the files call the tensors that are saved: as the source's files do, in the source's shapes and dtypes. Writes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.core_model_loading import revert_weight_conversion
+
+from manyhands.export.gather import saved_tensors
+from manyhands.model.load import loaded_tensors
+from manyhands.model.source import Checkpoint, Conversion, StoredTensor, needs_conversion, read_checkpoint, revert
+
+
+@dataclass
+class FileLayout:
+    """Where the tensors of ``iterate_whole`` go, given to ``parts_of`` in its order."""
+
+    model: Any
+    names: dict[str, tuple[str, ...]]  # of a tied tensor every name that the source stores it under
+    dtypes: dict[str, torch.dtype]  # by the model's names
+    sizes: dict[str, int]  # bytes by names in the files, in the order in which they are written
+    conversions: tuple[Conversion, ...] = ()
+    copied: tuple[StoredTensor, ...] = ()
+    _made: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # of each conversion, as far as it has arrived
+
+    def parts_of(self, name: str, whole: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name in the files, tensor) of everything that can be written now that ``name`` is there."""
+        conversion = _conversion_of(name, self.conversions)
+        if conversion is None:
+            for index, stored_name in enumerate(self.names[name]):
+                yield stored_name, whole.clone() if index else whole  # files do not share memory
+            return
+        made = self._made.setdefault(conversion.name, {})
+        made[name] = whole
+        if made.keys() == conversion.shapes.keys():
+            parts = revert(self.model, conversion, self._made.pop(conversion.name))
+            for part in conversion.parts:
+                yield part.name, parts[part.name].contiguous()
+
+
+def lay_out(model: nn.Module, source: Path, dtype: torch.dtype) -> FileLayout:
+    """Names as in ``source``; where it has no weights, because the model started from new ones, as transformers saves it.
+
+    If ``dtype`` is that of most of the source's weights, the few of another dtype (norms in float32, say) keep theirs.
+    """
+    tensors = saved_tensors(model)
+    if not any(source.glob("*.safetensors")):
+        return _lay_out_new(model, tensors, dtype)
+    checkpoint = read_checkpoint(model, loaded_tensors(model), source)
+    names = _stored_names(model, tensors, checkpoint)
+    dtypes = _choose_dtypes(tensors, names, checkpoint, dtype)
+    sizes: dict[str, int] = {}
+    left = {conversion.name: set(conversion.shapes) for conversion in checkpoint.conversions}
+    for name, tensor in tensors.items():
+        conversion = _conversion_of(name, checkpoint.conversions)
+        if conversion is None:
+            sizes |= {stored: _bytes(tensor.numel(), dtypes[name], tensor) for stored in names[name]}
+            continue
+        left[conversion.name].discard(name)
+        if not left[conversion.name]:
+            sizes |= {part.name: _bytes(_count(part.shape), dtypes[name], tensor) for part in conversion.parts}
+    sizes |= {stored.name: stored.num_bytes for stored in checkpoint.untouched}
+    return FileLayout(model, names, dtypes, sizes, checkpoint.conversions, checkpoint.untouched)
+
+
+def _lay_out_new(model: nn.Module, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> FileLayout:
+    named = {name: torch.empty(0, device="meta") for name in tensors}
+    written = dict(named) if needs_conversion(model) else revert_weight_conversion(model, dict(named))  # type: ignore[arg-type]
+    by_tensor = {id(tensor): name for name, tensor in written.items()}
+    names = {name: (by_tensor[id(tensor)],) for name, tensor in named.items()}
+    sizes = {names[name][0]: _bytes(tensor.numel(), dtype, tensor) for name, tensor in tensors.items()}
+    return FileLayout(model, names, dict.fromkeys(tensors, dtype), sizes)
+
+
+def _stored_names(model: nn.Module, tensors: Mapping[str, torch.Tensor], checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
+    aliases: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        aliases.setdefault(id(parameter), []).append(name)
+    return {
+        name: tuple(checkpoint.plain[alias].name for alias in aliases.get(id(tensor), [name]) if alias in checkpoint.plain) or (name,)
+        for name, tensor in tensors.items()
+    }
+
+
+def _choose_dtypes(
+    tensors: Mapping[str, torch.Tensor], names: Mapping[str, tuple[str, ...]], checkpoint: Checkpoint, dtype: torch.dtype
+) -> dict[str, torch.dtype]:
+    """The asked dtype, or, where it is that of most of the source's values, each tensor's own."""
+    stored = {tensor.name: tensor for tensor in checkpoint.plain.values()}
+    parts = [*stored.values(), *(part for conversion in checkpoint.conversions for part in conversion.parts)]
+    elements: dict[torch.dtype | None, int] = {}
+    for part in parts:
+        elements[part.torch_dtype] = elements.get(part.torch_dtype, 0) + _count(part.shape)
+    if dtype != max(elements, key=lambda key: elements[key]):
+        return dict.fromkeys(tensors, dtype)
+    own = {name: stored[names[name][0]].torch_dtype for name in tensors if names[name][0] in stored}
+    return {name: own.get(name) or dtype for name in tensors}
+
+
+def _conversion_of(name: str, conversions: tuple[Conversion, ...]) -> Conversion | None:
+    return next((conversion for conversion in conversions if name in conversion.shapes), None)
+
+
+def _bytes(num_elements: int, dtype: torch.dtype, like: torch.Tensor) -> int:
+    return num_elements * (dtype.itemsize if like.is_floating_point() else like.element_size())
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()

@@ -1,0 +1,152 @@
+"""The adapter that a run goes on from: where it lies and how it was trained. Reads JSON and the header of its weights only.
+
+``method.adapter`` names a PEFT folder, or the folder of a finished run, whose ``adapter/`` is meant. What the adapter's
+factors mean (rank, alpha, rslora, dora, targets, modules_to_save) is the adapter's to say: a key of the run file may repeat
+it, or be left at its default; another value is an error that names both. Dropout is the run's own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from manyhands.config.schema import MethodSection, RunConfig
+from manyhands.errors import UserError
+from manyhands.facts.safetensors import read_headers
+from manyhands.facts.types import AdapterFacts
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PEFT_PREFIX, FACTOR = "base_model.model.", ".lora_A.weight"
+# Fields of PEFT's LoraConfig that change what the factors compute, and that are not computed here.
+UNSUPPORTED = (
+    "rank_pattern",
+    "alpha_pattern",
+    "fan_in_fan_out",
+    "target_parameters",
+    "layer_replication",
+    "lora_bias",
+    "alora_invocation_tokens",
+)
+SETTLED = ("rank", "alpha", "rslora", "dora", "targets", "modules_to_save")
+
+
+def find_adapter(config: RunConfig, report: Callable[[str], Any] = print) -> AdapterFacts | None:
+    """The adapter of ``method.adapter``; None where none is asked. UserError if it is none, or contradicts the run file."""
+    if config.method.adapter is None:
+        return None
+    folder = locate_adapter(Path(config.method.adapter).expanduser())
+    fields = read_adapter_config(folder)
+    trained_tokens = fields.get("trainable_token_indices")
+    if trained_tokens and not config.model.new_tokens:
+        raise UserError(
+            "the adapter has rows of tokens of its own, but model.new_tokens is empty",
+            where=str(folder / CONFIG),
+            why=f"trainable_token_indices: {trained_tokens}",
+            fix="set model.new_tokens to the tokens it was trained with",
+        )
+    base = fields.get("base_model_name_or_path")
+    if base and base not in (config.model.name, str(Path(config.model.name).expanduser().resolve())):
+        report(f"note: the adapter was made for {base}, and model.name is {config.model.name}")
+    return AdapterFacts(folder=str(folder.resolve()), method=settle(config.method, describe_method(folder, fields), folder))
+
+
+def locate_adapter(folder: Path) -> Path:
+    """The folder with adapter_config.json: ``folder`` itself, or ``adapter/`` of a run's folder."""
+    for candidate in (folder, folder / "adapter"):
+        if (candidate / CONFIG).is_file():
+            if not (candidate / WEIGHTS).is_file():
+                pickled = (candidate / "adapter_model.bin").is_file()
+                why = "its weights are pickled (adapter_model.bin), which is never opened" if pickled else f"there is no {WEIGHTS}"
+                raise UserError("the adapter has no weights", where=str(candidate), why=why, fix="save it as safetensors")
+            return candidate
+    if (folder / "model" / "config.json").is_file():
+        raise UserError(
+            "the run has trained a whole model, not an adapter", where=str(folder), fix=f"go on from it with model.name={folder}/model"
+        )
+    unfinished = "the run has written no adapter yet" if (folder / "run.json").is_file() else ""
+    raise UserError(
+        "method.adapter is no adapter",
+        where=str(folder),
+        why=unfinished or f"there is no {CONFIG} in it, nor in its folder adapter/",
+        fix="name a PEFT adapter's folder, or the folder of a finished run",
+    )
+
+
+def read_adapter_config(folder: Path) -> dict[str, Any]:
+    """The fields of adapter_config.json. UserError for another kind than LoRA, or what our layers do not compute."""
+    path = folder / CONFIG
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError("the adapter's configuration cannot be read", where=str(path), why=str(error)) from error
+    beyond = [key for key in UNSUPPORTED if fields.get(key)]
+    beyond += ["bias"] if fields.get("bias", "none") != "none" else []
+    if fields.get("peft_type") != "LORA" or beyond:
+        raise UserError(
+            "this adapter cannot be used here",
+            where=str(path),
+            why=f"it sets {', '.join(beyond)}" if beyond else f"peft_type is {fields.get('peft_type')}, not LORA",
+            fix="open it with PEFT",
+        )
+    return fields
+
+
+def describe_method(folder: Path, fields: Mapping[str, Any]) -> MethodSection:
+    """How an adapter was trained, in our keys.
+
+    A list of targets means the same here as in PEFT, and a string is a regular expression. Where PEFT chose by other fields
+    too (layers, exclusions), the layers are those that the weights name.
+    """
+    targets = fields.get("target_modules")
+    if any(fields.get(key) for key in ("layers_to_transform", "exclude_modules")) or not targets:
+        targets = read_targets(folder)
+    elif isinstance(targets, str):
+        targets = targets if targets == "all-linear" else (f"re:{targets}",)
+    return MethodSection(
+        name="lora",
+        rank=fields["r"],
+        alpha=fields["lora_alpha"],
+        targets=targets if isinstance(targets, str) else tuple(sorted(targets)),
+        rslora=bool(fields.get("use_rslora")),
+        dora=bool(fields.get("use_dora")),
+        modules_to_save=tuple(fields.get("modules_to_save") or ()),
+    )
+
+
+def needed_tokens(folder: Path) -> int:
+    """Rows that the base's embeddings must have for the adapter's tokens; 0 where it trains none."""
+    trained = read_adapter_config(folder).get("trainable_token_indices") or {}
+    return max((1 + token for ids in (trained.values() if isinstance(trained, dict) else [trained]) for token in ids), default=0)
+
+
+def read_targets(folder: Path) -> list[str]:
+    """Full names of the adapted layers, from the header of the weights."""
+    tensors, _ = read_headers([folder / WEIGHTS])
+    return sorted({name.removeprefix(PEFT_PREFIX).removesuffix(FACTOR) for name in tensors if name.endswith(FACTOR)})
+
+
+def settle(asked: MethodSection, adapter: MethodSection, folder: Path) -> MethodSection:
+    """``asked`` with what the adapter decides. UserError for a value that was asked for and is not the adapter's.
+
+    Targets and modules may be written in another way here than there: those asked for are kept, and the names of what is
+    trained are compared when the weights are read.
+    """
+    defaults = MethodSection.model_fields
+    taken: dict[str, Any] = {}
+    wrong: list[str] = []
+    for key in SETTLED:
+        mine, its = getattr(asked, key), getattr(adapter, key)
+        if mine == defaults[key].default:
+            taken[key] = its
+        elif mine != its and key not in ("targets", "modules_to_save"):
+            wrong.append(f"method.{key} is {mine}, and the adapter's is {its}")
+    if wrong:
+        raise UserError(
+            "the run file and the adapter contradict each other",
+            where=str(folder / CONFIG),
+            fix="leave these keys out of the run file: the adapter's values are taken",
+            details=wrong,
+        )
+    return asked.model_copy(update=taken)

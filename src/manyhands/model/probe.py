@@ -1,0 +1,140 @@
+"""``python -m manyhands.model.probe FOLDER``: can this family be trained here, and packed? Asked before a run is planned.
+
+A shrunken copy of the model's configuration, with a few layers of each kind, narrow, random weights, on the CPU, goes through
+the checks that the loaded model will go through. Prints one JSON object: ``trains``, ``packs`` and ``reason``. Reads
+config.json and no weight; knows nothing of plans.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from manyhands.errors import UserError
+from manyhands.model.attention import BLOCKWISE, plain_attention, register_attention
+from manyhands.model.checks import check_loss, check_packing, check_padding
+from manyhands.model.loss import LossModel
+
+CPU = torch.device("cpu")
+SEED = 2718
+LAYERS_OF_A_KIND = 2
+NUM_LAYERS_OF_ONE_KIND = 4  # where the configuration does not list its layers, they may differ by their index
+MAX_LAYERS = 12
+NUM_HEADS = 4
+SIZES = {"intermediate_size": 128, "moe_intermediate_size": 32, "vocab_size": 512}
+WINDOWS = ("sliding_window", "attention_chunk_size")
+SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
+
+
+class Single:
+    """A loss model of one process, as the checks call it."""
+
+    def __init__(self, loss_model: LossModel) -> None:
+        self._loss_model = loss_model
+
+    def __call__(self, batch: Mapping[str, Any], *, metrics: bool = False) -> Mapping[str, tuple[torch.Tensor, torch.Tensor]]:
+        return self._loss_model(batch, metrics=metrics)
+
+    def logits(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        return self._loss_model.logits(batch)
+
+
+def probe(config: Any, *, trust_remote_code: bool = False) -> dict[str, Any]:
+    """The verdict on a transformers configuration: ``{"trains": bool, "packs": bool, "reason": str}``.
+
+    Packing is tried as each attention would carry it out: by positions (``sdpa``), and by cumulative lengths, where the
+    blockwise function stands for ``varlen``: both see only what the family's layers hand on.
+    """
+    register_attention()
+    ways = ("sdpa", BLOCKWISE) if plain_attention(config) == "sdpa" else (BLOCKWISE,)
+    try:
+        loss_model = LossModel(_build(config, ways[0], trust_remote_code))
+        single = Single(loss_model)
+        check_loss(single, loss_model, CPU)
+        check_padding(single, loss_model, CPU)
+    except UserError as error:
+        return {"trains": False, "packs": False, "reason": _sentence(error)}
+    try:
+        for implementation in ways:
+            loss_model.model.set_attn_implementation(implementation)
+            if loss_model.model.config._attn_implementation != implementation:  # transformers only warns
+                raise RuntimeError(f"attention of {type(loss_model.model).__name__} cannot be replaced")
+            check_packing(single, loss_model, CPU)
+    except UserError as error:
+        return {"trains": True, "packs": False, "reason": _sentence(error)}
+    except RuntimeError as error:  # our attention functions fail closed
+        return {"trains": True, "packs": False, "reason": str(error)}
+    return {"trains": True, "packs": True, "reason": "a shrunken copy gives the same logits packed and alone"}
+
+
+def _build(config: Any, implementation: str, trust_remote_code: bool) -> Any:
+    """A shrunken model. UserError where transformers has no such attention for it."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        try:
+            return AutoModelForCausalLM.from_config(
+                shrink(config), dtype=torch.float32, attn_implementation=implementation, trust_remote_code=trust_remote_code
+            )
+        except ValueError as error:
+            if "attention implementation" not in str(error):
+                raise
+            raise UserError(f"transformers has no fast attention for {config.model_type}.", why=str(error).split(". ")[0]) from error
+
+
+def shrink(config: Any) -> Any:
+    """A copy of the text configuration with ``LAYERS_OF_A_KIND`` layers of each kind, narrow, its head_dim as it is.
+
+    A layer's kind is what the configuration's per-layer lists say of it. head_dim stays because rotary tables hang on it.
+    """
+    text = config.get_text_config()
+    values = text.to_dict()
+    depth, num_heads = text.num_hidden_layers, text.num_attention_heads
+    num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
+    lists = {key: value for key, value in values.items() if isinstance(value, list | tuple) and len(value) == depth}
+    chosen = choose_layers([repr([value[index] for value in lists.values()]) for index in range(depth)], listed=bool(lists))
+    values |= {key: [value[index] for index in chosen] for key, value in lists.items()}
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // num_heads
+    values |= {"num_hidden_layers": len(chosen), "num_attention_heads": NUM_HEADS, "hidden_size": NUM_HEADS * head_dim}
+    if "num_key_value_heads" in values:
+        values["num_key_value_heads"] = NUM_HEADS if num_kv_heads == num_heads else min(num_kv_heads, 2)
+    values |= {key: min(size, values[key]) for key, size in SIZES.items() if values.get(key)}
+    values |= {key: 8 for key in WINDOWS if values.get(key)}
+    values |= {key: 0 for key in SPECIAL_TOKENS if values.get(key) is not None}
+    if "initializer_range" in values:
+        values["initializer_range"] = 0.08  # wide, so that logits are not flat and caps are felt
+    return type(text).from_dict(values)
+
+
+def choose_layers(kinds: list[str], *, listed: bool) -> list[int]:
+    """Indices of the first layers of each kind, in order."""
+    most = LAYERS_OF_A_KIND if listed else NUM_LAYERS_OF_ONE_KIND
+    chosen = [index for index, kind in enumerate(kinds) if kinds[:index].count(kind) < most]
+    return chosen[:MAX_LAYERS]
+
+
+def _sentence(error: UserError) -> str:
+    return " ".join(filter(None, (error.what, error.why)))
+
+
+def main() -> None:
+    from transformers import AutoConfig, logging
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--trust-remote-code", action="store_true")
+    arguments = parser.parse_args()
+    logging.set_verbosity_error()
+    trust = arguments.trust_remote_code
+    config = AutoConfig.from_pretrained(arguments.folder, trust_remote_code=trust)
+    print(json.dumps(probe(config, trust_remote_code=trust)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""The ways to carry out a run: which there are, what each needs, which is chosen. Pure; explains nothing.
+
+The order of speed, simple and stated: micro-batches too small to fill the device come last; keeping activations beats
+repeating cheap operations, which beats recomputing blocks (a third more compute); a copy a GPU beats a copy a machine, which
+beats shards over all; shards whose gathered weights are kept beat ones that are gathered twice; then the larger micro-batch
+wins.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+
+from manyhands.config.schema import RunConfig
+from manyhands.facts.types import Facts
+from manyhands.plan.batch import Split
+from manyhands.plan.choices import Decisions, Device, ranks_per_machine
+from manyhands.plan.host import estimate_host_terms, keep_on_device
+from manyhands.plan.memory import GIB, Setup, estimate_terms
+from manyhands.plan.types import MemoryEstimate, Recompute, Strategy
+
+ENOUGH_TOKENS = {"cuda": 2_048, "cpu": 256}  # a smaller micro-batch leaves the device idle
+USABLE_SHARE = {"cuda": 0.97, "cpu": 0.9}  # of the free memory: the limit
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "block")  # the fastest first
+SHARDING: dict[Strategy, int] = {"one": 0, "ddp": 0, "hybrid": 1, "fsdp": 2}  # how far gathered weights travel
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bytes that a rank may use on its device, and, where something is offloaded, of its machine's memory."""
+
+    device: int
+    host: int | None
+    why: str
+
+    def estimate(self, setup: Setup) -> MemoryEstimate:
+        terms = estimate_terms(setup)
+        if self.host is None:
+            return MemoryEstimate(terms=terms, limit=self.device)
+        host = estimate_host_terms(setup, terms)
+        return MemoryEstimate(terms=keep_on_device(setup, terms), limit=self.device, host_terms=host, host_limit=self.host)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One candidate before it is judged."""
+
+    setup: Setup
+    split: Split
+    memory: MemoryEstimate
+
+    @property
+    def strategy(self) -> Strategy:
+        return self.setup.strategy
+
+    @property
+    def recompute(self) -> Recompute:
+        return self.setup.recompute
+
+    @property
+    def reshard(self) -> bool:
+        return self.setup.reshard
+
+    def slowness(self, device: Device) -> tuple[bool, int, int, bool, int]:
+        """Smaller is faster; compared from left to right."""
+        too_small = self.split.full_micro_tokens < ENOUGH_TOKENS[device]
+        return too_small, RECOMPUTES.index(self.recompute), SHARDING[self.strategy], self.reshard, -self.split.full_micro_tokens
+
+    def is_safe(self, share: float) -> bool:
+        return self.memory.total <= share * self.memory.limit and self.memory.fits_host
+
+
+def memory_limits(config: RunConfig, facts: Facts, made: Decisions) -> Limits:
+    """97 % of what is free on the fullest GPU, or 90 % of the free host memory shared out; the latter for what is offloaded too."""
+    free_host = facts.host.free_memory_bytes
+    usable_host, num_local = int(USABLE_SHARE["cpu"] * free_host), ranks_per_machine(facts, made.device, made.world_size)
+    if made.device == "cuda":
+        free = min(gpu.free_bytes for gpu in made.gpus)
+        offloads = config.parallel.offload != "none" or config.parallel.offload_activations
+        host = usable_host // num_local if offloads else None
+        return Limits(int(USABLE_SHARE["cuda"] * free), host, f"97 % of {free / GIB:.1f} GiB free on the GPU")
+    shared = f" / {made.ranks}" if made.world_size > 1 else ""
+    return Limits(int(USABLE_SHARE["cpu"] * free_host / made.world_size), None, f"90 % of {free_host / GIB:.1f} GiB free{shared}")
+
+
+def list_ways(config: RunConfig, base: Setup, splits: list[Split], limits: Limits, num_machines: int = 1) -> list[Way]:
+    """Every way that the explicit keys leave, in a fixed order. An explicit ``reshard`` implies fsdp.
+
+    Left to auto, one process and ddp may free what they gather too: in mixed precision that is the bfloat16 copy.
+    """
+    parallel = config.parallel
+    recomputes = RECOMPUTES if parallel.recompute == "auto" else (parallel.recompute,)
+    reshards = (False, True) if parallel.reshard == "auto" else (parallel.reshard,)
+    ways = []
+    for strategy, recompute, reshard, split in itertools.product(
+        _strategies(config, base, num_machines), recomputes, reshards, splits
+    ):
+        whole = strategy in ("one", "ddp")
+        if whole and reshard and (parallel.reshard != "auto" or not base.gathers_whole):
+            continue  # nothing is gathered that could be freed
+        setup = replace(base, strategy=strategy, reshard=reshard, recompute=recompute, micro_tokens=split.full_micro_tokens)
+        ways.append(Way(setup, split, limits.estimate(setup)))
+    return ways
+
+
+def _strategies(config: RunConfig, base: Setup, num_machines: int) -> tuple[Strategy, ...]:
+    parallel = config.parallel
+    if parallel.strategy != "auto":
+        return (parallel.strategy,)
+    if parallel.reshard != "auto":
+        return ("fsdp",)
+    if base.world_size == 1:
+        return ("one",)
+    whole: tuple[Strategy, ...] = () if parallel.offload == "all" else ("ddp",)
+    a_copy_a_machine: tuple[Strategy, ...] = ("hybrid",) if num_machines > 1 and 1 < base.shard_ranks < base.world_size else ()
+    return (*whole, *a_copy_a_machine, "fsdp")
+
+
+def choose_way(ways: list[Way], device: Device, share: float) -> Way | None:
+    """The fastest within ``share`` of the limit; if there is none, the smallest one within the limit; else None.
+
+    So explicit keys that leave one way are obeyed as long as the estimate is not over the limit itself.
+    """
+    safe = [way for way in ways if way.is_safe(share)]
+    if safe:
+        return min(safe, key=lambda way: way.slowness(device))
+    fitting = [way for way in ways if way.memory.fits]
+    return min(fitting, key=lambda way: (way.memory.total, way.slowness(device))) if fitting else None
+
+
+def reduce_once(way: Way, limits: Limits, share: float) -> Way:
+    """The same way with sharded gradients reduced once a step, where whole ones fit on every rank until then; else itself.
+
+    Nothing changes for copies, and where a step is one micro-batch.
+    """
+    if way.setup.num_shards == 1 or way.split.accumulation == 1:
+        return way
+    setup = replace(way.setup, reduce_every=False)
+    once = replace(way, setup=setup, memory=limits.estimate(setup))
+    return once if once.is_safe(share) else way

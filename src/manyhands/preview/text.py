@@ -1,0 +1,130 @@
+"""A preview on a terminal: colour where there is some, brackets where there is none. Foreign text is never read as markup."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from manyhands.preview.types import Bin, Preview, Refused, ShownRow, SourceCounts, Span
+from manyhands.preview.words import (
+    NUMBER_NOTE,
+    SHARE_NOTE,
+    count,
+    describe_batch,
+    describe_counts,
+    describe_end,
+    describe_more,
+    describe_plan_error,
+    has_weights,
+    head_row,
+    percent,
+    weight_mark,
+)
+
+BRACKETS = ("⟦", "⟧")  # around trained tokens where there is no colour
+MAX_BAR = 40  # columns
+
+
+def print_preview(preview: Preview, console: Console) -> None:
+    """Rows, then counts, then faults."""
+    coloured = console.is_terminal and not console.no_color
+    if preview.plan_error is not None:
+        _say(console, describe_plan_error(preview.plan_error), style="yellow")
+    if preview.batch is not None:
+        _say(console, describe_batch(preview.batch))
+    if preview.rows:
+        _say(console, NUMBER_NOTE, style="dim")
+        _say(console, _legend(coloured, has_weights(preview)), style="dim")
+    for row in preview.rows:
+        _print_row(console, row, coloured)
+    if preview.rows:
+        console.rule(style="dim")
+    _say(console, describe_more(preview), style="dim")
+    if preview.sources:
+        _print_sources(console, preview.sources)
+        _print_lengths(console, preview.lengths)
+        _print_pairs(console, describe_counts(preview))
+    for note in preview.notes:
+        _say(console, f"note: {note}")
+    for entry in preview.refused:
+        _print_refused(console, entry)
+    if preview.refused:
+        _say(console, "\n" + describe_end(preview), style="bold red")
+
+
+def mark_trained(spans: Iterable[Span], *, coloured: bool) -> Text:
+    """Spans one after the other: trained ones green, or in brackets without colour; a weight other than 1 stands behind."""
+    text = Text()
+    for span in spans:
+        trained = span.weight != 0
+        shown = f"{BRACKETS[0]}{span.text}{BRACKETS[1]}" if trained and not coloured else span.text
+        text.append(shown, style="bold green" if trained and coloured else "")
+        text.append(weight_mark(span.weight), style="bold yellow" if coloured else "")
+    return text
+
+
+def _legend(coloured: bool, weighted: bool) -> str:
+    trained = "green" if coloured else f"in {BRACKETS[0]} {BRACKETS[1]}"
+    weights = " ×0.5 behind them: their loss counts half." if weighted else ""
+    return f"Trained tokens are {trained}; the model reads the others, but is not trained to write them.{weights}"
+
+
+def _say(console: Console, text: str, style: str = "") -> None:
+    if text:
+        console.print(Text(text, style=style))
+
+
+def _print_row(console: Console, row: ShownRow, coloured: bool) -> None:
+    head = f"── {head_row(row)} "
+    console.print(Text(head + "─" * (console.width - len(head)), style="dim"), soft_wrap=True)
+    console.print(mark_trained(row.spans, coloured=coloured), soft_wrap=True)
+
+
+def _print_sources(console: Console, sources: tuple[SourceCounts, ...]) -> None:
+    table = Table(box=None, padding=(0, 2, 0, 0), title_justify="left", title_style="bold", title="\nRows by source")
+    table.add_column("source", overflow="fold")
+    table.add_column("format", overflow="fold")
+    for title in ("rows", "tokens", "trained", "held out", "weight", "share"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for entry in sources:
+        numbers = (entry.num_rows, entry.num_tokens, entry.num_targets, entry.num_validation_rows)
+        cells = [entry.name, entry.format, *(f"{number:,}" for number in numbers), f"{entry.weight:g}", percent(entry.share)]
+        table.add_row(*map(Text, cells))
+    if len(sources) > 1:
+        sums = [sum(getattr(entry, name) for entry in sources) for name in ("num_rows", "num_tokens", "num_targets", "num_validation_rows")]
+        table.add_row("all", "", *(f"{number:,}" for number in sums), style="bold")
+    console.print(table)
+    if len(sources) > 1:
+        _say(console, SHARE_NOTE, style="dim")
+
+
+def _print_lengths(console: Console, bins: tuple[Bin, ...]) -> None:
+    if not bins:
+        return
+    _say(console, "\nLength of rows in tokens", style="bold")
+    labels = [f"{entry.first:,}–{entry.last:,}" if entry.last > entry.first else f"{entry.first:,}" for entry in bins]
+    counts = [count(entry.num_rows, "row") for entry in bins]
+    label_width, count_width = max(map(len, labels)), max(map(len, counts))
+    room = max(1, min(MAX_BAR, console.width - label_width - count_width - 12))
+    most, total = max(entry.num_rows for entry in bins), sum(entry.num_rows for entry in bins)
+    for entry, label, words in zip(bins, labels, counts, strict=True):
+        bar = "█" * max(round(room * entry.num_rows / most), entry.num_rows > 0)
+        line = Text(f"{label:>{label_width}}  ").append(f"{bar:<{room}}", style="cyan")
+        console.print(line.append(f"  {words:>{count_width}}  {percent(entry.num_rows / total):>6}"), soft_wrap=True)
+
+
+def _print_pairs(console: Console, pairs: Iterable[tuple[str, str]]) -> None:
+    console.print()
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for name, value in pairs:
+        table.add_row(Text(name, style="bold"), Text(value))
+    console.print(table)
+
+
+def _print_refused(console: Console, entry: Refused) -> None:
+    _say(console, f"\nRefused: source {entry.source}", style="bold red")
+    for error in entry.errors:
+        console.print(Text(str(error).removeprefix("error: ")), soft_wrap=True)

@@ -1,0 +1,104 @@
+"""Sentences that the terminal and the page share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from manyhands.errors import UserError
+from manyhands.preview.types import Preview, ShownBatch, ShownRow
+
+SHARE_NOTE = "share: of the tokens of one epoch, each source taken as often as its weight says"
+NUMBER_NOTE = "Each row is headed by its number among the training rows, its source, file:line, and its tokens."
+
+
+def count(number: int, noun: str, plural: str = "") -> str:
+    """1 row, 2 rows."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def percent(share: float) -> str:
+    """Whole percents, with one decimal near the ends, where it matters."""
+    whole = 0.095 <= share <= 0.9 or share in (0, 1)
+    return f"{100 * share:.{0 if whole else 1}f} %"
+
+
+def weight_mark(weight: float) -> str:
+    """What follows trained tokens whose loss is multiplied; nothing after weight 1 or 0."""
+    return "" if weight in (0, 1) else f"×{weight:.4g}"
+
+
+def has_weights(preview: Preview) -> bool:
+    return any(weight_mark(span.weight) for row in preview.rows for span in row.spans)
+
+
+def describe_batch(batch: ShownBatch) -> str:
+    """Where in the run the rows that follow are."""
+    several = batch.num_ranks * batch.num_micro_batches > 1
+    capacity = (
+        f" of at most {batch.capacity:,}" if batch.packed else f" (micro-batches of at most {count(batch.capacity, 'row')}, not packed)"
+    )
+    laid = (
+        f"{count(batch.num_rows, 'row')}{' side by side' if batch.num_rows > 1 else ''}, {batch.num_tokens:,} tokens"
+        if batch.packed
+        else count(batch.num_rows, "row")
+    )
+    laid += capacity
+    head = f"Step {batch.step:,} of {batch.num_steps:,} trains {count(batch.num_step_rows, 'row')}"
+    if not several:
+        return f"{head}, in one micro-batch: {laid}."
+    processes = f" on each of {batch.num_ranks:,} processes" if batch.num_ranks > 1 else ""
+    first = "the first micro-batch" + (" of process 0" if batch.num_ranks > 1 else "")
+    return f"{head}, in {count(batch.num_micro_batches, 'micro-batch', 'micro-batches')}{processes}. This is {first}: {laid}."
+
+
+def describe_plan_error(error: UserError) -> str:
+    why = f" ({error.why})" if error.why else ""
+    return f"The run cannot be planned here, so rows are shown in the order of the data: {error.what}{why}."
+
+
+def head_row(row: ShownRow) -> str:
+    return f"row {row.number:,} · {row.source} · {row.place} · {count(row.num_tokens, 'token')}, {row.num_targets:,} trained"
+
+
+def describe_more(preview: Preview) -> str:
+    """What was not decoded, and how to see it."""
+    if not preview.num_more_rows:
+        return ""
+    if preview.batch is None:
+        return f"{count(preview.num_more_rows, 'more row')}: --rows N shows more"
+    holds = "this micro-batch holds " if preview.rows else "the micro-batch holds "
+    more = count(preview.num_more_rows, "more row" if preview.rows else "row")
+    return f"{holds}{more}: --step {preview.batch.step} shows all of it, --rows N the first N"
+
+
+def describe_counts(preview: Preview) -> Iterator[tuple[str, str]]:
+    """(name, value) of what became of the rows as a whole."""
+    yield "length", preview.length_words
+    if preview.efficiency is not None and preview.batch is not None:
+        steps = "1 step" if preview.num_sampled_steps == 1 else f"{preview.num_sampled_steps} steps over the first epoch"
+        packed_rest = "padding" + (" and waiting for the fullest pack" if preview.batch.num_ranks > 1 else "")
+        rest = packed_rest if preview.batch.packed else "padding up to the longest row of a micro-batch"
+        yield (
+            "packing" if preview.batch.packed else "not packed",
+            (
+                f"{percent(preview.efficiency)} of the computed tokens are useful ({steps} looked at)"
+                + ("" if preview.efficiency == 1 else f"; the rest is {rest}")
+            ),
+        )
+    held_out = (
+        f"{count(preview.num_validation_rows, 'row')}, {preview.num_validation_tokens:,} tokens" if preview.num_validation_rows else "none"
+    )
+    yield "validation", held_out + (", never trained" if preview.num_validation_rows else "")
+    length = f"data.max_length = {preview.max_length:,} tokens"
+    if preview.num_truncated:
+        yield "cut", f"{count(preview.num_truncated, 'row')} at {length}"
+    if preview.num_split:
+        yield "split", f"{count(preview.num_split, 'document')} into rows of {length}"
+    if preview.num_dropped:
+        yield "left out", f"{count(preview.num_dropped, 'row')} beyond max_rows"
+    yield "refused", f"rows of {count(preview.num_refused, 'source')}, see below" if preview.refused else "none"
+
+
+def describe_end(preview: Preview) -> str:
+    """The last line where there are faults."""
+    return f"A run refuses this data: mend {count(preview.num_refused, 'source')} first. Rows and counts are of what can be used of it."

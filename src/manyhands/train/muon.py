@@ -1,0 +1,67 @@
+"""Muon for matrices, AdamW for everything else (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/).
+
+A matrix's update is its momentum with all singular values brought near 1, by Newton-Schulz iterations in bfloat16. Scaled to
+the length that AdamW's updates have (Liu et al. 2025, https://arxiv.org/abs/2502.16982, section 2.2), so one learning rate
+serves both. Momenta are sharded as the parameters are; an update needs the whole matrix, so that of one matrix at a time is
+gathered in bfloat16 and every rank computes it: the same numbers in every layout.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from manyhands.train.sharded import gather, gradients, local, take_part
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic a x + b x^3 + c x^5; singular values end between 0.7 and 1.2
+NUM_ITERATIONS = 5
+MOMENTUM = 0.95
+RMS_OF_ADAMW = 0.2  # what the elements of AdamW's updates measure, in learning rates
+
+
+class Muon(torch.optim.Optimizer):
+    """``matrices`` are groups of 2-D parameters for Muon, ``rest`` groups for torch's fused AdamW; ``param_groups`` are both."""
+
+    def __init__(
+        self, matrices: list[dict[str, Any]], rest: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float
+    ) -> None:
+        super().__init__(matrices, {"lr": lr, "momentum": MOMENTUM, "weight_decay": 0.0})
+        self._num_muon_groups = len(self.param_groups)
+        self._adamw = torch.optim.AdamW(rest, lr=lr, betas=betas, eps=eps, fused=True) if rest else None
+        if self._adamw is not None:
+            self._adamw.state = self.state
+            self.param_groups += self._adamw.param_groups  # the same groups: a rate set here is set there
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for parameter, group in gradients(self.param_groups[: self._num_muon_groups]):
+            self._update(parameter, group)
+        if self._adamw is not None:
+            self._adamw.step()
+
+    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        state, momentum = self.state[parameter], group["momentum"]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        assert parameter.grad is not None
+        gradient, buffer = local(parameter.grad), local(state["momentum_buffer"])
+        buffer.lerp_(gradient, 1 - momentum)
+        ahead = gradient.lerp(buffer, momentum)  # Nesterov's
+        update = orthogonalise(gather(ahead.bfloat16(), like=parameter))
+        weight = local(parameter)
+        weight.mul_(1 - group["lr"] * group["weight_decay"])
+        weight.add_(take_part(update, like=parameter), alpha=-group["lr"] * RMS_OF_ADAMW * math.sqrt(max(parameter.shape)))
+
+
+def orthogonalise(matrix: torch.Tensor) -> torch.Tensor:
+    """(n, m) bfloat16 -> about U V^T for matrix = U S V^T, by iterating X <- a X + (b X X^T + c (X X^T)^2) X on the wide form."""
+    a, b, c = COEFFICIENTS
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if tall else matrix
+    x = x / x.norm().clamp(min=1e-7)  # the largest singular value is at most the norm
+    for _ in range(NUM_ITERATIONS):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x

@@ -1,0 +1,50 @@
+"""What weights in NF4 take, against arithmetic by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from manyhands.plan import memory
+from manyhands.plan.memory import Setup
+from tests.plan.examples import llama_8b
+
+QLORA = Setup(
+    model=llama_8b(), num_adapter_parameters=1000, adapter_rank=16, adapter_dropout=False, device="cuda", world_size=1, strategy="one",
+    reshard=False, recompute="none", compile=True, compute_bytes=2, master_bytes=4, frozen_bytes=2, micro_tokens=10, builds_mask=False,
+    nf4_blocks=True,
+)  # fmt: skip
+LORA = replace(QLORA, nf4_blocks=False)
+IN_BLOCK = 2 * 4096**2 + 2 * 1024 * 4096 + 3 * 4096 * 14336  # q and o, k and v, the MLP: each whole rows of 16,384 values
+NORMS, ROOT = 2 * 4096, 2 * 128256 * 4096 + 4096
+BLOCK_BYTES = IN_BLOCK // 2 + IN_BLOCK // 64 + 8 * IN_BLOCK // 16384 + 2 * NORMS
+
+
+def test_blocks_take_little_over_half_a_byte_and_the_rest_two():
+    assert memory.weights(QLORA) == 32 * BLOCK_BYTES + 2 * ROOT + 4 * 1000
+    assert memory.weights(LORA) == 2 * (32 * (IN_BLOCK + NORMS) + ROOT) + 4 * 1000
+    assert memory.gradients(QLORA) == memory.gradients(LORA) and memory.activations(QLORA) == memory.activations(LORA)
+
+
+def test_shards_are_gathered_as_codes():
+    shards = replace(QLORA, strategy="fsdp", world_size=4, reshard=True)
+    assert memory.weights(shards) == memory.weights(QLORA) // 4
+    assert memory.gathered(shards) == 2 * ROOT + 2 * BLOCK_BYTES
+    assert memory.gathered(QLORA) == 0
+
+
+def test_one_weight_at_a_time_is_dequantised():
+    assert memory.dequantised(QLORA) == 2 * 4096 * 14336 + 5 * 4096 * 14336 // 64
+    assert memory.dequantised(LORA) == 0
+
+
+def test_an_odd_weight_fills_its_last_row():
+    shapes = {"q_proj": (100, 100)}  # 10,000 values: one row
+    model = llama_8b().model_copy(update={"block_linear_shapes": shapes, "num_block_parameters": 10_000})
+    assert replace(QLORA, model=model).frozen_block_bytes == 8192 + 264
+
+
+def test_layout_of_a_row_is_that_of_the_layers():
+    nf4 = pytest.importorskip("manyhands.model.nf4")
+    assert (memory.NF4_ROW_VALUES, memory.NF4_ROW_BYTES) == (nf4.ROW_VALUES, nf4.CODE_BYTES + nf4.STATISTICS_BYTES)

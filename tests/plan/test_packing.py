@@ -1,0 +1,60 @@
+"""What the plan makes of `data.packing` and of a model that cannot be packed; which attention soft-caps get."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from manyhands.config.load import config_from_mapping
+from manyhands.errors import UserError
+from manyhands.plan.search import plan
+from manyhands.plan.types import Plan
+from tests.plan.examples import facts, model_facts
+
+LEAKS = {"packs": False, "packing_reason": "packed documents see each other"}
+
+
+def make_plan(packing: Any = "auto", batch: dict[str, Any] | None = None, gpus: int = 0, **model: Any) -> Plan:
+    config = config_from_mapping(
+        {"name": "p", "model": {"name": "m"}, "data": {"train": "rows.jsonl", "packing": packing}, "batch": batch or {"rows": 8}}
+    )
+    made = plan(config, facts(model_facts(**model), gpus=gpus))
+    assert made.config_digest == config.digest  # what was decided never gets into what was asked
+    return made
+
+
+def why(made: Plan, name: str) -> str:
+    return next(sentence for sentence in made.why if sentence.startswith(f"{name}: "))
+
+
+def test_auto_packs_where_the_model_allows_it_and_says_how_that_is_known() -> None:
+    made = make_plan(packing_reason="llama was measured packed and alone")
+    assert made.packing and made.micro_tokens and made.micro_rows is None
+    assert why(made, "packing") == "packing: rows side by side: llama was measured packed and alone"
+
+
+def test_auto_takes_the_plain_path_and_says_so() -> None:
+    made = make_plan(**LEAKS)
+    assert not made.packing and made.micro_rows and made.micro_tokens is None and made.attention == "sdpa"
+    assert why(made, "packing") == "packing: no, one document a row: packed documents see each other"
+
+
+def test_an_explicit_wish_is_refused_with_the_reason() -> None:
+    with pytest.raises(UserError, match=r"data.packing asks for packed rows, but llama cannot") as caught:
+        make_plan(True, **LEAKS)
+    assert "see each other" in caught.value.why and "data.packing=false" in caught.value.fix
+    assert not make_plan(False, **LEAKS).packing
+
+
+@pytest.mark.parametrize("batch", [{"tokens": 4096}, {"micro_tokens": 4096}])
+def test_keys_that_need_packs_are_refused_too(batch: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=f"batch.{next(iter(batch))} asks for packed rows"):
+        make_plan(batch=batch, **LEAKS)
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+@pytest.mark.parametrize("packing", [True, False])
+def test_soft_capped_scores_are_computed_blockwise_everywhere(gpus: int, packing: bool) -> None:
+    made = make_plan(packing, gpus=gpus, attention_softcap=50.0)
+    assert made.attention == "blockwise" and "soft-capped at 50" in why(made, "attention")

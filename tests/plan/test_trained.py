@@ -1,0 +1,97 @@
+"""What patterns train, as the plan counts it, and the bytes of each optimizer's states."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manyhands.config.schema import MethodSection, OptimizerSection
+from manyhands.errors import UserError
+from manyhands.facts.model import read_model_facts
+from manyhands.model.freeze import train_by_pattern
+from manyhands.plan.memory import Setup, estimate_terms
+from manyhands.plan.search import plan
+from manyhands.plan.trained import TrainedWeights, count_state_bytes, count_trained
+from manyhands.testing.tiny import tiny_model, write_tiny_model
+from tests.plan.examples import facts, llama_8b, run_config
+
+SETUP = Setup(
+    model=llama_8b(), num_adapter_parameters=0, adapter_rank=16, adapter_dropout=False, device="cuda", world_size=1, strategy="one",
+    reshard=False, recompute="none", compile=True, compute_bytes=2, master_bytes=4, frozen_bytes=2, micro_tokens=1, builds_mask=False,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("init", ["pretrained", "random"])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"train": ["model.layers.1", "*.mlp.up_proj"]},
+        {"train": ["lm_head"]},
+        {"freeze": ["embed_tokens", "re:.*layers.[12]"]},
+        {"train": ["norm", "model.layers.0.*_proj"]},
+    ],
+)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_the_plan_counts_what_the_model_trains(family: str, init: Any, keys: dict[str, Any], tmp_path: Path) -> None:
+    method, model = MethodSection(name="patterns", **keys), tiny_model(family)
+    trained = train_by_pattern(model, method)
+    counted = count_trained(method, read_model_facts(write_tiny_model(tmp_path, family, with_tokenizer=False), family, init))
+    assert counted is not None
+    shapes = {name: parameter.numel() for name, parameter in model.named_parameters() if name in trained}
+    in_blocks = [sum(size for name, size in shapes.items() if name.startswith(f"model.layers.{index}.")) for index in range(3)]
+    assert counted == TrainedWeights(sum(in_blocks), max(in_blocks), sum(shapes.values()) - sum(in_blocks))
+
+
+def test_everything_trained_counts_as_full(tmp_path: Path) -> None:
+    model = read_model_facts(write_tiny_model(tmp_path, with_tokenizer=False), "llama", "pretrained")
+    for keys in ({}, {"train": ["*"]}, {"train": ["model.layers", "norm", "lm_head"]}):
+        assert count_trained(MethodSection(name="patterns", **keys), model) is None
+    assert count_trained(MethodSection(name="full"), model) is None
+
+
+def test_weights_are_masters_or_frozen() -> None:
+    """The last two of 32 blocks in float32, the other 30 and the root in bfloat16; gradients and states for the two alone."""
+    block, total = llama_8b().num_block_parameters, llama_8b().num_parameters
+    last_two = TrainedWeights(2 * block, block, 0)
+    terms = estimate_terms(replace(SETUP, in_place=last_two))
+    assert terms["weights"] == 2 * (total - 2 * block) + 4 * 2 * block
+    assert terms["gradients"] == 4 * 2 * block and terms["optimizer"] == 8 * 2 * block
+    assert terms["gathered"] == 2 * 2 * block  # the bfloat16 copies that autograd keeps
+    assert estimate_terms(replace(SETUP, in_place=last_two, recompute="block"))["gathered"] == 2 * block
+    shared = estimate_terms(replace(SETUP, in_place=last_two, world_size=4, strategy="fsdp", reshard=True))
+    assert shared["weights"] == terms["weights"] // 4
+    root = total - 32 * block
+    assert shared["gathered"] == 2 * (root + 2 * block) + 2 * (2 * block) + 2 * (2 * block)  # two blocks as masters, and their copies
+
+
+@pytest.mark.parametrize(
+    ("name", "num_bytes"),
+    [
+        ("adamw", 2 * 1000 * 4),
+        ("adamw_8bit", int(2.03125 * 700) + 8 * 300),
+        ("paged_adamw_8bit", 0),
+        ("adafactor", 50 * 4),
+        ("muon", 1400 * 4),
+    ],
+)
+def test_bytes_of_states(name: str, num_bytes: int) -> None:
+    assert count_state_bytes(name, 1000, num_root=400, num_embedding=300, num_sides=50, master_bytes=4) == num_bytes
+
+
+def test_the_plan_counts_the_states_of_the_optimizer_asked() -> None:
+    def optimizer_bytes(name: str) -> int:
+        config = run_config(method={"name": "full"}, optimizer={"name": name})
+        return plan(config, facts(llama_8b(), gpus=1)).memory.terms["optimizer"]
+
+    sizes = [optimizer_bytes(name) for name in ("adamw", "muon", "adamw_8bit", "adafactor")]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] == 8 * llama_8b().num_parameters and sizes[-1] < 20e6
+
+
+@pytest.mark.parametrize("name", ["adamw_8bit", "paged_adamw", "paged_adamw_8bit"])
+def test_bitsandbytes_is_refused_without_a_gpu(name: str) -> None:
+    assert OptimizerSection(name=name).name == name
+    with pytest.raises(UserError, match="does not run on the CPU"):
+        plan(run_config(optimizer={"name": name}), facts())
