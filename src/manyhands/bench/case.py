@@ -131,6 +131,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="only so many blocks")
     parser.add_argument("--length", type=int, help="tokens a row")
     parser.add_argument("--rows", type=int, help="rows of one GPU in one step")
+    parser.add_argument("--lengths", type=Path, help="JSON list of the rows' lengths in tokens, such as a real data set's")
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--warm", type=int, default=5)
     parser.add_argument("--label", default="manyhands")
@@ -149,9 +150,8 @@ def prepare(options: argparse.Namespace, row: Row, rank: int, world_size: int) -
         if not (folder / "model").exists():
             write_model_folder(folder / "model", row.shape, options.layers)
         rows = folder / f"{row.data}-{row.length}.jsonl"
-        if not rows.exists():
-            count = max(64, row.rows * world_size)
-            write_rows(rows, [row.length] * count if row.data == "full" else [min(n, row.length) for n in mix_lengths(2048)])
+        if options.lengths or not rows.exists():
+            write_rows(rows, row_lengths(row, options.lengths, world_size))
         config = make_config(folder, row, world_size, options.steps, options.keys)
         plan = make_plan(config, gather_facts(config, world_size=world_size, report=lambda _: None))
         temporary = handed.with_suffix(".tmp")
@@ -162,6 +162,15 @@ def prepare(options: argparse.Namespace, row: Row, rank: int, world_size: int) -
             time.sleep(0.2)
     config_fields, plan_fields = json.loads(handed.read_text())
     return RunConfig.model_validate(config_fields), Plan.model_validate(plan_fields)
+
+
+def row_lengths(row: Row, file: Path | None, world_size: int) -> list[int]:
+    """Lengths in tokens of all rows: those of ``file``, all alike, or the long-tailed mix."""
+    if file is not None:
+        return [int(length) for length in json.loads(file.read_text())]
+    if row.data == "full":
+        return [row.length] * max(64, row.rows * world_size)
+    return [min(length, row.length) for length in mix_lengths(2048)]
 
 
 def summarise(rank: Rank, row: Row, options: argparse.Namespace, results: list[StepResult], built_s: float) -> dict[str, Any]:
@@ -188,6 +197,7 @@ def summarise(rank: Rank, row: Row, options: argparse.Namespace, results: list[S
         "length": row.length,
         "rows": row.rows,
         "by_hand": options.keys,
+        "lengths": options.lengths.name if options.lengths else None,
         **decided,
         "dtypes": dtypes,
         "num_timed_steps": len(timed),

@@ -1,0 +1,69 @@
+"""The speed table: what counts as measured, ratios within one run, and the check against stored rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manyhands.bench import __main__ as bench
+from manyhands.bench.rows import BY_NAME, TABLE, mix_lengths
+from manyhands.bench.shapes import SHAPES, flops_per_token
+
+ROW = BY_NAME["8b-lora"]
+
+
+def result(label: str, rate: int, session: str = "a", gpus: int = 1, **more: Any) -> dict[str, Any]:
+    return {"row": ROW.name, "label": label, "gpus": gpus, "tokens_per_s_gpu": rate, "session": session, **more}
+
+
+def test_a_ratio_needs_both_sides_in_one_session() -> None:
+    assert bench.ratio([result("manyhands", 300), result("trl", 200)], ROW) == pytest.approx(1.5)
+    assert bench.ratio([result("manyhands", 300, "a"), result("trl", 200, "b")], ROW) is None
+    assert bench.ratio([result("manyhands", 300, gpus=2), result("trl", 200, gpus=1)], ROW) is None
+
+
+def test_the_better_of_the_peers_ways_counts() -> None:
+    stored = [result("manyhands", 300), result("trl", 100), result("trl-packing", 200)]
+    assert bench.ratio(stored, ROW) == pytest.approx(1.5)
+
+
+def test_failed_rows_are_measured_again() -> None:
+    assert bench.is_measured([result("trl", 1)], ROW, "trl", 1)
+    assert not bench.is_measured([result("trl", 1, failure="out of memory")], ROW, "trl", 1)
+    assert not bench.is_measured([result("trl", 1)], ROW, "manyhands", 1)
+    assert not bench.is_measured([result("trl", 1)], ROW, "trl", 2)
+
+
+def test_the_check_fails_where_a_ratio_fell(capsys: pytest.CaptureFixture[str]) -> None:
+    before = [result("manyhands", 300), result("trl", 200)]
+    slower_machine = [result("manyhands", 150), result("trl", 100)]
+    slower_code = [result("manyhands", 270), result("trl", 200)]
+    assert bench.check(slower_machine, before, [ROW]) == 0
+    assert bench.check(slower_code, before, [ROW]) == 1
+    assert "8b-lora: 1.35 of the peer, was 1.50" in capsys.readouterr().out
+
+
+def test_open_rows_are_listed_as_open(capsys: pytest.CaptureFixture[str]) -> None:
+    bench.print_table([], list(TABLE))
+    assert capsys.readouterr().out.count("| open |") == len(TABLE)
+
+
+def test_results_survive_a_missing_file(tmp_path: Path) -> None:
+    assert bench.read(tmp_path / "none.jsonl") == []
+    (tmp_path / "rows.jsonl").write_text(json.dumps(result("trl", 1)) + "\n")
+    assert bench.read(tmp_path / "rows.jsonl")[0]["label"] == "trl"
+
+
+def test_operations_of_a_full_8b_model() -> None:
+    """6 x 7.5e9 matmul weights, and 3 passes x 4 operations x 2,048 positions x 4,096 x 32 layers."""
+    assert flops_per_token("llama8b", 4096, full=True) == pytest.approx(6 * 7.504e9 + 12 * 2048 * 4096 * 32, rel=1e-3)
+
+
+def test_the_mix_is_long_tailed_and_the_same_every_time() -> None:
+    lengths = sorted(mix_lengths(2000))
+    assert lengths == sorted(mix_lengths(2000)) and (lengths[0], lengths[-1]) == (64, 4096)
+    assert lengths[1000] < 500 < lengths[1800]
+    assert {row.shape for row in TABLE} <= set(SHAPES)
