@@ -26,6 +26,7 @@ def is_trained(name: str) -> bool:
 @pytest.fixture(scope="module")
 def ran(place: Place) -> Place:
     keys = {name: (*PATTERNS, *RATES, f"optimizer.name={name}") for name in ("adamw", *OPTIMIZERS)}
+    keys["muon"] += ("optimizer.learning_rate=4e-3",)
     place.many(
         *(patterns(1, f"p-one-{name}", keys[name]) for name in keys),
         patterns(2, "p-ddp-adamw", keys["adamw"]),
@@ -75,4 +76,4 @@ def test_a_checkpoint_is_exported_as_a_whole_model(ran: Place) -> None:
 
 def test_the_log_has_the_rates_of_patterns(ran: Place) -> None:
     rows = [row for row in ran.run("p-one-muon").rows() if row["kind"] == "step"]
-    assert all(row["learning_rates"]["norm"] == pytest.approx(row["learning_rate"] / 10) for row in rows)
+    assert all(row["learning_rates"]["norm"] == pytest.approx(row["learning_rate"] / 40) for row in rows)

@@ -100,6 +100,7 @@ def test_a_multimodal_model_is_its_text_decoder(dtype: str, tmp_path: Path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     text = sum(p.numel() for p in model.model.language_model.parameters())
     assert (facts.model_type, facts.stored_dtype, facts.num_layers, facts.tied_embeddings) == ("gemma3_text", dtype, 3, True)
+    assert set(facts.parameter_shapes) == {f"{facts.decoder}.{name}" for name, _ in model.model.language_model.named_parameters()}
     assert facts.num_parameters == text and facts.num_tower_parameters == sum(p.numel() for p in model.parameters()) - text
     assert facts.num_block_parameters == sum(p.numel() for p in model.model.language_model.layers[0].parameters())
     assert set(facts.block_linear_shapes) >= {"self_attn.q_proj", "mlp.down_proj"} and "mlp.fc1" not in facts.block_linear_shapes

@@ -34,7 +34,7 @@ def learning_rates(lab: Lab) -> None:
         [peak * (1 - step / NUM_STEPS) for step in range(NUM_STEPS) for peak in rates.values()]
     )
     assert ran.rates[0] == 1.0 and first_difference(lab, {"optimizer.learning_rates": rates}) == 2
-    with pytest.raises(UserError, match="'lora_C' of optimizer.learning_rates chooses no trained weight"):
+    with pytest.raises(UserError, match=r"'lora_C' of .* chooses no trained weight"):
         lab.start({"optimizer.learning_rates": {"lora_C": 1.0}})
     with pytest.raises(UserError, match="patterns before it take all"):
         lab.start({"optimizer.learning_rates": {"lora_B": 1.0, "q_proj.lora_B": 1.0}})

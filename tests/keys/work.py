@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from manyhands.errors import UserError
 from manyhands.files import write_json
@@ -19,8 +21,11 @@ from manyhands.launch.heartbeat import Beat
 from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.start import start
 from manyhands.launch.watch import Watch
-from manyhands.parallel import apply
+from manyhands.parallel import apply, mesh
+from manyhands.parallel.activations import ActivationStore
 from manyhands.parallel.compile import compile_blocks as compile_all
+from manyhands.parallel.offload import StreamedOptimizer
+from manyhands.parallel.world import World
 from manyhands.plan.search import plan
 from manyhands.plan.types import Plan
 from manyhands.worker.loading import close_workers, open_workers
@@ -56,12 +61,57 @@ def device(lab: Lab) -> None:
 
 
 def strategy(lab: Lab) -> None:
-    """fsdp shards (DTensors), one does not; ddp is what two processes are planned for when asked."""
-    kinds = {name: {isinstance(p, DTensor) for p in lab.start({"parallel.strategy": name}).model.parameters()} for name in ("one", "fsdp")}
-    assert kinds == {"one": {False}, "fsdp": {True}}
-    wishes = [lab.config({"parallel.strategy": name, "parallel.gpus": 2}) for name in ("ddp", "fsdp")]
-    assert [plan(wish, facts()).strategy for wish in wishes] == ["ddp", "fsdp"]
+    """fsdp shards (DTensors) along one axis, hybrid along one of two, one does not; two processes are planned for what is asked."""
+    names = ("one", "fsdp", "hybrid")
+    axes = {name: {num_axes(p) for p in lab.start({"parallel.strategy": name}).model.parameters()} for name in names}
+    assert axes == {"one": {0}, "fsdp": {1}, "hybrid": {2}}
+    wishes = [lab.config({"parallel.strategy": name, "parallel.gpus": 2}) for name in ("ddp", "fsdp", "hybrid")]
+    assert [plan(wish, facts()).strategy for wish in wishes] == ["ddp", "fsdp", "hybrid"]
     assert lab.run({"parallel.strategy": "fsdp"}).losses == pytest.approx(lab.base.losses, rel=1e-6)
+
+
+def num_axes(parameter: torch.Tensor) -> int:
+    return parameter.device_mesh.ndim if isinstance(parameter, DTensor) else 0
+
+
+def shard_ranks(lab: Lab) -> None:
+    """So many ranks hold a copy together: a mesh of (copies, ranks a copy)."""
+    hybrid = {"parallel.strategy": "hybrid", "parallel.gpus": 4}
+    for asked, shape in ((2, (2, 2)), ("auto", (1, 4)), (1, (4, 1))):
+        made = plan(lab.config({**hybrid, "parallel.shard_ranks": asked}), facts())
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(mesh, "init_device_mesh", lambda device, shape, mesh_dim_names: shape)
+            assert apply.choose_mesh(made, World(0, 0, 4, torch.device("cpu")), mixed=False) == shape
+
+
+def offload(lab: Lab) -> None:
+    """all: shards by FSDP2's own policy; optimizer: a step in chunks; the losses are those of neither."""
+    rank = lab.start({"parallel.offload": "all"})
+    groups = [fsdp_group(unit) for unit in rank.loss_model.modules() if isinstance(unit, FSDPModule)]
+    assert groups and all(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups)
+    streams = {asked: isinstance(lab.start({"parallel.offload": asked}).optimizer, StreamedOptimizer) for asked in ("none", "optimizer")}
+    assert streams == {"none": False, "optimizer": True}
+    for asked in ("optimizer", "all"):
+        assert lab.run({"parallel.offload": asked}).losses == lab.base.losses
+
+
+def fsdp_group(unit: FSDPModule) -> Any:
+    return unit._get_fsdp_state()._fsdp_param_group
+
+
+def offload_activations(lab: Lab) -> None:
+    """What the blocks save for the backward pass goes through the store; the losses stay."""
+    packed = {}
+    for asked in (False, True):
+        calls: list[int] = []
+        with pytest.MonkeyPatch.context() as patch:
+            pack = ActivationStore.pack
+            patch.setattr(ActivationStore, "pack", lambda self, tensor, calls=calls, pack=pack: (calls.append(1), pack(self, tensor))[1])
+            rank = lab.start({"parallel.offload_activations": asked})
+            forward(rank).backward()
+        packed[asked] = len(calls)
+    assert packed[True] > packed[False] == 0
+    assert lab.run({"parallel.offload_activations": True}).losses == lab.base.losses
 
 
 def reshard(lab: Lab) -> None:
@@ -74,14 +124,28 @@ def reshard(lab: Lab) -> None:
 
 
 def recompute(lab: Lab) -> None:
-    """Recomputed blocks begin once more in the backward pass (and stop at the last tensor that it needs)."""
-    counts = {}
-    for asked in ("none", "block"):
+    """Recomputed blocks begin once more in the backward pass (and stop at the last tensor that it needs); selective multiplies once."""
+    counts: dict[str, int] = {}
+    products: dict[str, int] = {}
+    for asked in ("none", "selective", "block"):
         rank, calls = lab.start({"parallel.recompute": asked}), []
         rank.model.get_submodule("model.layers.0.mlp").register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
-        forward(rank).backward()
-        counts[asked] = len(calls)
-    assert counts == {"none": 1, "block": 2}
+        loss = forward(rank)
+        with CountProducts() as counter:
+            loss.backward()
+        counts[asked], products[asked] = len(calls), counter.number
+    assert counts == {"none": 1, "selective": 2, "block": 2}
+    assert products["none"] <= products["selective"] < products["block"]
+
+
+class CountProducts(TorchDispatchMode):
+    """Matrix products that are really computed: those that a checkpoint has kept do not come this far."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += func.name().startswith("aten::mm")
+        return func(*args, **(kwargs or {}))
 
 
 def compile_blocks(lab: Lab) -> None:

@@ -13,9 +13,11 @@ from transformers import AutoModelForCausalLM
 from manyhands.errors import UserError
 from manyhands.facts.packing import MEASURED
 from manyhands.model.blocks import find_blocks
+from manyhands.model.checks import check_loss, check_packing, check_padding
 from manyhands.model.load import build_meta, materialize
 from manyhands.model.lora import adapted_layers, apply_lora
 from manyhands.model.loss import LossModel
+from manyhands.model.probe import Single
 from manyhands.model.quantise import quantised_layers
 from manyhands.model.towers import left_out
 from manyhands.testing.families import LEAK
@@ -84,6 +86,14 @@ def test_a_multimodal_model_is_loaded_without_its_tower(tmp_path: Path, method: 
         assert len(quantised_layers(model)) == len(adapted_layers(model)) == 3 * 7
         return
     assert_loaded_alike(model, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval())
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "blockwise"])
+def test_text_of_a_multimodal_model_is_packed_as_if_alone(tmp_path: Path, attention: str) -> None:
+    loss_model = LossModel(load(write_tiny_multimodal(tmp_path), attention=attention).train())
+    assert check_loss(Single(loss_model), loss_model, CPU) < 1e-5
+    assert check_packing(Single(loss_model), loss_model, CPU) < 1e-5
+    assert check_padding(Single(loss_model), loss_model, CPU) < 1e-5
 
 
 def test_blocks_of_a_whole_multimodal_model_are_the_texts(tmp_path: Path) -> None:

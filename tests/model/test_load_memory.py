@@ -11,15 +11,7 @@ from manyhands.testing.ranks import Ranks
 from manyhands.testing.tiny import write_tiny_model
 
 NUM_RANKS = 4
-SHAPE = {
-    "hidden_size": 512,
-    "intermediate_size": 1408,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "vocab_size": 16384,
-}
+SHAPE = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 12, "num_attention_heads": 8, "head_dim": 64}
 MAX_OF_ALL, MAX_OF_ONE = 1.25, 1.5  # of the float32 bytes; of one rank's share
 
 
@@ -31,10 +23,10 @@ def within(peaks: list[int], float32_bytes: int) -> bool:
 @pytest.mark.distributed
 def test_no_rank_holds_more_than_its_share_while_loading(tmp_path: Path, world: Ranks) -> None:
     """A bfloat16 file into float32 masters under FSDP2. The naive way must fail the same bounds, or they say nothing."""
-    folder = write_tiny_model(tmp_path / "large", "llama", "bfloat16", with_tokenizer=False, **SHAPE)
+    folder = write_tiny_model(tmp_path / "large", "llama", "bfloat16", with_tokenizer=False, vocab_size=16384, **SHAPE)
     small = write_tiny_model(tmp_path / "small", "llama", "bfloat16", with_tokenizer=False)
     float32_bytes = 4 * read_model_facts(folder, "large", "pretrained").num_parameters
-    assert float32_bytes > 150e6
+    assert float32_bytes > 140e6
     ours, naive = (
         world.run("tests.model.load_memory_ranks:measure", str(folder), str(small), way, world_size=NUM_RANKS) for way in (False, True)
     )

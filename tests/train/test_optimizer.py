@@ -1,10 +1,19 @@
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
+from transformers.optimization import Adafactor as PublishedAdafactor
 
 from manyhands.config.schema import OptimizerSection
-from manyhands.train.optimizer import group_parameters, make_optimizer
+from manyhands.errors import UserError
+from manyhands.train.muon import orthogonalise
+from manyhands.train.optimizer import group_parameters, make_optimizer, rates_by_pattern, set_learning_rate
+from tests.train import optimizer_ranks
+
+NAMES = ("adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit", "adafactor", "muon")
 
 
 class Tied(nn.Module):
@@ -17,21 +26,28 @@ class Tied(nn.Module):
         self.head.weight = self.embed.weight
 
 
-def test_every_trained_parameter_is_in_exactly_one_group():
+def names_of(groups: list[dict[str, Any]]) -> list[list[str]]:
+    return [[name for name, _ in group["params"]] for group in groups]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("rates", [{}, {"inner.weight": 1e-3, "bias": 1e-2}])
+def test_every_trained_parameter_is_in_exactly_one_group(name: str, rates: dict[str, float]) -> None:
     model = Tied()
     model.norm.bias.requires_grad_(False)
-    names = [name for group in group_parameters(model, 0.1) for name, _ in group["params"]]
-    assert sorted(names) == sorted(name for name, p in model.named_parameters() if p.requires_grad)
-    assert len(set(names)) == len(names)
+    with optimizer_ranks.cpu_kernels():
+        optimizer = make_optimizer(model, OptimizerSection(name=name, learning_rates=rates), 0.1, blocks=["inner"])
+    held = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    assert sorted(held) == sorted(id(p) for p in model.parameters() if p.requires_grad)
 
 
-def test_weight_decay_reaches_matrices_only():
-    decayed, kept = group_parameters(Tied(), 0.1)
-    assert [n for n, _ in decayed["params"]] == ["inner.weight"] and decayed["weight_decay"] == 0.1
-    assert {n for n, _ in kept["params"]} == {"embed.weight", "norm.weight", "norm.bias", "inner.bias"} and kept["weight_decay"] == 0.0
+def test_weight_decay_reaches_matrices_only() -> None:
+    decayed, kept = group_parameters(Tied(), OptimizerSection(weight_decay=0.1), 0.1)
+    assert names_of([decayed]) == [["inner.weight"]] and decayed["weight_decay"] == 0.1
+    assert set(names_of([kept])[0]) == {"embed.weight", "norm.weight", "norm.bias", "inner.bias"} and kept["weight_decay"] == 0.0
 
 
-def test_one_step_is_adamw():
+def test_one_step_is_adamw() -> None:
     weight = nn.Linear(1, 1, bias=False)
     nn.init.ones_(weight.weight)
     optimizer = make_optimizer(weight, OptimizerSection(weight_decay=0.5), 0.1)
@@ -39,3 +55,97 @@ def test_one_step_is_adamw():
     optimizer.step()
     # decay: 1 - 0.1 * 0.5 = 0.95; the first Adam step has length lr whatever the gradient's size: 0.95 - 0.1 = 0.85
     assert abs(weight.weight.item() - 0.85) < 1e-6
+
+
+def test_the_schedule_scales_every_group_by_its_own_peak() -> None:
+    rates = {"inner.bias": 0.01, "bias": 0.02, "head": 0.04}  # the first that fits; a tied weight by either name
+    optimizer = make_optimizer(Tied(), OptimizerSection(learning_rates=rates), 0.1)
+    assert rates_by_pattern(optimizer) == rates
+    set_learning_rate(optimizer, 0.05)  # half of the peak
+    assert rates_by_pattern(optimizer) == pytest.approx({pattern: rate / 2 for pattern, rate in rates.items()})
+    assert [group["lr"] for group in optimizer.param_groups if group["pattern"] is None] == pytest.approx([0.05, 0.05])
+
+
+@pytest.mark.parametrize(("rates", "why"), [({"outer": 0.1}, "no weight that is trained"), ({"*": 0.1, "inner": 0.1}, "before it")])
+def test_a_pattern_that_chooses_nothing_is_refused(rates: dict[str, float], why: str) -> None:
+    with pytest.raises(UserError, match=why):
+        make_optimizer(Tied(), OptimizerSection(learning_rates=rates), 0.1)
+
+
+def test_muon_without_a_matrix_is_refused() -> None:
+    with pytest.raises(UserError, match="no matrix of the blocks is trained"):
+        make_optimizer(Tied(), OptimizerSection(name="muon"), 0.1, blocks=["norm"])
+
+
+@pytest.mark.parametrize("shape", [(6, 6), (5, 40), (64, 16)])
+def test_muon_is_the_one_of_torch(shape: tuple[int, int]) -> None:
+    """Weights after five steps with decay; updates are rounded to bfloat16 in both."""
+    ours, theirs = (nn.Linear(shape[1], shape[0], bias=False) for _ in range(2))
+    ours.weight.data.copy_(theirs.weight)
+    options: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95, "adjust_lr_fn": "match_rms_adamw"}
+    published = torch.optim.Muon([theirs.weight], **options)
+    optimizer = make_optimizer(nn.ModuleDict({"block": ours}), OptimizerSection(name="muon", weight_decay=0.1), 0.02, blocks=["block"])
+    for step in range(5):
+        gradient = optimizer_ranks.draw(f"{step}", torch.Size(shape))
+        for net, each in ((ours, optimizer), (theirs, published)):
+            net.weight.grad = gradient.clone()
+            each.step()
+    update = 0.2 * 0.02 * max(shape) ** 0.5
+    torch.testing.assert_close(ours.weight, theirs.weight, rtol=0, atol=0.02 * update)
+
+
+def test_orthogonalised_singular_values_are_near_one() -> None:
+    for shape in ((16, 64), (64, 16)):
+        values = torch.linalg.svdvals(orthogonalise(optimizer_ranks.draw("m", torch.Size(shape)).bfloat16()).float())
+        assert values.min() > 0.6 and values.max() < 1.3
+
+
+def test_adafactor_is_the_published_one() -> None:
+    """As transformers has it without scaling by the weights; matrices, vectors and a gradient that grows."""
+    ours, theirs = (nn.ModuleDict({"linear": nn.Linear(7, 5), "norm": nn.LayerNorm(9)}) for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    optimizer = make_optimizer(ours, OptimizerSection(name="adafactor"), 0.01)
+    published = PublishedAdafactor(theirs.parameters(), lr=0.01, scale_parameter=False, relative_step=False, weight_decay=0.0)
+    for step in range(6):
+        for net, each in ((ours, optimizer), (theirs, published)):
+            for name, parameter in net.named_parameters():
+                parameter.grad = optimizer_ranks.draw(f"{step} {name}", parameter.shape) * 10**step
+            each.step()
+    for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize("name", ["adamw_8bit", "paged_adamw", "paged_adamw_8bit"])
+def test_bitsandbytes_optimizers_are_refused_on_a_cpu(name: str) -> None:
+    with pytest.raises(UserError, match=f"{name} does not run on cpu"):
+        make_optimizer(Tied(), OptimizerSection(name=name), 0.1)
+
+
+def test_8bit_keeps_embeddings_vectors_and_small_matrices_in_float32() -> None:
+    with optimizer_ranks.cpu_kernels():
+        net, optimizer = optimizer_ranks.build(OptimizerSection(name="adamw_8bit"), "one")
+        optimizer_ranks.take_step(net, optimizer, 0)
+    dtypes = {name: optimizer.state[p]["exp_avg"].dtype for name, p in net.named_parameters() if p.requires_grad}
+    assert {name for name, dtype in dtypes.items() if dtype == torch.uint8} == {f"block.{name}.weight" for name in ("wide", "tall", "odd")}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["adamw_8bit", "paged_adamw", "paged_adamw_8bit"])
+def test_the_kernels_update_as_bitsandbytes_own_classes_do(name: str) -> None:
+    """Bit for bit, on a GPU: matrices large enough for 8 bits and for managed memory, a small one, a vector; with weight decay."""
+    import bitsandbytes
+
+    kinds = {"adamw_8bit": "AdamW8bit", "paged_adamw": "PagedAdamW32bit", "paged_adamw_8bit": "PagedAdamW8bit"}
+    ours, theirs = (nn.ModuleDict({"large": nn.Linear(300, 500), "small": nn.Linear(8, 8, bias=False)}).cuda() for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    optimizer = make_optimizer(ours, OptimizerSection(name=name, weight_decay=0.1), 0.01)  # type: ignore[arg-type]
+    matrices, vectors = ([p for p in theirs.parameters() if (p.ndim > 1) is wide] for wide in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    published = getattr(bitsandbytes.optim, kinds[name])(groups, lr=0.01, betas=(0.9, 0.999), eps=1e-8)
+    for step in range(5):
+        for net, each in ((ours, optimizer), (theirs, published)):
+            for key, parameter in net.named_parameters():
+                parameter.grad = optimizer_ranks.draw(f"{step} {key}", parameter.shape).cuda()
+            each.step()
+    assert optimizer.state[ours["large"].weight]["exp_avg"].dtype == (torch.uint8 if name.endswith("8bit") else torch.float32)
+    assert all(torch.equal(mine, other) for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True))

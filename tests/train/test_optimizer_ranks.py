@@ -15,7 +15,9 @@ from tests.train import optimizer_ranks
 pytestmark = pytest.mark.distributed
 
 RATES = {"learning_rates": {"wide": 3e-2, "norm": 1e-3}, "weight_decay": 0.1}
-OPTIMIZERS: dict[str, dict[str, Any]] = {name: {"name": name, **RATES} for name in ("adamw", "adamw_8bit", "paged_adamw", "adafactor", "muon")}
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    name: {"name": name, **RATES} for name in ("adamw", "adamw_8bit", "paged_adamw", "adafactor", "muon")
+}
 RESHARDED = ("adamw", "paged_adamw", "adafactor", "muon")
 TASK = "tests.train.optimizer_ranks:"
 

@@ -221,7 +221,9 @@ class KernelsSection(Section):
         "auto", description="Cross-entropy fused with the head, each logit computed once; or in chunks that are recomputed (plain)."
     )
     attention: Literal["auto", "plain"] = Field(
-        "auto", description="Rows of one length by the fastest kernel that passes a self-test; or by the kernel of packs (plain)."
+        "auto",
+        description="Packs and rows of one length by the fastest kernels that pass a self-test (FlashAttention 4 where it is installed, "
+        "cuDNN); or both by torch's varlen (plain).",
     )
 
 

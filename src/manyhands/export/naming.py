@@ -72,7 +72,7 @@ def _lay_out_new(model: nn.Module, tensors: Mapping[str, torch.Tensor], dtype: t
     named = {name: torch.empty(0, device="meta") for name in tensors}
     written = dict(named) if needs_conversion(model) else revert_weight_conversion(model, dict(named))  # type: ignore[arg-type]
     by_tensor = {id(tensor): name for name, tensor in written.items()}
-    names = {name: (by_tensor[id(tensor)],) for name, tensor in named.items()}
+    names: dict[str, tuple[str, ...]] = {name: (by_tensor[id(tensor)],) for name, tensor in named.items()}
     sizes = {names[name][0]: _bytes(tensor.numel(), dtype, tensor) for name, tensor in tensors.items()}
     return FileLayout(model, names, dict.fromkeys(tensors, dtype), sizes)
 

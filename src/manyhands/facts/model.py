@@ -26,6 +26,7 @@ MOE_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 MULTIMODAL_KEYS = ("vision_config", "audio_config")
 TEXT_TENSOR = re.compile(r"(?:^|\.)(?:language_model|text_model|lm_head)\.|^model\.(?:layers|embed_tokens|norm)\.")  # of a multimodal model
 BLOCK_TENSOR = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.(.+)$")
+TEXT_PREFIX = re.compile(r"^(?:model\.)?(language_model|text_model)\.(?:model\.)?(?!lm_head)")
 HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 
 
@@ -70,6 +71,7 @@ def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "rando
         if config is not whole_config:
             others = [name for name in tensors if not TEXT_TENSOR.search(name)]
             towers = sum(tensors.pop(name).num_elements for name in others)
+            tensors = {TEXT_PREFIX.sub(r"model.\1.", name): tensor for name, tensor in tensors.items()}  # for patterns of names
         for head in HEADS:
             if is_tied(config):
                 tensors.pop(head, None)
@@ -83,6 +85,7 @@ def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "rando
         name=name,
         folder=str(folder),
         model_type=config["model_type"],
+        decoder="model" if config is whole_config else "model.language_model",
         hidden_size=config["hidden_size"],
         intermediate_size=config["intermediate_size"],
         num_layers=config["num_hidden_layers"],

@@ -23,6 +23,7 @@ class ModelFacts(Fact):
     name: str  # as asked
     folder: str  # where the files are on this machine
     model_type: str
+    decoder: str = "model"  # the module that holds embeddings and blocks, as transformers calls it
     hidden_size: int
     intermediate_size: int
     num_layers: int

@@ -1,10 +1,11 @@
 """Attention over documents laid side by side, through transformers' attention interface.
 
-``manyhands_varlen`` hands queries, keys and values to ``torch.nn.attention.varlen``, which computes each document on its
-own from the cumulative lengths; where all of them have one length, to the faster kernel that ``choose_row_kernel`` found. ``manyhands_blockwise`` is plain torch, for soft-capped scores (Gemma 2), which neither
-varlen nor transformers' ``sdpa`` can compute; transformers' ``sdpa`` drops the cap without a word. No mask is ever built for
-these two, so they fail closed: without lengths they raise. The lengths travel as keyword arguments of the model's forward
-pass under transformers' own names (``cu_seq_lens_q``, ...). Knows nothing of data files, ranks or losses.
+``manyhands_varlen`` computes each document on its own from the cumulative lengths: by ``torch.nn.attention.varlen``, or by
+the faster kernels that ``choose_attention_kernels`` found, one for packs and one for documents that all have one length.
+``manyhands_blockwise`` is plain torch, for soft-capped scores (Gemma 2), which neither varlen nor transformers' ``sdpa`` can
+compute; transformers' ``sdpa`` drops the cap without a word. No mask is ever built for these two, so they fail closed: without
+lengths they raise. The lengths travel as keyword arguments of the model's forward pass under transformers' own names
+(``cu_seq_lens_q``, ...). Knows nothing of data files, ranks or losses.
 
 Shapes: b rows, t positions, h query heads, g key-value heads (h a multiple of g), d dimensions a head.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -21,14 +23,41 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
 from manyhands.kernels.dense_attention import DenseAttention, attend_dense, choose_dense
+from manyhands.kernels.flash4 import PackedAttention, attend_flash4, choose_packed
 
 VARLEN, BLOCKWISE = "manyhands_varlen", "manyhands_blockwise"
 TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.12 and later; asked once: compiled code cannot
 IMPLEMENTATIONS = {"sdpa": "sdpa", "varlen": VARLEN, "blockwise": BLOCKWISE}  # Plan.attention -> transformers' attn_implementation
 MAX_BLOCK_SCORES = 2**25  # elements: 128 MiB in float32
-# What ``choose_row_kernel`` found, one for the process: compiled code reads it as a constant. Empty: varlen for all.
-_row_kernel = DenseAttention("")
 CAPS = ("attn_logit_softcapping",)  # config keys that change scores in a way that sdpa ignores
+
+
+@dataclass(frozen=True)
+class AttentionKernels:
+    """What computes documents of one length and packs of mixed ones, for the heads that the self-tests were made with."""
+
+    rows: DenseAttention
+    packs: PackedAttention
+    num_heads: int
+    num_groups: int
+    dim: int
+    dtype: torch.dtype
+
+    def describe(self) -> str:
+        """Which path runs, and why not a faster one."""
+        packs, rows = self.packs, self.rows
+        parts = [f"packs by {packs.name}" + (f" ({packs.reason})" if packs.reason else "")]
+        if rows.name or rows.reason:
+            parts.append(f"rows of one length by {rows.name or packs.name}" + (f" ({rows.reason})" if rows.reason else ""))
+        return ", ".join(parts)
+
+    def tested_with(self, query: torch.Tensor, key: torch.Tensor) -> bool:
+        """Of (b, h, t, d) and (b, g, t, d): some families have layers with other heads, which no self-test has seen."""
+        return (query.shape[1], key.shape[1], query.shape[3], query.dtype) == (self.num_heads, self.num_groups, self.dim, self.dtype)
+
+
+# What ``choose_attention_kernels`` found, one for the process: compiled code reads it as a constant. None: varlen for all.
+_kernels: AttentionKernels | None = None
 
 
 def register_attention() -> None:
@@ -43,15 +72,23 @@ def register_attention() -> None:
     AttentionInterface.register(BLOCKWISE, attend_blockwise)
 
 
-def choose_row_kernel(config: Any, device: torch.device, dtype: torch.dtype) -> DenseAttention:
-    """Choose the kernel for documents of one length, by a self-test on ``device``; it holds for this process."""
-    global _row_kernel
+def choose_attention_kernels(config: Any, device: torch.device, dtype: torch.dtype, *, one_length: bool) -> AttentionKernels:
+    """Choose kernels by self-tests on ``device``; they hold for this process.
+
+    ``one_length``: all rows of the run have one, so that a kernel for such rows is worth its test. cuDNN comes first there,
+    then what computes packs if that is FlashAttention 4, then FlashAttention 2.
+    """
+    global _kernels
     text = config.get_text_config()
     heads = text.num_attention_heads
     groups = getattr(text, "num_key_value_heads", None) or heads
     dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-    _row_kernel = choose_dense(device, dtype, heads, groups, dim)
-    return _row_kernel
+    packs = choose_packed(device, dtype, heads, groups, dim, getattr(text, "sliding_window", None))
+    rows = choose_dense(device, dtype, heads, groups, dim) if one_length else DenseAttention("")
+    if packs.name == "flash4" and rows.name == "flash":
+        rows = DenseAttention("", rows.reason)
+    _kernels = AttentionKernels(rows, packs, heads, groups, dim, dtype)
+    return _kernels
 
 
 def plain_attention(config: Any) -> Literal["sdpa", "eager"]:
@@ -102,39 +139,50 @@ def attend_varlen(
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within each document. ``query`` (b, h, t, d), ``key`` and ``value`` (b, g, t, d) -> (b, t, h, d).
 
-    ``row_length``: every document has this length, and they fill the batch. Raises ``RuntimeError`` where an argument would be ignored or the documents' lengths did not arrive.
+    ``row_length``: every document has this length, and they fill the batch. Raises ``RuntimeError`` where an argument would
+    be ignored or the documents' lengths did not arrive.
     """
     _refuse_what_is_missed(VARLEN, module, attention_mask, dropout, max_length_q, cu_seq_lens_q, others)
     if softcap is not None:
         raise RuntimeError(f"{VARLEN} cannot cap attention scores (softcap={softcap}); use attention blockwise")
     assert cu_seq_lens_q is not None and cu_seq_lens_k is not None and max_length_q is not None and max_length_k is not None
     num_rows, num_heads, length, _dim = query.shape
-    if row_length is not None and _row_kernel.name and (sliding_window is None or sliding_window >= row_length):
+    longest = max_length_q if row_length is None else row_length
+    window = sliding_window - 1 if sliding_window and sliding_window < longest else -1  # positions seen to the left of a query
+    kernels = _kernels if _kernels is not None and _kernels.tested_with(query, key) else None
+    if kernels is not None and kernels.rows.name and row_length is not None and window < 0:
         query, key, value = (_split_rows(x, row_length) for x in (query, key, value))
-        dense = attend_dense(query, key, value, scaling, _row_kernel.name)  # (b t / l, h, l, d)
+        dense = attend_dense(query, key, value, scaling, kernels.rows.name)  # (b t / l, h, l, d)
         return dense.transpose(1, 2).reshape(num_rows, length, num_heads, -1), None
-    flat_query, flat_key, flat_value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # (b t, heads, d)
-    window = (sliding_window - 1 if sliding_window else -1, 0)  # positions seen to the left and right of a query
+    query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # (b t, heads, d)
+    if kernels is not None and kernels.packs.name == "flash4":
+        out = attend_flash4(query, key, value, cu_seq_lens_q, max_length_q, scaling, window)
+    else:
+        out = _attend_torch_varlen(query, key, value, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, scaling, window)
+    return out.view(num_rows, length, num_heads, -1), None
+
+
+def _attend_torch_varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_lens_q: torch.Tensor,
+    cu_seq_lens_k: torch.Tensor,
+    max_length_q: int,
+    max_length_k: int,
+    scaling: float | None,
+    window: int,
+) -> torch.Tensor:
+    """(t, h, d), (t, g, d) -> (t, h, d)"""
     extra: dict[str, Any] = {}
-    if flat_key.shape[1] != num_heads:
+    if key.shape[1] != query.shape[1]:
         if TAKES_GROUPS:
             extra["enable_gqa"] = True
         else:  # torch 2.11: every query head brings its own key and value
-            groups = num_heads // flat_key.shape[1]
-            flat_key, flat_value = (x.repeat_interleave(groups, dim=1) for x in (flat_key, flat_value))
-    out: Any = varlen_attn(
-        flat_query,
-        flat_key,
-        flat_value,
-        cu_seq_lens_q,
-        cu_seq_lens_k,
-        max_length_q,
-        max_length_k,
-        scale=scaling,
-        window_size=window,
-        **extra,
-    )
-    return out.view(num_rows, length, num_heads, -1), None
+            repeat = query.shape[1] // key.shape[1]
+            key, value = (x.repeat_interleave(repeat, dim=1) for x in (key, value))
+    lengths = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+    return varlen_attn(query, key, value, *lengths, scale=scaling, window_size=(window, 0), **extra)  # type: ignore[no-any-return]
 
 
 def _split_rows(x: torch.Tensor, row_length: int) -> torch.Tensor:

@@ -95,6 +95,8 @@ def read_checkpoint(model: Any, names: Collection[str], folder: str | Path) -> C
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    towers = tuple(f"{part}." for part in left_out(model))
+    ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()] + [OLD_BUFFERS]
     plain: dict[str, StoredTensor] = {}
     groups: dict[str, list[tuple[str, StoredTensor]]] = {}
     untouched: list[StoredTensor] = []
@@ -104,8 +106,10 @@ def read_checkpoint(model: Any, names: Collection[str], folder: str | Path) -> C
         if name not in wanted and stored.name in wanted:  # already as the model has it
             name, pattern = stored.name, None
         if name not in wanted:
-            untouched += [stored] if _is_untouched(model, name) else []
-            unexpected += [] if _is_untouched(model, name) else [stored.name]
+            if name.startswith(towers) or any(rule.search(name) for rule in ignored):
+                untouched.append(stored)
+            else:
+                unexpected.append(stored.name)
         elif pattern is not None:
             groups.setdefault(name, []).append((pattern, stored))
         elif name in plain:
@@ -127,11 +131,6 @@ def index_files(folder: Path) -> list[StoredTensor]:
         for path in find_weight_files(folder)
         for name, header in read_header(path)[1].items()
     ]
-
-
-def _is_untouched(model: Any, name: str) -> bool:
-    ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
-    return any(name.startswith(f"{part}.") for part in left_out(model)) or any(rule.search(name) for rule in (*ignored, OLD_BUFFERS))
 
 
 def _group(model: Any, name: str, converter: WeightConverter, parts: list[tuple[str, StoredTensor]]) -> Conversion:

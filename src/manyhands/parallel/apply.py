@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from manyhands.model.blocks import find_blocks
 from manyhands.model.loss import LossModel
 from manyhands.parallel.activations import offload_activations
 from manyhands.parallel.compile import compile_blocks
+from manyhands.parallel.masters import ComputeCopy, cast_inputs
 from manyhands.parallel.mesh import hybrid_mesh, replicate_mesh, shard_mesh
 from manyhands.parallel.model import Parallel
 from manyhands.parallel.recompute import recompute_blocks, recompute_selectively
@@ -41,7 +43,7 @@ def apply(loss_model: LossModel, plan: Plan, world: World, materialize: Callable
     """Recompute ▸ compile ▸ shard ▸ materialize ▸ offload activations ▸ replicate.
 
     ``loss_model`` is on meta, in training mode, adapters applied and the rest frozen; ``materialize`` gives it memory and
-    weights on the device that it is told. Four ways, chosen by the plan and by what is trained:
+    weights on the device that it is told. Five ways, chosen by the plan and by what is trained:
 
     ============================  =====================================================================================
     plan                          way
@@ -49,6 +51,7 @@ def apply(loss_model: LossModel, plan: Plan, world: World, materialize: Callable
     fsdp                          ``fully_shard`` over all ranks; a bfloat16 policy if everything is trained in bfloat16
     hybrid                        the same on a (replicate, shard) mesh
     one / ddp, all, in bfloat16   the same on a (replicate, shard=1) mesh, and so whatever is offloaded: one numerics
+    one, all, in bfloat16, kept   the plain model, float32 masters beside a bfloat16 copy: the same numbers without copies
     one / ddp, otherwise          the plain model / ``DistributedDataParallel`` whose hook sums
     ============================  =====================================================================================
 
@@ -65,7 +68,8 @@ def apply(loss_model: LossModel, plan: Plan, world: World, materialize: Callable
         # Inside the recomputed region (around it where that is selective), outside the gathering of shards.
         compile_blocks(loss_model.model, dynamic=True if plan.dynamic else None)
 
-    mesh = choose_mesh(plan, world, mixed=mixed)
+    keeps_copy = mixed and keeps_compute_copy(plan)
+    mesh = None if keeps_copy else choose_mesh(plan, world, mixed=mixed)
     if mesh is not None:
         shard(loss_model, mesh, mixed=mixed, reshard=plan.reshard, offload=plan.offload == "all")
     materialize(loss_model, torch.device("cpu") if plan.offload == "all" else world.device)
@@ -76,8 +80,21 @@ def apply(loss_model: LossModel, plan: Plan, world: World, materialize: Callable
     if mesh is not None:
         return Parallel(loss_model, world, mesh=mesh, reduce_every=plan.reduce_every)
     if world.world_size == 1:
-        return Parallel(loss_model, world)
+        return Parallel(loss_model, world, copy=keep_compute_copy(loss_model) if keeps_copy else None)
     return Parallel(loss_model, world, replica=replicate(loss_model, "full" if trains_everything else "part"))
+
+
+def keeps_compute_copy(plan: Plan) -> bool:
+    """Whether one process that trains everything in bfloat16 can do without ``fully_shard``: nothing is freed or offloaded."""
+    return plan.strategy == "one" and plan.master_dtype == "float32" and not plan.reshard and plan.offload != "all"
+
+
+def keep_compute_copy(loss_model: LossModel) -> ComputeCopy:
+    """Float32 masters and their bfloat16 copy, wherever a forward pass may begin: the loss, the logits, generation, the head."""
+    model = loss_model.model
+    for block in find_blocks(model).values():
+        cast_inputs(block, torch.bfloat16)
+    return ComputeCopy(loss_model, [loss_model, model, getattr(model, model.base_model_prefix)], torch.bfloat16)
 
 
 def choose_mesh(plan: Plan, world: World, *, mixed: bool) -> DeviceMesh | None:
@@ -101,10 +118,14 @@ def shard(loss_model: LossModel, mesh: DeviceMesh, *, mixed: bool, reshard: bool
     place = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
     for block in find_blocks(loss_model.model).values():
         fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=place, reshard_after_forward=reshard)
-    fully_shard(loss_model, mesh=mesh, mp_policy=policy, offload_policy=place, reshard_after_forward=False)
+    # What the root is given are batches, whose weights of tokens stay float32.
+    fully_shard(
+        loss_model, mesh=mesh, mp_policy=replace(policy, cast_forward_inputs=False), offload_policy=place, reshard_after_forward=False
+    )
     for module in loss_model.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
+            if mesh.size() > 1:  # else nothing is averaged, and a factor would only cost a division by it
+                module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum, and none is needed
     for method in ("logits", "next_token_logits"):
         register_fsdp_forward_method(loss_model, method)

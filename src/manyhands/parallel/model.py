@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from manyhands.model.loss import LossModel, Terms
 from manyhands.model.shards import local
+from manyhands.parallel.masters import ComputeCopy
 from manyhands.parallel.mesh import SHARD
 from manyhands.parallel.world import World
 
@@ -23,6 +24,7 @@ class Parallel:
 
     ``mesh``: what FSDP2 shards over; every rank holds only its part of the gradients along its shard axis. ``replica``: the
     DDP module around the loss model. ``reduce_every``: shards are reduced after every micro-batch, not after the last one.
+    ``copy``: what computes in place of the parameters, refreshed once a step.
     """
 
     def __init__(
@@ -33,11 +35,12 @@ class Parallel:
         mesh: DeviceMesh | None = None,
         replica: DistributedDataParallel | None = None,
         reduce_every: bool = True,
+        copy: ComputeCopy | None = None,
     ) -> None:
         self.model: nn.Module = loss_model.model
         self.loss_model = loss_model
         self.world = world
-        self._replica = replica
+        self._replica, self._copy = replica, copy
         self._reduce_every = reduce_every
         # The axis over which gradients are in parts; with one rank on it they are whole.
         self._shard_group = mesh[SHARD].get_group() if mesh is not None and mesh[SHARD].size() > 1 else None
@@ -75,7 +78,9 @@ class Parallel:
 
         Copies are summed up where ``on`` only. Shards too if whole gradients may wait on every rank (``reduce_every`` false).
         """
-        if self._replica is not None:
+        if self._copy is not None:
+            self._copy.accumulates = not on
+        elif self._replica is not None:
             self._replica.require_backward_grad_sync = on
         elif isinstance(self.loss_model, FSDPModule):
             if self._shard_group is not None and not self._reduce_every:

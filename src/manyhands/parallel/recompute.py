@@ -14,6 +14,7 @@ from manyhands.model.blocks import find_blocks
 LINEAR = {"aten::mm": 0, "aten::addmm": 1}  # which argument the inputs are; the weight (i, o) is the next one
 KEPT = {
     "manyhands::nf4_linear",
+    "manyhands::flash4_forward",
     "torch_attn::_varlen_attn",
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",

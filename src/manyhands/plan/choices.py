@@ -213,14 +213,14 @@ def choose_attention(config: RunConfig, model: ModelFacts, gpus: tuple[GpuFacts,
     return "sdpa", f"attention: sdpa, as {obstacle}"
 
 
-def choose_kernels(config: RunConfig, device: Device, attention: Attention, pack_tokens: int | None) -> dict[str, bool]:
+def choose_kernels(config: RunConfig, device: Device, attention: Attention) -> dict[str, bool]:
     """Fields of the plan: which fast paths are tried. ``auto`` tries them on GPUs; each passes a check there before it runs."""
     asked, gpu = config.kernels, device == "cuda"
     adapters = config.method.name in ("lora", "qlora")
     return {
         "fuse_lora": adapters and (asked.lora == "fused" or (asked.lora == "auto" and gpu)),
         "fuse_loss": asked.loss == "fused" or (asked.loss == "auto" and gpu),
-        "row_kernel": asked.attention == "auto" and attention == "varlen" and pack_tokens is not None,
+        "fast_attention": asked.attention == "auto" and attention == "varlen",
     }
 
 
@@ -290,7 +290,7 @@ def count_adapter_parameters(config: RunConfig, model: ModelFacts, new_tokens: N
     adapted = whole = 0
     for index in range(model.num_layers):
         for name, (out, into) in model.block_linear_shapes.items():
-            full_name = f"model.layers.{index}.{name}"
+            full_name = f"{model.decoder}.layers.{index}.{name}"
             if _is_saved(full_name, method.modules_to_save):
                 whole += out * into
             elif any(matches(full_name, pattern) for pattern in patterns):
@@ -302,7 +302,7 @@ def count_adapter_parameters(config: RunConfig, model: ModelFacts, new_tokens: N
             fix="name linear layers of the blocks, or use all-linear",
             details=list(model.block_linear_shapes),
         )
-    saved = [_is_saved(name, method.modules_to_save) for name in ("model.embed_tokens", "lm_head")]
+    saved = [_is_saved(name, method.modules_to_save) for name in (f"{model.decoder}.embed_tokens", "lm_head")]
     matrices = [any(saved)] if model.tied_embeddings else saved
     num_tokens = 0 if new_tokens is None else len(new_tokens.ids)
     rows = sum(model.vocab_size if is_whole else num_tokens for is_whole in matrices)

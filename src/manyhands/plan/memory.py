@@ -76,6 +76,12 @@ class Setup:
         return self.trains_everything and self.compute_bytes != self.master_bytes
 
     @property
+    def keeps_copy(self) -> bool:
+        """One process keeps the whole bfloat16 copy beside its masters, without ``fully_shard`` (parallel/masters.py)."""
+        kept = self.strategy == "one" and not self.reshard and self.offload != "all"
+        return kept and self.is_mixed and (self.master_bytes, self.compute_bytes) == (4, 2)
+
+    @property
     def gathers_whole(self) -> bool:
         """Whether even whole weights are copied to where they compute: cast, or from host memory."""
         return self.is_mixed or self.offload == "all"
@@ -165,7 +171,7 @@ def optimizer(s: Setup) -> int:
 
 
 def gathered(s: Setup) -> int:
-    """Whole weights in compute dtype that FSDP2 makes from shards or masters.
+    """Whole weights in compute dtype that FSDP2, or parallel/masters.py, makes from shards or masters.
 
     ``R c`` for the root, which stays gathered, plus ``min(2, L) B c`` if blocks are resharded after the forward pass, else
     ``L B c``. Frozen weights are gathered as they are kept. Nothing where the weights are whole and in compute dtype already.
@@ -318,7 +324,8 @@ def reduction(s: Setup, passing: int) -> int:
     During the backward pass: two blocks, unsharded in compute dtype and in master dtype for the reduction,
     ``2 B (c + m)``, and the head's gradient, which the loss makes first and a chunk at a time: ``2 V H c``. At its end the
     root: ``R (c + m)``, when activations and logits (``passing``) are gone. Adapters' gradients are too small to count. By
-    patterns the same of what is trained, in master dtype where shards are gathered.
+    patterns the same of what is trained, in master dtype where shards are gathered. A kept copy's gradients go into the
+    masters' as they come: ``B c`` of a compiled block, and the head's as summed and as handed on, ``V H (m + c)``.
     """
     if s.in_place is not None:
         head = 2 * min(s.in_place.num_in_root, s.head_elements) * s.compute_bytes
@@ -330,6 +337,8 @@ def reduction(s: Setup, passing: int) -> int:
         return 0
     if not s.is_mixed and s.num_shards == 1:
         return 2 * s.head_elements * s.compute_bytes  # plain gradients are the ones kept; only the chunks' sums come on top
+    if s.keeps_copy:
+        return s.model.num_block_parameters * s.compute_bytes + s.head_elements * (s.master_bytes + s.compute_bytes)
     during = BLOCKS_IN_FLIGHT * s.model.num_block_parameters * (s.compute_bytes + s.master_bytes) + 2 * s.head_elements * s.compute_bytes
     end = s.num_root_parameters * (s.compute_bytes + s.master_bytes)
     return max(during, end - passing)

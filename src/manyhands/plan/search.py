@@ -88,7 +88,7 @@ def plan(config: RunConfig, facts: Facts, *, number: int = 1, cause: Cause = "fi
         micro_rows=split.micro_rows,
         micro_tokens=split.micro_tokens,
         pack_tokens=pack_tokens,
-        **choose_kernels(config, made.device, made.attention, pack_tokens),
+        **choose_kernels(config, made.device, made.attention),
         accumulation=split.accumulation,
         steps_per_epoch=steps.per_epoch,
         num_steps=steps.total,

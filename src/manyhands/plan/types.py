@@ -81,7 +81,7 @@ class Plan(Part):
     compile: bool
     fuse_lora: bool = False  # adapted modules of known families as one function
     fuse_loss: bool = False  # cross-entropy fused with the head
-    row_kernel: bool = False  # rows of one length by the kernel that passes a self-test
+    fast_attention: bool = False  # varlen: packs, and rows of one length, by the fastest kernels that pass a self-test
     dynamic: bool = True  # compiled blocks take micro-batches of any shape; not where all rows have one length
     compute_dtype: Literal["bfloat16", "float32", "float64"]
     master_dtype: Literal["float32", "float64"]  # of trained weights, gradients' reduction and optimizer states

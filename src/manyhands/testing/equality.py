@@ -12,7 +12,7 @@ import math
 import random
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -86,7 +86,19 @@ def cases(device: str = "cpu") -> list[Case]:
             table += [packed(strategy, world, 256), packed(strategy, world, 2048)]
         table += [packed("fsdp", world, 512, **{"parallel.recompute": "block"}), packed("fsdp", world, 512, **{"parallel.reshard": False})]
         table += [packed("ddp", world, 512, **{"parallel.recompute": "block"})]
-    return table
+    return table + _other_strategies(unpacked, packed)
+
+
+def _other_strategies(unpacked: Callable[..., Case], packed: Callable[..., Case]) -> list[Case]:
+    """Copies in shards, cheap operations repeated, states and activations in host memory."""
+    selective, activations = {"parallel.recompute": "selective"}, {"parallel.offload_activations": True}
+    states, everything = {"parallel.offload": "optimizer"}, {"parallel.offload": "all"}
+    table = [packed("one", 1, 512, **keys) for keys in (selective, states, everything, activations)]
+    table += [packed("fsdp", 2, 512, **keys) for keys in (selective, states, everything)]
+    table += [packed("fsdp", 2, 512, **{"parallel.recompute": "block"}, **activations), packed("ddp", 2, 512, **selective)]
+    pairs = {"parallel.shard_ranks": 2}
+    table += [unpacked("hybrid", 4, accumulation, **pairs) for accumulation in (1, 2)]
+    return table + [packed("hybrid", 4, 256, **pairs), packed("hybrid", 4, 512, **pairs, **everything)]
 
 
 def faulty_cases() -> list[Case]:
@@ -275,7 +287,7 @@ def main() -> None:
     arguments = parser.parse_args()
     dtypes = ("float32", "float64", "bfloat16") if arguments.device == "cpu" else ("bfloat16",)
     faults = faulty_cases() if arguments.device == "cpu" else []
-    size = 4 if arguments.device == "cpu" else min(2, torch.cuda.device_count())
+    size = 4 if arguments.device == "cpu" else min(4, torch.cuda.device_count())
     place = f"torch {torch.__version__}, " + (f"{size} CPU processes, gloo" if arguments.device == "cpu" else torch.cuda.get_device_name())
     lines: list[str] = []
     with tempfile.TemporaryDirectory() as temporary, ranks(size, arguments.device) as world:

@@ -21,7 +21,9 @@ from manyhands.train.muon import Muon
 Group = dict[str, Any]
 
 
-def make_optimizer(model: nn.Module, section: OptimizerSection, learning_rate: float, blocks: Collection[str] = ()) -> torch.optim.Optimizer:
+def make_optimizer(
+    model: nn.Module, section: OptimizerSection, learning_rate: float, blocks: Collection[str] = ()
+) -> torch.optim.Optimizer:
     """The optimizer of ``section`` over the trained parameters of ``model``, in their own (master) dtype.
 
     ``learning_rate`` is the peak, ``blocks`` the names of the decoder's blocks, whose matrices Muon orthogonalises. Every group

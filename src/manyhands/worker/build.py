@@ -15,7 +15,7 @@ from manyhands.data.tokenizer import load_tokenizer
 from manyhands.errors import EXIT_FAILED, UserError
 from manyhands.kernels.modules import fuse_lora
 from manyhands.model.adapter import adapt
-from manyhands.model.attention import choose_row_kernel
+from manyhands.model.attention import choose_attention_kernels
 from manyhands.model.blocks import find_blocks
 from manyhands.model.checks import check_loss, check_packing, check_padding
 from manyhands.model.load import build_meta, materialize
@@ -57,8 +57,8 @@ def build_model(rank: Rank) -> None:
         rank.adapted = adapt(model, plan, config)
         if plan.fuse_lora:
             _fuse_adapters(rank, model)
-    if plan.row_kernel:
-        _choose_row_kernel(rank, model)
+    if plan.fast_attention:
+        _choose_attention(rank, model)
     rank.loss_model = LossModel(model, fuse=plan.fuse_loss)
     rank.parallel = apply(rank.loss_model, plan, world, lambda module, device: materialize(module, plan, config, device))
     rank.optimizer = make_optimizer(rank.model, config.optimizer, plan.learning_rate, list(find_blocks(rank.model)))
@@ -78,9 +78,11 @@ def _fuse_adapters(rank: Rank, model: Any) -> None:
     rank.say(f"adapters: {report}")
 
 
-def _choose_row_kernel(rank: Rank, model: Any) -> None:
-    kernel = choose_row_kernel(model.config, rank.world.device, getattr(torch, rank.plan.compute_dtype))
-    rank.say(f"attention: rows of one length by {kernel.name or 'varlen'}" + (f" ({kernel.reason})" if kernel.reason else ""))
+def _choose_attention(rank: Rank, model: Any) -> None:
+    """Kernels for packs, and for rows of one length where all have it; which ones, and why not faster ones, is said."""
+    plan, dtype = rank.plan, getattr(torch, rank.plan.compute_dtype)
+    kernels = choose_attention_kernels(model.config, rank.world.device, dtype, one_length=plan.pack_tokens is not None)
+    rank.say(f"attention: {kernels.describe()}")
 
 
 def check_model(rank: Rank) -> None:

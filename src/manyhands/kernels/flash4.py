@@ -1,0 +1,295 @@
+"""Causal attention over packs of documents by FlashAttention 4, as operators that torch.compile takes into one graph.
+
+On an H200, 32 heads of 128 dimensions over 8 key-value heads, forward and backward: a long-tailed pack of 16,060 tokens takes
+1.42 ms against 2.54 of torch's varlen (FlashAttention 2), 2 x 4,096 tokens 1.86 against 3.66; gradients are as near to float32
+(bench/results/h200-flash-attention-4.jsonl). It comes with the package flash-attn-4, which torch's own switch for it,
+``activate_flash_attention_impl``, does not fit (4.0.0b36 with torch 2.11), so the package is called here. Its backward pass is
+not public: all that is known of it stands in ``bind``, and ``choose_packed`` uses nothing that fails the self-test. Knows
+nothing of models, packing or batches.
+
+Shapes: t positions of all documents, h query heads, g key-value heads (h a multiple of g), d dimensions a head, n documents.
+``cu_seq_lens`` (n + 1) int32 holds where documents begin, and t; empty documents are allowed. No document is longer than
+``max_length``, which is a bound. ``window``: positions that a query sees to its left, itself not counted; -1 for all.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+
+CAPABILITIES = (9, 10)  # Hopper and Blackwell
+ALLOWED = 1.2  # times the error of the plain way in the same dtype
+PROBE_LENGTHS = (130, 1, 37, 0, 203, 64, 0, 0)  # packs end with empty documents where the number of bounds is rounded up
+PROBE_WINDOW = 33
+
+
+@dataclass(frozen=True)
+class PackedAttention:
+    """Which kernel computes packs, and why not the faster one. ``varlen`` is torch's own."""
+
+    name: Literal["flash4", "varlen"]
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Calls:
+    """The package's two passes, with our arguments."""
+
+    forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]  # (q, k, v, cu_seq_lens, max_length, scale, window) -> out, lse
+    backward: Callable[..., tuple[torch.Tensor, ...]]  # (gradient, q, k, v, out, lse, and the last four) -> dq, dk, dv
+
+
+_calls: Calls | None = None  # one for the process: operators take tensors and numbers only
+
+
+def attend_flash4(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seq_lens: torch.Tensor, max_length: int, scale: float | None, window: int
+) -> torch.Tensor:
+    """Each document by itself, causal. ``query`` (t, h, d), ``key`` and ``value`` (t, g, d) -> (t, h, d).
+
+    Runs only after ``choose_packed`` said flash4; ``RuntimeError`` otherwise. ``scale`` None is d ** -0.5.
+    """
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return flash4_forward(query, key, value, cu_seq_lens, max_length, scale, window)[0]
+
+
+def attend_plain(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seq_lens: torch.Tensor, scale: float | None, window: int
+) -> torch.Tensor:
+    """The same by products and a softmax (in float32 at least), a document at a time: the measure of the self-test."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    groups = key.shape[1]
+    lengths = cu_seq_lens.diff().tolist()
+    outs = []
+    for q, k, v in zip(*(x.split(lengths) for x in (query, key, value)), strict=True):
+        scores = torch.einsum("qgrd,kgd->grqk", q.unflatten(1, (groups, -1)), k) * scale
+        positions = torch.arange(len(q), device=q.device)
+        distance = positions[:, None] - positions[None]
+        hidden = (distance < 0) | (distance > (window if window >= 0 else len(q)))
+        wide = scores.to(torch.promote_types(scores.dtype, torch.float32)).masked_fill(hidden, -torch.inf)
+        outs.append(torch.einsum("grqk,kgd->qgrd", wide.softmax(-1).to(v.dtype), v).flatten(1, 2))
+    return torch.cat(outs)
+
+
+# -- which kernel ---------------------------------------------------------------------------------------------------------------
+
+
+@lru_cache
+def choose_packed(
+    device: torch.device, dtype: torch.dtype, num_heads: int, num_groups: int, dim: int, window: int | None = None
+) -> PackedAttention:
+    """FlashAttention 4 where it is installed, the device can and the self-test passes; else torch's varlen, with the reason.
+
+    ``window``: of the model's sliding layers, if it has some; then both kinds of layers are tested. Takes some 6 s for the
+    import and 5 s of compilation for each kind, on devices that can and where the package is installed; else nothing.
+    """
+    on_nvidia = device.type == "cuda" and torch.version.hip is None  # AMD counts capabilities too, and has a 9
+    obstacle = find_obstacle(device.type, dtype, torch.cuda.get_device_capability(device) if on_nvidia else None)
+    reason = obstacle or try_flash4(device, dtype, num_heads, num_groups, dim, with_window=bool(window))
+    return PackedAttention("varlen", reason) if reason else PackedAttention("flash4")
+
+
+def find_obstacle(device_type: str, dtype: torch.dtype, capability: tuple[int, int] | None) -> str:
+    """Why FlashAttention 4 is not even tried; empty where it is. ``capability`` is None without an NVIDIA GPU."""
+    if device_type != "cuda":
+        return f"the device is {device_type}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"FlashAttention 4 does not compute in {str(dtype).removeprefix('torch.')}"
+    if capability is None:
+        return "FlashAttention 4 needs an NVIDIA GPU"
+    if capability[0] not in CAPABILITIES:
+        return f"FlashAttention 4 needs compute capability 9 or 10, this GPU has {capability[0]}.{capability[1]}"
+    return ""
+
+
+def import_interface() -> Any:
+    """The package's module that holds both passes."""
+    from flash_attn.cute import interface
+
+    return interface
+
+
+def try_flash4(
+    device: torch.device,
+    dtype: torch.dtype,
+    num_heads: int,
+    num_groups: int,
+    dim: int,
+    *,
+    with_window: bool,
+    load: Callable[[], Any] = import_interface,
+) -> str:
+    """Import, bind and compare; empty if all went well, else why not. ``load`` gives the package's interface."""
+    global _calls
+    try:
+        interface = load()
+    except ModuleNotFoundError as error:
+        if error.name in ("flash_attn", "flash_attn.cute"):
+            return "flash-attn-4 is not installed"
+        return f"flash-attn-4 cannot be imported: {error}"
+    except Exception as error:  # its compiler looks for libraries and drivers, and has many ways to miss them
+        return f"flash-attn-4 cannot be imported: {type(error).__name__}: {_first_line(error)}"
+    calls = bind(interface)
+    if isinstance(calls, str):
+        return calls
+    _calls = calls
+    for window in (-1, PROBE_WINDOW) if with_window else (-1,):
+        kind = f" with a window of {window}" if window >= 0 else ""
+        try:
+            worst = compare(device, dtype, num_heads, num_groups, dim, window)
+        except Exception as error:  # assertions on shapes, errors of its compiler
+            return f"FlashAttention 4 does not run here{kind}: {type(error).__name__}: {_first_line(error)}"
+        if worst > ALLOWED:
+            return f"FlashAttention 4 deviates{kind} by {worst:.1f} times the plain way's error"
+    return ""
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "")[:160]
+
+
+def compare(device: torch.device, dtype: torch.dtype, num_heads: int, num_groups: int, dim: int, window: int) -> float:
+    """Error of output and gradients against float64, as a multiple of the plain way's in ``dtype``; the worst. inf for nan."""
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(sum(PROBE_LENGTHS), heads, dim) for heads in (num_heads, num_groups, num_groups, num_heads)]
+    tensors = [torch.randn(shape, generator=draw).to(device, dtype) for shape in shapes]
+    cu_seq_lens = torch.tensor([0, *PROBE_LENGTHS]).cumsum(0).to(device, torch.int32)
+    bound = 1 << (max(PROBE_LENGTHS) - 1).bit_length()
+    found = _run(tensors, lambda *qkv: attend_flash4(*qkv, cu_seq_lens, bound, None, window))
+    plain = _run(tensors, lambda *qkv: attend_plain(*qkv, cu_seq_lens, None, window))
+    exact = _run([x.double() for x in tensors], lambda *qkv: attend_plain(*qkv, cu_seq_lens, None, window))
+    worst = 0.0
+    for ours, theirs, reference in zip(found, plain, exact, strict=True):
+        error, allowed = (float((x.double() - reference).norm()) for x in (ours, theirs))
+        worst = max(worst, error / allowed) if math.isfinite(error) else math.inf
+    return worst
+
+
+def _run(tensors: list[torch.Tensor], attend: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    """Output and the three gradients."""
+    with torch.enable_grad():
+        inputs = [x.detach().requires_grad_() for x in tensors[:3]]
+        out = attend(*inputs)
+        return [out.detach(), *torch.autograd.grad(out, inputs, tensors[3])]
+
+
+# -- the package's functions ----------------------------------------------------------------------------------------------------
+
+# Arguments that are given by name. The second function is private: another version may change it.
+FORWARD = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "causal", "window_size", "deterministic")
+BACKWARD = (
+    *("q", "k", "v", "out", "dout", "lse", "softmax_scale", "causal", "window_size_left", "window_size_right"),
+    *("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "deterministic"),
+)
+
+
+def bind(interface: Any) -> Calls | str:
+    """The package's functions behind our arguments, or why they are not what is known here."""
+    varlen, backward = (getattr(interface, name, None) for name in ("flash_attn_varlen_func", "_flash_attn_bwd"))
+    if varlen is None or backward is None:
+        return "this version of flash-attn-4 has other functions"
+    for function, given in ((varlen, ("q", "k", "v", *FORWARD, "return_lse")), (backward, BACKWARD)):
+        parameters = inspect.signature(function).parameters
+        unknown = [name for name in given if name not in parameters]
+        needed = [name for name, p in parameters.items() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        if unknown or set(needed) - set(given):
+            odd = ", ".join(unknown or sorted(set(needed) - set(given)))
+            return f"this version of flash-attn-4 has another signature ({function.__name__}: {odd})"
+
+    def shared(cu_seq_lens: torch.Tensor, max_length: int, scale: float) -> dict[str, Any]:
+        return {
+            "cu_seqlens_q": cu_seq_lens,
+            "cu_seqlens_k": cu_seq_lens,
+            "max_seqlen_q": max_length,
+            "max_seqlen_k": max_length,
+            "softmax_scale": scale,
+            "causal": True,
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+        }
+
+    def forward_pass(q, k, v, cu_seq_lens, max_length, scale, window):  # type: ignore[no-untyped-def]
+        sides = (window, 0) if window >= 0 else (None, None)  # -1 with a right side would be taken as a window
+        with torch.no_grad():
+            out, lse = varlen(q, k, v, **shared(cu_seq_lens, max_length, scale), window_size=sides, return_lse=True)[:2]
+        return out, lse
+
+    def backward_pass(gradient, q, k, v, out, lse, cu_seq_lens, max_length, scale, window):  # type: ignore[no-untyped-def]
+        left, right = (window, 0) if window >= 0 else (None, None)
+        sides = {"window_size_left": left, "window_size_right": right}
+        return backward(q=q, k=k, v=v, out=out, dout=gradient, lse=lse, **shared(cu_seq_lens, max_length, scale), **sides)[:3]
+
+    return Calls(forward_pass, backward_pass)
+
+
+def _bound() -> Calls:
+    if _calls is None:
+        raise RuntimeError("FlashAttention 4 was not chosen by choose_packed in this process")
+    return _calls
+
+
+# -- operators of our own: torch.compile does not look into them, and gradients pass through --------------------------------------
+
+
+@torch.library.custom_op(
+    "manyhands::flash4_forward",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor cu_seq_lens, SymInt max_length, float scale, SymInt window) -> (Tensor, Tensor)",
+)
+def flash4_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seq_lens: torch.Tensor, max_length: int, scale: float, window: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output (t, h, d), and the logarithms of the softmax's denominators (h, t) float32, which have no gradient."""
+    return _bound().forward(q.contiguous(), k.contiguous(), v.contiguous(), cu_seq_lens, max_length, scale, window)
+
+
+@torch.library.custom_op(
+    "manyhands::flash4_backward",
+    mutates_args=(),
+    schema="(Tensor gradient, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor cu_seq_lens, "
+    "SymInt max_length, float scale, SymInt window) -> (Tensor, Tensor, Tensor)",
+)
+def flash4_backward(
+    gradient: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    cu_seq_lens: torch.Tensor,
+    max_length: int,
+    scale: float,
+    window: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q (t, h, d), k and v (t, g, d)."""
+    tensors = [x.contiguous() for x in (gradient, q, k, v, out, lse)]  # an expanded gradient would be one more compilation
+    dq, dk, dv = _bound().backward(*tensors, cu_seq_lens, max_length, scale, window)
+    return dq, dk, dv
+
+
+@flash4_forward.register_fake
+def _(q, k, v, cu_seq_lens, max_length, scale, window):  # type: ignore[no-untyped-def]
+    num_tokens, num_heads, _ = q.shape
+    return q.new_empty((num_tokens, num_heads, v.shape[2])), q.new_empty((num_heads, num_tokens), dtype=torch.float32)
+
+
+@flash4_backward.register_fake
+def _(gradient, q, k, v, out, lse, cu_seq_lens, max_length, scale, window):  # type: ignore[no-untyped-def]
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    q, k, v, cu_seq_lens, *ctx.numbers = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_seq_lens)
+
+
+def _backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    return *flash4_backward(gradient, *ctx.saved_tensors, *ctx.numbers), None, None, None, None
+
+
+flash4_forward.register_autograd(_backward, setup_context=_keep_for_backward)

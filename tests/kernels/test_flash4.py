@@ -1,0 +1,277 @@
+"""Attention over packs by FlashAttention 4: when it is chosen, its operators on a stand-in, and the real kernels on a GPU.
+
+On a Hopper or Blackwell GPU with the package flash-attn-4: ``pytest tests/kernels/test_flash4.py -m gpu``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from manyhands.kernels import flash4
+from manyhands.kernels.flash4 import attend_flash4, attend_plain, bind, choose_packed, compare, find_obstacle, try_flash4
+from tests.kernels.flash4_stub import interface
+
+CPU = torch.device("cpu")
+HALF = torch.bfloat16
+LENGTHS = (3, 0, 30, 1, 17, 0)
+
+
+@pytest.fixture(autouse=True)
+def unbound() -> Iterator[None]:
+    """What a test has bound holds for the process."""
+    before = flash4._calls
+    yield
+    flash4._calls = before
+
+
+def attempt(load: Callable[[], Any], with_window: bool = True) -> str:
+    return try_flash4(CPU, HALF, 4, 2, 16, with_window=with_window, load=load)
+
+
+def pack(
+    lengths: tuple[int, ...], heads: tuple[int, int], dim: int, dtype: torch.dtype, device: torch.device = CPU
+) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    """q, k and v, a gradient of the output, and cu_seq_lens."""
+    draw = torch.Generator().manual_seed(sum(lengths) + dim)
+    q, k, v, given = (torch.randn(sum(lengths), n, dim, generator=draw).to(device, dtype) for n in (heads[0], heads[1], heads[1], heads[0]))
+    bounds = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+    return [q.requires_grad_(), k.requires_grad_(), v.requires_grad_()], given, bounds
+
+
+def with_gradients(attend: Callable[..., torch.Tensor], inputs: list[torch.Tensor], given: torch.Tensor) -> list[torch.Tensor]:
+    out = attend(*inputs)
+    return [out.detach(), *torch.autograd.grad(out, inputs, given.to(out.dtype))]
+
+
+# -- the measure ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [-1, 0, 4])
+def test_the_measure_is_masked_attention(window: int) -> None:
+    (q, k, v), _, bounds = pack(LENGTHS, (4, 2), 8, torch.float64)
+    documents = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    distance = torch.arange(len(q))[:, None] - torch.arange(len(q))[None]
+    seen = (documents[:, None] == documents[None]) & (distance >= 0) & (distance <= (window if window >= 0 else len(q)))
+    heads_first = [x.detach().transpose(0, 1)[None] for x in (q, k, v)]
+    expected = torch.nn.functional.scaled_dot_product_attention(*heads_first, attn_mask=seen, scale=0.3, enable_gqa=True)[0].transpose(0, 1)
+    torch.testing.assert_close(attend_plain(q, k, v, bounds, 0.3, window), expected, rtol=1e-12, atol=1e-12)
+
+
+# -- when it is chosen ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "device, dtype, capability, reason",
+    [
+        ("cpu", HALF, None, "the device is cpu"),
+        ("cuda", torch.float32, (9, 0), "does not compute in float32"),
+        ("cuda", HALF, None, "needs an NVIDIA GPU"),
+        ("cuda", HALF, (8, 0), "this GPU has 8.0"),
+        ("cuda", HALF, (12, 0), "this GPU has 12.0"),
+        ("cuda", HALF, (9, 0), ""),
+        ("cuda", torch.float16, (10, 3), ""),
+    ],
+)
+def test_what_stands_against_it_is_said(device: str, dtype: torch.dtype, capability: tuple[int, int] | None, reason: str) -> None:
+    found = find_obstacle(device, dtype, capability)
+    assert reason in found and bool(found) == bool(reason)
+
+
+def test_a_cpu_computes_packs_by_varlen_and_says_why() -> None:
+    chosen = choose_packed(CPU, HALF, 4, 2, 16)
+    assert chosen.name == "varlen" and chosen.reason == "the device is cpu"
+
+
+def test_what_passes_the_self_test_is_taken() -> None:
+    assert attempt(interface) == ""
+
+
+@pytest.mark.parametrize(
+    "wrong, reason",
+    [
+        ({"forward_bias": 0.1}, "deviates by"),
+        ({"gradient_factor": 1.05}, "deviates by"),
+        ({"forward_bias": float("nan")}, "deviates by inf"),
+        ({"error": AssertionError("head_dim is not supported\nand more")}, "does not run here: AssertionError: head_dim is not supported"),
+    ],
+)
+def test_what_fails_the_self_test_is_not(wrong: dict[str, Any], reason: str) -> None:
+    found = attempt(lambda: interface(**wrong))
+    assert reason in found and "and more" not in found
+
+
+def test_windows_are_tested_where_the_model_has_some() -> None:
+    def forgets_the_window() -> Any:
+        module = interface()
+        inner = module.flash_attn_varlen_func
+
+        def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, deterministic, return_lse):  # type: ignore[no-untyped-def] # noqa: E501
+            given = dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+            return inner(q, k, v, **given, softmax_scale=softmax_scale, causal=causal, return_lse=return_lse)
+
+        module.flash_attn_varlen_func = flash_attn_varlen_func
+        return module
+
+    assert attempt(forgets_the_window, with_window=False) == ""
+    assert "deviates with a window of 33" in attempt(forgets_the_window)
+
+
+def test_an_absent_or_broken_package_is_said() -> None:
+    def broken() -> Any:
+        raise OSError("libcuda.so.1: cannot open\nshared object file")
+
+    def part_missing() -> Any:
+        raise ModuleNotFoundError("No module named 'cutlass'", name="cutlass")
+
+    if importlib.util.find_spec("flash_attn") is None:
+        assert attempt(flash4.import_interface) == "flash-attn-4 is not installed"
+    assert attempt(broken) == "flash-attn-4 cannot be imported: OSError: libcuda.so.1: cannot open"
+    assert attempt(part_missing) == "flash-attn-4 cannot be imported: No module named 'cutlass'"
+
+
+def test_another_version_is_refused_before_it_runs() -> None:
+    def fewer(q, k, v):  # type: ignore[no-untyped-def]
+        raise AssertionError("called")
+
+    def _flash_attn_bwd(q, k, v, out, dout, lse, extra, **others):  # type: ignore[no-untyped-def]
+        raise AssertionError("called")
+
+    module = interface()
+    assert "has other functions" in bind(types.SimpleNamespace(flash_attn_varlen_func=fewer))
+    module.flash_attn_varlen_func = fewer
+    assert "(fewer: cu_seqlens_q, cu_seqlens_k" in bind(module)
+    module = interface()
+    module._flash_attn_bwd = _flash_attn_bwd
+    assert "another signature (_flash_attn_bwd: " in attempt(lambda: module)
+
+
+# -- the operators, on the stand-in ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bound() -> None:
+    calls = bind(interface())
+    assert not isinstance(calls, str)
+    flash4._calls = calls
+
+
+def test_unbound_operators_refuse() -> None:
+    flash4._calls = None
+    (q, k, v), _, bounds = pack(LENGTHS, (4, 2), 8, HALF)
+    with pytest.raises(RuntimeError, match="not chosen"):
+        attend_flash4(q, k, v, bounds, 32, None, -1)
+
+
+@pytest.mark.parametrize("window", [-1, 0, 4])
+@pytest.mark.parametrize("heads", [(4, 2), (3, 3), (4, 1)])
+def test_gradients_pass_through_the_operators(bound: None, heads: tuple[int, int], window: int) -> None:
+    inputs, given, bounds = pack(LENGTHS, heads, 8, torch.float64)
+    found = with_gradients(lambda *qkv: attend_flash4(*qkv, bounds, 32, 0.3, window), inputs, given)
+    expected = with_gradients(lambda *qkv: attend_plain(*qkv, bounds, 0.3, window), inputs, given)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+def test_operators_say_their_shapes_and_gradients_to_torch(bound: None) -> None:
+    inputs, given, bounds = pack(LENGTHS, (4, 2), 8, torch.float32)
+    torch.library.opcheck(flash4.flash4_forward, (*inputs, bounds, 32, 0.3, -1))
+    saved = (given, *(x.detach() for x in inputs), given, torch.zeros(4, sum(LENGTHS)), bounds, 32, 0.3, 4)
+    torch.library.opcheck(flash4.flash4_backward, saved)
+
+
+def test_views_and_expanded_gradients_arrive_whole(bound: None) -> None:
+    """What transformers hands over is transposed, and a sum's gradient is one number for all."""
+    (q, k, v), _, bounds = pack(LENGTHS, (4, 2), 8, torch.float64)
+    turned = [x.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_() for x in (q, k, v)]
+    found = torch.autograd.grad(attend_flash4(*turned, bounds, 32, None, -1).sum(), turned)
+    expected = torch.autograd.grad(attend_plain(q, k, v, bounds, None, -1).sum(), (q, k, v))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+def test_packs_of_any_fill_run_one_graph(bound: None) -> None:
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q, k, v, bounds: attend_flash4(q * 2, k, v, bounds, 32, None, 4) * 3, backend=backend, fullgraph=True)
+    for lengths in ((3, 30, 1), (17, 0, 5), (32, 32, 9)):
+        inputs, given, bounds = pack(lengths, (4, 2), 8, torch.float64)
+        for x in (*inputs, given):
+            torch._dynamo.mark_dynamic(x, 0)
+        found = with_gradients(lambda *qkv: compiled(*qkv, bounds), inputs, given)  # noqa: B023
+        expected = with_gradients(lambda q, k, v: attend_plain(q * 2, k, v, bounds, None, 4) * 3, inputs, given)  # noqa: B023
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+    assert len(graphs) == 1
+    torch._dynamo.reset()
+
+
+# -- the real kernels -----------------------------------------------------------------------------------------------------------
+
+MANY = tuple(1 + i % 5 for i in range(300))  # above 256 documents the package finds them by other kernels
+RAGGED = (700, 1, 13, 0, 512, 129, 0, 0)
+
+
+@pytest.fixture(scope="module")
+def gpu() -> torch.device:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:
+        pytest.skip("needs the package flash-attn-4")
+    device = torch.device("cuda", 0)
+    obstacle = find_obstacle("cuda", HALF, torch.cuda.get_device_capability(device))
+    if obstacle:
+        pytest.skip(obstacle)
+    return device
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads, dim", [((32, 8), 128), ((9, 3), 64), ((16, 8), 256), ((4, 4), 128)])
+def test_the_real_kernels_pass_the_self_test(gpu: torch.device, heads: tuple[int, int], dim: int) -> None:
+    chosen = choose_packed(gpu, HALF, *heads, dim, 1024)
+    assert (chosen.name, chosen.reason) == ("flash4", "")
+    assert compare(gpu, torch.float16, *heads, dim, -1) <= flash4.ALLOWED
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("lengths", [RAGGED, MANY, (4096,)])
+@pytest.mark.parametrize("window", [-1, 0, 99])
+def test_the_real_kernels_agree_with_float64(gpu: torch.device, window: int, lengths: tuple[int, ...], compiled: bool) -> None:
+    assert choose_packed(gpu, HALF, 32, 8, 128, 1024).name == "flash4"
+    inputs, given, bounds = pack(lengths, (32, 8), 128, HALF, gpu)
+    bound = 1 << (max(lengths) - 1).bit_length()
+    attend = torch.compile(attend_flash4, fullgraph=True, dynamic=True) if compiled else attend_flash4
+    found = with_gradients(lambda *qkv: attend(*qkv, bounds, bound, None, window), inputs, given)
+    plain = with_gradients(lambda *qkv: attend_plain(*qkv, bounds, None, window), inputs, given)
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    exact = with_gradients(lambda *qkv: attend_plain(*qkv, bounds, None, window), wide, given)
+    for ours, theirs, reference in zip(found, plain, exact, strict=True):
+        assert (ours - reference).norm() <= flash4.ALLOWED * (theirs - reference).norm()
+
+
+@pytest.mark.gpu
+def test_real_packs_of_any_fill_compile_once(gpu: torch.device) -> None:
+    assert choose_packed(gpu, HALF, 32, 8, 128).name == "flash4"
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        compiled = torch.compile(lambda q, k, v, bounds: attend_flash4(q * 2, k, v, bounds, 1024, None, -1) * 3, fullgraph=True)
+        for lengths in (RAGGED, (1000, 24, 7, 1, 0, 0, 0, 0), (128,) * 8):
+            inputs, given, bounds = pack(lengths, (32, 8), 128, HALF, gpu)
+            for x in (*inputs, given):
+                torch._dynamo.mark_dynamic(x, 0)
+            found = with_gradients(lambda *qkv: compiled(*qkv, bounds), inputs, given)  # noqa: B023
+            eager = with_gradients(lambda q, k, v: attend_flash4(q * 2, k, v, bounds, 1024, None, -1) * 3, inputs, given)  # noqa: B023
+            for one, other in zip(found, eager, strict=True):  # gradients of queries are summed in any order
+                assert (one - other).norm() <= 2e-3 * other.norm()
+    torch._dynamo.reset()

@@ -1,0 +1,64 @@
+"""What the rank of ``test_masters`` does: a few steps of full bfloat16 training in one process, by the copy or by FSDP2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from manyhands.config.schema import RunConfig
+from manyhands.parallel import apply as surgery
+from manyhands.parallel.model import Parallel
+from manyhands.plan.types import Plan
+from manyhands.testing.layouts import Documents, build, count_targets, pack
+from manyhands.train.optimizer import make_optimizer
+from manyhands.train.step import StepWork, run_step
+
+
+def build_by(plan: Plan, config: RunConfig, *, sharded: bool) -> Parallel:
+    """The model of ``plan``; ``sharded``: by ``fully_shard`` on a (1, 1) mesh all the same."""
+    chosen = surgery.keeps_compute_copy
+    if sharded:
+        surgery.keeps_compute_copy = lambda _: False
+    try:
+        return build(plan, config)
+    finally:
+        surgery.keeps_compute_copy = chosen
+
+
+def train(plan: Plan, config: RunConfig, steps: list[list[Documents]], max_grad_norm: float, sharded: bool) -> dict[str, Any]:
+    """``steps[step][micro]``; after each step an evaluation and the logits of the first documents."""
+    parallel = build_by(plan, config, sharded=sharded)
+    assert (parallel._copy is None) == sharded
+    optimizer = make_optimizer(parallel.model, config.optimizer, 1e-2)
+    probe = pack(steps[0][0])
+    found: dict[str, list[float]] = {"losses": [], "norms": [], "evaluations": []}
+    logits = []
+    for number, micros in enumerate(steps):
+        work = StepWork(
+            step=number,
+            epoch=0.0,
+            num_rows=0,
+            num_tokens=0,
+            num_targets=0,
+            num_micro_batches=len(micros),
+            num_rank_targets=0,
+            micro_batches=[pack(documents) for documents in micros],
+            target_weight=sum(count_targets(documents) for documents in micros),
+        )
+        sums = run_step(parallel, optimizer, work, max_grad_norm=max_grad_norm, seed=0, rank=0)
+        found["losses"].append(sums.loss_sum.item())
+        found["norms"].append(sums.grad_norm.item())
+        with torch.no_grad():
+            found["evaluations"].append(parallel(probe)["lm"][0].item())
+        logits.append(parallel.logits(probe).float().numpy())
+        logits.append(parallel.next_token_logits(probe["input_ids"]).float().numpy())
+    return found | {"logits": logits, "weights": weights_of(parallel)}
+
+
+def weights_of(parallel: Parallel) -> dict[str, np.ndarray]:
+    parallel.model.state_dict(keep_vars=True)  # FSDP2 gives gathered weights back
+    whole = {name: p.detach() for name, p in parallel.model.named_parameters()}
+    assert {p.dtype for p in whole.values()} == {torch.float32}
+    return {name: (p.full_tensor() if hasattr(p, "full_tensor") else p).numpy() for name, p in whole.items()}

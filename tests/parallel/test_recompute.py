@@ -1,0 +1,79 @@
+"""What recomputation keeps: less in each mode, compiled or not, and the gradients of keeping everything."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from manyhands.facts.model import read_model_facts
+from manyhands.parallel.compile import compile_blocks
+from manyhands.parallel.recompute import recompute_blocks, recompute_selectively
+from manyhands.plan.memory import linear_bytes_per_token
+from manyhands.testing.tiny import tiny_config, tiny_model
+from tests.plan.test_memory import FULL
+
+NUM_TOKENS = 64
+BACKEND = "aot_eager_decomp_partition"  # inductor's partitioner without the making of kernels
+
+
+def build(mode: str, compiled: bool, layers: int) -> nn.Module:
+    model = tiny_model("llama", num_hidden_layers=layers).train()
+    if mode == "block":
+        recompute_blocks(model)
+    elif mode == "selective":
+        recompute_selectively(model, compiled=compiled)
+    if compiled:
+        torch._dynamo.reset()
+        compile_blocks(model, dynamic=None, backend=BACKEND)
+    return model
+
+
+def kept_bytes(model: nn.Module) -> tuple[int, dict[str, torch.Tensor]]:
+    """Bytes of all storages that autograd holds for the backward pass, parameters apart; and the gradients."""
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    held: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        hidden = model.model(input_ids=torch.arange(NUM_TOKENS)[None], use_cache=False)[0]
+    hidden.square().sum().backward()
+    return sum(storage.nbytes() for storage in held.values()), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def test_selective_keeps_the_results_of_linear_layers_and_attention_when_compiled(tmp_path) -> None:
+    """What one more block adds is what the plan counts for it."""
+    tiny_config("llama").save_pretrained(tmp_path)
+    setup = FULL.__class__(**{**FULL.__dict__, "model": read_model_facts(tmp_path, "tiny", "random"), "compute_bytes": 4})
+    (two, gradients), (three, _) = (kept_bytes(build("selective", True, layers)) for layers in (2, 3))
+    assert (three - two) / NUM_TOKENS == pytest.approx(linear_bytes_per_token(setup), rel=0.02)
+    everything, plain = kept_bytes(build("none", True, 2))
+    inputs, _ = kept_bytes(build("block", True, 2))
+    assert inputs < two < 0.8 * everything
+    assert all(torch.equal(gradients[name], plain[name]) for name in plain)
+
+
+def test_eager_selective_repeats_cheap_operations_only() -> None:
+    repeated: list[str] = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            repeated.append(func.name().partition(".")[0])
+            return func(*args, **(kwargs or {}))
+
+    counts = {}
+    for mode in ("none", "selective", "block"):
+        model = build(mode, False, 1)
+        loss = model(input_ids=torch.arange(NUM_TOKENS)[None], use_cache=False).logits.sum()
+        repeated.clear()
+        with Watch():
+            loss.backward()
+        counts[mode] = {name: repeated.count(name) for name in ("aten::mm", "aten::silu", "aten::_scaled_dot_product_flash_attention_for_cpu")}
+    none, selective, block = counts.values()
+    assert selective["aten::mm"] == none["aten::mm"] < block["aten::mm"]
+    assert selective["aten::silu"] == block["aten::silu"] == none["aten::silu"] + 1
+    assert list(selective.values())[2] == 0 < list(block.values())[2]

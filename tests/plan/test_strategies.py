@@ -1,0 +1,130 @@
+"""Hybrid copies, selective recomputation, reductions and offloading in the plan: what is listed, counted, chosen and refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from manyhands.config.checks import check
+from manyhands.errors import UserError
+from manyhands.plan import host, memory
+from manyhands.plan.search import plan
+from tests.plan.examples import GIB, data_facts, facts, llama_8b, model_facts, run_config
+from tests.plan.test_memory import BLOCK, FULL, LORA, ROOT
+
+LONG = data_facts(num_rows=5000, mean=3000, longest=4096)
+WIDE = model_facts(hidden=5120, inner=25600, layers=64, heads=64, kv_heads=8, vocab=151936, head_dim=128, tied=False)  # 32B
+
+
+def sentence(made, name: str) -> str:
+    return next(text for text in made.why if text.startswith(f"{name}: "))
+
+
+def test_hybrid_divides_states_by_the_ranks_of_a_copy():
+    eight = replace(FULL, strategy="hybrid", world_size=8, shard_ranks=2, reshard=True)
+    assert memory.weights(eight) == 4 * 1448 // 2
+    assert memory.gathered(eight) == 2 * (ROOT + 2 * BLOCK)
+
+
+def test_auto_takes_hybrid_across_machines_where_a_copy_fits_in_one():
+    two_machines = facts(llama_8b(), gpus=8, data=LONG, world_size=16)
+    made = plan(run_config(method__name="full"), two_machines)
+    assert (made.strategy, made.shard_ranks) == ("hybrid", 8)
+    assert "2 copies, each in shards over 8 of 16 GPUs" in sentence(made, "strategy")
+    assert {c.strategy for c in made.candidates} == {"ddp", "hybrid", "fsdp"}
+    assert any("a copy a machine fits" in c.reason for c in made.candidates if c.strategy == "fsdp")
+    one_machine = plan(run_config(method__name="full"), facts(llama_8b(), gpus=8, data=LONG))
+    assert "hybrid" not in {c.strategy for c in one_machine.candidates}
+    small = plan(run_config(method__name="full"), facts(llama_8b(), gpus=2, gpu_bytes=60 * GIB, data=LONG, world_size=16))
+    assert small.strategy == "fsdp"
+
+
+def test_shard_ranks_must_divide_the_processes():
+    made = plan(run_config(parallel__strategy="hybrid", parallel__shard_ranks=2), facts(gpus=4, data=LONG))
+    assert (made.strategy, made.shard_ranks, made.world_size) == ("hybrid", 2, 4)
+    with pytest.raises(UserError, match="does not divide 6 processes") as caught:
+        plan(run_config(parallel__strategy="hybrid", parallel__shard_ranks=4), facts(gpus=6, data=LONG))
+    assert "set parallel.shard_ranks to 3 or 6" in caught.value.fix
+
+
+def test_selective_keeps_inputs_linear_results_and_attention():
+    # q 8, k and v 4, o 8, gate and up 16, attention 8, the input 8; compiled without the last layer's result
+    kept = 2 * (8 + 8 + 4 + 4 + 8 + 16 + 16 + 8) + 4 * 2
+    assert memory.linear_bytes_per_token(FULL) == kept == 152
+    last_hidden = 2 * 10 * 2 * 8
+    assert memory.activations(replace(FULL, recompute="selective")) == 10 * (2 * 152 + 216 - 152) + last_hidden
+    assert memory.linear_bytes_per_token(replace(FULL, compile=False)) == kept + 2 * 8
+    assert memory.linear_bytes_per_token(LORA) == kept + 2 * 4 * 7
+
+
+def test_recomputation_is_tried_from_the_cheapest_on():
+    def recompute(gib: float) -> str:
+        return plan(run_config(batch__micro_tokens=8192), facts(llama_8b(), gpus=1, gpu_bytes=int(gib * GIB), data=LONG)).recompute
+
+    assert [recompute(gib) for gib in (64, 50, 30)] == ["none", "selective", "block"]
+    made = plan(run_config(batch__micro_tokens=8192), facts(llama_8b(), gpus=1, gpu_bytes=50 * GIB, data=LONG))
+    assert sentence(made, "recompute").endswith("are kept, as more does not fit")
+    reasons = {c.recompute: c.reason for c in made.candidates}
+    assert "about a third more compute" in reasons["block"] and reasons["none"].startswith("needs ")
+
+
+def test_gradients_wait_for_the_last_micro_batch_where_whole_ones_fit():
+    roomy = plan(run_config(method__name="full", parallel__strategy="fsdp", batch__micro_tokens=4096), facts(llama_8b(), gpus=8, data=LONG))
+    assert not roomy.reduce_every and roomy.memory.terms["unreduced"] == 4 * llama_8b().num_parameters
+    assert "once a step, as whole ones fit until then (29.9 GiB)" in sentence(roomy, "reduction")
+    tight = plan(run_config(method__name="full", parallel__strategy="fsdp"), facts(llama_8b(), gpus=8, gpu_bytes=60 * GIB, data=LONG))
+    assert tight.reduce_every and tight.memory.terms["unreduced"] == 0
+    assert "after every micro-batch" in sentence(tight, "reduction")
+    assert not any(text.startswith("reduction") for text in plan(run_config(), facts(gpus=2, data=LONG)).why)
+
+
+def test_offloaded_states_leave_the_gpu_for_host_memory():
+    keys = {"method__name": "full", "batch__micro_tokens": 4096}
+    the_facts = facts(llama_8b(), gpus=1, gpu_bytes=100 * GIB, host_bytes=500 * GIB, data=LONG)
+    with pytest.raises(UserError, match="does not fit"):
+        plan(run_config(**keys), the_facts)
+    states = plan(run_config(parallel__offload="optimizer", **keys), the_facts)
+    assert states.strategy == "one" and states.memory.terms["optimizer"] < 10 * GIB
+    assert states.memory.host_terms.keys() == {"optimizer"} and states.memory.host_limit == int(0.9 * 500 * GIB)
+    assert "optimizer states in host memory" in sentence(states, "offload")
+    everything = plan(run_config(parallel__offload="all", **keys), the_facts).memory
+    assert [everything.terms[name] for name in ("weights", "gradients", "optimizer")] == [0, 0, 0]
+    assert everything.host_terms["gradients"] == 4 * llama_8b().num_parameters
+    assert everything.total < states.memory.total
+
+
+def test_what_does_not_fit_into_host_memory_is_refused():
+    config = run_config(method__name="full", parallel__offload="all", batch__micro_tokens=4096)
+    with pytest.raises(UserError, match="what is offloaded does not fit") as caught:
+        plan(config, facts(llama_8b(), gpus=2, host_bytes=100 * GIB, data=LONG))
+    assert any(line.startswith("optimizer: 29.9 GiB") for line in caught.value.details)
+
+
+def test_activations_move_but_for_what_passes():
+    keys = {"parallel__recompute": "block", "batch__micro_tokens": 16384, "method__name": "qlora"}
+    the_facts = facts(WIDE, gpus=1, host_bytes=500 * GIB, data=LONG)
+    kept, moved = (plan(run_config(parallel__offload_activations=on, **keys), the_facts).memory for on in (False, True))
+    inputs = 64 * 16384 * 2 * 5120
+    assert kept.terms["activations"] - moved.terms["activations"] == inputs - (2**30 + inputs // 64)
+    assert moved.host_terms["activations"] == int(host.PINNED * inputs)
+
+
+def test_on_a_cpu_nothing_moves():
+    plain, offloaded = (plan(run_config(**keys), facts()) for keys in ({}, {"parallel__offload": "optimizer"}))
+    assert offloaded.memory == plain.memory
+    assert sentence(offloaded, "offload").endswith("where a CPU has them anyway")
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"parallel__shard_ranks": 2}, "`parallel.shard_ranks` does nothing with `parallel.strategy: auto`"),
+        ({"parallel__strategy": "hybrid", "parallel__shard_ranks": 4, "parallel__gpus": 6}, "does not divide `parallel.gpus: 6`"),
+        ({"parallel__strategy": "ddp", "parallel__offload": "all"}, "`parallel.strategy: ddp` has none"),
+        ({"parallel__offload": "optimizer", "optimizer__name": "adamw_8bit"}, "optimizer.name: paged_adamw_8bit"),
+    ],
+)
+def test_contradictions_name_both_keys(keys, words):
+    findings = check(run_config(**keys))
+    assert len(findings) == 1 and words in findings[0]
