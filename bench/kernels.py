@@ -1,4 +1,5 @@
-"""Times the fused kernels against plain torch, eager and compiled: one Llama-8B layer with LoRA, its MLP alone, and the head.
+"""Times the fused kernels against plain torch, eager and compiled: one Llama-8B layer with LoRA, its MLP alone, the head; and
+attention over a long-tailed pack, with and without a window, by torch's varlen and by FlashAttention 4.
 
     python bench/kernels.py [--tokens 8192] [--output rows.jsonl] [--seconds 90] [--only head]
 
@@ -27,9 +28,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from manyhands.config.schema import MethodSection
+from manyhands.kernels.dense_attention import DenseAttention
+from manyhands.kernels.flash4 import PackedAttention, choose_packed
 from manyhands.kernels.loss import choose_backend, chunk_rows, linear_cross_entropy
 from manyhands.kernels.matmul import has_mixed_mm
 from manyhands.kernels.modules import fuse_lora
+from manyhands.model import attention
+from manyhands.model.attention import AttentionKernels
 from manyhands.model.lora import apply_lora
 
 SHAPES = {  # hidden, intermediate, heads, key-value heads, vocabulary
@@ -127,6 +132,41 @@ def head_step(shape: str, tokens: int, device: torch.device, backend: str, train
     return step
 
 
+def tail_of_lengths(tokens: int) -> list[int]:
+    """Documents of a long-tailed mix that fill ``tokens``: log-normal around 400, at most 4,096; the last one is cut."""
+    draw = torch.Generator().manual_seed(0)
+    lengths: list[int] = []
+    while (left := tokens - sum(lengths)) > 0:
+        lengths.append(min(left, max(1, min(4096, int(torch.empty(1).log_normal_(6.0, 1.0, generator=draw))))))
+    return lengths
+
+
+def pack_step(shape: str, tokens: int, device: torch.device, name: str, window: int | None) -> Step:
+    """Attention alone, through the function that the models call; the gradient of the queries."""
+    size, _, heads, groups, _ = SHAPES[shape]
+    dim, dtype = size // heads, torch.bfloat16
+    packs = PackedAttention("varlen")
+    if name == "flash4":
+        packs = choose_packed(device, dtype, heads, groups, dim, window)
+        if packs.name != name:
+            raise RuntimeError(packs.reason)
+    kernels = AttentionKernels(DenseAttention(""), packs, heads, groups, dim, dtype)
+    lengths = tail_of_lengths(tokens)
+    bounds = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+    torch.manual_seed(0)
+    inputs = [torch.randn(1, n, tokens, dim, device=device, dtype=dtype).requires_grad_() for n in (heads, groups, groups)]
+    given = torch.randn(1, tokens, heads, dim, device=device, dtype=dtype)
+    bound = 1 << (max(lengths) - 1).bit_length()
+    arguments = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": bound, "max_length_k": bound}
+
+    def step() -> torch.Tensor:
+        attention._kernels = kernels
+        out, _ = attention.attend_varlen(nn.Identity(), *inputs, None, sliding_window=window, **arguments)
+        return torch.autograd.grad(out, inputs, given)[0]
+
+    return step
+
+
 def cases(shape: str, tokens: int, device: torch.device) -> Iterator[tuple[str, str, Callable[[], Step]]]:
     """(group, name, how to make the step); the first of a group is what the others are compared with. Most valuable first."""
 
@@ -135,6 +175,9 @@ def cases(shape: str, tokens: int, device: torch.device) -> Iterator[tuple[str, 
 
     def layer(fused: bool, compiled: bool, part: str) -> Callable[[], Step]:
         return lambda: layer_step(shape, tokens, device, fused, compiled, part)
+
+    def pack(name: str, window: int | None) -> Callable[[], Step]:
+        return lambda: pack_step(shape, 2 * tokens, device, name, window)
 
     smaller = "1b" if shape == "8b" else shape
     fused_loss = choose_backend(device, torch.bfloat16).name
@@ -153,6 +196,9 @@ def cases(shape: str, tokens: int, device: torch.device) -> Iterator[tuple[str, 
     for power in (28, 30):
         name = f"fused {fused_loss}, chunks of 2**{power} logits"
         yield f"head trained {smaller} x2 tokens", name, head(fused_loss, True, 2**power, smaller, 2 * tokens)
+    for window in (None, 512):
+        for name in ("varlen", "flash4"):
+            yield f"pack x2 tokens, window {window}", name, pack(name, window)
 
 
 def measure(step: Step, device: torch.device, limit_s: float) -> dict[str, Any]:

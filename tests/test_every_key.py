@@ -12,7 +12,7 @@ import pytest
 
 from manyhands.config.explain import all_keys
 from manyhands.errors import UserError
-from tests.keys import left, model, rows, template, training, work
+from tests.keys import kernels, left, model, rows, template, training, work
 from tests.keys.lab import Lab, open_lab
 
 EFFECTS: dict[str, Callable[[Lab], None]] = {
@@ -84,6 +84,9 @@ EFFECTS: dict[str, Callable[[Lab], None]] = {
     "parallel.recompute": work.recompute,
     "parallel.compile": work.compile_blocks,
     "parallel.timeout_s": work.timeout_s,
+    "kernels.lora": kernels.lora,
+    "kernels.loss": kernels.loss,
+    "kernels.attention": kernels.attention,
     "evaluate.every_steps": left.evaluate_every,
     "evaluate.at_start": left.at_start,
     "evaluate.max_tokens": left.evaluate_tokens,

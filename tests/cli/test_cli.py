@@ -231,7 +231,9 @@ def test_init_takes_what_is_given(tmp_path, monkeypatch):
     assert (config.model.name, config.task) == ("org/other", "cpt")
 
 
-@pytest.mark.parametrize(("text", "said"), [("not json", "broken JSON"), ('{"a": 1}', "fields found: a"), ("[1]", "a JSON list"), ("", "empty")])
+@pytest.mark.parametrize(
+    ("text", "said"), [("not json", "broken JSON"), ('{"a": 1}', "fields found: a"), ("[1]", "a JSON list"), ("", "empty")]
+)
 def test_init_refuses_rows_it_cannot_read(tmp_path, text, said):
     path = tmp_path / "rows.jsonl"
     path.write_text(text)

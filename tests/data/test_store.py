@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from itertools import pairwise
 from pathlib import Path
 
@@ -53,7 +52,7 @@ def test_the_division_into_segments_cannot_be_seen(rows: list, tmp_path: Path) -
 
 def test_rows_weights_and_sources_come_back(tmp_path: Path) -> None:
     store = TokenStore.open(write_store(tmp_path / "s", [2], sources=[0, 1]))
-    train = pickle.loads(pickle.dumps(store.train))
+    train = store.train
     assert train.has_weights and train.num_rows == 3 and store.validation.num_rows == 1
     assert [train.row(index)[0].tolist() for index in range(3)] == [[4, 5], [6, 7, 8, 9], [9, 10]]
     assert [train.weights(index).tolist() for index in range(3)] == [[1, 1], [0, 0, 0.5, 2.0], [1, 1]]
@@ -85,6 +84,15 @@ def test_damage_is_seen(name: str, tmp_path: Path) -> None:
     else:
         with pytest.raises(UserError, match="token cache is damaged"):
             TokenStore.open(folder)
+
+
+def test_a_file_cut_while_it_is_open_is_an_error(tmp_path: Path) -> None:
+    folder = write_store(tmp_path / "s", [])
+    train = TokenStore.open(folder).train
+    with (folder / "ids.bin").open("r+b") as file:
+        file.truncate(8)
+    with pytest.raises(UserError, match="token cache is damaged"):
+        train.row(2)
 
 
 def test_linked_tokens_are_the_same_and_outlive_the_first_store(tmp_path: Path) -> None:

@@ -60,7 +60,14 @@ def test_a_tensor_larger_than_a_file_may_be_has_its_own() -> None:
 
 
 def test_the_runs_chat_template_replaces_the_sources(source: Path, tmp_path: Path) -> None:
-    export_model(tmp_path / "model", make_model(), source, "float32", rank=0, asked=ModelSection(name="source", chat_template="{{ messages[0]['content'] }}"))
+    export_model(
+        tmp_path / "model",
+        make_model(),
+        source,
+        "float32",
+        rank=0,
+        asked=ModelSection(name="source", chat_template="{{ messages[0]['content'] }}"),
+    )
     assert AutoTokenizer.from_pretrained(tmp_path / "model").chat_template == "{{ messages[0]['content'] }}"
 
 

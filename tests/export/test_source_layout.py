@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from manyhands.export.model import export_model
 from manyhands.export.verify import verify
 from manyhands.facts.packing import MEASURED
+from manyhands.facts.types import NewTokens
 from manyhands.model.load import build_meta, materialize
 from manyhands.model.lora import adapted_layers, apply_lora
 from manyhands.testing.tiny import tiny_plan, tiny_run, write_tiny_model, write_tiny_multimodal
@@ -97,3 +98,15 @@ def test_towers_are_saved_byte_for_byte_and_text_is_what_was_trained(tmp_path: P
     assert (logits - expected).square().mean().sqrt() < (0.05 if dtype == "bfloat16" else 1e-4) * expected.std()
     names = {path.name for path in (tmp_path / "saved").iterdir()}
     assert {"preprocessor_config.json", "processor_config.json", "tokenizer.json", "config.json"} <= names
+
+
+def test_a_multimodal_model_grows_in_its_text(tmp_path: Path) -> None:
+    source = write_tiny_multimodal(tmp_path / "source")
+    plan, config = tiny_plan(source, new_tokens=NewTokens(ids=(260,), fresh_ids=(260,), vocab_size=264)), tiny_run(source)
+    model: Any = build_meta(plan, config)
+    materialize(model, plan, config, torch.device("cpu"))
+    export_model(tmp_path / "saved", model, source, "float32", rank=0)
+    opened, info = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved", output_loading_info=True)
+    assert opened.config.text_config.vocab_size == 264 and not info["missing_keys"] and not info["mismatched_keys"]
+    embedding, old = opened.get_input_embeddings().weight, load_file(source / "model.safetensors")
+    assert torch.equal(embedding[:260], old["language_model.model.embed_tokens.weight"])

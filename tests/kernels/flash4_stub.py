@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from manyhands.kernels.flash4 import attend_plain
 
-
-def interface(*, forward_bias: float = 0.0, gradient_factor: float = 1.0, error: Exception | None = None) -> Any:
-    """The package's module. The arguments make it wrong in the output, in the gradients, or let it fail."""
+def interface(
+    *, forward_bias: float = 0.0, gradient_factor: float = 1.0, window_ignored: bool = False, error: Exception | None = None
+) -> Any:
+    """The package's module. The arguments make it wrong in the output, in the gradients, with windows, or let it fail."""
 
     def flash_attn_varlen_func(  # type: ignore[no-untyped-def]
         q,
@@ -33,9 +33,8 @@ def interface(*, forward_bias: float = 0.0, gradient_factor: float = 1.0, error:
         assert causal and return_lse and cu_seqlens_q is cu_seqlens_k and cu_seqlens_q.dtype == torch.int32
         assert max_seqlen_q == max_seqlen_k >= cu_seqlens_q.diff().max() and window_size[1] in (0, None)
         assert all(x.is_contiguous() for x in (q, k, v))
-        wide = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v)]
-        out = attend_plain(*wide, cu_seqlens_q, softmax_scale, _window(window_size[0])).to(q.dtype)
-        return out + forward_bias, torch.zeros(q.shape[1], q.shape[0])
+        _, _, wide_v, weights, lse = _weigh(q, k, v, cu_seqlens_q, softmax_scale, None if window_ignored else window_size[0])
+        return torch.einsum("hqk,khd->qhd", weights, wide_v).to(q.dtype) + forward_bias, lse
 
     def _flash_attn_bwd(  # type: ignore[no-untyped-def]
         q,
@@ -56,14 +55,27 @@ def interface(*, forward_bias: float = 0.0, gradient_factor: float = 1.0, error:
         deterministic=False,
     ):
         assert causal and lse.shape == (q.shape[1], q.shape[0]) and out.shape == dout.shape and dout.is_contiguous()
-        with torch.enable_grad():
-            wide = [x.detach().to(torch.promote_types(x.dtype, torch.float32)).requires_grad_() for x in (q, k, v)]
-            again = attend_plain(*wide, cu_seqlens_q, softmax_scale, _window(window_size_left))
-            gradients = torch.autograd.grad(again, wide, dout.to(again.dtype))
+        # below autograd, as a kernel is: the gradients are written out
+        wide_q, wide_k, wide_v, weights, _ = _weigh(q, k, v, cu_seqlens_q, softmax_scale, window_size_left)
+        wide_dout = dout.to(wide_q.dtype)
+        inner = torch.einsum("qhd,khd->hqk", wide_dout, wide_v)
+        scores = weights * (inner - (weights * inner).sum(-1, keepdim=True)) * softmax_scale
+        gradients = [
+            torch.einsum("hqk,khd->qhd", scores, wide_k),
+            torch.einsum("hqk,qhd->khd", scores, wide_q).unflatten(1, (k.shape[1], -1)).sum(2),
+            torch.einsum("hqk,qhd->khd", weights, wide_dout).unflatten(1, (k.shape[1], -1)).sum(2),
+        ]
         return tuple((x * gradient_factor).to(q.dtype) for x in gradients)
 
     return SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func, _flash_attn_bwd=_flash_attn_bwd)
 
 
-def _window(left: int | None) -> int:
-    return -1 if left is None else left
+def _weigh(q, k, v, cu_seqlens, scale, left):  # type: ignore[no-untyped-def]
+    """q, k and v in at least float32, k and v once for each query head; the softmax (h, t, t); logarithms of its denominators."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    q, k, v = q.to(dtype), *(x.to(dtype).repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    documents = torch.bucketize(torch.arange(len(q)), cu_seqlens[1:].long(), right=True)
+    distance = torch.arange(len(q))[:, None] - torch.arange(len(q))[None]
+    seen = (documents[:, None] == documents[None]) & (distance >= 0) & (distance <= (len(q) if left is None else left))
+    scores = (torch.einsum("qhd,khd->hqk", q, k) * scale).masked_fill(~seen, -torch.inf)
+    return q, k, v, scores.softmax(-1), scores.logsumexp(-1).float()

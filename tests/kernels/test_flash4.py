@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from manyhands.kernels import flash4
-from manyhands.kernels.flash4 import attend_flash4, attend_plain, bind, choose_packed, compare, find_obstacle, try_flash4
+from manyhands.kernels.flash4 import attend_flash4, bind, choose_packed, compare, find_obstacle, try_flash4
+from manyhands.kernels.plain_attention import ALLOWED, attend_plain
 from tests.kernels.flash4_stub import interface
 
 CPU = torch.device("cpu")
@@ -107,19 +108,11 @@ def test_what_fails_the_self_test_is_not(wrong: dict[str, Any], reason: str) -> 
 
 
 def test_windows_are_tested_where_the_model_has_some() -> None:
-    def forgets_the_window() -> Any:
-        module = interface()
-        inner = module.flash_attn_varlen_func
+    def load() -> Any:
+        return interface(window_ignored=True)
 
-        def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, deterministic, return_lse):  # type: ignore[no-untyped-def] # noqa: E501
-            given = dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
-            return inner(q, k, v, **given, softmax_scale=softmax_scale, causal=causal, return_lse=return_lse)
-
-        module.flash_attn_varlen_func = flash_attn_varlen_func
-        return module
-
-    assert attempt(forgets_the_window, with_window=False) == ""
-    assert "deviates with a window of 33" in attempt(forgets_the_window)
+    assert attempt(load, with_window=False) == ""
+    assert "deviates with a window of 33" in attempt(load)
 
 
 def test_an_absent_or_broken_package_is_said() -> None:
@@ -240,7 +233,7 @@ def gpu() -> torch.device:
 def test_the_real_kernels_pass_the_self_test(gpu: torch.device, heads: tuple[int, int], dim: int) -> None:
     chosen = choose_packed(gpu, HALF, *heads, dim, 1024)
     assert (chosen.name, chosen.reason) == ("flash4", "")
-    assert compare(gpu, torch.float16, *heads, dim, -1) <= flash4.ALLOWED
+    assert compare(gpu, torch.float16, *heads, dim, -1) <= ALLOWED
 
 
 @pytest.mark.gpu
@@ -251,13 +244,14 @@ def test_the_real_kernels_agree_with_float64(gpu: torch.device, window: int, len
     assert choose_packed(gpu, HALF, 32, 8, 128, 1024).name == "flash4"
     inputs, given, bounds = pack(lengths, (32, 8), 128, HALF, gpu)
     bound = 1 << (max(lengths) - 1).bit_length()
+    torch._dynamo.reset()
     attend = torch.compile(attend_flash4, fullgraph=True, dynamic=True) if compiled else attend_flash4
     found = with_gradients(lambda *qkv: attend(*qkv, bounds, bound, None, window), inputs, given)
     plain = with_gradients(lambda *qkv: attend_plain(*qkv, bounds, None, window), inputs, given)
     wide = [x.detach().double().requires_grad_() for x in inputs]
     exact = with_gradients(lambda *qkv: attend_plain(*qkv, bounds, None, window), wide, given)
     for ours, theirs, reference in zip(found, plain, exact, strict=True):
-        assert (ours - reference).norm() <= flash4.ALLOWED * (theirs - reference).norm()
+        assert (ours - reference).norm() <= ALLOWED * (theirs - reference).norm()
 
 
 @pytest.mark.gpu

@@ -8,28 +8,33 @@ import numpy as np
 import torch
 
 from manyhands.config.schema import RunConfig
+from manyhands.model.load import build_meta, materialize
+from manyhands.model.loss import LossModel
 from manyhands.parallel import apply as surgery
 from manyhands.parallel.model import Parallel
+from manyhands.parallel.world import World
 from manyhands.plan.types import Plan
-from manyhands.testing.layouts import Documents, build, count_targets, pack
+from manyhands.testing.layouts import Documents, count_targets, pack
 from manyhands.train.optimizer import make_optimizer
 from manyhands.train.step import StepWork, run_step
 
 
-def build_by(plan: Plan, config: RunConfig, *, sharded: bool) -> Parallel:
-    """The model of ``plan``; ``sharded``: by ``fully_shard`` on a (1, 1) mesh all the same."""
+def build(plan: Plan, config: RunConfig, *, sharded: bool = False) -> Parallel:
+    """The model of ``plan`` as a run builds it; ``sharded``: by ``fully_shard`` on a (1, 1) mesh all the same."""
     chosen = surgery.keeps_compute_copy
     if sharded:
         surgery.keeps_compute_copy = lambda _: False
+    loss_model = LossModel(build_meta(plan, config), fuse=plan.fuse_loss)
+    alone = World(0, 0, 1, torch.device("cpu"))
     try:
-        return build(plan, config)
+        return surgery.apply(loss_model, plan, alone, lambda module, device: materialize(module, plan, config, device))
     finally:
         surgery.keeps_compute_copy = chosen
 
 
 def train(plan: Plan, config: RunConfig, steps: list[list[Documents]], max_grad_norm: float, sharded: bool) -> dict[str, Any]:
     """``steps[step][micro]``; after each step an evaluation and the logits of the first documents."""
-    parallel = build_by(plan, config, sharded=sharded)
+    parallel = build(plan, config, sharded=sharded)
     assert (parallel._copy is None) == sharded
     optimizer = make_optimizer(parallel.model, config.optimizer, 1e-2)
     probe = pack(steps[0][0])

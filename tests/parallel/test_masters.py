@@ -17,10 +17,10 @@ from manyhands.model.blocks import find_blocks
 from manyhands.parallel import apply as surgery
 from manyhands.parallel.compile import compile_blocks
 from manyhands.parallel.model import Parallel
-from manyhands.testing.layouts import build, pack
+from manyhands.testing.layouts import pack
 from manyhands.testing.ranks import Ranks
 from manyhands.testing.tiny import tiny_plan, tiny_run, write_tiny_model
-from tests.parallel.masters_ranks import weights_of
+from tests.parallel.masters_ranks import build, weights_of
 
 TRAIN = "tests.parallel.masters_ranks:train"
 BFLOAT16 = {"compute_dtype": "bfloat16", "strategy": "one", "reshard": False}
@@ -29,7 +29,7 @@ BFLOAT16 = {"compute_dtype": "bfloat16", "strategy": "one", "reshard": False}
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("models")
-    return {family: str(write_tiny_model(root / family, family, with_tokenizer=False)) for family in ("llama", "gemma3")}
+    return {family: str(write_tiny_model(root / family, family, with_tokenizer=False)) for family in ("llama", "gemma3", "olmo2")}
 
 
 def documents(seed: int, *lengths: int, weighted: bool = False) -> list[tuple[list[int], list[Any]]]:
@@ -39,7 +39,7 @@ def documents(seed: int, *lengths: int, weighted: bool = False) -> list[tuple[li
 
 
 def steps(accumulation: int, weighted: bool = False) -> list[list[Any]]:
-    return [[documents(10 * step + micro, 9 + micro, 14, weighted=weighted) for micro in range(accumulation)] for step in range(4)]
+    return [[documents(micro, 9 + micro, 14, weighted=weighted) for micro in range(accumulation)]] * 4
 
 
 def start(folder: str, **changes: Any) -> Parallel:
@@ -56,10 +56,11 @@ def backward(parallel: Parallel, seed: int = 0) -> None:
     ("family", "accumulation", "max_grad_norm", "changes"),
     [
         ("llama", 1, 0.0, {}),
-        ("llama", 3, 1e-2, {"recompute": "block"}),
+        ("llama", 3, 1e-2, {"recompute": "block", "fuse_loss": True}),
         ("llama", 3, 1.0, {"recompute": "selective"}),
         ("gemma3", 3, 1e-2, {}),  # tied embeddings
-        ("gemma3", 1, 1e-2, {"recompute": "block", "fuse_loss": False}),
+        ("olmo2", 1, 0.0, {}),  # blocks are given rotary angles in float32
+        ("gemma3", 1, 1e-2, {"recompute": "block", "fuse_loss": True}),
     ],
 )
 @pytest.mark.parametrize("weighted", [False, True])
@@ -71,7 +72,7 @@ def test_the_bits_are_those_of_fully_shard(
     copied, sharded = runs
     for key in ("losses", "norms", "evaluations"):
         assert copied[key] == sharded[key], key
-    assert copied["losses"][-1] != copied["losses"][0] and copied["evaluations"][-1] < copied["evaluations"][0]
+    assert copied["losses"][-1] < copied["losses"][0] and copied["evaluations"][-1] < copied["evaluations"][0]
     assert copied["weights"].keys() == sharded["weights"].keys()
     for name, weight in sharded["weights"].items():
         assert np.array_equal(copied["weights"][name], weight), name
@@ -175,7 +176,9 @@ def test_a_failed_backward_pass_is_forgotten_by_the_next(folders: dict[str, str]
 def test_generation_computes_with_the_copy(folders: dict[str, str]) -> None:
     parallel, config = start(folders["llama"]), tiny_run(folders["llama"])
     assert parallel.is_whole
-    plain = build(tiny_plan(folders["llama"], compute_dtype="bfloat16", master_dtype="bfloat16"), config).model
+    plain = build(tiny_plan(folders["llama"]), config).model
+    for parameter in plain.parameters():
+        parameter.data = parameter.data.bfloat16()
 
     class Spelled:
         def decode(self, ids: list[int], **_: Any) -> str:
@@ -206,18 +209,17 @@ class TestCompiled:
             graphs.append(graph)
             return graph.forward
 
-        monkeypatch.setattr(surgery, "compile_blocks", lambda model, **_: compile_blocks(model, dynamic=True, backend=count, fullgraph=True))
+        monkeypatch.setattr(
+            surgery, "compile_blocks", lambda model, **_: compile_blocks(model, dynamic=True, backend=count, fullgraph=True)
+        )
         parallel = start(folders[family], compile=True, recompute=recompute)
-        plain = start(folders[family], recompute=recompute)
         optimizer = torch.optim.AdamW(parallel.model.parameters(), lr=0.0, weight_decay=0.0, fused=True)
-        kinds = 1 if family == "llama" else 2  # with a window and without
         for seed in range(4):
             backward(parallel, seed)
-            backward(plain, seed)
             optimizer.step()
-            assert len(graphs) == kinds
+            assert len(graphs) == 1  # with masks, blocks with a window are of no other kind
         with torch.no_grad():
             parallel(pack(documents(1, 12, 7)))
         backward(parallel, 5)
-        assert len(graphs) == 2 * kinds
+        assert len(graphs) == 2  # one more in evaluation
         assert all(torch.isfinite(p.grad).all() for p in parallel.model.parameters())

@@ -12,6 +12,7 @@ from manyhands.checkpoint.load import load_checkpoint
 from manyhands.checkpoint.save import save_checkpoint
 from manyhands.parallel import activations
 from manyhands.parallel.activations import ActivationStore, Saved, offload_activations
+from manyhands.parallel.compile import compile_blocks
 from manyhands.parallel.offload import StreamedOptimizer, split_parameters
 from manyhands.testing.tiny import tiny_model
 
@@ -109,3 +110,51 @@ def test_only_activations_of_the_base_move_and_with_recomputed_blocks_only_their
     with torch.no_grad():
         model(input_ids=ids, use_cache=False)
     assert store.num_packed_bytes == 2 * per_pass  # nothing is kept for no backward pass
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_streamed_steps_are_the_plain_ones_and_states_are_pinned_host_memory() -> None:
+    device = torch.device("cuda")
+    models = [small_model().to(device) for _ in range(2)]
+    plain, streamed = adamw(models[0]), StreamedOptimizer(adamw(models[1]), device, chunk_bytes=600)
+    for seed in range(4):
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(seed)).to(device)
+        for model, optimizer in zip(models, (plain, streamed), strict=True):
+            model(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True))
+    moments = [state["exp_avg"] for state in streamed.state.values()]
+    assert len(moments) == 4 and all(moment.device.type == "cpu" and moment.is_pinned() for moment in moments)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_on_a_gpu_activations_leave_and_gradients_stay(recompute: bool, compiled: bool) -> None:
+    """Several passes in a row: memory that is used again too early would show in the gradients."""
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12}
+    ids = torch.arange(4096, device="cuda")[None] % 250
+    peaks, gradients = [], []
+    for offloads in (False, True):
+        model = tiny_model("llama", **sizes).to("cuda").train()
+        if recompute:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if compiled:
+            torch._dynamo.reset()
+            compile_blocks(model, dynamic=None)
+        if offloads:
+            offload_activations(model, torch.device("cuda"))
+        for step in range(3):
+            model.zero_grad()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            hidden = model.model(input_ids=ids, use_cache=False)[0]
+            if step == 2:
+                peaks.append(torch.cuda.memory_allocated() - before)
+            hidden.square().mean().backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+    if not recompute:
+        assert peaks[1] < 0.8 * peaks[0]  # what is on its way out is bounded

@@ -72,7 +72,9 @@ def test_eager_selective_repeats_cheap_operations_only() -> None:
         repeated.clear()
         with Watch():
             loss.backward()
-        counts[mode] = {name: repeated.count(name) for name in ("aten::mm", "aten::silu", "aten::_scaled_dot_product_flash_attention_for_cpu")}
+        counts[mode] = {
+            name: repeated.count(name) for name in ("aten::mm", "aten::silu", "aten::_scaled_dot_product_flash_attention_for_cpu")
+        }
     none, selective, block = counts.values()
     assert selective["aten::mm"] == none["aten::mm"] < block["aten::mm"]
     assert selective["aten::silu"] == block["aten::silu"] == none["aten::silu"] + 1

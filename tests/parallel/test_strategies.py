@@ -104,9 +104,7 @@ def test_hybrid_saves_resumes_elsewhere_and_exports(world: Ranks, folder: str, m
 
 
 @pytest.mark.parametrize("way", [{"strategy": "fsdp", "world_size": 2}, {"strategy": "one", "world_size": 1}, HYBRID])
-def test_offloaded_states_take_the_same_steps_and_are_saved(
-    world: Ranks, folder: str, way: dict[str, Any], tmp_path: Path
-) -> None:
+def test_offloaded_states_take_the_same_steps_and_are_saved(world: Ranks, folder: str, way: dict[str, Any], tmp_path: Path) -> None:
     def steps(offload: str, num_steps: int, *folders: Path | None) -> list[tuple[float, float]]:
         plan = tiny_plan(folder, **way, offload=offload)
         return world.run(f"{RANKS}:run_steps", plan, tiny_run(folder), RAGGED, num_steps, *folders, world_size=plan.world_size)[0]

@@ -34,7 +34,7 @@ def test_full_training_keeps_16_bytes_a_parameter_and_a_compute_copy():
     assert memory.weights(FULL) == 4 * 1448
     assert memory.gradients(FULL) == 4 * 1448
     assert memory.optimizer(FULL) == 8 * 1448
-    assert memory.gathered(FULL) == 2 * 1448  # fully_shard on a mesh whose shard axis is 1 casts all of it
+    assert memory.gathered(FULL) == 2 * 1448  # the copy beside the masters
 
 
 def test_float32_training_in_one_process_has_no_copy():
@@ -103,10 +103,15 @@ def test_logits_are_held_a_chunk_at_a_time():
 
 
 def test_reduction_is_two_blocks_or_the_root_whichever_is_worse():
-    head = 2 * 32 * 8 * 2
-    assert memory.reduction(FULL, passing=10**6) == 2 * BLOCK * 6 + head
-    wide = replace(FULL, model=model_facts(vocab=4096))
+    head, freed = 2 * 32 * 8 * 2, replace(FULL, reshard=True)
+    assert memory.reduction(freed, passing=10**6) == 2 * BLOCK * 6 + head
+    wide = replace(freed, model=model_facts(vocab=4096))
     assert memory.reduction(wide, passing=1000) == (4096 * 8 + 8) * 6 - 1000
+
+
+def test_gradients_of_a_kept_copy_are_one_block_and_the_head():
+    assert memory.reduction(FULL, passing=0) == BLOCK * 2 + 32 * 8 * 6
+    assert memory.reduction(replace(FULL, world_size=2, strategy="ddp"), passing=10**6) == 2 * BLOCK * 6 + 2 * 32 * 8 * 2
 
 
 def test_overhead_counts_communication_only_between_ranks():

@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,7 @@ def make_arguments(row: Row, num_steps: int, world_size: int, packing: bool) -> 
         packing=packing,
         gradient_checkpointing=recompute and not fsdp,
         gradient_checkpointing_kwargs={"use_reentrant": False},
-        use_liger_kernel=True,
+        use_liger_kernel=torch.cuda.is_available(),
         dataset_kwargs={"skip_prepare_dataset": not packing},
         optim="adamw_torch_fused",
         dataloader_num_workers=2,
@@ -120,12 +121,15 @@ def make_arguments(row: Row, num_steps: int, world_size: int, packing: bool) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--row", choices=sorted(BY_NAME), required=True)
+    parser.add_argument("--shape", help="another shape, such as tiny to try this on a CPU")
+    parser.add_argument("--length", type=int, help="tokens a row")
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--warm", type=int, default=5)
     parser.add_argument("--packing", action="store_true", help="mixed lengths: TRL's own packing in place of padding")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     row = BY_NAME[options.row]
+    row = replace(row, shape=options.shape or row.shape, length=options.length or row.length)
     rank, world_size, local = (int(os.environ.get(key, default)) for key, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
     device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":

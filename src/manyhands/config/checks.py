@@ -159,9 +159,9 @@ def _check_parallel(config: RunConfig) -> Findings:
     if parallel.strategy != "hybrid":
         yield from _idle(config, ("parallel.shard_ranks",), "parallel.strategy", "set parallel.strategy: hybrid")
     elif parallel.shard_ranks != "auto" and parallel.gpus != "auto" and parallel.gpus % parallel.shard_ranks:
-        yield f"`parallel.shard_ranks: {parallel.shard_ranks}` does not divide `parallel.gpus: {parallel.gpus}`: make it one of its divisors"
+        yield f"`parallel.shard_ranks: {parallel.shard_ranks}` does not divide `parallel.gpus: {parallel.gpus}`: give a divisor"
     if parallel.offload == "all" and parallel.strategy == "ddp":
-        yield "`parallel.offload: all` keeps shards in host memory, but `parallel.strategy: ddp` has none: use strategy fsdp or hybrid, or one"
+        yield "`parallel.offload: all` keeps shards in host memory, and `parallel.strategy: ddp` has none: use fsdp, hybrid or one"
     if parallel.offload != "none" and config.optimizer.name != "adamw":
         paged = "optimizer.name: paged_adamw_8bit, whose states move by themselves, and no parallel.offload, or optimizer.name: adamw"
         yield f"`parallel.offload: {parallel.offload}` is for `optimizer.name: adamw`, not `{config.optimizer.name}`: use {paged}"

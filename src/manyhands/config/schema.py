@@ -50,7 +50,9 @@ class MethodSection(Section):
         description="`full` trains every weight, `lora` low-rank adapters on frozen weights, `qlora` the same on weights in 4 bits (NF4), "
         "`patterns` the weights that `train` and `freeze` name.",
     )
-    train: tuple[str, ...] = Field((), description="patterns: names, glob patterns or `re:` expressions of weights that are trained; none is all.")
+    train: tuple[str, ...] = Field(
+        (), description="patterns: names, glob patterns or `re:` expressions of weights that are trained; none is all."
+    )
     freeze: tuple[str, ...] = Field((), description="patterns: names or patterns of weights that are not trained; they win over `train`.")
     rank: PositiveInt = Field(16, description="LoRA: rank r of the two factors, in dimensions.")
     alpha: float = Field(32.0, gt=0, description="LoRA: the update is scaled by alpha / rank.")
@@ -198,7 +200,9 @@ class ParallelSection(Section):
         description="one process, ddp (a copy a GPU), fsdp (weights, gradients and optimizer states sharded by FSDP2), hybrid (sharded "
         "within groups of `shard_ranks`, a copy a group).",
     )
-    shard_ranks: PositiveInt | Auto = Field("auto", description="hybrid: ranks that hold one copy together; auto is the ranks of one machine.")
+    shard_ranks: PositiveInt | Auto = Field(
+        "auto", description="hybrid: ranks that hold one copy together; auto is the ranks of one machine."
+    )
     offload: Literal["none", "optimizer", "all"] = Field(
         "none", description="Held in host memory: nothing, optimizer states, or sharded weights, gradients and optimizer states."
     )

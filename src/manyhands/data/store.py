@@ -1,4 +1,4 @@
-"""Tokenised rows on disk: written once in segments, then mapped into memory by every rank. Knows no tokenizer, no torch.
+"""Tokenised rows on disk: written once in segments, then read row by row by every rank. Knows no tokenizer, no torch.
 
 A store is a folder. End to end for all rows: ``ids.bin`` (int32), ``trained.bin`` (bool, one byte) and, only where some
 trained token weighs other than 1, ``weights.bin`` (float32). One entry a row: ``offsets.npy`` (int64, rows + 1) bounds
@@ -10,6 +10,7 @@ them, ``num_targets.npy`` (int32), ``target_weights.npy`` (float64, beside weigh
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,26 @@ from manyhands.errors import UserError
 
 FORMAT_VERSION = 3
 TOKEN_FILES = {"ids.bin": np.dtype("<i4"), "trained.bin": np.dtype("?"), "weights.bin": np.dtype("<f4")}
+
+
+class TokenFile:
+    """A token file that is read by the slice.
+
+    Read, not mapped: the pages of a mapping count as this process's memory once it has been through the rows, a page fault
+    reads 4 KiB where a row has more, and a file that was cut short would be a bus error.
+    """
+
+    def __init__(self, path: Path, dtype: np.dtype) -> None:
+        self._file, self._dtype = path.open("rb", buffering=0), dtype
+
+    def __getitem__(self, tokens: slice) -> np.ndarray:
+        size = self._dtype.itemsize
+        raw = os.pread(self._file.fileno(), (tokens.stop - tokens.start) * size, tokens.start * size)  # safe in threads: no position
+        if len(raw) != (tokens.stop - tokens.start) * size:
+            raise UserError(
+                "the token cache is damaged", where=self._file.name, why="it was cut short", fix="start again; it is made again"
+            )
+        return np.frombuffer(raw, dtype=self._dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,9 +58,9 @@ class RowSet:
     sources: np.ndarray
     seed: int
     _starts: np.ndarray
-    _ids: np.ndarray
-    _trained: np.ndarray
-    _weights: np.ndarray | None = None
+    _ids: np.ndarray | TokenFile
+    _trained: np.ndarray | TokenFile
+    _weights: np.ndarray | TokenFile | None = None
 
     @property
     def num_rows(self) -> int:
@@ -51,7 +72,7 @@ class RowSet:
         return self._weights is not None
 
     def row(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """(ids int32, trained bool) of one row, both views of the mapped files."""
+        """(ids int32, trained bool) of one row, not to be written to."""
         start = int(self._starts[index])
         end = start + int(self.lengths[index])
         return self._ids[start:end], self._trained[start:end]
@@ -109,7 +130,7 @@ class TokenStore:
 
     @staticmethod
     def open(folder: str | Path) -> TokenStore:
-        """Maps a store; takes some 30 bytes of memory a row. Raises UserError where files are missing or cut short."""
+        """Opens a store; takes some 30 bytes of memory a row. Raises UserError where files are missing or cut short."""
         folder = Path(folder)
         try:
             meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
@@ -117,11 +138,8 @@ class TokenStore:
             weighted = meta["weighted"]
             target_weights = _load(folder, "target_weights") if weighted else num_targets
             _check(folder, meta, int(offsets[-1]), [len(offsets) - 1, len(num_targets), len(sources), len(target_weights)], weighted)
-            # np.asarray: a plain view, because slicing a memmap object costs ten times as much.
             ids, trained, *weights = (
-                np.asarray(np.memmap(folder / name, dtype=dtype, mode="r"))
-                for name, dtype in TOKEN_FILES.items()
-                if weighted or name != "weights.bin"
+                TokenFile(folder / name, dtype) for name, dtype in TOKEN_FILES.items() if weighted or name != "weights.bin"
             )
             sets = [_load(folder, name)[:] for name in ("train", "validation")]
         except (OSError, ValueError, IndexError, KeyError, TypeError) as error:

@@ -73,6 +73,7 @@ def write_tokenizer(source: Path, target: Path, asked: ModelSection | None = Non
         return {}
     tokenizer = load_tokenizer(source, asked.chat_template, asked.trust_remote_code, asked.new_tokens)
     tokenizer.save_pretrained(target)
+    _copy_files(source, target, MORE_TOKENIZER_FILES)
     return {token: tokenizer.convert_tokens_to_ids(token) for token in asked.new_tokens}
 
 
@@ -96,9 +97,7 @@ def extend_ends(target: Path, asked: ModelSection) -> None:
 
 def _copy_tokenizer(source: Path, target: Path, chat_template: str | None) -> None:
     """``chat_template`` (Jinja text, or a path to it) takes the place of the source's."""
-    for name in TOKENIZER_FILES + MORE_TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
+    _copy_files(source, target, TOKENIZER_FILES + MORE_TOKENIZER_FILES)
     text = read_chat_template(chat_template)
     if text is None:
         if (source / TEMPLATE_FOLDER).is_dir():
@@ -111,3 +110,9 @@ def _copy_tokenizer(source: Path, target: Path, chat_template: str | None) -> No
         fields = json.loads(path.read_text(encoding="utf-8"))
         if fields.pop("chat_template", None) is not None:
             write_json(path, fields)
+
+
+def _copy_files(source: Path, target: Path, names: tuple[str, ...]) -> None:
+    for name in names:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)

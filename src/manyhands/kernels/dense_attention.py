@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from manyhands.kernels.plain_attention import ALLOWED, error_ratio
+
 ORDER = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
-ALLOWED = 2.0  # times the error of the plain bfloat16 way, against float32
 PROBE_ROWS, PROBE_LENGTH = 2, 200
 
 
@@ -56,26 +57,10 @@ def choose_dense(device: torch.device, dtype: torch.dtype, num_heads: int, num_g
 
 
 def compare(name: str, device: torch.device, dtype: torch.dtype, num_heads: int, num_groups: int, dim: int) -> float:
-    """Error of output and gradients against float32, as a multiple of the plain half-precision way's error; inf for nan."""
-    draw = torch.Generator().manual_seed(0)
-    shapes = [(PROBE_ROWS, heads, PROBE_LENGTH, dim) for heads in (num_heads, num_groups, num_groups, num_heads)]
-    tensors = [torch.randn(shape, generator=draw).to(device, dtype) for shape in shapes]
-    found = _run(tensors, dtype, name)
-    plain, reference = _run(tensors, dtype, ""), _run(tensors, torch.float32, "")
-    worst = 0.0
-    for ours, theirs, exact in zip(found, plain, reference, strict=True):
-        error, allowed = (float((x.float() - exact).norm()) for x in (ours, theirs))
-        worst = max(worst, error / allowed) if error == error else float("inf")
-    return worst
+    """Error of output and gradients, as a multiple of the plain way's in ``dtype``; inf for nan."""
 
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        rows = [x.unflatten(0, (PROBE_ROWS, PROBE_LENGTH)).transpose(1, 2) for x in (query, key, value)]
+        return attend_dense(rows[0], rows[1], rows[2], None, name).transpose(1, 2).flatten(0, 1)
 
-def _run(tensors: list[torch.Tensor], dtype: torch.dtype, name: str) -> list[torch.Tensor]:
-    """Output and the three gradients; without a name by matrix products and a softmax."""
-    with torch.enable_grad():
-        query, key, value = (x.detach().to(dtype).requires_grad_() for x in tensors[:3])
-        if name:
-            out = attend_dense(query, key, value, None, name)
-        else:
-            with sdpa_kernel(SDPBackend.MATH):
-                out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=query.shape[1] != key.shape[1])
-        return [out.detach(), *torch.autograd.grad(out, (query, key, value), tensors[3].to(dtype))]
+    return error_ratio(attend, [PROBE_LENGTH] * PROBE_ROWS, (num_heads, num_groups), dim, -1, dtype, device)

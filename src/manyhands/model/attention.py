@@ -182,7 +182,8 @@ def _attend_torch_varlen(
             repeat = query.shape[1] // key.shape[1]
             key, value = (x.repeat_interleave(repeat, dim=1) for x in (key, value))
     lengths = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
-    return varlen_attn(query, key, value, *lengths, scale=scaling, window_size=(window, 0), **extra)  # type: ignore[no-any-return]
+    out: Any = varlen_attn(query, key, value, *lengths, scale=scaling, window_size=(window, 0), **extra)
+    return out  # type: ignore[no-any-return]
 
 
 def _split_rows(x: torch.Tensor, row_length: int) -> torch.Tensor:

@@ -42,7 +42,8 @@ class ActivationStore:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._min_bytes = MIN_BYTES[device.type]
-        self._out, self._in = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if device.type == "cuda" else (None, None)
+        self._out: torch.cuda.Stream | None = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._in: torch.cuda.Stream | None = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._leaving: deque[tuple[Hashable, Saved, torch.Tensor]] = deque()
         self._known: dict[Hashable, Saved] = {}  # those that leave, whose memory is theirs as long as they are held here
         self._leaving_bytes = 0

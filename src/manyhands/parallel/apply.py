@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from manyhands.model.blocks import find_blocks
 from manyhands.model.loss import LossModel
 from manyhands.parallel.activations import offload_activations
 from manyhands.parallel.compile import compile_blocks
-from manyhands.parallel.masters import ComputeCopy, cast_inputs
+from manyhands.parallel.masters import ComputeCopy
 from manyhands.parallel.mesh import hybrid_mesh, replicate_mesh, shard_mesh
 from manyhands.parallel.model import Parallel
 from manyhands.parallel.recompute import recompute_blocks, recompute_selectively
@@ -92,8 +91,6 @@ def keeps_compute_copy(plan: Plan) -> bool:
 def keep_compute_copy(loss_model: LossModel) -> ComputeCopy:
     """Float32 masters and their bfloat16 copy, wherever a forward pass may begin: the loss, the logits, generation, the head."""
     model = loss_model.model
-    for block in find_blocks(model).values():
-        cast_inputs(block, torch.bfloat16)
     return ComputeCopy(loss_model, [loss_model, model, getattr(model, model.base_model_prefix)], torch.bfloat16)
 
 
@@ -114,14 +111,13 @@ def shard(loss_model: LossModel, mesh: DeviceMesh, *, mixed: bool, reshard: bool
     adapters cast by themselves. ``reshard`` frees a block's gathered weights after its forward pass. ``offload``: shards,
     frozen ones too, and their gradients lie in host memory, pinned where there is a GPU to copy to.
     """
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if mixed else MixedPrecisionPolicy()
+    # Inputs stay as they are: weights of tokens, and the rotary angles of families that have them in float32.
+    dtypes: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if mixed else {}
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False, **dtypes)
     place = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
     for block in find_blocks(loss_model.model).values():
         fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=place, reshard_after_forward=reshard)
-    # What the root is given are batches, whose weights of tokens stay float32.
-    fully_shard(
-        loss_model, mesh=mesh, mp_policy=replace(policy, cast_forward_inputs=False), offload_policy=place, reshard_after_forward=False
-    )
+    fully_shard(loss_model, mesh=mesh, mp_policy=policy, offload_policy=place, reshard_after_forward=False)
     for module in loss_model.modules():
         if isinstance(module, FSDPModule):
             if mesh.size() > 1:  # else nothing is averaged, and a factor would only cost a division by it

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd import Variable
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
+
+NO_BACKWARD = -1  # autograd's number of the present backward pass where there is none
 
 
 class ComputeCopy:
@@ -29,8 +31,8 @@ class ComputeCopy:
     def __init__(self, root: nn.Module, entrances: list[nn.Module], dtype: torch.dtype) -> None:
         self.accumulates = False  # whether more micro-batches follow before the optimizer steps: the copy stays valid
         self._places: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] = []
-        self._masters: list[nn.Parameter] = []
-        self._copies: list[nn.Parameter] = []
+        self._masters: list[torch.Tensor] = []
+        self._copies: list[torch.Tensor] = []
         self._make(root, dtype)
         # An optimizer need not raise the version of what it writes (torch's fused ones and bitsandbytes do not), so the copy
         # is also stale after the backward pass of a step's last micro-batch. The versions tell of weights that were loaded.
@@ -55,9 +57,11 @@ class ComputeCopy:
                 self._places.append((module._parameters, name, master, made[id(master)]))
 
     def _before_forward(self, *_: Any) -> None:
-        if self._depth == 0:
-            self._refresh()
+        if self._backward is not None and torch._C._current_graph_task_id() == NO_BACKWARD:
+            self._after_backward()  # it has failed, and left the copies where they were
         self._enter()
+        if self._depth == 1:
+            self._refresh()
 
     def _after_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
         self._leave()
@@ -71,7 +75,7 @@ class ComputeCopy:
         current = torch._C._current_graph_task_id()
         if self._backward == current:
             return  # another output of the same pass
-        if self._backward is None:  # else an earlier one has failed, and left them there
+        if self._backward is None:  # else it has failed, see above
             self._enter()
         self._backward = current
         Variable._execution_engine.queue_callback(self._after_backward)
@@ -99,18 +103,6 @@ class ComputeCopy:
         if self._depth == 0:
             for parameters, name, master, _ in self._places:
                 parameters[name] = master
-
-
-def cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
-    """Floating-point inputs of ``module`` in ``dtype``, as FSDP2 casts them for each of its units."""
-
-    def cast(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-    def before(_: nn.Module, arguments: Any, options: Any) -> Any:
-        return tree_map_only(torch.Tensor, cast, (arguments, options))
-
-    module.register_forward_pre_hook(before, with_kwargs=True)
 
 
 def _add_to_master(master: nn.Parameter, copy: torch.Tensor) -> None:

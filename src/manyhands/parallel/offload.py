@@ -31,8 +31,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
         # Not the base class's constructor: the same objects, so that a learning rate or a loaded state is the inner one's too.
         self.defaults, self.param_groups, self.state = inner.defaults, inner.param_groups, inner.state
         self.inner, self._device, self._chunk_bytes = inner, device, chunk_bytes
-        on_gpu = device.type == "cuda"
-        self._in, self._out = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if on_gpu else (None, None)
+        self._in: torch.cuda.Stream | None = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._out: torch.cuda.Stream | None = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @property
     def state_options(self) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self.inner.step()
 
     def _host_states(self, chunk: Chunk) -> States:
-        return {parameter: _arrays(self.state[parameter]) for parameter in sum(chunk, []) if parameter in self.state}
+        return {parameter: _arrays(self.state[parameter]) for group in chunk for parameter in group if parameter in self.state}
 
     def _fetch(self, chunk: Chunk) -> tuple[States, torch.cuda.Event | None]:
         """Copies of the chunk's states on the device, on their way."""

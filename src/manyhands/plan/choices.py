@@ -58,7 +58,9 @@ def decide(config: RunConfig, facts: Facts) -> Decisions:
     compute, why_compute = choose_compute_dtype(config, gpus)
     attention, why_attention = choose_attention(config, facts.model, gpus, compute)
     compiled, why_compile = choose_compile(config, device, facts.data)
-    why_frozen = (describe_frozen(compute),) if config.method.name == "qlora" else ()
+    why_frozen: tuple[str, ...] = (describe_frozen(compute),) if config.method.name == "qlora" else ()
+    if facts.model.num_tower_parameters:
+        why_frozen += (f"text alone is trained: towers of {facts.model.num_tower_parameters:,} parameters stay on disk",)
     rate, why_rate = choose_learning_rate(config)
     check_optimizer(config, device, compute)
     output, why_output = choose_output_dtype(config, facts.model, compute)

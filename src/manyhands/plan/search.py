@@ -285,8 +285,8 @@ def _host_does_not_fit(smallest: Way, made: Decisions) -> UserError:
     return UserError(
         f"what is offloaded does not fit: {_gib(memory.host_total)} a rank, and there are {_gib(memory.host_limit or 0)} of host memory",
         where=f"{made.ranks}: parallel.offload, parallel.offload_activations",
-        why="the limit is 90 % of the machine's free memory, shared out to its ranks; torch's pinned memory is about 1.4 times what it holds",
-        fix="offload less, use more machines (parallel.strategy=fsdp shards what is offloaded), or recompute blocks (parallel.recompute=block)",
+        why="the limit is 90 % of the machine's free memory over its ranks; pinned memory takes about 1.4 times what it holds",
+        fix="offload less, recompute blocks (parallel.recompute=block), or use more machines with parallel.strategy=fsdp",
         details=[f"{name}: {_gib(size)}" for name, size in memory.host_terms.items() if size],
     )
 

@@ -92,9 +92,7 @@ def list_ways(config: RunConfig, base: Setup, splits: list[Split], limits: Limit
     recomputes = RECOMPUTES if parallel.recompute == "auto" else (parallel.recompute,)
     reshards = (False, True) if parallel.reshard == "auto" else (parallel.reshard,)
     ways = []
-    for strategy, recompute, reshard, split in itertools.product(
-        _strategies(config, base, num_machines), recomputes, reshards, splits
-    ):
+    for strategy, recompute, reshard, split in itertools.product(_strategies(config, base, num_machines), recomputes, reshards, splits):
         whole = strategy in ("one", "ddp")
         if whole and reshard and (parallel.reshard != "auto" or not base.gathers_whole):
             continue  # nothing is gathered that could be freed

@@ -98,7 +98,7 @@ def _other_strategies(unpacked: Callable[..., Case], packed: Callable[..., Case]
     table += [packed("fsdp", 2, 512, **{"parallel.recompute": "block"}, **activations), packed("ddp", 2, 512, **selective)]
     pairs = {"parallel.shard_ranks": 2}
     table += [unpacked("hybrid", 4, accumulation, **pairs) for accumulation in (1, 2)]
-    return table + [packed("hybrid", 4, 256, **pairs), packed("hybrid", 4, 512, **pairs, **everything)]
+    return [*table, packed("hybrid", 4, 256, **pairs), packed("hybrid", 4, 512, **pairs, **everything)]
 
 
 def faulty_cases() -> list[Case]:

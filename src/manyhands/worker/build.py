@@ -29,7 +29,7 @@ from manyhands.worker.rank import Rank
 
 
 def open_data(rank: Rank) -> None:
-    """Memory-maps the rows that rank 0 has prepared, and makes sure that they are the same rows."""
+    """Opens the rows that rank 0 has prepared, and makes sure that they are the same rows."""
     plan = rank.plan
     if not Path(plan.data_folder).is_dir():
         raise UserError(

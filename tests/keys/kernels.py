@@ -1,0 +1,53 @@
+"""Effects of ``kernels.*``: which functions compute; the loss stays what it was."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from manyhands.kernels.modules import FusedAttention, FusedMlp
+from manyhands.plan.search import plan
+from manyhands.worker import build
+from tests.keys.lab import Lab
+from tests.keys.work import forward
+from tests.plan.examples import facts, llama_1b
+
+
+def lora(lab: Lab) -> None:
+    """fused replaces the modules that hold adapters; plain never does, and auto not on a CPU."""
+    ranks = {asked: lab.start({"kernels.lora": asked}) for asked in ("fused", "plain", "auto")}
+    fused = {asked: sum(isinstance(m, (FusedAttention, FusedMlp)) for m in rank.model.modules()) for asked, rank in ranks.items()}
+    assert fused == {"fused": 2, "plain": 0, "auto": 0}
+    assert forward(ranks["fused"]).item() == pytest.approx(forward(ranks["plain"]).item(), rel=1e-5)
+    assert [
+        plan(lab.config({"kernels.lora": asked, "parallel.device": "auto"}), facts(gpus=1)).fuse_lora for asked in ("auto", "plain")
+    ] == [
+        True,
+        False,
+    ]
+
+
+def loss(lab: Lab) -> None:
+    ranks = {asked: lab.start({"kernels.loss": asked}) for asked in ("fused", "plain", "auto")}
+    losses = [forward(rank).item() for rank in ranks.values()]
+    assert losses == pytest.approx(losses[:1] * 3, rel=1e-5)
+    assert [rank.loss_model.how_loss.split(",")[0] for rank in ranks.values()] == ["fused with the head", "in chunks", "in chunks"]
+
+
+def attention(lab: Lab) -> None:
+    """Packs on GPUs look for faster kernels, and the log says what was found; plain does not look.
+
+    tests/model/test_attention_kernels.py has what then runs.
+    """
+    said = {}
+    for asked in ("auto", "plain"):
+        made = plan(lab.config({"kernels.attention": asked, "parallel.device": "auto"}), facts(model=llama_1b(), gpus=1))
+        assert made.attention == "varlen"
+        rank = lab.start()
+        rank.plan = rank.plan.model_copy(update={"fast_attention": made.fast_attention})
+        build.build_model(rank)
+        assert isinstance(rank.terminal, io.StringIO)
+        said[asked] = [line for line in rank.terminal.getvalue().splitlines() if "attention: packs by" in line]
+    assert len(said["auto"]) == 1 and "varlen (the device is cpu)" in said["auto"][0]
+    assert said["plain"] == []
