@@ -29,6 +29,7 @@ def unbound() -> Iterator[None]:
     before = flash4._calls
     yield
     flash4._calls = before
+    choose_packed.cache_clear()  # it would answer without binding again
 
 
 def attempt(load: Callable[[], Any], with_window: bool = True) -> str:
@@ -250,8 +251,9 @@ def test_the_real_kernels_agree_with_float64(gpu: torch.device, window: int, len
     plain = with_gradients(lambda *qkv: attend_plain(*qkv, bounds, None, window), inputs, given)
     wide = [x.detach().double().requires_grad_() for x in inputs]
     exact = with_gradients(lambda *qkv: attend_plain(*qkv, bounds, None, window), wide, given)
+    nothing = 1e-5 * given.double().norm()  # a query that sees itself alone has no gradient, and the plain way none to the last bit
     for ours, theirs, reference in zip(found, plain, exact, strict=True):
-        assert (ours - reference).norm() <= ALLOWED * (theirs - reference).norm()
+        assert (ours - reference).norm() <= ALLOWED * (theirs - reference).norm() + nothing
 
 
 @pytest.mark.gpu

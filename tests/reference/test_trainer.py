@@ -9,9 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from bench import reference
 from bench.reference import Settings
-
 from manyhands.testing import equality
 
 TIGHT = 1e-5  # held on a tiny model at every step; the bounds of the real one are wider
