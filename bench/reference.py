@@ -28,7 +28,7 @@ from manyhands.errors import UserError
 from manyhands.export.adapter import name_targets
 from manyhands.facts.gather import gather_facts
 from manyhands.launch.foreign import Launcher
-from manyhands.model.lora import adapter_state
+from manyhands.model.adapter import adapter_state
 from manyhands.parallel.world import World
 from manyhands.plan.search import plan as make_plan
 from manyhands.testing.equality import Recorder

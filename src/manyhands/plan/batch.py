@@ -6,7 +6,7 @@ Pure; sizes are rows unless they are called tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from manyhands.config.schema import RunConfig
 from manyhands.data.pack import padded_tokens
@@ -70,7 +70,9 @@ def _packed_splits(config: RunConfig, data: DataFacts, world_size: int, useful_t
     else:
         step_tokens = tokens * data.num_tokens / max(1, data.num_targets) if tokens is not None else (rows or 1) * data.mean_length
         sizes = pack_sizes(data.max_length, step_tokens / world_size, useful_tokens)
-    return [Split(rows, tokens, None, size, None, size) for size in sizes]
+    splits = [Split(rows, tokens, None, size, None, size) for size in sizes]
+    # rows of one length are packed by their number, and never fill the quarter that is for uneven steps
+    return [replace(split, full_micro_tokens=constant_pack_tokens(split, data, world_size) or split.full_micro_tokens) for split in splits]
 
 
 def pack_sizes(longest: int, rank_tokens: float, useful_tokens: int) -> list[int]:
