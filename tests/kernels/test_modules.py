@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -157,31 +156,17 @@ def test_sharded_ranks_give_the_gradients_of_one(world: Ranks, recompute: bool, 
 def test_weights_in_nf4_through_their_own_products() -> None:
     pytest.importorskip("bitsandbytes")
     from manyhands.model import nf4
-    from manyhands.model.lora import LoraNf4Linear
     from manyhands.model.quantise import quantise_blocks
-
-    class Fusable(LoraNf4Linear):
-        def fused_base(self) -> Any:
-            product = partial(nf4.nf4_linear, bias=None, out_features=self.out_features)
-            transposed = partial(nf4.nf4_linear_backward, in_features=self.in_features)
-            return (self.weight_codes, self.weight_statistics), product, transposed
 
     source = tiny("llama")
     weights = {name: p.detach().clone() for name, p in source.named_parameters()}
     quantise_blocks(source)
     for name, module in source.named_modules():
         if isinstance(module, nf4.Nf4Linear):
-            module.fill(lambda begin, end, n=name: weights[f"{n}.weight"][begin:end])
+            module.fill(weights[f"{name}.weight"])
     plain = adapted(source)
     fused = copy.deepcopy(plain)
-    assert set(fuse_lora(fused).left.values()) in (
-        {"q_proj has a weight that is no parameter", "gate_proj has a weight that is no parameter"},
-        set(),
-    )
-    for module in fused.modules():
-        if type(module) is LoraNf4Linear:
-            module.__class__ = Fusable
-    fuse_lora(fused)
+    assert not fuse_lora(fused).left
     assert isinstance(fused.model.layers[2].mlp, FusedMlp)
     expected = step(plain, token_ids(2, 9))
     logits, gradients = step(fused, token_ids(2, 9))
@@ -200,7 +185,7 @@ def train(model: Any, num_steps: int, learning_rate: float, vocab_size: int, len
     for index in range(num_steps):
         draw = torch.Generator().manual_seed(index)
         half = torch.randint(0, min(vocab_size, 200), (4, length // 2), generator=draw)
-        ids = torch.cat([half, (half + 1) % vocab_size], 1)
+        ids = torch.cat([half, (half + 1) % vocab_size], 1).to(trained[0].device)
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1).float()
         loss = nn.functional.cross_entropy(logits, ids[:, 1:].flatten())
         loss.backward()
@@ -227,13 +212,13 @@ def test_fifty_steps_stay_as_near_to_float32_as_plain_bfloat16(family: str) -> N
     assert gaps["fused"] <= 1.2 * gaps["plain"]
 
 
+@pytest.mark.gpu  # 150 steps of 135 million parameters: a quarter of an hour on two cores
 @pytest.mark.real
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_fifty_steps_of_a_real_model(smollm2: Any) -> None:
     from transformers import AutoModelForCausalLM
 
-    source = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+    source = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).cuda()
     found = curves(source, 50, 1e-3, source.config.vocab_size)
     gaps = {name: (found[name] - found["reference"]).square().mean().sqrt() for name in ("plain", "fused")}
     print({name: float(gap) for name, gap in gaps.items()})
