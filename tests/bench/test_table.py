@@ -15,11 +15,11 @@ from manyhands.bench.shapes import SHAPES, flops_per_token
 ROW = BY_NAME["8b-lora"]
 
 
-def result(label: str, rate: int, session: str = "a", gpus: int = 1, **more: Any) -> dict[str, Any]:
-    return {"row": ROW.name, "label": label, "gpus": gpus, "tokens_per_s_gpu": rate, "session": session, **more}
+def result(label: str, rate: int, run: str = "a", gpus: int = 1, **more: Any) -> dict[str, Any]:
+    return {"row": ROW.name, "label": label, "gpus": gpus, "tokens_per_s_gpu": rate, "run": run, **more}
 
 
-def test_a_ratio_needs_both_sides_in_one_session() -> None:
+def test_a_ratio_needs_both_sides_in_one_run() -> None:
     assert bench.ratio([result("manyhands", 300), result("trl", 200)], ROW) == pytest.approx(1.5)
     assert bench.ratio([result("manyhands", 300, "a"), result("trl", 200, "b")], ROW) is None
     assert bench.ratio([result("manyhands", 300, gpus=2), result("trl", 200, gpus=1)], ROW) is None
@@ -49,6 +49,10 @@ def test_the_check_fails_where_a_ratio_fell(capsys: pytest.CaptureFixture[str]) 
 def test_open_rows_are_listed_as_open(capsys: pytest.CaptureFixture[str]) -> None:
     bench.print_table([], list(TABLE))
     assert capsys.readouterr().out.count("| open |") == len(TABLE)
+
+
+def test_a_ratio_below_the_floor_says_so() -> None:
+    assert (bench.show_ratio(1.02), bench.show_ratio(1.3), bench.show_ratio(None)) == ("1.02, below 1.05", "1.30", "")
 
 
 def test_results_survive_a_missing_file(tmp_path: Path) -> None:

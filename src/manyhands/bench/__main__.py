@@ -33,7 +33,7 @@ def main() -> int:
         return 0
     num_gpus = count_gpus()
     results.parent.mkdir(parents=True, exist_ok=True)
-    session = time.strftime("%Y%m%dT%H%M%S")
+    run = time.strftime("%Y%m%dT%H%M%S")
     for row in rows:
         world_size = min(row.gpus, options.gpus or row.gpus)
         if world_size > num_gpus and not options.shape:
@@ -43,7 +43,7 @@ def main() -> int:
             if not options.again and is_measured(read(results), row, side, world_size):
                 print(f"{row.name} {side}: measured already")
                 continue
-            measure(row, side, world_size, results, options, session)
+            measure(row, side, world_size, results, options, run)
     print_table(read(results), rows)
     return check(read(results), read(options.check), rows) if options.check else 0
 
@@ -75,8 +75,8 @@ def sides(row: Row, options: argparse.Namespace) -> list[str]:
     return ["manyhands", "trl"] + (["trl-packing"] if row.data == "mix" else [])
 
 
-def measure(row: Row, side: str, world_size: int, results: Path, options: argparse.Namespace, session: str) -> None:
-    """One side of one row in its own processes; its result is appended with the session it belongs to."""
+def measure(row: Row, side: str, world_size: int, results: Path, options: argparse.Namespace, run: str) -> None:
+    """One side of one row in its own processes; its result is appended with the run it belongs to."""
     module = "manyhands.bench.case" if side == "manyhands" else "manyhands.bench.peer"
     arguments = ["--row", row.name, "--steps", str(options.steps), "--warm", str(min(5, options.steps - 1))]
     if side == "trl-packing":
@@ -99,7 +99,7 @@ def measure(row: Row, side: str, world_size: int, results: Path, options: argpar
         print(f"{row.name} {side}: {'no result in ten minutes' if code is None else f'exit code {code}'}; see {log}")
         return
     with results.open("a") as file:
-        file.write(json.dumps({"session": session, "seconds": round(time.monotonic() - start), **found[-1]}) + "\n")
+        file.write(json.dumps({"run": run, "seconds": round(time.monotonic() - start), **found[-1]}) + "\n")
 
 
 def is_measured(stored: list[dict[str, Any]], row: Row, side: str, world_size: int) -> bool:
@@ -112,12 +112,12 @@ def newest(stored: list[dict[str, Any]], row: Row, label: str) -> dict[str, Any]
 
 
 def ratio(stored: list[dict[str, Any]], row: Row) -> float | None:
-    """Ours by the peer's best, where both were measured in one session on as many GPUs."""
+    """Ours by the peer's best, where both were measured in one run on as many GPUs."""
     ours = newest(stored, row, "manyhands")
     if ours is None:
         return None
     peers = [p for p in (newest(stored, row, "trl"), newest(stored, row, "trl-packing")) if p]
-    rates = [p["tokens_per_s_gpu"] for p in peers if p.get("session") == ours.get("session") and p["gpus"] == ours["gpus"]]
+    rates = [p["tokens_per_s_gpu"] for p in peers if p.get("run") == ours.get("run") and p["gpus"] == ours["gpus"]]
     return ours["tokens_per_s_gpu"] / max(rates) if rates else None
 
 
@@ -132,8 +132,14 @@ def print_table(stored: list[dict[str, Any]], rows: list[Row]) -> None:
         theirs = f"{peer['tokens_per_s_gpu']:,}" if peer and against else "open"
         print(
             f"| {row.what} | {ours['gpus']} | {ours['tokens_per_s_gpu']:,}{hand} | {theirs} | "
-            f"{f'{against:.2f}' if against else ''} | {row.goal:,} | {ours.get('peak_allocated_gib')} |"
+            f"{show_ratio(against)} | {row.goal:,} | {ours.get('peak_allocated_gib')} |"
         )
+
+
+def show_ratio(against: float | None) -> str:
+    if against is None:
+        return ""
+    return f"{against:.2f}" + (f", below {FLOOR}" if against < FLOOR else "")
 
 
 def check(stored: list[dict[str, Any]], before: list[dict[str, Any]], rows: list[Row]) -> int:
