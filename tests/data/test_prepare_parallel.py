@@ -71,7 +71,7 @@ def test_faults_are_the_same_and_in_order(rows_folder: Path, make_config, model_
     assert told[0] == told[1] and "1.jsonl:41:" in told[0] and "and 10 more" in told[0]
     with (rows_folder / "2.jsonl").open("a") as file:
         file.write("{\n")
-    with pytest.raises(UserError, match="1 lines cannot be read"):
+    with pytest.raises(UserError, match="1 line cannot be read"):
         prepare(make_config(rows_folder), model_folder, lambda _: None, num_processes=2)
     with pytest.raises(UserError, match="no chat template"):
         prepare(make_config(rows_folder), plain_folder, lambda _: None, num_processes=2)

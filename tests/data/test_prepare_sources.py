@@ -68,7 +68,7 @@ def test_rows_of_both_kinds_in_one_file(write_rows, make_mixed, model_folder: Pa
     with pytest.raises(UserError, match="no chat template"):
         run(make_mixed([path]), plain_folder)
     strange = str(write_rows([*rows, {"other": 1}], "strange.jsonl"))
-    with pytest.raises(UserError, match="1 rows cannot be trained") as caught:
+    with pytest.raises(UserError, match="1 row cannot be trained") as caught:
         run(make_mixed([strange]), model_folder)
     assert "strange.jsonl:121: the format of the rows is not known (fields found: other)" in caught.value.details[0]
 
@@ -133,7 +133,7 @@ def test_split_divides_texts_and_refuses_long_conversations(write_rows, make_mix
     assert facts.num_split == 30 and facts.max_length == 64
     sets = [{tuple(s.row(i)[0].tolist()) for i in range(s.num_rows)} for s in (store.train, store.validation)]
     assert not sets[0] & sets[1]
-    with pytest.raises(UserError, match=r"1 rows are longer than data.max_length") as caught:
+    with pytest.raises(UserError, match=r"1 row is longer than data.max_length") as caught:
         run(make_mixed([str(write_rows([*CHAT, *long_chat], "l.jsonl"))], **keys), model_folder)
     assert "split, which cannot divide conversations" in str(caught.value) and "l.jsonl:121" in caught.value.details[0]
 
@@ -171,7 +171,7 @@ def test_weights_of_rows_and_messages_are_kept(write_rows, make_mixed, model_fol
         assert store.train.target_weights[index] == pytest.approx(weights[1:].sum())
     assert set(store.train.weights(5).tolist()) == {3.0} and set(store.train.weights(6).tolist()) == {1.0}
     assert store.train.target_weights[5] == 3 * store.train.num_targets[5]
-    with pytest.raises(UserError, match="1 rows cannot be trained"):
+    with pytest.raises(UserError, match="1 row cannot be trained"):
         run(make_mixed([str(write_rows([*rows, {"text": "a b", "weight": 0}], "zero.jsonl"))]), model_folder)
 
 

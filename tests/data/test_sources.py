@@ -50,7 +50,7 @@ def test_text_documents_are_divided_by_blank_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b'{"a": 1}\n{"a": }\n', ["1 lines cannot be read", "a.jsonl:2: broken JSON: Expecting value at column 7"]),
+        (b'{"a": 1}\n{"a": }\n', ["1 line cannot be read", "a.jsonl:2: broken JSON: Expecting value at column 7"]),
         (b'{"a": 1}\n[1]\nnull\n"x"', ["a.jsonl:2: a row must be an object, this is a list", ":3:", "null", ":4:", "a string"]),
         (b'{"a": 1}\n{"a": "\xff"}\n', ["a.jsonl:2: not UTF-8: invalid start byte (byte 0xff at column 8)"]),
         (b'{"a": "\\ud800"}\n', ["a.jsonl:1", "surrogate"]),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from manyhands.errors import UserError
 
 MAX_SHOWN = 20
@@ -31,4 +33,11 @@ class Findings:
         details = list(self.shown)
         if self.count > len(details):
             details.append(f"and {self.count - len(details):,} more")
-        raise UserError(what.replace("{n}", f"{self.count:,}"), where=where, why=why, fix=fix, details=details)
+        raise UserError(_count(what, self.count), where=where, why=why, fix=fix, details=details)
+
+
+def _count(what: str, count: int) -> str:
+    """``{n} rows are ...`` with its number: ``1 row is ...``."""
+    if count == 1:
+        what = re.sub(r"\{n\} (\w+)s( are)?\b", lambda found: f"1 {found[1]}" + " is" * bool(found[2]), what)
+    return what.replace("{n}", f"{count:,}")
