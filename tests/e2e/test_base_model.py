@@ -13,6 +13,8 @@ import yaml
 from manyhands.testing.tiny import CHATML, tiny_model, tiny_tokenizer
 from tests.e2e.runs import Place
 
+pytestmark = pytest.mark.slow  # whole runs in processes of their own: minutes together
+
 MARKERS = ["<|im_start|>", "<|im_end|>"]
 START, END, NUM_ROWS = 257, 258, 259
 

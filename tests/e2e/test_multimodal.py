@@ -16,6 +16,8 @@ from manyhands.infer.load import Found, load_model
 from manyhands.testing.tiny import write_tiny_multimodal
 from tests.e2e.runs import Place, Run, Spec
 
+pytestmark = pytest.mark.slow  # whole runs in processes of their own: minutes together
+
 pytest.importorskip("bitsandbytes")
 METHODS = ("lora", "qlora", "full")
 RESUMED = ("qlora", "full")

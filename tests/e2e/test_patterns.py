@@ -9,6 +9,8 @@ from safetensors.torch import load_file
 
 from tests.e2e.runs import Place, Spec
 
+pytestmark = pytest.mark.slow  # whole runs in processes of their own: minutes together
+
 PATTERNS = ("method.name=patterns", "method.train=[model.layers.1, norm]", "method.freeze=[k_proj]")
 RATES = ("optimizer.learning_rates={norm: 1e-4}",)
 FSDP = ("parallel.strategy=fsdp",)

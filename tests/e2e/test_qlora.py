@@ -7,6 +7,8 @@ from safetensors import safe_open
 
 from tests.e2e.runs import Place, Spec
 
+pytestmark = pytest.mark.slow  # whole runs in processes of their own: minutes together
+
 pytest.importorskip("bitsandbytes")
 QLORA = ("method.name=qlora", "method.dropout=0", "output.merge=true")
 FSDP = ("parallel.strategy=fsdp",)
