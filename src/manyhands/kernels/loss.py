@@ -141,7 +141,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         step = chunk_rows(num_rows, num_words, options.weight_grad, options.max_logits)
         many = num_rows > step
         padded = math.ceil(num_words / COLUMN_MULTIPLE) * COLUMN_MULTIPLE
-        buffer = hidden.new_empty(min(step, num_rows), padded)[:, :num_words]
+        whole = torch.empty(min(step, num_rows), padded, dtype=hidden.dtype, device=hidden.device)
+        # oneDNN's AMX kernels (torch 2.13) read past a row's end and multiply what they find by 0: it must not be NaN
+        whole[:, num_words:].zero_()
+        buffer = whole[:, :num_words]
         losses = torch.empty(num_rows, dtype=wide, device=hidden.device)
         hits = torch.zeros(num_rows if options.metrics else 1, dtype=torch.bool, device=hidden.device)
         hidden_grad = torch.empty_like(hidden, memory_format=torch.contiguous_format) if options.hidden_grad else None
