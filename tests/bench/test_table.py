@@ -16,7 +16,8 @@ ROW = BY_NAME["8b-lora"]
 
 
 def result(label: str, rate: int, run: str = "a", gpus: int = 1, **more: Any) -> dict[str, Any]:
-    return {"row": ROW.name, "label": label, "gpus": gpus, "tokens_per_s_gpu": rate, "run": run, **more}
+    ours = {"planned_gib": 1.0} if label == "manyhands" else {}
+    return {"row": ROW.name, "label": label, "gpus": gpus, "tokens_per_s_gpu": rate, "run": run, **ours, **more}
 
 
 def test_a_ratio_needs_both_sides_in_one_run() -> None:
@@ -28,6 +29,12 @@ def test_a_ratio_needs_both_sides_in_one_run() -> None:
 def test_the_better_of_the_peers_ways_counts() -> None:
     stored = [result("manyhands", 300), result("trl", 100), result("trl-packing", 200)]
     assert bench.ratio(stored, ROW) == pytest.approx(1.5)
+
+
+def test_rows_of_another_shape_count_for_nothing() -> None:
+    tried = [result("manyhands", 300, shape="tiny"), result("trl", 200)]
+    assert bench.newest(tried, ROW, "manyhands") is None and not bench.is_measured(tried, ROW, "manyhands", 1)
+    assert bench.newest([result("manyhands", 300, shape=ROW.shape)], ROW, "manyhands") is not None
 
 
 def test_failed_rows_are_measured_again() -> None:
@@ -44,6 +51,34 @@ def test_the_check_fails_where_a_ratio_fell(capsys: pytest.CaptureFixture[str]) 
     assert bench.check(slower_machine, before, [ROW]) == 0
     assert bench.check(slower_code, before, [ROW]) == 1
     assert "8b-lora: 1.35 of the peer, was 1.50" in capsys.readouterr().out
+
+
+def test_the_check_fails_where_nothing_can_be_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    before = [result("manyhands", 300), result("trl", 200)]
+    assert bench.check([result("manyhands", 300)], before, [ROW]) == 1
+    assert bench.check([result("manyhands", 300, gpus=2), result("trl", 200, gpus=2)], before, [ROW]) == 1
+    assert "0 ratios compared" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("file", ["h200-beside-trl.jsonl", "h200-x4-beside-trl.jsonl"])
+def test_the_check_compares_what_is_stored(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows measured by hand, under labels of their own, count as ours too: else a check would pass for want of rows."""
+    stored = bench.read(Path(__file__).resolve().parents[2] / "bench" / "results" / file)
+    slower = [r | {"tokens_per_s_gpu": 0.9 * r["tokens_per_s_gpu"]} if "planned_gib" in r else r for r in stored]
+    assert bench.check(stored, stored, list(TABLE)) == 0
+    assert bench.check(slower, stored, list(TABLE)) == 1
+    assert "0 ratios" not in capsys.readouterr().out
+
+
+def test_rows_by_hand_or_in_little_memory_are_not_ours() -> None:
+    assert bench.side_of(result("manyhands", 300)) == "manyhands"
+    for key, value in {"by_hand": ["parallel.compile=false"], "lengths": "gsm8k.json", "limit_gib": 20.0}.items():
+        assert bench.newest([result("manyhands", 300) | {"label": "other", key: value}], ROW, "manyhands") is None
+
+
+def test_the_smallest_memory_is_the_least_in_which_the_row_ran() -> None:
+    stored = [result("smallest", 9, limit_gib=gib, outcome=how) for gib, how in ((20.0, "ran"), (17.0, "out of memory"), (18.0, "ran"))]
+    assert bench.show_smallest(stored, ROW) == "18.0" and bench.show_smallest([], ROW) == ""
 
 
 def test_open_rows_are_listed_as_open(capsys: pytest.CaptureFixture[str]) -> None:

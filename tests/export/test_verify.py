@@ -126,3 +126,26 @@ def test_the_fresh_process_answers_by_its_exit_code(written: Path, tmp_path: Pat
         verify_in_fresh_process(tmp_path / "adapter", written / "adapter.json")
     assert caught.value.exit_code == 1
     assert "a weights file is missing" in caught.value.details[0]
+
+
+@pytest.mark.parametrize("multiplies_bfloat16", [False, True])
+def test_an_adapter_on_nf4_is_reopened_on_every_cpu(
+    written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, multiplies_bfloat16: bool
+) -> None:
+    """Layers of 96 inputs end rows in half a block; on CPUs that multiply bfloat16 bitsandbytes packs weights anew and rounds."""
+    pytest.importorskip("bitsandbytes")
+    import bitsandbytes.functional as kernels
+    import bitsandbytes.nn.modules as layers
+
+    monkeypatch.setattr(layers, "has_avx512bf16", lambda: multiplies_bfloat16)
+    model = adapt(make_model()).eval()
+    with torch.no_grad():
+        for name, layer in model.named_modules():
+            if name.endswith("_proj"):
+                packed, state = kernels.quantize_4bit(layer.weight.reshape(1, -1), blocksize=64, quant_type="nf4", compress_statistics=True)
+                layer.weight.copy_(kernels.dequantize_4bit(packed, state).view(layer.weight.shape))
+        save_probe(tmp_path / "nf4.probe", IDS, model(IDS).logits, "float32")
+    reference = Reference.read(written / "adapter.json").model_copy(update={"base": "nf4"})
+    found = verify(written / "adapter", reference, base=written / "base", probe_path=tmp_path / "nf4.probe")
+    assert found.findings == []
+    assert found.notes[2].startswith("logits of 20 tokens deviate")

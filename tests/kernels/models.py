@@ -65,6 +65,44 @@ def step(model: nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, t
     return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+def fp8_model(family: str, method: str) -> Any:
+    """A fused model whose products are in fp8, with adapters or not."""
+    from manyhands.model.fp8 import use_fp8
+
+    model = tiny(family).train()
+    use_fp8(model)
+    if method == "lora":
+        model = adapted(model)
+    fuse_lora(model)
+    return model
+
+
+def sharded_fp8_step(family: str, method: str, recompute: bool) -> dict[str, Any]:
+    """One step of it, as ``sharded_step``"""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from manyhands.model.blocks import find_blocks
+    from manyhands.model.fp8 import code_frozen
+    from manyhands.model.shards import gather
+    from manyhands.parallel.recompute import recompute_blocks
+
+    model = fp8_model(family, method)
+    if recompute:
+        recompute_blocks(model)
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    for block in find_blocks(model).values():
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    coded_bytes = code_frozen(model)
+    logits, gradients = step(model, token_ids(2, 12))
+    return {
+        "coded_bytes": coded_bytes,
+        "logits": logits.numpy(),
+        "gradients": {name: gather(gradient).numpy() for name, gradient in gradients.items()},
+    }
+
+
 def sharded_step(family: str, recompute: bool, compiled: bool) -> dict[str, Any]:
     """One step of a fused model, sharded over the ranks of the world, on the same rows on each: whole gradients."""
     from torch.distributed.device_mesh import init_device_mesh

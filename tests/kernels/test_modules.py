@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from typing import Any
 
 import numpy as np
@@ -177,13 +178,13 @@ def test_weights_in_nf4_through_their_own_products() -> None:
     assert worst_gap(step(fused, token_ids(2, 9))[1], expected[1]) < 1e-5
 
 
-def train(model: Any, num_steps: int, learning_rate: float, vocab_size: int, length: int = 48) -> torch.Tensor:
-    """Losses of ``num_steps`` AdamW steps on rows with a pattern that can be learnt."""
+def train(model: Any, num_steps: int, learning_rate: float, vocab_size: int, seed: int = 0, length: int = 48) -> torch.Tensor:
+    """Losses of ``num_steps`` AdamW steps on rows with a pattern that can be learnt; ``seed`` chooses the rows."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=learning_rate)
     losses = []
     for index in range(num_steps):
-        draw = torch.Generator().manual_seed(index)
+        draw = torch.Generator().manual_seed(1000 * seed + index)
         half = torch.randint(0, min(vocab_size, 200), (4, length // 2), generator=draw)
         ids = torch.cat([half, (half + 1) % vocab_size], 1).to(trained[0].device)
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1).float()
@@ -195,34 +196,52 @@ def train(model: Any, num_steps: int, learning_rate: float, vocab_size: int, len
     return torch.tensor(losses, dtype=torch.float64)
 
 
-def curves(source: Any, num_steps: int, learning_rate: float, vocab_size: int) -> dict[str, torch.Tensor]:
-    """Loss curves in float32, in bfloat16, and in bfloat16 fused, from the same rounded weights."""
-    half = source.bfloat16()
+def curves(source: Any, num_steps: int, learning_rate: float, vocab_size: int, seed: int, factor: float) -> dict[str, torch.Tensor]:
+    """Loss curves in float32, in bfloat16, and in bfloat16 fused with its scaling times ``factor``, from the same rounded weights."""
+    half = copy.deepcopy(source).bfloat16()
     models = {"reference": adapted(copy.deepcopy(half).float()), "plain": adapted(copy.deepcopy(half)), "fused": adapted(half)}
     assert fuse_lora(models["fused"]).fused
     assert all(p.dtype == torch.float32 for model in models.values() for p in model.parameters() if p.requires_grad)
-    return {name: train(model, num_steps, learning_rate, vocab_size) for name, model in models.items()}
+    for module in models["fused"].modules():
+        if isinstance(module, LoraLinear):
+            module.scaling *= factor
+    return {name: train(model, num_steps, learning_rate, vocab_size, seed) for name, model in models.items()}
+
+
+def gaps(
+    source: Any, learning_rate: float, vocab_size: int, *, num_steps: int = 50, seeds: int = 2, factor: float = 1.0
+) -> dict[str, float]:
+    """Root mean square of the distance of each loss from float32's, over all steps of several runs: the ratio of one run's is mostly
+    chance (0.55 to 1.26 for tiny models). The model must have learnt something.
+    """
+    found = [curves(source, num_steps, learning_rate, vocab_size, seed, factor) for seed in range(seeds)]
+    assert all(f["reference"][-5:].mean() < f["reference"][:5].mean() - 0.1 for f in found)
+    apart = {name: torch.cat([f[name] - f["reference"] for f in found]) for name in ("plain", "fused")}
+    return {name: float(gap.square().mean().sqrt()) for name, gap in apart.items()}
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_fifty_steps_stay_as_near_to_float32_as_plain_bfloat16(family: str) -> None:
-    found = curves(tiny(family), 50, 1e-2, 256)
-    assert found["reference"][-5:].mean() < found["reference"][:5].mean() - 0.1
-    gaps = {name: (found[name] - found["reference"]).square().mean().sqrt() for name in ("plain", "fused")}
-    assert gaps["fused"] <= 1.2 * gaps["plain"]
+    found = gaps(tiny(family), 1e-2, 256)
+    assert found["fused"] <= 1.2 * found["plain"]
 
 
-@pytest.mark.gpu  # 150 steps of 135 million parameters: a quarter of an hour on two cores
+@pytest.mark.slow
+def test_fifty_steps_show_a_mistake_of_five_percent() -> None:
+    found = gaps(tiny("llama"), 1e-2, 256, seeds=1, factor=1.05)
+    assert found["fused"] > 1.2 * found["plain"]
+
+
+@pytest.mark.gpu  # 450 steps of 135 million parameters: three quarters of an hour on two cores
 @pytest.mark.real
 @pytest.mark.slow
 def test_fifty_steps_of_a_real_model(smollm2: Any) -> None:
     from transformers import AutoModelForCausalLM
 
     source = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).cuda()
-    found = curves(source, 50, 1e-3, source.config.vocab_size)
-    gaps = {name: (found[name] - found["reference"]).square().mean().sqrt() for name in ("plain", "fused")}
-    print({name: float(gap) for name, gap in gaps.items()})
-    assert gaps["fused"] <= 1.2 * gaps["plain"]
+    found = gaps(source, 1e-3, source.config.vocab_size, seeds=3)
+    print(json.dumps({"model": source.config.name_or_path, "steps": 50, "runs": 3, **found, "ratio": found["fused"] / found["plain"]}))
+    assert found["fused"] <= 1.2 * found["plain"]
 
 
 def test_lora_linear_is_what_the_fused_modules_expect() -> None:

@@ -51,3 +51,33 @@ def attention(lab: Lab) -> None:
         said[asked] = [line for line in rank.terminal.getvalue().splitlines() if "attention: packs by" in line]
     assert len(said["auto"]) == 1 and "varlen (the device is cpu)" in said["auto"][0]
     assert said["plain"] == []
+
+
+def linear(lab: Lab) -> None:
+    """fp8 moves what is trained by its rounding, and says what that is; what is evaluated before the first step it does not move."""
+    for method in ("lora", "full"):
+        ran = {asked: lab.run({"kernels.linear": asked, "method.name": method}) for asked in ("fp8", "plain")}
+        assert ran["fp8"].losses != ran["plain"].losses
+        assert ran["fp8"].losses == pytest.approx(ran["plain"].losses, rel=1e-2)
+        assert len({ran[asked].rows("evaluation")[0]["loss"] for asked in ran}) == 1
+    rank = lab.start({"kernels.linear": "fp8"})
+    build.check_model(rank)
+    assert isinstance(rank.terminal, io.StringIO)
+    assert "7 layers in fp8" in rank.terminal.getvalue() and "fp8 moves the loss of" in rank.terminal.getvalue()
+
+
+def optimizer(lab: Lab) -> None:
+    """Where weights have a copy that computes, AdamW in one pass is looked for, and the log says what was found; plain does not look.
+
+    tests/parallel/test_masters.py has what then runs.
+    """
+    said = {}
+    for asked in ("auto", "plain"):
+        made = plan(lab.config({"method.name": "full", "kernels.optimizer": asked, "parallel.device": "auto"}), facts(gpus=1))
+        rank = lab.start({"method.name": "full", "model.dtype": "bfloat16"})
+        rank.plan = rank.plan.model_copy(update={"fuse_optimizer": made.fuse_optimizer})
+        build.build_model(rank)
+        assert isinstance(rank.terminal, io.StringIO)
+        said[asked] = [line for line in rank.terminal.getvalue().splitlines() if "optimizer:" in line]
+    assert len(said["auto"]) == 1 and "torch's own AdamW (the device is cpu)" in said["auto"][0]
+    assert said["plain"] == []

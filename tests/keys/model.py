@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import huggingface_hub
@@ -61,6 +62,21 @@ def dtype(lab: Lab) -> None:
         assert logits.dtype == getattr(torch, asked)
         trained = {p.dtype for p in rank.model.parameters() if p.requires_grad}
         assert trained == {torch.float64 if asked == "float64" else torch.float32}  # masters
+
+
+def masters(lab: Lab) -> None:
+    """Trained weights, optimizer states and what is saved are in this dtype; where that cannot be, it is an error that says why."""
+    full = {"method.name": "full", "model.dtype": "bfloat16", "stop.max_steps": 3}
+    for asked in ("bfloat16", "float32"):
+        ran = lab.export({**full, "model.masters": asked})
+        states = [value for state in ran.rank.optimizer.state.values() for value in state.values() if value.ndim]
+        assert {tensor.dtype for tensor in (*ran.rank.model.parameters(), *states)} == {getattr(torch, asked)}
+        assert ran.losses[-1] < ran.losses[0]
+        saved = load_file(ran.folder / "model" / "model.safetensors")
+        assert {str(tensor.dtype) for tensor in saved.values()} == {"torch.bfloat16" if asked == "bfloat16" else "torch.float32"}
+    for key, value in {"method.name": "lora", "model.dtype": "float32", "optimizer.name": "muon", "parallel.offload": "optimizer"}.items():
+        with pytest.raises(UserError, match=re.escape(f"{key} is {value}")):
+            lab.prepare({**full, "model.masters": "bfloat16", key: value})
 
 
 def chat_template(lab: Lab) -> None:

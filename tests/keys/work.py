@@ -100,17 +100,17 @@ def fsdp_group(unit: FSDPModule) -> Any:
 
 
 def offload_activations(lab: Lab) -> None:
-    """What the blocks save for the backward pass goes through the store; the losses stay."""
+    """What the blocks save for the backward pass goes through the store; the losses stay. auto leaves it on a CPU."""
     packed = {}
-    for asked in (False, True):
+    for asked in (False, True, "auto"):
         calls: list[int] = []
         with pytest.MonkeyPatch.context() as patch:
             pack = ActivationStore.pack
             patch.setattr(ActivationStore, "pack", lambda self, tensor, calls=calls, pack=pack: (calls.append(1), pack(self, tensor))[1])
-            rank = lab.start({"parallel.offload_activations": asked})
+            rank = lab.start({"parallel.offload_activations": asked, "parallel.recompute": "block"})
             forward(rank).backward()
         packed[asked] = len(calls)
-    assert packed[True] > packed[False] == 0
+    assert packed[True] > packed[False] == packed["auto"] == 0
     assert lab.run({"parallel.offload_activations": True}).losses == lab.base.losses
 
 

@@ -136,22 +136,17 @@ def test_a_cpu_keeps_varlen_and_says_why(one_length: bool) -> None:
     assert kernels.describe() == "packs by varlen (the device is cpu)" + rows
 
 
-def test_flash4_comes_before_flash_and_after_cudnn_for_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash4_comes_first_for_rows_too(monkeypatch: pytest.MonkeyPatch) -> None:
     windows = []
+    found = [FLASH_PACKS, PackedAttention("varlen", "flash-attn-4 is not installed")]
 
     def choose_packed(*arguments: Any) -> PackedAttention:
         windows.append(arguments[-1])
-        return FLASH_PACKS
+        return found.pop(0)
 
     monkeypatch.setattr(attention, "choose_packed", choose_packed)
+    monkeypatch.setattr(attention, "choose_dense", lambda *_: DenseAttention("cudnn"))
     config = MistralConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, sliding_window=128)
-    said = {}
-    for name in ("cudnn", "flash"):
-        found = DenseAttention(name, "" if name == "cudnn" else "cudnn does not run here")
-        monkeypatch.setattr(attention, "choose_dense", lambda *_, found=found: found)
-        said[name] = choose_attention_kernels(config, torch.device("cpu"), torch.bfloat16, one_length=True).describe()
-    assert said == {
-        "cudnn": "packs by flash4, rows of one length by cudnn",
-        "flash": "packs by flash4, rows of one length by flash4 (cudnn does not run here)",
-    }
+    said = [choose_attention_kernels(config, torch.device("cpu"), torch.bfloat16, one_length=True).describe() for _ in range(2)]
+    assert said == ["packs by flash4", "packs by varlen (flash-attn-4 is not installed), rows of one length by cudnn"]
     assert windows == [128, 128]

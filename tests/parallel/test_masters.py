@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from manyhands.checkpoint.load import load_checkpoint
 from manyhands.checkpoint.save import save_checkpoint
 from manyhands.infer.generate import generate
+from manyhands.kernels.adamw import FusedAdamW
 from manyhands.model.blocks import find_blocks
 from manyhands.parallel import apply as surgery
 from manyhands.parallel.compile import compile_blocks
@@ -20,6 +22,8 @@ from manyhands.parallel.model import Parallel
 from manyhands.testing.layouts import pack
 from manyhands.testing.ranks import Ranks
 from manyhands.testing.tiny import tiny_plan, tiny_run, write_tiny_model
+from manyhands.train.optimizer import make_optimizer
+from manyhands.train.step import StepSums, StepWork, run_step
 from tests.parallel.masters_ranks import build, weights_of
 
 TRAIN = "tests.parallel.masters_ranks:train"
@@ -223,3 +227,101 @@ class TestCompiled:
         backward(parallel, 5)
         assert len(graphs) == 2  # one more in evaluation
         assert all(torch.isfinite(p.grad).all() for p in parallel.model.parameters())
+
+
+class TestHandedOver:
+    """AdamW in one pass writes weights and their copy, and takes gradients as autograd left them."""
+
+    @staticmethod
+    def fuse(parallel: Parallel, config: Any) -> FusedAdamW:
+        copy = parallel.compute_copy
+        assert copy is not None
+        make = functools.partial(FusedAdamW, backend="eager", copies=copy.hand_over(), written=copy.mark_written)
+        optimizer = make_optimizer(parallel.model, config.optimizer, 1e-2, make_adamw=make)
+        assert isinstance(optimizer, FusedAdamW)
+        return optimizer
+
+    @staticmethod
+    def step(parallel: Parallel, optimizer: torch.optim.Optimizer, number: int, accumulation: int, max_norm: float = 0.5) -> StepSums:
+        micros = [pack(documents(10 * number + micro, 9 + micro, 14)) for micro in range(accumulation)]
+        work = StepWork(number, 0.0, 0, 0, 19, accumulation, 19, micros)
+        return run_step(parallel, optimizer, work, max_grad_norm=max_norm, seed=0, rank=0)
+
+    @pytest.mark.parametrize("accumulation", [1, 4])
+    @pytest.mark.parametrize("family", ["llama", "gemma3"])
+    def test_steps_are_those_of_torchs_adamw(self, folders: dict[str, str], family: str, accumulation: int) -> None:
+        config = tiny_run(folders[family])
+        ours, theirs = start(folders[family]), start(folders[family])
+        optimizers = [self.fuse(ours, config), make_optimizer(theirs.model, config.optimizer, 1e-2)]
+        before = {name: weight.copy() for name, weight in weights_of(ours).items()}
+        for number in range(4):
+            mine, other = (self.step(p, o, number, accumulation) for p, o in zip((ours, theirs), optimizers, strict=True))
+            if number == 0:  # widened or not, the same gradients: norm and loss differ in nothing
+                assert torch.equal(mine.grad_norm, other.grad_norm) and torch.equal(mine.loss_sum, other.loss_sum)
+            assert mine.loss_sum.item() == pytest.approx(other.loss_sum.item(), rel=1e-3)
+        for (name, mine), other in zip(weights_of(ours).items(), weights_of(theirs).values(), strict=True):
+            # last digits of weights flip roundings of the copy, and a gradient near zero moves its weight by a whole step
+            assert np.linalg.norm(mine - other) < 0.02 * np.linalg.norm(other - before[name]), name
+
+    def test_one_step_differs_in_last_digits_only(self, folders: dict[str, str]) -> None:
+        config = tiny_run(folders["llama"])
+        ours, theirs = start(folders["llama"]), start(folders["llama"])
+        optimizer, published = self.fuse(ours, config), make_optimizer(theirs.model, config.optimizer, 1e-2)
+        self.step(ours, optimizer, 0, 1)
+        self.step(theirs, published, 0, 1)
+        for (name, mine), other in zip(weights_of(ours).items(), weights_of(theirs).values(), strict=True):
+            np.testing.assert_allclose(mine, other, rtol=3e-7, atol=1e-8, err_msg=name)
+
+    def test_a_single_gradient_is_not_widened_and_a_sum_is(self, folders: dict[str, str]) -> None:
+        parallel = start(folders["gemma3"])
+        self.fuse(parallel, tiny_run(folders["gemma3"]))
+        parallel.set_gradient_sync(True)
+        backward(parallel, 0)
+        single = {name: p.grad for name, p in parallel.model.named_parameters()}
+        assert {grad.dtype for grad in single.values()} == {torch.bfloat16}
+        wide = torch.stack([grad.double().square().sum() for grad in single.values()]).sum().sqrt()
+        assert parallel.gradient_norm().item() == pytest.approx(wide.item(), rel=1e-12)
+        backward(parallel, 1)  # nobody said that more would follow: still summed in float32
+        summed = {name: p.grad for name, p in parallel.model.named_parameters()}
+        assert {grad.dtype for grad in summed.values()} == {torch.float32}
+        parallel.model.zero_grad()
+        backward(parallel, 1)
+        assert all(torch.equal(summed[name], single[name].float() + p.grad) for name, p in parallel.model.named_parameters())
+
+    def test_the_copy_is_the_optimizers_and_follows_what_is_loaded(self, folders: dict[str, str], tmp_path: Path) -> None:
+        parallel = start(folders["gemma3"])
+        optimizer, copy = self.fuse(parallel, tiny_run(folders["gemma3"])), parallel.compute_copy
+        assert copy is not None
+        self.step(parallel, optimizer, 0, 1)
+        versions = [c._version for c in copy._copies]
+        assert all(torch.equal(c, m.bfloat16()) for c, m in zip(copy._copies, copy._masters, strict=True))
+        wanted = parallel.logits(pack(documents(0, 12)))
+        assert [c._version for c in copy._copies] == versions  # no cast
+        save_checkpoint(tmp_path / "step-1", parallel.model, optimizer, {"step": 1}, rank=0, world_size=1)
+        self.step(parallel, optimizer, 1, 1)
+        assert not torch.equal(parallel.logits(pack(documents(0, 12))), wanted)
+        load_checkpoint(tmp_path / "step-1", parallel.model, optimizer)
+        assert torch.equal(parallel.logits(pack(documents(0, 12))), wanted)
+
+    def test_a_resumed_run_has_the_same_bits(self, folders: dict[str, str], tmp_path: Path) -> None:
+        config = tiny_run(folders["llama"])
+        whole, cut, resumed = (start(folders["llama"]) for _ in range(3))
+        optimizers = [self.fuse(parallel, config) for parallel in (whole, cut, resumed)]
+        for number in range(4):
+            self.step(whole, optimizers[0], number, 1 + number % 2)
+        for number in range(2):
+            self.step(cut, optimizers[1], number, 1 + number % 2)
+        save_checkpoint(tmp_path / "step-2", cut.model, optimizers[1], {"step": 2}, rank=0, world_size=1)
+        load_checkpoint(tmp_path / "step-2", resumed.model, optimizers[2])
+        for number in range(2, 4):
+            self.step(resumed, optimizers[2], number, 1 + number % 2)
+        assert all(
+            np.array_equal(mine, other) for mine, other in zip(weights_of(whole).values(), weights_of(resumed).values(), strict=True)
+        )
+
+    def test_a_norm_that_is_no_number_is_seen(self, folders: dict[str, str]) -> None:
+        parallel = start(folders["llama"])
+        optimizer = self.fuse(parallel, tiny_run(folders["llama"]))
+        next(iter(parallel.model.parameters())).data.fill_(float("inf"))
+        sums = self.step(parallel, optimizer, 0, 1)
+        assert not torch.isfinite(sums.grad_norm) or not torch.isfinite(sums.loss_sum)

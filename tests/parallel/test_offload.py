@@ -88,6 +88,16 @@ def test_activations_are_stored_once_and_come_back(monkeypatch: pytest.MonkeyPat
     assert torch.equal(store.unpack(packed[0]), copies[0])
 
 
+def test_one_tensor_is_fetched_ahead_however_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activations, "MAX_LEAVING_BYTES", 300)
+    monkeypatch.setattr(activations, "MAX_AHEAD_BYTES", 300)
+    store = ActivationStore(CPU)
+    store.begin()
+    packed = [store.pack(torch.randn(100)) for _ in range(4)]
+    store.unpack(packed[2])
+    assert [saved.device is not None for saved in packed[:3]] == [False, True, True]
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_only_activations_of_the_base_move_and_with_recomputed_blocks_only_their_inputs(recompute: bool) -> None:
     model = tiny_model("llama").train()

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
+from manyhands.config.schema import MethodSection
 from manyhands.facts.model import read_model_facts
+from manyhands.kernels.modules import fuse_lora
+from manyhands.model.lora import apply_lora
 from manyhands.parallel.compile import compile_blocks
 from manyhands.parallel.recompute import recompute_blocks, recompute_selectively
-from manyhands.plan.memory import linear_bytes_per_token
+from manyhands.plan.activations import linear_bytes_per_token
 from manyhands.testing.tiny import tiny_config, tiny_model
 from tests.plan.test_memory import FULL
 
@@ -17,8 +22,11 @@ NUM_TOKENS = 64
 BACKEND = "aot_eager_decomp_partition"  # inductor's partitioner without the making of kernels
 
 
-def build(mode: str, compiled: bool, layers: int) -> nn.Module:
+def build(mode: str, compiled: bool, layers: int, *, fused_rank: int = 0) -> nn.Module:
     model = tiny_model("llama", num_hidden_layers=layers).train()
+    if fused_rank:
+        apply_lora(model, MethodSection(rank=fused_rank), seed=0)
+        fuse_lora(model)
     if mode == "block":
         recompute_blocks(model)
     elif mode == "selective":
@@ -45,14 +53,16 @@ def kept_bytes(model: nn.Module) -> tuple[int, dict[str, torch.Tensor]]:
     return sum(storage.nbytes() for storage in held.values()), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def test_selective_keeps_the_results_of_linear_layers_and_attention_when_compiled(tmp_path) -> None:
-    """What one more block adds is what the plan counts for it."""
+@pytest.mark.parametrize("fused_rank", [0, 2], ids=["full", "fused adapters"])
+def test_selective_keeps_the_results_of_linear_layers_and_attention_when_compiled(fused_rank: int, tmp_path) -> None:
+    """What one more block adds is what the plan counts for it: fused adapters' products are operators of our own."""
     tiny_config("llama").save_pretrained(tmp_path)
-    setup = FULL.__class__(**{**FULL.__dict__, "model": read_model_facts(tmp_path, "tiny", "random"), "compute_bytes": 4})
-    (two, gradients), (three, _) = (kept_bytes(build("selective", True, layers)) for layers in (2, 3))
+    model = read_model_facts(tmp_path, "tiny", "random")
+    setup = replace(FULL, model=model, compute_bytes=4, num_adapter_parameters=fused_rank, adapter_rank=fused_rank)
+    (two, gradients), (three, _) = (kept_bytes(build("selective", True, layers, fused_rank=fused_rank)) for layers in (2, 3))
     assert (three - two) / NUM_TOKENS == pytest.approx(linear_bytes_per_token(setup), rel=0.02)
-    everything, plain = kept_bytes(build("none", True, 2))
-    inputs, _ = kept_bytes(build("block", True, 2))
+    everything, plain = kept_bytes(build("none", True, 2, fused_rank=fused_rank))
+    inputs, _ = kept_bytes(build("block", True, 2, fused_rank=fused_rank))
     assert inputs < two < 0.8 * everything
     assert all(torch.equal(gradients[name], plain[name]) for name in plain)
 

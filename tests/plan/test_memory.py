@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from manyhands.plan import memory
-from manyhands.plan.memory import Setup
+from manyhands.plan.activations import block_bytes_per_token
+from manyhands.plan.setup import Setup
 from tests.plan.examples import model_facts
 
 TINY = model_facts()
@@ -61,7 +62,7 @@ def test_lora_keeps_frozen_weights_once_and_16_bytes_an_adapter_parameter():
     assert memory.gradients(LORA) == 4 * 1000
     assert memory.optimizer(LORA) == 8 * 1000
     assert memory.gathered(LORA) == 0
-    assert memory.reduction(LORA, passing=0) == 0
+    assert memory.reduction(LORA) == memory.root_reduction(LORA) == 0
 
 
 def test_lora_on_two_ranks_shards_frozen_weights_only_with_fsdp():
@@ -75,20 +76,61 @@ def test_bytes_a_token_of_one_block():
     norms, linear_inputs = 2 * 2 * 8, 2 * 2 * 8
     attention = 2 * (8 + 4 + 4) + 2 * 8 + 4 * 2  # q, k, v; output; log-sum-exp of 2 heads
     mlp = 2 * 3 * 16
-    assert memory.block_bytes_per_token(FULL) == norms + linear_inputs + attention + mlp == 216
+    assert block_bytes_per_token(FULL) == norms + linear_inputs + attention + mlp == 216
     # eager: norms in float32, their results again for the norms' own weights, and the activation's result
-    assert memory.block_bytes_per_token(replace(FULL, compile=False)) == 216 + 2 * 2 * 8 + 2 * 2 * 8 + 2 * 16
-    assert memory.block_bytes_per_token(replace(LORA, compile=False)) == 216 + 2 * 4 * 7 + 2 * 2 * 8 + 2 * 16
+    assert block_bytes_per_token(replace(FULL, compile=False)) == 216 + 2 * 2 * 8 + 2 * 2 * 8 + 2 * 16
+    assert block_bytes_per_token(replace(LORA, compile=False)) == 216 + 2 * 4 * 7 + 2 * 2 * 8 + 2 * 16
     # 7 layers' inner results of rank 4
-    assert memory.block_bytes_per_token(LORA) == 216 + 2 * 4 * 7
+    assert block_bytes_per_token(LORA) == 216 + 2 * 4 * 7
     dropped = 6 * 8 + 16  # inputs of six layers of width 8 and one of 16
-    assert memory.block_bytes_per_token(replace(LORA, adapter_dropout=True)) == 216 + 2 * 4 * 7 + 3 * dropped
+    assert block_bytes_per_token(replace(LORA, adapter_dropout=True)) == 216 + 2 * 4 * 7 + 3 * dropped
+    # kernels for documents keep the queries once more
+    assert block_bytes_per_token(replace(FULL, mixed_lengths=True)) == 216 + 2 * 8
+    scaled = 8 + 4 + 4 + 8 + 16 + 16 + 8  # results of the seven layers, which DoRA scales
+    assert block_bytes_per_token(replace(LORA, adapter_dora=True)) == 216 + 2 * 4 * 7 + 2 * scaled
+
+
+GRADIENTS = 2 * 10 * 2 * 8 + 2 * 10 * 2 * 16  # of a block's result and the residual stream; of gate and up
 
 
 def test_activations_kept_and_recomputed():
-    last_hidden = 2 * 10 * 2 * 8
-    assert memory.activations(FULL) == 10 * 2 * 216 + last_hidden
-    assert memory.activations(replace(FULL, recompute="block")) == 10 * (2 * 2 * 8 + 216) + last_hidden
+    recomputed = replace(FULL, recompute="block")
+    assert memory.at_the_loss(FULL)["activations"] == 10 * 2 * 216 + 3 * 10 * 2 * 8
+    assert memory.in_the_backward_pass(FULL)["activations"] == 10 * 2 * 216 + GRADIENTS
+    assert memory.at_the_loss(recomputed)["activations"] == 2 * 10 * 2 * 8 + 3 * 10 * 2 * 8
+    assert memory.in_the_backward_pass(recomputed)["activations"] == 10 * (2 * 2 * 8 + 216) + GRADIENTS
+    assert memory.at_its_end(recomputed)["activations"] == 10 * (2 * 8 + 216) + GRADIENTS
+
+
+def test_gradients_are_there_while_activations_are_only_where_a_step_goes_on():
+    """In one micro-batch gradients come as activations go; DDP's buckets are there all the time."""
+    alone = replace(LORA, accumulates=False)
+    assert memory.at_the_loss(LORA)["gradients"] == 4000
+    assert memory.at_the_loss(alone)["gradients"] == memory.in_the_backward_pass(alone)["gradients"] == 0
+    assert memory.at_its_end(alone)["gradients"] == 4000
+    assert memory.at_the_loss(replace(alone, strategy="ddp", world_size=2))["gradients"] == 4000
+    whole = replace(sharded(LORA, 2, reshard=False), reduce_every=False)
+    assert memory.at_the_loss(whole)["unreduced"] == 4000
+    assert memory.at_the_loss(replace(whole, accumulates=False))["unreduced"] == 0
+
+
+def test_limits_of_what_moves_are_those_of_the_store():
+    activations = pytest.importorskip("manyhands.parallel.activations")
+    assert (memory.LEAVING_BYTES, memory.AHEAD_BYTES) == (activations.MAX_LEAVING_BYTES, activations.MAX_AHEAD_BYTES)
+    loss = pytest.importorskip("manyhands.kernels.loss")
+    assert memory.FUSED_LOGITS == {"frozen": loss.MAX_LOGITS_FROZEN, "trained": loss.MAX_LOGITS_TRAINED}
+
+
+def test_the_worst_moment_is_estimated():
+    long = replace(FULL, micro_tokens=10**6)
+    wide = replace(FULL, micro_tokens=1, model=model_facts(vocab=10**7), reshard=True, accumulates=False)
+    assert memory.estimate_terms(long)["activations"] > 10**6 * 2 * 216
+    assert memory.estimate_terms(wide)["reduction"] == (10**7 * 8 + 8) * 6  # the end, when the root is reduced
+    for setup in (long, wide):
+        moments = [memory.at_the_loss(setup), memory.in_the_backward_pass(setup), memory.at_its_end(setup)]
+        standing = memory.weights(setup) + memory.optimizer(setup) + memory.gathered(setup)
+        terms = memory.estimate_terms(setup)
+        assert sum(terms.values()) - terms["overhead"] == standing + max(sum(moment.values()) for moment in moments)
 
 
 def test_attention_mask_is_square_and_only_where_built():
@@ -97,26 +139,47 @@ def test_attention_mask_is_square_and_only_where_built():
 
 
 def test_logits_are_held_a_chunk_at_a_time():
-    assert memory.logits(FULL) == 10 * 32 * 10  # few tokens: all of them
-    large = replace(FULL, micro_tokens=10**6, model=model_facts(vocab=128256))
-    assert memory.logits(large) == 2**27 // 128256 * 128256 * 10
+    assert memory.logits(LORA) == 10 * 32 * 10  # few tokens: all of them
+    assert memory.logits(FULL) == 10 * 32 * 10 + 2 * 32 * 8 * 2  # and the head's gradient, summed over chunks
+    wide = {"micro_tokens": 10**6, "model": model_facts(vocab=128256)}
+    assert memory.logits(replace(LORA, **wide)) == 2**27 // 128256 * 128256 * 10
+    assert memory.logits(replace(LORA, fuse_loss=True, **wide)) == 2**28 // 128256 * 128256 * 2
+    head = 128256 * 8
+    assert memory.logits(replace(FULL, fuse_loss=True, **wide)) == 2**29 // 128256 * 128256 * 2 + 4 * head
+    # one chunk needs no sum in float32; the gradient in compute dtype takes the place of few logits
+    assert memory.logits(replace(FULL, fuse_loss=True, model=wide["model"], micro_tokens=4)) == 2 * head + 2 * head
 
 
-def test_reduction_is_two_blocks_or_the_root_whichever_is_worse():
-    head, freed = 2 * 32 * 8 * 2, replace(FULL, reshard=True)
-    assert memory.reduction(freed, passing=10**6) == 2 * BLOCK * 6 + head
-    wide = replace(freed, model=model_facts(vocab=4096))
-    assert memory.reduction(wide, passing=1000) == (4096 * 8 + 8) * 6 - 1000
+def test_reduction_is_two_blocks_and_the_head_and_the_root_comes_last():
+    freed = replace(FULL, reshard=True)
+    assert memory.reduction(freed) == 2 * BLOCK * 6 + 32 * 8 * 2
+    assert memory.root_reduction(freed) == (32 * 8 + 8) * 6
 
 
 def test_gradients_of_a_kept_copy_are_one_block_and_the_head():
-    assert memory.reduction(FULL, passing=0) == BLOCK * 2 + 32 * 8 * 6
-    assert memory.reduction(replace(FULL, world_size=2, strategy="ddp"), passing=10**6) == 2 * BLOCK * 6 + 2 * 32 * 8 * 2
+    assert memory.reduction(FULL) == BLOCK * 6 + 32 * 8 * 2  # tied: it waits for the embeddings
+    untied = replace(FULL, model=model_facts(tied=False))
+    assert memory.reduction(untied) == BLOCK * 6 + 32 * 8 * 4
+    assert memory.root_reduction(FULL) == 32 * 8 * 2
+    assert memory.reduction(replace(FULL, world_size=2, strategy="ddp")) == 2 * BLOCK * 6 + 32 * 8 * 2
+
+
+def test_gradients_stay_in_the_copys_dtype_where_the_optimizer_takes_them():
+    one_pass = replace(FULL, accumulates=False, fuse_optimizer=True)
+    assert memory.gradients(one_pass) == 2 * 1448
+    assert memory.reduction(one_pass) == BLOCK * 2 + 32 * 8 * 2
+    assert memory.gradients(replace(one_pass, accumulates=True)) == 4 * 1448  # summed over micro-batches
+    for without_copy in (
+        replace(one_pass, reshard=True),
+        replace(one_pass, strategy="ddp", world_size=2),
+        replace(LORA, accumulates=False),
+    ):
+        assert memory.gradients(without_copy) == 4 * without_copy.num_trained
 
 
 def test_overhead_counts_communication_only_between_ranks():
     alone = memory.overhead(FULL, moving=1000)
-    assert alone == int(0.6 * 2**30) + 50
+    assert alone == int(0.6 * 2**30) + 2**26 + 50
     assert memory.overhead(replace(FULL, world_size=2, strategy="ddp"), moving=1000) == alone + 2**30
 
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from manyhands.config.schema import MethodSection
 from manyhands.facts.model import read_model_facts
-from manyhands.plan.memory import Setup, block_bytes_per_token
+from manyhands.model.lora import apply_lora
+from manyhands.plan.activations import block_bytes_per_token
+from manyhands.plan.setup import Setup
 
 NUM_TOKENS = 256
 SIZES = {
@@ -21,10 +27,12 @@ SIZES = {
 }
 
 
-def kept_bytes(layers: int, family: str, dtype: torch.dtype) -> int:
+def kept_bytes(layers: int, family: str, dtype: torch.dtype, method: MethodSection | None = None) -> int:
     """Bytes of all storages that the graph of one forward pass holds, parameters apart."""
     config = AutoConfig.for_model(family, **SIZES | {"num_hidden_layers": layers})
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").train()
+    if method is not None:
+        apply_lora(model, method, seed=0)
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     storages: dict[int, torch.UntypedStorage] = {}
 
@@ -42,9 +50,26 @@ def kept_bytes(layers: int, family: str, dtype: torch.dtype) -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma3_text"])
 def test_a_blocks_bytes_are_what_autograd_keeps(family: str, dtype: torch.dtype, tmp_path):
-    AutoConfig.for_model(family, **SIZES).save_pretrained(tmp_path)
-    setup = Setup(
-        model=read_model_facts(tmp_path, "tiny", "random"),
+    one_block = kept_bytes(3, family, dtype) - kept_bytes(2, family, dtype)
+    within = 0.15 if family == "gemma3_text" else 0.01  # Gemma's norms keep their results in float32 too
+    assert block_bytes_per_token(make_setup(family, dtype, tmp_path)) * NUM_TOKENS == pytest.approx(one_block, rel=within)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_what_dora_scales_is_kept(dropout: float, tmp_path):
+    """Beside LoRA without dropout; rows' lengths, (o) for each layer, are no part of the estimate."""
+    plain = MethodSection(name="lora", rank=4)
+    dora = plain.model_copy(update={"dora": True, "dropout": dropout})
+    more = [kept_bytes(layers, "llama", torch.bfloat16, dora) - kept_bytes(layers, "llama", torch.bfloat16, plain) for layers in (2, 3)]
+    setup = replace(make_setup("llama", torch.bfloat16, tmp_path), num_adapter_parameters=1, adapter_rank=4)
+    counted = block_bytes_per_token(replace(setup, adapter_dora=True, adapter_dropout=dropout > 0)) - block_bytes_per_token(setup)
+    assert counted * NUM_TOKENS == pytest.approx(more[1] - more[0], rel=0.1)
+
+
+def make_setup(family: str, dtype: torch.dtype, folder: Path) -> Setup:
+    AutoConfig.for_model(family, **SIZES).save_pretrained(folder)
+    return Setup(
+        model=read_model_facts(folder, "tiny", "random"),
         num_adapter_parameters=0,
         adapter_rank=0,
         adapter_dropout=False,
@@ -60,6 +85,3 @@ def test_a_blocks_bytes_are_what_autograd_keeps(family: str, dtype: torch.dtype,
         micro_tokens=NUM_TOKENS,
         builds_mask=False,
     )
-    one_block = kept_bytes(3, family, dtype) - kept_bytes(2, family, dtype)
-    within = 0.15 if family == "gemma3_text" else 0.01  # Gemma's norms keep their results in float32 too
-    assert block_bytes_per_token(setup) * NUM_TOKENS == pytest.approx(one_block, rel=within)

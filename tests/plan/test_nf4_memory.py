@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from manyhands.plan import memory
-from manyhands.plan.memory import Setup
+from manyhands.plan.setup import NF4_ROW_BYTES, NF4_ROW_VALUES, Setup
 from tests.plan.examples import llama_8b
 
 QLORA = Setup(
@@ -24,7 +24,7 @@ BLOCK_BYTES = IN_BLOCK // 2 + IN_BLOCK // 64 + 8 * IN_BLOCK // 16384 + 2 * NORMS
 def test_blocks_take_little_over_half_a_byte_and_the_rest_two():
     assert memory.weights(QLORA) == 32 * BLOCK_BYTES + 2 * ROOT + 4 * 1000
     assert memory.weights(LORA) == 2 * (32 * (IN_BLOCK + NORMS) + ROOT) + 4 * 1000
-    assert memory.gradients(QLORA) == memory.gradients(LORA) and memory.activations(QLORA) == memory.activations(LORA)
+    assert memory.gradients(QLORA) == memory.gradients(LORA) and memory.at_the_loss(QLORA) == memory.at_the_loss(LORA)
 
 
 def test_shards_are_gathered_as_codes():
@@ -47,4 +47,4 @@ def test_an_odd_weight_fills_its_last_row():
 
 def test_layout_of_a_row_is_that_of_the_layers():
     nf4 = pytest.importorskip("manyhands.model.nf4")
-    assert (memory.NF4_ROW_VALUES, memory.NF4_ROW_BYTES) == (nf4.ROW_VALUES, nf4.CODE_BYTES + nf4.STATISTICS_BYTES)
+    assert (NF4_ROW_VALUES, NF4_ROW_BYTES) == (nf4.ROW_VALUES, nf4.CODE_BYTES + nf4.STATISTICS_BYTES)

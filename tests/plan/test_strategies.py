@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from manyhands.config.checks import check
 from manyhands.errors import UserError
 from manyhands.plan import host, memory
+from manyhands.plan.activations import linear_bytes_per_token
 from manyhands.plan.search import plan
 from tests.plan.examples import GIB, data_facts, facts, llama_8b, model_facts, run_config
-from tests.plan.test_memory import BLOCK, FULL, LORA, ROOT
+from tests.plan.test_memory import BLOCK, FULL, GRADIENTS, LORA, ROOT
 
 LONG = data_facts(num_rows=5000, mean=3000, longest=4096)
 WIDE = model_facts(hidden=5120, inner=25600, layers=64, heads=64, kv_heads=8, vocab=151936, head_dim=128, tied=False)  # 32B
@@ -51,11 +53,11 @@ def test_shard_ranks_must_divide_the_processes():
 def test_selective_keeps_inputs_linear_results_and_attention():
     # q 8, k and v 4, o 8, gate and up 16, attention 8, the input 8; compiled without the last layer's result
     kept = 2 * (8 + 8 + 4 + 4 + 8 + 16 + 16 + 8) + 4 * 2
-    assert memory.linear_bytes_per_token(FULL) == kept == 152
-    last_hidden = 2 * 10 * 2 * 8
-    assert memory.activations(replace(FULL, recompute="selective")) == 10 * (2 * 152 + 216 - 152) + last_hidden
-    assert memory.linear_bytes_per_token(replace(FULL, compile=False)) == kept + 2 * 8
-    assert memory.linear_bytes_per_token(LORA) == kept + 2 * 4 * 7
+    assert linear_bytes_per_token(FULL) == kept == 152
+    backward = memory.in_the_backward_pass(replace(FULL, recompute="selective"))
+    assert backward["activations"] == 10 * (2 * 152 + 216 - 152) + GRADIENTS
+    assert linear_bytes_per_token(replace(FULL, compile=False)) == kept + 2 * 8
+    assert linear_bytes_per_token(LORA) == kept + 2 * 4 * 7
 
 
 def test_recomputation_is_tried_from_the_cheapest_on():
@@ -106,8 +108,22 @@ def test_activations_move_but_for_what_passes():
     the_facts = facts(WIDE, gpus=1, host_bytes=500 * GIB, data=LONG)
     kept, moved = (plan(run_config(parallel__offload_activations=on, **keys), the_facts).memory for on in (False, True))
     inputs = 64 * 16384 * 2 * 5120
-    assert kept.terms["activations"] - moved.terms["activations"] == inputs - (2**30 + inputs // 64)
+    assert kept.terms["activations"] - moved.terms["activations"] == inputs - (2**28 + inputs // 64)
     assert moved.host_terms["activations"] == int(host.PINNED * inputs)
+
+
+def test_auto_moves_activations_of_recomputed_blocks_where_the_host_has_room():
+    def made(host_gib: int = 500, gpus: int = 1, **keys: Any):
+        return plan(run_config(**keys), facts(llama_8b(), gpus=gpus, host_bytes=host_gib * GIB, data=LONG))
+
+    block = {"parallel__recompute": "block"}
+    moved = made(**block)
+    assert moved.offload_activations and moved.memory.host_terms["activations"] > 0
+    assert "activations in host memory, whose copies hide behind recomputed blocks" in sentence(moved, "offload")
+    for kept in (made(), made(host_gib=2, **block), made(gpus=0, **block), made(parallel__offload_activations=False, **block)):
+        assert not kept.offload_activations and not kept.memory.host_terms
+        assert not any(text.startswith("offload: ") for text in kept.why)
+    assert made(parallel__offload_activations=True).offload_activations
 
 
 def test_on_a_cpu_nothing_moves():

@@ -88,6 +88,20 @@ def test_clip_factor_keeps_float64_models_exact():
     assert weight.grad.norm().item() == pytest.approx(math.sqrt(12) / (math.sqrt(12) + 1e-6), rel=1e-15)
 
 
+def test_an_optimizer_that_scales_by_itself_gets_the_factor_and_gradients_stay():
+    class Scales(torch.optim.SGD):
+        gradient_factor: torch.Tensor | None = None
+
+    parallel = Plain()
+    optimizer = Scales(parallel.model.parameters(), lr=1.0)
+    optimizer.register_step_pre_hook(lambda *_: seen.append((optimizer.gradient_factor, parallel.model.w.grad.clone())))
+    seen: list[tuple[torch.Tensor | None, torch.Tensor]] = []
+    run_step(parallel, optimizer, work([4.0]), max_grad_norm=0.5, seed=0, rank=0)
+    ((factor, gradient),) = seen
+    assert factor is not None and factor.dtype == torch.float32 and factor.item() == pytest.approx(0.5 / 4, rel=1e-5)
+    assert gradient.item() == 4.0
+
+
 def test_dropout_is_keyed_by_step_and_repeats():
     seen = []
 

@@ -1,6 +1,7 @@
 """The table of speed: rows not measured yet, the most valuable first, ours beside the peer's in one run; then the table.
 
     python -m manyhands.bench --results bench/results/speed.jsonl [ROW ...]
+    python -m manyhands.bench ROW --smallest                       # the smallest memory instead, see ``smallest.py``
 
 Each side of a row is a process group of its own with a limit of ten minutes, so that one that hangs costs only itself.
 """
@@ -11,20 +12,26 @@ import argparse
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from manyhands.bench.rows import BY_NAME, TABLE, Row
+from manyhands.bench.smallest import Attempt, describe, judge, planned_smallest, search, smallest
 
 LIMIT_S = 600
+SMALLEST_STEPS, SMALLEST_LIMIT_S = 4, 150
 FLOOR = 1.05  # of the peer in the same run
 TOLERANCE = 0.05  # a ratio may fall by this share before the check fails
 
 
 def main() -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what was started is ended, too
     options = parse()
     results: Path = options.results
     rows = [BY_NAME[name] for name in options.rows] or list(TABLE)
@@ -39,11 +46,16 @@ def main() -> int:
         if world_size > num_gpus and not options.shape:
             print(f"{row.name}: needs {world_size} GPUs, {num_gpus} here (--gpus N measures it on fewer)")
             continue
+        if options.smallest:
+            find_smallest(row, world_size, results, options, run)
+            continue
         for side in sides(row, options):
             if not options.again and is_measured(read(results), row, side, world_size):
                 print(f"{row.name} {side}: measured already")
                 continue
             measure(row, side, world_size, results, options, run)
+    if options.smallest:
+        return 0
     print_table(read(results), rows)
     return check(read(results), read(options.check), rows) if options.check else 0
 
@@ -63,6 +75,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--check", type=Path, help="compare the ratios to the peer with those of this file; exit code 1 where one fell by 5 %%"
     )
+    parser.add_argument("--smallest", action="store_true", help="find the smallest GPU memory in which the rows still run")
+    parser.add_argument("--max-runs", type=int, default=5, help="of one row with --smallest")
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--shape", help="another shape, such as tiny to try the command on a CPU; such rows count for nothing")
     return parser.parse_args()
@@ -81,33 +95,106 @@ def measure(row: Row, side: str, world_size: int, results: Path, options: argpar
     arguments = ["--row", row.name, "--steps", str(options.steps), "--warm", str(min(5, options.steps - 1))]
     if side == "trl-packing":
         arguments.append("--packing")
-    if options.shape:
-        arguments += ["--shape", options.shape, "--length", "128"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}", "-m", module, *arguments]
+    arguments += shape_arguments(options)
     print(f"{row.name} {side}: on {world_size} GPU(s) ...", flush=True)
     start = time.monotonic()
-    environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")}
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=environment)
-        output, code = done.stdout + done.stderr, done.returncode
-    except subprocess.TimeoutExpired:
-        output, code = "", None
-    found = [json.loads(line.removeprefix("RESULT ")) for line in output.splitlines() if line.startswith("RESULT ")]
-    if not found:
+    output, found = start_processes(module, arguments, world_size, LIMIT_S)
+    if found is None:
         log = results.parent / f"{row.name}-{side}.failed.log"
         log.write_text(output)
-        print(f"{row.name} {side}: {'no result in ten minutes' if code is None else f'exit code {code}'}; see {log}")
+        print(f"{row.name} {side}: no result; see {log}")
         return
+    append(results, {"run": run, "seconds": round(time.monotonic() - start), **found})
+
+
+def find_smallest(row: Row, world_size: int, results: Path, options: argparse.Namespace, run: str) -> None:
+    """Every attempt becomes a raw row with its limit and outcome."""
+    from manyhands.bench.case import find_facts, folder_of, with_memory
+
+    own = replace(row, shape=options.shape, length=128) if options.shape else row
+    with tempfile.TemporaryDirectory() as work:
+        config, facts = find_facts(folder_of(Path(work), own), own, world_size, SMALLEST_STEPS, [])
+        planned = planned_smallest(config, facts, with_memory)
+    if planned is None:
+        print(f"{row.name}: the plan finds no way on {world_size} GPU(s) of any size")
+        return
+    print(f"{row.name}: the plan's smallest GPU has {planned:.2f} GiB", flush=True)
+
+    def attempt(limit: float) -> Attempt:
+        start = time.monotonic()
+        arguments = ["--row", row.name, "--label", "smallest", "--steps", str(SMALLEST_STEPS), "--warm", "1"]
+        arguments += ["--limit", str(limit), "--plan-limit", str(planned), *shape_arguments(options)]
+        output, found = start_processes("manyhands.bench.case", arguments, world_size, SMALLEST_LIMIT_S)
+        made = judge(limit, output, found)
+        if made.outcome == "failed":
+            results.with_suffix(f".{row.name}-{limit}.failed.log").write_text(output)
+        known = found or {"row": row.name, "label": "smallest", "gpus": world_size, "limit_gib": limit, "plan_limit_gib": planned}
+        append(results, {"run": run, "seconds": round(time.monotonic() - start), "outcome": made.outcome, **known})
+        print(f"{row.name}: {describe(made)}", flush=True)
+        return made
+
+    best = smallest(search(planned, attempt, max_runs=options.max_runs))
+    print(f"{row.name}: smallest {best.limit_gib:.2f} GiB" if best else f"{row.name}: ran in none of these", flush=True)
+
+
+def shape_arguments(options: argparse.Namespace) -> list[str]:
+    return ["--shape", options.shape, "--length", "128"] if options.shape else []
+
+
+def start_processes(module: str, arguments: list[str], world_size: int, limit_s: float) -> tuple[str, dict[str, Any] | None]:
+    """All that one process group wrote, and its result, if there is one. One that takes longer than ``limit_s`` is ended."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"] if world_size > 1 else []
+    command = [sys.executable, *launcher, "-m", module, *arguments]
+    environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+    )
+    try:
+        output = process.communicate(timeout=limit_s)[0]
+    except subprocess.TimeoutExpired:
+        return f"{end(process)}\nended after {limit_s} s", None
+    except BaseException:
+        end(process)
+        raise
+    found = [json.loads(line.removeprefix("RESULT ")) for line in output.splitlines() if line.startswith("RESULT ")]
+    return output, found[-1] if found else None
+
+
+def end(process: subprocess.Popen[str]) -> str:
+    """End a launcher and its ranks, which would keep the device, and give what they wrote."""
+    for how, patience_s in ((signal.SIGTERM, 15), (signal.SIGKILL, None)):
+        os.killpg(process.pid, how)
+        try:
+            return process.communicate(timeout=patience_s)[0]
+        except subprocess.TimeoutExpired:
+            continue
+    return ""
+
+
+def append(results: Path, row: dict[str, Any]) -> None:
     with results.open("a") as file:
-        file.write(json.dumps({"run": run, "seconds": round(time.monotonic() - start), **found[-1]}) + "\n")
+        file.write(json.dumps(row) + "\n")
 
 
 def is_measured(stored: list[dict[str, Any]], row: Row, side: str, world_size: int) -> bool:
-    return any(r["row"] == row.name and r["label"] == side and r["gpus"] == world_size and not r.get("failure") for r in stored)
+    return any(side_of(r) == side and r["gpus"] == world_size and not r.get("failure") for r in of_row(stored, row))
 
 
-def newest(stored: list[dict[str, Any]], row: Row, label: str) -> dict[str, Any] | None:
-    found = [r for r in stored if r["row"] == row.name and r["label"] == label and r.get("tokens_per_s_gpu")]
+def of_row(stored: list[dict[str, Any]], row: Row) -> list[dict[str, Any]]:
+    """Stored rows of this one, not those of another shape."""
+    return [r for r in stored if r.get("row") == row.name and r.get("shape", row.shape) == row.shape]
+
+
+def side_of(stored: dict[str, Any]) -> str:
+    """``manyhands`` for a row that our plan made, under whatever label; other sides, and what keys by hand, other lengths or a limited
+    memory have made, go by their label.
+    """
+    ours = "planned_gib" in stored and not any(stored.get(key) for key in ("by_hand", "lengths", "limit_gib"))
+    return "manyhands" if ours else str(stored.get("label"))
+
+
+def newest(stored: list[dict[str, Any]], row: Row, side: str) -> dict[str, Any] | None:
+    found = [r for r in of_row(stored, row) if side_of(r) == side and r.get("tokens_per_s_gpu")]
     return found[-1] if found else None
 
 
@@ -122,18 +209,24 @@ def ratio(stored: list[dict[str, Any]], row: Row) -> float | None:
 
 
 def print_table(stored: list[dict[str, Any]], rows: list[Row]) -> None:
-    print("\n| row | GPUs | ours, tokens/s a GPU | peer, same run | ratio | goal | peak GiB |\n|---|---|---|---|---|---|---|")
+    print("\n| row | GPUs | ours, tokens/s a GPU | peer, same run | ratio | goal | peak GiB | smallest GPU, GiB |")
+    print("|---|---|---|---|---|---|---|---|")
     for row in rows:
         ours, peer, against = newest(stored, row, "manyhands"), newest(stored, row, "trl"), ratio(stored, row)
         if ours is None:
-            print(f"| {row.what} | {row.gpus} | open | | | {row.goal:,} | |")
+            print(f"| {row.what} | {row.gpus} | open | | | {row.goal:,} | | {show_smallest(stored, row)} |")
             continue
-        hand = " (keys by hand)" if ours.get("by_hand") else ""
         theirs = f"{peer['tokens_per_s_gpu']:,}" if peer and against else "open"
         print(
-            f"| {row.what} | {ours['gpus']} | {ours['tokens_per_s_gpu']:,}{hand} | {theirs} | "
-            f"{show_ratio(against)} | {row.goal:,} | {ours.get('peak_allocated_gib')} |"
+            f"| {row.what} | {ours['gpus']} | {ours['tokens_per_s_gpu']:,} | {theirs} | "
+            f"{show_ratio(against)} | {row.goal:,} | {ours.get('peak_allocated_gib')} | "
+            f"{show_smallest(stored, row)} |"
         )
+
+
+def show_smallest(stored: list[dict[str, Any]], row: Row) -> str:
+    ran = [r["limit_gib"] for r in of_row(stored, row) if r.get("outcome") == "ran"]
+    return f"{min(ran):.1f}" if ran else ""
 
 
 def show_ratio(against: float | None) -> str:
@@ -143,16 +236,22 @@ def show_ratio(against: float | None) -> str:
 
 
 def check(stored: list[dict[str, Any]], before: list[dict[str, Any]], rows: list[Row]) -> int:
-    """Exit code 1 where a ratio to the peer fell: machines differ, ratios within one run hardly do."""
-    fallen = 0
+    """Exit code 1 where a ratio to the peer fell, or none can be compared: machines differ, ratios within one run hardly do.
+
+    Compared are rows that both files have beside a peer's, on as many GPUs.
+    """
+    fallen = compared = 0
     for row in rows:
         now, then = ratio(stored, row), ratio(before, row)
-        if now is None or then is None:
+        ours, others = newest(stored, row, "manyhands"), newest(before, row, "manyhands")
+        if now is None or then is None or ours is None or others is None or ours["gpus"] != others["gpus"]:
             continue
+        compared += 1
         if now < then * (1 - TOLERANCE):
             fallen += 1
             print(f"{row.name}: {now:.2f} of the peer, was {then:.2f}")
-    return 1 if fallen else 0
+    print(f"{compared} ratios compared, {fallen} fell by more than {TOLERANCE:.0%}")
+    return 1 if fallen or not compared else 0
 
 
 def read(path: Path) -> list[dict[str, Any]]:

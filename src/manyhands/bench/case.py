@@ -1,8 +1,11 @@
 """One measured row, on the processes that started this module: config, prepared rows, plan, loop; no checkpoint, no export.
 
-    torchrun --nproc_per_node=2 -m manyhands.bench.case --row 8b-lora --gpus 2 --output rows.jsonl
+    torchrun --nproc_per_node=2 -m manyhands.bench.case --row 8b-lora --output rows.jsonl
+    python -m manyhands.bench.case --row 8b-lora --limit 24          # as if each GPU had 24 GiB
 
 Every step is synchronised; the first ``--warm`` ones (compilation) are left out; the optimizer is included. Prints one JSON line.
+With ``--limit`` the plan is made for GPUs of that memory, and torch's allocator gets no more than what the CUDA context leaves of
+it. ``--plan-limit`` makes the plan for another one: what the estimate would refuse can be tried.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from manyhands.bench.shapes import flops_per_token, write_model_folder, write_ro
 from manyhands.config.load import config_from_mapping
 from manyhands.config.schema import RunConfig
 from manyhands.facts.gather import gather_facts
+from manyhands.facts.types import Facts
 from manyhands.launch.foreign import detect_launcher
 from manyhands.parallel.world import World
 from manyhands.plan.search import plan as make_plan
@@ -92,6 +96,8 @@ def main() -> None:
     device = torch.device("cuda", launcher.local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
+        if options.limit:
+            limit_allocator(device, options.limit)
     alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if launcher.world_size == 1 else {}
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", **alone)
     rank.world = World(launcher.rank, launcher.local_rank, launcher.world_size, device)
@@ -137,6 +143,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--label", default="manyhands")
     parser.add_argument("--work", type=Path, default=Path("/tmp/manyhands-bench"))
     parser.add_argument("--output", type=Path, help="JSONL file to append the row to")
+    parser.add_argument("--limit", type=float, metavar="GIB", help="memory of a GPU: for the plan, and for torch's allocator")
+    parser.add_argument("--plan-limit", type=float, metavar="GIB", help="memory of a GPU for the plan alone; without it --limit")
     parser.add_argument("--profile", type=Path, help="write a table of kernels of three more steps")
     parser.add_argument("keys", nargs="*", metavar="section.key=value", help="keys set by hand: the figure then says so")
     return parser.parse_args()
@@ -144,16 +152,12 @@ def parse() -> argparse.Namespace:
 
 def prepare(options: argparse.Namespace, row: Row, rank: int, world_size: int) -> tuple[RunConfig, Plan]:
     """On rank 0; the others read what it wrote."""
-    folder = options.work / f"{row.shape}-{options.layers or 'all'}"
+    folder = folder_of(options.work, row, options.layers)
     handed = folder / f"case-{os.environ.get('MASTER_PORT', '0')}-{os.getppid()}.json"
     if rank == 0:
-        if not (folder / "model").exists():
-            write_model_folder(folder / "model", row.shape, options.layers)
-        rows = folder / f"{row.data}-{row.length}.jsonl"
-        if options.lengths or not rows.exists():
-            write_rows(rows, row_lengths(row, options.lengths, world_size))
-        config = make_config(folder, row, world_size, options.steps, options.keys)
-        plan = make_plan(config, gather_facts(config, world_size=world_size, report=lambda _: None))
+        config, facts = find_facts(folder, row, world_size, options.steps, options.keys, options.layers, options.lengths)
+        memory = options.plan_limit or options.limit
+        plan = make_plan(config, with_memory(facts, memory) if memory else facts)
         temporary = handed.with_suffix(".tmp")
         temporary.write_text(json.dumps([config.model_dump(mode="json"), plan.model_dump(mode="json")]))
         temporary.rename(handed)
@@ -162,6 +166,44 @@ def prepare(options: argparse.Namespace, row: Row, rank: int, world_size: int) -
             time.sleep(0.2)
     config_fields, plan_fields = json.loads(handed.read_text())
     return RunConfig.model_validate(config_fields), Plan.model_validate(plan_fields)
+
+
+def folder_of(work: Path, row: Row, layers: int | None = None) -> Path:
+    return work / f"{row.shape}-{layers or 'all'}"
+
+
+def find_facts(
+    folder: Path, row: Row, world_size: int, num_steps: int, keys: list[str], layers: int | None = None, lengths: Path | None = None
+) -> tuple[RunConfig, Facts]:
+    """A row's model folder and data, written where they are missing; its run and what is true of it on this machine."""
+    if not (folder / "model").exists():
+        write_model_folder(folder / "model", row.shape, layers)
+    rows = folder / f"{row.data}-{row.length}.jsonl"
+    if lengths or not rows.exists():
+        write_rows(rows, row_lengths(row, lengths, world_size))
+    config = make_config(folder, row, world_size, num_steps, keys)
+    return config, gather_facts(config, world_size=world_size, report=lambda _: None)
+
+
+def with_memory(facts: Facts, gib: float) -> Facts:
+    """The same on GPUs that have ``gib`` GiB, all of it free; where there is no GPU, on a machine with so much free."""
+    size = int(gib * 2**30)
+    gpus = tuple(gpu.model_copy(update={"memory_bytes": size, "free_bytes": size}) for gpu in facts.host.gpus)
+    host = {"gpus": gpus} if gpus else {"free_memory_bytes": size}
+    return facts.model_copy(update={"host": facts.host.model_copy(update=host)})
+
+
+def limit_allocator(device: torch.device, gib: float) -> None:
+    """Let torch allocate what a GPU of ``gib`` GiB would have left beside the CUDA context."""
+    torch.cuda.init()
+    total = torch.cuda.mem_get_info(device)[1]
+    torch.cuda.set_per_process_memory_fraction(max(0.0, gib - outside_allocator_gib(device)) * 2**30 / total, device)
+
+
+def outside_allocator_gib(device: torch.device) -> float:
+    """What is used of the device and not by torch's allocator: context, kernels, communication, and other processes."""
+    free, total = torch.cuda.mem_get_info(device)
+    return float(total - free - torch.cuda.memory_reserved(device)) / 2**30
 
 
 def row_lengths(row: Row, file: Path | None, world_size: int) -> list[int]:
@@ -185,7 +227,11 @@ def summarise(rank: Rank, row: Row, options: argparse.Namespace, results: list[S
     dtypes = _dtypes(rank)
     plan = rank.plan
     decided = {
-        name: getattr(plan, name) for name in ("strategy", "recompute", "reshard", "compile", "attention", "packing", "micro_tokens")
+        name: getattr(plan, name)
+        for name in (
+            *("strategy", "recompute", "reshard", "offload", "offload_activations"),
+            *("compile", "attention", "packing", "micro_tokens", "pack_tokens"),
+        )
     }
     return {
         "row": row.name,
@@ -207,7 +253,10 @@ def summarise(rank: Rank, row: Row, options: argparse.Namespace, results: list[S
         "tflops": round(rate * flops_per_token(row.shape, row.length, full=row.method == "full") / 1e12, 1) if equal else None,
         "peak_allocated_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if cuda else None,
         "peak_reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 2) if cuda else None,
+        "outside_gib": round(outside_allocator_gib(rank.world.device), 2) if cuda else None,
         "planned_gib": round(plan.memory.total / 2**30, 2),
+        "limit_gib": options.limit,
+        "plan_limit_gib": options.plan_limit or options.limit,
         "input_wait_share": round(sum(getattr(r, "input_wait_s", 0.0) for r in timed) / sum(r.seconds for r in timed), 5),
         "build_s": round(built_s, 1),
         "losses": [round(results[0].loss, 4), round(results[-1].loss, 4)],

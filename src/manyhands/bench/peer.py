@@ -1,16 +1,22 @@
-"""The same work by TRL with Liger kernels: random weights of the same shape, full rows, all tokens trained. Prints one JSON line.
+"""The same work by TRL with Liger kernels: random weights of the same shape, all tokens trained. Prints one JSON line.
 
     torchrun --nproc_per_node=1 -m manyhands.bench.peer --row 8b-lora --output rows.jsonl
+    torchrun --nproc_per_node=1 -m manyhands.bench.peer --row 8b-lora-mix --packing --output rows.jsonl
 
-Follows TRL's own recommendations for speed: Liger kernels, fused AdamW, bfloat16, no padding. Needs trl, peft and liger-kernel.
+Follows TRL's own recommendations for speed: Liger kernels, fused AdamW, bfloat16, no padding where rows are full. Rows of mixed
+lengths are padded, ``--micro`` of them at a time, or laid into packs of the longest row's length by TRL's best-fit packing. Its
+packs need a kernel that knows documents: FlashAttention 4 where transformers finds it, else sdpa with a mask that transformers
+makes from the positions, which is right and slow. Only tokens that are not padding count. Needs trl, peft and liger-kernel.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,42 +26,75 @@ import torch
 from manyhands.bench.rows import BY_NAME, Row, mix_lengths
 from manyhands.bench.shapes import NUM_WORDS, SHAPES, flops_per_token
 
+MIX_MICRO = 4  # padded rows of mixed lengths at a time: 16,384 tokens
+PACKS = 2  # packs of TRL's at a time: 8,192 tokens of 4,096 each, as in the rows of one length
 BLOCKS = {"llama": "LlamaDecoderLayer", "qwen3": "Qwen3DecoderLayer", "gemma3_text": "Gemma3DecoderLayer"}
 STD = 0.02
 
 
-def build_model(row: Row, device: torch.device) -> Any:
-    """A bfloat16 model with random weights; for qlora its linear layers are made in NF4 one by one."""
+def choose_attention(packing: bool) -> str:
+    """The fastest that transformers has here for what is asked."""
+    from transformers.utils import import_utils
+
+    has_flash_4 = getattr(import_utils, "is_flash_attn_4_available", lambda: False)
+    return "flash_attention_4" if packing and torch.cuda.is_available() and has_flash_4() else "sdpa"
+
+
+def is_sharded(row: Row, world_size: int) -> bool:
+    return bool(row.peer.get("fsdp")) and world_size > 1
+
+
+def build_model(row: Row, device: torch.device, attention: str, world_size: int) -> Any:
+    """A bfloat16 model with random weights; for qlora its linear layers are made in NF4 one by one, and one that is sharded and
+    mostly frozen is made in host memory, as it may be larger than a GPU.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model_type, fields = SHAPES[row.shape]
-    config = AutoConfig.for_model(model_type, use_cache=False, **fields)
-    if row.method != "qlora":
+    config = AutoConfig.for_model(model_type, use_cache=False, attn_implementation=attention, **fields)
+    in_host_memory = row.method == "lora" and is_sharded(row, world_size)
+    if row.method != "qlora" and not in_host_memory:
         with torch.device(device):
             return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    if in_host_memory:
+        noise = torch.empty(max(p.numel() for p in model.parameters()), dtype=torch.bfloat16)
+        some = torch.randn(2**24) * STD  # repeated: speed and memory do not depend on the values
+        for part in noise.split(len(some)):
+            part.copy_(some[: len(part)])
+        return _fill(model, torch.device("cpu"), lambda shape: noise[: math.prod(shape)].view(shape))
+    _quantise(model, device)
+    return _fill(model, device, lambda shape: torch.randn(shape, device=device, dtype=torch.bfloat16).mul_(STD))
+
+
+def _fill(model: Any, device: torch.device, make: Callable[[torch.Size], torch.Tensor]) -> Any:
+    """Parameters and buffers on meta get values: matrices those of ``make``, norms ones."""
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None and parameter.is_meta:
+                ones = parameter.dim() == 1
+                value = torch.ones(parameter.shape, device=device, dtype=torch.bfloat16) if ones else make(parameter.shape)
+                module._parameters[name] = torch.nn.Parameter(value)
+    model.tie_weights()
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config, device=device)
+    for module in model.modules():
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None and buffer.is_meta:  # Gemma's scale of the embeddings
+                module._buffers[name] = torch.tensor(model.config.hidden_size**0.5, device=device, dtype=torch.bfloat16)
+    return model
+
+
+def _quantise(model: Any, device: torch.device) -> None:
+    """Linear layers in NF4, and the model marked as one that was loaded so."""
     import bitsandbytes as bnb
     from transformers import BitsAndBytesConfig
     from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, torch.nn.Linear) and name != "lm_head":
                 setattr(module, name, _quantised(bnb, child, device))
-    for module in model.modules():
-        for name, parameter in list(module._parameters.items()):
-            if parameter is not None and parameter.is_meta:
-                one = parameter.dim() == 1
-                new = torch.ones if one else torch.randn
-                value = new(parameter.shape, device=device, dtype=torch.bfloat16).mul_(1.0 if one else STD)
-                module._parameters[name] = torch.nn.Parameter(value)
-    model.tie_weights()
-    model.model.rotary_emb = type(model.model.rotary_emb)(config=config, device=device)
-    for module in model.modules():
-        for name, buffer in list(module._buffers.items()):
-            if buffer is not None and buffer.is_meta:  # Gemma's scale of the embeddings
-                module._buffers[name] = torch.tensor(config.hidden_size**0.5, device=device, dtype=torch.bfloat16)
     quantisation = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16, bnb_4bit_use_double_quant=True
     )
@@ -63,8 +102,7 @@ def build_model(row: Row, device: torch.device) -> Any:
     model.hf_quantizer = Bnb4BitHfQuantizer(quantisation)
     model.is_loaded_in_4bit = model.is_quantized = True
     model.quantization_method = "bitsandbytes"
-    model.hf_device_map = {"": device.index}
-    return model
+    model.hf_device_map = {"": device.type if device.index is None else device.index}
 
 
 def _quantised(bnb: Any, linear: torch.nn.Linear, device: torch.device) -> Any:
@@ -77,10 +115,21 @@ def _quantised(bnb: Any, linear: torch.nn.Linear, device: torch.device) -> Any:
     return made
 
 
-def make_arguments(row: Row, num_steps: int, world_size: int, packing: bool) -> Any:
+def batch_sizes(row: Row, packing: bool, micro: int | None) -> tuple[int, int]:
+    """Rows, or packs, of a GPU at a time, and how often before a step."""
+    if row.data == "full":
+        return row.rows, 1
+    if packing:
+        return micro or PACKS, 1
+    size = min(micro or MIX_MICRO, row.rows)
+    return size, -(-row.rows // size)
+
+
+def make_arguments(row: Row, num_steps: int, world_size: int, packing: bool, micro: int | None) -> Any:
     from trl import SFTConfig
 
-    recompute, fsdp = bool(row.peer.get("recompute")), bool(row.peer.get("fsdp")) and world_size > 1
+    size, accumulation = batch_sizes(row, packing, micro)
+    recompute, fsdp = bool(row.peer.get("recompute")), is_sharded(row, world_size)
     sharding: dict[str, Any] = {}
     if fsdp:
         sharding = {
@@ -92,12 +141,14 @@ def make_arguments(row: Row, num_steps: int, world_size: int, packing: bool) -> 
                 "transformer_layer_cls_to_wrap": [BLOCKS[SHAPES[row.shape][0]]],
                 "activation_checkpointing": recompute,
                 "reshard_after_forward": True,
+                "cpu_ram_efficient_loading": row.method == "lora",  # see build_model
                 "state_dict_type": "SHARDED_STATE_DICT",
             },
         }
     return SFTConfig(
         output_dir="/tmp/manyhands-bench-peer",
-        per_device_train_batch_size=row.rows,
+        per_device_train_batch_size=size,
+        gradient_accumulation_steps=accumulation,
         max_steps=num_steps,
         learning_rate=1e-5,
         bf16=torch.cuda.is_available(),
@@ -126,6 +177,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--warm", type=int, default=5)
     parser.add_argument("--packing", action="store_true", help="mixed lengths: TRL's own packing in place of padding")
+    parser.add_argument("--micro", type=int, help="mixed lengths: padded rows, or packs, of a GPU at a time")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     row = BY_NAME[options.row]
@@ -135,17 +187,19 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.manual_seed(0)
-    times, failure = measure(row, options, device, world_size)
+    times, failure, dtypes = measure(row, options, device, world_size)
     if rank == 0:
-        result = summarise(row, options, times, failure, world_size)
+        result = summarise(row, options, times, failure, world_size) | {"dtypes": dtypes}
         print("RESULT " + json.dumps(result), flush=True)
         if options.output:
             with options.output.open("a") as file:
                 file.write(json.dumps(result) + "\n")
 
 
-def measure(row: Row, options: argparse.Namespace, device: torch.device, world_size: int) -> tuple[list[tuple[float, int]], str]:
-    """(time after each step, useful tokens of the step on this rank), and why it ended early."""
+def measure(
+    row: Row, options: argparse.Namespace, device: torch.device, world_size: int
+) -> tuple[list[tuple[float, int]], str, dict[str, list[str]]]:
+    """(time after each step, useful tokens until then on this rank), why it ended early, and what was in which dtype."""
     from datasets import Dataset
     from peft import LoraConfig
     from tokenizers import Tokenizer, models
@@ -154,8 +208,7 @@ def measure(row: Row, options: argparse.Namespace, device: torch.device, world_s
 
     words = Tokenizer(models.WordLevel({str(i): i for i in range(NUM_WORDS)}, unk_token="0"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="1", eos_token="2", unk_token="0")
-    count = row.rows * world_size * options.steps
-    lengths = [row.length] * count if row.data == "full" else (mix_lengths(2048) * -(-count // 2048))[:count]
+    lengths = row_lengths(row, options, world_size)
     draw = torch.Generator().manual_seed(1)
     ids = torch.randint(3, NUM_WORDS, (row.length,), generator=draw).tolist()
     rows = Dataset.from_dict({"input_ids": [ids[:length] for length in lengths]})
@@ -173,12 +226,13 @@ def measure(row: Row, options: argparse.Namespace, device: torch.device, world_s
 
     class Counting(SFTTrainer):
         def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
-            seen[0] += int((inputs["labels"] != -100).sum())
+            if row.data == "mix":
+                seen[0] += count_tokens(inputs)
             return super().compute_loss(model, inputs, *arguments, **keywords)
 
     trainer = Counting(
-        model=build_model(row, device),
-        args=make_arguments(row, options.steps, world_size, options.packing),
+        model=build_model(row, device, choose_attention(options.packing), world_size),
+        args=make_arguments(row, options.steps, world_size, options.packing, options.micro),
         train_dataset=rows,
         processing_class=tokenizer,
         peft_config=adapter,
@@ -187,8 +241,40 @@ def measure(row: Row, options: argparse.Namespace, device: torch.device, world_s
     try:
         trainer.train()
     except torch.OutOfMemoryError:
-        return times, "out of memory"
-    return times, ""
+        return times, "out of memory", {}
+    return times, "", _dtypes(trainer)
+
+
+def _dtypes(trainer: Any) -> dict[str, list[str]]:
+    def names(tensors: Iterable[torch.Tensor]) -> list[str]:
+        return sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors})
+
+    parameters = list(trainer.model.parameters())
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # accelerate's wraps it
+    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    return {
+        "trained": names(p for p in parameters if p.requires_grad),
+        "frozen": names(p for p in parameters if not p.requires_grad),
+        "optimizer": names(value for value in states if value.numel() > 1),
+    }
+
+
+def row_lengths(row: Row, options: argparse.Namespace, world_size: int) -> list[int]:
+    """Enough rows for all steps: as many as ours, or as fill TRL's packs."""
+    size, accumulation = batch_sizes(row, options.packing, options.micro)
+    count = size * accumulation * world_size * (options.steps + 1)
+    if row.data == "full":
+        return [row.length] * count
+    mix = [min(length, row.length) for length in mix_lengths(2048)]
+    if options.packing:
+        count = -(-count * row.length * len(mix) // sum(mix)) + 1
+    return (mix * -(-count // len(mix)))[:count]
+
+
+def count_tokens(inputs: Any) -> int:
+    """Tokens of a batch that are no padding: a pack has no mask, and no padding."""
+    mask = inputs.get("attention_mask")
+    return int(inputs["input_ids"].numel() if mask is None else mask.sum())
 
 
 def summarise(row: Row, options: argparse.Namespace, times: list[tuple[float, int]], failure: str, world_size: int) -> dict[str, Any]:
@@ -202,6 +288,8 @@ def summarise(row: Row, options: argparse.Namespace, times: list[tuple[float, in
         "gpus": world_size,
         "length": row.length,
         "rows": row.rows,
+        "micro": batch_sizes(row, options.packing, options.micro),
+        "attention": choose_attention(options.packing),
         **row.peer,
         "failure": failure,
         "versions": {
@@ -220,7 +308,6 @@ def summarise(row: Row, options: argparse.Namespace, times: list[tuple[float, in
             "num_timed_steps": len(timed) - 1,
             "step_s": round(seconds / (len(timed) - 1), 4),
             "tokens_per_s_gpu": round(rate),
-            "dtypes": "adapters float32, frozen weights bfloat16 or NF4" if row.method != "full" else "weights, gradients, AdamW bfloat16",
         }
         if row.data == "full":
             result["tflops"] = round(rate * flops_per_token(row.shape, row.length, full=row.method == "full") / 1e12, 1)

@@ -16,6 +16,7 @@ def bench(
     gpus: Annotated[int | None, typer.Option("--gpus", help="Measure on at most so many GPUs.", show_default=False)] = None,
     again: Annotated[bool, typer.Option("--again", help="Measure again what is there.")] = False,
     peer: Annotated[bool, typer.Option("--peer/--no-peer", help="Measure TRL too, where it is installed.")] = True,
+    smallest: Annotated[bool, typer.Option("--smallest", help="Find the smallest GPU memory in which the rows still run.")] = False,
     check: Annotated[str | None, typer.Option("--check", help="Compare ratios with this file's.", show_default=False)] = None,
 ) -> None:
     """Measure speed and memory on random weights of published shapes, beside TRL where it is installed."""
@@ -24,5 +25,6 @@ def bench(
     arguments += ["--gpus", str(gpus)] if gpus is not None else []
     arguments += ["--again"] if again else []
     arguments += [] if peer else ["--peer", "no"]
+    arguments += ["--smallest"] if smallest else []
     arguments += ["--check", check] if check else []
     raise typer.Exit(run_module("manyhands.bench", arguments))

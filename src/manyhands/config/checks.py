@@ -167,6 +167,24 @@ def _check_parallel(config: RunConfig) -> Findings:
         yield f"`parallel.offload: {parallel.offload}` is for `optimizer.name: adamw`, not `{config.optimizer.name}`: use {paged}"
 
 
+def _check_kernels(config: RunConfig) -> Findings:
+    if config.kernels.linear != "fp8":
+        return
+    reasons = {
+        "qlora": "whose weights are held in NF4: use method.name: lora",
+        "patterns": "whose trained weights are cast at each use: use method.name: full or lora",
+    }
+    if config.method.name in reasons:
+        yield (
+            f"`kernels.linear: fp8` does not go with `method.name: {config.method.name}`, {reasons[config.method.name]}, "
+            "or kernels.linear: plain"
+        )
+    if config.model.dtype in ("float32", "float64") and config.parallel.device != "cpu":
+        yield f"`kernels.linear: fp8` computes beside bfloat16, and `model.dtype` is {config.model.dtype}: use bfloat16, or linear: plain"
+    elif config.model.dtype == "float64":
+        yield "`kernels.linear: fp8` sums in float32, and `model.dtype` is float64: use another dtype, or linear: plain"
+
+
 RULES: tuple[Callable[[RunConfig], Findings], ...] = (
     _check_batch,
     _check_schedule,
@@ -179,4 +197,5 @@ RULES: tuple[Callable[[RunConfig], Findings], ...] = (
     check_sources,
     _check_template,
     _check_parallel,
+    _check_kernels,
 )

@@ -33,7 +33,12 @@ class ModelSection(Section):
         "pretrained", description="`pretrained` loads the weights; `random` draws them from the seed (config.json suffices)."
     )
     dtype: Literal["auto", "bfloat16", "float32", "float64"] = Field(
-        "auto", description="Compute dtype; auto is bfloat16 on GPUs that have it, else float32. Trained weights keep float32 masters."
+        "auto", description="Compute dtype; auto is bfloat16 on GPUs that have it, else float32. For what trained weights keep see masters."
+    )
+    masters: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="full: dtype of trained weights and of their optimizer states. bfloat16 takes 8 bytes a weight in place of 16 or more, "
+        "rounds weights stochastically and gives other numbers; it needs optimizer adamw and computes in bfloat16.",
     )
     chat_template: str | None = Field(None, description="A Jinja chat template, or a path to one, in place of the tokenizer's.")
     new_tokens: tuple[str, ...] = Field(
@@ -206,7 +211,11 @@ class ParallelSection(Section):
     offload: Literal["none", "optimizer", "all"] = Field(
         "none", description="Held in host memory: nothing, optimizer states, or sharded weights, gradients and optimizer states."
     )
-    offload_activations: bool = Field(False, description="Keep what the backward pass needs in host memory, copied while blocks compute.")
+    offload_activations: bool | Auto = Field(
+        "auto",
+        description="Keep what the backward pass needs in host memory, copied while blocks compute; auto does on GPUs where blocks are "
+        "recomputed and the host has room.",
+    )
     reshard: bool | Auto = Field("auto", description="fsdp: free gathered parameters after the forward pass (less memory) or keep them.")
     recompute: Literal["auto", "none", "selective", "block"] = Field(
         "auto", description="Activations: kept; cheap operations recomputed (selective); or all of a block recomputed in the backward pass."
@@ -228,6 +237,16 @@ class KernelsSection(Section):
         "auto",
         description="Packs and rows of one length by the fastest kernels that pass a self-test (FlashAttention 4 where it is installed, "
         "cuDNN); or both by torch's varlen (plain).",
+    )
+    linear: Literal["plain", "fp8"] = Field(
+        "plain",
+        description="Linear layers of the blocks, in training: in the compute dtype, or their products in fp8 (other numerics, checked "
+        "before step 1).",
+    )
+    optimizer: Literal["auto", "plain"] = Field(
+        "auto",
+        description="AdamW of full training in one process: gradient, states, weight and its bfloat16 copy in one pass; or torch's own, "
+        "with clipping and casts as passes of their own (plain).",
     )
 
 

@@ -6,6 +6,7 @@ Every text is UTF-8, with or without a byte order mark; ``.gz`` is unpacked on t
 from __future__ import annotations
 
 import gzip
+import os
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -90,6 +91,16 @@ def _check_text(path: Path, start: bytes) -> None:
 def _looks_like_utf16(start: bytes) -> bool:
     """Text in Latin letters has a zero in every other byte there; UTF-8 has none at all."""
     return len(start) >= 4 and (not any(start[:64:2]) or not any(start[1:64:2]))
+
+
+def unpacked_bytes(path: Path) -> int:
+    """Bytes of the file, of a .gz those that its end promises: too few where it has several members, or 4 GiB and more."""
+    size = path.stat().st_size
+    if not path.name.lower().endswith(".gz") or size < 4:
+        return size
+    with path.open("rb") as file:
+        file.seek(-4, os.SEEK_END)
+        return max(size, int.from_bytes(file.read(4), "little"))
 
 
 @contextmanager

@@ -106,9 +106,9 @@ class LongText:
 
 
 def read_documents(part: Part, findings: Findings) -> Iterator[Row]:
-    """The documents of a text file, separated by blank lines. The text of a long one is an iterator over its pieces, to
-    be used up before the next row is asked for. No row follows the first fault."""
-    lines = _Lines(read_lines(Path(part.file), findings))
+    """The documents of a part of a text file, separated by blank lines. The text of a long one is an iterator over its
+    pieces, to be used up before the next row is asked for. No row follows the first fault."""
+    lines = _Lines(read_lines(Path(part.file), findings, part.start, part.stop, part.first_line))
     while (number := lines.find_text()) is not None:
         pieces = lines.read_paragraph()
         text, num_characters = [], 0

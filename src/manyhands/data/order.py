@@ -74,6 +74,10 @@ class RowOrder:
             return -(-self.rows_in_epoch(epoch) // self.batch_rows)
         return len(self._lay_out(epoch)[1]) - 1
 
+    def rows_of_epoch(self, epoch: int) -> np.ndarray:
+        """Row ids of a whole epoch, int64, in seeded order."""
+        return self._lay_out(epoch)[0]
+
     def rows(self, epoch: int, index: int) -> np.ndarray:
         """Row ids of step ``index`` of an epoch, int64, in seeded order."""
         permutation, bounds = self._lay_out(epoch)
@@ -103,7 +107,8 @@ class RowOrder:
             if self.batch_rows is not None:
                 bounds = np.append(np.arange(0, len(order), self.batch_rows), len(order))
             else:
-                bounds = self._bound_by_tokens(order)
+                assert self.batch_tokens is not None and self._num_targets is not None
+                bounds = bound_by_tokens(self._num_targets[order], self.batch_tokens)
             while len(self._epochs) >= 2:
                 self._epochs.pop(next(iter(self._epochs)))
             self._epochs[epoch] = (order, bounds)
@@ -130,14 +135,15 @@ class RowOrder:
         passes = [permute(len(rows), self.seed, source << PASS_BITS | number) for number in range(first, -(-end // len(rows)))]
         return rows[np.concatenate(passes)[start - first * len(rows) : end - first * len(rows)]]
 
-    def _bound_by_tokens(self, order: np.ndarray) -> np.ndarray:
-        assert self.batch_tokens is not None and self._num_targets is not None
-        sums = np.cumsum(self._num_targets[order], dtype=np.int64)
-        bounds = [0]
-        while bounds[-1] < len(order):
-            before = int(sums[bounds[-1] - 1]) if bounds[-1] else 0
-            bounds.append(min(int(np.searchsorted(sums, before + self.batch_tokens)) + 1, len(order)))
-        return np.array(bounds, dtype=np.int64)
+
+def bound_by_tokens(num_targets: np.ndarray, batch_tokens: int) -> np.ndarray:
+    """Where steps of at least ``batch_tokens`` trained tokens begin, and the end, int64; ``num_targets`` of rows in their order."""
+    sums = np.cumsum(num_targets, dtype=np.int64)
+    bounds = [0]
+    while bounds[-1] < len(sums):
+        before = int(sums[bounds[-1] - 1]) if bounds[-1] else 0
+        bounds.append(min(int(np.searchsorted(sums, before + batch_tokens)) + 1, len(sums)))
+    return np.array(bounds, dtype=np.int64)
 
 
 def _divide(num_rows: int, sources: np.ndarray | None, weights: Sequence[float] | None) -> tuple[list[np.ndarray], list[Fraction]]:

@@ -38,22 +38,22 @@ class Layout:
         return np.concatenate(self.of_rank(rank))
 
 
-def padded_tokens(num_tokens: int) -> int:
+def padded_tokens(num_tokens: int, tile: int = TILE_TOKENS) -> int:
     """Tokens of a pack once it is padded: whole tiles, at least one."""
-    return max(1, -(-num_tokens // TILE_TOKENS)) * TILE_TOKENS
+    return max(1, -(-num_tokens // tile)) * tile
 
 
-def packing_efficiency(layouts: Iterable[Layout], lengths: np.ndarray) -> float:
+def packing_efficiency(layouts: Iterable[Layout], lengths: np.ndarray, tile: int = TILE_TOKENS, tokens: int | None = None) -> float:
     """Useful tokens over ``ranks x the longest padded pack of any rank``, summed over all micro-batches; in (0, 1].
 
-    What is missing to 1 is padding and ranks that wait for the longest pack.
+    Packs are padded to whole tiles, or to ``tokens``. What is missing to 1 is padding and ranks that wait for the longest pack.
     """
     useful = paid = 0
     for layout in layouts:
         for micro in layout.micro_batches:
             sizes = [int(lengths[part].sum()) for part in micro]
             useful += sum(sizes)
-            paid += len(micro) * padded_tokens(max(sizes))
+            paid += len(micro) * (tokens or padded_tokens(max(sizes), tile))
     return useful / paid
 
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from manyhands.config.schema import RunConfig, Source
 from manyhands.data.divide import divide_rows
+from manyhands.data.files import unpacked_bytes
 from manyhands.data.naming import name_store, name_tokens
 from manyhands.data.segment import finish_store, join_segments, link_tokens
 from manyhands.data.sources import list_files, resolve_sources
@@ -30,6 +31,7 @@ from manyhands.data.tokenise_parallel import cannot_write, plan_job, tokenise_pa
 from manyhands.errors import UserError
 from manyhands.facts.types import DataFacts
 
+FIRST_ROWS = 65_536  # of the first epoch, whose lengths the plan gets to know
 UNFINISHED = ".unfinished-"
 UNFINISHED_MAX_AGE_S = 3600.0  # since the last write into it
 
@@ -47,7 +49,8 @@ class Inputs:
 
     @property
     def num_bytes(self) -> list[int]:
-        return [sum(self.stamps[path][0] for path in group) for group in self.files]
+        """Of each source, unpacked."""
+        return [sum(map(unpacked_bytes, group)) for group in self.files]
 
 
 def prepare(config: RunConfig, model_folder: str | Path, report: Report = print, *, num_processes: int | None = None) -> DataFacts:
@@ -147,7 +150,8 @@ def _tokenise(
         rows_of_files[index][part.file] = rows_of_files[index].get(part.file, 0) + outcome.num_rows
     for source, outcome in zip(inputs.sources, outcomes, strict=True):
         outcome.raise_if_any(config, source.path)
-    join_segments(folder, [job.segment(number) for number in range(len(job.parts))], [index for index, _ in job.parts])
+    segments = [(path, index) for number, (index, _) in enumerate(job.parts) for path in job.segments(number)]
+    join_segments(folder, [path for path, _ in segments], [index for _, index in segments])
     for path in (folder / "segments", *folder.glob("outcome-*"), folder / "job.json", folder / "log"):
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     num_rows, num_tokens = (sum(getattr(outcome, name) for outcome in outcomes) for name in ("num_rows", "num_tokens"))
@@ -258,6 +262,7 @@ def summarise(config: RunConfig, store: TokenStore) -> DataFacts:
         raise UserError(
             "no row would be trained", where="data.train", why=str(error), fix="raise the weights, or give more rows"
         ) from error
+    first = order.rows_of_epoch(0)[:FIRST_ROWS]
     weighted = [(source["weight"] * source["num_tokens"], source["weight"] * source["num_rows"]) for source in meta["sources"]]
     num_tokens, num_rows = (sum(column) for column in zip(*weighted, strict=True))
     return DataFacts(
@@ -275,6 +280,8 @@ def summarise(config: RunConfig, store: TokenStore) -> DataFacts:
         num_truncated=meta["num_truncated"],
         num_split=meta["num_split"],
         steps_per_epoch_by_tokens=order.steps_per_epoch(0) if config.batch.tokens is not None else None,
+        first_lengths=tuple(train.lengths[first].tolist()),
+        first_targets=tuple(train.num_targets[first].tolist()) if config.batch.tokens is not None else (),
     )
 
 

@@ -20,7 +20,8 @@ class Part:
     """A stretch of one file that can be read alone, in another process too.
 
     ``start`` and ``stop`` count bytes in line-based files, row groups in Parquet and record batches in Arrow files;
-    a ``stop`` of None is the end. ``first_line`` is the line, or row, that ``start`` lies at.
+    a ``stop`` of None is the end. ``first_line`` is the line, or row, that ``start`` lies at. ``large``: more than a process
+    should read alone, though nothing in it can be found without reading what is before.
     """
 
     file: str
@@ -28,3 +29,4 @@ class Part:
     start: int = 0
     stop: int | None = None
     first_line: int = 1
+    large: bool = False

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from manyhands.config.schema import DataSection, Source
 from manyhands.data.arrow_rows import read_arrow, read_parquet, split_arrow, split_parquet
-from manyhands.data.files import BINARY_KINDS, KIND_NAMES, check_file, kind_of, split_lines
+from manyhands.data.files import BINARY_KINDS, KIND_NAMES, check_file, kind_of, split_lines, unpacked_bytes
 from manyhands.data.findings import Findings
 from manyhands.data.hub_sets import fetch_set, is_hub, list_saved_set
 from manyhands.data.json_rows import read_json
@@ -124,10 +124,10 @@ def split_source(source: Source, num_parts: int) -> list[Part]:
     """Parts that hold every row of the source once, in order, about ``num_parts`` of a like size (one at least for each file).
 
     JSONL is divided at the ends of lines, text at blank lines, Parquet between row groups, Arrow between record batches; other kinds, and
-    packed files, are one part each. Raises UserError where a file cannot be read.
+    packed files, are one part each. What could not be divided far enough is marked as large. Raises UserError where a file cannot be read.
     """
     files = list_files(source)
-    sizes = [file.stat().st_size for file in files]
+    sizes = list(map(unpacked_bytes, files))
     wanted_bytes = max(MIN_PART_BYTES, sum(sizes) / max(1, num_parts))
     parts = []
     for file, size in zip(files, sizes, strict=True):
@@ -137,25 +137,27 @@ def split_source(source: Source, num_parts: int) -> list[Part]:
 
 def _split_file(file: Path, num_parts: int) -> list[Part]:
     kind = kind_of(file) or ""
-    if num_parts == 1 or file.name.lower().endswith(".gz"):
+    packed = file.name.lower().endswith(".gz")
+    if num_parts == 1:
         return [Part(str(file), kind)]
-    if kind in ("jsonl", "text"):
+    if kind in ("jsonl", "text") and not packed:
         return [Part(str(file), kind, *stretch) for stretch in split_lines(file, num_parts, after_blank=kind == "text")]
-    if kind in BINARY_KINDS:
+    if kind in BINARY_KINDS and not packed:
         return _group(file, kind, split_parquet(file) if kind == "parquet" else split_arrow(file), num_parts)
-    return [Part(str(file), kind)]
+    return [Part(str(file), kind, large=True)]
 
 
 def _group(file: Path, kind: str, pieces: list[tuple[int, int]], num_parts: int) -> list[Part]:
     """Neighbouring row groups or batches, as (rows, bytes), gathered into parts of a like number of bytes."""
     all_bytes = sum(num_bytes for _, num_bytes in pieces)
     parts: list[Part] = []
-    start, first_row, row, num_bytes = 0, 1, 1, 0
+    start, first_row, row, num_bytes, taken_bytes = 0, 1, 1, 0, 0
     for index, (num_rows, size) in enumerate(pieces, start=1):
         row, num_bytes = row + num_rows, num_bytes + size
         if num_bytes * num_parts >= all_bytes * (len(parts) + 1) or index == len(pieces):
-            parts.append(Part(str(file), kind, start, index, first_row))
-            start, first_row = index, row
+            large = (num_bytes - taken_bytes) * num_parts >= 2 * all_bytes
+            parts.append(Part(str(file), kind, start, index, first_row, large))
+            start, first_row, taken_bytes = index, row, num_bytes
     return parts or [Part(str(file), kind)]
 
 

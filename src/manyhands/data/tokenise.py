@@ -163,10 +163,20 @@ class Tokeniser:
 
     def run(self, part: Part, source: int, folder: Path, on_chunk: Callable[[], None] = lambda: None) -> Outcome:
         """Writes the segment ``folder`` of all rows of a part. Faults of rows are gathered in what is returned."""
+        unreadable = Findings()
+        outcome = self.run_rows(self.read(part, unreadable), source, folder, on_chunk)
+        outcome.unreadable = unreadable
+        return outcome
+
+    def read(self, part: Part, unreadable: Findings) -> Iterator[Row]:
+        """The rows of a part. A text that is to be split may come in pieces, to be used up before the next row is asked for."""
+        streams = part.kind == "text" and self._config.data.too_long == "split"
+        return read_documents(part, unreadable) if streams else read_part(part, unreadable)
+
+    def run_rows(self, rows: Iterable[Row], source: int, folder: Path, on_chunk: Callable[[], None] = lambda: None) -> Outcome:
+        """Writes the segment ``folder`` of rows of one source."""
         outcome, writer = Outcome(), SegmentWriter(folder)
         try:
-            streams = part.kind == "text" and self._config.data.too_long == "split"
-            rows = read_documents(part, outcome.unreadable) if streams else read_part(part, outcome.unreadable)
             for chunk in self._gather(self._convert(rows, source, outcome, writer)):
                 rendered = self._renderer.render_many([item.content for item in chunk])
                 for item, result in zip(chunk, rendered, strict=True):

@@ -1,8 +1,9 @@
 """Tokenises the parts of a run's sources, here or in as many processes as there are cores and memory for.
 
-One fresh process loads the tokenizer and forks the others, which share its memory; nothing but files in the folder of the
-preparation passes between them: ``job.json`` in, segments and outcomes out, ``error-N.json`` and a log where it fails. Each
-process ends when the one above it does, however that ended. Knows no cache.
+One fresh process loads the tokenizer and forks the others, which share its memory; files in the folder of the preparation
+pass between them and this one: ``job.json`` in, segments and outcomes out, ``error-N.json`` and a log where it fails. Rows of
+what one alone can read go from one forked process to another (``hand_out.py``). Each process ends when the one above it does,
+however that ended. Knows no cache.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.config.schema import RunConfig, Source
+from manyhands.data.hand_out import BATCH_CHARACTERS, Batch, WorkList, cut_batches
 from manyhands.data.rows import Part
 from manyhands.data.sources import split_source
 from manyhands.data.tokenise import Outcome, Tokeniser, choose_format
-from manyhands.data.tokenizer import load_tokenizer, note_plain_markers
+from manyhands.data.tokenizer import load_tokenizer, note_plain_markers, widen_cache
 from manyhands.errors import EXIT_FAILED, UserError
 from manyhands.facts.host import read_host_facts
 
@@ -36,7 +38,7 @@ LOADED_BYTES = 512 << 20  # the process that loads the tokenizer, which imports 
 WORKER_BYTES = 64 << 20  # what a forked process adds
 MAX_BYTES = 2 << 30  # of all together
 CHUNK_CHARACTERS_HERE = 4_000_000  # enough for all threads of the tokenizer
-CHUNK_CHARACTERS_FORKED = 250_000  # one thread
+CHUNK_CHARACTERS_FORKED = 500_000  # one thread
 REPORT_EVERY_S = 10.0
 GRACE_S = 10.0
 
@@ -53,6 +55,7 @@ class Job:
     sources: tuple[Source, ...]
     parts: tuple[tuple[int, Part], ...]
     num_processes: int
+    batch_characters: int
 
     def write(self) -> None:
         values = {
@@ -61,6 +64,7 @@ class Job:
             "sources": [source.model_dump(mode="json") for source in self.sources],
             "parts": [(source, asdict(part)) for source, part in self.parts],
             "num_processes": self.num_processes,
+            "batch_characters": self.batch_characters,
         }
         (self.folder / "job.json").write_text(json.dumps(values), encoding="utf-8")
 
@@ -74,13 +78,30 @@ class Job:
             tuple(map(Source.model_validate, values["sources"])),
             tuple((source, Part(**part)) for source, part in values["parts"]),
             values["num_processes"],
+            values["batch_characters"],
         )
 
-    def segment(self, number: int) -> Path:
-        return self.folder / "segments" / f"{number:06d}"
+    def segment(self, number: int, batch: int | None = None) -> Path:
+        """Where the rows of a part go, or of one batch of a large one."""
+        return self.folder / "segments" / _name(number, batch)
 
-    def outcome(self, number: int) -> Path:
-        return self.folder / f"outcome-{number:06d}.json"
+    def segments(self, number: int) -> list[Path]:
+        """All that there are of a part, in the order of its rows."""
+        return sorted((self.folder / "segments").glob(f"{number:06d}*"))
+
+    def outcome(self, number: int, batch: int | None = None) -> Path:
+        return self.folder / f"outcome-{_name(number, batch)}.json"
+
+    def read_outcome(self, number: int) -> Outcome:
+        """What became of all rows of a part."""
+        total = Outcome()
+        for path in sorted(self.folder.glob(f"outcome-{number:06d}*.json")):
+            total.add(Outcome.read(path))
+        return total
+
+
+def _name(number: int, batch: int | None) -> str:
+    return f"{number:06d}" if batch is None else f"{number:06d}-{batch:06d}"
 
 
 def plan_job(
@@ -93,7 +114,8 @@ def plan_job(
         for index, (source, size) in enumerate(zip(sources, num_bytes, strict=True))
         for part in split_source(source, max(1, round(size / PART_BYTES)) if wanted > 1 else 1)
     ]
-    return Job(folder, config, model_folder, tuple(sources), tuple(parts), max(1, min(wanted, len(parts))))
+    useful = wanted if any(part.large for _, part in parts) else len(parts)
+    return Job(folder, config, model_folder, tuple(sources), tuple(parts), max(1, min(wanted, useful)), BATCH_CHARACTERS)
 
 
 def choose_num_processes(num_bytes: int) -> int:
@@ -114,7 +136,7 @@ def tokenise_parts(job: Job, report: Report) -> list[Outcome]:
             _tokenise_part(job, tokeniser, notes, number, progress.show)
     else:
         _run_processes(job, report)
-    return [Outcome.read(job.outcome(number)) for number in range(len(job.parts))]
+    return [job.read_outcome(number) for number in range(len(job.parts))]
 
 
 class _Progress:
@@ -135,12 +157,29 @@ def _open(job: Job, chunk_characters: int) -> tuple[Tokeniser, list[str]]:
     """The tokeniser of a job, and what is to be said about its tokenizer."""
     config, model = job.config, job.config.model
     tokenizer = load_tokenizer(job.model_folder, model.chat_template, model.trust_remote_code, model.new_tokens)
+    if getattr(tokenizer, "is_fast", False):
+        widen_cache(tokenizer)
     formats = [choose_format(source, config, bool(tokenizer.chat_template)) for source in job.sources]
     notes = [] if config.task == "cpt" else note_plain_markers(tokenizer)
     if "prompt" in formats and not tokenizer.chat_template:
         # A chat model whose template got lost would train on rows that no chat ever shows it.
         notes.insert(0, "no chat template: prompt and completion are joined as they stand (model.chat_template gives one)")
     return Tokeniser(config, tokenizer, job.sources, formats, chunk_characters), notes
+
+
+def _tokenise_large_part(job: Job, tokeniser: Tokeniser, notes: list[str], number: int, work: WorkList) -> None:
+    """Reads the rows of a part, and does those batches that nobody else is free for."""
+    outcome = Outcome()
+    for batch in cut_batches(number, tokeniser.read(job.parts[number][1], outcome.unreadable), job.batch_characters):
+        if not work.offer(batch):
+            _tokenise_batch(job, tokeniser, notes, batch)
+    outcome.write(job.outcome(number))
+
+
+def _tokenise_batch(job: Job, tokeniser: Tokeniser, notes: list[str], batch: Batch) -> None:
+    outcome = tokeniser.run_rows(batch.rows, job.parts[batch.part][0], job.segment(batch.part, batch.number))
+    outcome.notes = [*notes, *outcome.notes]
+    outcome.write(job.outcome(batch.part, batch.number))
 
 
 def _tokenise_part(job: Job, tokeniser: Tokeniser, notes: list[str], number: int, on_chunk: Callable[[], None] = lambda: None) -> None:
@@ -217,8 +256,8 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # a collection would write into every object, and so copy the memory that is shared
     context = multiprocessing.get_context("fork")
-    turn = context.Value("i", 0)
-    processes = [context.Process(target=_work, args=(job, tokeniser, notes, turn), daemon=True) for _ in range(job.num_processes)]
+    work = WorkList(context, len(job.parts), job.num_processes)
+    processes = [context.Process(target=_work, args=(job, tokeniser, notes, work), daemon=True) for _ in range(job.num_processes)]
     for process in processes:
         process.start()
     running: dict[Any, Any] = {process.sentinel: process for process in processes}
@@ -234,20 +273,26 @@ def main() -> None:
                 sys.exit(EXIT_FAILED)
 
 
-def _work(job: Job, tokeniser: Tokeniser, notes: list[str], turn: Any) -> None:
-    """One forked process: takes the next part until there is none."""
+def _work(job: Job, tokeniser: Tokeniser, notes: list[str], work: WorkList) -> None:
+    """One forked process: takes the next part, or batch of one, until there is none."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    while True:
-        with turn.get_lock():
-            number, turn.value = turn.value, turn.value + 1
-        if number >= len(job.parts):
-            return
+    while (item := work.take()) is not None:
+        number = item.part if isinstance(item, Batch) else item
         try:
-            _tokenise_part(job, tokeniser, notes, number)
+            if isinstance(item, Batch):
+                _tokenise_batch(job, tokeniser, notes, item)
+                continue
+            if job.parts[number][1].large:
+                _tokenise_large_part(job, tokeniser, notes, number, work)
+            else:
+                _tokenise_part(job, tokeniser, notes, number)
         except UserError as error:
+            work.abandon()
             _fail(job, error, number)
         except OSError as error:
+            work.abandon()
             _fail(job, cannot_write(job.folder, error), number)
+        work.finish_part()
 
 
 def _end_with_parent() -> None:

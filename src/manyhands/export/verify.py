@@ -7,6 +7,8 @@ transformers' or PEFT's public API where they fit into memory, and compared bit 
 from __future__ import annotations
 
 import argparse
+import copy
+import functools
 import importlib.util
 import json
 import sys
@@ -168,6 +170,8 @@ def _open_adapter(folder: Path, base: Path, dtype: str, kind: str) -> tuple[torc
     _quiet()
     inner: Any = AutoModelForCausalLM.from_pretrained(base, dtype=dtype, **(_nf4_options() if kind == "nf4" else {}))
     inner.set_attn_implementation(plain_attention(inner.config))
+    if kind == "nf4":
+        _dequantise_as_one_row(inner)
     grow_embeddings(inner, needed_tokens(folder))
     model = PeftModel.from_pretrained(inner, str(folder))
     return model, get_peft_model_state_dict(model, save_embedding_layers=False)  # True adds a grown base's embeddings
@@ -181,6 +185,26 @@ def _nf4_options() -> dict[str, Any]:
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.float32
     )
     return {"quantization_config": quantised, "device_map": {"": "cpu"}}
+
+
+def _dequantise_as_one_row(model: torch.nn.Module) -> None:
+    """Gives layers of bitsandbytes a forward pass that is right for rows of any length on every CPU.
+
+    Its own (0.50.2) rounds scales to bfloat16 on CPUs that multiply in it, fails there for rows that are not whole blocks of
+    64, and on other AVX-512 CPUs gets rows wrong that end in half a block. Blocks run over the flattened weight.
+    """
+    from bitsandbytes.functional import dequantize_4bit
+    from bitsandbytes.nn import Linear4bit
+
+    def forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
+        state = copy.copy(layer.weight.quant_state)
+        state.shape = (layer.out_features * layer.in_features,)
+        weight = dequantize_4bit(layer.weight.data, state).view(layer.out_features, layer.in_features)
+        return torch.nn.functional.linear(x, weight.to(x.dtype), layer.bias)
+
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.forward = functools.partial(forward, module)
 
 
 def compare_tokens(folder: Path, reference: Reference) -> list[str]:

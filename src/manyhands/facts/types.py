@@ -63,6 +63,8 @@ class DataFacts(Fact):
     num_truncated: int = 0
     num_split: int = 0
     steps_per_epoch_by_tokens: int | None = None  # filled when batch.tokens is asked
+    first_lengths: tuple[int, ...] = ()  # of the rows that the first epoch begins with, in its order: all of it, or some ten thousands
+    first_targets: tuple[int, ...] = ()  # trained tokens of the same; filled when batch.tokens is asked
     rows_per_epoch: int = Field(default_factory=lambda fields: fields["num_rows"])  # each as often as its source's weight says
 
 

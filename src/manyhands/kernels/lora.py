@@ -113,7 +113,7 @@ def _restore(tensors: Sequence[Tensor], forms: Sequence[_Form]) -> list[Layer]:
 # -- a group, forward and backward ------------------------------------------------------------------------------------------
 
 
-def _stack_a(layers: Sequence[Layer], dtype: torch.dtype) -> Tensor | None:
+def stack_a(layers: Sequence[Layer], dtype: torch.dtype) -> Tensor | None:
     """The factors A of a group as one matrix (R, i)"""
     factors = [layer.a.to(dtype) for layer in layers if layer.a is not None]
     if not factors:
@@ -121,13 +121,13 @@ def _stack_a(layers: Sequence[Layer], dtype: torch.dtype) -> Tensor | None:
     return factors[0] if len(factors) == 1 else torch.cat(factors)
 
 
-def _scaled_b(layer: Layer, dtype: torch.dtype) -> Tensor:
+def scaled_b(layer: Layer, dtype: torch.dtype) -> Tensor:
     """scaling B (o, r), rounded once"""
     assert layer.b is not None
     return (layer.b * layer.scaling).to(dtype)
 
 
-def _columns(layers: Sequence[Layer]) -> list[slice]:
+def factor_columns(layers: Sequence[Layer]) -> list[slice]:
     """Each layer's columns among the R of the group; empty for a layer without factors."""
     slices = []
     start = 0
@@ -140,11 +140,11 @@ def _columns(layers: Sequence[Layer]) -> list[slice]:
 
 def _forward(x: Tensor, layers: Sequence[Layer]) -> tuple[tuple[Tensor, ...], Tensor | None]:
     """Outputs (n, o) of a group, and x A^T (n, R)"""
-    stacked = _stack_a(layers, x.dtype)
+    stacked = stack_a(layers, x.dtype)
     low = None if stacked is None else x @ stacked.t()
     outputs = []
-    for layer, columns in zip(layers, _columns(layers), strict=True):
-        own = None if low is None or layer.b is None else (low[:, columns], _scaled_b(layer, x.dtype))
+    for layer, columns in zip(layers, factor_columns(layers), strict=True):
+        own = None if low is None or layer.b is None else (low[:, columns], scaled_b(layer, x.dtype))
         outputs.append(_output(x, layer, own))
     return tuple(outputs), low
 
@@ -164,16 +164,16 @@ def _backward(
 ) -> tuple[Tensor | None, Tensor | None, list[Tensor | None]]:
     """From dY of each layer: dX (n, i), dL = [dY scaling B] (n, R), and each layer's dB.
 
-    dA is left to ``_split_a``, since an MLP has the input of ``down`` only later.
+    dA is left to ``split_a``, since an MLP has the input of ``down`` only later.
     """
     dtype = gradients[0].dtype
     lows: list[Tensor] = []
     for_b: list[Tensor | None] = []
-    for layer, columns, dy in zip(layers, _columns(layers), gradients, strict=True):
+    for layer, columns, dy in zip(layers, factor_columns(layers), gradients, strict=True):
         if layer.b is None or low is None:
             for_b.append(None)
             continue
-        lows.append(dy @ _scaled_b(layer, dtype))
+        lows.append(dy @ scaled_b(layer, dtype))
         for_b.append((mm_wide(dy.t(), low[:, columns]) * layer.scaling).to(layer.b.dtype))
     dlow = None
     if lows:
@@ -183,7 +183,7 @@ def _backward(
 
 def _input_gradient(layers: Sequence[Layer], gradients: Sequence[Tensor], dlow: Tensor | None) -> Tensor:
     """sum_i dY_i W_i + dL A, (n, i)"""
-    stacked = _stack_a(layers, gradients[0].dtype)
+    stacked = stack_a(layers, gradients[0].dtype)
     plain = [(dy, layer.base[0]) for dy, layer in zip(gradients, layers, strict=True) if layer.transposed is None]
     others = [layer.transposed(dy, *layer.base) for dy, layer in zip(gradients, layers, strict=True) if layer.transposed is not None]
     if dlow is not None and stacked is not None:
@@ -196,12 +196,13 @@ def _input_gradient(layers: Sequence[Layer], gradients: Sequence[Tensor], dlow: 
     return total
 
 
-def _split_a(dlow: Tensor | None, x: Tensor, layers: Sequence[Layer]) -> list[Tensor | None]:
+def split_a(dlow: Tensor | None, x: Tensor, layers: Sequence[Layer]) -> list[Tensor | None]:
     """Each layer's dA = dL^T x, from one product (R, n) x (n, i)"""
     if dlow is None:
         return [None] * len(layers)
     whole = mm_wide(dlow.t(), x)
-    return [None if layer.a is None else whole[columns].to(layer.a.dtype) for layer, columns in zip(layers, _columns(layers), strict=True)]
+    pairs = zip(layers, factor_columns(layers), strict=True)
+    return [None if layer.a is None else whole[columns].to(layer.a.dtype) for layer, columns in pairs]
 
 
 def _flat_gradients(forms: Sequence[_Form], for_a: Sequence[Tensor | None], for_b: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -230,7 +231,7 @@ class _LoraLinears(torch.autograd.Function):
         x, low, *tensors = ctx.saved_tensors
         layers = _restore(tensors, ctx.forms)
         dx, dlow, for_b = _backward(low, layers, gradients, ctx.needs_input_grad[0])
-        return dx, None, *_flat_gradients(ctx.forms, _split_a(dlow, x, layers), for_b)
+        return dx, None, *_flat_gradients(ctx.forms, split_a(dlow, x, layers), for_b)
 
 
 class _LoraMlp(torch.autograd.Function):
@@ -238,7 +239,7 @@ class _LoraMlp(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, forms: tuple[_Form, ...], activation: str, *tensors: Tensor) -> Tensor:
         gate, up, down = _restore(tensors, forms)
         (g, u), low = _forward(x, (gate, up))
-        (y,), low_down = _forward(_activate(g, activation) * u, (down,))
+        (y,), low_down = _forward(activate(g, activation) * u, (down,))
         ctx.forms, ctx.activation = forms, activation
         ctx.save_for_backward(x, g, u, low, low_down, *tensors)
         return y
@@ -249,16 +250,16 @@ class _LoraMlp(torch.autograd.Function):
         gate, up, down = _restore(tensors, ctx.forms)
         dh, dlow_down, for_b_down = _backward(low_down, (down,), (dy,), True)
         assert dh is not None
-        active = _activate(g, ctx.activation)
-        for_a_down = _split_a(dlow_down, active * u, (down,))
+        active = activate(g, ctx.activation)
+        for_a_down = split_a(dlow_down, active * u, (down,))
         du = dh * active
         dg = _activate_back(dh * u, g, ctx.activation)
         dx, dlow, for_b = _backward(low, (gate, up), (dg, du), ctx.needs_input_grad[0])
-        for_a = _split_a(dlow, x, (gate, up))
+        for_a = split_a(dlow, x, (gate, up))
         return dx, None, None, *_flat_gradients(ctx.forms, for_a + for_a_down, for_b + for_b_down)
 
 
-def _activate(g: Tensor, activation: str) -> Tensor:
+def activate(g: Tensor, activation: str) -> Tensor:
     if activation == "silu":
         return F.silu(g)
     return F.gelu(g, approximate="tanh" if activation == "gelu_tanh" else "none")

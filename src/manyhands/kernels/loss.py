@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from manyhands.kernels.matmul import add_mm_, sum_dtype
+from manyhands.kernels.matmul import add_mm_, mm_wide, sum_dtype
 
 MAX_LOGITS_FROZEN = 2**28  # logits held at once: 0.5 GiB in bfloat16
 MAX_LOGITS_TRAINED = 2**29  # 1 GiB: each chunk reads and writes the float32 sum of the weight's gradient, so chunks are few
@@ -148,10 +148,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         losses = torch.empty(num_rows, dtype=wide, device=hidden.device)
         hits = torch.zeros(num_rows if options.metrics else 1, dtype=torch.bool, device=hidden.device)
         hidden_grad = torch.empty_like(hidden, memory_format=torch.contiguous_format) if options.hidden_grad else None
-        weight_grad = None
-        if options.weight_grad:
-            shape_dtype = wide if many else weight.dtype  # one chunk needs no sum, and the product is rounded once
-            weight_grad = torch.zeros(weight.shape, dtype=shape_dtype, device=weight.device)
+        weight_grad = torch.zeros_like(weight) if options.weight_grad and num_rows == 0 else None
         softmax = _softmax(options)
         for start in range(0, num_rows, step):
             rows = slice(start, min(start + step, num_rows))
@@ -161,12 +158,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             softmax(logits, targets[rows], part, losses[rows], hits[rows] if options.metrics else None)
             if hidden_grad is not None:
                 torch.mm(logits, weight, out=hidden_grad[rows])
-            if weight_grad is not None and many:
+            if weight_grad is not None:
                 add_mm_(weight_grad, logits.t(), hidden[rows])
-            elif weight_grad is not None:
-                torch.mm(logits.t(), hidden, out=weight_grad)
+            elif options.weight_grad:  # one chunk needs no sum, and the product is rounded once
+                weight_grad = mm_wide(logits.t(), hidden[rows]) if many else torch.mm(logits.t(), hidden)
         num_correct = hits.sum()
-        ctx.weight_dtype = weight.dtype
+        ctx.weight_dtype, ctx.scale = weight.dtype, _scale(options)
         ctx.save_for_backward(hidden_grad, weight_grad)
         ctx.mark_non_differentiable(num_correct)
         ctx.set_materialize_grads(False)
@@ -181,7 +178,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scaled_weight = None
         if weight_grad is not None:  # scaled and cast in one pass
             scaled_weight = torch.empty_like(weight_grad, dtype=ctx.weight_dtype)
-            torch.mul(weight_grad, grad_sum, out=scaled_weight)
+            ctx.scale(weight_grad, grad_sum, out=scaled_weight)
         return None if hidden_grad is None else hidden_grad * grad_sum, scaled_weight, None, None, None
 
 
@@ -265,6 +262,15 @@ def _softmax(options: _Options) -> Any:
     if options.backend == "compile":
         return partial(_compiled_softmax(), **settings)
     return partial(softmax_rows, **settings)
+
+
+def _scale(options: _Options) -> Any:
+    """``torch.mul`` of a tensor and a number on the device, into another dtype, which torch does at a third of the bandwidth."""
+    if options.backend != "triton":
+        return torch.mul
+    from manyhands.kernels.triton_loss import scale_triton
+
+    return scale_triton
 
 
 def _check(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None) -> None:

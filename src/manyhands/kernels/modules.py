@@ -1,9 +1,10 @@
-"""Attention and MLP modules on fused low-rank layers, in the place of a family's own: same children, same names, same numbers.
+"""Attention and MLP modules on fused layers, in the place of a family's own: same children, same names, same numbers.
 
 ``fuse_lora`` looks at classes by name, and at adapted layers by what they hold: a frozen ``weight`` (and ``bias``), trained
 ``lora_A.weight`` and ``lora_B.weight``, ``scaling`` and ``dropout``. A layer whose weight is quantised offers
-``fused_base() -> (pieces, product, transposed)``, see ``lora.Layer``. Whatever does not fit stays as it is, and is reported.
-Knows nothing of how adapters are made, of sharding or of runs.
+``fused_base() -> (pieces, product, transposed)``, see ``lora.Layer``; one whose products may be in fp8, adapted or not, says by
+``in_fp8`` whether they are now. Whatever does not fit stays as it is, and is reported. Knows nothing of how adapters are made,
+of sharding or of runs.
 
 Weights are read from the children in each forward pass, so what a sharded unit has gathered is what is used. Hooks on the
 children themselves do not run; a module whose children have some is left.
@@ -20,7 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from manyhands.kernels.lora import Layer, lora_linears, lora_mlp
+from manyhands.kernels.fp8_linear import Coded, fp8_linears, fp8_mlp
+from manyhands.kernels.lora import Layer, activate, lora_linears, lora_mlp
 
 ATTENTION = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention", "Gemma3Attention")
 MLP = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "Gemma3MLP")
@@ -30,7 +32,7 @@ FACTORS = ("lora_A", "lora_B")
 
 @dataclass(frozen=True)
 class FuseReport:
-    """Names of the modules that were replaced, with their former class, and of those with adapters that were left, with the reason."""
+    """Names of the modules that were replaced, with their former class, and of those that might have been, with the reason."""
 
     fused: dict[str, str] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
@@ -43,13 +45,15 @@ class FuseReport:
 
 
 def fuse_lora(model: nn.Module) -> FuseReport:
-    """Replace attention and MLP modules that hold adapters. ``model`` may be on meta; do so before it is compiled or sharded.
+    """Replace attention and MLP modules that hold adapters, or layers that may be in fp8.
+
+    ``model`` may be on meta; do so before it is compiled or sharded.
 
     Parameters, buffers and their names do not change. A module is left where a layer has dropout, trained weights of its own,
     parameters besides its factors (DoRA) or hooks, and where the family is not known.
     """
     report = FuseReport()
-    holders = [(name, module) for name, module in model.named_modules() if any(map(_is_adapted, module.children()))]
+    holders = [(name, module) for name, module in model.named_modules() if any(map(_can_fuse, module.children()))]
     for name, module in holders:
         kind = type(module).__name__
         reason = _why_not(module)
@@ -69,6 +73,8 @@ class FusedAttention(nn.Module):
     Called as transformers calls it: (b, t, e) -> (b, t, e) and the attention weights, if the implementation gives any.
     """
 
+    GROUPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",))  # layers on one input
+
     config: Any
     head_dim: int
     q_norm: Any
@@ -77,6 +83,7 @@ class FusedAttention(nn.Module):
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
         _take_over(self, original)
+        self.coded: dict[str, Coded] = {}  # frozen weights in fp8, by the first name of their group
         home = sys.modules[type(original).__module__]
         self._rotate: Callable[..., Any] = home.apply_rotary_pos_emb
         self._eager: Callable[..., Any] = home.eager_attention_forward
@@ -96,7 +103,7 @@ class FusedAttention(nn.Module):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         rows, length, _ = hidden_states.shape
-        projected = lora_linears(hidden_states, [layer_of(self.q_proj), layer_of(self.k_proj), layer_of(self.v_proj)])
+        projected = _compute(hidden_states, [self.q_proj, self.k_proj, self.v_proj], self.coded.get("q_proj"))
         query, key, value = (states.view(rows, length, -1, self.head_dim) for states in projected)
         if "q_norm" in self._modules:  # over the last dimension: the order of norm and transposition is free
             query, key = self.q_norm(query), self.k_norm(key)
@@ -107,20 +114,54 @@ class FusedAttention(nn.Module):
         attend = self._functions.get_interface(self.config._attn_implementation, self._eager)
         dropout = self.attention_dropout if self.training else 0.0
         out, weights = attend(self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **self._window, **kwargs)
-        (out,) = lora_linears(out.reshape(rows, length, -1), [layer_of(self.o_proj)])
+        (out,) = _compute(out.reshape(rows, length, -1), [self.o_proj], self.coded.get("o_proj"))
         return out, weights
 
 
 class FusedMlp(nn.Module):
     """down(act(gate(x)) * up(x)) as one function, (..., e) -> (..., e)."""
 
+    gate_proj: Any
+    up_proj: Any
+    down_proj: Any
+
+    GROUPS = (("gate_proj", "up_proj"), ("down_proj",))
+
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
         _take_over(self, original)
+        self.coded: dict[str, Coded] = {}
         self._activation = ACTIVATION_NAMES[_activation_name(original)]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return lora_mlp(x, layer_of(self.gate_proj), layer_of(self.up_proj), layer_of(self.down_proj), self._activation)
+        gate, up, down = self.gate_proj, self.up_proj, self.down_proj
+        if getattr(gate, "in_fp8", False):
+            coded, coded_down = self.coded.get("gate_proj"), self.coded.get("down_proj")
+            return fp8_mlp(x, _weight_of(gate), _weight_of(up), _weight_of(down), self._activation, coded, coded_down)
+        if _is_adapted_alone(gate, up, down):
+            return lora_mlp(x, layer_of(gate), layer_of(up), layer_of(down), self._activation)
+        out: torch.Tensor = down(activate(gate(x), self._activation) * up(x))
+        return out
+
+
+def _compute(x: torch.Tensor, children: list[Any], coded: Coded | None) -> tuple[torch.Tensor, ...]:
+    """Outputs of layers on one input: in fp8 where they say so, or by low-rank layers. Layers in fp8 are plain one by one."""
+    if getattr(children[0], "in_fp8", False):
+        return fp8_linears(x, [_weight_of(child) for child in children], coded)
+    if _is_adapted_alone(*children):
+        return lora_linears(x, [layer_of(child) for child in children])
+    return tuple(child(x) for child in children)
+
+
+def _is_adapted_alone(*children: Any) -> bool:
+    return any(map(_is_adapted, children)) and not _has_fp8(children[0])
+
+
+def _weight_of(module: Any) -> Layer:
+    """The same of a layer in fp8, whose weight may be trained."""
+    if not _is_adapted(module):
+        return Layer((module.weight,), module.bias)
+    return Layer((module.weight,), module.bias, module.lora_A.weight, module.lora_B.weight, module.scaling)
 
 
 def layer_of(module: Any) -> Layer:
@@ -145,6 +186,14 @@ def _is_adapted(module: nn.Module) -> bool:
     return all(isinstance(getattr(module, factor, None), nn.Module) for factor in FACTORS)
 
 
+def _can_fuse(module: nn.Module) -> bool:
+    return _is_adapted(module) or _has_fp8(module)
+
+
+def _has_fp8(module: nn.Module) -> bool:
+    return hasattr(module, "in_fp8")
+
+
 def _why_not(module: nn.Module) -> str:
     """Why a module that holds adapted layers cannot be replaced; empty where it can."""
     kind = type(module).__name__
@@ -159,6 +208,8 @@ def _why_not(module: nn.Module) -> str:
         reason = _why_not_layer(getattr(module, name, None))
         if reason:
             return f"{name} {reason}"
+    if len({_has_fp8(getattr(module, name)) for name in names}) > 1:
+        return "has layers in fp8 and others beside them"
     return ""
 
 
@@ -167,7 +218,7 @@ def _why_not_layer(module: Any) -> str:
         return f"is a {type(module).__name__}"
     layer: Any = module  # what it holds is asked for, not known
     adapted = _is_adapted(layer)
-    if not adapted and type(layer) is not nn.Linear and not hasattr(layer, "fused_base"):
+    if not adapted and type(layer) is not nn.Linear and not hasattr(layer, "fused_base") and not _has_fp8(layer):
         return f"is a {type(layer).__name__}"
     if adapted and float(getattr(layer, "dropout", 0.0)):
         return "has dropout"
@@ -180,7 +231,7 @@ def _why_not_layer(module: Any) -> str:
     others = [name for name, parameter in layer.named_parameters() if id(parameter) not in known]
     if others:
         return f"has parameters of another method ({', '.join(others)})"
-    if any(piece.requires_grad for piece in (*pieces, layer.bias) if piece is not None):
+    if not _has_fp8(layer) and any(piece.requires_grad for piece in (*pieces, layer.bias) if piece is not None):
         return "has trained weights of its own"
     return ""
 

@@ -121,6 +121,21 @@ def softmax_rows_triton(
     )
 
 
+@triton.jit
+def _scale_kernel(values_pointer, factor_pointer, out_pointer, num_elements, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < num_elements
+    values = tl.load(values_pointer + at, mask=inside, other=0.0).to(tl.float32) * tl.load(factor_pointer).to(tl.float32)
+    tl.store(out_pointer + at, values.to(out_pointer.dtype.element_ty), mask=inside)
+
+
+def scale_triton(values: torch.Tensor, factor: torch.Tensor, *, out: torch.Tensor) -> None:
+    """out = values * factor, 0-d, each element read and written once. All in one piece of memory."""
+    if not (values.is_contiguous() and out.is_contiguous()):
+        raise ValueError("values and their place must lie in one piece")
+    _scale_kernel[(triton.cdiv(values.numel(), 1024),)](values, factor, out, values.numel(), BLOCK=1024, num_warps=4)
+
+
 def compare(device: torch.device, dtype: torch.dtype, reference: Callable[..., None]) -> float:
     """Worst deviation from ``reference`` over rows longer than a block, as a multiple of what is allowed."""
     draw = torch.Generator().manual_seed(0)
@@ -129,6 +144,10 @@ def compare(device: torch.device, dtype: torch.dtype, reference: Callable[..., N
     targets = torch.tensor([0, 1, num_columns - 1, MAX_BLOCK, -100], device=device)
     weights = torch.tensor([1.0, 0.5, 2.0, 0.0, 1.0], device=device)
     worst = 0.0
+    scaled = torch.empty_like(start)
+    scale_triton(start.float(), weights[1], out=scaled)
+    if not torch.equal(scaled, (start.float() * weights[1]).to(dtype)):
+        return float("inf")
     for softcap in (None, 8.0):
         found = []
         for function in (softmax_rows_triton, reference):

@@ -22,6 +22,7 @@ from manyhands.config.patterns import matches
 from manyhands.config.schema import MethodSection
 from manyhands.errors import UserError
 from manyhands.model.blocks import block_linears, find_blocks
+from manyhands.model.fp8 import Fp8Linear
 from manyhands.model.nf4 import Nf4Linear
 from manyhands.model.quantise import gather_weight
 from manyhands.model.shards import fill_from, local, named_generator
@@ -88,6 +89,17 @@ class LoraNf4Linear(LoraLinear, Nf4Linear):
     """The same beside a weight in NF4, whose product ``Nf4Linear.forward`` computes."""
 
 
+class LoraFp8Linear(LoraLinear, Fp8Linear):
+    """The same beside a weight whose product ``Fp8Linear.forward`` computes in fp8."""
+
+
+def adapted_kind(linear: nn.Linear) -> type[LoraLinear]:
+    """The class that takes the place of ``linear``."""
+    if isinstance(linear, Nf4Linear):
+        return LoraNf4Linear
+    return LoraFp8Linear if isinstance(linear, Fp8Linear) else LoraLinear
+
+
 def apply_lora(model: nn.Module, method: MethodSection, seed: int, token_ids: Iterable[int] = ()) -> list[str]:
     """Freeze ``model`` but for adapters on ``method.targets``, ``method.modules_to_save``, and the rows of ``token_ids``.
 
@@ -105,8 +117,7 @@ def apply_lora(model: nn.Module, method: MethodSection, seed: int, token_ids: It
     add_token_rows(model, token_ids)
     for name in targets:
         parent, _, child = name.rpartition(".")
-        kind = LoraNf4Linear if isinstance(candidates[name], Nf4Linear) else LoraLinear
-        adapted = kind(candidates[name], method)
+        adapted = adapted_kind(candidates[name])(candidates[name], method)
         adapted.train(candidates[name].training)
         setattr(model.get_submodule(parent), child, adapted)
     if not any(parameter.is_meta for parameter in model.parameters()):

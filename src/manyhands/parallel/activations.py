@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 MIN_BYTES = {"cuda": 2**20, "cpu": 0}  # smaller tensors are not worth a copy; on a CPU, where nothing is gained, all are
-MAX_LEAVING_BYTES = 2**29  # on their way out while the forward pass goes on; plan/memory.py counts both
-MAX_AHEAD_BYTES = 2**29  # fetched before the backward pass asks for them
+MAX_LEAVING_BYTES = 2**28  # on their way out while the forward pass goes on; plan/activations.py counts both
+MAX_AHEAD_BYTES = 2**28  # fetched before the backward pass asks for them, and always one: 5 ms of copying, a block takes longer
 
 
 class Saved:
@@ -88,9 +88,9 @@ class ActivationStore:
         for reference in reversed(self._order[: packed.place]):
             before = reference()
             if before is not None:
-                ahead += before.size
-                if ahead > MAX_AHEAD_BYTES:
+                if ahead and ahead + before.size > MAX_AHEAD_BYTES:
                     break
+                ahead += before.size
                 self._fetch(before)
         if packed.fetched is not None:
             torch.cuda.current_stream(self._device).wait_event(packed.fetched)

@@ -42,7 +42,7 @@ def apply(loss_model: LossModel, plan: Plan, world: World, materialize: Callable
     """Recompute ▸ compile ▸ shard ▸ materialize ▸ offload activations ▸ replicate.
 
     ``loss_model`` is on meta, in training mode, adapters applied and the rest frozen; ``materialize`` gives it memory and
-    weights on the device that it is told. Five ways, chosen by the plan and by what is trained:
+    weights on the device that it is told. Six ways, chosen by the plan and by what is trained:
 
     ============================  =====================================================================================
     plan                          way
@@ -51,6 +51,7 @@ def apply(loss_model: LossModel, plan: Plan, world: World, materialize: Callable
     hybrid                        the same on a (replicate, shard) mesh
     one / ddp, all, in bfloat16   the same on a (replicate, shard=1) mesh, and so whatever is offloaded: one numerics
     one, all, in bfloat16, kept   the plain model, float32 masters beside a bfloat16 copy: the same numbers without copies
+    one, bfloat16 masters         the plain model: nothing is cast (``model.masters``: other numbers, on any layout)
     one / ddp, otherwise          the plain model / ``DistributedDataParallel`` whose hook sums
     ============================  =====================================================================================
 
@@ -68,7 +69,8 @@ def apply(loss_model: LossModel, plan: Plan, world: World, materialize: Callable
         compile_blocks(loss_model.model, dynamic=True if plan.dynamic else None)
 
     keeps_copy = mixed and keeps_compute_copy(plan)
-    mesh = None if keeps_copy else choose_mesh(plan, world, mixed=mixed)
+    is_plain = keeps_copy or (plan.strategy == "one" and plan.master_dtype == plan.compute_dtype and plan.offload != "all")
+    mesh = None if is_plain else choose_mesh(plan, world, mixed=mixed)
     if mesh is not None:
         shard(loss_model, mesh, mixed=mixed, reshard=plan.reshard, offload=plan.offload == "all")
     materialize(loss_model, torch.device("cpu") if plan.offload == "all" else world.device)

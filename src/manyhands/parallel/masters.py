@@ -2,7 +2,8 @@
 
 Numerics are those of ``MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32)``, bit for bit. Per step the masters
 are cast once (6 bytes a parameter moved) and each gradient is widened once, where FSDP2 casts, packs, divides by one and
-copies. Must not know data, the optimizer, the loop or what the model computes.
+copies. An optimizer that takes narrow gradients and writes the copy itself spares both. Must not know data, the loop or what
+the model computes.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ class ComputeCopy:
     Outside of that the modules hold the masters, under the same names: optimizer, checkpoints and export see nothing else.
     ``entrances`` are the modules whose forward passes may be called from outside; calls of one inside another are one pass.
 
-    Gradients arrive at the copies and are added up in the masters' ``grad`` at once. The copies are leaves that live as long
-    as the model, so compiled graphs see the same tensors at every call; tied parameters share one.
+    Gradients arrive at the copies and are added up in the masters' ``grad`` at once, in the masters' dtype. The copies are
+    leaves that live as long as the model, so compiled graphs see the same tensors at every call; tied parameters share one.
     """
 
     def __init__(self, root: nn.Module, entrances: list[nn.Module], dtype: torch.dtype) -> None:
         self.accumulates = False  # whether more micro-batches follow before the optimizer steps: the copy stays valid
+        self._keeps_narrow = False  # a gradient that nothing is added to stays in the copy's dtype: widened it is the same number
         self._places: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] = []
         self._masters: list[torch.Tensor] = []
         self._copies: list[torch.Tensor] = []
@@ -51,10 +53,24 @@ class ComputeCopy:
                     continue
                 if id(master) not in made:
                     copy = made[id(master)] = nn.Parameter(torch.empty_like(master, dtype=dtype, requires_grad=False))
-                    copy.register_post_accumulate_grad_hook(functools.partial(_add_to_master, master))
+                    copy.register_post_accumulate_grad_hook(functools.partial(self._add_to_master, master))
                     self._masters.append(master)
                     self._copies.append(copy)
                 self._places.append((module._parameters, name, master, made[id(master)]))
+
+    def hand_over(self) -> dict[torch.Tensor, torch.Tensor]:
+        """The copy of each master, for an optimizer that writes both and then calls ``mark_written``.
+
+        From here on the masters' ``grad`` is in the copies' dtype in steps of one micro-batch: the optimizer has to take either.
+        """
+        self._keeps_narrow = True
+        for master in self._masters:
+            master.grad_dtype = None  # any
+        return dict(zip(self._masters, self._copies, strict=True))
+
+    def mark_written(self) -> None:
+        """The copies are what the masters are now; weights that are loaded later show by their versions."""
+        self._is_stale, self._versions = False, self._sum_versions()
 
     def _before_forward(self, *_: Any) -> None:
         if self._backward is not None and torch._C._current_graph_task_id() == NO_BACKWARD:
@@ -85,12 +101,27 @@ class ComputeCopy:
         self._is_stale = not self.accumulates
         self._leave()
 
+    def _add_to_master(self, master: nn.Parameter, copy: torch.Tensor) -> None:
+        """Autograd's hook on a copy whose gradient is whole: handed on to the master, mostly widened, and dropped."""
+        gradient, copy.grad = copy.grad, None
+        assert gradient is not None
+        if master.grad is None:
+            alone = self._keeps_narrow and not self.accumulates
+            master.grad = gradient if alone else gradient.to(master.dtype)
+            return
+        if master.grad.dtype != master.dtype:
+            master.grad = master.grad.to(master.dtype)
+        master.grad.add_(gradient)
+
     @torch.no_grad()
     def _refresh(self) -> None:
-        versions = sum(master._version for master in self._masters)
+        versions = self._sum_versions()
         if self._is_stale or versions != self._versions:
             torch._foreach_copy_(self._copies, self._masters)
             self._is_stale, self._versions = False, versions
+
+    def _sum_versions(self) -> int:
+        return sum(master._version for master in self._masters)
 
     def _enter(self) -> None:
         if self._depth == 0:
@@ -103,13 +134,3 @@ class ComputeCopy:
         if self._depth == 0:
             for parameters, name, master, _ in self._places:
                 parameters[name] = master
-
-
-def _add_to_master(master: nn.Parameter, copy: torch.Tensor) -> None:
-    """Autograd's hook on a copy whose gradient is whole: widened into the master's, and dropped."""
-    assert copy.grad is not None
-    if master.grad is None:
-        master.grad = copy.grad.to(master.dtype)
-    else:
-        master.grad.add_(copy.grad)
-    copy.grad = None

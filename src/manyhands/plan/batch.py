@@ -28,6 +28,7 @@ class Split:
     micro_tokens: int | None
     accumulation: int | None
     full_micro_tokens: int
+    is_single: bool = False  # every step is one micro-batch of each rank
 
     @property
     def micro(self) -> int:
@@ -70,9 +71,15 @@ def _packed_splits(config: RunConfig, data: DataFacts, world_size: int, useful_t
     else:
         step_tokens = tokens * data.num_tokens / max(1, data.num_targets) if tokens is not None else (rows or 1) * data.mean_length
         sizes = pack_sizes(data.max_length, step_tokens / world_size, useful_tokens)
-    splits = [Split(rows, tokens, None, size, None, size) for size in sizes]
-    # rows of one length are packed by their number, and never fill the quarter that is for uneven steps
-    return [replace(split, full_micro_tokens=constant_pack_tokens(split, data, world_size) or split.full_micro_tokens) for split in splits]
+    return [_with_known_steps(Split(rows, tokens, None, size, None, size), data, world_size) for size in sizes]
+
+
+def _with_known_steps(split: Split, data: DataFacts, world_size: int) -> Split:
+    """What is certain of every step. Rows of one length are packed by their number, and never fill the quarter for uneven steps."""
+    constant, rows = constant_pack_tokens(split, data, world_size), split.batch_rows
+    if constant is not None and rows is not None:
+        return replace(split, full_micro_tokens=constant, is_single=rows <= world_size * (constant // data.max_length))
+    return replace(split, is_single=rows is not None and rows * padded_tokens(data.max_length) <= split.full_micro_tokens)
 
 
 def pack_sizes(longest: int, rank_tokens: float, useful_tokens: int) -> list[int]:
@@ -126,7 +133,7 @@ def _row_splits(config: RunConfig, data: DataFacts, world_size: int, useful_toke
     else:
         divisors = [size for size in range(share, 0, -1) if share % size == 0]
         sizes = [size for size in divisors if size * data.max_length <= useful_tokens] or [1]
-    return [Split(rows, None, size, None, share // size, size * data.max_length) for size in sizes]
+    return [Split(rows, None, size, None, share // size, size * data.max_length, is_single=size == share) for size in sizes]
 
 
 def _check_divides(rows: int, world_size: int, micro: int | None, accumulation: int | None) -> None:

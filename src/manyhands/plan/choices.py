@@ -17,12 +17,13 @@ from manyhands.plan.batch import has_one_length
 Device = Literal["cuda", "cpu"]
 Dtype = Literal["bfloat16", "float16", "float32", "float64"]
 ComputeDtype = Literal["bfloat16", "float32", "float64"]
-MasterDtype = Literal["float32", "float64"]
+MasterDtype = Literal["bfloat16", "float32", "float64"]
 Attention = Literal["varlen", "sdpa", "blockwise"]
 
 DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 MAX_FLASH_HEAD_DIM = 256
 MIN_FLASH_CAPABILITY = (8, 0)
+MIN_FP8_CAPABILITY = (8, 9)
 AUTO_LEARNING_RATE = {"lora": 2e-4, "qlora": 2e-4, "full": 2e-5, "patterns": 2e-5}
 
 
@@ -59,10 +60,12 @@ def decide(config: RunConfig, facts: Facts) -> Decisions:
     attention, why_attention = choose_attention(config, facts.model, gpus, compute)
     compiled, why_compile = choose_compile(config, device, facts.data)
     why_frozen: tuple[str, ...] = (describe_frozen(compute),) if config.method.name == "qlora" else ()
+    why_frozen += choose_linear(config, device, gpus)
     if facts.model.num_tower_parameters:
         why_frozen += (f"text alone is trained: towers of {facts.model.num_tower_parameters:,} parameters stay on disk",)
     rate, why_rate = choose_learning_rate(config)
     check_optimizer(config, device, compute)
+    master, why_master = choose_master_dtype(config, compute)
     output, why_output = choose_output_dtype(config, facts.model, compute)
     return Decisions(
         device=device,
@@ -70,13 +73,13 @@ def decide(config: RunConfig, facts: Facts) -> Decisions:
         shard_ranks=choose_shard_ranks(config, facts, device, world_size),
         gpus=gpus,
         compute=compute,
-        master="float64" if compute == "float64" else "float32",
+        master=master,
         attention=attention,
         compile=compiled,
         learning_rate=rate,
         output=output,
         why_ranks=(why_device, why_world),
-        why_numerics=(why_compute, *why_frozen, why_attention, why_compile),
+        why_numerics=(why_compute, *why_master, *why_frozen, why_attention, why_compile),
         why_rate=(why_rate, why_output),
     )
 
@@ -165,7 +168,29 @@ def choose_compute_dtype(config: RunConfig, gpus: tuple[GpuFacts, ...]) -> tuple
         return "float32", "compute: float32, as on every CPU"
     if without is not None:
         return "float32", f"compute: float32, as {without.name} has no bfloat16"
-    return "bfloat16", "compute: bfloat16, float32 masters, reduced as float32 sums"
+    masters = "" if config.model.masters == "bfloat16" else "float32 masters, "
+    return "bfloat16", f"compute: bfloat16, {masters}reduced as float32 sums"
+
+
+def choose_master_dtype(config: RunConfig, compute: ComputeDtype) -> tuple[MasterDtype, tuple[str, ...]]:
+    """Of trained weights and their optimizer states. UserError where bfloat16 was asked for and something else needs more."""
+    if config.model.masters == "float32":
+        return ("float64" if compute == "float64" else "float32"), ()
+    obstacles = {
+        f"method.name is {config.method.name}, which keeps what it trains in float32": config.method.name != "full",
+        f"model.dtype is {config.model.dtype}: the model computes in {compute}": compute != "bfloat16",
+        f"optimizer.name is {config.optimizer.name}, which does not round stochastically": config.optimizer.name != "adamw",
+        f"parallel.offload is {config.parallel.offload}, whose update is torch's own": config.parallel.offload != "none",
+    }
+    found = [text for text, stands in obstacles.items() if stands]
+    if found:
+        raise UserError(
+            "model.masters: bfloat16 does not go with other keys",
+            where="model.masters",
+            why="; ".join(found),
+            fix="remove model.masters, or train in full with model.dtype=bfloat16, optimizer.name=adamw and parallel.offload=none",
+        )
+    return "bfloat16", ("masters: bfloat16, as asked: weights rounded stochastically, states in bfloat16; sums of gradients in float32",)
 
 
 def describe_frozen(compute: ComputeDtype) -> str:
@@ -222,8 +247,27 @@ def choose_kernels(config: RunConfig, device: Device, attention: Attention) -> d
     return {
         "fuse_lora": adapters and (asked.lora == "fused" or (asked.lora == "auto" and gpu)),
         "fuse_loss": asked.loss == "fused" or (asked.loss == "auto" and gpu),
+        "fuse_optimizer": config.optimizer.name == "adamw" and asked.optimizer == "auto" and gpu,
         "fast_attention": asked.attention == "auto" and attention == "varlen",
     }
+
+
+def choose_linear(config: RunConfig, device: Device, gpus: tuple[GpuFacts, ...]) -> tuple[str, ...]:
+    """What is said of products in fp8. UserError where the GPUs have none; a CPU emulates them if it was asked for by name."""
+    if config.kernels.linear == "plain":
+        return ()
+    old = next((gpu for gpu in gpus if gpu.compute_capability and gpu.compute_capability < MIN_FP8_CAPABILITY), None)
+    if old is not None or (device == "cpu" and config.parallel.device != "cpu"):
+        raise UserError(
+            "kernels.linear: fp8 needs GPUs that multiply in fp8",
+            where="kernels.linear",
+            why=f"{old.name} has compute capability {'.'.join(map(str, old.compute_capability or ()))}, and 8.9 is the first with fp8"
+            if old is not None
+            else "there is no GPU, and a CPU would only emulate it, slowly",
+            fix="set kernels.linear: plain" + ("" if old is not None else ", or parallel.device: cpu to emulate it"),
+        )
+    emulated = ", emulated in float32, as asked by parallel.device: cpu" if device == "cpu" else ""
+    return (f"linear: products of the blocks in fp8 while training{emulated}; plain where the model is evaluated or saved",)
 
 
 def choose_compile(config: RunConfig, device: Device, data: DataFacts) -> tuple[bool, str]:
@@ -263,6 +307,8 @@ def choose_output_dtype(config: RunConfig, model: ModelFacts, compute: ComputeDt
     asked = config.output.dtype
     if asked != "auto":
         return asked, f"saved weights: {asked}, as asked"
+    if config.model.masters == "bfloat16":
+        return "bfloat16", "saved weights: bfloat16, as trained"
     if config.method.trains_adapters:
         return "float32", "saved adapter: float32, as trained"
     narrowed = config.method.name == "patterns" and DTYPE_BYTES[compute] < DTYPE_BYTES[model.stored_dtype]

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 
-from manyhands.plan.memory import Setup, moved_bytes
+from manyhands.plan.activations import moved_bytes
+from manyhands.plan.setup import Setup
 
 PINNED = 1 / math.log(2)  # torch rounds pinned blocks up to powers of 2: this much on average
 CHUNK_BYTES, CHUNKS_ON_DEVICE = 2**28, 2  # of parameters whose states are on the device, as in parallel/offload.py

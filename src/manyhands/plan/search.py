@@ -21,7 +21,9 @@ from manyhands.plan.choices import (
     decide,
     ranks_per_machine,
 )
-from manyhands.plan.memory import GIB, Setup
+from manyhands.plan.layout import with_efficiency
+from manyhands.plan.memory import GIB
+from manyhands.plan.setup import Setup
 from manyhands.plan.steps import count_steps
 from manyhands.plan.trained import count_trained
 from manyhands.plan.types import Candidate, Cause, Plan
@@ -58,7 +60,7 @@ def plan(config: RunConfig, facts: Facts, *, number: int = 1, cause: Cause = "fi
     pack_tokens = constant_pack_tokens(split, facts.data, made.world_size)
     steps = count_steps(config, facts.data, split.batch_rows)
     why_way = _why_way(config, facts, chosen, made, share, limits.why)
-    return Plan(
+    whole = Plan(
         number=number,
         cause=cause,
         config_digest=digest,
@@ -75,7 +77,7 @@ def plan(config: RunConfig, facts: Facts, *, number: int = 1, cause: Cause = "fi
         reduce_every=chosen.setup.reduce_every,
         recompute=chosen.recompute,
         offload=config.parallel.offload,
-        offload_activations=config.parallel.offload_activations,
+        offload_activations=chosen.setup.offload_activations,
         compile=made.compile,
         dynamic=not has_one_length(facts.data),
         compute_dtype=made.compute,
@@ -102,10 +104,13 @@ def plan(config: RunConfig, facts: Facts, *, number: int = 1, cause: Cause = "fi
         candidates=tuple(_candidate(way, chosen, made.device, share) for way in ways),
         why=(*made.why_ranks, why_packing, *why_way, *made.why_numerics, *_why_start(facts), *steps.why, *made.why_rate),
     )
+    return with_efficiency(whole, facts)
 
 
 def _base_setup(config: RunConfig, facts: Facts, made: Decisions) -> Setup:
     """What all ways share; the rest is put in for each."""
+    kernels = choose_kernels(config, made.device, made.attention)
+    rows_alone = has_one_length(facts.data) and facts.model.sliding_window is None
     return Setup(
         model=facts.model,
         num_adapter_parameters=count_adapter_parameters(config, facts.model, facts.new_tokens),
@@ -121,13 +126,17 @@ def _base_setup(config: RunConfig, facts: Facts, made: Decisions) -> Setup:
         master_bytes=DTYPE_BYTES[made.master],
         frozen_bytes=DTYPE_BYTES[made.compute],
         nf4_blocks=config.method.name == "qlora",
+        fp8_blocks=config.kernels.linear == "fp8",
         micro_tokens=1,
         builds_mask=made.attention == "sdpa" and config.data.packing is True,
         in_place=count_trained(config.method, facts.model),
         optimizer_name=config.optimizer.name,
         shard_ranks=made.shard_ranks,
         offload=config.parallel.offload,
-        offload_activations=config.parallel.offload_activations,
+        fuse_loss=kernels["fuse_loss"],
+        fuse_optimizer=kernels["fuse_optimizer"] and config.parallel.offload == "none",
+        mixed_lengths=made.attention == "varlen" and not (kernels["fast_attention"] and rows_alone),
+        adapter_dora=config.method.dora,
     )
 
 
@@ -199,7 +208,7 @@ def _why_recompute(config: RunConfig, way: Way) -> str:
 
 
 def _why_reduction(way: Way) -> list[str]:
-    if way.setup.num_shards == 1 or way.split.accumulation == 1:
+    if way.setup.num_shards == 1 or way.split.is_single:
         return []
     if way.setup.reduce_every:
         return ["reduction: gradients after every micro-batch, as whole ones do not fit until the last"]
@@ -209,12 +218,13 @@ def _why_reduction(way: Way) -> list[str]:
 def _why_offload(config: RunConfig, way: Way) -> list[str]:
     parallel, memory = config.parallel, way.memory
     moved = {"none": [], "optimizer": ["optimizer states"], "all": ["weights", "gradients", "optimizer states"]}[parallel.offload]
-    moved = moved + (["activations"] if parallel.offload_activations else [])
+    moved = moved + (["activations"] if way.setup.offload_activations else [])
     if not moved:
         return []
     if memory.host_limit is None:
         return [f"offload: {', '.join(moved)} in host memory, where a CPU has them anyway"]
-    return [f"offload: {', '.join(moved)} in host memory, {_gib(memory.host_total)} of {_gib(memory.host_limit)} a rank"]
+    hidden = ", whose copies hide behind recomputed blocks" if parallel.offload_activations == "auto" and moved[-1] == "activations" else ""
+    return [f"offload: {', '.join(moved)} in host memory{hidden}, {_gib(memory.host_total)} of {_gib(memory.host_limit)} a rank"]
 
 
 def _why_start(facts: Facts) -> list[str]:

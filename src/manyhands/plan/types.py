@@ -81,10 +81,11 @@ class Plan(Part):
     compile: bool
     fuse_lora: bool = False  # adapted modules of known families as one function
     fuse_loss: bool = False  # cross-entropy fused with the head
+    fuse_optimizer: bool = False  # AdamW that clips, steps and writes the compute copy in one pass, where there is one
     fast_attention: bool = False  # varlen: packs, and rows of one length, by the fastest kernels that pass a self-test
     dynamic: bool = True  # compiled blocks take micro-batches of any shape; not where all rows have one length
     compute_dtype: Literal["bfloat16", "float32", "float64"]
-    master_dtype: Literal["float32", "float64"]  # of trained weights, gradients' reduction and optimizer states
+    master_dtype: Literal["bfloat16", "float32", "float64"]  # of trained weights and optimizer states; sums are float32 at least
     frozen_dtype: Literal["bfloat16", "float32", "float64"]  # of frozen weights
     attention: Literal["varlen", "sdpa", "blockwise"]  # see model/attention.py
 
@@ -103,6 +104,7 @@ class Plan(Part):
     checkpoint_every: int  # 0: only at the end
     output_dtype: Literal["bfloat16", "float16", "float32", "float64"]
 
+    efficiency: float | None = None  # expected share of the computed tokens that is useful
     memory: MemoryEstimate
     step_s: float | None = None  # not predicted yet
     environment: dict[str, str] = {}  # what launch/env.py sets for every worker

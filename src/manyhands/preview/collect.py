@@ -18,8 +18,8 @@ from manyhands.data.tokenizer import load_tokenizer
 from manyhands.errors import UserError
 from manyhands.facts.hub import locate_model
 from manyhands.facts.types import DataFacts
+from manyhands.plan.layout import lay_out_step
 from manyhands.plan.types import Plan
-from manyhands.preview.batch import expected_efficiency, lay_out_step
 from manyhands.preview.lengths import bin_lengths, describe_lengths
 from manyhands.preview.spans import decode_spans, harmless
 from manyhands.preview.types import Preview, Refused, ShownBatch, ShownRow, SourceCounts
@@ -88,12 +88,10 @@ def _collect(
 ) -> Preview:
     planned = make_plan(config, folder, facts, report)
     train, meta = store.train, store.meta
-    batch, efficiency, num_sampled = None, None, 0
+    batch = None
     rows = np.arange(train.num_rows, dtype=np.int64)
     if isinstance(planned, Plan):
         batch, rows = _lay_out(planned, store, config.seed, step)
-        order = store.order_rows(config.seed, planned.batch_rows, planned.batch_tokens)
-        efficiency, num_sampled = expected_efficiency(planned, order, train.lengths)
     shown = rows[:max_rows]
     files = tuple(map(list_files, sources))
     return Preview(
@@ -107,8 +105,7 @@ def _collect(
         sources=_count_sources(store),
         lengths=bin_lengths(train.lengths),
         length_words=describe_lengths(train.lengths),
-        efficiency=efficiency,
-        num_sampled_steps=num_sampled,
+        efficiency=_find_sentence(planned, "efficiency: ") if isinstance(planned, Plan) else "",
         num_validation_rows=facts.num_validation_rows,
         num_validation_tokens=facts.num_validation_tokens,
         num_truncated=facts.num_truncated,
@@ -129,6 +126,11 @@ def make_plan(config: RunConfig, folder: Path, facts: DataFacts, report: Report)
         return plan(config, gather_facts(config.model_copy(update={"model": model}), data=facts, report=report))
     except UserError as error:
         return error
+
+
+def _find_sentence(plan: Plan, start: str) -> str:
+    """The rest of the plan's sentence that begins so; nothing where it has none."""
+    return next((sentence.removeprefix(start) for sentence in plan.why if sentence.startswith(start)), "")
 
 
 def _lay_out(plan: Plan, store: TokenStore, seed: int, step: int) -> tuple[ShownBatch, np.ndarray]:

@@ -10,8 +10,10 @@ from manyhands.errors import UserError
 from manyhands.files import write_atomically
 from manyhands.preview.types import Bin, Preview, Refused, ShownRow, SourceCounts, Span
 from manyhands.preview.words import (
+    LENGTH_TITLES,
     NUMBER_NOTE,
     SHARE_NOTE,
+    SOURCE_TITLES,
     describe_batch,
     describe_counts,
     describe_end,
@@ -19,7 +21,8 @@ from manyhands.preview.words import (
     describe_plan_error,
     has_weights,
     head_row,
-    percent,
+    tabulate_lengths,
+    tabulate_sources,
     weight_mark,
 )
 
@@ -40,11 +43,14 @@ pre { margin: .4rem 0; white-space: pre-wrap; overflow-wrap: anywhere; font: .9r
 mark { background: var(--on); color: inherit; border-bottom: 2px solid var(--edge);
   box-decoration-break: clone; -webkit-box-decoration-break: clone }
 sup { color: var(--edge); font-weight: 700 }
-.wide { overflow-x: auto } table { border-collapse: collapse } caption { text-align: left; color: var(--soft); padding-bottom: .3rem }
-th, td { padding: .2rem .9rem .2rem 0; text-align: right; border-bottom: 1px solid var(--line); vertical-align: top }
-th { font-weight: 600 } .text { text-align: left; overflow-wrap: anywhere }
-td.bar { width: 24rem; max-width: 45vw }
-.bar span { display: block; height: .9rem; background: var(--bar) }
+.wide { overflow-x: auto } table { border-collapse: collapse }
+th, td { padding: .2rem 0 .2rem .9rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); vertical-align: top;
+  font-variant-numeric: tabular-nums }
+th { font-weight: 600 } th:first-child { padding-left: 0 } .text { text-align: left }
+.path { display: block; min-width: 10rem; white-space: normal; overflow-wrap: anywhere; font-weight: 400; color: var(--soft) }
+.said { width: 100%; white-space: normal }
+.lengths { width: 100%; max-width: 46rem } td.bar { width: 100%; min-width: 3rem; vertical-align: middle }
+.bar span { display: block; height: .9rem; min-width: 1px; background: var(--bar) }
 .soft { color: var(--soft) } .bad { color: var(--bad); font-weight: 600 }
 @media print { body { margin: 0; max-width: none } article, tr { break-inside: avoid } mark, .bar span { print-color-adjust: exact } }
 """
@@ -131,40 +137,41 @@ def _span(span: Span) -> str:
 
 
 def _sources(sources: tuple[SourceCounts, ...]) -> str:
-    titles = ("rows", "tokens", "trained tokens", "held out", "weight", "rows an epoch", "share")
-    head = "".join(f'<th scope="col">{title}</th>' for title in titles)
     body = "".join(
-        f'<tr><th scope="row" class="text">{escape(entry.name)}</th><td class="text">{escape(entry.path)}</td>'
-        f'<td class="text">{escape(entry.format)}</td>'
-        + "".join(f"<td>{n:,}</td>" for n in (entry.num_rows, entry.num_tokens, entry.num_targets, entry.num_validation_rows))
-        + f"<td>{entry.weight:g}</td><td>{entry.epoch_rows:,.10g}</td><td>{percent(entry.share)}</td></tr>\n"
-        for entry in sources
+        f'<tr><th scope="row" class="text">{escape(entry.name)}<span class="path">{escape(entry.path)}</span></th>'
+        f'<td class="text">{escape(entry.format)}</td>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>\n'
+        for entry, cells in zip(sources, tabulate_sources(sources), strict=True)
     )
-    texts = "".join(f'<th scope="col" class="text">{title}</th>' for title in ("source", "path", "format"))
+    texts = "".join(f'<th scope="col" class="text">{title}</th>' for title in ("source", "format"))
     return (
-        f'<h2>Rows by source</h2>\n<div class="wide" tabindex="0" role="region" aria-label="Rows by source"><table>'
-        f"<caption>{SHARE_NOTE}</caption>\n<thead><tr>{texts}{head}</tr></thead>\n<tbody>{body}</tbody></table></div>"
+        f'<h2>Rows by source</h2>\n<p class="soft">{SHARE_NOTE}</p>\n'
+        f'<div class="wide" tabindex="0" role="region" aria-label="Rows by source">'
+        f"<table>\n<thead><tr>{texts}{_titles(SOURCE_TITLES)}</tr></thead>\n<tbody>{body}</tbody></table></div>"
     )
 
 
 def _lengths(bins: tuple[Bin, ...]) -> str:
-    most, total = max((entry.num_rows for entry in bins), default=1), sum(entry.num_rows for entry in bins)
     body = "".join(
-        f'<tr><th scope="row">{entry.first:,}–{entry.last:,}</th>'
-        f'<td class="bar"><span style="width:{100 * entry.num_rows / most:.1f}%"></span></td>'
-        f"<td>{entry.num_rows:,}</td><td>{percent(entry.num_rows / total)}</td><td>{entry.num_tokens:,}</td></tr>\n"
-        for entry in bins
+        f'<tr><th scope="row">{label}</th><td class="bar">{_bar(bar)}</td>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>\n'
+        for label, bar, cells in tabulate_lengths(bins)
     )
-    head = "".join(f'<th scope="col">{title}</th>' for title in ("rows", "share of rows", "tokens"))
     return (
-        f'<h2>Length of rows</h2>\n<table><thead><tr><th scope="col">tokens of a row</th><td></td>{head}</tr></thead>\n'
-        f"<tbody>{body}</tbody></table>"
+        '<h2>Length of rows in tokens</h2>\n<table class="lengths">'
+        f'<thead><tr><th scope="col">length</th><td></td>{_titles(LENGTH_TITLES)}</tr></thead>\n<tbody>{body}</tbody></table>'
     )
+
+
+def _bar(share: float) -> str:
+    return f'<span style="width:{100 * share:.1f}%"></span>' if share else ""
+
+
+def _titles(titles: Iterable[str]) -> str:
+    return "".join(f'<th scope="col">{title}</th>' for title in titles)
 
 
 def _pairs(pairs: Iterable[tuple[str, str]]) -> str:
     body = "".join(
-        f'<tr><th scope="row" class="text">{escape(name)}</th><td class="text">{escape(value)}</td></tr>\n' for name, value in pairs
+        f'<tr><th scope="row" class="text">{escape(name)}</th><td class="text said">{escape(value)}</td></tr>\n' for name, value in pairs
     )
     return f"<h2>What became of the rows</h2>\n<table><tbody>{body}</tbody></table>"
 

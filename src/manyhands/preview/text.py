@@ -12,7 +12,7 @@ from manyhands.preview.types import Bin, Preview, Refused, ShownRow, SourceCount
 from manyhands.preview.words import (
     NUMBER_NOTE,
     SHARE_NOTE,
-    count,
+    SOURCE_TITLES,
     describe_batch,
     describe_counts,
     describe_end,
@@ -20,7 +20,8 @@ from manyhands.preview.words import (
     describe_plan_error,
     has_weights,
     head_row,
-    percent,
+    tabulate_lengths,
+    tabulate_sources,
     weight_mark,
 )
 
@@ -87,12 +88,10 @@ def _print_sources(console: Console, sources: tuple[SourceCounts, ...]) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0), title_justify="left", title_style="bold", title="\nRows by source")
     table.add_column("source", overflow="fold")
     table.add_column("format", overflow="fold")
-    for title in ("rows", "tokens", "trained", "held out", "weight", "share"):
+    for title in SOURCE_TITLES:
         table.add_column(title, justify="right", no_wrap=True)
-    for entry in sources:
-        numbers = (entry.num_rows, entry.num_tokens, entry.num_targets, entry.num_validation_rows)
-        cells = [entry.name, entry.format, *(f"{number:,}" for number in numbers), f"{entry.weight:g}", percent(entry.share)]
-        table.add_row(*map(Text, cells))
+    for entry, cells in zip(sources, tabulate_sources(sources), strict=True):
+        table.add_row(*map(Text, (entry.name, entry.format, *cells)))
     if len(sources) > 1:
         sums = [sum(getattr(entry, name) for entry in sources) for name in ("num_rows", "num_tokens", "num_targets", "num_validation_rows")]
         table.add_row("all", "", *(f"{number:,}" for number in sums), style="bold")
@@ -105,15 +104,12 @@ def _print_lengths(console: Console, bins: tuple[Bin, ...]) -> None:
     if not bins:
         return
     _say(console, "\nLength of rows in tokens", style="bold")
-    labels = [f"{entry.first:,}–{entry.last:,}" if entry.last > entry.first else f"{entry.first:,}" for entry in bins]
-    counts = [count(entry.num_rows, "row") for entry in bins]
-    label_width, count_width = max(map(len, labels)), max(map(len, counts))
-    room = max(1, min(MAX_BAR, console.width - label_width - count_width - 12))
-    most, total = max(entry.num_rows for entry in bins), sum(entry.num_rows for entry in bins)
-    for entry, label, words in zip(bins, labels, counts, strict=True):
-        bar = "█" * max(round(room * entry.num_rows / most), entry.num_rows > 0)
-        line = Text(f"{label:>{label_width}}  ").append(f"{bar:<{room}}", style="cyan")
-        console.print(line.append(f"  {words:>{count_width}}  {percent(entry.num_rows / total):>6}"), soft_wrap=True)
+    rows = tabulate_lengths(bins)
+    label_width, count_width = max(len(label) for label, _, _ in rows), max(len(cells[0]) for _, _, cells in rows)
+    room = max(1, min(MAX_BAR, console.width - label_width - count_width - 17))
+    for label, bar, (num_rows, share, _) in rows:
+        line = Text(f"{label:>{label_width}}  ").append(f"{'█' * max(round(room * bar), bar > 0):<{room}}", style="cyan")
+        console.print(line.append(f"  {num_rows:>{count_width}} {'row' if num_rows == '1' else 'rows':<4}  {share:>6}"), soft_wrap=True)
 
 
 def _print_pairs(console: Console, pairs: Iterable[tuple[str, str]]) -> None:

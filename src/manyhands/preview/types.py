@@ -78,7 +78,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Preview:
-    """Everything that is shown. ``plan_error`` says why there is no batch; ``efficiency`` is a share of the computed tokens."""
+    """Everything that is shown. ``plan_error`` says why there is no batch; ``efficiency`` is what the plan says of it."""
 
     run: str
     model: str
@@ -90,8 +90,7 @@ class Preview:
     sources: tuple[SourceCounts, ...] = ()
     lengths: tuple[Bin, ...] = ()
     length_words: str = ""
-    efficiency: float | None = None
-    num_sampled_steps: int = 0
+    efficiency: str = ""
     num_validation_rows: int = 0
     num_validation_tokens: int = 0
     num_truncated: int = 0

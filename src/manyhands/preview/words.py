@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from manyhands.errors import UserError
-from manyhands.preview.types import Preview, ShownBatch, ShownRow
+from manyhands.preview.types import Bin, Preview, ShownBatch, ShownRow, SourceCounts
 
+SOURCE_TITLES = ("rows", "tokens", "trained", "held out", "weight", "share")
+LENGTH_TITLES = ("rows", "of all rows", "tokens")
 SHARE_NOTE = "share: of the tokens of one epoch, each source taken as often as its weight says"
 NUMBER_NOTE = "Each row is headed by its number among the training rows, its source, file:line, and its tokens."
 
@@ -29,6 +31,31 @@ def weight_mark(weight: float) -> str:
 
 def has_weights(preview: Preview) -> bool:
     return any(weight_mark(span.weight) for row in preview.rows for span in row.spans)
+
+
+def tabulate_sources(sources: Sequence[SourceCounts]) -> list[tuple[str, ...]]:
+    """The cells of ``SOURCE_TITLES`` for each source."""
+    return [
+        (
+            *(f"{number:,}" for number in (entry.num_rows, entry.num_tokens, entry.num_targets, entry.num_validation_rows)),
+            f"{entry.weight:g}",
+            percent(entry.share),
+        )
+        for entry in sources
+    ]
+
+
+def tabulate_lengths(bins: Sequence[Bin]) -> list[tuple[str, float, tuple[str, ...]]]:
+    """(tokens of a row, length of the bar in (0, 1), cells of ``LENGTH_TITLES``) for each bin."""
+    most, total = max((entry.num_rows for entry in bins), default=1), sum(entry.num_rows for entry in bins)
+    return [
+        (
+            f"{entry.first:,}" if entry.first == entry.last else f"{entry.first:,}–{entry.last:,}",
+            entry.num_rows / most,
+            (f"{entry.num_rows:,}", percent(entry.num_rows / total), f"{entry.num_tokens:,}"),
+        )
+        for entry in bins
+    ]
 
 
 def describe_batch(batch: ShownBatch) -> str:
@@ -74,17 +101,8 @@ def describe_more(preview: Preview) -> str:
 def describe_counts(preview: Preview) -> Iterator[tuple[str, str]]:
     """(name, value) of what became of the rows as a whole."""
     yield "length", preview.length_words
-    if preview.efficiency is not None and preview.batch is not None:
-        steps = "1 step" if preview.num_sampled_steps == 1 else f"{preview.num_sampled_steps} steps over the first epoch"
-        packed_rest = "padding" + (" and waiting for the fullest pack" if preview.batch.num_ranks > 1 else "")
-        rest = packed_rest if preview.batch.packed else "padding up to the longest row of a micro-batch"
-        yield (
-            "packing" if preview.batch.packed else "not packed",
-            (
-                f"{percent(preview.efficiency)} of the computed tokens are useful ({steps} looked at)"
-                + ("" if preview.efficiency == 1 else f"; the rest is {rest}")
-            ),
-        )
+    if preview.efficiency and preview.batch is not None:
+        yield "packing" if preview.batch.packed else "not packed", preview.efficiency
     held_out = (
         f"{count(preview.num_validation_rows, 'row')}, {preview.num_validation_tokens:,} tokens" if preview.num_validation_rows else "none"
     )

@@ -107,9 +107,12 @@ def faulty_cases() -> list[Case]:
     return [Case("a mean of means", 1, packed, "mean of means"), Case("documents that see each other", 1, packed, "leak")]
 
 
-def write_workspace(folder: Path, family: str = "llama") -> None:
-    """A tiny model and rows of 5 to 200 tokens, some almost all trained and some with a single trained word."""
-    write_tiny_model(folder / "model", family, "float32")
+def write_workspace(folder: Path, family: str = "llama", **changes: Any) -> None:
+    """A tiny model and rows of 5 to 200 tokens, some almost all trained and some with a single trained word.
+
+    ``changes`` override fields of the model's config.
+    """
+    write_tiny_model(folder / "model", family, "float32", **changes)
     (folder / "model" / "chat_template.jinja").unlink()  # prompts and completions as they stand: rows as short as 5 tokens
     choose = random.Random(7)
     words = ["a", "the", "cat", "dog", "sat", "ran", "on", "mat", "sun", "sky"]
@@ -140,7 +143,7 @@ def base_config(folder: Path, dtype: str, method: str, case: Case, device: str) 
     }
     for key, value in case.keys.items():
         section, _, name = key.partition(".")
-        mapping[section][name] = value
+        mapping.setdefault(section, {})[name] = value
     return config_from_mapping(mapping, where=case.name)
 
 

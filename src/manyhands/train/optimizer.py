@@ -5,7 +5,8 @@ Must not know how a model is built or sharded; the optimizers beside this file s
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,16 +20,23 @@ from manyhands.train.blockwise import BlockwiseAdamW, check_blockwise
 from manyhands.train.muon import Muon
 
 Group = dict[str, Any]
+MakeAdamW = Callable[..., torch.optim.Optimizer]  # of groups, with lr, betas and eps
+TORCHS_ADAMW: MakeAdamW = partial(torch.optim.AdamW, fused=True)
 
 
 def make_optimizer(
-    model: nn.Module, section: OptimizerSection, learning_rate: float, blocks: Collection[str] = ()
+    model: nn.Module,
+    section: OptimizerSection,
+    learning_rate: float,
+    blocks: Collection[str] = (),
+    make_adamw: MakeAdamW = TORCHS_ADAMW,
 ) -> torch.optim.Optimizer:
     """The optimizer of ``section`` over the trained parameters of ``model``, in their own (master) dtype.
 
     ``learning_rate`` is the peak, ``blocks`` the names of the decoder's blocks, whose matrices Muon orthogonalises. Every group
     has ``peak_ratio``, its peak as a share of that, and ``pattern``, the one of ``learning_rates`` that chose it or none.
-    UserError for patterns that choose nothing and for optimizers that the device does not have. AdamW is torch's fused one.
+    UserError for patterns that choose nothing and for optimizers that the device does not have. AdamW is torch's fused one, or
+    what ``make_adamw`` makes.
     """
     groups = group_parameters(model, section, learning_rate)
     if not groups:
@@ -47,7 +55,7 @@ def make_optimizer(
                 )
             return Muon(matrices, rest, lr=learning_rate, betas=betas, eps=section.eps)
         case "adamw":
-            return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=section.eps, fused=True)
+            return make_adamw(groups, lr=learning_rate, betas=betas, eps=section.eps)
     check_blockwise(section.name, (parameter for group in groups for _, parameter in group["params"]))
     for group in groups:
         group["bits"] = 8 if section.name.endswith("8bit") and group["decays"] else 32

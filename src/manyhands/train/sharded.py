@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -26,6 +27,14 @@ def num_shards(parameter: torch.Tensor) -> int:
         return 1
     sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
     return math.prod(size for size, placement in sizes if placement.is_shard())
+
+
+def first_index(parameter: torch.Tensor) -> int:
+    """Where this rank's part begins in the whole, counted in elements; parts are whole rows, so they are stretches of it."""
+    if not isinstance(parameter, DTensor):
+        return 0
+    _, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return offsets[0] * math.prod(parameter.shape[1:])
 
 
 def shard_as(part: torch.Tensor, like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -76,17 +77,28 @@ def run_step(
     return StepSums(loss_sum, grad_norm)
 
 
+@runtime_checkable
+class ScalesGradients(Protocol):
+    """An optimizer that multiplies gradients by a factor while its next step reads them: clipping needs no pass of its own."""
+
+    gradient_factor: torch.Tensor | None  # 0-d float32, on the gradients' device
+
+
 def clip_gradients(optimizer: torch.optim.Optimizer, grad_norm: torch.Tensor, max_norm: float) -> None:
     """Scales all gradients by min(1, max_norm / (norm + 1e-6)), in place, without a host synchronisation.
 
     The factor comes from a norm summed in float64: float32 norms differ in the last digit between layouts, and through
-    the factor that digit reaches every weight.
+    the factor that digit reaches every weight. An optimizer that scales by itself gets the factor, and gradients stay.
     """
     grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     local = [g.to_local() if hasattr(g, "to_local") else g for g in grads]
-    if local:
-        factor = (max_norm / (grad_norm + 1e-6)).clamp(max=1.0).to(local[0])  # which may lie in host memory
-        torch._foreach_mul_(local, factor)
+    if not local:
+        return
+    factor = (max_norm / (grad_norm + 1e-6)).clamp(max=1.0)
+    if isinstance(optimizer, ScalesGradients):
+        optimizer.gradient_factor = factor.to(local[0].device, torch.float32)
+    else:
+        torch._foreach_mul_(local, factor.to(local[0]))  # which may lie in host memory
 
 
 def _key(seed: int, step: int, index: int, rank: int) -> int:

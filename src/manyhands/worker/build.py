@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from manyhands.checkpoint.together import run_on_first
 from manyhands.data.store import TokenStore
 from manyhands.data.tokenizer import load_tokenizer
 from manyhands.errors import EXIT_FAILED, UserError
+from manyhands.kernels.adamw import Backend, FusedAdamW
+from manyhands.kernels.adamw import choose_backend as choose_adamw
 from manyhands.kernels.modules import fuse_lora
 from manyhands.model.adapter import adapt
 from manyhands.model.attention import choose_attention_kernels
@@ -24,7 +27,9 @@ from manyhands.model.quantise import count_parameters
 from manyhands.parallel.apply import apply
 from manyhands.parallel.offload import StreamedOptimizer
 from manyhands.train.optimizer import make_optimizer
+from manyhands.train.sharded import first_index
 from manyhands.train.types import TrainState
+from manyhands.worker.fp8 import begin_fp8, check_products, code_weights_once, fuse_trained
 from manyhands.worker.rank import Rank
 
 
@@ -53,21 +58,47 @@ def build_model(rank: Rank) -> None:
     """Meta model, adapters, surgery, weights onto their shards, optimizer."""
     plan, config, world = rank.plan, rank.config, rank.world
     model = build_meta(plan, config, say=rank.say)
+    in_fp8 = config.kernels.linear == "fp8"
+    if in_fp8:
+        begin_fp8(rank, model)
     if config.method.name != "full":
         rank.adapted = adapt(model, plan, config)
         if plan.fuse_lora:
             _fuse_adapters(rank, model)
+    elif in_fp8:
+        fuse_trained(rank, model)
     if plan.fast_attention:
         _choose_attention(rank, model)
     rank.loss_model = LossModel(model, fuse=plan.fuse_loss)
     rank.parallel = apply(rank.loss_model, plan, world, lambda module, device: materialize(module, plan, config, device))
-    rank.optimizer = make_optimizer(rank.model, config.optimizer, plan.learning_rate, list(find_blocks(rank.model)))
+    if in_fp8:
+        code_weights_once(rank)
+    rank.optimizer = _make_optimizer(rank)
     if plan.offload == "optimizer":
         rank.optimizer = StreamedOptimizer(rank.optimizer, world.device)
     trained = sum(p.numel() for p in rank.model.parameters() if p.requires_grad)
     total = count_parameters(rank.model)
     rank.measured |= {"num_parameters": total, "num_trained_parameters": trained}
     rank.say(f"model: {total:,} parameters, {trained:,} trained ({trained / total:.2%})")
+
+
+def _make_optimizer(rank: Rank) -> torch.optim.Optimizer:
+    """The optimizer. AdamW in one pass where weights have a copy that computes, and for weights in bfloat16; which, and why, is said."""
+    plan, config, copy = rank.plan, rank.config, rank.parallel.compute_copy
+    make = partial(make_optimizer, rank.model, config.optimizer, plan.learning_rate, list(find_blocks(rank.model)))
+    narrow = plan.master_dtype == "bfloat16"
+    if not narrow and (copy is None or not plan.fuse_optimizer or plan.offload != "none"):
+        return make()
+    backend = Backend("eager", "as asked") if config.kernels.optimizer == "plain" else choose_adamw(rank.world.device)
+    why = f" ({backend.reason})" if backend.reason else ""
+    if backend.name == "eager" and not narrow:
+        rank.say(f"optimizer: torch's own AdamW{why}")
+        return make()
+    make_adamw = partial(FusedAdamW, backend=backend.name, seed=config.seed, first_index=first_index)
+    if copy is not None:
+        make_adamw = partial(make_adamw, copies=copy.hand_over(), written=copy.mark_written)
+    rank.say(f"optimizer: AdamW with clipping{' and casts' if copy else ''} in one pass, {backend.name}{why}")
+    return make(make_adamw=make_adamw)
 
 
 def _fuse_adapters(rank: Rank, model: Any) -> None:
@@ -93,6 +124,8 @@ def check_model(rank: Rank) -> None:
     if rank.config.kernels.loss == "fused" and rank.loss_model.why_chunked:
         raise UserError("the loss cannot be fused", where="kernels.loss", why=rank.loss_model.why_chunked, fix="set kernels.loss: auto")
     rank.say(f"loss: {rank.loss_model.how_loss}")
+    if rank.config.kernels.linear == "fp8":
+        check_products(rank)
     if rank.world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(rank.world.device)
 

@@ -12,8 +12,8 @@ import torch
 
 from manyhands.data.batches import Collate, collate_here
 from manyhands.data.collate import Shape, collate_rows
-from manyhands.data.pack import TILE_TOKENS
 from manyhands.data.workers import BatchWorkers, open_store_rows
+from manyhands.plan.layout import pack_tile
 from manyhands.worker.rank import Rank
 
 SetName = Literal["train", "validation"]
@@ -76,7 +76,7 @@ def shape_of(rank: Rank, name: SetName = "train") -> Shape:
     plan = rank.plan
     if not plan.packing:
         return Shape(packed=False)
-    tile = TILE_TOKENS if plan.compile or plan.device == "cuda" else 1
+    tile = pack_tile(plan)
     if not plan.compile:
         return Shape(packed=True, tile=tile)
     sets = (rank.store.train.lengths, rank.store.validation.lengths)

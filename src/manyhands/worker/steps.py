@@ -11,18 +11,10 @@ import numpy as np
 from manyhands.data.batches import MicroBatches, iterate
 from manyhands.data.pack import Layout, lay_out_packed, lay_out_rows
 from manyhands.data.store import RowSet
+from manyhands.plan.layout import lay_out_step
 from manyhands.train.step import StepWork
 from manyhands.worker.loading import SetName, collation
 from manyhands.worker.rank import Rank
-
-
-def lay_out_step(rank: Rank, rows: np.ndarray) -> Layout:
-    """The rows of one training step as micro-batches of all ranks; the same on every rank."""
-    plan, world_size = rank.plan, rank.world.world_size
-    if plan.micro_tokens is not None:
-        return lay_out_packed(rows, rank.store.train.lengths, world_size, plan.pack_tokens or plan.micro_tokens)
-    assert plan.micro_rows is not None and plan.accumulation is not None
-    return lay_out_rows(rows, world_size, plan.micro_rows, plan.accumulation)
 
 
 def lay_out_evaluation(rank: Rank, row_set: RowSet, rows: np.ndarray) -> Layout:
@@ -48,7 +40,7 @@ def iterate_steps(rank: Rank) -> Iterator[StepWork]:
         for step in range(rank.state.step, rank.plan.num_steps):
             epoch, index = rank.order.locate(step)
             rows = rank.order.rows(epoch, index)
-            layout = lay_out_step(rank, rows)
+            layout = lay_out_step(rank.plan, rows, rank.store.train.lengths)
             coming.append(_describe(rank, step, epoch + (index + 1) / rank.order.steps_per_epoch(epoch), rows, layout))
             yield layout
 

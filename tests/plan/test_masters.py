@@ -1,0 +1,64 @@
+"""What masters in bfloat16 take, and what they do not go with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from manyhands.errors import UserError
+from manyhands.plan import memory
+from manyhands.plan.search import plan
+from tests.plan.examples import facts, llama_1b, run_config
+from tests.plan.test_memory import BLOCK, FULL, ROOT, sharded
+
+NARROW = replace(FULL, master_bytes=2, accumulates=False)
+KEYS: dict[str, Any] = {"model__masters": "bfloat16", "model__dtype": "bfloat16", "method__name": "full"}
+
+
+def test_they_keep_8_bytes_a_parameter_and_no_copy():
+    assert memory.weights(NARROW) + memory.gradients(NARROW) + memory.optimizer(NARROW) == 8 * 1448
+    assert memory.gathered(NARROW) == 0
+    assert memory.reduction(NARROW) == 2 * 32 * 8  # the head's gradient, until the embedding's is added
+
+
+def test_sums_of_gradients_are_counted_in_float32():
+    several = replace(NARROW, accumulates=True)
+    assert memory.gradients(several) == 4 * 1448
+    two = sharded(several, 2, reshard=False)
+    assert memory.gradients(two) == 2 * 1448 and memory.unreduced(replace(two, reduce_every=False)) == 4 * 1448
+    assert memory.root_reduction(two) == 6 * ROOT and memory.reduction(two) == 2 * 6 * BLOCK + 2 * 32 * 8
+
+
+def test_copies_on_several_ranks_are_made_by_fully_shard():
+    ddp = replace(NARROW, strategy="ddp", world_size=2)
+    assert memory.gathered(ddp) == 2 * 1448 and memory.root_reduction(ddp) == 6 * ROOT
+
+
+def test_the_plan_says_so_and_counts_it():
+    config = run_config(**KEYS)
+    wide, narrow = (
+        plan(config_, facts(model=llama_1b(), gpus=1)) for config_ in (run_config(**KEYS | {"model__masters": "float32"}), config)
+    )
+    assert (wide.master_dtype, narrow.master_dtype, narrow.output_dtype) == ("float32", "bfloat16", "bfloat16")
+    assert narrow.fuse_optimizer and any("rounded stochastically" in sentence for sentence in narrow.why)
+    assert not any("float32 masters" in sentence for sentence in narrow.why)
+    states = ("weights", "optimizer", "gathered")
+    assert sum(narrow.memory.terms[name] for name in states) == 6 * llama_1b().num_parameters
+    assert sum(wide.memory.terms[name] for name in states) == 14 * llama_1b().num_parameters
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        ({"method__name": "lora"}, "method.name is lora"),
+        ({"method__name": "patterns", "method__train": ["*mlp*"]}, "method.name is patterns"),
+        ({"model__dtype": "float32"}, "computes in float32"),
+        ({"optimizer__name": "adafactor"}, "adafactor"),
+        ({"parallel__offload": "all"}, "parallel.offload is all"),
+    ],
+)
+def test_what_they_do_not_go_with_is_refused(keys: dict[str, Any], why: str):
+    with pytest.raises(UserError, match=why):
+        plan(run_config(**KEYS | keys), facts(model=llama_1b(), gpus=1))

@@ -1,0 +1,79 @@
+"""The share of useful tokens: the plan, ``manyhands data`` and the batches that are made agree on it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from manyhands.config.schema import RunConfig
+from manyhands.data.collate import collate_rows
+from manyhands.data.store import TokenStore
+from manyhands.facts.gather import gather_facts
+from manyhands.plan.layout import lay_out_step
+from manyhands.plan.search import plan
+from manyhands.preview.collect import collect
+from manyhands.preview.words import describe_counts
+from manyhands.testing.tiny import write_tiny_model
+from manyhands.worker.loading import shape_of
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def write_run(folder: Path, model: Path, num_processes: int, **sections: Any) -> RunConfig:
+    rows = [{"question": f"q{n}", "answer": "a" * (1 + n * n % 61)} for n in range(90)]
+    (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"train": str(folder / "a.jsonl"), "cache": str(folder / "cache"), **sections.pop("data", {})}
+    parallel = {"device": "cpu", "gpus": num_processes, **sections.pop("parallel", {})}
+    return RunConfig.model_validate({"name": "t", "model": {"name": str(model)}, "data": data, "parallel": parallel, **sections})
+
+
+@pytest.mark.parametrize("num_processes", [1, 3])
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"batch": {"rows": 8}},
+        {"batch": {"rows": 8}, "parallel": {"compile": True}},
+        {"batch": {"tokens": 200}},
+        {"batch": {"rows": 12, "micro_rows": 2}, "data": {"packing": False}},
+        {"batch": {"rows": 8}, "task": "cpt", "data": {"max_length": 32, "too_long": "split"}, "parallel": {"compile": True}},
+    ],
+    ids=["packed", "tiles", "tokens", "rows", "blocks"],
+)
+def test_plan_preview_and_batches_agree(num_processes: int, sections: dict[str, Any], model_folder: Path, tmp_path: Path) -> None:
+    config = write_run(
+        tmp_path,
+        model_folder,
+        num_processes,
+        **{name: dict(section) if isinstance(section, dict) else section for name, section in sections.items()},
+    )
+    if config.task == "cpt":
+        (tmp_path / "a.jsonl").write_text(json.dumps({"text": "Word. " * 400}) + "\n")
+    facts = gather_facts(config, report=lambda _: None)
+    made = plan(config, facts)
+    assert made.world_size == num_processes and made.efficiency is not None
+
+    store = TokenStore.open(made.data_folder)
+    shape = shape_of(SimpleNamespace(plan=made, store=store))  # type: ignore[arg-type]
+    order = store.order_rows(config.seed, made.batch_rows, made.batch_tokens)
+    num_steps = made.steps_per_epoch
+    useful = computed = 0
+    for step in np.unique(np.linspace(0, num_steps - 1, min(num_steps, 20)).astype(int)):
+        rows = order.rows(0, int(step))
+        useful += int(store.train.lengths[rows].sum())
+        for micro in lay_out_step(made, rows, store.train.lengths).micro_batches:
+            computed += num_processes * max(collate_rows(store.train, part, shape)["input_ids"].size for part in micro)
+    assert made.efficiency == pytest.approx(useful / computed, rel=0, abs=1e-12)
+
+    sentence = next(said for said in made.why if said.startswith("efficiency: ")).removeprefix("efficiency: ")
+    shown = dict(describe_counts(collect(config, report=lambda _: None)))
+    assert shown["not packed" if not made.packing else "packing"] == sentence
+    share = float(sentence.split("%")[0])
+    assert share == pytest.approx(100 * made.efficiency, abs=0.5)
