@@ -25,9 +25,10 @@ from manyhands.plan.types import Plan
 from tests.plan.examples import GIB, data_facts, facts
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
-FILES = ("h200-beside-trl.jsonl", "h200-x4-beside-trl.jsonl", "h200-kernels.jsonl")
-# What was decided otherwise then, and is asked for here so that the same way is compared.
-DECIDED_SINCE = {"parallel.offload_activations": False}
+FILES = (
+    *("h200-beside-trl.jsonl", "h200-x4-beside-trl.jsonl", "h200-kernels.jsonl"),
+    *("h200-x2-beside-trl.jsonl", "h200-side-by-side.jsonl", "h200-adamw.jsonl"),
+)
 # Fused adapters' products were recomputed by mistake, so less was kept than selective recomputation keeps.
 NOT_COMPARABLE = {("70b-lora", "selective")}
 UNDER, OVER = 0.02, 0.05  # of what is allocated: allowed shares below and above the measurement
@@ -52,7 +53,8 @@ def plan_again(measured: dict[str, Any], folder: Path) -> Plan:
     data = data_facts(
         num_rows=len(lengths), mean=sum(lengths) / len(lengths), longest=max(lengths), num_validation_rows=0, num_validation_tokens=0
     )
-    asked = DECIDED_SINCE | {"parallel.recompute": measured["recompute"], "parallel.strategy": measured["strategy"]}
+    asked = {"parallel.recompute": measured["recompute"], "parallel.strategy": measured["strategy"]}
+    asked["parallel.offload_activations"] = measured.get("offload_activations", False)  # none was, before it was decided
     if measured["strategy"] == "fsdp":
         asked["parallel.reshard"] = measured["reshard"]
     keys = [f"{key}={json.dumps(value)}" for key, value in asked.items()] + measured["by_hand"]

@@ -32,6 +32,7 @@ GIB = 2**30
 CHUNK_LOGITS, MIN_CHUNK_TOKENS = 2**27, 256  # elements and tokens of one chunk of the loss, as in model/loss.py
 FUSED_LOGITS = {"frozen": 2**28, "trained": 2**29}  # elements of one chunk where the head is fused, as in kernels/loss.py
 BLOCKS_IN_FLIGHT = 2  # FSDP2 gathers the next block while one computes
+GATHERED_BLOCKS = 3  # these two, and the buffer that the next one came in, until it is copied out of it
 CONTEXT_BYTES = {"cuda": int(0.6 * GIB), "cpu": int(0.6 * GIB)}  # CUDA context and loaded kernels; on CPU the imports
 WORKSPACE_BYTES = {"cuda": 2**26, "cpu": 0}  # of cuBLAS and cuBLASLt, 32 MiB each on Hopper: torch allocates them
 COMMUNICATION_BYTES = {"cuda": 1 * GIB, "cpu": GIB // 16}  # NCCL's / gloo's buffers, with more than one rank
@@ -135,7 +136,7 @@ def optimizer(s: Setup) -> int:
 def gathered(s: Setup) -> int:
     """Whole weights in compute dtype that FSDP2, or parallel/masters.py, makes from shards or masters.
 
-    ``R c`` for the root, which stays gathered, plus ``min(2, L) B c`` if blocks are resharded after the forward pass, else
+    ``R c`` for the root, which stays gathered, plus ``min(3, L) B c`` if blocks are resharded after the forward pass, else
     ``L B c``. Frozen weights are gathered as they are kept. Nothing where the weights are whole and in compute dtype already.
     Weights trained by patterns are gathered as masters, and cast where they are used: see ``_gathered_in_place``.
     """
@@ -143,7 +144,7 @@ def gathered(s: Setup) -> int:
         return _gathered_in_place(s, s.in_place)
     if s.num_shards == 1 and not s.gathers_whole:
         return 0
-    num_blocks = min(BLOCKS_IN_FLIGHT, s.model.num_layers) if s.reshard else s.model.num_layers
+    num_blocks = min(GATHERED_BLOCKS, s.model.num_layers) if s.reshard else s.model.num_layers
     if s.trains_everything:
         return (s.num_root_parameters + num_blocks * s.model.num_block_parameters) * s.compute_bytes
     return s.num_root_parameters * s.frozen_bytes + num_blocks * s.frozen_block_bytes
@@ -166,7 +167,7 @@ def _gathered_in_place(s: Setup, t: TrainedWeights) -> int:
     held = t.num_in_root + (t.num_in_blocks if s.recompute == "none" else t.num_in_largest_block)
     if s.num_shards == 1 and not s.gathers_whole:
         return held * casts
-    num_blocks = min(BLOCKS_IN_FLIGHT, s.model.num_layers) if s.reshard else s.model.num_layers
+    num_blocks = min(GATHERED_BLOCKS, s.model.num_layers) if s.reshard else s.model.num_layers
     trained = t.num_in_root + min(num_blocks * t.num_in_largest_block, t.num_in_blocks)
     plain = s.num_root_parameters + num_blocks * s.model.num_block_parameters
     return plain * s.frozen_bytes + trained * (s.master_bytes - s.frozen_bytes) + held * casts
