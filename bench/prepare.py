@@ -3,9 +3,11 @@
     python bench/prepare.py --model FOLDER --folder SCRATCH [--megabytes 1000 --rows 500000 --output bench/results/prepare.jsonl]
 
 Memory is the proportional set size (PSS) of all processes of the preparation, sampled every half second: a page that k
-processes share counts 1/k in each. The tokenizer's own rate is ``encode_batch`` alone, over the same texts, by one thread,
-times the cores; it is measured on this machine just before the preparation. Where others work on the machine too, the
-rates by CPU seconds (of all processes, starting included) are the ones to compare. Nothing but the result is kept.
+k processes share counts 1/k in each. The tokenizer's own rate is ``encode_batch`` alone, with offsets and the list of ids of
+each text, by as many processes of one thread as there are cores, all at once: what one gets alone is more than what each
+gets beside the others. They take rows of the same file, rendered beforehand, 200 texts at a time, before the preparation
+and again after it. Neither reading, rendering nor loading is in it. Where others work on the machine too, the rates by CPU
+seconds (of the preparation: of all processes, starting included) are the ones to compare. Nothing but the result is kept.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import psutil
 
 SAMPLE_EVERY_S = 0.5
 NUM_READERS = 4
+ENCODED_ROWS = 4000  # by each process
 COMMON = """the a of to and in that is was he for it with as his on be at by had not are but from or have an they which one you were
 all her she there would their we him been has when who will no more if out so up said what its about than into them can only other
 time new some could these two may first then do any like my now over such our man me even most made after also"""
@@ -54,18 +57,23 @@ for index in np.random.default_rng(int(sys.argv[2])).integers(0, store.train.num
 print("ready", flush=True)
 sys.stdin.readline()
 after = memory()
-print(json.dumps({name: round(after[name] - before[name], 1) for name in after}))
+print(json.dumps({name: round(after[name] - before[name], 1) for name in after}), flush=True)
+sys.stdin.read()
 """
 ENCODE = """
-import json, sys, time
+import itertools, json, sys, time
 from manyhands.data.tokenizer import load_tokenizer
 tokenizer = load_tokenizer(sys.argv[1])
-rows = [json.loads(line)["messages"] for line, _ in zip(open(sys.argv[2]), range(4000))]
+first, num_rows = int(sys.argv[3]), int(sys.argv[4])
+rows = [json.loads(line)["messages"] for line in itertools.islice(open(sys.argv[2]), first, first + num_rows)]
 texts = tokenizer.apply_chat_template(rows, tokenize=False)
+print("ready", flush=True)
+sys.stdin.readline()
 start = time.process_time()
 num_tokens = sum(len(encoding.ids) for at in range(0, len(texts), 200)
                  for encoding in tokenizer.backend_tokenizer.encode_batch(texts[at:at + 200], add_special_tokens=False))
-print(num_tokens / (time.process_time() - start))
+print(json.dumps([num_tokens, time.process_time() - start]), flush=True)
+sys.stdin.read()
 """
 
 
@@ -118,9 +126,39 @@ def _read_pss(pid: int) -> float:
     return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("Pss:")), 0.0)
 
 
-def run_python(code: str, *arguments: str, **environment: str) -> str:
-    command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, env=os.environ | environment, check=True, capture_output=True, text=True).stdout
+def run_together(code: str, arguments: list[list[str]], **environment: str) -> list[Any]:
+    """What a process for each list of arguments prints, as JSON, after all have said that they are ready; none ends before the last."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, *own], env=os.environ | environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for own in arguments
+    ]
+    for process in processes:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    results = []
+    for process in processes:
+        assert process.stdout is not None
+        results.append(json.loads(process.stdout.readline()))
+    for process in processes:
+        process.communicate()
+    return results
+
+
+def measure_encoding(model: str, path: Path, num_rows: int) -> list[list[float]]:
+    """[tokens, CPU seconds] of ``encode_batch`` in each of as many processes as there are cores, over different rows."""
+    cores = len(os.sched_getaffinity(0))
+    share = min(ENCODED_ROWS, num_rows // cores)
+    return run_together(
+        ENCODE,
+        [[model, str(path), str(core * share), str(share)] for core in range(cores)],
+        TOKENIZERS_PARALLELISM="false",
+        RAYON_NUM_THREADS="1",
+    )
 
 
 def measure_preparation(config: dict[str, Any], model: str) -> dict[str, Any]:
@@ -146,21 +184,7 @@ def measure_preparation(config: dict[str, Any], model: str) -> dict[str, Any]:
 
 def measure_readers(store: str) -> list[dict[str, float]]:
     """What each of several processes adds by opening the store and reading 20,000 rows of it, all at the same time."""
-    command = [sys.executable, "-c", READ, store]
-    readers = [
-        subprocess.Popen([*command, str(number)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for number in range(NUM_READERS)
-    ]
-    for reader in readers:
-        assert reader.stdout is not None and reader.stdout.readline() == "ready\n"
-    added = []
-    for reader in readers:  # all are there while each measures
-        assert reader.stdin is not None and reader.stdout is not None
-        reader.stdin.write("\n")
-        reader.stdin.flush()
-        added.append(json.loads(reader.stdout.readline()))
-    for reader in readers:
-        reader.communicate()
-    return added
+    return run_together(READ, [[store, str(number)] for number in range(NUM_READERS)])
 
 
 def main() -> None:
@@ -177,10 +201,12 @@ def main() -> None:
         path = folder / "rows.jsonl"
         write_rows(path, asked.rows, asked.megabytes * 1_000_000)
         cores = len(os.sched_getaffinity(0))
-        encode_rate = float(run_python(ENCODE, asked.model, str(path), TOKENIZERS_PARALLELISM="false"))
+        encoded = measure_encoding(asked.model, path, asked.rows)
         load = os.getloadavg()[0]
         data = {"train": str(path), "cache": str(folder / "cache"), "max_length": 8192, "too_long": "truncate"}
         measured = measure_preparation({"name": "bench", "model": {"name": asked.model}, "data": data}, asked.model)
+        encoded += measure_encoding(asked.model, path, asked.rows)
+        encode_rate = sum(tokens for tokens, _ in encoded) / sum(cpu_seconds for _, cpu_seconds in encoded)
         facts = measured["facts"]
         num_tokens = facts["num_tokens"] + facts["num_validation_tokens"]
         result = {

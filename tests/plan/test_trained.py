@@ -64,7 +64,8 @@ def test_weights_are_masters_or_frozen() -> None:
     shared = estimate_terms(replace(SETUP, in_place=last_two, world_size=4, strategy="fsdp", reshard=True))
     assert shared["weights"] == terms["weights"] // 4
     root = total - 32 * block
-    assert shared["gathered"] == 2 * (root + 3 * block) + 2 * (2 * block) + 2 * (2 * block)  # both trained blocks as masters, and their copies
+    # both trained blocks as masters, and their copies
+    assert shared["gathered"] == 2 * (root + 3 * block) + 2 * (2 * block) + 2 * (2 * block)
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,12 @@ def check_messages(value: Any, field: str, fields: Mapping[str, str]) -> list[Me
     if not isinstance(value, list) or not value:
         raise RowRefused(f"{field} must be a list of messages with at least one in it")
     role_key, content_key = fields.get("role", "role"), fields.get("content", "content")
-    messages = []
+    messages: list[Message] = []
+    bare = {role_key, content_key}
     for number, message in enumerate(value, start=1):
+        if isinstance(message, dict) and message.keys() == bare and isinstance(message[content_key], str) and message[role_key] in ROLES:
+            messages.append({"role": message[role_key], "content": message[content_key]})  # most are so, and need no more checks
+            continue
         where = f"message {number} of {field}"
         if not isinstance(message, dict):
             raise RowRefused(f"{where} is not an object with {role_key} and {content_key}")

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from manyhands.data.byte_bounds import Run, make_byte_bounds
 from manyhands.data.formats import Conversation
 from manyhands.data.messages import Message, RowRefused
 from manyhands.data.spans import Span, SpanFinder, compile_any
@@ -23,6 +24,8 @@ TrainOn = Literal["assistant", "last", "all"]
 MAX_WEIGHT = float(np.finfo(np.float32).max)
 PLAIN_WRAPPER = "transformers.tokenization_utils_tokenizers"  # whose _encode_plus adds nothing to the backend's ids
 DEFAULT_DATE = "2026-01-01"
+ACROSS_THE_END = "a token lies across the end of an assistant turn: the chat template cannot be masked for this row"
+MAX_UNTOLD = 100  # by so many, rows whose ids do not tell where their tokens lie may outnumber the others
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,9 @@ class Renderer:
         self._finder = SpanFinder(self._template, [token.content for token in added])
         self._special = compile_any([token.content for token in added if token.special])
         self._bos, self._eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+        self._is_plain = type(tokenizer)._encode_plus.__module__ == PLAIN_WRAPPER
+        self._bounds = make_byte_bounds(tokenizer) if self._is_plain else None
+        self._num_untold = 0  # more than of the others
 
     def render_many(self, conversations: Sequence[Conversation | str]) -> list[Rendered | RowRefused]:
         """One result for each conversation, in order; rows that cannot be masked come back as the reason."""
@@ -105,7 +111,7 @@ class Renderer:
             else:
                 chats[index] = conversation
         rendered = dict(zip(chats, self._apply_template(list(chats.values())), strict=True))
-        results = self._mask(rendered, self._mask_chat, special=False) | self._mask(plain, self._mask_plain, special=True)
+        results = self._mask_chats(rendered) | self._mask(plain, self._mask_plain, special=True, offsets=self.plain_prompts)
         return [results[index] for index in range(len(conversations))]
 
     def has_markers(self, text: str) -> bool:
@@ -172,34 +178,46 @@ class Renderer:
         rest = conversation.weight if self._train_on == "all" else 0.0
         return Text(prompt + completion, ((len(prompt), len(prompt) + len(completion)),), (weights[1],), rest)
 
+    def _mask_chats(self, texts: Mapping[int, Text | RowRefused]) -> dict[int, Rendered | RowRefused]:
+        """By the ids alone where these tell the bounds of tokens: the library is faster where it need not follow them."""
+        if self._bounds is None:
+            return self._mask(texts, self._mask_by_offsets, special=False, offsets=True)
+        results = self._mask(texts, self._mask_by_ids, special=False, offsets=False)
+        untold = {index: texts[index] for index, result in results.items() if result is None}
+        self._num_untold = max(0, self._num_untold + 2 * len(untold) - len(texts))
+        if self._num_untold > MAX_UNTOLD:
+            self._bounds = None  # to encode most rows twice costs more than the offsets
+        return results | self._mask(untold, self._mask_by_offsets, special=False, offsets=True)
+
     def _mask(
-        self, texts: Mapping[int, Text | RowRefused], mask: Callable[[Text, Any], Rendered], *, special: bool
-    ) -> dict[int, Rendered | RowRefused]:
+        self, texts: Mapping[int, Text | RowRefused], mask: Callable[[Text, Any], Any], *, special: bool, offsets: bool
+    ) -> dict[int, Any]:
         """Each text encoded, with the tokenizer's own special tokens or without, and masked."""
-        results: dict[int, Rendered | RowRefused] = {index: text for index, text in texts.items() if isinstance(text, RowRefused)}
+        results: dict[int, Any] = {index: text for index, text in texts.items() if isinstance(text, RowRefused)}
         kept = {index: text for index, text in texts.items() if isinstance(text, Text)}
-        for (index, text), encoding in zip(kept.items(), self._encode([text.text for text in kept.values()], special), strict=True):
+        encodings = self._encode([text.text for text in kept.values()], special, offsets)
+        for (index, text), encoding in zip(kept.items(), encodings, strict=True):
             results[index] = encoding if isinstance(encoding, RowRefused) else _attempt(mask, text, encoding)
         return results
 
-    def _encode(self, texts: Sequence[str], special: bool) -> list[Any]:
-        """One encoding of the ``tokenizers`` library for each text, or RowRefused."""
+    def _encode(self, texts: Sequence[str], special: bool, offsets: bool) -> list[Any]:
+        """One encoding of the ``tokenizers`` library for each text, or RowRefused. Its offsets are right if they are asked for."""
         if not texts:
             return []
         try:
-            return self._encode_batch(texts, special)
+            return self._encode_batch(texts, special, offsets)
         except Exception:  # one of the texts: which, and why, is told below
-            return [_attempt(self._encode_one, text, special) for text in texts]
+            return [_attempt(self._encode_one, text, special, offsets) for text in texts]
 
-    def _encode_one(self, text: str, special: bool) -> Any:
+    def _encode_one(self, text: str, special: bool, offsets: bool) -> Any:
         try:
-            return self._encode_batch([text], special)[0]
+            return self._encode_batch([text], special, offsets)[0]
         except Exception as error:
             raise RowRefused(f"the tokenizer refuses this text: {error}") from error
 
-    def _encode_batch(self, texts: Sequence[str], special: bool) -> list[Any]:
+    def _encode_batch(self, texts: Sequence[str], special: bool, offsets: bool) -> list[Any]:
         """By the backend where the tokenizer's call adds nothing to it: its dictionaries of lists cost as much again."""
-        if type(self.tokenizer)._encode_plus.__module__ != PLAIN_WRAPPER:
+        if not self._is_plain:
             return self.tokenizer(list(texts), add_special_tokens=special, verbose=False).encodings
         backend = self.tokenizer.backend_tokenizer
         if backend.truncation is not None:
@@ -207,12 +225,41 @@ class Renderer:
         if backend.padding is not None:
             backend.no_padding()
         backend.encode_special_tokens = self.tokenizer.split_special_tokens
-        return backend.encode_batch(list(texts), add_special_tokens=special)
+        encode = backend.encode_batch if offsets else backend.encode_batch_fast
+        return encode(list(texts), add_special_tokens=special)
 
-    def _mask_chat(self, text: Text, encoding: Any) -> Rendered:
-        ids = np.array(encoding.ids, dtype=np.int32)
-        if self._bos is not None and len(ids) > 1 and ids[0] == ids[1] == self._bos:
+    def _read_ids(self, encoding: Any) -> np.ndarray:
+        """The ids of a conversation. Raises RowRefused."""
+        ids = encoding.ids
+        if self._bos is not None and ids[:2] == [self._bos, self._bos]:
             raise RowRefused("the chat template writes the begin-of-text token twice")
+        return np.array(ids, dtype=np.int32)
+
+    def _mask_by_ids(self, text: Text, encoding: Any) -> Rendered | None:
+        """As ``_mask_by_offsets``; None where the ids do not tell which characters a token stands for."""
+        ids = self._read_ids(encoding)
+        runs: list[Run] = []
+        num_straddling = 0
+        if text.spans:
+            assert self._bounds is not None
+            covered = self._bounds.cover(ids, text.text, text.spans)
+            if covered is None:
+                return None
+            runs, num_straddling = covered
+        if not all(run.is_whole for run in runs):
+            raise RowRefused(ACROSS_THE_END)
+        if not {text.rest, *text.weights} <= {0.0, 1.0}:
+            weights = np.full(len(ids), text.rest, dtype=np.float32)
+            for run, weight in zip(runs, text.weights, strict=True):
+                weights[run.first : run.behind] = weight
+            return _finish(ids, weights, num_straddling)
+        trained = np.full(len(ids), bool(text.rest))
+        for run, weight in zip(runs, text.weights, strict=True):
+            trained[run.first : run.behind] = bool(weight)
+        return _finish(ids, trained, num_straddling)
+
+    def _mask_by_offsets(self, text: Text, encoding: Any) -> Rendered:
+        ids = self._read_ids(encoding)
         weights = np.full(len(ids), text.rest, dtype=np.float32)
         num_straddling = 0
         if text.spans:
@@ -220,7 +267,7 @@ class Renderer:
             for (start, end), weight in zip(text.spans, text.weights, strict=True):
                 inside = (starts >= start) & (ends <= end) & (ends > starts)
                 if end > start and (not inside.any() or ends[inside].max() != end):
-                    raise RowRefused("a token lies across the end of an assistant turn: the chat template cannot be masked for this row")
+                    raise RowRefused(ACROSS_THE_END)
                 weights[inside] = weight
                 num_straddling += int(((starts < start) & (ends > start)).sum())
         return _finish(ids, weights, num_straddling)
@@ -250,11 +297,12 @@ def _attempt(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _finish(ids: np.ndarray, weights: np.ndarray, num_straddling: int) -> Rendered:
-    """Raises RowRefused where no token is trained; the first one has nothing to be predicted from."""
-    trained = weights > 0
+    """``weights`` float32, or bool where all are 0 or 1. Raises RowRefused where no token is trained; the first one has
+    nothing to be predicted from."""
+    trained = weights if weights.dtype == np.bool_ else weights > 0
     if not trained[1:].any():
         raise RowRefused("no trained token")
-    return Rendered(ids, trained, None if (weights[trained] == 1).all() else weights, num_straddling)
+    return Rendered(ids, trained, None if weights is trained or (weights[trained] == 1).all() else weights, num_straddling)
 
 
 def _weight_of(message: Message) -> float:

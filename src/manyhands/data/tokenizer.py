@@ -30,6 +30,7 @@ TOKENIZER_FILES = (
 
 # Vocabularies of older kinds, further templates, and the code of tokenizers that bring their own.
 MORE_PATTERNS = ("tekken.json", "*.bpe.model", "*.tiktoken", "additional_chat_templates/*.jinja", "*.py")
+CACHED_WORDS = 1 << 16  # some 200 bytes each
 MARKER = re.compile(r"<\|[^\s<>|]{1,40}\|>|</?[a-z][a-z_]{0,40}>|\[/?[A-Z][A-Z_]{0,40}\]")  # <|im_start|>, <end_of_turn>, [/INST]
 
 
@@ -60,6 +61,13 @@ def load_tokenizer(
     if new_tokens:
         _add_tokens(tokenizer, new_tokens)
     return tokenizer
+
+
+def widen_cache(tokenizer: Any) -> None:
+    """Lets a tokenizer remember the ids of more words than the 10,000 first seen, which it does by itself; the ids stay."""
+    resize = getattr(tokenizer.backend_tokenizer.model, "_resize_cache", None)
+    if resize is not None:
+        resize(CACHED_WORDS)
 
 
 def _add_tokens(tokenizer: Any, new_tokens: Sequence[str]) -> None:

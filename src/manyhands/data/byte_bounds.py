@@ -1,0 +1,166 @@
+"""Where the tokens of a byte-level tokenizer lie in a text, from their ids alone.
+
+Such a tokenizer spells every byte of a text in exactly one token, so the lengths of the tokens, added up, are the ends that
+the ``tokenizers`` library would give as offsets, which cost it time and us two Python objects a token. That this holds is
+seen of the tokenizer's parts, each of a known kind, and of each text: where an added token swallowed blanks, or a normalizer
+changed a character, the sum is not the length of the text, and nothing is said about it. Knows neither spans nor masks.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+SPACE = "Ġ"  # how byte-level vocabularies spell a blank
+BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
+UNKNOWN = 1 << 30  # the length of a token of which none is known: longer than any text, so that no sum fits
+
+
+class Run(NamedTuple):
+    """Tokens [first, behind) that lie inside a span; whether they reach its end."""
+
+    first: int
+    behind: int
+    is_whole: bool
+
+
+class ByteBounds:
+    """Bounds of tokens by a table of ``lengths``, int64, one for each id, in bytes.
+
+    ``leading`` and ``trailing`` are the blanks at both ends of each token, where the tokenizer leaves these out of its
+    offsets (``trim_offsets``), else None; ``keeps_first``: not a single one that the first token begins with.
+    """
+
+    def __init__(
+        self, normalizer: Any, lengths: np.ndarray, leading: np.ndarray | None, trailing: np.ndarray | None, keeps_first: bool
+    ) -> None:
+        self._normalizer, self._lengths = normalizer, lengths
+        self._leading, self._trailing, self._keeps_first = leading, trailing, keeps_first
+
+    def cover(self, ids: np.ndarray, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[Run], int] | None:
+        """The tokens inside each span of characters of ``text``, whose ids are ``ids``, and how many lie across the
+        beginning of one. None where that does not follow from the ids."""
+        bounds = self._find(ids, text)
+        if bounds is None:
+            return None
+        starts, ends = bounds
+        borders = np.array(spans, dtype=np.int64)
+        lasts = borders[:, 1] - 1  # the last character of each span
+        if not text.isascii():
+            places = _place_characters(text)
+            borders, lasts = places[borders], places[lasts]
+        firsts = starts.searchsorted(borders[:, 0]).tolist()  # how many tokens begin before a span
+        upto = ends.searchsorted(borders, side="right").tolist()  # how many end before its border, or there
+        num_straddling = sum(max(0, first - before) for first, (before, _) in zip(firsts, upto, strict=True))
+        nothing = int(ends[0] == 0)  # a first token whose blanks were all taken off stands for nothing
+        runs = []
+        for (start, end), last, first, (_, behind) in zip(borders.tolist(), lasts.tolist(), firsts, upto, strict=True):
+            first = max(first, nothing)
+            behind = max(first, behind)
+            runs.append(Run(first, behind, end <= start or (behind > first and ends[behind - 1] > last)))
+        return runs, num_straddling
+
+    def _find(self, ids: np.ndarray, text: str) -> tuple[np.ndarray, np.ndarray] | None:
+        """(starts, ends) int64 of tokens in bytes of the UTF-8 of ``text``, both ascending, where a blank that belongs to no
+        token belongs to the next one. None where they do not follow from the ids."""
+        if self._normalizer is not None and not text.isascii() and self._normalizer.normalize_str(text) != text:
+            return None
+        ends = np.cumsum(self._lengths[ids])
+        if not len(ends) or ends[-1] != count_bytes(text):
+            return None
+        starts = np.empty_like(ends)
+        starts[0], starts[1:] = 0, ends[:-1]
+        if self._leading is not None and self._trailing is not None:
+            # As process_offsets in pre_tokenizers/byte_level.rs of the library.
+            leading = self._leading[ids]
+            if self._keeps_first and leading[0] == 1:  # of one blank it takes none off, of more it takes all
+                leading[0] = 0
+            ends = np.maximum(ends - self._trailing[ids], np.minimum(starts + leading, ends))
+            starts[1:] = ends[:-1]
+        return starts, ends
+
+
+def count_bytes(text: str) -> int:
+    """Length of the UTF-8 of a text."""
+    return len(text) if text.isascii() else len(text.encode())
+
+
+def _place_characters(text: str) -> np.ndarray:
+    """Where each character of a text, and its end, lies in its UTF-8; int64."""
+    raw = np.frombuffer(text.encode(), dtype=np.uint8)
+    return np.append(np.flatnonzero((raw & 0xC0) != 0x80), len(raw))  # all but continuation bytes begin a character
+
+
+def make_byte_bounds(tokenizer: Any) -> ByteBounds | None:
+    """Bounds for a tokenizer of transformers that is backed by ``tokenizers``; None where ids do not tell them."""
+    from tokenizers import models, pre_tokenizers
+
+    backend = tokenizer.backend_tokenizer
+    model, letters = backend.model, frozenset(pre_tokenizers.ByteLevel.alphabet())
+    if type(model) is not models.BPE or model.continuing_subword_prefix or model.end_of_word_suffix:
+        return None
+    vocabulary = backend.get_vocab(with_added_tokens=False)
+    trims = _trimmers(backend.post_processor)
+    if not (_keeps_all(backend.pre_tokenizer) and _is_nfc(backend.normalizer)) or trims is None or len(trims) > 1:
+        return None
+    added = {id: token.content for id, token in backend.get_added_tokens_decoder().items()}
+    lengths, leading, trailing = (np.zeros(max([*vocabulary.values(), *added]) + 1, dtype=np.int64) for _ in range(3))
+    lengths[:] = UNKNOWN
+    for token, id in vocabulary.items():
+        if letters.issuperset(token):
+            lengths[id] = len(token)
+            leading[id], trailing[id] = len(token) - len(token.lstrip(SPACE)), len(token) - len(token.rstrip(SPACE))
+    for id, token in added.items():
+        is_blank = token != token.strip() or token != token.strip(SPACE)  # the library trims these, too, each in its way
+        is_told = lengths[id] in (UNKNOWN, count_bytes(token))  # whether it came by merges or was found as a whole
+        lengths[id] = UNKNOWN if is_blank or not is_told else count_bytes(token)
+    if not vocabulary.keys() >= letters:  # a byte that is no token is the unknown one, alone or with its neighbours, or tokens <0xC3>
+        lengths[[id for token, id in vocabulary.items() if token == model.unk_token or BYTE_TOKEN.fullmatch(token)]] = UNKNOWN
+    normalizer = backend.normalizer if _parts(backend.normalizer, "normalizers") else None
+    if not trims:
+        return ByteBounds(normalizer, lengths, None, None, keeps_first=False)
+    return ByteBounds(normalizer, lengths, leading, trailing, keeps_first=trims[0])
+
+
+def _parts(component: Any, name: str) -> list[dict[str, Any]]:
+    """A component of a tokenizer as tokenizer.json describes it; the parts of one that is a sequence of them."""
+    if component is None:
+        return []
+    described = json.loads(component.__getstate__())
+    listed, parts = [described], []
+    while listed:
+        first = listed.pop(0)
+        if first["type"] == "Sequence":
+            listed = [*first[name], *listed]
+        else:
+            parts.append(first)
+    return parts
+
+
+def _keeps_all(pre_tokenizer: Any) -> bool:
+    """Whether every character stays, and each is spelled as its bytes once."""
+    parts = _parts(pre_tokenizer, "pretokenizers")
+    by_bytes = [part for part in parts if part["type"] == "ByteLevel"]
+    others = [part for part in parts if part["type"] != "ByteLevel"]
+    return (
+        len(by_bytes) == 1
+        and not by_bytes[0]["add_prefix_space"]
+        and all(part["type"] == "Digits" or (part["type"] in ("Split", "Punctuation") and part["behavior"] != "Removed") for part in others)
+    )
+
+
+def _is_nfc(normalizer: Any) -> bool:
+    """Whether the normalizer leaves a text alone, or composes characters, which can be asked of each text."""
+    return all(part["type"] == "NFC" for part in _parts(normalizer, "normalizers"))
+
+
+def _trimmers(post_processor: Any) -> list[bool] | None:
+    """``add_prefix_space`` of each part that takes blanks off the offsets; None where a part may do anything else to them."""
+    parts = _parts(post_processor, "processors")
+    if any(part["type"] not in ("ByteLevel", "TemplateProcessing") for part in parts):
+        return None
+    return [part["add_prefix_space"] for part in parts if part["type"] == "ByteLevel" and part["trim_offsets"]]
