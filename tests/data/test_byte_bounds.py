@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from manyhands.data.byte_bounds import ByteBounds, make_byte_bounds
 from manyhands.data.formats import Conversation
-from manyhands.data.messages import RowRefused
+from manyhands.data.messages import RowRefused, check_messages
 from manyhands.data.render import MAX_UNTOLD, Rendered, Renderer, Text, TrainOn, _attempt
+from manyhands.data.tokenizer import widen_cache
 
 from .families import FAMILIES, family_tokenizer
 from .test_masks import CONVERSATIONS, EXPECTED
@@ -249,3 +250,25 @@ def test_texts_keep_their_ids_without_offsets(family: str, texts: list[str], add
         else:
             assert row.ids.tolist() == (ids if ids[-1:] == [tokenizer.eos_token_id] else [*ids, tokenizer.eos_token_id])
             assert row.trained.all() and row.num_straddling == 0
+
+
+def test_a_wider_cache_keeps_the_ids() -> None:
+    text = " ".join(f"word{number} Hello" for number in range(200))
+    tokenizer = components(post_processor=None)
+    before = tokenizer.encode(text)
+    widen_cache(tokenizer)
+    assert [tokenizer.encode(text) for _ in range(2)] == [before, before]
+
+
+@given(
+    st.dictionaries(st.sampled_from(["role", "content", "name", "from"]), st.sampled_from([None, "user", "function", "Hi", 1, ["user"]]))
+)
+def test_messages_of_role_and_content_alone_are_checked_as_all_others_are(message: dict[str, Any]) -> None:
+    def check(given: dict[str, Any]) -> Any:
+        return _attempt(check_messages, [given], "messages", {})
+
+    expected, found = check({**message, "key": "value"}), check(message)
+    if isinstance(expected, RowRefused):
+        assert str(found) == str(expected)
+    else:
+        assert found == [{key: value for key, value in expected[0].items() if key != "key"}]
