@@ -34,7 +34,7 @@ PYTHON := .venv/bin/python
 READY := .venv/.installed
 endif
 
-# Tests run file by file in as many processes as there are cores, four at most: PYTEST_ARGS='-n 0' runs them in one.
+# The fast tests run file by file in as many processes as there are cores, four at most: PYTEST_ARGS='-n 0' runs them in one.
 SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadfile
 
 # The model of the tests that need a real one; see src/manyhands/smollm2.py.
@@ -75,7 +75,7 @@ test: $(READY)
 
 test-all: $(READY)
 	@test -s $(SMOLLM2)/model.safetensors || $(PYTHON) -m manyhands.smollm2 $(SMOLLM2)
-	@MANYHANDS_SMOLLM2=$${MANYHANDS_SMOLLM2:-$(abspath $(SMOLLM2))} $(PYTHON) -m pytest -q $(SIDE_BY_SIDE) $(PYTEST_ARGS)
+	@MANYHANDS_SMOLLM2=$${MANYHANDS_SMOLLM2:-$(abspath $(SMOLLM2))} $(PYTHON) -m pytest -q $(PYTEST_ARGS)
 
 # On a machine without a network: python3 as it is. Packages that it lacks may be carried as .device/site.txz.
 test-device:

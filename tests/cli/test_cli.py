@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import select
 import signal
 import socket
 import subprocess
@@ -343,8 +344,11 @@ def _on_a_terminal(folder: Path, answers: list[tuple[str, str]]) -> int:
             shown += os.read(terminal, 4096).decode()
         os.write(terminal, answer.encode())
     try:
-        while os.read(terminal, 4096):
-            pass
+        while True:
+            if not select.select([terminal], [], [], 10)[0]:
+                os.write(terminal, answers[-1][1].encode())  # Ctrl-C between the prompt and its reading can be lost: press it again
+            elif not os.read(terminal, 4096):
+                break
     except OSError:  # the terminal closes with its program
         pass
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
