@@ -16,7 +16,7 @@ from manyhands.parallel.world import World
 from manyhands.plan.types import Plan
 from manyhands.testing.layouts import Documents, count_targets, pack
 from manyhands.train.optimizer import make_optimizer
-from manyhands.train.step import StepWork, run_step
+from manyhands.train.step import StepWork, compute_gradients, update_weights
 
 
 def build(plan: Plan, config: RunConfig, *, sharded: bool = False) -> Parallel:
@@ -52,7 +52,8 @@ def train(plan: Plan, config: RunConfig, steps: list[list[Documents]], max_grad_
             micro_batches=[pack(documents) for documents in micros],
             target_weight=sum(count_targets(documents) for documents in micros),
         )
-        sums = run_step(parallel, optimizer, work, max_grad_norm=max_grad_norm, seed=0, rank=0)
+        sums = compute_gradients(parallel, work, seed=0, rank=0)
+        update_weights(optimizer, sums, max_grad_norm=max_grad_norm)
         found["losses"].append(sums.loss_sum.item())
         found["norms"].append(sums.grad_norm.item())
         with torch.no_grad():

@@ -16,7 +16,7 @@ from manyhands.plan.types import Plan
 from manyhands.testing.layouts import Documents, build, count_targets, pack
 from manyhands.train.optimizer import make_optimizer
 from manyhands.train.sharded import first_index
-from manyhands.train.step import StepWork, run_step
+from manyhands.train.step import StepWork, compute_gradients, update_weights
 
 
 def train(
@@ -40,7 +40,8 @@ def train(
     optimizer.register_step_pre_hook(lambda *_: gradients.append({str(p.grad.dtype) for p in parallel.model.parameters()}))
     for step in range(start, start + num_steps):
         work = StepWork(step, 0.0, 0, 0, 0, len(mine), 0, [pack(documents) for documents in mine], target_weight=weight)
-        sums = run_step(parallel, optimizer, work, max_grad_norm=1.0, seed=0, rank=rank)
+        sums = compute_gradients(parallel, work, seed=0, rank=rank)
+        update_weights(optimizer, sums, max_grad_norm=1.0)
         losses.append(float(parallel.all_reduce_sum(sums.loss_sum)) / weight)
         norms.append(sums.grad_norm.item())
     if save is not None:

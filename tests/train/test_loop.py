@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -70,20 +72,56 @@ def test_order_of_events():
     assert state.stop_reason == "all 3 steps are done"
 
 
+class Keep(Hook):
+    def __init__(self) -> None:
+        self.results = []
+
+    def after_step(self, state, result):
+        self.results.append(result)
+
+
 def test_waiting_for_input_is_counted_and_belongs_to_the_step():
-    results = []
-
-    class Keep(Hook):
-        def after_step(self, state, result):
-            results.append(result)
-
     def works():
-        yield StepWork(0, 1.0, 2, 10, 2, 1, 2, [{"x": torch.tensor([1.0, 2.0])}], waited_s=lambda: 5.0)
+        for step in range(2):
+            time.sleep(0.2)
+            yield StepWork(step, 1.0, 2, 10, 2, 1, 2, [{"x": torch.tensor([1.0, 2.0])}], waited_s=lambda: 0.2)
 
-    loop = make_loop(hooks=[Keep()], num_steps=1)
+    keep = Keep()
+    loop = make_loop(hooks=[keep], num_steps=2)
     loop.works = works()
     train(loop)
-    assert results[0].input_wait_s == 5.0 and 5.0 <= results[0].seconds < 6.0
+    for result in keep.results:
+        assert result.input_wait_s == 0.2 and 0.2 <= result.seconds < 0.4
+
+
+def test_the_seconds_of_all_steps_are_the_time_it_took_without_evaluations_and_checkpoints():
+    class Saves(Keep):
+        def after_step(self, state, result):
+            super().after_step(state, result)
+            time.sleep(0.05)  # writing metrics keeps the next step waiting
+
+        def between_steps(self, state):
+            time.sleep(0.3)
+
+    saves = Saves()
+    train(make_loop(hooks=[saves], num_steps=4, evaluate=None))
+    assert 0.15 <= sum(result.seconds for result in saves.results) < 0.3
+
+
+def test_the_wait_for_a_steps_sums_comes_after_its_update_was_launched():
+    events = []
+
+    class Gathers(OneRank):
+        def all_gather(self, tensor):
+            events.append("gather")
+            return super().all_gather(tensor)
+
+    loop = make_loop(hooks=[(keep := Keep())], num_steps=2, evaluate=None)
+    loop.parallel = Gathers()
+    loop.optimizer = torch.optim.SGD(loop.parallel.model.parameters(), lr=0.1)
+    loop.optimizer.register_step_post_hook(lambda *_: events.append(f"update after {len(keep.results)} results"))
+    train(loop)
+    assert events == ["gather", "update after 0 results", "gather", "update after 1 results"]
 
 
 def test_max_tokens_stops_before_it_is_passed():

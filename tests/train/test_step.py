@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from manyhands.train.evaluate import evaluate
-from manyhands.train.step import StepWork, clip_gradients, run_step
+from manyhands.train.step import StepWork, clip_gradients, compute_gradients, update_weights
 from manyhands.train.types import TrainState
 
 
@@ -46,7 +46,9 @@ def work(*micro_batches: list[float]) -> StepWork:
 
 def step(parallel: Plain, *micro_batches: list[float], max_grad_norm: float = 0.0, lr: float = 1.0):
     optimizer = torch.optim.SGD(parallel.model.parameters(), lr=lr)
-    return run_step(parallel, optimizer, work(*micro_batches), max_grad_norm=max_grad_norm, seed=0, rank=0)
+    sums = compute_gradients(parallel, work(*micro_batches), seed=0, rank=0)
+    update_weights(optimizer, sums, max_grad_norm=max_grad_norm)
+    return sums
 
 
 def test_ragged_micro_batches_weigh_by_tokens_not_by_micro_batch():
@@ -96,7 +98,7 @@ def test_an_optimizer_that_scales_by_itself_gets_the_factor_and_gradients_stay()
     optimizer = Scales(parallel.model.parameters(), lr=1.0)
     optimizer.register_step_pre_hook(lambda *_: seen.append((optimizer.gradient_factor, parallel.model.w.grad.clone())))
     seen: list[tuple[torch.Tensor | None, torch.Tensor]] = []
-    run_step(parallel, optimizer, work([4.0]), max_grad_norm=0.5, seed=0, rank=0)
+    update_weights(optimizer, compute_gradients(parallel, work([4.0]), seed=0, rank=0), max_grad_norm=0.5)
     ((factor, gradient),) = seen
     assert factor is not None and factor.dtype == torch.float32 and factor.item() == pytest.approx(0.5 / 4, rel=1e-5)
     assert gradient.item() == 4.0
@@ -122,7 +124,8 @@ def test_the_sum_of_weights_divides_where_there_are_any():
     parallel = Plain()
     weighted = replace(work([6.0, 6.0]), target_weight=3.0, rank_target_weight=3.0)
     optimizer = torch.optim.SGD(parallel.model.parameters(), lr=1.0)
-    sums = run_step(parallel, optimizer, weighted, max_grad_norm=0.0, seed=0, rank=0)
+    sums = compute_gradients(parallel, weighted, seed=0, rank=0)
+    update_weights(optimizer, sums, max_grad_norm=0.0)
     assert sums.loss_sum.item() == 12.0 and parallel.model.w.item() == pytest.approx(-3.0)
     assert (weighted.divisor, weighted.rank_divisor) == (3.0, 3.0)
     assert (work([1.0, 1.0]).divisor, work([1.0, 1.0]).rank_divisor) == (2, 2)

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -14,7 +15,7 @@ from manyhands.errors import UserError
 from manyhands.train.guards import check_finite, stop_reason
 from manyhands.train.optimizer import rates_by_pattern, set_learning_rate
 from manyhands.train.schedule import Schedule
-from manyhands.train.step import StepSums, StepWork, run_step
+from manyhands.train.step import StepSums, StepWork, compute_gradients, update_weights
 from manyhands.train.types import Evaluate, Hook, ParallelModel, StepResult, TrainState
 
 
@@ -52,22 +53,28 @@ def train(loop: Loop) -> TrainState:
     if state.step == 0 and loop.evaluate_at_start:
         _evaluate(loop)
     started, elapsed_before = time.monotonic(), state.elapsed_s
+    begin = started
     for work in _until_stop(loop):
-        begin = time.monotonic() - work.waited_s()  # the first micro-batch is here; waiting for it belongs to the step
         set_learning_rate(loop.optimizer, loop.schedule(work.step))
-        sums = run_step(loop.parallel, loop.optimizer, work, max_grad_norm=loop.max_grad_norm, seed=loop.seed, rank=loop.rank)
-        result, elapsed_s, interrupted = _agree(loop, work, sums, begin, elapsed_before + time.monotonic() - started)
+        sums = compute_gradients(loop.parallel, work, seed=loop.seed, rank=loop.rank)
+        told = _tell_all(loop, work, sums, elapsed_before + time.monotonic() - started)
+        update_weights(loop.optimizer, sums, max_grad_norm=loop.max_grad_norm)
+        rows = told()  # the step's one wait: for its sums, while the device is still at work on the update
+        end = time.monotonic()
+        result = _make_result(loop, work, rows, end - begin)
         check_finite(result)
         state.step, state.rows, state.tokens = work.step + 1, state.rows + work.num_rows, state.tokens + work.num_tokens
-        state.targets, state.elapsed_s = state.targets + work.num_targets, elapsed_s
+        state.targets, state.elapsed_s = state.targets + work.num_targets, max(row.elapsed_s for row in rows)
         for hook in loop.hooks:
             hook.after_step(state, result)
+        pause = time.monotonic()
         if loop.evaluate is not None and loop.evaluate_every and state.step % loop.evaluate_every == 0:
             _evaluate(loop)
         for hook in loop.hooks:
             hook.between_steps(state)
-        if interrupted:
+        if any(row.interrupted for row in rows):
             raise Interrupted
+        begin = end + time.monotonic() - pause  # evaluations and checkpoints belong to no step; all else does
     if state.evaluated_step != state.step:
         _evaluate(loop)
     for hook in loop.hooks:
@@ -86,20 +93,43 @@ def _until_stop(loop: Loop) -> Iterator[StepWork]:
     loop.state.stop_reason = stop_reason(loop.stop, loop.state.step, loop.state, 0)
 
 
-def _agree(loop: Loop, work: StepWork, sums: StepSums, begin: float, elapsed_s: float) -> tuple[StepResult, float, bool]:
-    """One small gather makes every rank know the same step: losses of all ranks, the slowest clock, a wish to stop."""
-    flag = float(loop.interrupted())
+class _Row(NamedTuple):
+    """What one rank tells the others about a step."""
+
+    loss_sum: float
+    grad_norm: float
+    divisor: float  # of its loss sum, for its own mean
+    elapsed_s: float
+    interrupted: float
+    waited_s: float
+
+
+def _tell_all(loop: Loop, work: StepWork, sums: StepSums, elapsed_s: float) -> Callable[[], list[_Row]]:
+    """One small gather makes every rank know the same step. What is returned waits for it, and for nothing launched later."""
+    clocks = torch.tensor([work.rank_divisor, elapsed_s, float(loop.interrupted()), work.waited_s()], dtype=torch.float64)
     mine = torch.stack([sums.loss_sum, sums.grad_norm.double()])
-    clocks = torch.tensor([work.rank_divisor, elapsed_s, flag, work.waited_s()], dtype=torch.float64)
-    rows = [row.tolist() for row in loop.parallel.all_gather(torch.cat([mine, clocks.to(mine.device, non_blocking=True)]))]
-    losses = tuple(row[0] / row[2] if row[2] else math.nan for row in rows)
-    seconds = time.monotonic() - begin
-    result = StepResult(
+    gathered = torch.stack(loop.parallel.all_gather(torch.cat([mine, clocks.to(mine.device, non_blocking=True)])))
+    arrived = None
+    if gathered.is_cuda:
+        gathered = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=True).copy_(gathered, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+
+    def wait() -> list[_Row]:
+        if arrived is not None:
+            arrived.synchronize()
+        return [_Row(*row) for row in gathered.tolist()]
+
+    return wait
+
+
+def _make_result(loop: Loop, work: StepWork, rows: list[_Row], seconds: float) -> StepResult:
+    return StepResult(
         step=work.step + 1,
         epoch=work.epoch,
-        loss=sum(row[0] for row in rows) / work.divisor,
-        rank_losses=losses,
-        grad_norm=rows[0][1],
+        loss=sum(row.loss_sum for row in rows) / work.divisor,
+        rank_losses=tuple(row.loss_sum / row.divisor if row.divisor else math.nan for row in rows),
+        grad_norm=rows[0].grad_norm,
         learning_rate=loop.schedule(work.step),
         num_rows=work.num_rows,
         num_tokens=work.num_tokens,
@@ -107,10 +137,9 @@ def _agree(loop: Loop, work: StepWork, sums: StepSums, begin: float, elapsed_s: 
         num_micro_batches=work.num_micro_batches,
         seconds=seconds,
         tokens_per_s=work.num_tokens / seconds,
-        input_wait_s=max(row[5] for row in rows),
+        input_wait_s=max(row.waited_s for row in rows),
         learning_rates=rates_by_pattern(loop.optimizer),
     )
-    return result, max(row[3] for row in rows), any(row[4] for row in rows)
 
 
 def _evaluate(loop: Loop) -> None:

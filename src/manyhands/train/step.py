@@ -52,10 +52,8 @@ class StepSums:
     grad_norm: torch.Tensor  # global, before clipping, 0-d float64
 
 
-def run_step(
-    parallel: ParallelModel, optimizer: torch.optim.Optimizer, work: StepWork, *, max_grad_norm: float, seed: int, rank: int
-) -> StepSums:
-    """Forward and backward over the rank's micro-batches, reduce once, clip, update.
+def compute_gradients(parallel: ParallelModel, work: StepWork, *, seed: int, rank: int) -> StepSums:
+    """Forward and backward over the rank's micro-batches; gradients are reduced once, and not clipped yet.
 
     Dropout is keyed by (seed, step, micro-batch, rank), so a resumed run repeats it without any stored random state.
     """
@@ -69,12 +67,15 @@ def run_step(
         loss_sum = detached if loss_sum is None else loss_sum + detached
     if loss_sum is None:
         raise ValueError("a step needs at least one micro-batch")
-    grad_norm = parallel.gradient_norm()
+    return StepSums(loss_sum, parallel.gradient_norm())
+
+
+def update_weights(optimizer: torch.optim.Optimizer, sums: StepSums, *, max_grad_norm: float) -> None:
+    """Clips (0: does not), steps, and lets the gradients go."""
     if max_grad_norm > 0:
-        clip_gradients(optimizer, grad_norm, max_grad_norm)
+        clip_gradients(optimizer, sums.grad_norm, max_grad_norm)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return StepSums(loss_sum, grad_norm)
 
 
 @runtime_checkable

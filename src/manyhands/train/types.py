@@ -68,7 +68,7 @@ class StepResult:
     num_tokens: int
     num_targets: int
     num_micro_batches: int
-    seconds: float
+    seconds: float  # since the step before ended, evaluations and checkpoints left out
     tokens_per_s: float  # over all ranks
     input_wait_s: float = 0.0  # of ``seconds``: what the rank that waited longest waited for its micro-batches
     learning_rates: Mapping[str, float] = field(default_factory=dict)  # of groups that have their own, by pattern

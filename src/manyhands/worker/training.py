@@ -117,7 +117,7 @@ class DeviceHook(Hook):
     def after_step(self, state: TrainState, result: StepResult) -> None:
         if state.step % self.rank.config.log.every_steps == 0:
             reading = self.meter.read()
-            values = torch.tensor(list(reading.values()), dtype=torch.float64, device=self.rank.world.device)
+            values = torch.tensor(list(reading.values()), dtype=torch.float64)  # on the host: the device is at work on the update
             rows = self.rank.parallel.all_gather(values)
             devices = [dict(zip(reading, row.tolist(), strict=True)) for row in rows]
             self.rank.measured["devices"] = devices
