@@ -90,6 +90,7 @@ EFFECTS: dict[str, Callable[[Lab], None]] = {
     "kernels.attention": kernels.attention,
     "kernels.linear": kernels.linear,
     "kernels.optimizer": kernels.optimizer,
+    "kernels.nf4": kernels.nf4,
     "evaluate.every_steps": left.evaluate_every,
     "evaluate.at_start": left.at_start,
     "evaluate.max_tokens": left.evaluate_tokens,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -155,10 +155,23 @@ eighths.register_fake(lambda x, codes: x.new_empty((x.shape[0], codes.shape[0]))
 eighths_back.register_fake(lambda y, codes: y.new_empty((y.shape[0], codes.shape[1])))
 
 
+class Eighths(NamedTuple):
+    """Products of weights in int8 codes, of which 8 are one; as many passes as there are terms."""
+
+    def linear(self, x: Any, pieces: Any, bias: Any, low: Any, b: Any) -> torch.Tensor:
+        y = eighths(x, *pieces)
+        y = y if bias is None else y + bias
+        return y if low is None else y + low @ b.t()
+
+    def input_gradient(self, gradients: Any, pieces: Any, left: Any, right: Any) -> torch.Tensor:
+        terms = [eighths_back(dy, *each) for dy, each in zip(gradients, pieces, strict=True)]
+        return torch.stack(terms + [a @ b for a, b in zip(left, right, strict=True)]).sum(0)
+
+
 def coded(layer: Layer) -> tuple[Layer, Layer]:
     """A layer in int8 codes, and the same with its weight whole."""
     codes = (layer.base[0] * 8).round().clamp(-127, 127).to(torch.int8)
-    return layer._replace(base=(codes,), product=eighths, transposed=eighths_back), layer._replace(base=(codes.double() / 8,))
+    return layer._replace(base=(codes,), products=Eighths()), layer._replace(base=(codes.double() / 8,))
 
 
 def test_quantised_weights_come_as_pieces_and_are_not_kept() -> None:

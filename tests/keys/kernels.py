@@ -81,3 +81,20 @@ def optimizer(lab: Lab) -> None:
         said[asked] = [line for line in rank.terminal.getvalue().splitlines() if "optimizer:" in line]
     assert len(said["auto"]) == 1 and "torch's own AdamW (the device is cpu)" in said["auto"][0]
     assert said["plain"] == []
+
+
+def nf4(lab: Lab) -> None:
+    """For weights in NF4 one launch is looked for, and the log says what was found; plain does not look.
+
+    tests/kernels/test_nf4.py has what then runs.
+    """
+    said = {}
+    for method, asked in (("qlora", "auto"), ("qlora", "plain"), ("lora", "auto")):
+        rank = lab.start({"method.name": method, "kernels.nf4": asked})
+        assert isinstance(rank.terminal, io.StringIO)
+        said[method, asked] = [line.partition("nf4: ")[2] for line in rank.terminal.getvalue().splitlines() if "nf4: " in line]
+    assert said == {
+        ("qlora", "auto"): ["weights dequantised by bitsandbytes (the device is cpu)"],
+        ("qlora", "plain"): ["weights dequantised by bitsandbytes (as asked)"],
+        ("lora", "auto"): [],
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from manyhands.config.schema import MethodSection
 from manyhands.facts.model import read_model_facts
 from manyhands.kernels.modules import fuse_lora
 from manyhands.model.lora import apply_lora
+from manyhands.model.quantise import quantise_blocks, quantised_layers
 from manyhands.parallel.compile import compile_blocks
 from manyhands.parallel.recompute import recompute_blocks, recompute_selectively
 from manyhands.plan.activations import linear_bytes_per_token
@@ -22,8 +24,10 @@ NUM_TOKENS = 64
 BACKEND = "aot_eager_decomp_partition"  # inductor's partitioner without the making of kernels
 
 
-def build(mode: str, compiled: bool, layers: int, *, fused_rank: int = 0) -> nn.Module:
+def build(mode: str, compiled: bool, layers: int, *, fused_rank: int = 0, in_nf4: bool = False) -> nn.Module:
     model = tiny_model("llama", num_hidden_layers=layers).train()
+    if in_nf4:
+        put_in_nf4(model)
     if fused_rank:
         apply_lora(model, MethodSection(rank=fused_rank), seed=0)
         fuse_lora(model)
@@ -35,6 +39,14 @@ def build(mode: str, compiled: bool, layers: int, *, fused_rank: int = 0) -> nn.
         torch._dynamo.reset()
         compile_blocks(model, dynamic=None, backend=BACKEND)
     return model
+
+
+def put_in_nf4(model: nn.Module) -> None:
+    pytest.importorskip("bitsandbytes")
+    weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    quantise_blocks(model)
+    for name, layer in quantised_layers(model).items():
+        layer.fill(weights[f"{name}.weight"])
 
 
 def kept_bytes(model: nn.Module) -> tuple[int, dict[str, torch.Tensor]]:
@@ -53,16 +65,17 @@ def kept_bytes(model: nn.Module) -> tuple[int, dict[str, torch.Tensor]]:
     return sum(storage.nbytes() for storage in held.values()), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("fused_rank", [0, 2], ids=["full", "fused adapters"])
-def test_selective_keeps_the_results_of_linear_layers_and_attention_when_compiled(fused_rank: int, tmp_path) -> None:
+@pytest.mark.parametrize("fused_rank, in_nf4", [(0, False), (2, False), (2, True)], ids=["full", "fused adapters", "on NF4"])
+def test_selective_keeps_the_results_of_linear_layers_and_attention_when_compiled(fused_rank: int, in_nf4: bool, tmp_path) -> None:
     """What one more block adds is what the plan counts for it: fused adapters' products are operators of our own."""
     tiny_config("llama").save_pretrained(tmp_path)
     model = read_model_facts(tmp_path, "tiny", "random")
     setup = replace(FULL, model=model, compute_bytes=4, num_adapter_parameters=fused_rank, adapter_rank=fused_rank)
-    (two, gradients), (three, _) = (kept_bytes(build("selective", True, layers, fused_rank=fused_rank)) for layers in (2, 3))
+    method: dict[str, Any] = {"fused_rank": fused_rank, "in_nf4": in_nf4}
+    (two, gradients), (three, _) = (kept_bytes(build("selective", True, layers, **method)) for layers in (2, 3))
     assert (three - two) / NUM_TOKENS == pytest.approx(linear_bytes_per_token(setup), rel=0.02)
-    everything, plain = kept_bytes(build("none", True, 2, fused_rank=fused_rank))
-    inputs, _ = kept_bytes(build("block", True, 2, fused_rank=fused_rank))
+    everything, plain = kept_bytes(build("none", True, 2, **method))
+    inputs, _ = kept_bytes(build("block", True, 2, **method))
     assert inputs < two < 0.8 * everything
     assert all(torch.equal(gradients[name], plain[name]) for name in plain)
 
@@ -89,3 +102,22 @@ def test_eager_selective_repeats_cheap_operations_only() -> None:
     assert selective["aten::mm"] == none["aten::mm"] < block["aten::mm"]
     assert selective["aten::silu"] == block["aten::silu"] == none["aten::silu"] + 1
     assert list(selective.values())[2] == 0 < list(block.values())[2]
+
+
+@pytest.mark.parametrize("in_nf4", [False, True], ids=["whole weights", "NF4"])
+def test_eager_selective_keeps_the_products_of_fused_adapters(in_nf4: bool) -> None:
+    """In-place products as well: no wide one is repeated, and gradients are those of keeping everything."""
+    found = {}
+    for mode in ("none", "selective"):
+        model = build(mode, False, 2, fused_rank=8, in_nf4=in_nf4)
+        for name, factor in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.constant_(factor, 0.01)  # zero as it starts, and A would get no gradient
+        loss = model(input_ids=torch.arange(NUM_TOKENS)[None], use_cache=False).logits.square().mean()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            loss.backward()
+        num_wide = sum(event.name == "aten::addmm_" for event in profile.events())
+        found[mode] = num_wide, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert found["selective"][0] == found["none"][0] > 0
+    assert len(found["none"][1]) == 2 * 7 * 2
+    assert all(torch.equal(gradient, found["none"][1][name]) for name, gradient in found["selective"][1].items())

@@ -248,6 +248,10 @@ class KernelsSection(Section):
         description="AdamW of full training in one process: gradient, states, weight and its bfloat16 copy in one pass; or torch's own, "
         "with clipping and casts as passes of their own (plain).",
     )
+    nf4: Literal["auto", "plain"] = Field(
+        "auto",
+        description="qlora: weights dequantised in one launch, with the very bits that bitsandbytes gives; or by bitsandbytes (plain).",
+    )
 
 
 class EvaluateSection(Section):

@@ -9,7 +9,7 @@ Against one layer after the other in plain autograd:
   partitioner sees one graph and decides: it keeps all three, which is the faster way. ``activation_memory_budget`` moves it.)
 - gradients of the factors leave in float32, unrounded where the device can (``matmul.mm_wide``).
 
-Frozen weights get no gradient and are taken as they come: a tensor, or the pieces of a quantised one with two products.
+Frozen weights get no gradient and are taken as they come: a tensor, or the pieces of a quantised one with its ``Products``.
 One source serves eager mode and torch.compile, which traces forward and backward into the block's graph. Knows no modules,
 families or dropout.
 
@@ -23,8 +23,8 @@ Shapes: n tokens, i inputs, o outputs, r rank, R the sum of the group's ranks; w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -35,12 +35,29 @@ Tensor = torch.Tensor
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 
 
+class Products(Protocol):
+    """The two products of weights that stand in pieces. Both write what is narrow first and let the wide products add to it.
+
+    Compiled graphs merge equal calls and would keep a dequantised weight from the forward to the backward pass: let both be
+    operators of their own (``torch.library.custom_op``).
+    """
+
+    def linear(self, x: Tensor, pieces: Sequence[Tensor], bias: Tensor | None, low: Tensor | None, b: Tensor | None) -> Tensor:
+        """x W^T + bias + low b^T (n, o), for low (n, r) and b (o, r), or for neither."""
+
+    def input_gradient(
+        self, gradients: Sequence[Tensor], pieces: Sequence[Sequence[Tensor]], left: Sequence[Tensor], right: Sequence[Tensor]
+    ) -> Tensor:
+        """sum_j dY_j W_j + sum_k left_k right_k (n, i), over the layers of a group that stand in pieces and over whole factors
+        (n, r_k), (r_k, i), of which there may be none.
+        """
+
+
 class Layer(NamedTuple):
     """One linear layer: x W^T + bias + scaling (x A^T) B^T. Only A and B get gradients, in their own dtype.
 
-    ``base`` holds the frozen weight, or the pieces that stand for it; then ``product(x, *base)`` gives x W^T (n, o) and
-    ``transposed(y, *base)`` gives y W (n, i). Compiled graphs merge equal calls and would keep a dequantised weight from
-    the forward to the backward pass: let both be operators of their own (``torch.library.custom_op``).
+    ``base`` holds the frozen weight, or the pieces that stand for it and that ``products`` multiplies; all such layers on one
+    input stand in pieces of one kind.
     """
 
     base: tuple[Tensor, ...]
@@ -48,8 +65,7 @@ class Layer(NamedTuple):
     a: Tensor | None = None
     b: Tensor | None = None
     scaling: float = 1.0
-    product: Callable[..., Tensor] | None = None
-    transposed: Callable[..., Tensor] | None = None
+    products: Products | None = None
 
 
 def lora_linears(x: Tensor, layers: Sequence[Layer]) -> tuple[Tensor, ...]:
@@ -75,8 +91,7 @@ class _Form(NamedTuple):
     has_bias: bool
     adapted: bool
     scaling: float
-    product: Callable[..., Tensor] | None
-    transposed: Callable[..., Tensor] | None
+    products: Products | None
 
 
 def _flatten(layers: Sequence[Layer]) -> tuple[list[Tensor], tuple[_Form, ...]]:
@@ -89,7 +104,7 @@ def _flatten(layers: Sequence[Layer]) -> tuple[list[Tensor], tuple[_Form, ...]]:
         adapted = layer.a is not None and layer.b is not None
         if layer.a is not None and layer.b is not None:
             tensors += [layer.a, layer.b]
-        forms.append(_Form(len(layer.base), layer.bias is not None, adapted, layer.scaling, layer.product, layer.transposed))
+        forms.append(_Form(len(layer.base), layer.bias is not None, adapted, layer.scaling, layer.products))
     return tensors, tuple(forms)
 
 
@@ -106,7 +121,7 @@ def _restore(tensors: Sequence[Tensor], forms: Sequence[_Form]) -> list[Layer]:
         if form.adapted:
             a, b = tensors[start], tensors[start + 1]
             start += 2
-        layers.append(Layer(base, bias, a, b, form.scaling, form.product, form.transposed))
+        layers.append(Layer(base, bias, a, b, form.scaling, form.products))
     return layers
 
 
@@ -144,19 +159,18 @@ def _forward(x: Tensor, layers: Sequence[Layer]) -> tuple[tuple[Tensor, ...], Te
     low = None if stacked is None else x @ stacked.t()
     outputs = []
     for layer, columns in zip(layers, factor_columns(layers), strict=True):
-        own = None if low is None or layer.b is None else (low[:, columns], scaled_b(layer, x.dtype))
-        outputs.append(_output(x, layer, own))
+        own = (None, None) if low is None or layer.b is None else (low[:, columns], scaled_b(layer, x.dtype))
+        outputs.append(_output(x, layer, *own))
     return tuple(outputs), low
 
 
-def _output(x: Tensor, layer: Layer, own: tuple[Tensor, Tensor] | None) -> Tensor:
-    """x W^T + bias (n, o), and the product of ``own``: x A^T (n, r) and scaled B (o, r)."""
-    if layer.product is None:
-        return F.linear(x, layer.base[0], layer.bias) if own is None else low_rank_linear(x, layer.base[0], layer.bias, *own)
-    y = layer.product(x, *layer.base)
-    if layer.bias is not None:
-        y = y + layer.bias
-    return y if own is None else y + own[0] @ own[1].t()
+def _output(x: Tensor, layer: Layer, low: Tensor | None, b: Tensor | None) -> Tensor:
+    """x W^T + bias + low b^T (n, o), for the layer's own x A^T (n, r) and scaled B (o, r), or for neither."""
+    if layer.products is not None:
+        return layer.products.linear(x, layer.base, layer.bias, low, b)
+    if low is None or b is None:
+        return F.linear(x, layer.base[0], layer.bias)
+    return low_rank_linear(x, layer.base[0], layer.bias, low, b)
 
 
 def _backward(
@@ -182,18 +196,21 @@ def _backward(
 
 
 def _input_gradient(layers: Sequence[Layer], gradients: Sequence[Tensor], dlow: Tensor | None) -> Tensor:
-    """sum_i dY_i W_i + dL A, (n, i)"""
+    """sum_j dY_j W_j + dL A, (n, i)"""
     stacked = stack_a(layers, gradients[0].dtype)
-    plain = [(dy, layer.base[0]) for dy, layer in zip(gradients, layers, strict=True) if layer.transposed is None]
-    others = [layer.transposed(dy, *layer.base) for dy, layer in zip(gradients, layers, strict=True) if layer.transposed is not None]
-    if dlow is not None and stacked is not None:
-        plain.insert(0, (dlow, stacked))  # narrow first: the wide products then add to it while they run
-    if plain:
-        others.insert(0, sum_of_products([pair[0] for pair in plain], [pair[1] for pair in plain]))
-    total = others[0]
-    for other in others[1:]:
-        total = total + other
-    return total
+    # narrow first: the wide products then add to it while they run
+    left, right = ([], []) if dlow is None or stacked is None else ([dlow], [stacked])
+    in_pieces = []
+    for dy, layer in zip(gradients, layers, strict=True):
+        if layer.products is None:
+            left.append(dy)
+            right.append(layer.base[0])
+        else:
+            in_pieces.append((dy, layer.base, layer.products))
+    if not in_pieces:
+        return sum_of_products(left, right)
+    products = in_pieces[0][2]
+    return products.input_gradient([dy for dy, _, _ in in_pieces], [base for _, base, _ in in_pieces], left, right)
 
 
 def split_a(dlow: Tensor | None, x: Tensor, layers: Sequence[Layer]) -> list[Tensor | None]:

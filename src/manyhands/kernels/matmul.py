@@ -14,6 +14,7 @@ from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -34,7 +35,9 @@ def low_rank_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
     The narrow product is written, and the wide one adds to it while it stores: n o elements are written twice and read
     once, with no pass of their own for the sum, which is also rounded once less.
     """
-    function = _low_rank_linear_op if torch.compiler.is_compiling() else _low_rank_linear
+    # Selective recomputation watches operators and refuses what is written in place after it was kept.
+    as_one = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
+    function = _low_rank_linear_op if as_one else _low_rank_linear
     return function(x, weight, bias, low, b)
 
 

@@ -2,7 +2,7 @@
 
 ``fuse_lora`` looks at classes by name, and at adapted layers by what they hold: a frozen ``weight`` (and ``bias``), trained
 ``lora_A.weight`` and ``lora_B.weight``, ``scaling`` and ``dropout``. A layer whose weight is quantised offers
-``fused_base() -> (pieces, product, transposed)``, see ``lora.Layer``; one whose products may be in fp8, adapted or not, says by
+``fused_base() -> (pieces, products)``, see ``lora.Layer``; one whose products may be in fp8, adapted or not, says by
 ``in_fp8`` whether they are now. Whatever does not fit stays as it is, and is reported. Knows nothing of how adapters are made,
 of sharding or of runs.
 
@@ -166,10 +166,10 @@ def _weight_of(module: Any) -> Layer:
 
 def layer_of(module: Any) -> Layer:
     """The tensors of a frozen linear layer with or without factors, as they are now."""
-    base, product, transposed = module.fused_base() if hasattr(module, "fused_base") else ((module.weight,), None, None)
+    base, products = module.fused_base() if hasattr(module, "fused_base") else ((module.weight,), None)
     if not _is_adapted(module):
-        return Layer(base, module.bias, product=product, transposed=transposed)
-    return Layer(base, module.bias, module.lora_A.weight, module.lora_B.weight, module.scaling, product, transposed)
+        return Layer(base, module.bias, products=products)
+    return Layer(base, module.bias, module.lora_A.weight, module.lora_B.weight, module.scaling, products)
 
 
 def _take_over(new: nn.Module, original: nn.Module) -> None:

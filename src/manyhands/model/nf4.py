@@ -23,21 +23,28 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from functools import partial
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from manyhands.errors import UserError
+from manyhands.kernels.lora import Products
+from manyhands.kernels.matmul import low_rank_linear, sum_of_products
+from manyhands.kernels.nf4 import (
+    BLOCK_VALUES,
+    CODE_BYTES,
+    ROW_BLOCKS,
+    ROW_VALUES,
+    STATISTICS_BYTES,
+    count_rows,
+    dequantise,
+    kernel_dtype,
+)
 from manyhands.model.shards import gather_parts, local, local_slices
 
-BLOCK_VALUES, ROW_BLOCKS = 64, 256
-ROW_VALUES = BLOCK_VALUES * ROW_BLOCKS
-CODE_BYTES = ROW_VALUES // 2
-STATISTICS_BYTES = ROW_BLOCKS + 2 * 4
 CHUNK_VALUES = 2**22  # quantised at once: on a CPU bitsandbytes takes some 20 bytes a value meanwhile
 
 
@@ -69,10 +76,9 @@ class Nf4Linear(nn.Linear):
         """(..., i) -> (..., o)"""
         return nf4_linear(x, self.weight_codes, self.weight_statistics, self.bias, self.out_features)
 
-    def fused_base(self) -> tuple[tuple[torch.Tensor, ...], Callable[..., torch.Tensor], Callable[..., torch.Tensor]]:
-        """What ``kernels.lora.Layer`` takes: pieces, x W^T from them, and y W from them."""
-        product = partial(nf4_linear, bias=None, out_features=self.out_features)
-        return (self.weight_codes, self.weight_statistics), product, partial(nf4_linear_backward, in_features=self.in_features)
+    def fused_base(self) -> tuple[tuple[torch.Tensor, ...], Products]:
+        """What ``kernels.lora.Layer`` takes: the pieces of the weight, and their products."""
+        return (self.weight_codes, self.weight_statistics), Nf4Products(self.in_features, self.out_features)
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
@@ -92,7 +98,7 @@ class Nf4Linear(nn.Linear):
         """
         functional = bitsandbytes().functional
         codes, statistics = local(self.weight_codes.detach()), local(self.weight_statistics.detach())
-        flat = self._own_values(weight).to(codes.device, _kernel_dtype(codes.dtype))
+        flat = self._own_values(weight).to(codes.device, kernel_dtype(codes.dtype))
         codes.zero_()  # what pads the last row
         statistics.zero_()
         absmax = torch.zeros(len(codes) * ROW_BLOCKS, dtype=torch.float32, device=codes.device)
@@ -119,27 +125,6 @@ class Nf4Linear(nn.Linear):
         first = begin // self.in_features
         values = weight[first : math.ceil(end / self.in_features)].reshape(-1)
         return values[begin - first * self.in_features : end - first * self.in_features]
-
-
-def count_rows(shape: tuple[int, ...] | torch.Size) -> int:
-    """Rows of codes and statistics for a weight of this shape."""
-    return math.ceil(math.prod(shape) / ROW_VALUES)
-
-
-def dequantise(codes: torch.Tensor, statistics: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-    """The weight (o, i), from whole codes and statistics, as bitsandbytes' ``dequantize_4bit`` gives it."""
-    bitsandbytes()
-    num_values = shape[0] * shape[1]
-    packed = codes.view(torch.uint8).view(-1)[: math.ceil(num_values / 2)]
-    coded = statistics.view(torch.uint8)[:, :ROW_BLOCKS].contiguous()
-    scales, offset = statistics.view(torch.float32)[:, -2].contiguous(), statistics.view(torch.float32)[0, -1]
-    operators = torch.ops.bitsandbytes
-    absmax = operators.dequantize_blockwise(coded, scales, _dynamic_code(codes.device), ROW_BLOCKS, torch.float32) + offset
-    absmax = absmax.view(-1)[: math.ceil(num_values / BLOCK_VALUES)]
-    # Blocks run over the flattened weight; bitsandbytes 0.50.2 gets rows wrong on an AVX-512 CPU where i % 64 is 32.
-    kernel_shape = shape if shape[1] % BLOCK_VALUES == 0 else (num_values,)
-    weight = operators.dequantize_4bit(packed, absmax, BLOCK_VALUES, "nf4", kernel_shape, _kernel_dtype(dtype))
-    return weight.view(shape).to(dtype)
 
 
 # Operators of our own, opaque to torch.compile: it would see that both directions dequantise the same weight, do it once and
@@ -176,6 +161,78 @@ def _(gradient, codes, statistics, in_features):  # type: ignore[no-untyped-def]
     return gradient.new_empty((*gradient.shape[:-1], in_features))
 
 
+class Nf4Products(NamedTuple):
+    """``kernels.lora.Products`` of weights (o, i) that are held as codes and statistics."""
+
+    in_features: int
+    out_features: int
+
+    def linear(
+        self, x: torch.Tensor, pieces: Sequence[torch.Tensor], bias: torch.Tensor | None, low: torch.Tensor | None, b: torch.Tensor | None
+    ) -> torch.Tensor:
+        codes, statistics = pieces
+        if low is None or b is None:
+            return nf4_linear(x, codes, statistics, bias, self.out_features)
+        return nf4_low_rank_linear(x, codes, statistics, bias, low, b)
+
+    def input_gradient(
+        self,
+        gradients: Sequence[torch.Tensor],
+        pieces: Sequence[Sequence[torch.Tensor]],
+        left: Sequence[torch.Tensor],
+        right: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        codes, statistics = [each[0] for each in pieces], [each[1] for each in pieces]
+        return nf4_input_gradient(list(gradients), codes, statistics, list(left), list(right), self.in_features)
+
+
+# Without gradients: called inside the autograd functions of ``kernels.lora`` alone.
+@torch.library.custom_op(
+    "manyhands::nf4_low_rank_linear",
+    mutates_args=(),
+    schema="(Tensor x, Tensor codes, Tensor statistics, Tensor? bias, Tensor low, Tensor b) -> Tensor",
+)
+def nf4_low_rank_linear(
+    x: torch.Tensor, codes: torch.Tensor, statistics: torch.Tensor, bias: torch.Tensor | None, low: torch.Tensor, b: torch.Tensor
+) -> torch.Tensor:
+    """``kernels.matmul.low_rank_linear`` for x (n, i), low (n, r), b (o, r) -> (n, o), beside a weight in NF4"""
+    return low_rank_linear(x, dequantise(codes, statistics, (b.shape[0], x.shape[1]), x.dtype), bias, low, b)
+
+
+@torch.library.custom_op(
+    "manyhands::nf4_input_gradient",
+    mutates_args=(),
+    schema="(Tensor[] gradients, Tensor[] codes, Tensor[] statistics, Tensor[] left, Tensor[] right, int in_features) -> Tensor",
+)
+def nf4_input_gradient(
+    gradients: list[torch.Tensor],
+    codes: list[torch.Tensor],
+    statistics: list[torch.Tensor],
+    left: list[torch.Tensor],
+    right: list[torch.Tensor],
+    in_features: int,
+) -> torch.Tensor:
+    """``sum_j gradients_j W_j + sum_k left_k right_k``, (n, o_j) and (n, r_k), (r_k, i) -> (n, i); one W_j at a time is whole."""
+
+    def weight(j: int) -> torch.Tensor:
+        return dequantise(codes[j], statistics[j], (gradients[j].shape[1], in_features), gradients[j].dtype)
+
+    total = sum_of_products(left, right) if left else gradients[0] @ weight(0)
+    for j in range(0 if left else 1, len(gradients)):
+        total.addmm_(gradients[j], weight(j))
+    return total
+
+
+@nf4_low_rank_linear.register_fake
+def _(x, codes, statistics, bias, low, b):  # type: ignore[no-untyped-def]
+    return x.new_empty((x.shape[0], b.shape[0]))
+
+
+@nf4_input_gradient.register_fake
+def _(gradients, codes, statistics, left, right, in_features):  # type: ignore[no-untyped-def]
+    return gradients[0].new_empty((gradients[0].shape[0], in_features))
+
+
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x, codes, statistics, _, _ = inputs
     ctx.in_features = x.shape[-1]
@@ -203,16 +260,6 @@ def bitsandbytes() -> Any:
             fix="pip install 'manyhands[qlora]', or use method.name=lora",
         ) from error
     return library
-
-
-@functools.cache
-def _dynamic_code(device: torch.device) -> torch.Tensor:
-    """The 256 values of bitsandbytes' dynamic 8-bit format, in which the absolute maxima are coded."""
-    return bitsandbytes().functional.create_dynamic_map().to(device)
-
-
-def _kernel_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype == torch.float64 else dtype  # the kernels know no float64
 
 
 def _mean(values: torch.Tensor) -> torch.Tensor:

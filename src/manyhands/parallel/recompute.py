@@ -14,6 +14,7 @@ from manyhands.model.blocks import find_blocks
 LINEAR = {"aten::mm": 0, "aten::addmm": 1}  # which argument the inputs are; the weight (i, o) is the next one
 KEPT = {
     "manyhands::nf4_linear",
+    "manyhands::nf4_low_rank_linear",
     "manyhands::low_rank_linear",
     "manyhands::fp8_product",
     "manyhands::flash4_forward",

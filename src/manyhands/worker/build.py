@@ -14,6 +14,7 @@ from manyhands.checkpoint.together import run_on_first
 from manyhands.data.store import TokenStore
 from manyhands.data.tokenizer import load_tokenizer
 from manyhands.errors import EXIT_FAILED, UserError
+from manyhands.kernels import nf4
 from manyhands.kernels.adamw import Backend, FusedAdamW
 from manyhands.kernels.adamw import choose_backend as choose_adamw
 from manyhands.kernels.modules import fuse_lora
@@ -63,6 +64,8 @@ def build_model(rank: Rank) -> None:
         begin_fp8(rank, model)
     if config.method.name != "full":
         rank.adapted = adapt(model, plan, config)
+        if config.method.name == "qlora":
+            _choose_dequantisation(rank)
         if plan.fuse_lora:
             _fuse_adapters(rank, model)
     elif in_fp8:
@@ -107,6 +110,15 @@ def _fuse_adapters(rank: Rank, model: Any) -> None:
     if rank.config.kernels.lora == "fused" and not report.fused:
         raise UserError("no adapted module can be fused", where="kernels.lora", why=str(report), fix="set kernels.lora: auto")
     rank.say(f"adapters: {report}")
+
+
+def _choose_dequantisation(rank: Rank) -> None:
+    """What makes weights from NF4, for all layers of this process; which, and why not a faster one, is said."""
+    device, dtype = rank.world.device, getattr(torch, rank.plan.compute_dtype)
+    asked = rank.config.kernels.nf4
+    backend = nf4.Backend("bitsandbytes", "as asked") if asked == "plain" else nf4.choose_backend(device, dtype)
+    nf4.use(backend, dtype)
+    rank.say(f"nf4: weights dequantised by {backend.describe()}")
 
 
 def _choose_attention(rank: Rank, model: Any) -> None:

@@ -1,0 +1,155 @@
+"""Weights in NF4 with double quantisation back to floating point, by bitsandbytes or by one Triton kernel with the same bits.
+
+A weight (o, i), flattened, is R rows of 256 blocks of 64 values (``model/nf4.py`` has the layout and fills it): codes
+(R, 8192 bytes), two values a byte, the first in its upper half; statistics (R, 264 bytes), 256 codes of absolute maxima, then
+two float32, their scale and their offset. A value is ``level[code] * (dynamic[code of maximum] * scale + offset)``, each step
+rounded to float32 and the last one to the result's dtype. bitsandbytes takes five launches for it and writes the maxima in
+float32 between them; Triton takes one. Knows tensors, no layers, ranks or runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+
+BLOCK_VALUES, ROW_BLOCKS = 64, 256
+ROW_VALUES = BLOCK_VALUES * ROW_BLOCKS
+CODE_BYTES = ROW_VALUES // 2
+STATISTICS_BYTES = ROW_BLOCKS + 2 * 4
+# Of the self-test: whole rows, half a block at the end, an odd number of values, several rows with a padded one.
+TRIED_SHAPES = ((64, 256), (75, 96), (33, 75), (301, 256))
+
+Dequantise = Callable[[torch.Tensor, torch.Tensor, tuple[int, int], torch.dtype], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What dequantises, and why not a faster one."""
+
+    name: str
+    reason: str = ""
+
+    def describe(self) -> str:
+        """One line for the log."""
+        return "Triton, one launch a weight" if self.name == "triton" else f"bitsandbytes ({self.reason})"
+
+
+# What ``use`` chose, by dtype, for the whole process: weights are dequantised inside operators that are opaque to torch.compile
+# and inside recomputed blocks, where nothing but tensors arrives. Both ways give the same bits, so nothing else depends on it.
+_chosen: dict[torch.dtype, Dequantise] = {}
+
+
+def dequantise(codes: torch.Tensor, statistics: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    """The weight (o, i), new, from whole codes and statistics, whatever dtype these are viewed as."""
+    computed = kernel_dtype(dtype)
+    way = _chosen.get(computed, dequantise_plain) if codes.is_cuda else dequantise_plain
+    return way(codes, statistics, shape, computed).to(dtype)
+
+
+def dequantise_plain(codes: torch.Tensor, statistics: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    """The weight (o, i) in a ``kernel_dtype``, as bitsandbytes' ``dequantize_4bit`` gives it."""
+    operators, num_values = _operators(), shape[0] * shape[1]
+    packed = codes.view(torch.uint8).view(-1)[: math.ceil(num_values / 2)]
+    coded = statistics.view(torch.uint8)[:, :ROW_BLOCKS].contiguous()
+    scales, offset = statistics.view(torch.float32)[:, -2].contiguous(), statistics.view(torch.float32)[0, -1]
+    absmax = operators.dequantize_blockwise(coded, scales, dynamic_code(codes.device), ROW_BLOCKS, torch.float32) + offset
+    absmax = absmax.view(-1)[: math.ceil(num_values / BLOCK_VALUES)]
+    # Blocks run over the flattened weight; bitsandbytes 0.50.2 gets rows wrong on an AVX-512 CPU where i % 64 is 32.
+    kernel_shape = shape if shape[1] % BLOCK_VALUES == 0 else (num_values,)
+    return operators.dequantize_4bit(packed, absmax, BLOCK_VALUES, "nf4", kernel_shape, dtype).view(shape)
+
+
+def kernel_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What kernels compute a result in ``dtype`` as: they know no float64."""
+    return torch.float32 if dtype == torch.float64 else dtype
+
+
+def use(backend: Backend, dtype: torch.dtype) -> None:
+    """From now on ``dequantise`` makes weights in ``dtype`` on GPUs by ``backend``; without this, by bitsandbytes."""
+    if backend.name == "triton":
+        from manyhands.kernels.triton_nf4 import dequantise_triton
+
+        _chosen[kernel_dtype(dtype)] = dequantise_triton
+    else:
+        _chosen.pop(kernel_dtype(dtype), None)
+
+
+@lru_cache
+def choose_backend(device: torch.device, dtype: torch.dtype) -> Backend:
+    """Triton where it can be imported and gives bitsandbytes' bits on ``device``, else bitsandbytes, with the reason."""
+    if device.type != "cuda":
+        return Backend("bitsandbytes", f"the device is {device.type}")
+    try:
+        from manyhands.kernels.triton_nf4 import dequantise_triton
+    except ImportError as error:
+        return Backend("bitsandbytes", f"Triton cannot be imported: {error}")
+    try:
+        unlike = count_unlike(dequantise_triton, device, kernel_dtype(dtype))
+    except Exception as error:  # a compiler that fails has many ways to say so
+        return Backend("bitsandbytes", f"Triton failed on this device: {type(error).__name__}: {str(error)[:200]}")
+    if unlike:
+        return Backend("bitsandbytes", f"Triton gave {unlike} values of its self-test with other bits")
+    return Backend("triton")
+
+
+def count_unlike(candidate: Dequantise, device: torch.device, dtype: torch.dtype) -> int:
+    """Values with other bits than bitsandbytes', over random weights of ``TRIED_SHAPES`` in ``dtype`` and in float32.
+
+    In float32 an absolute maximum shows that was rounded once in place of twice, which 16 bits hide.
+    """
+    unlike = 0
+    for shape in TRIED_SHAPES:
+        codes, statistics = draw_weight(shape, device)
+        for tried in {dtype, torch.float32}:
+            found, wanted = (way(codes, statistics, shape, tried) for way in (candidate, dequantise_plain))
+            unlike += int((_bits(found) != _bits(wanted)).sum()) if found.shape == wanted.shape else wanted.numel()
+    return unlike
+
+
+def draw_weight(shape: tuple[int, int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random codes and statistics, as bytes, of a weight of this shape; its values are some hundredths, as in a model."""
+    draw, num_rows = torch.Generator().manual_seed(math.prod(shape)), count_rows(shape)
+    codes = torch.randint(0, 256, (num_rows, CODE_BYTES), dtype=torch.uint8, generator=draw)
+    second = torch.randint(0, 256, (num_rows, ROW_BLOCKS), dtype=torch.uint8, generator=draw)
+    scales = torch.rand(num_rows, generator=draw) * 0.02
+    offset = torch.full((num_rows,), float(torch.rand((), generator=draw)) * 0.02 + 0.02)
+    statistics = torch.cat([second, torch.stack([scales, offset], 1).view(torch.uint8)], 1)
+    return codes.to(device), statistics.to(device)
+
+
+def count_rows(shape: tuple[int, ...] | torch.Size) -> int:
+    """Rows of codes and statistics for a weight of this shape."""
+    return math.ceil(math.prod(shape) / ROW_VALUES)
+
+
+@cache
+def dynamic_code(device: torch.device) -> torch.Tensor:
+    """The 256 values of bitsandbytes' dynamic 8-bit format, in which the absolute maxima are coded; float32."""
+    from bitsandbytes.functional import create_dynamic_map
+
+    return create_dynamic_map().to(device)
+
+
+@cache
+def levels(device: torch.device) -> torch.Tensor:
+    """The 16 values of NF4, float32."""
+    from bitsandbytes.functional import get_4bit_type
+
+    return get_4bit_type("nf4", device=device)
+
+
+@cache
+def _operators() -> Any:
+    """bitsandbytes' operators, which its import registers. ImportError where it is not installed."""
+    import bitsandbytes  # noqa: F401
+
+    return torch.ops.bitsandbytes
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    return values.contiguous().view(torch.int32 if values.dtype == torch.float32 else torch.int16)
