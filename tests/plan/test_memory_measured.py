@@ -28,7 +28,10 @@ RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
 FILES = (
     *("h200-beside-trl.jsonl", "h200-x4-beside-trl.jsonl", "h200-kernels.jsonl"),
     *("h200-x2-beside-trl.jsonl", "h200-side-by-side.jsonl", "h200-adamw.jsonl"),
+    *("h200-one-gpu.jsonl", "h200-one-gpu-flash4.jsonl", "h200-qlora.jsonl"),
 )
+# FlashAttention 4 was installed: it keeps no copy of the queries, which the plan counts as it cannot know that the kernel will pass its test.
+WITH_FLASH4 = {"h200-one-gpu-flash4.jsonl", "h200-qlora.jsonl"}
 # Fused adapters' products were recomputed by mistake, so less was kept than selective recomputation keeps.
 NOT_COMPARABLE = {("70b-lora", "selective")}
 UNDER, OVER = 0.02, 0.05  # of what is allocated: allowed shares below and above the measurement
@@ -38,7 +41,7 @@ WHOLE_OVER = 0.15  # of the whole estimate, with context, communication and what
 def recorded() -> list[Any]:
     lines = [(file, json.loads(line)) for file in FILES for line in (RESULTS / file).read_text().splitlines()]
     rows = [(file, row) for file, row in lines if "planned_gib" in row and not row["lengths" if "lengths" in row else "layers"]]
-    return [pytest.param(row, id=f"{file[:-6]}-{row['row']}-{row['label']}-{row['gpus']}") for file, row in rows]
+    return [pytest.param(row | {"file": file}, id=f"{file[:-6]}-{row['row']}-{row['label']}-{row['gpus']}") for file, row in rows]
 
 
 @cache
@@ -62,6 +65,13 @@ def plan_again(measured: dict[str, Any], folder: Path) -> Plan:
     return plan(make_config(folder, row, gpus, 25, keys), machine)
 
 
+def queries_of_documents(measured: dict[str, Any], folder: Path) -> int:
+    """What the plan adds in bfloat16 for a kernel that knows documents: for packs of mixed lengths, and windows (``plan/activations.py``)."""
+    model = model_of(measured["shape"], folder)
+    mixed = BY_NAME[measured["row"]].data == "mix" or model.sliding_window is not None
+    return 2 * mixed * measured["micro_tokens"] * model.num_layers * model.num_heads * model.head_dim
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("shapes")
@@ -74,7 +84,8 @@ def test_the_estimate_is_what_was_measured(measured: dict[str, Any], folder: Pat
     if (measured["row"], made.recompute) in NOT_COMPARABLE:
         pytest.skip("measured before selective recomputation kept fused adapters' products")
     peak = measured["peak_allocated_gib"] * GIB
-    allocated = made.memory.total - made.memory.terms["overhead"] + WORKSPACE_BYTES["cuda"]
+    spared = queries_of_documents(measured, folder) if measured["file"] in WITH_FLASH4 else 0
+    allocated = made.memory.total - made.memory.terms["overhead"] + WORKSPACE_BYTES["cuda"] - spared
     assert (1 - UNDER) * peak <= allocated <= (1 + OVER) * peak, made.memory.terms
     assert peak <= made.memory.total <= (1 + WHOLE_OVER) * peak, made.memory.terms
 

@@ -51,6 +51,7 @@ def export_source(source: Path, output: Path, *, merge: bool = False) -> str:
     from manyhands.export.files import refuse_foreign
     from manyhands.export.fresh import verify_in_fresh_process
     from manyhands.export.model import export_model
+    from manyhands.export.probe import round_weights
     from manyhands.launch.run_folder import RunFolder
     from manyhands.model.adapter import method_of
 
@@ -68,7 +69,6 @@ def export_source(source: Path, output: Path, *, merge: bool = False) -> str:
     base = Path(plan.model_folder)
     with tempfile.TemporaryDirectory() as scratch:
         reference, probe = Path(scratch) / "reference.json", Path(scratch) / "probe.safetensors"
-        compute_probe(model, probe)
         if is_adapter:
             export_adapter(
                 output,
@@ -84,6 +84,9 @@ def export_source(source: Path, output: Path, *, merge: bool = False) -> str:
         else:
             dtype = plan.frozen_dtype if merge else plan.output_dtype
             export_model(output, model, base, dtype, rank=0, merge=merge, asked=config.model, reference_path=reference)
+            if not merge:
+                round_weights(model, dtype)
+        compute_probe(model, probe)
         del model
         return verify_in_fresh_process(output, reference, base=base if is_adapter else None, probe_path=probe)
 

@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from manyhands.errors import EXIT_FAILED, UserError
 
 # Root mean square of the difference of centred logits, as a share of theirs, that the dtype of the computation and the
-# rounding of saved weights may each cause. SmolLM2: computed in bfloat16 2.1e-2, float32 weights saved in bfloat16 5e-3.
+# rounding of saved weights (of a merged model; others are compared after it) may each cause. SmolLM2: computed in bfloat16 2.1e-2,
+# float32 weights saved in bfloat16 5e-3.
 COMPUTED = {"float64": 1e-4, "float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
 SAVED = {"float64": 0.0, "float32": 0.0, "float16": 5e-3, "bfloat16": 2e-2}
 
@@ -38,6 +39,19 @@ class Probe:
             return float("inf")
         ours, expected = (x.double() - x.double().mean(-1, keepdim=True) for x in (logits, self.logits))
         return ((ours - expected).norm() / expected.norm().clamp(min=1e-30)).item()
+
+
+@torch.no_grad()
+def round_weights(model: torch.nn.Module, dtype: str) -> None:
+    """Give each weight the value that a file in ``dtype`` holds, in place, shards too: logits then are those of what is saved.
+
+    A weight that was saved in bfloat16 before its training moves by less than half a digit in many of its steps, so rounding takes
+    back a part of a short training. That is no fault of the file, and its logits are compared with what it must give.
+    """
+    saved = getattr(torch, dtype)
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and parameter.dtype.itemsize > saved.itemsize:
+            parameter.copy_(parameter.to(saved).to(parameter.dtype))
 
 
 def save_probe(path: Path, input_ids: torch.Tensor, logits: torch.Tensor, dtype: str) -> None:

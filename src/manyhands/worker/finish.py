@@ -12,7 +12,7 @@ from manyhands.checkpoint.together import run_on_first
 from manyhands.export.adapter import export_adapter
 from manyhands.export.fresh import verify_in_fresh_process
 from manyhands.export.model import export_model
-from manyhands.export.probe import save_probe
+from manyhands.export.probe import round_weights, save_probe
 from manyhands.metrics.report import write_report
 from manyhands.model.adapter import method_of
 from manyhands.worker.rank import Rank
@@ -27,7 +27,6 @@ def export(rank: Rank) -> None:
         assert rank.state.best_step is not None
         load_checkpoint(checkpoint_folder(folder.checkpoints, rank.state.best_step), rank.model, rank.optimizer)
         rank.say(f"exporting the best checkpoint: step {rank.state.best_step}, validation loss {rank.state.best_loss:.4f}")
-    _save_probe(rank)
     source = Path(plan.model_folder)
     adapters = config.method.trains_adapters
     if not adapters or config.output.merge:
@@ -58,6 +57,9 @@ def export(rank: Rank) -> None:
             replace=True,
             reference_path=_reference(rank, "adapter"),
         )
+    else:
+        round_weights(rank.model, plan.output_dtype)  # written; nothing trains them further
+    _save_probe(rank)
 
 
 def verify(rank: Rank) -> None:
