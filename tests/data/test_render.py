@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from manyhands.data.messages import RowRefused
 from manyhands.data.render import Rendered, Renderer, render
 from manyhands.data.spans import SpanFinder
 from manyhands.data.template import ChatTemplate, complete_arguments
+from manyhands.data.tokenizer import load_tokenizer
 from manyhands.errors import UserError
+from manyhands.infer.generate import end_of_turn
 
 from .conftest import make_tokenizer
 from .families import FAMILIES, family_tokenizer, trained_texts
@@ -104,6 +107,39 @@ def test_template_that_hides_an_answer_is_refused() -> None:
     )
     assert isinstance(hidden, RowRefused) and "shows nothing of message 2" in str(hidden)
     assert not isinstance(shown, RowRefused) and trained_texts(tokenizer, shown) == ["b</s>"]
+
+
+PARTS = (  # after SmolVLM's and LLaVA's: of a content that is a text they show nothing
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% for part in m['content'] %}{% if part['type'] == 'image' %}<image>"
+    "{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% for part in m['content'] | selectattr('type', 'equalto', 'text') %}"
+    "{{ part['text'] }}{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+)
+
+
+@pytest.mark.parametrize("template", PARTS)
+def test_a_template_that_takes_contents_in_parts_is_given_parts(template: str) -> None:
+    plain_tokenizer, tokenizer = make_tokenizer("chatml"), make_tokenizer("chatml")
+    tokenizer.chat_template = template
+    expected, found = (render(Conversation(TWO), each) for each in (plain_tokenizer, tokenizer))
+    assert trained_texts(tokenizer, found) == ["Hello there<|im_end|>", "Fine.<|im_end|>"]
+    parts = [message | {"content": [{"type": "text", "text": message["content"]}]} for message in TWO]
+    assert list(found.ids) == tokenizer.apply_chat_template(parts, return_dict=False) == list(expected.ids)
+    assert end_of_turn(tokenizer) == end_of_turn(plain_tokenizer) is not None
+
+
+def test_a_processors_template_is_the_tokenizers_where_that_has_none(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer("chatml")
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    assert load_tokenizer(tmp_path).chat_template is None
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": PARTS[0]}))
+    assert load_tokenizer(tmp_path).chat_template == PARTS[0]
+    assert load_tokenizer(tmp_path, "{{ 'given' }}").chat_template == "{{ 'given' }}"
+    (tmp_path / "chat_template.json").write_text("[]")
+    with pytest.raises(UserError, match="the chat template cannot be read"):
+        load_tokenizer(tmp_path)
 
 
 def test_template_without_an_end_is_an_error_that_says_what_to_give() -> None:

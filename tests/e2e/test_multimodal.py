@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from manyhands.export.reference import Reference
 from manyhands.export.verify import verify
 from manyhands.infer.load import Found, load_model
-from manyhands.testing.tiny import write_tiny_multimodal
+from manyhands.testing.multimodal import write_tiny_multimodal
 from tests.e2e.runs import Place, Run, Spec
 
 pytestmark = pytest.mark.slow  # whole runs in processes of their own: minutes together

@@ -16,7 +16,8 @@ from manyhands.facts.packing import MEASURED
 from manyhands.facts.types import NewTokens
 from manyhands.model.load import build_meta, materialize
 from manyhands.model.lora import adapted_layers, apply_lora
-from manyhands.testing.tiny import tiny_plan, tiny_run, write_tiny_model, write_tiny_multimodal
+from manyhands.testing.multimodal import write_tiny_multimodal
+from manyhands.testing.tiny import tiny_plan, tiny_run, write_tiny_model
 
 FAMILIES = (*MEASURED, "gpt_neox", "qwen3_5_text", "mixtral", "qwen3_moe")
 IDS = torch.arange(40)[None] % 256

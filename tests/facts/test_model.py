@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from manyhands.errors import UserError
+from manyhands.facts.model import FAMILIES as KNOWN
 from manyhands.facts.model import block_shapes, count_parameters, read_model_facts
 
 SIZES = {
@@ -94,7 +95,7 @@ def test_a_familys_defaults_stand_in_for_keys_that_are_not_there():
 def test_a_multimodal_model_is_its_text_decoder(dtype: str, tmp_path: Path):
     from transformers import AutoModelForCausalLM
 
-    from manyhands.testing.tiny import write_tiny_multimodal
+    from manyhands.testing.multimodal import write_tiny_multimodal
 
     facts = read_model_facts(write_tiny_multimodal(tmp_path, dtype), "tiny", "pretrained")
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -117,6 +118,59 @@ def test_what_a_published_gemma_3_leaves_out_is_transformers_default(tmp_path: P
         assert getattr(facts, name) == getattr(default, name)
     assert (facts.num_heads, facts.num_kv_heads) == (default.num_attention_heads, default.num_key_value_heads)
     assert facts.max_positions == default.max_position_embeddings and facts.tied_embeddings
+
+
+@pytest.mark.parametrize("kind", sorted(kind for kind, family in KNOWN.items() if family.defaults))
+def test_defaults_of_text_within_another_model_are_transformers_own(kind: str):
+    """A published LLaVA 1.5 says of its text no more than its vocabulary and its positions."""
+    from transformers import AutoConfig
+
+    default = AutoConfig.for_model(kind)
+    assert KNOWN[kind].defaults == {key: getattr(default, key) for key in KNOWN[kind].defaults}
+
+
+def test_text_fields_beside_the_towers_are_the_texts(tmp_path: Path):
+    """Qwen2.5-VL as it is published: no text_config, and names without it in the files."""
+    from manyhands.testing.multimodal import write_tiny_multimodal
+
+    folder = write_tiny_multimodal(tmp_path, family="qwen2_5_vl")
+    assert "text_config" not in json.loads((folder / "config.json").read_text())
+    facts, formula = (read_model_facts(folder, "tiny", init) for init in ("pretrained", "random"))
+    assert facts.model_type == "qwen2_5_vl_text" and facts.decoder == "model.language_model"
+    assert facts.num_parameters == formula.num_parameters and facts.block_linear_shapes == formula.block_linear_shapes
+    assert "model.language_model.layers.2.mlp.up_proj.weight" in facts.parameter_shapes
+
+
+def test_the_widest_head_counts_and_the_widest_block(tmp_path: Path):
+    """Gemma 4 has wider heads in its full attention (here as transformers saves it, and as it is published), Gemma 3n a list of widths."""
+    config = write_config(tmp_path, head_dim=16, per_layer_config={"2": {"head_dim": 24}})
+    assert read_model_facts(tmp_path, "tiny", "random").head_dim == 24
+    write_config(tmp_path, head_dim=16, global_head_dim=32)
+    assert read_model_facts(tmp_path, "tiny", "random").head_dim == 32
+    text = config | {"intermediate_size": [48, 96, 48], "per_layer_config": None}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3n", "text_config": text}))
+    assert read_model_facts(tmp_path, "tiny", "random").intermediate_size == 96
+
+
+@pytest.mark.parametrize(("head", "tied"), [("none", True), ("the same", True), ("another", False)])
+def test_files_say_whether_a_multimodal_models_head_is_its_embeddings(head: str, tied: bool, tmp_path: Path):
+    """Configurations leave it out, and families' defaults differ from what was published."""
+    from safetensors.numpy import load_file, save_file
+
+    from manyhands.testing.multimodal import write_tiny_multimodal
+
+    folder = write_tiny_multimodal(tmp_path, family="mistral3")
+    path, name = folder / "model.safetensors", "language_model.lm_head.weight"
+    fields = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(fields))
+    tensors = load_file(path)
+    if head == "none":
+        del tensors[name]
+    elif head == "the same":
+        tensors[name] = tensors["language_model.model.embed_tokens.weight"].copy()
+    save_file(tensors, path)
+    facts = read_model_facts(folder, "tiny", "pretrained")
+    assert facts.tied_embeddings is tied and ("lm_head.weight" in facts.parameter_shapes) is not tied
 
 
 def test_sharded_weights(folder: Path):
@@ -148,6 +202,7 @@ def test_another_weight_gives_another_digest(folder: Path):
         ({"vision_config": {}, "model_type": "git"}, "git is multimodal, and does not say which part"),
         ({"text_config": {"model_type": "gemma3_text"}, "vision_config": {}}, "no decoder of a kind that is known here"),
         ({"text_config": SIZES | {"num_local_experts": 8}, "model_type": "llama4"}, "llama4 is a mixture of experts"),
+        ({"text_config": SIZES | {"cross_attention_layers": [3]}, "model_type": "mllama"}, "mllama has blocks that attend to images only"),
         ({"quantization_config": {"bits": 4}}, "quantised, which is not supported yet"),
         ({"is_encoder_decoder": True}, "has an encoder"),
         ({"hidden_size": None}, "no decoder of a kind that is known here"),

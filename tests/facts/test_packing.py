@@ -52,6 +52,17 @@ def test_a_measured_family_starts_no_process(tmp_path: Path, answers: list[Any])
     assert facts.packs and "measured" in facts.packing_reason and not (tmp_path / "cache").exists()
 
 
+def test_what_is_around_measured_text_must_be_measured_too(tmp_path: Path, answers: list[Any]) -> None:
+    facts = model_facts().model_copy(update={"model_type": "gemma", "folder": str(tmp_path)})
+    answers.append({"trains": False, "packs": False, "reason": "both directions"})
+    for outer in ("llava", "paligemma"):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": outer, "text_config": {"model_type": "gemma"}}))
+        if outer == "llava":
+            assert judge_packing(make_config(tmp_path), facts, print).packs and answers
+    with pytest.raises(UserError, match="cannot be trained here"):
+        judge_packing(make_config(tmp_path), facts, print)
+
+
 def test_packing_off_asks_nothing(tmp_path: Path, answers: list[Any]) -> None:
     assert judge(tmp_path, "unheard_of", packing=False).packing_reason == ""
 

@@ -21,7 +21,8 @@ from manyhands.model.probe import Single
 from manyhands.model.quantise import quantised_layers
 from manyhands.model.towers import left_out
 from manyhands.testing.families import LEAK
-from manyhands.testing.tiny import tiny_plan, tiny_run, write_tiny_model, write_tiny_multimodal
+from manyhands.testing.multimodal import write_tiny_multimodal
+from manyhands.testing.tiny import tiny_plan, tiny_run, write_tiny_model
 
 CPU = torch.device("cpu")
 IDS = torch.arange(40)[None] % 256

@@ -8,16 +8,19 @@ import numpy as np
 import pytest
 
 from manyhands.testing.layouts import measure
+from manyhands.testing.multimodal import write_tiny_multimodal
 from manyhands.testing.ranks import Ranks
-from manyhands.testing.tiny import tiny_plan, tiny_run, write_tiny_multimodal
+from manyhands.testing.tiny import tiny_plan, tiny_run
 
 DOCUMENTS = [[(list(range(40, 40 + n)), [True] * n)] for n in (30, 18)]  # one a rank
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("recompute", ["none", "block"])
-def test_full_training_in_bfloat16_is_the_same_sharded_and_replicated(tmp_path: Path, world: Ranks, recompute: str) -> None:
-    folder = str(write_tiny_multimodal(tmp_path, "bfloat16"))
+@pytest.mark.parametrize(
+    ("recompute", "family"), [("none", "gemma3"), ("block", "gemma3"), ("block", "qwen2_5_vl"), ("none", "llava_next"), ("block", "gemma4")]
+)
+def test_full_training_in_bfloat16_is_the_same_sharded_and_replicated(tmp_path: Path, world: Ranks, recompute: str, family: str) -> None:
+    folder = str(write_tiny_multimodal(tmp_path, "bfloat16", family=family))
     found = []
     for strategy in ("ddp", "fsdp"):
         plan = tiny_plan(folder, strategy=strategy, world_size=2, compute_dtype="bfloat16", recompute=recompute)
@@ -25,13 +28,14 @@ def test_full_training_in_bfloat16_is_the_same_sharded_and_replicated(tmp_path: 
     replicated, sharded = found
     assert sharded["loss"] == replicated["loss"] and sharded["norm"] == pytest.approx(replicated["norm"], rel=1e-6)
     assert sharded["gradients"].keys() == replicated["gradients"].keys()
-    assert all(".language_model." in name for name in sharded["gradients"])
+    assert all(".language_model." in name or name.endswith("lm_head.weight") for name in sharded["gradients"])
     for name, gradient in replicated["gradients"].items():
         np.testing.assert_allclose(sharded["gradients"][name], gradient, rtol=0, atol=1e-6 * max(np.abs(gradient).max(), 1e-12))
 
 
-def test_one_process_takes_the_same_step(tmp_path: Path) -> None:
-    folder = str(write_tiny_multimodal(tmp_path))
+@pytest.mark.parametrize("family", ["gemma3", "gemma4", "qwen3_vl"])
+def test_one_process_takes_the_same_step(tmp_path: Path, family: str) -> None:
+    folder = str(write_tiny_multimodal(tmp_path, family=family))
     both = [[[document for part in DOCUMENTS for document in part]]]
     steps = [measure(tiny_plan(folder, recompute=recompute), tiny_run(folder), both) for recompute in ("none", "block")]
     assert steps[0]["loss"] == steps[1]["loss"] and steps[0]["norm"] == steps[1]["norm"] > 0

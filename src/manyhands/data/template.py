@@ -14,6 +14,7 @@ from manyhands.data.messages import Message, RowRefused
 from manyhands.errors import UserError
 
 OURS = frozenset({"weight", "train"})  # keys of a message that are ours, and no template's
+SHOWN = "\ue000"  # a code point that belongs to no character
 DATE_STRING = "%d %b %Y"  # how templates write the day that they take as date_string
 
 
@@ -45,7 +46,7 @@ class ChatTemplate:
         """The text; with ``generation`` also what opens the next assistant turn. Raises RowRefused with the template's reason."""
         try:
             return self._tokenizer.apply_chat_template(
-                list(messages), tools=tools, tokenize=False, add_generation_prompt=generation, **self._arguments
+                self._as_taken(messages), tools=tools, tokenize=False, add_generation_prompt=generation, **self._arguments
             )
         except Exception as error:  # a template is a program from outside: whatever it raises concerns this row
             raise RowRefused(f"the chat template refuses this conversation: {error}") from error
@@ -60,7 +61,8 @@ class ChatTemplate:
     def render_many(self, conversations: Sequence[Sequence[Message]]) -> list[str | RowRefused]:
         """The texts of conversations without tools, in one call; one after the other only if one of them is refused."""
         try:
-            return self._tokenizer.apply_chat_template([list(messages) for messages in conversations], tokenize=False, **self._arguments)
+            taken = [self._as_taken(messages) for messages in conversations]
+            return self._tokenizer.apply_chat_template(taken, tokenize=False, **self._arguments)
         except Exception:  # one of them: which, and why, is told below
             return [self._render_or_refuse(messages) for messages in conversations]
 
@@ -79,6 +81,14 @@ class ChatTemplate:
             seen["tool_calls"] = [_write_arguments(call) for call in seen["tool_calls"]]
         return seen
 
+    def _as_taken(self, messages: Sequence[Message]) -> list[Message]:
+        return in_parts(messages) if self.takes_parts else list(messages)
+
+    @cached_property
+    def takes_parts(self) -> bool:
+        """``takes_parts`` of this template."""
+        return takes_parts(self._tokenizer, self._arguments)
+
     @cached_property
     def takes_text_arguments(self) -> bool:
         """Whether the arguments of a tool call must be JSON text, as in DeepSeek's templates; the others take objects."""
@@ -88,6 +98,27 @@ class ChatTemplate:
             self.try_render([asked, {"role": "assistant", "content": None, "tool_calls": [call]}]) is None
             and self.try_render([asked, {"role": "assistant", "content": None, "tool_calls": [_write_arguments(call)]}]) is not None
         )
+
+
+def takes_parts(tokenizer: Any, arguments: Mapping[str, Any]) -> bool:
+    """Whether a content must be a list of parts: templates of models of images and text may show nothing of one that is a text."""
+    messages: list[Message] = [{"role": role, "content": SHOWN} for role in ("user", "assistant")]
+
+    def shows(messages: list[Message]) -> bool:
+        try:
+            return SHOWN in tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
+        except Exception:  # whatever a template raises: it takes no such messages
+            return False
+
+    return not shows(messages) and shows(in_parts(messages))
+
+
+def in_parts(messages: Sequence[Message]) -> list[Message]:
+    """Messages whose texts are lists of one part."""
+    return [
+        {**message, "content": [{"type": "text", "text": message["content"]}]} if isinstance(message.get("content"), str) else message
+        for message in messages
+    ]
 
 
 def _write_arguments(call: Any) -> Any:

@@ -56,11 +56,22 @@ def load_tokenizer(
         tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:  # whatever the files hold: transformers raises many kinds
         raise UserError("the tokenizer cannot be loaded", where=str(folder), why=f"{type(error).__name__}: {error}") from error
+    template = template or (_processor_template(folder) if not tokenizer.chat_template else None)
     if template is not None:
         tokenizer.chat_template = template
     if new_tokens:
         _add_tokens(tokenizer, new_tokens)
     return tokenizer
+
+
+def _processor_template(folder: Path) -> str | None:
+    """The template that older models of images and text have beside their tokenizer, which transformers reads for processors only."""
+    path = folder / "chat_template.json"
+    try:
+        template = json.loads(path.read_text(encoding="utf-8"))["chat_template"] if path.is_file() else None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError("the chat template cannot be read", where=str(path), why=f"{type(error).__name__}: {error}") from error
+    return template if isinstance(template, str) else None
 
 
 def widen_cache(tokenizer: Any) -> None:

@@ -25,6 +25,7 @@ from manyhands.export.reference import Reference, TensorReference, describe_tens
 from manyhands.export.stored import StoredTensor, iterate_stored, weight_files
 from manyhands.facts.adapter import needed_tokens
 from manyhands.model.attention import plain_attention
+from manyhands.model.auto import auto_class_of
 from manyhands.model.grow import grow_embeddings
 from manyhands.model.source import state_by_file_names
 
@@ -55,12 +56,13 @@ def verify(folder: Path, reference: Reference, *, base: Path | None = None, prob
         return found
     probe = load_probe(probe_path) if probe_path is not None else None
     if reference.kind == "model":
-        model, state, opener = *_open_model(folder, reference.dtype), "AutoModelForCausalLM"
+        opener = auto_class_of(folder)
+        model, state, opened_by = *_open_model(opener, folder, reference.dtype), opener.__name__
     else:
         assert base is not None
-        model, state, opener = *_open_adapter(folder, base, probe.dtype if probe else "auto", reference.base), "PeftModel"
+        model, state, opened_by = *_open_adapter(folder, base, probe.dtype if probe else "auto", reference.base), "PeftModel"
     found.findings += compare_reopened(state, reference) + compare_tokens(folder, reference)
-    found.notes.append(f"reopened by {opener}.from_pretrained")
+    found.notes.append(f"reopened by {opened_by}.from_pretrained")
     if probe is not None and not found.findings:
         _compare_logits(model, probe, reference.dtype, found)
     return found
@@ -152,12 +154,10 @@ def _quiet() -> None:
     transformers.logging.disable_progress_bar()
 
 
-def _open_model(folder: Path, dtype: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+def _open_model(opener: Any, folder: Path, dtype: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     """The model and its state by the files' names."""
-    from transformers import AutoModelForCausalLM
-
     _quiet()
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    model: Any = opener.from_pretrained(folder, dtype=getattr(torch, dtype))
     model.set_attn_implementation(plain_attention(model.config))
     return model, state_by_file_names(model, folder)
 
@@ -165,10 +165,9 @@ def _open_model(folder: Path, dtype: str) -> tuple[torch.nn.Module, dict[str, to
 def _open_adapter(folder: Path, base: Path, dtype: str, kind: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     """The adapted model and the adapter's state; ``dtype`` of the base: the run's compute dtype; ``kind`` as ``Reference.base``."""
     from peft import PeftModel, get_peft_model_state_dict
-    from transformers import AutoModelForCausalLM
 
     _quiet()
-    inner: Any = AutoModelForCausalLM.from_pretrained(base, dtype=dtype, **(_nf4_options() if kind == "nf4" else {}))
+    inner: Any = auto_class_of(base).from_pretrained(base, dtype=dtype, **(_nf4_options() if kind == "nf4" else {}))
     inner.set_attn_implementation(plain_attention(inner.config))
     if kind == "nf4":
         _dequantise_as_one_row(inner)
@@ -238,6 +237,8 @@ def _compare_logits(model: torch.nn.Module, probe: Probe, saved_dtype: str, foun
     logits = _widen(model, probe.dtype).eval()(input_ids=probe.input_ids, use_cache=False).logits
     deviation, tolerance = probe.deviation(logits), probe.tolerance(saved_dtype, name_dtype(logits.dtype))
     text = f"logits of {probe.input_ids.numel()} tokens deviate by {deviation:.1e} (allowed {tolerance:.0e})"
+    if deviation > tolerance and getattr(torch, saved_dtype).itemsize < getattr(torch, probe.dtype).itemsize:
+        text += f"; rounding to {saved_dtype} may take small updates back, which output.dtype={probe.dtype} keeps"
     (found.notes if deviation <= tolerance else found.findings).append(text)
 
 

@@ -16,18 +16,20 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from manyhands.errors import UserError
-from manyhands.facts.safetensors import TensorHeader, find_weight_files, read_headers
+from manyhands.facts.safetensors import TensorHeader, equal_bytes, find_weight_files, read_headers
 from manyhands.facts.types import ModelFacts
 
 StoredDtype = Literal["bfloat16", "float16", "float32", "float64"]
 STORED_DTYPES: dict[str, StoredDtype] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 NEEDED_KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 MOE_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+CROSS_ATTENTION_KEYS = ("cross_attention_layers",)
 MULTIMODAL_KEYS = ("vision_config", "audio_config")
 TEXT_TENSOR = re.compile(r"(?:^|\.)(?:language_model|text_model|lm_head)\.|^model\.(?:layers|embed_tokens|norm)\.")  # of a multimodal model
 BLOCK_TENSOR = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.(.+)$")
-TEXT_PREFIX = re.compile(r"^(?:model\.)?(language_model|text_model)\.(?:model\.)?(?!lm_head)")
-HEADS = ("lm_head.weight", "language_model.lm_head.weight")
+TEXT_PREFIX = re.compile(r"^(?:model\.)?(language_model|text_model)\.(?:model\.)*(?!lm_head)|^model\.(?=(?:layers|embed_tokens|norm)\.)")
+HEAD_PREFIX = re.compile(r"^.*(?=\blm_head\.)")
+HEAD, EMBEDDINGS = "lm_head.weight", ".embed_tokens.weight"
 
 
 @dataclass(frozen=True)
@@ -43,9 +45,19 @@ class Family:
     defaults: Mapping[str, int] = field(default_factory=dict)  # what the text part of a published multimodal model leaves out
 
 
+WIDTHS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+LLAMA_DEFAULTS = dict(zip(WIDTHS, (32_000, 4096, 11_008, 32, 32, 32), strict=True)) | {"max_position_embeddings": 2048}
+MISTRAL_DEFAULTS = dict(zip(WIDTHS, (32_000, 4096, 14_336, 32, 32, 8), strict=True))
+MISTRAL_DEFAULTS |= {"max_position_embeddings": 131_072, "sliding_window": 4096}
+QWEN2_DEFAULTS = dict(zip(WIDTHS, (151_936, 4096, 22_016, 32, 32, 32), strict=True)) | {"max_position_embeddings": 32_768}
 GEMMA3_DEFAULTS = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131_072}
 FAMILIES = {
-    "qwen2": Family(qkv_bias=True),
+    "llama": Family(defaults=LLAMA_DEFAULTS),
+    "mistral": Family(defaults=MISTRAL_DEFAULTS),
+    "qwen2": Family(qkv_bias=True, defaults=QWEN2_DEFAULTS),
+    "qwen2_vl_text": Family(qkv_bias=True),
+    "qwen2_5_vl_text": Family(qkv_bias=True),
+    "qwen3_vl_text": Family(head_dim=128, qk_norm=True),
     "qwen3": Family(head_dim=128, qk_norm=True),
     "gemma": Family(tied=True, head_dim=256),
     "gemma2": Family(tied=True, head_dim=256, num_norms=4, attention_softcap=50.0),
@@ -66,15 +78,16 @@ def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "rando
     block = block_shapes(config)
     parameters, towers, stored, digest = count_parameters(config), 0, _config_dtype(whole_config), ""
     shapes = parameter_shapes(config)
+    decoder = "model" if config is whole_config else "model.language_model"
     if init == "pretrained":
         tensors, raw_headers = read_headers(find_weight_files(folder))
         if config is not whole_config:
-            others = [name for name in tensors if not TEXT_TENSOR.search(name)]
-            towers = sum(tensors.pop(name).num_elements for name in others)
-            tensors = {TEXT_PREFIX.sub(r"model.\1.", name): tensor for name, tensor in tensors.items()}  # for patterns of names
-        for head in HEADS:
-            if is_tied(config):
-                tensors.pop(head, None)
+            towers = sum(tensor.num_elements for name, tensor in tensors.items() if not TEXT_TENSOR.search(name))
+            config |= {"tie_word_embeddings": shares_head(folder, config)}
+            tensors = {name_in_model(name): tensor for name, tensor in tensors.items() if TEXT_TENSOR.search(name)}
+            decoder = next((name.removesuffix(EMBEDDINGS) for name in tensors if name.endswith(EMBEDDINGS)), decoder)
+        if is_tied(config):
+            tensors.pop(HEAD, None)
         stored = _stored_dtype(tensors, folder)
         parameters = sum(tensor.num_elements for tensor in tensors.values())
         block = _largest_block(tensors) or block
@@ -85,13 +98,13 @@ def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "rando
         name=name,
         folder=str(folder),
         model_type=config["model_type"],
-        decoder="model" if config is whole_config else "model.language_model",
+        decoder=decoder,
         hidden_size=config["hidden_size"],
         intermediate_size=config["intermediate_size"],
         num_layers=config["num_hidden_layers"],
         num_heads=num_heads,
         num_kv_heads=config.get("num_key_value_heads") or num_heads,
-        head_dim=head_dim(config),
+        head_dim=widest_head(config),
         vocab_size=config["vocab_size"],
         tied_embeddings=is_tied(config),
         max_positions=config.get("max_position_embeddings") or 0,
@@ -114,20 +127,46 @@ def text_part(config: dict[str, Any]) -> dict[str, Any]:
     transformers reads ``tie_word_embeddings`` from the outer config, and what neither holds is the family's default.
     """
     text = config.get("text_config")
+    kind = f"{config.get('model_type')}_text"
     if not isinstance(text, dict):
-        return config
+        flat = kind in FAMILIES and any(key in config for key in MULTIMODAL_KEYS)  # the text's fields beside the vision_config
+        return {key: value for key, value in config.items() if key not in MULTIMODAL_KEYS} | {"model_type": kind} if flat else config
     outer = {key: config[key] for key in ("tie_word_embeddings", "quantization_config") if key in config}
-    kind = text.get("model_type") or config.get("model_type")
-    return {**FAMILIES.get(str(kind), Family()).defaults, **text, **outer, "model_type": kind}
+    kind = str(text.get("model_type") or config.get("model_type"))
+    fields = {**FAMILIES.get(kind, Family()).defaults, **text, **outer, "model_type": kind}
+    if isinstance(fields.get("intermediate_size"), list):  # one for each block
+        fields["intermediate_size"] = max(fields["intermediate_size"], default=0)
+    return fields
+
+
+def name_in_model(name: str) -> str:
+    """What transformers calls a tensor of a multimodal model's text, whichever of the published ways its file does."""
+    return HEAD_PREFIX.sub("", TEXT_PREFIX.sub(lambda match: f"model.{match[1] or 'language_model'}.", name))
+
+
+def shares_head(folder: Path, config: Mapping[str, Any]) -> bool:
+    """Whether a multimodal model's head is its embeddings: by its files, as its parts' configurations often contradict each other.
+
+    Tied where no head is stored, and not where one is that differs, which is how transformers loads it. ``config`` of the text
+    decides where both are the same.
+    """
+    files = find_weight_files(folder)
+    named = {name_in_model(name): name for name in read_headers(files)[0] if TEXT_TENSOR.search(name)}
+    head, embeddings = named.get(HEAD), next((name for new, name in named.items() if new.endswith(EMBEDDINGS)), None)
+    if head is None or embeddings is None:
+        return head is None
+    return is_tied(config) and equal_bytes(files, head, embeddings)
 
 
 def check_supported(config: Mapping[str, Any], path: Path) -> None:
     """UserError for models that are no dense text decoder with its weights as they are."""
     multimodal = [key for key in MULTIMODAL_KEYS if key in config]
     experts = [key for key in MOE_KEYS if config.get(key)]
+    crossing = [key for key in CROSS_ATTENTION_KEYS if config.get(key)]
     kind = config.get("model_type") or "this model"
     for found, what in (
         (multimodal, f"{kind} is multimodal, and does not say which part of it is the text decoder"),
+        (crossing, f"{kind} has blocks that attend to images only, which text alone passes by: they would stay as they are or decay"),
         (experts, f"{kind} is a mixture of experts, which is not supported yet"),
         (
             ["quantization_config"] if config.get("quantization_config") else [],
@@ -188,7 +227,7 @@ def parameter_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
     for index in range(config["num_hidden_layers"]):
         shapes |= {f"model.layers.{index}.{name}": shape for name, shape in block_shapes(config).items()}
-    return shapes | {"model.norm.weight": (hidden,)} | ({} if is_tied(config) else {HEADS[0]: (vocab, hidden)})
+    return shapes | {"model.norm.weight": (hidden,)} | ({} if is_tied(config) else {HEAD: (vocab, hidden)})
 
 
 def norm_elements(block: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> int:
@@ -212,6 +251,12 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 def head_dim(config: Mapping[str, Any]) -> int:
     return config.get("head_dim") or family_of(config).head_dim or config["hidden_size"] // config["num_attention_heads"]
+
+
+def widest_head(config: Mapping[str, Any]) -> int:
+    """Of all blocks, some of which have wider heads than the rest: what an attention kernel must be able to."""
+    own = [block.get("head_dim") or 0 for block in (config.get("per_layer_config") or {}).values()]
+    return max(head_dim(config), config.get("global_head_dim") or 0, *own)
 
 
 def is_tied(config: Mapping[str, Any]) -> bool:

@@ -39,9 +39,11 @@ MEASURED = (
     "olmo2",
     "glm4",
 )
+# Models of images and text whose text is one of these; tests/model/test_multimodal.py measures them.
+MEASURED_AROUND = ("gemma3", "mistral3", "llava", "llava_next", "llava_onevision", "internvl", "idefics3", "smolvlm")
 MEASURED_WITH = "5.17."  # transformers
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
-PROBE_VERSION = "1"  # another one asks again
+PROBE_VERSION = "2"  # another one asks again
 TIMEOUT_S = 300.0  # importing torch from a cold disk takes the most of it
 
 
@@ -56,7 +58,9 @@ def judge_packing(config: RunConfig, model: ModelFacts, report: Callable[[str], 
     fields = json.loads(raw)
     foreign = config.model.trust_remote_code and "auto_map" in fields
     other_layers = set(fields.get("layer_types") or ()) - ATTENTION_LAYERS
-    if model.model_type in MEASURED and _installed("transformers").startswith(MEASURED_WITH) and not foreign and not other_layers:
+    around = "text_config" in fields and fields.get("model_type") not in MEASURED_AROUND
+    known = model.model_type in MEASURED and _installed("transformers").startswith(MEASURED_WITH)
+    if known and not (foreign or other_layers or around):
         return model.model_copy(update={"packs": True, "packing_reason": f"{model.model_type} was measured packed and alone"})
     kept = Path(config.data.cache).expanduser() / "packing" / f"{_digest(raw)}.json"
     verdict = read_json(kept)

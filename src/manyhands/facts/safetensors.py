@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from manyhands.errors import UserError
@@ -20,6 +20,7 @@ DTYPE_BITS = {"BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "I16": 16
 DTYPE_BITS |= {"I32": 32, "U32": 32, "F32": 32, "F64": 64, "I64": 64, "U64": 64}
 _LFS_POINTER = b"version https://git-lfs"
 _DOWNLOAD_AGAIN = "download the model again"
+_CHUNK_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -28,10 +29,15 @@ class TensorHeader:
 
     dtype: str
     shape: tuple[int, ...]
+    begin: int = field(default=0, compare=False)  # of its bytes in the file
 
     @property
     def num_elements(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * DTYPE_BITS[self.dtype] // 8
 
 
 def find_weight_files(folder: Path) -> list[Path]:
@@ -113,13 +119,29 @@ def read_header(path: Path) -> tuple[bytes, dict[str, TensorHeader]]:
     try:
         entries = json.loads(header)
         entries.pop("__metadata__", None)
-        tensors = {name: TensorHeader(entry["dtype"], tuple(int(size) for size in entry["shape"])) for name, entry in entries.items()}
+        tensors = {
+            name: TensorHeader(entry["dtype"], tuple(int(size) for size in entry["shape"]), 8 + length + int(entry["data_offsets"][0]))
+            for name, entry in entries.items()
+        }
         end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise _broken(path, f"its header is not what the format asks for ({_say(error)})") from error
     if 8 + length + end != size:
         raise _broken(path, f"it should have {8 + length + end:,} bytes, and has {size:,}")
     return header, tensors
+
+
+def equal_bytes(files: list[Path], first: str, second: str) -> bool:
+    """Whether two tensors have the same dtype, shape and bytes. Stops at the first difference; UserError as ``read_headers``."""
+    found = {name: (path, header) for path in files for name, header in read_header(path)[1].items() if name in (first, second)}
+    (path, one), (other_path, other) = found[first], found[second]
+    if one != other:
+        return False
+    with path.open("rb") as file, other_path.open("rb") as other_file:
+        file.seek(one.begin)
+        other_file.seek(other.begin)
+        sizes = (min(_CHUNK_BYTES, one.num_bytes - start) for start in range(0, one.num_bytes, _CHUNK_BYTES))
+        return all(file.read(size) == other_file.read(size) for size in sizes)
 
 
 def _broken(path: Path, why: str, fix: str = _DOWNLOAD_AGAIN) -> UserError:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from manyhands.data.template import ChatTemplate
 from manyhands.model.attention import plain_attention
 
 SENTINEL = "\ue000"  # private use: in no template and in no content
@@ -104,7 +105,7 @@ def end_of_turn(tokenizer: Any, template_arguments: Mapping[str, Any] | None = N
     if not getattr(tokenizer, "chat_template", None):
         return None
     messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": SENTINEL}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, **(template_arguments or {}))
+    text = ChatTemplate(tokenizer, template_arguments or {}).render(messages)
     _, found, tail = text.rpartition(SENTINEL)
     ids = tokenizer.encode(tail.strip(), add_special_tokens=False) if found else []
     special = set(tokenizer.all_special_ids) | {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}

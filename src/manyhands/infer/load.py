@@ -11,14 +11,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from manyhands.data.template import template_arguments_of
+from manyhands.data.template import ChatTemplate, template_arguments_of
 from manyhands.errors import UserError
 from manyhands.facts.adapter import describe_method, needed_tokens, read_adapter_config
 from manyhands.infer.generate import end_token_ids, generate
 from manyhands.model.adapter import read_adapter
 from manyhands.model.attention import plain_attention
+from manyhands.model.auto import auto_class_of
 from manyhands.model.grow import grow_embeddings
 from manyhands.model.lora import apply_lora
+from manyhands.model.quantise import round_to_nf4
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -35,7 +37,7 @@ class Answerer:
     def answer(self, messages: Sequence[dict[str, str]], max_new_tokens: int) -> str:
         """Greedy answer to a conversation; a model without a chat template continues the last message's text."""
         if self.tokenizer.chat_template:
-            text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **self.template_arguments)
+            text = ChatTemplate(self.tokenizer, self.template_arguments).render(messages, generation=True)
             ids = self.tokenizer.encode(text, add_special_tokens=False)  # the template writes its own
         else:
             ids = self.tokenizer.encode(messages[-1]["content"])
@@ -123,7 +125,7 @@ def load_model(found: Found) -> nn.Module:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     on_gpu = torch.cuda.is_available()
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+    model: Any = auto_class_of(found.weights).from_pretrained(
         found.weights, dtype="auto" if on_gpu else torch.float32, attn_implementation="sdpa"
     )
     if plain_attention(model.config) != "sdpa":
@@ -134,10 +136,16 @@ def load_model(found: Found) -> nn.Module:
 
 
 def put_adapter(model: nn.Module, adapter: Path) -> None:
-    """Adapts ``model`` in place by a LoRA adapter in PEFT's format. UserError for what our layers do not compute."""
+    """Adapts ``model`` in place by a LoRA adapter in PEFT's format. UserError for what our layers do not compute.
+
+    Where the adapter belongs to a model in 4 bits, the weights beside it get the values that NF4 keeps of them.
+    """
     fields = read_adapter_config(adapter)
     grow_embeddings(model, needed_tokens(adapter))
     trained = fields.get("trainable_token_indices") or {}
     token_ids = {token for ids in (trained.values() if isinstance(trained, dict) else [trained]) for token in ids}
-    apply_lora(model, describe_method(adapter, fields), 0, token_ids)
+    method = describe_method(adapter, fields)
+    if method.init == "loftq":
+        round_to_nf4(model)
+    apply_lora(model, method, 0, token_ids)
     read_adapter(model, adapter)

@@ -97,15 +97,28 @@ def plain_attention(config: Any) -> Literal["sdpa", "eager"]:
     return "eager" if any(getattr(text, key, None) for key in CAPS) else "sdpa"
 
 
-def attention_kwargs(batch: Mapping[str, Any], implementation: str) -> dict[str, Any]:
+def count_positions(config: Any) -> int:
+    """Position ids of one token: 1, or 4 where a model of images and text rotates by time, height and width.
+
+    These three are equal in text; the first of the four is the token's place in its document, by which transformers tells
+    packed documents apart (``transformers/models/qwen2_vl/modeling_qwen2_vl.py``).
+    """
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    return 4 if "mrope_section" in rope else 1
+
+
+def attention_kwargs(batch: Mapping[str, Any], implementation: str, num_positions: int = 1) -> dict[str, Any]:
     """What the model's forward pass needs, besides ``input_ids``, so that no row sees another.
 
     Packed batches (with ``cu_seq_lens``) pass ``position_ids``, from which transformers' ``sdpa`` finds the documents, and
     for our own functions the cumulative lengths. Rows padded on the right need nothing with ``sdpa``: causal attention
     never looks at what follows, and positions count from 0. With our own functions each padded row is one document.
+    ``num_positions``: see ``count_positions``; more than one stand in front, (4, b, t).
     """
     packed = "cu_seq_lens" in batch
     kwargs: dict[str, Any] = {"position_ids": batch["position_ids"]} if packed else {}
+    if packed and num_positions > 1:
+        kwargs["position_ids"] = kwargs["position_ids"].expand(num_positions, -1, -1)
     if implementation not in (VARLEN, BLOCKWISE):
         return kwargs
     ids = batch["input_ids"]

@@ -7,7 +7,8 @@ shapes are compared before a weight is read. Must not know how parameters came t
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,9 +16,11 @@ from torch import nn
 
 from manyhands.config.schema import RunConfig
 from manyhands.errors import UserError
+from manyhands.facts.model import shares_head
 from manyhands.facts.types import NewTokens
 from manyhands.model.adapter import added_parameters, read_adapter
 from manyhands.model.attention import IMPLEMENTATIONS, register_attention
+from manyhands.model.auto import auto_class
 from manyhands.model.grow import read_grown, rows_by_token
 from manyhands.model.lora import initialize_adapters
 from manyhands.model.nf4 import Nf4Linear
@@ -25,7 +28,7 @@ from manyhands.model.quantise import STORED, quantise_blocks, quantised_weights,
 from manyhands.model.shards import fill_from, local, local_slices, named_seed
 from manyhands.model.source import Checkpoint, needs_conversion, open_weights, read_checkpoint, read_converted
 from manyhands.model.tokens import ROWS
-from manyhands.model.towers import leave_out_towers
+from manyhands.model.towers import is_multimodal, leave_out_towers
 from manyhands.plan.types import Plan
 
 ADDED = (ROWS, "lora_magnitude_vector")  # filled with the adapters
@@ -38,7 +41,7 @@ def build_meta(plan: Plan, config: RunConfig, say: Callable[[str], object] = lam
     That is ``plan.master_dtype`` for full training and ``plan.frozen_dtype`` for adapters, which ``apply_lora`` adds; with
     qlora the blocks' linear layers hold it in NF4. Of a multimodal model the text's part alone is there (``towers.py``).
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     trust = config.model.trust_remote_code
     try:
@@ -55,18 +58,21 @@ def build_meta(plan: Plan, config: RunConfig, say: Callable[[str], object] = lam
         say(f"dropout of the model's own is off: {', '.join(silenced)}; what is asked for is method.dropout")
     if plan.new_tokens is not None:
         model_config.get_text_config().vocab_size = plan.new_tokens.vocab_size
+    if config.model.init == "pretrained":
+        untie_as_stored(model_config, Path(plan.model_folder))
     implementation = IMPLEMENTATIONS[plan.attention]
     register_attention()
     dtype = getattr(torch, plan.master_dtype if config.method.name == "full" else plan.frozen_dtype)
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, attn_implementation=implementation, trust_remote_code=trust)
-    except ValueError as error:
+            opener = auto_class(model_config)
+            model = opener.from_config(model_config, dtype=dtype, attn_implementation=implementation, trust_remote_code=trust)
+    except (ValueError, ImportError) as error:
         raise UserError(
             f"transformers cannot build a language model of {model_config.model_type}",
             where=plan.model_folder,
-            why=str(error).split(". ")[0],
-            fix="use a model that transformers' AutoModelForCausalLM opens",
+            why=str(error).strip().splitlines()[0].split(". ")[0],
+            fix="use a model that transformers' AutoModelForCausalLM or AutoModelForMultimodalLM opens",
         ) from error
     if towers := leave_out_towers(model):
         if config.model.init == "random":
@@ -96,6 +102,17 @@ def silence_dropout(model_config: Any) -> list[str]:
             setattr(part, key, 0.0)
         found += [f"{key}={value:g}" for key, value in on.items()]
     return found
+
+
+def untie_as_stored(model_config: Any, folder: Path) -> None:
+    """Untie a multimodal model's head, in place, where the files hold one that is not its embeddings: so transformers loads it too.
+
+    Parts of published configurations contradict each other, and what they leave out is tied by some families' default.
+    """
+    if not is_multimodal(model_config) or not getattr(model_config, "tie_word_embeddings", False):
+        return
+    if not shares_head(folder, {"model_type": model_config.model_type, "tie_word_embeddings": True}):
+        model_config.tie_word_embeddings = False
 
 
 def materialize(model: nn.Module, plan: Plan, config: RunConfig, device: torch.device) -> None:
@@ -134,14 +151,24 @@ def rebuild_buffers(model: Any) -> None:
 
     The parameters beside them are marked, transformers' own way to leave them alone.
     """
-    for module in model.modules():
+    for _, module, owner in with_owners(model):
         if module._non_persistent_buffers_set:
             parameters = list(module.parameters(recurse=False))
             for parameter in parameters:
                 setattr(parameter, MARK, True)
-            model._init_weights(module)
+            owner._init_weights(module)
             for parameter in parameters:
                 delattr(parameter, MARK)
+
+
+def with_owners(model: Any) -> Iterator[tuple[str, nn.Module, Any]]:
+    """Every module by name, with the innermost transformers model around it: a text decoder within another has a rule of its own."""
+    from transformers import PreTrainedModel
+
+    owners: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        owners[name] = module if isinstance(module, PreTrainedModel) else owners[name.rpartition(".")[0]]
+        yield name, module, owners[name]
 
 
 # ---- pretrained ----------------------------------------------------------------------------------------------------------
@@ -249,21 +276,27 @@ def initialize_randomly(model: Any, seed: int) -> None:
     (CPU and GPU draw different numbers from one seed.)
     """
     seen: set[int] = set()
-    for name, module in model.named_modules():
+    for name, module, owner in with_owners(model):
         own = {key: p for key, p in module._parameters.items() if p is not None and id(p) not in seen and key not in ADDED}
         if not own or ".lora_" in name:
             continue
         seen |= {id(p) for p in own.values()}
-        stand_in = _make_whole(module, own)
-        device = next(stand_in.parameters(recurse=False)).device
-        devices = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(named_seed(seed, name))
-            model._init_weights(stand_in)
+        stand_in = draw_module(name, module, owner, own, seed)
         for key in own.keys() - set(STORED):
             fill_from(own[key], stand_in.get_parameter(key))
         if isinstance(module, Nf4Linear):
             module.fill(stand_in.get_parameter("weight"))
+
+
+def draw_module(name: str, module: nn.Module, owner: Any, own: Mapping[str, torch.Tensor], seed: int) -> nn.Module:
+    """``module`` alone, its ``own`` parameters new and whole, by its ``owner``'s rule; of a layer in NF4, the plain linear layer."""
+    stand_in = _make_whole(module, own)
+    device = next(stand_in.parameters(recurse=False)).device
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(named_seed(seed, name))
+        owner._init_weights(stand_in)
+    return stand_in
 
 
 def _make_whole(module: nn.Module, own: Mapping[str, torch.Tensor]) -> nn.Module:

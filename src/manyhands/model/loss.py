@@ -22,7 +22,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from manyhands.errors import UserError
 from manyhands.kernels.head import Head, agrees, read_head
 from manyhands.kernels.loss import choose_backend
-from manyhands.model.attention import attention_kwargs
+from manyhands.model.attention import attention_kwargs, count_positions
 
 IGNORED = -100  # targets with this value are not trained
 MAX_CHUNK_LOGITS = 2**27  # elements: 0.5 GiB in float32
@@ -58,6 +58,12 @@ class LossModel(nn.Module):
                 f"{type(model).__name__} adds a router loss of its own, which would be dropped.",
                 where="config.json: output_router_logits",
                 fix="Set output_router_logits to false in the model's config.json.",
+            )
+        if getattr(config.get_text_config(), "use_bidirectional_attention", None) is True:
+            raise UserError(
+                f"{type(model).__name__} reads its prompt in both directions, which causal training would break.",
+                why="use_bidirectional_attention is on in its text's configuration, by default or as config.json says.",
+                fix="Use a causal language model.",
             )
         self.model = model
         head = read_head(model) if fuse else "as asked"
@@ -104,7 +110,7 @@ class LossModel(nn.Module):
 
     def logits(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """Logits (b, t, v) from the model's own forward pass, all positions at once: for checks on small batches."""
-        kwargs = attention_kwargs(batch, self.model.config._attn_implementation)
+        kwargs = self._attention_kwargs(batch)
         return self.model(input_ids=batch["input_ids"], use_cache=False, **kwargs).logits
 
     def next_token_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -119,8 +125,12 @@ class LossModel(nn.Module):
     def _hidden_states(self, batch: Mapping[str, Any]) -> torch.Tensor:
         # use_cache=False is not for speed: with a cache transformers skips the detection of packed documents
         base = getattr(self.model, self.model.base_model_prefix)
-        kwargs = attention_kwargs(batch, self.model.config._attn_implementation)
+        kwargs = self._attention_kwargs(batch)
         return base(input_ids=batch["input_ids"], use_cache=False, **kwargs)[0].flatten(0, 1)
+
+    def _attention_kwargs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        config = self.model.config
+        return attention_kwargs(batch, config._attn_implementation, count_positions(config))
 
     def _checked_head(self, hidden: torch.Tensor) -> Head | None:
         """The head to fuse with; once, on a few rows, its logits are compared with the model's own (waits for the device)."""

@@ -8,6 +8,7 @@ config.json and no weight; knows nothing of plans.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,8 +18,10 @@ import torch
 
 from manyhands.errors import UserError
 from manyhands.model.attention import BLOCKWISE, plain_attention, register_attention
+from manyhands.model.auto import auto_class
 from manyhands.model.checks import check_loss, check_packing, check_padding
 from manyhands.model.loss import LossModel
+from manyhands.model.towers import is_multimodal, leave_out_towers
 
 CPU = torch.device("cpu")
 SEED = 2718
@@ -26,7 +29,8 @@ LAYERS_OF_A_KIND = 2
 NUM_LAYERS_OF_ONE_KIND = 4  # where the configuration does not list its layers, they may differ by their index
 MAX_LAYERS = 12
 NUM_HEADS = 4
-SIZES = {"intermediate_size": 128, "moe_intermediate_size": 32, "vocab_size": 512}
+SIZES = {"intermediate_size": 128, "moe_intermediate_size": 32, "vocab_size": 512, "vocab_size_per_layer_input": 512}
+SHARED = ("num_kv_shared_layers",)  # the last ones, which use keys and values of one before them
 WINDOWS = ("sliding_window", "attention_chunk_size")
 SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
 
@@ -73,19 +77,39 @@ def probe(config: Any, *, trust_remote_code: bool = False) -> dict[str, Any]:
 
 
 def _build(config: Any, implementation: str, trust_remote_code: bool) -> Any:
-    """A shrunken model. UserError where transformers has no such attention for it."""
-    from transformers import AutoModelForCausalLM
-
+    """A shrunken model. UserError where transformers has no such attention for it, or a part of it needs a library that is not there."""
+    keys: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": implementation, "trust_remote_code": trust_remote_code}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         try:
-            return AutoModelForCausalLM.from_config(
-                shrink(config), dtype=torch.float32, attn_implementation=implementation, trust_remote_code=trust_remote_code
-            )
+            if not is_multimodal(config):
+                return auto_class(config).from_config(shrink(config), **keys)
+            with torch.device("meta"):  # towers are not made small: they never come into memory
+                model = auto_class(config).from_config(shrink_text(config), **keys)
+        except ImportError as error:
+            raise UserError(
+                f"transformers cannot build {config.model_type}.", why=str(error).strip().splitlines()[0].split(". ")[0]
+            ) from error
         except ValueError as error:
             if "attention implementation" not in str(error):
                 raise
             raise UserError(f"transformers has no fast attention for {config.model_type}.", why=str(error).split(". ")[0]) from error
+    leave_out_towers(model)
+    model.to_empty(device=CPU)
+    model.tie_weights()
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.detach().zero_()  # what the family's own rule leaves alone
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        model.initialize_weights()
+    return model
+
+
+def shrink_text(config: Any) -> Any:
+    """A copy of a multimodal configuration with its text shrunken."""
+    text, small = config.get_text_config(), copy.deepcopy(config)
+    setattr(small, next(key for key in config.sub_configs if getattr(config, key) is text), shrink(config))
+    return small
 
 
 def shrink(config: Any) -> Any:
@@ -96,15 +120,19 @@ def shrink(config: Any) -> Any:
     text = config.get_text_config()
     values = text.to_dict()
     depth, num_heads = text.num_hidden_layers, text.num_attention_heads
-    num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
+    num_kv_heads = values.get("num_key_value_heads") or num_heads
     lists = {key: value for key, value in values.items() if isinstance(value, list | tuple) and len(value) == depth}
     chosen = choose_layers([repr([value[index] for value in lists.values()]) for index in range(depth)], listed=bool(lists))
     values |= {key: [value[index] for index in chosen] for key, value in lists.items()}
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // num_heads
+    if overrides := {int(index): own for index, own in (values.get("per_layer_config") or {}).items()}:
+        values["per_layer_config"] = {str(new): overrides[old] for new, old in enumerate(chosen) if old in overrides}
+    head_dim = values.get("head_dim") or text.hidden_size // num_heads
     values |= {"num_hidden_layers": len(chosen), "num_attention_heads": NUM_HEADS, "hidden_size": NUM_HEADS * head_dim}
     if "num_key_value_heads" in values:
         values["num_key_value_heads"] = NUM_HEADS if num_kv_heads == num_heads else min(num_kv_heads, 2)
-    values |= {key: min(size, values[key]) for key, size in SIZES.items() if values.get(key)}
+    values |= {key: min(size, values[key]) for key, size in SIZES.items() if isinstance(values.get(key), int)}
+    values |= {key: [min(size, each) for each in values[key]] for key, size in SIZES.items() if isinstance(values.get(key), list)}
+    values |= {key: min(1, values[key]) for key in SHARED if values.get(key)}
     values |= {key: 8 for key in WINDOWS if values.get(key)}
     values |= {key: 0 for key in SPECIAL_TOKENS if values.get(key) is not None}
     if "initializer_range" in values:

@@ -29,7 +29,7 @@ from transformers.core_model_loading import (
 from manyhands.errors import UserError
 from manyhands.facts.model import STORED_DTYPES
 from manyhands.facts.safetensors import DTYPE_BITS, find_weight_files, read_header
-from manyhands.model.towers import left_out
+from manyhands.model.towers import is_left_out, left_out
 
 OLD_BUFFERS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$")  # once saved, now computed
 
@@ -95,7 +95,7 @@ def read_checkpoint(model: Any, names: Collection[str], folder: str | Path) -> C
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    towers = tuple(f"{part}." for part in left_out(model))
+    towers = left_out(model)
     ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()] + [OLD_BUFFERS]
     plain: dict[str, StoredTensor] = {}
     groups: dict[str, list[tuple[str, StoredTensor]]] = {}
@@ -106,7 +106,7 @@ def read_checkpoint(model: Any, names: Collection[str], folder: str | Path) -> C
         if name not in wanted and stored.name in wanted:  # already as the model has it
             name, pattern = stored.name, None
         if name not in wanted:
-            if name.startswith(towers) or any(rule.search(name) for rule in ignored):
+            if is_left_out(name, towers) or any(rule.search(name) for rule in ignored):
                 untouched.append(stored)
             else:
                 unexpected.append(stored.name)

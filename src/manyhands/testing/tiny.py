@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.config.schema import RunConfig
-from manyhands.files import write_json
 from manyhands.plan.types import Plan
 
 FAMILIES = ("llama", "qwen3", "mistral", "gemma3")
@@ -37,6 +36,20 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
 }
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)  # every byte is a token
+TINY: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.08,
+    "bos_token_id": 256,
+    "eos_token_id": 258,
+    "pad_token_id": 259,
+}
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
@@ -51,22 +64,7 @@ def tiny_config(family: str, **changes: Any) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     family = "gemma3_text" if family == "gemma3" else family
-    values: dict[str, Any] = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 2048,
-        "initializer_range": 0.08,
-        "tie_word_embeddings": family in ("llama", "gemma3_text"),
-        "bos_token_id": 256,
-        "eos_token_id": 258,
-        "pad_token_id": 259,
-    }
-    values |= OF_FAMILY.get(family, {}) | changes
+    values = TINY | {"tie_word_embeddings": family in ("llama", "gemma3_text")} | OF_FAMILY.get(family, {}) | changes
     if family == "gemma3_text" and "layer_types" not in values:
         num_layers = values["num_hidden_layers"]
         values["layer_types"] = ["sliding_attention"] * (num_layers - 1) + ["full_attention"]
@@ -118,42 +116,6 @@ def write_tiny_model(
     tiny_model(family, dtype, seed, **changes).save_pretrained(folder)
     if with_tokenizer:
         tiny_tokenizer().save_pretrained(folder)
-    return folder
-
-
-def write_tiny_multimodal(folder: str | Path, dtype: str = "float32", seed: int = 0) -> Path:
-    """A Gemma 3 with a vision tower, as its publisher lays it out: other names in the files than the model's, and a processor.
-
-    ``AutoModelForCausalLM`` opens it as ``Gemma3ForConditionalGeneration``, tower included. Returns the folder.
-    """
-    import torch
-    from safetensors.torch import load_file, save_file
-    from transformers import AutoModelForCausalLM, Gemma3Config
-
-    folder = Path(folder)
-    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "vision_use_head": False}
-    config = Gemma3Config(
-        text_config=tiny_config("gemma3_text").to_dict(),
-        vision_config=vision | {"image_size": 28, "patch_size": 14},
-        mm_tokens_per_image=4,
-        image_token_index=250,
-        boi_token_index=251,
-        eoi_token_index=252,
-        tie_word_embeddings=True,
-        eos_token_id=258,
-        initializer_range=0.08,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-    torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, generator=torch.Generator().manual_seed(seed))
-    model.save_pretrained(folder)
-    weights = folder / "model.safetensors"
-    tensors = {name.replace("vision_tower.", "vision_tower.vision_model."): tensor for name, tensor in load_file(weights).items()}
-    save_file(tensors, weights, metadata={"format": "pt"})
-    tiny_tokenizer().save_pretrained(folder)
-    for name, fields in {"preprocessor_config": {"image_processor_type": "Gemma3ImageProcessor"}, "processor_config": {}}.items():
-        write_json(folder / f"{name}.json", fields | {"processor_class": "Gemma3Processor"})
     return folder
 
 

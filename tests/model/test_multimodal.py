@@ -1,0 +1,142 @@
+"""Every family of text and images that is trained on text: loaded without its towers, its loss its own, packed as if alone."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from manyhands.errors import UserError
+from manyhands.facts.model import read_model_facts
+from manyhands.facts.packing import MEASURED_AROUND
+from manyhands.model.auto import auto_class_of
+from manyhands.model.blocks import find_blocks
+from manyhands.model.checks import check_packing, pack_documents
+from manyhands.model.load import build_meta
+from manyhands.model.lora import adapted_layers
+from manyhands.model.loss import IGNORED, LossModel
+from manyhands.model.probe import Single, probe
+from manyhands.model.quantise import quantised_layers
+from manyhands.model.towers import LeftOut, is_left_out, leave_out_towers, left_out
+from manyhands.testing.multimodal import LEAK, TRAINED, write_tiny_multimodal
+from manyhands.testing.tiny import tiny_plan, tiny_run
+from tests.model.test_load_families import CPU, assert_loaded_alike, load
+
+LENGTHS = (23, 2, 41)
+PACKED = [family for family in TRAINED if family not in LEAK]
+
+
+def documents() -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    return [torch.randint(0, 250, (1, length), generator=draw) for length in LENGTHS]  # no image's token
+
+
+def own_loss(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """The family's own mean over all targets of one document, as a sum."""
+    return model(input_ids=ids, labels=ids, use_cache=False).loss.double() * (ids.shape[1] - 1)
+
+
+def loss_of(loss_model: LossModel, batch: dict[str, Any]) -> torch.Tensor:
+    with torch.no_grad():
+        return loss_model(batch)["lm"][0].double()
+
+
+@pytest.mark.parametrize("family", TRAINED)
+def test_text_is_loaded_without_towers_and_its_loss_is_the_familys_own(tmp_path: Path, family: str) -> None:
+    folder, said = write_tiny_multimodal(tmp_path, family=family), []
+    model, whole = load(folder, said=said), auto_class_of(folder).from_pretrained(folder, attn_implementation="sdpa").eval()
+    assert type(model) is type(whole) and any("stay on disk" in line for line in said)
+    assert_loaded_alike(model, whole)
+    names, parts = {name for name, _ in whole.named_parameters()}, left_out(model)
+    assert {name for name, _ in model.named_parameters()} == {name for name in names if not is_left_out(name, parts)} != names
+    facts = read_model_facts(folder, family, "pretrained")
+    assert list(find_blocks(model)) == [f"{facts.decoder}.layers.{index}" for index in range(3)]
+    text = sum(p.numel() for p in model.parameters())
+    assert facts.num_parameters == text + sum(b.numel() for n, b in model.named_buffers() if n in model.state_dict())
+    assert facts.num_tower_parameters == sum(p.numel() for p in whole.parameters()) - text
+    assert {f"{name}.weight" for name in adapted_layers(load(folder, "lora"))} <= facts.parameter_shapes.keys()
+    with torch.no_grad():
+        expected = sum(own_loss(whole, ids) for ids in documents())
+    alone = [{"input_ids": ids, "targets": ids.roll(-1, 1).index_fill(1, torch.tensor(ids.shape[1] - 1), IGNORED)} for ids in documents()]
+    loss_model = LossModel(model)
+    assert sum(loss_of(loss_model, batch) for batch in alone).item() == pytest.approx(expected.item(), rel=1e-6)
+    if family in PACKED:
+        batch = pack_documents(documents()) | {"targets": torch.cat([each["targets"] for each in alone], dim=1)}
+        assert loss_of(loss_model, batch).item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma4", "idefics3"])
+def test_adapters_and_nf4_reach_the_text_alone(tmp_path: Path, family: str) -> None:
+    model = load(write_tiny_multimodal(tmp_path, family=family), "qlora")
+    inside = [name for name, _ in model.named_modules() if any(name.startswith(f"{block}.") for block in find_blocks(model))]
+    assert quantised_layers(model) and adapted_layers(model).keys() == quantised_layers(model).keys() <= set(inside)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "blockwise"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "gemma4", "idefics3", *LEAK])
+def test_packs_of_the_loaded_model_are_as_if_alone_or_refused(tmp_path: Path, family: str, attention: str) -> None:
+    """Positions of three axes among them; linear attention carries a state from document to document."""
+    loss_model = LossModel(load(write_tiny_multimodal(tmp_path, family=family), attention=attention).train())
+    if family in LEAK:
+        with pytest.raises(UserError, match="see each other"):
+            check_packing(Single(loss_model), loss_model, CPU)
+    else:
+        assert check_packing(Single(loss_model), loss_model, CPU) < 1e-5
+
+
+@pytest.mark.parametrize("family", ["llava_next", "qwen2_5_vl", "gemma4", "qwen3_5", "paligemma"])
+def test_the_probe_says_the_same_of_a_shrunken_copy(tmp_path: Path, family: str) -> None:
+    from transformers import AutoConfig
+
+    verdict = probe(AutoConfig.from_pretrained(write_tiny_multimodal(tmp_path, family=family)))
+    assert (verdict["trains"], verdict["packs"]) == (family in TRAINED, family in PACKED), verdict
+    assert family in TRAINED or "reads its prompt in both directions" in verdict["reason"]
+
+
+def test_what_reads_text_in_both_directions_is_refused_unpacked_too(tmp_path: Path) -> None:
+    folder = write_tiny_multimodal(tmp_path, family="paligemma")
+    with pytest.raises(UserError, match="PaliGemmaForConditionalGeneration reads its prompt in both directions"):
+        LossModel(build_meta(tiny_plan(folder), tiny_run(folder)))
+
+
+def test_blocks_that_text_passes_by_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="attend to images only") as caught:
+        read_model_facts(write_tiny_multimodal(tmp_path, family="mllama"), "mllama", "pretrained")
+    assert "cross_attention_layers" in caught.value.why
+
+
+def test_a_library_that_a_tower_needs_is_named(tmp_path: Path) -> None:
+    """Gemma 3n's vision tower is timm's."""
+    from transformers import AutoConfig
+    from transformers.utils import is_timm_available
+
+    if is_timm_available():
+        pytest.skip("timm is there")
+    AutoConfig.for_model("gemma3n").save_pretrained(tmp_path)
+    config = tiny_run(tmp_path)
+    new = config.model_copy(update={"model": config.model.model_copy(update={"init": "random"})})  # no weights are looked for
+    with pytest.raises(UserError, match="cannot build a language model of gemma3n") as caught:
+        build_meta(tiny_plan(tmp_path), new)
+    assert "timm" in caught.value.why
+
+
+def test_text_that_asks_a_tower_for_something_is_refused_and_whoever_only_looks_is_not() -> None:
+    """Gemma 3n looks for tokens of images and sound by their embedders' offsets."""
+    part = copy.deepcopy(LeftOut("model.embed_vision"))
+    assert not hasattr(part, "vocab_offset") and getattr(part, "vocab_offset", 7) == 7
+    with pytest.raises(UserError, match=r"passes through model\.embed_vision\.vocab_offset"):
+        _ = part.vocab_offset
+
+
+def test_what_is_packed_without_a_probe_is_measured_here() -> None:
+    assert set(MEASURED_AROUND) <= set(PACKED)
+
+
+def test_a_text_model_keeps_all_its_parts() -> None:
+    from manyhands.testing.tiny import tiny_model
+
+    model = tiny_model("llama")
+    assert leave_out_towers(model) == [] and left_out(model) == []
