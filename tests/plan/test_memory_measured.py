@@ -30,7 +30,8 @@ FILES = (
     *("h200-x2-beside-trl.jsonl", "h200-side-by-side.jsonl", "h200-adamw.jsonl"),
     *("h200-one-gpu.jsonl", "h200-one-gpu-flash4.jsonl", "h200-qlora.jsonl"),
 )
-# FlashAttention 4 was installed: it keeps no copy of the queries, which the plan counts as it cannot know that the kernel will pass its test.
+# FlashAttention 4 was installed: it keeps no copy of the queries. The plan counts one, as it cannot know that the kernel will pass
+# its test.
 WITH_FLASH4 = {"h200-one-gpu-flash4.jsonl", "h200-qlora.jsonl"}
 # Fused adapters' products were recomputed by mistake, so less was kept than selective recomputation keeps.
 NOT_COMPARABLE = {("70b-lora", "selective")}
@@ -66,7 +67,7 @@ def plan_again(measured: dict[str, Any], folder: Path) -> Plan:
 
 
 def queries_of_documents(measured: dict[str, Any], folder: Path) -> int:
-    """What the plan adds in bfloat16 for a kernel that knows documents: for packs of mixed lengths, and windows (``plan/activations.py``)."""
+    """What the plan adds for a kernel that knows documents, in bfloat16: for packs of mixed lengths, and windows."""
     model = model_of(measured["shape"], folder)
     mixed = BY_NAME[measured["row"]].data == "mix" or model.sliding_window is not None
     return 2 * mixed * measured["micro_tokens"] * model.num_layers * model.num_heads * model.head_dim
