@@ -36,6 +36,7 @@ EFFECTS: dict[str, Callable[[Lab], None]] = {
     "method.targets": model.targets,
     "method.rslora": model.rslora,
     "method.dora": model.dora,
+    "method.init": model.method_init,
     "method.modules_to_save": model.modules_to_save,
     "method.adapter": model.adapter,
     "data.train": rows.train,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from manyhands.config.schema import RunConfig
 from manyhands.errors import UserError
@@ -55,6 +55,19 @@ def test_the_folder_of_a_finished_run_means_its_adapter(tmp_path: Path) -> None:
     assert "model.name=" in str(error.value)
     with pytest.raises(UserError, match="no adapter"):
         find_adapter(ask(tmp_path / "nothing"))
+
+
+def test_an_adapter_that_began_at_what_nf4_loses_is_trained_beside_nf4_alone(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a")
+    weights = folder / "adapter_model.safetensors"
+    save_file(load_file(weights), weights, metadata={"format": "pt", "base": "nf4"})
+    found = find_adapter(ask(folder, name="qlora"))
+    assert found is not None and (found.method.name, found.method.init) == ("qlora", "loftq")
+    with pytest.raises(UserError, match="belongs to a model in 4 bits") as error:
+        find_adapter(ask(folder))
+    assert "method.name: qlora" in str(error.value)
+    plain = find_adapter(ask(write(tmp_path / "b"), name="qlora"))
+    assert plain is not None and plain.method.init == "zero"
 
 
 def test_contradictions_are_told_together_and_name_both(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from typing import Any
@@ -17,6 +18,7 @@ from manyhands.export.reference import Reference
 from manyhands.export.verify import verify
 from manyhands.model.quantise import quantised_layers
 from manyhands.testing.tiny import write_tiny_model
+from manyhands.worker import build
 from manyhands.worker.rank import Rank
 from tests.keys.lab import Lab
 
@@ -189,6 +191,31 @@ def dora(lab: Lab) -> None:
     layer = lab.start({"method.dora": True}).model.get_submodule(Q_PROJ)
     assert layer.lora_magnitude_vector is not None and torch.equal(layer.lora_magnitude_vector, layer.weight.norm(dim=1))
     assert not any("magnitude" in name for name, _ in lab.base.rank.model.named_parameters())
+
+
+def method_init(lab: Lab) -> None:
+    """loftq takes up a part of what NF4 loses, and says how much; a run that goes on has its factors from the checkpoint."""
+    weight = load_file(lab.folder / "model" / "model.safetensors")[f"{Q_PROJ}.weight"]
+    left = {}
+    for asked in ("zero", "loftq"):
+        rank = lab.start({"method.name": "qlora", "method.init": asked, "stop.max_steps": 2})
+        build.resume(rank)
+        layer = rank.model.get_submodule(Q_PROJ)
+        left[asked] = float((weight - layer.weight - layer.scaling * layer.lora_B.weight @ layer.lora_A.weight).detach().norm())
+        assert said_of_factors(rank) == (asked == "loftq")
+    assert left["loftq"] < 0.95 * left["zero"]
+    begun = layer.lora_B.weight.detach().clone()
+    lab.train(rank)  # saves its last step
+    trained = layer.lora_B.weight.detach().clone()
+    build.build_model(rank)
+    build.resume(rank)
+    resumed = rank.model.get_submodule(Q_PROJ).lora_B.weight
+    assert torch.equal(resumed, trained) and not torch.equal(resumed, begun) and said_of_factors(rank) == 1
+
+
+def said_of_factors(rank: Rank) -> int:
+    assert isinstance(rank.terminal, io.StringIO)
+    return rank.terminal.getvalue().count("of what NF4 loses (squared) is taken up")
 
 
 def modules_to_save(lab: Lab) -> None:

@@ -120,8 +120,19 @@ def _check_checkpoint(config: RunConfig) -> Findings:
 def _check_method(config: RunConfig) -> Findings:
     if not config.method.trains_adapters:
         yield from _idle(config, LORA_KEYS, "method.name", "set method.name: lora")
+    if config.method.name != "qlora":
+        yield from _idle(config, ("method.init",), "method.name", "set method.name: qlora")
+    elif config.method.init == "loftq":
+        yield from _check_loftq(config)
     if config.method.name != "patterns":
         yield from _idle(config, ("method.train", "method.freeze"), "method.name", "set method.name: patterns")
+
+
+def _check_loftq(config: RunConfig) -> Findings:
+    if config.method.dora:
+        yield "`method.init: loftq` and `method.dora` both say how long the weights' rows are at first: keep one"
+    if config.method.adapter is not None:
+        yield "`method.init: loftq` would replace the factors of `method.adapter`, from which the run goes on: keep one"
 
 
 def _check_optimizer(config: RunConfig) -> Findings:

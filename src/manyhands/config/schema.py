@@ -68,6 +68,11 @@ class MethodSection(Section):
     )
     rslora: bool = Field(False, description="LoRA: scale the update by alpha / sqrt(rank) in place of alpha / rank.")
     dora: bool = Field(False, description="LoRA: train the magnitude of each output's weights apart from their direction (DoRA).")
+    init: Literal["zero", "loftq"] = Field(
+        "zero",
+        description="qlora: what the factors add at first: nothing (zero), or the best low-rank part of what NF4 loses (loftq); such an "
+        "adapter belongs to the weights in 4 bits.",
+    )
     modules_to_save: tuple[str, ...] = Field(
         (), description="LoRA: names or patterns of modules that are trained whole and saved with the adapter, such as lm_head."
     )

@@ -14,6 +14,7 @@ from manyhands.checkpoint.together import run_on_first
 from manyhands.config.schema import MethodSection, ModelSection
 from manyhands.export.files import begin_folder, commit_folder, write_tokenizer
 from manyhands.export.reference import Reference, describe_tensor
+from manyhands.facts.adapter import BESIDE_NF4
 from manyhands.files import write_json
 from manyhands.model.adapter import PEFT_PREFIX, adapter_parameters, adapter_state, tied_names
 from manyhands.model.lora import adapted_layers
@@ -58,7 +59,7 @@ def export_adapter(
         reference = Reference(kind="adapter", dtype=dtype, tensors=described, base=base, tokens=tokens)
         if reference_path is not None:
             reference.write(reference_path)
-        save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
+        save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"} | (BESIDE_NF4 if method.init == "loftq" else {}))
         write_json(partial / CONFIG, describe_adapter(model, method, base_name, asked.revision if asked else None))
         commit_folder(partial, folder)
         return reference

@@ -14,7 +14,7 @@ from typing import Any
 
 from manyhands.config.schema import MethodSection, RunConfig
 from manyhands.errors import UserError
-from manyhands.facts.safetensors import read_headers
+from manyhands.facts.safetensors import read_header, read_headers
 from manyhands.facts.types import AdapterFacts
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -29,6 +29,8 @@ UNSUPPORTED = (
     "lora_bias",
     "alora_invocation_tokens",
 )
+# In the header of an adapter's weights that began at what NF4 loses: they belong to a base in 4 bits. PEFT has no field for it.
+BESIDE_NF4 = {"base": "nf4"}
 SETTLED = ("rank", "alpha", "rslora", "dora", "targets", "modules_to_save")
 
 
@@ -112,7 +114,14 @@ def describe_method(folder: Path, fields: Mapping[str, Any]) -> MethodSection:
         rslora=bool(fields.get("use_rslora")),
         dora=bool(fields.get("use_dora")),
         modules_to_save=tuple(fields.get("modules_to_save") or ()),
+        init="loftq" if belongs_to_nf4(folder) else "zero",
     )
+
+
+def belongs_to_nf4(folder: Path) -> bool:
+    """Whether the adapter's weights say so."""
+    header, _ = read_header(folder / WEIGHTS)
+    return BESIDE_NF4.items() <= json.loads(header).get("__metadata__", {}).items()
 
 
 def needed_tokens(folder: Path) -> int:
@@ -134,7 +143,14 @@ def settle(asked: MethodSection, adapter: MethodSection, folder: Path) -> Method
     trained are compared when the weights are read.
     """
     defaults = MethodSection.model_fields
-    taken: dict[str, Any] = {}
+    if adapter.init == "loftq" and asked.name != "qlora":
+        raise UserError(
+            "the adapter belongs to a model in 4 bits",
+            where=str(folder),
+            why=f"it began at what NF4 loses (method.init: loftq), which is not missing where method.name is {asked.name}",
+            fix="set method.name: qlora",
+        )
+    taken: dict[str, Any] = {"init": adapter.init}
     wrong: list[str] = []
     for key in SETTLED:
         mine, its = getattr(asked, key), getattr(adapter, key)

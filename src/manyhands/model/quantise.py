@@ -28,6 +28,16 @@ def quantise_blocks(model: nn.Module) -> list[str]:
     return list(linears)
 
 
+@torch.no_grad()
+def round_to_nf4(model: nn.Module) -> None:
+    """Give every linear layer of the blocks the values that NF4 keeps of its weight, in place and in its dtype."""
+    bitsandbytes()
+    for linear in block_linears(model).values():
+        held = Nf4Linear(linear)
+        held.fill(linear.weight.detach())
+        linear.weight.copy_(held.weight)
+
+
 def quantised_layers(model: nn.Module) -> dict[str, Nf4Linear]:
     """The layers in NF4 by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, Nf4Linear)}

@@ -10,6 +10,7 @@ import torch
 
 from manyhands.checkpoint.load import load_checkpoint, newest_checkpoint
 from manyhands.checkpoint.retention import clean_leftovers
+from manyhands.checkpoint.tensors import reshard
 from manyhands.checkpoint.together import run_on_first
 from manyhands.data.store import TokenStore
 from manyhands.data.tokenizer import load_tokenizer
@@ -26,6 +27,7 @@ from manyhands.model.load import build_meta, materialize
 from manyhands.model.loss import LossModel
 from manyhands.model.quantise import count_parameters
 from manyhands.parallel.apply import apply
+from manyhands.parallel.loftq import begin_at_loss
 from manyhands.parallel.offload import StreamedOptimizer
 from manyhands.train.optimizer import make_optimizer
 from manyhands.train.sharded import first_index
@@ -143,11 +145,24 @@ def check_model(rank: Rank) -> None:
 
 
 def resume(rank: Rank) -> None:
-    """From the newest whole checkpoint, on whatever number of ranks there is now."""
+    """From the newest whole checkpoint, on whatever number of ranks there is now; without one, factors get their first values."""
     checkpoints = rank.folder.checkpoints
     run_on_first(lambda: clean_leftovers(checkpoints))  # the others wait: it may rename what they would list
     newest = newest_checkpoint(checkpoints)
     if newest is None:
+        if rank.config.method.init == "loftq":
+            _begin_at_loss(rank)
         return
     rank.state = TrainState(**load_checkpoint(newest, rank.model, rank.optimizer))
     rank.say(f"resumed after step {rank.state.step} from {newest.name}")
+
+
+def _begin_at_loss(rank: Rank) -> None:
+    """LoftQ's factors, for a run that begins; a resumed one has them in its checkpoint."""
+    reshard(rank.model)
+    share = begin_at_loss(rank.model, rank.plan, rank.config, rank.world, rank.beat)
+    if rank.world.device.type == "cuda":  # what training takes is measured from here
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(rank.world.device)
+    rank.say(f"factors: LoftQ, rank {rank.config.method.rank}: {share:.0%} of what NF4 loses (squared) is taken up")
+    rank.say("factors: the adapter belongs to the weights in 4 bits; those in 16 bits lack nothing, and would get that part twice")
