@@ -16,6 +16,7 @@ from manyhands.errors import UserError
 from manyhands.export.adapter import export_adapter
 from manyhands.export.model import export_model, split_shards
 from manyhands.export.reference import Reference, hash_values
+from manyhands.facts.adapter import belongs_to_nf4
 from tests.export.tiny import METHOD, TEMPLATE, adapt, make_model, save_source
 
 IDS = torch.arange(5, 25)[None]
@@ -135,3 +136,15 @@ def test_hashes_are_of_the_values_not_of_the_layout() -> None:
     assert hash_values(matrix) == hash_values(matrix.t().contiguous().t())
     assert hash_values(matrix) != hash_values(matrix.reshape(3, 2).t())
     assert hash_values(matrix.bfloat16()) != hash_values(matrix.half())
+
+
+def test_equal_adapters_have_equal_bytes_also_where_the_header_says_that_they_belong_to_4_bits(tmp_path: Path):
+    method = METHOD.model_copy(update={"name": "qlora", "init": "loftq"})
+    model = adapt(make_model())
+    for index in range(12):  # two entries in an order left to chance would agree every second time
+        export_adapter(tmp_path / str(index), model, method, "base", rank=0)
+    written = {(tmp_path / str(index) / "adapter_model.safetensors").read_bytes() for index in range(12)}
+    assert len(written) == 1 and belongs_to_nf4(tmp_path / "0")
+    export_adapter(tmp_path / "plain", model, METHOD, "base", rank=0)
+    found, plain = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("0", "plain"))
+    assert found.keys() == plain.keys() and all(torch.equal(found[name], plain[name]) for name in plain)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +61,25 @@ def export_adapter(
         if reference_path is not None:
             reference.write(reference_path)
         save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"} | (BESIDE_NF4 if method.init == "loftq" else {}))
+        _sort_metadata(partial / WEIGHTS)
         write_json(partial / CONFIG, describe_adapter(model, method, base_name, asked.revision if asked else None))
         commit_folder(partial, folder)
         return reference
 
     return run_on_first(write)
+
+
+def _sort_metadata(path: Path) -> None:
+    """Put a file's metadata in the order of their names: safetensors keeps them in a hash map, and equal weights would differ in bytes."""
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        if len(text) > size:
+            raise ValueError(f"{path}: the header does not fit")
+        file.seek(8)
+        file.write(text.ljust(size))  # the format pads a header with spaces
 
 
 def describe_adapter(model: nn.Module, method: MethodSection, base_name: str, revision: str | None = None) -> dict[str, Any]:
