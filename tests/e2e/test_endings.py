@@ -14,6 +14,8 @@ from manyhands.errors import UserError
 from manyhands.launch.foreign import Launcher
 from tests.e2e.runs import NO_VERIFY, NUM_STEPS, Ended, Place, Run, at_step, kill_all, pause, train_command
 
+pytestmark = pytest.mark.slow  # whole runs in processes of their own
+
 
 def start_and_pause(place: Place, name: str, step: int, end: int, *arguments: str) -> Ended:
     """Starts two ranks, waits until both have done ``step``, and ends them by the signal ``end``: a 9 kills all at once."""

@@ -11,6 +11,8 @@ import pytest
 
 from tests.e2e.runs import NUM_STEPS, Ended, Place, Run, Spec
 
+pytestmark = pytest.mark.slow  # whole runs in processes of their own
+
 MOMENTS = (("step", 1), ("step", 6), ("saved", 8), ("saving", 12))
 MORE_MOMENTS = (("step", 4), ("step", 9), ("step", 12), ("saved", 12), ("saving", 4))
 FSDP = ("parallel.strategy=fsdp",)
