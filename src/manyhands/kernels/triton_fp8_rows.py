@@ -1,0 +1,180 @@
+"""Rows of one or several inputs to float8_e4m3fn, each pass one kernel, and what other passes that write rows need.
+
+One program a row: what fits is held in registers and read once, longer rows are read again from cache. What is computed stands in
+``fp8``, in plain torch, codes bit for bit. Importing this needs Triton. Knows nothing of layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+HELD_COLUMNS = 16384  # of a row, in registers
+STEP_COLUMNS = 4096  # at once where a row is longer, or is made from several inputs
+SCALE_OF_MAX = tl.constexpr(1.0 / 448.0)
+TINY = tl.constexpr(2.0**-100)
+
+
+@triton.jit
+def scale_of(top):  # type: ignore[no-untyped-def]
+    """The power of two that codes are multiplied by to be values, and its inverse."""
+    share = tl.maximum(top, TINY) * SCALE_OF_MAX
+    bits = (share.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+    return bits.to(tl.float32, bitcast=True), (0x7F000000 - bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_wide(pointer, factors_pointer, at, width, SCALED: tl.constexpr):  # type: ignore[no-untyped-def]
+    x = tl.load(pointer + at, mask=at < width, other=0.0).to(tl.float32)
+    if SCALED:
+        x = x * tl.load(factors_pointer + at, mask=at < width, other=0.0)
+    return x
+
+
+@triton.jit
+def _store_codes(pointer, at, x, width):  # type: ignore[no-untyped-def]
+    tl.store(pointer + at, x.to(pointer.dtype.element_ty), mask=at < width)
+
+
+@triton.jit
+def _top(pointer, factors_pointer, width, SCALED: tl.constexpr, STEP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The largest magnitude of a row that is read step by step."""
+    top = tl.zeros([STEP], tl.float32)
+    for start in range(0, width, STEP):
+        top = tl.maximum(top, tl.abs(load_wide(pointer, factors_pointer, start + tl.arange(0, STEP), width, SCALED)))
+    return tl.max(top, 0)
+
+
+@triton.jit
+def cast(pointer, factors_pointer, codes_pointer, inverse, width, SCALED: tl.constexpr, STEP: tl.constexpr):  # type: ignore[no-untyped-def]
+    for start in range(0, width, STEP):
+        at = start + tl.arange(0, STEP)
+        _store_codes(codes_pointer, at, load_wide(pointer, factors_pointer, at, width, SCALED) * inverse, width)
+
+
+@triton.jit
+def _held_rows_kernel(  # type: ignore[no-untyped-def]
+    x_pointer, x_stride, factors_pointer, codes_pointer, scales_pointer, width, SCALED: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    x = load_wide(x_pointer + row * x_stride, factors_pointer, at, width, SCALED)
+    scale, inverse = scale_of(tl.max(tl.abs(x), 0))
+    tl.store(scales_pointer + row, scale)
+    _store_codes(codes_pointer + row * width, at, x * inverse, width)
+
+
+@triton.jit
+def _rows_kernel(  # type: ignore[no-untyped-def]
+    x0,
+    stride0,
+    width0,
+    x1,
+    stride1,
+    width1,
+    x2,
+    stride2,
+    width2,
+    factors,
+    codes,
+    scales,
+    SCALED: tl.constexpr,
+    PARTS: tl.constexpr,
+    STEP0: tl.constexpr,
+    STEP1: tl.constexpr,
+    STEP2: tl.constexpr,
+):
+    """Up to three inputs side by side are one row."""
+    row = tl.program_id(0).to(tl.int64)
+    x0 += row * stride0
+    x1 += row * stride1
+    x2 += row * stride2
+    codes += row * (width0 + width1 + width2)
+    top = _top(x0, factors, width0, SCALED, STEP0)
+    if PARTS > 1:
+        top = tl.maximum(top, _top(x1, factors + width0, width1, SCALED, STEP1))
+    if PARTS > 2:
+        top = tl.maximum(top, _top(x2, factors + width0 + width1, width2, SCALED, STEP2))
+    scale, inverse = scale_of(top)
+    tl.store(scales + row, scale)
+    cast(x0, factors, codes, inverse, width0, SCALED, STEP0)
+    if PARTS > 1:
+        cast(x1, factors + width0, codes + width0, inverse, width1, SCALED, STEP1)
+    if PARTS > 2:
+        cast(x2, factors + width0 + width1, codes + width0 + width1, inverse, width2, SCALED, STEP2)
+
+
+def quantise_rows(parts: Sequence[torch.Tensor], factors: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """As ``fp8.quantise_rows``, of one to three parts."""
+    num_rows, widths = parts[0].shape[0], [part.shape[1] for part in parts]
+    codes, scales = new_rows(num_rows, sum(widths), parts[0].device)
+    if num_rows == 0:
+        return codes, scales
+    if len(parts) == 1 and widths[0] <= HELD_COLUMNS:
+        _held_rows(parts[0], factors, codes, scales)
+        return codes, scales
+    parts = [side_by_side(part) for part in parts]
+    given = [value for part in parts for value in (part, part.stride(0), part.shape[1])]
+    given += [parts[0], 0, 0] * (3 - len(parts))
+    steps = [min(STEP_COLUMNS, triton.next_power_of_2(width)) for width in widths] + [16] * (3 - len(parts))
+    _rows_kernel[(num_rows,)](
+        *given,
+        scales if factors is None else factors,
+        codes,
+        scales,
+        SCALED=factors is not None,
+        PARTS=len(parts),
+        STEP0=steps[0],
+        STEP1=steps[1],
+        STEP2=steps[2],
+        num_warps=warps(max(steps)),
+    )
+    return codes, scales
+
+
+def quantise_stacked(parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """As ``fp8.quantise_stacked``"""
+    num_rows, width = sum(part.shape[0] for part in parts), parts[0].shape[1]
+    codes, scales = new_rows(num_rows, width, parts[0].device)
+    start = 0
+    for part in parts:
+        rows = slice(start, start + part.shape[0])
+        start += part.shape[0]
+        if width <= HELD_COLUMNS:
+            _held_rows(part, None, codes[rows], scales[rows])
+        else:
+            codes[rows], scales[rows] = quantise_rows([part])
+    return codes, scales
+
+
+def _held_rows(x: torch.Tensor, factors: torch.Tensor | None, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    num_rows, width = x.shape
+    x, block = side_by_side(x), triton.next_power_of_2(width)
+    if num_rows:
+        _held_rows_kernel[(num_rows,)](
+            x,
+            x.stride(0),
+            scales if factors is None else factors,
+            codes,
+            scales,
+            width,
+            SCALED=factors is not None,
+            BLOCK=block,
+            num_warps=warps(block),
+        )
+
+
+def warps(columns: int) -> int:
+    return min(16, max(1, columns // 512))
+
+
+def new_rows(num_rows: int, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    codes = torch.empty(num_rows, width, dtype=torch.float8_e4m3fn, device=device)
+    return codes, torch.empty(num_rows, 1, dtype=torch.float32, device=device)
+
+
+def side_by_side(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
