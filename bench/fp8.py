@@ -11,17 +11,17 @@ says so in its line; those that no longer fit into ``--seconds`` are listed as o
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from manyhands.bench import records
 from manyhands.kernels import triton_fp8
 
 Tensor = torch.Tensor
@@ -248,30 +248,23 @@ def main() -> None:
     options = parser.parse_args()
     started = time.perf_counter()
     device = torch.device("cuda", 0)
-    with options.output.open("a") if options.output else contextlib.nullcontext() as file:
-
-        def say(row: dict[str, Any]) -> None:
-            print(json.dumps(row), flush=True)
-            if file is not None:
-                file.write(json.dumps(row) + "\n")
-                file.flush()
-
-        say({"device": torch.cuda.get_device_name(device), "torch": torch.__version__, "tokens": options.tokens})
-        cases = [*error_cases(device), *pass_cases(options.tokens, device)]
-        cases += [*product_cases(options.tokens, device), *weight_cases(options.tokens, device)]
-        for group, name, run in cases:
-            if options.only not in group:
-                continue
-            row: dict[str, Any] = {"group": group, "case": name}
-            if time.perf_counter() - started > options.seconds - 2:
-                say(row | {"open": "no time left"})
-                continue
-            try:
-                row |= run()
-            except Exception as failure:
-                row["failed"] = f"{type(failure).__name__}: {str(failure)[:300]}"
-            say(row)
-            torch.cuda.empty_cache()
+    say = partial(records.say, path=options.output)
+    say({"device": torch.cuda.get_device_name(device), "torch": torch.__version__, "tokens": options.tokens})
+    cases = [*error_cases(device), *pass_cases(options.tokens, device)]
+    cases += [*product_cases(options.tokens, device), *weight_cases(options.tokens, device)]
+    for group, name, run in cases:
+        if options.only not in group:
+            continue
+        row: dict[str, Any] = {"group": group, "case": name}
+        if time.perf_counter() - started > options.seconds - 2:
+            say(row | {"open": "no time left"})
+            continue
+        try:
+            row |= run()
+        except Exception as failure:
+            row["failed"] = f"{type(failure).__name__}: {str(failure)[:300]}"
+        say(row)
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

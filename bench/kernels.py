@@ -13,12 +13,11 @@ it runs.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from manyhands.bench import records
 from manyhands.config.schema import MethodSection
 from manyhands.kernels.dense_attention import DenseAttention
 from manyhands.kernels.flash4 import PackedAttention, choose_packed
@@ -241,39 +241,30 @@ def main() -> None:
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     shape, tokens = ("8b", options.tokens) if cuda else ("tiny", 256)
-    sink = options.output.open("a") if options.output else contextlib.nullcontext()
-
-    with sink as file:
-
-        def say(row: dict[str, Any]) -> None:
-            print(json.dumps(row), flush=True)
-            if file is not None:
-                file.write(json.dumps(row) + "\n")
-                file.flush()
-
-        say(about(shape, tokens, device))
-        references: dict[str, tuple[float, torch.Tensor]] = {}
-        for group, name, make in cases(shape, tokens, device):
-            if options.only not in group:
-                continue
-            row: dict[str, Any] = {"group": group, "case": name}
-            left_s = options.seconds - (time.perf_counter() - started)
-            if left_s < 2:
-                say(row | {"open": "no time left"})
-                continue
-            try:
-                row |= measure(make(), device, min(4.0, left_s / 2))
-                gradient = row.pop("gradient")
-                reference_ms, reference = references.setdefault(group, (row["ms"], gradient))
-                row["speedup"] = round(reference_ms / row["ms"], 3)
-                row["gradient_gap"] = float(f"{float((gradient - reference).norm() / reference.norm()):.2e}")
-            except Exception as error:
-                row["failed"] = f"{type(error).__name__}: {str(error)[:300]}"
-            say(row)
-            torch._dynamo.reset()
-            gc.collect()
-            if cuda:
-                torch.cuda.empty_cache()
+    say = partial(records.say, path=options.output)
+    say(about(shape, tokens, device))
+    references: dict[str, tuple[float, torch.Tensor]] = {}
+    for group, name, make in cases(shape, tokens, device):
+        if options.only not in group:
+            continue
+        row: dict[str, Any] = {"group": group, "case": name}
+        left_s = options.seconds - (time.perf_counter() - started)
+        if left_s < 2:
+            say(row | {"open": "no time left"})
+            continue
+        try:
+            row |= measure(make(), device, min(4.0, left_s / 2))
+            gradient = row.pop("gradient")
+            reference_ms, reference = references.setdefault(group, (row["ms"], gradient))
+            row["speedup"] = round(reference_ms / row["ms"], 3)
+            row["gradient_gap"] = float(f"{float((gradient - reference).norm() / reference.norm()):.2e}")
+        except Exception as error:
+            row["failed"] = f"{type(error).__name__}: {str(error)[:300]}"
+        say(row)
+        torch._dynamo.reset()
+        gc.collect()
+        if cuda:
+            torch.cuda.empty_cache()
 
 
 def about(shape: str, tokens: int, device: torch.device) -> dict[str, Any]:

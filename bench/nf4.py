@@ -12,17 +12,17 @@ of the model's weights. A case that fails says so in its line; those that no lon
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from manyhands.bench import records
 from manyhands.kernels import nf4
 from manyhands.kernels.triton_nf4 import dequantise_triton
 
@@ -81,41 +81,34 @@ def main() -> None:
     options = parser.parse_args()
     started = time.perf_counter()
     device = torch.device("cuda", 0)
-    with options.output.open("a") if options.output else contextlib.nullcontext() as file:
-
-        def say(row: dict[str, Any]) -> None:
-            print(json.dumps(row), flush=True)
-            if file is not None:
-                file.write(json.dumps(row) + "\n")
-                file.flush()
-
-        rate, clock = copy_rate(device), time.perf_counter()
-        backend = nf4.choose_backend(device, torch.bfloat16)
-        about = {"device": torch.cuda.get_device_name(device), "torch": torch.__version__, "copy_gb_s": round(rate, 1)}
-        say(about | {"backend": backend.name, "reason": backend.reason, "self_test_s": round(time.perf_counter() - clock, 1)})
-        model_ms: dict[str, list[float]] = {}
-        for shape, count in SHAPES.items():
-            name = "x".join(map(str, shape))
-            if options.only not in name:
+    say = partial(records.say, path=options.output)
+    rate, clock = copy_rate(device), time.perf_counter()
+    backend = nf4.choose_backend(device, torch.bfloat16)
+    about = {"device": torch.cuda.get_device_name(device), "torch": torch.__version__, "copy_gb_s": round(rate, 1)}
+    say(about | {"backend": backend.name, "reason": backend.reason, "self_test_s": round(time.perf_counter() - clock, 1)})
+    model_ms: dict[str, list[float]] = {}
+    for shape, count in SHAPES.items():
+        name = "x".join(map(str, shape))
+        if options.only not in name:
+            continue
+        codes, second = nf4.draw_weight(shape, device)
+        stored = [(codes.clone(), second.clone()) for _ in range(max(1, NUM_VALUES // (shape[0] * shape[1])))]
+        for case, dequantise in WAYS.items():
+            row: dict[str, Any] = {"shape": name, "case": case}
+            if time.perf_counter() - started > options.seconds - 1:
+                say(row | {"open": "no time left"})
                 continue
-            codes, second = nf4.draw_weight(shape, device)
-            stored = [(codes.clone(), second.clone()) for _ in range(max(1, NUM_VALUES // (shape[0] * shape[1])))]
-            for case, dequantise in WAYS.items():
-                row: dict[str, Any] = {"shape": name, "case": case}
-                if time.perf_counter() - started > options.seconds - 1:
-                    say(row | {"open": "no time left"})
-                    continue
-                try:
-                    row |= measure(dequantise, stored, shape)
-                    row["share_of_copy"] = round(row["gb_s"] / rate, 3)
-                    model_ms.setdefault(case, []).append(NUM_LAYERS * count * row["ms"])
-                except Exception as failure:
-                    row["failed"] = f"{type(failure).__name__}: {str(failure)[:300]}"
-                say(row)
-                torch.cuda.empty_cache()
-        for case, parts in model_ms.items():
-            if len(parts) == len(SHAPES):
-                say({"shape": "all weights of Llama-8B's blocks", "case": case, "ms": round(sum(parts), 3)})
+            try:
+                row |= measure(dequantise, stored, shape)
+                row["share_of_copy"] = round(row["gb_s"] / rate, 3)
+                model_ms.setdefault(case, []).append(NUM_LAYERS * count * row["ms"])
+            except Exception as failure:
+                row["failed"] = f"{type(failure).__name__}: {str(failure)[:300]}"
+            say(row)
+            torch.cuda.empty_cache()
+    for case, parts in model_ms.items():
+        if len(parts) == len(SHAPES):
+            say({"shape": "all weights of Llama-8B's blocks", "case": case, "ms": round(sum(parts), 3)})
 
 
 if __name__ == "__main__":

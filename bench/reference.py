@@ -13,7 +13,6 @@ full training, weight decay (the Trainer decays embeddings too).
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from dataclasses import asdict, dataclass, field
@@ -22,6 +21,7 @@ from typing import Any
 
 import torch
 
+from manyhands.bench.records import say
 from manyhands.config.load import config_from_mapping
 from manyhands.config.schema import RunConfig
 from manyhands.errors import UserError
@@ -379,10 +379,7 @@ def main() -> int:
     row = describe(settings, ours, theirs)
     for step, (loss, norm) in enumerate(zip(row["losses"], row["grad_norms"], strict=True), 1):
         print(f"step {step:3}  loss {loss[0]:.7f} {loss[1]:.7f}  gradient norm {norm[0]:.6f} {norm[1]:.6f}", file=sys.stderr)
-    print("RESULT " + json.dumps(row), flush=True)
-    if output:
-        with output.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+    say(row, output, "RESULT ")
     return 0 if row["within"] else 1
 
 

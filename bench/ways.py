@@ -12,13 +12,13 @@ need less than ``block`` at nearly its speed; losses must agree.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from manyhands.bench.__main__ import append, read, start_processes
+from manyhands.bench.__main__ import start_processes
+from manyhands.bench.records import read, say
 
 # By what they tell first. The rest of the plan is its own.
 WAYS = {
@@ -55,8 +55,7 @@ def main() -> None:
             continue
         row = measure(label, options, more)
         failed += [label] if "failure" in row else []
-        append(options.output, row)
-        print(json.dumps(row), flush=True)
+        say(row, options.output)
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 

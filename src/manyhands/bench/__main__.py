@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from manyhands.bench.records import append, read
 from manyhands.bench.rows import BY_NAME, TABLE, Row
 from manyhands.bench.smallest import Attempt, describe, judge, planned_smallest, search, smallest
 
@@ -171,11 +172,6 @@ def end(process: subprocess.Popen[str]) -> str:
     return ""
 
 
-def append(results: Path, row: dict[str, Any]) -> None:
-    with results.open("a") as file:
-        file.write(json.dumps(row) + "\n")
-
-
 def is_measured(stored: list[dict[str, Any]], row: Row, side: str, world_size: int) -> bool:
     return any(side_of(r) == side and r["gpus"] == world_size and not r.get("failure") for r in of_row(stored, row))
 
@@ -252,12 +248,6 @@ def check(stored: list[dict[str, Any]], before: list[dict[str, Any]], rows: list
             print(f"{row.name}: {now:.2f} of the peer, was {then:.2f}")
     print(f"{compared} ratios compared, {fallen} fell by more than {TOLERANCE:.0%}")
     return 1 if fallen or not compared else 0
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
 
 
 def count_gpus() -> int:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from manyhands.bench.records import say
 from manyhands.bench.rows import BY_NAME, Row, mix_lengths
 from manyhands.bench.shapes import flops_per_token, write_model_folder, write_rows
 from manyhands.config.load import config_from_mapping
@@ -124,7 +125,7 @@ def main() -> None:
     )
     train(loop)
     if launcher.rank == 0:
-        show(summarise(rank, row, options, timings.results, built_s), options.output)
+        say(summarise(rank, row, options, timings.results, built_s), options.output, "RESULT ")
     if options.profile:
         profile(rank, loop, options.profile)
     dist.destroy_process_group()
@@ -279,13 +280,6 @@ def _dtypes(rank: Rank) -> dict[str, Any]:
             v.dtype for s in rank.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.numel() > 1
         ),
     }
-
-
-def show(row: dict[str, Any], output: Path | None) -> None:
-    print("RESULT " + json.dumps(row), flush=True)
-    if output:
-        with output.open("a") as file:
-            file.write(json.dumps(row) + "\n")
 
 
 def profile(rank: Rank, loop: Loop, output: Path) -> None:

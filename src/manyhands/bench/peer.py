@@ -12,7 +12,6 @@ makes from the positions, which is right and slow. Only tokens that are not padd
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import time
@@ -23,6 +22,7 @@ from typing import Any
 
 import torch
 
+from manyhands.bench.records import say
 from manyhands.bench.rows import BY_NAME, Row, mix_lengths
 from manyhands.bench.shapes import NUM_WORDS, SHAPES, flops_per_token
 
@@ -190,10 +190,7 @@ def main() -> None:
     times, failure, dtypes = measure(row, options, device, world_size)
     if rank == 0:
         result = summarise(row, options, times, failure, world_size) | {"dtypes": dtypes}
-        print("RESULT " + json.dumps(result), flush=True)
-        if options.output:
-            with options.output.open("a") as file:
-                file.write(json.dumps(result) + "\n")
+        say(result, options.output, "RESULT ")
 
 
 def measure(

@@ -18,18 +18,12 @@ from typing import Any
 
 import torch
 
+from manyhands.kernels.backend import Backend, beyond_bound, triton_or
+
 EAGER_ELEMENTS = 2**24  # that plain torch widens at once: 64 MiB in float32
 BACKENDS = ("triton", "eager")
 WORD = 2**32 - 1
 GOLDEN = 0x9E3779B9  # 2**32 over the golden ratio: consecutive multiples are spread evenly (Knuth, vol. 3, 6.4)
-
-
-@dataclass(frozen=True)
-class Backend:
-    """What updates, and why not a faster one."""
-
-    name: str
-    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -138,19 +132,7 @@ class FusedAdamW(torch.optim.AdamW):
 @lru_cache
 def choose_backend(device: torch.device) -> Backend:
     """Triton where it can be imported and passes a comparison with plain torch on ``device``, else plain torch, with the reason."""
-    if device.type != "cuda":
-        return Backend("eager", f"the device is {device.type}")
-    try:
-        from manyhands.kernels import triton_adamw
-    except ImportError as error:
-        return Backend("eager", f"Triton cannot be imported: {error}")
-    try:
-        worst = triton_adamw.compare(device, update_eager)
-    except Exception as error:  # a compiler that fails has many ways to say so
-        return Backend("eager", f"Triton failed on this device: {type(error).__name__}: {str(error)[:200]}")
-    if not worst < 1.0:
-        return Backend("eager", f"Triton missed the comparison with plain torch by {worst:.1f} times its bound")
-    return Backend("triton")
+    return triton_or("eager", device, "triton_adamw", lambda kernels: beyond_bound(kernels.compare(device, update_eager)))
 
 
 def find_update(backend: str) -> Update:

@@ -23,6 +23,8 @@ from types import ModuleType
 import torch
 import torch.nn.functional as F
 
+from manyhands.kernels.backend import triton_or
+
 Tensor = torch.Tensor
 CODES = torch.float8_e4m3fn
 SCALE_OF_MAX = 1.0 / 448.0
@@ -129,18 +131,14 @@ def has_products(device: torch.device) -> bool:
 @lru_cache
 def load_triton(device: torch.device) -> tuple[ModuleType | None, str]:
     """The Triton passes if they give on ``device`` what plain torch gives; else None and why not."""
-    if device.type != "cuda":
-        return None, f"the device is {device.type}"
-    if torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
         return None, "the GPU has no fp8"
-    try:
-        from manyhands.kernels import triton_fp8
-    except ImportError as error:
-        return None, str(error)
-    try:
-        return (triton_fp8, "") if _agrees(triton_fp8, device) else (None, "its test gave other numbers")
-    except Exception as error:  # a compiler's errors have no common type
-        return None, f"{type(error).__name__} in its test: {str(error)[:200]}"
+    backend = triton_or("plain", device, "triton_fp8", lambda kernels: "" if _agrees(kernels, device) else "gave other numbers in its test")
+    if backend.name != "triton":
+        return None, backend.reason
+    from manyhands.kernels import triton_fp8
+
+    return triton_fp8, ""
 
 
 def _agrees(kernels: ModuleType, device: torch.device) -> bool:

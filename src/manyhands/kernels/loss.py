@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from manyhands.kernels.backend import Backend, beyond_bound, triton_or
 from manyhands.kernels.matmul import add_mm_, mm_wide, sum_dtype
 
 MAX_LOGITS_FROZEN = 2**28  # logits held at once: 0.5 GiB in bfloat16
@@ -33,14 +34,6 @@ ROW_MULTIPLE = 128  # chunks are whole tiles of a matrix product
 COLUMN_MULTIPLE = 64  # rows of logits begin aligned, whatever the vocabulary
 EAGER_LOGITS = 2**24  # logits that plain torch widens at once: 64 MiB in float32
 BACKENDS = ("triton", "compile", "eager")
-
-
-@dataclass(frozen=True)
-class Backend:
-    """Which softmax runs, and why not a faster one."""
-
-    name: str
-    reason: str = ""
 
 
 def linear_cross_entropy(
@@ -98,21 +91,9 @@ def chunk_rows(num_rows: int, vocab_size: int, trained_head: bool, max_logits: i
 @lru_cache
 def choose_backend(device: torch.device, dtype: torch.dtype) -> Backend:
     """Triton where it can be imported and passes a comparison with plain torch on ``device``, else plain torch, with the reason."""
-    if device.type != "cuda":
-        return Backend("eager", f"the device is {device.type}")
-    if dtype == torch.float64:
+    if device.type == "cuda" and dtype == torch.float64:
         return Backend("eager", "float64 is computed by plain torch")
-    try:
-        from manyhands.kernels import triton_loss
-    except ImportError as error:
-        return Backend("eager", f"Triton cannot be imported: {error}")
-    try:
-        worst = triton_loss.compare(device, dtype, softmax_rows)
-    except Exception as error:  # a compiler that fails has many ways to say so
-        return Backend("eager", f"Triton failed on this device: {type(error).__name__}: {str(error)[:200]}")
-    if not worst < 1.0:
-        return Backend("eager", f"Triton missed the comparison with plain torch by {worst:.1f} times its bound")
-    return Backend("triton")
+    return triton_or("eager", device, "triton_loss", lambda kernels: beyond_bound(kernels.compare(device, dtype, softmax_rows)))
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, lru_cache
+from types import ModuleType
 from typing import Any
 
 import torch
+
+from manyhands.kernels.backend import Backend, triton_or
 
 BLOCK_VALUES, ROW_BLOCKS = 64, 256
 ROW_VALUES = BLOCK_VALUES * ROW_BLOCKS
@@ -27,16 +29,9 @@ TRIED_SHAPES = ((64, 256), (75, 96), (33, 75), (301, 256))
 Dequantise = Callable[[torch.Tensor, torch.Tensor, tuple[int, int], torch.dtype], torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Backend:
-    """What dequantises, and why not a faster one."""
-
-    name: str
-    reason: str = ""
-
-    def describe(self) -> str:
-        """One line for the log."""
-        return "Triton, one launch a weight" if self.name == "triton" else f"bitsandbytes ({self.reason})"
+def describe(backend: Backend) -> str:
+    """One line for the log."""
+    return "Triton, one launch a weight" if backend.name == "triton" else f"bitsandbytes ({backend.reason})"
 
 
 # What ``use`` chose, by dtype, for the whole process: weights are dequantised inside operators that are opaque to torch.compile
@@ -82,19 +77,12 @@ def use(backend: Backend, dtype: torch.dtype) -> None:
 @lru_cache
 def choose_backend(device: torch.device, dtype: torch.dtype) -> Backend:
     """Triton where it can be imported and gives bitsandbytes' bits on ``device``, else bitsandbytes, with the reason."""
-    if device.type != "cuda":
-        return Backend("bitsandbytes", f"the device is {device.type}")
-    try:
-        from manyhands.kernels.triton_nf4 import dequantise_triton
-    except ImportError as error:
-        return Backend("bitsandbytes", f"Triton cannot be imported: {error}")
-    try:
-        unlike = count_unlike(dequantise_triton, device, kernel_dtype(dtype))
-    except Exception as error:  # a compiler that fails has many ways to say so
-        return Backend("bitsandbytes", f"Triton failed on this device: {type(error).__name__}: {str(error)[:200]}")
-    if unlike:
-        return Backend("bitsandbytes", f"Triton gave {unlike} values of its self-test with other bits")
-    return Backend("triton")
+
+    def find_fault(kernels: ModuleType) -> str:
+        unlike = count_unlike(kernels.dequantise_triton, device, kernel_dtype(dtype))
+        return f"gave {unlike} values of its self-test with other bits" if unlike else ""
+
+    return triton_or("bitsandbytes", device, "triton_nf4", find_fault)
 
 
 def count_unlike(candidate: Dequantise, device: torch.device, dtype: torch.dtype) -> int:

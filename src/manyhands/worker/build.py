@@ -16,8 +16,9 @@ from manyhands.data.store import TokenStore
 from manyhands.data.tokenizer import load_tokenizer
 from manyhands.errors import EXIT_FAILED, UserError
 from manyhands.kernels import nf4
-from manyhands.kernels.adamw import Backend, FusedAdamW
+from manyhands.kernels.adamw import FusedAdamW
 from manyhands.kernels.adamw import choose_backend as choose_adamw
+from manyhands.kernels.backend import Backend
 from manyhands.kernels.modules import fuse_lora
 from manyhands.model.adapter import adapt
 from manyhands.model.attention import choose_attention_kernels
@@ -118,9 +119,9 @@ def _choose_dequantisation(rank: Rank) -> None:
     """What makes weights from NF4, for all layers of this process; which, and why not a faster one, is said."""
     device, dtype = rank.world.device, getattr(torch, rank.plan.compute_dtype)
     asked = rank.config.kernels.nf4
-    backend = nf4.Backend("bitsandbytes", "as asked") if asked == "plain" else nf4.choose_backend(device, dtype)
+    backend = Backend("bitsandbytes", "as asked") if asked == "plain" else nf4.choose_backend(device, dtype)
     nf4.use(backend, dtype)
-    rank.say(f"nf4: weights dequantised by {backend.describe()}")
+    rank.say(f"nf4: weights dequantised by {nf4.describe(backend)}")
 
 
 def _choose_attention(rank: Rank, model: Any) -> None:
