@@ -89,7 +89,7 @@ def sharded_fp8_step(family: str, method: str, recompute: bool) -> dict[str, Any
 
     model = fp8_model(family, method)
     if recompute:
-        recompute_blocks(model)
+        recompute_blocks(model, "block", compiled=False)
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     for block in find_blocks(model).values():
         fully_shard(block, mesh=mesh)
@@ -116,7 +116,7 @@ def sharded_step(family: str, recompute: bool, compiled: bool) -> dict[str, Any]
     model = adapted(tiny(family))
     report = fuse_lora(model)
     if recompute:
-        recompute_blocks(model)
+        recompute_blocks(model, "block", compiled=False)
     if compiled:
         compile_blocks(model, backend="aot_eager")
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))

@@ -130,7 +130,7 @@ def test_compiled_blocks_share_graphs_as_before(recompute: bool) -> None:
         torch._dynamo.reset()
         counters.clear()
         if recompute:
-            recompute_blocks(model.train())
+            recompute_blocks(model.train(), "block", compiled=False)
         counter = CompileCounterWithBackend("aot_eager")
         compile_blocks(model, backend=counter)
         outcome = step(model, token_ids(2, 12))

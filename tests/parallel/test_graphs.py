@@ -105,7 +105,7 @@ class Counted:
         if method == "lora":
             apply_lora(model, MethodSection(rank=4, alpha=8.0, dropout=0.1), seed=0)
         if recompute:
-            recompute_blocks(model)
+            recompute_blocks(model, "block", compiled=False)
         compile_blocks(model, dynamic=dynamic, backend=self._count, fullgraph=True)
         self.model = LossModel(model)
 

@@ -15,8 +15,9 @@ from manyhands.kernels.modules import fuse_lora
 from manyhands.model.lora import apply_lora
 from manyhands.model.quantise import quantise_blocks, quantised_layers
 from manyhands.parallel.compile import compile_blocks
-from manyhands.parallel.recompute import recompute_blocks, recompute_selectively
+from manyhands.parallel.recompute import recompute_blocks
 from manyhands.plan.activations import linear_bytes_per_token
+from manyhands.plan.types import Recompute
 from manyhands.testing.tiny import tiny_config, tiny_model
 from tests.plan.test_memory import FULL
 
@@ -24,17 +25,14 @@ NUM_TOKENS = 64
 BACKEND = "aot_eager_decomp_partition"  # inductor's partitioner without the making of kernels
 
 
-def build(mode: str, compiled: bool, layers: int, *, fused_rank: int = 0, in_nf4: bool = False) -> nn.Module:
+def build(mode: Recompute, compiled: bool, layers: int, *, lighter: int = 0, fused_rank: int = 0, in_nf4: bool = False) -> nn.Module:
     model = tiny_model("llama", num_hidden_layers=layers).train()
     if in_nf4:
         put_in_nf4(model)
     if fused_rank:
         apply_lora(model, MethodSection(rank=fused_rank), seed=0)
         fuse_lora(model)
-    if mode == "block":
-        recompute_blocks(model)
-    elif mode == "selective":
-        recompute_selectively(model, compiled=compiled)
+    recompute_blocks(model, mode, lighter_blocks=lighter, compiled=compiled)
     if compiled:
         torch._dynamo.reset()
         compile_blocks(model, dynamic=None, backend=BACKEND)
@@ -121,3 +119,15 @@ def test_eager_selective_keeps_the_products_of_fused_adapters(in_nf4: bool) -> N
     assert found["selective"][0] == found["none"][0] > 0
     assert len(found["none"][1]) == 2 * 7 * 2
     assert all(torch.equal(gradient, found["none"][1][name]) for name, gradient in found["selective"][1].items())
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("mode", ["selective", "block"])
+def test_lighter_blocks_keep_what_the_next_lighter_way_does(mode: Recompute, compiled: bool) -> None:
+    """Three blocks, the last one lighter: what is held lies a third of the way to the lighter mode; gradients stay."""
+    lighter_mode: Recompute = "selective" if mode == "block" else "none"
+    heavy, gradients = kept_bytes(build(mode, compiled, 3))
+    mixed, mixed_gradients = kept_bytes(build(mode, compiled, 3, lighter=1))
+    light, _ = kept_bytes(build(lighter_mode, compiled, 3))
+    assert mixed - heavy == pytest.approx((light - heavy) / 3, rel=0.1)
+    assert all(torch.equal(gradients[name], mixed_gradients[name]) for name in gradients)

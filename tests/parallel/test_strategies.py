@@ -27,6 +27,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "fsdp, reduced once": {"strategy": "fsdp", "world_size": 2, "reduce_every": False},
     "fsdp, offloaded": {"strategy": "fsdp", "world_size": 2, "offload": "all"},
     "fsdp, selective": {"strategy": "fsdp", "world_size": 2, "recompute": "selective"},
+    "fsdp, block, one selective": {"strategy": "fsdp", "world_size": 2, "recompute": "block", "lighter_blocks": 1},
+    "ddp, selective, one kept": {"strategy": "ddp", "world_size": 2, "recompute": "selective", "lighter_blocks": 1},
     "fsdp, block, activations offloaded": {"strategy": "fsdp", "world_size": 2, "recompute": "block", "offload_activations": True},
     "ddp, selective, activations offloaded": {"strategy": "ddp", "world_size": 2, "recompute": "selective", "offload_activations": True},
 }

@@ -59,6 +59,8 @@ def plan_again(measured: dict[str, Any], folder: Path) -> Plan:
     )
     asked = {"parallel.recompute": measured["recompute"], "parallel.strategy": measured["strategy"]}
     asked["parallel.offload_activations"] = measured.get("offload_activations", False)  # none was, before it was decided
+    if measured.get("lighter_blocks"):  # only the plan mixes ways
+        asked["parallel.recompute"] = asked["parallel.offload_activations"] = "auto"
     if measured["strategy"] == "fsdp":
         asked["parallel.reshard"] = measured["reshard"]
     keys = [f"{key}={json.dumps(value)}" for key, value in asked.items()] + measured["by_hand"]

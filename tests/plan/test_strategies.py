@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from manyhands.errors import UserError
 from manyhands.plan import host, memory
 from manyhands.plan.activations import linear_bytes_per_token
 from manyhands.plan.search import plan
+from manyhands.plan.types import Plan
 from tests.plan.examples import GIB, data_facts, facts, llama_8b, model_facts, run_config
 from tests.plan.test_memory import BLOCK, FULL, GRADIENTS, LORA, ROOT
 
@@ -66,9 +68,39 @@ def test_recomputation_is_tried_from_the_cheapest_on():
 
     assert [recompute(gib) for gib in (64, 50, 30)] == ["none", "selective", "block"]
     made = plan(run_config(batch__micro_tokens=8192), facts(llama_8b(), gpus=1, gpu_bytes=50 * GIB, data=LONG))
-    assert sentence(made, "recompute").endswith("are kept, as more does not fit")
+    assert sentence(made, "recompute").endswith("are kept; of the last 8 of 32 blocks nothing, as more does not fit")
     reasons = {c.recompute: c.reason for c in made.candidates}
     assert "about a third more compute" in reasons["block"] and reasons["none"].startswith("needs ")
+
+
+def test_what_memory_is_left_is_spent_on_blocks_that_are_recomputed_less():
+    """24 GiB: whole blocks must be recomputed, but not all of them."""
+
+    def made(gib: float = 24, **keys: Any) -> Plan:
+        return plan(run_config(**keys), facts(llama_8b(), gpus=1, gpu_bytes=int(gib * GIB), host_bytes=500 * GIB, data=LONG))
+
+    mixed, uniform = made(), made(parallel__recompute="block", parallel__offload_activations=False)
+    assert mixed.recompute == "block" and 4 <= mixed.lighter_blocks < 32 and uniform.lighter_blocks == 0
+    assert mixed.micro_tokens < uniform.micro_tokens, "smaller packs leave room, and nothing travels with each"
+    assert not mixed.offload_activations and mixed.memory.total <= 0.92 * mixed.memory.limit
+    assert f"of the last {mixed.lighter_blocks} of 32 blocks only norms" in sentence(mixed, "recompute")
+    (chosen,) = (c for c in mixed.candidates if c.chosen)
+    assert chosen.lighter_blocks == mixed.lighter_blocks
+    assert "slower: recomputes more blocks" in {c.reason for c in mixed.candidates}
+    assert made(parallel__offload_activations=True).lighter_blocks == 0
+    assert made(25).lighter_blocks > mixed.lighter_blocks, "more memory, fewer recomputed blocks"
+
+
+@pytest.mark.parametrize("recompute", ["selective", "block"])
+def test_lighter_blocks_lie_between_two_uniform_ways(recompute):
+    setup = replace(FULL, recompute=recompute, model=WIDE)
+    lighter = replace(setup, recompute={"block": "selective", "selective": "none"}[recompute])
+    num_layers = setup.model.num_layers
+    activations = [memory.at_the_loss(replace(setup, lighter_blocks=count))["activations"] for count in range(num_layers)]
+    steps = {b - a for a, b in pairwise(activations)}
+    assert len(steps) == 1 and activations[0] + num_layers * steps.pop() == memory.at_the_loss(lighter)["activations"]
+    one_light = replace(setup, lighter_blocks=1)
+    assert memory.in_the_backward_pass(one_light)["activations"] < memory.in_the_backward_pass(lighter)["activations"]
 
 
 def test_gradients_wait_for_the_last_micro_batch_where_whole_ones_fit():

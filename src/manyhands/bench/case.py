@@ -230,7 +230,7 @@ def summarise(rank: Rank, row: Row, options: argparse.Namespace, results: list[S
     decided = {
         name: getattr(plan, name)
         for name in (
-            *("strategy", "recompute", "reshard", "offload", "offload_activations"),
+            *("strategy", "recompute", "lighter_blocks", "reshard", "offload", "offload_activations"),
             *("compile", "attention", "packing", "micro_tokens", "pack_tokens"),
         )
     }

@@ -40,6 +40,24 @@ def choose_attention(packing: bool) -> str:
     return "flash_attention_4" if packing and torch.cuda.is_available() and has_flash_4() else "sdpa"
 
 
+def measure_lengths_once() -> None:
+    """transformers gives FlashAttention 4 the longest length of a pack as a tensor, which that refuses; here it is a number, read
+    from the device once a batch and not in every layer.
+    """
+    from transformers import modeling_flash_attention_utils as attention
+
+    prepare = attention.prepare_fa_kwargs_from_position_ids
+    last: list[tuple[torch.Tensor, Any]] = []
+
+    def prepare_once(position_ids: torch.Tensor) -> Any:
+        if not last or last[0][0] is not position_ids:
+            bounds, longest = prepare(position_ids)
+            last[:] = [(position_ids, (bounds, tuple(int(length) for length in longest)))]
+        return last[0][1]
+
+    attention.prepare_fa_kwargs_from_position_ids = prepare_once
+
+
 def is_sharded(row: Row, world_size: int) -> bool:
     return bool(row.peer.get("fsdp")) and world_size > 1
 
@@ -187,6 +205,8 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.manual_seed(0)
+    if choose_attention(options.packing) == "flash_attention_4":
+        measure_lengths_once()
     times, failure, dtypes = measure(row, options, device, world_size)
     if rank == 0:
         result = summarise(row, options, times, failure, world_size) | {"dtypes": dtypes}

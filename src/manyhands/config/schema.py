@@ -223,7 +223,9 @@ class ParallelSection(Section):
     )
     reshard: bool | Auto = Field("auto", description="fsdp: free gathered parameters after the forward pass (less memory) or keep them.")
     recompute: Literal["auto", "none", "selective", "block"] = Field(
-        "auto", description="Activations: kept; cheap operations recomputed (selective); or all of a block recomputed in the backward pass."
+        "auto",
+        description="Activations: kept; cheap operations recomputed (selective); or all of a block recomputed in the backward pass. "
+        "auto takes the first that fits, and the one before it for as many blocks as there is room for.",
     )
     compile: bool | Auto = Field("auto", description="Compile each block with torch.compile; auto does on GPUs.")
     timeout_s: PositiveInt = Field(600, description="Seconds after which a rank that makes no progress ends the run.")

@@ -122,8 +122,8 @@ def plan_one_process(plan: Plan, config: RunConfig) -> Plan:
         from manyhands.facts.hub import locate_model
 
         folder = str(locate_model(config.model.name, config.model.revision, config.model.init == "pretrained"))
-    changes = {"device": "cpu", "world_size": 1, "strategy": "one", "recompute": "none", "compile": False, "attention": "sdpa"}
-    return plan.model_copy(update=changes | {"model_folder": folder})
+    changes = {"device": "cpu", "world_size": 1, "strategy": "one", "compile": False, "attention": "sdpa"}
+    return plan.model_copy(update=changes | {"recompute": "none", "lighter_blocks": 0, "model_folder": folder})
 
 
 def load_trained(plan: Plan, config: RunConfig, checkpoint: Path) -> nn.Module:

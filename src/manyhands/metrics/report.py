@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.config.schema import RunConfig
-from manyhands.plan.types import Plan
+from manyhands.plan.types import Plan, describe_recompute
 from manyhands.train.types import Evaluation, TrainState
 
 GIB = 2**30
@@ -78,7 +78,7 @@ def make_report(plan: Plan, config: RunConfig, state: TrainState, measured: Mapp
                 "world_size": plan.world_size,
                 "device": plan.device,
                 "strategy": plan.strategy,
-                "recompute": plan.recompute,
+                "recompute": describe_recompute(plan.recompute, plan.lighter_blocks),
                 "steps": plan.num_steps,
                 "memory_bytes": plan.memory.total,
                 "memory_terms_bytes": plan.memory.terms,

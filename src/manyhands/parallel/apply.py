@@ -31,7 +31,7 @@ from manyhands.parallel.compile import compile_blocks
 from manyhands.parallel.masters import ComputeCopy
 from manyhands.parallel.mesh import hybrid_mesh, replicate_mesh, shard_mesh
 from manyhands.parallel.model import Parallel
-from manyhands.parallel.recompute import recompute_blocks, recompute_selectively
+from manyhands.parallel.recompute import recompute_blocks
 from manyhands.parallel.world import World
 from manyhands.plan.types import Plan
 
@@ -60,10 +60,7 @@ def apply(loss_model: LossModel, plan: Plan, world: World, materialize: Callable
     trains_everything = all(parameter.requires_grad for parameter in loss_model.parameters())
     mixed = trains_everything and plan.compute_dtype == "bfloat16"
 
-    if plan.recompute == "block":
-        recompute_blocks(loss_model.model)
-    elif plan.recompute == "selective":
-        recompute_selectively(loss_model.model, compiled=plan.compile)
+    recompute_blocks(loss_model.model, plan.recompute, lighter_blocks=plan.lighter_blocks, compiled=plan.compile)
     if plan.compile:
         # Inside the recomputed region (around it where that is selective), outside the gathering of shards.
         compile_blocks(loss_model.model, dynamic=True if plan.dynamic else None)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from manyhands.model.blocks import find_blocks
+from manyhands.plan.types import LIGHTER, Recompute
 
 LINEAR = {"aten::mm": 0, "aten::addmm": 1}  # which argument the inputs are; the weight (i, o) is the next one
 KEPT = {
@@ -30,28 +31,33 @@ KEPT = {
 WIDEST = 16  # a product that is wider than so many times its inner dimension is cheaper to repeat than to keep
 
 
-def recompute_blocks(model: nn.Module) -> None:
-    """Keep only each block's input in the forward pass of training; gradients are bit-equal to keeping everything."""
-    _enable_checkpointing(model, {})
+def recompute_blocks(model: nn.Module, how: Recompute, *, lighter_blocks: int = 0, compiled: bool) -> None:
+    """Keep less from the forward pass of training; gradients are bit-equal to keeping everything.
 
+    ``block`` keeps each block's input; ``selective`` also the results of its linear layers and attention, so that norms,
+    activations and sums are repeated. Of the last ``lighter_blocks`` more is kept: those of ``block`` are recomputed
+    selectively, those of ``selective`` not at all.
 
-def recompute_selectively(model: nn.Module, *, compiled: bool) -> None:
-    """Keep each block's input and the results of its linear layers and attention; norms, activations and sums are repeated.
-
-    Gradients are bit-equal to keeping everything. ``compiled``: whether ``compile_blocks`` follows. Then the checkpoint has
-    to be *inside* the compiled region: around it, a compiled block is opaque, its operations are never seen, and selective
-    would recompute everything. Inside, what is kept travels as marks on the nodes of the graph, which the partitioner of
-    AOTAutograd obeys. ``torch._functorch.config.activation_memory_budget`` does something like it with a knapsack over
-    guessed run times; it is one number for the process, knows nothing of operators of our own, and with symbolic sizes it
-    works on hints, so that what is kept would depend on the first micro-batch.
+    ``compiled``: whether ``compile_blocks`` follows. Then a selective checkpoint has to be *inside* the compiled region:
+    around it, a compiled block is opaque, its operations are never seen, and selective would recompute everything. Inside,
+    what is kept travels as marks on the nodes of the graph, which the partitioner of AOTAutograd obeys.
+    ``torch._functorch.config.activation_memory_budget`` does something like it with a knapsack over guessed run times; it is
+    one number for the process, knows nothing of operators of our own, and with symbolic sizes it works on hints, so that
+    what is kept would depend on the first micro-batch.
     """
-    if not compiled:
-        _enable_checkpointing(model, {"context_fn": selective_contexts})
+    if how == "none":
         return
-    for block in find_blocks(model).values():
-        inner = block.forward
-        # The instance's own ``forward``: the only place between FSDP2's hooks and the block's operations.
-        block.forward = functools.partial(_checkpoint_in_training, block, inner)
+    blocks: list[Any] = list(find_blocks(model).values())
+    num_heavy = len(blocks) - lighter_blocks
+    for index, block in enumerate(blocks):
+        mode = how if index < num_heavy else LIGHTER[how]
+        if mode == "selective" and compiled:
+            # The instance's own ``forward``: the only place between FSDP2's hooks and the block's operations.
+            block.forward = functools.partial(_checkpoint_in_training, block, block.forward)
+        elif mode != "none":
+            options: dict[str, Any] = {"context_fn": selective_contexts} if mode == "selective" else {}
+            block.gradient_checkpointing = True
+            block._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False, **options)
 
 
 def selective_contexts() -> Any:
@@ -74,9 +80,3 @@ def _checkpoint_in_training(block: nn.Module, inner: Any, *args: Any, **kwargs: 
     if not block.training or not torch.is_grad_enabled():
         return inner(*args, **kwargs)
     return checkpoint(inner, *args, use_reentrant=False, context_fn=selective_contexts, **kwargs)
-
-
-def _enable_checkpointing(model: nn.Module, options: dict[str, Any]) -> None:
-    find_blocks(model)  # a clear error where there are none
-    model.gradient_checkpointing_enable({"use_reentrant": False} | options)  # type: ignore[operator]
-    model.disable_input_require_grads()  # type: ignore[operator]  # only reentrant checkpointing needs them

@@ -6,39 +6,42 @@ The notation is that of ``memory.py``.
 from __future__ import annotations
 
 from manyhands.plan.setup import Setup
+from manyhands.plan.types import Recompute
 
 BLOCK_SCORES = 2**25  # elements of one block of soft-capped attention, as in model/attention.py
 LEAVING_BYTES = AHEAD_BYTES = 2**28  # of activations on their way to host memory, and back: as in parallel/activations.py
 
 
 def kept_activations(s: Setup, passing_bytes: int) -> int:
-    """What the blocks' graphs keep from forward to backward, ``L T`` times ``kept_bytes_per_token``.
+    """What the blocks' graphs keep from forward to backward: ``T`` times ``kept_bytes_per_token`` of each.
 
     Of what moves to host memory one block's are on the device, and ``passing_bytes`` on their way out or back.
     """
     moved = moved_bytes(s)
     on_device = min(moved, passing_bytes + moved // s.model.num_layers)
-    return s.micro_tokens * s.model.num_layers * kept_bytes_per_token(s) - moved + on_device
+    heavy = s.model.num_layers - s.lighter_blocks
+    kept = heavy * kept_bytes_per_token(s, s.recompute) + s.lighter_blocks * kept_bytes_per_token(s, s.last_recompute)
+    return s.micro_tokens * kept - moved + on_device
 
 
-def block_at_work(s: Setup) -> int:
-    """What one block needs in its backward pass beyond what all keep.
+def block_at_work(s: Setup, recompute: Recompute) -> int:
+    """What one block that is recomputed so needs in its backward pass beyond what all keep.
 
     What is computed again of it: ``T k`` if all (k of ``block_bytes_per_token``), ``T (k - l)`` if selective. The gradients of
     its result and of the residual stream, ``2 T c H``. And of the MLP, the widest part, gradients of the product, gate and up in
     turn: ``3 T c I``, of which compiled code puts one where the product was.
     """
     m, c = s.model, s.compute_bytes
-    again = {"none": 0, "selective": max(0, block_bytes_per_token(s) - kept_bytes_per_token(s)), "block": block_bytes_per_token(s)}
+    again = {"none": 0, "selective": max(0, block_bytes_per_token(s) - linear_bytes_per_token(s)), "block": block_bytes_per_token(s)}
     inner = (2 if s.compile else 3) * c * m.intermediate_size
-    return s.micro_tokens * (again[s.recompute] + 2 * c * m.hidden_size + inner)
+    return s.micro_tokens * (again[recompute] + 2 * c * m.hidden_size + inner)
 
 
-def kept_bytes_per_token(s: Setup) -> int:
-    """Bytes a token that one block keeps from its forward pass to its backward pass."""
-    if s.recompute == "block":
+def kept_bytes_per_token(s: Setup, recompute: Recompute) -> int:
+    """Bytes a token that one block that is recomputed so keeps from its forward pass to its backward pass."""
+    if recompute == "block":
         return s.compute_bytes * s.model.hidden_size
-    return linear_bytes_per_token(s) if s.recompute == "selective" else block_bytes_per_token(s)
+    return linear_bytes_per_token(s) if recompute == "selective" else block_bytes_per_token(s)
 
 
 def linear_bytes_per_token(s: Setup) -> int:
@@ -55,12 +58,12 @@ def linear_bytes_per_token(s: Setup) -> int:
 
 def moved_bytes(s: Setup) -> int:
     """Activations that go to host memory: ``L T`` times what a block keeps; eager and selective only its input, as the rest is
-    in the checkpoint's own cache. None on a CPU.
+    in the checkpoint's own cache. None on a CPU; all blocks are then recomputed alike.
     """
     if not s.offload_activations or s.device == "cpu":
         return 0
     in_cache = s.recompute == "selective" and not s.compile
-    per_token = s.compute_bytes * s.model.hidden_size if in_cache else kept_bytes_per_token(s)
+    per_token = s.compute_bytes * s.model.hidden_size if in_cache else kept_bytes_per_token(s, s.recompute)
     return s.micro_tokens * s.model.num_layers * per_token
 
 

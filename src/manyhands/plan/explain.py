@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from manyhands.plan.memory import GIB
-from manyhands.plan.types import Candidate, Plan
+from manyhands.plan.types import Candidate, Plan, describe_recompute
 
 
 def explain_plan(plan: Plan) -> RenderableType:
@@ -50,7 +50,8 @@ def _candidates(plan: Plan) -> list[RenderableType]:
     for candidate in shown:
         style = "bold green" if candidate.chosen else "dim"
         total = f"{candidate.memory.total / GIB:.1f}"
-        table.add_row(_name(candidate), candidate.recompute, f"{candidate.micro:,}", total, candidate.reason or "chosen", style=style)
+        recompute = describe_recompute(candidate.recompute, candidate.lighter_blocks)
+        table.add_row(_name(candidate), recompute, f"{candidate.micro:,}", total, candidate.reason or "chosen", style=style)
     if len(shown) < len(plan.candidates):
         return [table, Text(f"and {len(plan.candidates) - len(shown)} more in the plan's file", style="dim")]
     return [table]

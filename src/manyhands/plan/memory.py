@@ -60,14 +60,14 @@ def at_the_loss(s: Setup) -> dict[str, int]:
 
 def in_the_backward_pass(s: Setup) -> dict[str, int]:
     """The last block's backward pass: all that the blocks keep, this block at work, and the gradients that it and the head give."""
-    at_work = kept_activations(s, AHEAD_BYTES) + block_at_work(s) + attention_mask(s) + block_scores(s)
+    at_work = kept_activations(s, AHEAD_BYTES) + block_at_work(s, s.last_recompute) + attention_mask(s) + block_scores(s)
     terms = {"dequantised": dequantised(s), "activations": at_work, "logits": 0, "reduction": reduction(s)}
     return earlier_gradients(s) | terms
 
 
 def at_its_end(s: Setup) -> dict[str, int]:
     """All gradients are there; the first block is at work, or those of the root are reduced, whichever is more."""
-    first = s.micro_tokens * kept_bytes_per_token(s) + block_at_work(s) + attention_mask(s) + block_scores(s)
+    first = s.micro_tokens * kept_bytes_per_token(s, s.recompute) + block_at_work(s, s.recompute) + attention_mask(s) + block_scores(s)
     block = {"dequantised": dequantised(s), "activations": first, "logits": 0, "reduction": reduction(s)}
     root = {"dequantised": 0, "activations": 0, "logits": 0, "reduction": root_reduction(s)}
     terms = max(block, root, key=lambda terms: sum(terms.values()))
@@ -164,7 +164,7 @@ def _gathered_in_place(s: Setup, t: TrainedWeights) -> int:
     Of copies in recomputed blocks one block's are held.
     """
     casts = 0 if s.compute_bytes == s.master_bytes else s.compute_bytes
-    held = t.num_in_root + (t.num_in_blocks if s.recompute == "none" else t.num_in_largest_block)
+    held = t.num_in_root + (t.num_in_blocks if s.last_recompute == "none" else t.num_in_largest_block)
     if s.num_shards == 1 and not s.gathers_whole:
         return held * casts
     num_blocks = min(GATHERED_BLOCKS, s.model.num_layers) if s.reshard else s.model.num_layers

@@ -27,7 +27,7 @@ from manyhands.plan.setup import Setup
 from manyhands.plan.steps import count_steps
 from manyhands.plan.trained import count_trained
 from manyhands.plan.types import Candidate, Cause, Plan
-from manyhands.plan.ways import Limits, Way, choose_way, list_ways, memory_limits, reduce_once
+from manyhands.plan.ways import Limits, Way, choose_way, lighten, list_ways, memory_limits, reduce_once
 
 USEFUL_TOKENS = {"cuda": 16_384, "cpu": 2_048}  # a larger micro-batch gains nothing
 SAFE_SHARE = 0.92  # of the limit: what is planned for, as the estimate is one
@@ -55,7 +55,10 @@ def plan(config: RunConfig, facts: Facts, *, number: int = 1, cause: Cause = "fi
     if chosen is None:
         raise _nothing_fits(config, ways, made, limits)
     once = reduce_once(chosen, limits, share)
-    ways, chosen = [once if way is chosen else way for way in ways], once
+    ways = [once if way is chosen else way for way in ways]
+    chosen = lighten(config, once, ways, limits, share)
+    if chosen is not once:
+        ways.insert(ways.index(once), chosen)
     split = chosen.split
     pack_tokens = constant_pack_tokens(split, facts.data, made.world_size)
     steps = count_steps(config, facts.data, split.batch_rows)
@@ -76,6 +79,7 @@ def plan(config: RunConfig, facts: Facts, *, number: int = 1, cause: Cause = "fi
         reshard=chosen.reshard,
         reduce_every=chosen.setup.reduce_every,
         recompute=chosen.recompute,
+        lighter_blocks=chosen.setup.lighter_blocks,
         offload=config.parallel.offload,
         offload_activations=chosen.setup.offload_activations,
         compile=made.compile,
@@ -144,6 +148,7 @@ def _candidate(way: Way, chosen: Way, device: Device, share: float) -> Candidate
     return Candidate(
         strategy=way.strategy,
         recompute=way.recompute,
+        lighter_blocks=way.setup.lighter_blocks,
         reshard=way.reshard,
         micro=way.split.micro,
         memory=way.memory,
@@ -164,6 +169,7 @@ def _why_lost(way: Way, chosen: Way, device: Device, share: float) -> str:
     reasons = (
         "micro-batches too small to fill the device",
         "slower: recomputes " + ("activations, about a third more compute" if way.recompute == "block" else "norms and activations"),
+        "slower: recomputes more blocks",
         "slower: gathers shards, though a copy " + ("a machine " if chosen.strategy == "hybrid" else "") + "fits",
         "slower: gathers weights once more in the backward pass",
         "slower: smaller micro-batches",
@@ -203,6 +209,10 @@ def _why_recompute(config: RunConfig, way: Way) -> str:
         "selective": "norms, activations and sums; results of linear layers and attention are kept",
         "block": "each block in the backward pass",
     }[way.recompute]
+    num_lighter = way.setup.lighter_blocks
+    if num_lighter:
+        rest = {"selective": "only norms, activations and sums", "none": "nothing"}[way.setup.last_recompute]
+        what += f"; of the last {num_lighter} of {way.setup.model.num_layers} blocks {rest}"
     auto = ", as activations fit" if way.recompute == "none" else ", as more does not fit"
     return f"recompute: {what}" + (auto if config.parallel.recompute == "auto" else ", as asked")
 

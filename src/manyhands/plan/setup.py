@@ -11,7 +11,7 @@ from typing import Literal
 
 from manyhands.facts.types import ModelFacts
 from manyhands.plan.trained import TrainedWeights
-from manyhands.plan.types import Offload, Recompute, Strategy
+from manyhands.plan.types import LIGHTER, Offload, Recompute, Strategy
 
 NF4_ROW_VALUES, NF4_ROW_BYTES = 16_384, 8_192 + 264  # of weights in NF4, as in model/nf4.py
 
@@ -48,6 +48,7 @@ class Setup:
     fuse_optimizer: bool = False  # AdamW takes gradients in the dtype of the copy that computes
     mixed_lengths: bool = False  # varlen, and rows differ in length or layers have windows: no kernel for rows of one length
     adapter_dora: bool = False
+    lighter_blocks: int = 0  # of the last blocks: recomputed the next lighter way
 
     @property
     def trains_everything(self) -> bool:
@@ -101,6 +102,11 @@ class Setup:
     def gathers_whole(self) -> bool:
         """Whether even whole weights are copied to where they compute: cast, or from host memory."""
         return self.is_mixed or self.offload == "all"
+
+    @property
+    def last_recompute(self) -> Recompute:
+        """How the last block, the first of the backward pass, is recomputed."""
+        return LIGHTER[self.recompute] if self.lighter_blocks else self.recompute
 
     @property
     def num_root_parameters(self) -> int:

@@ -14,6 +14,13 @@ Strategy = Literal["one", "ddp", "fsdp", "hybrid"]
 Recompute = Literal["none", "selective", "block"]
 Offload = Literal["none", "optimizer", "all"]
 
+LIGHTER: dict[Recompute, Recompute] = {"block": "selective", "selective": "none"}  # what keeps more and repeats less
+
+
+def describe_recompute(recompute: Recompute, lighter_blocks: int) -> str:
+    """``block``, or ``block, of the last 63 selective``."""
+    return f"{recompute}, of the last {lighter_blocks} {LIGHTER[recompute]}" if lighter_blocks else recompute
+
 
 class Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -49,6 +56,7 @@ class Candidate(Part):
 
     strategy: Strategy
     recompute: Recompute
+    lighter_blocks: int = 0
     reshard: bool
     micro: int  # tokens with packing, rows without
     memory: MemoryEstimate
@@ -76,6 +84,7 @@ class Plan(Part):
     reshard: bool
     reduce_every: bool = True  # sharded gradients after every micro-batch; else whole ones wait for the last
     recompute: Recompute
+    lighter_blocks: int = 0  # of the last blocks: recomputed the next lighter way, as there is room for what they keep
     offload: Offload = "none"
     offload_activations: bool = False
     compile: bool

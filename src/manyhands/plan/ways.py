@@ -3,7 +3,7 @@
 The order of speed, simple and stated: micro-batches too small to fill the device come last; keeping activations beats
 repeating cheap operations, which beats recomputing blocks (a third more compute); a copy a GPU beats a copy a machine, which
 beats shards over all; shards whose gathered weights are kept beat ones that are gathered twice; then the larger micro-batch
-wins.
+wins. At last the chosen way spends what memory is left on blocks that are recomputed less (``lighten``).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from manyhands.plan.setup import Setup
 from manyhands.plan.types import MemoryEstimate, Recompute, Strategy
 
 ENOUGH_TOKENS = {"cuda": 2_048, "cpu": 256}  # a smaller micro-batch leaves the device idle
+FULL_SPEED_TOKENS = 4_096  # a smaller micro-batch costs more than fewer recomputed blocks save
 USABLE_SHARE = {"cuda": 0.97, "cpu": 0.9}  # of the free memory: the limit
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "block")  # the fastest first
 SHARDING: dict[Strategy, int] = {"one": 0, "ddp": 0, "hybrid": 1, "fsdp": 2}  # how far gathered weights travel
@@ -62,10 +63,11 @@ class Way:
     def reshard(self) -> bool:
         return self.setup.reshard
 
-    def slowness(self, device: Device) -> tuple[bool, int, int, bool, int]:
+    def slowness(self, device: Device) -> tuple[bool, int, int, int, bool, int]:
         """Smaller is faster; compared from left to right."""
         too_small = self.split.full_micro_tokens < ENOUGH_TOKENS[device]
-        return too_small, RECOMPUTES.index(self.recompute), SHARDING[self.strategy], self.reshard, -self.split.full_micro_tokens
+        recomputed = RECOMPUTES.index(self.recompute), -self.setup.lighter_blocks
+        return too_small, *recomputed, SHARDING[self.strategy], self.reshard, -self.split.full_micro_tokens
 
     def is_safe(self, share: float) -> bool:
         return self.memory.total <= share * self.memory.limit and self.memory.fits_host
@@ -157,3 +159,29 @@ def reduce_once(way: Way, limits: Limits, share: float) -> Way:
     setup = replace(way.setup, reduce_every=False)
     once = replace(way, setup=setup, memory=limits.estimate(setup))
     return once if once.is_safe(share) else way
+
+
+def lighten(config: RunConfig, chosen: Way, ways: list[Way], limits: Limits, share: float) -> Way:
+    """The chosen way with as many of the last blocks as fit recomputed the next lighter way, if these are an eighth at least; else
+    itself, and so where keys say how blocks are recomputed or that activations leave the device.
+
+    A block that is not recomputed whole saves a quarter of its compute, so where nothing travels with a micro-batch smaller ones
+    that leave room for more such blocks are preferred, down to 4,096 tokens. Activations then stay on the device.
+    """
+    if chosen.recompute == "none" or config.parallel.recompute != "auto" or config.parallel.offload_activations is True:
+        return chosen
+    rivals = [chosen]
+    if chosen.recompute == "block" and chosen.setup.num_shards == 1:
+        alike = [way for way in ways if (way.strategy, way.recompute, way.reshard) == (chosen.strategy, "block", chosen.reshard)]
+        rivals += [way for way in alike if FULL_SPEED_TOKENS <= way.split.full_micro_tokens < chosen.split.full_micro_tokens]
+    lightest = max((_lighten(way, limits, share) for way in rivals), key=lambda way: way.setup.lighter_blocks)
+    return lightest if lightest.setup.lighter_blocks >= lightest.setup.model.num_layers / 8 else chosen
+
+
+def _lighten(way: Way, limits: Limits, share: float) -> Way:
+    for count in range(way.setup.model.num_layers - 1, 0, -1):
+        setup = replace(way.setup, lighter_blocks=count, offload_activations=False)
+        lighter = replace(way, setup=setup, memory=limits.estimate(setup))
+        if lighter.is_safe(share):
+            return lighter
+    return way
