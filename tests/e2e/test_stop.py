@@ -9,7 +9,8 @@ from tests.e2e.runs import NUM_STEPS, Place, Spec
 MAX_TOKENS = 2000
 PLAIN = ("method.dropout=0",)
 STILL = "optimizer.learning_rate=1e-30"  # no validation loss is lower than the first one
-OVERFIT = ("data.max_rows=8", "stop.epochs=60", "stop.max_steps=60", "optimizer.learning_rate=0.03", "schedule.name=constant")
+# So few rows that knowing them by heart soon makes the others worse, at a rate low enough for that to show on any processor.
+OVERFIT = ("data.max_rows=3", "stop.epochs=60", "stop.max_steps=60", "optimizer.learning_rate=0.01", "schedule.name=constant")
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,7 @@ def test_the_best_checkpoint_is_kept_and_exported(stopped: Place) -> None:
     run = stopped.run("best")
     losses = dict(run.evaluations())
     best = min(losses, key=lambda step: losses[step])
-    assert 0 < best < 60 and losses[best] < 0.99 * losses[60], "it overfits"
+    assert 0 < best < 60 and losses[best] < 0.97 * losses[60], "it overfits"
     assert run.read("report.json")["best"] == {"step": best, "loss": losses[best]}
     assert best in run.steps_saved() and run.steps_saved()[-1] == 60
     shards = {}
