@@ -49,6 +49,20 @@ def pause(mark: Path) -> str:
     )
 
 
+def in_evaluation(step: int, mark: Path) -> dict[str, str]:
+    """Pauses in the evaluation after a step, before its first batch, as ``pause`` does."""
+    return {
+        "manyhands.worker.training": "import pathlib, time\n"
+        "_stop_if_asked = stop_if_asked\n"
+        "def stop_if_asked(rank):\n"
+        f"    if rank.state.step == {step}:\n"
+        f"        pathlib.Path('{mark}-' + str(rank.world.rank)).touch()\n"
+        f"        deadline = time.monotonic() + {WAIT_S}\n"
+        "        while not rank.stop() and time.monotonic() < deadline: time.sleep(0.02)\n"
+        "    _stop_if_asked(rank)\n"
+    }
+
+
 SITECUSTOMIZE = """
 import importlib.abc, importlib.machinery, sys
 PLANTS = {plants!r}

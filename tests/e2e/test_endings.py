@@ -12,16 +12,19 @@ import pytest
 
 from manyhands.errors import UserError
 from manyhands.launch.foreign import Launcher
-from tests.e2e.runs import NO_VERIFY, NUM_STEPS, Ended, Place, Run, at_step, kill_all, pause, train_command
+from tests.e2e.runs import NO_VERIFY, NUM_STEPS, Ended, Place, Run, at_step, in_evaluation, kill_all, pause, train_command
 
 pytestmark = pytest.mark.slow  # whole runs in processes of their own
 
 
-def start_and_pause(place: Place, name: str, step: int, end: int, *arguments: str) -> Ended:
-    """Starts two ranks, waits until both have done ``step``, and ends them by the signal ``end``: a 9 kills all at once."""
+def start_and_pause(place: Place, name: str, step: int, end: int, *arguments: str, evaluating: bool = False) -> Ended:
+    """Starts two ranks, waits until both have done ``step`` (or evaluate after it), and ends them by the signal ``end``: a 9 kills
+    all at once.
+    """
     mark = place.folder / f"paused-{name}-{step}"
     begin = time.monotonic()
-    with place.start(*train_command(name, "--gpus", "2", *arguments), plant=at_step(step, pause(mark))) as process:
+    plant = in_evaluation(step, mark) if evaluating else at_step(step, pause(mark))
+    with place.start(*train_command(name, "--gpus", "2", *arguments), plant=plant) as process:
         place.wait_for([mark.with_name(f"{mark.name}-{rank}") for rank in (0, 1)], process)
         workers = psutil.Process(process.pid).children(recursive=True)
         if end == signal.SIGKILL:
@@ -48,8 +51,12 @@ def test_a_failure_ctrl_c_and_a_kill_later_the_losses_are_those_of_a_run_left_al
     assert "saved at step 6" in interrupted.output and "Traceback" not in interrupted.output and "error" not in interrupted.output
     assert run.steps_saved() == [4, 6] and run.read("status.json")["state"] == "interrupted"
 
+    evaluating = start_and_pause(place, "ended", 8, signal.SIGTERM, evaluating=True)
+    assert evaluating.code == 143 and "stopped after step 8" in evaluating.output, evaluating.output
+    assert [step for step, _ in run.evaluations()] == [0, 4], "an evaluation that was stopped has not happened"
+
     killed = start_and_pause(place, "ended", 9, signal.SIGKILL)
-    assert killed.code == -signal.SIGKILL and "resuming runs/ended at step 6" in killed.output
+    assert killed.code == -signal.SIGKILL and "resuming runs/ended at step 8" in killed.output
     assert run.steps_saved() == [6, 8] and run.rows()[-1]["step"] == 8
 
     last = place.train("ended", "--gpus", "2", plant=NO_VERIFY)

@@ -77,6 +77,16 @@ def test_resume_takes_back_later_rows_and_a_torn_line(tmp_path):
     ]
 
 
+def test_an_evaluation_that_the_checkpoint_does_not_know_is_taken_back_and_the_step_before_it_is_not(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonlSink(path)
+    feed(sink, range(1, 5), evaluations=[2, 4])
+    sink.close()
+    JsonlSink(path, resumed_at=4, evaluated_at=2).close()
+    rows = [(row["kind"], row["step"]) for row in read_rows(path)]
+    assert rows[-2:] == [("step", 3), ("step", 4)] and ("evaluation", 2) in rows
+
+
 def test_a_start_from_nothing_leaves_no_old_row(tmp_path):
     path = tmp_path / "metrics.jsonl"
     for _ in range(2):

@@ -136,8 +136,42 @@ def test_patience_counts_evaluations_without_gain():
 
 def test_a_resumed_loop_does_not_evaluate_at_start_again():
     log = Log()
-    train(make_loop(hooks=[log], num_steps=4, state=TrainState(step=2)))
+    train(make_loop(hooks=[log], num_steps=4, state=TrainState(step=2, evaluated_step=2)))
     assert log.events[0] == "step 3"
+
+
+def test_an_evaluation_that_a_stop_came_before_is_made_up_for_by_the_next_launch():
+    log, whole = Log(), Log()
+    train(make_loop(hooks=[whole]))
+    state = TrainState()
+    with pytest.raises(Interrupted):
+        train(make_loop(hooks=[log], state=state, interrupted=lambda: state.step == 1))
+    assert log.events[-2:] == ["step 2", "between 2"]
+    train(make_loop(hooks=[log], state=state))
+    evaluations = [event for event in log.events if event.startswith("evaluate")]
+    assert evaluations == [event for event in whole.events if event.startswith("evaluate")] == ["evaluate 0", "evaluate 2", "evaluate 4"]
+    assert log.events.index("evaluate 2") < log.events.index("step 3")
+
+
+@pytest.mark.parametrize("at", [0, 2, 4])
+def test_an_evaluation_that_was_stopped_has_not_happened(at: int):
+    """Before training, between steps and at the end: the next launch makes it whole, and repeats none."""
+    log, state = Log(), TrainState()
+    loop = make_loop(hooks=[log], state=state)
+    evaluate = loop.evaluate
+
+    def stopped(now: TrainState) -> Evaluation:
+        if now.step == at:
+            raise Interrupted
+        return evaluate(now)
+
+    loop.evaluate = stopped
+    with pytest.raises(Interrupted):
+        train(loop)
+    assert state.step == at and state.evaluated_step == (at - 2 if at else -1)
+    train(make_loop(hooks=[log], state=state))
+    assert [event for event in log.events if event.startswith("evaluate")] == ["evaluate 0", "evaluate 2", "evaluate 4"]
+    assert [event for event in log.events if event.startswith("step")] == ["step 1", "step 2", "step 3", "step 4"]
 
 
 def test_interruption_comes_between_two_steps():

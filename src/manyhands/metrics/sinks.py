@@ -26,10 +26,21 @@ __all__ = ["ConsoleSink", "JsonlSink", "Sink", "TensorBoardSink", "open_sinks"]
 GIB = 2**30
 
 
-def open_sinks(folder: str | os.PathLike[str], plan: Plan, config: RunConfig, terminal: TextIO, resumed_at: int = 0) -> list[Sink]:
-    """The sinks of a run. ``resumed_at`` is the last step that counts: what was written after it is taken back."""
+def open_sinks(
+    folder: str | os.PathLike[str],
+    plan: Plan,
+    config: RunConfig,
+    terminal: TextIO,
+    resumed_at: int = 0,
+    evaluated_at: int | None = None,
+) -> list[Sink]:
+    """The sinks of a run. ``resumed_at`` is the last step that counts, and ``evaluated_at`` the last one whose evaluation does (by
+    default the same): what was written after them is taken back.
+    """
     path = Path(folder)
-    sinks: list[Sink] = [JsonlSink(path / "metrics.jsonl", every_steps=config.log.every_steps, resumed_at=resumed_at)]
+    sinks: list[Sink] = [
+        JsonlSink(path / "metrics.jsonl", every_steps=config.log.every_steps, resumed_at=resumed_at, evaluated_at=evaluated_at)
+    ]
     if config.log.tensorboard:
         sinks.append(TensorBoardSink(path / "tensorboard", every_steps=config.log.every_steps, resumed_at=resumed_at))
     earlier = read_evaluations(path / "metrics.jsonl")
@@ -40,9 +51,9 @@ def open_sinks(folder: str | os.PathLike[str], plan: Plan, config: RunConfig, te
 class JsonlSink(Sink):
     """One JSON object a line, ``kind`` is ``step`` or ``evaluation``; numbers that are not finite become null."""
 
-    def __init__(self, path: Path, *, every_steps: int = 1, resumed_at: int = 0) -> None:
+    def __init__(self, path: Path, *, every_steps: int = 1, resumed_at: int = 0, evaluated_at: int | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _take_back(path, resumed_at)
+        _take_back(path, {"step": resumed_at, "evaluation": resumed_at if evaluated_at is None else evaluated_at} if resumed_at else {})
         self.every_steps = every_steps
         self._file = open(path, "a", encoding="utf-8")
         self._devices: Devices = []
@@ -77,17 +88,20 @@ def _without_nan(value: Any) -> Any:
     return value
 
 
-def _take_back(path: Path, resumed_at: int) -> None:
-    """Removes rows of steps that will be done again, and a last line that was cut off when the run was killed."""
+def _take_back(path: Path, last: Mapping[str, int]) -> None:
+    """Removes rows beyond the ``last`` step of their kind, which will be written again, and a last line that was cut off when the run
+    was killed. A kind that is not named loses all.
+    """
     if not path.exists():
         return
     kept = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
         try:
-            step = json.loads(line)["step"]
+            row = json.loads(line)
+            counts = row["step"] <= last.get(row["kind"], -1)
         except (ValueError, KeyError, TypeError):
             continue
-        if resumed_at and step <= resumed_at and line.endswith("\n"):
+        if counts and line.endswith("\n"):
             kept.append(line)
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(kept), encoding="utf-8")

@@ -42,7 +42,10 @@ class Loop:
 
 
 class Interrupted(Exception):
-    """The run was asked to stop (Ctrl-C, SIGTERM) and has stopped between two steps; ``state`` is consistent."""
+    """The run was asked to stop (Ctrl-C, SIGTERM) and has stopped between two steps; ``state`` is consistent.
+
+    ``evaluate`` may raise it too, on all ranks at once: an evaluation that did not end has not happened.
+    """
 
 
 def train(loop: Loop) -> TrainState:
@@ -50,7 +53,7 @@ def train(loop: Loop) -> TrainState:
     state = loop.state
     for hook in loop.hooks:
         hook.before_training(state)
-    if state.step == 0 and loop.evaluate_at_start:
+    if loop.evaluate_at_start if state.step == 0 else _is_due(loop):  # the latter: the run was stopped before or in this evaluation
         _evaluate(loop)
     started, elapsed_before = time.monotonic(), state.elapsed_s
     begin = started
@@ -68,11 +71,12 @@ def train(loop: Loop) -> TrainState:
         for hook in loop.hooks:
             hook.after_step(state, result)
         pause = time.monotonic()
-        if loop.evaluate is not None and loop.evaluate_every and state.step % loop.evaluate_every == 0:
+        is_asked_to_stop = any(row.interrupted for row in rows)
+        if _is_due(loop) and not is_asked_to_stop:
             _evaluate(loop)
         for hook in loop.hooks:
             hook.between_steps(state)
-        if any(row.interrupted for row in rows):
+        if is_asked_to_stop:
             raise Interrupted
         begin = end + time.monotonic() - pause  # evaluations and checkpoints belong to no step; all else does
     if state.evaluated_step != state.step:
@@ -140,6 +144,11 @@ def _make_result(loop: Loop, work: StepWork, rows: list[_Row], seconds: float) -
         input_wait_s=max(row.waited_s for row in rows),
         learning_rates=rates_by_pattern(loop.optimizer),
     )
+
+
+def _is_due(loop: Loop) -> bool:
+    """Whether an evaluation belongs between the step that was taken and the next one, and is missing."""
+    return bool(loop.evaluate_every) and loop.state.step % loop.evaluate_every == 0 and loop.state.evaluated_step != loop.state.step
 
 
 def _evaluate(loop: Loop) -> None:

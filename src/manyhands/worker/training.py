@@ -28,7 +28,8 @@ def train_model(rank: Rank) -> None:
     """Runs the loop to its end, or to a wish to stop, after which the state is saved."""
     config, plan = rank.config, rank.plan
     checkpoints = CheckpointHook(rank)
-    sinks = open_sinks(rank.folder, plan, config, rank.terminal, resumed_at=rank.state.step) if rank.is_first else []
+    state = rank.state
+    sinks = open_sinks(rank.folder, plan, config, rank.terminal, state.step, state.evaluated_step) if rank.is_first else []
     loop = Loop(
         parallel=rank.parallel,
         optimizer=rank.optimizer,
@@ -41,7 +42,7 @@ def train_model(rank: Rank) -> None:
             min_ratio=config.schedule.min_ratio,
         ),
         works=iterate_steps(rank),
-        state=rank.state,
+        state=state,
         stop=config.stop,
         num_steps=plan.num_steps,
         max_grad_norm=config.optimizer.max_grad_norm,
@@ -59,13 +60,14 @@ def train_model(rank: Rank) -> None:
     try:
         train(loop)
     except Interrupted:
-        checkpoints.save(rank.state)
+        if state.step:  # else nothing is lost
+            checkpoints.save(state)
         raise
     finally:
         for sink in sinks:
             sink.close()
         close_workers(rank)
-    rank.say(f"trained: {rank.state.stop_reason}")
+    rank.say(f"trained: {state.stop_reason}")
 
 
 def make_evaluate(rank: Rank) -> Evaluate | None:
@@ -81,6 +83,7 @@ def make_evaluate(rank: Rank) -> Evaluate | None:
         for _, micro_batches in iterate_layouts(rank, "validation", [layout]):
             for batch in micro_batches:
                 rank.beat(state.step)  # a long evaluation is no standstill
+                stop_if_asked(rank)
                 yield batch
 
     def run(state: TrainState) -> Evaluation:
@@ -96,6 +99,13 @@ def make_evaluate(rank: Rank) -> Evaluate | None:
         )
 
     return run
+
+
+def stop_if_asked(rank: Rank) -> None:
+    """Raises Interrupted on all ranks if any of them was asked to stop: whoever asks waits seconds before it kills."""
+    asked = torch.tensor(float(rank.stop()))  # on the host: devices go on meanwhile
+    if rank.parallel.all_reduce_sum(asked).item():
+        raise Interrupted
 
 
 class BeatHook(Hook):
