@@ -53,7 +53,8 @@ class JsonlSink(Sink):
 
     def __init__(self, path: Path, *, every_steps: int = 1, resumed_at: int = 0, evaluated_at: int | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _take_back(path, {"step": resumed_at, "evaluation": resumed_at if evaluated_at is None else evaluated_at} if resumed_at else {})
+        last_evaluation = resumed_at if evaluated_at is None else evaluated_at
+        _take_back(path, {"step": resumed_at, "evaluation": last_evaluation} if resumed_at else {})
         self.every_steps = every_steps
         self._file = open(path, "a", encoding="utf-8")
         self._devices: Devices = []

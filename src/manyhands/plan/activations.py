@@ -58,7 +58,7 @@ def linear_bytes_per_token(s: Setup) -> int:
 
 def moved_bytes(s: Setup) -> int:
     """Activations that go to host memory: ``L T`` times what a block keeps; eager and selective only its input, as the rest is
-    in the checkpoint's own cache. None on a CPU; all blocks are then recomputed alike.
+    in the checkpoint's own cache. None on a CPU. Where activations move, all blocks are recomputed alike.
     """
     if not s.offload_activations or s.device == "cpu":
         return 0

@@ -21,7 +21,7 @@ from manyhands.plan.setup import Setup
 from manyhands.plan.types import MemoryEstimate, Recompute, Strategy
 
 ENOUGH_TOKENS = {"cuda": 2_048, "cpu": 256}  # a smaller micro-batch leaves the device idle
-FULL_SPEED_TOKENS = 4_096  # a smaller micro-batch costs more than fewer recomputed blocks save
+FULL_SPEED_TOKENS = 4_096  # no smaller micro-batch is chosen to recompute fewer blocks; a guess, not measured
 USABLE_SHARE = {"cuda": 0.97, "cpu": 0.9}  # of the free memory: the limit
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "block")  # the fastest first
 SHARDING: dict[Strategy, int] = {"one": 0, "ddp": 0, "hybrid": 1, "fsdp": 2}  # how far gathered weights travel

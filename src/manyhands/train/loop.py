@@ -53,7 +53,7 @@ def train(loop: Loop) -> TrainState:
     state = loop.state
     for hook in loop.hooks:
         hook.before_training(state)
-    if loop.evaluate_at_start if state.step == 0 else _is_due(loop):  # the latter: the run was stopped before or in this evaluation
+    if _is_due(loop):
         _evaluate(loop)
     started, elapsed_before = time.monotonic(), state.elapsed_s
     begin = started
@@ -147,8 +147,11 @@ def _make_result(loop: Loop, work: StepWork, rows: list[_Row], seconds: float) -
 
 
 def _is_due(loop: Loop) -> bool:
-    """Whether an evaluation belongs between the step that was taken and the next one, and is missing."""
-    return bool(loop.evaluate_every) and loop.state.step % loop.evaluate_every == 0 and loop.state.evaluated_step != loop.state.step
+    """Whether an evaluation belongs before the next step and is missing: of a resumed run, one that a stop came before."""
+    state = loop.state
+    if state.step == 0:
+        return loop.evaluate_at_start
+    return bool(loop.evaluate_every) and state.step % loop.evaluate_every == 0 and state.evaluated_step != state.step
 
 
 def _evaluate(loop: Loop) -> None:
