@@ -5,7 +5,8 @@
 # make train-distributed CONFIG=run.yaml  your run, on all GPUs
 # make gpu-info                           the GPUs of this machine
 # make tensorboard                        curves of runs/; LOGDIR=runs/NAME for one run, PORT=6006
-# make test | test-all | test-device      the fast tests | all of them | those of several ranks, with python3 as it is
+# make test | test-all                    the fast tests | all of them
+# make test-device | test-gpu             those of several ranks | those that need a GPU, with python3 as it is
 # make check | fmt                        format, lint, types, imports | mends what can be mended
 # make equality                           measures docs/equality.md
 # make clean                              removes .venv and all caches, and leaves runs/
@@ -43,10 +44,10 @@ export MANYHANDS_SMOLLM2 ?= $(if $(wildcard $(SMOLLM2)/model.safetensors),$(absp
 # torch takes all cores for each process otherwise; the worker sets its own number from the plan.
 test test-all equality: export OMP_NUM_THREADS ?= 1
 
-.PHONY: help train train-distributed test test-all test-device check fmt equality gpu-info tensorboard clean
+.PHONY: help train train-distributed test test-all test-device test-gpu check fmt equality gpu-info tensorboard clean
 
 help:
-	@sed -n '3,14s/^# \{0,1\}//p' Makefile
+	@sed -n '3,15s/^# \{0,1\}//p' Makefile
 
 # torch comes first and by its exact version: asked for by a range, a resolver may choose a build of several GB more than once.
 .venv/.installed: pyproject.toml constraints.txt
@@ -78,10 +79,23 @@ test-all: $(READY)
 	@MANYHANDS_SMOLLM2=$${MANYHANDS_SMOLLM2:-$(abspath $(SMOLLM2))} $(PYTHON) -m pytest -q $(PYTEST_ARGS)
 
 # On a machine without a network: python3 as it is. Packages that it lacks may be carried as .device/site.txz.
+test-device test-gpu: export OMP_NUM_THREADS := 1
+test-device test-gpu: export PYTHONPATH := src:/tmp/manyhands-site/site$(if $(PYTHONPATH),:$(PYTHONPATH))
+CARRIED := if test -s .device/site.txz; then mkdir -p /tmp/manyhands-site && tar xJf .device/site.txz -C /tmp/manyhands-site; fi
+
 test-device:
-	@if test -s .device/site.txz; then mkdir -p /tmp/manyhands-site && tar xJf .device/site.txz -C /tmp/manyhands-site; fi; \
-	PYTHONPATH=src:/tmp/manyhands-site/site$${PYTHONPATH:+:$$PYTHONPATH} OMP_NUM_THREADS=1 \
-	python3 -m pytest -q -p no:cacheprovider -m "distributed and not slow" $(PYTEST_ARGS)
+	@$(CARRIED)
+	@python3 -m pytest -q -p no:cacheprovider -m "distributed and not slow" $(PYTEST_ARGS)
+
+# All tests marked gpu and nothing else: they need a GPU, some need two and are skipped on one. PYTEST_ARGS='-k fp8' runs a part of them.
+# A test that hangs shows where it does after two minutes, also without pytest-timeout.
+test-gpu:
+	@$(CARRIED)
+	@python3 -c 'import sys, time, torch, transformers as t; \
+	num = torch.cuda.device_count() if torch.cuda.is_available() else sys.exit("make test-gpu: torch sees no CUDA GPU"); \
+	print(time.strftime("%F"), num, "x", torch.cuda.get_device_name(0) + ", torch", torch.__version__ + ", transformers", t.__version__)'
+	@python3 -m pytest -q -p no:cacheprovider -o faulthandler_timeout=120 --durations=10 -m gpu $(PYTEST_ARGS) \
+	$$(grep -rl --include='test_*.py' 'mark\.gpu' tests)
 
 check: $(READY)
 	@$(PYTHON) -m ruff format --check --quiet . || { echo "some files are not formatted: make fmt" >&2; exit 1; }

@@ -20,22 +20,34 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    if not pluginmanager.hasplugin("timeout"):  # machines without pytest-timeout run the tests too, with strict settings
+        parser.addini("timeout", "seconds that a test may take; acts where pytest-timeout is installed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.pluginmanager.hasplugin("timeout"):
+        config.addinivalue_line("markers", "timeout(seconds): acts where pytest-timeout is installed")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if any(item.get_closest_marker("gpu") for item in items):
-        reason = _why_no_gpu()
-        for item in items:
-            if reason and item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason=reason))
+    needs = [(item, marker) for item in items if (marker := item.get_closest_marker("gpu"))]
+    num_gpus = _count_gpus() if needs else 0
+    for item, marker in needs:
+        num_needed = marker.args[0] if marker.args else 1
+        if num_gpus < num_needed:
+            reason = f"needs {num_needed} GPUs, {num_gpus} visible" if num_gpus else "no CUDA GPU is visible"
+            item.add_marker(pytest.mark.skip(reason=reason))
     if _smollm2() is None:
         for item in items:
             if item.get_closest_marker("real"):
                 item.add_marker(pytest.mark.skip(reason="MANYHANDS_SMOLLM2 names no folder with the real model"))
 
 
-def _why_no_gpu() -> str:
+def _count_gpus() -> int:
     import torch
 
-    return "" if torch.cuda.is_available() else "no CUDA GPU is visible"
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def _smollm2() -> Path | None:
