@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from manyhands.errors import UserError
+from manyhands.launch.env import worker_environment
 from manyhands.launch.foreign import Launcher, check_accelerate_precision, detect_launcher, expand_hosts, refuse_silent_single
-from tests.launch.builders import make_config
+from tests.launch.builders import make_config, make_plan
 
 TORCHRUN = {
     "RANK": "3",
@@ -91,6 +92,16 @@ def test_one_process_never_leaves_gpus_idle_silently():
     refuse_silent_single(Launcher("none"), make_config(**{"parallel.device": "cpu"}), num_gpus=8)
     refuse_silent_single(Launcher("none"), make_config(), num_gpus=1)
     refuse_silent_single(Launcher("torchrun"), make_config(), num_gpus=8)
+
+
+def test_ranks_share_the_cores_of_their_own_machine(monkeypatch):
+    monkeypatch.setattr("manyhands.launch.env.count_cores", lambda: 128)
+    plan = make_plan(64)
+    torchrun = detect_launcher(TORCHRUN | {"WORLD_SIZE": "64", "LOCAL_WORLD_SIZE": "8"})
+    assert worker_environment(plan, torchrun.num_sharing_cores, {})["OMP_NUM_THREADS"] == "16"
+    monkeypatch.setattr("manyhands.launch.env.count_cores", lambda: 16)  # what srun leaves to one of eight tasks
+    bound = detect_launcher(SLURM | {"SLURM_NTASKS": "64", "SLURM_TASKS_PER_NODE": "8(x8)", "SLURM_CPUS_PER_TASK": "16"})
+    assert worker_environment(plan, bound.num_sharing_cores, {})["OMP_NUM_THREADS"] == "16"
 
 
 def test_accelerates_precision_may_not_contradict():

@@ -187,6 +187,12 @@ def test_foreign_launchers_say_how_many_processes():
     assert (made.world_size, made.strategy) == (16, "ddp")
 
 
+def test_processes_share_the_cores_and_the_memory_of_their_own_machine():
+    made = plan(run_config(), facts(world_size=16, local_world_size=2))
+    assert made.environment["OMP_NUM_THREADS"] == "4"
+    assert made.memory.limit == int(0.9 * 64 * GIB / 2)
+
+
 def test_the_fullest_gpu_sets_the_limit():
     the_facts = h200(2)
     busy = the_facts.host.gpus[1].model_copy(update={"free_bytes": 60 * GIB})

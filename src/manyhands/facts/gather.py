@@ -16,12 +16,17 @@ from manyhands.facts.types import DataFacts, Facts
 
 
 def gather_facts(
-    config: RunConfig, *, world_size: int | None = None, data: DataFacts | None = None, report: Callable[[str], Any] = print
+    config: RunConfig,
+    *,
+    world_size: int | None = None,
+    local_world_size: int | None = None,
+    data: DataFacts | None = None,
+    report: Callable[[str], Any] = print,
 ) -> Facts:
     """Find the model, read its dimensions, prepare the rows (cached), and look at the machine.
 
-    ``world_size``: the number of processes where somebody else launched them. ``data``: the rows, where they are prepared
-    already. ``report`` gets what takes time, as text.
+    ``world_size``: the number of processes where somebody else launched them, ``local_world_size`` of them on this machine.
+    ``data``: the rows, where they are prepared already. ``report`` gets what takes time, as text.
     The model is judged before the data is touched, so that a wrong name costs nothing.
     """
     from manyhands.data.prepare import prepare
@@ -41,4 +46,5 @@ def gather_facts(
         new_tokens=new_tokens,
         adapter=adapter,
         world_size=world_size,
+        local_world_size=local_world_size,
     )

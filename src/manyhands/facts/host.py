@@ -18,7 +18,7 @@ CGROUP = Path("/sys/fs/cgroup")
 def read_host_facts(environ: Mapping[str, str] = os.environ) -> HostFacts:
     """GPUs that ``CUDA_VISIBLE_DEVICES`` leaves visible (none without a driver), cores and memory of this process's share."""
     memory, free = _memory_bytes()
-    return HostFacts(gpus=_gpus(environ.get("CUDA_VISIBLE_DEVICES")), num_cores=_num_cores(), memory_bytes=memory, free_memory_bytes=free)
+    return HostFacts(gpus=_gpus(environ.get("CUDA_VISIBLE_DEVICES")), num_cores=count_cores(), memory_bytes=memory, free_memory_bytes=free)
 
 
 def select_visible(visible: str | None, uuids: list[str]) -> list[int]:
@@ -85,7 +85,7 @@ def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-def _num_cores() -> int:
+def count_cores() -> int:
     """Cores this process may use: its affinity, and the container's quota if it is smaller."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _read(CGROUP / "cpu.max").split()

@@ -111,3 +111,4 @@ class Facts(Fact):
     new_tokens: NewTokens | None = None
     adapter: AdapterFacts | None = None
     world_size: int | None = None  # set where somebody else launched us: the number of processes is given
+    local_world_size: int | None = None  # and how many of them are on this machine

@@ -32,6 +32,11 @@ class Launcher:
     local_world_size: int = 1
     master_addr: str = "127.0.0.1"
     master_port: int = _DEFAULT_PORT
+    has_own_cores: bool = False  # the cores that a process sees are its own, not shared with the machine's other ranks
+
+    @property
+    def num_sharing_cores(self) -> int:
+        return 1 if self.has_own_cores else self.local_world_size
 
 
 def detect_launcher(environ: Mapping[str, str] = os.environ) -> Launcher:
@@ -158,6 +163,7 @@ def _from_slurm(environ: Mapping[str, str]) -> Launcher:
         local_world_size=_slurm_local_world_size(environ, world_size),
         master_addr=master_addr,
         master_port=_integer(environ, "MASTER_PORT", port),
+        has_own_cores="SLURM_CPUS_PER_TASK" in environ,  # srun binds each task to them
     )
 
 

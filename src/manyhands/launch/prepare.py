@@ -48,14 +48,15 @@ def prepare_run(
     config: RunConfig,
     *,
     world_size: int | None = None,
+    local_world_size: int | None = None,
     fresh: bool = False,
     dry_run: bool = False,
     report: Callable[[str], None] = print,
 ) -> Prepared:
     """Plans one launch and writes run.json and plan into the run's folder, which stays locked.
 
-    ``world_size`` is given where somebody else started the processes. A dry run writes the same two files and nothing
-    else. A start that fails here leaves no new folder behind.
+    ``world_size``, and ``local_world_size`` of one machine, are given where somebody else started the processes. A dry run
+    writes the same two files and nothing else. A start that fails here leaves no new folder behind.
     Raises UserError: another run stands in the folder, it is running, or anything that facts and plan refuse.
     """
     if fresh:
@@ -68,7 +69,7 @@ def prepare_run(
     lock = FolderLock(folder, report)
     try:
         find_run(folder, config)  # again, now that nobody else writes: another start may have been faster
-        plan = _plan_launch(config, folder, world_size, report)
+        plan = _plan_launch(config, folder, world_size, local_world_size, report)
         folder.create()
         folder.write_config(config)
         folder.write_plan(plan)
@@ -82,11 +83,13 @@ def prepare_run(
     return Prepared(folder, config, plan, resume=folder.newest_step() is not None, finished=False, lock=lock)
 
 
-def _plan_launch(config: RunConfig, folder: RunFolder, world_size: int | None, report: Callable[[str], None]) -> Plan:
+def _plan_launch(
+    config: RunConfig, folder: RunFolder, world_size: int | None, local_world_size: int | None, report: Callable[[str], None]
+) -> Plan:
     from manyhands.facts.gather import gather_facts
     from manyhands.plan.search import plan
 
-    facts = gather_facts(config, world_size=world_size, report=report)
+    facts = gather_facts(config, world_size=world_size, local_world_size=local_world_size, report=report)
     number = folder.newest_plan_number() + 1
     if folder.newest_step() is None:
         return plan(config, facts, number=number, cause="first")

@@ -130,7 +130,9 @@ def choose_world_size(config: RunConfig, facts: Facts, device: Device) -> tuple[
 
 
 def ranks_per_machine(facts: Facts, device: Device, world_size: int) -> int:
-    """Processes that share this machine's memory: one a visible GPU; on CPU all are taken to be on one machine."""
+    """Processes that share this machine: as launched, else one a visible GPU; on CPU all are taken to be on one machine."""
+    if facts.local_world_size is not None:
+        return min(world_size, facts.local_world_size)
     return min(world_size, len(facts.host.gpus)) if device == "cuda" else world_size
 
 
@@ -316,13 +318,13 @@ def choose_output_dtype(config: RunConfig, model: ModelFacts, compute: ComputeDt
     return model.stored_dtype, f"saved weights: {model.stored_dtype}, as the source's{rounded}"
 
 
-def choose_environment(device: Device, num_cores: int, world_size: int) -> dict[str, str]:
-    """Variables that every worker gets; ``launch/env.py`` sets them."""
+def choose_environment(device: Device, num_cores: int, local_world_size: int) -> dict[str, str]:
+    """Variables that every worker gets; ``launch/env.py`` sets them. The cores are one machine's, for the processes on it."""
     # Without the first a second attempt of torch's agent reads the first one's addresses.
     environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     if device == "cuda":
         return environment | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    return environment | {"OMP_NUM_THREADS": str(max(1, num_cores // world_size))}
+    return environment | {"OMP_NUM_THREADS": str(max(1, num_cores // local_world_size))}
 
 
 def count_adapter_parameters(config: RunConfig, model: ModelFacts, new_tokens: NewTokens | None = None) -> int:

@@ -48,7 +48,8 @@ def plan(config: RunConfig, facts: Facts, *, number: int = 1, cause: Cause = "fi
     made = decide(config, facts)
     splits = possible_splits(config, facts.data, made.world_size, USEFUL_TOKENS[made.device])
     limits = memory_limits(config, facts, made)
-    num_machines = ceil_div(made.world_size, ranks_per_machine(facts, made.device, made.world_size))
+    num_local = ranks_per_machine(facts, made.device, made.world_size)
+    num_machines = ceil_div(made.world_size, num_local)
     ways = list_ways(config, _base_setup(config, facts, made), splits, limits, num_machines)
     share = SAFE_SHARE_AFTER_OOM if cause == "out_of_memory" else SAFE_SHARE
     chosen = choose_way(ways, made.device, share)
@@ -104,7 +105,7 @@ def plan(config: RunConfig, facts: Facts, *, number: int = 1, cause: Cause = "fi
         checkpoint_every=steps.checkpoint_every,
         output_dtype=made.output,
         memory=chosen.memory,
-        environment=choose_environment(made.device, facts.host.num_cores, made.world_size),
+        environment=choose_environment(made.device, facts.host.num_cores, num_local),
         candidates=tuple(_candidate(way, chosen, made.device, share) for way in ways),
         why=(*made.why_ranks, why_packing, *why_way, *made.why_numerics, *_why_start(facts), *steps.why, *made.why_rate),
     )

@@ -80,8 +80,8 @@ def memory_limits(config: RunConfig, facts: Facts, made: Decisions) -> Limits:
     if made.device == "cuda":
         free = min(gpu.free_bytes for gpu in made.gpus)
         return Limits(int(USABLE_SHARE["cuda"] * free), usable_host // num_local, f"97 % of {free / GIB:.1f} GiB free on the GPU")
-    shared = f" / {made.ranks}" if made.world_size > 1 else ""
-    return Limits(int(USABLE_SHARE["cpu"] * free_host / made.world_size), None, f"90 % of {free_host / GIB:.1f} GiB free{shared}")
+    shared = "" if num_local == 1 else f" / {made.ranks}" if num_local == made.world_size else f" / {num_local} of {made.ranks}"
+    return Limits(int(USABLE_SHARE["cpu"] * free_host / num_local), None, f"90 % of {free_host / GIB:.1f} GiB free{shared}")
 
 
 def list_ways(config: RunConfig, base: Setup, splits: list[Split], limits: Limits, num_machines: int = 1) -> list[Way]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 import torch
@@ -45,14 +46,16 @@ def agree(rank: Rank, arguments: argparse.Namespace) -> bool:
     rank.config = RunConfig.model_validate(fields["config"])
     rank.plan = Plan.model_validate(fields["plan"])
     _compare_digests(store, rank)
-    set_worker_environment(rank.plan)  # before CUDA starts
+    set_worker_environment(rank.plan, launcher.num_sharing_cores)  # before CUDA starts
     rank.folder = RunFolder(Path(fields["folder"]))
     rank.terminal = redirect_output(rank.folder.logs / f"rank-{launcher.rank}.log")
     rank.heartbeat = Heartbeat(rank.folder, launcher.rank)
     rank.stop = StopSignal(give_up=rank.folder.has_failure)
     rank.beat()
-    if rank.plan.device == "cpu" and "OMP_NUM_THREADS" in rank.plan.environment:
-        torch.set_num_threads(int(rank.plan.environment["OMP_NUM_THREADS"]))  # recorded in the plan: sums depend on it
+    # Torch has read the variable when it was imported. The plan records it for a CPU, whose sums depend on it.
+    threads = rank.plan.environment.get("OMP_NUM_THREADS") or os.environ["OMP_NUM_THREADS"]
+    if threads.isdecimal():
+        torch.set_num_threads(int(threads))
     device = worlds.pick_device(rank.plan.device, launcher.local_rank)
     # Longer than the watch's limit: a stuck rank is to be named by the watch, not by whichever peer waits for it.
     rank.world = worlds.form_group(store, launcher, device, rank.config.parallel.timeout_s + GROUP_SLACK_S)
@@ -79,7 +82,9 @@ def _prepare(rank: Rank, arguments: argparse.Namespace) -> str:
         config = load_config(arguments.run, arguments.overrides)
         refuse_silent_single(rank.launcher, config)
         check_accelerate_precision(config)
-        prepared = prepare_run(config, world_size=rank.launcher.world_size, fresh=arguments.fresh)
+        prepared = prepare_run(
+            config, world_size=rank.launcher.world_size, local_world_size=rank.launcher.local_world_size, fresh=arguments.fresh
+        )
         rank.lock = prepared.lock
         folder, config, plan, finished = prepared.folder, prepared.config, prepared.plan, prepared.finished
     fields = {"folder": str(folder.path.resolve()), "finished": finished}
