@@ -38,7 +38,7 @@ from manyhands.config.schema import RunConfig
 from manyhands.data.prepare import prepare
 start = time.monotonic()
 facts = prepare(RunConfig.model_validate_json(sys.argv[1]), sys.argv[2], lambda line: print(line, file=sys.stderr, flush=True))
-print(facts.model_copy(update={"steps_per_epoch_by_tokens": None}).model_dump_json())
+print(facts.model_dump_json())
 print(time.monotonic() - start)
 """
 READ = """

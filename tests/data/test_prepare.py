@@ -44,7 +44,7 @@ def test_rows_are_held_out_counted_and_cached(write_rows, make_config, model_fol
     assert facts.num_tokens == store.train.lengths.sum() and facts.num_targets == store.train.num_targets.sum()
     assert facts.num_targets == sum(int(store.train.row(index)[1][1:].sum()) for index in range(180))
     assert facts.max_length == max(store.train.lengths.max(), store.validation.lengths.max())
-    assert facts.steps_per_epoch_by_tokens and facts.num_targets / 200 < facts.steps_per_epoch_by_tokens <= facts.num_targets / 100 + 1
+    assert facts.num_targets / 200 < facts.steps_of_epochs[0] <= facts.num_targets / 100 + 1
     assert any(line.startswith("tokenised 200 rows") for line in lines)
     again, _, lines = run(config, model_folder)
     assert again == facts and lines[0].startswith("tokens cached: 180 rows")

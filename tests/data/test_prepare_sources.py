@@ -90,7 +90,7 @@ def test_weights_decide_how_often_rows_are_taken_and_share_the_tokens(two, make_
     assert facts.mean_length == pytest.approx((60 * means[0] + 180 * means[1]) / 240)
     by_tokens, _, _ = run(make_mixed(two, validation_fraction=0, batch={"tokens": 100}), model_folder)
     order = store.order_rows(0, batch_tokens=100)
-    assert by_tokens.steps_per_epoch_by_tokens == order.steps_per_epoch(0)
+    assert by_tokens.steps_of_epochs == (order.steps_per_epoch(0),)
 
 
 def test_weights_that_leave_nothing_are_refused(write_rows, make_mixed, model_folder: Path) -> None:

@@ -78,7 +78,7 @@ def test_rows_of_one_length_are_proposed_in_multiples_of_the_ranks() -> None:
 
 def test_a_batch_of_tokens_is_proposed_in_tokens() -> None:
     lengths = mixed_lengths(2000)
-    data = rows_of(lengths, first_targets=tuple(lengths), steps_per_epoch_by_tokens=200)
+    data = rows_of(lengths, first_targets=tuple(lengths), steps_of_epochs=(200,))
     made = plan(run_config(batch__tokens=3000), facts(llama_1b(), gpus=8, data=data))
     assert re.search(r"batch\.tokens=\d+000 would reach 9\d", said(made))
 
@@ -89,7 +89,7 @@ def test_fewer_processes_are_proposed_where_there_are_no_more_rows() -> None:
 
 
 def test_steps_beyond_the_sample_are_not_guessed() -> None:
-    data = rows_of([100] * 100).model_copy(update={"rows_per_epoch": 1000, "num_rows": 1000})
+    data = rows_of([100] * 100).model_copy(update={"rows_per_epoch": 1000, "num_rows": 1000, "sources": ((1000, 1.0),)})
     made = plan(run_config(batch__rows=64), facts(data=data))
     assert measure_efficiency(made, data) == (1.0, 1)
     made = plan(run_config(batch__rows=128), facts(data=data))

@@ -1,8 +1,15 @@
 from __future__ import annotations
 
+from fractions import Fraction
+
+import numpy as np
 import pytest
 
+from manyhands.config.schema import RunConfig
+from manyhands.data.order import RowOrder
+from manyhands.data.prepare import _steps_of_epochs
 from manyhands.errors import UserError
+from manyhands.facts.types import DataFacts
 from manyhands.plan.steps import count_steps
 from tests.plan.examples import data_facts, run_config
 
@@ -28,11 +35,64 @@ def test_max_steps_wins_if_smaller():
 
 
 def test_rounding_does_not_add_a_step():
-    assert steps(1, num_rows=30, stop__epochs=0.1).total == 3  # 0.1 * 30 = 3.0000000000000004
+    assert 0.07 * 100 > 7, "as floats the product is more, and rounding up would make it 8"
+    assert steps(1, num_rows=100, stop__epochs=0.07).total == 7
+    assert steps(1, num_rows=100, stop__epochs=2.07).total == 207
 
 
 def test_batches_of_tokens_take_the_datas_count():
-    assert steps(None, data={"steps_per_epoch_by_tokens": 11}, batch__tokens=100).per_epoch == 11
+    of_epochs = {"steps_of_epochs": (11, 12, 10)}
+    counted = steps(None, data=of_epochs, batch__tokens=100, stop__epochs=3)
+    assert (counted.per_epoch, counted.total) == (11, 33)
+    assert steps(None, data=of_epochs, batch__tokens=100, stop__epochs=2.15).total == 11 + 12 + 2
+
+
+def walk(order: RowOrder, epochs: float) -> int:
+    """Steps that begin before so many epochs are done, taken one by one as the loop takes them."""
+    step = 0
+    while True:
+        epoch, index = order.locate(step)
+        assert len(order.rows(epoch, index))
+        if epoch + Fraction(index, order.steps_per_epoch(epoch)) >= Fraction(repr(float(epochs))):
+            return step
+        step += 1
+
+
+def facts_of(lengths: np.ndarray, sources: np.ndarray, weights: tuple[float, ...], config: RunConfig, order: RowOrder) -> DataFacts:
+    of_epochs = _steps_of_epochs(config, order) if config.batch.tokens else ()
+    counts = tuple((int((sources == source).sum()), weight) for source, weight in enumerate(weights))
+    return data_facts(num_rows=len(lengths), rows_per_epoch=order.rows_in_epoch(0), sources=counts, steps_of_epochs=of_epochs)
+
+
+@pytest.mark.parametrize("epochs", [0.3, 1.0, 2.5, 3.0, 4.0, 13.0])
+@pytest.mark.parametrize(
+    ("num_rows", "weights"), [(17, (0.5,)), (200, (1.0,)), (101, (0.3, 1.25)), (64, (0.125, 2.0, 0.7)), (9, (0.15,)), (10, (0.06,))]
+)
+@pytest.mark.parametrize("batch", [{"rows": 8}, {"rows": 3}, {"tokens": 500}, {"tokens": 90}])
+def test_the_plan_ends_where_the_order_does(num_rows, weights, batch, epochs):
+    random = np.random.default_rng(num_rows)
+    lengths = random.integers(5, 120, num_rows).astype(np.int32)
+    sources = np.arange(num_rows) % len(weights)
+    config = run_config(stop__epochs=epochs, **{f"batch__{key}": value for key, value in batch.items()})
+    order = RowOrder(num_rows, 0, batch.get("rows"), batch.get("tokens"), lengths, sources, weights)
+    data = facts_of(lengths, sources, weights, config, order)
+    assert count_steps(config, data, batch.get("rows")).total == walk(order, epochs)
+
+
+def test_seventeen_rows_of_half_weight():
+    counted = steps(8, num_rows=17, data={"sources": ((17, 0.5),), "rows_per_epoch": 9}, stop__epochs=4)
+    assert (counted.per_epoch, counted.total) == (2, 2 + 1 + 2 + 1)  # 9, 8, 9 and 8 rows
+    assert "2 in the first epoch; 6 in 4 epochs, which differ" in counted.why[0].replace("ceil(9 rows / 8) = ", "").replace(
+        ", the 17 there are taken by their sources' weights", ""
+    )
+
+
+def test_many_epochs_are_counted_at_once():
+    """A billion epochs, of which every ten are alike: 0.3 of 101 rows."""
+    data = {"sources": ((101, 0.3),), "rows_per_epoch": 30}
+    ten = steps(4, num_rows=101, data=data, stop__epochs=10).total
+    assert steps(4, num_rows=101, data=data, stop__epochs=1e9).total == ten * 10**8
+    assert steps(None, data={"steps_of_epochs": (5, 6)}, batch__tokens=100, stop__epochs=1e9, stop__max_steps=10).total == 10
 
 
 def test_warm_up():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 import numpy as np
@@ -98,7 +99,7 @@ class RowOrder:
 
     def _stretches(self, epoch: int) -> list[tuple[int, int]]:
         """(start, end) of an epoch in the endless passes over each source."""
-        return [(_round(epoch * share), _round((epoch + 1) * share)) for share in self._shares]
+        return [stretch_of(share, epoch) for share in self._shares]
 
     def _lay_out(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """(order, bounds): step i holds ``order[bounds[i]:bounds[i + 1]]``."""
@@ -136,6 +137,35 @@ class RowOrder:
         return rows[np.concatenate(passes)[start - first * len(rows) : end - first * len(rows)]]
 
 
+def share_of(weight: float, num_rows: int) -> Fraction:
+    """Rows of a source an epoch, exactly. A weight counts as the decimal that it is written as: 0.1 is a tenth."""
+    return Fraction(repr(float(weight))) * num_rows
+
+
+def stretch_of(share: Fraction, epoch: int) -> tuple[int, int]:
+    """(start, end) of an epoch in the endless passes over a source, ``share`` rows of it an epoch."""
+    return _round(epoch * share), _round((epoch + 1) * share)
+
+
+def sum_steps(epochs: float, steps_of: Callable[[int], int], period: int | None, max_steps: int | None = None) -> int:
+    """Steps of ``epochs`` epochs: those of each, and of a part of one its share of that epoch's, rounded up; at least one.
+
+    ``steps_of(epoch)`` repeats after ``period`` epochs, if that is given. Counting ends once ``max_steps`` are passed.
+    """
+    whole, part = divmod(Fraction(repr(float(epochs))), 1)  # the decimal as written: 0.07 of 100 steps are 7
+    total = 0
+    for epoch in range(whole if period is None else min(whole, period)):
+        if max_steps is not None and total > max_steps:
+            return total
+        total += steps_of(epoch)
+    if period is not None and whole > period:
+        passes, whole = divmod(whole, period)
+        total = passes * total + sum(map(steps_of, range(whole)))
+    if part:
+        total += math.ceil(part * steps_of(whole))
+    return max(1, total)
+
+
 def bound_by_tokens(num_targets: np.ndarray, batch_tokens: int) -> np.ndarray:
     """Where steps of at least ``batch_tokens`` trained tokens begin, and the end, int64; ``num_targets`` of rows in their order."""
     sums = np.cumsum(num_targets, dtype=np.int64)
@@ -147,7 +177,7 @@ def bound_by_tokens(num_targets: np.ndarray, batch_tokens: int) -> np.ndarray:
 
 
 def _divide(num_rows: int, sources: np.ndarray | None, weights: Sequence[float] | None) -> tuple[list[np.ndarray], list[Fraction]]:
-    """(row ids, rows an epoch) of each source. A weight counts as the decimal that it is written as: 0.1 is a tenth."""
+    """(row ids, rows an epoch) of each source."""
     if sources is None:
         sources, weights = np.zeros(num_rows, dtype=np.int16), (1.0,)
     if weights is None:
@@ -155,7 +185,7 @@ def _divide(num_rows: int, sources: np.ndarray | None, weights: Sequence[float] 
     if len(sources) != num_rows or int(sources.max()) >= len(weights):
         raise ValueError("an order needs a source for each row and a weight for each source")
     rows = [np.flatnonzero(sources == source) for source in range(len(weights))]
-    shares = [Fraction(repr(float(weight))) * len(ids) for weight, ids in zip(weights, rows, strict=True)]
+    shares = [share_of(weight, len(ids)) for weight, ids in zip(weights, rows, strict=True)]
     if sum(_round(share) for share in shares) < 1:
         raise ValueError("the weights leave no row in the first epoch")
     return rows, shares

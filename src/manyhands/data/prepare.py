@@ -8,6 +8,7 @@ throws its own away. Where only the choice of rows differs from a store that is 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -23,6 +24,7 @@ from manyhands.config.schema import RunConfig, Source
 from manyhands.data.divide import divide_rows
 from manyhands.data.files import unpacked_bytes
 from manyhands.data.naming import name_store, name_tokens
+from manyhands.data.order import RowOrder
 from manyhands.data.segment import finish_store, join_segments, link_tokens
 from manyhands.data.sources import list_files, resolve_sources
 from manyhands.data.store import FORMAT_VERSION, TokenStore
@@ -32,6 +34,7 @@ from manyhands.errors import UserError
 from manyhands.facts.types import DataFacts
 
 FIRST_ROWS = 65_536  # of the first epoch, whose lengths the plan gets to know
+MAX_COUNTED_EPOCHS = 100_000
 UNFINISHED = ".unfinished-"
 UNFINISHED_MAX_AGE_S = 3600.0  # since the last write into it
 
@@ -279,10 +282,28 @@ def summarise(config: RunConfig, store: TokenStore) -> DataFacts:
         num_dropped=meta["num_dropped"],
         num_truncated=meta["num_truncated"],
         num_split=meta["num_split"],
-        steps_per_epoch_by_tokens=order.steps_per_epoch(0) if config.batch.tokens is not None else None,
+        steps_of_epochs=_steps_of_epochs(config, order) if config.batch.tokens is not None else (),
+        sources=tuple((source["num_rows"], source["weight"]) for source in meta["sources"]),
         first_lengths=tuple(train.lengths[first].tolist()),
         first_targets=tuple(train.num_targets[first].tolist()) if config.batch.tokens is not None else (),
     )
+
+
+def _steps_of_epochs(config: RunConfig, order: RowOrder) -> tuple[int, ...]:
+    """Steps of each epoch that the run begins: each has its own, as its rows reach ``batch.tokens`` in another order."""
+    steps: list[int] = []
+    left = config.stop.max_steps or math.inf
+    while len(steps) < config.stop.epochs and left >= 0:
+        if len(steps) == MAX_COUNTED_EPOCHS:
+            raise UserError(
+                f"stop.epochs: {config.stop.epochs:g} is more epochs than can be counted",
+                where="stop.epochs",
+                why=f"with batch.tokens each epoch has its own number of steps; up to {MAX_COUNTED_EPOCHS:,} epochs are counted",
+                fix="set stop.max_steps, or fewer epochs",
+            )
+        steps.append(order.steps_per_epoch(len(steps)))
+        left -= steps[-1]
+    return tuple(steps)
 
 
 def _stamp(path: Path) -> tuple[int, int]:

@@ -62,10 +62,13 @@ class DataFacts(Fact):
     num_dropped: int = 0
     num_truncated: int = 0
     num_split: int = 0
-    steps_per_epoch_by_tokens: int | None = None  # filled when batch.tokens is asked
+    # Filled when batch.tokens is asked: steps of each epoch the run begins, as far as stop.max_steps lets it come.
+    steps_of_epochs: tuple[int, ...] = ()
     first_lengths: tuple[int, ...] = ()  # of the rows that the first epoch begins with, in its order: all of it, or some ten thousands
     first_targets: tuple[int, ...] = ()  # trained tokens of the same; filled when batch.tokens is asked
-    rows_per_epoch: int = Field(default_factory=lambda fields: fields["num_rows"])  # each as often as its source's weight says
+    # (rows, weight) of each source: an epoch takes the rows of each as often as its weight says
+    sources: tuple[tuple[int, float], ...] = Field(default_factory=lambda fields: ((fields["num_rows"], 1.0),))
+    rows_per_epoch: int = Field(default_factory=lambda fields: fields["num_rows"])  # of the first epoch
 
 
 class GpuFacts(Fact):

@@ -6,13 +6,13 @@ import math
 from dataclasses import dataclass
 
 from manyhands.config.schema import RunConfig
+from manyhands.data.order import share_of, stretch_of, sum_steps
 from manyhands.errors import UserError
 from manyhands.facts.types import DataFacts
 
 AUTO_WARMUP_RATIO = 0.03
 AUTO_EVALUATIONS = 5  # a run
 AUTO_CHECKPOINTS = 10  # a run
-ROUNDING = 1e-9  # 0.1 * 30 epochs' worth of steps must not become one step more
 
 
 @dataclass(frozen=True)
@@ -28,29 +28,22 @@ class Steps:
 
 
 def count_steps(config: RunConfig, data: DataFacts, batch_rows: int | None) -> Steps:
-    """Steps of the run. An epoch's last step may be short; a part of an epoch is rounded up to whole steps.
+    """Steps of the run: those of each epoch, which may differ by a few. An epoch's last step may be short; a part of an epoch
+    is rounded up to whole steps.
 
-    ``batch_rows`` is None where the batch is counted in trained tokens: the data then says how many steps an epoch has.
+    ``batch_rows`` is None where the batch is counted in trained tokens: the data then says how many steps each epoch has.
     max_tokens, max_time_s and patience end the loop while it runs and change nothing here.
     """
-    if batch_rows is not None:
-        per_epoch = math.ceil(data.rows_per_epoch / batch_rows)
-        weighted = f", the {data.num_rows:,} there are taken by their sources' weights" if data.rows_per_epoch != data.num_rows else ""
-        why_epoch = f"ceil({data.rows_per_epoch:,} rows / {batch_rows}) = {per_epoch:,} an epoch{weighted}"
-    elif data.steps_per_epoch_by_tokens is not None:
-        per_epoch = data.steps_per_epoch_by_tokens
-        why_epoch = f"{per_epoch:,} an epoch, of at least {config.batch.tokens:,} trained tokens each"
-    else:
-        raise ValueError("data facts lack steps_per_epoch_by_tokens, which batch.tokens needs")
-    by_epochs = max(1, math.ceil(config.stop.epochs * per_epoch - ROUNDING))
+    per_epoch, by_epochs, why_epochs = _sum_epochs(config, data, batch_rows)
     total = min(by_epochs, config.stop.max_steps or by_epochs)
-    capped = f", ended by stop.max_steps: {total:,}" if total < by_epochs else ""
-    if config.stop.max_steps is not None and config.stop.max_steps > by_epochs:
-        capped = f", before stop.max_steps: {config.stop.max_steps:,} (raise stop.epochs to reach it)"
+    if total < by_epochs:
+        why_epochs += f"; ended by stop.max_steps: {total:,}"
+    elif config.stop.max_steps is not None and config.stop.max_steps > by_epochs:
+        why_epochs += f", before stop.max_steps: {config.stop.max_steps:,} (raise stop.epochs to reach it)"
     evaluate, checkpoint = _evaluate_every(config, data, total), _checkpoint_every(config, total)
     warmup, why_warmup = _warmup(config, total)
     why: tuple[str, ...] = (
-        f"steps: {why_epoch}; × {config.stop.epochs:g} {'epoch' if config.stop.epochs == 1 else 'epochs'} = {by_epochs:,}{capped}",
+        f"steps: {why_epochs}",
         why_warmup,
         f"evaluation: {_every(evaluate)}" + ("" if data.num_validation_rows else " (there are no validation rows)"),
         f"checkpoints: {_every(checkpoint)}",
@@ -62,6 +55,35 @@ def count_steps(config: RunConfig, data: DataFacts, batch_rows: int | None) -> S
     if early:
         why += (f"end: {', '.join(early)} may end the run before its last step; the schedule is laid over all {total:,} steps",)
     return Steps(per_epoch, total, warmup, evaluate, checkpoint, why)
+
+
+def _sum_epochs(config: RunConfig, data: DataFacts, batch_rows: int | None) -> tuple[int, int, str]:
+    """(steps of the first epoch, steps of ``stop.epochs`` epochs, how they follow). The second stops counting behind max_steps."""
+    epochs, max_steps = config.stop.epochs, config.stop.max_steps
+    asked = f"{epochs:g} {'epoch' if epochs == 1 else 'epochs'}"
+    if batch_rows is None:
+        steps_of = data.steps_of_epochs
+        if not steps_of:
+            raise ValueError("data facts lack steps_of_epochs, which batch.tokens needs")
+        total = sum_steps(epochs, steps_of.__getitem__, None, max_steps)
+        of_first = f"{steps_of[0]:,} {{}}, of at least {config.batch.tokens:,} trained tokens each"
+        differ = len(set(steps_of)) > 1
+    else:
+        shares = [share_of(weight, num_rows) for num_rows, weight in data.sources]
+        period = math.lcm(*(share.denominator for share in shares))
+
+        def count(epoch: int) -> int:
+            return -(-sum(end - start for start, end in (stretch_of(share, epoch) for share in shares)) // batch_rows)
+
+        total = sum_steps(epochs, count, period, max_steps)
+        weighted = f", the {data.num_rows:,} there are taken by their sources' weights" if data.rows_per_epoch != data.num_rows else ""
+        of_first = f"ceil({data.rows_per_epoch:,} rows / {batch_rows}) = {count(0):,} {{}}{weighted}"
+        steps_of, differ = (count(0),), period > 1
+    if max_steps is not None and total > max_steps:
+        return steps_of[0], total, of_first.format("an epoch")
+    if not differ:
+        return steps_of[0], total, f"{of_first.format('an epoch')}; × {asked} = {total:,}"
+    return steps_of[0], total, f"{of_first.format('in the first epoch')}; {total:,} in {asked}, which differ by a few steps"
 
 
 def _warmup(config: RunConfig, total: int) -> tuple[int, str]:
