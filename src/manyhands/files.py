@@ -1,11 +1,17 @@
-"""Writing small files so that a reader, or a crash, never sees half of one. Knows nothing of runs."""
+"""Writing files so that a reader, or a crash, never sees half of one, and what may be read of a folder. Knows nothing of runs."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
 from typing import Any
+
+from manyhands.errors import UserError
+
+# What a model's or an adapter's folder is read for: configuration, weights, tokenizer, templates, code.
+MODEL_FILES = (".json", ".safetensors", ".jinja", ".model", ".txt", ".tiktoken", ".py")
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -19,6 +25,7 @@ def write_atomically(path: Path, text: str) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+    sync(path.parent)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -31,3 +38,50 @@ def read_json(path: Path) -> Any | None:
         return json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return None
+
+
+def sync(path: Path) -> None:
+    """Returns when a file's content, or a folder's list of names, is on the disk. Some file systems cannot sync folders."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def rename_synced(folder: Path, target: Path) -> None:
+    """Renames a folder once all that is in it is on the disk; returns when its new name is there too."""
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            sync(Path(parent, name))
+        sync(Path(parent))
+    folder.rename(target)
+    sync(target.parent)
+
+
+def remove_temporaries(folder: Path) -> None:
+    """Removes what killed calls of ``write_atomically`` left in ``folder``. For whoever alone writes there."""
+    for path in folder.glob(".*.tmp"):
+        if path.is_file():
+            path.unlink(missing_ok=True)
+
+
+def refuse_outside_links(folder: Path) -> None:
+    """UserError for a file of a model's folder that is a link out of it: its content is not the model's, and may be a secret.
+
+    A hub's cache consists of links: those of ``REPOSITORY/snapshots/COMMIT`` into ``REPOSITORY/blobs`` are its own.
+    """
+    root = Path(os.path.realpath(folder))
+    allowed = [root, *(parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots")]
+    for path in sorted([*folder.glob("*"), *folder.glob("additional_chat_templates/*")]):
+        target = Path(os.path.realpath(path))
+        if path.suffix in MODEL_FILES and not any(target.is_relative_to(place) for place in allowed):
+            raise UserError(
+                f"{path.name} is a link out of the model's folder",
+                where=str(path),
+                why=f"it points to {target}, and a link could bring any file of this machine into the exported model",
+                fix="put the file itself in place of the link, or name the folder that holds the files",
+            )

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import manyhands.export.model as model_module
+import manyhands.export.stored as stored_module
 from manyhands.errors import UserError
 from manyhands.export.adapter import export_adapter
 from manyhands.export.model import export_model
@@ -33,15 +33,15 @@ def write_on_a_full_disk(folder: Path, source: Path) -> str:
     """Rank 0 cannot write; nobody may wait for it."""
     model = make_model()
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    original = model_module.save_file
-    model_module.save_file = no_space
+    original = stored_module.save_file
+    stored_module.save_file = no_space
     try:
         export_model(folder / "full", model, source, "float32", rank=dist.get_rank())
         return "written"
     except UserError as error:
         return f"{error.why}; {(folder / 'full').exists()}"
     finally:
-        model_module.save_file = original
+        stored_module.save_file = original
 
 
 def no_space(*arguments: object, **options: object) -> None:

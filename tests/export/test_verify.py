@@ -12,12 +12,13 @@ from safetensors.torch import load_file, save_file
 
 from manyhands.errors import UserError
 from manyhands.export import verify as verify_module
-from manyhands.export.adapter import WEIGHTS, export_adapter
+from manyhands.export.adapter import export_adapter
 from manyhands.export.fresh import verify_in_fresh_process
 from manyhands.export.model import export_model
 from manyhands.export.probe import round_weights, save_probe
 from manyhands.export.reference import Reference
 from manyhands.export.verify import verify
+from manyhands.facts.adapter import WEIGHTS
 from tests.export.tiny import METHOD, adapt, make_model, save_source
 
 NAME = "model.layers.1.mlp.up_proj.weight"

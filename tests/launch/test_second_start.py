@@ -77,6 +77,16 @@ def test_a_second_start_resumes_on_the_same_or_another_number_of_gpus(world):
     assert json.loads((world.run.plans / "002.run.json").read_text())["parallel"]["gpus"] == "auto", "the replaced run.json is kept"
 
 
+def test_half_written_files_of_a_killed_launch_are_gone_after_the_next_start(world):
+    prepare()
+    verify = world.run.path / "verify"
+    verify.mkdir()
+    for folder in (world.run.path, world.run.plans, verify):
+        (folder / ".status.json.4711.tmp").write_text('{"sta')
+    prepare()
+    assert not [name for name in files_in(world.run.path) if name.endswith(".tmp")]
+
+
 def test_killed_before_the_first_checkpoint_it_starts_over(world):
     prepare()
     world.run.write_status("running")

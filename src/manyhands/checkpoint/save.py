@@ -18,7 +18,7 @@ from manyhands.checkpoint.retention import PARTIAL, REPLACED
 from manyhands.checkpoint.tensors import checkpoint_tensors, describe
 from manyhands.checkpoint.together import run_on_first, run_together
 from manyhands.errors import EXIT_FAILED, UserError
-from manyhands.files import write_json
+from manyhands.files import rename_synced, sync, write_json
 
 FILE_BYTES = 2 * 2**30  # a rank's share of one file: the writer holds a file twice in memory while it writes
 
@@ -85,9 +85,11 @@ def _file_numbers(tensors: dict[str, torch.Tensor], world_size: int) -> dict[str
 
 
 def _hash_own(partial: Path, rank: int) -> dict[str, FileEntry]:
-    """Files that this rank wrote; torch numbers the ranks' shards from 1."""
+    """Files that this rank wrote, once they are on the disk; torch numbers the ranks' shards from 1."""
     own = sorted(partial.glob(f"shard-{rank + 1:05d}-*.safetensors"))
     own += [partial / TRAIN_STATE] if rank == 0 else []
+    for path in own:
+        sync(path)
     return {path.name: hash_file(path) for path in own}
 
 
@@ -108,5 +110,5 @@ def _commit(partial: Path, folder: Path, manifest: Manifest) -> None:
     if folder.exists():
         shutil.rmtree(old, ignore_errors=True)
         folder.rename(old)
-    partial.rename(folder)
+    rename_synced(partial, folder)
     shutil.rmtree(old, ignore_errors=True)

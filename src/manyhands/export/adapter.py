@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from manyhands.checkpoint.tensors import reshard
@@ -15,15 +14,14 @@ from manyhands.checkpoint.together import run_on_first
 from manyhands.config.schema import MethodSection, ModelSection
 from manyhands.export.files import begin_folder, commit_folder, write_tokenizer
 from manyhands.export.reference import Reference, describe_tensor
-from manyhands.facts.adapter import BESIDE_NF4
+from manyhands.export.stored import write_tensors
+from manyhands.facts.adapter import BESIDE_NF4, CONFIG, WEIGHTS
 from manyhands.files import write_json
 from manyhands.model.adapter import PEFT_PREFIX, adapter_parameters, adapter_state, tied_names
 from manyhands.model.lora import adapted_layers
 from manyhands.model.tokens import token_indices
 from manyhands.model.towers import left_out
 from manyhands.model.whole import whole_modules
-
-WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
 def export_adapter(
@@ -60,7 +58,7 @@ def export_adapter(
         reference = Reference(kind="adapter", dtype=dtype, tensors=described, base=base, tokens=tokens)
         if reference_path is not None:
             reference.write(reference_path)
-        save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"} | (BESIDE_NF4 if method.init == "loftq" else {}))
+        write_tensors(partial / WEIGHTS, tensors, BESIDE_NF4 if method.init == "loftq" else None)
         _sort_metadata(partial / WEIGHTS)
         write_json(partial / CONFIG, describe_adapter(model, method, base_name, asked.revision if asked else None))
         commit_folder(partial, folder)

@@ -9,7 +9,7 @@ from pathlib import Path
 from manyhands.config.schema import ModelSection
 from manyhands.data.tokenizer import TOKENIZER_FILES, load_tokenizer, read_chat_template
 from manyhands.errors import UserError
-from manyhands.files import write_json
+from manyhands.files import refuse_outside_links, rename_synced, write_json
 from manyhands.infer.generate import end_of_turn
 
 MORE_TOKENIZER_FILES = ("tekken.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
@@ -37,17 +37,18 @@ def refuse_foreign(folder: Path, *, replace: bool) -> None:
 
 
 def commit_folder(partial: Path, folder: Path) -> None:
-    """Renames ``partial`` to ``folder``; what stood there before is removed last."""
+    """Renames ``partial`` to ``folder`` once it is on the disk; what stood there before is removed last."""
     old = folder.with_name(folder.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
         folder.rename(old)
-    partial.rename(folder)
+    rename_synced(partial, folder)
     shutil.rmtree(old, ignore_errors=True)
 
 
 def copy_config(source: Path, target: Path, dtype: str, vocab_size: int) -> None:
     """The source's config.json with the saved dtype and vocabulary, its code files if it has any, and generation_config.json."""
+    refuse_outside_links(source)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config = {key: value for key, value in config.items() if key != "torch_dtype" and not key.startswith("_attn_implementation")}
     fields = config.get("text_config", config)  # multimodal models keep it there, and may leave it to transformers' default
@@ -65,6 +66,7 @@ def write_tokenizer(source: Path, target: Path, asked: ModelSection | None = Non
 
     Returns the ids of the new tokens. They are written by transformers, which alone knows a tokenizer's files; all else is copied.
     """
+    refuse_outside_links(source)
     if asked is None:
         _copy_tokenizer(source, target, None)
         return {}

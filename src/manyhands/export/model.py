@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from manyhands.checkpoint.together import run_on_first
@@ -14,6 +13,7 @@ from manyhands.export.files import begin_folder, commit_folder, copy_config, ext
 from manyhands.export.gather import iterate_whole
 from manyhands.export.naming import lay_out
 from manyhands.export.reference import Reference, TensorReference, describe_tensor
+from manyhands.export.stored import write_tensors
 from manyhands.files import write_json
 from manyhands.model.source import read_stored
 
@@ -90,7 +90,7 @@ class ShardWriter:
         number = next(i for i, shard in enumerate(self.shards) if name in shard)
         if len(self.pending) == len(self.shards[number]):
             file = shard_name(number, len(self.shards))
-            save_file(self.pending, self.folder / file, metadata={"format": "pt"})
+            write_tensors(self.folder / file, self.pending)
             self.files |= dict.fromkeys(self.pending, file)
             self.pending = {}
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from manyhands.errors import EXIT_FAILED, UserError
+from manyhands.export.stored import write_tensors
 
 # Root mean square of the difference of centred logits, as a share of theirs, that the dtype of the computation and the
 # rounding of saved weights (of a merged model; others are compared after it) may each cause. SmolLM2: computed in bfloat16 2.1e-2,
@@ -62,7 +62,7 @@ def save_probe(path: Path, input_ids: torch.Tensor, logits: torch.Tensor, dtype:
         "logits": logits.detach().reshape(1, num_tokens, -1).to("cpu", torch.float32).contiguous(),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, path, metadata={"dtype": dtype})
+    write_tensors(path, tensors, {"dtype": dtype})
 
 
 def load_probe(path: Path) -> Probe:

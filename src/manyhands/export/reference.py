@@ -10,6 +10,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from manyhands.errors import EXIT_FAILED, UserError
+from manyhands.files import write_atomically
 
 Kind = Literal["model", "adapter"]
 
@@ -39,7 +40,7 @@ class Reference(_Part):
 
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        write_atomically(path, self.model_dump_json(indent=1) + "\n")
 
     @staticmethod
     def read(path: Path) -> Reference:

@@ -1,18 +1,19 @@
-"""The tensors in a folder's safetensors files, one at a time. Knows nothing of what they should be."""
+"""The tensors of a folder's safetensors files: written, and read one at a time. Knows nothing of what they should be."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from manyhands.errors import EXIT_FAILED, UserError
-from manyhands.export.adapter import WEIGHTS
 from manyhands.export.reference import Kind
+from manyhands.facts.adapter import WEIGHTS
 
 INDEX = "model.safetensors.index.json"
 
@@ -24,6 +25,14 @@ class StoredTensor:
     name: str
     tensor: torch.Tensor | None
     problem: str = ""
+
+
+def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """A safetensors file with the mode that any new file gets here: safetensors (0.8.0) writes one that its owner alone can read."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata={"format": "pt", **(metadata or {})})
+    path.chmod(mode)
 
 
 def weight_files(folder: Path, kind: Kind) -> list[Path]:

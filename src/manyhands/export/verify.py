@@ -19,11 +19,10 @@ from typing import Any
 import torch
 
 from manyhands.errors import EXIT_FAILED, UserError
-from manyhands.export.adapter import WEIGHTS
 from manyhands.export.probe import Probe, load_probe
 from manyhands.export.reference import Reference, TensorReference, describe_tensor, name_dtype
 from manyhands.export.stored import StoredTensor, iterate_stored, weight_files
-from manyhands.facts.adapter import needed_tokens
+from manyhands.facts.adapter import WEIGHTS, needed_tokens
 from manyhands.model.attention import plain_attention
 from manyhands.model.auto import auto_class_of
 from manyhands.model.grow import grow_embeddings

@@ -16,6 +16,7 @@ from manyhands.config.schema import MethodSection, RunConfig
 from manyhands.errors import UserError
 from manyhands.facts.safetensors import read_header, read_headers
 from manyhands.facts.types import AdapterFacts
+from manyhands.files import refuse_outside_links
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PEFT_PREFIX, FACTOR = "base_model.model.", ".lora_A.weight"
@@ -62,6 +63,7 @@ def locate_adapter(folder: Path) -> Path:
                 pickled = (candidate / "adapter_model.bin").is_file()
                 why = "its weights are pickled (adapter_model.bin), which is never opened" if pickled else f"there is no {WEIGHTS}"
                 raise UserError("the adapter has no weights", where=str(candidate), why=why, fix="save it as safetensors")
+            refuse_outside_links(candidate)
             return candidate
     if (folder / "model" / "config.json").is_file():
         raise UserError(

@@ -15,6 +15,7 @@ from typing import Any
 
 from manyhands.errors import UserError
 from manyhands.facts.safetensors import INDEX_FILE, SINGLE_FILE, find_weight_files
+from manyhands.files import refuse_outside_links
 
 ANSWER_TIMEOUT_S = 5.0
 TEXT_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]  # configuration, chat template, tokenizer
@@ -40,6 +41,7 @@ def locate_model(name: str, revision: str | None, needs_weights: bool, *, trust_
             raise UserError(
                 "model.revision does nothing with a folder", where=f"model.name: {name}", fix="remove model.revision, or give a hub name"
             )
+        refuse_outside_links(folder)
         return folder.resolve()
     if folder.exists() or not _is_hub_name(name):
         what = "is a file, not a model's folder" if folder.exists() else "is no folder"

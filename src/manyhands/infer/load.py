@@ -14,6 +14,7 @@ from torch import nn
 from manyhands.data.template import ChatTemplate, template_arguments_of
 from manyhands.errors import UserError
 from manyhands.facts.adapter import describe_method, needed_tokens, read_adapter_config
+from manyhands.files import refuse_outside_links
 from manyhands.infer.generate import end_token_ids, generate
 from manyhands.model.adapter import read_adapter
 from manyhands.model.attention import plain_attention
@@ -73,6 +74,7 @@ def find_parts(folder: Path, base: str | None = None) -> Found:
         raise UserError("no such folder", where=str(folder), fix="give a run's folder, a model folder or an adapter folder")
     if (folder / "run.json").is_file():
         return _find_run(folder, base)
+    refuse_outside_links(folder)
     if (folder / ADAPTER_CONFIG).is_file():
         return Found(find_base(folder, base), folder)
     if (folder / "config.json").is_file():

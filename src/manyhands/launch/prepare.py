@@ -69,6 +69,7 @@ def prepare_run(
     lock = FolderLock(folder, report)
     try:
         find_run(folder, config)  # again, now that nobody else writes: another start may have been faster
+        folder.remove_temporaries()
         plan = _plan_launch(config, folder, world_size, local_world_size, report)
         folder.create()
         folder.write_config(config)

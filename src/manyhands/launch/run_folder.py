@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 from manyhands.config.schema import RunConfig
 from manyhands.errors import UserError
-from manyhands.files import read_json, write_atomically, write_json
+from manyhands.files import read_json, remove_temporaries, write_atomically, write_json
 from manyhands.plan.types import Plan
 
 State = Literal["running", "finished", "failed", "interrupted"]
@@ -148,6 +148,11 @@ class RunFolder:
     def has_failure(self) -> bool:
         """Whether any rank of this launch has written why it failed."""
         return any(self.ranks.glob("failure-*.json"))
+
+    def remove_temporaries(self) -> None:
+        """Removes half-written files of killed launches. For whoever holds the lock."""
+        for folder in (self.path, self.plans, self.path / "verify"):
+            remove_temporaries(folder)
 
     def clear_ranks(self) -> None:
         """Forgets heartbeats and failures of an earlier launch."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.config.schema import RunConfig
+from manyhands.files import write_atomically
 from manyhands.plan.types import Plan, describe_recompute
 from manyhands.train.types import Evaluation, TrainState
 
@@ -35,8 +36,8 @@ def write_report(
     known = {row["step"] for row in evaluations}
     earlier = [asdict(row) for row in read_evaluations(path / "metrics.jsonl") if row.step not in known]  # of the launches before
     report = make_report(plan, config, state, {**measured, "evaluations": earlier + evaluations})
-    _write(path / "report.json", json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-    _write(path / "report.md", format_report(report))
+    write_atomically(path / "report.json", json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    write_atomically(path / "report.md", format_report(report))
     return report
 
 
@@ -182,9 +183,3 @@ def _without_none(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_suffix(path.suffix + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from manyhands.config.schema import RunConfig
+from manyhands.files import write_atomically
 from manyhands.metrics.console import ConsoleSink
 from manyhands.metrics.report import read_evaluations
 from manyhands.metrics.sink import Devices, Sink
@@ -71,6 +72,8 @@ class JsonlSink(Sink):
         self._write({"kind": "evaluation", **asdict(evaluation), "samples": samples})
 
     def close(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
         self._file.close()
 
     def _write(self, row: Mapping[str, Any]) -> None:
@@ -104,9 +107,7 @@ def _take_back(path: Path, last: Mapping[str, int]) -> None:
             continue
         if counts and line.endswith("\n"):
             kept.append(line)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(kept), encoding="utf-8")
-    temporary.replace(path)
+    write_atomically(path, "".join(kept))
 
 
 class TensorBoardSink(Sink):
