@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,23 @@ def test_towers_are_saved_byte_for_byte_and_text_is_what_was_trained(tmp_path: P
     assert (logits - expected).square().mean().sqrt() < (0.05 if dtype == "bfloat16" else 1e-4) * expected.std()
     names = {path.name for path in (tmp_path / "saved").iterdir()}
     assert {"preprocessor_config.json", "processor_config.json", "tokenizer.json", "config.json"} <= names
+
+
+@pytest.mark.parametrize(("stored", "asked"), [("bfloat16", "float32"), ("float32", "bfloat16")])
+@pytest.mark.parametrize("family", ["gemma3", "llava_next"])
+def test_a_merged_multimodal_model_has_the_one_dtype_that_was_asked_for(tmp_path: Path, family: str, stored: str, asked: str) -> None:
+    source, dtype = write_tiny_multimodal(tmp_path / "source", stored, family=family), getattr(torch, asked)
+    reference = export_model(tmp_path / "saved", load(source, "lora"), source, asked, rank=0, merge=True)
+    before, after = load_file(source / "model.safetensors"), load_file(tmp_path / "saved" / "model.safetensors")
+    assert {tensor.dtype for tensor in after.values()} == {dtype}
+    towers = [name for name in before if "vision" in name or "projector" in name]
+    assert len(towers) > 15 and all(torch.equal(before[name].to(dtype), after[name]) for name in towers)
+    assert reference is not None and verify(tmp_path / "saved", reference).findings == []
+    opened = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved")
+    assert {parameter.dtype for parameter in opened.parameters()} == {dtype}
+    fields = json.loads((tmp_path / "saved" / "config.json").read_text())
+    stated = [part.get("dtype", asked) for part in (fields, *(value for value in fields.values() if isinstance(value, dict)))]
+    assert set(stated) == {asked}
 
 
 def test_a_multimodal_model_grows_in_its_text(tmp_path: Path) -> None:

@@ -293,7 +293,9 @@ class OutputSection(Section):
 
     dir: str = Field("runs", description="Folder that holds the runs' folders.")
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
-        "auto", description="Saved weights; auto is the source's dtype, float32 for adapters, model.dtype for a merged model."
+        "auto",
+        description="Dtype of saved weights, towers included. auto: of adapters float32; of a merged model the compute dtype "
+        "(model.dtype); of any other model the source's, or bfloat16 with model.masters=bfloat16.",
     )
     merge: bool = Field(False, description="lora: also write the model with the adapter merged into its weights.")
 

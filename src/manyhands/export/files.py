@@ -53,6 +53,8 @@ def copy_config(source: Path, target: Path, dtype: str, vocab_size: int) -> None
     config = {key: value for key, value in config.items() if key != "torch_dtype" and not key.startswith("_attn_implementation")}
     fields = config.get("text_config", config)  # multimodal models keep it there, and may leave it to transformers' default
     fields["vocab_size"] = vocab_size
+    for part in (part for part in config.values() if isinstance(part, dict)):  # of a multimodal model: text, towers
+        part |= {key: dtype for key in ("dtype", "torch_dtype") if key in part}
     write_json(target / "config.json", config | {"dtype": dtype})
     if (source / "generation_config.json").is_file():
         shutil.copyfile(source / "generation_config.json", target / "generation_config.json")

@@ -15,7 +15,6 @@ from manyhands.export.naming import lay_out
 from manyhands.export.reference import Reference, TensorReference, describe_tensor
 from manyhands.export.stored import write_tensors
 from manyhands.files import write_json
-from manyhands.model.source import read_stored
 
 SHARD_BYTES = 5 * 10**9
 
@@ -35,10 +34,11 @@ def export_model(
 ) -> Reference | None:
     """Writes weights, config, generation config and tokenizer as ``folder``; the reference on rank 0, None elsewhere.
 
-    ``model`` is the Hugging Face model inside every wrapper, ``dtype`` the saved one. Tensors are named as in ``source``, the folder
-    it was loaded from, and what the model took no part of (towers) is copied from there. ``merge`` adds adapters into the weights
-    they adapt. ``asked`` says of a chat template and new tokens. ``replace`` says that the caller owns what is there.
-    ``reference_path`` is written too, before any weight is. UserError on every rank if the folder cannot be written.
+    ``model`` is the Hugging Face model inside every wrapper, ``dtype`` the saved one. Tensors are named as in ``source``, the
+    folder it was loaded from. What the model took no part of (towers) is copied from there, cast where ``dtype`` is not the
+    source's. ``merge`` adds adapters into the weights they adapt. ``asked`` says of a chat template and new tokens. ``replace``
+    says that the caller owns what is there. ``reference_path`` is written too, before any weight is. UserError on every rank if
+    the folder cannot be written.
     """
     saved_dtype, vocab_size = getattr(torch, dtype), model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
     partial = folder.with_name(folder.name + ".tmp")
@@ -57,8 +57,8 @@ def export_model(
     def finish() -> Reference:
         if failure is not None:
             raise failure
-        for stored in layout.copied:
-            writer.add(stored.name, read_stored(stored))
+        for stored_name, tensor in layout.read_copied():
+            writer.add(stored_name, tensor)
         writer.write_index()
         copy_config(source, partial, dtype, vocab_size)
         tokens = write_tokenizer(source, partial, asked)

@@ -13,7 +13,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from manyhands.export.gather import saved_tensors
 from manyhands.model.load import loaded_tensors
-from manyhands.model.source import Checkpoint, Conversion, StoredTensor, needs_conversion, read_checkpoint, revert
+from manyhands.model.source import Checkpoint, Conversion, StoredTensor, needs_conversion, read_checkpoint, read_stored, revert
 
 
 @dataclass
@@ -25,8 +25,15 @@ class FileLayout:
     dtypes: dict[str, torch.dtype]  # by the model's names
     sizes: dict[str, int]  # bytes by names in the files, in the order in which they are written
     conversions: tuple[Conversion, ...] = ()
-    copied: tuple[StoredTensor, ...] = ()
+    copied: tuple[StoredTensor, ...] = ()  # that the model took no part of
+    dtype: torch.dtype | None = None  # that these are cast to as well; None leaves each its own
     _made: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # of each conversion, as far as it has arrived
+
+    def read_copied(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name in the files, tensor) of what is copied from the source."""
+        for stored in self.copied:
+            tensor = read_stored(stored)
+            yield stored.name, tensor if self.dtype is None or stored.torch_dtype is None else tensor.to(self.dtype)
 
     def parts_of(self, name: str, whole: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """(name in the files, tensor) of everything that can be written now that ``name`` is there."""
@@ -46,14 +53,16 @@ class FileLayout:
 def lay_out(model: nn.Module, source: Path, dtype: torch.dtype) -> FileLayout:
     """Names as in ``source``; where it has no weights, because the model started from new ones, as transformers saves it.
 
-    If ``dtype`` is that of most of the source's weights, the few of another dtype (norms in float32, say) keep theirs.
+    If ``dtype`` is that of most of the source's weights, the few of another dtype (norms in float32, say) keep theirs. Otherwise
+    everything has it, towers included, but for what is no weight (integers, 8 bits).
     """
     tensors = saved_tensors(model)
     if not any(source.glob("*.safetensors")):
         return _lay_out_new(model, tensors, dtype)
     checkpoint = read_checkpoint(model, loaded_tensors(model), source)
     names = _stored_names(model, tensors, checkpoint)
-    dtypes = _choose_dtypes(tensors, names, checkpoint, dtype)
+    keep = dtype == _main_dtype(checkpoint)
+    dtypes = _own_dtypes(tensors, names, checkpoint, dtype) if keep else dict.fromkeys(tensors, dtype)
     sizes: dict[str, int] = {}
     left = {conversion.name: set(conversion.shapes) for conversion in checkpoint.conversions}
     for name, tensor in tensors.items():
@@ -64,8 +73,10 @@ def lay_out(model: nn.Module, source: Path, dtype: torch.dtype) -> FileLayout:
         left[conversion.name].discard(name)
         if not left[conversion.name]:
             sizes |= {part.name: _bytes(_count(part.shape), dtypes[name], tensor) for part in conversion.parts}
-    sizes |= {stored.name: stored.num_bytes for stored in checkpoint.untouched}
-    return FileLayout(model, names, dtypes, sizes, checkpoint.conversions, checkpoint.untouched)
+    for stored in checkpoint.untouched:
+        cast = not keep and stored.torch_dtype is not None
+        sizes[stored.name] = _count(stored.shape) * dtype.itemsize if cast else stored.num_bytes
+    return FileLayout(model, names, dtypes, sizes, checkpoint.conversions, checkpoint.untouched, None if keep else dtype)
 
 
 def _lay_out_new(model: nn.Module, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> FileLayout:
@@ -87,17 +98,20 @@ def _stored_names(model: nn.Module, tensors: Mapping[str, torch.Tensor], checkpo
     }
 
 
-def _choose_dtypes(
+def _main_dtype(checkpoint: Checkpoint) -> torch.dtype | None:
+    """The dtype of most of the source's values that the model has."""
+    stored = {tensor.name: tensor for tensor in checkpoint.plain.values()}
+    elements: dict[torch.dtype | None, int] = {}
+    for part in (*stored.values(), *(part for conversion in checkpoint.conversions for part in conversion.parts)):
+        elements[part.torch_dtype] = elements.get(part.torch_dtype, 0) + _count(part.shape)
+    return max(elements, key=lambda key: elements[key])
+
+
+def _own_dtypes(
     tensors: Mapping[str, torch.Tensor], names: Mapping[str, tuple[str, ...]], checkpoint: Checkpoint, dtype: torch.dtype
 ) -> dict[str, torch.dtype]:
-    """The asked dtype, or, where it is that of most of the source's values, each tensor's own."""
+    """Each tensor's dtype in the source; ``dtype`` for what a conversion made."""
     stored = {tensor.name: tensor for tensor in checkpoint.plain.values()}
-    parts = [*stored.values(), *(part for conversion in checkpoint.conversions for part in conversion.parts)]
-    elements: dict[torch.dtype | None, int] = {}
-    for part in parts:
-        elements[part.torch_dtype] = elements.get(part.torch_dtype, 0) + _count(part.shape)
-    if dtype != max(elements, key=lambda key: elements[key]):
-        return dict.fromkeys(tensors, dtype)
     own = {name: stored[names[name][0]].torch_dtype for name in tensors if names[name][0] in stored}
     return {name: own.get(name) or dtype for name in tensors}
 

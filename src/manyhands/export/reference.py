@@ -35,7 +35,7 @@ class Reference(_Part):
     dtype: str
     tensors: dict[str, TensorReference]
     tokens: dict[str, int] = {}
-    copied: tuple[str, ...] = ()  # of the tensors, those that no model in memory held: taken from the source's files as they are
+    copied: tuple[str, ...] = ()  # of the tensors, those that no model in memory held: taken from the source's files
     base: Literal["plain", "nf4"] = "plain"  # of an adapter: how its run held the weights that it was trained beside
 
     def write(self, path: Path) -> None:
