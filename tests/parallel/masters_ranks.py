@@ -54,7 +54,7 @@ def train(plan: Plan, config: RunConfig, steps: list[list[Documents]], max_grad_
         )
         sums = compute_gradients(parallel, work, seed=0, rank=0)
         update_weights(optimizer, sums, max_grad_norm=max_grad_norm)
-        found["losses"].append(sums.loss_sum.item())
+        found["losses"].append(sums.terms["lm"].item())
         found["norms"].append(sums.grad_norm.item())
         with torch.no_grad():
             found["evaluations"].append(parallel(probe)["lm"][0].item())

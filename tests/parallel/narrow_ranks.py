@@ -42,7 +42,7 @@ def train(
         work = StepWork(step, 0.0, 0, 0, 0, len(mine), 0, [pack(documents) for documents in mine], target_weight=weight)
         sums = compute_gradients(parallel, work, seed=0, rank=rank)
         update_weights(optimizer, sums, max_grad_norm=1.0)
-        losses.append(float(parallel.all_reduce_sum(sums.loss_sum)) / weight)
+        losses.append(float(parallel.all_reduce_sum(sums.terms["lm"])) / weight)
         norms.append(sums.grad_norm.item())
     if save is not None:
         save_checkpoint(save, parallel.model, optimizer, {"step": start + num_steps}, rank=rank, world_size=world_size)

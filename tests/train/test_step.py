@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from manyhands.train.evaluate import evaluate
-from manyhands.train.step import StepWork, clip_gradients, compute_gradients, update_weights
+from manyhands.train.step import StepWork, TermWeight, clip_gradients, compute_gradients, update_weights
 from manyhands.train.types import TrainState
 
 
@@ -55,7 +55,7 @@ def test_ragged_micro_batches_weigh_by_tokens_not_by_micro_batch():
     # loss = (1 + 2 + 3 + 10) / 4 = 4, d/dw = 4, w = 1 - 4 = -3. The mean of means would be (2 + 10) / 2 = 6.
     parallel = Plain()
     sums = step(parallel, [1.0, 2.0, 3.0], [10.0])
-    assert sums.loss_sum.item() == 16.0
+    assert sums.terms["lm"].item() == 16.0
     assert sums.grad_norm.item() == 4.0
     assert parallel.model.w.item() == pytest.approx(-3.0)
 
@@ -126,9 +126,79 @@ def test_the_sum_of_weights_divides_where_there_are_any():
     optimizer = torch.optim.SGD(parallel.model.parameters(), lr=1.0)
     sums = compute_gradients(parallel, weighted, seed=0, rank=0)
     update_weights(optimizer, sums, max_grad_norm=0.0)
-    assert sums.loss_sum.item() == 12.0 and parallel.model.w.item() == pytest.approx(-3.0)
-    assert (weighted.divisor, weighted.rank_divisor) == (3.0, 3.0)
-    assert (work([1.0, 1.0]).divisor, work([1.0, 1.0]).rank_divisor) == (2, 2)
+    assert sums.terms["lm"].item() == 12.0 and parallel.model.w.item() == pytest.approx(-3.0)
+    assert weighted.weight_of("lm") == TermWeight(3.0, 3.0)
+    assert work([1.0, 1.0]).weight_of("lm") == TermWeight(2, 2)
+
+
+class TwoTerms(Plain):
+    """w x over the loss tokens, and w y over whatever a second term counts: more of it, or less."""
+
+    def __call__(self, batch, *, metrics=False):
+        terms = super().__call__(batch) | {"router": ((self.model.w * batch["y"]).sum(), torch.tensor(float(batch["n"])))}
+        return terms | ({"correct": (torch.tensor(1.0), torch.tensor(2.0))} if metrics else {})
+
+    def all_reduce_sum(self, tensor):
+        return tensor
+
+
+TWO_TERMS = [
+    {"x": torch.tensor([1.0, 2.0, 0.5]), "y": torch.tensor(4.0), "n": 30},
+    {"x": torch.tensor([0.5]), "y": torch.tensor(6.0), "n": 70},
+]
+
+
+def test_every_term_is_divided_by_its_own_weight():
+    # reference in float64: d/dw (sum(w x) / n_x + sum(w y) / n_y), with n_x = 4 tokens and n_y = 100
+    w = torch.ones((), dtype=torch.float64, requires_grad=True)
+    ((w * 1 + w * 2 + w * 0.5 + w * 0.5) / 4 + (w * 4 + w * 6) / 100).backward()
+    assert w.grad.item() == pytest.approx(1.1)  # both over the loss tokens it would be 14 / 4 = 3.5
+
+    parallel = TwoTerms()
+    given = replace(work([1.0, 2.0, 0.5], [0.5]), micro_batches=TWO_TERMS, other_weights={"router": TermWeight(100, 100)})
+    sums = compute_gradients(parallel, given, seed=0, rank=0)
+    assert parallel.model.w.grad.item() == pytest.approx(w.grad.item(), rel=1e-6)
+    assert {name: value.item() for name, value in sums.terms.items()} == {"lm": 4.0, "router": 10.0}
+
+    found = evaluate(parallel, parallel.model, TWO_TERMS, TrainState(), num_rows=2, num_tokens=4, device=torch.device("cpu"))
+    assert found.loss == pytest.approx(1.1) and found.terms == pytest.approx({"lm": 1.0, "router": 0.1})
+    assert found.perplexity == pytest.approx(math.exp(1.0)) and found.accuracy == 0.5
+
+
+def test_a_term_of_no_weight_adds_nothing_and_one_without_a_declared_weight_is_refused():
+    parallel = TwoTerms()
+    given = replace(work([1.0, 2.0, 0.5], [0.5]), micro_batches=TWO_TERMS, other_weights={"router": TermWeight(0, 0)})
+    compute_gradients(parallel, given, seed=0, rank=0)
+    assert parallel.model.w.grad.item() == pytest.approx(1.0)
+    with pytest.raises(ValueError, match="loss term 'router' has no weight"):
+        compute_gradients(TwoTerms(), replace(given, other_weights={}), seed=0, rank=0)
+
+
+@pytest.mark.distributed
+def test_terms_are_divided_by_their_weights_over_all_ranks(world):
+    """Three ranks with 1, 2 and 0 of the loss tokens and other parts of the second term: the loss and gradient of one rank."""
+    answers = world.run("tests.train.term_ranks:train_and_evaluate", world_size=3)
+    assert answers == [answers[0]] * 3
+    # lm: (1 + 2 + 3) / 3 = 2; router: (4 + 0 + 6) / 100 = 0.1. The gradient is the loss where w is 1
+    assert answers[0] == pytest.approx({"gradient": 2.1, "loss": 2.1, "lm": 2.0, "router": 0.1, "held out": 2.1})
+
+
+def test_a_hopeless_loss_has_no_perplexity_of_300_digits():
+    found = evaluate_once(loss=800.0)
+    assert (found.loss, found.perplexity) == (800.0, math.inf)
+
+
+def evaluate_once(loss: float):
+    class Fixed(Plain):
+        def __call__(self, batch, *, metrics=False):
+            one = torch.ones(())
+            return {"lm": (one * loss, one), "correct": (one, one)}
+
+        def all_reduce_sum(self, tensor):
+            return tensor
+
+    parallel = Fixed()
+    return evaluate(parallel, parallel.model, [{}], TrainState(), num_rows=1, num_tokens=1, device=torch.device("cpu"))
 
 
 def test_evaluation_divides_the_loss_by_weight_and_hits_by_tokens():

@@ -133,6 +133,7 @@ class TensorBoardSink(Sink):
             "speed/input_wait_s": result.input_wait_s,
         }
         values |= {f"train/learning_rate/{pattern}": rate for pattern, rate in result.learning_rates.items()}
+        values |= {f"loss/{term}": loss for term, loss in result.terms.items()}
         values |= {f"loss/rank{rank}": loss for rank, loss in enumerate(result.rank_losses)}
         self._add(values, result.step)
 
@@ -151,6 +152,7 @@ class TensorBoardSink(Sink):
 
     def after_evaluation(self, state: TrainState, evaluation: Evaluation) -> None:
         values = {"loss": evaluation.loss, "perplexity": evaluation.perplexity, "accuracy": evaluation.accuracy}
+        values |= {f"loss/{term}": loss for term, loss in evaluation.terms.items()}
         self._add({f"validation/{name}": value for name, value in values.items()}, evaluation.step)
         for number, (prompt, answer) in enumerate(evaluation.samples):
             self._writer.add_text(f"sample/{number}", f"{prompt}\n\n---\n\n{answer}", evaluation.step)

@@ -1,4 +1,4 @@
-"""A pass over validation rows: sums over all ranks first, one division at the end."""
+"""A pass over validation rows: sums over all ranks first, then one division of each term by its own weight."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from manyhands.train.types import Batch, Evaluation, ParallelModel, TrainState
+from manyhands.train.types import METRICS, Batch, Evaluation, ParallelModel, TrainState
+
+MAX_EXPONENT = 700.0  # exp of more is beyond float64
 
 
 def evaluate(
@@ -23,33 +25,39 @@ def evaluate(
     device: torch.device,
     sample: Callable[[], tuple[tuple[str, str], ...]] | None = None,
 ) -> Evaluation:
-    """Loss by weight and accuracy by tokens, over all ranks. Every rank must bring the same number of micro-batches.
+    """Each loss term by its weight and accuracy by tokens, over all ranks. Every rank must bring the same number of micro-batches.
 
     ``module`` is put into evaluation mode for the pass. Sums are kept in float64 on the device and read once.
     """
     start = time.monotonic()
     was_training = module.training
     module.eval()
-    sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss sum, its weight, correct, trained tokens
+    names: list[str] = []
+    sums = torch.zeros(0, dtype=torch.float64, device=device)  # of each term its sum and its weight
     try:
         with torch.no_grad():
             for batch in micro_batches:
                 terms = parallel(batch, metrics=True)
-                sums += torch.stack([number.double() for term in ("lm", "correct") for number in terms[term]])
+                names = sorted(terms)  # the same in every batch and on every rank
+                found = torch.stack([number.double() for name in names for number in terms[name]])
+                sums = found if len(sums) == 0 else sums + found
             parallel.all_reduce_sum(sums)
             samples = sample() if sample is not None else ()
     finally:
         module.train(was_training)
-    loss_sum, weight, num_correct, num_targets = sums.tolist()
-    loss = loss_sum / weight
+    totals = sums.tolist()
+    by_name = {name: (totals[2 * i], totals[2 * i + 1]) for i, name in enumerate(names)}
+    num_correct, num_targets = by_name["correct"]
+    losses = {name: total / weight for name, (total, weight) in by_name.items() if name not in METRICS and weight}
     return Evaluation(
         step=state.step,
-        loss=loss,
-        perplexity=math.exp(min(loss, 700.0)),
+        loss=sum(losses.values()),
+        perplexity=math.exp(losses["lm"]) if losses["lm"] < MAX_EXPONENT else math.inf,
         accuracy=num_correct / num_targets,
         num_rows=num_rows,
         num_tokens=num_tokens,
         num_targets=int(num_targets),
         seconds=time.monotonic() - start,
         samples=samples,
+        terms=losses if len(losses) > 1 else {},
     )

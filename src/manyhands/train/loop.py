@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -100,9 +100,9 @@ def _until_stop(loop: Loop) -> Iterator[StepWork]:
 class _Row(NamedTuple):
     """What one rank tells the others about a step."""
 
-    loss_sum: float
+    sums: dict[str, float]  # of each loss term
+    weights: dict[str, float]  # what they weigh on this rank, for its own mean
     grad_norm: float
-    divisor: float  # of its loss sum, for its own mean
     elapsed_s: float
     interrupted: float
     waited_s: float
@@ -110,8 +110,10 @@ class _Row(NamedTuple):
 
 def _tell_all(loop: Loop, work: StepWork, sums: StepSums, elapsed_s: float) -> Callable[[], list[_Row]]:
     """One small gather makes every rank know the same step. What is returned waits for it, and for nothing launched later."""
-    clocks = torch.tensor([work.rank_divisor, elapsed_s, float(loop.interrupted()), work.waited_s()], dtype=torch.float64)
-    mine = torch.stack([sums.loss_sum, sums.grad_norm.double()])
+    names = sorted(sums.terms)  # the same on every rank
+    weights = [float(work.weight_of(name).own) for name in names]
+    clocks = torch.tensor([*weights, elapsed_s, float(loop.interrupted()), work.waited_s()], dtype=torch.float64)
+    mine = torch.stack([*(sums.terms[name] for name in names), sums.grad_norm.double()])
     gathered = torch.stack(loop.parallel.all_gather(torch.cat([mine, clocks.to(mine.device, non_blocking=True)])))
     arrived = None
     if gathered.is_cuda:
@@ -122,17 +124,24 @@ def _tell_all(loop: Loop, work: StepWork, sums: StepSums, elapsed_s: float) -> C
     def wait() -> list[_Row]:
         if arrived is not None:
             arrived.synchronize()
-        return [_Row(*row) for row in gathered.tolist()]
+        return [read(*row) for row in gathered.tolist()]
+
+    def read(*values: float) -> _Row:
+        num = len(names)
+        of_sums, of_weights = (dict(zip(names, part, strict=True)) for part in (values[:num], values[num + 1 : 2 * num + 1]))
+        return _Row(of_sums, of_weights, values[num], *values[2 * num + 1 :])
 
     return wait
 
 
 def _make_result(loop: Loop, work: StepWork, rows: list[_Row], seconds: float) -> StepResult:
+    sums = {name: sum(row.sums[name] for row in rows) for name in rows[0].sums}
+    terms = _means(sums, {name: work.weight_of(name).total for name in sums})
     return StepResult(
         step=work.step + 1,
         epoch=work.epoch,
-        loss=sum(row.loss_sum for row in rows) / work.divisor,
-        rank_losses=tuple(row.loss_sum / row.divisor if row.divisor else math.nan for row in rows),
+        loss=sum(terms.values()) if terms else math.nan,
+        rank_losses=tuple(sum(own.values()) if (own := _means(row.sums, row.weights)) else math.nan for row in rows),
         grad_norm=rows[0].grad_norm,
         learning_rate=loop.schedule(work.step),
         num_rows=work.num_rows,
@@ -143,7 +152,13 @@ def _make_result(loop: Loop, work: StepWork, rows: list[_Row], seconds: float) -
         tokens_per_s=work.num_tokens / seconds,
         input_wait_s=max(row.waited_s for row in rows),
         learning_rates=rates_by_pattern(loop.optimizer),
+        terms=terms if len(sums) > 1 else {},
     )
+
+
+def _means(sums: Mapping[str, float], weights: Mapping[str, float]) -> dict[str, float]:
+    """Each term divided by its own weight; one that weighs nothing has no mean."""
+    return {name: value / weights[name] for name, value in sums.items() if weights[name]}
 
 
 def _is_due(loop: Loop) -> bool:

@@ -1,20 +1,30 @@
 """One optimizer step, and the one place that divides a loss.
 
-Contract: with L_k the loss sum and n_k the weight (the number of trained tokens, or the sum of their weights) of
-micro-batch k on rank r, the step's loss is ``sum(L) / sum(n)`` over all ranks and micro-batches. ``N = sum(n)`` is known
-before the first backward pass, so each micro-batch contributes ``(L_k / N).backward()`` and ranks add their gradients up.
-No mean is ever taken of means.
+Contract: a forward pass returns loss terms by name, each a (sum, weight). With L_t,k the sum and n_t,k the weight of term t in
+micro-batch k of a rank (for "lm" the number of loss tokens, or the sum of their weights), the step's loss is
+``sum_t sum(L_t) / sum(n_t)`` over all ranks and micro-batches: every term is divided by its own weight. ``N_t = sum(n_t)`` is
+known before the first backward pass, so each micro-batch contributes ``(sum_t L_t,k / N_t).backward()`` and ranks add their
+gradients up. No mean is ever taken of means.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import reduce
 from typing import Protocol, runtime_checkable
 
 import torch
 
 from manyhands.train.types import Batch, ParallelModel
+
+
+@dataclass(frozen=True)
+class TermWeight:
+    """What the sums of one loss term weigh in one step."""
+
+    total: float  # over all ranks and micro-batches
+    own: float  # of this rank's micro-batches
 
 
 @dataclass(frozen=True)
@@ -31,24 +41,24 @@ class StepWork:
     micro_batches: Iterable[Batch]  # this rank's
     target_weight: float | None = None  # sum of the weights of all ranks' targets; none: each weighs 1
     rank_target_weight: float | None = None  # of this rank's
+    other_weights: Mapping[str, TermWeight] = field(default_factory=dict)  # of loss terms beside "lm", by name
     waited_s: Callable[[], float] = lambda: 0.0  # seconds this rank has waited for its micro-batches so far
 
-    @property
-    def divisor(self) -> float:
-        """What every loss sum of the step is divided by. An exact integer without weights."""
-        return self.num_targets if self.target_weight is None else self.target_weight
-
-    @property
-    def rank_divisor(self) -> float:
-        """The same over this rank's own targets, for its own mean."""
-        return self.num_rank_targets if self.rank_target_weight is None else self.rank_target_weight
+    def weight_of(self, term: str) -> TermWeight:
+        """What a term's sums are divided by. Of "lm" exact integers where every loss token weighs 1."""
+        if term != "lm":
+            if term not in self.other_weights:
+                raise ValueError(f"loss term {term!r} has no weight in StepWork.other_weights: it cannot be divided")
+            return self.other_weights[term]
+        total = self.num_targets if self.target_weight is None else self.target_weight
+        return TermWeight(total, self.num_rank_targets if self.rank_target_weight is None else self.rank_target_weight)
 
 
 @dataclass(frozen=True)
 class StepSums:
     """Left on the device: nothing here has waited for the GPU."""
 
-    loss_sum: torch.Tensor  # this rank's, 0-d float64
+    terms: Mapping[str, torch.Tensor]  # this rank's sum of each loss term, 0-d float64
     grad_norm: torch.Tensor  # global, before clipping, 0-d float64
 
 
@@ -57,17 +67,23 @@ def compute_gradients(parallel: ParallelModel, work: StepWork, *, seed: int, ran
 
     Dropout is keyed by (seed, step, micro-batch, rank), so a resumed run repeats it without any stored random state.
     """
-    loss_sum: torch.Tensor | None = None
+    sums: dict[str, torch.Tensor] = {}
     for index, batch in enumerate(work.micro_batches):
         torch.manual_seed(_key(seed, work.step, index, rank))
         parallel.set_gradient_sync(index == work.num_micro_batches - 1)
         terms = parallel(batch)
-        (torch.stack([term_sum for term_sum, _ in terms.values()]).sum() / work.divisor).backward()
-        detached = terms["lm"][0].detach().double()
-        loss_sum = detached if loss_sum is None else loss_sum + detached
-    if loss_sum is None:
+        reduce(torch.add, [_share(term_sum, work.weight_of(name).total) for name, (term_sum, _) in terms.items()]).backward()
+        for name, (term_sum, _) in terms.items():
+            detached = term_sum.detach().double()
+            sums[name] = sums[name] + detached if name in sums else detached
+    if not sums:
         raise ValueError("a step needs at least one micro-batch")
-    return StepSums(loss_sum, parallel.gradient_norm())
+    return StepSums(sums, parallel.gradient_norm())
+
+
+def _share(term_sum: torch.Tensor, weight: float) -> torch.Tensor:
+    """A micro-batch's part of the step's loss. A term that weighs nothing on any rank adds nothing, and every parameter stays in."""
+    return term_sum / weight if weight else term_sum * 0
 
 
 def update_weights(optimizer: torch.optim.Optimizer, sums: StepSums, *, max_grad_norm: float) -> None:

@@ -12,6 +12,7 @@ import torch
 Batch = Mapping[str, Any]
 # What a forward pass returns: name -> (sum, weight), both 0-d tensors. The step divides, nobody else.
 Terms = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+METRICS = frozenset({"correct"})  # returned if asked for, and no part of the loss
 
 
 class ParallelModel(Protocol):
@@ -52,11 +53,17 @@ class TrainState:
     evaluations_without_gain: int = 0
     evaluated_step: int = -1  # of the newest evaluation, so that a resumed run does not repeat it
     stop_reason: str = ""  # set when the run is finished
+    # What train/guards.py watches.
+    recent_losses: list[float] = field(default_factory=list)  # of the last few steps
+    best_level: float | None = None  # lowest loss that a few steps in a row, or the model before training, had
+    start_loss: float | None = None  # held-out loss before training
+    steps_above: int = 0  # in a row, far above the best
+    divergence: str = ""  # what was found, if anything was
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step, as every rank knows it. Losses are means over trained tokens, in nats."""
+    """One optimizer step, as every rank knows it. Losses are means over loss tokens, in nats, further terms included."""
 
     step: int  # 1 for the first
     epoch: float
@@ -72,11 +79,14 @@ class StepResult:
     tokens_per_s: float  # over all ranks
     input_wait_s: float = 0.0  # of ``seconds``: what the rank that waited longest waited for its micro-batches
     learning_rates: Mapping[str, float] = field(default_factory=dict)  # of groups that have their own, by pattern
+    terms: Mapping[str, float] = field(default_factory=dict)  # the loss by term, each over its own weight, where there are several
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A pass over validation rows. ``loss`` is the mean over all trained tokens of all ranks, in nats."""
+    """A pass over validation rows. ``loss`` is the mean over all loss tokens of all ranks, in nats, further terms included;
+    ``perplexity`` is of the language-model term.
+    """
 
     step: int
     loss: float
@@ -87,6 +97,7 @@ class Evaluation:
     num_targets: int
     seconds: float
     samples: tuple[tuple[str, str], ...] = field(default=())  # (prompt, answer)
+    terms: Mapping[str, float] = field(default_factory=dict)  # the loss by term, each over its own weight, where there are several
 
 
 class Hook:
