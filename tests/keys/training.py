@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from manyhands.errors import UserError
+from manyhands.train.guards import Diverged
 from tests.keys.lab import NUM_STEPS, Lab
 
 
@@ -126,3 +127,35 @@ def patience(lab: Lab) -> None:
     state = lab.run(still | {"stop.patience": 2}).rank.state
     assert state.step == 2 and "stop.patience" in state.stop_reason
     assert lab.run(still).rank.state.step == NUM_STEPS
+
+
+RISING = {"method.name": "full", "optimizer.learning_rate": 1.0, "schedule.name": "constant", "schedule.warmup_steps": 5, "stop.epochs": 3}
+
+
+def ended_at(lab: Lab, keys: dict[str, Any]) -> int:
+    """The step after which a run whose loss rises from 5.7 over 15 and 40 to 100 is ended as diverged."""
+    rank = lab.start(RISING | keys)
+    with pytest.raises(Diverged, match="training has diverged: the loss is"):
+        lab.train(rank)
+    assert "Training diverged" in (rank.folder.path / "report.md").read_text()
+    return rank.state.step
+
+
+def divergence(lab: Lab) -> None:
+    """An absurd rate leaves a gradient of exactly 0: the run is ended, or goes on and its report says so."""
+    absurd = {"optimizer.learning_rate": 1000.0}
+    with pytest.raises(Diverged, match=r"the gradient of step 3 is exactly 0 at loss 5\.5"):
+        lab.train(lab.start(absurd | {"stop.divergence": "end"}))
+    ran = lab.run(absurd | {"stop.divergence": "warn"})
+    assert len(ran.losses) == NUM_STEPS and "the gradient of step 3 is exactly 0" in ran.rank.state.divergence
+    said = ran.rank.terminal.getvalue()
+    assert said.count("warning: the gradient of step 3") == 1 and "(stop.divergence: warn)" in said
+
+
+def divergence_factor(lab: Lab) -> None:
+    keys = {"stop.divergence_steps": 3}
+    assert (ended_at(lab, keys), ended_at(lab, keys | {"stop.divergence_factor": 2.0})) == (8, 6)
+
+
+def divergence_steps(lab: Lab) -> None:
+    assert (ended_at(lab, {"stop.divergence_steps": 3}), ended_at(lab, {"stop.divergence_steps": 5})) == (8, 10)

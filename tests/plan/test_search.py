@@ -236,3 +236,18 @@ def test_planning_needs_no_torch():
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == plan(config, the_facts).model_dump_json()
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"optimizer__learning_rate": 1.0}, "optimizer.learning_rate: 1 moves a weight"),
+        ({"optimizer__learning_rates": {"lm_head": 3.0}}, "optimizer.learning_rates, lm_head: 3 moves"),
+        ({"method__rank": 1024}, "method.rank: 1024 is not below the width of k_proj (1024), v_proj (1024)"),
+        ({"method__rank": 1023, "optimizer__learning_rate": 0.9}, ""),
+        ({"method__rank": 1024, "method__targets": ["q_proj"]}, ""),
+    ],
+)
+def test_absurd_values_are_warned_of(keys, said):
+    warnings = [sentence for sentence in plan(run_config(**keys), h200(8)).why if sentence.startswith("warning: ")]
+    assert len(warnings) == bool(said) and said in "".join(warnings)

@@ -6,12 +6,28 @@ import pytest
 
 from manyhands.config.schema import StopSection
 from manyhands.errors import UserError
-from manyhands.train.guards import check_finite, stop_reason
-from manyhands.train.types import StepResult, TrainState
+from manyhands.train.guards import Diverged, DivergenceGuard, check_finite, stop_reason
+from manyhands.train.types import Evaluation, StepResult, TrainState
 
 
-def result(loss: float, grad_norm: float = 1.0) -> StepResult:
-    return StepResult(7, 0.5, loss, (loss, 1.0), grad_norm, 1e-4, 1, 1, 1, 1, 1.0, 1.0)
+def result(loss: float, grad_norm: float = 1.0, num_targets: int = 1, step: int = 7) -> StepResult:
+    return StepResult(step, 0.5, loss, (loss, 1.0), grad_norm, 1e-4, 1, 1, num_targets, 1, 1.0, 1.0)
+
+
+def evaluation(step: int, loss: float) -> Evaluation:
+    return Evaluation(step, loss, 1.0, 0.0, 1, 1, 1, 0.1)
+
+
+def watch(losses: list[float], state: TrainState | None = None, said: list[str] | None = None, **keys) -> int | None:
+    """The step, counted from 1, at which the guard ends a run of these losses."""
+    state = state or TrainState()
+    guard = DivergenceGuard(StopSection(**keys), (said if said is not None else []).append)
+    for step, loss in enumerate(losses, start=1):
+        try:
+            guard.after_step(state, result(loss, step=step))
+        except Diverged:
+            return step
+    return None
 
 
 def test_tokens_are_never_passed():
@@ -31,3 +47,43 @@ def test_a_loss_that_is_no_number_ends_the_run_and_says_what_to_do(loss):
     with pytest.raises(UserError) as caught:
         check_finite(result(loss))
     assert "step 7" in str(caught.value) and "learning_rate" in str(caught.value)
+
+
+def test_a_loss_that_stays_far_above_its_best_ends_the_run():
+    assert watch([2.0] * 5 + [6.1] * 30) == 25  # 20 steps above 3 x 2.0
+    assert watch([2.0] * 5 + [5.9] * 30) is None
+    assert watch([2.0] * 5 + [6.1] * 30, divergence_factor=4.0) is None
+    assert watch([2.0] * 5 + [6.1] * 30, divergence_steps=2) == 7
+
+
+def test_spikes_an_easy_batch_and_small_losses_end_nothing():
+    assert watch([2.0] * 5 + ([50.0] * 19 + [2.0]) * 3) is None, "spikes that pass"
+    assert watch([0.1] + [1.5] * 40) is None, "one easy batch sets no mark"
+    assert watch([0.01] * 5 + [0.9] * 40) is None, "90 times as much of next to nothing is no divergence"
+
+
+def test_a_resumed_run_goes_on_counting_and_a_warned_one_says_it_once():
+    state, said = TrainState(), []
+    assert watch([2.0] * 5 + [9.0] * 10, state) is None
+    assert watch([9.0] * 10, state) == 10
+    state = TrainState()
+    assert watch([2.0] * 5 + [9.0] * 40, state, said, divergence="warn") is None
+    assert len(said) == 1 and "above 3 times its best for 20 steps in a row" in state.divergence and state.divergence in said[0]
+
+
+def test_a_gradient_of_exactly_0_ends_the_run_where_there_is_something_to_learn():
+    guard = DivergenceGuard(StopSection(), print)
+    guard.after_step(TrainState(), result(0.0, grad_norm=0.0))  # all is learned
+    guard.after_step(TrainState(), result(3.0, grad_norm=0.0, num_targets=0))
+    with pytest.raises(Diverged, match="the gradient of step 7 is exactly 0 at loss 3"):
+        guard.after_step(TrainState(), result(3.0, grad_norm=0.0))
+
+
+def test_a_held_out_loss_far_above_the_untrained_models_ends_the_run():
+    state, guard = TrainState(), DivergenceGuard(StopSection(), print)
+    guard.after_evaluation(state, evaluation(0, 2.0))
+    guard.after_evaluation(state, evaluation(5, 5.9))  # overfitted, perhaps
+    with pytest.raises(Diverged, match="was 2 before training"):
+        guard.after_evaluation(state, evaluation(9, 6.1))
+    with pytest.raises(Diverged, match="the held-out loss is nan after step 9"):
+        DivergenceGuard(StopSection(divergence="warn"), print).after_evaluation(state, evaluation(9, math.nan))

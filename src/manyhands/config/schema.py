@@ -196,6 +196,16 @@ class StopSection(Section):
     max_tokens: PositiveInt | None = Field(None, description="Tokens processed in training, untrained ones included.")
     max_time_s: Annotated[float, Field(gt=0)] | None = Field(None, description="Seconds of training, resumed time included.")
     patience: PositiveInt | None = Field(None, description="Evaluations in a row without a lower validation loss.")
+    divergence: Literal["end", "warn"] = Field(
+        "end",
+        description="What follows where training has diverged: a gradient of exactly 0, the loss far above its best for "
+        "`divergence_steps` steps, the held-out loss far above what it was before training. end fails the run, warn goes on and the "
+        "report says so. A loss that is not a finite number always ends it.",
+    )
+    divergence_factor: Annotated[float, Field(gt=1)] = Field(
+        3.0, description="Far above: more than this times as much, and more than 1 nat above."
+    )
+    divergence_steps: PositiveInt = Field(20, description="Steps in a row that the training loss must be far above its best.")
 
 
 class ParallelSection(Section):

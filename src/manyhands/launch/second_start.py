@@ -19,8 +19,9 @@ from manyhands.launch.run_folder import RunFolder
 
 Finding = Literal["new", "unfinished", "finished"]
 
-# Keys that may differ between two starts of one run. `stop` is not among them: the schedule depends on it.
+# Keys that may differ between two starts of one run. The limits of `stop` are not among them: the schedule depends on them.
 MAY_DIFFER = (
+    "stop.divergence*",
     "parallel.*",
     "batch.micro_rows",
     "batch.micro_tokens",

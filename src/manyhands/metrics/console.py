@@ -62,7 +62,7 @@ class ConsoleSink(Sink):
     def after_evaluation(self, state: TrainState, evaluation: Evaluation) -> None:
         self._first, self._last = self._first or evaluation, evaluation
         self._say(
-            f"{_when(evaluation)}: held-out loss {evaluation.loss:.4f}, perplexity {evaluation.perplexity:.2f}, "
+            f"{_when(evaluation)}: held-out loss {evaluation.loss:.4f}, perplexity {_perplexity(evaluation)}, "
             f"token accuracy {evaluation.accuracy:.1%} ({evaluation.num_rows} rows, {evaluation.num_targets:,} trained tokens, "
             f"{evaluation.seconds:.1f} s)"
         )
@@ -109,6 +109,10 @@ class ConsoleSink(Sink):
 
 def _when(evaluation: Evaluation) -> str:
     return "before training" if evaluation.step == 0 else f"after step {evaluation.step}"
+
+
+def _perplexity(evaluation: Evaluation) -> str:
+    return f"{evaluation.perplexity:.2f}" if evaluation.perplexity < 1e6 else f"{evaluation.perplexity:.1e}"
 
 
 def _one_line(text: str) -> str:

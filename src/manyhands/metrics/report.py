@@ -54,6 +54,7 @@ def read_evaluations(metrics: Path) -> list[Evaluation]:
                 field.name: math.nan if row.get(field.name) is None else row[field.name] for field in fields(Evaluation)
             }
             values["samples"] = tuple((sample["prompt"], sample["answer"]) for sample in row.get("samples", []))
+            values["terms"] = row.get("terms") or {}
             found.append(Evaluation(**values))
     return found
 
@@ -88,6 +89,7 @@ def make_report(plan: Plan, config: RunConfig, state: TrainState, measured: Mapp
             "measured": {
                 "steps": state.step,
                 "stop_reason": state.stop_reason,
+                "divergence": state.divergence or None,
                 "rows": state.rows,
                 "tokens": state.tokens,
                 "trained_tokens": state.targets,
@@ -111,8 +113,10 @@ def make_report(plan: Plan, config: RunConfig, state: TrainState, measured: Mapp
 def format_report(report: Mapping[str, Any]) -> str:
     """report.md from what report.json holds."""
     planned, done = report["planned"], report["measured"]
+    warning = [f"**Training diverged: {done['divergence']}.**", ""] if "divergence" in done else []
     how = f"{report['method']}, {planned['strategy']} on {planned['world_size']} x {planned['device']}, recompute {planned['recompute']}"
-    lines = [f"# {report['name']}", "", f"{report['model']}: {report['task']}, {how}.", "", "| | planned | measured |", "|---|---|---|"]
+    lines = [f"# {report['name']}", "", *warning, f"{report['model']}: {report['task']}, {how}.", ""]
+    lines += ["| | planned | measured |", "|---|---|---|"]
     lines.append(f"| steps | {planned['steps']} | {done['steps']} ({done['stop_reason']}) |")
     peaks = done.get("peak_memory_bytes_by_rank")
     peak = f"{max(peaks) / GIB:.2f} GiB" if peaks else "-"
@@ -143,7 +147,8 @@ def _evaluation_lines(evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
         return ["", "Nothing was held out: no validation loss."]
     lines = ["", "| step | held-out loss | perplexity | token accuracy |", "|---|---|---|---|"]
     for row in evaluations:
-        cells = (_number(row, "loss", ".4f"), _number(row, "perplexity", ".3f"), _number(row, "accuracy", ".2%"))
+        huge = (row.get("perplexity") or 0.0) >= 1e6
+        cells = (_number(row, "loss", ".4f"), _number(row, "perplexity", ".1e" if huge else ".3f"), _number(row, "accuracy", ".2%"))
         lines.append(f"| {row['step']} | {' | '.join(cells)} |")
     return lines
 

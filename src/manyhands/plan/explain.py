@@ -21,7 +21,8 @@ def _decisions(plan: Plan) -> Table:
     table = _table()
     for sentence in plan.why:
         name, _, reason = sentence.partition(": ")
-        table.add_row(Text(name, style="cyan"), Text(reason))
+        style = "bold yellow" if name == "warning" else "cyan"
+        table.add_row(Text(name, style=style), Text(reason))
     return table
 
 

@@ -10,6 +10,7 @@ from manyhands.config.schema import RunConfig
 from manyhands.errors import UserError
 from manyhands.facts.types import Facts
 from manyhands.plan.batch import Split, ceil_div, constant_pack_tokens, has_one_length, possible_splits
+from manyhands.plan.checks import warn_of_values
 from manyhands.plan.choices import (
     DTYPE_BYTES,
     Decisions,
@@ -64,6 +65,7 @@ def plan(config: RunConfig, facts: Facts, *, number: int = 1, cause: Cause = "fi
     pack_tokens = constant_pack_tokens(split, facts.data, made.world_size)
     steps = count_steps(config, facts.data, split.batch_rows)
     why_way = _why_way(config, facts, chosen, made, share, limits.why)
+    warnings = warn_of_values(config, facts.model, made.learning_rate)
     whole = Plan(
         number=number,
         cause=cause,
@@ -107,7 +109,7 @@ def plan(config: RunConfig, facts: Facts, *, number: int = 1, cause: Cause = "fi
         memory=chosen.memory,
         environment=choose_environment(made.device, facts.host.num_cores, num_local),
         candidates=tuple(_candidate(way, chosen, made.device, share) for way in ways),
-        why=(*made.why_ranks, why_packing, *why_way, *made.why_numerics, *_why_start(facts), *steps.why, *made.why_rate),
+        why=(*made.why_ranks, why_packing, *why_way, *made.why_numerics, *_why_start(facts), *steps.why, *made.why_rate, *warnings),
     )
     return with_efficiency(whole, facts)
 

@@ -1,12 +1,20 @@
-"""What ends a run: limits that were asked for, numbers that are no longer numbers. Pure functions over the loop's state."""
+"""What ends a run: limits that were asked for, numbers that are no longer numbers, a loss that only rises.
+
+Everything here looks at what each step's one gather has already told all ranks: nothing waits for a device, and all ranks judge
+alike.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from manyhands.config.schema import StopSection
 from manyhands.errors import EXIT_FAILED, UserError
-from manyhands.train.types import StepResult, TrainState
+from manyhands.train.types import Evaluation, Hook, StepResult, TrainState
+
+LEVEL_STEPS = 3  # the best loss is one that so many steps in a row reach: a single easy batch sets no mark
+MIN_RISE = 1.0  # nats: where the loss is small already, a few times as much is noise
 
 
 def stop_reason(stop: StopSection, num_steps: int, state: TrainState, next_tokens: int) -> str:
@@ -22,15 +30,83 @@ def stop_reason(stop: StopSection, num_steps: int, state: TrainState, next_token
     return ""
 
 
+class Diverged(UserError):
+    """Training has gone wrong in a way that more steps do not cure."""
+
+
 def check_finite(result: StepResult) -> None:
     """A loss or gradient norm that is not a finite number ends the run: every later step would be lost too."""
     if math.isfinite(result.loss) and math.isfinite(result.grad_norm):
         return
     ranks = [str(rank) for rank, loss in enumerate(result.rank_losses) if math.isinf(loss)]
-    raise UserError(
+    raise Diverged(
         f"step {result.step} gave loss {result.loss} and gradient norm {result.grad_norm}",
         where=f"rank {', '.join(ranks)}" if ranks else f"step {result.step}, learning rate {result.learning_rate:.3g}",
         why="the numbers overflowed; mostly the learning rate is too high, or the weights were broken before",
         fix="lower optimizer.learning_rate or lengthen schedule.warmup_steps; the last checkpoint is untouched",
         exit_code=EXIT_FAILED,
     )
+
+
+class DivergenceGuard(Hook):
+    """Ends a run that has diverged, or warns once and notes it in the state, as ``stop.divergence`` asks. See its description."""
+
+    def __init__(self, stop: StopSection, say: Callable[[str], None]) -> None:
+        self.stop, self.say = stop, say
+
+    def after_step(self, state: TrainState, result: StepResult) -> None:
+        rising = self._is_rising(state, result.loss)
+        if result.grad_norm == 0 and result.num_targets and result.loss != 0:
+            self._found(state, f"the gradient of step {result.step} is exactly 0 at loss {result.loss:.4g}", "nothing is learned any more")
+        elif rising and state.steps_above >= self.stop.divergence_steps:
+            self._found(
+                state,
+                f"the loss is {result.loss:.4g} at step {result.step}, and was {state.best_level:.4g}",
+                f"it has been above {self.stop.divergence_factor:g} times its best for {state.steps_above} steps in a row",
+            )
+
+    def after_evaluation(self, state: TrainState, evaluation: Evaluation) -> None:
+        if evaluation.step == 0:
+            state.start_loss = evaluation.loss
+        if not math.isfinite(evaluation.loss):
+            raise self._error(f"the held-out loss is {evaluation.loss} {_when(evaluation)}", "the weights no longer give finite numbers")
+        if state.start_loss is not None and self._is_far_above(evaluation.loss, state.start_loss):
+            self._found(
+                state,
+                f"the held-out loss is {evaluation.loss:.4g} {_when(evaluation)}, and was {state.start_loss:.4g} before training",
+                f"it is more than {self.stop.divergence_factor:g} times what the untrained model has: training made it worse",
+            )
+
+    def _is_rising(self, state: TrainState, loss: float) -> bool:
+        above = state.best_level is not None and self._is_far_above(loss, state.best_level)
+        state.steps_above = state.steps_above + 1 if above else 0
+        state.recent_losses = [*state.recent_losses, loss][-LEVEL_STEPS:]
+        marks = [max(state.recent_losses)] if len(state.recent_losses) == LEVEL_STEPS else []
+        marks += [mark for mark in (state.best_level, state.start_loss) if mark is not None]
+        state.best_level = min(marks, default=None)
+        return above
+
+    def _is_far_above(self, loss: float, mark: float) -> bool:
+        return loss > max(self.stop.divergence_factor * mark, mark + MIN_RISE)
+
+    def _found(self, state: TrainState, what: str, why: str) -> None:
+        if self.stop.divergence == "end":
+            state.divergence = f"{what}: {why}"
+            raise self._error(what, why)
+        if not state.divergence:
+            state.divergence = f"{what}: {why}"
+            self.say(f"warning: {state.divergence}; the run goes on (stop.divergence: warn)")
+
+    def _error(self, what: str, why: str) -> Diverged:
+        return Diverged(
+            f"training has diverged: {what}",
+            where="optimizer.learning_rate, or the data of the last steps (metrics.jsonl)",
+            why=why,
+            fix="start again with a lower optimizer.learning_rate or a longer schedule.warmup_steps (--fresh); the last checkpoint is "
+            "untouched. To go on all the same, set stop.divergence=warn",
+            exit_code=EXIT_FAILED,
+        )
+
+
+def _when(evaluation: Evaluation) -> str:
+    return "before training" if evaluation.step == 0 else f"after step {evaluation.step}"

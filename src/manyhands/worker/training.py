@@ -13,8 +13,10 @@ from manyhands.checkpoint.retention import checkpoint_folder, prune
 from manyhands.checkpoint.save import save_checkpoint
 from manyhands.checkpoint.together import run_on_first
 from manyhands.metrics.meters import Meter
+from manyhands.metrics.report import write_report
 from manyhands.metrics.sinks import Sink, open_sinks
 from manyhands.train.evaluate import evaluate
+from manyhands.train.guards import Diverged, DivergenceGuard
 from manyhands.train.loop import Interrupted, Loop, train
 from manyhands.train.schedule import make_schedule
 from manyhands.train.types import Batch, Evaluate, Evaluation, Hook, StepResult, TrainState
@@ -49,7 +51,7 @@ def train_model(rank: Rank) -> None:
         seed=config.seed,
         rank=rank.world.rank,
         device=rank.world.device,
-        hooks=[BeatHook(rank), DeviceHook(rank, sinks), *sinks, checkpoints],
+        hooks=[BeatHook(rank), DeviceHook(rank, sinks), *sinks, DivergenceGuard(config.stop, rank.say), checkpoints],
         evaluate=make_evaluate(rank),
         evaluate_every=plan.evaluate_every,
         evaluate_at_start=config.evaluate.at_start,
@@ -62,6 +64,10 @@ def train_model(rank: Rank) -> None:
     except Interrupted:
         if state.step:  # else nothing is lost
             checkpoints.save(state)
+        raise
+    except Diverged as error:
+        state.stop_reason, state.divergence = "training has diverged", state.divergence or error.what
+        run_on_first(lambda: write_report(rank.folder.path, plan, config, state, rank.measured))  # all ranks have come here
         raise
     finally:
         for sink in sinks:
