@@ -36,7 +36,7 @@ def read_json(path: Path) -> Any | None:
     """The value, or None where there is no such file or no complete JSON in it (another process may be writing)."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, IsADirectoryError, ValueError, RecursionError):
         return None
 
 

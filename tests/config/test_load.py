@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -134,9 +135,18 @@ def test_an_empty_section_is_its_defaults(tmp_path):
         ("a.yaml", "- model\n", ["holds a list"]),
         ("a.json", "3", ["single value"]),
         ("a.txt", "x", [".yaml, .yml, .toml, .json"]),
-        ("a.yaml", "[" * 1500, ["not valid YAML"]),
-        ("a.json", "[" * 200000, ["not valid JSON"]),
-        ("a.yaml", "model: &a {name: *a}\ndata: &b [*b]\n", ["`data` is a section"]),
+        ("a.yaml", "[" * 1500, ["not valid YAML", "nested"]),
+        ("a.json", "[" * 200000, ["not valid JSON", "nested"]),
+        ("a.json", '{"name": ' + "[" * 100 + "]" * 100 + "}", ["nested more than"]),
+        ("a.toml", "a = " + "[" * 100 + "]" * 100, ["nested more than"]),
+        ("a.toml", "seed = " + "9" * 5000, ["not valid TOML"]),
+        ("a.yaml", "model: &a {name: *a}\n", ["not valid YAML", "line 1, column 8", "inside of what it repeats"]),
+        ("a.yaml", "&a\nmodel: {name: m}\ndata: *a\n", ["line 1", "inside of what it repeats"]),
+        ("a.yaml", "model: &a {name: m, <<: *a}\n", ["line 1", "inside of what it repeats"]),
+        ("a.yaml", "seed: !!bool maybe\n", ["line 1, column 7", "'maybe' is no bool", "without a tag"]),
+        ("a.yaml", "seed: !!timestamp soon\n", ["line 1, column 7", "timestamp", "without a tag"]),
+        ("a.yaml", 'output: {dir: "a\\0b"}\n', ["holds the character '\\x00'"]),
+        ("a.json", '{"output": {"dir": "\\ud800"}}', ["holds the character '\\ud800'"]),
     ],
 )
 def test_broken_files_say_where(tmp_path, name, text, said):
@@ -144,6 +154,46 @@ def test_broken_files_say_where(tmp_path, name, text, said):
     assert name in message
     for words in said:
         assert words in message
+
+
+def _fold(first: str, each: str, levels: int = 40) -> str:
+    """``levels`` lines that each name the one before nine times: 9^levels values in two kilobytes."""
+    lines = [f"a0: &a0 {first}"]
+    return "\n".join(lines + [f"a{i}: &a{i} " + each.replace("?", ", ".join([f"*a{i - 1}"] * 9)) for i in range(1, levels)])
+
+
+@pytest.mark.parametrize("text", [_fold("[x]", "[?]"), _fold("{x: 1}", "{<<: [?]}")], ids=["aliases", "merges"])
+def test_aliases_that_unfold_without_end_are_refused(tmp_path, text):
+    assert "aliases (*) unfold to more than" in str(refusal(write(tmp_path, text)))
+    assert "`data.template_arguments`: got" in str(
+        refusal(write(tmp_path, BASE), "data.template_arguments=" + "{x: &a [1], y: &b [*a, *b]}")
+    )
+
+
+def test_places_that_an_alias_shares_are_read_apart(tmp_path):
+    """One wrong key in a branch that stands at two places is named at both."""
+    message = str(refusal(write(tmp_path, "model: &a {name: m, trian: x}\ndata: *a\n")))
+    assert "`model.trian`" in message and "`data.trian`" in message and "`data.name`" in message
+
+
+def test_what_is_no_file_of_text_is_not_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe.yaml")
+    assert "no regular file" in str(refusal(tmp_path / "pipe.yaml"))
+    with open(tmp_path / "long.yaml", "wb") as file:
+        file.truncate(1 << 40)
+    assert "too long" in str(refusal(tmp_path / "long.yaml")) and "data.train" in str(refusal(tmp_path / "long.yaml"))
+    assert "cannot be read" in str(refusal(Path("a\0b.yaml")))
+
+
+def test_a_home_that_nobody_has_is_named_with_its_key(tmp_path):
+    overrides = ["output.dir=~nosuchuser/runs", "data.cache=~nosuchuser/cache", "data.train=~nosuchuser/rows.jsonl"]
+    error = refusal(write(tmp_path, BASE), *overrides)
+    assert len(error.details) == 3 and all("'nosuchuser'" in detail for detail in error.details)
+    assert "`output.dir: ~nosuchuser/runs`" in error.details[1] + error.details[0]
+
+
+def test_an_override_that_is_not_text_is_named(tmp_path):
+    assert "is not UTF-8 text" in str(refusal(write(tmp_path, BASE), os.fsdecode(b"output.dir=\xff")))
 
 
 def test_a_missing_file_names_its_neighbours(tmp_path):

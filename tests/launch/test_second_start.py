@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -144,6 +145,65 @@ def test_a_start_that_fails_leaves_no_folder(world):
     with pytest.raises(UserError, match="no such file"):
         prepare()
     assert not world.run.path.exists()
+
+
+@pytest.mark.parametrize(
+    ("output", "said"),
+    [
+        ("/proc/nowhere", "cannot be written"),  # read-only, for root too
+        ("/sys/kernel", "cannot be written"),
+        ("file", "Not a directory"),
+        ("file/below", "Not a directory"),
+        ("long" * 80, "File name too long"),
+        ("deep/" * 1000, "File name too long"),
+    ],
+)
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_folder_that_cannot_be_written_is_named(world, tmp_path, output, said, fresh):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="folder cannot be written") as refused:
+        prepare(fresh=fresh, **{"output.dir": output})
+    assert said in str(refused.value) and "output.dir" in refused.value.fix and refused.value.where.endswith("demo")
+
+
+def test_a_folder_that_turns_read_only_while_it_is_planned_is_named(world, monkeypatch):
+    def refuse(path, text):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr("manyhands.launch.run_folder.write_atomically", refuse)
+    with pytest.raises(UserError, match="folder cannot be written") as refused:
+        prepare()
+    assert "Permission denied" in refused.value.why and "run.json" in refused.value.why
+
+
+@pytest.mark.parametrize("damage", ["{", "null", "[]", '{"number": 3}', "\x00", "[" * 100_000])
+def test_a_damaged_plan_is_named_and_nothing_is_touched(world, damage):
+    prepare()
+    pretend_checkpoint(world.run, 5)
+    (world.run.plans / "001.json").write_text(damage)
+    before = files_in(world.run.path)
+    with pytest.raises(UserError, match="plan is damaged") as refused:
+        prepare()
+    assert refused.value.where.endswith("plans/001.json") and "--fresh" in refused.value.fix
+    world.run.write_status("finished")
+    with pytest.raises(UserError, match="plan is damaged"):
+        prepare()
+    assert files_in(world.run.path) == before
+
+
+def test_a_plan_that_is_gone_is_named_and_its_pointer_is_not_needed(world):
+    prepare()
+    pretend_checkpoint(world.run, 5)
+    world.run.plan_json.unlink()
+    world.run.status_json.write_text("[1]")
+    assert prepare().plan.number == 2
+    world.run.plan_json.write_text('{"newest": "../../../etc/passwd"}')
+    assert world.run.read_plan().number == 2
+    for path in world.run.plans.glob("*.json"):
+        path.unlink()
+    with pytest.raises(UserError, match="has no plan") as refused:
+        prepare()
+    assert "removed" in refused.value.why
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,14 @@ from pydantic import ValidationError
 
 from manyhands.config.checks import check
 from manyhands.config.keys import Key, nearest, sections, show, table, wrong_value
-from manyhands.config.read import parse_yaml_value, read_source
+from manyhands.config.read import NO_TEXT, parse_yaml_value, read_source
 from manyhands.config.schema import RunConfig
+from manyhands.config.source_checks import list_sources
 from manyhands.config.source_list import drop_wrong_sources, list_paths, open_source
 from manyhands.errors import UserError
 
 PATH_KEYS = ("model.name", "model.chat_template", "method.adapter")
+HOME_KEYS = (*PATH_KEYS, "data.cache", "output.dir")
 IN_SOURCE = re.compile(r"(data\.(?:train|validation))\[(\d+)\]\.(\w+)")
 MAX_FINDINGS = 20
 
@@ -57,6 +59,8 @@ def _apply_overrides(mapping: dict[str, Any], overrides: Sequence[str], origins:
         path = path.strip().removeprefix("--")
         if not equals:
             findings.append(f"command line: {show(override)} is not an override; write section.key=value, such as batch.rows=32")
+        elif NO_TEXT.search(override):
+            findings.append(f"command line: {ascii(override[:60])} is not UTF-8 text, and a run file holds nothing else")
         elif path in sections():
             findings.append(f"command line: `{path}` is a section; write {path}.key=value, `manyhands config {path}` lists its keys")
         elif path in table():
@@ -149,10 +153,26 @@ def _validate(mapping: dict[str, Any], where: str, origins: Mapping[str, str], f
             config = RunConfig.model_validate(mapping)
         except ValidationError:  # too broken to look for contradictions as well
             raise _error(findings, where) from None
-    findings += check(config)
+    findings += [*check(config), *_check_users(config)]
     if findings:
         raise _error(findings, where)
     return config
+
+
+def _check_users(config: RunConfig) -> list[str]:
+    """Paths that begin with ``~name`` of a user that this machine does not know."""
+    places = {path: getattr(getattr(config, section), leaf) for path in HOME_KEYS for section, _, leaf in [path.partition(".")]}
+    places |= {f"{asked.place}.path": asked.source.path for asked in list_sources(config)}
+    findings = []
+    for path, value in places.items():
+        try:
+            if isinstance(value, str) and value.startswith("~"):
+                Path(value).expanduser()
+        except RuntimeError:
+            user = Path(value).parts[0]
+            fix = f"write the whole path, or ./{user} for a folder of that name"
+            findings.append(f"`{path}: {show(value)}`: no home of the user {user[1:]!r} is known here: {fix}")
+    return findings
 
 
 def _error(findings: list[str], where: str) -> UserError:

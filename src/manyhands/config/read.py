@@ -1,7 +1,8 @@
 """One run file (YAML, TOML or JSON) to a plain mapping. Knows the three syntaxes, not the schema.
 
 YAML is read by the rules of YAML 1.2, as people expect it: ``1e-4`` is a number, ``no`` and ``on`` are text, ``010`` is
-ten, dates are text. A key given twice is an error in every syntax.
+ten, dates are text. A key given twice is an error in every syntax. What a file may cost is bounded: its size, the values
+that it unfolds to (YAML's aliases repeat whole branches), and how deep they are nested.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,11 @@ import yaml
 from manyhands.errors import UserError
 
 SUFFIXES = (".yaml", ".yml", ".toml", ".json")
+MAX_BYTES = 2 << 20  # PyYAML reads some 100 kB a second
+MAX_VALUES = 100_000  # with aliases written out
+MAX_DEPTH = 60
+NO_TEXT = re.compile("[\0\ud800-\udfff]")  # no file's name holds a zero, no file of text half a surrogate pair
+CORE_TAGS = ("null", "bool", "int", "float", "str", "seq", "map")
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,9 @@ class _Loader(yaml.SafeLoader):
     """YAML 1.2's scalars on PyYAML's safe loader; collects keys that are given twice."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+    yaml_constructors = {
+        tag: construct for tag, construct in yaml.SafeLoader.yaml_constructors.items() if tag is None or tag.rsplit(":", 1)[-1] in CORE_TAGS
+    }
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -53,6 +62,44 @@ class _Loader(yaml.SafeLoader):
             seen.add(key_node.value)
         return super().construct_mapping(node, deep)
 
+    def get_single_node(self) -> yaml.Node | None:
+        """The document, if what it unfolds to is bounded: merges (``<<``) copy what they name while values are made."""
+        node = super().get_single_node()
+        if node is not None:
+            _count_values(node, {})
+        return node
+
+
+def _count_values(node: yaml.Node, counted: dict[int, int | None]) -> int:
+    """Values below a node, each alias as many as it stands for. ``counted`` holds None for a node that is being counted."""
+    if id(node) in counted:
+        number = counted[id(node)]
+        if number is None:
+            raise yaml.constructor.ConstructorError(None, None, "an alias (*) stands inside of what it repeats", node.start_mark)
+        return number
+    counted[id(node)] = None
+    number = 1
+    if isinstance(node, yaml.CollectionNode):
+        for item in node.value:
+            number += sum(_count_values(part, counted) for part in (item if isinstance(item, tuple) else (item,)))
+    if number > MAX_VALUES:
+        problem = f"its aliases (*) unfold to more than {MAX_VALUES:,} values"
+        raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+    counted[id(node)] = number
+    return number
+
+
+def _checked(kind: str, construct: Callable[[Any, Any], Any]) -> None:
+    """A scalar with a tag of its own (``!!bool maybe``) may hold any text: what is none of the kind is an error of the file."""
+
+    def check(loader: _Loader, node: yaml.ScalarNode) -> Any:
+        try:
+            return construct(loader, node)
+        except (KeyError, ValueError, AttributeError):
+            raise yaml.constructor.ConstructorError(None, None, f"{str(node.value)[:40]!r} is no {kind}", node.start_mark) from None
+
+    _Loader.add_constructor(f"tag:yaml.org,2002:{kind}", check)
+
 
 def _resolve(tag: str, pattern: str, first: str) -> None:
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(f"^(?:{pattern})$"), list(first) or [""])
@@ -68,13 +115,15 @@ _resolve(
     "-+.0123456789",
 )
 _resolve("merge", "<<", "<")
-_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+_checked("int", _Loader.construct_yaml_int)
+_checked("bool", _Loader.construct_yaml_bool)
+_checked("float", _Loader.construct_yaml_float)
 
 
 def parse_yaml_value(text: str) -> Any:
     """One value as it could stand in the file (``1e-4``, ``[q_proj, v_proj]``, ``true``). Raises ``ValueError``."""
     try:
-        return _Loader(text).get_single_data()
+        return _copy_plain(_Loader(text).get_single_data())
     except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(str(error)) from error
 
@@ -92,7 +141,23 @@ def read_source(path: Path) -> Source:
     if not isinstance(data, dict):
         kind = "list" if isinstance(data, list) else "single value"
         raise UserError(f"the run file holds a {kind}, not sections with keys", where=where, fix="start it with `model:` and `data:`")
-    return Source(data, where, lines)
+    try:
+        return Source(_copy_plain(data), where, lines)
+    except ValueError as error:
+        raise UserError("the run file cannot be used", where=where, why=str(error)) from None
+
+
+def _copy_plain(value: Any, depth: int = 1) -> Any:
+    """A copy in which no two places share a list or a mapping, as YAML's aliases do. Raises ``ValueError``."""
+    if depth > MAX_DEPTH:
+        raise ValueError(f"its values are nested more than {MAX_DEPTH} deep")
+    if isinstance(value, dict):
+        return {_copy_plain(key, depth + 1): _copy_plain(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_copy_plain(item, depth + 1) for item in value]
+    if isinstance(value, str) and (bad := NO_TEXT.search(value)):
+        raise ValueError(f"{ascii(value[:40])} holds the character {ascii(bad[0])}, which no text has")
+    return value
 
 
 def _read_text(path: Path) -> str:
@@ -101,6 +166,11 @@ def _read_text(path: Path) -> str:
     if path.suffix.lower() not in SUFFIXES:
         raise UserError(f"a run file ends in {', '.join(SUFFIXES)}", where=str(path), fix="rename it")
     try:
+        if path.exists() and not path.is_file():
+            raise UserError("this is no regular file", where=str(path), why="it is a pipe, a socket or a device", fix="name a run file")
+        if path.stat().st_size > MAX_BYTES:
+            why = f"it has {path.stat().st_size:,} bytes, a run file at most {MAX_BYTES:,}"
+            raise UserError("the run file is too long", where=str(path), why=why, fix="rows belong into a file that data.train names")
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         files = path.parent.glob("*") if path.parent.is_dir() else ()
@@ -109,8 +179,9 @@ def _read_text(path: Path) -> str:
         raise UserError("the run file does not exist", where=str(path), fix=fix) from None
     except UnicodeDecodeError as error:
         raise UserError("the run file is not UTF-8 text", where=f"{path}, byte {error.start}", fix="save it as UTF-8") from None
-    except OSError as error:
-        raise UserError("the run file cannot be read", where=str(path), why=error.strerror or str(error)) from None
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        why = error.strerror if isinstance(error, OSError) else None
+        raise UserError("the run file cannot be read", where=str(path), why=why or str(error)) from None
 
 
 def _read_yaml(text: str, where: str) -> tuple[Any, dict[str, int]]:
@@ -121,14 +192,16 @@ def _read_yaml(text: str, where: str) -> tuple[Any, dict[str, int]]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         at = f"{where}, line {mark.line + 1}, column {mark.column + 1}" if mark else where
-        tab = mark is not None and "\\t" in (error.problem or "")
-        fix = "indent with spaces, YAML allows no tabs" if tab else "see the lines just above as well"
-        raise UserError("the run file is not valid YAML", where=at, why=error.problem or str(error), fix=fix) from None
+        why = error.problem or str(error)
+        fix = "indent with spaces, YAML allows no tabs" if mark is not None and "\\t" in why else "see the lines just above as well"
+        if isinstance(error, yaml.constructor.ConstructorError):  # the syntax is right, a value is not
+            fix = "write the value without a tag (!!) or alias (*)"
+        raise UserError("the run file is not valid YAML", where=at, why=why, fix=fix) from None
     except yaml.reader.ReaderError as error:
         at = f"{where}, line {text.count(chr(10), 0, error.position) + 1}"
         raise UserError("the run file holds a character that YAML does not allow", where=at, why=error.reason) from None
-    except (RecursionError, ValueError) as error:
-        raise UserError("the run file is not valid YAML", where=where, why=str(error)) from None
+    except RecursionError:
+        raise UserError("the run file is not valid YAML", where=where, why="it is nested too deeply") from None
     _refuse_duplicates(loader.duplicates, where)
     return data, _key_lines(node)
 
@@ -155,6 +228,8 @@ def _read_toml(text: str, where: str) -> Any:
         raise UserError("the run file is not valid TOML", where=where, why=str(error)) from None
     except RecursionError:
         raise UserError("the run file is not valid TOML", where=where, why="it is nested too deeply") from None
+    except ValueError as error:  # a number of thousands of digits, a day that no calendar has
+        raise UserError("the run file is not valid TOML", where=where, why=str(error)) from None
 
 
 def _read_json(text: str, where: str) -> Any:
@@ -172,7 +247,9 @@ def _read_json(text: str, where: str) -> Any:
     except json.JSONDecodeError as error:
         at = f"{where}, line {error.lineno}, column {error.colno}"
         raise UserError("the run file is not valid JSON", where=at, why=error.msg) from None
-    except (RecursionError, ValueError) as error:
+    except RecursionError:
+        raise UserError("the run file is not valid JSON", where=where, why="it is nested too deeply") from None
+    except ValueError as error:
         raise UserError("the run file is not valid JSON", where=where, why=str(error)) from None
     _refuse_duplicates(duplicates, where)
     return data

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from manyhands.config.schema import RunConfig
 from manyhands.errors import UserError
 from manyhands.launch.lock import FolderLock
-from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.run_folder import RunFolder, refuse_unusable
 from manyhands.launch.second_start import find_run, folder_of, fresh_name
 from manyhands.plan.types import Plan
 
@@ -59,23 +59,27 @@ def prepare_run(
     writes the same two files and nothing else. A start that fails here leaves no new folder behind.
     Raises UserError: another run stands in the folder, it is running, or anything that facts and plan refuse.
     """
-    if fresh:
-        config = fresh_name(config)
     folder = folder_of(config)
-    if find_run(folder, config) == "finished":
-        return Prepared(folder, config, folder.read_plan(), resume=False, finished=True)
-    was_there = folder.path.exists()
-    folder.path.mkdir(parents=True, exist_ok=True)
-    lock = FolderLock(folder, report)
+    with refuse_unusable(folder):
+        if fresh:
+            config = fresh_name(config)
+            folder = folder_of(config)
+        if find_run(folder, config) == "finished":
+            return Prepared(folder, config, folder.read_plan(), resume=False, finished=True)
+        was_there = folder.path.exists()
+        folder.path.mkdir(parents=True, exist_ok=True)
+        lock = FolderLock(folder, report)
     try:
         find_run(folder, config)  # again, now that nobody else writes: another start may have been faster
-        folder.remove_temporaries()
+        with refuse_unusable(folder):
+            folder.remove_temporaries()
         plan = _plan_launch(config, folder, world_size, local_world_size, report)
-        folder.create()
-        folder.write_config(config)
-        folder.write_plan(plan)
-        if not dry_run:
-            folder.clear_ranks()
+        with refuse_unusable(folder):
+            folder.create()
+            folder.write_config(config)
+            folder.write_plan(plan)
+            if not dry_run:
+                folder.clear_ranks()
     except BaseException:
         if not was_there:
             _remove_empty(folder)

@@ -15,6 +15,8 @@ import os
 import re
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -76,6 +78,8 @@ class RunFolder:
             return RunConfig.model_validate_json(self.run_json.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise UserError("this folder holds no run", where=str(self.path), why="there is no run.json in it") from None
+        except OSError as error:
+            raise UserError("run.json cannot be read", where=str(self.run_json), why=error.strerror or str(error)) from None
         except (ValidationError, UnicodeDecodeError) as error:
             reason = "; ".join(_say(finding) for finding in error.errors()[:5]) if isinstance(error, ValidationError) else str(error)
             raise UserError(
@@ -99,7 +103,7 @@ class RunFolder:
 
     def newest_plan_number(self) -> int:
         """0 before the first plan."""
-        names = (re.fullmatch(r"(\d+)\.json", path.name) for path in self.plans.glob("*.json"))
+        names = (re.fullmatch(r"(\d{3,9})\.json", path.name) for path in self.plans.glob("*.json"))
         return max((int(match[1]) for match in names if match), default=0)
 
     def write_plan(self, plan: Plan) -> Path:
@@ -113,11 +117,19 @@ class RunFolder:
         return path
 
     def read_plan(self) -> Plan:
-        """The plan that plan.json points to. UserError where there is none."""
-        pointer = read_json(self.plan_json)
-        if not isinstance(pointer, dict) or "newest" not in pointer:
-            raise UserError("this run has no plan", where=str(self.plan_json), fix="start it with `manyhands train`")
-        return Plan.model_validate_json((self.path / pointer["newest"]).read_text(encoding="utf-8"))
+        """The newest plan, by the files' numbers: plan.json is for people. UserError where there is none that can be read."""
+        number = self.newest_plan_number()
+        path = self.plans / f"{number:03d}.json"
+        fix = "put the file back, or take --fresh for a new run; nothing in this folder was touched"
+        if number == 0:
+            started = "its files were removed; " if self.was_started() else "it was never planned; "
+            raise UserError("this run has no plan", where=str(self.plans), why=f"{started}there is no {path.parent.name}/001.json", fix=fix)
+        try:
+            return Plan.model_validate_json(path.read_text(encoding="utf-8"))
+        except (ValidationError, UnicodeDecodeError, OSError) as error:
+            reason = "; ".join(_say(finding) for finding in error.errors()[:5]) if isinstance(error, ValidationError) else str(error)
+            what = "the run's plan is damaged, or was not written by this version of manyhands"
+            raise UserError(what, where=str(path), why=reason, fix=fix) from None
 
     # Where it stands.
 
@@ -127,7 +139,8 @@ class RunFolder:
 
     def read_status(self) -> dict[str, Any]:
         """status.json, or ``{}``."""
-        return read_json(self.status_json) or {}
+        status = read_json(self.status_json)
+        return status if isinstance(status, dict) else {}
 
     @property
     def is_finished(self) -> bool:
@@ -157,6 +170,20 @@ class RunFolder:
     def clear_ranks(self) -> None:
         """Forgets heartbeats and failures of an earlier launch."""
         shutil.rmtree(self.ranks, ignore_errors=True)
+
+
+@contextmanager
+def refuse_unusable(folder: RunFolder) -> Iterator[None]:
+    """What the file system refuses of the folder itself, as a UserError: no rights, no room, a name too long, a file in the way."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            "the run's folder cannot be written",
+            where=str(folder.path),
+            why=f"{error.strerror or error}: {error.filename}" if error.filename else str(error),
+            fix="choose another output.dir (or name), or mend the rights of this one",
+        ) from error
 
 
 def _say(finding: Any) -> str:
