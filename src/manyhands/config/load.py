@@ -60,7 +60,7 @@ def _apply_overrides(mapping: dict[str, Any], overrides: Sequence[str], origins:
         if not equals:
             findings.append(f"command line: {show(override)} is not an override; write section.key=value, such as batch.rows=32")
         elif NO_TEXT.search(override):
-            findings.append(f"command line: {ascii(override[:60])} is not UTF-8 text, and a run file holds nothing else")
+            findings.append(f"command line: {override[:60]!a} is not UTF-8 text, and a run file holds nothing else")
         elif path in sections():
             findings.append(f"command line: `{path}` is a section; write {path}.key=value, `manyhands config {path}` lists its keys")
         elif path in table():

@@ -156,7 +156,7 @@ def _copy_plain(value: Any, depth: int = 1) -> Any:
     if isinstance(value, list):
         return [_copy_plain(item, depth + 1) for item in value]
     if isinstance(value, str) and (bad := NO_TEXT.search(value)):
-        raise ValueError(f"{ascii(value[:40])} holds the character {ascii(bad[0])}, which no text has")
+        raise ValueError(f"{value[:40]!a} holds the character {bad[0]!a}, which no text has")
     return value
 
 
