@@ -180,8 +180,8 @@ def _read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise UserError("the run file is not UTF-8 text", where=f"{path}, byte {error.start}", fix="save it as UTF-8") from None
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
-        why = error.strerror if isinstance(error, OSError) else None
-        raise UserError("the run file cannot be read", where=str(path), why=why or str(error)) from None
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise UserError("the run file cannot be read", where=str(path), why=reason) from None
 
 
 def _read_yaml(text: str, where: str) -> tuple[Any, dict[str, int]]:
