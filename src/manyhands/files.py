@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,32 @@ def read_json(path: Path) -> Any | None:
         return json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, IsADirectoryError, ValueError, RecursionError):
         return None
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of JSON from outside. Raises ``ValueError`` with place and reason in words, also for nesting without end."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"line {error.lineno}, column {error.colno}: {describe_json_fault(error)}") from None
+    except UnicodeDecodeError:
+        raise ValueError("it is not UTF-8 text") from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def describe_json_fault(error: json.JSONDecodeError) -> str:
+    """What is wrong at the place where reading stopped; the library's words say what it expected there."""
+    before, rest = error.doc[max(0, error.pos - 200) : error.pos].rstrip(), error.doc[error.pos : error.pos + 200].lstrip()
+    if rest.startswith(("//", "/*", "#")):
+        return f"JSON has no comments, and {rest[:2].strip()} begins one"
+    if rest[:1] in ("}", "]") and before.endswith(","):
+        return f"a comma too many before {rest[0]}"
+    if rest.startswith("'"):
+        return "JSON puts text into double quotes, not single ones"
+    if word := re.match(r"(True|False|None)\b", rest):
+        return f"JSON writes true, false and null, not {word[0]}"
+    return error.msg.removesuffix(" at")
 
 
 def sync(path: Path) -> None:

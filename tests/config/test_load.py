@@ -192,6 +192,12 @@ def test_a_home_that_nobody_has_is_named_with_its_key(tmp_path):
     assert "`output.dir: ~nosuchuser/runs`" in error.details[1] + error.details[0]
 
 
+def test_a_path_that_is_too_long_is_named_with_its_key(tmp_path):
+    keys = ("output.dir", "data.cache", "data.train", "model.name", "model.chat_template", "method.adapter")
+    error = refusal(write(tmp_path, BASE), *(f"{key}={'long' * 100}" for key in keys))
+    assert len(error.details) == 6 and all("File name too long" in detail for detail in error.details)
+
+
 def test_an_override_that_is_not_text_is_named(tmp_path):
     assert "is not UTF-8 text" in str(refusal(write(tmp_path, BASE), os.fsdecode(b"output.dir=\xff")))
 

@@ -206,7 +206,7 @@ def test_another_weight_gives_another_digest(folder: Path):
         ({"quantization_config": {"bits": 4}}, "quantised, which is not supported yet"),
         ({"is_encoder_decoder": True}, "has an encoder"),
         ({"hidden_size": None}, "no decoder of a kind that is known here"),
-        ({"vocab_size": "many"}, "sizes that are no positive integers"),
+        ({"vocab_size": "many"}, "vocab_size: .many. is not a whole number of at least 1"),
     ],
 )
 def test_models_that_are_not_supported(more: dict, words: str, tmp_path: Path):
@@ -219,6 +219,97 @@ def test_models_that_are_not_supported(more: dict, words: str, tmp_path: Path):
 def test_window_layers_are_dense_attention(tmp_path: Path):
     write_config(tmp_path, layer_types=["sliding_attention", "full_attention", "full_attention"], num_experts=0)
     assert read_model_facts(tmp_path, "tiny", "random").num_layers == 3
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"model_type": ["llama"]}, "model_type: \"['llama']\" is not text"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers: '1000000000' is not a whole number from 1 to 10,000"),
+        ({"num_hidden_layers": True}, "num_hidden_layers: 'True'"),
+        ({"vocab_size": 10**30}, "vocab_size"),
+        ({"hidden_size": 2.5, "head_dim": "x", "num_key_value_heads": -1}, "num_key_value_heads"),
+        ({"num_attention_heads": 3}, "3 is no multiple of num_key_value_heads: 2"),
+        ({"max_position_embeddings": "many"}, "max_position_embeddings"),
+        ({"sliding_window": {}}, "sliding_window"),
+        ({"attn_logit_softcapping": "x"}, "attn_logit_softcapping: 'x' is not a number"),
+        ({"tie_word_embeddings": "maybe"}, "tie_word_embeddings: 'maybe' is not a truth value"),
+        ({"layer_types": 3}, "layer_types: '3' is not a list of texts"),
+        ({"layer_types": [["full_attention"]]}, "layer_types"),
+        ({"per_layer_config": [1]}, "per_layer_config"),
+        ({"text_config": 3}, "text_config: '3' is not a mapping"),
+        ({"vision_config": {}, "text_config": {"model_type": "llama", "num_hidden_layers": "3"}}, "num_hidden_layers: '3'"),
+        ({"vision_config": {}, "text_config": {"model_type": "llama", "intermediate_size": [3, "x"]}}, "intermediate_size"),
+    ],
+)
+def test_values_of_the_wrong_kind_are_named(more: dict, words: str, tmp_path: Path):
+    write_config(tmp_path, **more)
+    with pytest.raises(UserError, match=r"wrong kind|no model can have") as caught:
+        read_model_facts(tmp_path, "m", "random")
+    assert words in str(caught.value) and caught.value.where.endswith("config.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[" * 100_000, "nested too deeply"),
+        ("[]", "not an object"),
+        ('{"a": 1, // one\n}', "line 1, column 10: JSON has no comments, and // begins one"),
+        ('{"a": 1,\n}', "a comma too many before }"),
+        ("{'a': 1}", "double quotes"),
+        ('{"a": True}', "JSON writes true, false and null, not True"),
+        (b"\xff\xfe\x00", "not UTF-8"),
+    ],
+)
+def test_a_config_that_is_no_json_says_why(text: str | bytes, words: str, tmp_path: Path):
+    (tmp_path / "config.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(UserError, match=r"config.json is broken") as caught:
+        read_model_facts(tmp_path, "m", "random")
+    assert words in caught.value.why
+
+
+def _entry(**more: object) -> dict:
+    return {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]} | more
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"a": _entry(dtype=["F32"])},
+        {"a": _entry(shape=["2", "3"])},
+        {"a": _entry(shape=[-2, -3])},
+        {"a": _entry(shape=[True, 6])},
+        {"a": _entry(data_offsets=[0])},
+        {"a": _entry(data_offsets="024")},
+        {"a": _entry(dtype="F64")},
+        {"a": _entry(), "b": _entry()},
+        {"a": [1]},
+        ["a"],
+    ],
+)
+def test_headers_of_the_wrong_kind(entries: object, folder: Path):
+    text = json.dumps(entries).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(24))
+    with pytest.raises(UserError, match="weights file is broken") as caught:
+        read_model_facts(folder, "m", "pretrained")
+    assert "header is not what the format asks for" in caught.value.why
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        "[" * 100_000,
+        "[]",
+        '{"weight_map": 3}',
+        '{"weight_map": {"a": 3}}',
+        '{"weight_map": {"a": ["b"]}}',
+        '{"weight_map": {"a": "\\u0000"}}',
+    ],
+)
+def test_an_index_of_the_wrong_kind(index: str, folder: Path):
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(UserError, match="index of the model's weights cannot be read"):
+        read_model_facts(folder, "m", "pretrained")
 
 
 def test_no_config(tmp_path: Path):
@@ -257,7 +348,7 @@ def test_pickles_are_refused(tmp_path: Path):
         (b"", "its header should be"),
         (b"\xff" * 64, "its header should be"),
         (struct.pack("<Q", 4) + b"{no}", "not what the format asks for"),
-        (struct.pack("<Q", 10) + b'{"a": {}} ', "no key 'dtype'"),
+        (struct.pack("<Q", 10) + b'{"a": {}} ', "no key 'data_offsets'"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "git-lfs pointer"),
     ],
 )

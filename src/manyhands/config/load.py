@@ -153,25 +153,28 @@ def _validate(mapping: dict[str, Any], where: str, origins: Mapping[str, str], f
             config = RunConfig.model_validate(mapping)
         except ValidationError:  # too broken to look for contradictions as well
             raise _error(findings, where) from None
-    findings += [*check(config), *_check_users(config)]
+    findings += [*check(config), *_check_paths(config)]
     if findings:
         raise _error(findings, where)
     return config
 
 
-def _check_users(config: RunConfig) -> list[str]:
-    """Paths that begin with ``~name`` of a user that this machine does not know."""
+def _check_paths(config: RunConfig) -> list[str]:
+    """Paths that this machine cannot even look for: ``~name`` of a user it does not know, names too long, folders without rights."""
     places = {path: getattr(getattr(config, section), leaf) for path in HOME_KEYS for section, _, leaf in [path.partition(".")]}
     places |= {f"{asked.place}.path": asked.source.path for asked in list_sources(config)}
     findings = []
     for path, value in places.items():
+        if not isinstance(value, str) or (path == "model.chat_template" and "{" in value):
+            continue
         try:
-            if isinstance(value, str) and value.startswith("~"):
-                Path(value).expanduser()
+            Path(value).expanduser().exists()
         except RuntimeError:
             user = Path(value).parts[0]
             fix = f"write the whole path, or ./{user} for a folder of that name"
             findings.append(f"`{path}: {show(value)}`: no home of the user {user[1:]!r} is known here: {fix}")
+        except OSError as error:
+            findings.append(f"`{path}: {show(value)}`: this path cannot be looked for ({error.strerror}): name another one")
     return findings
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from manyhands.errors import UserError
+from manyhands.files import describe_json_fault
 
 SUFFIXES = (".yaml", ".yml", ".toml", ".json")
 MAX_BYTES = 2 << 20  # PyYAML reads some 100 kB a second
@@ -246,7 +247,7 @@ def _read_json(text: str, where: str) -> Any:
         data = json.loads(text, object_pairs_hook=keep_unique)
     except json.JSONDecodeError as error:
         at = f"{where}, line {error.lineno}, column {error.colno}"
-        raise UserError("the run file is not valid JSON", where=at, why=error.msg) from None
+        raise UserError("the run file is not valid JSON", where=at, why=describe_json_fault(error)) from None
     except RecursionError:
         raise UserError("the run file is not valid JSON", where=where, why="it is nested too deeply") from None
     except ValueError as error:

@@ -19,6 +19,7 @@ from manyhands.data.findings import Findings
 from manyhands.data.rows import Part, Row
 from manyhands.data.text_rows import fault_of
 from manyhands.errors import UserError
+from manyhands.files import describe_json_fault
 
 CHUNK_BYTES = 1 << 20
 MAX_OBJECT_BYTES = 256 << 20
@@ -68,7 +69,7 @@ class _Scanner:
                 near_end = error.pos >= len(self._buffer) - CUT_CHARACTERS or error.msg.startswith("Unterminated string")
                 if not (near_end and self._read()):
                     self._advance(min(error.pos, len(self._buffer)))
-                    raise _Broken(f"broken JSON: {error.msg.removesuffix(' at')}") from None
+                    raise _Broken(f"broken JSON: {describe_json_fault(error)}") from None
             except (ValueError, RecursionError) as error:
                 raise _Broken(f"broken JSON: {error}") from None
 

@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from manyhands.files import describe_json_fault
 from manyhands.data.text_rows import is_encodable
 
 Message = dict[str, Any]
@@ -165,7 +166,7 @@ def parse_json(text: str, what: str) -> Any:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise RowRefused(f"{what} is no JSON: {error.msg.removesuffix(' at')} at character {error.pos + 1}") from None
+        raise RowRefused(f"{what} is no JSON: {describe_json_fault(error)} at character {error.pos + 1}") from None
     except (ValueError, RecursionError) as error:
         raise RowRefused(f"{what} is no JSON: {error}") from None
     if "\\ud" in text.lower() and not is_encodable(value):

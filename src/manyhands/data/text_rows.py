@@ -22,6 +22,7 @@ from manyhands.data.files import MAX_LINE_BYTES, read_lines
 from manyhands.data.findings import Findings
 from manyhands.data.rows import Part, Row
 from manyhands.errors import UserError
+from manyhands.files import describe_json_fault
 
 SEPARATORS = ",;\t|"
 
@@ -33,7 +34,7 @@ def read_jsonl(part: Part, findings: Findings) -> Iterator[Row]:
         try:
             fields = json.loads(text)
         except json.JSONDecodeError as error:
-            findings.add(part.file, number, f"broken JSON: {error.msg.removesuffix(' at')} at column {error.colno}")
+            findings.add(part.file, number, f"broken JSON: {describe_json_fault(error)} at column {error.colno}")
             continue
         except (ValueError, RecursionError) as error:  # a number of too many digits; nesting without end
             findings.add(part.file, number, f"broken JSON: {error}")

@@ -12,11 +12,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from manyhands.config.schema import MethodSection, RunConfig
 from manyhands.errors import UserError
 from manyhands.facts.safetensors import read_header, read_headers
 from manyhands.facts.types import AdapterFacts
-from manyhands.files import refuse_outside_links
+from manyhands.files import parse_json, refuse_outside_links
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PEFT_PREFIX, FACTOR = "base_model.model.", ".lora_A.weight"
@@ -82,7 +84,9 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     """The fields of adapter_config.json. UserError for another kind than LoRA, or what our layers do not compute."""
     path = folder / CONFIG
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = parse_json(path.read_bytes())
+        if not isinstance(fields, dict):
+            raise ValueError("it is not an object")
     except (OSError, ValueError) as error:
         raise UserError("the adapter's configuration cannot be read", where=str(path), why=str(error)) from error
     beyond = [key for key in UNSUPPORTED if fields.get(key)]
@@ -104,26 +108,34 @@ def describe_method(folder: Path, fields: Mapping[str, Any]) -> MethodSection:
     too (layers, exclusions), the layers are those that the weights name.
     """
     targets = fields.get("target_modules")
+    if not isinstance(targets, str | list | None):
+        targets = [str(targets)]
     if any(fields.get(key) for key in ("layers_to_transform", "exclude_modules")) or not targets:
         targets = read_targets(folder)
     elif isinstance(targets, str):
         targets = targets if targets == "all-linear" else (f"re:{targets}",)
-    return MethodSection(
-        name="lora",
-        rank=fields["r"],
-        alpha=fields["lora_alpha"],
-        targets=targets if isinstance(targets, str) else tuple(sorted(targets)),
-        rslora=bool(fields.get("use_rslora")),
-        dora=bool(fields.get("use_dora")),
-        modules_to_save=tuple(fields.get("modules_to_save") or ()),
-        init="loftq" if belongs_to_nf4(folder) else "zero",
-    )
+    values = {
+        "name": "lora",
+        "rank": fields.get("r"),
+        "alpha": fields.get("lora_alpha"),
+        "targets": targets if isinstance(targets, str) else tuple(sorted(targets, key=str)),
+        "rslora": bool(fields.get("use_rslora")),
+        "dora": bool(fields.get("use_dora")),
+        "modules_to_save": fields.get("modules_to_save") or (),
+        "init": "loftq" if belongs_to_nf4(folder) else "zero",
+    }
+    try:
+        return MethodSection.model_validate(values)
+    except ValidationError as error:
+        found = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()[:20]]
+        raise UserError("the adapter's configuration has values of the wrong kind", where=str(folder / CONFIG), details=found) from None
 
 
 def belongs_to_nf4(folder: Path) -> bool:
     """Whether the adapter's weights say so."""
     header, _ = read_header(folder / WEIGHTS)
-    return BESIDE_NF4.items() <= json.loads(header).get("__metadata__", {}).items()
+    metadata = json.loads(header).get("__metadata__")
+    return isinstance(metadata, dict) and BESIDE_NF4.items() <= metadata.items()
 
 
 def needed_tokens(folder: Path) -> int:

@@ -7,10 +7,9 @@ Families without an entry are read as Llama's: what the headers say replaces the
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -18,6 +17,7 @@ from typing import Any, Literal, get_args
 from manyhands.errors import UserError
 from manyhands.facts.safetensors import TensorHeader, equal_bytes, find_weight_files, read_headers
 from manyhands.facts.types import ModelFacts
+from manyhands.files import parse_json
 
 StoredDtype = Literal["bfloat16", "float16", "float32", "float64"]
 STORED_DTYPES: dict[str, StoredDtype] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
@@ -29,6 +29,51 @@ TEXT_TENSOR = re.compile(r"(?:^|\.)(?:language_model|text_model|lm_head)\.|^mode
 BLOCK_TENSOR = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.(.+)$")
 TEXT_PREFIX = re.compile(r"^(?:model\.)?(language_model|text_model)\.(?:model\.)*(?!lm_head)|^model\.(?=(?:layers|embed_tokens|norm)\.)")
 HEAD_PREFIX = re.compile(r"^.*(?=\blm_head\.)")
+MAX_SIZE, MAX_LAYERS = 1 << 31, 10_000
+MEND_CONFIG = "mend config.json, or download the model again"
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 1 <= value <= MAX_SIZE
+
+
+# Of config.json's fields that are read here: what they must be, in words and as a check, and which ones.
+FIELD_KINDS: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
+    ("text", lambda value: isinstance(value, str), ("model_type",)),
+    (f"a whole number from 1 to {MAX_LAYERS:,}", lambda value: _is_size(value) and value <= MAX_LAYERS, ("num_hidden_layers",)),
+    (
+        "a whole number of at least 1",
+        _is_size,
+        ("hidden_size", "num_attention_heads", "vocab_size", "num_key_value_heads", "head_dim", "global_head_dim"),
+    ),
+    (
+        "a whole number of at least 1, or a list of them",
+        lambda value: all(map(_is_size, value if isinstance(value, list) else [value])),
+        ("intermediate_size",),
+    ),
+    ("a whole number", lambda value: type(value) is int and abs(value) <= MAX_SIZE, ("max_position_embeddings", "sliding_window")),
+    ("a number", lambda value: type(value) in (int, float), ("attn_logit_softcapping",)),
+    (
+        "a truth value",
+        lambda value: isinstance(value, bool),
+        ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "is_encoder_decoder"),
+    ),
+    (
+        "a list of texts",
+        lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
+        ("layer_types", "architectures"),
+    ),
+    (
+        "a mapping of layers",
+        lambda value: isinstance(value, dict) and all(key.isdecimal() and isinstance(own, dict) for key, own in value.items()),
+        ("per_layer_config",),
+    ),
+    (
+        "a mapping",
+        lambda value: isinstance(value, dict),
+        ("text_config", "vision_config", "audio_config", "quantization_config", "auto_map"),
+    ),
+)
 HEAD, EMBEDDINGS = "lm_head.weight", ".embed_tokens.weight"
 
 
@@ -73,6 +118,8 @@ def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "rando
     """
     path = folder / "config.json"
     whole_config, raw_config = _read_config(path)
+    check_kinds(whole_config, path)
+    check_kinds(whole_config.get("text_config") or {}, path)
     config = text_part(whole_config)
     check_supported(config, path)
     block = block_shapes(config)
@@ -189,9 +236,22 @@ def check_supported(config: Mapping[str, Any], path: Path) -> None:
             why=f"its config.json lacks {', '.join(missing)}",
             fix="use a model whose config.json has the usual names, such as Llama's",
         )
-    wrong = [f"{key}: {config[key]!r}" for key in NEEDED_KEYS if not isinstance(config[key], int) or config[key] < 1]
+    heads, groups = config["num_attention_heads"], config.get("num_key_value_heads") or config["num_attention_heads"]
+    wrong = [f"{key}: {config[key]!r}" for key in NEEDED_KEYS if not isinstance(config[key], int)]
+    wrong += [f"num_attention_heads: {heads} is no multiple of num_key_value_heads: {groups}"] if not wrong and heads % groups else []
     if wrong:
-        raise UserError("config.json has sizes that are no positive integers", where=str(path), details=wrong, fix="mend the file")
+        raise UserError("config.json has sizes that no model can have", where=str(path), details=wrong, fix=MEND_CONFIG)
+
+
+def check_kinds(config: Mapping[str, Any], path: Path) -> None:
+    """UserError for fields that are read here and hold another kind of value, or a size beyond every model. null is as if left out."""
+    wrong = []
+    for what, fits, keys in FIELD_KINDS:
+        wrong += [
+            f"{key}: {str(config[key])[:60]!r} is not {what}" for key in keys if config.get(key) is not None and not fits(config[key])
+        ]
+    if wrong:
+        raise UserError("the model's config.json has values of the wrong kind", where=str(path), details=wrong, fix=MEND_CONFIG)
 
 
 def block_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -269,10 +329,10 @@ def _read_config(path: Path) -> tuple[dict[str, Any], bytes]:
         adapter = (path.parent / "adapter_config.json").is_file()
         why = "it holds an adapter, which is no model by itself" if adapter else "there is no config.json in it"
         raise UserError("the folder is not a model's", where=str(path.parent), why=why, fix="give a hub name, or a folder with config.json")
-    raw = path.read_bytes()
     try:
-        config = json.loads(raw)
-    except ValueError as error:
+        raw = path.read_bytes()
+        config = parse_json(raw)
+    except (OSError, ValueError) as error:
         raise UserError("the model's config.json is broken", where=str(path), why=str(error), fix="download the model again") from error
     if not isinstance(config, dict):
         raise UserError("the model's config.json is broken", where=str(path), why="it is not an object", fix="download the model again")

@@ -68,8 +68,11 @@ def judge_packing(config: RunConfig, model: ModelFacts, report: Callable[[str], 
         report(f"packing: {model.model_type} was not measured; trying a shrunken copy")
         verdict = _probe(model.folder, config.model.trust_remote_code)
         if "crashed" not in verdict:
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            write_json(kept, verdict)
+            try:
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                write_json(kept, verdict)
+            except OSError as error:
+                report(f"note: the verdict is not kept, and is asked for again next time: {error}")
     if not verdict["trains"]:
         raise UserError(
             f"{model.model_type} cannot be trained here",

@@ -6,12 +6,13 @@ https://huggingface.co/docs/safetensors/index#format
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from manyhands.errors import UserError
+from manyhands.files import parse_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -70,9 +71,9 @@ def find_weight_files(folder: Path) -> list[Path]:
 
 def _shards(index: Path) -> list[Path]:
     try:
-        weight_map = json.loads(index.read_bytes())["weight_map"]
+        weight_map = parse_json(index.read_bytes())["weight_map"]
         names = sorted(set(weight_map.values()))
-        if not names or any(Path(name).name != name for name in names):
+        if not names or any(not isinstance(name, str) or Path(name).name != name or "\0" in name for name in names):
             raise ValueError("weight_map must name files of this folder")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
@@ -117,18 +118,33 @@ def read_header(path: Path) -> tuple[bytes, dict[str, TensorHeader]]:
         file.seek(8)
         header = file.read(length)
     try:
-        entries = json.loads(header)
+        entries = parse_json(header)
         entries.pop("__metadata__", None)
+        end = 0
+        for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
+            end = _check_entry(name, entry, end)
         tensors = {
-            name: TensorHeader(entry["dtype"], tuple(int(size) for size in entry["shape"]), 8 + length + int(entry["data_offsets"][0]))
+            name: TensorHeader(entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
             for name, entry in entries.items()
         }
-        end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise _broken(path, f"its header is not what the format asks for ({_say(error)})") from error
     if 8 + length + end != size:
         raise _broken(path, f"it should have {8 + length + end:,} bytes, and has {size:,}")
     return header, tensors
+
+
+def _check_entry(name: str, entry: Any, begin: int) -> int:
+    """Where the tensor's bytes end. ValueError unless they begin at ``begin``, as they follow one another, and are as many as it needs."""
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    numbers = [*shape, *offsets]
+    if not isinstance(dtype, str) or not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError(f"{name}: dtype {dtype!r}, shape {shape!r}, offsets {offsets!r}")
+    first, end = offsets
+    needed = math.prod(shape) * DTYPE_BITS[dtype] if dtype in DTYPE_BITS else 8 * (end - first)
+    if first != begin or 8 * (end - first) != needed:
+        raise ValueError(f"{name}: {dtype} of shape {shape} at the bytes {first:,} to {end:,}")
+    return end
 
 
 def equal_bytes(files: list[Path], first: str, second: str) -> bool:
