@@ -12,8 +12,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from manyhands.files import describe_json_fault
 from manyhands.data.text_rows import is_encodable
+from manyhands.files import describe_json_fault
 
 Message = dict[str, Any]
 
