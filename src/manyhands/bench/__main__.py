@@ -1,9 +1,10 @@
-"""The table of speed: rows not measured yet, the most valuable first, ours beside the peer's in one run; then the table.
+"""The table of speed: rows not measured yet, the most valuable first, ours beside the peers' in one run; then the table.
 
     python -m manyhands.bench --results bench/results/speed.jsonl [ROW ...]
     python -m manyhands.bench ROW --smallest                       # the smallest memory instead, see ``smallest.py``
 
-Each side of a row is a process group of its own with a limit of ten minutes, so that one that hangs costs only itself.
+Each side of a row (ours, TRL, Unsloth) is a process group of its own with a limit of ten minutes, so that one that hangs costs only
+itself. A row is measured when one run has all its sides: what is missing is measured anew together with the others.
 """
 
 from __future__ import annotations
@@ -17,18 +18,24 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from manyhands.bench.records import append, read
+from manyhands.bench.records import append, new_run, read
 from manyhands.bench.rows import BY_NAME, TABLE, Row
 from manyhands.bench.smallest import Attempt, describe, judge, planned_smallest, search, smallest
+from manyhands.bench.table import OURS, check, is_measured, print_table
 
 LIMIT_S = 600
 SMALLEST_STEPS, SMALLEST_LIMIT_S = 4, 150
-FLOOR = 1.05  # of the peer in the same run
-TOLERANCE = 0.05  # a ratio may fall by this share before the check fails
+MODULES = {
+    OURS: "manyhands.bench.case",
+    "trl": "manyhands.bench.peer",
+    "trl-packing": "manyhands.bench.peer",
+    "unsloth": "manyhands.bench.peer_unsloth",
+}
 
 
 def main() -> int:
@@ -41,7 +48,7 @@ def main() -> int:
         return 0
     num_gpus = count_gpus()
     results.parent.mkdir(parents=True, exist_ok=True)
-    run = time.strftime("%Y%m%dT%H%M%S")
+    run = new_run()
     for row in rows:
         world_size = min(row.gpus, options.gpus or row.gpus)
         if world_size > num_gpus and not options.shape:
@@ -50,10 +57,11 @@ def main() -> int:
         if options.smallest:
             find_smallest(row, world_size, results, options, run)
             continue
-        for side in sides(row, options):
-            if not options.again and is_measured(read(results), row, side, world_size):
-                print(f"{row.name} {side}: measured already")
-                continue
+        chosen = sides(row, options, world_size)
+        if not options.again and is_measured(read(results), row, chosen, world_size):
+            print(f"{row.name}: measured already ({', '.join(chosen)})")
+            continue
+        for side in chosen:
             measure(row, side, world_size, results, options, run)
     if options.smallest:
         return 0
@@ -62,7 +70,7 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="manyhands bench", description="Measure the speed table's rows, ours beside a peer's.")
+    parser = argparse.ArgumentParser(prog="manyhands bench", description="Measure the speed table's rows, ours beside the peers'.")
     parser.add_argument("rows", nargs="*", metavar="ROW", choices=[[], *BY_NAME], help=", ".join(BY_NAME))
     parser.add_argument(
         "--results", type=Path, default=Path("bench/results/speed.jsonl"), help="raw rows; what is there is not measured again"
@@ -71,10 +79,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, help="measure on at most so many GPUs; the row says so")
     parser.add_argument("--again", action="store_true", help="measure what is there already, too")
     parser.add_argument(
-        "--peer", choices=["auto", "no"], default="auto", help="auto measures TRL where trl, peft and liger-kernel are installed"
+        "--peer",
+        choices=["auto", "no"],
+        default="auto",
+        help="auto measures TRL where trl, peft and liger-kernel are installed, and Unsloth where it is",
     )
     parser.add_argument(
-        "--check", type=Path, help="compare the ratios to the peer with those of this file; exit code 1 where one fell by 5 %%"
+        "--check", type=Path, help="compare the ratios to the best peer with those of this file; exit code 1 where one fell by 5 %%"
     )
     parser.add_argument("--smallest", action="store_true", help="find the smallest GPU memory in which the rows still run")
     parser.add_argument("--max-runs", type=int, default=5, help="of one row with --smallest")
@@ -83,29 +94,37 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def sides(row: Row, options: argparse.Namespace) -> list[str]:
-    installed = all(importlib.util.find_spec(name) for name in ("trl", "peft", "liger_kernel"))
-    if options.peer == "no" or options.shape or not installed:
-        return ["manyhands"]
-    return ["manyhands", "trl"] + (["trl-packing"] if row.data == "mix" else [])
+def sides(
+    row: Row, options: argparse.Namespace, world_size: int, is_installed: Callable[[str], Any] = importlib.util.find_spec
+) -> list[str]:
+    """Who is measured: ours, TRL, and Unsloth with rows of one GPU."""
+    chosen = [OURS]
+    if options.peer == "no" or options.shape:
+        return chosen
+    if all(is_installed(name) for name in ("trl", "peft", "liger_kernel")):
+        chosen += ["trl"] + (["trl-packing"] if row.data == "mix" else [])
+    if row.gpus == world_size == 1 and all(is_installed(name) for name in ("unsloth", "unsloth_zoo")):
+        chosen.append("unsloth")
+    return chosen
 
 
 def measure(row: Row, side: str, world_size: int, results: Path, options: argparse.Namespace, run: str) -> None:
-    """One side of one row in its own processes; its result is appended with the run it belongs to."""
-    module = "manyhands.bench.case" if side == "manyhands" else "manyhands.bench.peer"
-    arguments = ["--row", row.name, "--steps", str(options.steps), "--warm", str(min(5, options.steps - 1))]
+    """One side of one row in its own processes; its result, or that it had none, is appended under the name of the run."""
+    arguments = ["--row", row.name, "--run", run, "--steps", str(options.steps), "--warm", str(min(5, options.steps - 1))]
     if side == "trl-packing":
         arguments.append("--packing")
     arguments += shape_arguments(options)
     print(f"{row.name} {side}: on {world_size} GPU(s) ...", flush=True)
     start = time.monotonic()
-    output, found = start_processes(module, arguments, world_size, LIMIT_S)
+    output, found = start_processes(MODULES[side], arguments, world_size, LIMIT_S)
+    seconds = round(time.monotonic() - start)
     if found is None:
         log = results.parent / f"{row.name}-{side}.failed.log"
         log.write_text(output)
-        print(f"{row.name} {side}: no result; see {log}")
-        return
-    append(results, {"run": run, "seconds": round(time.monotonic() - start), **found})
+        reason = (output.strip().splitlines() or ["it wrote nothing"])[-1]
+        print(f"{row.name} {side}: no result: {reason}; see {log}")
+        found = {"run": run, "row": row.name, "label": side, "gpus": world_size, "failure": reason}
+    append(results, found | {"seconds": seconds})
 
 
 def find_smallest(row: Row, world_size: int, results: Path, options: argparse.Namespace, run: str) -> None:
@@ -123,14 +142,15 @@ def find_smallest(row: Row, world_size: int, results: Path, options: argparse.Na
 
     def attempt(limit: float) -> Attempt:
         start = time.monotonic()
-        arguments = ["--row", row.name, "--label", "smallest", "--steps", str(SMALLEST_STEPS), "--warm", "1"]
+        arguments = ["--row", row.name, "--run", run, "--label", "smallest", "--steps", str(SMALLEST_STEPS), "--warm", "1"]
         arguments += ["--limit", str(limit), "--plan-limit", str(planned), *shape_arguments(options)]
         output, found = start_processes("manyhands.bench.case", arguments, world_size, SMALLEST_LIMIT_S)
         made = judge(limit, output, found)
         if made.outcome == "failed":
             results.with_suffix(f".{row.name}-{limit}.failed.log").write_text(output)
-        known = found or {"row": row.name, "label": "smallest", "gpus": world_size, "limit_gib": limit, "plan_limit_gib": planned}
-        append(results, {"run": run, "seconds": round(time.monotonic() - start), "outcome": made.outcome, **known})
+        known = found or {"run": run, "row": row.name, "label": "smallest", "gpus": world_size}
+        limits = {"limit_gib": limit, "plan_limit_gib": planned}
+        append(results, known | limits | {"seconds": round(time.monotonic() - start), "outcome": made.outcome})
         print(f"{row.name}: {describe(made)}", flush=True)
         return made
 
@@ -170,84 +190,6 @@ def end(process: subprocess.Popen[str]) -> str:
         except subprocess.TimeoutExpired:
             continue
     return ""
-
-
-def is_measured(stored: list[dict[str, Any]], row: Row, side: str, world_size: int) -> bool:
-    return any(side_of(r) == side and r["gpus"] == world_size and not r.get("failure") for r in of_row(stored, row))
-
-
-def of_row(stored: list[dict[str, Any]], row: Row) -> list[dict[str, Any]]:
-    """Stored rows of this one, not those of another shape."""
-    return [r for r in stored if r.get("row") == row.name and r.get("shape", row.shape) == row.shape]
-
-
-def side_of(stored: dict[str, Any]) -> str:
-    """``manyhands`` for a row that our plan made, under whatever label; other sides, and what keys by hand, other lengths or a limited
-    memory have made, go by their label.
-    """
-    ours = "planned_gib" in stored and not any(stored.get(key) for key in ("by_hand", "lengths", "limit_gib"))
-    return "manyhands" if ours else str(stored.get("label"))
-
-
-def newest(stored: list[dict[str, Any]], row: Row, side: str) -> dict[str, Any] | None:
-    found = [r for r in of_row(stored, row) if side_of(r) == side and r.get("tokens_per_s_gpu")]
-    return found[-1] if found else None
-
-
-def ratio(stored: list[dict[str, Any]], row: Row) -> float | None:
-    """Ours by the peer's best, where both were measured in one run on as many GPUs."""
-    ours = newest(stored, row, "manyhands")
-    if ours is None:
-        return None
-    peers = [p for p in (newest(stored, row, "trl"), newest(stored, row, "trl-packing")) if p]
-    rates = [p["tokens_per_s_gpu"] for p in peers if p.get("run") == ours.get("run") and p["gpus"] == ours["gpus"]]
-    return ours["tokens_per_s_gpu"] / max(rates) if rates else None
-
-
-def print_table(stored: list[dict[str, Any]], rows: list[Row]) -> None:
-    print("\n| row | GPUs | ours, tokens/s a GPU | peer, same run | ratio | goal | peak GiB | smallest GPU, GiB |")
-    print("|---|---|---|---|---|---|---|---|")
-    for row in rows:
-        ours, peer, against = newest(stored, row, "manyhands"), newest(stored, row, "trl"), ratio(stored, row)
-        if ours is None:
-            print(f"| {row.what} | {row.gpus} | open | | | {row.goal:,} | | {show_smallest(stored, row)} |")
-            continue
-        theirs = f"{peer['tokens_per_s_gpu']:,}" if peer and against else "open"
-        print(
-            f"| {row.what} | {ours['gpus']} | {ours['tokens_per_s_gpu']:,} | {theirs} | "
-            f"{show_ratio(against)} | {row.goal:,} | {ours.get('peak_allocated_gib')} | "
-            f"{show_smallest(stored, row)} |"
-        )
-
-
-def show_smallest(stored: list[dict[str, Any]], row: Row) -> str:
-    ran = [r["limit_gib"] for r in of_row(stored, row) if r.get("outcome") == "ran"]
-    return f"{min(ran):.1f}" if ran else ""
-
-
-def show_ratio(against: float | None) -> str:
-    if against is None:
-        return ""
-    return f"{against:.2f}" + (f", below {FLOOR}" if against < FLOOR else "")
-
-
-def check(stored: list[dict[str, Any]], before: list[dict[str, Any]], rows: list[Row]) -> int:
-    """Exit code 1 where a ratio to the peer fell, or none can be compared: machines differ, ratios within one run hardly do.
-
-    Compared are rows that both files have beside a peer's, on as many GPUs.
-    """
-    fallen = compared = 0
-    for row in rows:
-        now, then = ratio(stored, row), ratio(before, row)
-        ours, others = newest(stored, row, "manyhands"), newest(before, row, "manyhands")
-        if now is None or then is None or ours is None or others is None or ours["gpus"] != others["gpus"]:
-            continue
-        compared += 1
-        if now < then * (1 - TOLERANCE):
-            fallen += 1
-            print(f"{row.name}: {now:.2f} of the peer, was {then:.2f}")
-    print(f"{compared} ratios compared, {fallen} fell by more than {TOLERANCE:.0%}")
-    return 1 if fallen or not compared else 0
 
 
 def count_gpus() -> int:

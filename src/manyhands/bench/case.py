@@ -3,7 +3,8 @@
     torchrun --nproc_per_node=2 -m manyhands.bench.case --row 8b-lora --output rows.jsonl
     python -m manyhands.bench.case --row 8b-lora --limit 24          # as if each GPU had 24 GiB
 
-Every step is synchronised; the first ``--warm`` ones (compilation) are left out; the optimizer is included. Prints one JSON line.
+Every step is synchronised; the first ``--warm`` ones (compilation) are left out; the optimizer is included. One more step, which is
+not timed, shows which attention kernels run. Prints one JSON line.
 With ``--limit`` the plan is made for GPUs of that memory, and torch's allocator gets no more than what the CUDA context leaves of
 it. ``--plan-limit`` makes the plan for another one: what the estimate would refuse can be tried.
 """
@@ -11,9 +12,9 @@ it. ``--plan-limit`` makes the plan for another one: what the estimate would ref
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
-import statistics
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -22,9 +23,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from manyhands.bench.records import say
+from manyhands.bench.records import new_run, say
 from manyhands.bench.rows import BY_NAME, Row, mix_lengths
-from manyhands.bench.shapes import flops_per_token, write_model_folder, write_rows
+from manyhands.bench.shapes import write_model_folder, write_rows
+from manyhands.bench.summary import dtypes, lease, memory, rates, watch
 from manyhands.config.load import config_from_mapping
 from manyhands.config.schema import RunConfig
 from manyhands.facts.gather import gather_facts
@@ -124,8 +126,11 @@ def main() -> None:
         hooks=[timings],
     )
     train(loop)
-    if launcher.rank == 0:
-        say(summarise(rank, row, options, timings.results, built_s), options.output, "RESULT ")
+    result = summarise(rank, row, options, timings.results, built_s) if rank.is_first else {}
+    with watch(rank.model, result) if rank.is_first else contextlib.nullcontext():
+        more_steps(rank, loop, 1)
+    if rank.is_first:
+        say(result, options.output, "RESULT ")
     if options.profile:
         profile(rank, loop, options.profile)
     dist.destroy_process_group()
@@ -142,6 +147,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--warm", type=int, default=5)
     parser.add_argument("--label", default="manyhands")
+    parser.add_argument("--run", default=new_run(), help="name of the call that this row belongs to")
     parser.add_argument("--work", type=Path, default=Path("/tmp/manyhands-bench"))
     parser.add_argument("--output", type=Path, help="JSONL file to append the row to")
     parser.add_argument("--limit", type=float, metavar="GIB", help="memory of a GPU: for the plan, and for torch's allocator")
@@ -220,12 +226,7 @@ def summarise(rank: Rank, row: Row, options: argparse.Namespace, results: list[S
     """The raw row: what ran, how fast, how much memory, in which dtypes."""
     timed = results[options.warm :]
     assert results[-1].loss < results[0].loss or max(r.grad_norm for r in results) > 0, "nothing was trained"
-    step_s = statistics.median(r.seconds for r in timed)
     world_size, cuda = rank.world.world_size, rank.world.device.type == "cuda"
-    rate = sum(r.num_tokens for r in timed) / sum(r.seconds for r in timed) / world_size
-    equal = len({r.num_tokens for r in timed}) == 1
-    rate = timed[0].num_tokens / step_s / world_size if equal else rate
-    dtypes = _dtypes(rank)
     plan = rank.plan
     decided = {
         name: getattr(plan, name)
@@ -235,6 +236,8 @@ def summarise(rank: Rank, row: Row, options: argparse.Namespace, results: list[S
         )
     }
     return {
+        "run": options.run,
+        **lease(),
         "row": row.name,
         "label": options.label,
         "shape": row.shape,
@@ -246,14 +249,9 @@ def summarise(rank: Rank, row: Row, options: argparse.Namespace, results: list[S
         "by_hand": options.keys,
         "lengths": options.lengths.name if options.lengths else None,
         **decided,
-        "dtypes": dtypes,
-        "num_timed_steps": len(timed),
-        "step_s": round(step_s, 4),
-        "step_s_min_max": [round(min(r.seconds for r in timed), 4), round(max(r.seconds for r in timed), 4)],
-        "tokens_per_s_gpu": round(rate),
-        "tflops": round(rate * flops_per_token(row.shape, row.length, full=row.method == "full") / 1e12, 1) if equal else None,
-        "peak_allocated_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if cuda else None,
-        "peak_reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 2) if cuda else None,
+        "dtypes": dtypes(rank.model, rank.optimizer),
+        **rates([(r.seconds, r.num_tokens) for r in results], row, world_size, warm=options.warm),
+        **memory(),
         "outside_gib": round(outside_allocator_gib(rank.world.device), 2) if cuda else None,
         "planned_gib": round(plan.memory.total / 2**30, 2),
         "limit_gib": options.limit,
@@ -263,23 +261,15 @@ def summarise(rank: Rank, row: Row, options: argparse.Namespace, results: list[S
         "losses": [round(results[0].loss, 4), round(results[-1].loss, 4)],
         "grad_norms": [round(results[0].grad_norm, 4), round(results[-1].grad_norm, 4)],
         "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if cuda else "cpu",
     }
 
 
-def _dtypes(rank: Rank) -> dict[str, Any]:
-    def names(dtypes: Any) -> list[str]:
-        return sorted({str(dtype).removeprefix("torch.") for dtype in dtypes})
-
-    parameters = list(rank.model.parameters())
-    return {
-        "compute": rank.plan.compute_dtype,
-        "trained": names(p.dtype for p in parameters if p.requires_grad),
-        "frozen": names(p.dtype for p in parameters if not p.requires_grad),
-        "optimizer": names(
-            v.dtype for s in rank.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.numel() > 1
-        ),
-    }
+def more_steps(rank: Rank, loop: Loop, num_steps: int) -> None:
+    """Goes on where the loop ended."""
+    rank.plan = rank.plan.model_copy(update={"num_steps": loop.state.step + num_steps})
+    loop.num_steps = rank.plan.num_steps
+    loop.works = iterate_steps(rank)
+    train(loop)
 
 
 def profile(rank: Rank, loop: Loop, output: Path) -> None:
@@ -287,11 +277,8 @@ def profile(rank: Rank, loop: Loop, output: Path) -> None:
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as torch_profile
 
-    plan = rank.plan.model_copy(update={"num_steps": loop.state.step + 3})
-    rank.plan, loop.num_steps = plan, plan.num_steps
-    loop.works = iterate_steps(rank)
     with torch_profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        train(loop)
+        more_steps(rank, loop, 3)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
     if rank.is_first:

@@ -12,19 +12,23 @@ makes from the positions, which is right and slow. Only tokens that are not padd
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from manyhands.bench.records import say
+from manyhands.bench.records import new_run, say
 from manyhands.bench.rows import BY_NAME, Row, mix_lengths
-from manyhands.bench.shapes import NUM_WORDS, SHAPES, flops_per_token
+from manyhands.bench.shapes import NUM_WORDS, SHAPES
+from manyhands.bench.summary import dtypes, lease, memory, rates, watch
 
 MIX_MICRO = 4  # padded rows of mixed lengths at a time: 16,384 tokens
 PACKS = 2  # packs of TRL's at a time: 8,192 tokens of 4,096 each, as in the rows of one length
@@ -167,7 +171,7 @@ def make_arguments(row: Row, num_steps: int, world_size: int, packing: bool, mic
         output_dir="/tmp/manyhands-bench-peer",
         per_device_train_batch_size=size,
         gradient_accumulation_steps=accumulation,
-        max_steps=num_steps,
+        max_steps=num_steps + 1,  # see Clock
         learning_rate=1e-5,
         bf16=torch.cuda.is_available(),
         use_cpu=not torch.cuda.is_available(),
@@ -189,17 +193,11 @@ def make_arguments(row: Row, num_steps: int, world_size: int, packing: bool, mic
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--row", choices=sorted(BY_NAME), required=True)
-    parser.add_argument("--shape", help="another shape, such as tiny to try this on a CPU")
-    parser.add_argument("--length", type=int, help="tokens a row")
-    parser.add_argument("--steps", type=int, default=25)
-    parser.add_argument("--warm", type=int, default=5)
     parser.add_argument("--packing", action="store_true", help="mixed lengths: TRL's own packing in place of padding")
     parser.add_argument("--micro", type=int, help="mixed lengths: padded rows, or packs, of a GPU at a time")
-    parser.add_argument("--output", type=Path)
+    add_common(parser)
     options = parser.parse_args()
-    row = BY_NAME[options.row]
-    row = replace(row, shape=options.shape or row.shape, length=options.length or row.length)
+    row = read_row(options)
     rank, world_size, local = (int(os.environ.get(key, default)) for key, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
     device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
@@ -207,20 +205,93 @@ def main() -> None:
     torch.manual_seed(0)
     if choose_attention(options.packing) == "flash_attention_4":
         measure_lengths_once()
-    times, failure, dtypes = measure(row, options, device, world_size)
+    clock = measure(row, options, device, world_size)
     if rank == 0:
-        result = summarise(row, options, times, failure, world_size) | {"dtypes": dtypes}
-        say(result, options.output, "RESULT ")
+        decided = {
+            "label": "trl" + ("-packing" if options.packing else ""),
+            "gpus": world_size,
+            "micro": batch_sizes(row, options.packing, options.micro),
+            "attention": choose_attention(options.packing),
+        }
+        say(summarise(row, options, clock, decided, ("trl", "peft", "liger_kernel")), options.output, "RESULT ")
 
 
-def measure(
-    row: Row, options: argparse.Namespace, device: torch.device, world_size: int
-) -> tuple[list[tuple[float, int]], str, dict[str, list[str]]]:
-    """(time after each step, useful tokens until then on this rank), why it ended early, and what was in which dtype."""
+def add_common(parser: argparse.ArgumentParser) -> None:
+    """Arguments of every peer."""
+    parser.add_argument("--row", choices=sorted(BY_NAME), required=True)
+    parser.add_argument("--shape", help="another shape, such as tiny to try this on a CPU")
+    parser.add_argument("--length", type=int, help="tokens a row")
+    parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--warm", type=int, default=5)
+    parser.add_argument("--run", default=new_run(), help="name of the call that this row belongs to")
+    parser.add_argument("--output", type=Path)
+
+
+def read_row(options: argparse.Namespace) -> Row:
+    row = BY_NAME[options.row]
+    return replace(row, shape=options.shape or row.shape, length=options.length or row.length)
+
+
+class Clock:
+    """Reads time and tokens after each synchronised step of a trainer of transformers. One more step than ``num_steps`` must be
+    asked for: in it memory, dtypes and attention kernels are read, and nothing is timed.
+    """
+
+    def __init__(self, num_steps: int, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self.num_steps, self.num_tokens = num_steps, 0  # tokens of this GPU so far, counted by whoever knows them
+        self.times: list[tuple[float, int]] = []
+        self.seen: dict[str, Any] = {}
+        self.failure = ""
+        self._watching = contextlib.ExitStack()
+
+    def callback(self, trainer_of: Callable[[], Any]) -> Any:
+        from transformers import TrainerCallback
+
+        clock = self
+
+        class Callback(TrainerCallback):
+            def on_step_begin(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+                if state.global_step == 0:
+                    clock.tick()
+                if state.global_step == clock.num_steps:
+                    clock.read(trainer_of())
+
+            def on_step_end(self, *_: Any, **__: Any) -> None:
+                clock.tick()
+
+        return Callback()
+
+    def tick(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.times.append((self._now(), self.num_tokens))
+
+    def read(self, trainer: Any) -> None:
+        """Before the additional step: what the timed ones took, and the profiler on."""
+        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # accelerate's wraps it
+        self.seen |= memory() | {"dtypes": dtypes(trainer.model, optimizer)}
+        self._watching.enter_context(watch(trainer.model, self.seen))
+
+    def run(self, trainer: Any) -> None:
+        """Trains, and keeps why it ended early."""
+        with self._watching:
+            try:
+                trainer.train()
+            except torch.OutOfMemoryError:
+                self.failure = "out of memory"
+
+    def steps(self) -> list[tuple[float, int]]:
+        """(seconds, tokens of this GPU) of each step, without the additional one."""
+        times = self.times[: self.num_steps + 1]
+        return [(end - begin, after - before) for (begin, before), (end, after) in itertools.pairwise(times)]
+
+
+def measure(row: Row, options: argparse.Namespace, device: torch.device, world_size: int) -> Clock:
     from datasets import Dataset
     from peft import LoraConfig
     from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast, TrainerCallback
+    from transformers import PreTrainedTokenizerFast
     from trl import SFTTrainer
 
     words = Tokenizer(models.WordLevel({str(i): i for i in range(NUM_WORDS)}, unk_token="0"))
@@ -232,19 +303,11 @@ def measure(
     adapter = None
     if row.method != "full":
         adapter = LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
-    times: list[tuple[float, int]] = []
-    seen = [0]
-
-    class Clock(TrainerCallback):
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            times.append((time.perf_counter(), seen[0]))
+    clock = Clock(options.steps)
 
     class Counting(SFTTrainer):
         def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
-            if row.data == "mix":
-                seen[0] += count_tokens(inputs)
+            clock.num_tokens += count_tokens(inputs, padded=row.data == "mix")
             return super().compute_loss(model, inputs, *arguments, **keywords)
 
     trainer = Counting(
@@ -253,33 +316,16 @@ def measure(
         train_dataset=rows,
         processing_class=tokenizer,
         peft_config=adapter,
-        callbacks=[Clock()],
+        callbacks=[clock.callback(lambda: trainer)],
     )
-    try:
-        trainer.train()
-    except torch.OutOfMemoryError:
-        return times, "out of memory", {}
-    return times, "", _dtypes(trainer)
-
-
-def _dtypes(trainer: Any) -> dict[str, list[str]]:
-    def names(tensors: Iterable[torch.Tensor]) -> list[str]:
-        return sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors})
-
-    parameters = list(trainer.model.parameters())
-    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # accelerate's wraps it
-    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
-    return {
-        "trained": names(p for p in parameters if p.requires_grad),
-        "frozen": names(p for p in parameters if not p.requires_grad),
-        "optimizer": names(value for value in states if value.numel() > 1),
-    }
+    clock.run(trainer)
+    return clock
 
 
 def row_lengths(row: Row, options: argparse.Namespace, world_size: int) -> list[int]:
     """Enough rows for all steps: as many as ours, or as fill TRL's packs."""
     size, accumulation = batch_sizes(row, options.packing, options.micro)
-    count = size * accumulation * world_size * (options.steps + 1)
+    count = size * accumulation * world_size * (options.steps + 2)
     if row.data == "full":
         return [row.length] * count
     mix = [min(length, row.length) for length in mix_lengths(2048)]
@@ -288,50 +334,41 @@ def row_lengths(row: Row, options: argparse.Namespace, world_size: int) -> list[
     return (mix * -(-count // len(mix)))[:count]
 
 
-def count_tokens(inputs: Any) -> int:
-    """Tokens of a batch that are no padding: a pack has no mask, and no padding."""
-    mask = inputs.get("attention_mask")
+def count_tokens(inputs: Any, *, padded: bool) -> int:
+    """Tokens of a batch that are no padding: a pack has no mask, and no padding. Rows of one length wait for no mask."""
+    mask = inputs.get("attention_mask") if padded else None
     return int(inputs["input_ids"].numel() if mask is None else mask.sum())
 
 
-def summarise(row: Row, options: argparse.Namespace, times: list[tuple[float, int]], failure: str, world_size: int) -> dict[str, Any]:
-    import peft
-    import transformers
-    import trl
-
+def summarise(row: Row, options: argparse.Namespace, clock: Clock, decided: dict[str, Any], packages: Sequence[str]) -> dict[str, Any]:
+    """The raw row. The tokens are those that this GPU's batches held, padding left out."""
     result: dict[str, Any] = {
+        "run": options.run,
+        **lease(),
         "row": row.name,
-        "label": "trl" + ("-packing" if options.packing else ""),
-        "gpus": world_size,
+        "shape": row.shape,
+        "method": row.method,
         "length": row.length,
         "rows": row.rows,
-        "micro": batch_sizes(row, options.packing, options.micro),
-        "attention": choose_attention(options.packing),
+        **decided,
         **row.peer,
-        "failure": failure,
-        "versions": {
-            "trl": trl.__version__,
-            "peft": peft.__version__,
-            "transformers": transformers.__version__,
-            "torch": torch.__version__,
-        },
+        "failure": clock.failure,
+        "versions": versions(*packages, "transformers", "torch", "bitsandbytes", "flash-attn-4", "flash-attn", "xformers"),
     }
-    timed = times[options.warm - 1 :]
-    if not failure and len(timed) > 1:
-        seconds = timed[-1][0] - timed[0][0]
-        tokens = (timed[-1][1] - timed[0][1]) if row.data == "mix" else row.rows * row.length * (len(timed) - 1)
-        rate = tokens / seconds
-        result |= {
-            "num_timed_steps": len(timed) - 1,
-            "step_s": round(seconds / (len(timed) - 1), 4),
-            "tokens_per_s_gpu": round(rate),
-        }
-        if row.data == "full":
-            result["tflops"] = round(rate * flops_per_token(row.shape, row.length, full=row.method == "full") / 1e12, 1)
-    if torch.cuda.is_available():
-        result["peak_allocated_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
-        result["device"] = torch.cuda.get_device_name()
+    if not clock.failure:
+        result |= rates(clock.steps(), row, 1, warm=options.warm) | clock.seen
     return result
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Of those that are installed."""
+    found = {}
+    for name in packages:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
 
 
 if __name__ == "__main__":

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
+
+
+def new_run() -> str:
+    """A name for the rows that one call of ``manyhands bench`` measures."""
+    return time.strftime("%Y%m%dT%H%M%S")
 
 
 def append(path: Path, row: dict[str, Any]) -> None:
