@@ -8,8 +8,9 @@ import pytest
 import yaml
 
 from manyhands.config.explain import all_keys, commented_yaml, explain, json_schema
-from manyhands.config.keys import SYNONYMS, nearest, table
+from manyhands.config.keys import hint, nearest, sections, table
 from manyhands.config.load import load_config
+from manyhands.config.other_tools import KEYS, NOTES, VALUES
 from manyhands.config.schema import RunConfig
 from manyhands.errors import UserError
 
@@ -39,9 +40,44 @@ def test_a_misspelt_key_is_an_error_with_the_nearest_name(key, meant):
 
 
 def test_suggestions_exist():
-    assert set(SYNONYMS.values()) <= set(all_keys())
+    assert set(KEYS.values()) <= {*all_keys(), *sections()} and set(VALUES) <= set(all_keys())
+    named = re.findall(r"`((?:\w+\.)?\w+)[`:]", " ".join(NOTES.values()))
+    assert named and {name for name in named if "." in name} <= set(all_keys())
+    assert not KEYS.keys() & NOTES.keys() and not (KEYS.keys() | NOTES.keys()) & (set(all_keys()) | set(sections()))
     assert nearest("epochs") == "stop.epochs" and nearest("evaluation.every_steps") == "evaluate.every_steps"
     assert nearest("optimizer.lr") == "optimizer.learning_rate" and nearest("qqqqqqq") is None
+
+
+@pytest.mark.parametrize("key", ["compute", "data.topology", "training", "trainer", "hardware", "job", "validation.path", "network.kind"])
+def test_words_that_merely_look_alike_are_no_suggestion(key):
+    assert nearest(key) is None and hint(key) == "; `manyhands config` lists all keys"
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("batch_size", "counts one GPU"),
+        ("training.per_device_train_batch_size", "`batch.rows` is the global batch"),
+        ("adapter", "`method.name: lora`"),
+        ("base_model", "here it is `model.name`"),
+        ("datasets", "here it is `data.train`"),
+        ("report_to", "`log.tensorboard`"),
+        ("load_in_4bit", "`method.name: qlora`"),
+        ("deepspeed", "not supported yet: `parallel.strategy: fsdp`"),
+        ("rl", "DPO"),
+        ("resume_from_checkpoint", "resumes by itself"),
+        ("sample_packing", "here it is `data.packing`"),
+        ("learning-rate", "did you mean `optimizer.learning_rate`"),
+        ("optimizer.learning_rat", "did you mean `optimizer.learning_rate`"),
+        ("optimizer.weight_deacy", "did you mean `optimizer.weight_decay`"),
+        ("data.max_len", "did you mean `data.max_length`"),
+    ],
+)
+def test_words_of_other_tools_lead_to_ours(key, words):
+    assert words in hint(key)
+    with pytest.raises(UserError) as raised:
+        explain(key)
+    assert words in raised.value.fix
 
 
 def test_the_json_schema_tells_editors_what_we_accept():

@@ -76,10 +76,42 @@ def test_all_errors_of_a_file_at_once_with_their_lines(tmp_path):
     assert "line 5: unknown key `data.trian`: did you mean `data.train`?" in text
     assert "`data.train` is missing. Training rows: a path" in text
     assert "line 7: `batch.rows`: got 0, allowed: a whole number >= 1 or `auto`. Rows of the global batch" in text
-    assert "unknown key `optimizer.lr`: did you mean `optimizer.learning_rate`?" in text
+    assert "unknown key `optimizer.lr`: here it is `optimizer.learning_rate`." in text
     assert "`optimizer.learning_rate`: got fast, allowed: a number > 0 or `auto`" in text
     assert "command line: unknown key `stop.epoch`: did you mean `stop.epochs`?" in text
     assert "`schedule.warmup_ratio` and `schedule.warmup_steps`" in text
+
+
+def test_keys_below_an_unknown_section_are_listed(tmp_path):
+    text = "training:\n  batch_size: 4\n  lr: 1e-4\n  zzz: {a: 1}\nevaluation:\n  every_steps: 5\ncompute: {gpus: 2}\n"
+    error = refusal(write(tmp_path, BASE + text))
+    for finding in (
+        "line 3: unknown section `training`",
+        "line 4: unknown key `training.batch_size`: in other tools it counts one GPU",
+        "line 5: unknown key `training.lr`: here it is `optimizer.learning_rate`",
+        "line 6: unknown key `training.zzz`; ",
+        "line 7: unknown section `evaluation`: did you mean `evaluate`?",
+        "line 8: unknown key `evaluation.every_steps`: write `evaluate.every_steps`",
+        "line 9: unknown section `compute`",
+        "line 9: unknown key `compute.gpus`: did you mean `parallel.gpus`?",
+    ):
+        assert any(detail.startswith(finding) for detail in error.details), finding
+    assert len(error.details) == 8
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("task=dpo", "got dpo (training on preferences"),
+        ("method.name=dora", "lora with dora: true"),
+        ("model.dtype=fp16", "float16 is not supported"),
+        ("optimizer.name=adamw_torch", "write adamw"),
+        ("parallel.strategy=zero3", "write fsdp"),
+        ("parallel.recompute=true", "write block"),
+    ],
+)
+def test_values_of_other_tools_lead_to_ours(tmp_path, override, words):
+    assert words in str(refusal(write(tmp_path, BASE), override))
 
 
 def test_many_errors_are_cut(tmp_path):

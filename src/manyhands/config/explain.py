@@ -29,9 +29,7 @@ def explain(key: str) -> str:
     if in_source and in_source[1] in keys.source_table():
         return _explain_entry(key, keys.source_table()[in_source[1]])
     if key not in keys.table():
-        near = keys.nearest(key)
-        fix = f"did you mean `{near}`?" if near else "`manyhands config` lists all keys"
-        raise UserError(f"there is no key `{key}`", fix=fix)
+        raise UserError(f"there is no key `{key}`", fix=keys.hint(key).removeprefix(": ").removeprefix("; "))
     text = _explain_entry(key, keys.table()[key])
     if key in keys.SOURCE_LISTS:
         inner = [

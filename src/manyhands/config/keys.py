@@ -15,40 +15,8 @@ from typing import Any
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from manyhands.config.other_tools import KEYS, NOTES, VALUES
 from manyhands.config.schema import RunConfig, Section, Source
-
-# What other tools call our keys; only ever used to suggest, never accepted.
-SYNONYMS = {
-    "batch_size": "batch.rows",
-    "bf16": "model.dtype",
-    "cutoff_len": "data.max_length",
-    "dataset": "data.train",
-    "eval_steps": "evaluate.every_steps",
-    "gradient_accumulation_steps": "batch.accumulation",
-    "gradient_checkpointing": "parallel.recompute",
-    "logging_steps": "log.every_steps",
-    "lora_alpha": "method.alpha",
-    "lora_dropout": "method.dropout",
-    "lora_r": "method.rank",
-    "lora_rank": "method.rank",
-    "lora_target_modules": "method.targets",
-    "lr": "optimizer.learning_rate",
-    "lr_scheduler_type": "schedule.name",
-    "max_seq_len": "data.max_length",
-    "max_seq_length": "data.max_length",
-    "micro_batch_size": "batch.micro_rows",
-    "model_name_or_path": "model.name",
-    "num_epochs": "stop.epochs",
-    "num_gpus": "parallel.gpus",
-    "num_train_epochs": "stop.epochs",
-    "output_dir": "output.dir",
-    "per_device_train_batch_size": "batch.micro_rows",
-    "save_steps": "checkpoint.every_steps",
-    "save_total_limit": "checkpoint.keep_last",
-    "sequence_len": "data.max_length",
-    "target_modules": "method.targets",
-    "val_file": "data.validation",
-}
 
 
 @dataclass(frozen=True)
@@ -146,30 +114,57 @@ def nearest_name(name: str, known: Iterable[str]) -> str | None:
 def wrong_value(path: str, key: Key, value: Any) -> str:
     """A finding: what was given, what is allowed, what the key means."""
     quote = " Put it in quotes." if key.takes_text and isinstance(value, (int, float)) and not isinstance(value, bool) else ""
-    return f"`{path}`: got {show(value)}, allowed: {key.allowed}.{quote} {key.sentence}"
+    known = VALUES.get(path, {}).get(show(value).lower())
+    return f"`{path}`: got {show(value)}{f' ({known})' if known else ''}, allowed: {key.allowed}.{quote} {key.sentence}"
 
 
 def nearest(path: str) -> str | None:
-    """The key or section that a misspelt dotted path most likely means; None if nothing is near."""
+    """The key or section that a misspelt dotted path, or another tool's word for it, means; None if nothing is near.
+
+    Only a leaf that could be a slip of the keyboard is near: words that merely look alike mislead.
+    """
+    parts = path.replace("-", "_").lower().split(".")
+    section, leaf = (parts[0] if len(parts) > 1 else ""), parts[-1]
+    if leaf in KEYS:
+        return KEYS[leaf]
+    if leaf in NOTES:
+        return None
     known = [*table(), *sections()]
-    leaf = path.rsplit(".", 1)[-1].replace("-", "_").lower()
-    section = path.split(".", 1)[0] if "." in path else ""
-    if leaf in SYNONYMS:
-        return SYNONYMS[leaf]
-    if section in sections():  # a right section with a wrong key: look there first
-        here = [key for key in table() if key.startswith(section + ".")]
-        close = difflib.get_close_matches(f"{section}.{leaf}", here, n=1, cutoff=0.8)
-        if close:
-            return close[0]
     same_leaf = [key for key in known if key.rsplit(".", 1)[-1] == leaf]
     if same_leaf:
         return difflib.get_close_matches(path, same_leaf, n=1, cutoff=0.0)[0]
-    close = difflib.get_close_matches(path.lower(), known, n=1, cutoff=0.7)
-    if close:
-        return close[0]
-    leaves = {key.rsplit(".", 1)[-1]: key for key in reversed(list(table()))}
-    close = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.7)
-    return leaves[close[0]] if close else None
+    here = [key for key in table() if key.startswith(section + ".")] if section in sections() else []
+    for choice in (here, known):  # a right section with a wrong key: look there first
+        leaves = {key.rsplit(".", 1)[-1]: key for key in reversed(choice)}
+        slips = {name: _count_slips(leaf, name) for name in leaves}
+        slips |= {name: 1 for name in leaves if choice is here and len(leaf) >= 4 and name.startswith(leaf)}
+        best = min(slips, key=lambda name: slips[name], default="")
+        if best and slips[best] <= max(1, len(leaf) // 4):
+            return leaves[best]
+    return None
+
+
+def _count_slips(first: str, second: str) -> int:
+    """Letters left out, added, exchanged, or swapped with the next one, that make one word of the other."""
+    counts = [[i + j if not i * j else 0 for j in range(len(second) + 1)] for i in range(len(first) + 1)]
+    for i, one in enumerate(first, 1):
+        for j, other in enumerate(second, 1):
+            counts[i][j] = min(counts[i - 1][j] + 1, counts[i][j - 1] + 1, counts[i - 1][j - 1] + (one != other))
+            if i > 1 and j > 1 and one == second[j - 2] and first[i - 2] == other:
+                counts[i][j] = min(counts[i][j], counts[i - 2][j - 2] + 1)
+    return counts[-1][-1]
+
+
+def hint(path: str) -> str:
+    """What to write in place of a key that there is not: a phrase that follows its name."""
+    leaf = path.replace("-", "_").lower().rsplit(".", 1)[-1]
+    if leaf in NOTES:
+        return f": {NOTES[leaf]}"
+    near = nearest(path)
+    if near is None:
+        return "; `manyhands config` lists all keys"
+    sentence = table()[near].sentence if near in table() else "It is a section."
+    return f": here it is `{near}`. {sentence}" if KEYS.get(leaf) == near else f": did you mean `{near}`? {sentence}"
 
 
 def show(value: Any) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from manyhands.config.checks import check
-from manyhands.config.keys import Key, nearest, sections, show, table, wrong_value
+from manyhands.config.keys import Key, hint, nearest, sections, show, table, wrong_value
 from manyhands.config.read import NO_TEXT, parse_yaml_value, read_source
 from manyhands.config.schema import RunConfig
 from manyhands.config.source_checks import list_sources
@@ -190,7 +190,10 @@ def _drop_unknown(mapping: dict[str, Any], origins: Mapping[str, str]) -> list[s
     findings = []
     for name in list(mapping):
         if name not in sections():
-            findings += _drop_wrong_key(mapping, name, str(name), origins)
+            if isinstance(mapping[name], dict) and mapping[name] and name not in table():
+                findings += _list_keys(mapping.pop(name), str(name), origins)
+            else:
+                findings += _drop_wrong_key(mapping, name, str(name), origins)
             continue
         keys = mapping[name]
         if keys is None:  # `batch:` with nothing below
@@ -205,6 +208,17 @@ def _drop_unknown(mapping: dict[str, Any], origins: Mapping[str, str]) -> list[s
         findings += drop_wrong_sources(mapping["data"], origins)
     for name in ("model", "data"):  # they hold required keys: each missing one is named, not its section
         mapping.setdefault(name, {})
+    return findings
+
+
+def _list_keys(keys: dict[str, Any], name: str, origins: Mapping[str, str]) -> list[str]:
+    """A section that there is not: each of its keys, and what it is called here."""
+    meant = nearest(name)
+    findings = [f"{_prefix(name, origins)}unknown section `{name}`" + (f": did you mean `{meant}`?" if meant in sections() else "")]
+    for leaf in keys:
+        path, meant_path = f"{name}.{leaf}", f"{meant}.{leaf}"
+        instead = f": write `{meant_path}`" if meant_path in table() else hint(path)
+        findings.append(f"{_prefix(path, origins)}unknown key `{path}`{instead}")
     return findings
 
 
@@ -253,9 +267,4 @@ def _prefix(path: str, origins: Mapping[str, str]) -> str:
 
 
 def _unknown(path: str) -> str:
-    near = nearest(path)
-    if path in table():
-        return f"unknown key `{path}`"
-    if near is None:
-        return f"unknown key `{path}`; `manyhands config` lists all keys"
-    return f"unknown key `{path}`: did you mean `{near}`? {table()[near].sentence if near in table() else 'It is a section.'}"
+    return f"unknown key `{path}`" + ("" if path in table() else hint(path))
