@@ -41,6 +41,35 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             vocab_size=262208, max_position_embeddings=131072, sliding_window=1024, query_pre_attn_scalar=168,
         ),
     ),
+    # Shapes that no row of the table has: the memory estimate is compared with what they take.
+    "phi3mini": (
+        "phi3",
+        dict(
+            hidden_size=3072, intermediate_size=8192, num_attention_heads=32, num_key_value_heads=32, num_hidden_layers=32,
+            vocab_size=32064, max_position_embeddings=4096, original_max_position_embeddings=4096, rms_norm_eps=1e-5, pad_token_id=0,
+        ),
+    ),
+    "phi4": (
+        "phi3",
+        dict(
+            hidden_size=5120, intermediate_size=17920, num_attention_heads=40, num_key_value_heads=10, num_hidden_layers=40,
+            vocab_size=100352, max_position_embeddings=16384, original_max_position_embeddings=16384, rms_norm_eps=1e-5, pad_token_id=0,
+        ),
+    ),
+    "qwen14b": (
+        "qwen3",
+        dict(
+            hidden_size=5120, intermediate_size=17408, num_attention_heads=40, num_key_value_heads=8, head_dim=128, num_hidden_layers=40,
+            vocab_size=151936, max_position_embeddings=40960, rms_norm_eps=1e-6,
+        ),
+    ),
+    "mistral7b": (
+        "mistral",
+        dict(
+            hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, head_dim=128, num_hidden_layers=32,
+            vocab_size=32768, max_position_embeddings=32768, sliding_window=None, rms_norm_eps=1e-5,
+        ),
+    ),
 }  # fmt: skip
 
 
