@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.errors import UserError
+from manyhands.progress import advance
 
 # What a model's or an adapter's folder is read for: configuration, weights, tokenizer, templates, code.
 MODEL_FILES = (".json", ".safetensors", ".jinja", ".model", ".txt", ".tiktoken", ".py")
@@ -77,6 +78,7 @@ def sync(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+    advance()
 
 
 def rename_synced(folder: Path, target: Path) -> None:

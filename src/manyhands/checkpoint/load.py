@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from manyhands.checkpoint.manifest import TRAIN_STATE, Manifest, TensorEntry, check_hashes, check_sizes, read_manifest
+from manyhands.checkpoint.planners import LoadPlanner
 from manyhands.checkpoint.retention import list_checkpoints
 from manyhands.checkpoint.tensors import MODEL, OPTIMIZER, checkpoint_tensors, create_optimizer_state, describe, trained_parameters
 from manyhands.checkpoint.together import run_together, this_rank
@@ -58,7 +59,7 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optim
         run_together(lambda: _check_states(folder, describe(tensors), manifest))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)))
+        dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), planner=LoadPlanner())
     return json.loads((folder / TRAIN_STATE).read_text(encoding="utf-8"))
 
 

@@ -10,9 +10,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from manyhands.errors import EXIT_FAILED, UserError
 from manyhands.files import write_json
+from manyhands.progress import advance
 
 MANIFEST = "manifest.json"
 TRAIN_STATE = "train_state.json"
+CHUNK_BYTES = 2**22
 
 
 class _Part(BaseModel):
@@ -44,8 +46,11 @@ class Manifest(_Part):
 def hash_file(path: Path) -> FileEntry:
     """Size in bytes and SHA-256 of a file."""
     with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return FileEntry(bytes=file.tell(), sha256=digest)
+        digest = hashlib.sha256()
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+            advance()
+        return FileEntry(bytes=file.tell(), sha256=digest.hexdigest())
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

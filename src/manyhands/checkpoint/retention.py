@@ -8,6 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from manyhands.checkpoint.manifest import MANIFEST
+from manyhands.progress import advance
 
 PARTIAL = ".tmp"  # being written, or being deleted
 REPLACED = ".old"  # the same step saved again; complete, but a newer one takes its place
@@ -50,4 +51,5 @@ def prune(checkpoints: Path, keep_last: int, keep: Collection[int] = ()) -> list
         partial = path.with_name(path.name + PARTIAL)
         path.rename(partial)
         shutil.rmtree(partial)
+        advance()
     return [step for step, _ in doomed]

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
 from manyhands.checkpoint.manifest import TRAIN_STATE, FileEntry, Manifest, hash_file, write_manifest
+from manyhands.checkpoint.planners import SavePlanner
 from manyhands.checkpoint.retention import PARTIAL, REPLACED
 from manyhands.checkpoint.tensors import checkpoint_tensors, describe
 from manyhands.checkpoint.together import run_on_first, run_together
@@ -61,7 +62,7 @@ def _write_tensors(partial: Path, tensors: dict[str, torch.Tensor], world_size: 
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.save(tensors, storage_writer=writer)
+            dcp.save(tensors, storage_writer=writer, planner=SavePlanner())
     except CheckpointException as error:
         failures = [(rank, cause) for rank, (cause, _) in sorted(error.failures.items()) if isinstance(cause, OSError)]
         if not failures:

@@ -88,7 +88,7 @@ def export_source(source: Path, output: Path, *, merge: bool = False) -> str:
                 round_weights(model, dtype)
         compute_probe(model, probe)
         del model
-        return verify_in_fresh_process(output, reference, base=base if is_adapter else None, probe_path=probe)
+        return verify_in_fresh_process(output, reference, base=base if is_adapter else None, probe_path=probe) or ""
 
 
 def find_checkpoint(source: Path) -> tuple[Path, Path]:

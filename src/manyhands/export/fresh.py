@@ -5,30 +5,78 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from manyhands.errors import EXIT_FAILED, UserError
+import psutil
 
+from manyhands.errors import EXIT_FAILED, UserError
+from manyhands.progress import advance
+
+POLL_S = 0.5
 # A worker's environment would make the fresh process believe that it is a rank.
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def verify_in_fresh_process(folder: Path, reference_path: Path, *, base: Path | None = None, probe_path: Path | None = None) -> str:
-    """One line that says what was checked and how. UserError (exit code 1) if anything is wrong with ``folder``."""
+def verify_in_fresh_process(
+    folder: Path,
+    reference_path: Path,
+    *,
+    base: Path | None = None,
+    probe_path: Path | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> str | None:
+    """One line that says what was checked and how; None if ``stop()`` ended it. UserError (exit code 1) if anything is wrong with
+    ``folder``.
+    """
     command = [sys.executable, "-m", "manyhands.export.verify", str(folder), "--reference", str(reference_path)]
     command += ["--base", str(base)] if base else []
     command += ["--logits", str(probe_path)] if probe_path else []
     environment = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES and not k.startswith("TORCHELASTIC_")}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode == 0:
-        return done.stdout.strip().splitlines()[-1]
-    lines = [line for line in done.stderr.strip().splitlines() if line]
+    # A process group of its own: a terminal's Ctrl-C is for us to answer.
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0)
+    said = _wait(process, stop)
+    if said is None:
+        return None
+    output, errors = said
+    if process.returncode == 0:
+        return output.strip().splitlines()[-1]
+    lines = [line for line in errors.strip().splitlines() if line]
     begin = next((i for i, line in enumerate(lines) if line.startswith("error: ")), None)
     if begin is None:  # a crash: its last line is the exception
         raise UserError(
-            "verification crashed", where=str(folder), why=lines[-1] if lines else f"exit code {done.returncode}", exit_code=EXIT_FAILED
+            "verification crashed", where=str(folder), why=lines[-1] if lines else f"exit code {process.returncode}", exit_code=EXIT_FAILED
         )
     raise _parse_error(lines[begin:], folder)
+
+
+def _wait(process: subprocess.Popen[str], stop: Callable[[], bool]) -> tuple[str, str] | None:
+    """What the process said; None if it was stopped. While it uses its processor or reads, its work is ours that goes on."""
+    used: object = None
+    try:
+        while True:
+            try:
+                return process.communicate(timeout=POLL_S)
+            except subprocess.TimeoutExpired:
+                if stop():
+                    return None
+                before, used = used, _used(process.pid)
+                if used != before:
+                    advance()
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+
+
+def _used(pid: int) -> object:
+    """Processor time and bytes read so far."""
+    try:
+        process = psutil.Process(pid)
+        times = process.cpu_times()
+        return times.user, times.system, process.io_counters().read_bytes
+    except psutil.Error:
+        return None
 
 
 def _parse_error(lines: list[str], folder: Path) -> UserError:

@@ -13,6 +13,7 @@ from manyhands.model.lora import LoraLinear, adapted_layers
 from manyhands.model.quantise import gather_weight, quantised_layers, quantised_weights, stored_names
 from manyhands.model.shards import gather
 from manyhands.model.tokens import IDS, ROWS, token_modules
+from manyhands.progress import advance
 
 
 def saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -63,6 +64,7 @@ def iterate_whole(
             rows = gather(holder.get_parameter(ROWS))
             whole = whole.to(rows.dtype).index_copy(0, torch.tensor(getattr(holder, IDS), device=rows.device), rows)
         wanted = dtype if isinstance(dtype, torch.dtype) else dtype[name]
+        advance()
         yield name, (whole.to(wanted) if whole.is_floating_point() else whole).cpu().contiguous()
 
 

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from manyhands.errors import EXIT_FAILED, UserError
 from manyhands.files import write_atomically
+from manyhands.progress import advance
 
 Kind = Literal["model", "adapter"]
 
@@ -57,7 +58,9 @@ class Reference(_Part):
 
 def describe_tensor(tensor: torch.Tensor) -> TensorReference:
     """Dtype, shape and hash of a whole tensor on the CPU."""
-    return TensorReference(dtype=name_dtype(tensor.dtype), shape=tuple(tensor.shape), sha256=hash_values(tensor))
+    found = TensorReference(dtype=name_dtype(tensor.dtype), shape=tuple(tensor.shape), sha256=hash_values(tensor))
+    advance()
+    return found
 
 
 def name_dtype(dtype: torch.dtype) -> str:

@@ -13,6 +13,7 @@ from torch import nn
 
 from manyhands.data.template import ChatTemplate
 from manyhands.model.attention import plain_attention
+from manyhands.progress import advance
 
 SENTINEL = "\ue000"  # private use: in no template and in no content
 
@@ -57,10 +58,22 @@ def generate(model: nn.Module, tokenizer: Any, prompt_ids: Sequence[int], max_ne
         do_sample=False, max_new_tokens=max_new_tokens, use_cache=True, eos_token_id=ends or None, pad_token_id=ends[0] if ends else 0
     )
     with plain_evaluation(model):
-        answer = causal.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=settings)[0, ids.shape[1] :].tolist()
+        mask = torch.ones_like(ids)
+        answer = causal.generate(input_ids=ids, attention_mask=mask, generation_config=settings, streamer=_Advancing())
+    answer = answer[0, ids.shape[1] :].tolist()
     if answer and answer[-1] in end_ids:
         answer.pop()
     return tokenizer.decode(answer, skip_special_tokens=True).strip()
+
+
+class _Advancing:
+    """A streamer of transformers: called at each token."""
+
+    def put(self, value: torch.Tensor) -> None:
+        advance()
+
+    def end(self) -> None:
+        pass
 
 
 @contextmanager

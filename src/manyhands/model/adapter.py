@@ -20,6 +20,7 @@ from manyhands.model.shards import gather, local, local_slices
 from manyhands.model.tokens import ROWS, token_modules
 from manyhands.model.whole import whole_modules
 from manyhands.plan.types import Plan
+from manyhands.progress import advance
 
 PEFT_PREFIX = "base_model.model."
 PEFT_ROWS = f"token_adapter.{ROWS}"
@@ -121,6 +122,7 @@ def _fill(
     for name, parameter in parameters.items():
         if name in shapes and local(parameter.detach()).numel():
             local(parameter.detach()).copy_(read(name, local_slices(parameter)))
+            advance()
     for name in shapes.keys() & aliases.keys():
         parameter = aliases[name]
         if not torch.equal(local(parameter.detach()), read(name, local_slices(parameter)).to(parameter.device, parameter.dtype)):

@@ -30,6 +30,7 @@ from manyhands.model.source import Checkpoint, needs_conversion, open_weights, r
 from manyhands.model.tokens import ROWS
 from manyhands.model.towers import is_multimodal, leave_out_towers
 from manyhands.plan.types import Plan
+from manyhands.progress import advance
 
 ADDED = (ROWS, "lora_magnitude_vector")  # filled with the adapters
 MARK = "_is_hf_initialized"  # transformers' initialisation passes tensors with this attribute by
@@ -244,6 +245,10 @@ class _Filling:
         self.filled: set[int] = set()
 
     def fill(self, name: str, stored: Any) -> None:
+        self._fill(name, stored)
+        advance()
+
+    def _fill(self, name: str, stored: Any) -> None:
         if name in self.quantised:
             self.quantised[name].fill(stored)
             return
@@ -286,6 +291,7 @@ def initialize_randomly(model: Any, seed: int) -> None:
             fill_from(own[key], stand_in.get_parameter(key))
         if isinstance(module, Nf4Linear):
             module.fill(stand_in.get_parameter("weight"))
+        advance()
 
 
 def draw_module(name: str, module: nn.Module, owner: Any, own: Mapping[str, torch.Tensor], seed: int) -> nn.Module:

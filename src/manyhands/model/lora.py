@@ -28,6 +28,7 @@ from manyhands.model.quantise import gather_weight
 from manyhands.model.shards import fill_from, local, named_generator
 from manyhands.model.tokens import add_token_rows, fill_token_rows
 from manyhands.model.whole import find_whole, inside, train_whole
+from manyhands.progress import advance
 
 MIN_REACH = 0.9  # share of the blocks' matrix elements that all-linear must adapt
 
@@ -187,6 +188,7 @@ def initialize_adapters(model: nn.Module, seed: int) -> None:
         local(layer.lora_B.weight.detach()).zero_()
         if layer.lora_magnitude_vector is not None:
             _fill_magnitudes(layer, layer.lora_magnitude_vector)
+        advance()
     fill_token_rows(model)
 
 

@@ -30,6 +30,7 @@ from manyhands.errors import UserError
 from manyhands.facts.model import STORED_DTYPES
 from manyhands.facts.safetensors import DTYPE_BITS, find_weight_files, read_header
 from manyhands.model.towers import is_left_out, left_out
+from manyhands.progress import advance
 
 OLD_BUFFERS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$")  # once saved, now computed
 
@@ -176,7 +177,12 @@ def read_converted(model: Any, conversion: Conversion) -> dict[str, torch.Tensor
     """The whole tensors of one conversion."""
     with ExitStack() as stack:
         files = {path: stack.enter_context(open_weights(path)) for path in {part.file for part in conversion.parts}}
-        return conversion.convert(model, lambda part: files[part.file].get_tensor(part.name))
+
+        def read(part: StoredTensor) -> torch.Tensor:
+            advance()
+            return files[part.file].get_tensor(part.name)
+
+        return conversion.convert(model, read)
 
 
 def read_stored(stored: StoredTensor) -> torch.Tensor:
