@@ -15,6 +15,10 @@ EXIT_INTERRUPTED = 130  # Ctrl-C
 EXIT_TERMINATED = 143  # SIGTERM
 
 
+class PeerError(RuntimeError):
+    """Another rank has failed and reports it; this rank only ends. Never the cause of anything."""
+
+
 class UserError(Exception):
     """Something the user can mend.
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 import time
@@ -111,7 +112,11 @@ class Place:
 
     @contextlib.contextmanager
     def start(
-        self, *command: str, plant: Mapping[str, str] | None = None, environment: Mapping[str, str] | None = None
+        self,
+        *command: str,
+        plant: Mapping[str, str] | None = None,
+        environment: Mapping[str, str] | None = None,
+        output_file: str = "output.txt",
     ) -> Iterator[subprocess.Popen[str]]:
         """A process that leads a session of its own, output in one file; whatever still lives at the end is killed."""
         variables = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
@@ -121,7 +126,7 @@ class Place:
             site.mkdir()
             (site / "sitecustomize.py").write_text(SITECUSTOMIZE.format(plants=dict(plant)))
             variables["PYTHONPATH"] = os.pathsep.join((str(site), variables["PYTHONPATH"]))
-        with open(self.folder / "output.txt", "w+") as output:
+        with open(self.folder / output_file, "w+") as output:
             process = subprocess.Popen(
                 [sys.executable, *command],
                 cwd=self.folder,
@@ -147,6 +152,19 @@ class Place:
         with self.start(*command, **options) as process:
             return self.wait(process, begin, limit_s)
 
+    def by_hand(self, *arguments: str, **options: Any) -> list[Ended]:
+        """Two ranks as srun starts them: no agent beside them, and rank 0 serves the store."""
+        port, begin = free_port(), time.monotonic()
+        with contextlib.ExitStack() as stack:
+            processes = []
+            for rank in range(2):
+                environment = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+                start = self.start(*WORKER, *arguments, environment=environment, output_file=f"output-{rank}.txt", **options)
+                processes.append(stack.enter_context(start))
+            codes = [process.wait(WAIT_S) for process in processes]
+        texts = [(self.folder / f"output-{rank}.txt").read_text() for rank in range(2)]
+        return [Ended(code, text, time.monotonic() - begin) for code, text in zip(codes, texts, strict=True)]
+
     def train(self, name: str, *arguments: str, file: str = "run.yaml", **options: Any) -> Ended:
         """``manyhands train run.yaml name=NAME ...``"""
         return self.call(*train_command(name, *arguments, file=file), **options)
@@ -170,6 +188,15 @@ class Place:
         codes = json.loads(path.with_suffix(".codes").read_text())
         wrong = [(spec, code) for spec, code in zip(specs, codes, strict=True) if code != (1 if spec.break_at else 0)]
         assert not wrong, ended.output
+
+
+WORKER = ("-m", "manyhands.worker", "run.yaml")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def train_command(name: str, *arguments: str, file: str = "run.yaml") -> list[str]:

@@ -12,7 +12,20 @@ import pytest
 
 from manyhands.errors import UserError
 from manyhands.launch.foreign import Launcher
-from tests.e2e.runs import NO_VERIFY, NUM_STEPS, Ended, Place, Run, at_step, in_evaluation, kill_all, pause, train_command
+from tests.e2e.runs import (
+    NO_VERIFY,
+    NUM_STEPS,
+    WAIT_S,
+    Ended,
+    Place,
+    Run,
+    at_step,
+    free_port,
+    in_evaluation,
+    kill_all,
+    pause,
+    train_command,
+)
 
 pytestmark = pytest.mark.slow  # whole runs in processes of their own
 
@@ -68,12 +81,6 @@ def test_a_failure_ctrl_c_and_a_kill_later_the_losses_are_those_of_a_run_left_al
     ).read_bytes()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def by_hand(port: int) -> dict[str, str]:
     return {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
@@ -115,6 +122,62 @@ def test_sigterm_saves_and_ends_with_143(place: Place) -> None:
     ended = start_and_pause(place, "terminated", 5, signal.SIGTERM)
     assert ended.code == 143 and "saved at step 6" in ended.output, ended.output
     assert place.run("terminated").steps_saved()[-1] == 6 < NUM_STEPS
+
+
+@pytest.mark.slow
+def test_sigterm_in_verification_is_an_interruption_and_the_next_start_verifies(place: Place) -> None:
+    mark = place.folder / "verifying"
+    plant = (
+        "import pathlib, time\n"
+        "_verify = verify_in_fresh_process\n"
+        "def verify_in_fresh_process(*arguments, **options):\n"
+        f"    pathlib.Path({str(mark)!r}).touch()\n"
+        f"    deadline = time.monotonic() + {WAIT_S}\n"
+        "    while not options['stop']() and time.monotonic() < deadline: time.sleep(0.02)\n"
+        "    return _verify(*arguments, **options)\n"
+    )
+    with place.start(*train_command("verifying", "--gpus", "2"), plant={"manyhands.worker.finish": plant}) as process:
+        place.wait_for([mark], process)
+        process.send_signal(signal.SIGTERM)
+        stopped = place.wait(process, time.monotonic())
+    run = place.run("verifying")
+    assert stopped.code == 143 and "saved at step 12; the same command goes on from there" in stopped.output, stopped.output
+    assert "Traceback" not in stopped.output and "finished: " not in stopped.output and run.read("status.json")["state"] == "interrupted"
+    again = place.train("verifying", "--gpus", "2")
+    assert again.code == 0 and "verified " in again.output and run.read("status.json")["state"] == "finished", again.output
+
+
+@pytest.mark.slow
+def test_slow_work_lives_in_every_stage_and_none_of_it_ends_the_run(place: Place) -> None:
+    """Each stage lasts longer than parallel.timeout_s allows without progress, and goes on all the while."""
+    broken = place.train("slow", "--gpus", "2", plant=at_step(5, "raise ValueError('later')"))
+    assert broken.code == 1 and place.run("slow").steps_saved() == [4]
+    slowed = {
+        "manyhands.launch.heartbeat": "_advance = Heartbeat.advance\n"
+        "def _slow(self):\n"
+        "    if threading.current_thread().name != 'heartbeat':\n"
+        "        time.sleep(0.2)\n"
+        f"        with open({str(place.folder)!r} + f'/slow-{{self.rank}}', 'a') as file: file.write(self._now[0] + '\\n')\n"
+        "    _advance(self)\n"
+        "Heartbeat.advance = _slow\n",
+        "manyhands.export.verify": "import time\nend = time.process_time() + 6\nwhile time.process_time() < end: pass\n",
+    }
+    ended = place.train("slow", "--gpus", "2", "parallel.timeout_s=5", plant=slowed)
+    assert ended.code == 0, ended.output
+    stages = (place.folder / "slow-0").read_text().splitlines()
+    for stage in ("build model", "resume", "checkpoint", "export"):
+        assert stages.count(stage) * 0.2 > 5, (stage, stages.count(stage))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "module", "function"),
+    [("build model", "manyhands.worker.build", "materialize"), ("verify", "manyhands.worker.finish", "verify_in_fresh_process")],
+)
+def test_a_stage_that_hangs_ends_the_run(place: Place, stage: str, module: str, function: str) -> None:
+    plant = f"import time\ndef {function}(*arguments, **options): time.sleep({WAIT_S})\n"
+    ended = place.train(f"hangs-in-{stage.split()[0]}", "parallel.timeout_s=10", plant={module: plant})
+    assert ended.code == 1 and "error: rank 0 made no progress for " in ended.output and f"stage '{stage}'" in ended.output, ended.output
 
 
 @pytest.mark.slow

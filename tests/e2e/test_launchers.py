@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.runs import NO_VERIFY, Ended, Place, Run
-from tests.e2e.test_endings import free_port
+from tests.e2e.runs import NO_VERIFY, WORKER, Ended, Place, Run, at_step, free_port
 
-WORKER = ("-m", "manyhands.worker", "run.yaml")
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node=2")
+CAT = "error: rank 1 failed in stage 'train': ValueError: the cat sat on the keyboard; log: "
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "command"),
     [
-        ("torchrun", ("-m", "torch.distributed.run", "--nproc_per_node=2")),
+        ("torchrun", TORCHRUN),
         ("accelerate", ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "PORT")),
     ],
 )
@@ -30,8 +30,41 @@ def test_two_processes_under_another_launcher(place: Place, whole: tuple[Ended, 
 
 @pytest.mark.slow
 def test_a_mistake_is_shown_once_under_torchrun(place: Place) -> None:
-    ended = place.call("-m", "torch.distributed.run", "--nproc_per_node=2", *WORKER, "data.train=none.jsonl")
+    ended = place.call(*TORCHRUN, *WORKER, "data.train=none.jsonl")
     assert ended.code != 0 and ended.output.count("error: no such data file") == 1, ended.output
+
+
+@pytest.mark.slow
+def test_a_failure_is_shown_once_under_torchrun_with_its_rank_stage_reason_and_log(place: Place) -> None:
+    """And torch's own table at the end has the traceback, from the error file that the rank has written."""
+    plant = at_step(3, "raise ValueError('the cat sat on the keyboard')", rank=1)
+    ended = place.call(*TORCHRUN, *WORKER, "name=cat", plant=plant)
+    log = place.run("cat").folder / "logs/rank-1.log"
+    assert ended.code != 0 and ended.output.count(f"{CAT}{log}") == 1 == ended.output.count("error: "), ended.output
+    table = ended.output.partition("multiprocessing.errors.ChildFailedError")[2]
+    assert "Traceback (most recent call last)" in table and "ValueError: the cat sat on the keyboard" in table
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_named_by_one_that_lives_on(place: Place) -> None:
+    ended = place.by_hand("name=killed-by-hand", plant=at_step(3, "os.kill(os.getpid(), signal.SIGKILL)", rank=1))
+    assert (ended[0].code, ended[1].code) == (1, -9), ended
+    assert ended[0].output.count("error: rank 1 ended without a word in stage 'train', step ") == 1 == ended[0].output.count("error: ")
+
+
+@pytest.mark.slow
+def test_where_rank_0_serves_the_store_all_ranks_end_as_it_does(place: Place, whole: tuple[Ended, Run]) -> None:
+    """A refused run, a finished one that is started again, and one that breaks."""
+    refused = place.by_hand("name=refused", "data.train=none.jsonl")
+    assert [rank.code for rank in refused] == [2, 2], refused
+    assert sum(rank.output.count("error: ") for rank in refused) == 1 and "no such data file" in refused[0].output
+    finished = place.by_hand("name=whole")
+    assert [rank.code for rank in finished] == [0, 0], finished
+    assert "is finished; nothing to do" in finished[0].output
+    broken = place.by_hand("name=cat-by-hand", plant=at_step(3, "raise ValueError('the cat sat on the keyboard')", rank=1))
+    assert [rank.code for rank in broken] == [1, 1] and CAT in broken[1].output, broken
+    assert sum(rank.output.count("error: ") for rank in broken) == 1
+    assert "Traceback" not in "".join(rank.output for rank in (*refused, *finished, *broken))
 
 
 @pytest.mark.slow

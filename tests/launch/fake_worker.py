@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 
 from manyhands.errors import UserError
-from manyhands.launch.failure import write_failure
-from manyhands.launch.heartbeat import Heartbeat
+from manyhands.launch.failure import looks_like_consequence, wait_for_cause, write_failure
+from manyhands.launch.heartbeat import Heartbeat, read_beat
 from manyhands.launch.run_folder import RunFolder
+
+LONG_S = 300.0  # longer than any test waits
 
 
 def main() -> None:
@@ -28,19 +31,24 @@ def main() -> None:
     try:
         act(what, folder, rank, heartbeat)
     except Exception as error:
+        if what == "raise, written late":
+            time.sleep(4)
         write_failure(folder, rank, "train", error)
+        if looks_like_consequence(error):
+            wait_for_cause(folder, rank, int(os.environ["WORLD_SIZE"]), limit_s=LONG_S)
         raise
+    heartbeat.close()
 
 
 def act(what: str, folder: RunFolder, rank: int, heartbeat: Heartbeat) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + LONG_S
     match what:
         case "end":
             return
         case "environment":
             (folder.path / f"environment-{rank}.json").write_text(json.dumps(dict(os.environ)))
-        case "raise":
-            time.sleep(0.3)
+        case "raise" | "raise late" | "raise, written late":
+            time.sleep(4 if what == "raise late" else 0.3)
             raise ValueError("the cat sat on the keyboard")
         case "user error":
             raise UserError("row 7 has no trained token", where="data.jsonl:7", fix="mend it")
@@ -50,6 +58,12 @@ def act(what: str, folder: RunFolder, rank: int, heartbeat: Heartbeat) -> None:
             sys.exit(3)
         case "kill":
             os.kill(os.getpid(), 9)
+        case "kill late":
+            time.sleep(4)
+            os.kill(os.getpid(), 9)
+        case "abort late":
+            time.sleep(4)
+            os.abort()
         case "stop":
             heartbeat.beat("save", 2)
             os.kill(os.getpid(), 19)
@@ -58,15 +72,35 @@ def act(what: str, folder: RunFolder, rank: int, heartbeat: Heartbeat) -> None:
                 heartbeat.beat("train", 2)
                 time.sleep(0.05)
         case "wait":  # for a peer, in a collective
-            time.sleep(60)
+            heartbeat.count_collectives = lambda: 1
+            sleep()
+        case "work slowly, then end":  # while others wait
+            heartbeat.beat("train", 1)
+            for _ in range(180):
+                time.sleep(0.05)
+                heartbeat.beat("train", 1)
+        case "wait for slow work, then end":
+            heartbeat.count_collectives = lambda: 1
+            while not ((other := read_beat(folder, 0)) and other.done) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            time.sleep(1)  # it still has something to do
+        case "finish when asked":
+            signal.signal(signal.SIGTERM, lambda *_: (folder.write_status("finished"), heartbeat.close(), os._exit(0)))
+            sleep()
+        case "hang":
+            time.sleep(LONG_S)
         case "wait with child":  # and something it has started
-            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-            time.sleep(60)
+            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+            sleep()
         case "deaf":  # waits, and does not hear SIGTERM
-            import signal
-
+            heartbeat.count_collectives = lambda: 1
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            time.sleep(60)
+            time.sleep(LONG_S)
+
+
+def sleep() -> None:
+    print("ready", flush=True)
+    time.sleep(LONG_S)
 
 
 if __name__ == "__main__":

@@ -9,15 +9,13 @@ from types import SimpleNamespace
 import pytest
 
 from manyhands.errors import UserError
-from manyhands.launch import failure
 from manyhands.launch.failure import first_failure, looks_like_consequence, write_failure
 from manyhands.launch.heartbeat import Heartbeat, read_beat
 from manyhands.launch.run_folder import RunFolder
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(failure, "PEER_GRACE_S", 0.0)
+def folder(tmp_path):
     return RunFolder(tmp_path)
 
 

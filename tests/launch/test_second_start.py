@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -102,6 +103,22 @@ def test_a_finished_run_says_so_and_ends_well(world, capsys):
     assert start(make_config()) == 0
     assert "is finished; nothing to do" in capsys.readouterr().out
     assert files_in(world.run.path) == before
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_stopped_while_it_prepares_a_start_says_so_and_leaves_nothing(world, monkeypatch, number, code):
+    def gather_facts(config, **options):
+        try:
+            signal.raise_signal(number)
+        except Exception:
+            pytest.fail("what prepares may answer errors of its own, and must not take this for one")
+
+    monkeypatch.setitem(sys.modules, "manyhands.facts.gather", SimpleNamespace(gather_facts=gather_facts))
+    before = signal.getsignal(number)
+    with pytest.raises(UserError) as stopped:
+        start(make_config())
+    assert str(stopped.value).startswith(f"{number.name}: stopped while data and plan were being prepared")
+    assert stopped.value.exit_code == code and not world.run.path.exists() and signal.getsignal(number) is before
 
 
 def test_another_run_in_the_folder_is_refused_with_the_changed_keys(world):

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from manyhands.errors import EXIT_FAILED, UserError
+from manyhands.errors import EXIT_FAILED, PeerError, UserError
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ def run_together(work: Callable[[], T]) -> list[T]:
     """Calls ``work`` on every rank; returns all results in rank order. Collective.
 
     If it fails on any rank, every rank raises the first one's error: a UserError or OSError as a UserError, anything
-    else (a bug) as itself where it happened and as a RuntimeError elsewhere.
+    else (a bug) as itself where it happened and as a PeerError elsewhere.
     """
     rank, world_size = this_rank()
     result: T | None = None
@@ -47,7 +47,7 @@ def run_together(work: Callable[[], T]) -> list[T]:
         shown, text = failures[0]
         if shown is None and error is not None:
             raise error
-        raise (shown or RuntimeError(text)) from error
+        raise (shown or PeerError(text)) from error
     return [one for one, _ in gathered]
 
 

@@ -1,26 +1,36 @@
 """Why a run failed: each rank writes its own reason, the launcher shows the first cause, once. Knows no torch.
 
 When one rank fails, the others fail too: their peer is gone. Such consequences are told from causes by what they say,
-and lose against any cause, whichever was written first.
+and lose against any cause, whichever was written first. A rank that has only lost a peer does not end before the cause is
+on disk: as soon as one rank ends, torch's agent ends all others, the one that has not spoken yet included.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import signal
+import socket
 import time
 import traceback
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
-from manyhands.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, UserError
-from manyhands.files import read_json, write_json
-from manyhands.launch.heartbeat import read_beat, read_beats
+from manyhands.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, PeerError, UserError
+from manyhands.files import write_json
+from manyhands.launch.heartbeat import Beat, read_beat, read_beats
 from manyhands.launch.run_folder import RunFolder
 
 TAIL_LINES = 15
-PEER_GRACE_S = 2.0  # a rank that lost its peer leaves no sooner, so that the agent does not end the peer before it has spoken
+MAX_SUMMARY = 500  # characters of the one line
+# Ticks (two a second on an idle machine) that each living peer has for its word. Counted in the peers' own life, not in seconds:
+# where a machine is so loaded that a rank is slow to speak, its ticks are slow too.
+PATIENCE_TICKS = 40
+REMOTE_SILENCE_S = 30.0  # without a tick: a rank of another machine is taken for gone
 
 # What gloo, NCCL and the store say where a peer has gone, on torch 2.11 and 2.13.
 _CONSEQUENCE = re.compile(
@@ -45,15 +55,11 @@ class RankExit(Protocol):
 
 
 def write_failure(folder: RunFolder, rank: int, stage: str, error: BaseException) -> None:
-    """In a rank: why it ends, where the launcher finds it. The first reason stands; what fails after it does not replace it.
-
-    A mere consequence returns only when the cause has been written too, or after ``PEER_GRACE_S``.
-    """
+    """In a rank: why it ends, where the launcher finds it. The first reason stands; what fails after it does not replace it."""
     path = folder.failure(rank)
     if path.exists():
         return
     user = json.loads(error.to_json()) if isinstance(error, UserError) else None
-    consequence = looks_like_consequence(error)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(
         path,
@@ -64,19 +70,115 @@ def write_failure(folder: RunFolder, rank: int, stage: str, error: BaseException
             "user_error": user,
             "summary": "".join(traceback.format_exception_only(error)).strip(),
             "traceback": "".join(traceback.format_exception(error)),
-            "consequence": consequence,
+            "consequence": looks_like_consequence(error),
         },
     )
-    deadline = time.monotonic() + PEER_GRACE_S
-    while consequence and time.monotonic() < deadline and not _has_cause(folder):
-        time.sleep(0.05)
+
+
+def record_for_torch(error: BaseException, stage: str, rank: int, environ: Mapping[str, str] = os.environ) -> None:
+    """In a rank: the error file that torch's agent (torchrun, accelerate) asks for and shows; nothing where it asks for none.
+
+    In the format of ``torch.distributed.elastic.multiprocessing.errors.ErrorHandler``, which would give a user's mistake a traceback.
+    """
+    path = environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    # The agent takes the lowest for the cause, in whole seconds.
+    timestamp = int(time.time()) + (1 if looks_like_consequence(error) else 0)
+    text = str(error).removeprefix("error: ") if isinstance(error, UserError) else "".join(traceback.format_exception(error))
+    message = f"rank {rank} failed in stage '{stage}': {_summarize(error)}"
+    fields = {"message": message, "extraInfo": {"py_callstack": text, "timestamp": str(timestamp)}}
+    with contextlib.suppress(OSError):
+        Path(path).write_text(json.dumps({"message": fields}), encoding="utf-8")
+
+
+def claim_terminal(folder: RunFolder) -> bool:
+    """In a rank that somebody else started: whether this is the first that fails, and so the one to say why."""
+    try:
+        folder.ranks.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(folder.ranks / "shown", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
+    except FileExistsError:
+        return False
+    except OSError:  # a full disk: better twice than never
+        return True
+    return True
+
+
+def describe_failure(error: BaseException, stage: str, rank: int, log: Path | None) -> str:
+    """What the terminal shows of a rank that failed: a mistake in its four lines, a bug in one."""
+    if isinstance(error, UserError):
+        return str(error)
+    return f"error: rank {rank} failed in stage '{stage}': {_summarize(error)}" + (f"; log: {log}" if log is not None else "")
+
+
+def describe_lost(folder: RunFolder, rank: int, stage: str, error: BaseException | None) -> str:
+    """One line for a launch of which no rank has written a cause: who is gone without a word, else who lost its peers."""
+    gone = [f"rank {other} ended without a word in {beat}; log: {folder.log(other)}" for other, beat in _gone(folder).items()]
+    if gone:
+        return f"error: {'; '.join(gone)}"
+    why = f": {_summarize(error)}" if error is not None else ""
+    return f"error: rank {rank} lost its peers in stage '{stage}', and none of them said why{why}; log: {folder.log(rank)}"
+
+
+def is_lost(folder: RunFolder) -> bool:
+    """Whether a rank has failed, or ended before its work was done: waiting for it is pointless."""
+    return folder.has_cause() or bool(_gone(folder))
+
+
+def _gone(folder: RunFolder) -> dict[int, Beat]:
+    return {rank: beat for rank, beat in read_beats(folder).items() if beat.is_gone}
+
+
+def _summarize(error: BaseException) -> str:
+    """Type and message in one line."""
+    return " ".join("".join(traceback.format_exception_only(error)).split())[:MAX_SUMMARY]
+
+
+def wait_for_cause(folder: RunFolder, rank: int, world_size: int, limit_s: float) -> None:
+    """In a rank that has lost a peer: returns once the cause is on disk, or a peer's process has ended, or nobody will speak.
+
+    Nobody will where each peer has lost another too, is done, or has lived on for ``PATIENCE_TICKS`` without failing.
+    ``limit_s`` bounds it in any case (a peer that never started, or is stopped).
+    """
+    peers = {other: _Peer() for other in range(world_size) if other != rank}
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline and not folder.has_cause():
+        failed = folder.read_failures()
+        for other, peer in peers.items():
+            peer.look(read_beat(folder, other))
+        if any(peer.is_gone for peer in peers.values()):
+            return
+        if all(other in failed or peer.num_ticks >= PATIENCE_TICKS or (peer.beat and peer.beat.done) for other, peer in peers.items()):
+            return
+        time.sleep(0.1)
+
+
+@dataclass
+class _Peer:
+    """What one rank sees of another while it waits for its word."""
+
+    beat: Beat | None = None
+    num_ticks: int = 0
+    ticked_at: float = field(default_factory=time.monotonic)
+
+    def look(self, beat: Beat | None) -> None:
+        if beat is not None and self.beat is not None and beat.tick != self.beat.tick:
+            self.num_ticks, self.ticked_at = self.num_ticks + 1, time.monotonic()
+        self.beat = beat or self.beat
+
+    @property
+    def is_gone(self) -> bool:
+        if self.beat is None or self.beat.done:
+            return False
+        is_remote = self.beat.host != socket.gethostname()
+        return self.beat.is_gone or (is_remote and time.monotonic() - self.ticked_at > REMOTE_SILENCE_S)
 
 
 def looks_like_consequence(error: BaseException) -> bool:
     """Whether a peer's end explains this error: a connection or collective that broke off."""
     if isinstance(error, UserError | SystemExit | KeyboardInterrupt | MemoryError):
         return False
-    if isinstance(error, ConnectionError | BrokenPipeError):
+    if isinstance(error, ConnectionError | BrokenPipeError | PeerError):
         return True
     of_torch = type(error).__module__.startswith("torch") or isinstance(error, RuntimeError)
     return of_torch and _CONSEQUENCE.search(str(error)) is not None
@@ -88,7 +190,7 @@ def first_failure(folder: RunFolder, exits: Mapping[int, RankExit], ended_by_us:
     ``exits``: failed ranks as the agent saw them (``ChildFailedError.failures``). ``ended_by_us``: pids the watch has
     killed, which are nobody's cause.
     """
-    written = _read_reasons(folder)
+    written = folder.read_failures()
     candidates = [(_tier_of_reason(reason), reason["time"], rank) for rank, reason in written.items()]
     # The agent's clock has whole seconds; a reason written in the same second was there first.
     candidates += [(_tier_of_exit(e, ended_by_us), e.timestamp + 1.0, rank) for rank, e in exits.items() if rank not in written]
@@ -111,23 +213,16 @@ def log_tail(folder: RunFolder, rank: int, num_lines: int = TAIL_LINES) -> str:
     return _indent("\n".join(lines), num_lines)
 
 
-def _read_reasons(folder: RunFolder) -> dict[int, dict[str, Any]]:
-    reasons = [read_json(path) for path in folder.ranks.glob("failure-*.json")]
-    return {reason["rank"]: reason for reason in reasons if reason}
-
-
-def _has_cause(folder: RunFolder) -> bool:
-    return any(not reason["consequence"] for reason in _read_reasons(folder).values())
-
-
 def _tier_of_reason(reason: Mapping[str, Any]) -> int:
-    return 2 if reason["consequence"] else 0
+    return 3 if reason["consequence"] else 0
 
 
 def _tier_of_exit(exited: RankExit, ended_by_us: Collection[int]) -> int:
-    """0: a cause; 1: an end without a word; 2: often a consequence (torch aborts when a collective breaks off); 3: ended by others."""
+    """0: a cause; 1: an end without a word; 2: perhaps a consequence (torch aborts when a collective breaks off), but nearer to the
+    cause than a rank that says so; 4: ended by others.
+    """
     if exited.pid in ended_by_us or exited.exitcode in _ENDED_BY_OTHERS:
-        return 3
+        return 4
     if exited.exitcode == -signal.SIGABRT:
         return 2
     return 0 if exited.exitcode < 0 else 1

@@ -2,7 +2,9 @@
 
 Two times are kept apart. ``beat`` is when the rank's own work last came by; ``tick`` is when a thread beside it last
 ran. A rank that waits in a collective still ticks; one that is stopped, or stuck while holding the interpreter, does not.
-That difference tells the rank that hangs from the ranks that wait for it.
+
+What tells the rank that hangs from those that wait for it is no time at all, but its ``position`` in the program that all
+ranks run: who waits in a collective has entered one more than the rank it waits for.
 """
 
 from __future__ import annotations
@@ -10,10 +12,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+import psutil
 
 from manyhands.files import read_json
 from manyhands.launch.env import LAUNCHER_PID
@@ -21,6 +27,8 @@ from manyhands.launch.run_folder import RunFolder
 
 TICK_S = 0.5
 ORPHAN_GRACE_S = 20.0
+START = "start"  # the stage in which a rank imports its libraries
+WORKING_CPU_S = 0.01  # between two ticks; waiting for others takes a tenth of it
 _RECORD_BYTES = 512  # fixed, so that one write replaces the whole record
 
 
@@ -35,6 +43,24 @@ class Beat:
     beat: float
     tick: float
     done: bool = False
+    host: str = ""
+    num_stages: int = 0  # entered so far, the same one again included
+    num_collectives: int = 0  # entered so far
+
+    @property
+    def position(self) -> tuple[int, int, int]:
+        """How far the rank has come in the program that all ranks run alike."""
+        return self.num_stages, self.step or 0, self.num_collectives
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the rank's process has ended before its work was done. Of another machine's nothing is known: False."""
+        if self.done or self.host != socket.gethostname():
+            return False
+        try:
+            return psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
 
     def __str__(self) -> str:
         return f"stage '{self.stage}'" + ("" if self.step is None else f", step {self.step}")
@@ -48,7 +74,11 @@ class Heartbeat:
         folder.failure(rank).unlink(missing_ok=True)  # of an earlier launch, on a disk its launcher does not see
         self.rank = rank
         self._fd = os.open(folder.beat(rank), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        self._now: tuple[str, int | None, float] = ("start", None, time.monotonic())
+        self._now: tuple[str, int | None, float, int] = (START, None, time.monotonic(), 0)
+        self.count_collectives: Callable[[], int] = lambda: 0
+        self.counts_processor = True  # its processor time is a sign of work: where libraries are at work, and no device is waited for
+        self._num_collectives = 0
+        self._cpu_s = time.process_time()
         self._done = threading.Event()
         self._writing = threading.Lock()
         self._launcher = int(os.environ.get(LAUNCHER_PID, 0))
@@ -57,10 +87,15 @@ class Heartbeat:
 
     def beat(self, stage: str, step: int | None = None) -> None:
         """The rank's work has come by here. A new stage is written at once, the rest with the next tick."""
-        new_stage = stage != self._now[0]
-        self._now = (stage, step, time.monotonic())
-        if new_stage:
+        before, _, _, num_stages = self._now
+        self._now = (stage, step, time.monotonic(), num_stages + (stage != before))
+        if stage != before:
             self._write()
+
+    def advance(self) -> None:
+        """The same for work within a stage that knows neither stage nor step."""
+        stage, step, _, num_stages = self._now
+        self._now = (stage, step, time.monotonic(), num_stages)
 
     def close(self) -> None:
         """This rank's work is done: nobody need wait for its next beat."""
@@ -69,14 +104,20 @@ class Heartbeat:
             self._write()
 
     def _write(self) -> None:
-        stage, step, beat = self._now
-        record: dict[str, Any] = {"rank": self.rank, "pid": os.getpid(), "stage": stage[:100], "step": step, "beat": beat}
-        text = json.dumps(record | {"tick": time.monotonic(), "done": self._done.is_set()})
         with self._writing:
-            os.pwrite(self._fd, text.encode().ljust(_RECORD_BYTES), 0)
+            stage, step, beat, num_stages = self._now
+            record: dict[str, Any] = {"rank": self.rank, "pid": os.getpid(), "stage": stage[:100], "step": step, "beat": beat}
+            record |= {"tick": time.monotonic(), "done": self._done.is_set(), "host": socket.gethostname()[:100]}
+            if not self._done.is_set():
+                self._num_collectives = self.count_collectives()
+            record |= {"num_stages": num_stages, "num_collectives": self._num_collectives}
+            os.pwrite(self._fd, json.dumps(record).encode().ljust(_RECORD_BYTES), 0)
 
     def _tick(self) -> None:
         while not self._done.wait(TICK_S):
+            before, self._cpu_s = self._cpu_s, time.process_time()
+            if self.counts_processor and self._cpu_s - before > WORKING_CPU_S:
+                self.advance()
             self._write()
             if self._launcher and os.getppid() != self._launcher:
                 self._end_orphan()

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from manyhands.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, UserError
 from manyhands.launch.env import launcher_environment
 from manyhands.launch.failure import first_failure
 from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.stopping import Asked, raise_when_asked
 from manyhands.launch.watch import Watch, end_all, worker_pids
 from manyhands.plan.types import Plan
 
@@ -31,22 +31,26 @@ def run(
 ) -> int:
     """Starts ``plan.world_size`` workers and waits for them. No worker is left when it returns, however it ends.
 
-    Returns 0, or 130 / 143 after Ctrl-C / SIGTERM (the workers get the same signal and 30 s to save). ``timeout_s``: a
-    rank without a beat for that long is ended. UserError: the first cause of a failure, or a MASTER_PORT in use.
+    Returns 0, or 130 / 143 after Ctrl-C / SIGTERM (the workers get the same signal and 30 s to save) unless the run was finished
+    by then. ``timeout_s``: a rank that others wait for and that does not go on for so long is ended. UserError: the first cause
+    of a failure, or a MASTER_PORT in use.
     """
     port = choose_port()
     folder.clear_ranks()
     folder.write_status("running", pid=os.getpid(), plan=plan.number)
     try:
-        with launcher_environment(plan), _own_signals(), Watch(folder, plan.world_size, timeout_s) as watch:
+        with launcher_environment(plan), raise_when_asked(*_SIGNALS), Watch(folder, plan.world_size, timeout_s) as watch:
             received = _run_agent(folder, plan.world_size, port, module, watch)
-    except KeyboardInterrupt:  # before the agent has taken the signal over: no worker was started
-        received = signal.SIGINT
+    except Asked as asked:  # before the agent has taken the signal over: no worker was started
+        received = asked.signal
     except UserError as error:
-        folder.write_status("failed", reason=error.what)
+        if not folder.is_finished:
+            folder.write_status("failed", reason=error.what)
         raise
-    if received is None:
+    if received is None or folder.is_finished:
         folder.clear_ranks()
+        if received is not None:
+            report(f"{received.name} came too late: the run is finished")
         return 0
     folder.write_status("interrupted", reason=received.name)
     step = folder.newest_step()
@@ -120,14 +124,3 @@ def _quiet_agent() -> None:
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-
-
-@contextlib.contextmanager
-def _own_signals() -> Iterator[None]:
-    """Puts back the handlers that the agent replaces and leaves replaced."""
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)

@@ -10,6 +10,7 @@ from manyhands.errors import UserError
 from manyhands.launch.lock import FolderLock
 from manyhands.launch.run_folder import RunFolder, refuse_unusable
 from manyhands.launch.second_start import find_run, folder_of, fresh_name
+from manyhands.launch.stopping import say_when_stopped
 from manyhands.plan.types import Plan
 
 # What a resumed run computes. Everything else in a plan may change from launch to launch.
@@ -44,6 +45,7 @@ class Prepared:
             self.lock.release()
 
 
+@say_when_stopped()
 def prepare_run(
     config: RunConfig,
     *,
@@ -57,7 +59,8 @@ def prepare_run(
 
     ``world_size``, and ``local_world_size`` of one machine, are given where somebody else started the processes. A dry run
     writes the same two files and nothing else. A start that fails here leaves no new folder behind.
-    Raises UserError: another run stands in the folder, it is running, or anything that facts and plan refuse.
+    Raises UserError: another run stands in the folder, it is running, or anything that facts and plan refuse;
+    ``Stopped`` after Ctrl-C or SIGTERM.
     """
     folder = folder_of(config)
     with refuse_unusable(folder):

@@ -158,9 +158,14 @@ class RunFolder:
 
     # What the ranks say while they run.
 
-    def has_failure(self) -> bool:
-        """Whether any rank of this launch has written why it failed."""
-        return any(self.ranks.glob("failure-*.json"))
+    def read_failures(self) -> dict[int, dict[str, Any]]:
+        """What the ranks of this launch have written of why they failed."""
+        found = (read_json(path) for path in self.ranks.glob("failure-*.json"))
+        return {fields["rank"]: fields for fields in found if isinstance(fields, dict)}
+
+    def has_cause(self) -> bool:
+        """Whether any rank of this launch has failed of itself, not only lost another."""
+        return any(not fields["consequence"] for fields in self.read_failures().values())
 
     def remove_temporaries(self) -> None:
         """Removes half-written files of killed launches. For whoever holds the lock."""

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import psutil
 
@@ -16,9 +17,8 @@ from manyhands.launch.failure import log_tail
 from manyhands.launch.heartbeat import Beat, read_beat
 from manyhands.launch.run_folder import RunFolder
 
-GRACE_S = 10.0  # from the first failure until ranks that have not ended are killed
+GRACE_S = 10.0  # from the first cause until ranks that have not ended are killed
 START_GRACE_S = 30.0  # ranks that wait for a missing one give up by themselves first, and say so better
-FROZEN_S = 5.0  # without a tick; a rank that only waits ticks twice a second
 
 
 @dataclass
@@ -29,10 +29,17 @@ class _Seen:
     still_s: float = 0.0
     frozen_s: float = 0.0
 
+    @property
+    def position(self) -> tuple[int, ...]:
+        return self.beat.position if self.beat is not None else ()  # less than any
+
     def look(self, beat: Beat | None, elapsed_s: float) -> None:
         before, self.beat = self.beat, beat if beat is not None else self.beat
-        moved = self.beat is not None and (before is None or self.beat.beat != before.beat)
-        ticked = self.beat is not None and (before is None or self.beat.tick != before.tick)
+        if self.beat is None or before is None:
+            moved = ticked = self.beat is not None
+        else:
+            moved = self.beat.beat != before.beat or self.beat.position != before.position
+            ticked = self.beat.tick != before.tick
         self.still_s = 0.0 if moved else self.still_s + elapsed_s
         self.frozen_s = 0.0 if ticked else self.frozen_s + elapsed_s
 
@@ -53,7 +60,9 @@ class Watch:
 
     def __enter__(self) -> Watch:
         self._ranks = [_Seen() for _ in range(self.world_size)]
-        self._first_failure: float | None = None
+        self._caused_at: float | None = None
+        self._behind: tuple[tuple[int, ...], list[int]] = ((), [])
+        self._behind_s = 0.0  # since it is these that the others wait for
         self._poll_s = min(1.0, self.timeout_s / 10)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -69,10 +78,11 @@ class Watch:
         while not self._stop.wait(self._poll_s):
             now = time.monotonic()
             # A launcher that was itself stopped (Ctrl-Z, a suspended laptop) must not blame its ranks for the gap.
-            self._look(min(now - last, 2 * self._poll_s))
+            elapsed_s = min(now - last, 2 * self._poll_s)
+            self._look(elapsed_s)
             last = now
-            if self.verdict is None and self._first_failure is None:
-                self._judge()
+            if self.verdict is None and self._caused_at is None:
+                self._judge(elapsed_s)
             self._end_waiting(now)
 
     def _look(self, elapsed_s: float) -> None:
@@ -80,40 +90,57 @@ class Watch:
             seen.look(read_beat(self.folder, rank), elapsed_s)
         if len(self.pids) < self.world_size:
             self.pids.update(worker_pids())
-        if self._first_failure is None and self.folder.has_failure():
-            self._first_failure = time.monotonic()
+        if self._caused_at is None and (self.folder.has_cause() or any(s.beat is not None and s.beat.is_gone for s in self._ranks)):
+            self._caused_at = time.monotonic()
+
+    def _judge(self, elapsed_s: float) -> None:
+        """Once nobody moves whom others may wait for: name the ranks that have come least far, and kill them.
+
+        A rank that has come further waits for one that has not, so how long it stands still does not matter; it counts from when the
+        other has caught up. A rank that has lost its peers waits for their word, and is not judged.
+        """
+        failed = self.folder.read_failures()
+        living = {r: s for r, s in enumerate(self._ranks) if r not in failed and not (s.beat and (s.beat.done or s.beat.is_gone))}
+        if not living:
+            return
+        least = min(seen.position for seen in living.values())
+        behind = [rank for rank, seen in living.items() if seen.position == least]
+        self._behind_s = self._behind_s + elapsed_s if (least, behind) == self._behind else 0.0
+        self._behind = (least, behind)
+        stopped = [rank for rank, seen in living.items() if seen.beat is not None and _is_stopped(seen.beat.pid)]
+        culprits = stopped or behind
+        judged = [living[rank] for rank in {*behind, *stopped}]
+        if min(self._behind_s, *(seen.still_s for seen in judged)) < max(self._limit(seen) for seen in judged):
+            return
+        if len(culprits) > 1:  # at one place: a rank whose heart stands still is not merely waiting
+            culprits = [rank for rank in culprits if living[rank].frozen_s >= self.timeout_s] or culprits
+        pids = {rank: seen.beat.pid if (seen := living[rank]).beat else pid_of_rank(rank) for rank in culprits}
+        self.verdict = self._explain(culprits, living, failed)
+        self._caused_at = time.monotonic()
+        for pid in pids.values():
+            if pid is not None:
+                self._kill(pid)
 
     def _limit(self, seen: _Seen) -> float:
         return self.timeout_s + (START_GRACE_S if seen.beat is None else 0.0)
 
-    def _judge(self) -> None:
-        """Once a rank has not moved for too long: name the one that all others wait for, and kill it."""
-        waiting = {r: s for r, s in enumerate(self._ranks) if not (s.beat and (s.beat.done or _is_gone(s.beat.pid)))}
-        if not any(seen.still_s >= self._limit(seen) for seen in waiting.values()):
-            return
-        rank = min(waiting, key=lambda r: self._order(waiting[r]))
-        seen = waiting[rank]
-        pid = seen.beat.pid if seen.beat else pid_of_rank(rank)
-        self.verdict = self._explain(rank, seen, pid, waiting)
-        self._first_failure = time.monotonic()
-        if pid is not None:
-            self._kill(pid)
-
-    def _order(self, seen: _Seen) -> tuple[bool, bool, float]:
-        """The culprit sorts first: never started, then frozen, then the one whose work stopped earliest."""
-        if seen.beat is None:
-            return (False, False, 0.0)
-        return (True, seen.frozen_s < min(FROZEN_S, self.timeout_s / 2), seen.beat.beat)
-
-    def _explain(self, rank: int, seen: _Seen, pid: int | None, waiting: dict[int, _Seen]) -> UserError:
-        stopped = pid is not None and _is_stopped(pid)
-        why = "its process is stopped (SIGSTOP)" if stopped else "it hangs, or waits for something outside"
-        if seen.beat is None:
+    def _explain(self, culprits: list[int], living: dict[int, _Seen], failed: dict[int, dict[str, Any]]) -> UserError:
+        rank, seen = culprits[0], living[culprits[0]]
+        several = len(culprits) > 1
+        why = "it hangs, or waits for something outside"
+        if several:
+            why = "all of them have come equally far, so none of them alone is the cause: they hang, or what connects them does"
+        elif seen.beat is None:
             why = "it never said that it had started"
-        others = [f"rank {r}: {s.beat or 'not started'}, still for {s.still_s:.0f} s" for r, s in waiting.items() if r != rank]
+        elif _is_stopped(seen.beat.pid):
+            why = "its process is stopped (SIGSTOP)"
         tail = log_tail(self.folder, rank)
+        others = [f"rank {r}: {s.beat or 'not started'}, still for {s.still_s:.0f} s" for r, s in living.items() if r != rank]
+        others += [f"rank {r}: lost its peers in stage '{f['stage']}': {f['summary'].splitlines()[-1]}" for r, f in failed.items()]
+        who = f"ranks {', '.join(map(str, culprits))}" if several else f"rank {rank}"
         return UserError(
-            f"rank {rank} made no progress for {seen.still_s:.0f} s (parallel.timeout_s = {self.timeout_s:g}) and was ended",
+            f"{who} made no progress for {seen.still_s:.0f} s (parallel.timeout_s = {self.timeout_s:g})"
+            f" and {'were' if several else 'was'} ended",
             where=f"{seen.beat or 'not started'}; log: {self.folder.log(rank)}",
             why=why + (f"; the end of its log:\n{tail}" if tail else ""),
             fix="read that log; if the stage may take longer than that, raise parallel.timeout_s. The same command resumes",
@@ -122,8 +149,8 @@ class Watch:
         )
 
     def _end_waiting(self, now: float) -> None:
-        """Ranks that live on after a failure wait for a peer that is gone; torch's agent alone would give them 30 s more."""
-        if self._first_failure is None or now - self._first_failure < self.grace_s:
+        """Ranks that live on after a cause wait for a peer that is gone; torch's agent alone would give them 30 s more."""
+        if self._caused_at is None or now - self._caused_at < self.grace_s:
             return
         for pid in worker_pids():
             if pid not in self.killed:
@@ -171,12 +198,6 @@ def _leads_session(pid: int) -> bool:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         return os.getsid(pid) == pid
     return False
-
-
-def _is_gone(pid: int) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    return True
 
 
 def _is_stopped(pid: int) -> bool:

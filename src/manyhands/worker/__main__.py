@@ -6,7 +6,6 @@ import argparse
 import os
 import signal
 import sys
-import traceback
 from pathlib import Path
 
 from manyhands.errors import EXIT_FAILED, UserError
@@ -38,22 +37,24 @@ def main(argv: list[str]) -> int:
     except UserError as error:
         print(error, file=terminal)
         return error.exit_code
+    from manyhands.launch.heartbeat import Heartbeat
+    from manyhands.launch.run_folder import RunFolder
+
+    # Before torch is imported, which takes long on a loaded machine.
+    heartbeat = Heartbeat(RunFolder(arguments.run_folder), launcher.rank) if arguments.run_folder else None
     from manyhands.worker.rank import Rank
     from manyhands.worker.run import run_rank
     from manyhands.worker.world import FirstRankFailed
 
-    rank = Rank(launcher)
+    rank = Rank(launcher, heartbeat=heartbeat)
     _KEPT.append(rank)
     try:
         return run_rank(rank, arguments)
-    except FirstRankFailed:
-        return EXIT_FAILED
-    except UserError as error:
+    except (UserError, FirstRankFailed) as error:
         rank.report_failure(error)
         return error.exit_code
     except BaseException as error:
         rank.report_failure(error)
-        traceback.print_exc()
         return EXIT_FAILED
 
 

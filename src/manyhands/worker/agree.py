@@ -10,22 +10,25 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from manyhands import progress
 from manyhands.config.load import load_config
 from manyhands.config.schema import RunConfig
 from manyhands.errors import EXIT_FAILED, UserError
 from manyhands.launch.env import set_worker_environment
+from manyhands.launch.failure import is_lost
 from manyhands.launch.foreign import check_accelerate_precision, refuse_silent_single
 from manyhands.launch.heartbeat import Heartbeat
 from manyhands.launch.prepare import prepare_run
 from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.stopping import Stopped
 from manyhands.plan.types import Plan
 from manyhands.worker import world as worlds
 from manyhands.worker.output import redirect_output
-from manyhands.worker.rank import Rank
+from manyhands.worker.rank import DEFAULT_TIMEOUT_S, Rank
 from manyhands.worker.signals import StopSignal
 
-DEFAULT_TIMEOUT_S = 600.0  # until the run file is known
 GROUP_SLACK_S = 60.0
+STOP_S = 5.0
 PREPARE_TIMEOUT_S = 24 * 3600.0  # rank 0 may tokenise for hours
 
 
@@ -35,13 +38,23 @@ def agree(rank: Rank, arguments: argparse.Namespace) -> bool:
     rank.stage = "join"
     if arguments.run_folder is not None:
         rank.folder = RunFolder(arguments.run_folder)  # failures are reported there from here on
+    rank.beat()
     timeout_s = _join_timeout(arguments)
     store = worlds.open_store(launcher, timeout_s)
-    worlds.gather_ranks(store, launcher.rank, launcher.world_size, timeout_s)
+    worlds.gather_ranks(store, launcher, timeout_s)
     rank.stage = "agree on run and plan"
-    text = worlds.from_first_rank(store, launcher.rank, "run", lambda: _prepare(rank, arguments), PREPARE_TIMEOUT_S)
+    rank.beat()
+    try:
+        text = worlds.from_first_rank(store, launcher.rank, "run", lambda: _prepare_or_report(rank, arguments), PREPARE_TIMEOUT_S)
+    except BaseException as error:
+        # Who was stopped does not wait long for others, which may have been stopped too.
+        worlds.leave_together(store, launcher, min(timeout_s, STOP_S) if isinstance(error, Stopped) else timeout_s)
+        raise
     fields = json.loads(text)
     if fields["finished"]:
+        worlds.leave_together(store, launcher, timeout_s)
+        if rank.is_first:
+            rank.say(f"{fields['folder']} is finished; nothing to do (--fresh starts it again in a new folder)")
         return True
     rank.config = RunConfig.model_validate(fields["config"])
     rank.plan = Plan.model_validate(fields["plan"])
@@ -49,8 +62,10 @@ def agree(rank: Rank, arguments: argparse.Namespace) -> bool:
     set_worker_environment(rank.plan, launcher.num_sharing_cores)  # before CUDA starts
     rank.folder = RunFolder(Path(fields["folder"]))
     rank.terminal = redirect_output(rank.folder.logs / f"rank-{launcher.rank}.log")
-    rank.heartbeat = Heartbeat(rank.folder, launcher.rank)
-    rank.stop = StopSignal(give_up=rank.folder.has_failure)
+    if rank.heartbeat is None:
+        rank.heartbeat = Heartbeat(rank.folder, launcher.rank)
+    progress.listen(rank.heartbeat.advance)
+    rank.stop = StopSignal(give_up=lambda: not rank.is_reporting and is_lost(rank.folder), last_words=rank.show_lost)
     rank.beat()
     # Torch has read the variable when it was imported. The plan records it for a CPU, whose sums depend on it.
     threads = rank.plan.environment.get("OMP_NUM_THREADS") or os.environ["OMP_NUM_THREADS"]
@@ -59,6 +74,7 @@ def agree(rank: Rank, arguments: argparse.Namespace) -> bool:
     device = worlds.pick_device(rank.plan.device, launcher.local_rank)
     # Longer than the watch's limit: a stuck rank is to be named by the watch, not by whichever peer waits for it.
     rank.world = worlds.form_group(store, launcher, device, rank.config.parallel.timeout_s + GROUP_SLACK_S)
+    rank.heartbeat.count_collectives = worlds.count_collectives
     worlds.check_world(rank.world, rank.plan.world_size)
     return False
 
@@ -71,6 +87,14 @@ def _join_timeout(arguments: argparse.Namespace) -> float:
         return float(load_config(path, overrides).parallel.timeout_s)
     except UserError:
         return DEFAULT_TIMEOUT_S
+
+
+def _prepare_or_report(rank: Rank, arguments: argparse.Namespace) -> str:
+    try:
+        return _prepare(rank, arguments)
+    except BaseException as error:
+        rank.report_failure(error)  # before the others are told, and end
+        raise
 
 
 def _prepare(rank: Rank, arguments: argparse.Namespace) -> str:

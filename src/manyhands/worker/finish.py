@@ -16,6 +16,7 @@ from manyhands.export.probe import round_weights, save_probe
 from manyhands.metrics.report import write_report
 from manyhands.model.adapter import method_of
 from manyhands.worker.rank import Rank
+from manyhands.worker.training import stop_if_asked
 
 PROBE_TOKENS = 32
 
@@ -65,6 +66,7 @@ def export(rank: Rank) -> None:
 def verify(rank: Rank) -> None:
     """Everything that was written is reopened by a fresh process; a difference fails the run."""
     plan = rank.plan
+    stop_if_asked(rank)
     pretrained = rank.config.model.init == "pretrained"
     for name in ("model", "merged", "adapter"):
         folder = rank.folder.path / name
@@ -73,9 +75,10 @@ def verify(rank: Rank) -> None:
         base = Path(plan.model_folder) if name == "adapter" and pretrained else None
         said = run_on_first(
             lambda folder=folder, name=name, base=base: verify_in_fresh_process(  # type: ignore[misc]
-                folder, _reference(rank, name), base=base, probe_path=_probe(rank)
+                folder, _reference(rank, name), base=base, probe_path=_probe(rank), stop=rank.stop
             )
         )
+        stop_if_asked(rank)
         rank.measured.setdefault("verified", {})[name] = (said or "").partition(": ")[2]
         if said:
             rank.say(said)

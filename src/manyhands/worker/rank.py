@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
@@ -12,8 +13,16 @@ from manyhands.config.schema import RunConfig
 from manyhands.data.order import RowOrder
 from manyhands.data.store import TokenStore
 from manyhands.data.workers import BatchWorkers
-from manyhands.errors import UserError
-from manyhands.launch.failure import write_failure
+from manyhands.errors import PeerError, UserError
+from manyhands.launch.failure import (
+    claim_terminal,
+    describe_failure,
+    describe_lost,
+    looks_like_consequence,
+    record_for_torch,
+    wait_for_cause,
+    write_failure,
+)
 from manyhands.launch.foreign import Launcher
 from manyhands.launch.heartbeat import Heartbeat
 from manyhands.launch.lock import FolderLock
@@ -25,6 +34,9 @@ from manyhands.plan.types import Plan
 from manyhands.train.types import TrainState
 from manyhands.worker.signals import StopSignal
 
+DEFAULT_TIMEOUT_S = 600.0  # until the run file is known
+HOST_STAGES = ("join", "agree on run and plan", "open data", "build model", "check model", "report")  # mostly work of libraries
+
 
 @dataclass
 class Rank:
@@ -33,6 +45,7 @@ class Rank:
     launcher: Launcher
     stage: str = "start"
     terminal: TextIO = field(default_factory=lambda: sys.stdout)
+    is_reporting: bool = False  # why it ends, or has done so
     # agree
     config: RunConfig = None  # type: ignore[assignment]
     plan: Plan = None  # type: ignore[assignment]
@@ -70,11 +83,42 @@ class Rank:
 
     def beat(self, step: int | None = None) -> None:
         if self.heartbeat is not None:
+            # Before the first step libraries are loaded and blocks compiled.
+            self.heartbeat.counts_processor = self.stage in HOST_STAGES or (self.stage == "train" and not step)
             self.heartbeat.beat(self.stage, step)
 
+    def close_heartbeat(self) -> None:
+        """This rank leaves in good order: nobody need wait for it, or take it for lost."""
+        if self.heartbeat is not None:
+            self.heartbeat.close()
+
     def report_failure(self, error: BaseException) -> None:
-        """Where our launcher watches, it shows the first failure; where somebody else launched us, each rank shows its own."""
+        """Why this rank ends: for our launcher, which shows the cause; where somebody else launched us, the rank that failed first
+        shows it, before the others learn of it: once they end, their launcher ends this rank too.
+        """
+        if self.is_reporting:
+            return
+        self.is_reporting = True
+        rank, is_consequence = self.launcher.rank, looks_like_consequence(error)
+        if not isinstance(error, UserError | PeerError):
+            traceback.print_exception(error)
+        if not is_consequence:
+            self._show(describe_failure(error, self.stage, rank, self.folder.log(rank) if self.folder is not None else None))
+            record_for_torch(error, self.stage, rank)
         if self.folder is not None:
-            write_failure(self.folder, self.launcher.rank, self.stage, error)
-        if self.launcher.kind != "manyhands" and isinstance(error, UserError):
-            print(error, file=self.terminal, flush=True)
+            write_failure(self.folder, rank, self.stage, error)
+        if is_consequence:
+            if self.folder is not None:
+                limit_s = self.config.parallel.timeout_s if self.config is not None else DEFAULT_TIMEOUT_S
+                wait_for_cause(self.folder, rank, self.launcher.world_size, limit_s)
+                self.show_lost(error)
+            record_for_torch(error, self.stage, rank)
+
+    def show_lost(self, error: BaseException | None = None) -> None:
+        """Where no rank has said why the run ends, one that lives on says what it knows."""
+        if not self.folder.has_cause():
+            self._show(describe_lost(self.folder, self.launcher.rank, self.stage, error))
+
+    def _show(self, text: str) -> None:
+        if self.launcher.kind != "manyhands" and (self.folder is None or claim_terminal(self.folder)):
+            print(text, file=self.terminal, flush=True)

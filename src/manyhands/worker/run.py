@@ -29,6 +29,7 @@ def run_rank(rank: Rank, arguments: argparse.Namespace) -> int:
         ("report", finish.report),
     )
     if agree(rank, arguments):
+        rank.close_heartbeat()
         return 0
     for name, stage in stages:
         rank.stage = name
@@ -36,14 +37,14 @@ def run_rank(rank: Rank, arguments: argparse.Namespace) -> int:
         try:
             stage(rank)
         except Interrupted:
+            rank.close_heartbeat()
             rank.say(f"stopped after step {rank.state.step}; the same command goes on from there")
             return rank.stop.exit_code if rank.stop.number else EXIT_INTERRUPTED
         except torch.OutOfMemoryError as error:
             raise explain_out_of_memory(rank, error) from error
     run_together(lambda: None)  # nobody leaves before all have come this far
     dist.destroy_process_group()
-    if rank.heartbeat is not None:
-        rank.heartbeat.close()
+    rank.close_heartbeat()
     if rank.is_first and rank.launcher.kind != "manyhands":  # our launcher does it itself
         rank.folder.clear_ranks()
     return 0

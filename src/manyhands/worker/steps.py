@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from manyhands.data.batches import MicroBatches, iterate
+from manyhands import progress
+from manyhands.data.batches import Batch, MicroBatches, iterate
 from manyhands.data.pack import Layout, lay_out_packed, lay_out_rows
 from manyhands.data.store import RowSet
 from manyhands.plan.layout import lay_out_step
@@ -45,7 +46,14 @@ def iterate_steps(rank: Rank) -> Iterator[StepWork]:
             yield layout
 
     for _, micro_batches in iterate_layouts(rank, "train", lay_out_steps()):
-        yield replace(coming.popleft(), micro_batches=micro_batches, waited_s=micro_batches.waited_s)
+        yield replace(coming.popleft(), micro_batches=_advance_by_batch(micro_batches), waited_s=micro_batches.waited_s)
+
+
+def _advance_by_batch(micro_batches: MicroBatches) -> Iterator[Batch]:
+    """A step of many micro-batches is no standstill."""
+    for batch in micro_batches:
+        progress.advance()
+        yield batch
 
 
 def _describe(rank: Rank, step: int, epoch: float, rows: np.ndarray, layout: Layout) -> StepWork:

@@ -6,11 +6,12 @@ import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from manyhands.errors import EXIT_FAILED, UserError
+from manyhands.errors import EXIT_FAILED, PeerError, UserError
 from manyhands.launch.foreign import Launcher
 from manyhands.parallel.world import World
 
@@ -49,8 +50,9 @@ def open_store(launcher: Launcher, timeout_s: float) -> dist.Store:
     return dist.PrefixStore(prefix, store)
 
 
-def gather_ranks(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> None:
+def gather_ranks(store: dist.Store, launcher: Launcher, timeout_s: float) -> None:
     """Waits until all ranks have reported; a rank that never comes is named in the error."""
+    rank, world_size = launcher.rank, launcher.world_size
     store.set(f"here/{rank}", str(os.getpid()))
     deadline = time.monotonic() + timeout_s
     missing = list(range(world_size))
@@ -115,16 +117,14 @@ def from_first_rank(store: dist.Store, rank: int, key: str, make: Callable[[], s
     if rank == 0:
         try:
             text = make()
-        except UserError as error:
-            store.set(key, "error " + error.to_json())
-            raise
         except BaseException as error:
-            store.set(key, "error " + UserError(f"rank 0 failed: {error!r}", exit_code=EXIT_FAILED).to_json())
+            code = error.exit_code if isinstance(error, UserError) else error.code if isinstance(error, SystemExit) else EXIT_FAILED
+            store.set(key, f"error {code}")
             raise
         store.set(key, "value " + text)
         return text
     deadline = time.monotonic() + timeout_s
-    while not store.check([key]):
+    while not _is_there(store, key):
         if time.monotonic() > deadline:
             raise UserError(
                 f"rank {rank} waited {timeout_s:g} s for rank 0's {key}",
@@ -134,9 +134,53 @@ def from_first_rank(store: dist.Store, rank: int, key: str, make: Callable[[], s
         time.sleep(POLL_S)
     kind, _, text = store.get(key).decode().partition(" ")
     if kind == "error":
-        raise FirstRankFailed(text)
+        raise FirstRankFailed(int(text))
     return text
 
 
-class FirstRankFailed(Exception):
-    """Rank 0 has failed and reports it itself; this rank only ends."""
+class FirstRankFailed(PeerError):
+    """Rank 0 has failed and reports it; this rank only ends, with the same exit code."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(f"rank 0 failed (exit code {exit_code})")
+        self.exit_code = exit_code
+
+
+def _is_there(store: dist.Store, key: str) -> bool:
+    """UserError where rank 0, which serves the store, has ended."""
+    try:
+        return store.check([key])
+    except (dist.DistError, RuntimeError) as error:
+        raise UserError(
+            "rank 0 ended while it prepared data and plan for all",
+            why=str(error).splitlines()[0],
+            fix="read rank 0's output; the machine it runs on may have run out of memory",
+            exit_code=EXIT_FAILED,
+        ) from error
+
+
+def leave_together(store: dist.Store, launcher: Launcher, timeout_s: float) -> None:
+    """For an end before the process group forms: rank 0, which may serve the store, stays until the others have had its answer."""
+    if launcher.rank != 0:
+        store.add("left", 1)
+        return
+    deadline = time.monotonic() + timeout_s
+    while store.add("left", 0) < launcher.world_size - 1 and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+
+
+def count_collectives() -> int:
+    """Collectives that this rank has entered, over all its groups; 0 where this torch does not count them.
+
+    All ranks enter the same ones in the same order, so a rank that waits in one has entered more than the rank it waits for. Torch
+    counts for its own debugging tools only: none of this is public.
+    """
+    try:
+        backends: dict[int, Any] = {}
+        for group in list(dist.distributed_c10d._world.pg_map):
+            for device in group._device_types:
+                backend = group._get_backend(device)
+                backends[id(backend)] = backend
+        return sum(backend._get_sequence_number_for_group() for backend in backends.values())
+    except Exception:  # whatever a version of torch may lack: then stages and steps alone tell how far a rank has come
+        return 0
