@@ -126,7 +126,11 @@ def main() -> None:
         for direction in ("forward", "backward"):
             runs = [forward(x, block) if direction == "forward" else backward(options.tokens, block) for block in weights]
             row = measure(f"{name} {direction}", runs, flops, options.seconds, device)
-            row |= {"tokens": options.tokens, "torch": torch.__version__, "device": torch.cuda.get_device_name() if device.index == 0 else "cpu"}
+            row |= {
+                "tokens": options.tokens,
+                "torch": torch.__version__,
+                "device": torch.cuda.get_device_name() if device.index == 0 else "cpu",
+            }
             print(json.dumps(row), flush=True)
             if options.output:
                 with options.output.open("a") as file:
