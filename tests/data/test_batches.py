@@ -14,7 +14,7 @@ from manyhands.data.ahead import THREAD_NAME
 from manyhands.data.batches import collate, collate_here, iterate
 from manyhands.data.collate import Shape
 from manyhands.data.pack import Layout, lay_out_rows
-from manyhands.data.store import RowSet
+from manyhands.data.store import RowSet, checksum_of
 from tests.data.fake_rows import SMALL, WEIGHTED
 
 CPU = torch.device("cpu")
@@ -127,7 +127,9 @@ def make_row_set() -> RowSet:
     targets = np.array([sum(trained[1:]) for _, trained in rows], dtype=np.int32)
     ids = np.concatenate([ids for ids, _ in rows]).astype(np.int32)
     trained = np.concatenate([trained for _, trained in rows]).astype(bool)
-    return RowSet(lengths, targets, targets.astype(np.float64), np.zeros(3, np.int16), 0, np.cumsum(lengths) - lengths, ids, trained)
+    checksums = np.array([checksum_of(ids.astype(np.int32), trained.astype(bool)) for ids, trained in rows], dtype=np.uint32)
+    starts = np.cumsum(lengths) - lengths
+    return RowSet(lengths, targets, targets.astype(np.float64), np.zeros(3, np.int16), 0, starts, checksums, ids, trained)
 
 
 def num_threads() -> int:

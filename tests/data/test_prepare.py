@@ -215,15 +215,41 @@ def test_two_preparations_at_once(write_rows, make_config, model_folder: Path) -
     assert store.train.num_rows == 180
 
 
-def test_a_damaged_cache_is_made_again(write_rows, make_config, model_folder: Path) -> None:
+def flip_a_bit(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[-3] ^= 4
+    path.write_bytes(raw)
+
+
+DAMAGES = {
+    "cut short": lambda folder: os.truncate(folder / "ids.bin", 100),
+    "another token": lambda folder: flip_a_bit(folder / "ids.bin"),
+    "another mask": lambda folder: flip_a_bit(folder / "trained.bin"),
+    "other rows": lambda folder: flip_a_bit(folder / "train.npy"),
+    "other bounds": lambda folder: flip_a_bit(folder / "offsets.npy"),
+    "no rows": lambda folder: np.save(folder / "train.npy", np.empty(0, np.int64)),
+    "another seed": lambda folder: (folder / "meta.json").write_text((folder / "meta.json").read_text().replace('"seed": 0', '"seed": 1')),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_cache_is_made_again(damage: str, write_rows, make_config, model_folder: Path) -> None:
     config = make_config(write_rows(QUESTIONS))
     facts, _, _ = run(config, model_folder)
-    with (Path(facts.folder) / "ids.bin").open("r+b") as file:
-        file.truncate(100)
-    with pytest.raises(UserError, match="token cache is damaged"):
-        TokenStore.open(facts.folder)
+    folder = Path(facts.folder)
+    whole = {path.name: path.read_bytes() for path in folder.iterdir()}
+    DAMAGES[damage](folder)
     again, _, lines = run(config, model_folder)
     assert again == facts and "made again" in lines[0]
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == whole
+
+
+def test_damaged_tokens_are_not_taken_over_by_another_choice_of_rows(write_rows, make_config, model_folder: Path) -> None:
+    path = write_rows(QUESTIONS)
+    facts, _, _ = run(make_config(path), model_folder)
+    flip_a_bit(Path(facts.folder) / "ids.bin")
+    _, _, lines = run(make_config(path, max_rows=30), model_folder)
+    assert not any("tokens cached" in line for line in lines) and any(line.startswith("tokenised 200 rows") for line in lines)
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(write_rows, make_config, model_folder: Path, monkeypatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import pairwise
 from pathlib import Path
 
@@ -70,20 +71,81 @@ def test_without_weights_targets_count_one_each(tmp_path: Path) -> None:
     assert train.target_weights.dtype == np.float64 and train.weights(0).tolist() == [1, 1]
 
 
-@pytest.mark.parametrize("name", ["ids.bin", "trained.bin", "weights.bin", "lines.npy", "offsets.npy", "meta.json", "sources.npy"])
-def test_damage_is_seen(name: str, tmp_path: Path) -> None:
-    folder = write_store(tmp_path / "s", [])
-    if name != "lines.npy":  # which only ``line`` reads
-        with (folder / name).open("r+b") as file:
-            file.truncate((folder / name).stat().st_size - 1)
-        with pytest.raises(UserError, match="token cache is damaged"):
-            TokenStore.open(folder)
-    (folder / name).unlink()
-    if name == "lines.npy":
-        assert TokenStore.open(folder).train.num_rows == 3
+FILES = ["ids.bin", "trained.bin", "weights.bin", "meta.json"]
+TABLES = [
+    "offsets",
+    "sources",
+    "num_targets",
+    "target_weights",
+    "checksums",
+    "weight_checksums",
+    "train",
+    "validation",
+    "lines",
+    "continued",
+]
+UNREAD = ("lines.npy", "continued.npy")  # by a process that trains
+
+
+def flip(path: Path, place: int) -> None:
+    """One bit of one byte; the file's time stays, as it does when a disk does it."""
+    status, raw = path.stat(), bytearray(path.read_bytes())
+    raw[place] ^= 1
+    path.write_bytes(raw)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def empty(path: Path) -> None:
+    if path.suffix == ".npy":
+        np.save(path, np.load(path)[:0])
     else:
+        path.write_bytes(b"")
+
+
+DAMAGES = {"cut": cut, "gone": Path.unlink, "empty": empty, "begin": lambda path: flip(path, 0), "end": lambda path: flip(path, -1)}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", [*FILES, *(f"{name}.npy" for name in TABLES)])
+def test_damage_is_seen(name: str, damage: str, tmp_path: Path) -> None:
+    folder = write_store(tmp_path / "s", [])
+    assert TokenStore.open(folder, check_tokens=True).train.num_rows == 3
+    DAMAGES[damage](folder / name)
+    with pytest.raises(UserError, match="token cache is damaged") as caught:
+        TokenStore.open(folder, check_tokens=True)
+    assert name in caught.value.why or name == "meta.json"
+    if name in UNREAD:
+        assert TokenStore.open(folder).train.num_rows == 3
+
+
+def test_any_flipped_bit_of_the_description_is_seen(tmp_path: Path) -> None:
+    folder = write_store(tmp_path / "s", [])
+    for place in range((folder / "meta.json").stat().st_size):
+        flip(folder / "meta.json", place)
         with pytest.raises(UserError, match="token cache is damaged"):
             TokenStore.open(folder)
+        flip(folder / "meta.json", place)
+    assert TokenStore.open(folder).content == TokenStore.open(write_store(tmp_path / "t", [2])).content
+
+
+@pytest.mark.parametrize(("name", "place"), [("ids.bin", 13), ("trained.bin", 7), ("weights.bin", 40)])
+def test_a_process_that_trains_sees_damage_when_it_reads_the_row(name: str, place: int, tmp_path: Path) -> None:
+    """Another machine has its own copy; and a disk can go wrong after the store was checked."""
+    folder = write_store(tmp_path / "s", [2])
+    train = TokenStore.open(folder, check_tokens=True).train
+
+    def read() -> list[object]:
+        return [(*train.row(index), train.weights(index)) for index in range(3)]
+
+    assert len(read()) == 3
+    flip(folder / name, place)
+    with pytest.raises(UserError, match="token cache is damaged") as caught:
+        read()
+    assert str(folder) in caught.value.where and "not what was written" in caught.value.why
 
 
 def test_a_file_cut_while_it_is_open_is_an_error(tmp_path: Path) -> None:

@@ -93,7 +93,10 @@ def _open_cached(folder: Path, report: Report) -> TokenStore | None:
     if not folder.exists():
         return None
     try:
-        return TokenStore.open(folder)
+        store = TokenStore.open(folder, check_tokens=True)
+        if store.digest != folder.name:
+            raise UserError("the token cache is damaged", why="it is that of other data")
+        return store
     except UserError as error:
         report(f"{error.what} ({error.why}): made again")
         shutil.rmtree(folder, ignore_errors=True)
@@ -116,12 +119,12 @@ def _make(
             if changed := [str(path) for path, stamp in inputs.stamps.items() if _stamp(path) != stamp]:
                 raise UserError("a data file changed while it was read", where=changed[0], fix="start again when it is complete")
         finish(config, inputs, unfinished, {"digest": folder.name, "tokens": tokens, "made": made})
-        _publish(unfinished, folder)
+        published = _publish(unfinished, folder)
     except OSError as error:
         raise cannot_write(unfinished, error) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    return TokenStore.open(folder)
+    return TokenStore.open(folder, check_tokens=not published)
 
 
 def _link_other(tokens: str, unfinished: Path, report: Report) -> list[dict[str, Any]] | None:
@@ -131,7 +134,7 @@ def _link_other(tokens: str, unfinished: Path, report: Report) -> list[dict[str,
             meta = json.loads(path.read_text(encoding="utf-8"))
             if meta.get("version") != FORMAT_VERSION or meta.get("tokens") != tokens:
                 continue
-            TokenStore.open(path.parent)
+            TokenStore.open(path.parent, check_tokens=True)
         except (OSError, ValueError, UserError):
             continue
         if link_tokens(path.parent, unfinished):
@@ -225,16 +228,17 @@ def _note_counts(config: RunConfig, totals: Mapping[str, int]) -> list[str]:
     return [f"{totals[name]:,} {text}" for name, text in said.items() if totals[name]]
 
 
-def _publish(unfinished: Path, folder: Path) -> None:
-    """Gives the folder its name. Where another preparation was first, its folder stays: both hold the same."""
+def _publish(unfinished: Path, folder: Path) -> bool:
+    """Gives the folder its name. False where another preparation was first: its folder stays, both hold the same."""
     _sync_folder(unfinished)
     try:
         os.rename(unfinished, folder)
     except OSError:
         if not folder.is_dir():
             raise
-        return
+        return False
     _sync_folder(folder.parent)
+    return True
 
 
 def _sync_folder(folder: Path) -> None:
@@ -271,6 +275,7 @@ def summarise(config: RunConfig, store: TokenStore) -> DataFacts:
     return DataFacts(
         folder=str(store.folder),
         digest=store.digest,
+        content=store.content,
         num_rows=train.num_rows,
         rows_per_epoch=order.rows_in_epoch(0),
         num_tokens=int(train.lengths.sum(dtype=np.int64)),

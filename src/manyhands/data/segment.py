@@ -9,14 +9,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import zlib
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from manyhands.data.store import FORMAT_VERSION, TOKEN_FILES
+from manyhands.data.store import FORMAT_VERSION, TOKEN_FILES, checksum_of, digest_of
+from manyhands.hashing import hash_in_pieces
 
 COPY_BYTES = 8 << 20
 TABLES: dict[str, tuple[str, Any]] = {  # what array.array calls it while it grows, and the dtype on disk
@@ -25,7 +27,10 @@ TABLES: dict[str, tuple[str, Any]] = {  # what array.array calls it while it gro
     "target_weights": ("d", np.float64),
     "lines": ("i", np.int32),
     "continued": ("b", np.bool_),
+    "checksums": ("I", np.uint32),
+    "weight_checksums": ("I", np.uint32),
 }
+WEIGHT_TABLES = ("target_weights", "weight_checksums")  # beside weights.bin only
 
 
 class SegmentWriter:
@@ -49,14 +54,19 @@ class SegmentWriter:
         if weights is not None and self._weights is None:
             self._trained.flush()
             self._weights = (self.folder / "weights.bin").open("wb")
-            write_mask_as_weights(self.folder / "trained.bin", self._weights)
-        self._ids.write(ids.astype("<i4", copy=False).tobytes())
-        self._trained.write(trained.tobytes())
+            sums = write_mask_as_weights(self.folder / "trained.bin", self._tables["lengths"], self._weights)
+            self._tables["weight_checksums"] = array("I", sums)
+        raw_ids, raw_trained, weight_checksum = ids.astype("<i4", copy=False).tobytes(), trained.tobytes(), 0
+        self._ids.write(raw_ids)
+        self._trained.write(raw_trained)
         if self._weights is not None:
-            self._weights.write((trained if weights is None else weights).astype("<f4", copy=False).tobytes())
+            raw_weights = (trained if weights is None else weights).astype("<f4", copy=False).tobytes()
+            self._weights.write(raw_weights)
+            weight_checksum = zlib.crc32(raw_weights)
         num_targets = int(np.count_nonzero(trained[1:]))
         target_weight = num_targets if weights is None else float(weights[1:].sum(dtype=np.float64))
-        for name, value in zip(TABLES, (len(ids), num_targets, target_weight, line, continued), strict=True):
+        checksum = checksum_of(raw_ids, raw_trained)
+        for name, value in zip(TABLES, (len(ids), num_targets, target_weight, line, continued, checksum, weight_checksum), strict=True):
             self._tables[name].append(value)
         self.num_tokens += len(ids)
 
@@ -73,11 +83,15 @@ class SegmentWriter:
                 file.close()
 
 
-def write_mask_as_weights(trained: Path, weights: BinaryIO) -> None:
-    """Appends the weights of rows that have none of their own: 1 for each trained token."""
+def write_mask_as_weights(trained: Path, lengths: Iterable[int], weights: BinaryIO) -> list[int]:
+    """Appends the weights of rows that have none of their own: 1 for each trained token. Returns their checksums."""
+    sums = []
     with trained.open("rb") as file:
-        while chunk := file.read(COPY_BYTES):
-            weights.write(np.frombuffer(chunk, dtype=np.bool_).astype("<f4").tobytes())
+        for length in lengths:
+            raw = np.frombuffer(file.read(length), dtype=np.bool_).astype("<f4").tobytes()
+            weights.write(raw)
+            sums.append(zlib.crc32(raw))
+    return sums
 
 
 def join_segments(folder: Path, segments: Sequence[Path], sources: Sequence[int]) -> dict[str, np.ndarray]:
@@ -87,26 +101,25 @@ def join_segments(folder: Path, segments: Sequence[Path], sources: Sequence[int]
     """
     weighted = any((segment / "weights.bin").exists() for segment in segments)
     parts = [{name: np.load(segment / f"{name}.npy", allow_pickle=False) for name in TABLES} for segment in segments]
-    tables = {name: np.concatenate([part[name] for part in parts]) for name in TABLES}
-    tables["sources"] = np.repeat(np.array(sources, dtype=np.int16), [len(part["lines"]) for part in parts])
-    tables["offsets"] = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(tables.pop("lengths"), dtype=np.int64)])
-    if not weighted:
-        del tables["target_weights"]
     files = {name: (folder / name).open("wb") for name in TOKEN_FILES if weighted or name != "weights.bin"}
     try:
-        for segment in segments:
+        for segment, part in zip(segments, parts, strict=True):
             for name, file in files.items():
                 if (segment / name).exists():
                     with (segment / name).open("rb") as part_file:
                         shutil.copyfileobj(part_file, file, COPY_BYTES)
                 else:
-                    write_mask_as_weights(segment / "trained.bin", file)
+                    sums = write_mask_as_weights(segment / "trained.bin", part["lengths"].tolist(), file)
+                    part["weight_checksums"] = np.array(sums, dtype=np.uint32)
             shutil.rmtree(segment)
         for file in files.values():
             _sync(file)
     finally:
         for file in files.values():
             file.close()
+    tables = {name: np.concatenate([part[name] for part in parts]) for name in TABLES if weighted or name not in WEIGHT_TABLES}
+    tables["sources"] = np.repeat(np.array(sources, dtype=np.int16), [len(part["lines"]) for part in parts])
+    tables["offsets"] = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(tables.pop("lengths"), dtype=np.int64)])
     save_tables(folder, tables)
     return tables
 
@@ -120,10 +133,17 @@ def save_tables(folder: Path, tables: Mapping[str, np.ndarray]) -> None:
 
 
 def finish_store(folder: Path, train: np.ndarray, validation: np.ndarray, meta: Mapping[str, Any]) -> None:
-    """Says which rows belong to which set. ``meta.json`` comes last: a store with it is whole."""
+    """Says which rows belong to which set, and hashes all files. ``meta.json`` comes last: a store with it is whole."""
     save_tables(folder, {"train": train.astype(np.int64), "validation": validation.astype(np.int64)})
+    hashes = hash_in_pieces(sorted(path for path in folder.iterdir() if path.suffix in (".bin", ".npy")))
+    body = {
+        "version": FORMAT_VERSION,
+        "weighted": (folder / "weights.bin").exists(),
+        "files": {path.name: digest for path, digest in hashes.items()},
+        **meta,
+    }
     with (folder / "meta.json").open("wb") as file:
-        file.write(json.dumps({"version": FORMAT_VERSION, "weighted": (folder / "weights.bin").exists(), **meta}, indent=1).encode())
+        file.write(json.dumps({"meta_digest": digest_of(body), **body}, indent=1).encode())
         _sync(file)
 
 

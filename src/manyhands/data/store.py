@@ -5,12 +5,20 @@ trained token weighs other than 1, ``weights.bin`` (float32). One entry a row: `
 them, ``num_targets.npy`` (int32), ``target_weights.npy`` (float64, beside weights.bin), ``lines.npy`` (int32),
 ``continued.npy`` (bool: the row goes on where the one before was cut) and ``sources.npy`` (int16) describe them.
 ``train.npy`` and ``validation.npy`` (int64) say which rows belong to which set, ``meta.json`` how it was made.
+
+Nothing is taken on trust. ``meta.json`` holds a hash of itself and of every file. Whoever prepares a run hashes them all
+(``check_tokens``); every process that opens the store hashes the tables it reads; and each row has a checksum (CRC-32;
+``checksums.npy``, ``weight_checksums.npy``, uint32) that is compared whenever it is read, so that damage on another
+machine's disk, or while the run lasts, is an error and not another row.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import socket
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +27,9 @@ import numpy as np
 
 from manyhands.data.order import EVALUATION_STREAM, RowOrder, permute
 from manyhands.errors import UserError
+from manyhands.hashing import hash_in_pieces
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 TOKEN_FILES = {"ids.bin": np.dtype("<i4"), "trained.bin": np.dtype("?"), "weights.bin": np.dtype("<f4")}
 
 
@@ -32,15 +41,13 @@ class TokenFile:
     """
 
     def __init__(self, path: Path, dtype: np.dtype) -> None:
-        self._file, self._dtype = path.open("rb", buffering=0), dtype
+        self.path, self._file, self._dtype = path, path.open("rb", buffering=0), dtype
 
     def __getitem__(self, tokens: slice) -> np.ndarray:
         size = self._dtype.itemsize
         raw = os.pread(self._file.fileno(), (tokens.stop - tokens.start) * size, tokens.start * size)  # safe in threads: no position
         if len(raw) != (tokens.stop - tokens.start) * size:
-            raise UserError(
-                "the token cache is damaged", where=self._file.name, why="it was cut short", fix="start again; it is made again"
-            )
+            raise damaged_while_open(self, "it was cut short")
         return np.frombuffer(raw, dtype=self._dtype)
 
 
@@ -58,9 +65,11 @@ class RowSet:
     sources: np.ndarray
     seed: int
     _starts: np.ndarray
+    _checksums: np.ndarray
     _ids: np.ndarray | TokenFile
     _trained: np.ndarray | TokenFile
     _weights: np.ndarray | TokenFile | None = None
+    _weight_checksums: np.ndarray | None = None
 
     @property
     def num_rows(self) -> int:
@@ -72,16 +81,23 @@ class RowSet:
         return self._weights is not None
 
     def row(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """(ids int32, trained bool) of one row, not to be written to."""
+        """(ids int32, trained bool) of one row, not to be written to. UserError where they are not what was written."""
         start = int(self._starts[index])
         end = start + int(self.lengths[index])
-        return self._ids[start:end], self._trained[start:end]
+        ids, trained = self._ids[start:end], self._trained[start:end]
+        if checksum_of(ids, trained) != self._checksums[index]:
+            raise damaged_while_open(self._ids, f"{len(ids):,} tokens from token {start:,} on are not what was written")
+        return ids, trained
 
     def weights(self, index: int) -> np.ndarray:
         """float32, one a token of the row, 0 where it is not trained; made of the mask where nothing is weighted."""
+        if self._weights is None or self._weight_checksums is None:
+            return self.row(index)[1].astype(np.float32)
         start = int(self._starts[index])
-        end = start + int(self.lengths[index])
-        return self._trained[start:end].astype(np.float32) if self._weights is None else self._weights[start:end]
+        weights = self._weights[start : start + int(self.lengths[index])]
+        if zlib.crc32(weights) != self._weight_checksums[index]:
+            raise damaged_while_open(self._weights, f"{len(weights):,} weights from token {start:,} on are not what was written")
+        return weights
 
     def prompt(self, index: int) -> np.ndarray:
         """The ids before the first trained token; of a row that is trained from its start, the first token."""
@@ -112,7 +128,7 @@ class RowSet:
 
 @dataclass(frozen=True)
 class TokenStore:
-    """An open store. ``digest`` names its content: equal digest, equal rows taken equally often."""
+    """An open store. ``digest`` names what it was made of, ``content`` what it holds: equal content, equal tokens and sets."""
 
     folder: Path
     train: RowSet
@@ -124,42 +140,53 @@ class TokenStore:
         return self.meta["digest"]
 
     @property
+    def content(self) -> str:
+        """16 hex digits of the hashes of all files."""
+        return digest_of(self.meta["files"])[:16]
+
+    @property
     def source_weights(self) -> tuple[float, ...]:
         """How often the rows of each source are taken in an epoch."""
         return tuple(source["weight"] for source in self.meta["sources"])
 
     @staticmethod
-    def open(folder: str | Path) -> TokenStore:
-        """Opens a store; takes some 30 bytes of memory a row. Raises UserError where files are missing or cut short."""
+    def open(folder: str | Path, *, check_tokens: bool = False) -> TokenStore:
+        """Opens a store; takes some 35 bytes of memory a row. Raises UserError where files are missing or not what was written.
+
+        With ``check_tokens`` every file is hashed, else only the tables: rows are checked as they are read.
+        """
         folder = Path(folder)
         try:
-            meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-            offsets, num_targets, sources = (_load(folder, name) for name in ("offsets", "num_targets", "sources"))
+            meta = _read_meta(folder)
             weighted = meta["weighted"]
-            target_weights = _load(folder, "target_weights") if weighted else num_targets
-            _check(folder, meta, int(offsets[-1]), [len(offsets) - 1, len(num_targets), len(sources), len(target_weights)], weighted)
+            names = ["offsets", "num_targets", "sources", "checksums", "train", "validation"]
+            names += ["target_weights", "weight_checksums"] if weighted else []
+            _compare_hashes(folder, meta["files"], list(meta["files"]) if check_tokens else [f"{name}.npy" for name in names])
+            tables = {name: _load(folder, name) for name in names}
+            offsets = tables["offsets"]
+            _check_sizes(folder, meta, int(offsets[-1]))
             ids, trained, *weights = (
                 TokenFile(folder / name, dtype) for name, dtype in TOKEN_FILES.items() if weighted or name != "weights.bin"
             )
-            sets = [_load(folder, name)[:] for name in ("train", "validation")]
         except (OSError, ValueError, IndexError, KeyError, TypeError) as error:
             raise UserError(
                 "the token cache is damaged", where=str(folder), why=str(error), fix="delete this folder; it is made again"
             ) from error
-        starts = offsets[:-1]
         train, validation = (
             RowSet(
-                (offsets[rows + 1] - starts[rows]).astype(np.int32),
-                num_targets[rows],
-                target_weights[rows].astype(np.float64),
-                sources[rows],
+                (offsets[rows + 1] - offsets[rows]).astype(np.int32),
+                tables["num_targets"][rows],
+                tables["target_weights" if weighted else "num_targets"][rows].astype(np.float64),
+                tables["sources"][rows],
                 meta["seed"],
-                starts[rows],
+                offsets[rows],
+                tables["checksums"][rows],
                 ids,
                 trained,
-                weights[0] if weights else None,
+                weights[0] if weighted else None,
+                tables["weight_checksums"][rows] if weighted else None,
             )
-            for rows in sets
+            for rows in (tables["train"][:], tables["validation"][:])
         )
         return TokenStore(folder, train, validation, meta)
 
@@ -181,14 +208,51 @@ class TokenStore:
         return int(np.searchsorted(bounds, place - int(np.searchsorted(sources, sources[place])), side="right"))
 
 
+def checksum_of(ids: np.ndarray | bytes, trained: np.ndarray | bytes) -> int:
+    """CRC-32 of one row's ids and mask, as they lie in the files."""
+    return zlib.crc32(trained, zlib.crc32(ids))
+
+
+def digest_of(value: Any) -> str:
+    """SHA-256, in hex, of a JSON value."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def damaged_while_open(tokens: np.ndarray | TokenFile, why: str) -> UserError:
+    """For a process that reads rows: only one that prepares a run can make the cache again."""
+    return UserError(
+        "the token cache is damaged",
+        where=f"{tokens.path} on {socket.gethostname()}" if isinstance(tokens, TokenFile) else "",
+        why=why,
+        fix="start again: the cache is checked, and made again where it is damaged; a copy on another machine is to be copied again",
+    )
+
+
 def _load(folder: Path, name: str) -> np.ndarray:
     """A table, mapped: pages that are only looked at are shared by all processes."""
     return np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False))
 
 
-def _check(folder: Path, meta: dict[str, Any], num_tokens: int, lengths: list[int], weighted: bool) -> None:
-    """Raises ValueError where the version or a size is not what it must be."""
-    sizes = {name: (folder / name).stat().st_size for name in TOKEN_FILES if weighted or name != "weights.bin"}
-    fitting = all(size == TOKEN_FILES[name].itemsize * num_tokens for name, size in sizes.items())
-    if meta["version"] != FORMAT_VERSION or not fitting or len(set(lengths)) != 1 or not isinstance(meta["digest"], str):
-        raise ValueError("its files do not fit together")
+def _read_meta(folder: Path) -> dict[str, Any]:
+    """Raises ValueError where it is another version's or not what was written."""
+    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    if meta["version"] != FORMAT_VERSION:
+        raise ValueError("it is of another version of manyhands")
+    digest = meta.pop("meta_digest")
+    if digest_of(meta) != digest:
+        raise ValueError("meta.json is not what was written")
+    return meta
+
+
+def _compare_hashes(folder: Path, written: dict[str, str], names: list[str]) -> None:
+    """Raises ValueError with the names of the files that are not what was written."""
+    found = hash_in_pieces([folder / name for name in names])
+    if wrong := [name for name in names if found[folder / name] != written[name]]:
+        raise ValueError(f"{', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} not what was written")
+
+
+def _check_sizes(folder: Path, meta: dict[str, Any], num_tokens: int) -> None:
+    """Raises ValueError where a token file does not hold as many entries as there are tokens."""
+    for name, dtype in TOKEN_FILES.items():
+        if (meta["weighted"] or name != "weights.bin") and (folder / name).stat().st_size != dtype.itemsize * num_tokens:
+            raise ValueError(f"{name} was cut short")

@@ -51,7 +51,8 @@ class DataFacts(Fact):
     """The prepared rows. Lengths are in tokens."""
 
     folder: str  # the token cache on this machine
-    digest: str  # names the content: equal digest, equal rows
+    digest: str  # names what the rows were made of
+    content: str = ""  # names the rows themselves: equal content, equal tokens
     num_rows: int
     num_tokens: int  # of all rows, each once
     num_targets: int  # trained tokens of all rows, each once

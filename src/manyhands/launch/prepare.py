@@ -16,6 +16,7 @@ from manyhands.plan.types import Plan
 # What a resumed run computes. Everything else in a plan may change from launch to launch.
 COURSE = (
     "data_digest",
+    "data_content",
     "batch_rows",
     "batch_tokens",
     "steps_per_epoch",
@@ -117,6 +118,9 @@ def _check_course(before: Plan, after: Plan, folder: RunFolder) -> None:
         return
     if before.data_digest != after.data_digest:
         why, fix = "the data, the tokenizer or the chat template has changed since", "put the old data back"
+    elif before.data_content != after.data_content:
+        why = "the same rows give other tokens than before, as with another version of transformers or tokenizers"
+        fix = "install the versions that the run began with"
     else:
         why = f"it was planned for {before.world_size} process(es) on {before.device}, now for {after.world_size} on {after.device}"
         fix = "start it as before (parallel.gpus, parallel.device, batch.micro_rows, batch.accumulation)"

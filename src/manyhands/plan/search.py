@@ -71,6 +71,7 @@ def plan(config: RunConfig, facts: Facts, *, number: int = 1, cause: Cause = "fi
         cause=cause,
         config_digest=digest,
         data_digest=facts.data.digest,
+        data_content=facts.data.content,
         data_folder=facts.data.folder,
         model_folder=facts.model.folder,
         new_tokens=facts.new_tokens,

@@ -72,6 +72,7 @@ class Plan(Part):
     cause: Cause = "first"
     config_digest: str
     data_digest: str
+    data_content: str = ""  # of the tokens themselves
     data_folder: str
     model_folder: str
     new_tokens: NewTokens | None = None

@@ -49,9 +49,13 @@ def open_data(rank: Rank) -> None:
             exit_code=EXIT_FAILED,
         )
     rank.store = TokenStore.open(plan.data_folder)
-    if rank.store.digest != plan.data_digest:
+    if (rank.store.digest, rank.store.content) != (plan.data_digest, plan.data_content):
         raise UserError(
-            "the prepared data is not the plan's", where=plan.data_folder, fix="start again; the cache is rebuilt", exit_code=EXIT_FAILED
+            "the prepared data is not the plan's",
+            where=f"{plan.data_folder}, as rank {rank.world.rank} sees it",
+            why="its tokens differ from those that rank 0 has prepared",
+            fix="copy rank 0's folder to this machine again, or start again",
+            exit_code=EXIT_FAILED,
         )
     rank.order = rank.store.order_rows(rank.config.seed, batch_rows=plan.batch_rows, batch_tokens=plan.batch_tokens)
     model = rank.config.model
