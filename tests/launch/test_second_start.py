@@ -242,6 +242,32 @@ def test_a_resume_that_would_compute_something_else_is_refused(world, change, wo
     assert world.run.newest_plan_number() == 1
 
 
+BASE = {"config.json": "c" * 64, "model.safetensors": "a" * 64}
+
+
+@pytest.mark.parametrize(
+    ("now", "keeps_base", "named"),
+    [
+        (BASE | {"model.safetensors": "b" * 64}, True, "model.safetensors: aaaaaaaaaaaa -> bbbbbbbbbbbb"),
+        (BASE | {"config.json": "d" * 64}, False, "config.json: cccccccccccc -> dddddddddddd"),
+        ({"config.json": "c" * 64}, True, "model.safetensors: aaaaaaaaaaaa -> none"),
+        (BASE | {"model.safetensors": "b" * 64}, False, None),
+    ],
+)
+def test_a_resume_on_another_base_model_names_the_file(world, now, keeps_base, named):
+    """Where all weights are trained, those of the base are in the checkpoint: only its configuration has to be the same."""
+    world.plan = {"model_files": BASE, "keeps_base": keeps_base}
+    prepare()
+    pretend_checkpoint(world.run, 5)
+    world.plan = {"model_files": now, "keeps_base": keeps_base}
+    if named is None:
+        assert prepare().resume
+        return
+    with pytest.raises(UserError, match="would not go on where the run stopped") as refused:
+        prepare()
+    assert refused.value.details == (named,) and "base model's files have changed" in refused.value.why
+
+
 def test_two_launches_at_once_are_refused_and_the_holder_named(world):
     held = prepare_run(make_config())
     code = (

@@ -85,7 +85,7 @@ class RowSet:
         start = int(self._starts[index])
         end = start + int(self.lengths[index])
         ids, trained = self._ids[start:end], self._trained[start:end]
-        if checksum_of(ids, trained) != self._checksums[index]:
+        if checksum_of(ids.data, trained.data) != self._checksums[index]:
             raise damaged_while_open(self._ids, f"{len(ids):,} tokens from token {start:,} on are not what was written")
         return ids, trained
 
@@ -95,7 +95,7 @@ class RowSet:
             return self.row(index)[1].astype(np.float32)
         start = int(self._starts[index])
         weights = self._weights[start : start + int(self.lengths[index])]
-        if zlib.crc32(weights) != self._weight_checksums[index]:
+        if zlib.crc32(weights.data) != self._weight_checksums[index]:
             raise damaged_while_open(self._weights, f"{len(weights):,} weights from token {start:,} on are not what was written")
         return weights
 
@@ -208,7 +208,7 @@ class TokenStore:
         return int(np.searchsorted(bounds, place - int(np.searchsorted(sources, sources[place])), side="right"))
 
 
-def checksum_of(ids: np.ndarray | bytes, trained: np.ndarray | bytes) -> int:
+def checksum_of(ids: bytes | memoryview, trained: bytes | memoryview) -> int:
     """CRC-32 of one row's ids and mask, as they lie in the files."""
     return zlib.crc32(trained, zlib.crc32(ids))
 

@@ -52,6 +52,7 @@ def export_source(source: Path, output: Path, *, merge: bool = False) -> str:
     from manyhands.export.fresh import verify_in_fresh_process
     from manyhands.export.model import export_model
     from manyhands.export.probe import round_weights
+    from manyhands.facts.identity import check_files
     from manyhands.launch.run_folder import RunFolder
     from manyhands.model.adapter import method_of
 
@@ -65,6 +66,7 @@ def export_source(source: Path, output: Path, *, merge: bool = False) -> str:
             "--merge is for runs with method.name=lora or qlora", where=str(run_folder), fix="leave --merge out: the model is whole already"
         )
     refuse_foreign(output, replace=False)
+    check_files(Path(plan.model_folder), config, plan.model_files, weights=plan.keeps_base)
     model = load_trained(plan, config, checkpoint)
     base = Path(plan.model_folder)
     with tempfile.TemporaryDirectory() as scratch:

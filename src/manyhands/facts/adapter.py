@@ -146,7 +146,7 @@ def needed_tokens(folder: Path) -> int:
 
 def read_targets(folder: Path) -> list[str]:
     """Full names of the adapted layers, from the header of the weights."""
-    tensors, _ = read_headers([folder / WEIGHTS])
+    tensors = read_headers([folder / WEIGHTS])
     return sorted({name.removeprefix(PEFT_PREFIX).removesuffix(FACTOR) for name in tensors if name.endswith(FACTOR)})
 
 

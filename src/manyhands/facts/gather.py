@@ -9,6 +9,7 @@ from manyhands.config.schema import RunConfig
 from manyhands.facts.adapter import find_adapter
 from manyhands.facts.host import read_host_facts
 from manyhands.facts.hub import locate_model
+from manyhands.facts.identity import identify_files
 from manyhands.facts.model import read_model_facts
 from manyhands.facts.packing import judge_packing
 from manyhands.facts.tokens import find_new_tokens, grow
@@ -36,6 +37,7 @@ def gather_facts(
         config.model.name, config.model.revision, needs_weights, trust_remote_code=config.model.trust_remote_code, report=report
     )
     model = judge_packing(config, read_model_facts(folder, config.model.name, config.model.init), report)
+    model = model.model_copy(update={"files": identify_files(folder, config, report)})
     new_tokens = find_new_tokens(config.model, folder, model.vocab_size)
     adapter = find_adapter(config, report)
     data = prepare(config, folder, report) if data is None else data

@@ -6,7 +6,6 @@ Families without an entry are read as Llama's: what the headers say replaces the
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -117,17 +116,17 @@ def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "rando
     UserError where a file is missing or broken, or where the model is of a kind that is not supported.
     """
     path = folder / "config.json"
-    whole_config, raw_config = _read_config(path)
+    whole_config = _read_config(path)
     check_kinds(whole_config, path)
     check_kinds(whole_config.get("text_config") or {}, path)
     config = text_part(whole_config)
     check_supported(config, path)
     block = block_shapes(config)
-    parameters, towers, stored, digest = count_parameters(config), 0, _config_dtype(whole_config), ""
+    parameters, towers, stored = count_parameters(config), 0, _config_dtype(whole_config)
     shapes = parameter_shapes(config)
     decoder = "model" if config is whole_config else "model.language_model"
     if init == "pretrained":
-        tensors, raw_headers = read_headers(find_weight_files(folder))
+        tensors = read_headers(find_weight_files(folder))
         if config is not whole_config:
             towers = sum(tensor.num_elements for name, tensor in tensors.items() if not TEXT_TENSOR.search(name))
             config |= {"tie_word_embeddings": shares_head(folder, config)}
@@ -139,7 +138,6 @@ def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "rando
         parameters = sum(tensor.num_elements for tensor in tensors.values())
         block = _largest_block(tensors) or block
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
-        digest = hashlib.sha256(raw_config + raw_headers).hexdigest()[:16]
     num_heads = config["num_attention_heads"]
     return ModelFacts(
         name=name,
@@ -164,7 +162,6 @@ def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "rando
         block_linear_shapes={name.removesuffix(".weight"): (shape[0], shape[1]) for name, shape in block.items() if len(shape) == 2},
         block_norm_elements=norm_elements(block, config),
         parameter_shapes=shapes,
-        weights_digest=digest,
     )
 
 
@@ -198,7 +195,7 @@ def shares_head(folder: Path, config: Mapping[str, Any]) -> bool:
     decides where both are the same.
     """
     files = find_weight_files(folder)
-    named = {name_in_model(name): name for name in read_headers(files)[0] if TEXT_TENSOR.search(name)}
+    named = {name_in_model(name): name for name in read_headers(files) if TEXT_TENSOR.search(name)}
     head, embeddings = named.get(HEAD), next((name for new, name in named.items() if new.endswith(EMBEDDINGS)), None)
     if head is None or embeddings is None:
         return head is None
@@ -324,19 +321,18 @@ def is_tied(config: Mapping[str, Any]) -> bool:
     return family_of(config).tied if tied is None else bool(tied)
 
 
-def _read_config(path: Path) -> tuple[dict[str, Any], bytes]:
+def _read_config(path: Path) -> dict[str, Any]:
     if not path.is_file():
         adapter = (path.parent / "adapter_config.json").is_file()
         why = "it holds an adapter, which is no model by itself" if adapter else "there is no config.json in it"
         raise UserError("the folder is not a model's", where=str(path.parent), why=why, fix="give a hub name, or a folder with config.json")
     try:
-        raw = path.read_bytes()
-        config = parse_json(raw)
+        config = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise UserError("the model's config.json is broken", where=str(path), why=str(error), fix="download the model again") from error
     if not isinstance(config, dict):
         raise UserError("the model's config.json is broken", where=str(path), why="it is not an object", fix="download the model again")
-    return config, raw
+    return config
 
 
 def _config_dtype(config: Mapping[str, Any]) -> StoredDtype:

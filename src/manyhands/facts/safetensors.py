@@ -91,18 +91,16 @@ def _shards(index: Path) -> list[Path]:
     return [index.parent / name for name in names]
 
 
-def read_headers(files: list[Path]) -> tuple[dict[str, TensorHeader], bytes]:
-    """All tensors by name, and the headers' bytes one after the other. UserError for a broken, cut or doubled file."""
+def read_headers(files: list[Path]) -> dict[str, TensorHeader]:
+    """All tensors by name. UserError for a broken, cut or doubled file."""
     tensors: dict[str, TensorHeader] = {}
-    raw = b""
     for path in files:
-        header, found = read_header(path)
+        _, found = read_header(path)
         doubled = tensors.keys() & found.keys()
         if doubled:
             raise UserError(f"the tensor {min(doubled)} is stored twice", where=str(path), fix=_DOWNLOAD_AGAIN)
         tensors |= found
-        raw += header
-    return tensors, raw
+    return tensors
 
 
 def read_header(path: Path) -> tuple[bytes, dict[str, TensorHeader]]:

@@ -42,7 +42,7 @@ class ModelFacts(Fact):
     block_linear_shapes: dict[str, tuple[int, int]]
     block_norm_elements: int  # elements a token that the norms of one block read: 2 hidden_size for Llama
     parameter_shapes: dict[str, tuple[int, ...]] = {}  # of every tensor by its name in the files; by Llama's names for random weights
-    weights_digest: str  # of config.json and the headers; "" for random weights
+    files: dict[str, str] = {}  # SHA-256 of config.json and, unless weights are random, of each weights file
     packs: bool = True  # whether rows side by side are as if alone
     packing_reason: str = ""  # how that is known, or what speaks against it
 

@@ -90,6 +90,7 @@ def find_parts(folder: Path, base: str | None = None) -> Found:
 
 
 def _find_run(folder: Path, base: str | None) -> Found:
+    from manyhands.facts.identity import check_files
     from manyhands.launch.run_folder import RunFolder
 
     run = RunFolder(folder)
@@ -105,8 +106,12 @@ def _find_run(folder: Path, base: str | None) -> Found:
             why="there is neither model/ nor adapter/ in it",
             fix=f"let it finish, or write one from its newest checkpoint: manyhands export {folder} --output DIR",
         )
-    planned = Path(run.read_plan().model_folder)
-    return Found(planned if base is None and planned.is_dir() else find_base(adapter, base), adapter, template, arguments)
+    plan = run.read_plan()
+    planned = Path(plan.model_folder)
+    weights = planned if base is None and planned.is_dir() else find_base(adapter, base)
+    if base is None:
+        check_files(weights, config, plan.model_files)
+    return Found(weights, adapter, template, arguments)
 
 
 def find_base(adapter: Path, base: str | None = None) -> Path:

@@ -112,8 +112,12 @@ def _plan_launch(
 
 def _check_course(before: Plan, after: Plan, folder: RunFolder) -> None:
     """A resumed run sees the same rows in the same steps with the same numerics, or it is another run."""
+    from manyhands.facts.identity import differing_files
+
+    files = differing_files(before.model_files, after.model_files, weights=after.keeps_base)
     pairs = [(name, getattr(before, name), getattr(after, name)) for name in COURSE]
     changed = [f"{name}: {old} -> {new}" for name, old, new in pairs if old != new]
+    changed += files
     if not changed:
         return
     if before.data_digest != after.data_digest:
@@ -121,6 +125,9 @@ def _check_course(before: Plan, after: Plan, folder: RunFolder) -> None:
     elif before.data_content != after.data_content:
         why = "the same rows give other tokens than before, as with another version of transformers or tokenizers"
         fix = "install the versions that the run began with"
+    elif files:
+        why = "the base model's files have changed since: another model would go on, with what was trained for the first"
+        fix = "put the old files back (model.revision pins a commit of the hub)"
     else:
         why = f"it was planned for {before.world_size} process(es) on {before.device}, now for {after.world_size} on {after.device}"
         fix = "start it as before (parallel.gpus, parallel.device, batch.micro_rows, batch.accumulation)"

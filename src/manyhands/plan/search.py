@@ -74,6 +74,8 @@ def plan(config: RunConfig, facts: Facts, *, number: int = 1, cause: Cause = "fi
         data_content=facts.data.content,
         data_folder=facts.data.folder,
         model_folder=facts.model.folder,
+        model_files=facts.model.files,
+        keeps_base=config.method.name != "full" or facts.model.num_tower_parameters > 0,
         new_tokens=facts.new_tokens,
         adapter=facts.adapter,
         device=made.device,

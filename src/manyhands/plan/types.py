@@ -75,6 +75,8 @@ class Plan(Part):
     data_content: str = ""  # of the tokens themselves
     data_folder: str
     model_folder: str
+    model_files: dict[str, str] = {}  # SHA-256 of config.json and of each weights file, by name
+    keeps_base: bool = True  # weights of these files are in what is trained or saved: not where all are trained
     new_tokens: NewTokens | None = None
     adapter: AdapterFacts | None = None  # to go on from; its method takes the place of the config's
 

@@ -15,6 +15,7 @@ from manyhands.checkpoint.together import run_on_first
 from manyhands.data.store import TokenStore
 from manyhands.data.tokenizer import load_tokenizer
 from manyhands.errors import EXIT_FAILED, UserError
+from manyhands.facts.identity import check_files
 from manyhands.kernels import nf4
 from manyhands.kernels.adamw import FusedAdamW
 from manyhands.kernels.adamw import choose_backend as choose_adamw
@@ -60,6 +61,12 @@ def open_data(rank: Rank) -> None:
     rank.order = rank.store.order_rows(rank.config.seed, batch_rows=plan.batch_rows, batch_tokens=plan.batch_tokens)
     model = rank.config.model
     rank.tokenizer = load_tokenizer(plan.model_folder, model.chat_template, model.trust_remote_code, model.new_tokens)
+
+
+def check_base(rank: Rank) -> None:
+    """One rank of each machine makes sure that the model's files there are those of the plan, which holds another machine's."""
+    if rank.launcher.local_rank == 0:
+        check_files(Path(rank.plan.model_folder), rank.config, rank.plan.model_files, progress=lambda _: rank.beat())
 
 
 def build_model(rank: Rank) -> None:

@@ -20,6 +20,7 @@ def run_rank(rank: Rank, arguments: argparse.Namespace) -> int:
     """Runs every stage; returns the exit code."""
     stages: tuple[tuple[str, Callable[[Rank], None]], ...] = (
         ("open data", build.open_data),
+        ("check base model", build.check_base),
         ("build model", build.build_model),
         ("check model", build.check_model),
         ("resume", build.resume),
