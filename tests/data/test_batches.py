@@ -127,7 +127,9 @@ def make_row_set() -> RowSet:
     targets = np.array([sum(trained[1:]) for _, trained in rows], dtype=np.int32)
     ids = np.concatenate([ids for ids, _ in rows]).astype(np.int32)
     trained = np.concatenate([trained for _, trained in rows]).astype(bool)
-    checksums = np.array([checksum_of(ids.astype(np.int32).data, trained.astype(bool).data) for ids, trained in rows], dtype=np.uint32)
+    checksums = np.array(
+        [checksum_of(np.array(ids, np.int32).data, np.array(trained, bool).data) for ids, trained in rows], dtype=np.uint32
+    )
     starts = np.cumsum(lengths) - lengths
     return RowSet(lengths, targets, targets.astype(np.float64), np.zeros(3, np.int16), 0, starts, checksums, ids, trained)
 
