@@ -27,13 +27,12 @@ from manyhands.launch.run_folder import RunFolder
 from manyhands.parallel import apply as applying
 from manyhands.parallel.model import Parallel
 from manyhands.parallel.world import World
-from manyhands.train.muon import Muon
 from manyhands.worker import finish
 from manyhands.worker import run as worker
 from manyhands.worker.rank import Rank
 
 Fault = Literal["", "averaged", "apart"]
-StandIn = Literal["", "kernels", "float64"]
+StandIn = Literal["", "kernels"]
 
 
 @dataclass
@@ -117,20 +116,12 @@ def watch_gradients(seen: Seen) -> Iterator[None]:
 
 @contextlib.contextmanager
 def stand_in_for(part: StandIn) -> Iterator[None]:
-    """``kernels``: bitsandbytes' kernels for GPUs, in plain torch. ``float64``: what Muon does in bfloat16."""
-    step = Muon.step
-
-    def exact_step(self: Muon, closure: None = None) -> None:
-        with mock.patch.object(torch.Tensor, "bfloat16", lambda tensor: tensor.double()):
-            step(self, closure)
-
+    """``kernels``: bitsandbytes' kernels for GPUs, in plain torch."""
     with contextlib.ExitStack() as stack:
         if part == "kernels":
             from tests.train.optimizer_ranks import cpu_kernels  # which imports bitsandbytes
 
             stack.enter_context(cpu_kernels())
-        elif part == "float64":
-            stack.enter_context(mock.patch.object(Muon, "step", exact_step))
         yield
 
 

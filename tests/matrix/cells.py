@@ -26,7 +26,7 @@ from tests.matrix.cell_ranks import Fault, Seen, StandIn
 # Rows of codes of 16384 values: 1 in attention, fewer than ranks, and 3 in the MLP, of which the last is not full.
 WIDTHS = {"hidden_size": 96, "intermediate_size": 352}
 # Optimizers that ranks do not run as they are: see ``cell_ranks``.
-STAND_INS: dict[str, StandIn] = {"adamw_8bit": "kernels", "paged_adamw": "kernels", "exact_muon": "float64"}
+STAND_INS: dict[str, StandIn] = {"adamw_8bit": "kernels", "paged_adamw": "kernels"}
 NUM_STEPS, SAVED_STEP = 8, 4
 KEYS: dict[str, Any] = {
     "data.max_rows": 51,  # six steps of 8 rows and one of 3
@@ -124,8 +124,8 @@ class Workshop:
         keys = {**KEYS, **case.keys, "output.dir": str(self.root / "runs" / name)}
         config = base_config(self.root, dtype, method, Case(name, case.world_size, keys), "cpu")
         # Not by a key, and planned without its check: those of bitsandbytes are refused on a CPU, where the tests stand in for its kernels.
-        rate = {"learning_rate": 4e-3} if optimizer.endswith("muon") else {}  # adapters would hardly learn in so few steps
-        section = config.optimizer.model_copy(update={"name": optimizer.removeprefix("exact_"), **rate})
+        rate = {"learning_rate": 4e-3} if optimizer == "muon" else {}  # adapters would hardly learn in so few steps
+        section = config.optimizer.model_copy(update={"name": optimizer, **rate})
         stand_in = STAND_INS.get(optimizer, "")
         with mock.patch.object(choices, "check_optimizer") if stand_in == "kernels" else contextlib.nullcontext():
             prepared = prepare_run(config.model_copy(update={"optimizer": section}), report=lambda _: None)

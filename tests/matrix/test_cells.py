@@ -116,11 +116,9 @@ def check_same_bits(cell: Ended, resumed: Ended) -> None:
     assert resumed.run.read("plans/002.json")["cause"] == "resume"
 
 
-# Each optimizer's bounds are those of the coarsest arithmetic between gradient and weight: Muon's updates are made in bfloat16,
-# and moments in 8 bits are as coarse. Made in float64, Muon's updates are equal within the bounds of float32.
+# Each optimizer's bounds are those of the coarsest arithmetic between gradient and weight: moments in 8 bits are as coarse as bfloat16.
 OPTIMIZERS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "muon": ("bfloat16", ("full", "lora", "patterns")),
-    "exact_muon": ("float32", ("full", "lora")),
+    "muon": ("float32", ("full", "lora", "patterns")),
     "adafactor": ("float32", ("full", "lora", "patterns")),
     "adamw_8bit": ("bfloat16", ("full",)),  # factors of adapters this small keep moments in 32 bits
     "paged_adamw": ("float32", ("full",)),

@@ -30,13 +30,14 @@ def make_optimizer(
     learning_rate: float,
     blocks: Collection[str] = (),
     make_adamw: MakeAdamW = TORCHS_ADAMW,
+    compute_dtype: torch.dtype = torch.float32,
 ) -> torch.optim.Optimizer:
     """The optimizer of ``section`` over the trained parameters of ``model``, in their own (master) dtype.
 
-    ``learning_rate`` is the peak, ``blocks`` the names of the decoder's blocks, whose matrices Muon orthogonalises. Every group
-    has ``peak_ratio``, its peak as a share of that, and ``pattern``, the one of ``learning_rates`` that chose it or none.
-    UserError for patterns that choose nothing and for optimizers that the device does not have. AdamW is torch's fused one, or
-    what ``make_adamw`` makes.
+    ``learning_rate`` is the peak, ``blocks`` the names of the decoder's blocks, whose matrices Muon orthogonalizes in
+    ``compute_dtype``. Every group has ``peak_ratio``, its peak as a share of that, and ``pattern``, the one of
+    ``learning_rates`` that chose it or none. UserError for patterns that choose nothing and for optimizers that the device does
+    not have. AdamW is torch's fused one, or what ``make_adamw`` makes.
     """
     groups = group_parameters(model, section, learning_rate)
     if not groups:
@@ -53,7 +54,7 @@ def make_optimizer(
                     where="optimizer.name",
                     fix="use optimizer.name=adamw, or train matrices of the blocks",
                 )
-            return Muon(matrices, rest, lr=learning_rate, betas=betas, eps=section.eps)
+            return Muon(matrices, rest, lr=learning_rate, betas=betas, eps=section.eps, dtype=compute_dtype)
         case "adamw":
             return make_adamw(groups, lr=learning_rate, betas=betas, eps=section.eps)
     check_blockwise(section.name, (parameter for group in groups for _, parameter in group["params"]))

@@ -102,7 +102,8 @@ def build_model(rank: Rank) -> None:
 def _make_optimizer(rank: Rank) -> torch.optim.Optimizer:
     """The optimizer. AdamW in one pass where weights have a copy that computes, and for weights in bfloat16; which, and why, is said."""
     plan, config, copy = rank.plan, rank.config, rank.parallel.compute_copy
-    make = partial(make_optimizer, rank.model, config.optimizer, plan.learning_rate, list(find_blocks(rank.model)))
+    blocks, compute_dtype = list(find_blocks(rank.model)), getattr(torch, plan.compute_dtype)
+    make = partial(make_optimizer, rank.model, config.optimizer, plan.learning_rate, blocks, compute_dtype=compute_dtype)
     narrow = plan.master_dtype == "bfloat16"
     if not narrow and (copy is None or not plan.fuse_optimizer or plan.offload != "none"):
         return make()
