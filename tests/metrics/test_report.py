@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 
-from manyhands.config.schema import RunConfig
+import pytest
+
+from manyhands.config.schema import MethodSection, RunConfig
 from manyhands.metrics.report import write_report
 from manyhands.plan.types import MemoryEstimate, Plan
 from manyhands.train.types import TrainState
@@ -55,11 +57,33 @@ MEASURED = {
     "input_wait_by_step": [5.0, 1.0, 0.01, 0.03],
     "evaluations": [
         {"step": 0, "loss": 3.1, "perplexity": 22.2, "accuracy": 0.25, "samples": [("q", "a")]},
-        {"step": 4, "loss": 0.9, "perplexity": 2.46, "accuracy": 0.75},
+        {"step": 4, "loss": 0.9, "perplexity": 2.46, "accuracy": 0.75, "samples": [("q", "b |c\n# d")]},
     ],
     "peak_bytes_by_rank": [2**30, 2**30 + 2**29],
     "verified": {"adapter": "120 tensors equal"},
+    "data": [
+        {
+            "name": "rows",
+            "hub": False,
+            "format": "messages",
+            "weight": 1.0,
+            "num_rows": 280,
+            "num_tokens": 9000,
+            "num_validation_rows": 20,
+            "num_validation_tokens": 700,
+        }
+    ],
+    "started": 0.0,
 }
+
+
+def write_metrics(folder, num_steps=100, at=()):
+    """Rows of a run whose loss falls from 4 to 0, ``at`` some steps not finite; a last line that was cut off."""
+    rows = [
+        {"kind": "step", "step": n, "loss": None if n in at else 4 * (1 - n / num_steps), "grad_norm": 1.5, "learning_rate": 1e-3}
+        for n in range(1, num_steps + 1)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"kind": "st')
 
 
 def test_the_report_sets_plan_and_measurement_side_by_side(tmp_path):
@@ -87,3 +111,46 @@ def test_what_was_not_measured_is_left_out(tmp_path):
     page = (tmp_path / "report.md").read_text()
     assert "Nothing was held out" in page and "nan" not in page
     assert {file.name for file in tmp_path.iterdir()} == {"report.json", "report.md"}
+
+
+def test_the_report_says_what_was_set_on_what_it_was_trained_and_what_to_do_next(tmp_path):
+    report = write_report(tmp_path, make_plan(), CONFIG, TrainState(step=4, stop_reason="done"), MEASURED)
+    settings = report["settings"]
+    assert settings["optimizer.learning_rate"] == 1e-3 and settings["batch.rows"] == 8, "the plan's, where the file says auto"
+    assert (settings["method.rank"], settings["method.alpha"], settings["schedule.warmup_steps"]) == (16, 32.0, 1)
+    assert not {"method.dora", "method.train", "stop.max_steps"} & settings.keys(), "what nobody asked for"
+    assert report["data"] == {"digest": "d", "sources": MEASURED["data"]}
+    assert report["started"] == "1970-01-01 00:00:00 UTC" and report["finished"] > "2026"
+    assert {"python", "manyhands", "torch", "transformers"} <= report["versions"].keys()
+    assert report["next"]["ask it"] == f"manyhands generate {tmp_path} --prompt q"
+    page = (tmp_path / "report.md").read_text()
+    assert "| optimizer.learning_rate | 0.001 |" in page and "| method.rank | 16 |" in page
+    assert "- `rows` (messages): 280 samples, 9,000 tokens, 20 held out" in page
+    assert "\n    b |c\n    # d\n" in page, "what a model says is no markup"
+    assert page.rstrip().endswith(f"manyhands tensorboard {tmp_path}") and f"manyhands export {tmp_path} --merge" in page
+
+
+def test_a_setting_that_was_asked_for_is_shown(tmp_path):
+    config = CONFIG.model_copy(update={"method": MethodSection(name="qlora", dora=True, targets=("*.q_proj", "a|b"))})
+    write_report(tmp_path, make_plan(), config, TrainState(), {})
+    page = (tmp_path / "report.md").read_text()
+    assert "| method.dora | true |" in page and r"| method.targets | \*.q_proj, a\|b |" in page
+
+
+@pytest.mark.parametrize("num_steps", [2, 7, 60, 61, 1000])
+def test_the_course_of_the_loss_is_shown_at_any_length(tmp_path, num_steps):
+    write_metrics(tmp_path, num_steps, at=(1,))
+    report = write_report(tmp_path, make_plan(), CONFIG, TrainState(), {})
+    curve = report["curve"]
+    assert len(curve) == min(num_steps, 60) and curve[-1]["step"] == num_steps
+    losses = [point["loss"] for point in curve if "loss" in point]
+    assert losses == sorted(losses, reverse=True) and losses[-1] == pytest.approx(2 * (num_steps - curve[-2]["step"] - 1) / num_steps)
+    page = (tmp_path / "report.md").read_text()
+    drawn = page.split("```")[1].strip("\n")
+    assert len(drawn) == len(curve) and drawn.endswith("▁") and ("█" in drawn or len(losses) == 1)
+    assert page.count("| 1.5 | 0.001 |") <= 6 and f"| {num_steps} | " in page
+
+
+def test_a_report_without_metrics_draws_nothing(tmp_path):
+    report = write_report(tmp_path, make_plan(), CONFIG, TrainState(), {})
+    assert "curve" not in report and "```" not in (tmp_path / "report.md").read_text()

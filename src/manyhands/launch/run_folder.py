@@ -106,6 +106,11 @@ class RunFolder:
         names = (re.fullmatch(r"(\d{3,9})\.json", path.name) for path in self.plans.glob("*.json"))
         return max((int(match[1]) for match in names if match), default=0)
 
+    @property
+    def started(self) -> float:
+        """When the first launch was planned, in seconds since 1970: a plan is never written again."""
+        return (self.plans / "001.json").stat().st_mtime
+
     def write_plan(self, plan: Plan) -> Path:
         """Writes ``plans/NNN.json``, N being ``plan.number``, then turns the pointer to it. A plan is never overwritten."""
         path = self.plans / f"{plan.number:03d}.json"

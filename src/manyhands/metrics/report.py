@@ -1,6 +1,7 @@
-"""The report of a finished run: what was planned beside what was measured, as JSON and as a page to read.
+"""The report of a finished run: what was asked, what was planned beside what was measured, and what to do next, as JSON and as a page.
 
-Pure but for two files. Knows the plan, the config and numbers; a number that nobody measured is left out, never guessed.
+Reads metrics.jsonl, writes two files. Knows the plan, the config and numbers; a number that nobody measured is left out, never
+guessed.
 """
 
 from __future__ import annotations
@@ -8,17 +9,30 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from manyhands.config.schema import RunConfig
 from manyhands.files import write_atomically
+from manyhands.metrics.summary import (
+    describe_settings,
+    describe_versions,
+    draw_line,
+    make_curve,
+    name_time,
+    read_evaluations,
+    read_rows,
+)
 from manyhands.plan.types import Plan, describe_recompute
-from manyhands.train.types import Evaluation, TrainState
+from manyhands.train.types import TrainState
 
 GIB = 2**30
+TABLE_ROWS = 6  # of the loss over steps
+SHOWN_CHARACTERS = 600  # of a sample's prompt and answer
 WARMUP_STEPS = 2  # left out of the speed where there are more: compilation, first allocations
 
 
@@ -29,34 +43,19 @@ def write_report(
 
     ``measured`` may hold: num_parameters, num_trained_parameters, losses, seconds_by_step, tokens_by_step,
     input_wait_by_step (one value a step of this launch), evaluations (in order), devices (the last reading of each rank),
-    peak_bytes_by_rank, checkpoint_s, verified (folder name -> what verification found).
+    peak_bytes_by_rank, checkpoint_s, verified (folder name -> what verification found), data (as ``describe_data`` has it), device
+    (its name), started (seconds since 1970).
     """
     path = Path(folder)
     evaluations = list(measured.get("evaluations", []))
     known = {row["step"] for row in evaluations}
     earlier = [asdict(row) for row in read_evaluations(path / "metrics.jsonl") if row.step not in known]  # of the launches before
-    report = make_report(plan, config, state, {**measured, "evaluations": earlier + evaluations})
+    curve = make_curve(read_rows(path / "metrics.jsonl", "step"))
+    report = make_report(plan, config, state, {**measured, "evaluations": earlier + evaluations, "curve": curve})
+    report["next"] = suggest_commands(path, config, report)
     write_atomically(path / "report.json", json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
     write_atomically(path / "report.md", format_report(report))
     return report
-
-
-def read_evaluations(metrics: Path) -> list[Evaluation]:
-    """The evaluations that metrics.jsonl holds, in order: those of earlier launches too. A line that was cut off is skipped."""
-    found = []
-    for line in metrics.read_text(encoding="utf-8", errors="replace").splitlines() if metrics.exists() else ():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if row.get("kind") == "evaluation":
-            values: dict[str, Any] = {
-                field.name: math.nan if row.get(field.name) is None else row[field.name] for field in fields(Evaluation)
-            }
-            values["samples"] = tuple((sample["prompt"], sample["answer"]) for sample in row.get("samples", []))
-            values["terms"] = row.get("terms") or {}
-            found.append(Evaluation(**values))
-    return found
 
 
 def make_report(plan: Plan, config: RunConfig, state: TrainState, measured: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,6 +71,11 @@ def make_report(plan: Plan, config: RunConfig, state: TrainState, measured: Mapp
             "model": config.model.name,
             "task": config.task,
             "method": config.method.name,
+            "started": name_time(measured["started"]) if "started" in measured else None,
+            "finished": name_time(time.time()),
+            "settings": describe_settings(config, plan),
+            "data": {"digest": plan.data_digest, "sources": measured.get("data")},
+            "versions": describe_versions(),
             "config_digest": config.digest,
             "plan_digest": plan.digest,
             "planned": {
@@ -79,6 +83,7 @@ def make_report(plan: Plan, config: RunConfig, state: TrainState, measured: Mapp
                 "cause": plan.cause,
                 "world_size": plan.world_size,
                 "device": plan.device,
+                "device_name": measured.get("device"),
                 "strategy": plan.strategy,
                 "recompute": describe_recompute(plan.recompute, plan.lighter_blocks),
                 "steps": plan.num_steps,
@@ -103,7 +108,9 @@ def make_report(plan: Plan, config: RunConfig, state: TrainState, measured: Mapp
                 "last_loss": losses[-1] if losses else None,
                 "checkpoint_s": measured.get("checkpoint_s"),
             },
+            "curve": measured.get("curve") or None,
             "evaluations": evaluations,
+            "samples": _samples(measured.get("evaluations", [])) or None,
             "best": {"step": state.best_step, "loss": state.best_loss} if state.best_step is not None else None,
             "verified": measured.get("verified"),
         }
@@ -136,9 +143,12 @@ def format_report(report: Mapping[str, Any]) -> str:
         lines.append(f"Parameters: {done['parameters']:,}, of which {done['trained_parameters']:,} were trained ({share:.2%}).")
     if "first_loss" in done:
         lines.append(f"Training loss: {done['first_loss']:.4f} in this launch's first step, {done['last_loss']:.4f} in the last.")
+    lines += _curve_lines(report.get("curve", []))
     lines += _evaluation_lines(report.get("evaluations", []))
+    lines += _sample_lines(report.get("samples", []))
     for name, said in report.get("verified", {}).items():
         lines += ["", f"Verified `{name}/`: {said}"]
+    lines += _setting_lines(report) + _next_lines(report.get("next", {}))
     return "\n".join(lines) + "\n"
 
 
@@ -151,6 +161,91 @@ def _evaluation_lines(evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
         cells = (_number(row, "loss", ".4f"), _number(row, "perplexity", ".1e" if huge else ".3f"), _number(row, "accuracy", ".2%"))
         lines.append(f"| {row['step']} | {' | '.join(cells)} |")
     return lines
+
+
+def _samples(evaluations: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Each held-out prompt with its first and its last answer, where the evaluations answered any."""
+    answered = [row for row in evaluations if row.get("samples")]
+    if not answered:
+        return []
+    first, last = answered[0], answered[-1]
+    before = dict(first["samples"]) if first is not last else {}
+    return [
+        {"prompt": prompt, "before": before.get(prompt), "answer": answer, "step": last["step"], "before_step": first["step"]}
+        for prompt, answer in last["samples"]
+    ]
+
+
+def suggest_commands(folder: Path, config: RunConfig, report: Mapping[str, Any]) -> dict[str, str]:
+    """What to do with what the run left: command by purpose."""
+    name = shlex.quote(str(folder))
+    prompt = report["samples"][0]["prompt"] if report.get("samples") else "..."
+    prompt = prompt if len(prompt) < 100 and "\n" not in prompt else "..."
+    commands = {"ask it": f"manyhands generate {name} --prompt {shlex.quote(prompt)}"}
+    if config.method.trains_adapters and not config.output.merge:
+        commands["write the model with the adapter merged into it"] = f"manyhands export {name} --merge --output {name}/merged"
+    if config.log.tensorboard:
+        commands["see the curves"] = f"manyhands tensorboard {name}"
+    return commands
+
+
+def _curve_lines(curve: Sequence[Mapping[str, Any]]) -> list[str]:
+    if len(curve) < 2:
+        return []
+    losses = [point.get("loss") for point in curve]
+    every = max(1, math.ceil(len(curve) / TABLE_ROWS))
+    shown = [point for index, point in enumerate(curve) if (len(curve) - 1 - index) % every == 0]
+    lines = ["", f"Training loss, steps 1 to {curve[-1]['step']}:", "", "```", draw_line(losses), "```", ""]
+    lines += ["| to step | training loss | gradient norm | learning rate |", "|---|---|---|---|"]
+    for point in shown:
+        cells = (_number(point, "loss", ".4f"), _number(point, "grad_norm", ".3g"), _number(point, "learning_rate", ".3g"))
+        lines.append(f"| {point['step']} | {' | '.join(cells)} |")
+    return lines
+
+
+def _sample_lines(samples: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Text of the data and of the model stands in blocks of code, where nothing of it is markup."""
+    lines = ["", "## Held-out samples"] if samples else []
+    for sample in samples:
+        said = [("prompt", sample["prompt"]), (f"after step {sample['step']}", sample["answer"])]
+        if "before" in sample:
+            said.insert(1, (f"after step {sample['before_step']}", sample["before"]))
+        for name, text in said:
+            shown = text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + " ..."
+            lines += ["", f"{name}:", "", *(f"    {line}" for line in (shown.splitlines() or ["(nothing)"]))]
+    return lines
+
+
+def _setting_lines(report: Mapping[str, Any]) -> list[str]:
+    lines = ["", "## Settings", "", "| key | value |", "|---|---|"]
+    lines += [f"| {key} | {format_value(value)} |" for key, value in report["settings"].items()]
+    lines += ["", f"Data {report['data']['digest']}:" if "sources" in report["data"] else f"Data {report['data']['digest']}."]
+    for source in report["data"].get("sources", []):
+        held_out = f", {source['num_validation_rows']:,} held out" if source["num_validation_rows"] else ""
+        weight = f", weight {source['weight']:g}" if source["weight"] != 1 else ""
+        counts = f"{source['num_rows']:,} samples, {source['num_tokens']:,} tokens{held_out}{weight}"
+        lines.append(f"- `{source['name']}` ({source['format']}): {counts}")
+    begun = f"Started {report['started']}, finished" if "started" in report else "Finished"
+    versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
+    return [*lines, "", f"{begun} {report['finished']}.", "", f"Versions: {versions}."]
+
+
+def _next_lines(commands: Mapping[str, str]) -> list[str]:
+    lines = ["", "## Next"] if commands else []
+    for purpose, command in commands.items():
+        lines += ["", f"{purpose[0].upper()}{purpose[1:]}:", "", f"    {command}"]
+    return lines
+
+
+def format_value(value: Any) -> str:
+    """A setting for a cell of a table."""
+    if isinstance(value, Mapping):
+        text = ", ".join(f"{key}: {format_value(item)}" for key, item in value.items())
+    elif isinstance(value, list | tuple):
+        text = ", ".join(str(item) for item in value)
+    else:
+        text = f"{value:g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else str(value)
+    return text.replace("|", "\\|").replace("*", "\\*")
 
 
 def _speed(seconds: Sequence[float], tokens: Sequence[int]) -> dict[str, float | None]:

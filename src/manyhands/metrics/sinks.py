@@ -17,8 +17,8 @@ from typing import Any, TextIO
 from manyhands.config.schema import RunConfig
 from manyhands.files import write_atomically
 from manyhands.metrics.console import ConsoleSink
-from manyhands.metrics.report import read_evaluations
 from manyhands.metrics.sink import Devices, Sink
+from manyhands.metrics.summary import read_evaluations
 from manyhands.plan.types import Plan
 from manyhands.train.types import Evaluation, StepResult, TrainState
 

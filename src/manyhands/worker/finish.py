@@ -14,6 +14,7 @@ from manyhands.export.fresh import verify_in_fresh_process
 from manyhands.export.model import export_model
 from manyhands.export.probe import round_weights, save_probe
 from manyhands.metrics.report import write_report
+from manyhands.metrics.summary import describe_data
 from manyhands.model.adapter import method_of
 from manyhands.worker.rank import Rank
 from manyhands.worker.training import stop_if_asked
@@ -90,10 +91,16 @@ def report(rank: Rank) -> None:
     peaks = rank.parallel.all_gather(torch.tensor([peak or 0], dtype=torch.float64, device=rank.world.device))
     if not rank.is_first:
         return
+    rank.measured |= {"data": describe_data(rank.store.meta), "device": name_device(rank), "started": rank.folder.started}
     rank.measured["peak_bytes_by_rank"] = [int(p.item()) for p in peaks] if peak is not None else None
     write_report(rank.folder.path, rank.plan, rank.config, rank.state, rank.measured)
     rank.folder.write_status("finished", step=rank.state.step, reason=rank.state.stop_reason)
     rank.say(f"finished: {rank.folder.path}")
+
+
+def name_device(rank: Rank) -> str | None:
+    """What the GPU is called; None on a CPU."""
+    return torch.cuda.get_device_name(rank.world.device) if rank.world.device.type == "cuda" else None
 
 
 def _reference(rank: Rank, name: str) -> Path:

@@ -1,0 +1,123 @@
+"""What a run was, as plain values: settings, data, versions, dates, the course of the loss. The report and the model card are made of
+it. Knows config, plan and metrics.jsonl, and no model."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from manyhands.config.schema import MethodSection, RunConfig
+from manyhands.plan.types import Plan
+from manyhands.train.types import Evaluation
+
+CURVE_POINTS = 60
+LIBRARIES = ("manyhands", "torch", "transformers", "tokenizers", "safetensors", "bitsandbytes", "peft")
+BARS = "▁▂▃▄▅▆▇█"
+
+
+def describe_settings(config: RunConfig, plan: Plan) -> dict[str, Any]:
+    """What was set or decided, by the names of the run file's keys; of optional keys those that differ from their default."""
+    method = config.method if plan.adapter is None else plan.adapter.method
+    found: dict[str, Any] = {"method.name": method.name}
+    if method.trains_adapters:
+        found |= {f"method.{key}": getattr(method, key) for key in ("rank", "alpha", "dropout", "targets")}
+    defaults = MethodSection()
+    for key in ("rslora", "dora", "init", "modules_to_save", "train", "freeze"):
+        if getattr(method, key) != getattr(defaults, key):
+            found[f"method.{key}"] = getattr(method, key)
+    optimizer = config.optimizer
+    found |= {"optimizer.name": optimizer.name, "optimizer.learning_rate": plan.learning_rate}
+    if optimizer.learning_rates:
+        found["optimizer.learning_rates"] = optimizer.learning_rates
+    found |= {f"optimizer.{key}": getattr(optimizer, key) for key in ("weight_decay", "max_grad_norm")}
+    found |= {"schedule.name": config.schedule.name, "schedule.warmup_steps": plan.warmup_steps}
+    found |= {"batch.rows": plan.batch_rows} if plan.batch_tokens is None else {"batch.tokens": plan.batch_tokens}
+    found |= {"data.max_length": config.data.max_length, "data.packing": plan.packing, "stop.epochs": config.stop.epochs}
+    found |= {f"stop.{key}": value for key in ("max_steps", "max_tokens") if (value := getattr(config.stop, key)) is not None}
+    found |= {"model.dtype": plan.compute_dtype, "model.masters": plan.master_dtype, "seed": config.seed}
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in found.items()}
+
+
+def describe_data(meta: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The sources of a token store, by name and number: nothing of their content, and no path of this machine."""
+    found = []
+    for source in meta["sources"]:
+        path = str(source["path"])
+        kept = ("format", "weight", "num_rows", "num_tokens", "num_validation_rows", "num_validation_tokens")
+        name = path.removeprefix("hub:") if path.startswith("hub:") else source["name"]
+        found.append({"name": name, "hub": path.startswith("hub:"), **{key: source[key] for key in kept}})
+    return found
+
+
+def describe_versions() -> dict[str, str]:
+    """Of Python and of the libraries that a result depends on, as far as they are installed."""
+    found = {"python": platform.python_version()}
+    for name in LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def name_time(seconds: float) -> str:
+    """A moment by the clock of the world: 2026-01-31 12:00:00 UTC."""
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+
+
+def read_rows(metrics: Path, kind: str) -> list[dict[str, Any]]:
+    """The rows of one kind in metrics.jsonl, in order; those of earlier launches too. A line that was cut off is skipped."""
+    found = []
+    for line in metrics.read_text(encoding="utf-8", errors="replace").splitlines() if metrics.exists() else ():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and row.get("kind") == kind:
+            found.append(row)
+    return found
+
+
+def read_evaluations(metrics: Path) -> list[Evaluation]:
+    """The evaluations that metrics.jsonl holds, in order."""
+    found = []
+    for row in read_rows(metrics, "evaluation"):
+        values: dict[str, Any] = {field.name: math.nan if row.get(field.name) is None else row[field.name] for field in fields(Evaluation)}
+        values["samples"] = tuple((sample["prompt"], sample["answer"]) for sample in row.get("samples", []))
+        values["terms"] = row.get("terms") or {}
+        found.append(Evaluation(**values))
+    return found
+
+
+def make_curve(rows: Sequence[Mapping[str, Any]], num_points: int = CURVE_POINTS) -> list[dict[str, Any]]:
+    """Rows of steps as at most ``num_points``: each the mean loss and gradient norm of as many steps, the last one's number and rate."""
+    points = []
+    num_points = min(num_points, len(rows))
+    for index in range(num_points):
+        part = rows[index * len(rows) // num_points : (index + 1) * len(rows) // num_points]
+        means = {key: _mean(row.get(key) for row in part) for key in ("loss", "grad_norm")}
+        points.append({"step": part[-1]["step"], **means, "learning_rate": part[-1].get("learning_rate")})
+    return points
+
+
+def draw_line(values: Sequence[float | None]) -> str:
+    """One character a value, its height between the least and the largest; a blank where there is none."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return ""
+    least, span = min(known), max(known) - min(known)
+    heights = [None if value is None else round((value - least) / span * (len(BARS) - 1)) if span else 0 for value in values]
+    return "".join(" " if height is None else BARS[height] for height in heights)
+
+
+def _mean(values: Iterable[Any]) -> float | None:
+    known = [value for value in values if isinstance(value, int | float) and math.isfinite(value)]
+    return fmean(known) if known else None
