@@ -219,7 +219,7 @@ def _sample_lines(samples: Sequence[Mapping[str, Any]]) -> list[str]:
 def _setting_lines(report: Mapping[str, Any]) -> list[str]:
     lines = ["", "## Settings", "", "| key | value |", "|---|---|"]
     lines += [f"| {key} | {format_value(value)} |" for key, value in report["settings"].items()]
-    lines += ["", f"Data {report['data']['digest']}:" if "sources" in report["data"] else f"Data {report['data']['digest']}."]
+    lines += ["", f"Data {report['data']['digest'][:16]}" + (":" if "sources" in report["data"] else ".")]
     for source in report["data"].get("sources", []):
         held_out = f", {source['num_validation_rows']:,} held out" if source["num_validation_rows"] else ""
         weight = f", weight {source['weight']:g}" if source["weight"] != 1 else ""
