@@ -14,10 +14,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from manyhands.data import tokenise_parallel
 from manyhands.data.prepare import UNFINISHED, prepare
 from manyhands.data.store import TokenStore
-from manyhands.data.tokenise_parallel import MAX_BYTES, MIN_PARALLEL_BYTES, choose_num_processes
+from manyhands.data.tokenise_parallel import MIN_PARALLEL_BYTES, choose_num_processes
 from manyhands.errors import UserError
+from manyhands.facts.types import HostFacts
 
 NUM_FILES = 5
 PREPARE = """
@@ -159,6 +161,15 @@ def test_two_at_once_do_not_disturb_each_other(start, tmp_path: Path) -> None:
     assert TokenStore.open(tmp_path / "cache" / digests[0]).train.num_rows == 12_000 - 240
 
 
-def test_little_data_needs_no_processes() -> None:
+@pytest.mark.parametrize(
+    ("num_cores", "free_gib", "expected"),
+    [(8, 64, 8), (64, 64, 24), (8, 1.5, 4), (8, 1.125, 1), (8, 0.5, 1)],  # 0.5 GiB for the first, 64 MiB for each; half of what is free
+)
+def test_as_many_processes_as_cores_and_memory_allow(
+    num_cores: int, free_gib: float, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = int(free_gib * 2**30)
+    host = HostFacts(gpus=(), num_cores=num_cores, memory_bytes=2 * free, free_memory_bytes=free)
+    monkeypatch.setattr(tokenise_parallel, "read_host_facts", lambda: host)
     assert choose_num_processes(MIN_PARALLEL_BYTES - 1) == 1
-    assert 1 <= choose_num_processes(1 << 40) <= MAX_BYTES >> 20
+    assert choose_num_processes(MIN_PARALLEL_BYTES) == choose_num_processes(1 << 40) == expected

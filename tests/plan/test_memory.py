@@ -183,6 +183,26 @@ def test_overhead_counts_communication_only_between_ranks():
     assert memory.overhead(replace(FULL, world_size=2, strategy="ddp"), moving=1000) == alone + 2**30
 
 
-@pytest.mark.parametrize("setup", [FULL, LORA, sharded(FULL, 4, reshard=True), sharded(LORA, 4, reshard=False)])
-def test_terms_are_whole_non_negative_bytes(setup):
-    assert all(isinstance(size, int) and size >= 0 for size in memory.estimate_terms(setup).values())
+@pytest.mark.parametrize(
+    ("setup", "worst"),
+    [
+        (FULL, "backward"),
+        (LORA, "loss"),
+        (sharded(FULL, 4, reshard=True), "backward"),
+        (sharded(LORA, 4, reshard=False), "loss"),
+        (replace(FULL, micro_tokens=1, accumulates=False), "end"),
+        (replace(FULL, micro_tokens=1, accumulates=False, offload="all"), "end"),
+    ],
+)
+def test_the_estimate_is_what_always_stands_and_the_worst_moment(setup, worst):
+    terms = memory.estimate_terms(setup)
+    moments = {
+        name: sum(moment(setup).values())
+        for name, moment in {"loss": memory.at_the_loss, "backward": memory.in_the_backward_pass, "end": memory.at_its_end}.items()
+    }
+    assert max(moments, key=lambda name: moments[name]) == worst and all(size > 0 for size in moments.values())
+    standing = memory.weights(setup) + memory.optimizer(setup) + memory.gathered(setup) + memory.fetched(setup)
+    assert sum(terms.values()) - terms["overhead"] == standing + moments[worst]
+    moving = sum(terms[name] for name in ("gathered", "dequantised", "activations", "logits", "reduction"))
+    assert terms["overhead"] == memory.overhead(setup, moving)
+    assert all(isinstance(size, int) and size >= 0 for size in terms.values())

@@ -120,16 +120,22 @@ def test_orthogonalised_singular_values_are_near_one() -> None:
 
 
 def test_adafactor_is_the_published_one() -> None:
-    """As transformers has it without scaling by the weights; matrices, vectors and a gradient that grows."""
+    """As transformers has it without scaling by the weights; matrices, vectors, and gradients that grow, when updates are cut, and shrink,
+    when they are small and stay so.
+    """
     ours, theirs = (nn.ModuleDict({"linear": nn.Linear(7, 5), "norm": nn.LayerNorm(9)}) for _ in range(2))
     theirs.load_state_dict(ours.state_dict())
     optimizer = make_optimizer(ours, OptimizerSection(name="adafactor"), 0.01)
     published = PublishedAdafactor(theirs.parameters(), lr=0.01, scale_parameter=False, relative_step=False, weight_decay=0.0)
-    for step in range(6):
+    updates = []
+    for step, size in enumerate((1.0, 10.0, 100.0, 30.0, 3.0, 1.0)):
+        before = ours["linear"].weight.detach().clone()
         for net, each in ((ours, optimizer), (theirs, published)):
             for name, parameter in net.named_parameters():
-                parameter.grad = optimizer_ranks.draw(f"{step} {name}", parameter.shape) * 10**step
+                parameter.grad = optimizer_ranks.draw(f"{step} {name}", parameter.shape) * size
             each.step()
+        updates.append(float((ours["linear"].weight.detach() - before).square().mean().sqrt()) / 0.01)
+    assert max(updates) == pytest.approx(1.0, abs=1e-3) and min(updates) < 0.5  # at the bound, and below it
     for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-7, msg=name)
 
