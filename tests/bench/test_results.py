@@ -1,0 +1,58 @@
+"""docs/results.md against the raw rows that it names: a figure of the speed tables stands in one of them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from manyhands.bench.records import read
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "bench" / "results"
+TEXT = (ROOT / "docs" / "results.md").read_text()
+
+
+def table(header: str) -> list[list[str]]:
+    """Cells of the rows below the line that begins so."""
+    lines = TEXT[TEXT.index(header) :].splitlines()[2:]
+    rows = lines[: next(number for number, line in enumerate(lines) if not line.startswith("|"))]
+    return [[cell.strip().replace("**", "") for cell in row.strip("|").split("|")] for row in rows]
+
+
+def number(cell: str) -> float | None:
+    found = re.search(r"\d[\d,]*(\.\d+)?", cell)
+    return float(found[0].replace(",", "")) if found else None
+
+
+def measured() -> set[tuple[bool, int, int]]:
+    """(ours, GPUs, tokens/s a GPU) of all raw rows."""
+    rows = [row for file in RESULTS.glob("*.jsonl") for row in read(file) if "gpus" in row]
+    rates = [("planned_gib" in row, row["gpus"], row.get("tokens_per_s_gpu") or row.get("tok_s_gpu")) for row in rows]
+    return {(ours, num_gpus, rate) for ours, num_gpus, rate in rates if rate}
+
+
+@pytest.mark.parametrize("row", table("| work | GPUs | ours"), ids=lambda row: f"{row[0][:40]} {row[1]}")
+def test_each_speed_is_that_of_a_raw_row(row: list[str]) -> None:
+    known, num_gpus = measured(), int(row[1])
+    assert (True, num_gpus, number(row[2])) in known
+    theirs = number(re.sub("in bfloat16|recomputes|on 1", "", row[3]))
+    if theirs is not None:
+        is_ours = row[3].startswith("ours")
+        assert any((is_ours, gpus, theirs) in known for gpus in (num_gpus, 1))
+
+
+def test_ratios_to_the_best_peer_are_those_of_their_line() -> None:
+    rows = table("| work, one H200 | ours")
+    assert rows
+    for row in rows:
+        ours, *theirs = (number(cell) for cell in row[1:4])
+        assert ours is not None and number(row[4]) == round(ours / max(rate for rate in theirs if rate), 2)
+
+
+def test_the_files_that_are_named_are_there() -> None:
+    named = re.findall(r"(?:bench/results/)?((?:h200|gsm8k|methods|packing|prepare)[\w*.-]*\.jsonl?)", TEXT)
+    assert len(named) > 10
+    for name in named:
+        assert list(RESULTS.glob(name)), name
