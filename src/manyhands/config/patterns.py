@@ -1,32 +1,85 @@
-"""Names of modules and weights by pattern, the same for the plan, which counts, and for the model, which is changed. Pure."""
+"""Names of modules and weights by pattern, the same for the plan, which counts, and for the model, which is changed. Pure.
+
+A regular expression may take exponential time or room, and comes from a run file or an adapter of somebody else: what it may
+cost is bounded. Time is CPU time, so that a busy machine refuses no pattern that an idle one takes.
+"""
 
 from __future__ import annotations
 
+import math
 import re
+import time
 from fnmatch import fnmatchcase
+from functools import lru_cache
+
+import regex
 
 from manyhands.errors import UserError
 
 REGEX = "re:"
+MAX_CHARACTERS = 10_000
+MAX_REPEATS = 10_000  # the product of all counts: {1000}{1000} would be written out while it is compiled
+MAX_CPU_S = 5.0  # of one expression in one process, over all names
+COUNTED_FROM_S = 0.01  # what takes less is what matching takes anyway
 
 
 def matches(name: str, pattern: str) -> bool:
     """Whether ``pattern`` means the module ``name``: its full name, the end of it after a dot, or a glob of either.
 
     After ``re:`` it is a regular expression for the full name from beginning to end, as PEFT reads a ``target_modules`` that
-    is a string. UserError if that expression is broken.
+    is a string. UserError if that expression is broken, or takes too long.
     """
     if not pattern.startswith(REGEX):
         return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
-    try:
-        return re.fullmatch(pattern.removeprefix(REGEX), name) is not None
-    except re.error as error:
-        raise UserError(
-            f"{pattern!r} is no regular expression", why=str(error), fix="mend it, or write a name or a glob pattern"
-        ) from error
+    return _compile(pattern).matches(name)
 
 
 def reaches(parameter: str, pattern: str) -> bool:
     """Whether ``pattern`` means the parameter of that name, or a module that holds it: ``lm_head``, ``layers.0``, ``*_proj``."""
     parts = parameter.split(".")
     return any(matches(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1))
+
+
+class _Expression:
+    """A regular expression and the time it may still take."""
+
+    def __init__(self, pattern: str) -> None:
+        self._pattern, self._left_s = pattern, MAX_CPU_S
+        text = pattern.removeprefix(REGEX)
+        try:
+            re.compile(text)
+            repeats = math.prod(max(1, *map(int, filter(None, counts))) for counts in re.findall(r"\{(\d*),?(\d*)\}", text))
+            if len(text) > MAX_CHARACTERS or repeats > MAX_REPEATS:
+                raise ValueError(f"it has {len(text):,} characters and repeats up to {repeats:,} times")
+            self._compiled = regex.compile(text)
+        except (re.error, regex.error, ValueError, OverflowError, RecursionError) as error:
+            raise UserError(
+                f"{_show(pattern)} is no regular expression",
+                why=str(error) or type(error).__name__,
+                fix="mend it, or write a name or a glob pattern",
+            ) from error
+
+    def matches(self, name: str) -> bool:
+        start = time.thread_time()
+        try:
+            found = self._compiled.fullmatch(name, timeout=self._left_s) if self._left_s > 0 else None
+        except TimeoutError:
+            found, self._left_s = None, 0.0
+        spent = time.thread_time() - start
+        if spent >= COUNTED_FROM_S:
+            self._left_s -= spent
+        if self._left_s <= 0:
+            raise UserError(
+                f"matching {_show(self._pattern)} takes too long",
+                where=f"at the name {name}",
+                why=f"it has taken more than {MAX_CPU_S:g} s: such patterns repeat what repeats already, as (a+)+ does",
+                fix="write it without nested repeats, or as names or a glob pattern",
+            )
+        return found is not None
+
+
+def _show(pattern: str) -> str:
+    return repr(pattern if len(pattern) <= 200 else pattern[:197] + "...")
+
+
+_compile = lru_cache(maxsize=256)(_Expression)

@@ -1,0 +1,68 @@
+"""Names by pattern: what each kind means, and what an expression from outside may cost."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from manyhands.config import patterns
+from manyhands.config.patterns import matches, reaches
+from manyhands.errors import UserError
+
+NAME = "model.layers.10.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fits"),
+    [
+        (NAME, True),
+        ("q_proj", True),
+        ("*_proj", True),
+        ("proj", False),
+        ("layers.*.q_proj", True),
+        ("re:.*q_proj", True),
+        ("re:q_proj", False),
+        (r"re:model\.layers\.(1|10)\..*", True),
+        (r"re:model(\.\w{1,100}){4}", True),
+    ],
+)
+def test_a_name_an_end_a_glob_or_an_expression(pattern, fits):
+    assert matches(NAME, pattern) is fits
+
+
+def test_a_module_reaches_its_weights():
+    assert reaches(f"{NAME}.weight", "re:.*self_attn") and not reaches(f"{NAME}.weight", "mlp")
+
+
+@pytest.mark.parametrize("pattern", ["re:(?:(?:.|.)*(?:.|..)*)*(?<=m)", "re:(?:(?:a|.)*(?:.|..)*)*(?<=m)"])
+def test_an_expression_without_end_is_stopped(pattern, monkeypatch):
+    """Each of a hundred names would take longer than the age of the universe; all together take no longer than the bound."""
+    monkeypatch.setattr(patterns, "MAX_CPU_S", 0.5)
+    patterns._compile.cache_clear()
+    start = time.process_time()
+    for index in range(100):
+        with pytest.raises(UserError, match="takes too long") as refused:
+            matches(f"{NAME}{index}" + "a" * 40, pattern)
+    assert "nested repeats" in refused.value.fix and time.process_time() - start < 30
+    patterns._compile.cache_clear()
+
+
+def test_the_time_of_many_slow_names_adds_up(monkeypatch):
+    monkeypatch.setattr(patterns, "MAX_CPU_S", 1.0)
+    monkeypatch.setattr(patterns, "COUNTED_FROM_S", 0.0)
+    monkeypatch.setattr(time, "thread_time", iter(range(0, 1000, 1)).__next__)
+    patterns._compile.cache_clear()
+    with pytest.raises(UserError, match="takes too long"):
+        for _ in range(3):
+            matches(NAME, "re:.*q_proj")
+    patterns._compile.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "pattern", ["re:(", "re:((a{1000}){1000}){1000}", "re:" + "a" * 20_000, "re:" + "(" * 5000 + ")" * 5000, "re:a{99999999999999999999}"]
+)
+def test_an_expression_that_is_none_or_too_large_is_refused(pattern):
+    with pytest.raises(UserError, match="is no regular expression") as refused:
+        matches(NAME, pattern)
+    assert len(refused.value.what) < 300
