@@ -45,6 +45,19 @@ def test_a_killed_rank_wins_over_those_that_lost_it(folder):
     assert error.what == "rank 1 was killed (SIGKILL)" and error.exit_code == 1
 
 
+def test_a_killed_rank_wins_over_an_earlier_error_of_torch_whose_words_are_new(folder):
+    write_failure(folder, 0, "train", RuntimeError("pair closure by the application"))
+    later = time.time() + 100
+    assert "rank 1 was killed (SIGKILL)" in first_failure(folder, {0: ended(1), 1: ended(-9, timestamp=later)}).what
+    write_failure(folder, 2, "train", KeyError("ids"))
+    assert "rank 2 failed" in first_failure(folder, {0: ended(1)}).what, "and so does an error of our own"
+
+
+def test_a_run_of_one_process_has_no_peers_to_lose(folder):
+    write_failure(folder, 0, "train", RuntimeError("connection reset"), world_size=1)
+    assert "rank 0 failed in stage 'train': RuntimeError: connection reset" in first_failure(folder, {0: ended(1)}).what
+
+
 def test_what_the_watch_killed_is_nobodys_cause(folder):
     error = first_failure(folder, {0: ended(-9, pid=7), 1: ended(4, pid=8)}, ended_by_us={7})
     assert "rank 1 ended with exit code 4" in error.what

@@ -12,7 +12,6 @@ import json
 import os
 import re
 import signal
-import socket
 import time
 import traceback
 from collections.abc import Collection, Mapping
@@ -22,7 +21,7 @@ from typing import Any, Protocol
 
 from manyhands.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, PeerError, UserError
 from manyhands.files import write_json
-from manyhands.launch.heartbeat import Beat, read_beat, read_beats
+from manyhands.launch.heartbeat import Beat, read_beat, read_beats, this_host
 from manyhands.launch.run_folder import RunFolder
 
 TAIL_LINES = 15
@@ -54,7 +53,7 @@ class RankExit(Protocol):
     def timestamp(self) -> int: ...  # whole seconds since the epoch
 
 
-def write_failure(folder: RunFolder, rank: int, stage: str, error: BaseException) -> None:
+def write_failure(folder: RunFolder, rank: int, stage: str, error: BaseException, *, world_size: int = 2) -> None:
     """In a rank: why it ends, where the launcher finds it. The first reason stands; what fails after it does not replace it."""
     path = folder.failure(rank)
     if path.exists():
@@ -70,7 +69,8 @@ def write_failure(folder: RunFolder, rank: int, stage: str, error: BaseException
             "user_error": user,
             "summary": "".join(traceback.format_exception_only(error)).strip(),
             "traceback": "".join(traceback.format_exception(error)),
-            "consequence": looks_like_consequence(error),
+            "consequence": world_size > 1 and looks_like_consequence(error),
+            "unclear": world_size > 1 and _is_of_torch(error),
         },
     )
 
@@ -170,7 +170,7 @@ class _Peer:
     def is_gone(self) -> bool:
         if self.beat is None or self.beat.done:
             return False
-        is_remote = self.beat.host != socket.gethostname()
+        is_remote = self.beat.host != this_host()
         return self.beat.is_gone or (is_remote and time.monotonic() - self.ticked_at > REMOTE_SILENCE_S)
 
 
@@ -180,8 +180,12 @@ def looks_like_consequence(error: BaseException) -> bool:
         return False
     if isinstance(error, ConnectionError | BrokenPipeError | PeerError):
         return True
-    of_torch = type(error).__module__.startswith("torch") or isinstance(error, RuntimeError)
-    return of_torch and _CONSEQUENCE.search(str(error)) is not None
+    return _is_of_torch(error) and _CONSEQUENCE.search(str(error)) is not None
+
+
+def _is_of_torch(error: BaseException) -> bool:
+    """What torch raises of a broken collective, and of much else; any text may be new in a version of it."""
+    return type(error).__module__.startswith("torch") or isinstance(error, RuntimeError)
 
 
 def first_failure(folder: RunFolder, exits: Mapping[int, RankExit], ended_by_us: Collection[int] = ()) -> UserError:
@@ -214,18 +218,18 @@ def log_tail(folder: RunFolder, rank: int, num_lines: int = TAIL_LINES) -> str:
 
 
 def _tier_of_reason(reason: Mapping[str, Any]) -> int:
-    return 3 if reason["consequence"] else 0
+    return 4 if reason["consequence"] else 1 if reason["unclear"] else 0
 
 
 def _tier_of_exit(exited: RankExit, ended_by_us: Collection[int]) -> int:
-    """0: a cause; 1: an end without a word; 2: perhaps a consequence (torch aborts when a collective breaks off), but nearer to the
-    cause than a rank that says so; 4: ended by others.
+    """0: a cause, as nobody kills a rank for another's failure but by ``_ENDED_BY_OTHERS``; 2: an end without a word; 3: perhaps a
+    consequence (torch aborts when a collective breaks off), but nearer to the cause than a rank that says so; 5: ended by others.
     """
     if exited.pid in ended_by_us or exited.exitcode in _ENDED_BY_OTHERS:
-        return 4
+        return 5
     if exited.exitcode == -signal.SIGABRT:
-        return 2
-    return 0 if exited.exitcode < 0 else 1
+        return 3
+    return 0 if exited.exitcode < 0 else 2
 
 
 def _explain_reason(folder: RunFolder, reason: Mapping[str, Any]) -> UserError:

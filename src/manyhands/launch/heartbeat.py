@@ -9,6 +9,8 @@ ranks run: who waits in a collective has entered one more than the rank it waits
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import os
 import signal
@@ -17,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -55,7 +58,7 @@ class Beat:
     @property
     def is_gone(self) -> bool:
         """Whether the rank's process has ended before its work was done. Of another machine's nothing is known: False."""
-        if self.done or self.host != socket.gethostname():
+        if self.done or self.host != this_host():
             return False
         try:
             return psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE
@@ -107,7 +110,7 @@ class Heartbeat:
         with self._writing:
             stage, step, beat, num_stages = self._now
             record: dict[str, Any] = {"rank": self.rank, "pid": os.getpid(), "stage": stage[:100], "step": step, "beat": beat}
-            record |= {"tick": time.monotonic(), "done": self._done.is_set(), "host": socket.gethostname()[:100]}
+            record |= {"tick": time.monotonic(), "done": self._done.is_set(), "host": this_host()}
             if not self._done.is_set():
                 self._num_collectives = self.count_collectives()
             record |= {"num_stages": num_stages, "num_collectives": self._num_collectives}
@@ -127,6 +130,15 @@ class Heartbeat:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(ORPHAN_GRACE_S)
         os._exit(128 + signal.SIGTERM)
+
+
+@functools.cache
+def this_host() -> str:
+    """What is the same for two processes exactly if each can see whether the other lives: a name alone is not, in containers."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return socket.gethostname()[:100]
 
 
 def read_beat(folder: RunFolder, rank: int) -> Beat | None:

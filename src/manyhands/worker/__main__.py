@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
@@ -41,7 +42,10 @@ def main(argv: list[str]) -> int:
     from manyhands.launch.run_folder import RunFolder
 
     # Before torch is imported, which takes long on a loaded machine.
-    heartbeat = Heartbeat(RunFolder(arguments.run_folder), launcher.rank) if arguments.run_folder else None
+    heartbeat = None
+    if arguments.run_folder is not None and arguments.run_folder.is_dir():
+        with contextlib.suppress(OSError):  # a full disk is met again, and reported, where failures are
+            heartbeat = Heartbeat(RunFolder(arguments.run_folder), launcher.rank)
     from manyhands.worker.rank import Rank
     from manyhands.worker.run import run_rank
     from manyhands.worker.world import FirstRankFailed

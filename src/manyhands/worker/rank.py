@@ -99,18 +99,19 @@ class Rank:
         if self.is_reporting:
             return
         self.is_reporting = True
-        rank, is_consequence = self.launcher.rank, looks_like_consequence(error)
+        rank, world_size = self.launcher.rank, self.launcher.world_size
+        is_consequence = world_size > 1 and looks_like_consequence(error)
         if not isinstance(error, UserError | PeerError):
             traceback.print_exception(error)
         if not is_consequence:
             self._show(describe_failure(error, self.stage, rank, self.folder.log(rank) if self.folder is not None else None))
             record_for_torch(error, self.stage, rank)
         if self.folder is not None:
-            write_failure(self.folder, rank, self.stage, error)
+            write_failure(self.folder, rank, self.stage, error, world_size=world_size)
         if is_consequence:
             if self.folder is not None:
                 limit_s = self.config.parallel.timeout_s if self.config is not None else DEFAULT_TIMEOUT_S
-                wait_for_cause(self.folder, rank, self.launcher.world_size, limit_s)
+                wait_for_cause(self.folder, rank, world_size, limit_s)
                 self.show_lost(error)
             record_for_torch(error, self.stage, rank)
 
