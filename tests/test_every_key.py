@@ -44,6 +44,7 @@ EFFECTS: dict[str, Callable[[Lab], None]] = {
     "data.validation_fraction": rows.validation_fraction,
     "data.format": rows.row_format,
     "data.fields": rows.fields,
+    "data.ignore": rows.ignore,
     "data.train_on": template.train_on,
     "data.template_arguments": template.template_arguments,
     "data.date": template.date,

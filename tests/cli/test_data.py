@@ -91,9 +91,9 @@ def test_a_packed_step_is_shown_as_the_plan_lays_it_out(write_run):
     assert shown.exit_code == 0, shown.output
     preview = collect(load_config(run, []), step=2, max_rows=None, report=lambda _: None)
     batch = preview.batch
-    assert batch and (batch.step, batch.num_step_rows, batch.num_steps) == (2, 8, 5) and batch.num_tokens <= 512
+    assert batch and (batch.step, batch.num_step_rows, batch.num_steps) == (2, 8, 7) and batch.num_tokens <= 512
     assert len(preview.rows) == batch.num_rows and sum(row.num_tokens for row in preview.rows) == batch.num_tokens
-    assert "Step 2 of 5 trains 8 rows" in shown.stdout
+    assert "Step 2 of 7 trains 8 rows" in shown.stdout
     heads = re.findall(r"row (\d+) · a · a\.jsonl:(\d+) · (\d+) tokens, (\d+) trained ─", shown.stdout)
     assert len(heads) == batch.num_rows
     for _, line, num_tokens, num_targets in heads:
@@ -102,7 +102,7 @@ def test_a_packed_step_is_shown_as_the_plan_lays_it_out(write_run):
         assert int(num_targets) == len(f"a{n}") + 1 and int(num_tokens) > int(num_targets)
     other = collect(load_config(run, []), step=1, max_rows=None, report=lambda _: None)
     assert not {row.number for row in other.rows} & {row.number for row in preview.rows}
-    assert call("data", run, "--step", 6).exit_code == EXIT_USAGE
+    assert call("data", run, "--step", 8).exit_code == EXIT_USAGE
 
 
 def test_without_packing_the_micro_batch_holds_its_rows(write_run):
@@ -147,7 +147,7 @@ def test_weights_of_tokens_are_shown(write_run):
         {"role": "user", "content": "u"},
         {"role": "assistant", "content": "full"},
     ]
-    run = write_run({"a.jsonl": [{"messages": turns}] * 40})
+    run = write_run({"a.jsonl": [{"messages": turns}] * 40}, data={"validation_fraction": 0})
     shown = call("data", run, "--rows", 1).stdout
     assert "⟦half<|im_end|>⟧×0.5" in shown and "none<|im_end|>\n" in shown and "⟦full<|im_end|>⟧\n" in shown
     assert "their loss counts half" in shown
@@ -207,7 +207,7 @@ def test_without_a_plan_the_rows_stand_alone(write_run, model_folder, tmp_path):
     shown = call("data", write_run({"a.jsonl": [question(n) for n in range(40)]}), f"model.name={bare}")
     assert shown.exit_code == 0, shown.output
     assert "cannot be planned here, so rows are shown in the order of the data" in " ".join(shown.stdout.split())
-    assert "row 0 · a · a.jsonl:" in shown.stdout and "17 more rows: --rows N shows more" in shown.stdout and "packing" not in shown.stdout
+    assert "row 0 · a · a.jsonl:" in shown.stdout and "33 more rows: --rows N shows more" in shown.stdout and "packing" not in shown.stdout
 
 
 def test_truncated_and_split_rows_are_counted(write_run):
@@ -271,7 +271,8 @@ def test_trained_tokens_are_told_apart():
 
 @pytest.mark.parametrize(("no_color", "mark"), [(False, "\x1b[1;32ma1<|im_end|>\x1b[0m"), (True, "⟦a1<|im_end|>⟧")])
 def test_a_terminal_with_colour_gets_colour(write_run, no_color, mark):
-    preview = collect(load_config(write_run({"a.jsonl": [question(1)] * 40}), []), max_rows=1, report=lambda _: None)
+    run = write_run({"a.jsonl": [question(1)] * 40}, data={"validation_fraction": 0})
+    preview = collect(load_config(run, []), max_rows=1, report=lambda _: None)
     console = Console(force_terminal=True, no_color=no_color, color_system=None if no_color else "standard", width=80, highlight=False)
     with console.capture() as captured:
         print_preview(preview, console)
@@ -296,7 +297,9 @@ def test_the_histogram_holds_every_row_once(lengths):
 
 
 def test_everything_fits_a_terminal_of_80_columns(write_run):
-    run = write_run({f"a-source-with-a-long-name-{i}.jsonl": [question(n) for n in range(20)] for i in range(3)}, batch={"rows": 8})
+    run = write_run(
+        {f"a-source-with-a-long-name-{i}.jsonl": [question(20 * i + n) for n in range(20)] for i in range(3)}, batch={"rows": 8}
+    )
     lines = call("data", run, "--rows", 0).stdout.splitlines()
     assert max(map(len, lines)) <= 80 and sum("█" in line for line in lines) > 2
 

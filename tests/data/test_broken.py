@@ -23,7 +23,7 @@ from manyhands.config.row_fields import INNER, OPTIONAL, REQUIRED
 from manyhands.config.schema import Source
 from manyhands.data import json_rows, long_text, sources
 from manyhands.data.findings import Findings
-from manyhands.data.formats import Conversation, RowRefused, describe_format, settle_format, to_conversation
+from manyhands.data.formats import Conversation, RowRefused, settle_format, to_conversation
 from manyhands.data.long_text import read_documents
 from manyhands.data.messages import ROLES
 from manyhands.data.rows import Row
@@ -109,7 +109,6 @@ def rows_of_any_fields(folder: Path, found: dict, fields: dict) -> None:
     for format, task in (*((format, "sft") for format in REQUIRED), ("auto", "cpt"), ("auto", "sft")):
         try:
             settled = settle_format(rows, format, fields, task)
-            describe_format(rows, settled, fields)
             check_conversation(to_conversation(rows[0], settled, fields))
         except (UserError, RowRefused) as refused:
             assert str(refused).strip()

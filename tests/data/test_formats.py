@@ -7,7 +7,7 @@ import json
 import pytest
 
 from manyhands.config.row_fields import REQUIRED, known_fields
-from manyhands.data.formats import Conversation, RowRefused, describe_format, detect_format, row_weight, settle_format, to_conversation
+from manyhands.data.formats import Conversation, RowRefused, detect_format, row_weight, settle_format, to_conversation
 from manyhands.data.rows import Row
 from manyhands.errors import UserError
 
@@ -33,6 +33,15 @@ def test_formats_are_detected_by_other_names(format: str) -> None:
     assert detect_format([row(**dict.fromkeys(fields.values(), "x"))], fields) == format
 
 
+def test_a_null_is_no_other_format() -> None:
+    rows = [row(question="a", answer="b"), row(question="a", answer=None)]
+    assert detect_format(rows) == "question" and detect_format(rows[1:]) == "question"
+    with pytest.raises(RowRefused, match=r"^answer is null$"):
+        to_conversation(rows[1], "question")
+    either = row(question=None, answer=None, text="x")  # columns of several formats, as Parquet has them
+    assert detect_format([either]) == "text"
+
+
 def test_the_task_decides_between_text_and_a_conversation() -> None:
     rows = [row(instruction="a", output="b", text="whole")]
     assert detect_format(rows, task="sft") == "alpaca" and detect_format(rows, task="cpt") == "text"
@@ -55,12 +64,6 @@ def test_format_errors_list_fields_and_formats() -> None:
         settle_format([row(prompt="a", completion="b")], "prompt", {"system": "sytem"})
 
 
-def test_a_format_is_described_with_what_is_read_and_what_is_not() -> None:
-    rows = [row(frage="a", answer="b", system="s", id=1, source="x")]
-    said = describe_format(rows, settle_format(rows, "auto", {"question": "frage"}), {"question": "frage"})
-    assert said == "format question: question from frage, answer, system; not read: id, source"
-
-
 CONVERSIONS = [
     ("question", {"question": "a", "answer": "b"}, [USER, ANSWER]),
     ("prompt", {"prompt": "a", "completion": "b", "system": "s"}, [SYSTEM, USER, ANSWER]),
@@ -70,6 +73,12 @@ CONVERSIONS = [
     ("messages", {"messages": [USER, ANSWER | {"tool_calls": None, "name": None}]}, [USER, ANSWER]),
     ("messages", {"messages": [USER | {"content": [{"type": "text", "text": "a"}, {"text": "c"}]}, ANSWER]},
      [USER | {"content": "ac"}, ANSWER]),
+    ("messages", {"messages": [USER | {"content": [{"type": "text", "value": "a"}], "loss_weight": 0.0},
+                               ANSWER | {"content": [{"type": "text", "value": "b"}], "loss_weight": 0.5}]},
+     [USER | {"weight": 0.0}, ANSWER | {"weight": 0.5}]),
+    ("messages", {"messages": [USER, {"role": "assistant", "content": [{"type": "reasoning", "value": "hm"},
+                               {"type": "tool_call", "value": '{"name": "f", "arguments": {"x": 1}}'}]}]},
+     [USER, {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [CALL]}]),
     ("messages", {"messages": [{"role": "developer", "content": "d"}, ANSWER]}, [{"role": "developer", "content": "d"}, ANSWER]),
     ("messages", {"messages": [USER, ANSWER | {"reasoning_content": "hm", "train": False}]},
      [USER, ANSWER | {"reasoning_content": "hm", "train": False}]),
@@ -169,7 +178,13 @@ def messages(*talk: object) -> dict:
         ("alpaca", {"instruction": "a", "output": ""}, "output is empty"),
         ("alpaca", {"instruction": "a", "input": 3, "output": "b"}, "input must be a string"),
         ("alpaca", {"instruction": "a", "output": "b", "history": [["c"]]}, "list of pairs"),
-        ("question", {"question": "a"}, "no field answer"),
+        ("messages", messages(ANSWER | {"content": [{"type": "text", "txt": "a"}]}), "(type, txt) is text or value"),
+        ("messages", messages(USER | {"content": [{"type": "reasoning", "value": "a"}]}, ANSWER), "only an assistant has them"),
+        ("messages", messages(USER | {"images": ["a.png"]}, ANSWER), "message 1 of messages has images, and only text"),
+        ("messages", messages(USER, ANSWER | {"weight": 1, "loss_weight": 1}), "both weight and loss_weight"),
+        ("question", {"question": "a"}, "no field answer (fields found: question)"),
+        ("question", {"question": "a", "answer": None}, "answer is null"),
+        ("alpaca", {"instruction": None, "output": None}, "instruction and output are null"),
         ("question", {"question": "a", "answer": 3}, "answer must be a string, this is int"),
         ("question", {"question": "a", "answer": " "}, "answer is empty"),
         ("text", {"text": ""}, "text is empty"),

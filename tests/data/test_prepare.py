@@ -90,17 +90,47 @@ def test_max_rows_keeps_the_held_out_rows(write_rows, make_config, model_folder:
 
 
 def test_few_rows_and_a_validation_file(write_rows, make_config, model_folder: Path) -> None:
-    facts, _, lines = run(make_config(write_rows(QUESTIONS[:11])), model_folder)
-    assert (facts.num_rows, facts.num_validation_rows) == (6, 5)
-    assert "only 5 rows held out for validation instead of 20" in "\n".join(lines)
-    with pytest.raises(UserError, match="one row cannot be divided"):
-        run(make_config(write_rows(QUESTIONS[:1], "one.jsonl")), model_folder)
+    for num_rows, asked, wanted, note in [
+        (40, {}, 4, "only 4 samples held out for validation, a tenth of 40"),
+        (11, {}, 1, "only 1 sample held out for validation, a tenth of 11"),
+        (200, {}, 20, ""),
+        (40, {"validation_fraction": 0.25}, 10, ""),
+        (11, {"validation_fraction": 0.9}, 5, "only 5 samples held out for validation instead of 10: half of the 11 there are"),
+        (9, {}, 0, "no sample is held out for validation"),
+        (1, {}, 0, "no sample is held out for validation"),
+    ]:
+        facts, _, lines = run(make_config(write_rows(QUESTIONS[:num_rows]), **asked), model_folder)
+        assert (facts.num_rows, facts.num_validation_rows) == (num_rows - wanted, wanted)
+        assert note in "\n".join(lines) and ("held out" in "\n".join(lines)) == bool(note)
     facts, store, _ = run(
         make_config(write_rows(QUESTIONS[:7], "a.jsonl"), validation=str(write_rows(QUESTIONS[7:10], "b.jsonl"))), model_folder
     )
     assert (facts.num_rows, facts.num_validation_rows) == (7, 3)
     assert ["what is 7?" in text for text in decoded(store.validation, model_folder)] == [True, False, False]
     assert run(make_config(write_rows(QUESTIONS[:1], "one.jsonl"), validation_fraction=0), model_folder)[0].num_validation_rows == 0
+
+
+def test_samples_of_both_sets_are_counted_and_named(write_rows, make_config, model_folder: Path) -> None:
+    train = write_rows(QUESTIONS[:50], "a.jsonl")
+    both = make_config(train, validation=str(write_rows([*QUESTIONS[48:55], {**QUESTIONS[3], "id": 7}], "b.jsonl")))
+    facts, _, lines = run(both, model_folder)
+    assert facts.num_repeated == 3 and facts.num_validation_rows == 8
+    named = "b.jsonl:1 is a.jsonl:49, b.jsonl:2 is a.jsonl:50, b.jsonl:8 is a.jsonl:4"
+    assert f"3 of 8 validation samples are trained too (the same tokens): {named}" in lines
+    assert run(make_config(train, validation=str(write_rows(QUESTIONS[50:55], "c.jsonl"))), model_folder)[0].num_repeated == 0
+    for rows in (QUESTIONS[:50], QUESTIONS[10:13]):
+        with pytest.raises(UserError, match="every validation sample is a training sample too") as caught:
+            run(make_config(train, validation=str(write_rows(rows, "d.jsonl"))), model_folder)
+        assert caught.value.where == "data.validation" and "d.jsonl:1 is a.jsonl:" in caught.value.details[0]
+
+
+def test_samples_of_the_same_tokens_are_held_out_together(write_rows, make_config, model_folder: Path) -> None:
+    facts, store, _ = run(make_config(write_rows([QUESTIONS[n % 70] for n in range(200)])), model_folder)
+    assert facts.num_repeated == 0 and 20 <= facts.num_validation_rows <= 22
+    assert not set(decoded(store.train, model_folder)) & set(decoded(store.validation, model_folder))
+    with pytest.raises(UserError, match="every validation sample is a training sample too") as caught:
+        run(make_config(write_rows(QUESTIONS[:1] * 40, "same.jsonl")), model_folder)
+    assert "data.validation_fraction: 0" in caught.value.fix
 
 
 def test_too_long_rows(write_rows, make_config, model_folder: Path) -> None:
@@ -151,7 +181,7 @@ def test_task_format_and_template_must_fit(write_rows, make_config, model_folder
         run(make_config(write_rows([{"text": "a"}] * 3)), model_folder)
     prompts = [{"prompt": f"Hello {n}", "completion": " Bye"} for n in range(4)]
     facts, store, _ = run(make_config(write_rows(prompts)), plain_folder)
-    assert decoded(store.train, plain_folder)[0].endswith(" Bye</s>") and facts.num_rows == 2
+    assert decoded(store.train, plain_folder)[0].endswith(" Bye</s>") and facts.num_rows == 4
     template = write_rows([], "t.jinja")
     template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}")
     _, store, _ = run(make_config(write_rows(messages), model={"chat_template": str(template)}), plain_folder)

@@ -48,15 +48,15 @@ def make_mixed(make_config, write_rows):
 
 def test_text_is_trained_whole_and_conversations_by_their_mask(two, make_mixed, model_folder: Path) -> None:
     facts, store, lines = run(make_mixed(two), model_folder)
-    assert facts.num_rows == 160 and facts.num_validation_rows == 20 and facts.rows_per_epoch == 160
+    assert facts.num_rows == 162 and facts.num_validation_rows == 18 and facts.rows_per_epoch == 162
     for index in range(store.train.num_rows):
         trained = store.train.row(index)[1]
         assert trained.all() if store.train.sources[index] == 1 else 0 < trained.sum() < len(trained)
     chat, prose = store.meta["sources"]
     assert (chat["name"], chat["format"], prose["name"], prose["format"]) == ("chat", "messages", "prose", "text")
-    assert chat["num_rows"] + prose["num_rows"] == 160 and chat["num_tokens"] + prose["num_tokens"] == facts.num_tokens
-    assert (chat["num_validation_rows"], prose["num_validation_rows"]) == (13, 7)  # 20 in proportion to 120 and 60
-    assert any(line.startswith("source chat (messages): 107 rows") for line in lines)
+    assert chat["num_rows"] + prose["num_rows"] == 162 and chat["num_tokens"] + prose["num_tokens"] == facts.num_tokens
+    assert (chat["num_validation_rows"], prose["num_validation_rows"]) == (12, 6)  # 18 in proportion to 120 and 60
+    assert any(line.startswith("source chat (messages): 108 rows") for line in lines)
 
 
 def test_rows_of_both_kinds_in_one_file(write_rows, make_mixed, model_folder: Path, plain_folder: Path) -> None:
@@ -107,7 +107,7 @@ def test_max_rows_of_a_source_and_validation_sources(two, write_rows, make_mixed
     assert np.bincount(store.train.sources).tolist() == [30, 60] and set(store.validation.sources.tolist()) == {2, 3}
     assert [source["num_validation_rows"] for source in store.meta["sources"]] == [0, 0, 4, 5]
     held_out, _, _ = run(make_mixed(two), model_folder)
-    assert (held_out.num_rows, held_out.num_validation_rows) == (30 + 53, 20)
+    assert (held_out.num_rows, held_out.num_validation_rows) == (30 + 54, 18)
     assert run(make_mixed(two, max_rows=40), model_folder)[0].num_rows == 40
 
 

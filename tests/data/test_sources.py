@@ -169,6 +169,13 @@ def test_broken_json(tmp_path: Path, content: bytes, words: str) -> None:
     assert words in refusal(tmp_path / "a.json", content)
 
 
+def test_where_reading_stops_is_said(tmp_path: Path) -> None:
+    broken = refusal(tmp_path / "a.json", b'[{"a": 1},\n{"a": tru},\n{"b": fals}]')
+    assert "a.json:2 was read: there may be more faults" in broken and "a.json:3" not in broken
+    assert "there may be more" not in refusal(tmp_path / "b.json", b'[{"a": 1},\n7, 8]')  # every value was looked at
+    assert "there may be more" not in refusal(tmp_path / "a.jsonl", b"{\n{}\n{\n")
+
+
 def test_a_long_json_list_is_never_whole_in_memory(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     row = json.dumps({"text": "x" * 2000})

@@ -92,6 +92,7 @@ class Lab:
             "data.train": str(self.folder / "rows.jsonl"),
             "data.cache": str(self.folder / "cache"),
             "data.max_length": 256,
+            "data.validation_fraction": 1 / 3,
             "method.rank": 4,
             "method.alpha": 8.0,
             "batch.rows": 8,

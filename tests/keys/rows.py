@@ -33,7 +33,7 @@ def task(lab: Lab) -> None:
 
 def train(lab: Lab) -> None:
     path = lab.write_rows("others.jsonl", make_rows(36, seed=1))
-    assert facts_of(lab, data__train=path).num_rows == 18
+    assert facts_of(lab, data__train=path).num_rows == 24
     assert lab.run({"data.train": path}).losses[0] != lab.base.losses[0]
     more = lab.write_rows("more.jsonl", [{"question": "alpha", "answer": row["completion"]} for row in make_rows(30, seed=3)])
     sources = [{"path": path, "weight": 0.5}, {"path": more, "name": "extra", "max_rows": 20, "format": "question", "weight": 2}]
@@ -67,7 +67,8 @@ def row_format(lab: Lab) -> None:
     rows = [{"prompt": "alpha", "completion": "a", "question": "beta", "answer": "b"}] * 40
     path = lab.write_rows("ambiguous.jsonl", rows)
     for name, word in (("prompt", "alpha"), ("question", "beta")):
-        assert f"user\n{word}" in lab.run({"data.train": path, "data.format": name, "stop.max_steps": 1}).prompt_of(0)
+        keys = {"data.train": path, "data.validation_fraction": 0.0, "data.format": name, "stop.max_steps": 1}
+        assert f"user\n{word}" in lab.run(keys).prompt_of(0)
 
 
 def fields(lab: Lab) -> None:
@@ -76,6 +77,13 @@ def fields(lab: Lab) -> None:
     same = facts_of(lab, data__train=path, data__fields={"prompt": "frage", "completion": "antwort"})
     assert same.num_tokens == facts_of(lab).num_tokens
     with pytest.raises(UserError, match="format of the rows is not known"):
+        facts_of(lab, data__train=path)
+
+
+def ignore(lab: Lab) -> None:
+    path = lab.write_rows("labelled.jsonl", [row | {"label": n % 2} for n, row in enumerate(make_rows(60))])
+    assert facts_of(lab, data__train=path, data__ignore=["label"]).num_tokens == facts_of(lab).num_tokens
+    with pytest.raises(UserError, match="this is preference data"):
         facts_of(lab, data__train=path)
 
 

@@ -55,7 +55,7 @@ def test_plan_preview_and_batches_agree(num_processes: int, sections: dict[str, 
         **{name: dict(section) if isinstance(section, dict) else section for name, section in sections.items()},
     )
     if config.task == "cpt":
-        (tmp_path / "a.jsonl").write_text(json.dumps({"text": "Word. " * 400}) + "\n")
+        (tmp_path / "a.jsonl").write_text(json.dumps({"text": "".join(f"{n:05d} " for n in range(400))}) + "\n")
     facts = gather_facts(config, report=lambda _: None)
     made = plan(config, facts)
     assert made.world_size == num_processes and made.efficiency is not None

@@ -31,6 +31,20 @@ OPTIONAL = MappingProxyType(
 )
 # Keys of one turn inside the list of turns.
 INNER = MappingProxyType({"messages": ("role", "content"), "sharegpt": ("from", "value")})
+# Columns that change what a row means where nothing reads them, in lower case: one answer is better than another, ...
+PREFERENCE = frozenset(
+    {f"{name}{ending}" for name in ("chosen", "rejected") for ending in ("", "_messages", "_response")}
+    | {"preferred_output", "non_preferred_output", "kto_tag"}
+)
+LABEL = "label"
+# ... or the text is about something else that the row holds: the name, and what it is called in a sentence.
+MEDIA = MappingProxyType(
+    {
+        f"{name}{ending}": kind
+        for name, kind in (("image", "images"), ("video", "videos"), ("audio", "audio"))
+        for ending in ("", "s", "_path", "_paths", "_url", "_urls", "_file", "_files")
+    }
+)
 
 
 def known_fields(format: str) -> tuple[str, ...]:

@@ -96,6 +96,7 @@ class Source(Section):
     revision: str | None = Field(None, description="hub: branch, tag or commit; none takes the default branch.")
     format: Format | None = Field(None, description="Fields of a row; none takes data.format.")
     fields: dict[str, str] | None = Field(None, description="Field names by role; none takes data.fields.")
+    ignore: tuple[str, ...] | None = Field(None, description="Columns to leave out; none takes data.ignore.")
     weight: float = Field(
         1.0, gt=0, description="Times the rows are taken in one epoch; with 0.5 another half each epoch, with 2 each row twice."
     )
@@ -112,7 +113,9 @@ class DataSection(Section):
         None, description="Validation rows, as in `train`; without them a part of `train` is held out."
     )
     validation_fraction: Fraction = Field(
-        0.02, description="Share of the training rows held out when no validation rows are given (at least 20 rows); 0 holds out none."
+        0.02,
+        description="Share of the training rows held out when no validation rows are given: at least 20 rows, or a tenth where that is "
+        "fewer; 0 holds out none.",
     )
     format: Format = Field(
         "auto",
@@ -121,6 +124,11 @@ class DataSection(Section):
     )
     fields: dict[str, str] = Field(
         {}, description="Where a row's fields have other names: {our field: name in the row}, such as {prompt: frage, completion: antwort}."
+    )
+    ignore: tuple[str, ...] = Field(
+        (),
+        description="Columns of the rows to leave out as if they were not there, such as one that would be refused for what it says "
+        "(rejected, label, images).",
     )
     train_on: Literal["assistant", "last", "all"] = Field(
         "assistant", description="Trained tokens of a conversation: every assistant turn, the last one, or all tokens."
@@ -272,7 +280,7 @@ class KernelsSection(Section):
 
 
 class EvaluateSection(Section):
-    """Measuring on rows that are never trained."""
+    """Measuring on validation rows."""
 
     every_steps: NonNegativeInt | Auto = Field(
         "auto", description="Steps between evaluations; auto is five times a run; 0 only at start and end."

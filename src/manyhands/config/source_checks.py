@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from manyhands.config.keys import nearest_name, show
-from manyhands.config.row_fields import known_fields
+from manyhands.config.row_fields import REQUIRED, known_fields
 from manyhands.config.schema import RunConfig, Source
 
 FILE_ENDINGS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt", ".arrow", ".gz")
@@ -21,6 +21,8 @@ class Asked(NamedTuple):
     format: str
     fields_key: str
     fields: Mapping[str, str]
+    ignore_key: str
+    ignore: tuple[str, ...]
 
 
 def list_sources(config: RunConfig) -> list[Asked]:
@@ -33,7 +35,8 @@ def list_sources(config: RunConfig) -> list[Asked]:
             place = name if isinstance(value, str) else f"{name}[{index}]"
             format_key, format = ("data.format", data.format) if source.format is None else (f"{place}.format", source.format)
             fields_key, fields = ("data.fields", data.fields) if source.fields is None else (f"{place}.fields", source.fields)
-            listed.append(Asked(place, source, format_key, format, fields_key, fields))
+            ignore_key, ignore = ("data.ignore", data.ignore) if source.ignore is None else (f"{place}.ignore", source.ignore)
+            listed.append(Asked(place, source, format_key, format, fields_key, fields, ignore_key, ignore))
     return listed
 
 
@@ -62,7 +65,7 @@ def _check_hub_keys(place: str, source: Source) -> Iterator[str]:
 
 
 def check_formats(config: RunConfig) -> Iterator[str]:
-    """Formats that the task cannot train, and fields that the format does not have; each said once."""
+    """Formats that the task cannot train, fields that the format does not have, and columns both read and left out; each said once."""
     found = []
     for asked in list_sources(config):
         if config.task == "sft" and asked.format == "text":
@@ -82,4 +85,9 @@ def check_formats(config: RunConfig) -> Iterator[str]:
                     f"`{asked.fields_key}` has the key {show(field)}, which `{asked.format_key}: {asked.format}` does not read: "
                     f"{meant}Its fields are {', '.join(known)}"
                 )
+        needed = {asked.fields.get(field, field) for field in REQUIRED.get(asked.format, ())} | set(asked.fields.values())
+        for column in asked.ignore:
+            if column in needed:
+                reader = f"`{asked.fields_key}`" if column in asked.fields.values() else f"`{asked.format_key}: {asked.format}`"
+                found.append(f"`{asked.ignore_key}` leaves out the column {show(column)}, which {reader} reads: keep one")
     yield from dict.fromkeys(found)

@@ -9,9 +9,9 @@ import numpy as np
 
 from manyhands.config.schema import DataSection, Source
 from manyhands.data.order import HELD_OUT_STREAM, permute
-from manyhands.errors import UserError
 
-MIN_HELD_OUT = 20
+MIN_HELD_OUT = 20  # rows, where these are no more than one in ten
+ONE_IN = 10
 
 
 @dataclass(frozen=True)
@@ -24,21 +24,28 @@ class Division:
 
 
 def divide_rows(
-    data: DataSection, seed: int, sources: np.ndarray, continued: np.ndarray, all_sources: Sequence[Source], num_train: int
+    data: DataSection,
+    seed: int,
+    sources: np.ndarray,
+    continued: np.ndarray,
+    all_sources: Sequence[Source],
+    num_train: int,
+    hashes: np.ndarray | None = None,
 ) -> Division:
-    """``sources`` int16 and ``continued`` bool describe the rows of the store; the first ``num_train`` sources are for training.
+    """``sources`` int16, ``continued`` bool and ``hashes`` uint64 (of the tokens) describe the rows of the store; the first
+    ``num_train`` sources are for training.
 
-    Without validation sources the first rows of a seeded permutation are held out: ``validation_fraction`` of them, at
-    least 20 and at most half, of each source its share. Rows of one divided document stay together. ``max_rows`` of a
-    source, and then ``data.max_rows``, keep the next ones. Raises UserError where there is nothing to divide.
+    Without validation sources the first rows of a seeded permutation are held out, as many as ``count_held_out`` says, of
+    each source its share. Rows of one divided document stay together, and so do rows of the same tokens. ``max_rows`` of a
+    source, and then ``data.max_rows``, keep the next ones.
     """
     order = permute(int((sources < num_train).sum()), seed, HELD_OUT_STREAM)
     by_source = [order[sources[order] == source] for source in range(num_train)]
     notes: list[str] = []
     held_out = np.empty(0, dtype=np.int64)
     if data.validation is None and data.validation_fraction > 0:
-        quotas = _share_out(data.validation_fraction, [len(rows) for rows in by_source], all_sources, notes)
-        held_out = np.concatenate([_hold_out(rows, quota, continued) for rows, quota in zip(by_source, quotas, strict=True)])
+        quotas = _share_out(data.validation_fraction, [len(rows) for rows in by_source], notes)
+        held_out = np.concatenate([_hold_out(rows, quota, continued, hashes) for rows, quota in zip(by_source, quotas, strict=True)])
     elif data.validation is not None:
         held_out = np.concatenate(
             [_first(np.flatnonzero(sources == source), all_sources[source].max_rows, seed) for source in range(num_train, len(all_sources))]
@@ -58,40 +65,73 @@ def _first(rows: np.ndarray, max_rows: int | None, seed: int) -> np.ndarray:
     return rows if max_rows is None else rows[permute(len(rows), seed, HELD_OUT_STREAM)[:max_rows]]
 
 
-def _share_out(fraction: float, num_rows: Sequence[int], sources: Sequence[Source], notes: list[str]) -> list[int]:
+def count_held_out(fraction: float, num_rows: int) -> int:
+    """Rows to hold out of ``num_rows``: the fraction, at most half of them; where that is less than 20, 20 or a tenth of the rows.
+
+    A fraction of 0 holds out none.
+    """
+    if fraction == 0:
+        return 0
+    return max(min(round(fraction * num_rows), num_rows // 2), min(MIN_HELD_OUT, num_rows // ONE_IN))
+
+
+def _share_out(fraction: float, num_rows: Sequence[int], notes: list[str]) -> list[int]:
     """Rows to hold out of each source: largest remainders of their exact shares, never all rows of a source."""
     total = sum(num_rows)
-    if total < 2:
-        raise UserError(
-            "one row cannot be divided into training and validation",
-            where=sources[0].path,
-            fix="give more rows, or data.validation, or set data.validation_fraction: 0",
-        )
-    asked = max(round(fraction * total), MIN_HELD_OUT)
-    wanted = min(asked, total // 2)
-    if wanted < asked:
-        notes.append(f"only {wanted:,} rows held out for validation instead of {asked:,}: half of the {total:,} rows there are")
-    quotas = [wanted * count // total for count in num_rows]
-    by_remainder = sorted(range(len(num_rows)), key=lambda source: (-(wanted * num_rows[source] % total), source))
+    wanted, asked = count_held_out(fraction, total), round(fraction * total)
+    if not wanted:
+        notes.append(f"no sample is held out for validation: of {total:,}, a tenth is less than one (data.validation takes a file)")
+    elif wanted < asked:
+        notes.append(f"only {_count(wanted)} held out for validation instead of {asked:,}: half of the {total:,} there are")
+    elif asked < wanted < MIN_HELD_OUT:
+        notes.append(f"only {_count(wanted)} held out for validation, a tenth of {total:,}; data.validation_fraction can ask for more")
+    quotas = [wanted * count // total if total else 0 for count in num_rows]
+    by_remainder = sorted(range(len(num_rows)), key=lambda source: (-(wanted * num_rows[source] % total) if total else 0, source))
     for source in by_remainder[: wanted - sum(quotas)]:
         quotas[source] += 1
     return [min(quota, max(0, count - 1)) for quota, count in zip(quotas, num_rows, strict=True)]
 
 
-def _hold_out(rows: np.ndarray, quota: int, continued: np.ndarray) -> np.ndarray:
-    """About ``quota`` of ``rows`` (in seeded order): whole documents until they are enough, none that would leave less than half.
+def _count(num_samples: int) -> str:
+    return f"{num_samples:,} sample{'s' if num_samples != 1 else ''}"
 
-    Where every document is larger than that, its rows are taken one by one.
+
+def _hold_out(rows: np.ndarray, quota: int, continued: np.ndarray, hashes: np.ndarray | None) -> np.ndarray:
+    """About ``quota`` of ``rows`` (in seeded order): whole groups until they are enough, none that would make it more than
+    a tenth of the rows and than the quota.
+
+    A group is a document or, where none is divided, the rows of the same tokens. Where every group is larger than that,
+    rows are taken one by one.
     """
-    if quota == 0 or not continued[rows].any():
+    groups = _group(rows, continued, hashes)
+    if quota == 0 or groups is None:
         return rows[:quota]
-    document = np.cumsum(~continued) - 1  # of each row of the store
-    sizes = np.bincount(document[rows])
-    room, taken, num_taken = len(rows) // 2, [], 0
-    for number in dict.fromkeys(document[rows].tolist()):
+    sizes = np.bincount(groups)
+    room, taken, num_taken = max(quota, len(rows) // ONE_IN), [], 0
+    for group in dict.fromkeys(groups.tolist()):
         if num_taken >= quota:
             break
-        if num_taken + sizes[number] <= room:
-            taken.append(number)
-            num_taken += int(sizes[number])
-    return rows[np.isin(document[rows], taken)] if taken else rows[:quota]
+        if num_taken + sizes[group] <= room:
+            taken.append(group)
+            num_taken += int(sizes[group])
+    return rows[np.isin(groups, taken)] if taken else rows[:quota]
+
+
+def _group(rows: np.ndarray, continued: np.ndarray, hashes: np.ndarray | None) -> np.ndarray | None:
+    """A number for each row, equal where rows belong together; None where each is for itself."""
+    if continued[rows].any():
+        return np.asarray((np.cumsum(~continued) - 1)[rows])
+    if hashes is None:
+        return None
+    found, groups = np.unique(hashes[rows], return_inverse=True)
+    return None if len(found) == len(rows) else groups
+
+
+def find_repeated(hashes: np.ndarray, division: Division) -> tuple[np.ndarray, np.ndarray]:
+    """Validation rows with the very tokens of a training row, and the first such training row of each; positions in the store."""
+    train = hashes[division.train]
+    repeated = division.validation[np.isin(hashes[division.validation], train)]
+    if not len(repeated):
+        return repeated, repeated
+    order = np.argsort(train, kind="stable")
+    return repeated, division.train[order[np.searchsorted(train[order], hashes[repeated])]]

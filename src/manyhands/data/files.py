@@ -131,7 +131,7 @@ def read_lines(
                 return
             position += len(raw)
             if len(raw) > MAX_LINE_BYTES:
-                findings.add(str(path), number, f"the line is longer than {MAX_LINE_BYTES >> 20} MiB")
+                findings.add(str(path), number, f"the line is longer than {MAX_LINE_BYTES >> 20} MiB", stops=True)
                 return
             if number == 1:
                 raw = raw.removeprefix(UTF8_MARK)

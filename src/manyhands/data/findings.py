@@ -15,9 +15,13 @@ class Findings:
     def __init__(self) -> None:
         self.count = 0
         self.shown: list[str] = []
+        self.stopped = ""  # the place that nothing was read after
 
-    def add(self, file: str, line: int, reason: str) -> None:
+    def add(self, file: str, line: int, reason: str, *, stops: bool = False) -> None:
+        """``stops``: nothing of the file was read after it."""
         self.count += 1
+        if stops and not self.stopped:
+            self.stopped = f"{file}:{line}"
         if len(self.shown) < MAX_SHOWN:
             self.shown.append(f"{file}:{line}: {reason}")
 
@@ -25,6 +29,7 @@ class Findings:
         """Takes in what was found in the part that follows."""
         self.count += other.count
         self.shown += other.shown[: MAX_SHOWN - len(self.shown)]
+        self.stopped = self.stopped or other.stopped
 
     def raise_if_any(self, what: str, *, where: str = "", why: str = "", fix: str = "") -> None:
         """Raises a UserError with every kept finding; ``{n}`` in ``what`` becomes the count."""
@@ -33,6 +38,8 @@ class Findings:
         details = list(self.shown)
         if self.count > len(details):
             details.append(f"and {self.count - len(details):,} more")
+        if self.stopped:
+            details.append(f"nothing after {self.stopped} was read: there may be more faults")
         raise UserError(_count(what, self.count), where=where, why=why, fix=fix, details=details)
 
 

@@ -9,7 +9,7 @@
 | question | question, answer: strings; (system, weight) | a user and an assistant turn |
 | text | text: string; (weight) | the text |
 
-``data.fields`` says where they have other names. Other fields of a row are ignored.
+``data.fields`` says where they have other names. What becomes of other fields: ``columns.py``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ __all__ = [
     "Format",
     "Message",
     "RowRefused",
-    "describe_format",
     "detect_format",
     "row_weight",
     "settle_format",
@@ -87,6 +86,8 @@ def detect_format(rows: Sequence[Row], fields: Mapping[str, str] = NONE, task: s
     candidates = set(known)
     for row in rows:
         fitting = {format for format in candidates if all(_get(row, field, fields) is not None for field in FIELDS[format])}
+        if not fitting:  # a null among its fields is the row's own fault, and said of it where it is converted
+            fitting = {format for format in candidates if all(fields.get(field, field) in row.fields for field in FIELDS[format])}
         if not fitting:
             raise _unknown_format(row, differs=len(candidates) < len(known))
         candidates = fitting
@@ -122,25 +123,17 @@ def _list_fields(row: Row) -> str:
     return (", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")) or "none"
 
 
-def describe_format(rows: Sequence[Row], format: Format, fields: Mapping[str, str] = NONE) -> str:
-    """One line for people: the format, and which fields of the rows are read as what."""
-    optional = [field for field in OPTIONAL[format] if any(_get(row, field, fields) is not None for row in rows)]
-    inner = [field for field in INNER.get(format, ()) if field in fields]
-    names = [f"{field} from {fields[field]}" if field in fields else field for field in (*FIELDS[format], *optional, *inner)]
-    unread = sorted({name for row in rows for name in row.fields} - {fields.get(field, field) for field in (*FIELDS[format], *optional)})
-    ignored = f"; not read: {', '.join(unread[:10])}{', ...' if len(unread) > 10 else ''}" if unread else ""
-    return f"format {format}: {', '.join(names)}{ignored}"
-
-
 def _get(row: Row, field: str, fields: Mapping[str, str]) -> Any:
     return row.fields.get(fields.get(field, field))
 
 
 def to_conversation(row: Row, format: Format, fields: Mapping[str, str] = NONE) -> Conversation | str:
     """The row as a conversation, or as a text for format ``text``; a text's weight is ``row_weight``. Raises RowRefused with the reason."""
-    missing = [fields.get(field, field) for field in FIELDS[format] if _get(row, field, fields) is None]
-    if missing:
+    empty = [fields.get(field, field) for field in FIELDS[format] if _get(row, field, fields) is None]
+    if missing := [name for name in empty if name not in row.fields]:
         raise RowRefused(f"no field {' and '.join(missing)} (fields found: {_list_fields(row)})")
+    if empty:
+        raise RowRefused(f"{' and '.join(empty)} {'are' if len(empty) > 1 else 'is'} null")
     weight = row_weight(row, fields)
     if format == "text":
         return _check_text(_get(row, "text", fields), fields.get("text", "text"))

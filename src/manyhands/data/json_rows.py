@@ -110,7 +110,7 @@ def read_json(part: Part, findings: Findings) -> Iterator[Row]:
                 else:
                     yield Row(value, part.file, line)
         except _Broken as error:
-            findings.add(part.file, scanner.line, str(error))
+            findings.add(part.file, scanner.line, str(error), stops=True)
 
 
 def _iterate_list(scanner: _Scanner) -> Iterator[tuple[Any, str, int]]:

@@ -1,8 +1,9 @@
 """Messages, tool calls and tool definitions in the one form that chat templates take; what cannot be is refused with the reason.
 
 Knows no formats of rows and no tokenizer. A message has a role, a content (text; null only where tools are called), and where
-given ``tool_calls`` with arguments as objects, ``reasoning_content`` or ``thinking``, and our ``weight`` or ``train``. Keys
-that are null are left out, other keys are handed to the template as they are.
+given ``tool_calls`` with arguments as objects, ``reasoning_content`` or ``thinking``, and our ``weight`` (``loss_weight`` is
+the same) or ``train``. A content in parts is joined: text, and for an assistant reasoning and tool calls. Keys that are null
+are left out, other keys are handed to the template as they are.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from manyhands.config.row_fields import MEDIA
 from manyhands.data.text_rows import is_encodable
 from manyhands.files import describe_json_fault
 
@@ -19,6 +21,8 @@ Message = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 THINKING = ("reasoning_content", "thinking")
+PARTS = {"text": ("text", "value"), "reasoning": ("value", "text", "reasoning"), "thinking": ("thinking", "value", "text")}
+CALL_PART = "tool_call"  # {type: tool_call, value: JSON text of a call}
 SHAREGPT_HINT = " (turns with from and value are the format sharegpt: data.fields {conversations: NAME} says where they stand)"
 
 
@@ -50,6 +54,15 @@ def check_messages(value: Any, field: str, fields: Mapping[str, str]) -> list[Me
 
 def make_message(role: Any, content: Any, rest: Message, where: str) -> Message:
     """One checked message; ``rest`` holds its other keys, without nulls. Raises RowRefused."""
+    if isinstance(content, list):
+        content, rest = _join_parts(content, rest, where)
+    if "loss_weight" in rest:
+        if "weight" in rest:
+            raise RowRefused(f"{where} has both weight and loss_weight: keep one")
+        rest = {**rest, "weight": rest["loss_weight"]}
+        del rest["loss_weight"]
+    if media := next((key for key in rest if rest[key] and key.casefold() in MEDIA), None):
+        raise RowRefused(f"{where} has {media}, and only text can be trained")
     calls = _read_calls(rest, where)
     if role == "function":  # the older name
         role = "tool"
@@ -79,17 +92,38 @@ def _quote(value: object) -> str:
 def _read_content(content: Any, where: str, *, may_be_null: bool) -> str | None:
     if isinstance(content, str) or (content is None and may_be_null):
         return content
-    if isinstance(content, list):
-        return "".join(_read_text_part(part, where) for part in content)
     because = " (null is for messages that call tools)" if content is None else ""
     raise RowRefused(f"the content of {where} must be a string, this is {type(content).__name__}{because}")
 
 
-def _read_text_part(part: Any, where: str) -> str:
-    if isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
-        return part["text"]
-    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-    raise RowRefused(f"the content of {where} has a part of type {_quote(kind)}: only {{type: text, text: ...}} can be trained")
+def _join_parts(parts: list[Any], rest: Message, where: str) -> tuple[str | None, Message]:
+    """The content of a message that comes in parts, and its other keys with what the parts add to them. Raises RowRefused."""
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[Any] = []
+    for part in parts:
+        kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
+        if kind == CALL_PART:
+            call = part.get("value", part.get(CALL_PART))
+            calls.append(parse_json(call, f"a tool call of {where}") if isinstance(call, str) else call)
+            continue
+        if kind not in PARTS:
+            known = ", ".join((*PARTS, CALL_PART))
+            raise RowRefused(f"the content of {where} has a part of type {_quote(kind)}, and only text can be trained (types: {known})")
+        text = next((part[key] for key in PARTS[kind] if isinstance(part.get(key), str)), None)
+        if text is None:
+            keys = ", ".join(map(str, part))
+            raise RowRefused(f"a part of the content of {where} is {kind}, but none of its keys ({keys}) is {' or '.join(PARTS[kind])}")
+        (texts if kind == "text" else thoughts).append(text)
+    if thoughts:
+        if any(rest.get(key) for key in THINKING):
+            raise RowRefused(f"{where} has reasoning in its content and in a key of its own: keep one")
+        rest = {**rest, "reasoning_content": "".join(thoughts)}
+    if calls:
+        if rest.get("tool_calls"):
+            raise RowRefused(f"{where} has tool calls in its content and in tool_calls: keep one")
+        rest = {**rest, "tool_calls": calls}
+    return ("".join(texts) if texts or not calls else None), rest
 
 
 def _read_calls(rest: Message, where: str) -> list[dict[str, Any]]:

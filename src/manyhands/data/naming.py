@@ -32,6 +32,7 @@ def name_tokens(
             "files": [(hashes[path], kind_of(path), path.name.lower().endswith((".tsv", ".tsv.gz"))) for path in group],
             "format": source.format,
             "fields": source.fields,
+            "ignore": sorted(source.ignore or ()),
         }
         for source, group in zip(sources, files, strict=True)
     ]

@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from manyhands.config.schema import RunConfig, Source
-from manyhands.data.divide import divide_rows
+from manyhands.data.divide import Division, divide_rows, find_repeated
 from manyhands.data.files import unpacked_bytes
 from manyhands.data.naming import name_store, name_tokens
 from manyhands.data.order import RowOrder
@@ -35,6 +35,7 @@ from manyhands.facts.types import DataFacts
 
 FIRST_ROWS = 65_536  # of the first epoch, whose lengths the plan gets to know
 MAX_COUNTED_EPOCHS = 100_000
+MAX_PAIRS = 5  # of repeated samples that are named
 UNFINISHED = ".unfinished-"
 UNFINISHED_MAX_AGE_S = 3600.0  # since the last write into it
 
@@ -167,9 +168,13 @@ def _tokenise(
 
 
 def finish(config: RunConfig, inputs: Inputs, folder: Path, meta: dict[str, Any]) -> None:
-    """Chooses the rows of each set and writes down how the store came about; ``meta["made"]`` has an entry a source."""
-    sources, continued, offsets = (np.load(folder / f"{name}.npy", allow_pickle=False) for name in ("sources", "continued", "offsets"))
-    division = divide_rows(config.data, config.seed, sources, continued, inputs.sources, inputs.num_train)
+    """Chooses the rows of each set and writes down how the store came about; ``meta["made"]`` has an entry a source.
+
+    Raises UserError where every validation row is a training row too."""
+    tables = {name: np.load(folder / f"{name}.npy", allow_pickle=False) for name in ("sources", "continued", "offsets", "hashes", "lines")}
+    sources, offsets = tables["sources"], tables["offsets"]
+    division = divide_rows(config.data, config.seed, sources, tables["continued"], inputs.sources, inputs.num_train, tables["hashes"])
+    num_repeated, repeated = _check_repeated(config, inputs, meta["made"], tables, division)
     described = [
         _describe(
             source,
@@ -181,6 +186,7 @@ def finish(config: RunConfig, inputs: Inputs, folder: Path, meta: dict[str, Any]
         for index, (source, made) in enumerate(zip(inputs.sources, meta["made"], strict=True))
     ]
     notes = list(dict.fromkeys(note for made in meta["made"] for note in made["notes"]))
+    notes += [line for source in described for line in note_columns(source)]
     totals = {name: sum(made[name] for made in meta["made"]) for name in Outcome.COUNTS}
     chosen = inputs.num_train > 1 or described[0]["weight"] != 1
     by_source = [_note_source(source) for source in described[: inputs.num_train]] if chosen else []
@@ -195,9 +201,47 @@ def finish(config: RunConfig, inputs: Inputs, folder: Path, meta: dict[str, Any]
             "sources": described,
             **totals,
             "num_dropped": len(sources) - len(division.train) - len(division.validation),
-            "notes": [*division.notes, *notes, *_note_counts(config, totals), *by_source],
+            "num_repeated": num_repeated,
+            "notes": [*division.notes, *repeated, *notes, *_note_counts(config, totals), *by_source],
         },
     )
+
+
+def _check_repeated(
+    config: RunConfig, inputs: Inputs, made: Sequence[Mapping[str, Any]], tables: Mapping[str, np.ndarray], division: Division
+) -> tuple[int, list[str]]:
+    """(validation rows with the very tokens of a training row, a note that names some of them). UserError where all of them are."""
+    repeated, twins = find_repeated(tables["hashes"], division)
+    if not len(repeated):
+        return 0, []
+
+    def place(row: int) -> str:
+        source = int(tables["sources"][row])
+        bounds = np.cumsum(made[source]["rows_of_files"])
+        file = int(np.searchsorted(bounds, row - int(np.searchsorted(tables["sources"], source)), side="right"))
+        return f"{inputs.files[source][file].name}:{tables['lines'][row]}"
+
+    pairs = [f"{place(row)} is {place(twin)}" for row, twin in zip(repeated[:MAX_PAIRS], twins[:MAX_PAIRS], strict=True)]
+    more = f" and {len(repeated) - len(pairs):,} more" if len(repeated) > len(pairs) else ""
+    if len(repeated) < len(division.validation):
+        count = f"{len(repeated):,} of {len(division.validation):,} validation samples"
+        return len(repeated), [f"{count} are trained too (the same tokens): {', '.join(pairs)}{more}"]
+    held_out = config.data.validation is None
+    raise UserError(
+        "every validation sample is a training sample too",
+        where="data.train" if held_out else "data.validation",
+        why="the tokens are the same, so a validation loss would say nothing about samples that were not trained",
+        fix="remove repeated samples, name others in data.validation, or set data.validation_fraction: 0"
+        if held_out
+        else "name other samples, or leave data.validation out: then some of data.train are held out",
+        details=[*pairs, *([more.strip()] if more else [])],
+    )
+
+
+def note_columns(source: Mapping[str, Any]) -> list[str]:
+    """Which columns of a source, as ``meta["sources"]`` describes it, have no part in the run."""
+    said = (("are not read", source["unread"]), ("are left out by data.ignore", source["left_out"]))
+    return [f"columns of {source['name']} that {what}: {', '.join(names)}" for what, names in said if names]
 
 
 def _describe(source: Source, made: Mapping[str, Any], train: np.ndarray, validation: np.ndarray, offsets: np.ndarray) -> dict[str, Any]:
@@ -206,6 +250,7 @@ def _describe(source: Source, made: Mapping[str, Any], train: np.ndarray, valida
     ``train`` and ``validation`` are the positions of its own rows.
     """
     described = {"name": source.name, "path": source.path, "format": " + ".join(made["formats"]), "weight": source.weight}
+    described |= {"unread": made["unread"], "left_out": made["left_out"]}
     for kind, rows in (("", train), ("validation_", validation)):
         described[f"num_{kind}rows"] = len(rows)
         described[f"num_{kind}tokens"] = int((offsets[rows + 1] - offsets[rows]).sum())
@@ -223,6 +268,7 @@ def _note_counts(config: RunConfig, totals: Mapping[str, int]) -> list[str]:
         "num_truncated": f"rows cut at {max_length}",
         "num_split": f"documents split into rows of at most {max_length}",
         "num_straddling_tokens": "tokens lie across the beginning of a trained part (answers that begin with blanks)",
+        "num_rows_with_placeholders": "rows hold <image>, <video> or <audio>, which is text like any other to this model",
         "num_rows_with_markers": "rows contain the spelling of a special token, which the tokenizer takes for the token itself",
     }
     return [f"{totals[name]:,} {text}" for name, text in said.items() if totals[name]]
@@ -284,6 +330,8 @@ def summarise(config: RunConfig, store: TokenStore) -> DataFacts:
         mean_length=num_tokens / num_rows,
         num_validation_rows=validation.num_rows,
         num_validation_tokens=int(validation.lengths.sum(dtype=np.int64)),
+        num_repeated=meta["num_repeated"],
+        unread={source["name"]: tuple(source["unread"]) for source in meta["sources"] if source["unread"]},
         num_dropped=meta["num_dropped"],
         num_truncated=meta["num_truncated"],
         num_split=meta["num_split"],

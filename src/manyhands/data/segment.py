@@ -6,6 +6,7 @@ each once it is copied, so that the disk holds the tokens once and one segment t
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -29,12 +30,13 @@ TABLES: dict[str, tuple[str, Any]] = {  # what array.array calls it while it gro
     "continued": ("b", np.bool_),
     "checksums": ("I", np.uint32),
     "weight_checksums": ("I", np.uint32),
+    "hashes": ("Q", np.uint64),  # of the ids: equal where two rows have the same tokens
 }
 WEIGHT_TABLES = ("target_weights", "weight_checksums")  # beside weights.bin only
 
 
 class SegmentWriter:
-    """Writes rows one by one into a folder; memory holds some 20 bytes a row, no tokens."""
+    """Writes rows one by one into a folder; memory holds some 30 bytes a row, no tokens."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True)
@@ -66,7 +68,9 @@ class SegmentWriter:
         num_targets = int(np.count_nonzero(trained[1:]))
         target_weight = num_targets if weights is None else float(weights[1:].sum(dtype=np.float64))
         checksum = checksum_of(raw_ids, raw_trained)
-        for name, value in zip(TABLES, (len(ids), num_targets, target_weight, line, continued, checksum, weight_checksum), strict=True):
+        digest = int.from_bytes(hashlib.blake2b(raw_ids, digest_size=8).digest(), "little")
+        values = (len(ids), num_targets, target_weight, line, continued, checksum, weight_checksum, digest)
+        for name, value in zip(TABLES, values, strict=True):
             self._tables[name].append(value)
         self.num_tokens += len(ids)
 

@@ -58,7 +58,9 @@ def resolve_sources(value: str | Sequence[str | Source], data: DataSection) -> t
         name = source.name or _free_name(_stem(source.path), taken)
         taken.add(name)
         fields = data.fields if source.fields is None else source.fields
-        resolved.append(source.model_copy(update={"name": name, "format": source.format or data.format, "fields": dict(fields)}))
+        ignore = data.ignore if source.ignore is None else source.ignore
+        settled = {"name": name, "format": source.format or data.format, "fields": dict(fields), "ignore": ignore}
+        resolved.append(source.model_copy(update=settled))
     return tuple(resolved)
 
 

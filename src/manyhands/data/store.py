@@ -3,7 +3,8 @@
 A store is a folder. End to end for all rows: ``ids.bin`` (int32), ``trained.bin`` (bool, one byte) and, only where some
 trained token weighs other than 1, ``weights.bin`` (float32). One entry a row: ``offsets.npy`` (int64, rows + 1) bounds
 them, ``num_targets.npy`` (int32), ``target_weights.npy`` (float64, beside weights.bin), ``lines.npy`` (int32),
-``continued.npy`` (bool: the row goes on where the one before was cut) and ``sources.npy`` (int16) describe them.
+``continued.npy`` (bool: the row goes on where the one before was cut), ``hashes.npy`` (uint64, of the ids) and
+``sources.npy`` (int16) describe them.
 ``train.npy`` and ``validation.npy`` (int64) say which rows belong to which set, ``meta.json`` how it was made.
 
 Nothing is taken on trust. ``meta.json`` holds a hash of itself and of every file. Whoever prepares a run hashes them all
@@ -29,7 +30,7 @@ from manyhands.data.order import EVALUATION_STREAM, RowOrder, permute
 from manyhands.errors import UserError
 from manyhands.hashing import hash_in_pieces
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 TOKEN_FILES = {"ids.bin": np.dtype("<i4"), "trained.bin": np.dtype("?"), "weights.bin": np.dtype("<f4")}
 
 

@@ -79,7 +79,8 @@ def read_text(part: Part, findings: Findings) -> Iterator[Row]:
             document.append(line.rstrip("\r\n"))
             num_characters += len(line)
             if num_characters > MAX_LINE_BYTES:
-                findings.add(part.file, begin, f"the document is longer than {MAX_LINE_BYTES >> 20} MiB: divide it by blank lines")
+                fault = f"the document is longer than {MAX_LINE_BYTES >> 20} MiB: divide it by blank lines"
+                findings.add(part.file, begin, fault, stops=True)
                 return
         elif document:
             yield Row({"text": "\n".join(document)}, part.file, begin)
@@ -118,7 +119,7 @@ def read_csv(part: Part, findings: Findings) -> Iterator[Row]:
         try:
             record = next(records, None)
         except csv.Error as error:
-            findings.add(part.file, begin, f"broken CSV: {error}")
+            findings.add(part.file, begin, f"broken CSV: {error}", stops=header is None)
             if header is None:
                 return
             continue

@@ -15,12 +15,14 @@ from typing import Any, ClassVar, TypeGuard
 import numpy as np
 
 from manyhands.config.schema import RunConfig
+from manyhands.data.columns import PLACEHOLDERS, Columns
 from manyhands.data.findings import Findings
 from manyhands.data.formats import FIELDS, Conversation, Format, RowRefused, detect_format, row_weight, settle_format, to_conversation
 from manyhands.data.long_text import LONG_CHARACTERS, LongText, read_documents
 from manyhands.data.render import MAX_WEIGHT, Rendered, Renderer
 from manyhands.data.segment import SegmentWriter
 from manyhands.data.sources import Part, Row, Source, raise_unreadable, read_part, read_rows
+from manyhands.data.tokenizer import find_placeholders
 from manyhands.errors import UserError
 
 DETECT_ROWS = 100
@@ -38,9 +40,12 @@ class Outcome:
     num_split: int = 0  # documents that became several rows
     num_straddling_tokens: int = 0  # tokens across the border of a trained span
     num_rows_with_markers: int = 0  # rows whose content spells an added token
+    num_rows_with_placeholders: int = 0  # rows whose images, videos or audio are left out, but not the marks of where they stood
     longest: int = 0  # tokens of the longest row that was too long
     formats: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)  # columns that hold something and are not read
+    left_out: list[str] = field(default_factory=list)  # those of data.ignore
     unreadable: Findings = field(default_factory=Findings)
     refused: Findings = field(default_factory=Findings)
     too_long: Findings = field(default_factory=Findings)
@@ -50,11 +55,12 @@ class Outcome:
         "num_split",
         "num_straddling_tokens",
         "num_rows_with_markers",
+        "num_rows_with_placeholders",
     )  # what stands in the store's description
 
     def to_meta(self) -> dict[str, Any]:
         """What a store remembers of it, once there are no faults."""
-        return {name: getattr(self, name) for name in ("num_rows", "num_tokens", *self.COUNTS, "formats", "notes")}
+        return {name: getattr(self, name) for name in ("num_rows", "num_tokens", *self.COUNTS, "formats", "notes", "unread", "left_out")}
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(vars(self), default=vars), encoding="utf-8")
@@ -64,7 +70,7 @@ class Outcome:
         values = json.loads(path.read_text(encoding="utf-8"))
         for name in ("unreadable", "refused", "too_long"):
             findings = Findings()
-            findings.count, findings.shown = values[name]["count"], values[name]["shown"]
+            findings.count, findings.shown, findings.stopped = (values[name][key] for key in ("count", "shown", "stopped"))
             values[name] = findings
         return Outcome(**values)
 
@@ -107,10 +113,14 @@ def choose_format(source: Source, config: RunConfig, has_template: bool) -> Form
 def choose_format_by(first: Sequence[Row], source: Source, config: RunConfig, has_template: bool) -> Format | None:
     """The same, from the given rows of the source."""
     fields, asked = source.fields or {}, source.format or "auto"
+    columns = Columns(fields, source.ignore or ())
+    first = [columns.keep(row) for row in first]
+    columns.refuse(first)
     if config.task == "mixed" and asked == "auto":
         found = {detect_format([row], fields, config.task) for row in first}
     else:
         found = {settle_format(first, asked, fields, config.task)}
+        columns.refuse(first, *found)
     for format in sorted(found):
         check_format(format, config, has_template, source.path)
     return None if config.task == "mixed" and asked == "auto" else found.pop()
@@ -159,6 +169,9 @@ class Tokeniser:
             tokenizer, plain_prompts=True, template_arguments=data.template_arguments, train_on=data.train_on, date=data.date
         )
         self._long_text = LongText(tokenizer)
+        self._columns = [Columns(source.fields or {}, source.ignore or ()) for source in sources]
+        self._placeholders = find_placeholders(tokenizer)
+        self._placeholder_ids = np.array(tokenizer.convert_tokens_to_ids(list(self._placeholders)), dtype=np.int64)
         self._kinds: dict[tuple[int, frozenset[str]], Format | RowRefused] = {}
 
     def run(self, part: Part, source: int, folder: Path, on_chunk: Callable[[], None] = lambda: None) -> Outcome:
@@ -191,10 +204,14 @@ class Tokeniser:
 
     def _convert(self, rows: Iterable[Row], source: int, outcome: Outcome, writer: SegmentWriter) -> Iterator[Item | None]:
         """Rows to be rendered in chunks. A long text takes another way, and its place in order: None goes before it."""
-        fields = self._sources[source].fields or {}
-        for row in rows:
+        fields, columns = self._sources[source].fields or {}, self._columns[source]
+        unread: set[str] = set()
+        left_out: set[str] = set()
+        for given in rows:
+            row = columns.keep(given, left_out)
             try:
                 format = self._formats[source] or self._tell(row, source, fields)
+                columns.check(row, format, unread)
                 if format not in outcome.formats:
                     outcome.formats.append(format)
                 weight = row_weight(row, fields) if format == "text" else 1.0
@@ -204,9 +221,13 @@ class Tokeniser:
                     yield None
                     self._take_long(row, pieces, weight, outcome, writer)
                 else:
-                    yield Item(row, to_conversation(row, format, fields), weight)
+                    content = to_conversation(row, format, fields)
+                    if columns.leaves_media:
+                        outcome.num_rows_with_placeholders += find_any(PLACEHOLDERS, content) is not None
+                    yield Item(row, content, weight)
             except RowRefused as refused:
                 outcome.refused.add(row.file, row.line, str(refused))
+        outcome.unread, outcome.left_out = sorted(unread), sorted(left_out)
 
     def _tell(self, row: Row, source: int, fields: Mapping[str, str]) -> Format:
         """The format of one row among others; RowRefused where it has none that can be trained."""
@@ -242,6 +263,9 @@ class Tokeniser:
         if isinstance(result, RowRefused):
             outcome.refused.add(row.file, row.line, str(result))
             return
+        if (placeholder := find_any(self._placeholders, item.content)) is not None:
+            outcome.refused.add(row.file, row.line, _describe_placeholder(placeholder))
+            return
         outcome.num_straddling_tokens += result.num_straddling
         outcome.num_rows_with_markers += any(map(self._renderer.has_markers, texts_of(item.content)))
         ids, trained, weights, max_length = result.ids, result.trained, result.weights, self._config.data.max_length
@@ -264,7 +288,7 @@ class Tokeniser:
     def _take_long(self, row: Row, pieces: str | Iterable[str], weight: float, outcome: Outcome, writer: SegmentWriter) -> None:
         """A text of which only a window is tokenised at one time: all its tokens are trained."""
         max_length, too_long = self._config.data.max_length, self._config.data.too_long
-        encoded = self._long_text.encode(pieces)
+        encoded = self._refuse_placeholders(self._long_text.encode(pieces))
         if too_long == "split":
             self._split(row, encoded, weight, outcome, writer)
             return
@@ -280,6 +304,12 @@ class Tokeniser:
         else:
             outcome.longest = max(outcome.longest, num_tokens)
             outcome.too_long.add(row.file, row.line, f"{num_tokens:,} tokens")
+
+    def _refuse_placeholders(self, stretches: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+        for ids in stretches:
+            if self._placeholders and (found := np.isin(self._placeholder_ids, ids)).any():
+                raise RowRefused(_describe_placeholder(self._placeholders[int(found.argmax())]))
+            yield ids
 
     def _split(self, row: Row, stretches: Iterable[np.ndarray], weight: float, outcome: Outcome, writer: SegmentWriter) -> None:
         """Blocks share one token: the last target of one is the first input of the next, so no target is lost."""
@@ -299,6 +329,15 @@ class Tokeniser:
 
 def _weigh(num_tokens: int, weight: float) -> np.ndarray | None:
     return None if weight == 1 else np.full(num_tokens, weight, dtype=np.float32)
+
+
+def find_any(words: Iterable[str], content: Conversation | str) -> str | None:
+    """The first of some words that stands in what people wrote."""
+    return next((word for text in texts_of(content) for word in words if word in text), None)
+
+
+def _describe_placeholder(token: str) -> str:
+    return f"the text holds {token}, which stands for an image, a video or a sound to this model, and only text can be trained: take it out"
 
 
 def is_long(content: object) -> TypeGuard[str | Iterator[str]]:

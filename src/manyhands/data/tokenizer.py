@@ -30,7 +30,10 @@ TOKENIZER_FILES = (
 
 # Vocabularies of older kinds, further templates, and the code of tokenizers that bring their own.
 MORE_PATTERNS = ("tekken.json", "*.bpe.model", "*.tiktoken", "additional_chat_templates/*.jinja", "*.py")
+TOWER_CONFIGS = ("vision_config", "audio_config")
 CACHED_WORDS = 1 << 16  # some 200 bytes each
+MEDIA_TOKEN = re.compile(r"(?<![a-z])(?:image|img|video|audio|vision|media|speech)s?(?![a-z])", re.IGNORECASE)
+MEDIA_TOKEN_KEY = re.compile(r"(?:image|video|audio|vision|media|speech|bo[ia]|eo[ia])\w*_token_(?:id|index)")
 MARKER = re.compile(r"<\|[^\s<>|]{1,40}\|>|</?[a-z][a-z_]{0,40}>|\[/?[A-Z][A-Z_]{0,40}\]")  # <|im_start|>, <end_of_turn>, [/INST]
 
 
@@ -116,6 +119,23 @@ def note_plain_markers(tokenizer: Any) -> list[str]:
         return []
     names = ", ".join(markers)
     return [f"note: the chat template's markers are no tokens but text to this tokenizer: {names}; model.new_tokens makes them tokens"]
+
+
+def find_placeholders(tokenizer: Any) -> tuple[str, ...]:
+    """Tokens that stand for images, videos and sounds in what a multimodal model reads; none for a model of text alone.
+
+    They are those that its config.json names (``image_token_id``, ...) and the special ones that are called so.
+    """
+    try:
+        config = json.loads((Path(tokenizer.name_or_path) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return ()
+    if not isinstance(config, dict) or not any(MEDIA_TOKEN_KEY.fullmatch(key) or key in TOWER_CONFIGS for key in config):
+        return ()
+    ids = [value for key, value in config.items() if MEDIA_TOKEN_KEY.fullmatch(key) and isinstance(value, int)]
+    named = [tokenizer.convert_ids_to_tokens(index) for index in ids if 0 <= index < len(tokenizer)]
+    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return tuple(dict.fromkeys([token for token in named if token] + [token for token in special if MEDIA_TOKEN.search(token)]))
 
 
 def read_chat_template(chat_template: str | None) -> str | None:

@@ -60,6 +60,8 @@ class DataFacts(Fact):
     mean_length: float  # of an epoch
     num_validation_rows: int
     num_validation_tokens: int
+    num_repeated: int = 0  # validation rows with the very tokens of a training row
+    unread: dict[str, tuple[str, ...]] = {}  # columns that hold something and are not read, by source
     num_dropped: int = 0
     num_truncated: int = 0
     num_split: int = 0

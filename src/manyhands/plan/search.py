@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from manyhands.config.schema import RunConfig
 from manyhands.errors import UserError
-from manyhands.facts.types import Facts
+from manyhands.facts.types import DataFacts, Facts
 from manyhands.plan.batch import Split, ceil_div, constant_pack_tokens, has_one_length, possible_splits
 from manyhands.plan.checks import warn_of_values
 from manyhands.plan.choices import (
@@ -112,7 +112,17 @@ def plan(config: RunConfig, facts: Facts, *, number: int = 1, cause: Cause = "fi
         memory=chosen.memory,
         environment=choose_environment(made.device, facts.host.num_cores, num_local),
         candidates=tuple(_candidate(way, chosen, made.device, share) for way in ways),
-        why=(*made.why_ranks, why_packing, *why_way, *made.why_numerics, *_why_start(facts), *steps.why, *made.why_rate, *warnings),
+        why=(
+            *made.why_ranks,
+            why_packing,
+            *why_way,
+            *made.why_numerics,
+            *_why_start(facts),
+            *_why_samples(config, facts.data),
+            *steps.why,
+            *made.why_rate,
+            *warnings,
+        ),
     )
     return with_efficiency(whole, facts)
 
@@ -255,6 +265,30 @@ def _why_start(facts: Facts) -> list[str]:
         kind = "".join(f", {name}" for name in ("rslora", "dora") if getattr(method, name))
         why.append(f"adapter: goes on from {adapter.folder}, rank {method.rank}, alpha {method.alpha:g}{kind}")
     return why
+
+
+def _why_samples(config: RunConfig, data: DataFacts) -> list[str]:
+    """What becomes of samples that are not trained. UserError where keys need validation samples and there are none."""
+    if not data.num_validation_rows:
+        asking = {"checkpoint.keep_best": config.checkpoint.keep_best, "stop.patience": config.stop.patience is not None}
+        if needing := [key for key, asks in asking.items() if asks]:
+            raise UserError(
+                f"{needing[0]} needs validation samples, and there are none",
+                where=needing[0],
+                why=f"of {data.num_rows:,} samples a tenth is less than one",
+                fix="give data.validation, or a larger data.validation_fraction, or remove the key",
+            )
+        validation = "none"
+    elif config.data.validation is None:
+        validation = f"{data.num_validation_rows:,} of {data.num_validation_rows + data.num_rows + data.num_dropped:,} samples held out"
+    else:
+        validation = f"{data.num_validation_rows:,} samples of data.validation"
+    checked = f", {data.num_repeated:,} of them trained too" if data.num_repeated else ", none of them trained"
+    unread = "; ".join(f"{', '.join(names)} ({source})" for source, names in data.unread.items())
+    return [
+        f"validation: {validation}{checked if data.num_validation_rows else ''}",
+        *([f"not read: columns {unread}"] if unread else []),
+    ]
 
 
 def _why_batch(config: RunConfig, facts: Facts, split: Split, made: Decisions) -> str:

@@ -108,6 +108,7 @@ def _collect(
         efficiency=_find_sentence(planned, "efficiency: ") if isinstance(planned, Plan) else "",
         num_validation_rows=facts.num_validation_rows,
         num_validation_tokens=facts.num_validation_tokens,
+        num_repeated=facts.num_repeated,
         num_truncated=facts.num_truncated,
         num_split=facts.num_split,
         num_dropped=facts.num_dropped,

@@ -93,6 +93,7 @@ class Preview:
     efficiency: str = ""
     num_validation_rows: int = 0
     num_validation_tokens: int = 0
+    num_repeated: int = 0  # validation rows with the tokens of a training row
     num_truncated: int = 0
     num_split: int = 0
     num_dropped: int = 0

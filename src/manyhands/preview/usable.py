@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.config.schema import RunConfig, Source
+from manyhands.data.columns import Columns
 from manyhands.data.findings import Findings
 from manyhands.data.formats import detect_format
 from manyhands.data.prepare import Inputs, finish
@@ -46,7 +47,7 @@ def prepare_usable(config: RunConfig, tokenizer: Any, folder: Path, report: Call
     refused: list[Refused] = []
     num_train = 0
     for number, source in enumerate((*asked[0], *asked[1])):
-        report(f"reading {source.name} again, for all that is wrong with it")
+        report(f"reading {source.name} again, to list what is wrong with it")
         outcome, errors, files = _tokenise_source(config, tokenizer, source, folder / f"{number:04d}")
         if errors:
             refused.append(Refused(source.name or source.path, tuple(errors)))
@@ -99,6 +100,7 @@ def _choose_format(config: RunConfig, source: Source, parts: list[Part], has_tem
 
 def _tell(row: Row, source: Source, config: RunConfig) -> str | None:
     try:
+        row = Columns(source.fields or {}, source.ignore or ()).keep(row)
         return detect_format([row], source.fields or {}, config.task)
     except UserError:
         return None

@@ -106,7 +106,11 @@ def describe_counts(preview: Preview) -> Iterator[tuple[str, str]]:
     held_out = (
         f"{count(preview.num_validation_rows, 'row')}, {preview.num_validation_tokens:,} tokens" if preview.num_validation_rows else "none"
     )
-    yield "validation", held_out + (", never trained" if preview.num_validation_rows else "")
+    if preview.num_repeated:
+        held_out += f", {preview.num_repeated:,} of them trained too (the same tokens)"
+    elif preview.num_validation_rows:
+        held_out += ", none of them trained"
+    yield "validation", held_out
     length = f"data.max_length = {preview.max_length:,} tokens"
     if preview.num_truncated:
         yield "cut", f"{count(preview.num_truncated, 'row')} at {length}"

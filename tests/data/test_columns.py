@@ -1,0 +1,134 @@
+"""What a row carries and the run does not read is named; what changes its meaning is refused, unless data.ignore leaves it out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manyhands.data.columns import Columns, carries
+from manyhands.data.messages import RowRefused
+from manyhands.data.prepare import prepare
+from manyhands.data.rows import Row
+from manyhands.data.store import TokenStore
+from manyhands.errors import UserError
+from tests.data.conftest import make_tokenizer
+
+TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+TURNS = [{"from": "human", "value": "<image>\nWhat is it?"}, {"from": "gpt", "value": "b"}]
+
+
+def run(config, folder: Path) -> tuple[Any, TokenStore, list[str]]:
+    lines: list[str] = []
+    facts = prepare(config, folder, lines.append)
+    return facts, TokenStore.open(facts.folder), lines
+
+
+def numbered(fields: dict[str, Any], count: int = 20) -> list[dict[str, Any]]:
+    """Rows that differ, each with the given fields."""
+    return [{"n": n, **json.loads(json.dumps(fields).replace('"b"', f'"b{n}"'))} for n in range(count)]
+
+
+REFUSED = [
+    ({"messages": TALK, "label": True}, "this is preference data: the column label", "[label]"),
+    ({"prompt": "a", "completion": "b", "label": False}, "this is preference data: the column label", "[label]"),
+    ({"prompt": "a", "completion": "b", "label": 0}, "this is preference data: the column label", "[label]"),
+    ({"question": "a", "answer": "b", "label": "spam"}, "the column label would not be used", "answer: label"),
+    ({"prompt": "a", "chosen": "b", "rejected": "c"}, "preference data: the columns chosen, rejected", "{completion: chosen}"),
+    ({"prompt": "a", "chosen": TALK, "rejected": TALK}, "preference data: the columns chosen, rejected", "{messages: chosen}"),
+    ({"messages": TALK, "Rejected": "c"}, "preference data: the column Rejected", "[Rejected]"),
+    ({"conversations": TURNS[:1], "chosen": TURNS[1], "rejected": TURNS[1]}, "this is preference data", "the last turn"),
+    ({"conversations": TURNS, "image": "1.jpg", "id": 3}, "these rows come with images", "data.ignore: [image]"),
+    ({"messages": TALK, "images": ["1.jpg"], "audios": ["1.mp3"]}, "these rows come with images and audio", "[images, audios]"),
+    ({"text": "b", "video": "1.mp4"}, "these rows come with videos", "data.ignore: [video]"),
+]
+
+
+@pytest.mark.parametrize(("fields", "what", "fix"), REFUSED)
+def test_columns_that_change_the_meaning_are_refused_by_name(fields, what, fix, write_rows, make_config, model_folder: Path) -> None:
+    task = "cpt" if "text" in fields else "sft"
+    with pytest.raises(UserError) as caught:
+        run(make_config(write_rows(numbered(fields)), task=task), model_folder)
+    assert what in caught.value.what and fix in caught.value.fix and caught.value.where.endswith("train.jsonl:1")
+
+
+def test_a_late_row_is_refused_too(write_rows, make_config, model_folder: Path) -> None:
+    rows = numbered({"question": "a", "answer": "b"}, 150)
+    rows[120] |= {"label": False}
+    rows[130] |= {"images": []}
+    with pytest.raises(UserError, match="1 row cannot be trained") as caught:
+        run(make_config(write_rows(rows)), model_folder)
+    assert "train.jsonl:121: this is preference data: the column label would not be used" in caught.value.details[0]
+
+
+def test_what_is_left_out_is_as_if_it_were_not_there(write_rows, make_config, model_folder: Path) -> None:
+    plain = numbered({"question": "a", "answer": "b"})
+    marked = [row | {"system": "s", "images": ["1.jpg"], "question": "<image>a"} for row in plain]
+    wanted, _, _ = run(make_config(write_rows([row | {"question": "<image>a"} for row in plain], "a.jsonl")), model_folder)
+    config = make_config(write_rows(marked, "b.jsonl"), ignore=["system", "images"])
+    facts, store, lines = run(config, model_folder)
+    assert facts.num_tokens == wanted.num_tokens and store.meta["sources"][0]["left_out"] == ["images", "system"]
+    assert "columns of b that are left out by data.ignore: images, system" in lines
+    assert any(line.startswith("20 rows hold <image>") for line in lines)
+    source = {"path": config.data.train, "ignore": ["images"]}
+    data = config.data.model_dump() | {"train": [source]}
+    own, _, _ = run(config.model_validate(config.model_dump() | {"data": data}), model_folder)
+    assert own.num_tokens > facts.num_tokens  # a source's own list stands in place of the general one: system is read
+
+
+def test_columns_that_are_not_read_are_named_by_source(write_rows, make_config, model_folder: Path) -> None:
+    first = numbered({"question": "a", "answer": "b", "url": "x", "empty": None, "score": 0}, 150)
+    first[140]["late"] = "x"
+    second = [{"text": f"t {n}", "label": n % 2} for n in range(20)]  # the class of a text says nothing about training it
+    sources = [str(write_rows(first, "a.jsonl")), str(write_rows(second, "b.jsonl"))]
+    config = make_config(Path(), task="mixed")
+    config = config.model_validate(config.model_dump() | {"data": config.data.model_dump() | {"train": sources}})
+    facts, _, lines = run(config, model_folder)
+    assert facts.unread == {"a": ("late", "n", "score", "url"), "b": ("label",)}
+    assert "columns of a that are not read: late, n, score, url" in lines and "columns of b that are not read: label" in lines
+    assert run(config, model_folder)[2][1:] == lines[1:]  # from the cache too
+
+
+def test_a_column_that_fields_names_is_read(write_rows, make_config, model_folder: Path) -> None:
+    rows = numbered({"prompt": "a", "chosen": "b", "rejected": "c"})
+    config = make_config(write_rows(rows), fields={"completion": "chosen"}, ignore=["rejected"])
+    assert run(config, model_folder)[0].unread == {"train": ("n",)}
+    labelled = make_config(write_rows(numbered({"text": "x", "label": "b"}), "l.jsonl"), fields={"question": "text", "answer": "label"})
+    assert run(labelled, model_folder)[0].num_rows == 18
+
+
+def test_empty_values_carry_nothing() -> None:
+    assert not any(map(carries, (None, "", [], {}))) and all(map(carries, (0, False, 0.0, "x", [0], {"a": None}, b"x")))
+    unread: set[str] = set()
+    Columns({}).check(Row({"text": "a", "images": [], "rejected": ""}, "f", 1), "text", unread)
+    assert not unread
+    with pytest.raises(RowRefused, match="the column rejected would not be used"):
+        Columns({}).check(Row({"text": "a", "images": [], "rejected": "x"}, "f", 1), "text", unread)
+
+
+@pytest.fixture
+def image_folder(tmp_path: Path) -> Path:
+    """The tokenizer of a model that reads images: one of its tokens stands for them."""
+    tokenizer = make_tokenizer("chatml")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|vision_start|>", "[PATCH]"]})
+    tokenizer.save_pretrained(tmp_path / "vlm")
+    config = {"model_type": "x", "vision_config": {}, "image_token_id": tokenizer.convert_tokens_to_ids("[PATCH]")}
+    (tmp_path / "vlm" / "config.json").write_text(json.dumps(config))
+    return tmp_path / "vlm"
+
+
+@pytest.mark.parametrize("token", ["<|vision_start|>", "[PATCH]"])
+def test_a_placeholder_of_the_model_in_a_text_is_refused(token, image_folder: Path, write_rows, make_config) -> None:
+    rows = numbered({"question": "a", "answer": "b"})
+    run(make_config(write_rows([row | {"question": "a <image> b"} for row in rows], "other.jsonl")), image_folder)
+    rows[7]["question"] = f"what is {token}?"
+    with pytest.raises(UserError, match="1 row cannot be trained") as caught:
+        run(make_config(write_rows(rows)), image_folder)
+    assert f"train.jsonl:8: the text holds {token}, which stands for an image" in caught.value.details[0]
+    long = write_rows([{"text": "word " * 120_000 + token + " word" * 120_000}], "long.jsonl")
+    with pytest.raises(UserError, match="1 row cannot be trained"):
+        run(make_config(long, task="cpt", too_long="split"), image_folder)
+    (image_folder / "config.json").write_text('{"model_type": "x"}')  # the same tokens, and a model of text alone
+    run(make_config(write_rows(rows, "text.jsonl")), image_folder)
