@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
-import select
 import signal
 import socket
 import subprocess
@@ -21,9 +19,7 @@ import manyhands
 from manyhands.cli import doctor as doctor_module
 from manyhands.cli import process
 from manyhands.cli.export import default_output
-from manyhands.cli.init import look_at_rows
 from manyhands.cli.main import app
-from manyhands.config.load import load_config
 from manyhands.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_USAGE, UserError
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -192,63 +188,6 @@ def test_a_misspelt_command_is_a_usage_error():
     assert call("trian").exit_code == EXIT_USAGE
 
 
-@pytest.mark.parametrize(
-    ("row", "task", "field_format"),
-    [
-        ({"messages": []}, "sft", "messages"),
-        ({"conversations": []}, "sft", "sharegpt"),
-        ({"instruction": "a", "output": "b", "text": "c"}, "sft", "alpaca"),
-        ({"prompt": "a", "completion": "b"}, "sft", "prompt"),
-        ({"question": "a", "answer": "b"}, "sft", "question"),
-        ({"text": "a"}, "cpt", "text"),
-    ],
-)
-def test_init_infers_the_task_and_writes_a_file_that_loads(tmp_path, monkeypatch, row, task, field_format):
-    monkeypatch.chdir(tmp_path)
-    Path("data").mkdir()
-    Path("data/train.jsonl").write_text("\n" + json.dumps(row) + "\n")
-    result = call("init", "-o", "my.yaml")
-    assert result.exit_code == 0, result.output
-    config = load_config("my.yaml")
-    assert (config.task, config.data.format, config.name) == (task, field_format, "my")
-    assert Path(config.data.train) == tmp_path / "data" / "train.jsonl"
-    assert "train: data/train.jsonl" in Path("my.yaml").read_text()
-
-
-def test_init_never_overwrites(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("rows.jsonl").write_text('{"text": "a"}\n')
-    Path("run.yaml").write_text("mine")
-    result = call("init", "--data", "rows.jsonl", "--yes")
-    assert result.exit_code == EXIT_USAGE and "not overwritten" in result.stderr
-    assert Path("run.yaml").read_text() == "mine"
-
-
-def test_init_takes_what_is_given(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "rows.txt").write_text("words")
-    assert call("init", "--data", "rows.txt", "--model", "org/other", "--yes").exit_code == 0
-    config = load_config("run.yaml")
-    assert (config.model.name, config.task) == ("org/other", "cpt")
-
-
-@pytest.mark.parametrize(
-    ("text", "said"), [("not json", "broken JSON"), ('{"a": 1}', "fields found: a"), ("[1]", "a JSON list"), ("", "empty")]
-)
-def test_init_refuses_rows_it_cannot_read(tmp_path, text, said):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(text)
-    with pytest.raises(UserError) as raised:
-        look_at_rows(path)
-    assert said in str(raised.value)
-
-
-def test_init_without_data_says_what_to_give(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    result = call("init")
-    assert result.exit_code == EXIT_USAGE and "--data" in result.stderr
-
-
 def test_the_doctors_exit_code_is_real(monkeypatch):
     Finding = doctor_module.Finding
     monkeypatch.setattr(doctor_module, "CHECKS", (lambda: iter([Finding("ok", "fine"), Finding("warning", "slow", "buy more")]),))
@@ -320,38 +259,6 @@ def test_a_killed_process_is_named(tmp_path, monkeypatch, name, exit_code):
     with pytest.raises(UserError, match=name) as raised:
         process.run_module("dies", [])
     assert raised.value.exit_code == exit_code
-
-
-def test_init_asks_on_a_terminal(tmp_path):
-    """The second question is answered with Ctrl-C first, which leaves nothing behind."""
-    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
-    assert _on_a_terminal(tmp_path, [("Model", "org/asked\n"), ("Training rows", "\x03")]) == EXIT_INTERRUPTED
-    assert not (tmp_path / "run.yaml").exists()
-    assert _on_a_terminal(tmp_path, [("Model", "org/asked\n"), ("Training rows", "\n")]) == 0
-    config = load_config(tmp_path / "run.yaml")
-    assert config.model.name == "org/asked" and config.data.train == str(tmp_path / "rows.jsonl")
-
-
-def _on_a_terminal(folder: Path, answers: list[tuple[str, str]]) -> int:
-    """Runs ``manyhands init`` in a folder on a terminal of its own; answers each question as it comes. Returns the exit code."""
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.chdir(folder)
-        os.execve(sys.executable, [sys.executable, "-m", "manyhands", "init"], {**os.environ, "PYTHONPATH": str(SOURCE)})
-    shown = ""
-    for question, answer in answers:
-        while question not in shown:
-            shown += os.read(terminal, 4096).decode()
-        os.write(terminal, answer.encode())
-    try:
-        while True:
-            if not select.select([terminal], [], [], 10)[0]:
-                os.write(terminal, answers[-1][1].encode())  # Ctrl-C between the prompt and its reading can be lost: press it again
-            elif not os.read(terminal, 4096):
-                break
-    except OSError:  # the terminal closes with its program
-        pass
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 @pytest.mark.real

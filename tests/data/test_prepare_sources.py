@@ -142,12 +142,14 @@ def test_documents_are_held_out_whole(make_config) -> None:
     data = make_config(Path("x")).data
     source = [data_source("x")]
     continued = np.array([n % 5 != 0 for n in range(300)])  # 60 documents of 5 rows
-    division = divide_rows(data, 0, np.zeros(300, np.int16), continued, source, 1)
+    division = divide_rows(data, 0, np.zeros(300, np.int16), continued, source, 1, np.arange(300))
     assert len(division.validation) == 20 and len(division.train) == 280
     assert all(len(set(rows)) == 5 for rows in division.validation.reshape(-1, 5))
     assert {int(row) // 5 for row in division.validation}.isdisjoint({int(row) // 5 for row in division.train})
-    one_book = divide_rows(data, 0, np.zeros(300, np.int16), np.arange(300) > 0, source, 1)
+    one_book = divide_rows(data, 0, np.zeros(300, np.int16), np.arange(300) > 0, source, 1, np.arange(300))
     assert (len(one_book.validation), len(one_book.train)) == (20, 280)
+    copies = divide_rows(data, 0, np.zeros(300, np.int16), continued, source, 1, np.arange(300) % 10)  # two documents, 30 times each
+    assert len(copies.validation) == 0 and "so many copies" in copies.notes[-1]
 
 
 def data_source(path: str) -> Any:

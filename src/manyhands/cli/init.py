@@ -3,23 +3,81 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from manyhands.errors import UserError
 
+if TYPE_CHECKING:
+    from manyhands.data.rows import Row
+
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt")  # the likelier ones first
 LOOK_AT_ROWS = 100
+COUNT_ROWS = 100_000  # of larger data only a share is named
+SHOW_CHARACTERS = 60
+MAX_LENGTH = 2048
+BYTES_PER_TOKEN = 4  # roughly, of text in any script
+UNKNOWN_COLUMN = "COLUMN"
+# What people call their columns; only ever offered, and said where nobody is asked.
+QUESTIONS = (
+    "question query prompt instruction input user frage anfrage eingabe demande entrée pregunta consulta entrada pergunta domanda vraag "
+    "pytanie fråga spørgsmål spørsmål kysymys otázka вопрос запит питання soru سؤال प्रश्न 问题 問題 提问 質問 질문"
+)
+ANSWERS = (
+    "answer response completion output reply assistant antwort ausgabe réponse reponse respuesta salida resposta saída risposta antwoord "
+    "odpowiedź svar vastaus odpověď ответ відповідь cevap yanıt جواب إجابة उत्तर 答案 回答 答え 답변 답"
+)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The first rows, how many there are (all of them if ``is_all``), and the bytes of text in the longest."""
+
+    rows: list[Row]
+    num_rows: int
+    is_all: bool
+    longest_bytes: int
+
+    @property
+    def columns(self) -> list[str]:
+        return list(dict.fromkeys(name for row in self.rows for name in row.fields))
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the rows are to be read, and what to say about it."""
+
+    format: str
+    fields: dict[str, str] = field(default_factory=dict)
+    note: str = ""
+
+    @property
+    def task(self) -> str:
+        return "cpt" if self.format == "text" else "sft"
+
+    @property
+    def is_known(self) -> bool:
+        return UNKNOWN_COLUMN not in self.fields.values()
 
 
 def init(
     model: Annotated[str | None, typer.Option("--model", help="Hub name or folder.", show_default=False)] = None,
     data: Annotated[
         Path | None, typer.Option("--data", help="File or folder of training rows, or hub:OWNER/NAME.", show_default=False)
+    ] = None,
+    fields: Annotated[
+        list[str] | None,
+        typer.Option("--fields", help="Columns by role, such as question=Frage,answer=Antwort (data.fields).", show_default=False),
+    ] = None,
+    too_long: Annotated[
+        str | None, typer.Option("--too-long", help="Rows over 2,048 tokens: refuse, truncate or split.", show_default=False)
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing: take what was given or can be inferred.")] = False,
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")] = Path("run.yaml"),
@@ -38,39 +96,202 @@ def init(
     data = data or found
     if data is None:
         raise UserError("no training data was given, and no data file is here", where=str(Path.cwd()), fix="give it with --data FILE")
-    values = infer_values(model, data, output)
+    seen = look_at_rows(data)
+    reading = choose_reading(seen, parse_fields(fields or []), ask)
+    long = choose_too_long(too_long, seen, reading.task, ask)
+    values = make_values(model, data, output, reading, long)
     _write_new(output, values)
     print(f"wrote {output}: {values['model.name']} on {values['data.train']}, task {values['task']}")
-    print(f"next: manyhands plan {output}")
+    for line in describe(seen, reading, long):
+        print(line)
+    if reading.is_known:
+        print(f"next: manyhands plan {output}")
 
 
-def infer_values(model: str, data: Path, output: Path) -> dict[str, Any]:
+def make_values(model: str, data: Path, output: Path, reading: Reading, too_long: str) -> dict[str, Any]:
     """The keys that differ from run to run. Paths are written as seen from the run file's folder where they lie in it."""
-    task, field_format = look_at_rows(data)
     name = _seen_from(Path(model), output) if Path(model).is_dir() else model
     return {
-        "task": task,
+        "task": reading.task,
         "model.name": name,
         "method.name": "lora",
         "data.train": _seen_from(data, output),
-        "data.format": field_format,
-        "data.max_length": 2048,
+        "data.format": reading.format,
+        **({"data.fields": reading.fields} if reading.fields else {}),
+        "data.max_length": MAX_LENGTH,
+        "data.too_long": too_long,
         "optimizer.learning_rate": "auto",
         "stop.epochs": 1.0,
         "parallel.gpus": "auto",
     }
 
 
-def look_at_rows(path: Path) -> tuple[str, str]:
-    """Task and format of training data, from its first rows. Raises ``UserError`` if they are neither text nor conversations."""
-    from itertools import islice
-
-    from manyhands.data.formats import detect_format
+def look_at_rows(path: Path) -> Seen:
+    """The first rows of training data, and what a count of the others shows. Raises ``UserError`` where not one can be read."""
     from manyhands.data.sources import Source, read_rows
 
-    rows = list(islice(read_rows(Source(path=str(path))), LOOK_AT_ROWS))
-    found = detect_format(rows, task="sft")  # rows that are both are conversations
-    return ("cpt" if found == "text" else "sft"), found
+    rows: list[Row] = []
+    num_rows = longest = 0
+    try:
+        for row in read_rows(Source(path=str(path))):
+            num_rows += 1
+            longest = max(longest, _count_bytes(row.fields))
+            if len(rows) < LOOK_AT_ROWS:
+                rows.append(row)
+            if num_rows > COUNT_ROWS:
+                break
+    except UserError:
+        if not rows:
+            raise
+        return Seen(rows, num_rows, False, longest)  # what cannot be read further down is for `manyhands data` to list
+    return Seen(rows, min(num_rows, COUNT_ROWS), num_rows <= COUNT_ROWS, longest)
+
+
+def _count_bytes(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value.encode("utf-8", "replace"))
+    entries = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return sum(map(_count_bytes, entries))
+
+
+def parse_fields(given: Sequence[str]) -> dict[str, str]:
+    """``question=Frage,answer=Antwort``, in one piece or several, as data.fields has it."""
+    pairs = [pair for text in given for pair in re.split(r",(?=\w+=)", text)]
+    wrong = next((pair for pair in pairs if not re.fullmatch(r"\w+=.+", pair, re.DOTALL)), None)
+    if wrong is not None:
+        raise UserError(f"--fields takes ROLE=COLUMN, got {wrong!r}", fix="such as --fields question=Frage,answer=Antwort")
+    return {role: column for role, _, column in (pair.partition("=") for pair in pairs)}
+
+
+def choose_reading(seen: Seen, given: dict[str, str], ask: bool) -> Reading:
+    """The format and the columns: as given, as the names say, as asked for, or as guessed. UserError for columns that are not there."""
+    from manyhands.config.row_fields import REQUIRED
+    from manyhands.data.formats import detect_format, settle_format
+
+    if given:
+        return Reading(settle_format(seen.rows, "auto", given, "sft"), given)
+    try:
+        return Reading(detect_format(seen.rows, task="sft"))  # rows that are both are conversations
+    except UserError:
+        pass
+    fitting = [form for form, names in REQUIRED.items() if all(row.fields.get(name) is not None for row in seen.rows for name in names)]
+    if len(fitting) > 1:
+        note = f"the rows fit several formats: {', '.join(fitting)}; data.format says which one is read"
+        return Reading(_ask_one_of("Format of the rows", fitting, fitting[0]) if ask else fitting[0], note=note)
+    turns = [(column, kind) for column in seen.columns if (kind := _kind_of_turns(seen.rows, column))]
+    if len(turns) == 1:
+        column, kind = turns[0]
+        return Reading(kind, {"messages" if kind == "messages" else "conversations": column}, f"conversations are read from {column}")
+    return _ask_columns(seen) if ask else _guess_columns(seen)
+
+
+def _kind_of_turns(rows: Sequence[Row], column: str) -> str | None:
+    """The format of a column that holds lists of turns."""
+    first = next((row.fields[column] for row in rows if row.fields.get(column)), None)
+    if not (isinstance(first, list) and all(isinstance(turn, dict) for turn in first)):
+        return None
+    return next(
+        (kind for kind, keys in (("messages", {"role", "content"}), ("sharegpt", {"from", "value"})) if keys <= set(first[0])), None
+    )
+
+
+def _guess(columns: Sequence[str]) -> tuple[str | None, str | None]:
+    """(question, answer) as far as the names say; of two columns the other one is the other."""
+    question = next((name for name in columns if name.strip().casefold() in QUESTIONS.split()), None)
+    answer = next((name for name in columns if name.strip().casefold() in ANSWERS.split() and name != question), None)
+    if len(columns) == 2 and (question is None) != (answer is None):
+        other = next(name for name in columns if name not in (question, answer))
+        question, answer = question or other, answer or other
+    return question, answer
+
+
+def _guess_columns(seen: Seen) -> Reading:
+    print("\n".join(show_columns(seen)))
+    question, answer = _guess(seen.columns)
+    if question and answer:
+        note = f"guessed from the names: {question} is the question, {answer} the answer (data.fields, or --fields question=...,answer=...)"
+        return _of_columns(question, answer, note)
+    note = f"before it can run: name the columns in data.fields in place of {UNKNOWN_COLUMN} (or use --fields question=...,answer=...)"
+    return Reading("question", {"question": question or UNKNOWN_COLUMN, "answer": answer or UNKNOWN_COLUMN}, note)
+
+
+def _ask_columns(seen: Seen) -> Reading:
+    print("\n".join(show_columns(seen)))
+    columns = seen.columns
+    question, answer = _guess(columns)
+    question = _ask_one_of("Column with the question, or with text to go on from", columns, question or columns[0])
+    left = [name for name in columns if name != question]
+    if not left:
+        return Reading("text", {"text": question})
+    default = answer if answer in left else left[0]
+    answer = _ask_one_of("Column with the answer (`-` for none: the other is text)", [*left, "-"], default)
+    return Reading("text", {"text": question}) if answer == "-" else _of_columns(question, answer)
+
+
+def _of_columns(question: str, answer: str, note: str = "") -> Reading:
+    return Reading("question", {"question": question, "answer": answer}, note)
+
+
+def _ask_one_of(text: str, allowed: Sequence[str], default: str) -> str:
+    while True:
+        said: str = typer.prompt(text, default=default).strip()
+        if said in allowed:
+            return said
+        near = [name for name in allowed if name.casefold() == said.casefold()]
+        if len(near) == 1:
+            return near[0]
+        print(f"choose one of: {', '.join(allowed)}")
+
+
+def show_columns(seen: Seen) -> list[str]:
+    """The columns with their values in the first two rows."""
+    from manyhands.preview.spans import harmless
+
+    def show(value: Any) -> str:
+        text = " ".join(harmless(str(value)).split())
+        return text if len(text) <= SHOW_CHARACTERS else text[: SHOW_CHARACTERS - 1] + "…"
+
+    lines = ["no known names among the columns; the first rows are:"]
+    for row in seen.rows[:2]:
+        lines += [f"  {Path(row.file).name}:{row.line}", *(f"    {harmless(name)}: {show(value)}" for name, value in row.fields.items())]
+    return lines
+
+
+def choose_too_long(given: str | None, seen: Seen, task: str, ask: bool) -> str:
+    allowed = ["refuse", "truncate", *(["split"] if task == "cpt" else [])]
+    if given is not None:
+        if given not in allowed:
+            raise UserError(f"--too-long: got {given!r}", fix=f"choose one of {', '.join(allowed)} (task {task})")
+        return given
+    if not ask:
+        return "refuse"
+    about = seen.longest_bytes // BYTES_PER_TOKEN
+    print(f"The longest row looked at has roughly {about:,} tokens.")
+    return _ask_one_of(f"Rows over {MAX_LENGTH:,} tokens ({', '.join(allowed)})", allowed, "refuse")
+
+
+def describe(seen: Seen, reading: Reading, too_long: str) -> list[str]:
+    """What the file does not show: what is held out, what may be too long, what a run will refuse."""
+    from manyhands.config.schema import DataSection
+    from manyhands.data.columns import Columns
+    from manyhands.data.divide import count_held_out
+
+    fraction = DataSection.model_fields["validation_fraction"].default
+    lines = [reading.note] if reading.note else []
+    if seen.is_all and too_long != "split":
+        held_out = count_held_out(fraction, seen.num_rows)
+        rows = f"{held_out:,} of {seen.num_rows:,} rows" if held_out else f"none of {seen.num_rows:,} rows"
+        lines.append(f"{rows} will be held out for validation (data.validation_fraction)")
+    else:
+        lines.append(f"{100 * fraction:g} % of the rows will be held out for validation (data.validation_fraction)")
+    about = seen.longest_bytes // BYTES_PER_TOKEN
+    if about > MAX_LENGTH and too_long == "refuse":
+        lines.append(f"a row has roughly {about:,} tokens: over data.max_length ({MAX_LENGTH:,}) it is refused (data.too_long)")
+    try:
+        Columns(reading.fields).refuse(seen.rows, reading.format)
+    except UserError as error:
+        lines.append(f"a run refuses these rows as they are: {error.what}; {error.fix}")
+    return lines
 
 
 def _find_data(folder: Path) -> Path | None:

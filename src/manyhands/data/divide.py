@@ -30,7 +30,7 @@ def divide_rows(
     continued: np.ndarray,
     all_sources: Sequence[Source],
     num_train: int,
-    hashes: np.ndarray | None = None,
+    hashes: np.ndarray,
 ) -> Division:
     """``sources`` int16, ``continued`` bool and ``hashes`` uint64 (of the tokens) describe the rows of the store; the first
     ``num_train`` sources are for training.
@@ -46,6 +46,8 @@ def divide_rows(
     if data.validation is None and data.validation_fraction > 0:
         quotas = _share_out(data.validation_fraction, [len(rows) for rows in by_source], notes)
         held_out = np.concatenate([_hold_out(rows, quota, continued, hashes) for rows, quota in zip(by_source, quotas, strict=True)])
+        if sum(quotas) and not len(held_out):
+            notes.append("no sample is held out for validation: each has so many copies that they are over a tenth of all")
     elif data.validation is not None:
         held_out = np.concatenate(
             [_first(np.flatnonzero(sources == source), all_sources[source].max_rows, seed) for source in range(num_train, len(all_sources))]
@@ -96,15 +98,16 @@ def _count(num_samples: int) -> str:
     return f"{num_samples:,} sample{'s' if num_samples != 1 else ''}"
 
 
-def _hold_out(rows: np.ndarray, quota: int, continued: np.ndarray, hashes: np.ndarray | None) -> np.ndarray:
+def _hold_out(rows: np.ndarray, quota: int, continued: np.ndarray, hashes: np.ndarray) -> np.ndarray:
     """About ``quota`` of ``rows`` (in seeded order): whole groups until they are enough, none that would make it more than
     a tenth of the rows and than the quota.
 
-    A group is a document or, where none is divided, the rows of the same tokens. Where every group is larger than that,
-    rows are taken one by one.
+    A group is a document, or all of the same tokens. Where every group is larger than that, documents that differ are taken
+    row by row; of copies none is taken, as others of it would be trained.
     """
-    groups = _group(rows, continued, hashes)
-    if quota == 0 or groups is None:
+    first_of = np.flatnonzero(~continued)[(np.cumsum(~continued) - 1)[rows]]  # of each row: the one its document begins with
+    found, groups = np.unique(hashes[first_of], return_inverse=True)
+    if quota == 0 or len(found) == len(rows):
         return rows[:quota]
     sizes = np.bincount(groups)
     room, taken, num_taken = max(quota, len(rows) // ONE_IN), [], 0
@@ -114,17 +117,9 @@ def _hold_out(rows: np.ndarray, quota: int, continued: np.ndarray, hashes: np.nd
         if num_taken + sizes[group] <= room:
             taken.append(group)
             num_taken += int(sizes[group])
-    return rows[np.isin(groups, taken)] if taken else rows[:quota]
-
-
-def _group(rows: np.ndarray, continued: np.ndarray, hashes: np.ndarray | None) -> np.ndarray | None:
-    """A number for each row, equal where rows belong together; None where each is for itself."""
-    if continued[rows].any():
-        return np.asarray((np.cumsum(~continued) - 1)[rows])
-    if hashes is None:
-        return None
-    found, groups = np.unique(hashes[rows], return_inverse=True)
-    return None if len(found) == len(rows) else groups
+    if taken:
+        return rows[np.isin(groups, taken)]
+    return rows[: quota if len(found) == len(np.unique(first_of)) else 0]
 
 
 def find_repeated(hashes: np.ndarray, division: Division) -> tuple[np.ndarray, np.ndarray]:

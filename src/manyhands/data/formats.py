@@ -59,8 +59,7 @@ def settle_format(rows: Sequence[Row], format: str, fields: Mapping[str, str] = 
 
     Raises UserError where a field that ``fields`` names stands in none of the rows.
     """
-    settled = detect_format(rows, fields, task) if format == "auto" else cast(Format, format)
-    inner = INNER.get(settled, ())
+    inner = {name for names in INNER.values() for name in names}
     for field, name in fields.items():
         if field not in inner and rows and not any(name in row.fields for row in rows):
             raise UserError(
@@ -69,7 +68,7 @@ def settle_format(rows: Sequence[Row], format: str, fields: Mapping[str, str] = 
                 why=f"fields found: {_list_fields(rows[0])}",
                 fix="mend data.fields",
             )
-    return settled
+    return detect_format(rows, fields, task) if format == "auto" else cast(Format, format)
 
 
 def detect_format(rows: Sequence[Row], fields: Mapping[str, str] = NONE, task: str | None = None) -> Format:
