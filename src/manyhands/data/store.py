@@ -4,8 +4,8 @@ A store is a folder. End to end for all rows: ``ids.bin`` (int32), ``trained.bin
 trained token weighs other than 1, ``weights.bin`` (float32). One entry a row: ``offsets.npy`` (int64, rows + 1) bounds
 them, ``num_targets.npy`` (int32), ``target_weights.npy`` (float64, beside weights.bin), ``lines.npy`` (int32),
 ``continued.npy`` (bool: the row goes on where the one before was cut), ``hashes.npy`` (uint64, of the ids) and
-``sources.npy`` (int16) describe them.
-``train.npy`` and ``validation.npy`` (int64) say which rows belong to which set, ``meta.json`` how it was made.
+``sources.npy`` (int16) describe them. ``train.npy`` and ``validation.npy`` (int64) say which rows belong to which set,
+``meta.json`` how it was made.
 
 Nothing is taken on trust. ``meta.json`` holds a hash of itself and of every file. Whoever prepares a run hashes them all
 (``check_tokens``); every process that opens the store hashes the tables it reads; and each row has a checksum (CRC-32;
