@@ -32,7 +32,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SELECTED = "not slow and not real and not gpu"
-BUDGET_S = 30.0  # of tests for one fault, by the times of the traced run, the shortest first
+BUDGET_S = 15.0  # of tests for one fault, by the times of the traced run, the shortest first
 SWAPPED: dict[type, type] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
@@ -178,11 +178,11 @@ def in_fork(tree: Path, arguments: list[str], limit_s: float, log: Path, plugins
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.chdir(tree)
-        os.environ["PYTHONPATH"] = str(tree / "src")
+        os.environ |= {"PYTHONPATH": str(tree / "src"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
         sys.path[:0] = [str(tree / "src"), str(tree)]
         code = 99
         try:
-            code = int(pytest.main(["-q", "-p", "no:cacheprovider", *arguments], plugins=plugins()))
+            code = int(pytest.main(["-q", "-p", "no:cacheprovider", "-p", "pytest_timeout", *arguments], plugins=plugins()))
         finally:
             sys.stdout.flush()
             os._exit(code)
@@ -230,9 +230,13 @@ def run(options: argparse.Namespace) -> None:
             reached = {line for test in tests.values() for line in test["lines"].get(name, ())}
             places += [(name, index) for index, fault in enumerate(faults(ast.parse(file.read_text()))) if fault[0] in reached]
     chooser.shuffle(places)
+    results = options.work / "results.jsonl"
+    tried = {(result["file"], result["index"]) for result in read(results)}
     for name, index in places[: options.count]:
+        if (name, index) in tried:
+            continue
         result = try_fault(tree, name, index, tests, options.work)
-        with (options.work / "results.jsonl").open("a") as out:
+        with results.open("a") as out:
             out.write(json.dumps(result) + "\n")
         print(result["outcome"], result["file"], result["line"], result["what"], result["s"], flush=True)
 
@@ -261,8 +265,16 @@ def try_fault(tree: Path, name: str, index: int, tests: dict[str, dict[str, Any]
         _forget(file)
     outcome = "survived" if code == 0 else "timeout" if code is None else "killed" if code in (1, 2) else f"odd {code}"
     changed = "\n".join(difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=0))
-    return {"file": name, "line": line, "what": what, "outcome": outcome, "num_tests": len(chosen), "s": round(time.monotonic() - start, 1),
-            "difference": changed}  # fmt: skip
+    return {
+        "file": name,
+        "index": index,
+        "line": line,
+        "what": what,
+        "outcome": outcome,
+        "num_tests": len(chosen),
+        "s": round(time.monotonic() - start, 1),
+        "difference": changed,
+    }
 
 
 def _forget(file: Path) -> None:
@@ -270,8 +282,12 @@ def _forget(file: Path) -> None:
         compiled.unlink()
 
 
+def read(results: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+
+
 def report(options: argparse.Namespace) -> None:
-    results = [json.loads(line) for line in (options.work / "results.jsonl").read_text().splitlines()]
+    results = read(options.work / "results.jsonl")
     count = Counter((result["file"], "survived" if result["outcome"] == "survived" else "killed") for result in results)
     for name in sorted({name for name, _ in count}):
         print(f"{name}: {count[name, 'killed']} killed, {count[name, 'survived']} survived")
@@ -302,7 +318,7 @@ def main() -> None:
 
 
 def preload() -> None:
-    """What every test needs and no fault touches, imported once for all forks."""
+    """What every test needs and no fault touches, imported once for all forks. Nothing of the package: the copy is to be imported."""
     import bitsandbytes  # noqa: F401
     import hypothesis  # noqa: F401
     import peft  # noqa: F401

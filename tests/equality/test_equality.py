@@ -6,13 +6,14 @@ idle, clipping in some steps and not in others. The whole table is made by `make
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from manyhands.testing import equality
 from manyhands.testing.equality import Case, Curve
-from manyhands.testing.ranks import Ranks
+from manyhands.testing.ranks import Ranks, ranks
 
 FAST = (
     "one 1, accumulation 8",
@@ -74,6 +75,29 @@ def test_layouts_agree(workspaces: Workspaces, name: str, dtype: str, method: st
 def test_every_other_layout_agrees(workspaces: Workspaces, case: Case) -> None:
     deviation = equality.compare(workspaces.reference("float32", "full"), workspaces.run(case, "float32", "full"))
     assert deviation.within("float32"), deviation
+
+
+@pytest.fixture(scope="module")
+def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workspaces]:
+    with ranks(2, "cuda") as world:
+        yield Workspaces(tmp_path_factory.mktemp("equality-gpus"), world)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        ("ddp 2, packed 256", "full"),
+        ("fsdp 2, packed 256", "full"),
+        ("fsdp 2, packed 512, recompute block", "full"),
+        ("ddp 2, accumulation 2", "lora"),
+        ("fsdp 2, packed 256", "lora"),
+    ],
+)
+def test_two_gpus_give_the_numbers_of_one(on_gpus: Workspaces, name: str, method: str) -> None:
+    """Over NCCL, in bfloat16, with the kernels of a GPU."""
+    deviation = equality.compare(on_gpus.reference("bfloat16", method), on_gpus.run(by_name(name), "bfloat16", method))
+    assert deviation.within("bfloat16"), deviation
 
 
 @pytest.mark.parametrize("fault", equality.faulty_cases(), ids=lambda case: case.fault)
