@@ -28,12 +28,13 @@ BLOCKS = 8  # distinct weights, more than the L2 cache holds, as in a model
 class Power(threading.Thread):
     """Samples power and SM clock every 20 ms until stopped."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__(daemon=True)
         import pynvml
 
         pynvml.nvmlInit()
-        self.nvml, self.gpu = pynvml, pynvml.nvmlDeviceGetHandleByIndex(index)
+        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"  # NVML's indices ignore CUDA_VISIBLE_DEVICES
+        self.nvml, self.gpu = pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid)
         self.samples: list[tuple[float, float]] = []
         self.done = threading.Event()
 
@@ -95,7 +96,7 @@ def measure(name: str, runs: list[Callable[[], None]], flops: float, seconds: fl
         return passes, time.perf_counter() - start
 
     repeat(1.0 if cuda else 0.0)
-    power = Power(device.index or 0) if cuda else None
+    power = Power(device) if cuda else None
     if power:
         power.start()
     passes, elapsed = repeat(seconds)
