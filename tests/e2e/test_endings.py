@@ -16,6 +16,7 @@ from tests.e2e.runs import (
     NO_VERIFY,
     NUM_STEPS,
     WAIT_S,
+    WORKER,
     Ended,
     Place,
     Run,
@@ -122,6 +123,22 @@ def test_sigterm_saves_and_ends_with_143(place: Place) -> None:
     ended = start_and_pause(place, "terminated", 5, signal.SIGTERM)
     assert ended.code == 143 and "saved at step 6" in ended.output, ended.output
     assert place.run("terminated").steps_saved()[-1] == 6 < NUM_STEPS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [("-m", "manyhands", "train", "run.yaml"), WORKER])
+def test_sigterm_in_preparation_says_so(place: Place, command: tuple[str, ...]) -> None:
+    name = f"preparing-{len(command)}"
+    mark = place.folder / name
+    plant = f"import pathlib, time\ndef gather_facts(*a, **o):\n    pathlib.Path({str(mark)!r}).touch()\n    time.sleep({WAIT_S})\n"
+    with place.start(*command, f"name={name}", plant={"manyhands.facts.gather": plant}) as process:
+        place.wait_for([mark], process)
+        process.send_signal(signal.SIGTERM)
+        stopped = place.wait(process, time.monotonic())
+    assert stopped.code == 143 and not place.run(name).folder.exists()
+    assert stopped.output.strip() == (
+        "SIGTERM: stopped while data and plan were being prepared, no rank has started; the same command starts it again"
+    )
 
 
 @pytest.mark.slow

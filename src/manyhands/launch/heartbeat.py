@@ -78,6 +78,7 @@ class Heartbeat:
         self.rank = rank
         self._fd = os.open(folder.beat(rank), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._now: tuple[str, int | None, float, int] = (START, None, time.monotonic(), 0)
+        self._advanced = 0.0
         self.count_collectives: Callable[[], int] = lambda: 0
         self.counts_processor = True  # its processor time is a sign of work: where libraries are at work, and no device is waited for
         self._num_collectives = 0
@@ -97,8 +98,7 @@ class Heartbeat:
 
     def advance(self) -> None:
         """The same for work within a stage that knows neither stage nor step."""
-        stage, step, _, num_stages = self._now
-        self._now = (stage, step, time.monotonic(), num_stages)
+        self._advanced = time.monotonic()  # from any thread, so apart from what ``beat`` writes
 
     def close(self) -> None:
         """This rank's work is done: nobody need wait for its next beat."""
@@ -109,12 +109,14 @@ class Heartbeat:
     def _write(self) -> None:
         with self._writing:
             stage, step, beat, num_stages = self._now
-            record: dict[str, Any] = {"rank": self.rank, "pid": os.getpid(), "stage": stage[:100], "step": step, "beat": beat}
+            record: dict[str, Any] = {"rank": self.rank, "pid": os.getpid(), "stage": stage[:100], "step": step}
+            record["beat"] = max(beat, self._advanced)
             record |= {"tick": time.monotonic(), "done": self._done.is_set(), "host": this_host()}
             if not self._done.is_set():
                 self._num_collectives = self.count_collectives()
             record |= {"num_stages": num_stages, "num_collectives": self._num_collectives}
-            os.pwrite(self._fd, json.dumps(record).encode().ljust(_RECORD_BYTES), 0)
+            with contextlib.suppress(OSError):  # a full disk: the next tick tries again
+                os.pwrite(self._fd, json.dumps(record).encode().ljust(_RECORD_BYTES), 0)
 
     def _tick(self) -> None:
         while not self._done.wait(TICK_S):
