@@ -12,8 +12,8 @@ from typing import Any
 from manyhands.errors import UserError
 from manyhands.progress import advance
 
-# What a model's or an adapter's folder is read for: configuration, weights, tokenizer, templates, code.
-MODEL_FILES = (".json", ".safetensors", ".jinja", ".model", ".txt", ".tiktoken", ".py")
+# What a model's or an adapter's folder is read for: configuration, weights, tokenizer, templates, code, license.
+MODEL_FILES = (".json", ".safetensors", ".jinja", ".model", ".txt", ".tiktoken", ".py", ".md")
 
 
 def write_atomically(path: Path, text: str) -> None:

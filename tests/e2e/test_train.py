@@ -18,10 +18,11 @@ LEFT = {  # by a LoRA run with TensorBoard; event files are named by time and pr
     "verify/probe.safetensors",
     *(f"checkpoints/step-{step:06d}/{name}" for step in (8, 12) for name in ("manifest.json", "train_state.json")),
 }
-ADAPTER = {"verify/adapter.json", "adapter/adapter_config.json", "adapter/adapter_model.safetensors"}
+ADAPTER = {"verify/adapter.json", "adapter/README.md", "adapter/adapter_config.json", "adapter/adapter_model.safetensors"}
 MODEL = {"verify/model.json"} | {
     f"model/{name}"
     for name in (
+        "README.md",
         "config.json",
         "generation_config.json",
         "model.safetensors",

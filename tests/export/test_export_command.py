@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import manyhands.export.fresh as fresh_module
@@ -37,7 +38,7 @@ def verify_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fresh_module, "verify_in_fresh_process", run)
 
 
-def make_run(root: Path, method: str, *, keep_best: bool = False) -> tuple[Path, dict[int, torch.nn.Module]]:
+def make_run(root: Path, method: str, *, keep_best: bool = False, dtype: str = "auto") -> tuple[Path, dict[int, torch.nn.Module]]:
     """A run's folder with checkpoints at steps 5 and 7, the best at 5; and the models in memory."""
     source = save_source(root / "base", make_model())
     fields = {
@@ -46,7 +47,7 @@ def make_run(root: Path, method: str, *, keep_best: bool = False) -> tuple[Path,
         "method": {"name": method, "rank": 4, "alpha": 8.0},
         "data": {"train": "x.jsonl"},
     }
-    config = RunConfig.model_validate(fields | {"checkpoint": {"keep_best": keep_best}})
+    config = RunConfig.model_validate(fields | {"checkpoint": {"keep_best": keep_best}, "output": {"dtype": dtype}})
     run = RunFolder(root / "tiny")
     run.create()
     run.write_config(config)
@@ -92,7 +93,7 @@ def make_plan(config: RunConfig, source: Path) -> Plan:
         learning_rate=1e-3,
         evaluate_every=0,
         checkpoint_every=0,
-        output_dtype="float32",
+        output_dtype="float32" if config.output.dtype == "auto" else config.output.dtype,
         memory=MemoryEstimate(terms={}, limit=0),
     )
 
@@ -125,6 +126,12 @@ def test_an_adapter_alone_and_merged(tmp_path: Path, capsys: pytest.CaptureFixtu
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     for opened in (PeftModel.from_pretrained(base, tmp_path / "adapter"), AutoModelForCausalLM.from_pretrained(tmp_path / "merged")):
         torch.testing.assert_close(logits(opened), logits(models[7]), rtol=1e-4, atol=1e-5)
+
+
+def test_a_merged_model_has_the_dtype_that_was_asked_for(tmp_path: Path) -> None:
+    run, _ = make_run(tmp_path, "lora", dtype="bfloat16")
+    assert main([str(run), "--output", str(tmp_path / "merged"), "--merge"]) == 0
+    assert {tensor.dtype for tensor in load_file(tmp_path / "merged" / "model.safetensors").values()} == {torch.bfloat16}
 
 
 def test_a_run_folder_answers_once_it_has_written_something(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

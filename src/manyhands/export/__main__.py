@@ -9,10 +9,12 @@ import argparse
 import json
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from manyhands.errors import EXIT_INTERRUPTED, UserError
+from manyhands.files import read_json
 
 if TYPE_CHECKING:
     from torch import nn
@@ -47,10 +49,12 @@ def main(argv: list[str]) -> int:
 
 def export_source(source: Path, output: Path, *, merge: bool = False) -> str:
     """Writes ``output`` and verifies it in a fresh process; returns the line that says so."""
-    from manyhands.export.adapter import export_adapter
+    from manyhands.checkpoint.manifest import TRAIN_STATE
+    from manyhands.export.adapter import export_adapter, name_base
+    from manyhands.export.card import make_card
     from manyhands.export.files import refuse_foreign
     from manyhands.export.fresh import verify_in_fresh_process
-    from manyhands.export.model import export_model
+    from manyhands.export.model import choose_dtype, export_model
     from manyhands.export.probe import round_weights
     from manyhands.facts.identity import check_files
     from manyhands.launch.run_folder import RunFolder
@@ -69,6 +73,11 @@ def export_source(source: Path, output: Path, *, merge: bool = False) -> str:
     check_files(Path(plan.model_folder), config, plan.model_files, weights=plan.keeps_base)
     model = load_trained(plan, config, checkpoint)
     base = Path(plan.model_folder)
+    kind: Literal["adapter", "model", "merged"] = "adapter" if is_adapter else "merged" if merge else "model"
+    dtype = plan.output_dtype if is_adapter else choose_dtype(plan, config, merge=merge)
+    step = json.loads((checkpoint / TRAIN_STATE).read_text(encoding="utf-8"))["step"]
+    versions = (read_json(run.report_json) or {}).get("versions")
+    card = partial(make_card, kind, config, plan, run_folder, step=step, dtype=dtype, versions=versions)
     with tempfile.TemporaryDirectory() as scratch:
         reference, probe = Path(scratch) / "reference.json", Path(scratch) / "probe.safetensors"
         if is_adapter:
@@ -78,14 +87,15 @@ def export_source(source: Path, output: Path, *, merge: bool = False) -> str:
                 method_of(plan, config),
                 name_base(config),
                 rank=0,
-                dtype=plan.output_dtype,
+                dtype=dtype,
                 source=base,
                 asked=config.model,
                 reference_path=reference,
+                card=card,
             )
         else:
-            dtype = plan.frozen_dtype if merge else plan.output_dtype
-            export_model(output, model, base, dtype, rank=0, merge=merge, asked=config.model, reference_path=reference)
+            options: dict[str, Any] = {"merge": merge, "asked": config.model, "reference_path": reference, "card": card}
+            export_model(output, model, base, dtype, rank=0, **options)
             if not merge:
                 round_weights(model, dtype)
         compute_probe(model, probe)
@@ -156,12 +166,6 @@ def compute_probe(model: nn.Module, path: Path) -> None:
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits
     save_probe(path, ids, logits, str(weight.dtype).removeprefix("torch."))
-
-
-def name_base(config: RunConfig) -> str:
-    """What adapter_config.json calls the base: the hub name, or the whole path of a folder."""
-    folder = Path(config.model.name).expanduser()
-    return str(folder.resolve()) if folder.is_dir() else config.model.name
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ from torch import nn
 
 from manyhands.checkpoint.tensors import reshard
 from manyhands.checkpoint.together import run_on_first
-from manyhands.config.schema import MethodSection, ModelSection
+from manyhands.config.schema import MethodSection, ModelSection, RunConfig
+from manyhands.export.card import CARD
 from manyhands.export.files import begin_folder, commit_folder, write_tokenizer
 from manyhands.export.reference import Reference, describe_tensor
 from manyhands.export.stored import write_tensors
-from manyhands.facts.adapter import BESIDE_NF4, CONFIG, WEIGHTS
-from manyhands.files import write_json
+from manyhands.facts.adapter import BESIDE_NF4, CONFIG, NF4_OPTIONS, QUANTIZED_BASE, WEIGHTS
+from manyhands.files import write_atomically, write_json
 from manyhands.model.adapter import PEFT_PREFIX, adapter_parameters, adapter_state, tied_names
 from manyhands.model.lora import adapted_layers
 from manyhands.model.tokens import token_indices
@@ -36,12 +38,13 @@ def export_adapter(
     asked: ModelSection | None = None,
     replace: bool = False,
     reference_path: Path | None = None,
+    card: Callable[[], str] | None = None,
 ) -> Reference | None:
     """Writes the adapter as ``folder``; the reference on rank 0, None elsewhere.
 
     ``base_name`` (hub name or folder) is what PEFT will load the base from. ``source`` is the base's folder; its tokenizer goes
-    with the adapter where ``asked`` changes it. ``replace`` says that the caller owns what is there. UserError on every rank
-    if the folder cannot be written.
+    with the adapter where ``asked`` changes it. ``replace`` says that the caller owns what is there. ``card`` makes the model
+    card's text, on rank 0. UserError on every rank if the folder cannot be written.
     """
     saved_dtype = getattr(torch, dtype)
     reshard(model)
@@ -58,9 +61,12 @@ def export_adapter(
         reference = Reference(kind="adapter", dtype=dtype, tensors=described, base=base, tokens=tokens)
         if reference_path is not None:
             reference.write(reference_path)
-        write_tensors(partial / WEIGHTS, tensors, BESIDE_NF4 if method.init == "loftq" else None)
+        metadata = QUANTIZED_BASE if method.name == "qlora" else {}
+        write_tensors(partial / WEIGHTS, tensors, metadata | (BESIDE_NF4 if method.init == "loftq" else {}))
         _sort_metadata(partial / WEIGHTS)
         write_json(partial / CONFIG, describe_adapter(model, method, base_name, asked.revision if asked else None))
+        if card is not None:
+            write_atomically(partial / CARD, card())
         commit_folder(partial, folder)
         return reference
 
@@ -96,6 +102,7 @@ def describe_adapter(model: nn.Module, method: MethodSection, base_name: str, re
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
+        "auto_mapping": _describe_base(model) if method.name == "qlora" else None,
         "modules_to_save": saved or None,
         "ensure_weight_tying": _holds_tied(model, saved),
         "trainable_token_indices": {name: list(ids) for name, ids in token_indices(model).items()} or None,
@@ -104,6 +111,18 @@ def describe_adapter(model: nn.Module, method: MethodSection, base_name: str, re
         "rank_pattern": {},
         "alpha_pattern": {},
     }
+
+
+def _describe_base(model: nn.Module) -> dict[str, Any]:
+    """PEFT's auto_mapping, which helps to open the base: its class, and here the 4 bits that it is to be opened in."""
+    own = next(kind for kind in type(model).__mro__ if not kind.__name__.startswith("FSDP"))
+    return {"base_model_class": own.__name__, "parent_library": own.__module__, "base_quantization": NF4_OPTIONS}
+
+
+def name_base(config: RunConfig) -> str:
+    """What adapter_config.json calls the base: the hub name, or the whole path of a folder."""
+    folder = Path(config.model.name).expanduser()
+    return str(folder.resolve()) if folder.is_dir() else config.model.name
 
 
 def name_saved(model: nn.Module) -> list[str]:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from manyhands.checkpoint.together import run_on_first
-from manyhands.config.schema import ModelSection
+from manyhands.config.schema import ModelSection, RunConfig
+from manyhands.export.card import CARD
 from manyhands.export.files import begin_folder, commit_folder, copy_config, extend_ends, write_tokenizer
 from manyhands.export.gather import iterate_whole
 from manyhands.export.naming import lay_out
 from manyhands.export.reference import Reference, TensorReference, describe_tensor
 from manyhands.export.stored import write_tensors
-from manyhands.files import write_json
+from manyhands.files import write_atomically, write_json
+from manyhands.plan.types import Plan
 
 SHARD_BYTES = 5 * 10**9
 
@@ -31,14 +34,15 @@ def export_model(
     replace: bool = False,
     reference_path: Path | None = None,
     shard_bytes: int = SHARD_BYTES,
+    card: Callable[[], str] | None = None,
 ) -> Reference | None:
     """Writes weights, config, generation config and tokenizer as ``folder``; the reference on rank 0, None elsewhere.
 
     ``model`` is the Hugging Face model inside every wrapper, ``dtype`` the saved one. Tensors are named as in ``source``, the
     folder it was loaded from. What the model took no part of (towers) is copied from there, cast where ``dtype`` is not the
     source's. ``merge`` adds adapters into the weights they adapt. ``asked`` says of a chat template and new tokens. ``replace``
-    says that the caller owns what is there. ``reference_path`` is written too, before any weight is. UserError on every rank if
-    the folder cannot be written.
+    says that the caller owns what is there. ``reference_path`` is written too, before any weight is. ``card`` makes the model
+    card's text, on rank 0. UserError on every rank if the folder cannot be written.
     """
     saved_dtype, vocab_size = getattr(torch, dtype), model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
     partial = folder.with_name(folder.name + ".tmp")
@@ -68,10 +72,17 @@ def export_model(
         reference = Reference(kind="model", dtype=dtype, tensors=writer.described, tokens=tokens, copied=copied)
         if reference_path is not None:
             reference.write(reference_path)
+        if card is not None:
+            write_atomically(partial / CARD, card())
         commit_folder(partial, folder)
         return reference
 
     return run_on_first(finish)
+
+
+def choose_dtype(plan: Plan, config: RunConfig, *, merge: bool) -> str:
+    """What a model is saved in. Merged, with nothing asked: as the weights were computed with."""
+    return plan.frozen_dtype if merge and config.output.dtype == "auto" else plan.output_dtype
 
 
 class ShardWriter:

@@ -22,7 +22,7 @@ from manyhands.errors import EXIT_FAILED, UserError
 from manyhands.export.probe import Probe, load_probe
 from manyhands.export.reference import Reference, TensorReference, describe_tensor, name_dtype
 from manyhands.export.stored import StoredTensor, iterate_stored, weight_files
-from manyhands.facts.adapter import WEIGHTS, needed_tokens
+from manyhands.facts.adapter import NF4_OPTIONS, WEIGHTS, needed_tokens
 from manyhands.model.attention import plain_attention
 from manyhands.model.auto import auto_class_of
 from manyhands.model.grow import grow_embeddings
@@ -179,9 +179,7 @@ def _nf4_options() -> dict[str, Any]:
     """What makes transformers hold a model as QLoRA does, by bitsandbytes alone; computed in float32, as everything reopened."""
     from transformers import BitsAndBytesConfig
 
-    quantised = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.float32
-    )
+    quantised = BitsAndBytesConfig(**NF4_OPTIONS, bnb_4bit_compute_dtype=torch.float32)
     return {"quantization_config": quantised, "device_map": {"": "cpu"}}
 
 

@@ -18,7 +18,7 @@ from manyhands.facts.safetensors import INDEX_FILE, SINGLE_FILE, find_weight_fil
 from manyhands.files import refuse_outside_links
 
 ANSWER_TIMEOUT_S = 5.0
-TEXT_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]  # configuration, chat template, tokenizer
+TEXT_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "README.md"]  # configuration, chat template, tokenizer, license
 WEIGHT_FILES = [SINGLE_FILE, INDEX_FILE, "*.safetensors"]
 UNWANTED = ["*/*", "consolidated*"]  # other formats of the same weights
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from manyhands.checkpoint.load import load_checkpoint
 from manyhands.checkpoint.retention import checkpoint_folder
 from manyhands.checkpoint.together import run_on_first
-from manyhands.export.adapter import export_adapter
+from manyhands.export.adapter import export_adapter, name_base
+from manyhands.export.card import make_card
 from manyhands.export.fresh import verify_in_fresh_process
-from manyhands.export.model import export_model
+from manyhands.export.model import choose_dtype, export_model
 from manyhands.export.probe import round_weights, save_probe
 from manyhands.metrics.report import write_report
-from manyhands.metrics.summary import describe_data
+from manyhands.metrics.summary import describe_data, describe_versions
 from manyhands.model.adapter import method_of
 from manyhands.worker.rank import Rank
 from manyhands.worker.training import stop_if_asked
@@ -32,9 +35,8 @@ def export(rank: Rank) -> None:
     source = Path(plan.model_folder)
     adapters = config.method.trains_adapters
     if not adapters or config.output.merge:
-        name = "merged" if adapters else "model"
-        asked = not adapters or config.output.dtype != "auto"
-        dtype = plan.output_dtype if asked else plan.frozen_dtype  # merged, nothing asked: as the weights were computed with
+        name: Literal["merged", "model"] = "merged" if adapters else "model"
+        dtype = choose_dtype(plan, config, merge=adapters)
         export_model(
             folder.path / name,
             rank.model,
@@ -45,19 +47,21 @@ def export(rank: Rank) -> None:
             asked=config.model,
             replace=True,
             reference_path=_reference(rank, name),
+            card=partial(_card, rank, name, dtype),
         )
     if adapters:
         export_adapter(
             folder.path / "adapter",
             rank.model,
             method_of(plan, config),
-            config.model.name,
+            name_base(config),
             rank=rank.world.rank,
             dtype=plan.output_dtype,
             source=source,
             asked=config.model,
             replace=True,
             reference_path=_reference(rank, "adapter"),
+            card=partial(_card, rank, "adapter", plan.output_dtype),
         )
     else:
         round_weights(rank.model, plan.output_dtype)  # written; nothing trains them further
@@ -96,6 +100,12 @@ def report(rank: Rank) -> None:
     write_report(rank.folder.path, rank.plan, rank.config, rank.state, rank.measured)
     rank.folder.write_status("finished", step=rank.state.step, reason=rank.state.stop_reason)
     rank.say(f"finished: {rank.folder.path}")
+
+
+def _card(rank: Rank, kind: Literal["adapter", "model", "merged"], dtype: str) -> str:
+    state, run = rank.state, rank.folder.path
+    step = state.best_step if rank.config.checkpoint.keep_best and state.best_step is not None else state.step
+    return make_card(kind, rank.config, rank.plan, run, step=step, dtype=dtype, versions=describe_versions())
 
 
 def name_device(rank: Rank) -> str | None:

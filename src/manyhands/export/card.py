@@ -1,0 +1,201 @@
+"""The model card of a written folder: README.md as the hub reads it. Says what was trained, on what and with which result; no row of it.
+
+Knows the run's files and values, and no tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from manyhands.config.schema import RunConfig
+from manyhands.facts.adapter import NF4_OPTIONS
+from manyhands.files import read_json
+from manyhands.metrics.report import format_value
+from manyhands.metrics.summary import describe_data, describe_settings, read_evaluations
+from manyhands.plan.types import Plan
+from manyhands.train.types import Evaluation
+
+CARD = "README.md"
+TASKS = {
+    "sft": "supervised fine-tuning on conversations",
+    "cpt": "continued pre-training on text",
+    "mixed": "supervised fine-tuning and continued pre-training on text",
+}
+CACHED = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/[0-9a-f]+$")
+LICENSE_LINE = re.compile(r"^(license|license_name|license_link): *[\"']?([\w.:/\-]{1,200})[\"']? *$", re.MULTILINE)
+FRONT_MATTER_CHARACTERS = 20_000
+
+
+@dataclass(frozen=True)
+class Card:
+    """What the card of one folder is made of. ``step`` is that of the weights; ``data`` as ``describe_data`` has it, None if not known."""
+
+    kind: Literal["adapter", "model", "merged"]
+    config: RunConfig
+    plan: Plan
+    step: int
+    dtype: str  # of the saved weights
+    opener: str  # transformers' auto class of the base
+    data: Sequence[Mapping[str, Any]] | None = None
+    evaluations: Sequence[Evaluation] = ()
+    versions: Mapping[str, str] | None = None
+    has_tokenizer: bool = True  # whether the folder holds one
+
+    def text(self) -> str:
+        parts = [self._head(), *self._data(), *self._settings(), *self._results(), *self._loading()]
+        return "---\n" + yaml.safe_dump(self._front_matter(), sort_keys=False, allow_unicode=True) + "---\n\n" + "\n".join(parts) + "\n"
+
+    @property
+    def base(self) -> str | None:
+        """The base's name on the hub; None for a folder that is no copy of one."""
+        return name_on_hub(self.config.model.name)
+
+    def _front_matter(self) -> dict[str, Any]:
+        adapter = self.kind == "adapter"
+        fields: dict[str, Any] = {}
+        if self.base is not None and self.config.model.init == "pretrained":
+            fields |= {"base_model": self.base, "base_model_relation": "adapter" if adapter else "finetune"}
+        fields["library_name"] = "peft" if adapter else "transformers"
+        fields |= find_license(Path(self.plan.model_folder)) if self.config.model.init == "pretrained" else {}
+        datasets = [source["name"] for source in self.data or () if source["hub"]]
+        fields |= {"datasets": datasets} if datasets else {}
+        return fields | {"tags": ["manyhands", self.config.task, self.config.method.name]}
+
+    def _head(self) -> str:
+        method = self.config.method.name
+        shown = f"[{self.base}](https://huggingface.co/{self.base})" if self.base else f"`{Path(self.config.model.name).name}`"
+        what = {
+            "adapter": f"A LoRA adapter for {shown}, trained",
+            "merged": f"{shown} with a LoRA adapter merged into its weights, trained",
+            "model": f"{shown}, {'all' if method == 'full' else 'some'} of its weights trained",
+        }[self.kind]
+        if self.config.model.init == "random":
+            what = f"A model of the architecture of {shown}, trained from random weights"
+        versions = self.versions or {}
+        tools = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers") if name in versions)
+        ours = " ".join(("manyhands", versions.get("manyhands", ""))).strip()
+        tools = f" ({tools})" if tools else ""
+        return f"# {self.config.name}\n\n{what} by {TASKS[self.config.task]} with {ours}{tools}. Saved in {self.dtype}.\n"
+
+    def _data(self) -> list[str]:
+        if self.data is None:
+            return []
+        lines = ["## Training data", "", "| source | samples | tokens | times an epoch |", "|---|---|---|---|"]
+        for source in self.data:
+            if source["num_rows"]:
+                cells = (source["name"], f"{source['num_rows']:,}", f"{source['num_tokens']:,}", f"{source['weight']:g}")
+                lines.append(f"| {' | '.join(format_value(cell) for cell in cells)} |")
+        return [*lines, ""]
+
+    def _settings(self) -> list[str]:
+        lines = ["## Settings", "", f"{self.step:,} optimizer steps.", "", "| key | value |", "|---|---|"]
+        lines += [f"| {key} | {format_value(value)} |" for key, value in describe_settings(self.config, self.plan).items()]
+        return [*lines, ""]
+
+    def _results(self) -> list[str]:
+        lines = ["## Held-out results", ""]
+        shown = {row.step: row for row in self.evaluations if row.step in (0, self.step)}
+        if self.step not in shown:
+            return [*lines, "These weights were not evaluated on held-out samples.", ""]
+        lines += ["| | loss | perplexity | token accuracy |", "|---|---|---|---|"]
+        for step, row in sorted(shown.items()):
+            name = "before training" if step == 0 and self.step else f"after step {step}"
+            lines.append(f"| {name} | {row.loss:.4f} | {row.perplexity:.4g} | {row.accuracy:.2%} |")
+        row = shown[self.step]
+        names = [source["name"] for source in self.data or () if source["num_validation_rows"]]
+        of = f" of {', '.join(names)}" if names else ""
+        count = f"Measured during training on {row.num_rows:,} held-out samples{of} ({row.num_targets:,} loss tokens)"
+        return [*lines, "", f"{count}. Nothing else was evaluated.", ""]
+
+    def _loading(self) -> list[str]:
+        return ["## Loading", "", *self._nf4(), "```python", *self._code(), "```"]
+
+    def _nf4(self) -> list[str]:
+        if self.kind != "adapter" or self.config.method.name != "qlora":
+            return []
+        text = "It was trained beside weights in 4 bits, NF4 **with double quantization**, which is not bitsandbytes' default: "
+        text += "open the base as it is done here."
+        if (self.config.method if self.plan.adapter is None else self.plan.adapter.method).init == "loftq":
+            text += " It began at what these 4 bits lose (LoftQ), so it is wrong beside weights in 16 bits."
+        return [text, ""]
+
+    def _code(self) -> list[str]:
+        load = f"from transformers import {self.opener}, AutoTokenizer"
+        if self.kind != "adapter":
+            return [
+                load,
+                "",
+                'folder = "path/to/this/folder"  # or its name on the hub',
+                f'model = {self.opener}.from_pretrained(folder, dtype="auto")',
+                "tokenizer = AutoTokenizer.from_pretrained(folder)",
+            ]
+        base, dtype, more = self.base or f"path/to/{Path(self.config.model.name).name}", self.plan.compute_dtype, ""
+        revision = self.config.model.revision
+        more += f', revision="{revision}"' if revision else ""
+        lines = ["import torch", "from peft import PeftModel", load]
+        quantized = self.config.method.name == "qlora"
+        if quantized:
+            options = ", ".join(f"{key}={value!r}" for key, value in NF4_OPTIONS.items()).replace("'", '"')
+            lines[-1] += ", BitsAndBytesConfig"
+            lines += ["", f"nf4 = BitsAndBytesConfig({options}, bnb_4bit_compute_dtype=torch.{dtype})"]
+            more += ", quantization_config=nf4"
+        lines += ["", f'base = {self.opener}.from_pretrained("{base}", dtype=torch.{dtype}{more})']
+        if self.plan.new_tokens is not None:
+            lines.append(f"base.resize_token_embeddings({self.plan.new_tokens.vocab_size})")
+        lines.append('model = PeftModel.from_pretrained(base, "path/to/this/folder")')
+        return [*lines, f'tokenizer = AutoTokenizer.from_pretrained("{"path/to/this/folder" if self.has_tokenizer else base}")']
+
+
+def make_card(
+    kind: Literal["adapter", "model", "merged"],
+    config: RunConfig,
+    plan: Plan,
+    run: Path,
+    *,
+    step: int,
+    dtype: str,
+    versions: Mapping[str, str] | None,
+) -> str:
+    """The card's text, of the run in the folder ``run``. What is not at hand any more (the token cache, say) is left out."""
+    from manyhands.model.auto import auto_class_of
+
+    meta = read_json(Path(plan.data_folder) / "meta.json")
+    model = config.model
+    return Card(
+        kind=kind,
+        config=config,
+        plan=plan,
+        step=step,
+        dtype=dtype,
+        opener=auto_class_of(plan.model_folder, trust_remote_code=model.trust_remote_code).__name__,
+        data=describe_data(meta) if isinstance(meta, dict) and meta.get("digest") == plan.data_digest else None,
+        evaluations=read_evaluations(run / "metrics.jsonl"),
+        versions=versions,
+        has_tokenizer=kind != "adapter" or bool(model.chat_template or model.new_tokens),
+    ).text()
+
+
+def name_on_hub(name: str) -> str | None:
+    """OWNER/NAME of a model that is named so, or by a folder of the hub's cache; None for any other folder."""
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        return name
+    cached = CACHED.search(str(folder.resolve()))
+    return f"{cached[1]}/{cached[2]}" if cached else None
+
+
+def find_license(source: Path) -> dict[str, str]:
+    """The base's license as its own card's front matter states it; nothing where it has none, or is not at hand."""
+    path = source / CARD
+    if not path.is_file():
+        return {}
+    with path.open(encoding="utf-8", errors="replace") as file:
+        text = file.read(FRONT_MATTER_CHARACTERS)
+    head = re.match(r"---\s*\n(.*?)\n---\s*(\n|$)", text, re.DOTALL)
+    return dict(LICENSE_LINE.findall(head[1])) if head else {}

@@ -1,0 +1,145 @@
+"""The model card: the hub reads its head, its lines of Python open the folder, and nothing of the data or of this machine is in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from bitsandbytes.nn import Linear4bit
+from huggingface_hub import ModelCard
+from peft import PeftConfig
+from safetensors import safe_open
+
+from manyhands.config.schema import RunConfig
+from manyhands.export.__main__ import main
+from manyhands.export.adapter import export_adapter
+from manyhands.export.card import Card, find_license, name_on_hub
+from manyhands.facts.adapter import NF4_OPTIONS
+from manyhands.train.types import Evaluation
+from tests.export.test_export_command import logits, make_plan, make_run, verify_here
+from tests.export.tiny import METHOD, adapt, make_model
+
+__all__ = ["verify_here"]  # a fixture
+
+FIELDS: dict[str, Any] = {"name": "helper", "model": {"name": "someone/base"}, "data": {"train": "/home/me/private/rows.jsonl"}}
+SOURCES = [
+    {"name": "rows", "hub": False, "weight": 1.0, "num_rows": 980, "num_tokens": 50_000, "num_validation_rows": 20},
+    {"name": "openai/gsm8k", "hub": True, "weight": 0.5, "num_rows": 7000, "num_tokens": 900_000, "num_validation_rows": 0},
+]
+EVALUATIONS = [Evaluation(step, loss, 2.0, 0.5, 20, 700, 300, 1.0, (("a secret question", "x"),)) for step, loss in ((0, 3.25), (7, 1.5))]
+
+
+def make_card(kind: Any = "adapter", **changes: Any) -> str:
+    method = changes.pop("method", {"name": "lora", "rank": 4})
+    config = RunConfig.model_validate(FIELDS | {"method": method} | changes.pop("config", {}))
+    fields = {"data": SOURCES, "evaluations": EVALUATIONS, "versions": {"manyhands": "0.1.0", "torch": "2.13.0"}, "has_tokenizer": False}
+    plan = make_plan(config, changes.pop("source", Path("nowhere")))
+    card = Card(kind=kind, config=config, plan=plan, step=7, dtype="float32", opener="AutoModelForCausalLM", **fields)
+    return dataclasses.replace(card, **changes).text()
+
+
+def head(text: str) -> dict[str, Any]:
+    return yaml.safe_load(text.split("---")[1])
+
+
+def code(text: str) -> str:
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
+
+
+@pytest.mark.parametrize(("kind", "library", "relation"), [("adapter", "peft", "adapter"), ("merged", "transformers", "finetune")])
+def test_the_hub_reads_its_head(tmp_path: Path, kind: str, library: str, relation: str) -> None:
+    (tmp_path / "README.md").write_text("---\nlanguage: en\nlicense: apache-2.0\n---\n# Base\nlicense: to kill\n")
+    text = make_card(kind, source=tmp_path)
+    read = ModelCard(text).data.to_dict()
+    expected = {"base_model": "someone/base", "base_model_relation": relation, "library_name": library, "license": "apache-2.0"}
+    assert read.items() >= (expected | {"datasets": ["openai/gsm8k"], "tags": ["manyhands", "sft", "lora"]}).items()
+
+
+def test_it_says_on_what_how_and_with_which_result_and_nothing_private() -> None:
+    text = make_card()
+    for said in (
+        "| rows | 980 | 50,000 | 1 |",
+        "| method.rank | 4 |",
+        "| optimizer.learning_rate | 0.001 |",
+        "7 optimizer steps",
+        "| before training | 3.2500 | 2 | 50.00% |",
+        "| after step 7 | 1.5000 | 2 | 50.00% |",
+        "20 held-out samples of rows (300 loss tokens). Nothing else was evaluated.",
+        "A LoRA adapter for [someone/base](https://huggingface.co/someone/base), trained by supervised",
+        "with manyhands 0.1.0 (torch 2.13.0). Saved in float32.",
+    ):
+        assert said in text, said
+    assert "/home/me" not in text and "secret" not in text
+
+
+def test_what_is_not_known_is_not_claimed(tmp_path: Path) -> None:
+    text = make_card("model", evaluations=EVALUATIONS[:1], data=None, config={"model": {"name": str(tmp_path)}, "method": {"name": "full"}})
+    assert "These weights were not evaluated on held-out samples." in text and "3.25" not in text
+    assert not {"base_model", "license", "datasets"} & head(text).keys()
+    assert str(tmp_path) not in text and "Training data" not in text
+
+
+def test_names_on_the_hub(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--someone--a-base" / "snapshots" / "0123abcd"
+    snapshot.mkdir(parents=True)
+    assert name_on_hub(str(snapshot)) == "someone/a-base"
+    assert name_on_hub(str(tmp_path)) is None
+    assert name_on_hub("someone/base") == "someone/base"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "license: mit\n", "---\nlicense: mit", "---\nlicense: [a, b]\n---\n", "---\nlicense:\n  evil: 1\n---\n"]
+)
+def test_a_license_is_taken_from_a_cards_head_alone(tmp_path: Path, text: str) -> None:
+    (tmp_path / "README.md").write_text(text)
+    assert find_license(tmp_path) == {}
+
+
+@pytest.mark.parametrize("kind", ["lora", "full", "merged", "qlora"])
+def test_its_lines_of_python_open_the_folder(tmp_path: Path, kind: str) -> None:
+    method = {"merged": "lora"}.get(kind, kind)
+    run, models = make_run(tmp_path, method)
+    assert main([str(run), "--output", str(tmp_path / "out"), *(["--merge"] if kind == "merged" else [])]) == 0
+    text = (tmp_path / "out" / "README.md").read_text()
+    lines = code(text).replace("path/to/this/folder", str(tmp_path / "out")).replace("path/to/base", str(tmp_path / "base"))
+    found: dict[str, Any] = {}
+    exec(lines, found)
+    assert found["tokenizer"].chat_template
+    if method != "qlora":
+        torch.testing.assert_close(logits(found["model"]), logits(models[7]), rtol=1e-4, atol=1e-5)
+        return
+    layers = [module for module in found["model"].modules() if isinstance(module, Linear4bit)]
+    assert len(layers) == 14 and all(layer.weight.quant_state.nested for layer in layers)
+    assert "NF4 **with double quantization**" in text
+
+
+def test_an_adapter_beside_nf4_says_so_where_programs_look_and_peft_opens_it_without_a_word(tmp_path: Path) -> None:
+    for name, options in (("lora", {}), ("qlora", {}), ("loftq", {"init": "loftq"})):
+        method = METHOD.model_copy(update={"name": "lora" if name == "lora" else "qlora", **options})
+        export_adapter(tmp_path / name, adapt(make_model()), method, "someone/base", rank=0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            opened = PeftConfig.from_pretrained(str(tmp_path / name))
+        with safe_open(tmp_path / name / "adapter_model.safetensors", "pt") as file:
+            metadata = file.metadata()
+        mapping = json.loads((tmp_path / name / "adapter_config.json").read_text())["auto_mapping"]
+        assert opened.auto_mapping == mapping
+        if name == "lora":
+            assert mapping is None and "base_quantization" not in metadata
+            continue
+        assert mapping["base_model_class"] == "LlamaForCausalLM" and mapping["parent_library"].startswith("transformers.")
+        assert mapping["base_quantization"] == NF4_OPTIONS and NF4_OPTIONS["bnb_4bit_use_double_quant"] is True
+        assert metadata["base_quantization"] == "nf4, double quantization"
+        assert ("base" in metadata) == (name == "loftq")
+
+
+def test_loftq_is_said_to_be_wrong_beside_16_bits() -> None:
+    assert "wrong beside weights in 16 bits" in make_card(method={"name": "qlora", "init": "loftq"})
+    assert "16 bits" not in make_card(method={"name": "qlora"})
