@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import json
 
+# What a launcher can act on: UserError.kind.
+OUT_OF_MEMORY = "out_of_memory"
+DISK_FULL = "disk_full"
+
 # Exit codes, as documented in the README.
 EXIT_FAILED = 1  # a bug, or a rank that failed
 EXIT_USAGE = 2  # the run file, the data or the command line is wrong
@@ -23,7 +27,7 @@ class UserError(Exception):
     """Something the user can mend.
 
     ``what`` is one sentence; ``where`` a file and line, a key or a folder; ``why`` the cause; ``fix`` the next thing to
-    do. ``details`` lists single findings (broken lines, wrong keys), at most some twenty of them.
+    do. ``details`` lists single findings (broken lines, wrong keys), at most some twenty of them. ``kind`` is for programs.
     """
 
     def __init__(
@@ -35,11 +39,13 @@ class UserError(Exception):
         fix: str = "",
         details: list[str] | tuple[str, ...] = (),
         exit_code: int = EXIT_USAGE,
+        kind: str = "",
     ) -> None:
         super().__init__(what)
         self.what, self.where, self.why, self.fix = what, where, why, fix
         self.details = tuple(details)
         self.exit_code = exit_code
+        self.kind = kind
 
     def __str__(self) -> str:
         lines = [f"error: {self.what}"]
@@ -57,6 +63,7 @@ class UserError(Exception):
                 "fix": self.fix,
                 "details": list(self.details),
                 "exit_code": self.exit_code,
+                "kind": self.kind,
             }
         )
 

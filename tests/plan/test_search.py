@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ import pytest
 
 from manyhands.errors import UserError
 from manyhands.facts.types import Facts, GpuFacts
-from manyhands.plan.search import plan
+from manyhands.plan.search import NothingSmaller, plan
 from manyhands.plan.types import Plan
 from tests.plan.examples import GIB, H200_BYTES, data_facts, facts, llama_8b, model_facts, run_config
 
@@ -128,10 +129,43 @@ def test_an_explicit_strategy_may_fill_the_limit_but_not_pass_it():
         plan(config, h200(2, gpu_bytes=int(need / 0.97) - 2**20))
 
 
-def test_after_running_out_of_memory_less_is_used():
-    first, second = (plan(run_config(), h200(1, gpu_bytes=100 * GIB), cause=cause) for cause in ("first", "out_of_memory"))
-    assert second.memory.total < first.memory.total
-    assert second.memory.total <= 0.7 * second.memory.limit
+def test_after_running_out_of_memory_micro_batches_are_halved_and_the_global_batch_stays():
+    made = first = plan(run_config(batch__rows=64), h200(1))
+    sizes = [first.micro_tokens]
+    while True:
+        try:
+            made = plan(run_config(batch__rows=64), h200(1), number=made.number + 1, cause="out_of_memory", before=made)
+        except NothingSmaller as error:
+            assert "no smaller plan is left than plan" in error.what and "parallel.offload" in error.fix
+            break
+        assert (made.batch_rows, made.num_steps, made.learning_rate) == (first.batch_rows, first.num_steps, first.learning_rate)
+        assert made.cause == "out_of_memory" and made.ran_out.number == made.number - 1
+        sizes.append(made.micro_tokens)
+    halved = [size for size in sizes if size > 4096]
+    assert all(2 * fewer <= more for more, fewer in itertools.pairwise(halved)) and len(halved) > 1
+    assert sizes[-1] == 4096, "the longest row, by the way that needs the least"
+
+
+def test_a_plan_after_one_that_ran_out_stays_smaller_until_there_is_more_memory():
+    first = plan(run_config(batch__rows=64), h200(1))
+    second = plan(run_config(batch__rows=64), h200(1), number=2, cause="out_of_memory", before=first)
+    third = plan(run_config(batch__rows=64), h200(1), number=3, cause="resume", before=second)
+    assert (third.micro_tokens, third.recompute, third.ran_out) == (second.micro_tokens, second.recompute, second.ran_out)
+    assert any(sentence.startswith("smaller: ") and "as plan 1 ran out of memory" in sentence for sentence in third.why)
+    larger = plan(run_config(batch__rows=64), h200(1, gpu_bytes=180 * GIB), number=3, cause="resume", before=second)
+    two = plan(run_config(batch__rows=64), h200(2), number=3, cause="resume", before=second)
+    assert larger.ran_out is None and two.ran_out is None and larger.micro_tokens > second.micro_tokens
+
+
+def test_keys_that_fix_the_micro_batch_are_obeyed_after_running_out_too():
+    config = run_config(batch__micro_tokens=8192)
+    first = plan(config, h200(1))
+    second = plan(config, h200(1), number=2, cause="out_of_memory", before=first)
+    assert second.micro_tokens == 8192 and second.memory.total < first.memory.total and second.recompute != "none"
+    everything = run_config(batch__micro_tokens=8192, parallel__recompute="block", parallel__offload_activations=False)
+    with pytest.raises(NothingSmaller, match="no smaller plan") as caught:
+        plan(everything, h200(1), number=2, cause="out_of_memory", before=plan(everything, h200(1)))
+    assert "leave batch.micro_tokens to auto" in caught.value.fix
 
 
 def test_nothing_fits_on_cpu():

@@ -45,7 +45,7 @@ def run(
         received = asked.signal
     except UserError as error:
         if not folder.is_finished:
-            folder.write_status("failed", reason=error.what)
+            folder.write_failed(error, plan)
         raise
     if received is None or folder.is_finished:
         folder.clear_ranks()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from manyhands.config.schema import RunConfig
 from manyhands.errors import UserError
@@ -11,7 +11,7 @@ from manyhands.launch.lock import FolderLock
 from manyhands.launch.run_folder import RunFolder, refuse_unusable
 from manyhands.launch.second_start import find_run, folder_of, fresh_name
 from manyhands.launch.stopping import say_when_stopped
-from manyhands.plan.types import Plan
+from manyhands.plan.types import Cause, Plan
 
 # What a resumed run computes. Everything else in a plan may change from launch to launch.
 COURSE = (
@@ -92,21 +92,47 @@ def prepare_run(
     return Prepared(folder, config, plan, resume=folder.newest_step() is not None, finished=False, lock=lock)
 
 
+def plan_smaller(prepared: Prepared) -> Prepared:
+    """The same run with the next smaller plan, written into its folder, after a launch that ran out of memory.
+
+    UserError (NothingSmaller) where the plan that ran out was the smallest.
+    """
+    folder = prepared.folder
+    plan = _plan_launch(prepared.config, folder, None, None, lambda _: None, must_shrink=True)
+    folder.write_plan(plan)
+    return replace(prepared, plan=plan, resume=folder.newest_step() is not None)
+
+
 def _plan_launch(
-    config: RunConfig, folder: RunFolder, world_size: int | None, local_world_size: int | None, report: Callable[[str], None]
+    config: RunConfig,
+    folder: RunFolder,
+    world_size: int | None,
+    local_world_size: int | None,
+    report: Callable[[str], None],
+    *,
+    must_shrink: bool = False,
 ) -> Plan:
+    """``must_shrink``: refuse where the last launch ran out of memory with the smallest plan; else that one is tried again."""
     from manyhands.facts.gather import gather_facts
-    from manyhands.plan.search import plan
+    from manyhands.plan.search import NothingSmaller, plan
 
     facts = gather_facts(config, world_size=world_size, local_world_size=local_world_size, report=report)
-    number = folder.newest_plan_number() + 1
-    if folder.newest_step() is None:
-        return plan(config, facts, number=number, cause="first")
-    before = folder.read_plan()
-    after = plan(config, facts, number=number, cause="resume")
-    if after.world_size != before.world_size:
+    number, step = folder.newest_plan_number() + 1, folder.newest_step()
+    before = folder.read_plan() if number > 1 and folder.was_started() else None
+    cause: Cause = "first" if step is None else "resume"
+    after: Plan | None = None
+    if before is not None and folder.ran_out_of_memory(before):
+        try:
+            after = plan(config, facts, number=number, cause="out_of_memory", before=before)
+        except NothingSmaller:
+            if must_shrink:
+                raise
+    if after is None or after.ran_out is None:
+        after = plan(config, facts, number=number, cause=cause, before=before)
+    if before is not None and step is not None and after.world_size != before.world_size:
         after = plan(config, facts, number=number, cause="resize")
-    _check_course(before, after, folder)
+    if before is not None and (step is not None or after.cause == "out_of_memory"):
+        _check_course(before, after, folder)
     return after
 
 

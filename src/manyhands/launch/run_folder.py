@@ -23,7 +23,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from manyhands.config.schema import RunConfig
-from manyhands.errors import UserError
+from manyhands.errors import OUT_OF_MEMORY, UserError
 from manyhands.files import read_json, remove_temporaries, write_atomically, write_json
 from manyhands.plan.types import Plan
 
@@ -146,6 +146,16 @@ class RunFolder:
         """status.json, or ``{}``."""
         status = read_json(self.status_json)
         return status if isinstance(status, dict) else {}
+
+    def ran_out_of_memory(self, plan: Plan) -> bool:
+        """Whether the launch of ``plan`` ended because memory ran out."""
+        status = self.read_status()
+        return (status.get("state"), status.get("cause"), status.get("plan")) == ("failed", OUT_OF_MEMORY, plan.number)
+
+    def write_failed(self, error: UserError, plan: Plan) -> None:
+        """What status.json says of a launch that failed; the next start reads it."""
+        cause = {"cause": error.kind} if error.kind else {}
+        self.write_status("failed", reason=error.what, plan=plan.number, **cause)
 
     @property
     def is_finished(self) -> bool:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 
 from manyhands.config.schema import RunConfig
-from manyhands.errors import UserError
+from manyhands.errors import OUT_OF_MEMORY, UserError
 from manyhands.launch.foreign import detect_launcher
-from manyhands.launch.prepare import prepare_run
+from manyhands.launch.prepare import Prepared, plan_smaller, prepare_run
 from manyhands.plan.types import Plan
+
+MAX_SMALLER_PLANS = 4  # each has at most half the tokens a micro-batch
 
 
 def start(config: RunConfig, *, dry_run: bool = False, fresh: bool = False) -> int:
@@ -26,11 +28,26 @@ def start(config: RunConfig, *, dry_run: bool = False, fresh: bool = False) -> i
             return 0
         if prepared.resume:
             print(f"resuming {folder.path} at step {folder.newest_step()}")
-        from manyhands.launch import local
-
-        return local.run(folder, prepared.plan, timeout_s=prepared.config.parallel.timeout_s)
+        return _launch(prepared)
     finally:
         prepared.release()
+
+
+def _launch(prepared: Prepared) -> int:
+    """Runs the workers; where memory runs out, again from the last checkpoint with a smaller plan, ``MAX_SMALLER_PLANS`` times."""
+    from manyhands.launch import local
+
+    for num_left in range(MAX_SMALLER_PLANS, -1, -1):
+        try:
+            return local.run(prepared.folder, prepared.plan, timeout_s=prepared.config.parallel.timeout_s)
+        except UserError as error:
+            if error.kind != OUT_OF_MEMORY or not num_left:
+                raise
+            prepared = plan_smaller(prepared)
+            how = next(sentence for sentence in prepared.plan.why if sentence.startswith("smaller: ")).removeprefix("smaller: ")
+            begin = f"from step {prepared.folder.newest_step()}" if prepared.resume else "from the start"
+            print(f"{error.what} ({error.where})\nplan {prepared.plan.number}: {how}; going on {begin}", flush=True)
+    raise AssertionError("unreachable")
 
 
 def _show(plan: Plan) -> None:

@@ -7,7 +7,7 @@ and their order stand in ``ways.py``.
 from __future__ import annotations
 
 from manyhands.config.schema import RunConfig
-from manyhands.errors import UserError
+from manyhands.errors import EXIT_FAILED, OUT_OF_MEMORY, UserError
 from manyhands.facts.types import DataFacts, Facts
 from manyhands.plan.batch import Split, ceil_div, constant_pack_tokens, has_one_length, possible_splits
 from manyhands.plan.checks import warn_of_values
@@ -27,19 +27,24 @@ from manyhands.plan.memory import GIB
 from manyhands.plan.setup import Setup
 from manyhands.plan.steps import count_steps
 from manyhands.plan.trained import count_trained
-from manyhands.plan.types import Candidate, Cause, Plan
-from manyhands.plan.ways import Limits, Way, choose_way, lighten, list_ways, memory_limits, reduce_once
+from manyhands.plan.types import Candidate, Cause, Plan, RanOut
+from manyhands.plan.ways import Limits, Way, choose_smaller, choose_way, lighten, list_ways, memory_limits, reduce_once
 
 USEFUL_TOKENS = {"cuda": 16_384, "cpu": 2_048}  # a larger micro-batch gains nothing
 SAFE_SHARE = 0.92  # of the limit: what is planned for, as the estimate is one
-SAFE_SHARE_AFTER_OOM = 0.70  # the estimate has just been proved too low
+ROOM_FOR_MORE = 1.1  # times as much memory as when a plan ran out of it: larger ones may be tried again
 
 
-def plan(config: RunConfig, facts: Facts, *, number: int = 1, cause: Cause = "first") -> Plan:
+class NothingSmaller(UserError):
+    """Memory ran out, and no smaller plan is left."""
+
+
+def plan(config: RunConfig, facts: Facts, *, number: int = 1, cause: Cause = "first", before: Plan | None = None) -> Plan:
     """Decide everything for one launch.
 
-    ``number`` counts the launches of the run; ``cause="out_of_memory"`` leaves more memory free than the estimate asks.
-    UserError where keys contradict the facts (processes, batch, dtypes) or where nothing fits.
+    ``number`` counts the launches of the run, ``before`` is the plan of the last one. ``cause="out_of_memory"``: that one ran out,
+    and this one is smaller, with the same global batch. UserError where keys contradict the facts (processes, batch, dtypes) or
+    where nothing fits; NothingSmaller where nothing is left to try.
     """
     digest = config.digest
     packing, why_packing = choose_packing(config, facts.model)
@@ -52,19 +57,12 @@ def plan(config: RunConfig, facts: Facts, *, number: int = 1, cause: Cause = "fi
     num_local = ranks_per_machine(facts, made.device, made.world_size)
     num_machines = ceil_div(made.world_size, num_local)
     ways = list_ways(config, _base_setup(config, facts, made), splits, limits, num_machines)
-    share = SAFE_SHARE_AFTER_OOM if cause == "out_of_memory" else SAFE_SHARE
-    chosen = choose_way(ways, made.device, share)
-    if chosen is None:
-        raise _nothing_fits(config, ways, made, limits)
-    once = reduce_once(chosen, limits, share)
-    ways = [once if way is chosen else way for way in ways]
-    chosen = lighten(config, once, ways, limits, share)
-    if chosen is not once:
-        ways.insert(ways.index(once), chosen)
+    ran_out = _find_ran_out(cause, before, facts, made, limits)
+    ways, chosen = _choose(config, ways, made, limits, ran_out)
     split = chosen.split
     pack_tokens = constant_pack_tokens(split, facts.data, made.world_size)
     steps = count_steps(config, facts.data, split.batch_rows)
-    why_way = _why_way(config, facts, chosen, made, share, limits.why)
+    why_way = _why_way(config, facts, chosen, made, SAFE_SHARE, limits.why)
     warnings = warn_of_values(config, facts.model, made.learning_rate)
     whole = Plan(
         number=number,
@@ -110,11 +108,13 @@ def plan(config: RunConfig, facts: Facts, *, number: int = 1, cause: Cause = "fi
         checkpoint_every=steps.checkpoint_every,
         output_dtype=made.output,
         memory=chosen.memory,
+        ran_out=ran_out,
         environment=choose_environment(made.device, facts.host.num_cores, num_local),
-        candidates=tuple(_candidate(way, chosen, made.device, share) for way in ways),
+        candidates=tuple(_candidate(way, chosen, made.device, ran_out) for way in ways),
         why=(
             *made.why_ranks,
             why_packing,
+            *_why_smaller(chosen, ran_out),
             *why_way,
             *made.why_numerics,
             *_why_start(facts),
@@ -125,6 +125,45 @@ def plan(config: RunConfig, facts: Facts, *, number: int = 1, cause: Cause = "fi
         ),
     )
     return with_efficiency(whole, facts)
+
+
+def _choose(config: RunConfig, ways: list[Way], made: Decisions, limits: Limits, ran_out: RanOut | None) -> tuple[list[Way], Way]:
+    """The way to carry out the run, and all ways with it among them."""
+    if ran_out is not None:
+        smaller = choose_smaller(ways, ran_out)
+        if smaller is None and not any(way.memory.fits for way in ways):
+            raise _nothing_fits(config, ways, made, limits)
+        if smaller is None:
+            raise _nothing_smaller(config, ran_out, made)
+        return ways, smaller
+    chosen = choose_way(ways, made.device, SAFE_SHARE)
+    if chosen is None:
+        raise _nothing_fits(config, ways, made, limits)
+    once = reduce_once(chosen, limits, SAFE_SHARE)
+    ways = [once if way is chosen else way for way in ways]
+    lighter = lighten(config, once, ways, limits, SAFE_SHARE)
+    if lighter is not once:
+        ways.insert(ways.index(once), lighter)
+    return ways, lighter
+
+
+def _find_ran_out(cause: Cause, before: Plan | None, facts: Facts, made: Decisions, limits: Limits) -> RanOut | None:
+    """The plan that this one must be smaller than. None where another number of ranks, or more memory than by then, starts afresh."""
+    if before is None or before.world_size != made.world_size or before.device != made.device:
+        return None
+    if cause != "out_of_memory":
+        kept = before.ran_out
+        return kept if kept is not None and limits.device <= ROOM_FOR_MORE * kept.limit else None
+    return RanOut(
+        number=before.number,
+        world_size=before.world_size,
+        strategy=before.strategy,
+        reshard=before.reshard,
+        recompute=before.recompute,
+        micro_tokens=before.pack_tokens or before.micro_tokens or (before.micro_rows or 1) * facts.data.max_length,
+        estimated_bytes=before.memory.total,
+        limit=before.memory.limit,
+    )
 
 
 def _base_setup(config: RunConfig, facts: Facts, made: Decisions) -> Setup:
@@ -160,7 +199,7 @@ def _base_setup(config: RunConfig, facts: Facts, made: Decisions) -> Setup:
     )
 
 
-def _candidate(way: Way, chosen: Way, device: Device, share: float) -> Candidate:
+def _candidate(way: Way, chosen: Way, device: Device, ran_out: RanOut | None) -> Candidate:
     return Candidate(
         strategy=way.strategy,
         recompute=way.recompute,
@@ -169,12 +208,14 @@ def _candidate(way: Way, chosen: Way, device: Device, share: float) -> Candidate
         micro=way.split.micro,
         memory=way.memory,
         chosen=way is chosen,
-        reason="" if way is chosen else _why_lost(way, chosen, device, share),
+        reason="" if way is chosen else _why_lost(way, chosen, device, SAFE_SHARE, ran_out),
     )
 
 
-def _why_lost(way: Way, chosen: Way, device: Device, share: float) -> str:
+def _why_lost(way: Way, chosen: Way, device: Device, share: float, ran_out: RanOut | None) -> str:
     total, limit = way.memory.total, way.memory.limit
+    if ran_out is not None and total <= limit:
+        return f"not the next smaller one after plan {ran_out.number}, which ran out of memory"
     if total > limit:
         return f"needs {_gib(total)} of {_gib(limit)}"
     if not way.memory.fits_host:
@@ -217,6 +258,16 @@ def _why_way(config: RunConfig, facts: Facts, way: Way, made: Decisions, share: 
     if positions and longest > positions:
         why.append(f"note: the longest row has {longest:,} tokens, more than the {positions:,} positions the model was made for")
     return why
+
+
+def _why_smaller(way: Way, ran_out: RanOut | None) -> list[str]:
+    if ran_out is None:
+        return []
+    tokens = way.split.full_micro_tokens
+    fewer = f"{tokens:,} tokens a micro-batch in place of {ran_out.micro_tokens:,}, the same global batch"
+    if tokens >= ran_out.micro_tokens:
+        fewer = f"an estimate of {_gib(way.memory.total)} in place of {_gib(ran_out.estimated_bytes)}, the same micro-batch"
+    return [f"smaller: {fewer}, as plan {ran_out.number} ran out of memory"]
 
 
 def _why_recompute(config: RunConfig, way: Way) -> str:
@@ -337,6 +388,31 @@ def _nothing_fits(config: RunConfig, ways: list[Way], made: Decisions, limits: L
         why=f"the limit is {limits.why}; the estimate by term:",
         fix=", or ".join(advice),
         details=[f"{name}: {_gib(size)}" for name, size in terms if size],
+    )
+
+
+def _nothing_smaller(config: RunConfig, ran_out: RanOut, made: Decisions) -> NothingSmaller:
+    """What is left to a user where even the smallest plan ran out of memory."""
+    parallel, batch = config.parallel, config.batch
+    advice = ["end other programs that hold its memory (`manyhands gpu-info`)" if made.device == "cuda" else "end other programs"]
+    fixed = [key for key in ("micro_rows", "micro_tokens", "accumulation") if getattr(batch, key) != "auto"]
+    if fixed:
+        advice.append("leave " + " and ".join(f"batch.{key}" for key in fixed) + " to auto")
+    if parallel.recompute not in ("auto", "block"):
+        advice.append("set parallel.recompute=auto")
+    if parallel.offload == "none" and made.device == "cuda":
+        advice.append("set parallel.offload=optimizer or all")
+    advice.append("use more GPUs" if made.device == "cuda" else "use a machine with more memory")
+    shorter = "; a new run (--fresh) could also shorten the rows (data.max_length) or take "
+    method = {"full": "method.name=lora", "patterns": "method.name=lora", "lora": "method.name=qlora"}.get(config.method.name)
+    return NothingSmaller(
+        f"out of memory, and no smaller plan is left than plan {ran_out.number}",
+        where=f"{made.ranks}: {ran_out.strategy}, recompute {ran_out.recompute}, {ran_out.micro_tokens:,} tokens a micro-batch, "
+        f"{_gib(ran_out.estimated_bytes)} of {_gib(ran_out.limit)} estimated",
+        why="more was needed than the estimate says, or something else holds memory",
+        fix=", or ".join(advice) + (shorter + method if method else shorter.removesuffix(" or take ")),
+        exit_code=EXIT_FAILED,
+        kind=OUT_OF_MEMORY,
     )
 
 

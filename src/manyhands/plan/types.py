@@ -64,6 +64,19 @@ class Candidate(Part):
     reason: str
 
 
+class RanOut(Part):
+    """A plan that ran out of memory: those after it take less."""
+
+    number: int
+    world_size: int
+    strategy: Strategy
+    reshard: bool
+    recompute: Recompute
+    micro_tokens: int  # of a full micro-batch, with packing or without
+    estimated_bytes: int
+    limit: int  # bytes that a rank could use by then
+
+
 class Plan(Part):
     """Everything derived for one launch. Workers read this and the config, and nothing else."""
 
@@ -118,6 +131,7 @@ class Plan(Part):
 
     efficiency: float | None = None  # expected share of the computed tokens that is useful
     memory: MemoryEstimate
+    ran_out: RanOut | None = None  # the newest plan of the run that did, where this one is smaller for that
     step_s: float | None = None  # not predicted yet
     environment: dict[str, str] = {}  # what launch/env.py sets for every worker
     candidates: tuple[Candidate, ...] = ()

@@ -108,6 +108,8 @@ class Rank:
             record_for_torch(error, self.stage, rank)
         if self.folder is not None:
             write_failure(self.folder, rank, self.stage, error, world_size=world_size)
+        if self.launcher.kind != "manyhands" and isinstance(error, UserError) and self.folder is not None and self.plan is not None:
+            self.folder.write_failed(error, self.plan)  # our own launcher does it itself
         if is_consequence:
             if self.folder is not None:
                 limit_s = self.config.parallel.timeout_s if self.config is not None else DEFAULT_TIMEOUT_S

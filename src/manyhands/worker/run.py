@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
 from manyhands.checkpoint.together import run_together
-from manyhands.errors import EXIT_FAILED, EXIT_INTERRUPTED, UserError
+from manyhands.errors import EXIT_FAILED, EXIT_INTERRUPTED, OUT_OF_MEMORY, UserError
 from manyhands.train.loop import Interrupted
 from manyhands.worker import build, finish, training
 from manyhands.worker.agree import agree
 from manyhands.worker.rank import Rank
+
+# A smaller micro-batch does not help these: they have none, or come after the last.
+NOT_OF_MICRO_BATCHES = ("open data", "build model", "export", "verify", "report")
+# What memory that has run out is called where it is no torch.OutOfMemoryError: by the driver, cuBLAS, cuDNN, torch on a CPU.
+_OUT_OF_MEMORY = re.compile(r"out of memory|STATUS_ALLOC_FAILED|can't allocate memory", re.IGNORECASE)
 
 
 def run_rank(rank: Rank, arguments: argparse.Namespace) -> int:
@@ -41,7 +47,9 @@ def run_rank(rank: Rank, arguments: argparse.Namespace) -> int:
             rank.close_heartbeat()
             rank.say(f"stopped after step {rank.state.step}; the same command goes on from there")
             return rank.stop.exit_code if rank.stop.number else EXIT_INTERRUPTED
-        except torch.OutOfMemoryError as error:
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
             raise explain_out_of_memory(rank, error) from error
     run_together(lambda: None)  # nobody leaves before all have come this far
     dist.destroy_process_group()
@@ -51,16 +59,27 @@ def run_rank(rank: Rank, arguments: argparse.Namespace) -> int:
     return 0
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch, a driver or a library could not get the memory it asked for."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
+
+
 def explain_out_of_memory(rank: Rank, error: BaseException) -> UserError:
-    """Sets the plan's estimate beside what was there when memory ran out."""
-    peak = torch.cuda.max_memory_allocated(rank.world.device) if rank.world.device.type == "cuda" else 0
-    gib = 2**30
-    terms = [f"{name}: {size / gib:.1f} GiB estimated" for name, size in rank.plan.memory.terms.items()]
+    """Sets the plan's estimate beside what was there when memory ran out. The launcher, or the next start, plans smaller."""
+    device, gib = rank.world.device, 2**30
+    had = f"peak {torch.cuda.max_memory_allocated(device) / gib:.1f} GiB, " if device.type == "cuda" else ""
+    helps = rank.stage not in NOT_OF_MICRO_BATCHES
+    fix = "start it again: the next start plans a smaller micro-batch with the same global batch"
+    if not helps:
+        fix = "use more GPUs with parallel.strategy=fsdp, or end other programs that hold memory; the same command goes on"
     return UserError(
-        f"out of GPU memory in stage '{rank.stage}' at step {rank.state.step}",
-        where=f"rank {rank.launcher.rank}: peak {peak / gib:.1f} GiB, planned {rank.plan.memory.total / gib:.1f} GiB",
+        f"out of {'GPU ' if device.type == 'cuda' else ''}memory in stage '{rank.stage}' at step {rank.state.step}",
+        where=f"rank {rank.launcher.rank}: {had}planned {rank.plan.memory.total / gib:.1f} GiB",
         why=str(error).split(". ")[0],
-        fix="lower batch.micro_tokens or batch.micro_rows, set parallel.recompute=block, or use more GPUs with parallel.strategy=fsdp",
-        details=terms,
+        fix=fix,
+        details=[f"{name}: {size / gib:.1f} GiB estimated" for name, size in rank.plan.memory.terms.items()],
         exit_code=EXIT_FAILED,
+        kind=OUT_OF_MEMORY if helps else "",
     )

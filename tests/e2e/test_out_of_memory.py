@@ -1,0 +1,124 @@
+"""Memory that runs out: the run starts again from its last checkpoint with a smaller plan and the same global batch, and says so once."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from manyhands.plan.types import Plan
+from tests.e2e.runs import NO_VERIFY, NUM_STEPS, WORDS, Place, Run, at_step
+
+OUT = "import torch\nraise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB. And so on')"
+WIDE = ("batch.rows=40", "stop.max_steps=6", "checkpoint.every_steps=2")  # packs of several sizes
+
+
+def out_of_memory(until_plan: int, step: int = 3, rank: int = 0) -> dict[str, str]:
+    """A planted fault: one rank runs out of memory at a step of each plan before ``until_plan``."""
+    return NO_VERIFY | at_step(step, f"if self.rank.plan.number < {until_plan}:\n    " + OUT.replace("\n", "\n    "), rank)
+
+
+def plans(run: Run) -> list[Plan]:
+    return [Plan.model_validate_json(path.read_text()) for path in sorted(run.folder.glob("plans/???.json"))]
+
+
+def check_smaller(made: list[Plan]) -> None:
+    assert all(later.micro_tokens < earlier.micro_tokens for earlier, later in itertools.pairwise(made))
+    assert {(plan.batch_rows, plan.num_steps, plan.learning_rate, plan.world_size) for plan in made} == {
+        (made[0].batch_rows, made[0].num_steps, made[0].learning_rate, made[0].world_size)
+    }
+    assert [plan.cause for plan in made[1:]] == ["out_of_memory"] * (len(made) - 1)
+
+
+def test_the_run_goes_on_with_smaller_micro_batches_and_the_same_batches(place: Place) -> None:
+    left_alone = place.train("roomy", "--gpus", "2", *WIDE, plant=NO_VERIFY)
+    assert left_alone.code == 0, left_alone.output
+    ended = place.train("tight", "--gpus", "2", *WIDE, plant=out_of_memory(2, rank=1))
+    assert ended.code == 0, ended.output
+    run, alone = place.run("tight"), place.run("roomy")
+    first, second = plans(run)
+    check_smaller([first, second])
+    assert ended.output.count("out of memory in stage 'train' at step 3") == 1, ended.output
+    said = f"plan 2: {second.micro_tokens:,} tokens a micro-batch in place of {first.micro_tokens:,}, the same global batch"
+    assert ended.output.count(said) == 1 and "going on from step 2" in ended.output and "error" not in ended.output
+    assert run.seen() == alone.seen() and len(run.rows()) == 6
+    # the same rows in the same steps; dropout is keyed by micro-batch, so that losses are near and not equal after step 2
+    assert run.course()[:2] == alone.course()[:2] and run.losses() == pytest.approx(alone.losses(), rel=0.05)
+    assert run.read("status.json")["state"] == "finished" and run.read("report.json")["planned"]["cause"] == "out_of_memory"
+
+
+def test_a_fault_that_smaller_plans_do_not_cure_ends_with_what_to_do(place: Place) -> None:
+    ended = place.train("hopeless", "--gpus", "1", *WIDE, plant=out_of_memory(99))
+    assert ended.code == 1 and ended.output.count("error: ") == 1, ended.output
+    made = plans(place.run("hopeless"))
+    assert 2 <= len(made) <= 5 and made[-1].micro_tokens < made[0].micro_tokens
+    assert f"error: out of memory, and no smaller plan is left than plan {len(made)}" in ended.output
+    assert "use a machine with more memory" in ended.output and "Traceback" not in ended.output
+    status = place.run("hopeless").read("status.json")
+    assert (status["state"], status["cause"], status["plan"]) == ("failed", "out_of_memory", len(made))
+
+    again = place.train("hopeless", "--gpus", "1", *WIDE, plant=NO_VERIFY)  # by hand, the smallest plan is tried once more
+    assert again.code == 0, again.output
+    assert plans(place.run("hopeless"))[-1].micro_tokens == made[-1].micro_tokens
+
+
+def test_under_torchrun_the_next_start_plans_smaller(place: Place) -> None:
+    command = ("-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "manyhands.worker", "run.yaml", "name=elsewhere", *WIDE)
+    ended = place.call(*command, plant=out_of_memory(2))
+    assert ended.code == 1 and "start it again: the next start plans a smaller micro-batch" in ended.output, ended.output
+    assert len(plans(place.run("elsewhere"))) == 1
+    again = place.call(*command, plant=out_of_memory(2))
+    assert again.code == 0, again.output
+    check_smaller(plans(place.run("elsewhere")))
+    assert len(place.run("elsewhere").rows()) == 6 < NUM_STEPS
+
+
+LIMIT = """
+import json, torch
+_before = BeatHook.before_training
+def _limited(self, state):
+    # as if something else held the rest of the GPU: what is there now, and a share of what the first plan takes for a micro-batch
+    first = json.loads((self.rank.folder.plans / "001.json").read_text())["memory"]["terms"]
+    device = self.rank.world.device
+    torch.cuda.empty_cache()
+    allowed = torch.cuda.memory_reserved(device) + int(SHARE * (first["activations"] + first["logits"]))
+    torch.cuda.set_per_process_memory_fraction(allowed / torch.cuda.get_device_properties(device).total_memory, device)
+    _before(self, state)
+BeatHook.before_training = _limited
+"""
+
+
+@pytest.mark.gpu
+def test_a_gpu_that_really_runs_out_is_planned_for_anew(tmp_path: Path) -> None:
+    """A limit on the process, the same for every plan, that the first plan's micro-batch does not fit."""
+    from manyhands.testing.tiny import write_tiny_model
+
+    place = Place(tmp_path)
+    write_tiny_model(tmp_path / "model", hidden_size=512, intermediate_size=1536, num_hidden_layers=8)
+    draw = random.Random(0)
+    rows = [{"text": " ".join(draw.choices(WORDS, k=draw.randint(100, 250)))} for _ in range(200)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = {
+        "model": {"name": str(tmp_path / "model")},
+        "task": "cpt",
+        "method": {"name": "lora", "rank": 8},
+        "data": {"train": "rows.jsonl", "max_length": 2048, "cache": str(tmp_path / "cache")},
+        "batch": {"rows": 64},
+        "stop": {"max_steps": 4},
+        "evaluate": {"at_start": False, "every_steps": 0, "samples": 0},
+        "checkpoint": {"every_steps": 1},
+        "parallel": {"device": "cuda", "recompute": "none", "compile": False},
+        "output": {"dir": "runs"},
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(run))
+    ended = place.train("limited", "--gpus", "1", plant={"manyhands.worker.training": LIMIT.replace("SHARE", "0.4")}, limit_s=1200)
+    assert ended.code == 0, ended.output
+    made = plans(place.run("limited"))
+    assert len(made) >= 2 and made[0].cause == "first", ended.output
+    check_smaller(made)
+    assert ended.output.count("out of GPU memory in stage") == len(made) - 1, ended.output
+    assert len(place.run("limited").rows()) == 4 and place.run("limited").read("status.json")["state"] == "finished"
+    print(ended.output)
