@@ -6,14 +6,16 @@ import errno
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
-from manyhands.errors import UserError
+from manyhands.errors import DISK_FULL, EXIT_FAILED, UserError
 from manyhands.progress import advance
 
 # What a model's or an adapter's folder is read for: configuration, weights, tokenizer, templates, code, license.
 MODEL_FILES = (".json", ".safetensors", ".jinja", ".model", ".txt", ".tiktoken", ".py", ".md")
+_DISK_FULL_WORDS = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), "(os error 28)", "(os error 122)")
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -32,6 +34,61 @@ def write_atomically(path: Path, text: str) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_json_on_full_disk(path: Path, value: Any, reserve: Path | None = None) -> None:
+    """As ``write_json``; where the disk is full, into room that is already there: the file ``reserve``, renamed, or the old ``path``.
+
+    That is not atomic, but the only way to say why a run ended. OSError where there is no such room either.
+    """
+    try:
+        write_json(path, value)
+    except OSError as error:
+        place = reserve if reserve is not None and reserve.exists() else path
+        if not is_disk_full(error) or not place.exists():
+            raise
+        text = (json.dumps(value, ensure_ascii=False) + "\n").encode()
+        descriptor = os.open(place, os.O_WRONLY)
+        try:
+            os.pwrite(descriptor, text, 0)
+            os.ftruncate(descriptor, len(text))
+        finally:
+            os.close(descriptor)
+        if place != path:
+            os.replace(place, path)
+
+
+def is_disk_full(error: BaseException | None) -> bool:
+    """Whether a full disk, or a quota that is used up, is behind an error; libraries wrap the system's own."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        if any(words in str(error) for words in _DISK_FULL_WORDS):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def explain_full_disk(error: BaseException, folder: Path) -> UserError:
+    """``folder``: where the run writes, for errors that name no file."""
+    named = getattr(error, "filename", None)
+    free = shutil.disk_usage(nearest_folder(folder)).free
+    return UserError(
+        "the disk is full",
+        where=str(named or folder),
+        why=f"{str(error).splitlines()[0] if str(error) else error!r}; {free / 2**20:,.1f} MiB are free where the run's folder is",
+        fix="free some space, or keep fewer checkpoints (checkpoint.keep_last); the same command goes on from the last one",
+        exit_code=EXIT_FAILED,
+        kind=DISK_FULL,
+    )
+
+
+def nearest_folder(path: Path) -> Path:
+    """``path``, or the nearest folder above it that exists."""
+    path = Path(os.path.abspath(path))
+    return next(parent for parent in (path, *path.parents) if parent.is_dir())
 
 
 def read_json(path: Path) -> Any | None:

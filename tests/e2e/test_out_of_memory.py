@@ -13,7 +13,7 @@ from manyhands.plan.types import Plan
 from tests.e2e.runs import NO_VERIFY, NUM_STEPS, WORDS, Place, Run, at_step
 
 OUT = "import torch\nraise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB. And so on')"
-WIDE = ("batch.rows=40", "stop.max_steps=6", "checkpoint.every_steps=2")  # packs of several sizes
+WIDE = ("batch.rows=40", "batch.micro_tokens=auto", "stop.max_steps=6", "checkpoint.every_steps=2")  # packs of several sizes
 
 
 def out_of_memory(until_plan: int, step: int = 3, rank: int = 0) -> dict[str, str]:

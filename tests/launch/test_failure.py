@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from types import SimpleNamespace
 
 import pytest
 
+from manyhands import files
 from manyhands.errors import UserError
 from manyhands.launch.failure import first_failure, looks_like_consequence, write_failure
 from manyhands.launch.heartbeat import Heartbeat, read_beat
 from manyhands.launch.run_folder import RunFolder
+from tests.launch.builders import make_plan
 
 
 @pytest.fixture
@@ -110,3 +113,27 @@ def test_a_heartbeat_is_cheap_and_tells_stage_and_step(folder):
     assert (said.pid, said.stage, said.step, said.done) == (os.getpid(), "save", 7, False)
     heartbeat.close()
     assert read_beat(folder, 3).done
+
+
+def test_on_a_full_disk_the_cause_and_the_status_are_written_all_the_same(folder, monkeypatch):
+    def no_room(path, text):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    folder.create()
+    folder.write_status("running", pid=1, plan=1)
+    heartbeat = Heartbeat(folder, 0)  # keeps room while there is some
+    monkeypatch.setattr(files, "write_atomically", no_room)
+    try:
+        raise RuntimeError("the writer gave up") from OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")
+    except RuntimeError as error:
+        write_failure(folder, 0, "train", files.explain_full_disk(error, folder.path))
+    heartbeat.close()
+    cause = first_failure(folder, {0: ended(1)})
+    assert (cause.what, cause.kind) == ("the disk is full", "disk_full") and "the writer gave up" in cause.why
+    folder.write_failed(cause, make_plan())
+    assert folder.read_status()["state"] == "failed" and folder.read_status()["reason"] == "the disk is full"
+
+
+def test_a_rank_that_could_not_say_that_the_disk_is_full_is_spoken_for(folder, monkeypatch):
+    monkeypatch.setattr("manyhands.launch.failure.shutil.disk_usage", lambda path: SimpleNamespace(free=0))
+    assert "probably the disk is full: 0 bytes are free" in first_failure(folder, {0: ended(1)}).why

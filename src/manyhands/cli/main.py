@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -10,7 +11,8 @@ from typer.core import TyperGroup
 
 from manyhands import __version__
 from manyhands.cli import bench, config, data, doctor, export, generate, gpu_info, init, plan, tensorboard, train
-from manyhands.errors import EXIT_INTERRUPTED, UserError
+from manyhands.errors import EXIT_FAILED, EXIT_INTERRUPTED, UserError
+from manyhands.files import explain_full_disk, is_disk_full
 
 
 class _Group(TyperGroup):
@@ -20,6 +22,11 @@ class _Group(TyperGroup):
         except UserError as error:
             print(error, file=sys.stderr)
             raise typer.Exit(error.exit_code) from None
+        except OSError as error:
+            if not is_disk_full(error):
+                raise
+            print(explain_full_disk(error, Path.cwd()), file=sys.stderr)
+            raise typer.Exit(EXIT_FAILED) from None
         except (KeyboardInterrupt, typer.Abort):  # Abort: Ctrl-C or Ctrl-D at a question
             print("interrupted", file=sys.stderr)
             raise typer.Exit(EXIT_INTERRUPTED) from None

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from manyhands.config.schema import RunConfig
 from manyhands.facts.adapter import find_adapter
-from manyhands.facts.host import read_host_facts
+from manyhands.facts.host import free_disk_bytes, read_host_facts
 from manyhands.facts.hub import locate_model
 from manyhands.facts.identity import identify_files
 from manyhands.facts.model import read_model_facts
@@ -47,6 +48,7 @@ def gather_facts(
         host=read_host_facts(),
         new_tokens=new_tokens,
         adapter=adapter,
+        free_disk_bytes=free_disk_bytes(Path(config.output.dir).expanduser() / config.name),
         world_size=world_size,
         local_world_size=local_world_size,
     )

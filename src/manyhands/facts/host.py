@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import psutil
 
 from manyhands.facts.types import GpuFacts, HostFacts
+from manyhands.files import nearest_folder
 
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -19,6 +21,12 @@ def read_host_facts(environ: Mapping[str, str] = os.environ) -> HostFacts:
     """GPUs that ``CUDA_VISIBLE_DEVICES`` leaves visible (none without a driver), cores and memory of this process's share."""
     memory, free = _memory_bytes()
     return HostFacts(gpus=_gpus(environ.get("CUDA_VISIBLE_DEVICES")), num_cores=count_cores(), memory_bytes=memory, free_memory_bytes=free)
+
+
+def free_disk_bytes(folder: Path) -> int:
+    """What may be written into a run's folder, which need not exist: its earlier checkpoints and results make room for new ones."""
+    replaced = [path for name in ("checkpoints", "model", "adapter", "merged") for path in (folder / name).rglob("*")]
+    return shutil.disk_usage(nearest_folder(folder)).free + sum(path.stat().st_size for path in replaced if path.is_file())
 
 
 def select_visible(visible: str | None, uuids: list[str]) -> list[int]:

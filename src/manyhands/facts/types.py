@@ -116,5 +116,6 @@ class Facts(Fact):
     host: HostFacts
     new_tokens: NewTokens | None = None
     adapter: AdapterFacts | None = None
+    free_disk_bytes: int | None = None  # for the run's folder; what an earlier launch has saved there counts as free
     world_size: int | None = None  # set where somebody else launched us: the number of processes is given
     local_world_size: int | None = None  # and how many of them are on this machine

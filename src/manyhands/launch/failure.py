@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import time
 import traceback
@@ -20,11 +21,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from manyhands.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, PeerError, UserError
-from manyhands.files import write_json
-from manyhands.launch.heartbeat import Beat, read_beat, read_beats, this_host
+from manyhands.files import nearest_folder, write_json_on_full_disk
+from manyhands.launch.heartbeat import RESERVE_BYTES, Beat, read_beat, read_beats, this_host
 from manyhands.launch.run_folder import RunFolder
 
 TAIL_LINES = 15
+LITTLE_BYTES = 2**20  # of a disk: as good as full
 MAX_SUMMARY = 500  # characters of the one line
 # Ticks (two a second on an idle machine) that each living peer has for its word. Counted in the peers' own life, not in seconds:
 # where a machine is so loaded that a rank is slow to speak, its ticks are slow too.
@@ -59,20 +61,19 @@ def write_failure(folder: RunFolder, rank: int, stage: str, error: BaseException
     if path.exists():
         return
     user = json.loads(error.to_json()) if isinstance(error, UserError) else None
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(
-        path,
-        {
-            "rank": rank,
-            "stage": stage,
-            "time": time.time(),
-            "user_error": user,
-            "summary": "".join(traceback.format_exception_only(error)).strip(),
-            "traceback": "".join(traceback.format_exception(error)),
-            "consequence": world_size > 1 and looks_like_consequence(error),
-            "unclear": world_size > 1 and _is_of_torch(error),
-        },
-    )
+    reason = {
+        "rank": rank,
+        "stage": stage,
+        "time": time.time(),
+        "user_error": user,
+        "summary": "".join(traceback.format_exception_only(error)).strip()[-RESERVE_BYTES // 8 :],
+        "traceback": "".join(traceback.format_exception(error))[-RESERVE_BYTES // 4 :],
+        "consequence": world_size > 1 and looks_like_consequence(error),
+        "unclear": world_size > 1 and _is_of_torch(error),
+    }
+    with contextlib.suppress(OSError):  # then the rank's exit code is all that the launcher sees
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json_on_full_disk(path, reason, reserve=folder.reserve(rank))
 
 
 def record_for_torch(error: BaseException, stage: str, rank: int, environ: Mapping[str, str] = os.environ) -> None:
@@ -261,6 +262,9 @@ def _explain_exit(folder: RunFolder, rank: int, code: int) -> UserError:
     if code < 0:
         name = signal.Signals(-code).name
         what, why = f"rank {rank} was killed ({name})", _WHY_KILLED.get(-code, "a signal from outside, or a crash below Python")
+    free = shutil.disk_usage(nearest_folder(folder.path)).free
+    if free < LITTLE_BYTES:
+        why = f"probably the disk is full: {free:,} bytes are free where the run's folder is"
     return UserError(
         what + (f" in {beat}" if beat else ""),
         where=str(folder.log(rank)),

@@ -32,6 +32,7 @@ TICK_S = 0.5
 ORPHAN_GRACE_S = 20.0
 START = "start"  # the stage in which a rank imports its libraries
 WORKING_CPU_S = 0.01  # between two ticks; waiting for others takes a tenth of it
+RESERVE_BYTES = 32 * 1024  # for the reason of a failure, should the disk be full by then
 _RECORD_BYTES = 512  # fixed, so that one write replaces the whole record
 
 
@@ -75,6 +76,7 @@ class Heartbeat:
     def __init__(self, folder: RunFolder, rank: int) -> None:
         folder.ranks.mkdir(parents=True, exist_ok=True)
         folder.failure(rank).unlink(missing_ok=True)  # of an earlier launch, on a disk its launcher does not see
+        folder.reserve(rank).write_bytes(b" " * RESERVE_BYTES)
         self.rank = rank
         self._fd = os.open(folder.beat(rank), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._now: tuple[str, int | None, float, int] = (START, None, time.monotonic(), 0)

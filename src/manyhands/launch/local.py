@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -44,8 +45,9 @@ def run(
     except Asked as asked:  # before the agent has taken the signal over: no worker was started
         received = asked.signal
     except UserError as error:
-        if not folder.is_finished:
-            folder.write_failed(error, plan)
+        with contextlib.suppress(OSError):  # the cause is to be shown, whatever the disk says
+            if not folder.is_finished:
+                folder.write_failed(error, plan)
         raise
     if received is None or folder.is_finished:
         folder.clear_ranks()

@@ -24,7 +24,7 @@ from pydantic import ValidationError
 
 from manyhands.config.schema import RunConfig
 from manyhands.errors import OUT_OF_MEMORY, UserError
-from manyhands.files import read_json, remove_temporaries, write_atomically, write_json
+from manyhands.files import read_json, remove_temporaries, write_atomically, write_json, write_json_on_full_disk
 from manyhands.plan.types import Plan
 
 State = Literal["running", "finished", "failed", "interrupted"]
@@ -64,6 +64,10 @@ class RunFolder:
     def failure(self, rank: int) -> Path:
         """Written by ``failure.write_failure``."""
         return self.ranks / f"failure-{rank}.json"
+
+    def reserve(self, rank: int) -> Path:
+        """Room that ``failure(rank)`` takes where the disk is full."""
+        return self.ranks / f"reserve-{rank}"
 
     def create(self) -> None:
         """Makes the folder and the folders for plans and logs; existing ones are kept."""
@@ -139,8 +143,8 @@ class RunFolder:
     # Where it stands.
 
     def write_status(self, state: State, **fields: Any) -> None:
-        """Replaces status.json; ``fields`` (step, reason, ...) stand beside the state."""
-        write_json(self.status_json, {"state": state, "time": time.time(), **fields})
+        """Replaces status.json, on a full disk too; ``fields`` (step, reason, ...) stand beside the state."""
+        write_json_on_full_disk(self.status_json, {"state": state, "time": time.time(), **fields})
 
     def read_status(self) -> dict[str, Any]:
         """status.json, or ``{}``."""

@@ -7,10 +7,10 @@ and their order stand in ``ways.py``.
 from __future__ import annotations
 
 from manyhands.config.schema import RunConfig
-from manyhands.errors import EXIT_FAILED, OUT_OF_MEMORY, UserError
+from manyhands.errors import UserError
 from manyhands.facts.types import DataFacts, Facts
 from manyhands.plan.batch import Split, ceil_div, constant_pack_tokens, has_one_length, possible_splits
-from manyhands.plan.checks import warn_of_values
+from manyhands.plan.checks import check_disk, estimate_disk, warn_of_values
 from manyhands.plan.choices import (
     DTYPE_BYTES,
     Decisions,
@@ -25,18 +25,15 @@ from manyhands.plan.choices import (
 from manyhands.plan.layout import with_efficiency
 from manyhands.plan.memory import GIB
 from manyhands.plan.setup import Setup
+from manyhands.plan.smaller import NothingSmaller as NothingSmaller
+from manyhands.plan.smaller import choose_smaller, explain_smaller, find_ran_out, nothing_smaller
 from manyhands.plan.steps import count_steps
 from manyhands.plan.trained import count_trained
 from manyhands.plan.types import Candidate, Cause, Plan, RanOut
-from manyhands.plan.ways import Limits, Way, choose_smaller, choose_way, lighten, list_ways, memory_limits, reduce_once
+from manyhands.plan.ways import Limits, Way, choose_way, lighten, list_ways, memory_limits, reduce_once
 
 USEFUL_TOKENS = {"cuda": 16_384, "cpu": 2_048}  # a larger micro-batch gains nothing
 SAFE_SHARE = 0.92  # of the limit: what is planned for, as the estimate is one
-ROOM_FOR_MORE = 1.1  # times as much memory as when a plan ran out of it: larger ones may be tried again
-
-
-class NothingSmaller(UserError):
-    """Memory ran out, and no smaller plan is left."""
 
 
 def plan(config: RunConfig, facts: Facts, *, number: int = 1, cause: Cause = "first", before: Plan | None = None) -> Plan:
@@ -57,13 +54,14 @@ def plan(config: RunConfig, facts: Facts, *, number: int = 1, cause: Cause = "fi
     num_local = ranks_per_machine(facts, made.device, made.world_size)
     num_machines = ceil_div(made.world_size, num_local)
     ways = list_ways(config, _base_setup(config, facts, made), splits, limits, num_machines)
-    ran_out = _find_ran_out(cause, before, facts, made, limits)
+    ran_out = find_ran_out(cause, before, facts, made, limits)
     ways, chosen = _choose(config, ways, made, limits, ran_out)
     split = chosen.split
     pack_tokens = constant_pack_tokens(split, facts.data, made.world_size)
     steps = count_steps(config, facts.data, split.batch_rows)
     why_way = _why_way(config, facts, chosen, made, SAFE_SHARE, limits.why)
-    warnings = warn_of_values(config, facts.model, made.learning_rate)
+    disk = estimate_disk(config, facts, chosen.setup, steps, DTYPE_BYTES[made.output])
+    why_disk, warnings = check_disk(config, disk), warn_of_values(config, facts.model, made.learning_rate)
     whole = Plan(
         number=number,
         cause=cause,
@@ -108,18 +106,20 @@ def plan(config: RunConfig, facts: Facts, *, number: int = 1, cause: Cause = "fi
         checkpoint_every=steps.checkpoint_every,
         output_dtype=made.output,
         memory=chosen.memory,
+        disk=disk,
         ran_out=ran_out,
         environment=choose_environment(made.device, facts.host.num_cores, num_local),
         candidates=tuple(_candidate(way, chosen, made.device, ran_out) for way in ways),
         why=(
             *made.why_ranks,
             why_packing,
-            *_why_smaller(chosen, ran_out),
+            *explain_smaller(chosen, ran_out),
             *why_way,
             *made.why_numerics,
             *_why_start(facts),
             *_why_samples(config, facts.data),
             *steps.why,
+            why_disk,
             *made.why_rate,
             *warnings,
         ),
@@ -134,7 +134,7 @@ def _choose(config: RunConfig, ways: list[Way], made: Decisions, limits: Limits,
         if smaller is None and not any(way.memory.fits for way in ways):
             raise _nothing_fits(config, ways, made, limits)
         if smaller is None:
-            raise _nothing_smaller(config, ran_out, made)
+            raise nothing_smaller(config, ran_out, made)
         return ways, smaller
     chosen = choose_way(ways, made.device, SAFE_SHARE)
     if chosen is None:
@@ -145,25 +145,6 @@ def _choose(config: RunConfig, ways: list[Way], made: Decisions, limits: Limits,
     if lighter is not once:
         ways.insert(ways.index(once), lighter)
     return ways, lighter
-
-
-def _find_ran_out(cause: Cause, before: Plan | None, facts: Facts, made: Decisions, limits: Limits) -> RanOut | None:
-    """The plan that this one must be smaller than. None where another number of ranks, or more memory than by then, starts afresh."""
-    if before is None or before.world_size != made.world_size or before.device != made.device:
-        return None
-    if cause != "out_of_memory":
-        kept = before.ran_out
-        return kept if kept is not None and limits.device <= ROOM_FOR_MORE * kept.limit else None
-    return RanOut(
-        number=before.number,
-        world_size=before.world_size,
-        strategy=before.strategy,
-        reshard=before.reshard,
-        recompute=before.recompute,
-        micro_tokens=before.pack_tokens or before.micro_tokens or (before.micro_rows or 1) * facts.data.max_length,
-        estimated_bytes=before.memory.total,
-        limit=before.memory.limit,
-    )
 
 
 def _base_setup(config: RunConfig, facts: Facts, made: Decisions) -> Setup:
@@ -258,16 +239,6 @@ def _why_way(config: RunConfig, facts: Facts, way: Way, made: Decisions, share: 
     if positions and longest > positions:
         why.append(f"note: the longest row has {longest:,} tokens, more than the {positions:,} positions the model was made for")
     return why
-
-
-def _why_smaller(way: Way, ran_out: RanOut | None) -> list[str]:
-    if ran_out is None:
-        return []
-    tokens = way.split.full_micro_tokens
-    fewer = f"{tokens:,} tokens a micro-batch in place of {ran_out.micro_tokens:,}, the same global batch"
-    if tokens >= ran_out.micro_tokens:
-        fewer = f"an estimate of {_gib(way.memory.total)} in place of {_gib(ran_out.estimated_bytes)}, the same micro-batch"
-    return [f"smaller: {fewer}, as plan {ran_out.number} ran out of memory"]
 
 
 def _why_recompute(config: RunConfig, way: Way) -> str:
@@ -388,31 +359,6 @@ def _nothing_fits(config: RunConfig, ways: list[Way], made: Decisions, limits: L
         why=f"the limit is {limits.why}; the estimate by term:",
         fix=", or ".join(advice),
         details=[f"{name}: {_gib(size)}" for name, size in terms if size],
-    )
-
-
-def _nothing_smaller(config: RunConfig, ran_out: RanOut, made: Decisions) -> NothingSmaller:
-    """What is left to a user where even the smallest plan ran out of memory."""
-    parallel, batch = config.parallel, config.batch
-    advice = ["end other programs that hold its memory (`manyhands gpu-info`)" if made.device == "cuda" else "end other programs"]
-    fixed = [key for key in ("micro_rows", "micro_tokens", "accumulation") if getattr(batch, key) != "auto"]
-    if fixed:
-        advice.append("leave " + " and ".join(f"batch.{key}" for key in fixed) + " to auto")
-    if parallel.recompute not in ("auto", "block"):
-        advice.append("set parallel.recompute=auto")
-    if parallel.offload == "none" and made.device == "cuda":
-        advice.append("set parallel.offload=optimizer or all")
-    advice.append("use more GPUs" if made.device == "cuda" else "use a machine with more memory")
-    shorter = "; a new run (--fresh) could also shorten the rows (data.max_length) or take "
-    method = {"full": "method.name=lora", "patterns": "method.name=lora", "lora": "method.name=qlora"}.get(config.method.name)
-    return NothingSmaller(
-        f"out of memory, and no smaller plan is left than plan {ran_out.number}",
-        where=f"{made.ranks}: {ran_out.strategy}, recompute {ran_out.recompute}, {ran_out.micro_tokens:,} tokens a micro-batch, "
-        f"{_gib(ran_out.estimated_bytes)} of {_gib(ran_out.limit)} estimated",
-        why="more was needed than the estimate says, or something else holds memory",
-        fix=", or ".join(advice) + (shorter + method if method else shorter.removesuffix(" or take ")),
-        exit_code=EXIT_FAILED,
-        kind=OUT_OF_MEMORY,
     )
 
 

@@ -64,6 +64,19 @@ class Candidate(Part):
     reason: str
 
 
+class DiskEstimate(Part):
+    """What a run's folder holds at its fullest, in bytes."""
+
+    checkpoint_bytes: int  # of one
+    num_checkpoints: int  # at once: those kept, and the one being written
+    result_bytes: int  # the model or adapter that is left
+    free_bytes: int | None  # by when it was planned; none: not known
+
+    @property
+    def total(self) -> int:
+        return self.checkpoint_bytes * self.num_checkpoints + self.result_bytes
+
+
 class RanOut(Part):
     """A plan that ran out of memory: those after it take less."""
 
@@ -131,6 +144,7 @@ class Plan(Part):
 
     efficiency: float | None = None  # expected share of the computed tokens that is useful
     memory: MemoryEstimate
+    disk: DiskEstimate | None = None
     ran_out: RanOut | None = None  # the newest plan of the run that did, where this one is smaller for that
     step_s: float | None = None  # not predicted yet
     environment: dict[str, str] = {}  # what launch/env.py sets for every worker

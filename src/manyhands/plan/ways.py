@@ -18,7 +18,7 @@ from manyhands.plan.choices import Decisions, Device, ranks_per_machine
 from manyhands.plan.host import estimate_host_terms, keep_on_device
 from manyhands.plan.memory import GIB, estimate_terms
 from manyhands.plan.setup import Setup
-from manyhands.plan.types import MemoryEstimate, RanOut, Recompute, Strategy
+from manyhands.plan.types import MemoryEstimate, Recompute, Strategy
 
 ENOUGH_TOKENS = {"cuda": 2_048, "cpu": 256}  # a smaller micro-batch leaves the device idle
 FULL_SPEED_TOKENS = 4_096  # no smaller micro-batch is chosen to recompute fewer blocks; a guess, not measured
@@ -147,23 +147,6 @@ def choose_way(ways: list[Way], device: Device, share: float) -> Way | None:
         return min(safe, key=lambda way: way.slowness(device))
     fitting = [way for way in ways if way.memory.fits]
     return min(fitting, key=lambda way: (way.memory.total, way.slowness(device))) if fitting else None
-
-
-def choose_smaller(ways: list[Way], ran_out: RanOut) -> Way | None:
-    """What follows a plan that ran out of memory: the same way with at most half the tokens a micro-batch, or the next fewer.
-
-    Where there are no fewer, whatever is estimated to need the least, if that is less than before; else None. The estimate has been
-    proved too low, so what only the estimate says to be smaller comes last, and nothing is spent on recomputing less.
-    """
-    fitting = [way for way in ways if way.memory.fits and way.memory.total < ran_out.estimated_bytes]
-    same = (ran_out.strategy, ran_out.reshard, ran_out.recompute)
-    alike = [way for way in fitting if (way.strategy, way.reshard, way.recompute) == same]
-    for most in (ran_out.micro_tokens // 2, ran_out.micro_tokens - 1):
-        fewer = [way for way in alike if way.split.full_micro_tokens <= most]
-        if fewer:
-            return max(fewer, key=lambda way: way.split.full_micro_tokens)
-    rest = [way for way in fitting if way.split.full_micro_tokens <= ran_out.micro_tokens]
-    return min(rest, key=lambda way: way.memory.total, default=None)
 
 
 def reduce_once(way: Way, limits: Limits, share: float) -> Way:

@@ -7,9 +7,11 @@ import contextlib
 import os
 import signal
 import sys
+import traceback
 from pathlib import Path
 
 from manyhands.errors import EXIT_FAILED, UserError
+from manyhands.files import explain_full_disk, is_disk_full
 from manyhands.launch.foreign import detect_launcher
 
 # Freeing a gloo group while its peer lives on was seen to hang (torch 2.13), so what a rank holds is left to the end of the process.
@@ -58,13 +60,18 @@ def main(argv: list[str]) -> int:
         rank.report_failure(error)
         return error.exit_code
     except BaseException as error:
-        rank.report_failure(error)
+        full = explain_full_disk(error, rank.folder.path) if rank.folder is not None and is_disk_full(error) else None
+        if full is not None:
+            with contextlib.suppress(OSError):  # where it happened, for the log
+                traceback.print_exc()
+        rank.report_failure(full or error)
         return EXIT_FAILED
 
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # the log's disk may be full
+        sys.stdout.flush()
+        sys.stderr.flush()
     # Not sys.exit: after a failure other ranks may never answer the collectives that a clean shutdown waits for.
     os._exit(code)

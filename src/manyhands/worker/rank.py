@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import traceback
 from dataclasses import dataclass, field
@@ -102,14 +103,16 @@ class Rank:
         rank, world_size = self.launcher.rank, self.launcher.world_size
         is_consequence = world_size > 1 and looks_like_consequence(error)
         if not isinstance(error, UserError | PeerError):
-            traceback.print_exception(error)
+            with contextlib.suppress(OSError):  # into the log, whose disk may be full
+                traceback.print_exception(error)
         if not is_consequence:
             self._show(describe_failure(error, self.stage, rank, self.folder.log(rank) if self.folder is not None else None))
             record_for_torch(error, self.stage, rank)
         if self.folder is not None:
             write_failure(self.folder, rank, self.stage, error, world_size=world_size)
         if self.launcher.kind != "manyhands" and isinstance(error, UserError) and self.folder is not None and self.plan is not None:
-            self.folder.write_failed(error, self.plan)  # our own launcher does it itself
+            with contextlib.suppress(OSError):
+                self.folder.write_failed(error, self.plan)  # our own launcher does it itself
         if is_consequence:
             if self.folder is not None:
                 limit_s = self.config.parallel.timeout_s if self.config is not None else DEFAULT_TIMEOUT_S

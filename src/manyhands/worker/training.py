@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Iterator, Sequence
@@ -70,9 +71,10 @@ def train_model(rank: Rank) -> None:
         run_on_first(lambda: write_report(rank.folder.path, plan, config, state, rank.measured))  # all ranks have come here
         raise
     finally:
-        for sink in sinks:
-            sink.close()
-        close_workers(rank)
+        with contextlib.ExitStack() as closing:  # all of them, even where one cannot write any more
+            closing.callback(close_workers, rank)
+            for sink in sinks:
+                closing.callback(sink.close)
     rank.say(f"trained: {state.stop_reason}")
 
 
