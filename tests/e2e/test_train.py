@@ -66,8 +66,13 @@ def test_a_run_on_two_processes_ends_well_and_says_what_it_did(whole: tuple[Ende
     assert "2, as asked" in ended.output and "before training: held-out loss" in ended.output
     assert "reopened by PeftModel.from_pretrained" in ended.output and f"finished: {run.folder}" in ended.output
     assert "Traceback" not in ended.output and "Warning" not in ended.output
-    check_files(run, 2, ADAPTER)
+    check_files(run, 2, ADAPTER | {"logs/launcher.log"})
     check_metrics(run, 2)
+    kept = (run.folder / "logs/rank-0.log").read_text()
+    for line in ended.output[ended.output.index("model: ") :].splitlines():
+        assert line.rstrip() in kept, "what the terminal showed is in the log"
+    assert f"step {NUM_STEPS}/{NUM_STEPS}" in kept and "finished: " in kept and "\x1b" not in kept
+    assert "Plan 1" in (run.folder / "logs/launcher.log").read_text()
     status, report = run.read("status.json"), run.read("report.json")
     assert (status["state"], status["step"]) == ("finished", NUM_STEPS)
     assert report["measured"]["steps"] == report["planned"]["steps"] == NUM_STEPS

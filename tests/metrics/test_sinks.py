@@ -8,7 +8,9 @@ import math
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from manyhands.metrics import console as console_module
 from manyhands.metrics.meters import Meter
 from manyhands.metrics.report import read_evaluations
 from manyhands.metrics.sinks import ConsoleSink, JsonlSink, TensorBoardSink
@@ -169,6 +171,47 @@ def test_a_terminal_gets_a_bar_that_is_gone_after_an_error():
     sink.close()
     sink.close()
     assert "2/4" in out.getvalue() and "loss 1.0000" in out.getvalue()
+
+
+def test_evaluation_and_saving_have_a_bar_with_their_name_and_progress_and_the_log_has_plain_lines():
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    out, log = Terminal(), io.StringIO()
+    sink = ConsoleSink(out, num_steps=4, log=log)
+    sink.before_training(TrainState())
+    feed(sink, [1, 2])
+    assert "1 s left" in bars(sink), "two steps of half a second, whatever evaluations take"
+    for stage, total in (("evaluation", 40), ("checkpoint 2", 3)):
+        sink.show_progress(stage, 0, total)
+        sink.show_progress(stage, 2, total)
+        assert f"{stage} 2/{total}" in " ".join(bars(sink).split())
+        sink.show_progress(stage, total, total)
+        assert stage not in bars(sink)
+    feed(sink, [3, 4])
+    sink.after_evaluation(TrainState(), evaluation(4, loss=1.5))
+    sink.close()
+    lines = log.getvalue().splitlines()
+    assert lines[0].startswith("step 1/4  loss 2.0000") and any(line.startswith("step 4/4") for line in lines)
+    assert any("after step 4: held-out loss 1.5000" in line for line in lines) and "\x1b" not in log.getvalue()
+
+
+def bars(sink: ConsoleSink) -> str:
+    """What the bars show now."""
+    console = Console(width=160)
+    with console.capture() as capture:
+        console.print(sink._progress.get_renderable())
+    return capture.get()
+
+
+def test_a_long_evaluation_says_where_it_is_in_plain_text_too(monkeypatch):
+    monkeypatch.setattr(console_module, "PLAIN_PAUSE_S", 0.0)
+    out = io.StringIO()
+    sink = ConsoleSink(out, num_steps=4)
+    for done in range(4):
+        sink.show_progress("evaluation", done, 3)
+    assert out.getvalue().splitlines() == ["evaluation: 1/3", "evaluation: 2/3"]
 
 
 def test_the_meter_of_a_cpu_reads_the_memory_of_this_process():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,23 +34,29 @@ def save_checkpoint(
     rank: int,
     world_size: int,
     manifest_extra: dict[str, Any] | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Saves trained parameters, optimizer states and ``state`` (JSON) as ``folder``. Collective over all ranks.
 
     ``model`` is the Hugging Face model inside every wrapper. An earlier checkpoint of the same name is replaced. UserError
-    on every rank if one of them cannot write, or if they do not see the same folder.
+    on every rank if one of them cannot write, or if they do not see the same folder. ``progress`` hears of parts that are done:
+    tensors written, files hashed, manifest written.
     """
+    progress(0, 3)
     partial = folder.with_name(folder.name + PARTIAL)
     run_on_first(lambda: _make_empty(partial))
     tensors = checkpoint_tensors(model, optimizer)
     _write_tensors(partial, tensors, world_size)
+    progress(1, 3)
     if rank == 0:
         write_json(partial / TRAIN_STATE, state)
     files: dict[str, FileEntry] = {}
     for entries in run_together(lambda: _hash_own(partial, rank)):
         files.update(entries)
+    progress(2, 3)
     manifest = Manifest(world_size=world_size, files=files, tensors=describe(tensors), extra=manifest_extra or {})
     run_on_first(lambda: _commit(partial, folder, manifest))
+    progress(3, 3)
 
 
 def _make_empty(partial: Path) -> None:

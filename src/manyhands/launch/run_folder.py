@@ -4,7 +4,8 @@ run.json              what was asked (RunConfig)
 plans/001.json, ...   what was decided, one file a launch; the run.json a later launch replaced stands beside it as 001.run.json
 plan.json             {"newest": "plans/001.json"}: a pointer file and no symlink, so that it survives every copy and file system
 status.json           {"state": "running" | "finished" | "failed" | "interrupted", "time": ..., ...}
-logs/rank-0.log, metrics.jsonl, tensorboard/, checkpoints/step-000010/, model/ or adapter/, report.json
+logs/launcher.log     plans and messages, as the terminal had them; logs/rank-0.log: what rank 0 showed and printed
+metrics.jsonl, tensorboard/, checkpoints/step-000010/, model/ or adapter/, report.json
 .lock                 held by the launcher (flock), names its pid
 .ranks/               heartbeats and failures of the newest launch; gone after a run that ended well
 """
@@ -43,6 +44,7 @@ class RunFolder:
         self.metrics = self.path / "metrics.jsonl"
         self.tensorboard = self.path / "tensorboard"
         self.logs = self.path / "logs"
+        self.launcher_log = self.logs / "launcher.log"
         self.checkpoints = self.path / "checkpoints"
         self.lock_file = self.path / ".lock"
         self.ranks = self.path / ".ranks"

@@ -1,13 +1,17 @@
-"""What the person at the terminal sees of a run: a bar that moves, or plain lines where the output is a file or a pipe."""
+"""What the person at the terminal sees of a run: a bar that moves, or plain lines where the output is a file or a pipe.
+
+A log gets the same text, with plain lines in place of the bar.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import TextIO
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from manyhands.metrics.sink import Devices, Sink
 from manyhands.train.types import Evaluation, StepResult, TrainState
@@ -19,11 +23,14 @@ GIB = 2**30
 class ConsoleSink(Sink):
     """Loss, tokens/s, memory and time left; evaluations with their samples; before and after side by side at the end."""
 
-    def __init__(self, stream: TextIO, *, num_steps: int, first: Evaluation | None = None) -> None:
-        """``first``: the evaluation before training, where an earlier launch made it."""
+    def __init__(self, stream: TextIO, *, num_steps: int, first: Evaluation | None = None, log: TextIO | None = None) -> None:
+        """``first``: the evaluation before training, where an earlier launch made it. ``log``: a file that keeps the text."""
         self.num_steps = num_steps
         self._console = Console(file=stream, highlight=False, soft_wrap=True)
+        self._log = Console(file=log, highlight=False, soft_wrap=True, force_terminal=False, color_system=None) if log else None
         self._progress: Progress | None = None
+        self._stages: dict[str, TaskID] = {}
+        self._stage_said = 0.0
         self._devices: Devices = ()
         self._first = first
         self._last: Evaluation | None = None
@@ -35,16 +42,15 @@ class ConsoleSink(Sink):
         if not self._console.is_terminal:
             return
         columns = (
-            TextColumn("step"),
+            TextColumn("{task.description}"),
             MofNCompleteColumn(),
             BarColumn(bar_width=24),
             TextColumn("{task.fields[values]}"),
             TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
+            TextColumn("{task.fields[left]}"),
         )
         self._progress = Progress(*columns, console=self._console, refresh_per_second=4)
-        self._progress.add_task("train", total=self.num_steps, completed=state.step, values="")
+        self._progress.add_task("step", total=self.num_steps, completed=state.step, values="", left="")
         self._progress.start()
 
     def record_devices(self, step: int, devices: Devices) -> None:
@@ -53,11 +59,29 @@ class ConsoleSink(Sink):
     def after_step(self, state: TrainState, result: StepResult) -> None:
         self._steps_s += result.seconds
         values = f"loss {result.loss:.4f}  {result.tokens_per_s:,.0f} tokens/s{self._memory()}"
+        left = self._time_left(result.step)
         if self._progress is not None:
-            self._progress.update(self._progress.task_ids[0], completed=result.step, values=values)
-        elif self._is_time_to_speak(result.step):
+            self._progress.update(self._progress.task_ids[0], completed=result.step, values=values, left=left)
+        if self._is_time_to_speak(result.step):
             text = f"step {result.step}/{self.num_steps}  {values}  lr {result.learning_rate:.2e}  grad norm {result.grad_norm:.3f}"
-            self._say(f"{text}  {self._time_left(result.step)}")
+            self._say(f"{text}  {left}", on_terminal=self._progress is None)
+
+    def show_progress(self, stage: str, done: int, total: int) -> None:
+        """A bar of its own below that of the steps; in plain text a line now and then."""
+        if self._progress is None:
+            now = time.monotonic()
+            if done == 0:
+                self._stage_said = now
+            elif done < total and now - self._stage_said >= PLAIN_PAUSE_S:
+                self._say(f"{stage}: {done}/{total}")
+                self._stage_said = now
+            return
+        if stage not in self._stages and done < total:
+            self._stages[stage] = self._progress.add_task(stage, total=total, values="", left="")
+        if stage in self._stages:
+            self._progress.update(self._stages[stage], completed=done)
+            if done >= total:
+                self._progress.remove_task(self._stages.pop(stage))
 
     def after_evaluation(self, state: TrainState, evaluation: Evaluation) -> None:
         self._first, self._last = self._first or evaluation, evaluation
@@ -83,8 +107,12 @@ class ConsoleSink(Sink):
             self._progress.stop()
             self._progress = None
 
-    def _say(self, text: str) -> None:
-        self._console.print(escape(text))
+    def _say(self, text: str, on_terminal: bool = True) -> None:
+        if on_terminal:
+            self._console.print(escape(text))
+        if self._log is not None:
+            with contextlib.suppress(OSError):  # a full disk; the run's own files will say so
+                self._log.print(escape(text))
 
     def _is_time_to_speak(self, step: int) -> bool:
         """The first and the last step; between them every tenth of the run, or more often where steps are slow."""

@@ -34,9 +34,12 @@ def open_sinks(
     terminal: TextIO,
     resumed_at: int = 0,
     evaluated_at: int | None = None,
+    log: TextIO | None = None,
 ) -> list[Sink]:
-    """The sinks of a run. ``resumed_at`` is the last step that counts, and ``evaluated_at`` the last one whose evaluation does (by
-    default the same): what was written after them is taken back.
+    """The sinks of a run; ``log`` keeps what ``terminal`` shows.
+
+    ``resumed_at`` is the last step that counts, and ``evaluated_at`` the last one whose evaluation does (by default the same): what
+    was written after them is taken back.
     """
     path = Path(folder)
     sinks: list[Sink] = [
@@ -45,7 +48,7 @@ def open_sinks(
     if config.log.tensorboard:
         sinks.append(TensorBoardSink(path / "tensorboard", every_steps=config.log.every_steps, resumed_at=resumed_at))
     earlier = read_evaluations(path / "metrics.jsonl")
-    sinks.append(ConsoleSink(terminal, num_steps=plan.num_steps, first=earlier[0] if earlier else None))
+    sinks.append(ConsoleSink(terminal, num_steps=plan.num_steps, first=earlier[0] if earlier else None, log=log))
     return sinks
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
@@ -28,6 +29,7 @@ from manyhands.launch.foreign import Launcher
 from manyhands.launch.heartbeat import Heartbeat
 from manyhands.launch.lock import FolderLock
 from manyhands.launch.run_folder import RunFolder
+from manyhands.metrics.sink import Sink
 from manyhands.model.loss import LossModel
 from manyhands.parallel.model import Parallel
 from manyhands.parallel.world import World
@@ -66,6 +68,7 @@ class Rank:
     parallel: Parallel = None  # type: ignore[assignment]
     optimizer: torch.optim.Optimizer = None  # type: ignore[assignment]
     state: TrainState = field(default_factory=TrainState)
+    sinks: Sequence[Sink] = ()  # of rank 0, while it trains
     # results, for the report
     measured: dict[str, Any] = field(default_factory=dict)
 
@@ -78,9 +81,23 @@ class Rank:
     def is_first(self) -> bool:
         return self.launcher.rank == 0
 
+    @property
+    def log(self) -> TextIO | None:
+        """This rank's log, once its output goes there and the terminal is kept apart."""
+        return sys.stdout if self.terminal is not sys.stdout else None
+
     def say(self, text: str) -> None:
-        """A line for the person at the terminal; other ranks write it into their logs."""
-        print(text, file=self.terminal if self.is_first else sys.stdout, flush=True)
+        """A line for the person at the terminal, kept in the log too; other ranks write it into their logs alone."""
+        if self.is_first:
+            print(text, file=self.terminal, flush=True)
+        if self.log is not None or not self.is_first:
+            with contextlib.suppress(OSError):  # a full disk; what the run itself writes will say so
+                print(text, flush=True)
+
+    def show_progress(self, stage: str, done: int, total: int) -> None:
+        """How far the work between two steps is, for whoever watches."""
+        for sink in self.sinks:
+            sink.show_progress(stage, done, total)
 
     def beat(self, step: int | None = None) -> None:
         if self.heartbeat is not None:

@@ -61,13 +61,15 @@ def answer_prompts(rank: Rank, prompts: list[Prompt]) -> tuple[tuple[str, str], 
         return ()
     answers = []
     with torch.compiler.set_stance("force_eager"):  # a length seen once is not worth a compilation
-        for prompt in prompts:
+        for done, prompt in enumerate(prompts):
+            rank.show_progress("samples", done, len(prompts))
             if rank.parallel.is_whole:
                 answer = generate(rank.model, rank.tokenizer, prompt.ids, max_new_tokens, ends)
             else:
                 ids = greedy(rank.parallel.next_token_logits, prompt.ids, max_new_tokens, ends, rank.world.device, agree=_agree)
                 answer = rank.tokenizer.decode(ids, skip_special_tokens=True).strip()
             answers.append((prompt.text, answer))
+    rank.show_progress("samples", len(prompts), len(prompts))
     return tuple(answers)
 
 

@@ -32,7 +32,8 @@ def train_model(rank: Rank) -> None:
     config, plan = rank.config, rank.plan
     checkpoints = CheckpointHook(rank)
     state = rank.state
-    sinks = open_sinks(rank.folder, plan, config, rank.terminal, state.step, state.evaluated_step) if rank.is_first else []
+    sinks = open_sinks(rank.folder, plan, config, rank.terminal, state.step, state.evaluated_step, rank.log) if rank.is_first else []
+    rank.sinks = sinks
     loop = Loop(
         parallel=rank.parallel,
         optimizer=rank.optimizer,
@@ -75,6 +76,7 @@ def train_model(rank: Rank) -> None:
             closing.callback(close_workers, rank)
             for sink in sinks:
                 closing.callback(sink.close)
+        rank.sinks = ()
     rank.say(f"trained: {state.stop_reason}")
 
 
@@ -89,10 +91,12 @@ def make_evaluate(rank: Rank) -> Evaluate | None:
 
     def beat_by_batch(state: TrainState) -> Iterator[Batch]:
         for _, micro_batches in iterate_layouts(rank, "validation", [layout]):
-            for batch in micro_batches:
+            for done, batch in enumerate(micro_batches):
                 rank.beat(state.step)  # a long evaluation is no standstill
+                rank.show_progress("evaluation", done, layout.num_micro_batches)
                 stop_if_asked(rank)
                 yield batch
+        rank.show_progress("evaluation", layout.num_micro_batches, layout.num_micro_batches)
 
     def run(state: TrainState) -> Evaluation:
         return evaluate(
@@ -179,6 +183,7 @@ class CheckpointHook(Hook):
             asdict(state),
             rank=rank.world.rank,
             world_size=rank.world.world_size,
+            progress=lambda done, total: rank.show_progress(f"checkpoint {state.step}", done, total),
             manifest_extra={"config_digest": rank.config.digest, "plan": rank.plan.number, "world_size": rank.world.world_size},
         )
         keep = {state.best_step} if rank.config.checkpoint.keep_best and state.best_step else set()
