@@ -58,31 +58,36 @@ def write_json_on_full_disk(path: Path, value: Any, reserve: Path | None = None)
             os.replace(place, path)
 
 
-def is_disk_full(error: BaseException | None) -> bool:
+def is_disk_full(error: BaseException) -> bool:
     """Whether a full disk, or a quota that is used up, is behind an error; libraries wrap the system's own."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return True
-        if any(words in str(error) for words in _DISK_FULL_WORDS):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    return _find_disk_full(error) is not None
 
 
 def explain_full_disk(error: BaseException, folder: Path) -> UserError:
     """``folder``: where the run writes, for errors that name no file."""
-    named = getattr(error, "filename", None)
+    found = _find_disk_full(error) or error
+    where, why = getattr(found, "filename", None) or folder, getattr(found, "strerror", None) or str(found).partition("\n")[0]
     free = shutil.disk_usage(nearest_folder(folder)).free
     return UserError(
         "the disk is full",
-        where=str(named or folder),
-        why=f"{str(error).splitlines()[0] if str(error) else error!r}; {free / 2**20:,.1f} MiB are free where the run's folder is",
+        where=str(where),
+        why=f"{why}; {free / 2**20:,.1f} MiB are free where the run's folder is",
         fix="free some space, or keep fewer checkpoints (checkpoint.keep_last); the same command goes on from the last one",
         exit_code=EXIT_FAILED,
         kind=DISK_FULL,
     )
+
+
+def _find_disk_full(error: BaseException | None) -> BaseException | None:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return error
+        if any(words in str(error) for words in _DISK_FULL_WORDS):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def nearest_folder(path: Path) -> Path:

@@ -151,7 +151,7 @@ def save_on_a_full_disk(folder: Path) -> str:
         save_checkpoint(folder / "failed" / "step-000001", model, optimizer, {}, rank=rank, world_size=4)
         return "saved"
     except UserError as error:
-        return f"{error.what}; {error.why}; {len(list_checkpoints(folder / 'failed'))} checkpoints"
+        return f"{error.what}; {error.why.partition('; ')[0]}; {len(list_checkpoints(folder / 'failed'))} checkpoints"
     finally:
         save_module._hash_own = original
 

@@ -30,7 +30,7 @@ def test_world_and_then_one_process_load_what_four_saved(world: Ranks, saved: tu
 
 def test_one_rank_that_cannot_write_fails_the_save_on_all(world: Ranks, tmp_path: Path) -> None:
     for text in world.run("tests.checkpoint.checkpoint_ranks:save_on_a_full_disk", tmp_path, world_size=4):
-        assert text == "a file cannot be read or written; No space left on device; 0 checkpoints"
+        assert text == "the disk is full; No space left on device; 0 checkpoints"
 
 
 def test_a_flipped_bit_is_named_on_every_rank(world: Ranks, saved: tuple[Path, dict]) -> None:

@@ -126,10 +126,15 @@ def test_on_a_full_disk_the_cause_and_the_status_are_written_all_the_same(folder
     try:
         raise RuntimeError("the writer gave up") from OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")
     except RuntimeError as error:
+        assert files.is_disk_full(error) and not files.is_disk_full(OSError(errno.EACCES, "Permission denied"))
         write_failure(folder, 0, "train", files.explain_full_disk(error, folder.path))
     heartbeat.close()
     cause = first_failure(folder, {0: ended(1)})
-    assert (cause.what, cause.kind) == ("the disk is full", "disk_full") and "the writer gave up" in cause.why
+    assert (
+        (cause.what, cause.kind) == ("the disk is full", "disk_full")
+        and cause.where == "metrics.jsonl"
+        and "No space left on device; " in cause.why
+    )
     folder.write_failed(cause, make_plan())
     assert folder.read_status()["state"] == "failed" and folder.read_status()["reason"] == "the disk is full"
 

@@ -20,7 +20,7 @@ from manyhands.checkpoint.retention import PARTIAL, REPLACED
 from manyhands.checkpoint.tensors import checkpoint_tensors, describe
 from manyhands.checkpoint.together import run_on_first, run_together
 from manyhands.errors import EXIT_FAILED, UserError
-from manyhands.files import rename_synced, sync, write_json
+from manyhands.files import explain_full_disk, is_disk_full, rename_synced, sync, write_json
 
 FILE_BYTES = 2 * 2**30  # a rank's share of one file: the writer holds a file twice in memory while it writes
 
@@ -74,11 +74,13 @@ def _write_tensors(partial: Path, tensors: dict[str, torch.Tensor], world_size: 
         failures = [(rank, cause) for rank, (cause, _) in sorted(error.failures.items()) if isinstance(cause, OSError)]
         if not failures:
             raise
+        if is_disk_full(failures[0][1]):
+            raise explain_full_disk(failures[0][1], partial) from error
         raise UserError(
             "the checkpoint cannot be written",
             where=str(partial),
             why=f"rank {failures[0][0]}: {failures[0][1]}",
-            fix="free some space or choose another output.dir; the checkpoints before this one are untouched",
+            fix="choose another output.dir, or mend its rights; the checkpoints before this one are untouched",
             exit_code=EXIT_FAILED,
         ) from error
 

@@ -6,11 +6,13 @@ Works the same in one process without a process group.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from manyhands.errors import EXIT_FAILED, PeerError, UserError
+from manyhands.files import explain_full_disk, is_disk_full
 
 T = TypeVar("T")
 
@@ -67,6 +69,8 @@ def run_on_first(work: Callable[[], T]) -> T | None:
 def _for_user(error: Exception, rank: int) -> UserError | None:
     if isinstance(error, UserError):
         return error
+    if isinstance(error, OSError) and is_disk_full(error):
+        return explain_full_disk(error, Path(error.filename or "."))
     if isinstance(error, OSError):
         return UserError(
             "a file cannot be read or written",
