@@ -13,10 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from manyhands.errors import UserError
+from manyhands.errors import OUT_OF_MEMORY, UserError
 from manyhands.launch.prepare import prepare_run
 from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.start import start
+from manyhands.plan.types import RanOut
 from tests.launch.builders import make_config, make_plan
 
 
@@ -30,7 +31,8 @@ def world(tmp_path, monkeypatch):
             raise UserError("no such file")
         return SimpleNamespace(world_size=world_size or state.world_size)
 
-    def plan(config, facts, *, number=1, cause="first"):
+    def plan(config, facts, *, number=1, cause="first", before=None):
+        assert before is None or before.number == number - 1
         return make_plan(facts.world_size, number=number, cause=cause, config_digest=config.digest, **state.plan)
 
     monkeypatch.chdir(tmp_path)
@@ -87,6 +89,22 @@ def test_half_written_files_of_a_killed_launch_are_gone_after_the_next_start(wor
         (folder / ".status.json.4711.tmp").write_text('{"sta')
     prepare()
     assert not [name for name in files_in(world.run.path) if name.endswith(".tmp")]
+
+
+def test_after_a_launch_that_ran_out_of_memory_the_next_start_plans_smaller(world):
+    first = prepare().plan
+    world.run.write_failed(UserError("out of GPU memory", kind=OUT_OF_MEMORY), first)
+    small = RanOut(number=1, world_size=2, strategy="ddp", reshard=False, recompute="none", micro_tokens=2048, estimated_bytes=1, limit=2)
+    world.plan = {"ran_out": small, "micro_tokens": 1024}
+    assert prepare().plan.cause == "out_of_memory"
+    world.run.write_status("failed", reason="something else", plan=2)
+    assert prepare().plan.cause == "first"
+    world.run.write_failed(UserError("out of GPU memory", kind=OUT_OF_MEMORY), first)  # of an older plan
+    assert prepare().plan.cause == "first"
+    world.run.write_failed(UserError("out of GPU memory", kind=OUT_OF_MEMORY), make_plan(number=4))
+    world.plan = {"ran_out": small, "batch_rows": 7}
+    with pytest.raises(UserError, match="this launch would not go on where the run stopped"):
+        prepare()  # the global batch stays, or it is another run
 
 
 def test_killed_before_the_first_checkpoint_it_starts_over(world):

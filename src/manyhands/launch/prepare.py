@@ -114,11 +114,12 @@ def _plan_launch(
 ) -> Plan:
     """``must_shrink``: refuse where the last launch ran out of memory with the smallest plan; else that one is tried again."""
     from manyhands.facts.gather import gather_facts
-    from manyhands.plan.search import NothingSmaller, plan
+    from manyhands.plan.search import plan
+    from manyhands.plan.smaller import NothingSmaller
 
     facts = gather_facts(config, world_size=world_size, local_world_size=local_world_size, report=report)
     number, step = folder.newest_plan_number() + 1, folder.newest_step()
-    before = folder.read_plan() if number > 1 and folder.was_started() else None
+    before = folder.read_plan() if step is not None or (number > 1 and folder.was_started()) else None
     cause: Cause = "first" if step is None else "resume"
     after: Plan | None = None
     if before is not None and folder.ran_out_of_memory(before):
