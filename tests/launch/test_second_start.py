@@ -245,7 +245,7 @@ def test_a_plan_that_is_gone_is_named_and_its_pointer_is_not_needed(world):
     ("change", "word"),
     [
         ({"data_digest": "other"}, "the data"),
-        ({"data_content": "other"}, "give other tokens"),
+        ({"data_content": "other"}, "the tokens differ"),
         ({"batch_rows": 16}, "start it as before"),
         ({"compute_dtype": "bfloat16"}, "start it as before"),
     ],

@@ -10,26 +10,35 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from manyhands.data.files import open_data
+from manyhands.data.files import MAX_LINE_BYTES, open_data
 from manyhands.data.findings import Findings
 from manyhands.data.rows import Part, Row
 from manyhands.errors import UserError
 
-BATCH_ROWS = 512
+BATCH_ROWS = 32  # as fast as 512, and a sixteenth of the memory where a column repeats one large value
+MAX_BATCH_BYTES = 1 << 30
+LARGE_BATCH_BYTES = 64 << 20  # is taken row by row
+MAX_ROW_BYTES = MAX_LINE_BYTES
+USUAL_PACKED_RATIO = 50  # of a column; beyond, a value may stand in the file once and in the rows many times
+FREE_ROWS, MAX_ROWS_A_BYTE = 10_000_000, 20
 
 
 def read_parquet(part: Part, findings: Findings) -> Iterator[Row]:
     with _open_parquet(Path(part.file)) as file:
         groups = list(range(part.start, file.num_row_groups if part.stop is None else part.stop))
-        batches = file.iter_batches(batch_size=BATCH_ROWS, row_groups=groups, use_threads=False)
+        batches = chain.from_iterable(
+            file.iter_batches(batch_size=_count_batch_rows(file.metadata.row_group(group)), row_groups=[group], use_threads=False)
+            for group in groups
+        )
         num_rows, promised = 0, sum(file.metadata.row_group(group).num_rows for group in groups)
         for row in _read_batches(part, batches, findings):
             num_rows += 1
             yield row
-        if num_rows != promised:  # pages that are damaged may be passed over without an error
+        if num_rows != promised and not findings.count:  # pages that are damaged may be passed over without an error
             raise ValueError(f"{num_rows:,} of {promised:,} rows are there")
 
 
@@ -52,6 +61,17 @@ def _validate(batch: Any) -> Any:
     return batch
 
 
+def _count_batch_rows(group: Any) -> int:
+    """Rows to decode at once. Values are repeated in memory that a column holds once: then a batch has few of them."""
+    columns = [group.column(index) for index in range(group.num_columns)]
+    repeated = [
+        column.total_uncompressed_size
+        for column in columns
+        if column.has_dictionary_page and column.total_uncompressed_size > USUAL_PACKED_RATIO * column.total_compressed_size
+    ]
+    return max(1, min(BATCH_ROWS, MAX_BATCH_BYTES // max(1, sum(repeated))))
+
+
 def split_arrow(path: Path) -> list[tuple[int, int]]:
     """(rows, bytes) of each record batch; the file is mapped, so nothing of it is read but the headers."""
     with _open_arrow(path) as batches:
@@ -63,14 +83,27 @@ def _open_parquet(path: Path) -> Iterator[Any]:
     import pyarrow.parquet as pq
 
     with ExitStack() as stack, _explain(path):
-        source: Any = path
-        if path.name.lower().endswith(".gz"):  # it must be read from its end: unpacked into a file that has no name
-            source = stack.enter_context(tempfile.TemporaryFile())
-            with open_data(path) as packed:
-                shutil.copyfileobj(packed, source)
-            source.seek(0)
+        source = stack.enter_context(_unpack(path)) if path.name.lower().endswith(".gz") else path
         file = stack.enter_context(pq.ParquetFile(source, pre_buffer=False))
         _check_columns(file.schema_arrow.names, path)
+        num_bytes = path.stat().st_size
+        if file.metadata.num_rows > max(FREE_ROWS, MAX_ROWS_A_BYTE * num_bytes):
+            raise UserError(
+                f"the data file says that it holds {file.metadata.num_rows:,} rows in {num_bytes:,} bytes",
+                where=str(path),
+                why=f"more than {MAX_ROWS_A_BYTE} rows a byte are all but equal, or not there",
+                fix="write each row once, and give the source a weight",
+            )
+        yield file
+
+
+@contextmanager
+def _unpack(path: Path) -> Iterator[IO[bytes]]:
+    """What a .gz holds, in a file that has no name: it is read from its end."""
+    with tempfile.TemporaryFile() as file:
+        with open_data(path) as packed:
+            shutil.copyfileobj(packed, file)
+        file.seek(0)
         yield file
 
 
@@ -80,10 +113,10 @@ def _open_arrow(path: Path) -> Iterator[Iterator[Any]]:
 
     with ExitStack() as stack, _explain(path):
         if path.name.lower().endswith(".gz"):
-            source = pa.PythonFile(stack.enter_context(open_data(path)), mode="r")
+            source = pa.PythonFile(stack.enter_context(_unpack(path)), mode="r")
         else:
             source = stack.enter_context(pa.memory_map(str(path)))
-        magic = source.read(6) if source.seekable() else b""
+        magic = source.read(6)
         source.seek(0)
         if magic == b"ARROW1":
             file = pa.ipc.open_file(source)
@@ -118,11 +151,23 @@ def _check_columns(names: list[str], path: Path) -> None:
 
 def _read_batches(part: Part, batches: Iterator[Any], findings: Findings) -> Iterator[Row]:
     number = part.first_line
-    for batch in batches:
+    for batch in chain.from_iterable(map(_cut_large, batches)):
+        if batch.nbytes > MAX_ROW_BYTES:
+            findings.add(part.file, number, f"the row has {batch.nbytes:,} bytes, at most {MAX_ROW_BYTES:,} are read")
+            number += batch.num_rows
+            continue
         columns = [_read_column(batch.column(index), name, part.file, number, findings) for index, name in enumerate(batch.schema.names)]
         for offset, values in enumerate(zip(*columns, strict=True)):
             yield Row(dict(zip(batch.schema.names, values, strict=True)), part.file, number + offset)
         number += batch.num_rows
+
+
+def _cut_large(batch: Any) -> Iterator[Any]:
+    """The batch, or its rows one by one: as Python's values they take several times the memory."""
+    if batch.nbytes <= LARGE_BATCH_BYTES:
+        yield batch
+    else:
+        yield from (batch.slice(index, 1) for index in range(batch.num_rows))
 
 
 def _read_column(column: Any, name: str, file: str, first: int, findings: Findings) -> list[Any]:

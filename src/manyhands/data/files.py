@@ -6,6 +6,7 @@ Every text is UTF-8, with or without a byte order mark; ``.gz`` is unpacked on t
 from __future__ import annotations
 
 import gzip
+import io
 import os
 import zlib
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from manyhands.data.findings import Findings
 from manyhands.errors import UserError
@@ -33,6 +34,10 @@ KIND_NAMES = ".jsonl, .json, .csv, .tsv, .parquet, .txt (also with .gz behind), 
 BINARY_KINDS = ("parquet", "arrow")
 MAX_LINE_BYTES = 256 << 20  # one row is in memory whole; a longer line is a file without line ends
 COUNT_CHUNK_BYTES = 8 << 20
+# A .gz may unpack to so many times its size, or to so many bytes: text shrinks to a third or a tenth, and at most to 1/1032.
+MAX_UNPACKED_RATIO = 200
+FREE_UNPACKED_BYTES = 1 << 30
+UNPACK_CHUNK_BYTES = 1 << 20
 SIGNATURES = {
     b"PAR1": "a Parquet file: let its name end in .parquet",
     b"\x1f\x8b": "packed with gzip: let its name end in .gz",
@@ -103,12 +108,39 @@ def unpacked_bytes(path: Path) -> int:
         return max(size, int.from_bytes(file.read(4), "little"))
 
 
+class _Unpacking(io.RawIOBase):
+    """The bytes of a .gz. Raises UserError once there are more than any text can be packed into a file of its size."""
+
+    def __init__(self, path: Path, file: gzip.GzipFile) -> None:
+        self._path, self._file, self._num_bytes = path, file, 0
+        self._max_bytes = max(FREE_UNPACKED_BYTES, MAX_UNPACKED_RATIO * path.stat().st_size)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._file.readinto(buffer)
+        self._num_bytes += count
+        if self._num_bytes > self._max_bytes:
+            raise UserError(
+                f"the packed file unpacks to more than {self._max_bytes:,} bytes",
+                where=str(self._path),
+                why=f"the limit is {MAX_UNPACKED_RATIO} times its size, and {FREE_UNPACKED_BYTES >> 20:,} MiB in any case",
+                fix="if it is meant to be so large, unpack it (gunzip) and name the unpacked file",
+            )
+        return count
+
+
 @contextmanager
 def open_data(path: Path) -> Iterator[BinaryIO]:
     """A file to read bytes from, unpacked where its name ends in .gz. What goes wrong in reading it is a UserError."""
     try:
-        with gzip.open(path, "rb") if path.name.lower().endswith(".gz") else path.open("rb") as file:
-            yield cast(BinaryIO, file)
+        if path.name.lower().endswith(".gz"):
+            with gzip.open(path, "rb") as packed:
+                yield cast(BinaryIO, io.BufferedReader(_Unpacking(path, packed), UNPACK_CHUNK_BYTES))
+        else:
+            with path.open("rb") as file:
+                yield file
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UserError("the data file cannot be unpacked", where=str(path), why=str(error), fix="copy it again: it is damaged") from error
     except OSError as error:

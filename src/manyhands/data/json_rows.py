@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 from manyhands.data.files import open_data
 from manyhands.data.findings import Findings
 from manyhands.data.rows import Part, Row
-from manyhands.data.text_rows import fault_of
+from manyhands.data.text_rows import count_fault, fault_of
 from manyhands.errors import UserError
 from manyhands.files import describe_json_fault
 
@@ -84,6 +84,8 @@ class _Scanner:
         kept = self._buffer[self._position :]
         if len(kept) > self.max_characters:
             raise _Broken(f"one value is longer than {self.max_characters >> 20} MiB: write the rows as JSONL")
+        if (fault := count_fault(kept)) is not None:
+            raise _Broken(f"{fault}, or write the rows as JSONL")
         raw = self._file.read(max(CHUNK_BYTES, len(kept)))
         self._ended = not raw
         try:

@@ -25,11 +25,15 @@ from manyhands.errors import UserError
 from manyhands.files import describe_json_fault
 
 SEPARATORS = ",;\t|"
+MAX_VALUES = 16 << 20  # of one JSON text; each is an object of some 64 bytes, however short it is written
 
 
 def read_jsonl(part: Part, findings: Findings) -> Iterator[Row]:
     for number, text in read_lines(Path(part.file), findings, part.start, part.stop, part.first_line):
         if text.isspace() or not text:
+            continue
+        if (fault := count_fault(text)) is not None:
+            findings.add(part.file, number, fault)
             continue
         try:
             fields = json.loads(text)
@@ -43,6 +47,13 @@ def read_jsonl(part: Part, findings: Findings) -> Iterator[Row]:
             findings.add(part.file, number, fault)
         else:
             yield Row(fields, part.file, number)
+
+
+def count_fault(text: str) -> str | None:
+    """Why a JSON text is not read: more values than memory is for. Strings with many commas count as that, too."""
+    if len(text) <= MAX_VALUES or text.count(",") + text.count("[") + text.count("{") <= MAX_VALUES:
+        return None
+    return f"more than {MAX_VALUES:,} values in one row: divide it"
 
 
 def fault_of(fields: object, text: str) -> str | None:

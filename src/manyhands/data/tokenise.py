@@ -18,6 +18,7 @@ from manyhands.config.schema import RunConfig
 from manyhands.data.columns import PLACEHOLDERS, Columns
 from manyhands.data.findings import Findings
 from manyhands.data.formats import FIELDS, Conversation, Format, RowRefused, detect_format, row_weight, settle_format, to_conversation
+from manyhands.data.hand_out import count_characters
 from manyhands.data.long_text import LONG_CHARACTERS, LongText, read_documents
 from manyhands.data.render import MAX_WEIGHT, Rendered, Renderer
 from manyhands.data.segment import SegmentWriter
@@ -27,6 +28,7 @@ from manyhands.errors import UserError
 
 DETECT_ROWS = 100
 CHUNK_ROWS = 1000
+MAX_CONVERSATION_CHARACTERS = 8 << 20  # some 2 million tokens; the tokenizer takes 125 bytes a character, all at once
 PLAIN_FORMATS = ("text", "prompt")  # which need no chat template
 
 
@@ -221,7 +223,7 @@ class Tokeniser:
                     yield None
                     self._take_long(row, pieces, weight, outcome, writer)
                 else:
-                    content = to_conversation(row, format, fields)
+                    content = check_size(to_conversation(row, format, fields))
                     if columns.leaves_media:
                         outcome.num_rows_with_placeholders += find_any(PLACEHOLDERS, content) is not None
                     yield Item(row, content, weight)
@@ -343,6 +345,16 @@ def _describe_placeholder(token: str) -> str:
 def is_long(content: object) -> TypeGuard[str | Iterator[str]]:
     """Whether a text is too long to be tokenised whole; one that comes in pieces always is."""
     return len(content) > LONG_CHARACTERS if isinstance(content, str) else isinstance(content, Iterator)
+
+
+def check_size(content: Conversation | str) -> Conversation | str:
+    """The content itself; RowRefused for a conversation that is too long to be tokenized at once."""
+    if not isinstance(content, str):
+        characters = count_characters([content.messages, content.tools])
+        if characters > MAX_CONVERSATION_CHARACTERS:
+            limit = f"at most {MAX_CONVERSATION_CHARACTERS:,} can be tokenized at once; divide it"
+            raise RowRefused(f"a conversation of {int(characters):,} characters, {limit}")
+    return content
 
 
 def texts_of(content: Conversation | str) -> list[str]:

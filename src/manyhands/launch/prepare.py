@@ -150,8 +150,8 @@ def _check_course(before: Plan, after: Plan, folder: RunFolder) -> None:
     if before.data_digest != after.data_digest:
         why, fix = "the data, the tokenizer or the chat template has changed since", "put the old data back"
     elif before.data_content != after.data_content:
-        why = "the same rows give other tokens than before, as with another version of transformers or tokenizers"
-        fix = "install the versions that the run began with"
+        why = "the tokens differ from those it was trained on, though they were made of the same files, by the same versions"
+        fix = "put the token cache of the run's first launch back (data.cache)"
     elif files:
         why = "the base model's files have changed since: another model would go on, with what was trained for the first"
         fix = "put the old files back (model.revision pins a commit of the hub)"
