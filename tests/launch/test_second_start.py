@@ -38,6 +38,7 @@ def world(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "manyhands.facts.gather", SimpleNamespace(gather_facts=gather_facts))
     monkeypatch.setitem(sys.modules, "manyhands.plan.search", SimpleNamespace(plan=plan))
+    monkeypatch.setitem(sys.modules, "manyhands.launch.rehearsal", SimpleNamespace(rehearse=lambda config, plan: None))
     monkeypatch.setitem(sys.modules, "manyhands.plan.explain", SimpleNamespace(explain_plan=lambda plan: "the plan"))
     return state
 

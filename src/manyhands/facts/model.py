@@ -73,6 +73,10 @@ FIELD_KINDS: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
         ("text_config", "vision_config", "audio_config", "quantization_config", "auto_map"),
     ),
 )
+OTHER_PURPOSE = re.compile(
+    r"For(MaskedLM|PreTraining|SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice|NextSentencePrediction"
+    r"|ImageClassification|AudioClassification)$"
+)
 HEAD, EMBEDDINGS = "lm_head.weight", ".embed_tokens.weight"
 
 
@@ -119,6 +123,7 @@ def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "rando
     whole_config = _read_config(path)
     check_kinds(whole_config, path)
     check_kinds(whole_config.get("text_config") or {}, path)
+    check_purpose(whole_config, path)
     config = text_part(whole_config)
     check_supported(config, path)
     block = block_shapes(config)
@@ -238,6 +243,22 @@ def check_supported(config: Mapping[str, Any], path: Path) -> None:
     wrong += [f"num_attention_heads: {heads} is no multiple of num_key_value_heads: {groups}"] if not wrong and heads % groups else []
     if wrong:
         raise UserError("config.json has sizes that no model can have", where=str(path), details=wrong, fix=MEND_CONFIG)
+
+
+def check_purpose(config: Mapping[str, Any], path: Path) -> None:
+    """UserError for a model that was saved to classify, or to fill in masked tokens: it has no head that predicts the next one."""
+    named = config.get("architectures") or ()
+    other = [match[1] for name in named if (match := OTHER_PURPOSE.search(name))]
+    if other and len(other) == len(named):
+        encoder = "MaskedLM" in other or "PreTraining" in other
+        raise UserError(
+            f"{named[0]} is no language model that could be trained here",
+            where=str(path),
+            why="it is an encoder: its tokens see those behind them, and there is no next one to learn"
+            if encoder
+            else f"its head is for {other[0]}, and predicts no tokens",
+            fix="use a model that generates text, such as Llama, Qwen3, Mistral or Gemma 3",
+        )
 
 
 def check_kinds(config: Mapping[str, Any], path: Path) -> None:

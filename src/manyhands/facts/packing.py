@@ -59,8 +59,7 @@ def judge_packing(config: RunConfig, model: ModelFacts, report: Callable[[str], 
     foreign = config.model.trust_remote_code and "auto_map" in fields
     other_layers = set(fields.get("layer_types") or ()) - ATTENTION_LAYERS
     around = "text_config" in fields and fields.get("model_type") not in MEASURED_AROUND
-    known = model.model_type in MEASURED and _installed("transformers").startswith(MEASURED_WITH)
-    if known and not (foreign or other_layers or around):
+    if was_measured(model.model_type) and not (foreign or other_layers or around):
         return model.model_copy(update={"packs": True, "packing_reason": f"{model.model_type} was measured packed and alone"})
     kept = Path(config.data.cache).expanduser() / "packing" / f"{_digest(raw)}.json"
     verdict = read_json(kept)
@@ -81,6 +80,11 @@ def judge_packing(config: RunConfig, model: ModelFacts, report: Callable[[str], 
             fix="use another model; these families were measured: " + ", ".join(sorted(MEASURED)),
         )
     return model.model_copy(update={"packs": verdict["packs"], "packing_reason": verdict["reason"]})
+
+
+def was_measured(model_type: str) -> bool:
+    """Whether the family was trained packed and alone with the transformers that is installed."""
+    return model_type in MEASURED and _installed("transformers").startswith(MEASURED_WITH)
 
 
 def _probe(folder: str, trust_remote_code: bool) -> dict[str, Any]:

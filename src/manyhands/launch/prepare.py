@@ -78,6 +78,10 @@ def prepare_run(
         with refuse_unusable(folder):
             folder.remove_temporaries()
         plan = _plan_launch(config, folder, world_size, local_world_size, report)
+        if dry_run:
+            from manyhands.launch.rehearsal import rehearse
+
+            rehearse(config, plan)
         with refuse_unusable(folder):
             folder.create()
             folder.write_config(config)

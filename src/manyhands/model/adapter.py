@@ -14,13 +14,13 @@ from torch import nn
 
 from manyhands.config.schema import MethodSection, RunConfig
 from manyhands.errors import UserError
+from manyhands.facts.safetensors import read_headers
 from manyhands.model.freeze import train_by_pattern
 from manyhands.model.lora import adapted_layers, apply_lora
 from manyhands.model.shards import gather, local, local_slices
 from manyhands.model.tokens import ROWS, token_modules
 from manyhands.model.whole import whole_modules
 from manyhands.plan.types import Plan
-from manyhands.progress import advance
 
 PEFT_PREFIX = "base_model.model."
 PEFT_ROWS = f"token_adapter.{ROWS}"
@@ -89,6 +89,13 @@ def load_adapter_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> N
     _fill(model, shapes, lambda name, slices: state[name][slices], where="")
 
 
+def check_adapter(model: nn.Module, folder: str | Path) -> None:
+    """UserError unless names and shapes of a PEFT adapter's folder are the model's. Reads the header only."""
+    path = Path(folder) / WEIGHTS
+    tensors, _ = read_headers([path])
+    _refuse_misfit(model, {name: tensor.shape for name, tensor in tensors.items()}, where=str(path))
+
+
 @torch.no_grad()
 def read_adapter(model: nn.Module, folder: str | Path) -> None:
     """The same from a PEFT adapter's folder; each rank reads only its slices."""
@@ -104,6 +111,24 @@ def read_adapter(model: nn.Module, folder: str | Path) -> None:
 def _fill(
     model: nn.Module, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str, tuple[slice, ...]], torch.Tensor], where: str
 ) -> None:
+    _refuse_misfit(model, shapes, where)
+    parameters = adapter_parameters(model)
+    aliases = {name: parameters[first] for name, first in tied_names(model).items()}
+    for name, parameter in parameters.items():
+        if name in shapes and local(parameter.detach()).numel():
+            local(parameter.detach()).copy_(read(name, local_slices(parameter)))
+    for name in shapes.keys() & aliases.keys():
+        parameter = aliases[name]
+        if not torch.equal(local(parameter.detach()), read(name, local_slices(parameter)).to(parameter.device, parameter.dtype)):
+            raise UserError(
+                f"The adapter holds {name} apart from the weight that it is tied to.",
+                where=where,
+                why="It was trained untied; this model's embeddings and head share one weight.",
+                fix="Set tie_word_embeddings to false in the base model's config.json, or leave method.adapter out.",
+            )
+
+
+def _refuse_misfit(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
     parameters = adapter_parameters(model)
     aliases = {name: parameters[first] for name, first in tied_names(model).items()}
     # Rows of tokens that the adapter has not stay at the frozen ones: a run may add tokens to an adapter.
@@ -119,16 +144,3 @@ def _fill(
         raise UserError(
             "The adapter does not fit the model.", where=where, fix="Use the same base model, rank and targets.", details=wrong[:20]
         )
-    for name, parameter in parameters.items():
-        if name in shapes and local(parameter.detach()).numel():
-            local(parameter.detach()).copy_(read(name, local_slices(parameter)))
-            advance()
-    for name in shapes.keys() & aliases.keys():
-        parameter = aliases[name]
-        if not torch.equal(local(parameter.detach()), read(name, local_slices(parameter)).to(parameter.device, parameter.dtype)):
-            raise UserError(
-                f"The adapter holds {name} apart from the weight that it is tied to.",
-                where=where,
-                why="It was trained untied; this model's embeddings and head share one weight.",
-                fix="Set tie_word_embeddings to false in the base model's config.json, or leave method.adapter out.",
-            )

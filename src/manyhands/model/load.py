@@ -47,12 +47,12 @@ def build_meta(plan: Plan, config: RunConfig, say: Callable[[str], object] = lam
     trust = config.model.trust_remote_code
     try:
         model_config = AutoConfig.from_pretrained(plan.model_folder, trust_remote_code=trust)
-    except (ValueError, KeyError, OSError, ImportError) as error:
+    except Exception as error:  # whatever config.json holds: transformers raises many kinds
         code = "" if trust else "; if you trust the code that it brings, set model.trust_remote_code=true"
         raise UserError(
             "transformers cannot read the model's configuration",
             where=plan.model_folder,
-            why=str(error),
+            why=str(error) or type(error).__name__,
             fix=f"use a model that the installed transformers knows{code}",
         ) from error
     if silenced := silence_dropout(model_config):
@@ -68,11 +68,11 @@ def build_meta(plan: Plan, config: RunConfig, say: Callable[[str], object] = lam
         with torch.device("meta"):
             opener = auto_class(model_config)
             model = opener.from_config(model_config, dtype=dtype, attn_implementation=implementation, trust_remote_code=trust)
-    except (ValueError, ImportError) as error:
+    except Exception as error:  # as above
         raise UserError(
             f"transformers cannot build a language model of {model_config.model_type}",
             where=plan.model_folder,
-            why=str(error).strip().splitlines()[0].split(". ")[0],
+            why=(str(error).strip().splitlines() or [""])[0].split(". ")[0] or type(error).__name__,
             fix="use a model that transformers' AutoModelForCausalLM or AutoModelForMultimodalLM opens",
         ) from error
     if towers := leave_out_towers(model):
