@@ -9,7 +9,7 @@ import torch
 
 from manyhands.errors import UserError
 from manyhands.model import loss as loss_module
-from manyhands.model.checks import check_loss, check_packing, pack_documents
+from manyhands.model.checks import check_loss, check_packing, check_padding, pack_documents
 from manyhands.model.loss import IGNORED, LossModel, chunk_rows
 from manyhands.testing.tiny import FAMILIES, tiny_model
 
@@ -123,6 +123,31 @@ def test_checks_pass_on_a_sound_model_and_leave_it_in_training_mode(dtype: str) 
     assert check_loss(Alone(model), model, CPU) < 1e-2
     assert check_packing(Alone(model), model, CPU) < 5e-2
     assert model.training and model.model.training
+
+
+def test_weights_that_are_no_numbers_are_named() -> None:
+    model = LossModel(tiny_model("llama"))
+    with torch.no_grad():
+        model.model.get_parameter("model.layers.1.mlp.up_proj.weight")[3, 5] = float("nan")
+    with pytest.raises(UserError, match="weights give no numbers") as refused:
+        check_loss(Alone(model), model, CPU)
+    assert refused.value.details == ("model.layers.1.mlp.up_proj.weight",) and "family" not in str(refused.value)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "blockwise"])
+def test_an_encoder_is_named_as_one(implementation: str) -> None:
+    """With sdpa its tokens see those behind them; our attention hides them, and differs from the model's own code."""
+    from transformers import BertConfig, BertLMHeadModel
+
+    from manyhands.model.attention import BLOCKWISE, register_attention
+
+    register_attention()
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 97}
+    config = BertConfig(**sizes, initializer_range=0.3, attn_implementation="sdpa" if implementation == "sdpa" else BLOCKWISE)
+    model = LossModel(BertLMHeadModel(config).train())
+    with pytest.raises(UserError, match="BertLMHeadModel is an encoder"):
+        check_loss(Alone(model), model, CPU)
+        check_padding(Alone(model), model, CPU)
 
 
 def test_a_leak_between_documents_is_refused() -> None:

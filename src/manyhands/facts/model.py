@@ -247,7 +247,7 @@ def check_supported(config: Mapping[str, Any], path: Path) -> None:
 
 def check_purpose(config: Mapping[str, Any], path: Path) -> None:
     """UserError for a model that was saved to classify, or to fill in masked tokens: it has no head that predicts the next one."""
-    named = config.get("architectures") or ()
+    named: list[str] = config.get("architectures") or []
     other = [match[1] for name in named if (match := OTHER_PURPOSE.search(name))]
     if other and len(other) == len(named):
         encoder = "MaskedLM" in other or "PreTraining" in other

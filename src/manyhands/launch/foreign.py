@@ -84,8 +84,13 @@ def check_accelerate_precision(config: RunConfig, environ: Mapping[str, str] = o
     raise UserError(
         f"accelerate asks for mixed precision {asked!r}, the run file for model.dtype {dtype!r}",
         where="ACCELERATE_MIXED_PRECISION",
-        why="manyhands decides numerics from the run file alone, and has no fp16 or fp8 training",
-        fix="start with `accelerate launch --mixed_precision no`, or set model.dtype=bfloat16 and bf16 there",
+        why="numerics are decided by the run file alone",
+        fix="start with `accelerate launch --mixed_precision no`"
+        + {
+            "fp8": "; fp8 is kernels.linear: fp8 in the run file",
+            "bf16": ", or set model.dtype=bfloat16",
+            "fp16": "; fp16 is not supported, bfloat16 or float32 is model.dtype",
+        }.get(asked, ""),
     )
 
 

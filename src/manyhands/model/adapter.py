@@ -92,8 +92,7 @@ def load_adapter_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> N
 def check_adapter(model: nn.Module, folder: str | Path) -> None:
     """UserError unless names and shapes of a PEFT adapter's folder are the model's. Reads the header only."""
     path = Path(folder) / WEIGHTS
-    tensors, _ = read_headers([path])
-    _refuse_misfit(model, {name: tensor.shape for name, tensor in tensors.items()}, where=str(path))
+    _refuse_misfit(model, {name: tensor.shape for name, tensor in read_headers([path]).items()}, where=str(path))
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ from torch import nn
 
 from manyhands.errors import UserError
 from manyhands.model.loss import IGNORED, LossModel
+from manyhands.model.shards import local
 
 # Relative deviations that rounding alone may cause. The wider ones are for runs of other shapes, whose matrix products may sum
 # in another order: 0.04 was seen on random weights of an 8B shape in bfloat16, after 32 blocks. (transformers' eager attention,
@@ -43,6 +44,8 @@ def check_loss(parallel: Probed, loss_model: LossModel, device: torch.device) ->
     with _eager_evaluation(loss_model):
         fast = parallel(batch)["lm"][0].double()
         logits = parallel.logits(batch)
+        _refuse_values(logits, loss_model)
+        _refuse_encoder(parallel, loss_model, ids)
     trained = batch["targets"] != IGNORED
     expected = torch.nn.functional.cross_entropy(logits[trained].double(), batch["targets"][trained], reduction="sum")
     deviation = float((fast - expected).abs() / expected.abs())
@@ -51,7 +54,7 @@ def check_loss(parallel: Probed, loss_model: LossModel, device: torch.device) ->
         raise UserError(
             f"The loss of {type(loss_model.model).__name__} does not follow from its own logits.",
             why=f"Relative deviation {deviation:.1e}, allowed {tolerance:.0e}: {float(fast):.6g} against {float(expected):.6g}.",
-            fix="This family cannot be trained yet; if the values are nan, look at the model's weights.",
+            fix="This family cannot be trained yet.",
         )
     return deviation
 
@@ -71,9 +74,11 @@ def check_packing(parallel: Probed, loss_model: LossModel, device: torch.device)
         alone = _logits_alone(parallel, loss_model, [first, second])
     num_first = PROBE_LENGTHS[0]
     leak = _deviation(changed[:, num_first:], packed[:, num_first:])
+    deviation = _deviation(packed, torch.cat(alone, dim=1))
+    if not (leak <= TOLERANCE[packed.dtype] and deviation <= WIDE_TOLERANCE[packed.dtype]):
+        _refuse_encoder(parallel, loss_model, second, eager=True)
     if not leak <= TOLERANCE[packed.dtype]:
         _refuse_packing(f"Packed documents see each other in {type(loss_model.model).__name__}", leak)
-    deviation = _deviation(packed, torch.cat(alone, dim=1))
     if not deviation <= WIDE_TOLERANCE[packed.dtype]:
         _refuse_packing(f"Logits of packed documents differ from those alone in {type(loss_model.model).__name__}", deviation)
     return deviation
@@ -92,12 +97,49 @@ def check_padding(parallel: Probed, loss_model: LossModel, device: torch.device)
     found = torch.cat([row[: document.shape[1]] for row, document in zip(rows, documents, strict=True)])
     deviation = _deviation(found, torch.cat(alone, dim=1)[0])
     if not deviation <= WIDE_TOLERANCE[rows.dtype]:
+        _refuse_encoder(parallel, loss_model, documents[0], eager=True)
         raise UserError(
             f"Attention of {type(loss_model.model).__name__} is not what the model's own code computes.",
             why=f"Relative deviation of the logits: {deviation:.1e}. The kernel leaves something out, or padding is seen.",
             fix="This family cannot be trained yet.",
         )
     return deviation
+
+
+def _refuse_values(logits: torch.Tensor, loss_model: LossModel) -> None:
+    """UserError where logits are no numbers, naming the weights of this rank that are none. Every rank finds the same logits."""
+    if torch.isfinite(logits).all():
+        return
+    named = loss_model.model.named_parameters()
+    wrong = [name for name, parameter in named if not torch.isfinite(local(parameter.detach())).all()]
+    why = f"{len(wrong)} of its weights hold nan or inf" if wrong else "the weights of this rank are numbers: they overflow in its dtype"
+    raise UserError(
+        "The model's weights give no numbers: its logits are nan or inf.",
+        where="model.name",
+        why=why,
+        fix="Take another checkpoint of the model."
+        if wrong
+        else "If another rank names weights, take another checkpoint; else model.dtype.",
+        details=wrong[:20],
+    )
+
+
+def _refuse_encoder(parallel: Probed, loss_model: LossModel, ids: torch.Tensor, *, eager: bool = False) -> None:
+    """UserError where another last token changes the logits before it; with ``eager``, by the attention of the model's own code."""
+    changed = ids.clone()
+    changed[:, -1] = (ids[:, -1] + 1) % loss_model.model.config.get_text_config().vocab_size
+    if eager:
+        first, second = _logits_alone(parallel, loss_model, [ids, changed])
+    else:
+        first, second = (parallel.logits({"input_ids": each}) for each in (ids, changed))
+    deviation = _deviation(second[:, :-1], first[:, :-1])
+    if not deviation <= WIDE_TOLERANCE[first.dtype]:
+        raise UserError(
+            f"{type(loss_model.model).__name__} is an encoder: its tokens see those behind them.",
+            where="model.name",
+            why=f"Another last token changes the logits before it (relative deviation {deviation:.1e}): there is no next one to learn.",
+            fix="Use a model that generates text, such as Llama, Qwen3, Mistral or Gemma 3.",
+        )
 
 
 def _logits_alone(parallel: Probed, loss_model: LossModel, documents: list[torch.Tensor]) -> list[torch.Tensor]:
