@@ -4,8 +4,8 @@
     python -m tests.mutate run plan --count 60 --work /tmp/mutate    # faults in src/manyhands/plan, one JSON line each
     python -m tests.mutate report --work /tmp/mutate
 
-Works on a copy of the repository, so that processes which tests start see the fault too. torch and transformers are imported once and
-each fault runs in a fork. A fault is *killed* when a test fails or takes much longer than it did; one that survives the tests that
+Works on a copy of the repository, so that processes which tests start see the fault too. Tests are collected once, and each fault runs
+in a fork of that process. A fault is *killed* when a test fails or takes much longer than it did; one that survives the tests that
 reach its line is shown with its difference. Equivalent faults (the program does the same) survive rightly: a person has to look.
 """
 
@@ -16,13 +16,17 @@ import ast
 import contextlib
 import copy
 import difflib
+import gc
 import json
+import math
 import os
 import random
+import resource
 import shutil
 import signal
 import sys
 import time
+import types
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -148,16 +152,6 @@ class Tracer:
             self.tests.setdefault(report.nodeid, {})["passed"] = False
 
 
-class Only:
-    """A plugin of pytest: runs these tests, in this order."""
-
-    def __init__(self, chosen: list[str]) -> None:
-        self.order = {name: place for place, name in enumerate(chosen)}
-
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items[:] = sorted((item for item in items if item.nodeid in self.order), key=lambda item: self.order[item.nodeid])
-
-
 def copied(work: Path) -> Path:
     """A copy of the sources and tests to put faults into."""
     tree = work / "tree"
@@ -169,22 +163,24 @@ def copied(work: Path) -> Path:
     return tree
 
 
-def in_fork(tree: Path, arguments: list[str], limit_s: float, log: Path, plugins: Callable[[], list[Any]] = list) -> int | None:
-    """pytest in a fork whose current folder is ``tree``; its exit code, None where it took too long."""
+def enter(tree: Path) -> None:
+    os.chdir(tree)
+    os.environ |= {"PYTHONPATH": str(tree / "src"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "pytest_timeout"}
+    sys.path[:0] = [str(tree / "src"), str(tree)]
+
+
+def in_fork(log: Path, limit_s: float, work: Callable[[], int]) -> int | None:
+    """Runs ``work`` in a fork with a session of its own; its exit code, None where it took too long."""
     child = os.fork()
     if child == 0:
-        os.setsid()
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        os.chdir(tree)
-        os.environ |= {"PYTHONPATH": str(tree / "src"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-        sys.path[:0] = [str(tree / "src"), str(tree)]
         code = 99
         try:
-            code = int(pytest.main(["-q", "-p", "no:cacheprovider", "-p", "pytest_timeout", *arguments], plugins=plugins()))
+            os.setsid()
+            output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            code = work()
         finally:
-            sys.stdout.flush()
             os._exit(code)
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
@@ -192,7 +188,7 @@ def in_fork(tree: Path, arguments: list[str], limit_s: float, log: Path, plugins
         if done:
             _end_group(child)
             return os.waitstatus_to_exitcode(status)
-        time.sleep(0.1)
+        time.sleep(0.05)
     _end_group(child)
     os.waitpid(child, 0)
     return None
@@ -212,9 +208,131 @@ def trace(options: argparse.Namespace) -> None:
             def pytest_sessionfinish(self) -> None:
                 file.write_text(json.dumps(self.tests))  # noqa: B023 - used before the next turn
 
-        arguments = ["-m", SELECTED, "--timeout", "900", name]
-        code = in_fork(tree, arguments, 3600, file.with_suffix(".log"), lambda: [Saved(tree / "src" / "manyhands")])
+        def traced(name: str = name, plugin: type[Tracer] = Saved) -> int:
+            enter(tree)
+            arguments = ["-q", "-p", "no:cacheprovider", "--timeout", "900", "-m", SELECTED, name]
+            return int(pytest.main(arguments, plugins=[plugin(tree / "src" / "manyhands")]))
+
+        code = in_fork(file.with_suffix(".log"), 3600, traced)
         print(f"{name}: exit code {code}", flush=True)
+
+
+class Faults:
+    """A plugin of pytest that, once tests are collected, runs some of them in a fork for each fault, in place of all of them once.
+
+    A fault in a function replaces the code of that function wherever it is held; a constant of a module is replaced wherever it was
+    imported; the file is written too, for processes that tests start. Faults elsewhere (bodies of classes, defaults) are not tried.
+    """
+
+    def __init__(
+        self, tree: Path, places: list[tuple[str, int]], tests: dict[str, dict[str, Any]], work: Path, budget_s: float = BUDGET_S
+    ) -> None:
+        self.package, self.places, self.tests, self.work, self.budget_s = tree / "src" / "manyhands", places, tests, work, budget_s
+        self.functions: dict[tuple[str, int, str], list[types.FunctionType]] = {}
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        for each in gc.get_objects():
+            if isinstance(each, types.FunctionType) and each.__code__.co_filename.startswith(str(self.package)):
+                code = each.__code__
+                self.functions.setdefault((code.co_filename, code.co_firstlineno, code.co_name), []).append(each)
+        gc.freeze()
+        items = {item.nodeid: item for item in session.items}
+        with (self.work / "results.jsonl").open("a") as out, (self.work / "run.log").open("a") as log:
+            for name, index in self.places:
+                result = self.try_fault(session, items, name, index)
+                out.write(json.dumps(result) + "\n")
+                print(result["outcome"], name, result["line"], result["what"], result["s"], file=log)
+                out.flush(), log.flush()
+        return True
+
+    def try_fault(self, session: pytest.Session, items: dict[str, pytest.Item], name: str, index: int) -> dict[str, Any]:
+        file = self.package / name
+        source = file.read_text()
+        parsed = ast.parse(source)
+        before = ast.unparse(parsed)
+        line, what, change = list(faults(parsed))[index]
+        change()
+        ast.fix_missing_locations(parsed)
+        after = ast.unparse(parsed)
+        chosen, took = [], 0.0
+        for test in sorted((t for t in items if line in self.tests[t]["lines"].get(name, ())), key=lambda t: self.tests[t]["s"]):
+            if took < self.budget_s:
+                chosen.append(items[test])
+                took += self.tests[test]["s"]
+        start = time.monotonic()
+        try:
+            file.write_text(after)
+            _forget(file)
+            code = in_fork(
+                self.work / "last.log", 60 + 5 * took, lambda: self.run_tests(session, chosen, file, parsed, line, int(15 + 2 * took))
+            )
+        finally:
+            file.write_text(source)
+            _forget(file)
+        outcome = {0: "survived", 1: "killed", None: "killed, too slow", -9: "killed, too slow", -24: "killed, too slow"}.get(
+            code, f"odd: {code}"
+        )
+        changed = "\n".join(difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=0))
+        taken = {"num_tests": len(chosen), "s": round(time.monotonic() - start, 1)}
+        return {"file": name, "index": index, "line": line, "what": what, "outcome": outcome, **taken, "difference": changed}
+
+    def run_tests(self, session: pytest.Session, chosen: list[pytest.Item], file: Path, parsed: ast.Module, line: int, limit_s: int) -> int:
+        """In the fork: 1 where a test fails, 0 where none does, 77 where the fault could not be put in."""
+        resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s + 5))
+        if not self.put_in(file, parsed, line):
+            return 77
+        for item, following in zip(chosen, [*chosen[1:], None], strict=True):
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            if session.testsfailed:
+                return 1
+        return 0
+
+    def put_in(self, file: Path, parsed: ast.Module, line: int) -> bool:
+        compiled = compile(parsed, str(file), "exec", dont_inherit=True)
+        function = enclosing_function(parsed, line)
+        if function is not None:
+            first = min([function.lineno, *(each.lineno for each in function.decorator_list)])
+            (code,) = [each for each in _codes(compiled) if (each.co_firstlineno, each.co_name) == (first, function.name)]
+            held = self.functions.get((str(file), first, function.name), [])
+            for each in held:
+                each.__code__ = code
+            return bool(held)
+        module = "manyhands." + ".".join(file.relative_to(self.package).with_suffix("").parts)
+        old, new = vars(sys.modules[module]), {"__name__": module, "__file__": str(file), "__package__": module.rpartition(".")[0]}
+        exec(compiled, new)
+        constants = (int, float, str, tuple, dict, frozenset)
+        changed = {key for key, value in new.items() if isinstance(value, constants) and key in old and not key.startswith("__")}
+        changed = {key for key in changed if repr(old[key]) != repr(new[key])}
+        for holder in list(sys.modules.values()):
+            for key in changed:
+                if getattr(holder, key, None) is old[key]:
+                    setattr(holder, key, new[key])
+        return bool(changed)
+
+
+def enclosing_function(parsed: ast.Module, line: int) -> ast.FunctionDef | None:
+    """The outermost function whose body holds the line, methods included."""
+    bodies: list[ast.stmt] = list(parsed.body)
+    while bodies:
+        node = bodies.pop()
+        if isinstance(node, ast.FunctionDef) and node.body[0].lineno <= line <= (node.end_lineno or 0):
+            return node
+        if isinstance(node, (ast.ClassDef, ast.If)):
+            bodies += node.body
+    return None
+
+
+def can_be_put_in(parsed: ast.Module, line: int) -> bool:
+    constants = [node for node in parsed.body if isinstance(node, (ast.Assign, ast.AnnAssign))]
+    return enclosing_function(parsed, line) is not None or any(node.lineno <= line <= (node.end_lineno or 0) for node in constants)
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    for each in code.co_consts:
+        if isinstance(each, types.CodeType):
+            yield each
+            yield from _codes(each)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -222,59 +340,39 @@ def run(options: argparse.Namespace) -> None:
     tests: dict[str, dict[str, Any]] = {}
     for file in options.work.glob("*.trace.json"):
         tests |= {name: test for name, test in json.loads(file.read_text()).items() if test.get("passed") and "lines" in test}
+    package = tree / "src" / "manyhands"
+    files = [
+        file for room in options.rooms for file in ([package / room] if room.endswith(".py") else sorted((package / room).rglob("*.py")))
+    ]
     places = []
-    for room in options.rooms:
-        package = tree / "src" / "manyhands"
-        for file in [package / room] if room.endswith(".py") else sorted((package / room).rglob("*.py")):
-            name = str(file.relative_to(package))
-            reached = {line for test in tests.values() for line in test["lines"].get(name, ())}
-            places += [(name, index) for index, fault in enumerate(faults(ast.parse(file.read_text()))) if fault[0] in reached]
+    for file in files:
+        name, parsed = str(file.relative_to(package)), ast.parse(file.read_text())
+        reached = {line for test in tests.values() for line in test["lines"].get(name, ()) if can_be_put_in(parsed, line)}
+        places += [(name, index) for index, fault in enumerate(faults(parsed)) if fault[0] in reached]
     chooser.shuffle(places)
-    results = options.work / "results.jsonl"
-    tried = {(result["file"], result["index"]) for result in read(results)}
-    for name, index in places[: options.count]:
-        if (name, index) in tried:
-            continue
-        result = try_fault(tree, name, index, tests, options.work)
-        with results.open("a") as out:
-            out.write(json.dumps(result) + "\n")
-        print(result["outcome"], result["file"], result["line"], result["what"], result["s"], flush=True)
+    results = read(options.work / "results.jsonl")
+    if options.again:
+        survived = {(result["file"], result["index"]) for result in results if result["outcome"] == "survived"}
+        places = [place for place in places if place in survived]
+    else:
+        tried = {(result["file"], result["index"]) for result in results}
+        places = [place for place in places[: options.count] if place not in tried]
+    names = {name for name, _ in places}
+    reaching = {test: found for test, found in tests.items() if names & set(found["lines"])}
+    enter(tree)
+    plugin = Faults(tree, places, reaching, options.work, math.inf if options.again else BUDGET_S)
+    arguments = ["-q", "-p", "no:cacheprovider", "--timeout", "300", "-m", SELECTED]
+    pytest.main([*arguments, *sorted({test.partition("::")[0] for test in reaching})], plugins=[Collected(set(reaching)), plugin])
 
 
-def try_fault(tree: Path, name: str, index: int, tests: dict[str, dict[str, Any]], work: Path) -> dict[str, Any]:
-    file = tree / "src" / "manyhands" / name
-    source = file.read_text()
-    parsed = ast.parse(source)
-    before = ast.unparse(parsed)
-    line, what, change = list(faults(parsed))[index]
-    change()
-    after = ast.unparse(ast.fix_missing_locations(parsed))
-    chosen, took = [], 0.0
-    for test in sorted((t for t in tests if line in tests[t]["lines"].get(name, ())), key=lambda t: tests[t]["s"]):
-        if took < BUDGET_S:
-            chosen.append(test)
-            took += tests[test]["s"]
-    start = time.monotonic()
-    try:
-        file.write_text(after)
-        _forget(file)
-        files = sorted({test.partition("::")[0] for test in chosen})
-        code = in_fork(tree, ["-x", "--timeout", "300", *files], 60 + 5 * took, work / "last.log", lambda: [Only(chosen)])
-    finally:
-        file.write_text(source)
-        _forget(file)
-    outcome = "survived" if code == 0 else "timeout" if code is None else "killed" if code in (1, 2) else f"odd {code}"
-    changed = "\n".join(difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=0))
-    return {
-        "file": name,
-        "index": index,
-        "line": line,
-        "what": what,
-        "outcome": outcome,
-        "num_tests": len(chosen),
-        "s": round(time.monotonic() - start, 1),
-        "difference": changed,
-    }
+class Collected:
+    """A plugin of pytest that keeps these tests alone."""
+
+    def __init__(self, chosen: set[str]) -> None:
+        self.chosen = chosen
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = [item for item in items if item.nodeid in self.chosen]
 
 
 def _forget(file: Path) -> None:
@@ -287,7 +385,7 @@ def read(results: Path) -> list[dict[str, Any]]:
 
 
 def report(options: argparse.Namespace) -> None:
-    results = read(options.work / "results.jsonl")
+    results = list({(result["file"], result["index"]): result for result in read(options.work / "results.jsonl")}.values())  # the last ones
     count = Counter((result["file"], "survived" if result["outcome"] == "survived" else "killed") for result in results)
     for name in sorted({name for name, _ in count}):
         print(f"{name}: {count[name, 'killed']} killed, {count[name, 'survived']} survived")
@@ -309,6 +407,7 @@ def main() -> None:
         if function is run:
             command.add_argument("--count", type=int, default=50)
             command.add_argument("--seed", type=int, default=0)
+            command.add_argument("--again", action="store_true", help="those that survived, with all tests that reach them")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     options.work.mkdir(parents=True, exist_ok=True)

@@ -177,6 +177,13 @@ def test_gradients_stay_in_the_copys_dtype_where_the_optimizer_takes_them():
         assert memory.gradients(without_copy) == 4 * without_copy.num_trained
 
 
+def test_adafactor_keeps_a_row_and_a_column_of_each_matrix():
+    sides = 2 * ((8 + 8) + 2 * (4 + 8) + (8 + 8) + 3 * (16 + 8)) + (32 + 8)
+    tied = replace(FULL, optimizer_name="adafactor")
+    assert memory.optimizer(tied) == 4 * sides  # vectors are not counted
+    assert memory.optimizer(replace(tied, model=model_facts(tied=False))) == 4 * (sides + 32 + 8)
+
+
 def test_overhead_counts_communication_only_between_ranks():
     alone = memory.overhead(FULL, moving=1000)
     assert alone == int(0.6 * 2**30) + 2**26 + 50

@@ -10,6 +10,7 @@ import pytest
 
 from manyhands.errors import UserError
 from manyhands.facts.types import Facts, GpuFacts
+from manyhands.plan.choices import choose_kernels
 from manyhands.plan.search import NothingSmaller, plan
 from manyhands.plan.types import Plan
 from tests.plan.examples import GIB, H200_BYTES, data_facts, facts, llama_8b, model_facts, run_config
@@ -172,8 +173,22 @@ def test_nothing_fits_on_cpu():
     with pytest.raises(UserError) as caught:
         plan(run_config(parallel__device="cpu", parallel__recompute="none"), facts(llama_8b(), data=LONG, host_bytes=8 * GIB))
     assert "there are 7.2 GiB" in caught.value.what
-    assert "parallel.recompute: auto" in caught.value.fix
+    assert "parallel.recompute: auto" in caught.value.fix and "use method.name=qlora" in caught.value.fix
     assert "90 % of 8.0 GiB free" in caught.value.why
+
+
+@pytest.mark.parametrize(("max_length", "advised"), [(513, True), (512, False)])
+def test_short_rows_are_not_to_be_shortened(max_length, advised):
+    config = run_config(parallel__device="cpu", data__max_length=max_length)
+    with pytest.raises(UserError, match="does not fit") as caught:
+        plan(config, facts(llama_8b(), data=data_facts(longest=max_length), host_bytes=4 * GIB))
+    assert ("shorten the rows" in caught.value.fix) == advised
+
+
+def test_what_was_asked_is_told_from_what_was_chosen():
+    chosen, asked = (plan(run_config(parallel__strategy=strategy), h200(2)) for strategy in ("auto", "fsdp"))
+    said = [next(sentence for sentence in made.why if sentence.startswith("strategy: ")) for made in (chosen, asked)]
+    assert [", as asked" in sentence for sentence in said] == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -285,3 +300,18 @@ def test_planning_needs_no_torch():
 def test_absurd_values_are_warned_of(keys, said):
     warnings = [sentence for sentence in plan(run_config(**keys), h200(8)).why if sentence.startswith("warning: ")]
     assert len(warnings) == bool(said) and said in "".join(warnings)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("method", ["lora", "qlora", "full"])
+def test_fast_kernels_are_tried_where_asked_and_else_on_gpus(device, method):
+    def chosen(**kernels):
+        keys = {f"kernels__{key}": value for key, value in kernels.items()}
+        return choose_kernels(run_config(method__name=method, **keys), device, "varlen")
+
+    adapters, gpu = method != "full", device == "cuda"
+    assert chosen() == {"fuse_lora": adapters and gpu, "fuse_loss": gpu, "fuse_optimizer": gpu, "fast_attention": True}
+    assert [chosen(lora=asked)["fuse_lora"] for asked in ("fused", "plain")] == [adapters, False]
+    assert [chosen(loss=asked)["fuse_loss"] for asked in ("fused", "plain")] == [True, False]
+    assert not chosen(optimizer="plain")["fuse_optimizer"]
+    assert not choose_kernels(run_config(method__name=method), device, "sdpa")["fast_attention"]

@@ -128,6 +128,18 @@ def test_offloaded_states_leave_the_gpu_for_host_memory():
     assert everything.total < states.memory.total
 
 
+@pytest.mark.parametrize(("ranks", "chunk"), [(1, 128256 * 4096 * 4), (4, 128256 * 4096), (16, 2**28)])
+def test_of_states_in_host_memory_two_chunks_are_on_the_gpu(ranks, chunk):
+    """A chunk holds the largest weight's shard, 256 MiB at least, in float32; AdamW has two states of that size."""
+    model = llama_8b()
+    one = replace(FULL, model=model, offload="optimizer")
+    setup = one if ranks == 1 else replace(one, strategy="fsdp", world_size=ranks)
+    terms = {"weights": 1, "gradients": 2, "optimizer": 8 * model.num_parameters // ranks}
+    assert host.keep_on_device(setup, terms) == {"weights": 1, "gradients": 2, "optimizer": 2 * 2 * chunk}
+    few = terms | {"optimizer": 100}  # never more than there are
+    assert host.keep_on_device(replace(setup, model=model_facts()), few)["optimizer"] == 100
+
+
 def test_what_does_not_fit_into_host_memory_is_refused():
     config = run_config(method__name="full", parallel__offload="all", batch__micro_tokens=4096)
     with pytest.raises(UserError, match="what is offloaded does not fit") as caught:

@@ -12,7 +12,7 @@ from manyhands.config.schema import MethodSection, OptimizerSection
 from manyhands.errors import UserError
 from manyhands.facts.model import read_model_facts
 from manyhands.model.freeze import train_by_pattern
-from manyhands.plan.memory import Setup, estimate_terms
+from manyhands.plan.memory import Setup, estimate_terms, root_reduction
 from manyhands.plan.search import plan
 from manyhands.plan.trained import TrainedWeights, count_state_bytes, count_trained
 from manyhands.testing.tiny import tiny_model, write_tiny_model
@@ -66,6 +66,14 @@ def test_weights_are_masters_or_frozen() -> None:
     root = total - 32 * block
     # both trained blocks as masters, and their copies
     assert shared["gathered"] == 2 * (root + 3 * block) + 2 * (2 * block) + 2 * (2 * block)
+
+
+def test_gradients_of_a_trained_root_are_widened_only_to_be_reduced() -> None:
+    """The head and the last block by pattern: bfloat16 gradients on one GPU, and their float32 sums beside them over shards."""
+    head = 4096 * 128256
+    setup = replace(SETUP, in_place=TrainedWeights(llama_8b().num_block_parameters, llama_8b().num_block_parameters, head))
+    assert root_reduction(setup) == 2 * head
+    assert root_reduction(replace(setup, world_size=4, strategy="fsdp", reshard=True)) == (2 + 4) * head
 
 
 @pytest.mark.parametrize(
