@@ -79,6 +79,14 @@ def test_one_row_of_millions_of_values_is_not_parsed(name: str, tmp_path: Path, 
     assert len(list(read_rows(tmp_path / name))) == 1
 
 
+def test_lines_of_nothing_but_separators_and_documents_of_nothing_but_line_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_rows, "MAX_VALUES", 100_000)
+    (tmp_path / "a.csv").write_text("question,answer\na,b\n" + "," * 200_000 + "\nc,d\n")
+    assert "a.csv:3: more than 100,000 fields in one line" in refusal(tmp_path / "a.csv")
+    (tmp_path / "a.txt").write_text("a\n\n" + "b\n" * 200_000)
+    assert "a.txt:3: the document is longer than 256 MiB or 100,000 lines" in refusal(tmp_path / "a.txt")
+
+
 def test_parquet_rows_that_are_nowhere_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run of equal values takes no room in the file: millions of rows in some kilobytes."""
     monkeypatch.setattr(arrow_rows, "FREE_ROWS", 1000)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from manyhands.errors import UserError
 from manyhands.export.adapter import export_adapter
+from manyhands.facts.identity import identify_files
 from manyhands.infer.__main__ import main
 from manyhands.infer.load import find_parts
+from manyhands.launch.run_folder import RunFolder
 from tests.export.tiny import METHOD, adapt, make_model, save_source
+from tests.launch.builders import make_config, make_plan
 
 
 @pytest.fixture(scope="module")
@@ -69,3 +73,21 @@ def test_an_adapter_without_a_base_name_asks_for_it(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="does not name its base") as caught:
         find_parts(tmp_path)
     assert "--base" in caught.value.fix
+
+
+def test_an_adapter_on_another_base_than_its_runs_is_refused(folders: Path, tmp_path: Path) -> None:
+    base, run = tmp_path / "base", RunFolder(tmp_path / "run")
+    shutil.copytree(folders / "base", base)
+    shutil.copytree(folders / "adapter", run.path / "adapter")
+    config = make_config(**{"model.name": str(base), "data.cache": str(tmp_path / "cache")})
+    run.create()
+    run.write_config(config)
+    run.write_plan(make_plan(1, model_folder=str(base), model_files=identify_files(base, config)))
+    assert find_parts(run.path).weights == base
+    raw = bytearray((base / "model.safetensors").read_bytes())
+    raw[-1] ^= 1
+    (base / "model.safetensors").write_bytes(raw)
+    with pytest.raises(UserError, match="not the one that the run was trained on") as refused:
+        find_parts(run.path)
+    assert refused.value.details[0].startswith("model.safetensors: ")
+    assert find_parts(run.path, str(base)).weights == base, "asked for by name"

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from manyhands.config.schema import RunConfig
+from manyhands.data import prepare
 from manyhands.data.order import RowOrder
 from manyhands.data.prepare import _steps_of_epochs
 from manyhands.errors import UserError
@@ -85,6 +86,16 @@ def test_seventeen_rows_of_half_weight():
     assert "2 in the first epoch; 6 in 4 epochs, which differ" in counted.why[0].replace("ceil(9 rows / 8) = ", "").replace(
         ", the 17 there are taken by their sources' weights", ""
     )
+
+
+def test_epochs_that_each_have_to_be_laid_out_are_counted_up_to_a_limit(monkeypatch):
+    monkeypatch.setattr(prepare, "MAX_COUNTED_EPOCHS", 50)
+    order = RowOrder(9, 0, None, 100, np.full(9, 30))
+    assert _steps_of_epochs(run_config(batch__tokens=100, stop__epochs=49.5), order) == (3,) * 50
+    assert len(_steps_of_epochs(run_config(batch__tokens=100, stop__epochs=1e300, stop__max_steps=30), order)) == 11
+    with pytest.raises(UserError, match="more epochs than can be counted") as refused:
+        _steps_of_epochs(run_config(batch__tokens=100, stop__epochs=1e300), order)
+    assert "stop.max_steps" in refused.value.fix
 
 
 def test_many_epochs_are_counted_at_once():

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,7 @@ from manyhands.data.files import kind_of
 from manyhands.data.store import FORMAT_VERSION
 from manyhands.data.tokenizer import tokenizer_digest
 from manyhands.errors import UserError
-
-NUM_HASHING_THREADS = 8
+from manyhands.hashing import hash_files
 
 
 def name_tokens(
@@ -25,8 +22,10 @@ def name_tokens(
     """64 hex digits of all that decides about the tokens of every row and their order: the content of the files and the
     rendering, not where the files are, how often a row is taken or which rows are held out."""
     data = config.data
-    with ThreadPoolExecutor(min(NUM_HASHING_THREADS, os.cpu_count() or 1)) as threads:
-        hashes = dict(zip(paths := [path for group in files for path in group], threads.map(_hash_file, paths), strict=True))
+    try:
+        hashes = hash_files([path for group in files for path in group])
+    except OSError as error:
+        raise UserError("the data file cannot be read", where=str(error.filename), why=str(error)) from error
     described = [
         {
             "files": [(hashes[path], kind_of(path), path.name.lower().endswith((".tsv", ".tsv.gz"))) for path in group],
@@ -64,11 +63,3 @@ def name_store(config: RunConfig, tokens: str, sources: Sequence[Source]) -> str
 
 def _hash(**named: Any) -> str:
     return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
-
-
-def _hash_file(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise UserError("the data file cannot be read", where=str(path), why=str(error)) from error

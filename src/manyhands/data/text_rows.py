@@ -89,8 +89,8 @@ def read_text(part: Part, findings: Findings) -> Iterator[Row]:
                 begin, num_characters = number, 0
             document.append(line.rstrip("\r\n"))
             num_characters += len(line)
-            if num_characters > MAX_LINE_BYTES:
-                fault = f"the document is longer than {MAX_LINE_BYTES >> 20} MiB: divide it by blank lines"
+            if num_characters > MAX_LINE_BYTES or len(document) > MAX_VALUES:
+                fault = f"the document is longer than {MAX_LINE_BYTES >> 20} MiB or {MAX_VALUES:,} lines: divide it by blank lines"
                 findings.add(part.file, begin, fault, stops=True)
                 return
         elif document:
@@ -102,6 +102,7 @@ class _Lines:
     """Lines as the csv module takes them, and the number of the last one it took."""
 
     def __init__(self, path: Path, findings: Findings) -> None:
+        self._file, self._findings = str(path), findings
         self._lines = read_lines(path, findings, keep_broken=True)
         self.first: str = next((line for _, line in self._lines), "")
         self._waiting: str | None = self.first
@@ -113,8 +114,11 @@ class _Lines:
     def __next__(self) -> str:
         if self._waiting is not None:
             line, self._waiting, self.number = self._waiting, None, 1
-            return line
-        self.number, line = next(self._lines)
+        else:
+            self.number, line = next(self._lines)
+        if len(line) > MAX_VALUES and max(map(line.count, SEPARATORS)) > MAX_VALUES:
+            self._findings.add(self._file, self.number, f"more than {MAX_VALUES:,} fields in one line")
+            return "\n"
         return line
 
 
