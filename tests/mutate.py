@@ -265,7 +265,7 @@ class Faults:
             file.write_text(after)
             _forget(file)
             code = in_fork(
-                self.work / "last.log", 60 + 5 * took, lambda: self.run_tests(session, chosen, file, parsed, line, int(15 + 2 * took))
+                self.work / "last.log", 60 + 5 * took, lambda: self.run_tests(session, chosen, file, parsed, line, int(8 + took))
             )
         finally:
             file.write_text(source)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -51,8 +52,17 @@ def test_ratios_to_the_best_peer_are_those_of_their_line() -> None:
         assert ours is not None and number(row[4]) == round(ours / max(rate for rate in theirs if rate), 2)
 
 
+def test_the_demo_has_learned_what_is_said_of_it() -> None:
+    report = json.loads((RESULTS / "demo.json").read_text())
+    before, after = report["evaluations"][0], report["evaluations"][-1]
+    losses = f"{before['loss']:.3f} to {after['loss']:.3f}"
+    accuracies = f"{100 * before['accuracy']:.1f} % to {100 * after['accuracy']:.1f} %"
+    assert f"Held-out loss {losses}, token accuracy {accuracies}" in TEXT
+    assert losses in (ROOT / "README.md").read_text()
+
+
 def test_the_files_that_are_named_are_there() -> None:
-    named = re.findall(r"(?:bench/results/)?((?:h200|gsm8k|methods|packing|prepare)[\w*.-]*\.jsonl?)", TEXT)
+    named = re.findall(r"(?:bench/results/)?((?:h200|gsm8k|methods|packing|prepare|demo)[\w*.-]*\.jsonl?)", TEXT)
     assert len(named) > 10
     for name in named:
         assert list(RESULTS.glob(name)), name
