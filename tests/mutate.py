@@ -256,10 +256,10 @@ class Faults:
         ast.fix_missing_locations(parsed)
         after = ast.unparse(parsed)
         chosen, took = [], 0.0
-        for test in sorted((t for t in items if line in self.tests[t]["lines"].get(name, ())), key=lambda t: self.tests[t]["s"]):
+        for test in sorted((t for t in items if self.reaches(t, name, line)), key=self.seconds):
             if took < self.budget_s:
                 chosen.append(items[test])
-                took += self.tests[test]["s"]
+                took += self.seconds(test)
         start = time.monotonic()
         try:
             file.write_text(after)
@@ -276,6 +276,15 @@ class Faults:
         changed = "\n".join(difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=0))
         taken = {"num_tests": len(chosen), "s": round(time.monotonic() - start, 1)}
         return {"file": name, "index": index, "line": line, "what": what, "outcome": outcome, **taken, "difference": changed}
+
+    def reaches(self, test: str, name: str, line: int) -> bool:
+        """As traced; of rooms that were not, tests in files of the source's name."""
+        if test in self.tests:
+            return line in self.tests[test]["lines"].get(name, ())
+        return test.startswith(test_file(name))
+
+    def seconds(self, test: str) -> float:
+        return float(self.tests[test]["s"]) if test in self.tests else 1.0
 
     def run_tests(self, session: pytest.Session, chosen: list[pytest.Item], file: Path, parsed: ast.Module, line: int, limit_s: int) -> int:
         """In the fork: 1 where a test fails, 0 where none does, 77 where the fault could not be put in."""
@@ -323,6 +332,12 @@ def enclosing_function(parsed: ast.Module, line: int) -> ast.FunctionDef | None:
     return None
 
 
+def test_file(name: str) -> str:
+    """kernels/lora.py: tests/kernels/test_lora"""
+    room, _, stem = name.removesuffix(".py").rpartition("/")
+    return f"tests/{room}/test_{stem}"
+
+
 def can_be_put_in(parsed: ast.Module, line: int) -> bool:
     constants = [node for node in parsed.body if isinstance(node, (ast.Assign, ast.AnnAssign))]
     return enclosing_function(parsed, line) is not None or any(node.lineno <= line <= (node.end_lineno or 0) for node in constants)
@@ -346,9 +361,12 @@ def run(options: argparse.Namespace) -> None:
     ]
     places = []
     for file in files:
-        name, parsed = str(file.relative_to(package)), ast.parse(file.read_text())
-        reached = {line for test in tests.values() for line in test["lines"].get(name, ()) if can_be_put_in(parsed, line)}
-        places += [(name, index) for index, fault in enumerate(faults(parsed)) if fault[0] in reached]
+        name, source = str(file.relative_to(package)), file.read_text()
+        parsed = ast.parse(source)
+        lines = {line for test in tests.values() for line in test["lines"].get(name, ())}
+        if not lines and (tree / f"{test_file(name)}.py").exists():
+            lines = set(range(source.count("\n") + 1))
+        places += [(name, index) for index, fault in enumerate(faults(parsed)) if fault[0] in lines and can_be_put_in(parsed, fault[0])]
     chooser.shuffle(places)
     results = read(options.work / "results.jsonl")
     if options.again:
@@ -359,20 +377,12 @@ def run(options: argparse.Namespace) -> None:
         places = [place for place in places[: options.count] if place not in tried]
     names = {name for name, _ in places}
     reaching = {test: found for test, found in tests.items() if names & set(found["lines"])}
+    untraced = {f"{test_file(name)}.py" for name in names if not any(name in found["lines"] for found in tests.values())}
+    chosen = sorted({test.partition("::")[0] for test in reaching} | untraced)
     enter(tree)
     plugin = Faults(tree, places, reaching, options.work, math.inf if options.again else BUDGET_S)
     arguments = ["-q", "-p", "no:cacheprovider", "--timeout", "300", "-m", SELECTED]
-    pytest.main([*arguments, *sorted({test.partition("::")[0] for test in reaching})], plugins=[Collected(set(reaching)), plugin])
-
-
-class Collected:
-    """A plugin of pytest that keeps these tests alone."""
-
-    def __init__(self, chosen: set[str]) -> None:
-        self.chosen = chosen
-
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items[:] = [item for item in items if item.nodeid in self.chosen]
+    pytest.main([*arguments, *chosen], plugins=[plugin])
 
 
 def _forget(file: Path) -> None:

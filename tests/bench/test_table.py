@@ -11,7 +11,7 @@ import pytest
 
 from manyhands.bench import table
 from manyhands.bench.__main__ import sides
-from manyhands.bench.records import read
+from manyhands.bench.records import append, read
 from manyhands.bench.rows import BY_NAME, TABLE, mix_lengths
 from manyhands.bench.shapes import SHAPES, flops_per_token
 
@@ -126,6 +126,13 @@ def test_results_survive_a_missing_file(tmp_path: Path) -> None:
     assert read(tmp_path / "none.jsonl") == []
     (tmp_path / "rows.jsonl").write_text(json.dumps(result("trl", 1)) + "\n")
     assert read(tmp_path / "rows.jsonl")[0]["label"] == "trl"
+
+
+def test_every_stored_row_names_its_run(tmp_path: Path) -> None:
+    for row in ({"case": "a"}, {"case": "b"}, {"case": "c", "run": "mine"}):
+        append(tmp_path / "rows.jsonl", row)
+    runs = [row["run"] for row in read(tmp_path / "rows.jsonl")]
+    assert runs[0] == runs[1] != "mine" and runs[2] == "mine" and len(runs[0]) == len("20261122T120000")
 
 
 def test_operations_of_a_full_8b_model() -> None:

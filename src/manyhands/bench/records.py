@@ -13,9 +13,13 @@ def new_run() -> str:
     return time.strftime("%Y%m%dT%H%M%S")
 
 
+RUN = new_run()  # of rows that are of no other: one call of a script
+
+
 def append(path: Path, row: dict[str, Any]) -> None:
+    """Every row names the run that it is of."""
     with path.open("a") as file:
-        file.write(json.dumps(row) + "\n")
+        file.write(json.dumps({"run": RUN} | row) + "\n")
 
 
 def read(path: Path) -> list[dict[str, Any]]:

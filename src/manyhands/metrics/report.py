@@ -135,8 +135,8 @@ def format_report(report: Mapping[str, Any]) -> str:
     lines.append(f"| share of time waiting for input | - | {_number(done, 'input_wait_share', '.2%')} |")
     lines += [
         "",
-        f"Training took {done['training_s']:.0f} s: {done['rows']:,} rows, {done['tokens']:,} tokens, "
-        f"{done['trained_tokens']:,} of them trained.",
+        f"Training took {done['training_s']:.0f} s, evaluations, checkpoints and the first steps included, which the speed above "
+        f"leaves out: {done['rows']:,} rows, {done['tokens']:,} tokens, {done['trained_tokens']:,} of them trained.",
     ]
     if "trained_parameters" in done and "parameters" in done:
         share = done["trained_parameters"] / done["parameters"]
