@@ -14,8 +14,10 @@ from manyhands.export.adapter import export_adapter
 from manyhands.export.model import export_model
 from manyhands.facts.adapter import locate_adapter
 from manyhands.facts.hub import locate_model
-from manyhands.files import refuse_outside_links, remove_temporaries, write_json
+from manyhands.files import make_folder, refuse_outside_links, remove_temporaries, write_json
 from manyhands.infer.load import find_parts
+from manyhands.launch.lock import FolderLock
+from manyhands.launch.run_folder import RunFolder
 from tests.export.tiny import METHOD, adapt, make_model, save_source
 
 
@@ -108,6 +110,14 @@ def test_files_have_the_mode_that_new_files_get(write: Callable[[Path], None], u
     write(tmp_path / "written")
     files = [path for path in [tmp_path / "written", *(tmp_path / "written").rglob("*")] if path.is_file()]
     assert {path.name: oct(path.stat().st_mode & 0o777) for path in files} == {path.name: oct(0o640) for path in files}
+
+
+def test_folders_and_the_runs_own_files_have_it_too(umask: int, tmp_path: Path) -> None:
+    folders = {make_folder(tmp_path, "unfinished-") for _ in range(3)}
+    assert len(folders) == 3 and {folder.stat().st_mode & 0o777 for folder in folders} == {0o750}
+    os.umask(0o002)  # for a group: whoever is in it may go on with the run
+    FolderLock(RunFolder(tmp_path)).release()
+    assert (tmp_path / ".lock").stat().st_mode & 0o777 == 0o664
 
 
 def test_what_killed_writers_left_is_removed_and_nothing_else(tmp_path: Path) -> None:

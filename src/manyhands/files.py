@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import re
+import secrets
 import shutil
 from pathlib import Path
 from typing import Any
@@ -143,11 +145,21 @@ def sync(path: Path) -> None:
     advance()
 
 
+def make_folder(parent: Path, prefix: str) -> Path:
+    """A new folder of a name that no other process takes, with the mode of any new folder; ``tempfile`` makes it for its owner alone."""
+    while True:
+        folder = parent / f"{prefix}{secrets.token_hex(8)}"
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir()
+            return folder
+
+
 def rename_synced(folder: Path, target: Path) -> None:
     """Renames a folder once all that is in it is on the disk; returns when its new name is there too."""
     for parent, _, names in os.walk(folder):
         for name in names:
             sync(Path(parent, name))
+            advance()
         sync(Path(parent))
     folder.rename(target)
     sync(target.parent)

@@ -86,6 +86,11 @@ def test_what_is_not_known_is_not_claimed(tmp_path: Path) -> None:
     assert str(tmp_path) not in text and "Training data" not in text
 
 
+def test_a_run_that_diverged_says_so() -> None:
+    assert "**Training diverged: the loss is not finite.**" in make_card(divergence="the loss is not finite")
+    assert "diverged" not in make_card()
+
+
 def test_names_on_the_hub(tmp_path: Path) -> None:
     snapshot = tmp_path / "models--someone--a-base" / "snapshots" / "0123abcd"
     snapshot.mkdir(parents=True)

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from manyhands.data.tokenise import Outcome
 from manyhands.data.tokenise_parallel import cannot_write, plan_job, tokenise_parts
 from manyhands.errors import UserError
 from manyhands.facts.types import DataFacts
+from manyhands.files import make_folder, sync
 
 FIRST_ROWS = 65_536  # of the first epoch, whose lengths the plan gets to know
 MAX_COUNTED_EPOCHS = 100_000
@@ -110,7 +110,7 @@ def _make(
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         _clean_unfinished(folder.parent)
-        unfinished = Path(tempfile.mkdtemp(prefix=f"{UNFINISHED}{folder.name[:16]}-", dir=folder.parent))
+        unfinished = make_folder(folder.parent, f"{UNFINISHED}{folder.name[:16]}-")
     except OSError as error:
         raise UserError("the token cache cannot be written", where="data.cache", why=str(error), fix="name another folder") from error
     try:
@@ -276,23 +276,15 @@ def _note_counts(config: RunConfig, totals: Mapping[str, int]) -> list[str]:
 
 def _publish(unfinished: Path, folder: Path) -> bool:
     """Gives the folder its name. False where another preparation was first: its folder stays, both hold the same."""
-    _sync_folder(unfinished)
+    sync(unfinished)
     try:
         os.rename(unfinished, folder)
     except OSError:
         if not folder.is_dir():
             raise
         return False
-    _sync_folder(folder.parent)
+    sync(folder.parent)
     return True
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _clean_unfinished(cache: Path) -> None:

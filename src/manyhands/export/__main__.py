@@ -75,9 +75,10 @@ def export_source(source: Path, output: Path, *, merge: bool = False) -> str:
     base = Path(plan.model_folder)
     kind: Literal["adapter", "model", "merged"] = "adapter" if is_adapter else "merged" if merge else "model"
     dtype = plan.output_dtype if is_adapter else choose_dtype(plan, config, merge=merge)
-    step = json.loads((checkpoint / TRAIN_STATE).read_text(encoding="utf-8"))["step"]
+    state = json.loads((checkpoint / TRAIN_STATE).read_text(encoding="utf-8"))
+    step, divergence = state["step"], state.get("divergence", "")
     versions = (read_json(run.report_json) or {}).get("versions")
-    card = partial(make_card, kind, config, plan, run_folder, step=step, dtype=dtype, versions=versions)
+    card = partial(make_card, kind, config, plan, run_folder, step=step, dtype=dtype, versions=versions, divergence=divergence)
     with tempfile.TemporaryDirectory() as scratch:
         reference, probe = Path(scratch) / "reference.json", Path(scratch) / "probe.safetensors"
         if is_adapter:

@@ -46,6 +46,7 @@ class Card:
     evaluations: Sequence[Evaluation] = ()
     versions: Mapping[str, str] | None = None
     has_tokenizer: bool = True  # whether the folder holds one
+    divergence: str = ""  # what was found wrong with the course of the loss, if anything was
 
     def text(self) -> str:
         parts = [self._head(), *self._data(), *self._settings(), *self._results(), *self._loading()]
@@ -81,7 +82,8 @@ class Card:
         tools = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers") if name in versions)
         ours = " ".join(("manyhands", versions.get("manyhands", ""))).strip()
         tools = f" ({tools})" if tools else ""
-        return f"# {self.config.name}\n\n{what} by {TASKS[self.config.task]} with {ours}{tools}. Saved in {self.dtype}.\n"
+        warning = f"\n**Training diverged: {self.divergence}.**\n" if self.divergence else ""
+        return f"# {self.config.name}\n\n{what} by {TASKS[self.config.task]} with {ours}{tools}. Saved in {self.dtype}.\n{warning}"
 
     def _data(self) -> list[str]:
         if self.data is None:
@@ -161,6 +163,7 @@ def make_card(
     step: int,
     dtype: str,
     versions: Mapping[str, str] | None,
+    divergence: str = "",
 ) -> str:
     """The card's text, of the run in the folder ``run``. What is not at hand any more (the token cache, say) is left out."""
     from manyhands.model.auto import auto_class_of
@@ -177,6 +180,7 @@ def make_card(
         data=describe_data(meta) if isinstance(meta, dict) and meta.get("digest") == plan.data_digest else None,
         evaluations=read_evaluations(run / "metrics.jsonl"),
         versions=versions,
+        divergence=divergence,
         has_tokenizer=kind != "adapter" or bool(model.chat_template or model.new_tokens),
     ).text()
 

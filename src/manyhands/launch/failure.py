@@ -97,7 +97,7 @@ def claim_terminal(folder: RunFolder) -> bool:
     """In a rank that somebody else started: whether this is the first that fails, and so the one to say why."""
     try:
         folder.ranks.mkdir(parents=True, exist_ok=True)
-        os.close(os.open(folder.ranks / "shown", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
+        os.close(os.open(folder.ranks / "shown", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
     except FileExistsError:
         return False
     except OSError:  # a full disk: better twice than never

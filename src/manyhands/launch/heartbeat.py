@@ -78,7 +78,7 @@ class Heartbeat:
         folder.failure(rank).unlink(missing_ok=True)  # of an earlier launch, on a disk its launcher does not see
         folder.reserve(rank).write_bytes(b" " * RESERVE_BYTES)
         self.rank = rank
-        self._fd = os.open(folder.beat(rank), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._fd = os.open(folder.beat(rank), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         self._now: tuple[str, int | None, float, int] = (START, None, time.monotonic(), 0)
         self._advanced = 0.0
         self.count_collectives: Callable[[], int] = lambda: 0

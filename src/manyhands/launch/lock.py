@@ -21,7 +21,7 @@ class FolderLock:
 
     def __init__(self, folder: RunFolder, report: Callable[[str], None] = print) -> None:
         """Takes the lock. UserError naming the holder's pid if another launch has it."""
-        self._fd: int | None = os.open(folder.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._fd: int | None = os.open(folder.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

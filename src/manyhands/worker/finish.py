@@ -105,7 +105,8 @@ def report(rank: Rank) -> None:
 def _card(rank: Rank, kind: Literal["adapter", "model", "merged"], dtype: str) -> str:
     state, run = rank.state, rank.folder.path
     step = state.best_step if rank.config.checkpoint.keep_best and state.best_step is not None else state.step
-    return make_card(kind, rank.config, rank.plan, run, step=step, dtype=dtype, versions=describe_versions())
+    versions, divergence = describe_versions(), state.divergence
+    return make_card(kind, rank.config, rank.plan, run, step=step, dtype=dtype, versions=versions, divergence=divergence)
 
 
 def name_device(rank: Rank) -> str | None:

@@ -14,7 +14,7 @@ def redirect_output(log: Path) -> TextIO:
     sys.stdout.flush()
     sys.stderr.flush()
     terminal = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8", errors="replace")
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)
