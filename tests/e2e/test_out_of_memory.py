@@ -110,14 +110,14 @@ def test_a_gpu_that_really_runs_out_is_planned_for_anew(tmp_path: Path) -> None:
         "method": {"name": "lora", "rank": 8},
         "data": {"train": "rows.jsonl", "max_length": 2048, "cache": str(tmp_path / "cache")},
         "batch": {"rows": 64},
-        "stop": {"max_steps": 4},
+        "stop": {"max_steps": 4, "epochs": 2},
         "evaluate": {"at_start": False, "every_steps": 0, "samples": 0},
         "checkpoint": {"every_steps": 1},
         "parallel": {"device": "cuda", "recompute": "none", "compile": False},
         "output": {"dir": "runs"},
     }
     (tmp_path / "run.yaml").write_text(json.dumps(run))
-    ended = place.train("limited", "--gpus", "1", plant={"manyhands.worker.training": LIMIT.replace("SHARE", "0.4")}, limit_s=1200)
+    ended = place.train("limited", "--gpus", "1", plant={"manyhands.worker.training": LIMIT.replace("SHARE", "0.3")}, limit_s=1200)
     assert ended.code == 0, ended.output
     made = plans(place.run("limited"))
     assert len(made) >= 2 and made[0].cause == "first", ended.output
