@@ -152,13 +152,19 @@ class Place:
         with self.start(*command, **options) as process:
             return self.wait(process, begin, limit_s)
 
-    def by_hand(self, *arguments: str, **options: Any) -> list[Ended]:
+    def by_srun(self, *arguments: str, **options: Any) -> list[Ended]:
         """Two ranks as srun starts them: no agent beside them, and rank 0 serves the store."""
         port, begin = free_port(), time.monotonic()
         with contextlib.ExitStack() as stack:
             processes = []
             for rank in range(2):
-                environment = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+                environment = {
+                    "SLURM_PROCID": str(rank),
+                    "SLURM_LOCALID": str(rank),
+                    "SLURM_NTASKS": "2",
+                    "SLURM_JOB_NODELIST": "localhost",
+                }
+                environment |= {"SLURM_TASKS_PER_NODE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
                 start = self.start(*WORKER, *arguments, environment=environment, output_file=f"output-{rank}.txt", **options)
                 processes.append(stack.enter_context(start))
             codes = [process.wait(WAIT_S) for process in processes]

@@ -47,21 +47,32 @@ def test_a_failure_is_shown_once_under_torchrun_with_its_rank_stage_reason_and_l
 
 @pytest.mark.slow
 def test_a_killed_rank_is_named_by_one_that_lives_on(place: Place) -> None:
-    ended = place.by_hand("name=killed-by-hand", plant=at_step(3, "os.kill(os.getpid(), signal.SIGKILL)", rank=1))
-    assert (ended[0].code, ended[1].code) == (1, -9), ended
-    assert ended[0].output.count("error: rank 1 ended without a word in stage 'train', step ") == 1 == ended[0].output.count("error: ")
+    plant = at_step(3, "os.kill(os.getpid(), signal.SIGKILL)", rank=1)
+    tasks = place.by_srun("name=killed-under-srun", plant=plant)
+    assert (tasks[0].code, tasks[1].code) == (1, -9), tasks
+    under_torchrun = place.call(*TORCHRUN, *WORKER, "name=killed-under-torchrun", plant=plant)
+    for output in (tasks[0].output, under_torchrun.output):
+        assert output.count("error: rank 1 ended without a word in stage 'train', step ") == 1 == output.count("error: "), output
+
+
+@pytest.mark.slow
+def test_rank_0_killed_while_it_prepares_is_no_riddle_to_the_others(place: Place) -> None:
+    plant = {"manyhands.facts.gather": "import os\ndef gather_facts(*arguments, **options): os.kill(os.getpid(), 9)\n"}
+    tasks = place.by_srun("name=killed-preparing", plant=plant)
+    assert [task.code for task in tasks] == [-9, 1], tasks
+    assert tasks[1].output.startswith("error: rank 0 ended before it had a plan for all") and "Traceback" not in tasks[1].output
 
 
 @pytest.mark.slow
 def test_where_rank_0_serves_the_store_all_ranks_end_as_it_does(place: Place, whole: tuple[Ended, Run]) -> None:
     """A refused run, a finished one that is started again, and one that breaks."""
-    refused = place.by_hand("name=refused", "data.train=none.jsonl")
+    refused = place.by_srun("name=refused", "data.train=none.jsonl")
     assert [rank.code for rank in refused] == [2, 2], refused
     assert sum(rank.output.count("error: ") for rank in refused) == 1 and "no such data file" in refused[0].output
-    finished = place.by_hand("name=whole")
+    finished = place.by_srun("name=whole")
     assert [rank.code for rank in finished] == [0, 0], finished
     assert "is finished; nothing to do" in finished[0].output
-    broken = place.by_hand("name=cat-by-hand", plant=at_step(3, "raise ValueError('the cat sat on the keyboard')", rank=1))
+    broken = place.by_srun("name=cat-by-hand", plant=at_step(3, "raise ValueError('the cat sat on the keyboard')", rank=1))
     assert [rank.code for rank in broken] == [1, 1] and CAT in broken[1].output, broken
     assert sum(rank.output.count("error: ") for rank in broken) == 1
     assert "Traceback" not in "".join(rank.output for rank in (*refused, *finished, *broken))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -57,7 +58,7 @@ def gather_ranks(store: dist.Store, launcher: Launcher, timeout_s: float) -> Non
     deadline = time.monotonic() + timeout_s
     missing = list(range(world_size))
     while missing and time.monotonic() < deadline:
-        missing = [r for r in missing if not store.check([f"here/{r}"])]
+        missing = [r for r in missing if not _is_there(store, f"here/{r}")]
         if missing:
             time.sleep(POLL_S)
     if missing:
@@ -152,7 +153,7 @@ def _is_there(store: dist.Store, key: str) -> bool:
         return store.check([key])
     except (dist.DistError, RuntimeError) as error:
         raise UserError(
-            "rank 0 ended while it prepared data and plan for all",
+            "rank 0 ended before it had a plan for all",
             why=str(error).splitlines()[0],
             fix="read rank 0's output; the machine it runs on may have run out of memory",
             exit_code=EXIT_FAILED,
@@ -161,12 +162,13 @@ def _is_there(store: dist.Store, key: str) -> bool:
 
 def leave_together(store: dist.Store, launcher: Launcher, timeout_s: float) -> None:
     """For an end before the process group forms: rank 0, which may serve the store, stays until the others have had its answer."""
-    if launcher.rank != 0:
-        store.add("left", 1)
-        return
     deadline = time.monotonic() + timeout_s
-    while store.add("left", 0) < launcher.world_size - 1 and time.monotonic() < deadline:
-        time.sleep(POLL_S)
+    with contextlib.suppress(dist.DistError, RuntimeError):  # the store has ended, and with it all that is to be waited for
+        if launcher.rank != 0:
+            store.add("left", 1)
+            return
+        while store.add("left", 0) < launcher.world_size - 1 and time.monotonic() < deadline:
+            time.sleep(POLL_S)
 
 
 def count_collectives() -> int:
