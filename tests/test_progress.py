@@ -1,4 +1,4 @@
-"""What takes long says that it goes on at each tensor, file and token: the launcher's watch ends what does not."""
+"""Long work reports progress at each tensor, file and token: the launcher's watch ends what does not."""
 
 from __future__ import annotations
 

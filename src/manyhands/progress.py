@@ -1,7 +1,7 @@
-"""Work that goes on says so, wherever it stands: what takes long calls ``advance`` at each tensor, file or token it is done with.
+"""Progress of long work: what takes long calls ``advance`` after each tensor, file or token.
 
-One listener a process, as with logging, so that functions need not hand it down. In a rank it is the heartbeat, whose watch
-ends what does not advance; elsewhere nobody listens.
+One listener a process, as with logging, so that functions need not hand it down. In a rank it is the heartbeat; the
+launcher's watch ends a rank that does not advance. Elsewhere there is none.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ _listener: Callable[[], object] | None = None
 
 
 def listen(listener: Callable[[], object] | None) -> None:
-    """``listener`` is called at each ``advance`` from now on, from whichever thread that is in; None: nobody is."""
+    """``listener`` is called at each ``advance`` from now on, in the thread of the caller; None removes it."""
     global _listener
     _listener = listener
 
 
 def advance() -> None:
-    """Something has been done; costs next to nothing."""
+    """One unit of work is done; costs next to nothing."""
     if _listener is not None:
         _listener()

@@ -52,15 +52,16 @@ def test_a_killed_rank_is_named_by_one_that_lives_on(place: Place) -> None:
     assert (tasks[0].code, tasks[1].code) == (1, -9), tasks
     under_torchrun = place.call(*TORCHRUN, *WORKER, "name=killed-under-torchrun", plant=plant)
     for output in (tasks[0].output, under_torchrun.output):
-        assert output.count("error: rank 1 ended without a word in stage 'train', step ") == 1 == output.count("error: "), output
+        assert output.count("error: rank 1 ended without an error message in stage 'train', step ") == 1 == output.count("error: "), output
 
 
 @pytest.mark.slow
-def test_rank_0_killed_while_it_prepares_is_no_riddle_to_the_others(place: Place) -> None:
+def test_rank_0_killed_while_it_prepares_is_reported_by_the_others(place: Place) -> None:
     plant = {"manyhands.facts.gather": "import os\ndef gather_facts(*arguments, **options): os.kill(os.getpid(), 9)\n"}
     tasks = place.by_srun("name=killed-preparing", plant=plant)
     assert [task.code for task in tasks] == [-9, 1], tasks
-    assert tasks[1].output.startswith("error: rank 0 ended before it had a plan for all") and "Traceback" not in tasks[1].output
+    output = tasks[1].output  # beside it stands a warning of torch's own
+    assert output.count("error: rank 0 ended before it had a plan for all") == 1 and "Traceback" not in output
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""torch's own planners, which also say at each tensor that work goes on, by the methods that torch offers for extension."""
+"""torch's planners, which also report progress at each tensor, by the methods that torch offers for extension."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 When one rank fails, the others fail too: their peer is gone. Such consequences are told from causes by what they say,
 and lose against any cause, whichever was written first. A rank that has only lost a peer does not end before the cause is
-on disk: as soon as one rank ends, torch's agent ends all others, the one that has not spoken yet included.
+on disk: as soon as one rank ends, torch's agent ends all others, including one that has not reported its error yet.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from manyhands.launch.run_folder import RunFolder
 TAIL_LINES = 15
 LITTLE_BYTES = 2**20  # of a disk: as good as full
 MAX_SUMMARY = 500  # characters of the one line
-# Ticks (two a second on an idle machine) that each living peer has for its word. Counted in the peers' own life, not in seconds:
-# where a machine is so loaded that a rank is slow to speak, its ticks are slow too.
+# Ticks of its heartbeat (two a second on an idle machine) within which each living peer must report. Ticks, not seconds: on a machine
+# so loaded that a rank is slow to report, its ticks are slow too.
 PATIENCE_TICKS = 40
 REMOTE_SILENCE_S = 30.0  # without a tick: a rank of another machine is taken for gone
 
@@ -113,8 +113,8 @@ def describe_failure(error: BaseException, stage: str, rank: int, log: Path | No
 
 
 def describe_lost(folder: RunFolder, rank: int, stage: str, error: BaseException | None) -> str:
-    """One line for a launch of which no rank has written a cause: who is gone without a word, else who lost its peers."""
-    gone = [f"rank {other} ended without a word in {beat}; log: {folder.log(other)}" for other, beat in _gone(folder).items()]
+    """One line for a launch of which no rank has written a cause: whose process is gone, else who lost its peers."""
+    gone = [f"rank {other} ended without an error message in {beat}; log: {folder.log(other)}" for other, beat in _gone(folder).items()]
     if gone:
         return f"error: {'; '.join(gone)}"
     why = f": {_summarize(error)}" if error is not None else ""
@@ -136,9 +136,9 @@ def _summarize(error: BaseException) -> str:
 
 
 def wait_for_cause(folder: RunFolder, rank: int, world_size: int, limit_s: float) -> None:
-    """In a rank that has lost a peer: returns once the cause is on disk, or a peer's process has ended, or nobody will speak.
+    """In a rank that has lost a peer: returns once the cause is on disk, or a peer's process has ended, or no report is to be expected:
+    each peer has lost another too, is done, or has ticked ``PATIENCE_TICKS`` times without failing.
 
-    Nobody will where each peer has lost another too, is done, or has lived on for ``PATIENCE_TICKS`` without failing.
     ``limit_s`` bounds it in any case (a peer that never started, or is stopped).
     """
     peers = {other: _Peer() for other in range(world_size) if other != rank}
@@ -156,7 +156,7 @@ def wait_for_cause(folder: RunFolder, rank: int, world_size: int, limit_s: float
 
 @dataclass
 class _Peer:
-    """What one rank sees of another while it waits for its word."""
+    """What one rank sees of another while it waits for its report."""
 
     beat: Beat | None = None
     num_ticks: int = 0
@@ -223,7 +223,7 @@ def _tier_of_reason(reason: Mapping[str, Any]) -> int:
 
 
 def _tier_of_exit(exited: RankExit, ended_by_us: Collection[int]) -> int:
-    """0: a cause, as nobody kills a rank for another's failure but by ``_ENDED_BY_OTHERS``; 2: an end without a word; 3: perhaps a
+    """0: a cause, as nobody kills a rank for another's failure but by ``_ENDED_BY_OTHERS``; 2: an exit without a report; 3: perhaps a
     consequence (torch aborts when a collective breaks off), but nearer to the cause than a rank that says so; 5: ended by others.
     """
     if exited.pid in ended_by_us or exited.exitcode in _ENDED_BY_OTHERS:

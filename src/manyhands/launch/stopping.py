@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM in the process that prepares and launches: an exception that nothing swallows, and words for the terminal."""
+"""Ctrl-C and SIGTERM in the process that prepares and launches: an exception that no handler of errors catches, and a message."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class Watch:
         """Once nobody moves whom others may wait for: name the ranks that have come least far, and kill them.
 
         A rank that has come further waits for one that has not, so how long it stands still does not matter; it counts from when the
-        other has caught up. A rank that has lost its peers waits for their word, and is not judged.
+        other has caught up. A rank that has lost its peers waits for their reports, and is not judged.
         """
         failed = self.folder.read_failures()
         living = {r: s for r, s in enumerate(self._ranks) if r not in failed and not (s.beat and (s.beat.done or s.beat.is_gone))}
@@ -112,7 +112,7 @@ class Watch:
         judged = [living[rank] for rank in {*behind, *stopped}]
         if min(self._behind_s, *(seen.still_s for seen in judged)) < max(self._limit(seen) for seen in judged):
             return
-        if len(culprits) > 1:  # at one place: a rank whose heart stands still is not merely waiting
+        if len(culprits) > 1:  # equally far: one that does not even tick is stuck, not waiting
             culprits = [rank for rank in culprits if living[rank].frozen_s >= self.timeout_s] or culprits
         pids = {rank: seen.beat.pid if (seen := living[rank]).beat else pid_of_rank(rank) for rank in culprits}
         self.verdict = self._explain(culprits, living, failed)

@@ -65,7 +65,7 @@ def agree(rank: Rank, arguments: argparse.Namespace) -> bool:
     if rank.heartbeat is None:
         rank.heartbeat = Heartbeat(rank.folder, launcher.rank)
     progress.listen(rank.heartbeat.advance)
-    rank.stop = StopSignal(give_up=lambda: not rank.is_reporting and is_lost(rank.folder), last_words=rank.show_lost)
+    rank.stop = StopSignal(give_up=lambda: not rank.is_reporting and is_lost(rank.folder), before_exit=rank.show_lost)
     rank.beat()
     # Torch has read the variable when it was imported. The plan records it for a CPU, whose sums depend on it.
     threads = rank.plan.environment.get("OMP_NUM_THREADS") or os.environ["OMP_NUM_THREADS"]

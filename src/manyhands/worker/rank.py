@@ -138,7 +138,7 @@ class Rank:
             record_for_torch(error, self.stage, rank)
 
     def show_lost(self, error: BaseException | None = None) -> None:
-        """Where no rank has said why the run ends, one that lives on says what it knows."""
+        """Where no rank has reported why the run ends, a surviving one shows what it knows."""
         if not self.folder.has_cause():
             self._show(describe_lost(self.folder, self.launcher.rank, self.stage, error))
 

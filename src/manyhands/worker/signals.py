@@ -17,10 +17,10 @@ class StopSignal:
     gone. The interpreter's wake-up pipe is written by the C handler itself, so a thread reading it notices at once.
     """
 
-    def __init__(self, give_up: Callable[[], bool] = lambda: False, last_words: Callable[[], object] = lambda: None) -> None:
-        """``give_up()``: true when waiting is pointless, as another rank has failed; then ``last_words()`` comes before the end."""
+    def __init__(self, give_up: Callable[[], bool] = lambda: False, before_exit: Callable[[], object] = lambda: None) -> None:
+        """``give_up()``: true when waiting is pointless, as another rank has failed; then ``before_exit()`` is called."""
         self.number = 0
-        self._give_up, self._last_words = give_up, last_words
+        self._give_up, self._before_exit = give_up, before_exit
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -43,7 +43,7 @@ class StopSignal:
         deadline = threading.Event()
         for _ in range(int(GRACE_S / 0.5)):
             if self._give_up():
-                self._last_words()
+                self._before_exit()
                 break
             deadline.wait(0.5)
         os._exit(128 + first)
