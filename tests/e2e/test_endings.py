@@ -165,6 +165,7 @@ def test_sigterm_in_verification_is_an_interruption_and_the_next_start_verifies(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2400)
 def test_slow_work_lives_in_every_stage_and_none_of_it_ends_the_run(place: Place) -> None:
     """Each stage lasts longer than parallel.timeout_s allows without progress, and goes on all the while."""
     broken = place.train("slow", "--gpus", "2", plant=at_step(5, "raise ValueError('later')"))
@@ -173,17 +174,17 @@ def test_slow_work_lives_in_every_stage_and_none_of_it_ends_the_run(place: Place
         "manyhands.launch.heartbeat": "_advance = Heartbeat.advance\n"
         "def _slow(self):\n"
         "    if threading.current_thread().name != 'heartbeat':\n"
-        "        time.sleep(0.2)\n"
+        "        time.sleep(0.15)\n"
         f"        with open({str(place.folder)!r} + f'/slow-{{self.rank}}', 'a') as file: file.write(self._now[0] + '\\n')\n"
         "    _advance(self)\n"
         "Heartbeat.advance = _slow\n",
         "manyhands.export.verify": "import time\nend = time.process_time() + 6\nwhile time.process_time() < end: pass\n",
     }
-    ended = place.train("slow", "--gpus", "2", "parallel.timeout_s=5", plant=slowed)
+    ended = place.train("slow", "--gpus", "2", "parallel.timeout_s=5", plant=slowed, limit_s=2000)
     assert ended.code == 0, ended.output
     stages = (place.folder / "slow-0").read_text().splitlines()
     for stage in ("build model", "resume", "checkpoint", "export"):
-        assert stages.count(stage) * 0.2 > 5, (stage, stages.count(stage))
+        assert stages.count(stage) * 0.15 > 5, (stage, stages.count(stage))
 
 
 @pytest.mark.slow
