@@ -40,7 +40,11 @@ class ModelSection(Section):
         description="full: dtype of trained weights and of their optimizer states. bfloat16 takes 8 bytes a weight in place of 16 or more, "
         "rounds weights stochastically and gives other numbers; it needs optimizer adamw and computes in bfloat16.",
     )
-    chat_template: str | None = Field(None, description="A Jinja chat template, or a path to one, in place of the tokenizer's.")
+    chat_template: str | None = Field(
+        None,
+        description="A Jinja chat template, a path to one, or the name of one (alpaca, chatml, gemma, llama3, mistral, mistral-v7, phi3, "
+        "phi4, zephyr), in place of the tokenizer's.",
+    )
     new_tokens: tuple[str, ...] = Field(
         (), description="Special tokens to add, such as the markers of a chat template; embeddings grow, are trained and saved."
     )

@@ -10,6 +10,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from manyhands.config.keys import nearest_name
+from manyhands.data.named_templates import TEMPLATES
 from manyhands.errors import UserError
 
 # Everything in a model folder that can change the ids of a text or the rendering of a conversation.
@@ -64,7 +66,28 @@ def load_tokenizer(
         tokenizer.chat_template = template
     if new_tokens:
         _add_tokens(tokenizer, new_tokens)
+    if chat_template in TEMPLATES:
+        _check_named(tokenizer, str(chat_template))
     return tokenizer
+
+
+def _check_named(tokenizer: Any, name: str) -> None:
+    """UserError where a named template's markers are no tokens: as pieces of text they would be learnt as such, and end no answer."""
+    template, vocabulary = TEMPLATES[name], tokenizer.get_vocab()
+    missing = [token for token in template.tokens if token not in vocabulary or len(tokenizer.encode(token, add_special_tokens=False)) != 1]
+    if missing:
+        raise UserError(
+            f"the chat template {name} needs tokens that this tokenizer does not have",
+            where=f"model.chat_template: {name}",
+            why=f"{', '.join(missing)} would be cut into pieces",
+            fix=f"set model.new_tokens: {json.dumps(missing)}, which adds and trains them, or use the template alpaca, which needs none",
+        )
+    if template.needs_end and not tokenizer.eos_token:
+        raise UserError(
+            f"the chat template {name} ends answers by the tokenizer's end-of-text token, and this one has none",
+            where=f"model.chat_template: {name}",
+            fix="choose another template, such as chatml",
+        )
 
 
 def _processor_template(folder: Path) -> str | None:
@@ -139,12 +162,17 @@ def find_placeholders(tokenizer: Any) -> tuple[str, ...]:
 
 
 def read_chat_template(chat_template: str | None) -> str | None:
-    """The text of a template that is given as text or as a path; a text is told by its braces."""
+    """The text of a template that is given as text, by name, or as a path; a text is told by its braces."""
     if chat_template is None or "{" in chat_template:
         return chat_template
+    if chat_template in TEMPLATES:
+        return TEMPLATES[chat_template].text
     path = Path(chat_template).expanduser()
     if not path.is_file():
-        raise UserError("no such chat template", where=str(path), fix="give model.chat_template as a file that exists, or as Jinja text")
+        near = nearest_name(path.name, TEMPLATES)
+        meant = f"did you mean {near}? " if near else ""
+        fix = f"{meant}Give a file that exists, Jinja text, or one of the names {', '.join(TEMPLATES)}"
+        raise UserError(f"no such chat template: {chat_template}", where="model.chat_template", fix=fix)
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
