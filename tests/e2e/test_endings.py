@@ -205,3 +205,15 @@ def test_a_rank_that_is_stopped_is_named(place: Place) -> None:
     assert stopped.code == 1
     assert "error: rank 1 made no progress for 20 s (parallel.timeout_s = 20) and was ended" in stopped.output, stopped.output
     assert "its process is stopped (SIGSTOP)" in stopped.output and "rank 0: stage 'train'" in stopped.output
+
+
+def test_a_run_that_diverges_fails_and_its_report_says_why(place: Place) -> None:
+    """An absurd learning rate leaves a gradient of exactly 0: no success, nothing exported, one message."""
+    ended = place.train("diverged", "--gpus", "2", "optimizer.learning_rate=1000.0", "evaluate.at_start=false", limit_s=900)
+    assert ended.code == 1 and ended.output.count("error: ") == 1, ended.output
+    assert "error: training has diverged: the gradient of step" in ended.output and "stop.divergence=warn" in ended.output
+    assert "warning" in ended.output and "optimizer.learning_rate: 1000 moves a weight" in ended.output, "the plan warned"
+    run = place.run("diverged")
+    assert run.read("status.json")["state"] == "failed" and "training has diverged" in run.read("status.json")["reason"]
+    assert "Training diverged: " in (run.folder / "report.md").read_text() and "divergence" in run.read("report.json")["measured"]
+    assert not (run.folder / "adapter").exists()
