@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
 from manyhands.errors import UserError
 from manyhands.train.guards import Diverged
@@ -22,6 +23,8 @@ def optimizer_name(lab: Lab) -> None:
     for name in ("adafactor", "muon"):
         assert first_difference(lab, {"optimizer.name": name}) == 2
     assert set(next(iter(lab.run({"optimizer.name": "muon"}).rank.optimizer.state.values()))) == {"momentum_buffer"}
+    for dtype in ("float32", "bfloat16"):  # of its iterations: as the model computes
+        assert lab.run({"optimizer.name": "muon", "model.dtype": dtype}).rank.optimizer.dtype == getattr(torch, dtype)
     for name in ("adamw_8bit", "paged_adamw", "paged_adamw_8bit"):
         with pytest.raises(UserError, match="GPUs only"):
             lab.prepare({"optimizer.name": name})

@@ -39,7 +39,7 @@ class Muon(torch.optim.Optimizer):
         eps: float,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        self._dtype = dtype  # of the iterations
+        self.dtype = dtype  # of the iterations
         super().__init__(matrices, {"lr": lr, "momentum": MOMENTUM, "weight_decay": 0.0})
         self._num_muon_groups = len(self.param_groups)
         self._adamw = torch.optim.AdamW(rest, lr=lr, betas=betas, eps=eps, fused=True) if rest else None
@@ -62,7 +62,7 @@ class Muon(torch.optim.Optimizer):
         gradient, buffer = local(parameter.grad), local(state["momentum_buffer"])
         buffer.lerp_(gradient, 1 - momentum)
         ahead = gradient.lerp(buffer, momentum)  # Nesterov's
-        update = orthogonalise(gather(ahead.to(self._dtype), like=parameter))
+        update = orthogonalise(gather(ahead.to(self.dtype), like=parameter))
         weight = local(parameter)
         weight.mul_(1 - group["lr"] * group["weight_decay"])
         weight.add_(take_part(update, like=parameter), alpha=-group["lr"] * RMS_OF_ADAMW * math.sqrt(max(parameter.shape)))
