@@ -106,9 +106,10 @@ def _hold_out(rows: np.ndarray, quota: int, continued: np.ndarray, hashes: np.nd
     row by row; of copies none is taken, as others of it would be trained.
     """
     first_of = np.flatnonzero(~continued)[(np.cumsum(~continued) - 1)[rows]]  # of each row: the one its document begins with
-    found, groups = np.unique(hashes[first_of], return_inverse=True)
-    if quota == 0 or len(found) == len(rows):
+    ordered = np.sort(hashes[first_of])
+    if quota == 0 or not (ordered[1:] == ordered[:-1]).any():
         return rows[:quota]
+    found, groups = np.unique(hashes[first_of], return_inverse=True)
     sizes = np.bincount(groups)
     room, taken, num_taken = max(quota, len(rows) // ONE_IN), [], 0
     for group in dict.fromkeys(groups.tolist()):
@@ -124,9 +125,11 @@ def _hold_out(rows: np.ndarray, quota: int, continued: np.ndarray, hashes: np.nd
 
 def find_repeated(hashes: np.ndarray, division: Division) -> tuple[np.ndarray, np.ndarray]:
     """Validation rows with the very tokens of a training row, and the first such training row of each; positions in the store."""
-    train = hashes[division.train]
-    repeated = division.validation[np.isin(hashes[division.validation], train)]
-    if not len(repeated):
-        return repeated, repeated
-    order = np.argsort(train, kind="stable")
-    return repeated, division.train[order[np.searchsorted(train[order], hashes[repeated])]]
+    wanted, found = hashes[division.validation], hashes[division.train]
+    known = np.unique(wanted)  # few beside those of training rows, which need not be sorted so
+    if not len(known):
+        return division.validation, division.validation
+    twins = division.train[known[np.minimum(np.searchsorted(known, found), len(known) - 1)] == found]
+    repeated = np.isin(wanted, hashes[twins])
+    values, first = np.unique(hashes[twins], return_index=True)
+    return division.validation[repeated], twins[first[np.searchsorted(values, wanted[repeated])]]
