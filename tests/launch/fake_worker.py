@@ -87,6 +87,9 @@ def act(what: str, folder: RunFolder, rank: int, heartbeat: Heartbeat) -> None:
         case "finish when asked":
             signal.signal(signal.SIGTERM, lambda *_: (folder.write_status("finished"), heartbeat.close(), os._exit(0)))
             sleep()
+        case "fail when finished":
+            folder.write_status("finished")
+            raise ValueError("the cat sat on the keyboard")
         case "hang":
             time.sleep(LONG_S)
         case "wait with child":  # and something it has started

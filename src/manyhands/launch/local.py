@@ -46,8 +46,7 @@ def run(
         received = asked.signal
     except UserError as error:
         with contextlib.suppress(OSError):  # the cause is to be shown, whatever the disk says
-            if not folder.is_finished:
-                folder.write_failed(error, plan)
+            folder.write_failed(error, plan)
         raise
     if received is None or folder.is_finished:
         folder.clear_ranks()

@@ -96,6 +96,7 @@ def prepare_run(
     return Prepared(folder, config, plan, resume=folder.newest_step() is not None, finished=False, lock=lock)
 
 
+@say_when_stopped()
 def plan_smaller(prepared: Prepared) -> Prepared:
     """The same run with the next smaller plan, written into its folder, after a launch that ran out of memory.
 

@@ -159,7 +159,11 @@ class RunFolder:
         return (status.get("state"), status.get("cause"), status.get("plan")) == ("failed", OUT_OF_MEMORY, plan.number)
 
     def write_failed(self, error: UserError, plan: Plan) -> None:
-        """What status.json says of a launch that failed; the next start reads it."""
+        """What status.json says of a launch that failed; the next start reads it. A run that is finished stays so: what fails after its
+        report is written takes nothing from it.
+        """
+        if self.is_finished:
+            return
         cause = {"cause": error.kind} if error.kind else {}
         self.write_status("failed", reason=error.what, plan=plan.number, **cause)
 
