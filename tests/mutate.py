@@ -270,7 +270,7 @@ class Faults:
         finally:
             file.write_text(source)
             _forget(file)
-        outcome = {0: "survived", 1: "killed", None: "killed, too slow", -9: "killed, too slow", -24: "killed, too slow"}.get(
+        outcome = {0: "survived", 1: "killed", None: "no verdict in time", -9: "killed, too slow", -24: "killed, too slow"}.get(
             code, f"odd: {code}"
         )
         changed = "\n".join(difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=0))
@@ -364,7 +364,7 @@ def run(options: argparse.Namespace) -> None:
         name, source = str(file.relative_to(package)), file.read_text()
         parsed = ast.parse(source)
         lines = {line for test in tests.values() for line in test["lines"].get(name, ())}
-        if not lines and (tree / f"{test_file(name)}.py").exists():
+        if not lines and list(tree.glob(f"{test_file(name)}*.py")):
             lines = set(range(source.count("\n") + 1))
         places += [(name, index) for index, fault in enumerate(faults(parsed)) if fault[0] in lines and can_be_put_in(parsed, fault[0])]
     chooser.shuffle(places)
@@ -377,7 +377,8 @@ def run(options: argparse.Namespace) -> None:
         places = [place for place in places[: options.count] if place not in tried]
     names = {name for name, _ in places}
     reaching = {test: found for test, found in tests.items() if names & set(found["lines"])}
-    untraced = {f"{test_file(name)}.py" for name in names if not any(name in found["lines"] for found in tests.values())}
+    unknown = [name for name in names if not any(name in found["lines"] for found in tests.values())]
+    untraced = {str(file.relative_to(tree)) for name in unknown for file in tree.glob(f"{test_file(name)}*.py")}
     chosen = sorted({test.partition("::")[0] for test in reaching} | untraced)
     enter(tree)
     plugin = Faults(tree, places, reaching, options.work, math.inf if options.again else BUDGET_S)
