@@ -185,6 +185,19 @@ def test_short_rows_are_not_to_be_shortened(max_length, advised):
     assert ("shorten the rows" in caught.value.fix) == advised
 
 
+@pytest.mark.parametrize(("keys", "advised"), [({"batch__micro_tokens": 4096}, True), ({}, False)])
+def test_a_micro_batch_given_by_hand_is_to_be_lowered(keys, advised):
+    with pytest.raises(UserError, match="does not fit") as caught:
+        plan(run_config(parallel__device="cpu", **keys), facts(llama_8b(), data=LONG, host_bytes=4 * GIB))
+    assert ("give a smaller micro-batch" in caught.value.fix) == advised
+
+
+@pytest.mark.parametrize(("keys", "auto"), [({"batch__rows": 8}, False), ({"batch__rows": "auto"}, True), ({"batch__tokens": 5000}, False)])
+def test_a_batch_that_the_plan_chose_is_marked(keys, auto):
+    made = plan(run_config(**keys), facts(llama_8b(), gpus=1, gpu_bytes=H200_BYTES, data=data_facts(steps_of_epochs=(10,))))
+    assert next(sentence for sentence in made.why if sentence.startswith("batch: ")).endswith("(auto)") == auto
+
+
 def test_what_was_asked_is_told_from_what_was_chosen():
     chosen, asked = (plan(run_config(parallel__strategy=strategy), h200(2)) for strategy in ("auto", "fsdp"))
     said = [next(sentence for sentence in made.why if sentence.startswith("strategy: ")) for made in (chosen, asked)]
