@@ -144,7 +144,7 @@ def choose_data(settings: Settings) -> Path:
 def run_ours(settings: Settings) -> Ours:
     """The product's stages in this process, without run folder, checkpoints and export."""
     config = make_config(settings)
-    plan = make_plan(config, gather_facts(config, report=lambda text: print(text, file=sys.stderr)))
+    plan = make_plan(config, gather_facts(config, saves=False, report=lambda text: print(text, file=sys.stderr)))
     rank = Rank(Launcher("manyhands", 0, 0, 1, 1), terminal=sys.stderr)
     rank.config, rank.plan = config, plan
     rank.world = World(0, 0, 1, torch.device("cuda", 0) if plan.device == "cuda" else torch.device("cpu"))

@@ -38,6 +38,7 @@ def test_facts_of_a_run_and_its_plan(tmp_path: Path):
     assert made.num_steps * (made.batch_rows or 0) >= facts.data.num_rows
     assert made.data_digest == facts.data.digest
     assert gather_facts(config, world_size=2, report=said.append).world_size == 2
+    assert facts.free_disk_bytes > 0 and gather_facts(config, saves=False, report=said.append).free_disk_bytes is None
 
 
 def test_a_broken_model_is_found_before_the_data_is_read(tmp_path: Path):

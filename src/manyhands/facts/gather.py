@@ -23,12 +23,14 @@ def gather_facts(
     world_size: int | None = None,
     local_world_size: int | None = None,
     data: DataFacts | None = None,
+    saves: bool = True,
     report: Callable[[str], Any] = print,
 ) -> Facts:
     """Find the model, read its dimensions, prepare the rows (cached), and look at the machine.
 
     ``world_size``: the number of processes where somebody else launched them, ``local_world_size`` of them on this machine.
-    ``data``: the rows, where they are prepared already. ``report`` gets what takes time, as text.
+    ``data``: the rows, where they are prepared already. ``saves``: whether checkpoints and a result are
+    written, for which the disk must have room. ``report`` gets what takes time, as text.
     The model is judged before the data is touched, so that a wrong name costs nothing.
     """
     from manyhands.data.prepare import prepare
@@ -48,7 +50,7 @@ def gather_facts(
         host=read_host_facts(),
         new_tokens=new_tokens,
         adapter=adapter,
-        free_disk_bytes=free_disk_bytes(Path(config.output.dir).expanduser() / config.name),
+        free_disk_bytes=free_disk_bytes(Path(config.output.dir).expanduser() / config.name) if saves else None,
         world_size=world_size,
         local_world_size=local_world_size,
     )
