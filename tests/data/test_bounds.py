@@ -129,7 +129,7 @@ def test_a_row_of_parquet_may_be_as_large_as_a_line(tmp_path: Path, monkeypatch:
 def test_a_conversation_too_long_to_be_tokenized_at_once_is_refused(
     tools: bool, write_rows, make_config, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tokenizer needs 125 bytes of memory a character: 200 MB ended the process."""
+    """The tokenizer needs some 140 bytes of memory a character: 200 MB ended the process."""
     monkeypatch.setattr(tokenise, "MAX_CONVERSATION_CHARACTERS", 10_000)
     messages = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "because " * (100 if tools else 2_000)}]
     tool = {"type": "function", "function": {"name": "f", "description": "x" * 10_000}}

@@ -28,7 +28,7 @@ from manyhands.errors import UserError
 
 DETECT_ROWS = 100
 CHUNK_ROWS = 1000
-MAX_CONVERSATION_CHARACTERS = 8 << 20  # some 2 million tokens; the tokenizer takes 125 bytes a character, all at once
+MAX_CONVERSATION_CHARACTERS = 8 << 20  # some 2 million tokens; the tokenizer takes some 140 bytes a character, all at once
 PLAIN_FORMATS = ("text", "prompt")  # which need no chat template
 
 
