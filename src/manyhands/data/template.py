@@ -11,6 +11,7 @@ from typing import Any
 from manyhands.config.schema import RunConfig
 from manyhands.config.template_arguments import find_argument_faults
 from manyhands.data.messages import Message, RowRefused
+from manyhands.data.template_bounds import limit_cpu
 from manyhands.errors import UserError
 
 OURS = frozenset({"weight", "train"})  # keys of a message that are ours, and no template's
@@ -45,9 +46,13 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], tools: list[Any] | None = None, *, generation: bool = False) -> str:
         """The text; with ``generation`` also what opens the next assistant turn. Raises RowRefused with the template's reason."""
         try:
-            return self._tokenizer.apply_chat_template(
-                self._as_taken(messages), tools=tools, tokenize=False, add_generation_prompt=generation, **self._arguments
-            )
+            taken = self._as_taken(messages)
+            with limit_cpu():
+                return self._tokenizer.apply_chat_template(
+                    taken, tools=tools, tokenize=False, add_generation_prompt=generation, **self._arguments
+                )
+        except UserError:
+            raise
         except Exception as error:  # a template is a program from outside: whatever it raises concerns this row
             raise RowRefused(f"the chat template refuses this conversation: {error}") from error
 
@@ -62,7 +67,10 @@ class ChatTemplate:
         """The texts of conversations without tools, in one call; one after the other only if one of them is refused."""
         try:
             taken = [self._as_taken(messages) for messages in conversations]
-            return self._tokenizer.apply_chat_template(taken, tokenize=False, **self._arguments)
+            with limit_cpu(len(taken)):
+                return self._tokenizer.apply_chat_template(taken, tokenize=False, **self._arguments)
+        except UserError:
+            raise
         except Exception:  # one of them: which, and why, is told below
             return [self._render_or_refuse(messages) for messages in conversations]
 

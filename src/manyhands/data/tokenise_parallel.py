@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from manyhands.config.schema import RunConfig, Source
 from manyhands.data.hand_out import BATCH_CHARACTERS, Batch, WorkList, cut_batches
 from manyhands.data.rows import Part
 from manyhands.data.sources import split_source
+from manyhands.data.template import template_arguments_of
+from manyhands.data.template_bounds import try_apart
 from manyhands.data.tokenise import Outcome, Tokeniser, choose_format
 from manyhands.data.tokenizer import load_tokenizer, note_plain_markers, widen_cache
 from manyhands.errors import EXIT_FAILED, UserError
@@ -159,6 +162,8 @@ def _open(job: Job, chunk_characters: int) -> tuple[Tokeniser, list[str]]:
     tokenizer = load_tokenizer(job.model_folder, model.chat_template, model.trust_remote_code, model.new_tokens)
     if getattr(tokenizer, "is_fast", False):
         widen_cache(tokenizer)
+    if config.task != "cpt" and tokenizer.chat_template:
+        try_apart(partial(tokenizer.apply_chat_template, tokenize=False, **template_arguments_of(config)))
     formats = [choose_format(source, config, bool(tokenizer.chat_template)) for source in job.sources]
     notes = [] if config.task == "cpt" else note_plain_markers(tokenizer)
     if "prompt" in formats and not tokenizer.chat_template:
