@@ -89,6 +89,19 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path, change
     assert text[change] in str(caught.value)
 
 
+def test_optimizer_states_of_another_layout_are_refused_by_name(tmp_path: Path) -> None:
+    """A manifest in which a state has another shape than this layout gives it, as blocks over the shards of other ranks have."""
+    save(tmp_path, 1)
+    file = tmp_path / "step-000001" / "manifest.json"
+    manifest = json.loads(file.read_text())
+    name = next(name for name in manifest["tensors"] if "exp_avg" in name)
+    manifest["tensors"][name]["shape"] = [99]
+    file.write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match="cannot be taken up by this layout") as caught:
+        load_checkpoint(tmp_path / "step-000001", *build(seed=1))
+    assert list(caught.value.details) == [name.removeprefix("optim.")] and caught.value.why.startswith("1 of them")
+
+
 def test_a_save_without_manifest_does_not_count(tmp_path: Path) -> None:
     save(tmp_path, 1)
     save(tmp_path, 2)

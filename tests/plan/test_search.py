@@ -198,6 +198,14 @@ def test_a_batch_that_the_plan_chose_is_marked(keys, auto):
     assert next(sentence for sentence in made.why if sentence.startswith("batch: ")).endswith("(auto)") == auto
 
 
+def test_the_batch_in_packs_is_told_in_tokens_and_idle_ranks_are_named():
+    made = plan(run_config(batch__rows=4), facts(llama_8b(), gpus=8, gpu_bytes=H200_BYTES, data=data_facts(mean=300.0)))
+    said = next(sentence for sentence in made.why if sentence.startswith("batch: "))
+    assert "4 rows ≈ 1,200 tokens" in said and "(fewer rows than ranks: some idle)" in said
+    as_many = plan(run_config(batch__rows=8), facts(llama_8b(), gpus=8, gpu_bytes=H200_BYTES, data=data_facts()))
+    assert not any("some idle" in sentence for sentence in as_many.why)
+
+
 def test_what_was_asked_is_told_from_what_was_chosen():
     chosen, asked = (plan(run_config(parallel__strategy=strategy), h200(2)) for strategy in ("auto", "fsdp"))
     said = [next(sentence for sentence in made.why if sentence.startswith("strategy: ")) for made in (chosen, asked)]

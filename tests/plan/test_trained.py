@@ -12,7 +12,7 @@ from manyhands.config.schema import MethodSection, OptimizerSection
 from manyhands.errors import UserError
 from manyhands.facts.model import read_model_facts
 from manyhands.model.freeze import train_by_pattern
-from manyhands.plan.memory import Setup, estimate_terms, root_reduction
+from manyhands.plan.memory import Setup, estimate_terms, reduction, root_reduction
 from manyhands.plan.search import plan
 from manyhands.plan.trained import TrainedWeights, count_state_bytes, count_trained
 from manyhands.testing.tiny import tiny_model, write_tiny_model
@@ -72,8 +72,18 @@ def test_gradients_of_a_trained_root_are_widened_only_to_be_reduced() -> None:
     """The head and the last block by pattern: bfloat16 gradients on one GPU, and their float32 sums beside them over shards."""
     head = 4096 * 128256
     setup = replace(SETUP, in_place=TrainedWeights(llama_8b().num_block_parameters, llama_8b().num_block_parameters, head))
+    four = replace(setup, world_size=4, strategy="fsdp", reshard=True)
     assert root_reduction(setup) == 2 * head
-    assert root_reduction(replace(setup, world_size=4, strategy="fsdp", reshard=True)) == (2 + 4) * head
+    assert root_reduction(four) == (2 + 4) * head
+    block = llama_8b().num_block_parameters
+    assert reduction(setup) == 2 * head + 2 * block  # the head's waits, the last block's comes
+    assert reduction(four) == 2 * head + 2 * block * (2 + 4)  # two blocks in flight, for the reduction in float32 too
+
+
+@pytest.mark.parametrize(("in_root", "in_head"), [(4096, 4096), (2 * 4096 * 128256, 4096 * 128256)])
+def test_of_the_root_the_head_alone_gets_a_gradient_from_the_loss(in_root: int, in_head: int) -> None:
+    block = llama_8b().num_block_parameters
+    assert replace(SETUP, in_place=TrainedWeights(block, block, in_root)).num_trained_in_head == in_head
 
 
 @pytest.mark.parametrize(
