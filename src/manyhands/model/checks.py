@@ -110,16 +110,14 @@ def _refuse_values(logits: torch.Tensor, loss_model: LossModel) -> None:
     """UserError where logits are no numbers, naming the weights of this rank that are none. Every rank finds the same logits."""
     if torch.isfinite(logits).all():
         return
-    named = loss_model.model.named_parameters()
-    wrong = [name for name, parameter in named if not torch.isfinite(local(parameter.detach())).all()]
+    named = ((name, local(parameter.detach())) for name, parameter in loss_model.model.named_parameters())
+    wrong = [name for name, own in named if own.is_floating_point() and own.element_size() > 1 and not torch.isfinite(own).all()]
     why = f"{len(wrong)} of its weights hold nan or inf" if wrong else "the weights of this rank are numbers: they overflow in its dtype"
     raise UserError(
         "The model's weights give no numbers: its logits are nan or inf.",
         where="model.name",
         why=why,
-        fix="Take another checkpoint of the model."
-        if wrong
-        else "If another rank names weights, take another checkpoint; else model.dtype.",
+        fix="Take another checkpoint of the model" + ("." if wrong else ", or another model.dtype."),
         details=wrong[:20],
     )
 
