@@ -184,7 +184,7 @@ def timeout_s(lab: Lab) -> None:
     """The launcher's watch ends a rank that stands still for so long, and not before."""
     verdicts = []
 
-    def run_idle(folder: RunFolder, _: Plan, *, timeout_s: float) -> int:
+    def run_idle(folder: RunFolder, plan: Plan, *, timeout_s: float, **_: object) -> int:
         with subprocess.Popen(["sleep", "2"], start_new_session=True) as rank:
             begin = time.monotonic()
             folder.ranks.mkdir(exist_ok=True)
