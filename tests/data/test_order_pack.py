@@ -126,6 +126,24 @@ def test_epochs_of_different_length_are_located() -> None:
     assert not halves[0] & halves[1] and len(halves[0] | halves[1]) == 9
 
 
+def test_a_part_of_a_source_is_drawn_each_epoch_and_no_row_again_before_all_were() -> None:
+    """20 rows of weight 0.4 and 10 of weight 1: 8 and 10 an epoch, so that five epochs are two passes over the first."""
+    sources = np.array([0] * 20 + [1] * 10, dtype=np.int16)
+    order = RowOrder(30, 1, batch_rows=4, sources=sources, weights=(0.4, 1.0))
+    for passes in range(2):
+        drawn = [order_of_epoch(order, 5 * passes + epoch) for epoch in range(5)]
+        assert [np.bincount(sources[rows]).tolist() for rows in drawn] == [[8, 10]] * 5
+        assert np.bincount(np.concatenate(drawn)).tolist() == [2] * 20 + [5] * 10
+
+
+def test_one_source_of_whole_passes_does_not_make_the_others_epochs_alike() -> None:
+    sources = np.array([0] * 10 + [1] * 10, dtype=np.int16)
+    order = RowOrder(20, 0, batch_rows=1, sources=sources, weights=(0.25, 1.0))  # 2.5 rows of the first an epoch
+    places = [(epoch, index) for epoch in range(4) for index in range(order.steps_per_epoch(epoch))]
+    assert sorted({order.steps_per_epoch(epoch) for epoch in range(4)}) == [12, 13]
+    assert [order.locate(step) for step in range(len(places))] == places
+
+
 def test_a_million_rows_take_seconds() -> None:
     sources = np.random.default_rng(0).choice(5, 1_000_000, p=[0.6, 0.3, 0.05, 0.04, 0.01]).astype(np.int16)
     start = time.process_time()

@@ -182,6 +182,8 @@ def test_adafactor_keeps_a_row_and_a_column_of_each_matrix():
     tied = replace(FULL, optimizer_name="adafactor")
     assert memory.optimizer(tied) == 4 * sides  # vectors are not counted
     assert memory.optimizer(replace(tied, model=model_facts(tied=False))) == 4 * (sides + 32 + 8)
+    # adapters of rank 4: a side for each 4 elements, and 4 more for each of A and B, in 2 blocks of 7 layers
+    assert memory.optimizer(replace(LORA, optimizer_name="adafactor")) == 4 * (1000 // 4 + 2 * 4 * 2 * 7)
 
 
 def test_overhead_counts_communication_only_between_ranks():
