@@ -103,3 +103,40 @@ def test_a_verification_that_hangs_does_not(monkeypatch: pytest.MonkeyPatch) -> 
     with counting() as count:
         assert verify_by(monkeypatch, ["sleep", "600"], lambda: next(polls) == 39) is None
     assert count[0] <= 3, "only its start"
+
+
+TWO_RANKS = """
+import datetime, os, sys, time
+import torch.distributed as dist
+from manyhands import progress
+from manyhands.checkpoint import together
+
+rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 2)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=12))
+
+def work(advancing):
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        time.sleep(0.5)
+        if advancing:
+            progress.advance()
+    return "done"
+
+try:
+    print(together.run_on_first(lambda: work(sys.argv[3] == "advancing")), together.run_on_first(lambda: 7), flush=True)
+except RuntimeError as error:
+    print("Timed out" in str(error) or "closed" in str(error), flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("how", "said"), [("advancing", ["done 7", "None None"]), ("hanging", ["True", "True"])])
+def test_ranks_wait_for_the_first_one_for_as_long_as_it_advances(tmp_path: Path, how: str, said: list[str]) -> None:
+    """Twenty seconds of work on rank 0 in a process group whose timeout is twelve: only work that advances keeps it."""
+    command = [sys.executable, "-c", TWO_RANKS]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "store"), how], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    assert [rank.communicate(timeout=240)[0].strip() for rank in ranks] == said

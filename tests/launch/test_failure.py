@@ -49,7 +49,7 @@ def test_a_killed_rank_wins_over_those_that_lost_it(folder):
 
 
 def test_a_killed_rank_wins_over_an_earlier_error_of_torch_whose_words_are_new(folder):
-    write_failure(folder, 0, "train", RuntimeError("pair closure by the application"))
+    write_failure(folder, 0, "train", RuntimeError("the ring has a gap"))
     later = time.time() + 100
     assert "rank 1 was killed (SIGKILL)" in first_failure(folder, {0: ended(1), 1: ended(-9, timestamp=later)}).what
     write_failure(folder, 2, "train", KeyError("ids"))
@@ -86,6 +86,7 @@ def test_a_user_error_keeps_everything(folder):
         (LOST, True),
         (RuntimeError("Timed out waiting 20000ms for recv operation to complete"), True),
         (ConnectionResetError("x"), True),
+        (RuntimeError("Application timeout caused pair closure"), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (ValueError("connection closed by peer is a row of the data"), False),
         (UserError("the hub timed out"), False),

@@ -5,16 +5,22 @@ Works the same in one process without a process group.
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from manyhands.errors import EXIT_FAILED, PeerError, UserError
 from manyhands.files import explain_full_disk, is_disk_full
+from manyhands.progress import num_advances
 
 T = TypeVar("T")
+EXCHANGE_S = 2.0  # far below any timeout of a group
 
 
 def this_rank() -> tuple[int, int]:
@@ -54,16 +60,68 @@ def run_together(work: Callable[[], T]) -> list[T]:
 
 
 def run_on_first(work: Callable[[], T]) -> T | None:
-    """Calls ``work`` on rank 0 alone while the others wait; its result on rank 0, None elsewhere. Collective."""
-    rank, _ = this_rank()
+    """Calls ``work`` on rank 0 alone while the others wait; its result on rank 0, None elsewhere. Collective.
+
+    The others wait for as long as the work advances (``progress.py``), also longer than the process group's timeout.
+    """
+    rank, world_size = this_rank()
     mine: list[T] = []
+    outcome: Callable[[], T] = work
+    if world_size > 1 and "cpu:" in dist.get_backend_config():
+        if rank == 0:
+            with _Advancing():
+                outcome = _call(work).result
+        else:
+            while not _exchange(0.0):
+                pass
 
     def only_first() -> None:
         if rank == 0:
-            mine.append(work())
+            mine.append(outcome())
 
     run_together(only_first)
     return mine[0] if mine else None
+
+
+def _call(work: Callable[[], T]) -> Future[T]:
+    """What came of it, a result or an exception, to be told to the others in a moment."""
+    future: Future[T] = Future()
+    try:
+        future.set_result(work())
+    except Exception as error:
+        future.set_exception(error)
+    return future
+
+
+def _exchange(done: float) -> bool:
+    """Whether rank 0 is done; on the host, one small collective."""
+    flag = torch.tensor(done)
+    dist.all_reduce(flag)
+    return bool(flag)
+
+
+class _Advancing:
+    """While rank 0 works, a thread lets the waiting ranks out of a collective and into the next one whenever the work has advanced, so
+    that the group's timeout counts from then.
+    """
+
+    def __enter__(self) -> None:
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="advancing", daemon=True)
+        self._thread.start()
+
+    def __exit__(self, *error: object) -> None:
+        self._done.set()
+        self._thread.join()
+        _exchange(1.0)
+
+    def _run(self) -> None:
+        seen = num_advances()
+        with contextlib.suppress(RuntimeError):  # a rank has ended: the next collective of the main thread will say so
+            while not self._done.wait(EXCHANGE_S):
+                if (now := num_advances()) != seen:
+                    seen = now
+                    _exchange(0.0)
 
 
 def _for_user(error: Exception, rank: int) -> UserError | None:

@@ -36,7 +36,8 @@ REMOTE_SILENCE_S = 30.0  # without a tick: a rank of another machine is taken fo
 # What gloo, NCCL and the store say where a peer has gone, on torch 2.11 and 2.13.
 _CONSEQUENCE = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|connectfullmesh|socket ?timeout|timed out|watchdog|"
-    r"remote process exited|ncclremoteerror|nccl communicator was aborted|failed to (recv|send)|sendbytes|recvbytes|peer closed",
+    r"remote process exited|ncclremoteerror|nccl communicator was aborted|failed to (recv|send)|sendbytes|recvbytes|"
+    r"peer closed|pair closure",
     re.IGNORECASE,
 )
 _ENDED_BY_OTHERS = (-signal.SIGTERM, -signal.SIGINT, EXIT_INTERRUPTED, EXIT_TERMINATED)
