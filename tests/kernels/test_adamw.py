@@ -149,6 +149,18 @@ def test_small_updates_are_made_on_average(device: torch.device) -> None:
     assert values.unique().numel() > 1
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_second_moments_in_bfloat16_do_not_drift(device: torch.device) -> None:
+    """Rounded up as often as their distance asks for: after one step they are those of float64 on average."""
+    gradient = draw(3, 200_000, device, torch.bfloat16)
+    parameter, optimizer, _ = build(torch.ones_like(gradient))
+    parameter.grad = gradient
+    optimizer.step()
+    wanted = (1 - BETAS[1]) * gradient.double() ** 2
+    error = (optimizer.state[parameter]["exp_avg_sq"].double() / wanted - 1)[gradient != 0]
+    assert error.abs().max() <= 2**-7 and error.mean().abs() < 4 * 2**-8 / len(error) ** 0.5
+
+
 def test_rounding_is_unbiased_and_leaves_what_is_no_number() -> None:
     values = torch.tensor([1.0, 1.0 + 2**-9, -(1.0 + 3 * 2**-10), 3e-39, -7.7e5]).repeat(65536, 1)
     bits = torch.arange(65536)[:, None].expand_as(values)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from manyhands.plan import memory
-from manyhands.plan.activations import block_bytes_per_token
+from manyhands.plan.activations import block_bytes_per_token, kept_bytes_per_token, moved_bytes
 from manyhands.plan.setup import Setup
 from tests.plan.examples import model_facts
 
@@ -175,6 +175,17 @@ def test_gradients_stay_in_the_copys_dtype_where_the_optimizer_takes_them():
         replace(LORA, accumulates=False),
     ):
         assert memory.gradients(without_copy) == 4 * without_copy.num_trained
+
+
+@pytest.mark.parametrize(
+    ("recompute", "compiled"), [("selective", True), ("selective", False), ("none", True), ("none", False), ("block", True)]
+)
+def test_what_moves_to_host_memory_is_what_blocks_keep(recompute, compiled):
+    """Eager and selective only the block's input, 8 values of 2 bytes: the rest is in the checkpoint's own cache."""
+    setup = replace(FULL, recompute=recompute, compile=compiled, offload_activations=True)
+    kept = 2 * 8 if recompute == "selective" and not compiled else kept_bytes_per_token(setup, recompute)
+    assert moved_bytes(setup) == 10 * 2 * kept > 0
+    assert moved_bytes(replace(setup, offload_activations=False)) == moved_bytes(replace(setup, device="cpu")) == 0
 
 
 def test_adafactor_keeps_a_row_and_a_column_of_each_matrix():
