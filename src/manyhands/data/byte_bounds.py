@@ -21,7 +21,8 @@ UNKNOWN = 1 << 30  # the length of a token of which none is known: longer than a
 
 
 class Run(NamedTuple):
-    """Tokens [first, behind) that lie inside a span; whether they reach its end."""
+    """Tokens [first, behind) that lie inside a span, or across its beginning with visible characters of it; whether they
+    reach its end."""
 
     first: int
     behind: int
@@ -55,7 +56,12 @@ class ByteBounds:
             borders, lasts = places[borders], places[lasts]
         firsts = starts.searchsorted(borders[:, 0]).tolist()  # how many tokens begin before a span
         upto = ends.searchsorted(borders, side="right").tolist()  # how many end before its border, or there
-        num_straddling = sum(max(0, first - before) for first, (before, _) in zip(firsts, upto, strict=True))
+        num_straddling = 0
+        for number, ((start, _), (before, _)) in enumerate(zip(spans, upto, strict=True)):
+            across, first = firsts[number] - before, firsts[number]
+            num_straddling += max(0, across)
+            if across > 0 and not _is_blank(text, start, ends[first - 1] - borders[number, 0]):
+                firsts[number] -= 1  # `` Hello`` behind a prompt that ends in a blank
         nothing = int(ends[0] == 0)  # a first token whose blanks were all taken off stands for nothing
         runs = []
         for (start, end), last, first, (_, behind) in zip(borders.tolist(), lasts.tolist(), firsts, upto, strict=True):
@@ -82,6 +88,11 @@ class ByteBounds:
             ends = np.maximum(ends - self._trailing[ids], np.minimum(starts + leading, ends))
             starts[1:] = ends[:-1]
         return starts, ends
+
+
+def _is_blank(text: str, start: int, num_bytes: int) -> bool:
+    """Whether the ``num_bytes`` of a text from the character ``start`` on are white space. Parts of a character are not."""
+    return not text[start : start + num_bytes].encode()[:num_bytes].decode(errors="replace").strip()
 
 
 def count_bytes(text: str) -> int:

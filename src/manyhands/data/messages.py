@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from manyhands.config.row_fields import MEDIA
@@ -206,3 +206,42 @@ def parse_json(text: str, what: str) -> Any:
     if "\\ud" in text.lower() and not is_encodable(value):
         raise RowRefused(f"{what} holds half of a surrogate pair: not a character")
     return value
+
+
+def visible(message: Message) -> str:
+    """The content behind the thinking that templates leave out of it."""
+    content = message.get("content")
+    return content.rpartition("</think>")[2].strip() if isinstance(content, str) else ""
+
+
+def fill(message: Message, private: str) -> Iterator[Message]:
+    """The message with ``private`` as content, or as its first tool call's name; the one it really has goes first.
+
+    An empty content is kept beside tool calls: to fill it would change what the template writes around it.
+    """
+    plain = {key: value for key, value in message.items() if key not in THINKING}
+    by_content = {**plain, "content": private}
+    calls = message.get("tool_calls")
+    if not calls:
+        yield by_content
+        return
+    by_name = {"content": None, **plain, "tool_calls": [_rename(calls[0], private), *calls[1:]]}
+    content = message.get("content")
+    yield from (by_content, by_name) if isinstance(content, str) and content.strip() else (by_name, by_content)
+
+
+def _rename(call: Any, name: str) -> Any:
+    if isinstance(call, dict) and isinstance(call.get("function"), dict):
+        return {**call, "function": {**call["function"], "name": name}}
+    return {**call, "name": name} if isinstance(call, dict) else call
+
+
+def check_shown(message: Message, turn: int, part: str) -> None:
+    """Raises RowRefused where a tool call of the turn does not stand in its text."""
+    names = [call.get("function", call).get("name") for call in message.get("tool_calls") or ()]
+    for name in names:
+        if isinstance(name, str) and max(map(part.count, (name, json.dumps(name)[1:-1]))) < names.count(name):
+            raise RowRefused(
+                f"the chat template does not show the tool call {name} of message {turn + 1}: "
+                "leave out samples with tool calls, or give a model.chat_template that shows them"
+            )

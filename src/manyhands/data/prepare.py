@@ -267,7 +267,7 @@ def _note_counts(config: RunConfig, totals: Mapping[str, int]) -> list[str]:
     said = {
         "num_truncated": f"rows cut at {max_length}",
         "num_split": f"documents split into rows of at most {max_length}",
-        "num_straddling_tokens": "tokens lie across the beginning of a trained part (answers that begin with blanks)",
+        "num_straddling_tokens": "tokens lie across the beginning of a trained part (answers that begin, or prompts that end, in blanks)",
         "num_rows_with_placeholders": "rows hold <image>, <video> or <audio>, which is text like any other to this model",
         "num_rows_with_markers": "rows contain the spelling of a special token, which the tokenizer takes for the token itself",
     }

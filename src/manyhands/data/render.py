@@ -15,8 +15,10 @@ import numpy as np
 
 from manyhands.data.byte_bounds import Run, make_byte_bounds
 from manyhands.data.formats import Conversation
-from manyhands.data.messages import Message, RowRefused
-from manyhands.data.spans import Span, SpanFinder, compile_any
+from manyhands.data.markers import compile_any
+from manyhands.data.messages import Message, RowRefused, visible
+from manyhands.data.shapes import Span
+from manyhands.data.spans import SpanFinder
 from manyhands.data.template import ChatTemplate, complete_arguments
 from manyhands.errors import UserError
 
@@ -25,6 +27,7 @@ MAX_WEIGHT = float(np.finfo(np.float32).max)
 PLAIN_WRAPPER = "transformers.tokenization_utils_tokenizers"  # whose _encode_plus adds nothing to the backend's ids
 DEFAULT_DATE = "2026-01-01"
 ACROSS_THE_END = "a token lies across the end of an assistant turn: the chat template cannot be masked for this row"
+NO_CALLS = "the chat template knows no tool calls: leave out samples with tool calls, or give a model.chat_template that shows them"
 MAX_UNTOLD = 100  # by so many, rows whose ids do not tell where their tokens lie may outnumber the others
 
 
@@ -92,11 +95,12 @@ class Renderer:
         self._train_on = train_on
         added = tokenizer.added_tokens_decoder.values()
         self._template = ChatTemplate(tokenizer, complete_arguments(template_arguments or {}, date))
-        self._finder = SpanFinder(self._template, [token.content for token in added])
+        self._finder = SpanFinder(self._template, [token.content for token in added], tokenizer.eos_token)
         self._special = compile_any([token.content for token in added if token.special])
         self._bos, self._eos = tokenizer.bos_token_id, tokenizer.eos_token_id
         self._is_plain = type(tokenizer)._encode_plus.__module__ == PLAIN_WRAPPER
         self._bounds = make_byte_bounds(tokenizer) if self._is_plain else None
+        self._left_out: set[str] = set()
         self._num_untold = 0  # more than of the others
 
     def render_many(self, conversations: Sequence[Conversation | str]) -> list[Rendered | RowRefused]:
@@ -120,11 +124,9 @@ class Renderer:
 
     def notes(self) -> list[str]:
         """What a user should know about the template, once rows were rendered."""
-        if self._finder.ends_turns:
-            return []
         return [
-            "the chat template writes no end-of-turn token: a turn's end is the first token of the next one, "
-            "so the last turn of a row does not teach the model to stop"
+            *self._finder.notes(),
+            *(f"the chat template leaves out {what}: samples are trained without" for what in sorted(self._left_out)),
         ]
 
     def _apply_template(self, conversations: Sequence[Conversation]) -> list[Text | RowRefused]:
@@ -141,15 +143,34 @@ class Renderer:
 
     def _locate(self, conversation: Conversation, messages: Sequence[Message], text: str | RowRefused | None) -> Text:
         """The row as text with its weighted spans; ``text`` is rendered if it is not given. Raises RowRefused."""
-        if isinstance(text, RowRefused):
-            raise text
-        if text is None:
-            text = self._template.render(messages, conversation.tools or None)
+        try:
+            if isinstance(text, RowRefused):
+                raise text
+            if text is None:
+                text = self._template.render(messages, conversation.tools or None)
+        except RowRefused as refused:
+            if any(message.get("tool_calls") for message in messages) and not self._template.shows_calls:
+                raise RowRefused(f"{NO_CALLS} ({refused})") from refused
+            raise
+        self._note_left_out(messages, conversation.tools, text)
         weights = self._weigh_turns(conversation)
         rest = conversation.weight if self._train_on == "all" else 0.0
         turns = [turn for turn, weight in weights.items() if weight != rest]
         spans = self._finder.find(messages, conversation.tools or None, text, turns) if turns else ()
         return Text(text, spans, tuple(weights[turn] for turn in turns), rest)
+
+    def _note_left_out(self, messages: Sequence[Message], tools: list[Any] | None, text: str) -> None:
+        """Remembers what a row carries that its text does not show. A template may write a content otherwise than it is."""
+        for message in messages:
+            content, role = message.get("content"), message["role"]
+            if not isinstance(content, str) or content.strip() in text:
+                continue
+            if role in ("system", "developer", "tool") and self._template.leaves_out(role):
+                self._left_out.add(f"messages of the role {role}")
+            elif role == "assistant" and message.get("tool_calls") and visible(message) not in text:
+                self._left_out.add("text beside a tool call")
+        if tools and not any(str(tool.get("function", tool).get("name")) in text for tool in tools if isinstance(tool, dict)):
+            self._left_out.add("the definitions of tools")
 
     def _weigh_turns(self, conversation: Conversation) -> dict[int, float]:
         """The weight of each assistant turn, by its place among the messages. Raises RowRefused for weights that would do nothing."""
@@ -266,6 +287,8 @@ class Renderer:
             starts, ends = _widen(encoding)
             for (start, end), weight in zip(text.spans, text.weights, strict=True):
                 inside = (starts >= start) & (ends <= end) & (ends > starts)
+                for token in np.flatnonzero((starts < start) & (ends > start) & (ends <= end)):
+                    inside[token] = bool(text.text[start : ends[token]].strip())
                 if end > start and (not inside.any() or ends[inside].max() != end):
                     raise RowRefused(ACROSS_THE_END)
                 weights[inside] = weight

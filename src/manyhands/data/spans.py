@@ -1,49 +1,39 @@
 """Where in a rendered conversation each assistant turn lies: spans of characters, found by rendering, never by searching text.
 
-A turn begins where the generation prompt ends and ends with its end-of-turn marker; thinking and tool calls lie inside,
-white space behind the marker does not. Three ways, the first that applies:
+A turn begins where the generation prompt ends, or where the turn first differs from it, and ends with its end-of-turn marker,
+which may be several tokens; thinking and tool calls lie inside, white space behind the marker does not. Three ways, the first
+that applies:
 
 - *shape*: conversations of the same roles are rendered alike. One with a private character for each content is located
   once; a row that differs from it in nothing but the contents has its turns in the same places.
 - *prefix*: the turns before an assistant turn (with the generation prompt), and those up to and with it, rendered alone,
   are nested prefixes of the whole; the turn lies between them.
 - *slot*: where a template renders a turn otherwise once more turns follow, the whole is rendered with a private character
-  in place of the turn's content, or of the name of its first tool call. What stands before and after it bounds the turn,
-  and the turn rendered alone tells how much of that is the turn's own.
+  in place of the turn's content, or of the name of its first tool call; the message before it gets a second one. What stands
+  between the two, against the generation prompt, tells where the turn begins; what stands behind the slot, against the same
+  turn as the last one, tells where it ends. An answer without content has no slot: its neighbors are replaced.
 
 Knows no tokens: only the spelling of the tokenizer's added ones, which is what markers are made of.
 """
 
 from __future__ import annotations
 
-import re
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
-from manyhands.data.messages import THINKING, Message, RowRefused
+from manyhands.data.markers import Ending, Markers, measure_common
+from manyhands.data.messages import THINKING, Message, RowRefused, check_shown, fill, visible
+from manyhands.data.shapes import Shape, Span, make_shape
 from manyhands.data.template import ChatTemplate
 from manyhands.errors import UserError
 
-Span = tuple[int, int]  # characters [start, end)
 PRIVATE_USE = range(0xE000, 0xF8FF)  # code points that belong to no character
 MAX_SHAPES = 512
 PROMPT: Message = {"role": "user", "content": "a"}
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A conversation without its contents: ``literals[0] slot literals[1] slot ... literals[-1]``.
-
-    ``slots``: whose content stands in each slot, as an index of a message. ``borders``: for each span its two ends, each
-    as (position where every slot is one character long, number of slots before it).
-    """
-
-    literals: tuple[str, ...]
-    slots: tuple[int, ...]
-    borders: tuple[tuple[tuple[int, int], tuple[int, int]], ...]
+ANSWER: Message = {"role": "assistant", "content": "a"}
 
 
 @dataclass(frozen=True)
@@ -55,25 +45,15 @@ class Whole:
     text: str
 
 
-@dataclass(frozen=True)
-class Ending:
-    """What a template writes after an assistant's words: ``marker``, then ``trailer`` where the conversation ends with it.
-
-    An empty marker: only the header of the next turn tells that a turn is over, as in GLM's templates.
-    """
-
-    marker: str
-    trailer: str
-
-
 class SpanFinder:
-    """Finds assistant turns in texts of one template. ``added_tokens``: the spelling of the tokenizer's added tokens."""
+    """Finds assistant turns in texts of one template. ``added_tokens``, ``eos``: the spelling of the tokenizer's added tokens and of
+    its end-of-text token."""
 
-    def __init__(self, template: ChatTemplate, added_tokens: Sequence[str]) -> None:
-        self._template = template
-        self._leading_token = compile_any(added_tokens, before=r"\s*")
-        self._token = compile_any(added_tokens)
+    def __init__(self, template: ChatTemplate, added_tokens: Sequence[str], eos: str | None = None) -> None:
+        self._template, self._eos = template, eos
+        self._markers = Markers(added_tokens)
         self._ending: Ending | None = None
+        self._ends_of_calls: set[str] = set()
         self._shapes: dict[tuple[tuple[str, ...], tuple[int, ...]], Shape | None] = {}
 
     def find(self, messages: Sequence[Message], tools: list[Any] | None, text: str, turns: Sequence[int]) -> tuple[Span, ...]:
@@ -83,22 +63,70 @@ class SpanFinder:
         """
         if not tools and all(len(message) == 2 and isinstance(message.get("content"), str) for message in messages):
             shape = self._shape_of(tuple(message["role"] for message in messages), tuple(turns))
-            spans = None if shape is None else _place(shape, messages, text)
+            spans = None if shape is None else shape.place([message["content"] for message in messages], text)
             if spans is not None:
                 return spans
         return self._find_each(Whole(messages, tools, text), turns)
 
-    @property
-    def ends_turns(self) -> bool:
-        """False where a template writes no marker after an assistant turn, so that a last turn does not teach to stop."""
-        return self._ending is None or bool(self._ending.marker)
+    def notes(self) -> list[str]:
+        """What a user should know about how the template ends turns, once rows were found."""
+        ending = self._ending
+        if ending is None:
+            return []
+        marker, notes = ending.marker.strip(), []
+        if not ending.marker and not ending.inner:
+            notes.append(
+                "the chat template writes no end-of-turn token: a turn's end is the first token of the next one, "
+                "so the last turn of a sample does not teach the model to stop"
+            )
+        elif not ending.marker:
+            notes.append(
+                f"the chat template ends a turn with {ending.inner.strip()}, but not the last one of a sample, "
+                f"which does not teach the model to stop{self._advise_argument()}"
+            )
+        elif not ending.inner:
+            notes.append("the chat template ends only the last turn of a sample: the others do not teach the model to stop")
+        elif self._hides_eos(ending):
+            notes.append(f"turns end with {marker}, by which generation must stop; {self._eos} at a sample's end is not trained")
+        notes += [f"turns that call tools end with {token}, by which generation must stop, too" for token in sorted(self._ends_of_calls)]
+        return notes
+
+    def _hides_eos(self, ending: Ending) -> bool:
+        return self._eos is not None and self._eos in ending.trailer and self._eos not in ending.marker
+
+    def _advise_argument(self) -> str:
+        """Which argument makes the template end the last turn, if one does."""
+        for name in self._template.find_arguments():
+            finder = SpanFinder(self._template.replace(name, True), self._markers.added)
+            try:
+                if finder._find_ending().marker:
+                    return f"; data.template_arguments: {{{name}: true}} makes it end that, too"
+            except (RowRefused, UserError):
+                continue
+        return ""
 
     def _find_each(self, whole: Whole, turns: Sequence[int]) -> tuple[Span, ...]:
-        spans = tuple(self._find_span(whole, turn) for turn in turns)
+        for turn in turns:
+            check_shown(whole.messages[turn], turn, whole.text)
+        spans = [self._find_span(whole, turn) for turn in turns]
+        for number, turn in enumerate(turns):
+            if number and turns[number - 1] == turn - 1:  # the generation prompt may have nothing behind another answer
+                start, end = spans[number]
+                spans[number] = (min(end, max(start, spans[number - 1][1])), end)
+        for (start, end), turn in zip(spans, turns, strict=True):
+            if whole.messages[turn].get("tool_calls"):
+                check_shown(whole.messages[turn], turn, whole.text[start:end])
+                self._note_end_of_calls(whole.text[start:end])
         for (_, end), (start, _) in pairwise(spans):
             if start < end:
                 raise RowRefused("the spans of two assistant turns overlap: the chat template cannot be masked for this row")
-        return spans
+        return tuple(spans)
+
+    def _note_end_of_calls(self, part: str) -> None:
+        """Remembers by which token a turn with tool calls ends, where that is another than an answer's."""
+        marker, tokens = self._find_ending().marker.strip(), [found.group() for found in self._markers.find_all(part)]
+        if marker and tokens and not part.endswith(marker):
+            self._ends_of_calls.add(tokens[-1])
 
     def _shape_of(self, roles: tuple[str, ...], turns: tuple[int, ...]) -> Shape | None:
         key = (roles, turns)
@@ -120,12 +148,7 @@ class SpanFinder:
             spans = self._find_each(Whole(messages, None, text), turns)
         except RowRefused:
             return None
-        places = sorted((text.index(slot), index) for index, slot in enumerate(slots))
-        positions = [position for position, _ in places]
-        edges = [-1, *positions, len(text)]
-        literals = tuple(text[left + 1 : right] for left, right in pairwise(edges))
-        borders = tuple(((start, bisect_left(positions, start)), (end, bisect_left(positions, end))) for start, end in spans)
-        return Shape(literals, tuple(index for _, index in places), borders)
+        return make_shape(text, slots, spans)
 
     def _find_span(self, whole: Whole, turn: int) -> Span:
         messages, tools, text = whole.messages, whole.tools, whole.text
@@ -137,7 +160,18 @@ class SpanFinder:
                 end = self._find_end_of(through)
                 if end is not None and end >= start and _shows(messages[turn], text[start:end]):
                     return start, end + self._measure_next_header(whole, turn, text[end:])
-        return self._find_span_by_slot(whole, turn, before)
+        if not messages[turn].get("content") and not messages[turn].get("tool_calls"):
+            span = self._find_span_by_neighbors(whole, turn)
+            if span is None:
+                raise RowRefused(f"message {turn + 1} is empty, and the chat template does not close it: give it a text, or leave it out")
+            return span
+        try:
+            return self._find_span_by_slot(whole, turn, start)
+        except RowRefused:
+            span = self._find_span_by_neighbors(whole, turn) if messages[turn].get("tool_calls") else None
+            if span is None:
+                raise
+            return span
 
     def _find_end_of(self, through: str) -> int | None:
         """Where the last turn of a text ends: before the trailer, behind a marker."""
@@ -145,38 +179,51 @@ class SpanFinder:
         end = len(through.removesuffix(ending.trailer)) if ending.trailer else len(through)
         if ending.trailer and end == len(through):
             return None
-        return end if through.endswith(ending.marker, 0, end) or self._ends_with_token(through[:end]) else None
+        return end if through.endswith(ending.marker, 0, end) or len(self._markers.cut_behind_last(through[:end])) == end else None
 
-    def _find_span_by_slot(self, whole: Whole, turn: int, before: str | None) -> Span:
+    def _find_span_by_slot(self, whole: Whole, turn: int, start: int | None) -> Span:
         message, text = whole.messages[turn], whole.text
         private = _choose_private(text)
         filled, head, tail = self._fill_slot(whole, turn, private)
         if not text.endswith(tail) or len(tail) > len(text):
             raise RowRefused(f"the chat template renders what follows message {turn + 1} by its content: it cannot be masked")
         behind = len(text) - len(tail)
-        common = _measure_common(head, text[:behind])
-        start = self._find_start(whole, filled, private, head, before)
-        if start is None or not start <= common:
+        common = measure_common(head, text[:behind])
+        if start is None:
+            start = self._find_start(whole, turn, filled, private, head, text[:behind])
+        if start is None or start > behind:
             if filled["content"] != private:
                 raise RowRefused(f"the tool call of message {turn + 1} cannot be told from what stands before it: it cannot be masked")
             # Without the prompt's end: a blank in front belongs to the answer's first token (`` Hello``).
             start = len(text[:common].rstrip(" "))
-        if not text[start:behind].strip() and _visible(message) and not message.get("tool_calls"):
+        if not text[start:behind].strip() and visible(message) and not message.get("tool_calls"):
             raise RowRefused(f"the chat template shows nothing of message {turn + 1}: it cannot be masked")
-        return start, behind + self._measure_tail(whole, turn, filled, private, tail)
+        end = behind + self._measure_closing(whole, turn, filled, private, tail)
+        if message.get("tool_calls") and self._holds_next(whole, turn, private, end):
+            raise RowRefused(
+                f"the chat template writes the result of a tool before the text of message {turn + 1}, which calls it: "
+                "leave out the text beside the call"
+            )
+        return start, end
+
+    def _holds_next(self, whole: Whole, turn: int, private: str, end: int) -> bool:
+        """Whether the content of the message behind a turn stands before ``end``."""
+        following = [{**message, "content": private} for message in whole.messages[turn + 1 : turn + 2]]
+        text = self._template.try_render([*whole.messages[: turn + 1], *following, *whole.messages[turn + 2 :]], whole.tools) or ""
+        return bool(following) and 0 <= text.find(private) < end
 
     def _fill_slot(self, whole: Whole, turn: int, private: str) -> tuple[Message, str, str]:
         """(the turn with its content or its first call's name replaced, the text before, and after the replacement)."""
         times, refusal = 0, None
-        for filled in _fillings(whole.messages[turn], private):
+        for filled in fill(whole.messages[turn], private):
             try:
                 text = self._template.render([*whole.messages[:turn], filled, *whole.messages[turn + 1 :]], whole.tools)
             except RowRefused as refused:
                 refusal = refused
                 continue
             times = text.count(private)
-            if times == 1:
-                head, _, tail = text.partition(private)
+            if times == 1 or (times > 1 and filled.get("tool_calls") and filled.get("content") != private):
+                head, _, tail = text.partition(private)  # a result may repeat the name of its call
                 return filled, head, tail
             if times > 1:
                 break
@@ -184,157 +231,151 @@ class SpanFinder:
             raise refusal
         raise RowRefused(f"the chat template shows the content of message {turn + 1} {times} times: it cannot be masked")
 
-    def _find_start(self, whole: Whole, filled: Message, private: str, head: str, before: str | None) -> int | None:
-        """Where the turn begins in ``head``: behind the header of an assistant turn and before what the turn itself writes."""
-        if before is not None and head.startswith(before):
-            return len(before)
-        opening = self._template.try_render([PROMPT], whole.tools, generation=True)
-        for header, own in self._find_openings(whole.tools, filled, private, before or opening or "", opening or ""):
-            if header and head.endswith(header + own):
+    def _find_start(self, whole: Whole, turn: int, filled: Message, private: str, head: str, shown: str) -> int | None:
+        """Where the turn begins in ``shown``, the text up to its end: where that first differs from the generation prompt.
+        ``head``: the text up to the slot. None where that is not to be seen."""
+        messages, tools, common = whole.messages, whole.tools, measure_common(head, shown)
+        for gap, supplied in self._find_gaps(whole, turn, [filled, *messages[turn + 1 :]], private):
+            begin = len(head) - len(gap)
+            if head.endswith(gap) and begin <= common:
+                return begin + self._measure_supplied(shown[begin:], supplied, common - begin)
+        opening = self._template.try_render([PROMPT], tools, generation=True) or ""
+        for following in ([], [PROMPT]):
+            alone = (self._template.try_render([PROMPT, filled, *following], tools) or "").partition(private)[0]
+            own = alone[self._measure_supplied(alone, opening, len(alone)) :]
+            if self._plain_header and head.endswith(self._plain_header + own):
                 return len(head) - len(own)
         return None
 
-    def _find_openings(
-        self, tools: list[Any] | None, filled: Message, private: str, prompt: str, opening: str
-    ) -> Iterator[tuple[str, str]]:
-        """(header, what the turn writes before its slot), as a turn shows them that is alone, as the last one or before another."""
-        header = self._find_header(prompt)
-        for following in ([], [PROMPT]):
-            alone = self._template.try_render([PROMPT, filled, *following], tools)
-            if alone is None or alone.count(private) != 1:
-                continue
-            shown = alone[: alone.index(private)]
-            if opening and shown.startswith(opening):
-                yield header, shown[len(opening) :]
-            elif filled.get("tool_calls"):  # the generation prompt opens something else: a plain answer shows the header
-                answer = self._template.try_render([PROMPT, {"role": "assistant", "content": private}, *following], tools) or ""
-                common = _measure_common(answer.partition(private)[0], shown)
-                yield self._find_header(shown[:common]), shown[common:]
-        if filled["content"] == private:
-            yield header, ""
+    def _find_gaps(self, whole: Whole, turn: int, rest: Sequence[Message], private: str) -> Iterator[tuple[str, str]]:
+        """(what stands between the message before the turn and ``private``, or the end, what the generation prompt has there)."""
+        messages, mark = whole.messages, chr(ord(private) + 1)
+        for marked in fill(messages[turn - 1], mark) if turn else ():
+            asked = self._template.try_render([*messages[: turn - 1], marked], whole.tools, generation=True) or ""
+            shown = self._template.try_render([*messages[: turn - 1], marked, *rest], whole.tools) or ""
+            shown = shown.partition(private)[0]
+            if mark in asked and mark in shown:
+                yield shown.rpartition(mark)[2], asked.rpartition(mark)[2]
 
-    def _find_header(self, text: str) -> str:
-        """The end of a text from its last added token on; "" without one."""
-        tokens = list(self._token.finditer(text)) if self._token is not None else []
-        return text[tokens[-1].start() :] if tokens else ""
+    def _measure_supplied(self, shown: str, supplied: str, limit: int) -> int:
+        """How much of ``shown`` the generation prompt supplies; a header that it does not have there belongs to it, too."""
+        start = self._markers.measure_supplied(shown, supplied)
+        header = self._plain_header
+        repeated = shown.rfind(header, start, limit) if header else -1
+        return start if repeated < 0 else repeated + len(header)
 
-    def _measure_tail(self, whole: Whole, turn: int, filled: Message, private: str, tail: str) -> int:
+    @cached_property
+    def _plain_header(self) -> str:
+        """What the generation prompt supplies before a plain answer, without what closes the question."""
+        private, mark = chr(PRIVATE_USE[0]), chr(PRIVATE_USE[1])
+        asked: Message = {"role": "user", "content": mark}
+        supplied = (self._template.try_render([asked], generation=True) or "").rpartition(mark)[2]
+        shown = self._template.try_render([asked, {"role": "assistant", "content": private}]) or ""
+        shown = shown.partition(private)[0].rpartition(mark)[2]
+        header = shown[: self._markers.measure_supplied(shown, supplied)]
+        tokens = list(self._markers.find_all(header))
+        if not tokens:  # a question may be closed otherwise once an answer follows
+            same = measure_common(shown[::-1], supplied[::-1])
+            header = shown[len(shown) - same :]
+            return header[next((found.start() for found in self._markers.find_all(header)), same) :]
+        return header[tokens[0].end() :].lstrip() if len(tokens) > 1 else header[tokens[0].start() :]
+
+    def _measure_closing(self, whole: Whole, turn: int, filled: Message, private: str, tail: str) -> int:
         """How many characters of ``tail``, the text behind the slot, belong to the turn."""
-        ending, length = self._find_ending(), 0
-        if filled.get("tool_calls"):
-            alone = self._template.try_render([PROMPT, filled], whole.tools) or ""
-            own = alone.partition(private)[2].removesuffix(ending.trailer)
-            if not own or not tail.startswith(own) or (ending.marker and not self._ends_with_token(own)):
-                raise RowRefused(f"the end of the tool calls of message {turn + 1} is not to be seen: it cannot be masked")
-            length = len(own)
-        elif ending.marker and tail.startswith(ending.marker):
-            length = len(ending.marker)
-        elif ending.marker:
-            length = self._measure_token(tail)
-            if not length:
-                raise RowRefused(f"no end-of-turn marker follows message {turn + 1}: the model would not learn to stop")
-        return length + self._measure_next_header(whole, turn, tail[length:])
+        other = self._template.try_render([*whole.messages[:turn], filled, *self._followers(whole, turn)], whole.tools) or ""
+        closing = self._cut_closing(tail, other.partition(private)[2], turn + 1 == len(whole.messages))
+        ending = self._find_ending()
+        if not closing and (ending.marker if turn + 1 == len(whole.messages) else ending.inner):
+            raise RowRefused(f"no end-of-turn marker follows message {turn + 1}: the model would not learn to stop")
+        return len(closing) + self._measure_next_header(whole, turn, tail[len(closing) :])
+
+    @staticmethod
+    def _followers(whole: Whole, turn: int) -> list[Message]:
+        """What may stand behind a turn in a second rendering: a question if it is the last one, nothing if it is not."""
+        return [PROMPT] if turn + 1 == len(whole.messages) else []
+
+    def _cut_closing(self, tail: str, other: str, is_last: bool) -> str:
+        """What of ``tail`` closes a turn: what stands there in any case, whether the conversation ends with the turn or goes
+        on (``other``), up to the last token. Where these differ at once, the token that closes an answer there."""
+        ending = self._find_ending()
+        common = self._markers.measure_common(tail, other)
+        closing = self._cut_opener(self._markers.cut_behind_last(tail[:common]))
+        behind = (tail if is_last else other)[common:]  # as the last turn
+        if not ending.trailer.strip().endswith(behind.strip()) and not self._markers.measure_first(behind):
+            return ""  # the turn itself is written otherwise
+        marker = ending.marker if is_last else ending.inner
+        if marker.strip() and not closing.endswith(marker.strip()) and tail[len(closing) :].lstrip().startswith(marker.strip()):
+            return tail[: tail.index(marker.strip(), len(closing)) + len(marker.strip())]
+        if closing or not marker:
+            return closing
+        return tail[: self._markers.measure_first(tail) or (len(marker) if tail.startswith(marker) else 0)]
+
+    def _cut_opener(self, closing: str) -> str:
+        """Without what follows the end-of-text token, as where a template opens an answer whether it is asked to or not."""
+        return closing if self._eos is None or self._eos not in closing else closing[: closing.rindex(self._eos) + len(self._eos)]
+
+    def _find_span_by_neighbors(self, whole: Whole, turn: int) -> Span | None:
+        """The span of a turn between the message before it and the one that follows, the turn itself as it is."""
+        messages, text, private = whole.messages, whole.text, _choose_private(whole.text)
+        ending, is_last = self._find_ending(), turn + 1 == len(messages)
+        follows = [] if is_last else [next(fill(messages[turn + 1], private)), *messages[turn + 2 :]]
+        shown = self._template.try_render([*messages[: turn + 1], *follows], whole.tools) or ""
+        head = text if is_last else shown.partition(private)[0]
+        if not text.startswith(head):
+            return None
+        marker = (ending.marker if is_last else ending.inner).strip()
+        plain = {key: value for key, value in messages[turn].items() if key not in THINKING}  # a last turn alone may show it
+        for gap, supplied in self._find_gaps(whole, turn, [messages[turn], *follows], private):
+            begin = len(head) - len(gap)
+            if not head.endswith(gap):
+                continue
+            start = self._markers.measure_supplied(gap, supplied)
+            own, closing = gap[start:], ""
+            if messages[turn].get("tool_calls") or messages[turn].get("content"):
+                for turn_alone in (messages[turn], plain):
+                    for other, _ in self._find_gaps(whole, turn, [turn_alone, *self._followers(whole, turn)], private):
+                        closing = closing or self._cut_closing(own, other[self._markers.measure_supplied(other, supplied) :], is_last)
+            if not closing and marker in own:
+                closing = own[: (own.rindex(marker) if visible(messages[turn]) or messages[turn].get("tool_calls") else own.index(marker))]
+                closing += marker
+            if (closing or not marker) and (visible(messages[turn]) in closing or visible(messages[turn]) not in text):
+                end = begin + start + len(closing)
+                return begin + start, end + self._measure_next_header(whole, turn, text[end:])
+        return None
 
     def _measure_next_header(self, whole: Whole, turn: int, rest: str) -> int:
         """Length of the next turn's first token, where that alone ends a turn: the model stops by writing it."""
-        if self._find_ending().marker or turn + 1 == len(whole.messages) or whole.messages[turn + 1]["role"] == "assistant":
+        ending = self._find_ending()
+        if ending.marker or turn + 1 == len(whole.messages):
             return 0
-        return self._measure_token(rest)
+        if ending.inner:
+            return len(ending.inner) if rest.startswith(ending.inner) else 0
+        return 0 if whole.messages[turn + 1]["role"] == "assistant" else self._markers.measure_first(rest)
 
     def _find_ending(self) -> Ending:
         if self._ending is None:
             private = chr(PRIVATE_USE[0])
             answer = {"role": "assistant", "content": private}
-            _, shown, suffix = self._template.render([PROMPT, answer]).rpartition(private)
+            _, shown, last = self._template.render([PROMPT, answer]).rpartition(private)
             if not shown:
                 raise RowRefused("the chat template does not show an assistant's content: it cannot be masked")
-            marker = suffix[: self._measure_token(suffix)]
-            if not marker and not suffix.strip():
-                followed = self._template.try_render([PROMPT, answer, PROMPT]) or ""
-                if not self._measure_token(followed.rpartition(private)[2]):
-                    marker = suffix
-                    if not marker:
-                        raise _no_ending()
-            self._ending = Ending(marker or suffix, suffix[len(marker) :] if marker else "")
+            follow = [(self._template.try_render([PROMPT, answer, more]) or "").rpartition(private)[2] for more in (PROMPT, ANSWER)]
+            ending = self._markers.make_ending(last, *follow)
+            if ending is None:
+                raise _no_ending()
+            marker, inner = self._cut_opener(ending.marker), self._cut_opener(ending.inner)
+            self._ending = Ending(marker, ending.marker[len(marker) :] + ending.trailer, inner)
         return self._ending
-
-    def _measure_token(self, text: str) -> int:
-        """Length of the first added token of a text with the white space before it; 0 where something else comes first."""
-        found = self._leading_token.match(text) if self._leading_token is not None else None
-        return found.end() if found is not None else 0
-
-    def _ends_with_token(self, text: str) -> bool:
-        found = list(self._token.finditer(text)) if self._token is not None else []
-        return bool(found) and found[-1].end() == len(text)
-
-
-def compile_any(words: Sequence[str], before: str = "") -> re.Pattern[str] | None:
-    """A pattern of any of the words, the longest that fits; None without words."""
-    longest_first = sorted({word for word in words if word.strip()}, key=lambda word: (-len(word), word))
-    return re.compile(f"{before}(?:{'|'.join(map(re.escape, longest_first))})") if longest_first else None
-
-
-def _place(shape: Shape, messages: Sequence[Message], text: str) -> tuple[Span, ...] | None:
-    """The spans in ``text`` if it is the shape's literals around the contents, as they are or stripped; else None."""
-    if not text.startswith(shape.literals[0]):
-        return None
-    position, grown = len(shape.literals[0]), []
-    for index, literal in zip(shape.slots, shape.literals[1:], strict=True):
-        content = messages[index]["content"]
-        for shown in (content, content.strip()):
-            end = position + len(shown)
-            if text.startswith(shown, position) and text.startswith(literal, end):
-                break
-        else:
-            return None
-        grown.append(len(shown) - 1)
-        position = end + len(literal)
-    if position != len(text):
-        return None
-    shifts = [0, *accumulate(grown)]
-    return tuple((start + shifts[before], end + shifts[upto]) for (start, before), (end, upto) in shape.borders)
-
-
-def _fillings(message: Message, private: str) -> Iterator[Message]:
-    """The message with ``private`` as content, or as its first tool call's name; the one it really has goes first.
-
-    An empty content is kept beside tool calls: to fill it would change what the template writes around it.
-    """
-    plain = {key: value for key, value in message.items() if key not in THINKING}
-    by_content = {**plain, "content": private}
-    calls = message.get("tool_calls")
-    if not calls:
-        yield by_content
-        return
-    by_name = {"content": None, **plain, "tool_calls": [_rename(calls[0], private), *calls[1:]]}
-    content = message.get("content")
-    yield from (by_content, by_name) if isinstance(content, str) and content.strip() else (by_name, by_content)
-
-
-def _rename(call: Any, name: str) -> Any:
-    if isinstance(call, dict) and isinstance(call.get("function"), dict):
-        return {**call, "function": {**call["function"], "name": name}}
-    return {**call, "name": name} if isinstance(call, dict) else call
-
-
-def _measure_common(one: str, other: str) -> int:
-    """Length of the common beginning."""
-    return next((index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-
-
-def _visible(message: Message) -> str:
-    """The content behind the thinking that templates leave out of it."""
-    content = message.get("content")
-    return content.rpartition("</think>")[2].strip() if isinstance(content, str) else ""
 
 
 def _shows(message: Message, part: str) -> bool:
-    return _visible(message) in part
+    return visible(message) in part
 
 
 def _choose_private(text: str) -> str:
-    for code in PRIVATE_USE:
-        if chr(code) not in text:
+    """A private character that neither itself nor with the one behind it occurs in the text."""
+    for code in PRIVATE_USE[:-1]:
+        if chr(code) not in text and chr(code + 1) not in text:
             return chr(code)
     raise RowRefused("the row holds every private-use character: it cannot be masked")
 

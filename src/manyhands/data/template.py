@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from typing import Any
@@ -15,6 +16,7 @@ from manyhands.data.template_bounds import limit_cpu
 from manyhands.errors import UserError
 
 OURS = frozenset({"weight", "train"})  # keys of a message that are ours, and no template's
+GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "raise_exception", "strftime_now"})
 SHOWN = "\ue000"  # a code point that belongs to no character
 DATE_STRING = "%d %b %Y"  # how templates write the day that they take as date_string
 
@@ -37,11 +39,21 @@ def complete_arguments(arguments: Mapping[str, Any], date: str) -> dict[str, Any
     return {"date_string": today.strftime(DATE_STRING), **arguments, "strftime_now": today.strftime}
 
 
+@dataclass(frozen=True)
+class CallForm:
+    """How a template shows tool calls: with arguments as JSON text or objects, and with which contents where there is no
+    text beside them; none where it does not show them."""
+
+    text_arguments: bool
+    empty_contents: tuple[str | None, ...]
+
+
 class ChatTemplate:
     """Renders conversations by ``apply_chat_template`` of ``tokenizer``, with ``arguments`` for the template."""
 
     def __init__(self, tokenizer: Any, arguments: Mapping[str, Any]) -> None:
         self._tokenizer, self._arguments = tokenizer, dict(arguments)
+        self._left_out: dict[str, bool] = {}
 
     def render(self, messages: Sequence[Message], tools: list[Any] | None = None, *, generation: bool = False) -> str:
         """The text; with ``generation`` also what opens the next assistant turn. Raises RowRefused with the template's reason."""
@@ -81,13 +93,31 @@ class ChatTemplate:
             return refused
 
     def prepare(self, message: Message) -> Message:
-        """What the template gets to see of a message: nothing of ours, and arguments of tool calls in the form it takes."""
+        """What the template gets to see of a message: nothing of ours, and tool calls in the form in which it shows them."""
         if "tool_calls" not in message and not OURS & message.keys():
             return message
         seen = {key: value for key, value in message.items() if key not in OURS}
-        if seen.get("tool_calls") and self.takes_text_arguments:
-            seen["tool_calls"] = [_write_arguments(call) for call in seen["tool_calls"]]
+        if seen.get("tool_calls"):
+            form = self._form_of_calls
+            if form.text_arguments:
+                seen["tool_calls"] = [_write_arguments(call) for call in seen["tool_calls"]]
+            if form.empty_contents and not seen.get("content") and seen.get("content") not in form.empty_contents:
+                seen["content"] = form.empty_contents[0]
         return seen
+
+    def replace(self, name: str, value: Any) -> ChatTemplate:
+        """The same with one argument set."""
+        return ChatTemplate(self._tokenizer, {**self._arguments, name: value})
+
+    def find_arguments(self) -> list[str]:
+        """Names of variables that the template reads and does not set itself, apart from those that every template gets."""
+        from jinja2 import Environment, TemplateError, meta
+
+        try:
+            names = meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(self._tokenizer.chat_template))
+        except TemplateError:  # a statement of transformers' own
+            return []
+        return sorted(names - GIVEN - self._arguments.keys())
 
     def _as_taken(self, messages: Sequence[Message]) -> list[Message]:
         return in_parts(messages) if self.takes_parts else list(messages)
@@ -97,15 +127,48 @@ class ChatTemplate:
         """``takes_parts`` of this template."""
         return takes_parts(self._tokenizer, self._arguments)
 
+    @property
+    def shows_calls(self) -> bool:
+        """Whether the template shows tool calls at all, in any form."""
+        return bool(self._form_of_calls.empty_contents)
+
     @cached_property
-    def takes_text_arguments(self) -> bool:
-        """Whether the arguments of a tool call must be JSON text, as in DeepSeek's templates; the others take objects."""
-        call = {"id": "abcdefghi", "type": "function", "function": {"name": "a", "arguments": {"b": "c"}}}
-        asked: Message = {"role": "user", "content": "a"}
-        return (
-            self.try_render([asked, {"role": "assistant", "content": None, "tool_calls": [call]}]) is None
-            and self.try_render([asked, {"role": "assistant", "content": None, "tool_calls": [_write_arguments(call)]}]) is not None
-        )
+    def _form_of_calls(self) -> CallForm:
+        """The form in which tool calls are shown best: with no ``None``, ``null`` or Python dictionary that another form has not.
+
+        Arguments are objects for most templates and JSON text for DeepSeek's; without text beside them the content must be
+        null for some (DeepSeek's distilled ones show no call else) and "" for others (which write null as ``None``).
+        """
+        faults = {}
+        for text_arguments in (False, True):
+            call = {"id": "abcdefghi", "type": "function", "function": {"name": SHOWN, "arguments": {"b": "c"}}}
+            for content in ("", None):
+                turn = {"role": "assistant", "content": content, "tool_calls": [_write_arguments(call) if text_arguments else call]}
+                text = self._show_call(turn)
+                if SHOWN in text:
+                    faults[text_arguments, content] = sum(map(text.count, ("None", "null", "{'b'")))
+        fewest = min(faults.values(), default=0)
+        forms = [form for form, number in faults.items() if number == fewest]
+        text_arguments = bool(forms) and all(as_text for as_text, _ in forms)
+        return CallForm(text_arguments, tuple(content for as_text, content in forms if as_text == text_arguments))
+
+    def _show_call(self, turn: Message) -> str:
+        """The text of a question and ``turn``, which calls a tool; if the template refuses that, with the tool's result behind it."""
+        asked = {"role": "user", "content": "a"}
+        result = {"role": "tool", "content": "a", "tool_call_id": "abcdefghi"}
+        return self.try_render([asked, turn]) or self.try_render([asked, turn, result]) or ""
+
+    def leaves_out(self, role: str) -> bool:
+        """Whether the template shows nothing of a message of the role ``system``, ``developer`` or ``tool``."""
+        if role not in self._left_out:
+            told: Message = {"role": role, "content": SHOWN}
+            asked: Message = {"role": "user", "content": "a"}
+            call = {"id": "abcdefghi", "type": "function", "function": {"name": "a", "arguments": {"b": "c"}}}
+            calling = self.prepare({"role": "assistant", "content": "", "tool_calls": [call]})
+            behind = [asked, calling, {**told, "tool_call_id": "abcdefghi"}] if role == "tool" else [told, asked]
+            text = self.try_render(behind)
+            self._left_out[role] = text is not None and SHOWN not in text
+        return self._left_out[role]
 
 
 def takes_parts(tokenizer: Any, arguments: Mapping[str, Any]) -> bool:

@@ -1,0 +1,63 @@
+"""The oracle of the corpus over the committed templates, and that it sees masks that are wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manyhands.data.formats import Conversation
+from manyhands.data.render import Renderer
+from manyhands.data.template import ChatTemplate, complete_arguments
+
+from .corpus import OURS, REFUSES, RIGHT, WRONG, check_template, compare, judge, tag, tokenizer_for, write_page
+from .families import FAMILIES, TEMPLATES
+from .test_masks import CONVERSATIONS, DATE, EXPECTED, HIDDEN
+
+HERE = {"bos_token": "<s>", "eos_token": None}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_oracle_agrees_with_the_masks_written_by_hand(family: str) -> None:
+    report = check_template(family, (TEMPLATES / f"{family}.jinja").read_text(), vars(FAMILIES[family]) | HERE, CONVERSATIONS)
+    expected = {name: OURS if masks == HIDDEN else REFUSES if isinstance(masks, str) else RIGHT for name, masks in EXPECTED[family].items()}
+    assert {name: kind for name, (kind, _) in report.cases.items()} == expected, report.cases
+
+
+@pytest.mark.parametrize("fault", ["one token more", "one token less", "others' words", "no end"])
+@pytest.mark.parametrize("family", ["chatml", "qwen3", "mistral3", "glm4"])
+def test_a_wrong_mask_is_seen(family: str, fault: str) -> None:
+    template = (TEMPLATES / f"{family}.jinja").read_text()
+    tokenizer = tokenizer_for(template, HERE, CONVERSATIONS)
+    messages, tools = tag(*CONVERSATIONS["several"])
+    (rendered,) = Renderer(tokenizer, date=DATE).render_many([Conversation(messages, tools)])
+    verdict = judge(messages, tools, rendering(tokenizer), list(tokenizer.get_added_vocab()), tokenizer.eos_token)
+    assert verdict is not None and not isinstance(rendered, Exception)
+    assert compare(tokenizer, rendered, verdict) == (RIGHT, "")
+    trained = rendered.trained.copy()
+    first = trained.argmax()
+    behind = first + (~trained[first:]).argmax()
+    visible = next(place for place in range(first - 1, 0, -1) if tokenizer.decode(rendered.ids[place]).strip())
+    spots = {"one token more": visible, "one token less": first + 2, "others' words": 1, "no end": behind - 1}
+    trained[spots[fault]] = not trained[spots[fault]]
+    assert compare(tokenizer, replace(rendered, trained=trained), verdict)[0] == WRONG
+
+
+def rendering(tokenizer: Any) -> Any:
+    template = ChatTemplate(tokenizer, complete_arguments({}, DATE))
+
+    def show(messages: Any, tools: Any, generation: bool) -> str | None:
+        return template.try_render([template.prepare(message) for message in messages], tools, generation=generation)
+
+    return show
+
+
+def test_the_page_names_every_template_and_every_refusal_once(tmp_path: Path) -> None:
+    chosen = {name: CONVERSATIONS[name] for name in ("single", "two answers", "tools")}
+    reports = [check_template(name, (TEMPLATES / f"{name}.jinja").read_text(), HERE, chosen) for name in ("gemma3", "chatml")]
+    reports.append(check_template("nothing", "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}", HERE, chosen))
+    page = write_page(reports, len(chosen))
+    assert "| gemma3 | 1 | 2 |  | " in page and "| chatml | 2 |  | 1 | " in page and "writes nothing after an assistant turn" in page
+    assert page.count("does not show the tool call") == 1 and "tried on 3 chat templates" in page
