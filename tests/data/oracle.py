@@ -255,6 +255,8 @@ class Turn:
         marker = self._plain_closing(is_last)
         common = "" if rest is None else behind[: self.tokens.common(behind, rest)]
         closing = self.tokens.last(common) or common.rstrip()
+        if not is_last and not closing and self._plain_closing(True) and not self._inner():
+            return last  # only the last turn is closed
         if not marker and self._inner():
             end = behind.find(self._inner())
             return last + (len(closing) if end < 0 else end + len(self._inner()))

@@ -17,7 +17,14 @@ from .families import FAMILIES, family_tokenizer, trained_texts
 
 DATE = "2025-03-09"
 TOOLS = [
-    {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}}
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "Look it up.",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        },
+    }
 ]
 
 

@@ -47,6 +47,10 @@ class Markers:
     def find_all(self, text: str) -> Iterator[re.Match[str]]:
         return self._token.finditer(text) if self._token is not None else iter(())
 
+    def are_all(self, text: str) -> bool:
+        """Whether a text is one or more tokens and nothing else."""
+        return bool(text) and sum(len(found.group()) for found in self.find_all(text)) == len(text)
+
     def cut_behind_last(self, text: str) -> str:
         """A text up to its last token; "" without one."""
         ends = [found.end() for found in self.find_all(text)]
@@ -99,7 +103,8 @@ class Markers:
                 return Ending(closing, last[len(closing) :], closing)
         marker = last[: self.measure_first(last)]
         if marker:
-            return Ending(marker, last[len(marker) :], asked[: self.measure_first(asked)] if asked else marker)
+            inner = asked[: self.measure_common(asked, answered)] if answered else asked
+            return Ending(marker, last[len(marker) :], inner[: self.measure_first(inner)] if asked else marker)
         if asked and not last.strip() and self.measure_first(asked):
             inner = asked[: self.measure_common(asked, answered)]
             return Ending("", last, inner[: self.measure_first(inner)])

@@ -241,7 +241,8 @@ def check_shown(message: Message, turn: int, part: str) -> None:
     names = [call.get("function", call).get("name") for call in message.get("tool_calls") or ()]
     for name in names:
         if isinstance(name, str) and max(map(part.count, (name, json.dumps(name)[1:-1]))) < names.count(name):
+            beside = "the text beside it, or " if visible(message) else ""
             raise RowRefused(
-                f"the chat template does not show the tool call {name} of message {turn + 1}: "
-                "leave out samples with tool calls, or give a model.chat_template that shows them"
+                f"the chat template does not show the tool call {name} of message {turn + 1}: leave out {beside}"
+                "samples with tool calls, or give a model.chat_template that shows them"
             )

@@ -77,7 +77,7 @@ class SpanFinder:
         if not ending.marker and not ending.inner:
             notes.append(
                 "the chat template writes no end-of-turn token: a turn's end is the first token of the next one, "
-                "so the last turn of a sample does not teach the model to stop"
+                f"so the last turn of a sample does not teach the model to stop{self._advise_argument()}"
             )
         elif not ending.marker:
             notes.append(
@@ -285,7 +285,10 @@ class SpanFinder:
         other = self._template.try_render([*whole.messages[:turn], filled, *self._followers(whole, turn)], whole.tools) or ""
         closing = self._cut_closing(tail, other.partition(private)[2], turn + 1 == len(whole.messages))
         ending = self._find_ending()
-        if not closing and (ending.marker if turn + 1 == len(whole.messages) else ending.inner):
+        marker = ending.marker if turn + 1 == len(whole.messages) else ending.inner
+        if not closing and marker:
+            closing = tail[: self._markers.measure_first(tail) or (len(marker) if tail.startswith(marker) else 0)]
+        if not closing and marker:
             raise RowRefused(f"no end-of-turn marker follows message {turn + 1}: the model would not learn to stop")
         return len(closing) + self._measure_next_header(whole, turn, tail[len(closing) :])
 
@@ -296,7 +299,7 @@ class SpanFinder:
 
     def _cut_closing(self, tail: str, other: str, is_last: bool) -> str:
         """What of ``tail`` closes a turn: what stands there in any case, whether the conversation ends with the turn or goes
-        on (``other``), up to the last token. Where these differ at once, the token that closes an answer there."""
+        on (``other``), up to the last token, or what closes an answer there."""
         ending = self._find_ending()
         common = self._markers.measure_common(tail, other)
         closing = self._cut_opener(self._markers.cut_behind_last(tail[:common]))
@@ -306,13 +309,16 @@ class SpanFinder:
         marker = ending.marker if is_last else ending.inner
         if marker.strip() and not closing.endswith(marker.strip()) and tail[len(closing) :].lstrip().startswith(marker.strip()):
             return tail[: tail.index(marker.strip(), len(closing)) + len(marker.strip())]
-        if closing or not marker:
-            return closing
-        return tail[: self._markers.measure_first(tail) or (len(marker) if tail.startswith(marker) else 0)]
+        return closing
 
     def _cut_opener(self, closing: str) -> str:
         """Without what follows the end-of-text token, as where a template opens an answer whether it is asked to or not."""
-        return closing if self._eos is None or self._eos not in closing else closing[: closing.rindex(self._eos) + len(self._eos)]
+        if self._eos is None or self._eos not in closing:
+            return closing
+        before, another, between = closing[: closing.rindex(self._eos)].rpartition(self._eos)
+        if another and self._markers.are_all(between):  # behind the first of two is no word
+            return before + self._eos
+        return closing[: closing.rindex(self._eos) + len(self._eos)]
 
     def _find_span_by_neighbors(self, whole: Whole, turn: int) -> Span | None:
         """The span of a turn between the message before it and the one that follows, the turn itself as it is."""
