@@ -336,3 +336,12 @@ def test_fast_kernels_are_tried_where_asked_and_else_on_gpus(device, method):
     assert [chosen(loss=asked)["fuse_loss"] for asked in ("fused", "plain")] == [True, False]
     assert not chosen(optimizer="plain")["fuse_optimizer"]
     assert not choose_kernels(run_config(method__name=method), device, "sdpa")["fast_attention"]
+
+
+@pytest.mark.parametrize("keys", [{"checkpoint__keep_best": True}, {"stop__patience": 2}])
+def test_keys_that_need_held_out_samples_are_refused_where_a_tenth_is_less_than_one(keys):
+    few = facts(llama_8b(), gpus=1, data=data_facts(num_rows=9, num_validation_rows=0))
+    plan(run_config(), few)
+    with pytest.raises(UserError, match="needs validation samples, and there are none") as refused:
+        plan(run_config(**keys), few)
+    assert refused.value.where == next(iter(keys)).replace("__", ".") and "a tenth" in refused.value.why
