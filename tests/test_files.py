@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from manyhands.export.adapter import export_adapter
 from manyhands.export.model import export_model
 from manyhands.facts.adapter import locate_adapter
 from manyhands.facts.hub import locate_model
-from manyhands.files import make_folder, refuse_outside_links, remove_temporaries, write_json
+from manyhands.files import is_disk_full, make_folder, refuse_outside_links, remove_temporaries, write_json
 from manyhands.infer.load import find_parts
 from manyhands.launch.lock import FolderLock
 from manyhands.launch.run_folder import RunFolder
@@ -183,3 +184,18 @@ def test_links_within_the_folder_and_circles_are_told_apart(tmp_path: Path) -> N
     refuse_outside_links(tmp_path)
     (tmp_path / "circle.json").symlink_to("circle.json")
     refuse_outside_links(tmp_path)  # nothing can be read through it
+
+
+def test_a_hub_cache_whose_blobs_lie_on_another_disk_is_its_own(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    snapshot = tmp_path / "models--o--n" / "snapshots" / "c0ffee"
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "blobs").symlink_to(tmp_path / "disk")
+    (tmp_path / "disk" / "1234").write_text("{}")
+    (snapshot / "config.json").symlink_to("../../blobs/1234")
+    refuse_outside_links(snapshot)
+
+
+def test_shared_memory_that_is_full_is_no_full_disk() -> None:
+    assert is_disk_full(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/data/run/x"))
+    assert not is_disk_full(RuntimeError("unable to write /dev/shm/nccl-1: No space left on device (28)"))

@@ -17,6 +17,7 @@ from manyhands.progress import advance
 
 # What a model's or an adapter's folder is read for: configuration, weights, tokenizer, templates, code, license.
 MODEL_FILES = (".json", ".safetensors", ".jinja", ".model", ".txt", ".tiktoken", ".py", ".md")
+SHARED_MEMORY = "/dev/shm"
 _DISK_FULL_WORDS = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), "(os error 28)", "(os error 122)")
 
 
@@ -69,11 +70,12 @@ def explain_full_disk(error: BaseException, folder: Path) -> UserError:
     """``folder``: where the run writes, for errors that name no file."""
     found = _find_disk_full(error) or error
     where, why = getattr(found, "filename", None) or folder, getattr(found, "strerror", None) or str(found).partition("\n")[0]
-    free = shutil.disk_usage(nearest_folder(folder)).free
+    full = nearest_folder(Path(where).parent)
+    free = shutil.disk_usage(full).free
     return UserError(
         "the disk is full",
         where=str(where),
-        why=f"{why}; {free / 2**20:,.1f} MiB are free where the run's folder is",
+        why=f"{why}; {free / 2**20:,.1f} MiB are free in {full}",
         fix="free some space, or keep fewer checkpoints (checkpoint.keep_last); the same command goes on from the last one",
         exit_code=EXIT_FAILED,
         kind=DISK_FULL,
@@ -84,6 +86,8 @@ def _find_disk_full(error: BaseException | None) -> BaseException | None:
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
+        if SHARED_MEMORY in f"{getattr(error, 'filename', '')} {error}":  # NCCL's and the workers': no disk, and small in containers
+            return None
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return error
         if any(words in str(error) for words in _DISK_FULL_WORDS):
@@ -178,7 +182,7 @@ def refuse_outside_links(folder: Path) -> None:
     A hub's cache consists of links: those of ``REPOSITORY/snapshots/COMMIT`` into ``REPOSITORY/blobs`` are its own.
     """
     root = Path(os.path.realpath(folder))
-    allowed = [root, *(parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots")]
+    allowed = [root, *(Path(os.path.realpath(parent.parent / "blobs")) for parent in root.parents if parent.name == "snapshots")]
     for path in sorted([*folder.glob("*"), *folder.glob("additional_chat_templates/*")]):
         target = Path(os.path.realpath(path))
         if path.suffix in MODEL_FILES and not any(target.is_relative_to(place) for place in allowed):

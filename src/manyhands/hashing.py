@@ -9,7 +9,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 
 READ_BYTES = 1 << 20
@@ -62,7 +62,7 @@ def _hash_stretches(stretches: Sequence[tuple[Path, int, int | None]], progress:
         futures = [threads.submit(run, index) for index in range(len(stretches))]
         waiting, reported = set(futures), 0
         while waiting:
-            _, waiting = wait(waiting, REPORT_EVERY_S, FIRST_COMPLETED)
+            _, waiting = wait(waiting, REPORT_EVERY_S, FIRST_EXCEPTION)  # each return costs as much as there are left
             if sum(hashed) > reported:
                 reported = sum(hashed)
                 progress(reported)

@@ -66,3 +66,11 @@ def test_an_expression_that_is_none_or_too_large_is_refused(pattern):
     with pytest.raises(UserError, match="is no regular expression") as refused:
         matches(NAME, pattern)
     assert len(refused.value.what) < 300
+
+
+def test_counts_without_numbers_are_a_pattern_or_an_error_but_no_traceback() -> None:
+    for pattern in ("re:a{}", "re:a{,}"):
+        try:
+            matches("aa", pattern)
+        except UserError as refused:
+            assert "regular expression" in refused.what

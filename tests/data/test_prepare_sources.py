@@ -251,3 +251,12 @@ def test_documents_of_a_text_file_come_as_the_reader_gives_them(tmp_path: Path, 
 def test_configs_travel_between_processes_as_json(two, make_mixed) -> None:
     config = make_mixed([{**two[0], "weight": 0.1, "fields": {"messages": "m"}}, two[1]["path"]])
     assert type(config).model_validate(json.loads(json.dumps(config.model_dump(mode="json")))) == config
+
+
+def test_copies_in_another_source_are_held_out_with_the_sample(make_config) -> None:
+    data = make_config(Path("x")).data
+    sources, hashes = np.repeat(np.array([0, 1], np.int16), 300), np.tile(np.arange(300), 2)
+    for seed in range(4):
+        division = divide_rows(data, seed, sources, np.zeros(600, bool), [data_source("x"), data_source("y")], 2, hashes)
+        assert 20 <= len(division.validation) <= 60
+        assert not set(hashes[division.validation]) & set(hashes[division.train])

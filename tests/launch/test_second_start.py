@@ -261,6 +261,14 @@ def test_a_resume_that_would_compute_something_else_is_refused(world, change, wo
     assert world.run.newest_plan_number() == 1
 
 
+def test_a_plan_that_names_neither_tokens_nor_files_is_compared_by_the_rest(world):
+    world.plan = {"data_content": "", "model_files": {}}
+    prepare()
+    pretend_checkpoint(world.run, 5)
+    world.plan = {"data_content": "new", "model_files": BASE}
+    assert prepare().plan.cause == "resume"
+
+
 BASE = {"config.json": "c" * 64, "model.safetensors": "a" * 64}
 
 

@@ -114,6 +114,8 @@ def test_what_was_not_measured_is_left_out(tmp_path):
 
 
 def test_the_report_says_what_was_set_on_what_it_was_trained_and_what_to_do_next(tmp_path):
+    assert "ask it" not in write_report(tmp_path, make_plan(), CONFIG, TrainState(step=4), MEASURED)["next"], "nothing was saved"
+    (tmp_path / "adapter").mkdir()
     report = write_report(tmp_path, make_plan(), CONFIG, TrainState(step=4, stop_reason="done"), MEASURED)
     settings = report["settings"]
     assert settings["optimizer.learning_rate"] == 1e-3 and settings["batch.rows"] == 8, "the plan's, where the file says auto"

@@ -144,3 +144,10 @@ def test_what_ends_the_run_first_is_said():
 def test_a_batch_larger_than_the_data_is_said():
     assert any("there are 20 training rows" in sentence for sentence in steps(64, num_rows=20).why)
     assert not any("training rows" in sentence for sentence in steps(20, num_rows=20).why)
+
+
+def test_max_steps_may_end_a_part_of_an_epoch_that_was_never_laid_out():
+    order = RowOrder(4, 0, None, 100, np.full(4, 60))
+    config = run_config(batch__tokens=100, stop__epochs=1.5, stop__max_steps=1)
+    data = data_facts(num_rows=4, steps_of_epochs=_steps_of_epochs(config, order))
+    assert count_steps(config, data, None).total == 1

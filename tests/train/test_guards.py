@@ -87,3 +87,24 @@ def test_a_held_out_loss_far_above_the_untrained_models_ends_the_run():
         guard.after_evaluation(state, evaluation(9, 6.1))
     with pytest.raises(Diverged, match="the held-out loss is nan after step 9"):
         DivergenceGuard(StopSection(divergence="warn"), print).after_evaluation(state, evaluation(9, math.nan))
+
+
+def test_a_held_out_set_that_is_easier_than_training_ends_nothing():
+    state, guard = TrainState(), DivergenceGuard(StopSection(), print)
+    guard.after_evaluation(state, evaluation(0, 0.45))
+    assert watch([2.3 - 0.007 * step for step in range(60)], state) is None
+
+
+def test_a_run_that_only_overfits_is_warned_of():
+    said: list[str] = []
+    state, guard = TrainState(), DivergenceGuard(StopSection(), said.append)
+    guard.after_evaluation(state, evaluation(0, 0.45))
+    assert watch([0.5, 0.4, 0.3, 0.2, 0.1], state) is None
+    guard.after_evaluation(state, evaluation(5, 1.6))
+    assert len(said) == 1 and "the run overfits" in said[0] and not state.divergence
+
+
+def test_a_run_that_is_wrong_from_its_second_step_on_ends_although_nothing_was_better():
+    state, guard = TrainState(), DivergenceGuard(StopSection(), print)
+    guard.after_evaluation(state, evaluation(0, 2.0))
+    assert watch([2.1] + [50.0] * 30, state) == 21

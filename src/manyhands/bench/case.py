@@ -189,7 +189,7 @@ def find_facts(
     if lengths or not rows.exists():
         write_rows(rows, row_lengths(row, lengths, world_size))
     config = make_config(folder, row, world_size, num_steps, keys)
-    return config, gather_facts(config, world_size=world_size, saves=False, report=lambda _: None)
+    return config, gather_facts(config, world_size=world_size, saves=False, identify=False, report=lambda _: None)
 
 
 def with_memory(facts: Facts, gib: float) -> Facts:

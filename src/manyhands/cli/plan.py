@@ -25,7 +25,7 @@ def plan(
     from manyhands.plan.explain import explain_plan
     from manyhands.plan.search import plan as make_plan
 
-    made = make_plan(config, gather_facts(config, report=report_aside))
+    made = make_plan(config, gather_facts(config, identify=False, report=report_aside))
     if as_json:
         print(made.model_dump_json(indent=2))
     else:

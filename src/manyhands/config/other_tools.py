@@ -116,6 +116,7 @@ _NOTES = {
     "pref_loss": _NO_PREFERENCE,
     "pref_beta": _NO_PREFERENCE,
     "dpo_beta": _NO_PREFERENCE,
+    "beta": _NO_PREFERENCE,
     "reward_model": _NO_PREFERENCE,
     "ref_model": _NO_PREFERENCE,
     "deepspeed": "DeepSpeed is not supported yet: `parallel.strategy: fsdp` shards weights, gradients and optimizer states as ZeRO-3 does",

@@ -48,7 +48,7 @@ class _Expression:
         text = pattern.removeprefix(REGEX)
         try:
             re.compile(text)
-            repeats = math.prod(max(1, *map(int, filter(None, counts))) for counts in re.findall(r"\{(\d*),?(\d*)\}", text))
+            repeats = math.prod(max([1, *map(int, filter(None, counts))]) for counts in re.findall(r"\{(\d*),?(\d*)\}", text))
             if len(text) > MAX_CHARACTERS or repeats > MAX_REPEATS:
                 raise ValueError(f"it has {len(text):,} characters and repeats up to {repeats:,} times")
             self._compiled = regex.compile(text)

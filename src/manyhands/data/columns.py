@@ -28,8 +28,8 @@ MAX_SHAPES = 1000  # sets of names that are remembered
 
 
 def carries(value: Any) -> bool:
-    """Whether a column holds something; false and 0 are something."""
-    return bool(value) or isinstance(value, (int, float))
+    """Whether a column holds something; false and 0 are something, not-a-number is nothing."""
+    return value == value and (bool(value) or isinstance(value, (int, float)))
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ def divide_rows(
     if data.validation is None and data.validation_fraction > 0:
         quotas = _share_out(data.validation_fraction, [len(rows) for rows in by_source], notes)
         held_out = np.concatenate([_hold_out(rows, quota, continued, hashes) for rows, quota in zip(by_source, quotas, strict=True)])
+        held_out = _with_copies(held_out, sources < num_train, continued, hashes, max(sum(quotas), len(order) // ONE_IN))
         if sum(quotas) and not len(held_out):
             notes.append("no sample is held out for validation: each has so many copies that they are over a tenth of all")
     elif data.validation is not None:
@@ -121,6 +122,13 @@ def _hold_out(rows: np.ndarray, quota: int, continued: np.ndarray, hashes: np.nd
     if taken:
         return rows[np.isin(groups, taken)]
     return rows[: quota if len(found) == len(np.unique(first_of)) else 0]
+
+
+def _with_copies(held_out: np.ndarray, is_own: np.ndarray, continued: np.ndarray, hashes: np.ndarray, most: int) -> np.ndarray:
+    """``held_out`` and the documents of other sources that begin with the same tokens; without those where that makes over ``most``."""
+    first_of = np.flatnonzero(~continued)[np.cumsum(~continued) - 1]
+    same = np.isin(hashes[first_of], hashes[first_of[held_out]]) & is_own
+    return np.flatnonzero(same) if len(held_out) < same.sum() <= most else held_out
 
 
 def find_repeated(hashes: np.ndarray, division: Division) -> tuple[np.ndarray, np.ndarray]:

@@ -239,8 +239,13 @@ def _rename(call: Any, name: str) -> Any:
 def check_shown(message: Message, turn: int, part: str) -> None:
     """Raises RowRefused where a tool call of the turn does not stand in its text."""
     names = [call.get("function", call).get("name") for call in message.get("tool_calls") or ()]
+    texts = [visible(message), *(str(message.get(key) or "").strip() for key in THINKING)]
+    texts = [text for text in texts if text and text in part]  # a name in what the turn says is no call
     for name in names:
-        if isinstance(name, str) and max(map(part.count, (name, json.dumps(name)[1:-1]))) < names.count(name):
+        if not isinstance(name, str):
+            continue
+        spellings = (name, json.dumps(name)[1:-1])
+        if max(part.count(each) - sum(text.count(each) for text in texts) for each in spellings) < names.count(name):
             beside = "the text beside it, or " if visible(message) else ""
             raise RowRefused(
                 f"the chat template does not show the tool call {name} of message {turn + 1}: leave out {beside}"

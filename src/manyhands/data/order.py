@@ -161,7 +161,7 @@ def sum_steps(epochs: float, steps_of: Callable[[int], int], period: int | None,
     if period is not None and whole > period:
         passes, whole = divmod(whole, period)
         total = passes * total + sum(map(steps_of, range(whole)))
-    if part:
+    if part and (max_steps is None or total <= max_steps):
         total += math.ceil(part * steps_of(whole))
     return max(1, total)
 

@@ -7,6 +7,7 @@ throws its own away. Where only the choice of rows differs from a store that is 
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -99,6 +100,9 @@ def _open_cached(folder: Path, report: Report) -> TokenStore | None:
             raise UserError("the token cache is damaged", why="it is that of other data")
         return store
     except UserError as error:
+        cause = error.__cause__
+        if isinstance(cause, OSError) and cause.errno not in (None, errno.ENOENT):  # not damaged: the system could not read it now
+            raise UserError("the token cache cannot be read", where=str(folder), why=str(cause), fix="start again") from error
         report(f"{error.what} ({error.why}): made again")
         shutil.rmtree(folder, ignore_errors=True)
         return None

@@ -41,9 +41,11 @@ class _Limit:
     """The one limit of this process that is set; signals reach the main thread only."""
 
     def __init__(self) -> None:
-        self.end_s, self.installed = 0.0, False
+        self.end_s, self.installed, self.active = 0.0, False, False
 
     def check(self, *_: Any) -> None:
+        if not self.active:  # a signal that was under way when the rendering ended
+            return
         left_s = self.end_s - time.thread_time()
         if left_s <= 0:
             raise _TooSlow
@@ -64,12 +66,14 @@ def limit_cpu(num_conversations: int = 1) -> Iterator[None]:
         _limit.installed = True
     seconds = RENDER_CPU_S + CPU_S_A_CONVERSATION * num_conversations
     _limit.end_s = time.thread_time() + seconds
+    _limit.active = True
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
     try:
         yield
     except _TooSlow:
         raise _refusal(f"more than {seconds:.0f} s for {num_conversations} conversation(s)") from None
     finally:
+        _limit.active = False
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
 

@@ -47,6 +47,7 @@ class Card:
     versions: Mapping[str, str] | None = None
     has_tokenizer: bool = True  # whether the folder holds one
     divergence: str = ""  # what was found wrong with the course of the loss, if anything was
+    num_repeated: int = 0  # held-out samples with the very tokens of a trained one
 
     def text(self) -> str:
         parts = [self._head(), *self._data(), *self._settings(), *self._results(), *self._loading()]
@@ -74,8 +75,10 @@ class Card:
         what = {
             "adapter": f"A LoRA adapter for {shown}, trained",
             "merged": f"{shown} with a LoRA adapter merged into its weights, trained",
-            "model": f"{shown}, {'all' if method == 'full' else 'some'} of its weights trained",
+            "model": f"{shown}, {'all' if method == 'full' and not self.plan.keeps_base else 'some'} of its weights trained",
         }[self.kind]
+        if self.kind == "merged" and method == "qlora":
+            what = what.replace("merged into its weights", "merged into its weights, which were rounded to NF4 before")
         if self.config.model.init == "random":
             what = f"A model of the architecture of {shown}, trained from random weights"
         versions = self.versions or {}
@@ -113,7 +116,8 @@ class Card:
         names = [source["name"] for source in self.data or () if source["num_validation_rows"]]
         of = f" of {', '.join(names)}" if names else ""
         count = f"Measured during training on {row.num_rows:,} held-out samples{of} ({row.num_targets:,} loss tokens)"
-        return [*lines, "", f"{count}. Nothing else was evaluated.", ""]
+        repeated = f" {self.num_repeated:,} of all held-out samples have the tokens of a trained one." if self.num_repeated else ""
+        return [*lines, "", f"{count}.{repeated} Nothing else was evaluated.", ""]
 
     def _loading(self) -> list[str]:
         return ["## Loading", "", *self._nf4(), "```python", *self._code(), "```"]
@@ -169,6 +173,7 @@ def make_card(
     from manyhands.model.auto import auto_class_of
 
     meta = read_json(Path(plan.data_folder) / "meta.json")
+    meta = meta if isinstance(meta, dict) and meta.get("digest") == plan.data_digest else None
     model = config.model
     return Card(
         kind=kind,
@@ -177,7 +182,8 @@ def make_card(
         step=step,
         dtype=dtype,
         opener=auto_class_of(plan.model_folder, trust_remote_code=model.trust_remote_code).__name__,
-        data=describe_data(meta) if isinstance(meta, dict) and meta.get("digest") == plan.data_digest else None,
+        data=describe_data(meta) if meta is not None else None,
+        num_repeated=meta.get("num_repeated", 0) if meta is not None else 0,
         evaluations=read_evaluations(run / "metrics.jsonl"),
         versions=versions,
         divergence=divergence,

@@ -24,13 +24,15 @@ def gather_facts(
     local_world_size: int | None = None,
     data: DataFacts | None = None,
     saves: bool = True,
+    identify: bool = True,
     report: Callable[[str], Any] = print,
 ) -> Facts:
     """Find the model, read its dimensions, prepare the rows (cached), and look at the machine.
 
     ``world_size``: the number of processes where somebody else launched them, ``local_world_size`` of them on this machine.
     ``data``: the rows, where they are prepared already. ``saves``: whether checkpoints and a result are
-    written, for which the disk must have room. ``report`` gets what takes time, as text.
+    written, for which the disk must have room. ``identify``: hash the base model's files, which a run that can be resumed
+    needs; that reads all of them once. ``report`` gets what takes time, as text.
     The model is judged before the data is touched, so that a wrong name costs nothing.
     """
     from manyhands.data.prepare import prepare
@@ -40,7 +42,8 @@ def gather_facts(
         config.model.name, config.model.revision, needs_weights, trust_remote_code=config.model.trust_remote_code, report=report
     )
     model = judge_packing(config, read_model_facts(folder, config.model.name, config.model.init), report)
-    model = model.model_copy(update={"files": identify_files(folder, config, report)})
+    if identify:
+        model = model.model_copy(update={"files": identify_files(folder, config, report)})
     new_tokens = find_new_tokens(config.model, folder, model.vocab_size)
     adapter = find_adapter(config, report)
     data = prepare(config, folder, report) if data is None else data

@@ -23,10 +23,19 @@ def read_host_facts(environ: Mapping[str, str] = os.environ) -> HostFacts:
     return HostFacts(gpus=_gpus(environ.get("CUDA_VISIBLE_DEVICES")), num_cores=count_cores(), memory_bytes=memory, free_memory_bytes=free)
 
 
-def free_disk_bytes(folder: Path) -> int:
-    """What may be written into a run's folder, which need not exist: its earlier checkpoints and results make room for new ones."""
-    replaced = [path for name in ("checkpoints", "model", "adapter", "merged") for path in (folder / name).rglob("*")]
-    return shutil.disk_usage(nearest_folder(folder)).free + sum(path.stat().st_size for path in replaced if path.is_file())
+def free_disk_bytes(folder: Path) -> int | None:
+    """What may be written into a run's folder, which need not exist: its earlier checkpoints and results make room for new ones.
+
+    None where the file system does not say: some network drivers answer with zeros.
+    """
+    usage = shutil.disk_usage(nearest_folder(folder))
+    if usage.total == 0:
+        return None
+    replaced = 0
+    for path in (path for name in ("checkpoints", "model", "adapter", "merged") for path in (folder / name).rglob("*")):
+        with contextlib.suppress(OSError):  # a run beside this one may just remove it
+            replaced += path.stat().st_size if path.is_file() else 0
+    return usage.free + replaced
 
 
 def select_visible(visible: str | None, uuids: list[str]) -> list[int]:

@@ -18,7 +18,8 @@ from manyhands.facts.safetensors import INDEX_FILE, SINGLE_FILE, find_weight_fil
 from manyhands.files import refuse_outside_links
 
 ANSWER_TIMEOUT_S = 5.0
-TEXT_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "README.md"]  # configuration, chat template, tokenizer, license
+TEXT_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]  # configuration, chat template, tokenizer
+CARD = "README.md"  # states the license; a copy in the cache is complete without it
 WEIGHT_FILES = [SINGLE_FILE, INDEX_FILE, "*.safetensors"]
 UNWANTED = ["*/*", "consolidated*"]  # other formats of the same weights
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -72,6 +73,7 @@ def _from_hub(name: str, revision: str | None, needs_weights: bool, trust_remote
     patterns = TEXT_FILES + (WEIGHT_FILES if needs_weights else []) + (["*.py"] if trust_remote_code else [])
     cached = _cached(name, revision, patterns, needs_weights)
     if cached is not None:
+        refuse_outside_links(cached)
         return cached
     endpoint = constants.ENDPOINT
     if constants.HF_HUB_OFFLINE:
@@ -80,7 +82,7 @@ def _from_hub(name: str, revision: str | None, needs_weights: bool, trust_remote
         trouble = find_trouble(endpoint)
     if trouble is None:
         report(f"downloading {name} from {endpoint}")
-        found = _download(name, revision, patterns)
+        found = _download(name, revision, [*patterns, CARD])
         if isinstance(found, Path):
             return found
         trouble = found

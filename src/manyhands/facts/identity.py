@@ -103,7 +103,11 @@ def _entry(kept: Path, stamp: list[int | str]) -> Path:
 
 
 def _remembered(path: Path, kept: Path) -> str | None:
-    found = read_json(_entry(kept, _stamp(path)))
+    stamp = _stamp(path)
+    try:
+        found = read_json(_entry(kept, stamp))
+    except OSError:  # a cache that cannot be read: hashed again
+        return None
     digest = found.get("sha256") if isinstance(found, dict) else None
     return digest if isinstance(digest, str) and SHA256.fullmatch(digest) else None
 

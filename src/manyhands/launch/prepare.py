@@ -146,15 +146,16 @@ def _check_course(before: Plan, after: Plan, folder: RunFolder) -> None:
     """A resumed run sees the same rows in the same steps with the same numerics, or it is another run."""
     from manyhands.facts.identity import differing_files
 
-    files = differing_files(before.model_files, after.model_files, weights=after.keeps_base)
-    pairs = [(name, getattr(before, name), getattr(after, name)) for name in COURSE]
+    # A plan of an earlier version names neither the base model's files nor the tokens.
+    files = differing_files(before.model_files, after.model_files, weights=after.keeps_base) if before.model_files else []
+    pairs = [(name, getattr(before, name), getattr(after, name)) for name in COURSE if name != "data_content" or before.data_content]
     changed = [f"{name}: {old} -> {new}" for name, old, new in pairs if old != new]
     changed += files
     if not changed:
         return
     if before.data_digest != after.data_digest:
         why, fix = "the data, the tokenizer or the chat template has changed since", "put the old data back"
-    elif before.data_content != after.data_content:
+    elif before.data_content and before.data_content != after.data_content:
         why = "the tokens differ from those it was trained on, though they were made of the same files, by the same versions"
         fix = "put the token cache of the run's first launch back (data.cache)"
     elif files:

@@ -115,7 +115,7 @@ class RunFolder:
     @property
     def started(self) -> float:
         """When the first launch was planned, in seconds since 1970: a plan is never written again."""
-        return (self.plans / "001.json").stat().st_mtime
+        return min((path.stat().st_mtime for path in self.plans.glob("[0-9]*.json")), default=time.time())
 
     def write_plan(self, plan: Plan) -> Path:
         """Writes ``plans/NNN.json``, N being ``plan.number``, then turns the pointer to it. A plan is never overwritten."""

@@ -55,7 +55,10 @@ def _launch(prepared: Prepared) -> int:
             if error.kind != OUT_OF_MEMORY or not num_left:
                 raise
             prepared = plan_smaller(prepared)
-            how = next(sentence for sentence in prepared.plan.why if sentence.startswith("smaller: ")).removeprefix("smaller: ")
+            how = next((sentence for sentence in prepared.plan.why if sentence.startswith("smaller: ")), None)
+            if how is None:  # the GPUs are no longer the same, or the cause could not be written: the same plan would only fail again
+                raise
+            how = how.removeprefix("smaller: ")
             begin = f"from step {prepared.folder.newest_step()}" if prepared.resume else "from the start"
             _say(f"{error.what} ({error.where})\nplan {prepared.plan.number}: {how}; going on {begin}", prepared.folder)
     raise AssertionError("unreachable")

@@ -79,8 +79,11 @@ class Watch:
             now = time.monotonic()
             # A launcher that was itself stopped (Ctrl-Z, a suspended laptop) must not blame its ranks for the gap.
             elapsed_s = min(now - last, 2 * self._poll_s)
-            self._look(elapsed_s)
             last = now
+            try:
+                self._look(elapsed_s)
+            except OSError:  # a network file system that does not answer for once must not end the watch
+                continue
             if self.verdict is None and self._caused_at is None:
                 self._judge(elapsed_s)
             self._end_waiting(now)

@@ -181,8 +181,10 @@ def suggest_commands(folder: Path, config: RunConfig, report: Mapping[str, Any])
     name = shlex.quote(str(folder))
     prompt = report["samples"][0]["prompt"] if report.get("samples") else "..."
     prompt = prompt if len(prompt) < 100 and "\n" not in prompt else "..."
-    commands = {"ask it": f"manyhands generate {name} --prompt {shlex.quote(prompt)}"}
-    if config.method.trains_adapters and not config.output.merge:
+    commands = {}
+    if any((folder / result).is_dir() for result in ("adapter", "model")):  # a run that diverged has written none
+        commands["ask it"] = f"manyhands generate {name} --prompt {shlex.quote(prompt)}"
+    if commands and config.method.trains_adapters and not config.output.merge:
         commands["write the model with the adapter merged into it"] = f"manyhands export {name} --merge --output {name}/merged"
     if config.log.tensorboard:
         commands["see the curves"] = f"manyhands tensorboard {name}"

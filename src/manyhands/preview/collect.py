@@ -124,7 +124,9 @@ def make_plan(config: RunConfig, folder: Path, facts: DataFacts, report: Report)
 
     model = config.model.model_copy(update={"name": str(folder), "revision": None})
     try:
-        return plan(config, gather_facts(config.model_copy(update={"model": model}), data=facts, saves=False, report=report))
+        return plan(
+            config, gather_facts(config.model_copy(update={"model": model}), data=facts, saves=False, identify=False, report=report)
+        )
     except UserError as error:
         return error
 

@@ -230,7 +230,7 @@ class Faulty:
 
 def run_case(world: Ranks | None, folder: Path, case: Case, dtype: str, method: str) -> Curve:
     config = base_config(folder, dtype, method, case, world.device if world else "cpu")
-    facts = gather_facts(config, saves=False, report=lambda _: None)
+    facts = gather_facts(config, saves=False, identify=False, report=lambda _: None)
     plan = make_plan(config, facts)
     arguments = (config.model_dump_json(), plan.model_dump_json(), case.fault)
     if world is None:

@@ -70,7 +70,14 @@ class DivergenceGuard(Hook):
             state.start_loss = evaluation.loss
         if not math.isfinite(evaluation.loss):
             raise self._error(f"the held-out loss is {evaluation.loss} {_when(evaluation)}", "the weights no longer give finite numbers")
-        if state.start_loss is not None and self._is_far_above(evaluation.loss, state.start_loss):
+        if state.start_loss is None or not self._is_far_above(evaluation.loss, state.start_loss):
+            return
+        if state.start_level is not None and state.recent_losses and max(state.recent_losses) <= state.start_level:
+            self.say(  # patience and keep_best exist for this
+                f"warning: the held-out loss is {evaluation.loss:.4g} {_when(evaluation)}, and was {state.start_loss:.4g} before training, "
+                "while the training loss fell: the run overfits, or the held-out samples are of another kind"
+            )
+        else:
             self._found(
                 state,
                 f"the held-out loss is {evaluation.loss:.4g} {_when(evaluation)}, and was {state.start_loss:.4g} before training",
@@ -80,9 +87,11 @@ class DivergenceGuard(Hook):
     def _is_rising(self, state: TrainState, loss: float) -> bool:
         above = state.best_level is not None and self._is_far_above(loss, state.best_level)
         state.steps_above = state.steps_above + 1 if above else 0
+        if not state.recent_losses and state.start_loss is not None:
+            state.start_level = max(loss, state.start_loss)  # held-out samples may be easier than those that are trained
         state.recent_losses = [*state.recent_losses, loss][-LEVEL_STEPS:]
         marks = [max(state.recent_losses)] if len(state.recent_losses) == LEVEL_STEPS else []
-        marks += [mark for mark in (state.best_level, state.start_loss) if mark is not None]
+        marks += [mark for mark in (state.best_level, state.start_level) if mark is not None]
         state.best_level = min(marks, default=None)
         return above
 

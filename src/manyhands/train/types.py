@@ -55,8 +55,9 @@ class TrainState:
     stop_reason: str = ""  # set when the run is finished
     # What train/guards.py watches.
     recent_losses: list[float] = field(default_factory=list)  # of the last few steps
-    best_level: float | None = None  # lowest loss that a few steps in a row, or the model before training, had
+    best_level: float | None = None  # lowest loss that a few steps in a row had, start_level included
     start_loss: float | None = None  # held-out loss before training
+    start_level: float | None = None  # the higher one of that and the first step's loss, both of untrained weights
     steps_above: int = 0  # in a row, far above the best
     divergence: str = ""  # what was found, if anything was
 

@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 
 from manyhands.checkpoint.together import run_together
-from manyhands.errors import EXIT_FAILED, EXIT_INTERRUPTED, OUT_OF_MEMORY, UserError
+from manyhands.errors import EXIT_FAILED, EXIT_INTERRUPTED, OUT_OF_MEMORY, PeerError, UserError
 from manyhands.train.loop import Interrupted
 from manyhands.worker import build, finish, training
 from manyhands.worker.agree import agree
 from manyhands.worker.rank import Rank
 
 # A smaller micro-batch does not help these: they have none, or come after the last.
-NOT_OF_MICRO_BATCHES = ("open data", "build model", "export", "verify", "report")
+NOT_OF_MICRO_BATCHES = ("open data", "check base model", "build model", "resume", "checkpoint", "export", "verify", "report")
 # What memory that has run out is called where it is no torch.OutOfMemoryError: by the driver, cuBLAS, cuDNN, torch on a CPU.
 _OUT_OF_MEMORY = re.compile(r"out of memory|STATUS_ALLOC_FAILED|can't allocate memory", re.IGNORECASE)
 
@@ -63,6 +63,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether torch, a driver or a library could not get the memory it asked for."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
+    if isinstance(error, PeerError):  # quotes another rank's, which says it itself
+        return False
     return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
 
 
