@@ -136,7 +136,7 @@ def base_config(folder: Path, dtype: str, method: str, case: Case, device: str) 
         "batch": {"rows": BATCH_ROWS},
         "optimizer": {"learning_rate": 1e-3, "max_grad_norm": CLIP},
         "schedule": {"name": "constant", "warmup_steps": 0},
-        "stop": {"epochs": 100, "max_steps": NUM_STEPS},
+        "stop": {"epochs": 100, "max_steps": NUM_STEPS, "divergence": "warn"},  # planted faults are to be seen by the comparison
         "parallel": {"gpus": case.world_size, "device": device, "compile": False},
         "evaluate": {"at_start": False, "every_steps": 0},
         "output": {"dir": str(folder / "runs")},
