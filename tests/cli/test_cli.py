@@ -114,7 +114,7 @@ def test_interrupted_is_one_line_and_130(run_file, monkeypatch):
 
 def test_plan_prints_what_the_planner_says(run_file, monkeypatch):
     made = types.SimpleNamespace(model_dump_json=lambda indent: '{"number": 1}')
-    monkeypatch.setitem(sys.modules, "manyhands.facts.gather", types.SimpleNamespace(gather_facts=lambda config, report: "facts"))
+    monkeypatch.setitem(sys.modules, "manyhands.facts.gather", types.SimpleNamespace(gather_facts=lambda config, identify, report: "facts"))
     monkeypatch.setitem(sys.modules, "manyhands.plan.search", types.SimpleNamespace(plan=lambda config, facts: made))
     monkeypatch.setitem(sys.modules, "manyhands.plan.explain", types.SimpleNamespace(explain_plan=lambda plan: "one GPU, 8 rows"))
     assert call("plan", run_file).stdout == "one GPU, 8 rows\n"
