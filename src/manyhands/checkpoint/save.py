@@ -80,7 +80,7 @@ def _write_tensors(partial: Path, tensors: dict[str, torch.Tensor], world_size: 
             "the checkpoint cannot be written",
             where=str(partial),
             why=f"rank {failures[0][0]}: {failures[0][1]}",
-            fix="choose another output.dir, or mend its rights; the checkpoints before this one are untouched",
+            fix="choose another output.dir, or correct its permissions; the checkpoints before this one are untouched",
             exit_code=EXIT_FAILED,
         ) from error
 

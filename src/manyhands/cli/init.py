@@ -219,7 +219,7 @@ def _ask_columns(seen: Seen) -> Reading:
     print("\n".join(show_columns(seen)))
     columns = seen.columns
     question, answer = _guess(columns)
-    question = _ask_one_of("Column with the question, or with text to go on from", columns, question or columns[0])
+    question = _ask_one_of("Column with the question, or with plain text", columns, question or columns[0])
     left = [name for name in columns if name != question]
     if not left:
         return Reading("text", {"text": question})

@@ -212,7 +212,7 @@ def refuse_unusable(folder: RunFolder) -> Iterator[None]:
             "the run's folder cannot be written",
             where=str(folder.path),
             why=f"{error.strerror or error}: {error.filename}" if error.filename else str(error),
-            fix="choose another output.dir (or name), or mend the rights of this one",
+            fix="choose another output.dir (or name), or correct the permissions of this one",
         ) from error
 
 
