@@ -108,7 +108,7 @@ fmt: $(READY)
 	@$(PYTHON) -m ruff format --quiet .
 
 equality: $(READY)
-	@$(PYTHON) -m manyhands.testing.equality $(or $(ARGS),--output docs/equality.md)
+	@$(PYTHON) -m tests.support.equality $(or $(ARGS),--output docs/equality.md)
 
 gpu-info: $(READY)
 	@$(PYTHON) -m manyhands gpu-info

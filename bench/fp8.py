@@ -1,11 +1,12 @@
-"""Times what fp8 linear layers are made of, on one GPU: scaled products at the shapes of Llama-8B, the passes that quantise, and
-the error of each product against float32.
+"""Times what fp8 linear layers are made of, on one GPU: scaled products at the shapes of Llama-8B, the passes that
+quantise, and the error of each product against float32.
 
     python bench/fp8.py [--tokens 8192] [--output rows.jsonl] [--seconds 60] [--only product]
 
-Prints one JSON line a case: TFLOP/s of products, GB/s of passes (bytes that must be read and written). Operands are normal
-numbers; "heavy" errors are of inputs with a few channels 30 times as large, as language models have them. A case that fails
-says so in its line; those that no longer fit into ``--seconds`` are listed as open. Needs a GPU of compute capability 8.9.
+Prints one JSON line a case: TFLOP/s of products, GB/s of passes (bytes that must be read and written). Operands are
+normal numbers; "heavy" errors are of inputs with a few channels 30 times as large, as language models have them. A case
+that fails says so in its line; those that no longer fit into ``--seconds`` are listed as open. Needs a GPU of compute
+capability 8.9.
 """
 
 from __future__ import annotations
@@ -99,8 +100,14 @@ def product_cases(n: int, device: torch.device) -> Iterator[tuple[str, str, Call
             def small_blocks(both: bool, k: int = k, o: int = o, rate: Any = rate) -> dict[str, Any]:
                 xq, wq = torch.randn(n, k, device=device).to(E4M3), torch.randn(o, k, device=device).to(E4M3)
                 xs = torch.ones(k // 128, n, device=device).t()
-                ws = torch.ones(k // 128, o, device=device) if both else torch.ones(o // 128, k // 128, device=device).t()
-                return rate(lambda: torch._scaled_mm(xq, wq.t(), xs, ws, out_dtype=torch.bfloat16, use_fast_accum=False))
+                ws = (
+                    torch.ones(k // 128, o, device=device)
+                    if both
+                    else torch.ones(o // 128, k // 128, device=device).t()
+                )
+                return rate(
+                    lambda: torch._scaled_mm(xq, wq.t(), xs, ws, out_dtype=torch.bfloat16, use_fast_accum=False)
+                )
 
             yield "product " + name, "rows, fast True, 48 more columns", longer
             yield "product " + name, "1x128 x 128x128", lambda small_blocks=small_blocks: small_blocks(False)

@@ -1,13 +1,13 @@
-"""Times the fused kernels against plain torch, eager and compiled: one Llama-8B layer with LoRA, its MLP alone, the head; and
-attention over a long-tailed pack, with and without a window, by torch's varlen and by FlashAttention 4.
+"""Times the fused kernels against plain torch, eager and compiled: one Llama-8B layer with LoRA, its MLP alone, the
+head; and attention over a long-tailed pack, with and without a window, by torch's varlen and by FlashAttention 4.
 
     python bench/kernels.py [--tokens 8192] [--output rows.jsonl] [--seconds 90] [--only head]
 
-Random weights of the published shape in bfloat16, LoRA r=16 in float32 on all linear layers, one row of ``--tokens`` tokens,
-forward and backward, no optimizer. Prints one JSON line a case as it ends: the median of up to 20 runs after warming up, peak
-memory above what was held before, and the error of the input's gradient against the plain eager case. A case that fails says
-so in its line; cases that no longer fit into ``--seconds`` are listed as open. Without a GPU everything is tiny: a check that
-it runs.
+Random weights of the published shape in bfloat16, LoRA r=16 in float32 on all linear layers, one row of ``--tokens``
+tokens, forward and backward, no optimizer. Prints one JSON line a case as it ends: the median of up to 20 runs after
+warming up, peak memory above what was held before, and the error of the input's gradient against the plain eager case.
+A case that fails says so in its line; cases that no longer fit into ``--seconds`` are listed as open. Without a GPU
+everything is tiny: a check that it runs.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from torch.utils.checkpoint import checkpoint
 
 from manyhands.bench import records
 from manyhands.config.schema import MethodSection
+from manyhands.convert import attention
+from manyhands.convert.attention import AttentionKernels
+from manyhands.convert.lora import apply_lora
 from manyhands.kernels.dense_attention import DenseAttention
 from manyhands.kernels.flash4 import PackedAttention, choose_packed
 from manyhands.kernels.loss import choose_backend, chunk_rows, linear_cross_entropy
 from manyhands.kernels.matmul import has_mixed_mm
 from manyhands.kernels.modules import fuse_lora
-from manyhands.model import attention
-from manyhands.model.attention import AttentionKernels
-from manyhands.model.lora import apply_lora
 
 SHAPES = {  # hidden, intermediate, heads, key-value heads, vocabulary
     "8b": (4096, 14336, 32, 8, 128256),
@@ -101,7 +101,9 @@ def layer_step(shape: str, tokens: int, device: torch.device, fused: bool, compi
 
 
 def chunked_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """What the product does without the kernel: logits a chunk at a time, recomputed in the backward pass, widened to float32."""
+    """What the product does without the kernel: logits a chunk at a time, recomputed in the backward pass, widened to
+    float32.
+    """
 
     def chunk_loss(h: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(F.linear(h, weight).float(), t, reduction="sum")
@@ -111,7 +113,9 @@ def chunked_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, targets: t
     return torch.stack([checkpoint(chunk_loss, h, t, use_reentrant=False) for h, t in parts]).sum()
 
 
-def head_step(shape: str, tokens: int, device: torch.device, backend: str, trained: bool, max_logits: int | None = None) -> Step:
+def head_step(
+    shape: str, tokens: int, device: torch.device, backend: str, trained: bool, max_logits: int | None = None
+) -> Step:
     size, *_, vocab = SHAPES[shape]
     torch.manual_seed(0)
     weight = (torch.randn(vocab, size, device=device) / size**0.5).bfloat16().requires_grad_(trained)
@@ -133,7 +137,9 @@ def head_step(shape: str, tokens: int, device: torch.device, backend: str, train
 
 
 def tail_of_lengths(tokens: int) -> list[int]:
-    """Documents of a long-tailed mix that fill ``tokens``: log-normal around 400, at most 4,096; the last one is cut."""
+    """Documents of a long-tailed mix that fill ``tokens``: log-normal around 400, at most 4,096; the last one is
+    cut.
+    """
     draw = torch.Generator().manual_seed(0)
     lengths: list[int] = []
     while (left := tokens - sum(lengths)) > 0:
@@ -154,7 +160,9 @@ def pack_step(shape: str, tokens: int, device: torch.device, name: str, window: 
     lengths = tail_of_lengths(tokens)
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
     torch.manual_seed(0)
-    inputs = [torch.randn(1, n, tokens, dim, device=device, dtype=dtype).requires_grad_() for n in (heads, groups, groups)]
+    inputs = [
+        torch.randn(1, n, tokens, dim, device=device, dtype=dtype).requires_grad_() for n in (heads, groups, groups)
+    ]
     given = torch.randn(1, tokens, heads, dim, device=device, dtype=dtype)
     bound = 1 << (max(lengths) - 1).bit_length()
     arguments = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": bound, "max_length_k": bound}
@@ -168,9 +176,13 @@ def pack_step(shape: str, tokens: int, device: torch.device, name: str, window: 
 
 
 def cases(shape: str, tokens: int, device: torch.device) -> Iterator[tuple[str, str, Callable[[], Step]]]:
-    """(group, name, how to make the step); the first of a group is what the others are compared with. Most valuable first."""
+    """(group, name, how to make the step); the first of a group is what the others are compared with. Most valuable
+    first.
+    """
 
-    def head(backend: str, trained: bool, max_logits: int | None = None, of: str = shape, rows: int = tokens) -> Callable[[], Step]:
+    def head(
+        backend: str, trained: bool, max_logits: int | None = None, of: str = shape, rows: int = tokens
+    ) -> Callable[[], Step]:
         return lambda: head_step(of, rows, device, backend, trained, max_logits)
 
     def layer(fused: bool, compiled: bool, part: str) -> Callable[[], Step]:
@@ -189,7 +201,11 @@ def cases(shape: str, tokens: int, device: torch.device) -> Iterator[tuple[str, 
         yield part, "fused compiled", layer(True, True, part)
         yield part, "fused", layer(True, False, part)
     yield f"head trained {smaller} x2 tokens", "plain chunked", head("chunked", True, of=smaller, rows=2 * tokens)
-    yield f"head trained {smaller} x2 tokens", f"fused {fused_loss}", head(fused_loss, True, of=smaller, rows=2 * tokens)
+    yield (
+        f"head trained {smaller} x2 tokens",
+        f"fused {fused_loss}",
+        head(fused_loss, True, of=smaller, rows=2 * tokens),
+    )
     yield "head frozen", "fused compile", head("compile", False)
     for power in (27, 29):
         yield "head frozen", f"fused {fused_loss}, chunks of 2**{power} logits", head(fused_loss, False, 2**power)
@@ -224,7 +240,12 @@ def measure(step: Step, device: torch.device, limit_s: float) -> dict[str, Any]:
             clock = time.perf_counter()
             gradient = step()
             times.append(1e3 * (time.perf_counter() - clock))
-    row = {"ms": round(statistics.median(times), 3), "best_ms": round(min(times), 3), "runs": len(times), "warm_up_s": round(first_s, 1)}
+    row = {
+        "ms": round(statistics.median(times), 3),
+        "best_ms": round(min(times), 3),
+        "runs": len(times),
+        "warm_up_s": round(first_s, 1),
+    }
     if cuda:
         row["peak_gib"] = round((torch.cuda.max_memory_allocated() - before) / 2**30, 2)
     return row | {"gradient": gradient.detach().float().cpu()}

@@ -1,9 +1,11 @@
-"""Matrix products of one Llama-8B block, alone: each projection by itself against q/k/v and gate/up as one product, at sustained power.
+"""Matrix products of one Llama-8B block, alone: each projection by itself against q/k/v and gate/up as one product, at
+sustained power.
 
     python bench/matmuls.py --output bench/results/h200-matmuls.jsonl
 
-What LoRA needs of a frozen base is timed: ``x @ W.T`` forward and ``dy @ W`` backward. A case is repeated for ``--seconds`` after one
-second of the same work, so that clocks and power have settled; products are enqueued without waiting. Prints one JSON line a case:
+What LoRA needs of a frozen base is timed: ``x @ W.T`` forward and ``dy @ W`` backward. A case is repeated for
+``--seconds`` after one second of the same work, so that clocks and power have settled; products are enqueued without
+waiting. Prints one JSON line a case:
 TFLOP/s (2 M N K over the time by CUDA events), mean SM clock in MHz and power in W.
 """
 
@@ -47,7 +49,10 @@ class Power(threading.Thread):
         self.done.set()
         self.join()
         count = max(1, len(self.samples))
-        return {"watts": round(sum(s[0] for s in self.samples) / count), "sm_mhz": round(sum(s[1] for s in self.samples) / count)}
+        return {
+            "watts": round(sum(s[0] for s in self.samples) / count),
+            "sm_mhz": round(sum(s[1] for s in self.samples) / count),
+        }
 
 
 def forward(x: torch.Tensor, weights: list[torch.Tensor]) -> Callable[[], None]:
@@ -75,7 +80,9 @@ def backward(tokens: int, weights: list[torch.Tensor]) -> Callable[[], None]:
     return run
 
 
-def measure(name: str, runs: list[Callable[[], None]], flops: float, seconds: float, device: torch.device) -> dict[str, Any]:
+def measure(
+    name: str, runs: list[Callable[[], None]], flops: float, seconds: float, device: torch.device
+) -> dict[str, Any]:
     """``flops`` of one pass over all ``runs``."""
     cuda = device.type == "cuda"
 
@@ -123,9 +130,13 @@ def main() -> None:
     for name, names, fused in cases:
         widths = [(FUSED if fused else SEPARATE)[n] // options.scale for n in names]
         flops = 2.0 * options.tokens * hidden * sum(widths) * BLOCKS
-        weights = [[torch.randn(n, hidden, device=device, dtype=dtype).mul_(0.02) for n in widths] for _ in range(BLOCKS)]
+        weights = [
+            [torch.randn(n, hidden, device=device, dtype=dtype).mul_(0.02) for n in widths] for _ in range(BLOCKS)
+        ]
         for direction in ("forward", "backward"):
-            runs = [forward(x, block) if direction == "forward" else backward(options.tokens, block) for block in weights]
+            runs = [
+                forward(x, block) if direction == "forward" else backward(options.tokens, block) for block in weights
+            ]
             row = measure(f"{name} {direction}", runs, flops, options.seconds, device)
             row |= {
                 "tokens": options.tokens,

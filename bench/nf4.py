@@ -1,12 +1,14 @@
-"""Times the dequantisation of NF4 weights with double quantisation on one GPU: by bitsandbytes and by one Triton launch.
+"""Times the dequantisation of NF4 weights with double quantisation on one GPU: by bitsandbytes and by one Triton
+launch.
 
     python bench/nf4.py [--output rows.jsonl] [--seconds 30] [--only 14336x4096]
 
-The weights of a block of Llama-8B, in bfloat16, as many of one shape as make 2**28 values, so that nothing is read from the L2
-cache and nothing overwritten in it. Prints one JSON line a case: ``ms`` a weight of a captured graph, which no launch delays;
-``eager_ms`` as called one after the other; ``gb_s`` of the bytes that must be read and written, 0.516 and 2 a value; its share
-of what copying reaches on this GPU; values whose bits are not those of bitsandbytes. Then a line for each way with the sum over all
-of the model's weights. A case that fails says so in its line; those that no longer fit into ``--seconds`` are listed as open.
+The weights of a block of Llama-8B, in bfloat16, as many of one shape as make 2**28 values, so that nothing is read from
+the L2 cache and nothing overwritten in it. Prints one JSON line a case: ``ms`` a weight of a captured graph, which no
+launch delays; ``eager_ms`` as called one after the other; ``gb_s`` of the bytes that must be read and written, 0.516
+and 2 a value; its share of what copying reaches on this GPU; values whose bits are not those of bitsandbytes. Then a
+line for each way with the sum over all of the model's weights. A case that fails says so in its line; those that no
+longer fit into ``--seconds`` are listed as open.
 """
 
 from __future__ import annotations
@@ -28,7 +30,12 @@ from manyhands.kernels.triton_nf4 import dequantise_triton
 
 Shape = tuple[int, int]
 NUM_LAYERS = 32
-SHAPES: dict[Shape, int] = {(14336, 4096): 2, (4096, 14336): 1, (4096, 4096): 2, (1024, 4096): 2}  # and how many a block has
+SHAPES: dict[Shape, int] = {
+    (14336, 4096): 2,
+    (4096, 14336): 1,
+    (4096, 4096): 2,
+    (1024, 4096): 2,
+}  # and how many a block has
 NUM_VALUES = 2**28
 WAYS: dict[str, nf4.Dequantise] = {"bitsandbytes": nf4.dequantise_plain, "triton": dequantise_triton}
 
@@ -44,7 +51,9 @@ def milliseconds(run: Callable[[], Any]) -> float:
     return statistics.median(begin.elapsed_time(end) for begin, end in pairwise(marks))
 
 
-def measure(dequantise: nf4.Dequantise, stored: list[tuple[torch.Tensor, torch.Tensor]], shape: Shape) -> dict[str, Any]:
+def measure(
+    dequantise: nf4.Dequantise, stored: list[tuple[torch.Tensor, torch.Tensor]], shape: Shape
+) -> dict[str, Any]:
     """One shape, one way."""
     given = (*stored[0], shape, torch.bfloat16)
     unlike = int((dequantise(*given).view(torch.int16) != nf4.dequantise_plain(*given).view(torch.int16)).sum())
@@ -85,7 +94,10 @@ def main() -> None:
     rate, clock = copy_rate(device), time.perf_counter()
     backend = nf4.choose_backend(device, torch.bfloat16)
     about = {"device": torch.cuda.get_device_name(device), "torch": torch.__version__, "copy_gb_s": round(rate, 1)}
-    say(about | {"backend": backend.name, "reason": backend.reason, "self_test_s": round(time.perf_counter() - clock, 1)})
+    say(
+        about
+        | {"backend": backend.name, "reason": backend.reason, "self_test_s": round(time.perf_counter() - clock, 1)}
+    )
     model_ms: dict[str, list[float]] = {}
     for shape, count in SHAPES.items():
         name = "x".join(map(str, shape))

@@ -2,10 +2,10 @@
 
     python bench/packing.py --model PATH_OF_SMOLLM2 --data PATH/gsm8k/train.jsonl > bench/results/packing.jsonl
 
-One JSON line for each data set, batch, number of ranks and capacity, over one epoch's full steps (at most --steps), then
-one for laying out every step of a million rows. ``efficiency`` is tokens over ranks x the longest padded pack of any rank,
-summed over micro-batches; ``possible`` bounds it for any layout (whole tiles, and the longest rows that share a rank).
-``before`` is the same for packs that are all padded to the capacity.
+One JSON line for each data set, batch, number of ranks and capacity, over one epoch's full steps (at most --steps),
+then one for laying out every step of a million rows. ``efficiency`` is tokens over ranks x the longest padded pack of
+any rank, summed over micro-batches; ``possible`` bounds it for any layout (whole tiles, and the longest rows that share
+a rank). ``before`` is the same for packs that are all padded to the capacity.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from manyhands.data.balance import least_load
-from manyhands.data.order import RowOrder
+from manyhands.data.order import SampleOrder
 from manyhands.data.pack import lay_out_packed, packing_efficiency, padded_tokens
 
 CAPACITIES = (8192, 16_384)
@@ -50,9 +50,11 @@ def possible_tokens(lengths: np.ndarray, num_ranks: int) -> int:
     return num_ranks * padded_tokens(max(-(-sum(descending) // num_ranks), least_load(descending, num_ranks)))
 
 
-def measure(name: str, lengths: np.ndarray, batch_rows: int, num_ranks: int, capacity: int, max_steps: int) -> dict[str, object]:
-    order = RowOrder(len(lengths), 0, batch_rows=batch_rows)
-    steps = [order.rows(0, index) for index in range(min(max_steps, len(lengths) // batch_rows))]
+def measure(
+    name: str, lengths: np.ndarray, batch_samples: int, num_ranks: int, capacity: int, max_steps: int
+) -> dict[str, object]:
+    order = SampleOrder(len(lengths), 0, batch_samples=batch_samples)
+    steps = [order.rows(0, index) for index in range(min(max_steps, len(lengths) // batch_samples))]
     begin = time.process_time()
     layouts = [lay_out_packed(rows, lengths, num_ranks, capacity) for rows in steps]
     seconds = time.process_time() - begin
@@ -60,7 +62,7 @@ def measure(name: str, lengths: np.ndarray, batch_rows: int, num_ranks: int, cap
     num_micro = sum(layout.num_micro_batches for layout in layouts)
     return {
         "data": name,
-        "batch_rows": batch_rows,
+        "batch_samples": batch_samples,
         "ranks": num_ranks,
         "capacity": capacity,
         "steps": len(steps),
@@ -72,14 +74,17 @@ def measure(name: str, lengths: np.ndarray, batch_rows: int, num_ranks: int, cap
     }
 
 
-def measure_million(lengths: np.ndarray, num_ranks: int = 8, batch_rows: int = 512) -> dict[str, object]:
+def measure_million(lengths: np.ndarray, num_ranks: int = 8, batch_samples: int = 512) -> dict[str, object]:
     many = np.random.default_rng(1).choice(lengths, 1_000_000).astype(np.int32)
     begin = time.process_time()
-    order = RowOrder(len(many), 0, batch_rows=batch_rows)
-    layouts = [lay_out_packed(order.rows(0, index), many, num_ranks, CAPACITIES[-1]) for index in range(order.steps_per_epoch(0))]
+    order = SampleOrder(len(many), 0, batch_samples=batch_samples)
+    layouts = [
+        lay_out_packed(order.rows(0, index), many, num_ranks, CAPACITIES[-1])
+        for index in range(order.steps_per_epoch(0))
+    ]
     seconds = time.process_time() - begin
     efficiency = round(packing_efficiency(layouts, many), 4)
-    sizes = {"ranks": num_ranks, "batch_rows": batch_rows, "steps": len(layouts)}
+    sizes = {"ranks": num_ranks, "batch_samples": batch_samples, "steps": len(layouts)}
     return {"data": "a million rows of the mix", **sizes, "efficiency": efficiency, "all_steps_s": round(seconds, 2)}
 
 
@@ -92,10 +97,12 @@ def main() -> None:
     gsm8k = read_lengths(asked.model, asked.data)
     mix = add_tail(gsm8k)
     for name, lengths in (("gsm8k", gsm8k), ("gsm8k and a long tail", mix)):
-        for batch_rows in (16, 64, 512):
+        for batch_samples in (16, 64, 512):
             for num_ranks in (1, 2, 4, 8):
                 for capacity in CAPACITIES:
-                    print(json.dumps(measure(name, lengths, batch_rows, num_ranks, capacity, asked.steps)), flush=True)
+                    print(
+                        json.dumps(measure(name, lengths, batch_samples, num_ranks, capacity, asked.steps)), flush=True
+                    )
     print(json.dumps(measure_million(mix)))
 
 

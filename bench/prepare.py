@@ -1,13 +1,15 @@
 """What preparing 1 GB of conversations costs: rows and tokens a second, memory of all processes, and what a rank adds.
 
-    python bench/prepare.py --model FOLDER --folder SCRATCH [--megabytes 1000 --rows 500000 --output bench/results/prepare.jsonl]
+    python bench/prepare.py --model FOLDER --folder SCRATCH [--megabytes 1000 --rows 500000 --output
+    bench/results/prepare.jsonl]
 
 Memory is the proportional set size (PSS) of all processes of the preparation, sampled every half second: a page that k
-k processes share counts 1/k in each. The tokenizer's own rate is ``encode_batch`` alone, with offsets and the list of ids of
-each text, by as many processes of one thread as there are cores, all at once: what one gets alone is more than what each
-gets beside the others. They take rows of the same file, rendered beforehand, 200 texts at a time, before the preparation
-and again after it. Neither reading, rendering nor loading is in it. Where others work on the machine too, the rates by CPU
-seconds (of the preparation: of all processes, starting included) are the ones to compare. Nothing but the result is kept.
+k processes share counts 1/k in each. The tokenizer's own rate is ``encode_batch`` alone, with offsets and the list of
+ids of each text, by as many processes of one thread as there are cores, all at once: what one gets alone is more than
+what each gets beside the others. They take rows of the same file, rendered beforehand, 200 texts at a time, before the
+preparation and again after it. Neither reading, rendering nor loading is in it. Where others work on the machine too,
+the rates by CPU seconds (of the preparation: of all processes, starting included) are the ones to compare. Nothing but
+the result is kept.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ def memory():
 before = memory()
 store = TokenStore.open(sys.argv[1])
 total = 0
-for index in np.random.default_rng(int(sys.argv[2])).integers(0, store.train.num_rows, 20_000):
+for index in np.random.default_rng(int(sys.argv[2])).integers(0, store.train.num_samples, 20_000):
     ids, trained = store.train.row(int(index))
     total += int(ids[trained].sum())
 print("ready", flush=True)
@@ -64,8 +66,8 @@ ENCODE = """
 import itertools, json, sys, time
 from manyhands.data.tokenizer import load_tokenizer
 tokenizer = load_tokenizer(sys.argv[1])
-first, num_rows = int(sys.argv[3]), int(sys.argv[4])
-rows = [json.loads(line)["messages"] for line in itertools.islice(open(sys.argv[2]), first, first + num_rows)]
+first, num_samples = int(sys.argv[3]), int(sys.argv[4])
+rows = [json.loads(line)["messages"] for line in itertools.islice(open(sys.argv[2]), first, first + num_samples)]
 texts = tokenizer.apply_chat_template(rows, tokenize=False)
 print("ready", flush=True)
 sys.stdin.readline()
@@ -77,20 +79,24 @@ sys.stdin.read()
 """
 
 
-def write_rows(path: Path, num_rows: int, num_bytes: int) -> None:
+def write_rows(path: Path, num_samples: int, num_bytes: int) -> None:
     """Conversations of one to four turns whose lengths have a long tail; words mixed of a common and a rare part."""
     draw = random.Random(0)
     common = COMMON.split()
     rare = ["".join(draw.choices("etaoinshrdlucmfwypvbgk", k=draw.randint(4, 10))) for _ in range(30_000)]
-    mean_words = num_bytes / num_rows / 5.0
+    mean_words = num_bytes / num_samples / 5.0
     with path.open("w", encoding="utf-8") as file:
-        for number in range(num_rows):
+        for number in range(num_samples):
             num_turns = draw.choice((1, 1, 2, 4))
             messages = []
             for turn in range(2 * num_turns):
                 share = draw.lognormvariate(-0.32, 0.8) * mean_words / (2 * num_turns)
-                words = draw.choices(common, k=max(2, int(share * 0.9))) + draw.choices(rare, k=max(1, int(share * 0.1)))
-                messages.append({"role": ("user", "assistant")[turn % 2], "content": " ".join(words) + f" ({number}.{turn})"})
+                words = draw.choices(common, k=max(2, int(share * 0.9))) + draw.choices(
+                    rare, k=max(1, int(share * 0.1))
+                )
+                messages.append(
+                    {"role": ("user", "assistant")[turn % 2], "content": " ".join(words) + f" ({number}.{turn})"}
+                )
             file.write(json.dumps({"messages": messages}) + "\n")
 
 
@@ -106,7 +112,8 @@ class PeakMemory(threading.Thread):
         while not self._ended.wait(SAMPLE_EVERY_S):
             try:
                 sizes = [
-                    _read_pss(process.pid) for process in (psutil.Process(self._pid), *psutil.Process(self._pid).children(recursive=True))
+                    _read_pss(process.pid)
+                    for process in (psutil.Process(self._pid), *psutil.Process(self._pid).children(recursive=True))
                 ]
             except psutil.Error:
                 continue
@@ -127,10 +134,16 @@ def _read_pss(pid: int) -> float:
 
 
 def run_together(code: str, arguments: list[list[str]], **environment: str) -> list[Any]:
-    """What a process for each list of arguments prints, as JSON, after all have said that they are ready; none ends before the last."""
+    """What a process for each list of arguments prints, as JSON, after all have said that they are ready; none ends
+    before the last.
+    """
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", code, *own], env=os.environ | environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", code, *own],
+            env=os.environ | environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for own in arguments
     ]
@@ -149,10 +162,12 @@ def run_together(code: str, arguments: list[list[str]], **environment: str) -> l
     return results
 
 
-def measure_encoding(model: str, path: Path, num_rows: int) -> list[list[float]]:
-    """[tokens, CPU seconds] of ``encode_batch`` in each of as many processes as there are cores, over different rows."""
+def measure_encoding(model: str, path: Path, num_samples: int) -> list[list[float]]:
+    """[tokens, CPU seconds] of ``encode_batch`` in each of as many processes as there are cores, over different
+    rows.
+    """
     cores = len(os.sched_getaffinity(0))
-    share = min(ENCODED_ROWS, num_rows // cores)
+    share = min(ENCODED_ROWS, num_samples // cores)
     return run_together(
         ENCODE,
         [[model, str(path), str(core * share), str(share)] for core in range(cores)],
@@ -163,7 +178,9 @@ def measure_encoding(model: str, path: Path, num_rows: int) -> list[list[float]]
 
 def measure_preparation(config: dict[str, Any], model: str) -> dict[str, Any]:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    process = subprocess.Popen([sys.executable, "-c", PREPARE, json.dumps(config), model], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", PREPARE, json.dumps(config), model], stdout=subprocess.PIPE, text=True
+    )
     memory = PeakMemory(process.pid)
     memory.start()
     output, _ = process.communicate()
@@ -211,7 +228,7 @@ def main() -> None:
         num_tokens = facts["num_tokens"] + facts["num_validation_tokens"]
         result = {
             "file_bytes": path.stat().st_size,
-            "num_rows": facts["num_rows"] + facts["num_validation_rows"],
+            "num_samples": facts["num_samples"] + facts["num_validation_samples"],
             "num_tokens": num_tokens,
             "cores": cores,
             "load_before": round(load, 1),

@@ -1,13 +1,14 @@
-"""Our run and a plain ``transformers.Trainer``'s (LoRA: with PEFT) on the same rows, step by step. Prints one JSON line.
+"""Our run and a plain ``transformers.Trainer``'s (LoRA: with PEFT) on the same rows, step by step. Prints one JSON
+line.
 
     python bench/reference.py --model SMOLLM2 --data gsm8k/train.jsonl --method full --output rows.jsonl
 
-Ours goes through the product's own path: config, prepared rows, plan, model, loop. Theirs is built from the same model folder
-by transformers alone; it shares our rows in our order and, for LoRA, our first factors A, and no code. Both compute in
-float32 with TF32 off and attention by sdpa, on the CPU or on one GPU. Exit code 1 where a bound is not kept.
+Ours goes through the product's own path: config, prepared rows, plan, model, loop. Theirs is built from the same model
+folder by transformers alone; it shares our rows in our order and, for LoRA, our first factors A, and no code. Both
+compute in float32 with TF32 off and attention by sdpa, on the CPU or on one GPU. Exit code 1 where a bound is not kept.
 
-What a run file can say but the two mean differently is left out: a warm-up (the Trainer's first step has rate 0) and, for
-full training, weight decay (the Trainer decays embeddings too).
+What a run file can say but the two mean differently is left out: a warm-up (the Trainer's first step has rate 0) and,
+for full training, weight decay (the Trainer decays embeddings too).
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ import torch
 from manyhands.bench.records import say
 from manyhands.config.load import config_from_mapping
 from manyhands.config.schema import RunConfig
-from manyhands.errors import UserError
+from manyhands.convert.adapter import adapter_state
+from manyhands.core.errors import UserError
+from manyhands.core.world import World
 from manyhands.export.adapter import name_targets
-from manyhands.facts.gather import gather_facts
-from manyhands.launch.foreign import Launcher
-from manyhands.model.adapter import adapter_state
-from manyhands.parallel.world import World
+from manyhands.launch.external import Launcher
+from manyhands.launch.facts import gather_facts
 from manyhands.plan.search import plan as make_plan
-from manyhands.testing.equality import Recorder
 from manyhands.train.loop import Loop, train
 from manyhands.train.schedule import make_schedule
 from manyhands.train.types import TrainState
 from manyhands.worker import build
 from manyhands.worker.rank import Rank
 from manyhands.worker.steps import iterate_steps
+from tests.support.equality import Recorder
 
 IGNORED = -100
 FIRST_LOSS, FIRST_NORM, EVERY_STEP = 1e-5, 1e-4, 1e-3  # bounds of relative deviations
@@ -45,7 +46,9 @@ FIRST_LOSS, FIRST_NORM, EVERY_STEP = 1e-5, 1e-4, 1e-3  # bounds of relative devi
 
 @dataclass(frozen=True)
 class Settings:
-    """One comparison. ``rows`` form a step; the Trainer, and ours unless ``packed``, takes rows / accumulation at once."""
+    """One comparison. ``rows`` form a step; the Trainer, and ours unless ``packed``, takes rows / accumulation at
+    once.
+    """
 
     model: Path
     data: Path
@@ -56,7 +59,9 @@ class Settings:
     accumulation: int = 4
     packed: bool = False
     max_length: int = 512
-    max_characters: int | None = None  # of a line of ``data``; longer ones are left out, for a short comparison on the CPU
+    max_characters: int | None = (
+        None  # of a line of ``data``; longer ones are left out, for a short comparison on the CPU
+    )
     learning_rate: float | None = None  # None: the product's own choice for the method
     schedule: str = "cosine"
     weight_decay: float = 0.0
@@ -70,7 +75,9 @@ class Settings:
         if self.rows % self.accumulation:
             raise SystemExit(f"--rows {self.rows} is not a multiple of --accumulation {self.accumulation}")
         if self.weight_decay and self.method == "full":
-            raise SystemExit("--weight-decay is compared for lora only: the Trainer decays embeddings, manyhands does not")
+            raise SystemExit(
+                "--weight-decay is compared for lora only: the Trainer decays embeddings, manyhands does not"
+            )
 
 
 @dataclass(frozen=True)
@@ -87,7 +94,7 @@ class Ours:
 
     curve: Curve
     rows: list[dict[str, list[int]]]  # input_ids and labels, step after step
-    num_targets: tuple[int, ...]  # trained tokens of each step
+    num_loss_tokens: tuple[int, ...]  # trained tokens of each step
     learning_rate: float
     device: str
     num_micro_batches: tuple[int, ...]
@@ -97,11 +104,11 @@ class Ours:
 
 def make_config(settings: Settings) -> RunConfig:
     lora = {"rank": settings.lora_rank, "alpha": settings.lora_alpha} if settings.method == "lora" else {}
-    batch: dict[str, Any] = {"rows": settings.rows}
+    batch: dict[str, Any] = {"samples": settings.rows}
     if settings.packed:
         batch["micro_tokens"] = settings.max_length
     else:
-        batch |= {"micro_rows": settings.rows // settings.accumulation, "accumulation": settings.accumulation}
+        batch |= {"micro_samples": settings.rows // settings.accumulation, "accumulation": settings.accumulation}
     mapping: dict[str, Any] = {
         "name": "reference",
         "seed": settings.seed,
@@ -123,7 +130,7 @@ def make_config(settings: Settings) -> RunConfig:
         },
         "schedule": {"name": settings.schedule, "warmup_steps": 0},
         "stop": {"epochs": 1, "max_steps": settings.steps},
-        "parallel": {"gpus": 1, "device": settings.device, "strategy": "one", "compile": False},
+        "parallel": {"gpus": 1, "device": settings.device, "strategy": "single", "compile": False},
         "evaluate": {"at_start": False, "every_steps": 0},
         "output": {"dir": str(settings.work / "runs")},
     }
@@ -134,7 +141,9 @@ def choose_data(settings: Settings) -> Path:
     """The data file, or one in the work folder with its short lines."""
     if settings.max_characters is None:
         return settings.data
-    lines = [line for line in settings.data.read_text().splitlines(keepends=True) if len(line) <= settings.max_characters]
+    lines = [
+        line for line in settings.data.read_text().splitlines(keepends=True) if len(line) <= settings.max_characters
+    ]
     path = settings.work / f"{settings.data.stem}-{settings.max_characters}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(lines))
@@ -159,7 +168,9 @@ def run_ours(settings: Settings) -> Ours:
     loop = Loop(
         parallel=rank.parallel,
         optimizer=rank.optimizer,
-        schedule=make_schedule(config.schedule.name, peak=plan.learning_rate, num_steps=plan.num_steps, warmup_steps=plan.warmup_steps),
+        schedule=make_schedule(
+            config.schedule.name, peak=plan.learning_rate, num_steps=plan.num_steps, warmup_steps=plan.warmup_steps
+        ),
         works=iterate_steps(rank),
         state=TrainState(),
         stop=config.stop,
@@ -175,7 +186,7 @@ def run_ours(settings: Settings) -> Ours:
     return Ours(
         curve=Curve(tuple(r.loss for r in results), tuple(r.grad_norm for r in results)),
         rows=rows,
-        num_targets=tuple(r.num_targets for r in results),
+        num_loss_tokens=tuple(r.num_loss_tokens for r in results),
         learning_rate=plan.learning_rate,
         device=plan.device,
         num_micro_batches=tuple(r.num_micro_batches for r in results),
@@ -199,7 +210,9 @@ def list_rows(rank: Rank, settings: Settings) -> list[dict[str, list[int]]]:
     for step in range(rank.plan.num_steps):
         rows = rank.order.rows(*rank.order.locate(step))
         if len(rows) != settings.rows:  # the Trainer would fill up a short last step with rows of the next
-            raise SystemExit(f"step {step + 1} has {len(rows)} rows, not {settings.rows}: give more rows or fewer --steps")
+            raise SystemExit(
+                f"step {step + 1} has {len(rows)} rows, not {settings.rows}: give more rows or fewer --steps"
+            )
         for ids, trained in map(rank.store.train.row, rows):
             labels = torch.where(torch.from_numpy(trained.copy()), torch.from_numpy(ids.copy()), IGNORED)
             listed.append({"input_ids": ids.tolist(), "labels": labels.tolist()})
@@ -259,7 +272,9 @@ def add_peft_adapter(model: Any, settings: Settings, ours: Ours) -> Any:
     adapted = get_peft_model(model, config)
     set_peft_model_state_dict(adapted, ours.adapter)
     loaded = get_peft_model_state_dict(adapted)
-    if loaded.keys() != ours.adapter.keys() or not all(torch.equal(loaded[name].cpu(), ours.adapter[name]) for name in loaded):
+    if loaded.keys() != ours.adapter.keys() or not all(
+        torch.equal(loaded[name].cpu(), ours.adapter[name]) for name in loaded
+    ):
         raise RuntimeError("PEFT did not take our factors: the two sides would start from different adapters")
     return adapted
 
@@ -282,9 +297,9 @@ def run_trainer(trainer: Any) -> Curve:
     """Trains, and reads the Trainer's own log of each step.
 
     With ``logging_steps=1`` its ``loss`` is the sum over the micro-batches of loss_sum / trained tokens of the step, in
-    float32 and not rounded: the mean over all trained tokens, as ours. ``grad_norm`` is the norm before clipping, summed in
-    float32: on the CPU the norm of SmolLM2's embedding alone comes out 3e-5 too small (equal gradients, summed in float64,
-    have our norm to the last digit).
+    float32 and not rounded: the mean over all trained tokens, as ours. ``grad_norm`` is the norm before clipping,
+    summed in float32: on the CPU the norm of SmolLM2's embedding alone comes out 3e-5 too small (equal gradients,
+    summed in float64, have our norm to the last digit).
     """
     check_precision(trainer.args.device)  # its own set-up may have changed what ours had set
     trainer.train()
@@ -330,7 +345,7 @@ def describe(settings: Settings, ours: Ours, theirs: Curve) -> dict[str, Any]:
         "learning_rate": ours.learning_rate,
         "dtype": "float32, TF32 off",
         "micro_batches": [min(ours.num_micro_batches), max(ours.num_micro_batches)],
-        "trained_tokens": [min(ours.num_targets), max(ours.num_targets)],
+        "trained_tokens": [min(ours.num_loss_tokens), max(ours.num_loss_tokens)],
         "clipped_steps": sum(0 < settings.max_grad_norm < norm for norm in theirs.norms),
         "device": torch.cuda.get_device_name() if ours.device == "cuda" else "cpu",
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "peft": peft.__version__},
@@ -344,14 +359,24 @@ def describe(settings: Settings, ours: Ours, theirs: Curve) -> dict[str, Any]:
 def parse_settings() -> tuple[Settings, Path | None]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, metavar="FOLDER")
-    parser.add_argument("--data", type=Path, required=True, metavar="FILE", help="JSONL rows, each with some trained and untrained tokens")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="JSONL rows, each with some trained and untrained tokens",
+    )
     parser.add_argument("--work", type=Path, default=Path("/tmp/manyhands-reference"), metavar="DIR")
     parser.add_argument("--method", choices=["full", "lora"], default="full")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--rows", type=int, default=8, help="rows of one step")
     parser.add_argument("--accumulation", type=int, default=4, help="micro-batches of one step")
-    parser.add_argument("--packed", action="store_true", help="ours packs rows into micro-batches of --max-length tokens")
-    parser.add_argument("--max-length", type=int, default=512, help="tokens of a row; longer ones are truncated, for both sides")
+    parser.add_argument(
+        "--packed", action="store_true", help="ours packs rows into micro-batches of --max-length tokens"
+    )
+    parser.add_argument(
+        "--max-length", type=int, default=512, help="tokens of a row; longer ones are truncated, for both sides"
+    )
     parser.add_argument("--max-characters", type=int, help="leave out longer lines of the data file, for both sides")
     parser.add_argument("--learning-rate", type=float, help="default: the product's own for the method")
     parser.add_argument("--schedule", choices=["cosine", "linear", "constant"], default="cosine")
@@ -378,7 +403,10 @@ def main() -> int:
     theirs = run_trainer(make_trainer(settings, ours))
     row = describe(settings, ours, theirs)
     for step, (loss, norm) in enumerate(zip(row["losses"], row["grad_norms"], strict=True), 1):
-        print(f"step {step:3}  loss {loss[0]:.7f} {loss[1]:.7f}  gradient norm {norm[0]:.6f} {norm[1]:.6f}", file=sys.stderr)
+        print(
+            f"step {step:3}  loss {loss[0]:.7f} {loss[1]:.7f}  gradient norm {norm[0]:.6f} {norm[1]:.6f}",
+            file=sys.stderr,
+        )
     say(row, output, "RESULT ")
     return 0 if row["within"] else 1
 

@@ -1,12 +1,14 @@
-"""Ways of one row of the speed table beside each other: recomputation and offloading, peak memory and tokens/s of one GPU.
+"""Ways of one row of the speed table beside each other: recomputation and offloading, peak memory and tokens/s of one
+GPU.
 
     python bench/ways.py --output bench/results/ways.jsonl            # Llama-8B LoRA
     python bench/ways.py --row 1b-full --output bench/results/ways.jsonl
 
-Each way is a process of its own (``manyhands.bench.case``) and prints one JSON line, its row or how it failed. Ways that the output
-holds already are not measured again, and none is begun after ``--budget`` seconds, so that a second call goes on. What to look at:
-``selective`` must lie between ``none`` and ``block`` in both figures, compiled and eager; ``block`` with activations offloaded must
-need less than ``block`` at nearly its speed; losses must agree.
+Each way is a process of its own (``manyhands.bench.case``) and prints one JSON line, its row or how it failed. Ways
+that the output holds already are not measured again, and none is begun after ``--budget`` seconds, so that a second
+call goes on. What to look at:
+``selective`` must lie between ``none`` and ``block`` in both figures, compiled and eager; ``block`` with activations
+offloaded must need less than ``block`` at nearly its speed; losses must agree.
 """
 
 from __future__ import annotations
@@ -22,15 +24,19 @@ from manyhands.bench.records import read, say
 
 # By what they tell first. The rest of the plan is its own.
 WAYS = {
-    "none": ("parallel.recompute=none",),
-    "selective": ("parallel.recompute=selective",),
-    "block": ("parallel.recompute=block", "parallel.offload_activations=false"),
-    "block, activations": ("parallel.recompute=block", "parallel.offload_activations=true"),
-    "selective, activations": ("parallel.recompute=selective", "parallel.offload_activations=true"),
-    "activations": ("parallel.recompute=none", "parallel.offload_activations=true"),
-    "all, block, activations": ("parallel.offload=all", "parallel.recompute=block", "parallel.offload_activations=true"),
+    "none": ("parallel.activation_checkpointing=none",),
+    "selective": ("parallel.activation_checkpointing=selective",),
+    "full": ("parallel.activation_checkpointing=full", "parallel.offload_activations=false"),
+    "block, activations": ("parallel.activation_checkpointing=full", "parallel.offload_activations=true"),
+    "selective, activations": ("parallel.activation_checkpointing=selective", "parallel.offload_activations=true"),
+    "activations": ("parallel.activation_checkpointing=none", "parallel.offload_activations=true"),
+    "all, block, activations": (
+        "parallel.offload=all",
+        "parallel.activation_checkpointing=full",
+        "parallel.offload_activations=true",
+    ),
     "states": ("parallel.offload=optimizer",),
-    "selective, eager": ("parallel.recompute=selective", "parallel.compile=false"),
+    "selective, eager": ("parallel.activation_checkpointing=selective", "parallel.compile=false"),
     "all": ("parallel.offload=all",),
 }
 
@@ -63,11 +69,26 @@ def main() -> None:
 def measure(label: str, options: argparse.Namespace, more: list[str]) -> dict[str, Any]:
     """The raw row of one way, or the last line of what it wrote."""
     start = time.monotonic()
-    arguments = ["--row", options.row, "--steps", str(options.steps), "--warm", str(options.warm), "--label", label, *more, *WAYS[label]]
+    arguments = [
+        "--row",
+        options.row,
+        "--steps",
+        str(options.steps),
+        "--warm",
+        str(options.warm),
+        "--label",
+        label,
+        *more,
+        *WAYS[label],
+    ]
     output, row = start_processes("manyhands.bench.case", arguments, 1, options.limit)
     seconds = {"seconds": round(time.monotonic() - start)}
     if row is None:
-        return seconds | {"row": options.row, "label": label, "failure": next(iter(output.strip().splitlines()[-1:]), "no word")}
+        return seconds | {
+            "row": options.row,
+            "label": label,
+            "failure": next(iter(output.strip().splitlines()[-1:]), "no word"),
+        }
     return seconds | row
 
 

@@ -21,7 +21,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    if not pluginmanager.hasplugin("timeout"):  # machines without pytest-timeout run the tests too, with strict settings
+    if not pluginmanager.hasplugin(
+        "timeout"
+    ):  # machines without pytest-timeout run the tests too, with strict settings
         parser.addini("timeout", "seconds that a test may take; acts where pytest-timeout is installed")
 
 
@@ -67,7 +69,7 @@ def smollm2() -> Path:
 @pytest.fixture(scope="session")
 def world() -> Iterator[Any]:
     """Four gloo processes that serve every in-process distributed test of the session; starting them takes seconds."""
-    from manyhands.testing.ranks import ranks
+    from tests.support.ranks import ranks
 
     with ranks(4) as four:
         yield four

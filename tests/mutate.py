@@ -1,12 +1,14 @@
-"""Do the tests see a mistake? Random small faults are put into the sources, one at a time, and the tests that reach them are run.
+"""Do the tests see a mistake? Random small faults are put into the sources, one at a time, and the tests that reach
+them are run.
 
     python -m tests.mutate trace tests/plan --work /tmp/mutate       # once a room: which test runs which lines
     python -m tests.mutate run plan --count 60 --work /tmp/mutate    # faults in src/manyhands/plan, one JSON line each
     python -m tests.mutate report --work /tmp/mutate
 
-Works on a copy of the repository, so that processes which tests start see the fault too. Tests are collected once, and each fault runs
-in a fork of that process. A fault is *killed* when a test fails or takes much longer than it did; one that survives the tests that
-reach its line is shown with its difference. Equivalent faults (the program does the same) survive rightly: a person has to look.
+Works on a copy of the repository, so that processes which tests start see the fault too. Tests are collected once, and
+each fault runs in a fork of that process. A fault is *killed* when a test fails or takes much longer than it did; one
+that survives the tests that reach its line is shown with its difference. Equivalent faults (the program does the same)
+survive rightly: a person has to look.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ Change = Callable[[], None]
 
 
 def faults(tree: ast.Module) -> Iterator[tuple[int, str, Change]]:
-    """(line, what, change) for each place; ``change`` alters ``tree`` itself. Annotations, texts and decorators are left alone."""
+    """(line, what, change) for each place; ``change`` alters ``tree`` itself. Annotations, texts and decorators are
+    left alone.
+    """
     for node, skipped in _walk(tree):
         if not skipped:
             yield from _expression_faults(node)
@@ -58,7 +62,9 @@ def faults(tree: ast.Module) -> Iterator[tuple[int, str, Change]]:
 def _walk(node: ast.AST, skipped: bool = False) -> Iterator[tuple[ast.AST, bool]]:
     yield node, skipped
     for name, value in ast.iter_fields(node):
-        unfit = name in ("annotation", "returns", "decorator_list") or isinstance(node, (ast.JoinedStr, ast.Import, ast.ImportFrom))
+        unfit = name in ("annotation", "returns", "decorator_list") or isinstance(
+            node, (ast.JoinedStr, ast.Import, ast.ImportFrom)
+        )
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.AST):
                 yield from _walk(child, skipped or unfit)
@@ -88,7 +94,11 @@ def _expression_faults(node: ast.AST) -> Iterator[tuple[int, str, Change]]:
             yield node.lineno, "name", lambda: setattr(node.func, "id", NAMES[node.func.id])
         symmetric = isinstance(node.func, ast.Name) and node.func.id in ("min", "max")
         if len(node.args) >= 2 and not symmetric and not any(isinstance(a, ast.Starred) for a in node.args[:2]):
-            yield node.lineno, "arguments swapped", lambda: node.args.__setitem__(slice(0, 2), [node.args[1], node.args[0]])
+            yield (
+                node.lineno,
+                "arguments swapped",
+                lambda: node.args.__setitem__(slice(0, 2), [node.args[1], node.args[0]]),
+            )
     elif isinstance(node, (ast.IfExp, ast.If, ast.While)):
         yield node.test.lineno, "condition turned", lambda: setattr(node, "test", ast.UnaryOp(ast.Not(), node.test))
 
@@ -111,11 +121,15 @@ def _become(node: ast.AST, other: ast.AST) -> None:
 
 
 def _is_text(node: ast.AST) -> bool:
-    return any(isinstance(each, ast.JoinedStr) or isinstance(getattr(each, "value", None), str) for each in ast.walk(node))
+    return any(
+        isinstance(each, ast.JoinedStr) or isinstance(getattr(each, "value", None), str) for each in ast.walk(node)
+    )
 
 
 class Tracer:
-    """A plugin of pytest: which lines of the package each test runs in this process, how long it takes, and whether it passes."""
+    """A plugin of pytest: which lines of the package each test runs in this process, how long it takes, and whether it
+    passes.
+    """
 
     def __init__(self, package: Path) -> None:
         self.prefix = str(package) + os.sep
@@ -145,7 +159,9 @@ class Tracer:
             found: dict[str, list[int]] = {}
             for name, line in sorted(self.lines):
                 found.setdefault(name, []).append(line)
-            self.tests.setdefault(item.nodeid, {"passed": True}).update(s=round(time.perf_counter() - start, 2), lines=found)
+            self.tests.setdefault(item.nodeid, {"passed": True}).update(
+                s=round(time.perf_counter() - start, 2), lines=found
+            )
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.outcome != "passed":
@@ -165,7 +181,11 @@ def copied(work: Path) -> Path:
 
 def enter(tree: Path) -> None:
     os.chdir(tree)
-    os.environ |= {"PYTHONPATH": str(tree / "src"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "pytest_timeout"}
+    os.environ |= {
+        "PYTHONPATH": str(tree / "src"),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "PYTEST_PLUGINS": "pytest_timeout",
+    }
     sys.path[:0] = [str(tree / "src"), str(tree)]
 
 
@@ -218,16 +238,29 @@ def trace(options: argparse.Namespace) -> None:
 
 
 class Faults:
-    """A plugin of pytest that, once tests are collected, runs some of them in a fork for each fault, in place of all of them once.
+    """A plugin of pytest that, once tests are collected, runs some of them in a fork for each fault, in place of all of
+    them once.
 
-    A fault in a function replaces the code of that function wherever it is held; a constant of a module is replaced wherever it was
-    imported; the file is written too, for processes that tests start. Faults elsewhere (bodies of classes, defaults) are not tried.
+    A fault in a function replaces the code of that function wherever it is held; a constant of a module is replaced
+    wherever it was imported; the file is written too, for processes that tests start. Faults elsewhere (bodies of
+    classes, defaults) are not tried.
     """
 
     def __init__(
-        self, tree: Path, places: list[tuple[str, int]], tests: dict[str, dict[str, Any]], work: Path, budget_s: float = BUDGET_S
+        self,
+        tree: Path,
+        places: list[tuple[str, int]],
+        tests: dict[str, dict[str, Any]],
+        work: Path,
+        budget_s: float = BUDGET_S,
     ) -> None:
-        self.package, self.places, self.tests, self.work, self.budget_s = tree / "src" / "manyhands", places, tests, work, budget_s
+        self.package, self.places, self.tests, self.work, self.budget_s = (
+            tree / "src" / "manyhands",
+            places,
+            tests,
+            work,
+            budget_s,
+        )
         self.functions: dict[tuple[str, int, str], list[types.FunctionType]] = {}
 
     @pytest.hookimpl(tryfirst=True)
@@ -246,7 +279,9 @@ class Faults:
                 out.flush(), log.flush()
         return True
 
-    def try_fault(self, session: pytest.Session, items: dict[str, pytest.Item], name: str, index: int) -> dict[str, Any]:
+    def try_fault(
+        self, session: pytest.Session, items: dict[str, pytest.Item], name: str, index: int
+    ) -> dict[str, Any]:
         file = self.package / name
         source = file.read_text()
         parsed = ast.parse(source)
@@ -265,17 +300,31 @@ class Faults:
             file.write_text(after)
             _forget(file)
             code = in_fork(
-                self.work / "last.log", 60 + 5 * took, lambda: self.run_tests(session, chosen, file, parsed, line, int(8 + took))
+                self.work / "last.log",
+                60 + 5 * took,
+                lambda: self.run_tests(session, chosen, file, parsed, line, int(8 + took)),
             )
         finally:
             file.write_text(source)
             _forget(file)
-        outcome = {0: "survived", 1: "killed", None: "no verdict in time", -9: "killed, too slow", -24: "killed, too slow"}.get(
-            code, f"odd: {code}"
-        )
+        outcome = {
+            0: "survived",
+            1: "killed",
+            None: "no verdict in time",
+            -9: "killed, too slow",
+            -24: "killed, too slow",
+        }.get(code, f"odd: {code}")
         changed = "\n".join(difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=0))
         taken = {"num_tests": len(chosen), "s": round(time.monotonic() - start, 1)}
-        return {"file": name, "index": index, "line": line, "what": what, "outcome": outcome, **taken, "difference": changed}
+        return {
+            "file": name,
+            "index": index,
+            "line": line,
+            "what": what,
+            "outcome": outcome,
+            **taken,
+            "difference": changed,
+        }
 
     def reaches(self, test: str, name: str, line: int) -> bool:
         """As traced; of rooms that were not, tests in files of the source's name."""
@@ -286,7 +335,15 @@ class Faults:
     def seconds(self, test: str) -> float:
         return float(self.tests[test]["s"]) if test in self.tests else 0.4
 
-    def run_tests(self, session: pytest.Session, chosen: list[pytest.Item], file: Path, parsed: ast.Module, line: int, limit_s: int) -> int:
+    def run_tests(
+        self,
+        session: pytest.Session,
+        chosen: list[pytest.Item],
+        file: Path,
+        parsed: ast.Module,
+        line: int,
+        limit_s: int,
+    ) -> int:
         """In the fork: 1 where a test fails, 0 where none does, 77 where the fault could not be put in."""
         resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s + 5))
         if not self.put_in(file, parsed, line):
@@ -302,16 +359,25 @@ class Faults:
         function = enclosing_function(parsed, line)
         if function is not None:
             first = min([function.lineno, *(each.lineno for each in function.decorator_list)])
-            (code,) = [each for each in _codes(compiled) if (each.co_firstlineno, each.co_name) == (first, function.name)]
+            (code,) = [
+                each for each in _codes(compiled) if (each.co_firstlineno, each.co_name) == (first, function.name)
+            ]
             held = self.functions.get((str(file), first, function.name), [])
             for each in held:
                 each.__code__ = code
             return bool(held)
         module = "manyhands." + ".".join(file.relative_to(self.package).with_suffix("").parts)
-        old, new = vars(sys.modules[module]), {"__name__": module, "__file__": str(file), "__package__": module.rpartition(".")[0]}
+        old, new = (
+            vars(sys.modules[module]),
+            {"__name__": module, "__file__": str(file), "__package__": module.rpartition(".")[0]},
+        )
         exec(compiled, new)
         constants = (int, float, str, tuple, dict, frozenset)
-        changed = {key for key, value in new.items() if isinstance(value, constants) and key in old and not key.startswith("__")}
+        changed = {
+            key
+            for key, value in new.items()
+            if isinstance(value, constants) and key in old and not key.startswith("__")
+        }
         changed = {key for key in changed if repr(old[key]) != repr(new[key])}
         for holder in list(sys.modules.values()):
             for key in changed:
@@ -340,7 +406,9 @@ def test_file(name: str) -> str:
 
 def can_be_put_in(parsed: ast.Module, line: int) -> bool:
     constants = [node for node in parsed.body if isinstance(node, (ast.Assign, ast.AnnAssign))]
-    return enclosing_function(parsed, line) is not None or any(node.lineno <= line <= (node.end_lineno or 0) for node in constants)
+    return enclosing_function(parsed, line) is not None or any(
+        node.lineno <= line <= (node.end_lineno or 0) for node in constants
+    )
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -354,10 +422,14 @@ def run(options: argparse.Namespace) -> None:
     tree, chooser = copied(options.work), random.Random(options.seed)
     tests: dict[str, dict[str, Any]] = {}
     for file in options.work.glob("*.trace.json"):
-        tests |= {name: test for name, test in json.loads(file.read_text()).items() if test.get("passed") and "lines" in test}
+        tests |= {
+            name: test for name, test in json.loads(file.read_text()).items() if test.get("passed") and "lines" in test
+        }
     package = tree / "src" / "manyhands"
     files = [
-        file for room in options.rooms for file in ([package / room] if room.endswith(".py") else sorted((package / room).rglob("*.py")))
+        file
+        for room in options.rooms
+        for file in ([package / room] if room.endswith(".py") else sorted((package / room).rglob("*.py")))
     ]
     places = []
     for file in files:
@@ -366,7 +438,11 @@ def run(options: argparse.Namespace) -> None:
         lines = {line for test in tests.values() for line in test["lines"].get(name, ())}
         if not lines and list(tree.glob(f"{test_file(name)}*.py")):
             lines = set(range(source.count("\n") + 1))
-        places += [(name, index) for index, fault in enumerate(faults(parsed)) if fault[0] in lines and can_be_put_in(parsed, fault[0])]
+        places += [
+            (name, index)
+            for index, fault in enumerate(faults(parsed))
+            if fault[0] in lines and can_be_put_in(parsed, fault[0])
+        ]
     chooser.shuffle(places)
     results = read(options.work / "results.jsonl")
     if options.again:
@@ -396,14 +472,18 @@ def read(results: Path) -> list[dict[str, Any]]:
 
 
 def report(options: argparse.Namespace) -> None:
-    results = list({(result["file"], result["index"]): result for result in read(options.work / "results.jsonl")}.values())  # the last ones
+    results = list(
+        {(result["file"], result["index"]): result for result in read(options.work / "results.jsonl")}.values()
+    )  # the last ones
     count = Counter((result["file"], "survived" if result["outcome"] == "survived" else "killed") for result in results)
     for name in sorted({name for name, _ in count}):
         print(f"{name}: {count[name, 'killed']} killed, {count[name, 'survived']} survived")
     survived = [result for result in results if result["outcome"] == "survived"]
     print(f"{len(results)} faults, {len(results) - len(survived)} killed, {len(survived)} survived")
     for result in survived:
-        print(f"\n{result['file']}:{result['line']} {result['what']} ({result['num_tests']} tests)\n{result['difference']}")
+        print(
+            f"\n{result['file']}:{result['line']} {result['what']} ({result['num_tests']} tests)\n{result['difference']}"
+        )
 
 
 def main() -> None:
@@ -418,7 +498,9 @@ def main() -> None:
         if function is run:
             command.add_argument("--count", type=int, default=50)
             command.add_argument("--seed", type=int, default=0)
-            command.add_argument("--again", action="store_true", help="those that survived, with all tests that reach them")
+            command.add_argument(
+                "--again", action="store_true", help="those that survived, with all tests that reach them"
+            )
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     options.work.mkdir(parents=True, exist_ok=True)
@@ -428,7 +510,9 @@ def main() -> None:
 
 
 def preload() -> None:
-    """What every test needs and no fault touches, imported once for all forks. Nothing of the package: the copy is to be imported."""
+    """What every test needs and no fault touches, imported once for all forks. Nothing of the package: the copy is to
+    be imported.
+    """
     import bitsandbytes  # noqa: F401
     import hypothesis  # noqa: F401
     import peft  # noqa: F401

@@ -1,7 +1,7 @@
 """Every key acts: one table from each key of a run file to the check that sees its effect.
 
-A key without an entry fails here, and so does an entry without a key. A check takes a ``Lab``, which makes runs of a tiny
-model in this process, and asserts what the key changes in them: rows, losses, learning rates, files.
+A key without an entry fails here, and so does an entry without a key. A check takes a ``Lab``, which makes runs of a
+tiny model in this process, and asserts what the key changes in them: rows, losses, learning rates, files.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from manyhands.config.explain import all_keys
-from manyhands.errors import UserError
+from manyhands.core.errors import UserError
 from tests.keys import kernels, left, model, rows, template, training, work
 from tests.keys.lab import Lab, open_lab
 
@@ -23,7 +23,7 @@ EFFECTS: dict[str, Callable[[Lab], None]] = {
     "model.revision": model.revision,
     "model.init": model.init,
     "model.dtype": model.dtype,
-    "model.masters": model.masters,
+    "model.master_dtype": model.master_dtype,
     "model.chat_template": model.chat_template,
     "model.new_tokens": model.new_tokens,
     "model.trust_remote_code": model.trust_remote_code,
@@ -33,7 +33,7 @@ EFFECTS: dict[str, Callable[[Lab], None]] = {
     "method.rank": model.rank,
     "method.alpha": model.alpha,
     "method.dropout": model.dropout,
-    "method.targets": model.targets,
+    "method.target_modules": model.targets,
     "method.rslora": model.rslora,
     "method.dora": model.dora,
     "method.init": model.method_init,
@@ -48,15 +48,15 @@ EFFECTS: dict[str, Callable[[Lab], None]] = {
     "data.train_on": template.train_on,
     "data.template_arguments": template.template_arguments,
     "data.date": template.date,
-    "data.max_rows": rows.max_rows,
+    "data.max_samples": rows.max_samples,
     "data.max_length": rows.max_length,
     "data.too_long": rows.too_long,
     "data.packing": rows.packing,
     "data.workers": work.workers,
     "data.cache": rows.cache,
-    "batch.rows": rows.batch_rows,
-    "batch.tokens": rows.batch_tokens,
-    "batch.micro_rows": rows.micro_rows,
+    "batch.samples": rows.batch_samples,
+    "batch.loss_tokens": rows.batch_loss_tokens,
+    "batch.micro_samples": rows.micro_samples,
     "batch.micro_tokens": rows.micro_tokens,
     "batch.accumulation": rows.accumulation,
     "optimizer.name": training.optimizer_name,
@@ -83,11 +83,11 @@ EFFECTS: dict[str, Callable[[Lab], None]] = {
     "parallel.gpus": work.gpus,
     "parallel.device": work.device,
     "parallel.strategy": work.strategy,
-    "parallel.shard_ranks": work.shard_ranks,
+    "parallel.shard_degree": work.shard_degree,
     "parallel.offload": work.offload,
     "parallel.offload_activations": work.offload_activations,
-    "parallel.reshard": work.reshard,
-    "parallel.recompute": work.recompute,
+    "parallel.reshard_after_forward": work.reshard_after_forward,
+    "parallel.activation_checkpointing": work.activation_checkpointing,
     "parallel.compile": work.compile_blocks,
     "parallel.timeout_s": work.timeout_s,
     "kernels.lora": kernels.lora,
@@ -99,7 +99,7 @@ EFFECTS: dict[str, Callable[[Lab], None]] = {
     "evaluate.every_steps": left.evaluate_every,
     "evaluate.at_start": left.at_start,
     "evaluate.max_tokens": left.evaluate_tokens,
-    "evaluate.samples": left.samples,
+    "evaluate.prompts": left.samples,
     "evaluate.max_new_tokens": left.max_new_tokens,
     "checkpoint.every_steps": left.checkpoint_every,
     "checkpoint.keep_last": left.keep_last,

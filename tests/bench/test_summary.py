@@ -1,4 +1,6 @@
-"""The arithmetic behind every figure: one definition of speed for all sides, and what a raw row has read from the run itself."""
+"""The arithmetic behind every figure: one definition of speed for all sides, and what a raw row has read from the run
+itself.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from manyhands.bench.peer import Clock, count_tokens
 from manyhands.bench.rows import BY_NAME
 from manyhands.bench.shapes import flops_per_token
 from manyhands.bench.summary import attention_kernels, dtypes, rates, watch
-from manyhands.testing.tiny import tiny_model
+from tests.support.tiny import tiny_model
 
 ROW = BY_NAME["8b-lora"]
 
@@ -28,7 +30,9 @@ def test_speed_is_that_of_the_median_step_after_the_warm_ones() -> None:
     assert found["num_timed_steps"] == 7 and found["steps_s"] == seconds[2:] and found["step_s_min_max"] == [0.5, 6.0]
     assert found["step_s"] == 1.1  # neither the mean nor the minimum, nor that of the fastest three
     assert found["tokens_per_s_gpu"] == round(8000 / 1.1 / 2)
-    assert found["tflops"] == pytest.approx(8000 / 1.1 / 2 * flops_per_token(ROW.shape, 4096, full=False) / 1e12, abs=0.05)
+    assert found["tflops"] == pytest.approx(
+        8000 / 1.1 / 2 * flops_per_token(ROW.shape, 4096, full=False) / 1e12, abs=0.05
+    )
 
 
 def test_steps_of_different_numbers_of_tokens_count_by_all_tokens_and_all_seconds() -> None:
@@ -39,7 +43,9 @@ def test_steps_of_different_numbers_of_tokens_count_by_all_tokens_and_all_second
 def test_seconds_and_tokens_of_a_row_say_the_same() -> None:
     for steps in ([(0.5, 64), (0.7, 64), (2.0, 64)], [(0.5, 64), (0.7, 90), (2.0, 10)]):
         found = rates(steps, ROW, 1, warm=0)
-        assert found["tokens_per_s_gpu"] * found["step_s"] == pytest.approx(statistics.fmean(n for _, n in steps), rel=0.02)
+        assert found["tokens_per_s_gpu"] * found["step_s"] == pytest.approx(
+            statistics.fmean(n for _, n in steps), rel=0.02
+        )
 
 
 def test_all_linear_layers_and_half_the_positions_count_as_operations() -> None:
@@ -79,7 +85,11 @@ def test_dtypes_and_attention_are_read_from_what_ran() -> None:
     with watch(model, seen):
         model(input_ids=torch.arange(16)[None], use_cache=False).logits.float().sum().backward()
         optimizer.step()
-    assert dtypes(model, optimizer) == {"trained": ["bfloat16", "float32"], "frozen": ["bfloat16"], "optimizer": ["bfloat16", "float32"]}
+    assert dtypes(model, optimizer) == {
+        "trained": ["bfloat16", "float32"],
+        "frozen": ["bfloat16"],
+        "optimizer": ["bfloat16", "float32"],
+    }
     assert seen["dtypes"] == {"trained": ["kept"], "compute": ["bfloat16"]}
     assert any("scaled_dot_product" in name for name in seen["attention_kernels"])
 
@@ -95,11 +105,27 @@ def test_kernels_of_attention_are_told_by_name_the_slowest_first() -> None:
 
 def test_a_raw_row_proves_its_run_its_machine_and_what_ran(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
-    command = [sys.executable, "-m", "manyhands.bench", ROW.name, "--shape", "tiny", "--steps", "8", "--results", str(file)]
+    command = [
+        sys.executable,
+        "-m",
+        "manyhands.bench",
+        ROW.name,
+        "--shape",
+        "tiny",
+        "--steps",
+        "8",
+        "--results",
+        str(file),
+    ]
     subprocess.run(command, check=True, capture_output=True, timeout=280)
     (row,) = [json.loads(line) for line in file.read_text().splitlines()]
     assert row["run"].startswith("20") and len(row["machine"]) == 12 and row["label"] == "manyhands"
     assert row["num_timed_steps"] == len(row["steps_s"]) == 3
     assert row["step_s"] == statistics.median(row["steps_s"])
     assert any("scaled_dot_product" in name for name in row["attention_kernels"])
-    assert row["dtypes"] == {"trained": ["float32"], "frozen": ["float32"], "optimizer": ["float32"], "compute": ["float32"]}
+    assert row["dtypes"] == {
+        "trained": ["float32"],
+        "frozen": ["float32"],
+        "optimizer": ["float32"],
+        "compute": ["float32"],
+    }

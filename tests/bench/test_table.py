@@ -1,4 +1,6 @@
-"""The speed table: what counts as measured and as ours, ratios to the best peer of one run, and the check against stored rows."""
+"""The speed table: what counts as measured and as ours, ratios to the best peer of one run, and the check against
+stored rows.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def test_a_ratio_needs_both_sides_in_one_run() -> None:
 
 def test_rows_that_name_no_run_prove_no_ratio() -> None:
     assert table.ratio([result("manyhands", 300, None), result("trl", 200, None)], ROW) is None
-    unnamed = [{key: value for key, value in r.items() if key != "run"} for r in (result("manyhands", 300), result("trl", 200))]
+    unnamed = [
+        {key: value for key, value in r.items() if key != "run"} for r in (result("manyhands", 300), result("trl", 200))
+    ]
     assert table.ratio(unnamed, ROW) is None and not table.is_measured(unnamed, ROW, ["manyhands", "trl"], 1)
 
 
@@ -81,13 +85,24 @@ def test_the_check_fails_where_nothing_can_be_compared(capsys: pytest.CaptureFix
     before = [result("manyhands", 300), result("trl", 200)]
     assert table.check([result("manyhands", 300)], before, [ROW]) == 1
     assert table.check([result("manyhands", 300, gpus=2), result("trl", 200, gpus=2)], before, [ROW]) == 1
-    assert table.check([result("manyhands", 300), result("unsloth", 250)], before, [ROW]) == 1  # another peer, another meaning
+    assert (
+        table.check([result("manyhands", 300), result("unsloth", 250)], before, [ROW]) == 1
+    )  # another peer, another meaning
     assert "0 ratios compared" in capsys.readouterr().out
 
 
 def test_rows_by_hand_or_in_little_memory_are_not_ours() -> None:
-    assert table.side_of(result("manyhands", 300)) == table.side_of(result("manyhands", 300) | {"label": "x"}) == "manyhands"
-    for key, value in {"by_hand": ["parallel.compile=false"], "lengths": "gsm8k.json", "limit_gib": 20.0, "layers": 8}.items():
+    assert (
+        table.side_of(result("manyhands", 300))
+        == table.side_of(result("manyhands", 300) | {"label": "x"})
+        == "manyhands"
+    )
+    for key, value in {
+        "by_hand": ["parallel.compile=false"],
+        "lengths": "gsm8k.json",
+        "limit_gib": 20.0,
+        "layers": 8,
+    }.items():
         for label in ("manyhands", "other"):
             assert table.newest([result("manyhands", 300) | {"label": label, key: value}], ROW, "manyhands") is None
 
@@ -109,7 +124,10 @@ def test_unsloth_is_measured_where_it_is_installed_with_rows_of_one_gpu() -> Non
 
 
 def test_the_smallest_memory_is_the_least_in_which_the_row_ran() -> None:
-    stored = [result("smallest", 9, limit_gib=gib, outcome=how) for gib, how in ((20.0, "ran"), (17.0, "out of memory"), (18.0, "ran"))]
+    stored = [
+        result("smallest", 9, limit_gib=gib, outcome=how)
+        for gib, how in ((20.0, "ran"), (17.0, "out of memory"), (18.0, "ran"))
+    ]
     assert table.show_smallest(stored, ROW) == "18.0" and table.show_smallest([], ROW) == ""
 
 

@@ -1,4 +1,6 @@
-"""What gloo processes do for ``test_checkpoint_ranks``: a world of 4 saves, one of 2 loads. Runs in the test's ranks."""
+"""What gloo processes do for ``test_checkpoint_ranks``: a world of 4 saves, one of 2 loads. Runs in the test's
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import manyhands.checkpoint.save as save_module
 from manyhands.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
-from manyhands.errors import UserError
+from manyhands.core.errors import UserError
 
 
 class Wrapper(nn.Module):
@@ -30,7 +32,9 @@ class Wrapper(nn.Module):
 
 
 class Tiny(nn.Module):
-    """Odd sizes: 10 rows over 4 ranks, and a bias of 3 that leaves a rank without rows. One weight is frozen, one tied."""
+    """Odd sizes: 10 rows over 4 ranks, and a bias of 3 that leaves a rank without rows. One weight is frozen, one
+    tied.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -46,7 +50,9 @@ class Tiny(nn.Module):
         return self.head(self.down(h) + self.again(h))
 
 
-def build(kind: str, dtype: torch.dtype, fill: float | None = None) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
+def build(
+    kind: str, dtype: torch.dtype, fill: float | None = None
+) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
     """(inner model, what is called, optimizer); with ``fill`` every trained weight starts as that number."""
     torch.manual_seed(0)
     model = Tiny(dtype)
@@ -90,7 +96,9 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, to
 
 
 def same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
-    return list(one) == list(two) and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(one.values(), two.values(), strict=True))
+    return list(one) == list(two) and all(
+        a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(one.values(), two.values(), strict=True)
+    )
 
 
 def save(folder: Path) -> dict[str, dict[str, torch.Tensor]]:

@@ -18,7 +18,7 @@ from manyhands.checkpoint import (
     read_manifest,
     save_checkpoint,
 )
-from manyhands.errors import UserError
+from manyhands.core.errors import UserError
 
 
 def build(width: int = 4, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -37,7 +37,9 @@ def save(folder: Path, step: int, seed: int = 0) -> tuple[nn.Module, torch.optim
     model, optimizer = build(seed=seed)
     train(model, optimizer)
     state = {"step": step, "best_loss": None}
-    save_checkpoint(folder / f"step-{step:06d}", model, optimizer, state, rank=0, world_size=1, manifest_extra={"plan": "abc"})
+    save_checkpoint(
+        folder / f"step-{step:06d}", model, optimizer, state, rank=0, world_size=1, manifest_extra={"plan": "abc"}
+    )
     return model, optimizer
 
 
@@ -85,12 +87,18 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path, change
         model.double()
     with pytest.raises(UserError) as caught:
         load_checkpoint(tmp_path / "step-000001", model, optimizer)
-    text = {"shape": "0.weight: shape [5, 3] here, [4, 3]", "frozen": "not trained in this run: 1.weight", "dtype": "float64 here, float32"}
+    text = {
+        "shape": "0.weight: shape [5, 3] here, [4, 3]",
+        "frozen": "not trained in this run: 1.weight",
+        "dtype": "float64 here, float32",
+    }
     assert text[change] in str(caught.value)
 
 
 def test_optimizer_states_of_another_layout_are_refused_by_name(tmp_path: Path) -> None:
-    """A manifest in which a state has another shape than this layout gives it, as blocks over the shards of other ranks have."""
+    """A manifest in which a state has another shape than this layout gives it, as blocks over the shards of other ranks
+    have.
+    """
     save(tmp_path, 1)
     file = tmp_path / "step-000001" / "manifest.json"
     manifest = json.loads(file.read_text())

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.testing.ranks import Ranks
 from tests.checkpoint import checkpoint_ranks
+from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.distributed
 

@@ -20,7 +20,7 @@ from manyhands.cli import doctor as doctor_module
 from manyhands.cli import process
 from manyhands.cli.export import default_output
 from manyhands.cli.main import app
-from manyhands.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_USAGE, UserError
+from manyhands.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_USAGE, UserError
 
 SOURCE = Path(__file__).parents[2] / "src"
 BASE = "model: {name: org/model}\ndata: {train: rows.jsonl}\n"
@@ -33,7 +33,12 @@ def call(*arguments, stdin: str | None = None):
 def start_process(*arguments, **options) -> subprocess.Popen:
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
     return subprocess.Popen(
-        [sys.executable, *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+        [sys.executable, *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
     )
 
 
@@ -66,10 +71,17 @@ def processes(monkeypatch):
 
 
 def test_train_hands_the_config_to_the_launcher(run_file, started):
-    result = call("train", run_file, "batch.rows=32", "--gpus", 2, "stop.max_steps=5", "--examples", 10, "--dry-run", "--fresh")
+    result = call(
+        "train", run_file, "batch.samples=32", "--gpus", 2, "stop.max_steps=5", "--examples", 10, "--dry-run", "--fresh"
+    )
     assert result.exit_code == 0, result.output
     ((config, options),) = started
-    assert (config.batch.rows, config.parallel.gpus, config.stop.max_steps, config.data.max_rows) == (32, 2, 5, 10)
+    assert (config.batch.samples, config.parallel.gpus, config.stop.max_steps, config.data.max_samples) == (
+        32,
+        2,
+        5,
+        10,
+    )
     assert options == {"dry_run": True, "fresh": True}
 
 
@@ -86,7 +98,7 @@ def test_an_option_may_not_contradict_an_override(run_file, started):
 def test_a_user_error_is_words_on_stderr_and_its_exit_code(run_file, monkeypatch):
     result = call("train", run_file, "batch.row=3")
     assert result.exit_code == EXIT_USAGE and result.stdout == ""
-    assert result.stderr.startswith("error: ") and "batch.rows" in result.stderr and "Traceback" not in result.stderr
+    assert result.stderr.startswith("error: ") and "batch.samples" in result.stderr and "Traceback" not in result.stderr
 
     def fail(config, **options):
         raise UserError("rank 1 failed", exit_code=EXIT_FAILED)
@@ -114,9 +126,15 @@ def test_interrupted_is_one_line_and_130(run_file, monkeypatch):
 
 def test_plan_prints_what_the_planner_says(run_file, monkeypatch):
     made = types.SimpleNamespace(model_dump_json=lambda indent: '{"number": 1}')
-    monkeypatch.setitem(sys.modules, "manyhands.facts.gather", types.SimpleNamespace(gather_facts=lambda config, identify, report: "facts"))
+    monkeypatch.setitem(
+        sys.modules,
+        "manyhands.launch.facts",
+        types.SimpleNamespace(gather_facts=lambda config, identify, report: "facts"),
+    )
     monkeypatch.setitem(sys.modules, "manyhands.plan.search", types.SimpleNamespace(plan=lambda config, facts: made))
-    monkeypatch.setitem(sys.modules, "manyhands.plan.explain", types.SimpleNamespace(explain_plan=lambda plan: "one GPU, 8 rows"))
+    monkeypatch.setitem(
+        sys.modules, "manyhands.plan.explain", types.SimpleNamespace(explain_plan=lambda plan: "one GPU, 8 rows")
+    )
     assert call("plan", run_file).stdout == "one GPU, 8 rows\n"
     assert json.loads(call("plan", run_file, "--json").stdout) == {"number": 1}
 
@@ -173,10 +191,10 @@ def test_a_port_in_use_is_an_error_that_names_another(tmp_path, processes):
 
 def test_config_explains(capsys):
     listing = call("config").stdout
-    assert "batch.rows" in listing and "output.merge" in listing
-    assert "Rows of the global batch" in call("config", "batch.rows").stdout
+    assert "batch.samples" in listing and "output.merge" in listing
+    assert "Rows of the global batch" in call("config", "batch.samples").stdout
     wrong = call("config", "batch.row")
-    assert wrong.exit_code == EXIT_USAGE and "did you mean `batch.rows`?" in wrong.stderr
+    assert wrong.exit_code == EXIT_USAGE and "did you mean `batch.samples`?" in wrong.stderr
     assert "model" in json.loads(call("config", "--schema").stdout)["properties"]
 
 
@@ -190,7 +208,9 @@ def test_a_misspelt_command_is_a_usage_error():
 
 def test_the_doctors_exit_code_is_real(monkeypatch):
     Finding = doctor_module.Finding
-    monkeypatch.setattr(doctor_module, "CHECKS", (lambda: iter([Finding("ok", "fine"), Finding("warning", "slow", "buy more")]),))
+    monkeypatch.setattr(
+        doctor_module, "CHECKS", (lambda: iter([Finding("ok", "fine"), Finding("warning", "slow", "buy more")]),)
+    )
     result = call("doctor")
     assert result.exit_code == 0 and "slow -> buy more" in result.stdout and "0 missing, 1 warnings" in result.stdout
     monkeypatch.setattr(doctor_module, "CHECKS", (lambda: iter([Finding("bad", "no torch", "pip install torch")]),))
@@ -200,7 +220,12 @@ def test_the_doctors_exit_code_is_real(monkeypatch):
 def test_the_doctor_finds_what_is_here(monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://user:secret@127.0.0.1:9")
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    checks = (doctor_module._check_python, doctor_module._check_packages, doctor_module._check_folders, doctor_module._check_hub)
+    checks = (
+        doctor_module._check_python,
+        doctor_module._check_packages,
+        doctor_module._check_folders,
+        doctor_module._check_hub,
+    )
     findings = [finding for check in checks for finding in check()]
     assert not [finding for finding in findings if finding.state == "bad"]
     (hub,) = [finding for finding in findings if "hub 127" in finding.text]
@@ -215,7 +240,9 @@ def test_gpu_info_lists_the_machine(monkeypatch):
 
 def test_help_is_quick_and_light():
     """0.16 s alone on the machine where it was written; the bound leaves room for a busy one, the imports do not."""
-    probe = "import sys; sys.argv = ['manyhands', '--help']\ntry:\n from manyhands.cli.main import main; main()\nfinally:\n"
+    probe = (
+        "import sys; sys.argv = ['manyhands', '--help']\ntry:\n from manyhands.cli.main import main; main()\nfinally:\n"
+    )
     probe += " print(sorted({'torch', 'transformers', 'numpy', 'pydantic', 'rich.console'} & set(sys.modules)), file=sys.stderr)"
     seconds = []
     for _ in range(2):

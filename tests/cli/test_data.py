@@ -17,14 +17,14 @@ from typer.testing import CliRunner
 
 from manyhands.cli.main import app
 from manyhands.config.load import load_config
-from manyhands.errors import EXIT_FAILED, EXIT_USAGE
+from manyhands.core.errors import EXIT_FAILED, EXIT_USAGE
 from manyhands.preview.collect import collect
 from manyhands.preview.lengths import bin_lengths
 from manyhands.preview.page import MARK, render_page
 from manyhands.preview.spans import decode_spans, harmless
 from manyhands.preview.text import mark_trained, print_preview
 from manyhands.preview.types import Preview
-from manyhands.testing.tiny import write_tiny_model
+from tests.support.tiny import write_tiny_model
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(2)> [bold]b[/bold] \x1b[2J"
 
@@ -86,30 +86,40 @@ class Page(HTMLParser):
 
 
 def test_a_packed_step_is_shown_as_the_plan_lays_it_out(write_run):
-    run = write_run({"a.jsonl": [question(n) for n in range(60)]}, batch={"rows": 8, "micro_tokens": 512}, data={"max_length": 256})
+    run = write_run(
+        {"a.jsonl": [question(n) for n in range(60)]}, batch={"samples": 8, "micro_tokens": 512}, data={"max_length": 256}
+    )
     shown = call("data", run, "--step", 2)
     assert shown.exit_code == 0, shown.output
-    preview = collect(load_config(run, []), step=2, max_rows=None, report=lambda _: None)
+    preview = collect(load_config(run, []), step=2, max_samples=None, report=lambda _: None)
     batch = preview.batch
-    assert batch and (batch.step, batch.num_step_rows, batch.num_steps) == (2, 8, 7) and batch.num_tokens <= 512
+    assert batch and (batch.step, batch.num_step_samples, batch.num_steps) == (2, 8, 7) and batch.num_tokens <= 512
     assert len(preview.rows) == batch.num_rows and sum(row.num_tokens for row in preview.rows) == batch.num_tokens
     assert "Step 2 of 7 trains 8 rows" in shown.stdout
     heads = re.findall(r"row (\d+) · a · a\.jsonl:(\d+) · (\d+) tokens, (\d+) trained ─", shown.stdout)
     assert len(heads) == batch.num_rows
-    for _, line, num_tokens, num_targets in heads:
+    for _, line, num_tokens, num_loss_tokens in heads:
         n = int(line) - 1
         assert f"q{n}{'?' * (n % 30)}<|im_end|>\n<|im_start|>assistant\n⟦a{n}<|im_end|>⟧" in shown.stdout
-        assert int(num_targets) == len(f"a{n}") + 1 and int(num_tokens) > int(num_targets)
-    other = collect(load_config(run, []), step=1, max_rows=None, report=lambda _: None)
+        assert int(num_loss_tokens) == len(f"a{n}") + 1 and int(num_tokens) > int(num_loss_tokens)
+    other = collect(load_config(run, []), step=1, max_samples=None, report=lambda _: None)
     assert not {row.number for row in other.rows} & {row.number for row in preview.rows}
     assert call("data", run, "--step", 8).exit_code == EXIT_USAGE
 
 
 def test_without_packing_the_micro_batch_holds_its_rows(write_run):
-    run = write_run({"a.jsonl": [question(n) for n in range(60)]}, batch={"rows": 8, "micro_rows": 2}, data={"packing": False})
+    run = write_run(
+        {"a.jsonl": [question(n) for n in range(60)]}, batch={"samples": 8, "micro_samples": 2}, data={"packing": False}
+    )
     shown = call("data", run)
-    assert "This is the first micro-batch: 2 rows (micro-batches of at most 2 rows, not packed)" in " ".join(shown.stdout.split())
-    assert shown.stdout.count(" trained ─") == 2 and "not packed" in shown.stdout and "padding up to the longest row" in shown.stdout
+    assert "This is the first micro-batch: 2 rows (micro-batches of at most 2 rows, not packed)" in " ".join(
+        shown.stdout.split()
+    )
+    assert (
+        shown.stdout.count(" trained ─") == 2
+        and "not packed" in shown.stdout
+        and "padding up to the longest row" in shown.stdout
+    )
     one = call("data", run, "--rows", 1).stdout
     assert one.count(" trained ─") == 1 and "this micro-batch holds 1 more row:" in one
     assert call("data", run, "--rows", 0).stdout.count(" trained ─") == 0
@@ -122,19 +132,19 @@ def test_several_sources_are_counted_and_weighted(write_run):
             "two/x.jsonl": [question(1)] * 6,
             "two/y.jsonl": "\n" + json.dumps(question(7)) + "\n",
         },
-        train=[{"path": "a.jsonl", "weight": 0.5, "max_rows": 20}, {"path": "two", "weight": 2, "name": "pair"}],
+        train=[{"path": "a.jsonl", "weight": 0.5, "max_samples": 20}, {"path": "two", "weight": 2, "name": "pair"}],
         data={"validation_fraction": 0},
     )
-    preview = collect(load_config(run, []), max_rows=None, report=lambda _: None)
+    preview = collect(load_config(run, []), max_samples=None, report=lambda _: None)
     by_name = {entry.name: entry for entry in preview.sources}
-    assert (by_name["a"].num_rows, by_name["pair"].num_rows) == (20, 7)
-    assert (by_name["a"].epoch_rows, by_name["pair"].epoch_rows) == (10, 14)
+    assert (by_name["a"].num_samples, by_name["pair"].num_samples) == (20, 7)
+    assert (by_name["a"].epoch_samples, by_name["pair"].epoch_samples) == (10, 14)
     assert sum(entry.share for entry in preview.sources) == pytest.approx(1)
-    assert by_name["pair"].num_targets == 7 * 3
+    assert by_name["pair"].num_loss_tokens == 7 * 3
     shown = " ".join(call("data", run).stdout.split())
     assert re.search(r"a question 20 [\d,]+ [\d,]+ 0 0\.5 \d+ %", shown) and re.search(r"all 27 ", shown)
-    assert "left out 30 rows beyond max_rows" in shown and "validation none" in shown and "refused none" in shown
-    whole = call("data", run, "batch.rows=24", "--rows", 99).stdout
+    assert "left out 30 rows beyond max_samples" in shown and "validation none" in shown and "refused none" in shown
+    whole = call("data", run, "batch.samples=24", "--rows", 99).stdout
     assert " · pair · two/y.jsonl:2 · " in whole, "the file of a folder, and the line in it"
 
 
@@ -151,7 +161,7 @@ def test_weights_of_tokens_are_shown(write_run):
     shown = call("data", run, "--rows", 1).stdout
     assert "⟦half<|im_end|>⟧×0.5" in shown and "none<|im_end|>\n" in shown and "⟦full<|im_end|>⟧\n" in shown
     assert "their loss counts half" in shown
-    page = Page(render_page(collect(load_config(run, []), max_rows=1, report=lambda _: None)))
+    page = Page(render_page(collect(load_config(run, []), max_samples=1, report=lambda _: None)))
     assert "half<|im_end|>×0.5" in page.text and "none" not in page.marked and "full<|im_end|>" in page.marked
 
 
@@ -171,15 +181,21 @@ def test_refused_rows_do_not_hide_the_others(write_run):
     assert shown.exit_code == EXIT_FAILED and not isinstance(shown.exception, ValueError)
     refused = shown.stdout.split("Refused: source ")[1:]
     assert [part.split("\n")[0] for part in refused] == ["faulty", "broken", "gone"]
-    assert "26 rows cannot be trained" in refused[0] and refused[0].count("faulty.jsonl:") >= 20 and "and 6 more" in refused[0]
+    assert (
+        "26 rows cannot be trained" in refused[0]
+        and refused[0].count("faulty.jsonl:") >= 20
+        and "and 6 more" in refused[0]
+    )
     assert "faulty.jsonl:6: no field answer" in refused[0] and "faulty.jsonl:7: 3," in refused[0]
     assert "broken.jsonl:11: broken JSON" in refused[1] and "broken.jsonl:12: a row must be an object" in refused[1]
     assert "no such data file" in refused[2] and "A run refuses this data: mend 3 sources first" in refused[2]
     assert shown.stdout.count(" trained ─") == 3 and re.search(r"good +question +\d\d", shown.stdout)
     preview = collect(load_config(run, []), report=lambda _: None)
-    counts = {entry.name: entry.num_rows + entry.num_validation_rows for entry in preview.sources}
+    counts = {entry.name: entry.num_samples + entry.num_validation_samples for entry in preview.sources}
     assert counts == {"good": 60, "faulty": 60 - 27, "broken": 10}
-    assert not list(Path("cache").glob("*")) or not list(Path("cache").glob(".unfinished*")), "nothing of it stays in the cache"
+    assert not list(Path("cache").glob("*")) or not list(Path("cache").glob(".unfinished*")), (
+        "nothing of it stays in the cache"
+    )
 
 
 def test_where_no_row_is_left_the_faults_are_still_shown(write_run):
@@ -207,11 +223,19 @@ def test_without_a_plan_the_rows_stand_alone(write_run, model_folder, tmp_path):
     shown = call("data", write_run({"a.jsonl": [question(n) for n in range(40)]}), f"model.name={bare}")
     assert shown.exit_code == 0, shown.output
     assert "cannot be planned here, so rows are shown in the order of the data" in " ".join(shown.stdout.split())
-    assert "row 0 · a · a.jsonl:" in shown.stdout and "33 more rows: --rows N shows more" in shown.stdout and "packing" not in shown.stdout
+    assert (
+        "row 0 · a · a.jsonl:" in shown.stdout
+        and "33 more rows: --rows N shows more" in shown.stdout
+        and "packing" not in shown.stdout
+    )
 
 
 def test_truncated_and_split_rows_are_counted(write_run):
-    run = write_run({"a.jsonl": [{"text": "word " * n} for n in range(1, 60)]}, task="cpt", data={"max_length": 128, "too_long": "split"})
+    run = write_run(
+        {"a.jsonl": [{"text": "word " * n} for n in range(1, 60)]},
+        task="cpt",
+        data={"max_length": 128, "too_long": "split"},
+    )
     split = call("data", run).stdout
     assert re.search(r"split +\d+ documents into rows of data\.max_length = 128 tokens", split)
     assert "⟦" in split and not re.search(r"trained ─+\n⟦", split), "the first token has nothing to be predicted from"
@@ -221,7 +245,10 @@ def test_truncated_and_split_rows_are_counted(write_run):
 
 def test_hostile_rows_stay_text(write_run):
     run = write_run(
-        {"a.jsonl": [{"question": HOSTILE, "answer": f"{HOSTILE}{n}"} for n in range(40)], "<b>.jsonl": [{"question": HOSTILE}]}
+        {
+            "a.jsonl": [{"question": HOSTILE, "answer": f"{HOSTILE}{n}"} for n in range(40)],
+            "<b>.jsonl": [{"question": HOSTILE}],
+        }
     )
     shown = call("data", run, "--rows", 1)
     assert shown.exit_code == EXIT_FAILED and "\x1b" not in shown.stdout and "[bold]b[/bold] \\x1b[2J" in shown.stdout
@@ -229,13 +256,17 @@ def test_hostile_rows_stay_text(write_run):
     html = Path("page.html").read_text()
     page = Page(html)
     names = {tag for tag, _ in page.tags}
-    assert not names & {"script", "img", "link", "iframe", "b"} and not any(key.startswith("on") for _, attrs in page.tags for key in attrs)
+    assert not names & {"script", "img", "link", "iframe", "b"} and not any(
+        key.startswith("on") for _, attrs in page.tags for key in attrs
+    )
     assert HOSTILE.replace("\x1b", "\\x1b") in page.marked and "\x1b" not in html
     assert "source <b>" in page.text and "<b>.jsonl:1" in page.text
 
 
 def test_the_page_says_what_the_terminal_says(write_run):
-    run = write_run({"a.jsonl": [question(n) for n in range(60)], "b.jsonl": [question(n) for n in range(20)]}, batch={"rows": 8})
+    run = write_run(
+        {"a.jsonl": [question(n) for n in range(60)], "b.jsonl": [question(n) for n in range(20)]}, batch={"samples": 8}
+    )
     written = call("data", run, "--html", "page.html")
     assert written.exit_code == 0 and written.stdout.startswith("wrote page.html")
     html = Path("page.html").read_text()
@@ -253,7 +284,11 @@ def test_only_a_page_of_ours_is_overwritten(write_run):
     run = write_run({"a.jsonl": [question(n) for n in range(40)]})
     Path("notes.html").write_text("my notes")
     refused = call("data", run, "--html", "notes.html")
-    assert refused.exit_code == EXIT_USAGE and "not overwritten" in refused.stderr and Path("notes.html").read_text() == "my notes"
+    assert (
+        refused.exit_code == EXIT_USAGE
+        and "not overwritten" in refused.stderr
+        and Path("notes.html").read_text() == "my notes"
+    )
     assert call("data", run, "--html", "none/page.html").exit_code == EXIT_USAGE
     for _ in range(2):
         assert call("data", run, "--html", "page.html").exit_code == 0
@@ -272,8 +307,10 @@ def test_trained_tokens_are_told_apart():
 @pytest.mark.parametrize(("no_color", "mark"), [(False, "\x1b[1;32ma1<|im_end|>\x1b[0m"), (True, "⟦a1<|im_end|>⟧")])
 def test_a_terminal_with_colour_gets_colour(write_run, no_color, mark):
     run = write_run({"a.jsonl": [question(1)] * 40}, data={"validation_fraction": 0})
-    preview = collect(load_config(run, []), max_rows=1, report=lambda _: None)
-    console = Console(force_terminal=True, no_color=no_color, color_system=None if no_color else "standard", width=80, highlight=False)
+    preview = collect(load_config(run, []), max_samples=1, report=lambda _: None)
+    console = Console(
+        force_terminal=True, no_color=no_color, color_system=None if no_color else "standard", width=80, highlight=False
+    )
     with console.capture() as captured:
         print_preview(preview, console)
     assert mark in captured.get()
@@ -284,21 +321,24 @@ def test_text_from_data_cannot_steer_the_terminal():
     assert harmless("Zürich 東京 😀") == "Zürich 東京 😀"
 
 
-@pytest.mark.parametrize("lengths", [[2], [7] * 5, [1, 2, 3, 4], [64, 65, 127, 128], [2, 131072], list(range(1, 3000, 7))])
+@pytest.mark.parametrize(
+    "lengths", [[2], [7] * 5, [1, 2, 3, 4], [64, 65, 127, 128], [2, 131072], list(range(1, 3000, 7))]
+)
 def test_the_histogram_holds_every_row_once(lengths):
     array = np.array(lengths, dtype=np.int32)
     bins = bin_lengths(array)
-    assert len(bins) <= 18 and sum(entry.num_rows for entry in bins) == len(lengths)
+    assert len(bins) <= 18 and sum(entry.num_samples for entry in bins) == len(lengths)
     assert sum(entry.num_tokens for entry in bins) == sum(lengths)
     assert bins[0].first <= min(lengths) and bins[-1].last >= max(lengths)
     assert all(before.last + 1 == after.first for before, after in pairwise(bins))
     for entry in bins:
-        assert entry.num_rows == int(((array >= entry.first) & (array <= entry.last)).sum())
+        assert entry.num_samples == int(((array >= entry.first) & (array <= entry.last)).sum())
 
 
 def test_everything_fits_a_terminal_of_80_columns(write_run):
     run = write_run(
-        {f"a-source-with-a-long-name-{i}.jsonl": [question(20 * i + n) for n in range(20)] for i in range(3)}, batch={"rows": 8}
+        {f"a-source-with-a-long-name-{i}.jsonl": [question(20 * i + n) for n in range(20)] for i in range(3)},
+        batch={"samples": 8},
     )
     lines = call("data", run, "--rows", 0).stdout.splitlines()
     assert max(map(len, lines)) <= 80 and sum("█" in line for line in lines) > 2

@@ -1,4 +1,6 @@
-"""``manyhands init``: the file is always written, whatever the columns are called; what a run will do with the rows is said."""
+"""``manyhands init``: the file is always written, whatever the columns are called; what a run will do with the rows is
+said.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ from typer.testing import CliRunner
 from manyhands.cli.init import choose_reading, look_at_rows, parse_fields
 from manyhands.cli.main import app
 from manyhands.config.load import load_config
-from manyhands.errors import EXIT_INTERRUPTED, EXIT_USAGE, UserError
-from manyhands.testing.tiny import write_tiny_model
+from manyhands.core.errors import EXIT_INTERRUPTED, EXIT_USAGE, UserError
+from tests.support.tiny import write_tiny_model
 
 SOURCE = Path(__file__).parents[2] / "src"
 GERMAN = "Nr;Frage;Antwort;Quelle\n" + "".join(f"{n};Was ist {n} und {n}?;Das ist {2 * n}.;Buch\n" for n in range(30))
@@ -67,7 +69,9 @@ def test_init_takes_what_is_given(tmp_path, monkeypatch):
     assert (config.model.name, config.task) == ("org/other", "cpt")
 
 
-@pytest.mark.parametrize(("text", "said"), [("not json", "broken JSON"), ("[1]", "a JSON list"), ("", "empty"), ("\n", "no rows")])
+@pytest.mark.parametrize(
+    ("text", "said"), [("not json", "broken JSON"), ("[1]", "a JSON list"), ("", "empty"), ("\n", "no rows")]
+)
 def test_init_refuses_rows_it_cannot_read(tmp_path, text, said):
     path = tmp_path / "rows.jsonl"
     path.write_text(text)
@@ -95,22 +99,36 @@ def test_init_asks_on_a_terminal(tmp_path):
 
 def test_init_shows_columns_of_another_language_and_asks(tmp_path):
     (tmp_path / "fragen.csv").write_text(GERMAN)
-    answers = [("Model", "org/asked\n"), ("Training rows", "\n"), ("the question", "nonsense\n"), ("choose one of: Nr, Frage", "\n")]
+    answers = [
+        ("Model", "org/asked\n"),
+        ("Training rows", "\n"),
+        ("the question", "nonsense\n"),
+        ("choose one of: Nr, Frage", "\n"),
+    ]
     answers += [("the answer", "antwort\n"), ("Rows over", "truncate\n")]
     assert _on_a_terminal(tmp_path, answers) == 0
     data = load_config(tmp_path / "run.yaml").data
-    assert (data.format, data.fields, data.too_long) == ("question", {"question": "Frage", "answer": "Antwort"}, "truncate")
+    assert (data.format, data.fields, data.too_long) == (
+        "question",
+        {"question": "Frage", "answer": "Antwort"},
+        "truncate",
+    )
 
 
 def test_init_writes_a_file_for_columns_of_another_language_that_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("fragen.csv").write_text(GERMAN)
     model = write_tiny_model(tmp_path / "model")
-    for name, options in {"guessed": [], "given": ["--fields", "question=Frage,answer=Antwort", "--too-long", "truncate"]}.items():
+    for name, options in {
+        "guessed": [],
+        "given": ["--fields", "question=Frage,answer=Antwort", "--too-long", "truncate"],
+    }.items():
         result = call("init", "--data", "fragen.csv", "--model", model, "-o", f"{name}.yaml", *options)
         assert result.exit_code == 0, result.output
         assert "3 of 30 rows will be held out for validation" in result.output
-        assert ("Was ist 1 und 1?" in result.output and "guessed from the names" in result.output) == (name == "guessed")
+        assert ("Was ist 1 und 1?" in result.output and "guessed from the names" in result.output) == (
+            name == "guessed"
+        )
         shown = call("data", f"{name}.yaml", f"data.cache={tmp_path / 'cache'}", "--rows", 1)
         assert shown.exit_code == 0 and "⟦Das ist " in shown.output and "30 samples" not in shown.output
         assert "columns of fragen that are not read: Nr, Quelle" in " ".join(shown.output.split())
@@ -122,12 +140,26 @@ def test_init_writes_a_file_where_nothing_can_be_guessed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("rows.csv").write_text("Ping,Pong,Pung\na,b,c\nd,e,f\n")
     result = call("init")
-    assert result.exit_code == 0 and "Ping: a" in result.output and "before it can run: name the columns in data.fields" in result.output
-    assert load_config("run.yaml").data.fields == {"question": "COLUMN", "answer": "COLUMN"} and "next:" not in result.output
-    for wrong, said in [("question=Pang,answer=Pong", "no row has the field Pang"), ("question", "ROLE=COLUMN"), ("who=Ping", "no format")]:
+    assert (
+        result.exit_code == 0
+        and "Ping: a" in result.output
+        and "before it can run: name the columns in data.fields" in result.output
+    )
+    assert (
+        load_config("run.yaml").data.fields == {"question": "COLUMN", "answer": "COLUMN"}
+        and "next:" not in result.output
+    )
+    for wrong, said in [
+        ("question=Pang,answer=Pong", "no row has the field Pang"),
+        ("question", "ROLE=COLUMN"),
+        ("who=Ping", "no format"),
+    ]:
         result = call("init", "--fields", wrong, "-o", "other.yaml")
         assert result.exit_code == EXIT_USAGE and said in result.stderr and not Path("other.yaml").exists()
-    assert call("init", "--too-long", "split", "--fields", "question=Ping,answer=Pong", "-o", "other.yaml").exit_code == EXIT_USAGE
+    assert (
+        call("init", "--too-long", "split", "--fields", "question=Ping,answer=Pong", "-o", "other.yaml").exit_code
+        == EXIT_USAGE
+    )
 
 
 @pytest.mark.parametrize(
@@ -162,18 +194,22 @@ def test_init_counts_what_it_can(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "ab"}\n' * 150 + '{"text": "\u65e5"}\n')
     seen = look_at_rows(path)
-    assert (len(seen.rows), seen.num_rows, seen.is_all, seen.longest_bytes) == (100, 151, True, 3)
+    assert (len(seen.rows), seen.num_samples, seen.is_all, seen.longest_bytes) == (100, 151, True, 3)
     path.write_text('{"text": "ab"}\n' * 5 + "broken\n")
     assert not look_at_rows(path).is_all
     assert parse_fields(["question=a,b,answer=c", "system=d"]) == {"question": "a,b", "answer": "c", "system": "d"}
 
 
 def _on_a_terminal(folder: Path, answers: list[tuple[str, str]]) -> int:
-    """Runs ``manyhands init`` in a folder on a terminal of its own; answers each question as it comes. Returns the exit code."""
+    """Runs ``manyhands init`` in a folder on a terminal of its own; answers each question as it comes. Returns the exit
+    code.
+    """
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(folder)
-        os.execve(sys.executable, [sys.executable, "-m", "manyhands", "init"], {**os.environ, "PYTHONPATH": str(SOURCE)})
+        os.execve(
+            sys.executable, [sys.executable, "-m", "manyhands", "init"], {**os.environ, "PYTHONPATH": str(SOURCE)}
+        )
     shown = ""
     for question, answer in answers:
         while question not in shown:
@@ -182,7 +218,9 @@ def _on_a_terminal(folder: Path, answers: list[tuple[str, str]]) -> int:
     try:
         while True:
             if not select.select([terminal], [], [], 10)[0]:
-                os.write(terminal, answers[-1][1].encode())  # Ctrl-C between the prompt and its reading can be lost: press it again
+                os.write(
+                    terminal, answers[-1][1].encode()
+                )  # Ctrl-C between the prompt and its reading can be lost: press it again
             elif not os.read(terminal, 4096):
                 break
     except OSError:  # the terminal closes with its program

@@ -8,7 +8,7 @@ from manyhands.config.schema import RunConfig
 
 
 def minimal(**keys: Any) -> dict[str, Any]:
-    """A valid nested mapping; ``batch__rows=3`` sets ``batch.rows``."""
+    """A valid nested mapping; ``batch__samples=3`` sets ``batch.samples``."""
     mapping: dict[str, Any] = {"name": "r", "model": {"name": "org/model"}, "data": {"train": "rows.jsonl"}}
     for path, value in keys.items():
         section, _, leaf = path.rpartition("__")

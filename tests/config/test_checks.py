@@ -8,27 +8,39 @@ from manyhands.config.checks import check
 from tests.config.builders import config
 
 CONTRADICTIONS = [
-    ({"batch__rows": 8, "batch__tokens": 900}, "batch.rows", "batch.tokens"),
+    ({"batch__samples": 8, "batch__loss_tokens": 900}, "batch.samples", "batch.loss_tokens"),
     ({"schedule__warmup_ratio": 0.1, "schedule__warmup_steps": 5}, "schedule.warmup_ratio", "schedule.warmup_steps"),
     ({"schedule__warmup_ratio": 0.0, "schedule__warmup_steps": 0}, "schedule.warmup_ratio", "schedule.warmup_steps"),
-    ({"batch__micro_rows": 2}, "batch.micro_rows", "data.packing"),
+    ({"batch__micro_samples": 2}, "batch.micro_samples", "data.packing"),
     ({"batch__accumulation": 2}, "batch.accumulation", "data.packing"),
     ({"data__packing": False, "batch__micro_tokens": 4096}, "batch.micro_tokens", "data.packing"),
-    ({"data__packing": False, "batch__tokens": 900}, "batch.tokens", "data.packing"),
+    ({"data__packing": False, "batch__loss_tokens": 900}, "batch.loss_tokens", "data.packing"),
     ({"batch__micro_tokens": 1024, "data__max_length": 2048}, "batch.micro_tokens", "data.max_length"),
-    ({"data__packing": False, "batch__rows": 10, "batch__micro_rows": 2, "batch__accumulation": 2}, "batch.rows", "batch.micro_rows"),
-    ({"data__packing": False, "batch__rows": 10, "batch__accumulation": 4}, "batch.rows", "batch.accumulation"),
-    ({"checkpoint__keep_best": True, "data__validation_fraction": 0.0}, "checkpoint.keep_best", "data.validation_fraction"),
+    (
+        {"data__packing": False, "batch__samples": 10, "batch__micro_samples": 2, "batch__accumulation": 2},
+        "batch.samples",
+        "batch.micro_samples",
+    ),
+    ({"data__packing": False, "batch__samples": 10, "batch__accumulation": 4}, "batch.samples", "batch.accumulation"),
+    (
+        {"checkpoint__keep_best": True, "data__validation_fraction": 0.0},
+        "checkpoint.keep_best",
+        "data.validation_fraction",
+    ),
     ({"stop__patience": 2, "data__validation_fraction": 0.0}, "stop.patience", "data.validation"),
-    ({"evaluate__every_steps": 5, "data__validation_fraction": 0.0}, "evaluate.every_steps", "data.validation_fraction"),
+    (
+        {"evaluate__every_steps": 5, "data__validation_fraction": 0.0},
+        "evaluate.every_steps",
+        "data.validation_fraction",
+    ),
     ({"evaluate__max_tokens": 5, "data__validation_fraction": 0.0}, "evaluate.max_tokens", "data.validation_fraction"),
-    ({"evaluate__samples": 5, "data__validation_fraction": 0.0}, "evaluate.samples", "data.validation_fraction"),
+    ({"evaluate__prompts": 5, "data__validation_fraction": 0.0}, "evaluate.prompts", "data.validation_fraction"),
     ({"evaluate__max_new_tokens": 5, "data__validation_fraction": 0.0}, "evaluate.max_new_tokens", "data.validation"),
     ({"checkpoint__every_steps": 0, "checkpoint__keep_last": 5}, "checkpoint.keep_last", "checkpoint.every_steps"),
     ({"checkpoint__keep_best": True, "evaluate__every_steps": 0}, "checkpoint.keep_best", "evaluate.every_steps"),
     ({"stop__patience": 2, "evaluate__every_steps": 0}, "stop.patience", "evaluate.every_steps"),
     ({"data__validation": "v.jsonl", "data__validation_fraction": 0.1}, "data.validation", "data.validation_fraction"),
-    ({"evaluate__samples": 0, "evaluate__max_new_tokens": 5}, "evaluate.samples", "evaluate.max_new_tokens"),
+    ({"evaluate__prompts": 0, "evaluate__max_new_tokens": 5}, "evaluate.prompts", "evaluate.max_new_tokens"),
     ({"method__name": "full", "method__rank": 8}, "method.rank", "method.name"),
     ({"method__name": "patterns", "method__rank": 8}, "method.rank", "method.name"),
     ({"method__name": "full", "method__freeze": ("norm",)}, "method.freeze", "method.name"),
@@ -41,14 +53,18 @@ CONTRADICTIONS = [
     ({"method__name": "qlora", "method__init": "loftq", "method__adapter": "x"}, "method.init", "method.adapter"),
     ({"method__name": "full", "method__alpha": 8}, "method.alpha", "method.name"),
     ({"method__name": "full", "method__dropout": 0.1}, "method.dropout", "method.name"),
-    ({"method__name": "full", "method__targets": ["q_proj"]}, "method.targets", "method.name"),
+    ({"method__name": "full", "method__target_modules": ["q_proj"]}, "method.target_modules", "method.name"),
     ({"method__name": "full", "output__merge": True}, "output.merge", "method.name"),
     ({"data__too_long": "split"}, "data.too_long", "task"),
     ({"data__format": "text"}, "data.format", "task"),
     ({"task": "cpt", "data__format": "messages"}, "data.format", "task"),
     ({"task": "cpt", "model__chat_template": "x"}, "model.chat_template", "task"),
-    ({"parallel__strategy": "one", "parallel__gpus": 2}, "parallel.strategy", "parallel.gpus"),
-    ({"parallel__strategy": "ddp", "parallel__reshard": False}, "parallel.reshard", "parallel.strategy"),
+    ({"parallel__strategy": "single", "parallel__gpus": 2}, "parallel.strategy", "parallel.gpus"),
+    (
+        {"parallel__strategy": "ddp", "parallel__reshard_after_forward": False},
+        "parallel.reshard_after_forward",
+        "parallel.strategy",
+    ),
     ({"schedule__decay_ratio": 0.5}, "schedule.decay_ratio", "schedule.name"),
     ({"schedule__name": "wsd", "schedule__warmup_ratio": 0.9}, "schedule.warmup_ratio", "schedule.decay_ratio"),
     ({"schedule__name": "constant", "schedule__min_ratio": 0.1}, "schedule.min_ratio", "schedule.name"),
@@ -62,19 +78,25 @@ CONTRADICTIONS = [
 ALLOWED = [
     {},
     {"kernels__linear": "fp8", "model__dtype": "float32", "parallel__device": "cpu"},
-    {"batch__tokens": 900},
-    {"data__packing": False, "batch__rows": 16, "batch__micro_rows": 2, "batch__accumulation": 4},
+    {"batch__loss_tokens": 900},
+    {"data__packing": False, "batch__samples": 16, "batch__micro_samples": 2, "batch__accumulation": 4},
     {"batch__micro_tokens": 2048},
     {"data__validation_fraction": 0.0},
     {"data__validation": "v.jsonl", "data__validation_fraction": 0.0},
     {"data__validation": "v.jsonl", "checkpoint__keep_best": True, "stop__patience": 2},
     {"method__name": "full", "method__rank": 16},
-    {"method__name": "qlora", "method__init": "loftq", "method__rslora": True, "method__dropout": 0.1, "model__init": "random"},
+    {
+        "method__name": "qlora",
+        "method__init": "loftq",
+        "method__rslora": True,
+        "method__dropout": 0.1,
+        "model__init": "random",
+    },
     {"task": "cpt", "data__too_long": "split", "data__format": "text"},
     {"parallel__strategy": "ddp", "parallel__gpus": 1},
-    {"parallel__strategy": "one", "parallel__gpus": 1},
-    {"parallel__reshard": True},
-    {"evaluate__samples": 0, "data__validation_fraction": 0.0},
+    {"parallel__strategy": "single", "parallel__gpus": 1},
+    {"parallel__reshard_after_forward": True},
+    {"evaluate__prompts": 0, "data__validation_fraction": 0.0},
     {"checkpoint__every_steps": 0, "checkpoint__keep_last": 1, "checkpoint__keep_best": True},
     {"model__dtype": "bfloat16", "parallel__device": "cpu"},
     {"model__init": "random", "model__revision": "v1"},
@@ -96,11 +118,24 @@ def test_what_goes_together_is_not_refused(keys):
 
 
 def test_the_nearest_batches_that_work_are_named():
-    keys = {"data__packing": False, "batch__rows": 10, "batch__micro_rows": 4}
+    keys = {"data__packing": False, "batch__samples": 10, "batch__micro_samples": 4}
     assert "8 or 12" in check(config(**keys))[0]
-    keys["batch__rows"] = 3
+    keys["batch__samples"] = 3
     assert check(config(**keys))[0].endswith("that work are 4")
 
 
 def test_contradictions_are_reported_together():
-    assert len(check(config(batch__rows=8, batch__tokens=9, method__name="full", method__rank=8, schedule__decay_ratio=0.5))) == 3
+    assert (
+        len(
+            check(
+                config(
+                    batch__samples=8,
+                    batch__loss_tokens=9,
+                    method__name="full",
+                    method__rank=8,
+                    schedule__decay_ratio=0.5,
+                )
+            )
+        )
+        == 3
+    )

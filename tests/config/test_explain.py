@@ -7,12 +7,12 @@ import re
 import pytest
 import yaml
 
+from manyhands.config.dialects.other_tools import KEYS, NOTES, VALUES
 from manyhands.config.explain import all_keys, commented_yaml, explain, json_schema
 from manyhands.config.keys import hint, nearest, sections, table
 from manyhands.config.load import load_config
-from manyhands.config.other_tools import KEYS, NOTES, VALUES
 from manyhands.config.schema import RunConfig
-from manyhands.errors import UserError
+from manyhands.core.errors import UserError
 
 
 def test_every_key_has_a_sentence():
@@ -23,7 +23,7 @@ def test_every_key_has_a_sentence():
 
 
 def test_a_key_is_explained():
-    text = explain("batch.rows")
+    text = explain("batch.samples")
     assert "Rows of the global batch" in text and "a whole number >= 1 or `auto`" in text and "default: auto" in text
     assert "required" in explain("model.name") and "run file's name" in explain("name")
 
@@ -32,7 +32,10 @@ def test_a_section_is_its_keys():
     assert "optimizer.beta1" in explain("optimizer") and "optimizer.max_grad_norm" in explain("optimizer")
 
 
-@pytest.mark.parametrize(("key", "meant"), [("batch.row", "batch.rows"), ("Batch.Rows", "batch.rows"), ("lr", "optimizer.learning_rate")])
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [("batch.row", "batch.samples"), ("Batch.Rows", "batch.samples"), ("lr", "optimizer.learning_rate")],
+)
 def test_a_misspelt_key_is_an_error_with_the_nearest_name(key, meant):
     with pytest.raises(UserError) as raised:
         explain(key)
@@ -48,7 +51,9 @@ def test_suggestions_exist():
     assert nearest("optimizer.lr") == "optimizer.learning_rate" and nearest("qqqqqqq") is None
 
 
-@pytest.mark.parametrize("key", ["compute", "data.topology", "training", "trainer", "hardware", "job", "validation.path", "network.kind"])
+@pytest.mark.parametrize(
+    "key", ["compute", "data.topology", "training", "trainer", "hardware", "job", "validation.path", "network.kind"]
+)
 def test_words_that_merely_look_alike_are_no_suggestion(key):
     assert nearest(key) is None and hint(key) == "; `manyhands config` lists all keys"
 
@@ -57,7 +62,7 @@ def test_words_that_merely_look_alike_are_no_suggestion(key):
     ("key", "words"),
     [
         ("batch_size", "counts one GPU"),
-        ("training.per_device_train_batch_size", "`batch.rows` is the global batch"),
+        ("training.per_device_train_batch_size", "`batch.samples` is the global batch"),
         ("adapter", "`method.name: lora`"),
         ("base_model", "here it is `model.name`"),
         ("datasets", "here it is `data.train`"),
@@ -83,11 +88,17 @@ def test_words_of_other_tools_lead_to_ours(key, words):
 def test_the_json_schema_tells_editors_what_we_accept():
     schema = json_schema()
     assert schema["required"] == ["model", "data"] and schema["additionalProperties"] is False
-    assert schema["$defs"]["BatchSection"]["properties"]["rows"]["description"].startswith("Rows of the global batch")
+    assert schema["$defs"]["BatchSection"]["properties"]["samples"]["description"].startswith("Samples of the global batch")
 
 
 def test_the_commented_file_loads_and_changes_nothing(tmp_path):
-    given = {"model.name": "a: b", "data.train": "no", "optimizer.learning_rate": 1e-5, "method.targets": ["q_proj", "*"], "task": "sft"}
+    given = {
+        "model.name": "a: b",
+        "data.train": "no",
+        "optimizer.learning_rate": 1e-5,
+        "method.target_modules": ["q_proj", "*"],
+        "task": "sft",
+    }
     path = tmp_path / "run.yaml"
     path.write_text(commented_yaml(given))
     config = load_config(path)
@@ -98,7 +109,7 @@ def test_the_commented_file_loads_and_changes_nothing(tmp_path):
             "model": {"name": "a: b"},
             "data": {"train": "no"},
             "optimizer": {"learning_rate": 1e-5},
-            "method": {"targets": ["q_proj", "*"]},
+            "method": {"target_modules": ["q_proj", "*"]},
         }
     )
     assert config == plain
@@ -110,7 +121,9 @@ def test_the_comments_are_the_defaults():
     uncommented = re.sub(r"^( *)# (\w+:(?: |$))", r"\1\2", text, flags=re.MULTILINE)
     mapping = yaml.safe_load(uncommented)
     mapping["optimizer"]["eps"] = float(mapping["optimizer"]["eps"])
-    assert RunConfig.model_validate(mapping) == RunConfig.model_validate({"name": "n", "model": {"name": "m"}, "data": {"train": "t"}})
+    assert RunConfig.model_validate(mapping) == RunConfig.model_validate(
+        {"name": "n", "model": {"name": "m"}, "data": {"train": "t"}}
+    )
     assert len(mapping) == len(RunConfig.model_fields)
 
 

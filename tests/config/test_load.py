@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from manyhands.config.load import MAX_FINDINGS, config_from_mapping, load_config
-from manyhands.errors import EXIT_USAGE, UserError
+from manyhands.core.errors import EXIT_USAGE, UserError
 from tests.config.builders import minimal
 
 BASE = "model: {name: org/model}\ndata: {train: rows.jsonl}\n"
@@ -29,15 +29,17 @@ def refusal(path: Path, *overrides: str) -> UserError:
 
 
 def test_three_syntaxes_give_the_same_run(tmp_path):
-    yaml = write(tmp_path, BASE + "batch:\n  rows: 8\n")
+    yaml = write(tmp_path, BASE + "batch:\n  samples: 8\n")
     toml = write(tmp_path, '[model]\nname = "org/model"\n[data]\ntrain = "rows.jsonl"\n[batch]\nrows = 8\n', "run.toml")
-    jsonf = write(tmp_path, json.dumps(minimal(name="run", batch__rows=8)), "run.json")
+    jsonf = write(tmp_path, json.dumps(minimal(name="run", batch__samples=8)), "run.json")
     assert load_config(yaml) == load_config(toml) == load_config(jsonf)
     assert load_config(yaml).digest == load_config(jsonf).digest
 
 
 def test_the_dumped_config_loads_again(tmp_path):
-    config = load_config(write(tmp_path, BASE + "method: {name: full}\nbatch: {tokens: 500}\nschedule: {warmup_steps: 0}\n"))
+    config = load_config(
+        write(tmp_path, BASE + "method: {name: full}\nbatch: {tokens: 500}\nschedule: {warmup_steps: 0}\n")
+    )
     assert load_config(write(tmp_path, config.model_dump_json(), "again.json")).digest == config.digest
 
 
@@ -47,10 +49,13 @@ def test_the_name_defaults_to_the_stem(tmp_path, stem, name):
 
 
 @pytest.mark.parametrize(
-    ("text", "rate"), [("1e-4", 1e-4), ("1E-4", 1e-4), ("2.5e-5", 2.5e-5), (".001", 1e-3), ("1.", 1.0), ("auto", "auto")]
+    ("text", "rate"),
+    [("1e-4", 1e-4), ("1E-4", 1e-4), ("2.5e-5", 2.5e-5), (".001", 1e-3), ("1.", 1.0), ("auto", "auto")],
 )
 def test_numbers_that_yaml_1_1_takes_for_text(tmp_path, text, rate):
-    assert load_config(write(tmp_path, BASE + f"optimizer: {{learning_rate: {text}}}\n")).optimizer.learning_rate == rate
+    assert (
+        load_config(write(tmp_path, BASE + f"optimizer: {{learning_rate: {text}}}\n")).optimizer.learning_rate == rate
+    )
 
 
 def test_words_that_yaml_1_1_takes_for_truth_values(tmp_path):
@@ -66,7 +71,7 @@ def test_octal_dates_and_sixties_are_no_surprise(tmp_path):
 def test_all_errors_of_a_file_at_once_with_their_lines(tmp_path):
     path = write(
         tmp_path,
-        "modle: x\nmodel:\n  name: a\ndata:\n  trian: b\nbatch:\n  rows: 0\noptimizer:\n  lr: 1e-4\n  learning_rate: fast\n"
+        "modle: x\nmodel:\n  name: a\ndata:\n  trian: b\nbatch:\n  samples: 0\noptimizer:\n  lr: 1e-4\n  learning_rate: fast\n"
         "schedule: {warmup_ratio: 0.1, warmup_steps: 5}\n",
     )
     error = refusal(path, "stop.epoch=3")
@@ -75,7 +80,7 @@ def test_all_errors_of_a_file_at_once_with_their_lines(tmp_path):
     assert "line 1: unknown key `modle`: did you mean `model`?" in text
     assert "line 5: unknown key `data.trian`: did you mean `data.train`?" in text
     assert "`data.train` is missing. Training rows: a path" in text
-    assert "line 7: `batch.rows`: got 0, allowed: a whole number >= 1 or `auto`. Rows of the global batch" in text
+    assert "line 7: `batch.samples`: got 0, allowed: a whole number >= 1 or `auto`. Rows of the global batch" in text
     assert "unknown key `optimizer.lr`: here it is `optimizer.learning_rate`." in text
     assert "`optimizer.learning_rate`: got fast, allowed: a number > 0 or `auto`" in text
     assert "command line: unknown key `stop.epoch`: did you mean `stop.epochs`?" in text
@@ -107,7 +112,7 @@ def test_keys_below_an_unknown_section_are_listed(tmp_path):
         ("model.dtype=fp16", "float16 is not supported"),
         ("optimizer.name=adamw_torch", "write adamw"),
         ("parallel.strategy=zero3", "write fsdp"),
-        ("parallel.recompute=true", "write block"),
+        ("parallel.activation_checkpointing=true", "write block"),
     ],
 )
 def test_values_of_other_tools_lead_to_ours(tmp_path, override, words):
@@ -116,20 +121,24 @@ def test_values_of_other_tools_lead_to_ours(tmp_path, override, words):
 
 def test_many_errors_are_cut(tmp_path):
     error = refusal(write(tmp_path, BASE + "".join(f"nonsense_{i}: 1\n" for i in range(30))))
-    assert error.what == "the run file has 30 errors" and len(error.details) == MAX_FINDINGS + 1 and error.details[-1] == "and 10 more"
+    assert (
+        error.what == "the run file has 30 errors"
+        and len(error.details) == MAX_FINDINGS + 1
+        and error.details[-1] == "and 10 more"
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("batch: {rows: true}", "got true, allowed: a whole number"),
+        ("batch: {samples: true}", "got true, allowed: a whole number"),
         ("batch: 3", "`batch` is a section with keys, got 3"),
-        ("batch.rows: 3", "write `batch:` and below it `rows: 3`"),
+        ("batch.samples: 3", "write `batch:` and below it `samples: 3`"),
         ("name: 2024", "Put it in quotes"),
         ("name: ../up", "`name`: got ../up"),
         ("seed: -1", "`seed`: got -1, allowed: a whole number >= 0"),
         ("stop: {epochs: .inf}", "`stop.epochs`"),
-        ("method: {targets: 3}", "`method.targets`: got 3, allowed: `all-linear` or a list"),
+        ("method: {target_modules: 3}", "`method.target_modules`: got 3, allowed: `all-linear` or a list"),
         ("task: stf", "`task`: got stf, allowed: `sft`, `cpt`"),
         ("1: x", "unknown key `1`"),
         ("batch: {? [a, b] : 1}", "unhashable"),
@@ -140,7 +149,7 @@ def test_wrong_values_say_what_is_allowed(tmp_path, text, said):
 
 
 def test_an_empty_section_is_its_defaults(tmp_path):
-    assert load_config(write(tmp_path, BASE + "batch:\n")).batch.rows == "auto"
+    assert load_config(write(tmp_path, BASE + "batch:\n")).batch.samples == "auto"
 
 
 @pytest.mark.parametrize(
@@ -148,7 +157,7 @@ def test_an_empty_section_is_its_defaults(tmp_path):
     [
         (
             "a.yaml",
-            BASE + "seed: 1\nseed: 2\nbatch:\n  rows: 1\n  rows: 2\n",
+            BASE + "seed: 1\nseed: 2\nbatch:\n  samples: 1\n  rows: 2\n",
             ["line 4, column 1: `seed` is given twice", "line 7, column 3: `rows`"],
         ),
         ("a.json", '{"name": "a", "name": "b"}', ["`name` is given twice"]),
@@ -191,7 +200,9 @@ def test_broken_files_say_where(tmp_path, name, text, said):
 def _fold(first: str, each: str, levels: int = 40) -> str:
     """``levels`` lines that each name the one before nine times: 9^levels values in two kilobytes."""
     lines = [f"a0: &a0 {first}"]
-    return "\n".join(lines + [f"a{i}: &a{i} " + each.replace("?", ", ".join([f"*a{i - 1}"] * 9)) for i in range(1, levels)])
+    return "\n".join(
+        lines + [f"a{i}: &a{i} " + each.replace("?", ", ".join([f"*a{i - 1}"] * 9)) for i in range(1, levels)]
+    )
 
 
 @pytest.mark.parametrize("text", [_fold("[x]", "[?]"), _fold("{x: 1}", "{<<: [?]}")], ids=["aliases", "merges"])
@@ -252,13 +263,13 @@ def test_a_byte_order_mark_is_no_error(tmp_path):
 
 
 def test_overrides_replace_and_the_later_one_wins(tmp_path):
-    path = write(tmp_path, BASE + "batch: {rows: 8}\n")
+    path = write(tmp_path, BASE + "batch: {samples: 8}\n")
     overrides = """
-        batch.rows=16
-        batch.rows=32
+        batch.samples=16
+        batch.samples=32
         name=2024
         optimizer.learning_rate=1e-4
-        method.targets=[q_proj, '*.v_proj']
+        method.target_modules=[q_proj, '*.v_proj']
         data.train=a=b.jsonl
         model.revision=1e5
         --stop.max_steps=3
@@ -266,8 +277,8 @@ def test_overrides_replace_and_the_later_one_wins(tmp_path):
         output.dir="my runs"
     """
     config = load_config(path, [line.strip() for line in overrides.strip().splitlines()])
-    assert (config.batch.rows, config.name, config.optimizer.learning_rate) == (32, "2024", 1e-4)
-    assert config.method.targets == ("q_proj", "*.v_proj")
+    assert (config.batch.samples, config.name, config.optimizer.learning_rate) == (32, "2024", 1e-4)
+    assert config.method.target_modules == ("q_proj", "*.v_proj")
     assert (config.data.train, config.model.revision, config.stop.max_steps) == ("a=b.jsonl", "1e5", 3)
     assert (config.data.packing, config.output.dir) == (False, "my runs")
 
@@ -281,10 +292,10 @@ def test_null_takes_a_key_back(tmp_path):
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("batch.rows", "write section.key=value, such as batch.rows=32"),
+        ("batch.samples", "write section.key=value, such as batch.samples=32"),
         ("batch=3", "`batch` is a section"),
-        ("batch.row=3", "did you mean `batch.rows`?"),
-        ("batch.rows=many", "command line: `batch.rows`: got many, allowed"),
+        ("batch.row=3", "did you mean `batch.samples`?"),
+        ("batch.samples=many", "command line: `batch.samples`: got many, allowed"),
         ("data.max_length=[", "`data.max_length`: got [, allowed"),
         ("zzz.qqq=1", "`manyhands config` lists all keys"),
     ],
@@ -309,7 +320,10 @@ def test_paths_are_taken_from_the_run_files_folder_if_they_are_there(tmp_path, m
 def test_a_chat_template_may_be_text(tmp_path):
     template = "{% for m in messages %}" + "x" * 5000 + "{% endfor %}"
     assert config_from_mapping(minimal(model__chat_template=template)).model.chat_template == template
-    assert load_config(write(tmp_path, json.dumps(minimal(model__chat_template=template)), "a.json")).model.chat_template == template
+    assert (
+        load_config(write(tmp_path, json.dumps(minimal(model__chat_template=template)), "a.json")).model.chat_template
+        == template
+    )
 
 
 def test_a_mapping_is_not_changed_and_its_errors_name_the_place():

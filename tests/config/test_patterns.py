@@ -8,7 +8,7 @@ import pytest
 
 from manyhands.config import patterns
 from manyhands.config.patterns import matches, reaches
-from manyhands.errors import UserError
+from manyhands.core.errors import UserError
 
 NAME = "model.layers.10.self_attn.q_proj"
 
@@ -37,7 +37,9 @@ def test_a_module_reaches_its_weights():
 
 @pytest.mark.parametrize("pattern", ["re:(?:(?:.|.)*(?:.|..)*)*(?<=m)", "re:(?:(?:a|.)*(?:.|..)*)*(?<=m)"])
 def test_an_expression_without_end_is_stopped(pattern, monkeypatch):
-    """Each of a hundred names would take longer than the age of the universe; all together take no longer than the bound."""
+    """Each of a hundred names would take longer than the age of the universe; all together take no longer than the
+    bound.
+    """
     monkeypatch.setattr(patterns, "MAX_CPU_S", 0.5)
     patterns._compile.cache_clear()
     start = time.process_time()
@@ -60,7 +62,14 @@ def test_the_time_of_many_slow_names_adds_up(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "pattern", ["re:(", "re:((a{1000}){1000}){1000}", "re:" + "a" * 20_000, "re:" + "(" * 5000 + ")" * 5000, "re:a{99999999999999999999}"]
+    "pattern",
+    [
+        "re:(",
+        "re:((a{1000}){1000}){1000}",
+        "re:" + "a" * 20_000,
+        "re:" + "(" * 5000 + ")" * 5000,
+        "re:a{99999999999999999999}",
+    ],
 )
 def test_an_expression_that_is_none_or_too_large_is_refused(pattern):
     with pytest.raises(UserError, match="is no regular expression") as refused:

@@ -10,7 +10,7 @@ from manyhands.config.checks import check
 from manyhands.config.explain import explain, json_schema
 from manyhands.config.load import load_config
 from manyhands.config.schema import RunConfig, Source
-from manyhands.errors import UserError
+from manyhands.core.errors import UserError
 from tests.config.builders import config, minimal
 
 LIST = """model: {name: org/model}
@@ -45,8 +45,11 @@ def test_a_list_of_paths_and_sources_and_its_dump(tmp_path: Path) -> None:
     ("item", "said"),
     [
         ("{path: b, wieght: 2}", "line 4: unknown key `data.train[0].wieght`: did you mean `data.train[0].weight`?"),
-        ("{path: b, weight: 0}", "line 4: `data.train[0].weight`: got 0, allowed: a number > 0. Times the rows are taken"),
-        ("{path: b, max_rows: true}", "line 4: `data.train[0].max_rows`: got true, allowed: a whole number >= 1"),
+        (
+            "{path: b, weight: 0}",
+            "line 4: `data.train[0].weight`: got 0, allowed: a number > 0. Times the rows are taken",
+        ),
+        ("{path: b, max_samples: true}", "line 4: `data.train[0].max_samples`: got true, allowed: a whole number >= 1"),
         ("{path: b, format: xml}", "`data.train[0].format`: got xml, allowed: `auto`, `messages`"),
         ("{path: b, fields: [x]}", "`data.train[0].fields`: got"),
         ("{path: b, fields: {prompt: 3}}", "`data.train[0].fields`: got"),
@@ -66,16 +69,22 @@ def test_an_error_in_a_source_names_its_place(tmp_path: Path, item: str, said: s
 def test_a_list_must_hold_something_and_a_source_must_be_in_a_list(tmp_path: Path) -> None:
     text = refusal(write(tmp_path, "model: {name: m}\ndata: {train: [], validation: {path: x}}\n"))
     assert "`data.train` is an empty list" in text and "validation: [{path: ...}]" in text
-    assert "`data.train`: got 3, allowed: text or a list" in refusal(write(tmp_path, "model: {name: m}\ndata: {train: 3}\n"))
+    assert "`data.train`: got 3, allowed: text or a list" in refusal(
+        write(tmp_path, "model: {name: m}\ndata: {train: 3}\n")
+    )
 
 
-def test_paths_of_every_form_are_taken_from_the_run_files_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_of_every_form_are_taken_from_the_run_files_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "runs"
     (folder / "sets").mkdir(parents=True)
     for name in ("a.jsonl", "b.csv", "sets/v.jsonl"):
         (folder / name).write_text("x")
     monkeypatch.chdir(tmp_path)
-    path = write(folder, LIST + "    - hub:o/set\n    - elsewhere.jsonl\n  validation: [{path: sets}]\nmethod: {adapter: sets}\n")
+    path = write(
+        folder, LIST + "    - hub:o/set\n    - elsewhere.jsonl\n  validation: [{path: sets}]\nmethod: {adapter: sets}\n"
+    )
     found = load_config(Path("runs/run.yaml"))
     assert found.data.train[0] == str(folder / "a.jsonl") and found.data.train[1].path == str(folder / "b.csv")
     assert found.data.train[2:] == ("hub:o/set", "elsewhere.jsonl")
@@ -89,13 +98,17 @@ def test_overrides_of_lists_sources_and_mappings(tmp_path: Path) -> None:
     assert load_config(path, ["data.train=[x.jsonl, {path: y.jsonl, weight: 0.5}]"]).data.train[1].weight == 0.5
     changed = load_config(path, ["data.train[0].weight=3", "data.train[1].weight=0.5", "data.fields.prompt=frage"]).data
     assert [source.weight for source in changed.train] == [3, 0.5] and changed.fields == {"prompt": "frage"}
-    single = load_config(path, ["data.train=one.jsonl", "data.train[0].max_rows=5"]).data.train
-    assert single == (Source(path="one.jsonl", max_rows=5),)
-    assert load_config(path, ["data.template_arguments.enable_thinking=false"]).data.template_arguments == {"enable_thinking": False}
-    text = refusal(path, "data.train[2].weight=2", "data.train[0].wait=2", "data.fields.prompt=3", "data.max_rows.x=1")
+    single = load_config(path, ["data.train=one.jsonl", "data.train[0].max_samples=5"]).data.train
+    assert single == (Source(path="one.jsonl", max_samples=5),)
+    assert load_config(path, ["data.template_arguments.enable_thinking=false"]).data.template_arguments == {
+        "enable_thinking": False
+    }
+    text = refusal(
+        path, "data.train[2].weight=2", "data.train[0].wait=2", "data.fields.prompt=3", "data.max_samples.x=1"
+    )
     assert "command line: `data.train[2].weight`: `data.train` has no source of the number 2" in text
     assert "command line: unknown key `data.train[0].wait`" in text
-    assert "`data.fields`: got" in text and "unknown key `data.max_rows.x`" in text
+    assert "`data.fields`: got" in text and "unknown key `data.max_samples.x`" in text
 
 
 def test_sources_are_explained() -> None:
@@ -109,8 +122,12 @@ def test_sources_are_explained() -> None:
 
 def test_the_json_schema_knows_sources() -> None:
     schema = json_schema()
-    assert {"$ref": "#/$defs/Source"} in schema["$defs"]["DataSection"]["properties"]["train"]["anyOf"][1]["items"]["anyOf"]
-    assert schema["$defs"]["Source"]["required"] == ["path"] and schema["$defs"]["Source"]["additionalProperties"] is False
+    assert {"$ref": "#/$defs/Source"} in schema["$defs"]["DataSection"]["properties"]["train"]["anyOf"][1]["items"][
+        "anyOf"
+    ]
+    assert (
+        schema["$defs"]["Source"]["required"] == ["path"] and schema["$defs"]["Source"]["additionalProperties"] is False
+    )
 
 
 CONTRADICTIONS = [
@@ -145,7 +162,12 @@ def test_contradictions_are_named_by_place(data: dict, said: str) -> None:
     [
         {"data__train": [{"path": "hub:o/n", "subset": "x", "split": "test", "revision": "r", "weight": 2.0}]},
         {"data__train": [{"path": "saved/set", "split": "test"}]},
-        {"data__train": ["a.jsonl", {"path": "b.jsonl", "format": "sharegpt", "fields": {"conversations": "talk", "from": "who"}}]},
+        {
+            "data__train": [
+                "a.jsonl",
+                {"path": "b.jsonl", "format": "sharegpt", "fields": {"conversations": "talk", "from": "who"}},
+            ]
+        },
         {
             "task": "mixed",
             "data__train": ["a.txt", {"path": "b", "format": "messages"}],
@@ -175,7 +197,7 @@ def test_what_goes_together_is_not_refused(keys: dict) -> None:
           for key, value in (("rslora", True), ("dora", True), ("modules_to_save", ["lm_head"]), ("adapter", "x"))),
         *(({"task": "cpt", f"data__{key}": value}, f"data.{key}", "task")
           for key, value in (("train_on", "all"), ("template_arguments", {"a": 1}), ("date", "2025-01-01"))),
-        ({"data__packing": "auto", "batch__micro_rows": 2}, "batch.micro_rows", "data.packing: auto"),
+        ({"data__packing": "auto", "batch__micro_samples": 2}, "batch.micro_samples", "data.packing: auto"),
         ({"data__too_long": "split", "data__train": [{"path": "a"}]}, "data.too_long", "task: sft"),
     ],
 )  # fmt: skip

@@ -25,9 +25,14 @@ def make_tokenizer(template: str | None = None, trim_offsets: bool = True, adds_
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=400,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
-    backend.train_from_iterator(["Hello there, how are you? Fine. user assistant system model 42 43 Bye Hi   \n\n Be kind."] * 50, trainer)
+    backend.train_from_iterator(
+        ["Hello there, how are you? Fine. user assistant system model 42 43 Bye Hi   \n\n Be kind."] * 50, trainer
+    )
     last = processors.ByteLevel(trim_offsets=trim_offsets)
     if adds_bos:
         last = processors.Sequence([last, processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])])
@@ -67,10 +72,19 @@ def write_rows(tmp_path: Path):
 
 @pytest.fixture
 def make_config(tmp_path: Path):
-    def make(train: Path, task: str = "sft", batch: dict | None = None, model: dict | None = None, seed: int = 0, **data: Any) -> RunConfig:
+    def make(
+        train: Path, task: str = "sft", batch: dict | None = None, model: dict | None = None, seed: int = 0, **data: Any
+    ) -> RunConfig:
         data = {"train": str(train), "cache": str(tmp_path / "cache"), **data}
         return RunConfig.model_validate(
-            {"name": "t", "task": task, "seed": seed, "model": {"name": "m", **(model or {})}, "data": data, "batch": batch or {}}
+            {
+                "name": "t",
+                "task": task,
+                "seed": seed,
+                "model": {"name": "m", **(model or {})},
+                "data": data,
+                "batch": batch or {},
+            }
         )
 
     return make

@@ -2,10 +2,10 @@
 
     python -m tests.data.corpus FOLDER [--output docs/templates.md] [--details FILE]
 
-FOLDER holds NAME.jinja files and, where they are known, NAME.json files with ``bos_token`` and ``eos_token``. A template is
-run with a byte-level tokenizer made for it, whose added tokens are what looks like a token in the template's text and in
-what it renders. For each conversation the ids must be those of ``apply_chat_template``, and each token that ``oracle.py``
-assigns to the model must be trained, and no other; or the row must be refused, with a reason.
+FOLDER holds NAME.jinja files and, where they are known, NAME.json files with ``bos_token`` and ``eos_token``. A
+template is run with a byte-level tokenizer made for it, whose added tokens are what looks like a token in the
+template's text and in what it renders. For each conversation the ids must be those of ``apply_chat_template``, and each
+token that ``oracle.py`` assigns to the model must be trained, and no other; or the row must be refused, with a reason.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from manyhands.core.errors import UserError
 from manyhands.data.formats import Conversation
 from manyhands.data.messages import RowRefused
 from manyhands.data.render import Renderer
 from manyhands.data.template import ChatTemplate, complete_arguments
-from manyhands.errors import UserError
 
 from .oracle import TAG, Verdict, judge, tag
 from .test_masks import CONVERSATIONS
@@ -85,12 +85,17 @@ def make_tokenizer(template: str, bos: str | None, eos: str | None, texts: Seque
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
-    added = dict.fromkeys([token for token in (bos, eos) if token] + [m for text in (template, *texts) for m in TOKEN.findall(text)])
+    added = dict.fromkeys(
+        [token for token in (bos, eos) if token] + [m for text in (template, *texts) for m in TOKEN.findall(text)]
+    )
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=330 + len(added), special_tokens=list(added), initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=330 + len(added),
+        special_tokens=list(added),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     backend.train_from_iterator([WORDS] * 5, trainer)
     backend.post_processor = processors.ByteLevel(trim_offsets=False)
@@ -101,13 +106,18 @@ def make_tokenizer(template: str, bos: str | None, eos: str | None, texts: Seque
 
 def guess_ends(template: str) -> tuple[str, str]:
     """(bos, eos) of a template whose tokenizer is not known."""
-    eos = next((end for end in ENDS if end in template), "</s>" if "<s>" in template or "[INST]" in template else "<|endoftext|>")
+    eos = next(
+        (end for end in ENDS if end in template),
+        "</s>" if "<s>" in template or "[INST]" in template else "<|endoftext|>",
+    )
     return ("<|begin_of_text|>" if "<|eot_id|>" in template else "<s>"), (
         "</s>" if "eos_token" in template and "[INST]" in template else eos
     )
 
 
-def tokenizer_for(template: str, tokens: Mapping[str, str | None], conversations: Mapping[str, tuple[list[dict], list | None]]) -> Any:
+def tokenizer_for(
+    template: str, tokens: Mapping[str, str | None], conversations: Mapping[str, tuple[list[dict], list | None]]
+) -> Any:
     guessed = guess_ends(template)
     bos, eos = tokens.get("bos_token") or guessed[0], tokens.get("eos_token") or guessed[1]
     first = make_tokenizer(template, bos, eos, [])
@@ -126,14 +136,21 @@ def render_all(tokenizer: Any, conversations: Mapping[str, tuple[list[dict], lis
 
 
 def check_template(
-    name: str, template: str, tokens: Mapping[str, str | None], conversations: Mapping[str, tuple[list[dict], list | None]]
+    name: str,
+    template: str,
+    tokens: Mapping[str, str | None],
+    conversations: Mapping[str, tuple[list[dict], list | None]],
 ) -> Report:
     """Every conversation through one template."""
     report = Report(name)
     try:
         tokenizer = tokenizer_for(template, tokens, conversations)
         renderer = Renderer(tokenizer, date=DATE)
-        texts = "\0".join(render_all(tokenizer, conversations)).replace(tokenizer.bos_token, "\1").replace(tokenizer.eos_token, "\2")
+        texts = (
+            "\0".join(render_all(tokenizer, conversations))
+            .replace(tokenizer.bos_token, "\1")
+            .replace(tokenizer.eos_token, "\2")
+        )
         report.texts = hashlib.sha256(texts.encode()).hexdigest()
         for case, (messages, tools) in conversations.items():
             report.cases[case] = check(tokenizer, renderer, *tag(messages, tools))
@@ -185,7 +202,9 @@ def compare(tokenizer: Any, rendered: Any, verdict: Verdict) -> tuple[str, str]:
     untrained = "".join(text[start:end] for start, end, trained in faults if not trained)
     trained = "".join(text[start:end] for start, end, trained in faults if trained)
     return WRONG, " ".join(
-        part for part in (f"untrained: {untrained!r}" * bool(untrained), f"trained: {trained!r}" * bool(trained)) if part
+        part
+        for part in (f"untrained: {untrained!r}" * bool(untrained), f"trained: {trained!r}" * bool(trained))
+        if part
     )[:300]
 
 

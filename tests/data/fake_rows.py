@@ -36,9 +36,9 @@ SMALL = FakeRows((([5, 6, 7], [0, 0, 1]), ([8, 9], [0, 1]), ([1, 2, 3, 4], [1, 1
 WEIGHTED = FakeRows(SMALL.parts, ([0, 0, 0.5], [0, 2.0], [1.0, 1.0, 0, 3.0]))
 
 
-def drawn_rows(num_rows: int, seed: int, weighted: bool = False) -> FakeRows:
+def drawn_rows(num_samples: int, seed: int, weighted: bool = False) -> FakeRows:
     draw = np.random.default_rng(seed)
-    lengths = draw.integers(2, 60, num_rows)
+    lengths = draw.integers(2, 60, num_samples)
     parts = tuple((draw.integers(0, 1000, n).tolist(), draw.integers(0, 2, n).tolist()) for n in lengths)
     return FakeRows(parts, tuple(draw.random(n).tolist() for n in lengths) if weighted else None)
 

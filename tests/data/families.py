@@ -1,4 +1,6 @@
-"""A small byte-level tokenizer for each template fixture, with the family's own markers as added tokens; nothing is downloaded."""
+"""A small byte-level tokenizer for each template fixture, with the family's own markers as added tokens; nothing is
+downloaded.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ MISTRAL = Family(
 PHI = Family(
     None,
     "<|endoftext|>",
-    _list("<|endoftext|> <|system|> <|user|> <|assistant|> <|end|> <|tool|> <|/tool|> <|tool_call|> <|/tool_call|> <|tool_response|>"),
+    _list(
+        "<|endoftext|> <|system|> <|user|> <|assistant|> <|end|> <|tool|> <|/tool|> <|tool_call|> <|/tool_call|> <|tool_response|>"
+    ),
 )
 DEEPSEEK = Family(
     "<｜begin▁of▁sentence｜>",
@@ -52,7 +56,9 @@ GLM = Family(
     None,
     "<|endoftext|>",
     _list("<|endoftext|> [gMASK] <sop> <|system|> <|user|> <|assistant|> <|observation|>"),
-    _list("<think> </think> <tool_call> </tool_call> <tool_response> </tool_response> <arg_key> </arg_key> <arg_value> </arg_value>"),
+    _list(
+        "<think> </think> <tool_call> </tool_call> <tool_response> </tool_response> <arg_key> </arg_key> <arg_value> </arg_value>"
+    ),
 )
 
 FAMILIES: dict[str, Family] = {
@@ -63,7 +69,10 @@ FAMILIES: dict[str, Family] = {
         ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"),
     ),
     "qwen3": Family(
-        None, "<|im_end|>", CHATML.special, ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+        None,
+        "<|im_end|>",
+        CHATML.special,
+        ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
     ),
     "gemma3": Family("<bos>", "<eos>", ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>")),
     "mistral3": MISTRAL,
@@ -88,12 +97,17 @@ def family_tokenizer(name: str, trim_offsets: bool = True, adds_bos: bool = Fals
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=420, special_tokens=list(family.special), initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=420,
+        special_tokens=list(family.special),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     backend.train_from_iterator([WORDS] * 50, trainer)
     last: Any = processors.ByteLevel(trim_offsets=trim_offsets)
     if adds_bos and family.bos is not None:
-        template = processors.TemplateProcessing(single=f"{family.bos} $A", special_tokens=[(family.bos, backend.token_to_id(family.bos))])
+        template = processors.TemplateProcessing(
+            single=f"{family.bos} $A", special_tokens=[(family.bos, backend.token_to_id(family.bos))]
+        )
         last = processors.Sequence([last, template])
     backend.post_processor = last
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=family.bos, eos_token=family.eos)
@@ -106,4 +120,8 @@ def family_tokenizer(name: str, trim_offsets: bool = True, adds_bos: bool = Fals
 def trained_texts(tokenizer: Any, rendered: Any) -> list[str]:
     """The stretches of trained tokens, decoded."""
     groups = groupby(zip(rendered.ids.tolist(), rendered.trained.tolist(), strict=True), key=lambda pair: pair[1])
-    return [tokenizer.decode([id for id, _ in group], clean_up_tokenization_spaces=False) for trained, group in groups if trained]
+    return [
+        tokenizer.decode([id for id, _ in group], clean_up_tokenization_spaces=False)
+        for trained, group in groups
+        if trained
+    ]

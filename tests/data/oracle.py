@@ -1,10 +1,11 @@
 """What of a rendered conversation the model must write itself, told without the code that makes masks.
 
 Every word of a conversation is given a tag of its own that tells who says it (``tag``). In the text of the template the
-tags show where each turn lies, and two renderings beside it show its borders: the one that ends in the generation prompt
-(what stands in it is supplied, what stands in its place and differs is written by the model) and the one in which the
-conversation goes on, or ends, behind the turn (what closes the turn in both is the model's; a token that only opens the
-next message is the model's where nothing else tells that the turn is over). Knows templates, no spans and no tokens' masks.
+tags show where each turn lies, and two renderings beside it show its borders: the one that ends in the generation
+prompt (what stands in it is supplied, what stands in its place and differs is written by the model) and the one in
+which the conversation goes on, or ends, behind the turn (what closes the turn in both is the model's; a token that only
+opens the next message is the model's where nothing else tells that the turn is over). Knows templates, no spans and no
+tokens' masks.
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ from typing import Any
 Message = dict[str, Any]
 Render = Callable[..., "str | None"]  # (messages, tools, generation) -> the template's text, None where it refuses
 
-OWN, OTHER, THOUGHT = "Qj", "Vx", "Zk"  # what tags begin with: words of an assistant, of anybody else, an assistant's thinking
+OWN, OTHER, THOUGHT = (
+    "Qj",
+    "Vx",
+    "Zk",
+)  # what tags begin with: words of an assistant, of anybody else, an assistant's thinking
 TAG = re.compile(f"(?:{OWN}|{OTHER}|{THOUGHT})[a-z]{{3}}")
 WORD = re.compile(r"<[^<>\s]*>|\[/?[A-Z_]+\]|(?:^|(?<=\n))assistant\b|(\w+)")
 THINKING = re.compile(r"<think>.*?</think>", re.DOTALL)
@@ -62,7 +67,8 @@ def tag(messages: Sequence[Message], tools: list[Any] | None) -> tuple[list[Mess
             new["tool_calls"] = [mark_call(call) for call in message["tool_calls"]]
         tagged.append(new)
     return tagged, [
-        {**tool, "function": {**tool["function"], "name": mark(tool["function"]["name"], OTHER)}} for tool in tools or []
+        {**tool, "function": {**tool["function"], "name": mark(tool["function"]["name"], OTHER)}}
+        for tool in tools or []
     ] or None
 
 
@@ -73,8 +79,8 @@ def tags_of(value: Any) -> list[str]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """``spans``: what the model writes, characters of ``text``. ``open``: headers of answers in places where the generation
-    prompt has none, of which either may be said. ``hidden``: words of calls, and of answers without, that
+    """``spans``: what the model writes, characters of ``text``. ``open``: headers of answers in places where the
+    generation prompt has none, of which either may be said. ``hidden``: words of calls, and of answers without, that
     the template does not show. ``unsure``: why the spans cannot be told, if so."""
 
     text: str
@@ -118,7 +124,9 @@ class Tokens:
     """The spelling of added tokens."""
 
     def __init__(self, added: Sequence[str]) -> None:
-        self._any = re.compile("|".join(map(re.escape, sorted(filter(str.strip, added), key=len, reverse=True))) or r"(?!)")
+        self._any = re.compile(
+            "|".join(map(re.escape, sorted(filter(str.strip, added), key=len, reverse=True))) or r"(?!)"
+        )
 
     def first(self, text: str) -> int:
         """How far the first token of a text reaches, blanks before it included; 0 where something else comes first."""
@@ -144,7 +152,9 @@ class Tokens:
         places = [place for place, letter in enumerate(text) if not letter.isspace()]
         length = self.common("".join(text.split()), "".join(other.split()))
         inside = places[length] if length < len(places) else len(text)
-        return next((found.start() for found in self._any.finditer(text) if found.start() < inside < found.end()), inside)
+        return next(
+            (found.start() for found in self._any.finditer(text) if found.start() < inside < found.end()), inside
+        )
 
     def common(self, one: str, other: str) -> int:
         """How much two texts have in common at their beginning, in whole tokens."""
@@ -181,7 +191,11 @@ class Turn:
         own = self._own_words(text)
         if own:
             return self._start(text, own[0].start()), _end_of_word(text, own[-1].end())
-        asked = [found for found in TAG.finditer(text) if found.group() in tags_of(self.messages[self.turn - 1])] if self.turn else []
+        asked = (
+            [found for found in TAG.finditer(text) if found.group() in tags_of(self.messages[self.turn - 1])]
+            if self.turn
+            else []
+        )
         if not asked:
             raise LookupError(f"message {self.turn + 1} and the one before it show no word")
         following = TAG.search(text, asked[-1].end())
@@ -211,13 +225,15 @@ class Turn:
         return upto
 
     def header(self) -> tuple[int, int]:
-        """From the turn's beginning to the end of a plain answer's header, if that stands before its first word; also all
-        that stands before an answer that nothing was asked for."""
+        """From the turn's beginning to the end of a plain answer's header, if that stands before its first word; also
+        all that stands before an answer that nothing was asked for."""
         own = self._own_words(self.text)
         start, first = self._place(self.text)[0], own[0].start() if own else 0
         header = self._plain_header()
         found = self.text.rfind(header, start, first) if header else -1
-        return (0 if not self.turn else start), (first if not self.turn else max(start, found + len(header) if found >= 0 else start))
+        return (0 if not self.turn else start), (
+            first if not self.turn else max(start, found + len(header) if found >= 0 else start)
+        )
 
     def next_opener(self) -> tuple[int, int]:
         """What opens a further answer, where only that tells that the turn is over."""
@@ -238,7 +254,10 @@ class Turn:
     def _plain_header(self) -> str:
         """What opens a plain answer, from the last token on that the generation prompt supplies."""
         asked, word = [{"role": "user", "content": OTHER + "zzz"}], OWN + "zzz"
-        prompt, text = self.render(asked, None, True), self.render([*asked, {"role": "assistant", "content": word}], None, False)
+        prompt, text = (
+            self.render(asked, None, True),
+            self.render([*asked, {"role": "assistant", "content": word}], None, False),
+        )
         if prompt is None or text is None or word not in text:
             return ""
         supplied, shown = _gap(prompt, len(prompt))[1], _gap(text, text.index(word))[1]
@@ -270,7 +289,9 @@ class Turn:
             return last + behind.index(marker) + len(marker)
         if calls and self.tokens.last(closing) == closing != "":  # calls may be closed by another token than answers
             return last + len(closing)
-        if not is_last and self.messages[self.turn + 1]["role"] == "assistant":  # some close a turn only before a question
+        if (
+            not is_last and self.messages[self.turn + 1]["role"] == "assistant"
+        ):  # some close a turn only before a question
             return last + len(closing)
         raise LookupError(f"message {self.turn + 1} is not closed as a plain answer is")
 
@@ -283,13 +304,18 @@ class Turn:
         """The token that closes an answer before whatever follows, where none does at the end."""
         asked, word = [{"role": "user", "content": OTHER + "zzz"}], OWN + "zzz"
         told = [*asked, {"role": "assistant", "content": word}]
-        texts = [self.render([*told, *more], None, False) for more in (asked, [{"role": "assistant", "content": OWN + "zzy"}])]
+        texts = [
+            self.render([*told, *more], None, False)
+            for more in (asked, [{"role": "assistant", "content": OWN + "zzy"}])
+        ]
         tails = [self._behind(text, text.index(word) + len(word)) if text and word in text else "" for text in texts]
         common = tails[0][: self.tokens.common(*tails)]
         return common[: self.tokens.first(common)].strip()
 
     def _plain_closing(self, is_last: bool) -> str:
-        """What closes a plain answer, as the last message or before another; "" where nothing does but the next message."""
+        """What closes a plain answer, as the last message or before another; "" where nothing does but the next
+        message.
+        """
         asked, word = [{"role": "user", "content": OTHER + "zzz"}], OWN + "zzz"
         told = [*asked, {"role": "assistant", "content": word}]
         tails = []

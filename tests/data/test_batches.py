@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from manyhands.data.ahead import THREAD_NAME
 from manyhands.data.batches import collate, collate_here, iterate
 from manyhands.data.collate import Shape
 from manyhands.data.pack import Layout, lay_out_rows
-from manyhands.data.store import RowSet, checksum_of
+from manyhands.data.prefetch import THREAD_NAME
+from manyhands.data.store import SampleSet, checksum_of
 from tests.data.fake_rows import SMALL, WEIGHTED
 
 CPU = torch.device("cpu")
@@ -34,20 +34,20 @@ def test_packed_by_hand() -> None:
     assert values(batch) == {
         "input_ids": [[1, 2, 3, 4, 5, 6, 7, 8, 9]],
         "position_ids": [[0, 1, 2, 3, 0, 1, 2, 0, 1]],
-        "targets": [[2, -100, 4, -100, -100, 7, -100, 9, -100]],
+        "labels": [[2, -100, 4, -100, -100, 7, -100, 9, -100]],
         "target_rows": [0, 2, 5, 7],
         "cu_seq_lens": [0, 4, 7, 9],
         "max_length": 4,
     }
     assert batch["cu_seq_lens"].dtype == torch.int32
-    assert all(batch[name].dtype == torch.int64 for name in ("input_ids", "position_ids", "targets", "target_rows"))
+    assert all(batch[name].dtype == torch.int64 for name in ("input_ids", "position_ids", "labels", "target_rows"))
 
 
 def test_padded_by_hand() -> None:
     assert values(collate(SMALL, np.array([2, 0, 1]), PADDED)) == {
         "input_ids": [[1, 2, 3, 4], [5, 6, 7, 0], [8, 9, 0, 0]],
         "position_ids": [[0, 1, 2, 3]] * 3,
-        "targets": [[2, -100, 4, -100], [-100, 7, -100, -100], [9, -100, -100, -100]],
+        "labels": [[2, -100, 4, -100], [-100, 7, -100, -100], [9, -100, -100, -100]],
         "target_rows": [0, 2, 5, 8],
     }
 
@@ -56,7 +56,7 @@ def test_weights_stand_where_the_targets_stand() -> None:
     packed = collate(WEIGHTED, np.array([2, 0, 1]), Shape(packed=True, tile=4))
     assert packed["weights"].dtype == torch.float32
     assert packed["weights"].tolist() == [[1.0, 0, 3.0, 0, 0, 0.5, 0, 2.0, 0, 0, 0, 0]]
-    assert ((packed["targets"] != -100) == (packed["weights"] > 0)).all()
+    assert ((packed["labels"] != -100) == (packed["weights"] > 0)).all()
     assert collate(WEIGHTED, np.array([1, 0]), PADDED)["weights"].tolist() == [[2.0, 0, 0], [0, 0.5, 0]]
     assert collate(WEIGHTED, np.array([], dtype=np.int64), PACKED)["weights"].tolist() == [[0, 0]]
     assert "weights" not in collate(SMALL, np.array([0]), PACKED)
@@ -67,19 +67,24 @@ def test_packs_are_padded_to_whole_tiles_by_a_document_without_targets() -> None
     assert batch == {
         "input_ids": [[5, 6, 7, 8, 9, 0, 0, 0]],
         "position_ids": [[0, 1, 2, 0, 1, 0, 0, 0]],
-        "targets": [[-100, 7, -100, 9, -100, -100, -100, -100]],
+        "labels": [[-100, 7, -100, 9, -100, -100, -100, -100]],
         "target_rows": [1, 3],
         "cu_seq_lens": [0, 3, 5, 8],
         "max_length": 3,
     }
-    assert collate(SMALL, np.array([2]), Shape(packed=True, tile=4))["cu_seq_lens"].tolist() == [0, 4]  # full: nothing is added
+    assert collate(SMALL, np.array([2]), Shape(packed=True, tile=4))["cu_seq_lens"].tolist() == [
+        0,
+        4,
+    ]  # full: nothing is added
 
 
 def test_compiled_code_meets_few_shapes() -> None:
     shape = Shape(packed=True, tile=8, longest=10)
     batches = [collate(SMALL, np.array(rows, dtype=np.int64), shape) for rows in ([], [0], [0, 1], [0, 1, 2], [2, 1])]
     assert [batch["input_ids"].shape[1] for batch in batches] == [8, 8, 8, 16, 8]
-    assert {len(batch["cu_seq_lens"]) for batch in batches} == {16} and {batch["max_length"] for batch in batches} == {10}
+    assert {len(batch["cu_seq_lens"]) for batch in batches} == {16} and {batch["max_length"] for batch in batches} == {
+        10
+    }
     assert batches[3]["cu_seq_lens"].tolist() == [0, 3, 5, 9] + [16] * 12
     many = collate(SMALL, np.array([1] * 20), shape)
     assert len(many["cu_seq_lens"]) == 32
@@ -96,42 +101,45 @@ def test_compiled_code_meets_few_shapes() -> None:
 def test_no_rows() -> None:
     none = np.array([], dtype=np.int64)
     packed = values(collate(SMALL, none, PACKED))
-    assert packed["input_ids"] == [[0, 0]] and packed["targets"] == [[-100, -100]] and packed["target_rows"] == []
+    assert packed["input_ids"] == [[0, 0]] and packed["labels"] == [[-100, -100]] and packed["target_rows"] == []
     assert packed["cu_seq_lens"] == [0, 2] and packed["max_length"] == 2
     padded = values(collate(SMALL, none, PADDED))
-    assert padded["input_ids"] == [[0, 0]] and padded["targets"] == [[-100, -100]]
+    assert padded["input_ids"] == [[0, 0]] and padded["labels"] == [[-100, -100]]
 
 
 def test_targets_of_all_layouts_are_the_same_multiset() -> None:
     counted = []
     for shape in (PACKED, PADDED, Shape(packed=True, tile=32)):
-        targets = collate(SMALL, np.arange(3), shape)["targets"]
-        counted.append(sorted(targets[targets != -100].tolist()))
+        labels = collate(SMALL, np.arange(3), shape)["labels"]
+        counted.append(sorted(labels[labels != -100].tolist()))
     assert counted[0] == counted[1] == counted[2] == [2, 4, 7, 9]
 
 
 def test_rows_of_a_set() -> None:
-    row_set = make_row_set()
-    assert row_set.prompt(0).tolist() == [5, 6] and row_set.prompt(2).tolist() == [1]
-    assert row_set.take_tokens(None).tolist() == [0, 1, 2]
+    sample_set = make_row_set()
+    assert sample_set.prompt(0).tolist() == [5, 6] and sample_set.prompt(2).tolist() == [1]
+    assert sample_set.take_tokens(None).tolist() == [0, 1, 2]
     for limit in range(2, 12):
-        taken = row_set.take_tokens(limit)
-        assert 0 < row_set.lengths[taken].sum() <= limit and taken.tolist() == sorted(set(taken.tolist()))
+        taken = sample_set.take_tokens(limit)
+        assert 0 < sample_set.lengths[taken].sum() <= limit and taken.tolist() == sorted(set(taken.tolist()))
     with pytest.raises(Exception, match=r"evaluate.max_tokens = 1"):
-        row_set.take_tokens(1)
+        sample_set.take_tokens(1)
 
 
-def make_row_set() -> RowSet:
+def make_row_set() -> SampleSet:
     rows = SMALL.parts
     lengths = np.array([len(ids) for ids, _ in rows], dtype=np.int32)
-    targets = np.array([sum(trained[1:]) for _, trained in rows], dtype=np.int32)
+    labels = np.array([sum(trained[1:]) for _, trained in rows], dtype=np.int32)
     ids = np.concatenate([ids for ids, _ in rows]).astype(np.int32)
     trained = np.concatenate([trained for _, trained in rows]).astype(bool)
     checksums = np.array(
-        [checksum_of(np.array(ids, np.int32).data, np.array(trained, bool).data) for ids, trained in rows], dtype=np.uint32
+        [checksum_of(np.array(ids, np.int32).data, np.array(trained, bool).data) for ids, trained in rows],
+        dtype=np.uint32,
     )
     starts = np.cumsum(lengths) - lengths
-    return RowSet(lengths, targets, targets.astype(np.float64), np.zeros(3, np.int16), 0, starts, checksums, ids, trained)
+    return SampleSet(
+        lengths, labels, labels.astype(np.float64), np.zeros(3, np.int16), 0, starts, checksums, ids, trained
+    )
 
 
 def num_threads() -> int:

@@ -1,4 +1,6 @@
-"""Data that is made, or happens, to take more memory or time than there is: bounded, with file, line and limit in the message."""
+"""Data that is made, or happens, to take more memory or time than there is: bounded, with file, line and limit in the
+message.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from manyhands.data import arrow_rows, files, text_rows, tokenise
+from manyhands.core.errors import UserError
+from manyhands.data import arrow_rows, files, text_rows
+from manyhands.data import tokenize as tokenise
 from manyhands.data.prepare import prepare
 from manyhands.data.sources import read_rows
-from manyhands.errors import UserError
 
 MIB = 1 << 20
 
@@ -39,7 +42,9 @@ def peak_of(run: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.json.gz", "a.csv.gz", "a.txt.gz", "a.parquet.gz", "a.arrow.gz"])
-def test_a_packed_file_unpacks_to_so_much_and_no_more(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_packed_file_unpacks_to_so_much_and_no_more(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(files, "FREE_UNPACKED_BYTES", 4 * MIB)
     monkeypatch.setattr(files, "MAX_UNPACKED_RATIO", 20)
     blank = b" " * (MIB - 1) + b"\n"
@@ -67,7 +72,9 @@ def test_a_bomb_takes_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
-def test_one_row_of_millions_of_values_is_not_parsed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_row_of_millions_of_values_is_not_parsed(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(text_rows, "MAX_VALUES", 100_000)
     first, bomb = '{"question": "a", "answer": "b"}', '{"messages": [' + "{}," * 600_000 + "{}]}"
     text = f"[{first},\n{bomb}]" if name == "a.json" else f"{first}\n{bomb}\n"
@@ -79,7 +86,9 @@ def test_one_row_of_millions_of_values_is_not_parsed(name: str, tmp_path: Path, 
     assert len(list(read_rows(tmp_path / name))) == 1
 
 
-def test_lines_of_nothing_but_separators_and_documents_of_nothing_but_line_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_of_nothing_but_separators_and_documents_of_nothing_but_line_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(text_rows, "MAX_VALUES", 100_000)
     (tmp_path / "a.csv").write_text("question,answer\na,b\n" + "," * 200_000 + "\nc,d\n")
     assert "a.csv:3: more than 100,000 fields in one line" in refusal(tmp_path / "a.csv")
@@ -99,7 +108,9 @@ def test_parquet_rows_that_are_nowhere_are_refused(tmp_path: Path, monkeypatch: 
     assert len(list(read_rows(tmp_path / "b.parquet"))) == 5000
 
 
-def test_a_large_value_that_many_rows_repeat_is_not_in_memory_many_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_value_that_many_rows_repeat_is_not_in_memory_many_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """8 MiB in a dictionary, in 64 rows: 512 MiB if they were decoded at once."""
     monkeypatch.setattr(arrow_rows, "MAX_BATCH_BYTES", 32 * MIB)
     monkeypatch.setattr(arrow_rows, "LARGE_BATCH_BYTES", 4 * MIB)
@@ -131,13 +142,19 @@ def test_a_conversation_too_long_to_be_tokenized_at_once_is_refused(
 ) -> None:
     """The tokenizer needs some 140 bytes of memory a character: 200 MB ended the process."""
     monkeypatch.setattr(tokenise, "MAX_CONVERSATION_CHARACTERS", 10_000)
-    messages = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "because " * (100 if tools else 2_000)}]
+    messages = [
+        {"role": "user", "content": "why?"},
+        {"role": "assistant", "content": "because " * (100 if tools else 2_000)},
+    ]
     tool = {"type": "function", "function": {"name": "f", "description": "x" * 10_000}}
     long = {"messages": messages} | ({"tools": [tool]} if tools else {})
     path = write_rows([{"messages": [*messages[:1], {"role": "assistant", "content": "so"}]}] * 30 + [long])
     with pytest.raises(UserError) as caught:
         prepare(make_config(path, too_long="truncate"), model_folder, lambda line: None)
-    assert caught.value.details[0].startswith(f"{path}:31: a conversation of 1") and "at most 10,000" in caught.value.details[0]
+    assert (
+        caught.value.details[0].startswith(f"{path}:31: a conversation of 1")
+        and "at most 10,000" in caught.value.details[0]
+    )
 
 
 def test_a_long_text_is_tokenized_in_windows_and_has_no_such_limit(

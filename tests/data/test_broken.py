@@ -1,6 +1,7 @@
 """Broken rows, files and encodings: a clear refusal or a right result, never another exception.
 
-``MANYHANDS_EXAMPLES=100000 pytest tests/data/test_broken.py`` runs that many cases (1,000 without), divided among the tests.
+``MANYHANDS_EXAMPLES=100000 pytest tests/data/test_broken.py`` runs that many cases (1,000 without), divided among the
+tests.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from hypothesis import strategies as st
 
 from manyhands.config.row_fields import INNER, OPTIONAL, REQUIRED
 from manyhands.config.schema import Source
+from manyhands.core.errors import UserError
 from manyhands.data import json_rows, long_text, sources
 from manyhands.data.findings import Findings
 from manyhands.data.formats import Conversation, RowRefused, settle_format, to_conversation
@@ -28,7 +30,6 @@ from manyhands.data.long_text import read_documents
 from manyhands.data.messages import ROLES
 from manyhands.data.rows import Row
 from manyhands.data.sources import read_part, read_rows, split_source
-from manyhands.errors import UserError
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet", ".arrow")
 ENCODINGS = ("utf-8", "utf-8-sig", "utf-16", "utf-16-le", "latin-1", "cp1252", "utf-32")
@@ -48,10 +49,16 @@ def prop(share: float, cases: int, **arguments: st.SearchStrategy) -> Callable:
     return register
 
 
-texts = st.text(max_size=12) | st.sampled_from(["", " ", "a", "\ud800", "\x00", '"', "{", "[]", '[{"role": "assistant", "content": "x"}]'])
+texts = st.text(max_size=12) | st.sampled_from(
+    ["", " ", "a", "\ud800", "\x00", '"', "{", "[]", '[{"role": "assistant", "content": "x"}]']
+)
 scalars = st.none() | st.booleans() | st.integers(-3, 3) | st.integers() | st.floats() | texts
-values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3), max_leaves=8)
-names = st.sampled_from(sorted({name for group in (REQUIRED, OPTIONAL, INNER) for fields in group.values() for name in fields}))
+values = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3), max_leaves=8
+)
+names = st.sampled_from(
+    sorted({name for group in (REQUIRED, OPTIONAL, INNER) for fields in group.values() for name in fields})
+)
 
 
 def mostly(usual: st.SearchStrategy, rare: st.SearchStrategy = values) -> st.SearchStrategy:
@@ -60,11 +67,17 @@ def mostly(usual: st.SearchStrategy, rare: st.SearchStrategy = values) -> st.Sea
 
 def objects(**fields: st.SearchStrategy) -> st.SearchStrategy:
     """Objects that have each field or not, and sometimes a strange one."""
-    return st.fixed_dictionaries({}, optional={name: mostly(field) for name, field in fields.items()} | {"extra": values})
+    return st.fixed_dictionaries(
+        {}, optional={name: mostly(field) for name, field in fields.items()} | {"extra": values}
+    )
 
 
 calls = st.lists(
-    objects(name=texts, arguments=st.dictionaries(texts, values, max_size=2) | texts, function=objects(name=texts, arguments=texts)),
+    objects(
+        name=texts,
+        arguments=st.dictionaries(texts, values, max_size=2) | texts,
+        function=objects(name=texts, arguments=texts),
+    ),
     max_size=2,
 )
 message = objects(
@@ -72,7 +85,11 @@ message = objects(
     tool_calls=calls, reasoning_content=texts, thinking=texts, weight=st.floats(0, 2), train=st.booleans(), name=texts, function_call=calls,
 )  # fmt: skip
 turn = objects(
-    **{"from": st.sampled_from(["human", "gpt", "system", "function_call", "observation"]), "value": texts, "weight": st.floats()}
+    **{
+        "from": st.sampled_from(["human", "gpt", "system", "function_call", "observation"]),
+        "value": texts,
+        "weight": st.floats(),
+    }
 )
 field_values = {
     "messages": st.lists(message, max_size=4), "conversations": st.lists(turn | message, max_size=4), "tools": calls, "weight": st.floats(),
@@ -122,7 +139,11 @@ def read_parts(path: Path, findings: Findings, *, pieces: bool = False) -> list[
 
 
 def join_pieces(row: Row) -> Row:
-    return Row({"text": "".join(row.fields["text"])}, row.file, row.line) if isinstance(row.fields.get("text"), Iterator) else row
+    return (
+        Row({"text": "".join(row.fields["text"])}, row.file, row.line)
+        if isinstance(row.fields.get("text"), Iterator)
+        else row
+    )
 
 
 def read_all(path: Path) -> list[Row] | None:
@@ -177,7 +198,9 @@ def check_json(folder: Path, rows: list[dict], shape: str, chunk: int) -> None:
         text = "\n".join(json.dumps(row, ensure_ascii=shape == "escaped") for row in rows)
     else:
         text = json.dumps(
-            {"v": 1, "rows": rows} if shape == "under" else rows, indent=1 if shape == "indented" else None, ensure_ascii=False
+            {"v": 1, "rows": rows} if shape == "under" else rows,
+            indent=1 if shape == "indented" else None,
+            ensure_ascii=False,
         )
     path.write_bytes(text.encode())
     with pytest.MonkeyPatch.context() as patch:
@@ -186,7 +209,12 @@ def check_json(folder: Path, rows: list[dict], shape: str, chunk: int) -> None:
     assert json.dumps([row.fields for row in found or []]) == json.dumps(rows)
 
 
-@prop(0.06, 1, records=st.lists(st.lists(st.text(max_size=6), min_size=2, max_size=2), min_size=1, max_size=4), tabs=st.booleans())
+@prop(
+    0.06,
+    1,
+    records=st.lists(st.lists(st.text(max_size=6), min_size=2, max_size=2), min_size=1, max_size=4),
+    tabs=st.booleans(),
+)
 def whole_csv_is_read_as_it_is(folder: Path, records: list[list[str]], tabs: bool) -> None:
     buffer = io.StringIO()
     csv.writer(buffer, delimiter="\t" if tabs else ",", quoting=csv.QUOTE_ALL).writerows([["a", "b"], *records])
@@ -210,7 +238,9 @@ def files_that_were_damaged(folder: Path, rows: list[dict], suffix: str, cut: in
                 continue
 
 
-table_rows = st.lists(st.fixed_dictionaries({"text": st.none() | st.text(max_size=5), "n": st.integers(-5, 5)}), min_size=1, max_size=9)
+table_rows = st.lists(
+    st.fixed_dictionaries({"text": st.none() | st.text(max_size=5), "n": st.integers(-5, 5)}), min_size=1, max_size=9
+)
 
 
 @prop(0.04, 1, rows=table_rows,
@@ -232,8 +262,15 @@ def columns_that_were_damaged(folder: Path, rows: list[dict], is_arrow: bool, at
 
 def run(name: str, num_cases: int, folder: Path) -> None:
     share, check = PROPERTIES[name]
-    quiet = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large, HealthCheck.large_base_example]
-    settings(max_examples=max(1, round(share * num_cases)), deadline=None, database=None, suppress_health_check=quiet)(check)(folder=folder)
+    quiet = [
+        HealthCheck.too_slow,
+        HealthCheck.filter_too_much,
+        HealthCheck.data_too_large,
+        HealthCheck.large_base_example,
+    ]
+    settings(max_examples=max(1, round(share * num_cases)), deadline=None, database=None, suppress_health_check=quiet)(
+        check
+    )(folder=folder)
 
 
 @pytest.fixture

@@ -46,17 +46,25 @@ PIECES = [
     "<0xC3>",
 ]
 TEXTS = st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=12).map("".join)
-RELAXED = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+RELAXED = settings(
+    max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
 
 
 def components(**parts: Any) -> Any:
-    """The tokenizer of the chatml fixture with other parts, as tokenizer.json describes them; ``model`` and ``added`` change these."""
+    """The tokenizer of the chatml fixture with other parts, as tokenizer.json describes them; ``model`` and ``added``
+    change these.
+    """
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
     described = json.loads(family_tokenizer("chatml").backend_tokenizer.to_str())
     described["model"].update(parts.pop("model", {}))
-    for left, right in [("Ċ", "Ġ"), ("©", "a"), ("a", "Ã")]:  # a blank at the end of a token, and tokens of two characters' bytes
+    for left, right in [
+        ("Ċ", "Ġ"),
+        ("©", "a"),
+        ("a", "Ã"),
+    ]:  # a blank at the end of a token, and tokens of two characters' bytes
         described["model"]["vocab"].setdefault(left + right, 2000 + len(described["model"]["vocab"]))
         described["model"]["merges"].append([left, right])
     for token in parts.pop("lacks", ()):
@@ -95,11 +103,21 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "added tokens swallow blanks": {"added": {"lstrip": True, "rstrip": True}, "post_processor": None},
     "added tokens of single words": {"added": {"single_word": True}, "post_processor": None},
-    "lacks bytes": {"model": {"unk_token": "<|endoftext|>", "fuse_unk": True}, "lacks": ["Ã", "Ł", "č"], "post_processor": None},
-    "lacks bytes, each unknown": {"model": {"unk_token": "<|endoftext|>", "fuse_unk": False}, "lacks": ["Ã"], "post_processor": None},
+    "lacks bytes": {
+        "model": {"unk_token": "<|endoftext|>", "fuse_unk": True},
+        "lacks": ["Ã", "Ł", "č"],
+        "post_processor": None,
+    },
+    "lacks bytes, each unknown": {
+        "model": {"unk_token": "<|endoftext|>", "fuse_unk": False},
+        "lacks": ["Ã"],
+        "post_processor": None,
+    },
     "lacks bytes and drops them": {"lacks": ["Ã", "Ł"], "post_processor": None},
     "added tokens begin or end with blanks": {
-        "more": [{"id": 3000 + n, "content": text, "special": True, **PLAIN} for n, text in enumerate(["a\n", "\n\n", "ĠĠ"])],
+        "more": [
+            {"id": 3000 + n, "content": text, "special": True, **PLAIN} for n, text in enumerate(["a\n", "\n\n", "ĠĠ"])
+        ],
         "post_processor": by_bytes(),
     },
     "added tokens are text": {"added": {"special": False, "normalized": True}, "post_processor": None},
@@ -111,14 +129,22 @@ UNTOLD: dict[str, dict[str, Any]] = {
     "lower case": {"normalizer": {"type": "Lowercase"}},
     "marks the end of words": {"model": {"end_of_word_suffix": "e"}},
     "trims by another rule": {
-        "post_processor": {"type": "RobertaProcessing", "sep": ["a", 1], "cls": ["a", 1], "trim_offsets": True, "add_prefix_space": False}
+        "post_processor": {
+            "type": "RobertaProcessing",
+            "sep": ["a", 1],
+            "cls": ["a", 1],
+            "trim_offsets": True,
+            "add_prefix_space": False,
+        }
     },
 }
 
 
 @cache
 def tokenizer_of(kind: str) -> Any:
-    return components(**{name: (dict(value) if isinstance(value, dict) else value) for name, value in (KINDS | UNTOLD)[kind].items()})
+    return components(
+        **{name: (dict(value) if isinstance(value, dict) else value) for name, value in (KINDS | UNTOLD)[kind].items()}
+    )
 
 
 def by_offsets(tokenizer: Any, **arguments: Any) -> Renderer:
@@ -135,7 +161,9 @@ def assert_equal(found: Rendered | RowRefused, expected: Rendered | RowRefused) 
     assert found.ids.tolist() == expected.ids.tolist() and found.ids.dtype == expected.ids.dtype
     assert found.trained.tolist() == expected.trained.tolist() and found.trained.dtype == expected.trained.dtype
     assert (found.weights is None) == (expected.weights is None)
-    assert found.weights is None or (found.weights.tolist() == expected.weights.tolist() and found.weights.dtype == expected.weights.dtype)
+    assert found.weights is None or (
+        found.weights.tolist() == expected.weights.tolist() and found.weights.dtype == expected.weights.dtype
+    )
     assert found.num_straddling == expected.num_straddling
 
 
@@ -145,7 +173,9 @@ def spanned(draw: st.DrawFn) -> Text:
     text = draw(TEXTS)
     borders = sorted(draw(st.lists(st.integers(0, len(text)), max_size=6)))
     spans = tuple(zip(borders[::2], borders[1::2], strict=False))
-    weights = tuple(draw(st.lists(st.sampled_from([0.0, 1.0, 1.0, 0.5, 3.0]), min_size=len(spans), max_size=len(spans))))
+    weights = tuple(
+        draw(st.lists(st.sampled_from([0.0, 1.0, 1.0, 0.5, 3.0]), min_size=len(spans), max_size=len(spans)))
+    )
     return Text(text, spans, weights, draw(st.sampled_from([0.0, 0.0, 1.0, 2.0])))
 
 
@@ -173,7 +203,9 @@ def test_every_span_of_every_short_text(kind: str) -> None:
     tokenizer = tokenizer_of(kind)
     renderer, slow = Renderer(tokenizer, date=DATE), by_offsets(tokenizer)
     num_told = 0
-    for pieces in chain.from_iterable(product([" ", "\n", "a", "é", "<|im_end|>"], repeat=length) for length in range(1, 5)):
+    for pieces in chain.from_iterable(
+        product([" ", "\n", "a", "é", "<|im_end|>"], repeat=length) for length in range(1, 5)
+    ):
         text, borders = "".join(pieces), [0, *accumulate(map(len, pieces))]
         (by_ids,) = renderer._encode([text], special=False, offsets=False)
         (encoding,) = slow._encode([text], special=False, offsets=True)
@@ -194,7 +226,9 @@ def test_every_span_of_every_short_text(kind: str) -> None:
     st.sampled_from(["assistant", "last", "all"]),
     st.sampled_from([1.0, 0.5]),
 )
-def test_conversations_of_every_template(family: str, rows: list[Conversation], trim: bool, train_on: TrainOn, weight: float) -> None:
+def test_conversations_of_every_template(
+    family: str, rows: list[Conversation], trim: bool, train_on: TrainOn, weight: float
+) -> None:
     tokenizer = family_tokenizer(family, trim)
     rows = [replace(row, weight=weight) for row in rows]
     found = Renderer(tokenizer, date=DATE, train_on=train_on).render_many(rows)
@@ -208,7 +242,10 @@ def test_the_fixtures_are_told_by_their_ids(family: str) -> None:
     renderer = Renderer(family_tokenizer(family), date=DATE)
     renderer._mask_by_offsets = None  # type: ignore[method-assign, assignment]
     names = [name for name, expected in EXPECTED[family].items() if not isinstance(expected, str)]
-    assert all(isinstance(row, Rendered) for row in renderer.render_many([Conversation(*CONVERSATIONS[name]) for name in names]))
+    assert all(
+        isinstance(row, Rendered)
+        for row in renderer.render_many([Conversation(*CONVERSATIONS[name]) for name in names])
+    )
 
 
 @pytest.mark.parametrize("kind", UNTOLD)
@@ -224,8 +261,14 @@ def test_texts_whose_ids_do_not_tell() -> None:
         return bounds.cover(np.array(ids, dtype=np.int32), text, [(0, len(text))]) is not None
 
     assert tells("composes", "é 한") and not tells("composes", "e\u0301") and not tells("composes", "\u0301\u0323")
-    assert tells("added tokens swallow blanks", "a<|im_end|>b") and not tells("added tokens swallow blanks", "a <|im_end|>b")
-    assert tells("lacks bytes", "plain") and not tells("lacks bytes", "é") and not tells("lacks bytes", "plain<|endoftext|>")
+    assert tells("added tokens swallow blanks", "a<|im_end|>b") and not tells(
+        "added tokens swallow blanks", "a <|im_end|>b"
+    )
+    assert (
+        tells("lacks bytes", "plain")
+        and not tells("lacks bytes", "é")
+        and not tells("lacks bytes", "plain<|endoftext|>")
+    )
     assert not tells("lacks bytes and drops them", "é") and not tells("trims", "")
 
 
@@ -235,7 +278,9 @@ def test_a_tokenizer_whose_ids_hardly_ever_tell_is_not_asked_for_long() -> None:
     renderer = Renderer(tokenizer, date=DATE)
     first = renderer.render_many(rows)
     assert renderer._bounds is None
-    for one, other in zip([*first, *renderer.render_many(rows)], by_offsets(tokenizer).render_many(rows) * 2, strict=True):
+    for one, other in zip(
+        [*first, *renderer.render_many(rows)], by_offsets(tokenizer).render_many(rows) * 2, strict=True
+    ):
         assert_equal(one, other)
 
 
@@ -261,7 +306,10 @@ def test_a_wider_cache_keeps_the_ids() -> None:
 
 
 @given(
-    st.dictionaries(st.sampled_from(["role", "content", "name", "from"]), st.sampled_from([None, "user", "function", "Hi", 1, ["user"]]))
+    st.dictionaries(
+        st.sampled_from(["role", "content", "name", "from"]),
+        st.sampled_from([None, "user", "function", "Hi", 1, ["user"]]),
+    )
 )
 def test_messages_of_role_and_content_alone_are_checked_as_all_others_are(message: dict[str, Any]) -> None:
     def check(given: dict[str, Any]) -> Any:

@@ -1,4 +1,6 @@
-"""What a row carries and the run does not read is named; what changes its meaning is refused, unless data.ignore leaves it out."""
+"""What a row carries and the run does not read is named; what changes its meaning is refused, unless data.ignore leaves
+it out.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from manyhands.core.errors import UserError
 from manyhands.data.columns import Columns, carries
 from manyhands.data.messages import RowRefused
 from manyhands.data.prepare import prepare
 from manyhands.data.rows import Row
 from manyhands.data.store import TokenStore
-from manyhands.errors import UserError
 from tests.data.conftest import make_tokenizer
 
 TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -36,18 +38,36 @@ REFUSED = [
     ({"prompt": "a", "completion": "b", "label": False}, "this is preference data: the column label", "[label]"),
     ({"prompt": "a", "completion": "b", "label": 0}, "this is preference data: the column label", "[label]"),
     ({"question": "a", "answer": "b", "label": "spam"}, "the column label would not be used", "answer: label"),
-    ({"prompt": "a", "chosen": "b", "rejected": "c"}, "preference data: the columns chosen, rejected", "{completion: chosen}"),
-    ({"prompt": "a", "chosen": TALK, "rejected": TALK}, "preference data: the columns chosen, rejected", "{messages: chosen}"),
+    (
+        {"prompt": "a", "chosen": "b", "rejected": "c"},
+        "preference data: the columns chosen, rejected",
+        "{completion: chosen}",
+    ),
+    (
+        {"prompt": "a", "chosen": TALK, "rejected": TALK},
+        "preference data: the columns chosen, rejected",
+        "{messages: chosen}",
+    ),
     ({"messages": TALK, "Rejected": "c"}, "preference data: the column Rejected", "[Rejected]"),
-    ({"conversations": TURNS[:1], "chosen": TURNS[1], "rejected": TURNS[1]}, "this is preference data", "the last turn"),
+    (
+        {"conversations": TURNS[:1], "chosen": TURNS[1], "rejected": TURNS[1]},
+        "this is preference data",
+        "the last turn",
+    ),
     ({"conversations": TURNS, "image": "1.jpg", "id": 3}, "these rows come with images", "data.ignore: [image]"),
-    ({"messages": TALK, "images": ["1.jpg"], "audios": ["1.mp3"]}, "these rows come with images and audio", "[images, audios]"),
+    (
+        {"messages": TALK, "images": ["1.jpg"], "audios": ["1.mp3"]},
+        "these rows come with images and audio",
+        "[images, audios]",
+    ),
     ({"text": "b", "video": "1.mp4"}, "these rows come with videos", "data.ignore: [video]"),
 ]
 
 
 @pytest.mark.parametrize(("fields", "what", "fix"), REFUSED)
-def test_columns_that_change_the_meaning_are_refused_by_name(fields, what, fix, write_rows, make_config, model_folder: Path) -> None:
+def test_columns_that_change_the_meaning_are_refused_by_name(
+    fields, what, fix, write_rows, make_config, model_folder: Path
+) -> None:
     task = "cpt" if "text" in fields else "sft"
     with pytest.raises(UserError) as caught:
         run(make_config(write_rows(numbered(fields)), task=task), model_folder)
@@ -66,7 +86,9 @@ def test_a_late_row_is_refused_too(write_rows, make_config, model_folder: Path) 
 def test_what_is_left_out_is_as_if_it_were_not_there(write_rows, make_config, model_folder: Path) -> None:
     plain = numbered({"question": "a", "answer": "b"})
     marked = [row | {"system": "s", "images": ["1.jpg"], "question": "<image>a"} for row in plain]
-    wanted, _, _ = run(make_config(write_rows([row | {"question": "<image>a"} for row in plain], "a.jsonl")), model_folder)
+    wanted, _, _ = run(
+        make_config(write_rows([row | {"question": "<image>a"} for row in plain], "a.jsonl")), model_folder
+    )
     config = make_config(write_rows(marked, "b.jsonl"), ignore=["system", "images"])
     facts, store, lines = run(config, model_folder)
     assert facts.num_tokens == wanted.num_tokens and store.meta["sources"][0]["left_out"] == ["images", "system"]
@@ -81,13 +103,18 @@ def test_what_is_left_out_is_as_if_it_were_not_there(write_rows, make_config, mo
 def test_columns_that_are_not_read_are_named_by_source(write_rows, make_config, model_folder: Path) -> None:
     first = numbered({"question": "a", "answer": "b", "url": "x", "empty": None, "score": 0}, 150)
     first[140]["late"] = "x"
-    second = [{"text": f"t {n}", "label": n % 2} for n in range(20)]  # the class of a text says nothing about training it
+    second = [
+        {"text": f"t {n}", "label": n % 2} for n in range(20)
+    ]  # the class of a text says nothing about training it
     sources = [str(write_rows(first, "a.jsonl")), str(write_rows(second, "b.jsonl"))]
     config = make_config(Path(), task="mixed")
     config = config.model_validate(config.model_dump() | {"data": config.data.model_dump() | {"train": sources}})
     facts, _, lines = run(config, model_folder)
     assert facts.unread == {"a": ("late", "n", "score", "url"), "b": ("label",)}
-    assert "columns of a that are not read: late, n, score, url" in lines and "columns of b that are not read: label" in lines
+    assert (
+        "columns of a that are not read: late, n, score, url" in lines
+        and "columns of b that are not read: label" in lines
+    )
     assert run(config, model_folder)[2][1:] == lines[1:]  # from the cache too
 
 
@@ -95,8 +122,10 @@ def test_a_column_that_fields_names_is_read(write_rows, make_config, model_folde
     rows = numbered({"prompt": "a", "chosen": "b", "rejected": "c"})
     config = make_config(write_rows(rows), fields={"completion": "chosen"}, ignore=["rejected"])
     assert run(config, model_folder)[0].unread == {"train": ("n",)}
-    labelled = make_config(write_rows(numbered({"text": "x", "label": "b"}), "l.jsonl"), fields={"question": "text", "answer": "label"})
-    assert run(labelled, model_folder)[0].num_rows == 18
+    labelled = make_config(
+        write_rows(numbered({"text": "x", "label": "b"}), "l.jsonl"), fields={"question": "text", "answer": "label"}
+    )
+    assert run(labelled, model_folder)[0].num_samples == 18
 
 
 def test_empty_values_carry_nothing() -> None:

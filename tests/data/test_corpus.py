@@ -21,8 +21,13 @@ HERE = {"bos_token": "<s>", "eos_token": None}
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_oracle_agrees_with_the_masks_written_by_hand(family: str) -> None:
-    report = check_template(family, (TEMPLATES / f"{family}.jinja").read_text(), vars(FAMILIES[family]) | HERE, CONVERSATIONS)
-    expected = {name: OURS if masks == HIDDEN else REFUSES if isinstance(masks, str) else RIGHT for name, masks in EXPECTED[family].items()}
+    report = check_template(
+        family, (TEMPLATES / f"{family}.jinja").read_text(), vars(FAMILIES[family]) | HERE, CONVERSATIONS
+    )
+    expected = {
+        name: OURS if masks == HIDDEN else REFUSES if isinstance(masks, str) else RIGHT
+        for name, masks in EXPECTED[family].items()
+    }
     assert {name: kind for name, (kind, _) in report.cases.items()} == expected, report.cases
 
 
@@ -56,8 +61,16 @@ def rendering(tokenizer: Any) -> Any:
 
 def test_the_page_names_every_template_and_every_refusal_once(tmp_path: Path) -> None:
     chosen = {name: CONVERSATIONS[name] for name in ("single", "two answers", "tools")}
-    reports = [check_template(name, (TEMPLATES / f"{name}.jinja").read_text(), HERE, chosen) for name in ("gemma3", "chatml")]
-    reports.append(check_template("nothing", "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}", HERE, chosen))
+    reports = [
+        check_template(name, (TEMPLATES / f"{name}.jinja").read_text(), HERE, chosen) for name in ("gemma3", "chatml")
+    ]
+    reports.append(
+        check_template("nothing", "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}", HERE, chosen)
+    )
     page = write_page(reports, len(chosen))
-    assert "| gemma3 | 1 | 2 |  | " in page and "| chatml | 2 |  | 1 | " in page and "writes nothing after an assistant turn" in page
+    assert (
+        "| gemma3 | 1 | 2 |  | " in page
+        and "| chatml | 2 |  | 1 | " in page
+        and "writes nothing after an assistant turn" in page
+    )
     assert page.count("does not show the tool call") == 1 and "tried on 3 chat templates" in page

@@ -7,9 +7,9 @@ import json
 import pytest
 
 from manyhands.config.row_fields import REQUIRED, known_fields
+from manyhands.core.errors import UserError
 from manyhands.data.formats import Conversation, RowRefused, detect_format, row_weight, settle_format, to_conversation
 from manyhands.data.rows import Row
-from manyhands.errors import UserError
 
 USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 SYSTEM = {"role": "system", "content": "s"}
@@ -117,7 +117,9 @@ def test_turns_with_other_keys() -> None:
     talk = [{"speaker": "user", "words": "a"}, {"speaker": "assistant", "words": "b"}]
     assert to_conversation(row(log=talk), "messages", fields) == Conversation([USER, ANSWER])
     turns = [{"who": "human", "said": "a"}, {"who": "gpt", "said": "b"}]
-    assert to_conversation(row(conversations=turns), "sharegpt", {"from": "who", "value": "said"}) == Conversation([USER, ANSWER])
+    assert to_conversation(row(conversations=turns), "sharegpt", {"from": "who", "value": "said"}) == Conversation(
+        [USER, ANSWER]
+    )
 
 
 @pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL]), [TOOL["function"]]])
@@ -128,8 +130,12 @@ def test_tools_as_a_list_or_text(tools: object) -> None:
 
 
 def test_a_row_may_have_a_weight() -> None:
-    assert to_conversation(row(question="a", answer="b", weight=2), "question") == Conversation([USER, ANSWER], None, 2.0)
-    assert to_conversation(row(question="a", answer="b", w="0.5"), "question", {"weight": "w"}) == Conversation([USER, ANSWER], None, 0.5)
+    assert to_conversation(row(question="a", answer="b", weight=2), "question") == Conversation(
+        [USER, ANSWER], None, 2.0
+    )
+    assert to_conversation(row(question="a", answer="b", w="0.5"), "question", {"weight": "w"}) == Conversation(
+        [USER, ANSWER], None, 0.5
+    )
     assert row_weight(row(text="a", weight=0.25)) == 0.25 and row_weight(row(text="a")) == 1.0
     for wrong in (0, -1, True, "x", float("nan"), float("inf"), [1], 10**400):
         with pytest.raises(RowRefused, match="weight"):
@@ -162,9 +168,17 @@ def messages(*talk: object) -> dict:
         ("messages", messages(USER | {"tool_calls": [CALL]}, ANSWER), "only an assistant has them"),
         ("messages", messages(USER | {"thinking": "x"}, ANSWER), "only an assistant has them"),
         ("messages", messages(ANSWER | {"reasoning_content": 3}), "must be a string, this is int"),
-        ("messages", messages(ANSWER | {"tool_calls": [{}]}), "tool call 1 of message 1 of messages must be an object with name"),
+        (
+            "messages",
+            messages(ANSWER | {"tool_calls": [{}]}),
+            "tool call 1 of message 1 of messages must be an object with name",
+        ),
         ("messages", messages(ANSWER | {"tool_calls": [{"name": "f", "arguments": "{x"}]}), "is no JSON"),
-        ("messages", messages(ANSWER | {"tool_calls": [{"name": "f", "arguments": "[1]"}]}), "must be an object or JSON text"),
+        (
+            "messages",
+            messages(ANSWER | {"tool_calls": [{"name": "f", "arguments": "[1]"}]}),
+            "must be an object or JSON text",
+        ),
         ("messages", messages(ANSWER | {"weight": -1}), "weight of message 1 of messages must be a number >= 0"),
         ("messages", messages(ANSWER | {"train": "yes"}), "must be true or false"),
         ("messages", messages(ANSWER | {"train": True, "weight": 1}), "both weight and train"),
@@ -173,13 +187,21 @@ def messages(*talk: object) -> dict:
         ("messages", {"messages": '[{"role": "assistant", "content": "\\ud800"}]'}, "surrogate"),
         ("sharegpt", {"conversations": [{"from": "alien", "value": "a"}]}, "from 'alien'; known names: human"),
         ("sharegpt", {"conversations": [{"from": "gpt", "value": None}]}, "must be a string"),
-        ("sharegpt", {"conversations": [{"from": "function_call", "value": "f(1)"}]}, "turn 1 of conversations is no JSON"),
+        (
+            "sharegpt",
+            {"conversations": [{"from": "function_call", "value": "f(1)"}]},
+            "turn 1 of conversations is no JSON",
+        ),
         ("sharegpt", {"conversations": [SYSTEM, ANSWER], "system": "x"}, "two system prompts"),
         ("alpaca", {"instruction": "a", "output": ""}, "output is empty"),
         ("alpaca", {"instruction": "a", "input": 3, "output": "b"}, "input must be a string"),
         ("alpaca", {"instruction": "a", "output": "b", "history": [["c"]]}, "list of pairs"),
         ("messages", messages(ANSWER | {"content": [{"type": "text", "txt": "a"}]}), "(type, txt) is text or value"),
-        ("messages", messages(USER | {"content": [{"type": "reasoning", "value": "a"}]}, ANSWER), "only an assistant has them"),
+        (
+            "messages",
+            messages(USER | {"content": [{"type": "reasoning", "value": "a"}]}, ANSWER),
+            "only an assistant has them",
+        ),
         ("messages", messages(USER | {"images": ["a.png"]}, ANSWER), "message 1 of messages has images, and only text"),
         ("messages", messages(USER, ANSWER | {"weight": 1, "loss_weight": 1}), "both weight and loss_weight"),
         ("question", {"question": "a"}, "no field answer (fields found: question)"),

@@ -1,4 +1,6 @@
-"""Data sets of the hub and folders of ``save_to_disk``; where the library ``datasets`` is missing, a stand-in leaves the same files."""
+"""Data sets of the hub and folders of ``save_to_disk``; where the library ``datasets`` is missing, a stand-in leaves
+the same files.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,9 @@ import pyarrow as pa
 import pytest
 
 from manyhands.config.schema import Source
+from manyhands.core.errors import UserError
 from manyhands.data import hub_sets, sources
 from manyhands.data.sources import list_files, read_part, read_rows, split_source
-from manyhands.errors import UserError
 
 ROWS = [{"question": f"q{i}", "answer": str(i)} for i in range(9)]
 
@@ -32,7 +34,9 @@ def write_saved(folder: Path) -> None:
     for name, rows in zip(names, (ROWS[:5], ROWS[5:]), strict=True):
         write_arrow(folder / name, rows)
     (folder / "dataset_info.json").write_text("{}")
-    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names], "_split": "train"}))
+    (folder / "state.json").write_text(
+        json.dumps({"_data_files": [{"filename": name} for name in names], "_split": "train"})
+    )
 
 
 @pytest.fixture
@@ -46,7 +50,9 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
             raise type("DatasetNotFoundError", (FileNotFoundError,), {})(f"Dataset '{name}' doesn't exist on the Hub")
         if split != "train":
             raise ValueError(f"Unknown split {split!r}. Should be one of ['train'].")
-        return types.SimpleNamespace(cache_files=[{"filename": str(write_arrow(tmp_path / "hub" / "set-train.arrow", ROWS))}])
+        return types.SimpleNamespace(
+            cache_files=[{"filename": str(write_arrow(tmp_path / "hub" / "set-train.arrow", ROWS))}]
+        )
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(__version__="4.1.0", load_dataset=load_dataset))
     hub_sets._fetch.cache_clear()
@@ -67,7 +73,7 @@ def test_a_hub_set_is_fetched_once_and_read_in_parts(library: list[tuple], monke
     [
         ({"path": "hub:o/none"}, ["cannot be loaded", "hub:o/none", "doesn't exist", "check the name"]),
         ({"path": "hub:o/set", "split": "dev"}, ["Unknown split 'dev'", "choose one with `split`"]),
-        ({"path": "hub:o/set", "split": "train[:5]"}, ["a part of a split", "max_rows"]),
+        ({"path": "hub:o/set", "split": "train[:5]"}, ["a part of a split", "max_samples"]),
     ],
 )
 def test_what_the_hub_does_not_have(library: list[tuple], keys: dict, words: list[str]) -> None:

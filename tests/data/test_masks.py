@@ -1,6 +1,8 @@
-"""Every template fixture against masks written by hand: the trained stretches of text, spelled out for each conversation.
+"""Every template fixture against masks written by hand: the trained stretches of text, spelled out for each
+conversation.
 
-``REFUSED`` marks what a template itself cannot render; the test holds the reason. Ids are those of ``apply_chat_template``.
+``REFUSED`` marks what a template itself cannot render; the test holds the reason. Ids are those of
+``apply_chat_template``.
 """
 
 from __future__ import annotations
@@ -95,7 +97,14 @@ def ended(marker: str, *answers: str) -> list[str]:
     return [answer + marker for answer in answers]
 
 
-IM_END, EOT, EOS, TURN, END, STOP = "<|im_end|>", "<|eot_id|>", "</s>", "<end_of_turn>", "<|end|>", "<｜end▁of▁sentence｜>"
+IM_END, EOT, EOS, TURN, END, STOP = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "</s>",
+    "<end_of_turn>",
+    "<|end|>",
+    "<｜end▁of▁sentence｜>",
+)
 THOUGHT = ["<think>\nhm\n</think>\n\nHello", "<think>\nyes\n</think>\n\n43"]
 UNICODE = "naïve 🙂 ok\n\nBye"
 
@@ -137,9 +146,7 @@ def phi_call(city: str) -> str:
 
 
 def deepseek3_call(city: str) -> str:
-    return (
-        f'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{{"city": "{city}"}}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
-    )
+    return f'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{{"city": "{city}"}}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
 
 
 def deepseek1_call(city: str) -> str:
@@ -154,7 +161,9 @@ def glm4_call(city: str) -> str:
 
 
 def glm45_call(city: str) -> str:
-    return f"\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>{city}</arg_value>\n</tool_call><|observation|>"
+    return (
+        f"\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>{city}</arg_value>\n</tool_call><|observation|>"
+    )
 
 
 # family: {conversation: the trained stretches, or the reason why the template refuses it}
@@ -186,7 +195,10 @@ EXPECTED: dict[str, dict[str, list[str] | str]] = {
             qwen_call("Rome") + IM_END,
             EMPTY_THINK + "Bye<|im_end|>",
         ],
-        "tools, thinking, last": ["<think>\nhm\n</think>\n\n" + qwen_call("Paris") + IM_END, "<think>\nok\n</think>\n\nSunny.<|im_end|>"],
+        "tools, thinking, last": [
+            "<think>\nhm\n</think>\n\n" + qwen_call("Paris") + IM_END,
+            "<think>\nok\n</think>\n\nSunny.<|im_end|>",
+        ],
         "tools, thinking": [
             qwen_call("Paris") + IM_END,
             qwen_call("Bonn") + IM_END,
@@ -245,7 +257,9 @@ EXPECTED: dict[str, dict[str, list[str] | str]] = {
         EOS,
         tools=ended(EOS, mistral_call("Paris"), "Sunny."),
         **{
-            "tools, again": ended(EOS, mistral_call("Paris"), mistral_call("Bonn"), "Fine.", mistral_call("Rome"), "Bye"),
+            "tools, again": ended(
+                EOS, mistral_call("Paris"), mistral_call("Bonn"), "Fine.", mistral_call("Rome"), "Bye"
+            ),
             "tools, thinking, last": ended(EOS, mistral_call("Paris"), "Sunny."),
             "tools, thinking": ended(EOS, mistral_call("Paris"), mistral_call("Bonn"), "Fine.", "Bye"),
             "two answers": ALTERNATE,
@@ -271,7 +285,9 @@ EXPECTED: dict[str, dict[str, list[str] | str]] = {
         tools=ended(STOP, deepseek3_call("Paris"), "Sunny."),
         thinking=ended(STOP, "\n\nHello", "\n\n43"),
         **{
-            "tools, again": ended(STOP, "Look." + deepseek3_call("Paris"), deepseek3_call("Bonn"), "Fine.", deepseek3_call("Rome"), "Bye"),
+            "tools, again": ended(
+                STOP, "Look." + deepseek3_call("Paris"), deepseek3_call("Bonn"), "Fine.", deepseek3_call("Rome"), "Bye"
+            ),
             "tools, thinking, last": ended(STOP, deepseek3_call("Paris"), "Sunny."),
             "tools, thinking": ended(STOP, deepseek3_call("Paris"), deepseek3_call("Bonn"), "Fine.", "Bye"),
             "two answers": ["Hello" + STOP + "Fine." + STOP],  # nothing stands between them
@@ -282,7 +298,9 @@ EXPECTED: dict[str, dict[str, list[str] | str]] = {
         tools=ended(STOP, deepseek1_call("Paris"), "Sunny."),
         thinking=ended(STOP, "\n\nHello", "\n\n43"),
         **{
-            "tools, again": ended(STOP, deepseek1_call("Paris"), deepseek1_call("Bonn"), "Fine.", deepseek1_call("Rome"), "Bye"),
+            "tools, again": ended(
+                STOP, deepseek1_call("Paris"), deepseek1_call("Bonn"), "Fine.", deepseek1_call("Rome"), "Bye"
+            ),
             "tools, thinking, last": ended(STOP, deepseek1_call("Paris"), "Sunny."),
             "tools, thinking": ended(STOP, deepseek1_call("Paris"), deepseek1_call("Bonn"), "Fine.", "Bye"),
         },
@@ -350,7 +368,9 @@ def own_ids(family: str, name: str) -> list[int]:
     tokenizer, (messages, tools) = family_tokenizer(family), CONVERSATIONS[name]
     template = ChatTemplate(tokenizer, complete_arguments({}, DATE))
     prepared = [template.prepare(message) for message in messages]
-    return tokenizer.apply_chat_template(prepared, tools=tools, tokenize=True, return_dict=False, **complete_arguments({}, DATE))
+    return tokenizer.apply_chat_template(
+        prepared, tools=tools, tokenize=True, return_dict=False, **complete_arguments({}, DATE)
+    )
 
 
 def test_the_table_is_whole() -> None:

@@ -1,4 +1,5 @@
-"""Any conversation through any template: ids are the tokenizer's own and exactly the assistant's words are trained, or the row is refused.
+"""Any conversation through any template: ids are the tokenizer's own and exactly the assistant's words are trained, or
+the row is refused.
 
 Assistants speak Cyrillic and all others Greek, so that a word tells whose it is whatever the template makes of it. Set
 MANYHANDS_EXAMPLES for more examples than the few of every day.
@@ -23,7 +24,24 @@ DATE = "2026-01-01"
 EXAMPLES = int(os.environ.get("MANYHANDS_EXAMPLES", "150"))
 GREEK, CYRILLIC = "αβγδ", "бгдж"
 MARKERS = sorted({token for family in FAMILIES.values() for token in (*family.special, *family.plain)})
-BETWEEN = [" ", "\n", "\n\n", "  ", "", "{", '"', "\\", "é", "🙂", "\ue000", "\ue001", "<think>", "</think>", "assistant", "<|im_"]
+BETWEEN = [
+    " ",
+    "\n",
+    "\n\n",
+    "  ",
+    "",
+    "{",
+    '"',
+    "\\",
+    "é",
+    "🙂",
+    "\ue000",
+    "\ue001",
+    "<think>",
+    "</think>",
+    "assistant",
+    "<|im_",
+]
 
 
 def words(alphabet: str) -> st.SearchStrategy[str]:
@@ -35,7 +53,9 @@ def calls() -> st.SearchStrategy[list[dict]]:
     arguments = st.dictionaries(st.sampled_from(["x", "y"]), words(CYRILLIC) | st.integers(0, 9), max_size=2)
     name = st.sampled_from(["look", "бг", "look_up"])
     ids = st.sampled_from(["abcdefghi", "abcdefghj", "short"])
-    one = st.builds(lambda n, a, i: {"id": i, "type": "function", "function": {"name": n, "arguments": a}}, name, arguments, ids)
+    one = st.builds(
+        lambda n, a, i: {"id": i, "type": "function", "function": {"name": n, "arguments": a}}, name, arguments, ids
+    )
     return st.lists(one, min_size=1, max_size=2)
 
 
@@ -45,7 +65,9 @@ def optional(**keys: st.SearchStrategy[Any]) -> st.SearchStrategy[dict]:
 
 def messages() -> st.SearchStrategy[dict]:
     others = st.builds(
-        lambda r, c: {"role": r, "content": c}, st.sampled_from(["system", "user", "user", "user", "developer"]), words(GREEK)
+        lambda r, c: {"role": r, "content": c},
+        st.sampled_from(["system", "user", "user", "user", "developer"]),
+        words(GREEK),
     )
     results = st.builds(lambda c: {"role": "tool", "content": c, "tool_call_id": "abcdefghi"}, words(GREEK))
     answers = st.builds(
@@ -59,16 +81,24 @@ def messages() -> st.SearchStrategy[dict]:
 
 
 def conversations() -> st.SearchStrategy[Conversation]:
-    tools = st.none() | st.just([{"type": "function", "function": {"name": "look", "description": "αβγ", "parameters": {}}}])
+    tools = st.none() | st.just(
+        [{"type": "function", "function": {"name": "look", "description": "αβγ", "parameters": {}}}]
+    )
     alternating = st.lists(st.tuples(words(GREEK), words(CYRILLIC)), min_size=1, max_size=3).map(
-        lambda pairs: [m for q, a in pairs for m in ({"role": "user", "content": q}, {"role": "assistant", "content": a})]
+        lambda pairs: [
+            m for q, a in pairs for m in ({"role": "user", "content": q}, {"role": "assistant", "content": a})
+        ]
     )
     return st.builds(Conversation, st.lists(messages(), max_size=6) | alternating, tools)
 
 
-@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(
+    max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
 @given(st.sampled_from(sorted(FAMILIES)), conversations(), st.booleans())
-def test_the_assistants_words_are_trained_and_no_others(family: str, conversation: Conversation, trim_offsets: bool) -> None:
+def test_the_assistants_words_are_trained_and_no_others(
+    family: str, conversation: Conversation, trim_offsets: bool
+) -> None:
     tokenizer = family_tokenizer(family, trim_offsets)
     (rendered,) = Renderer(tokenizer, date=DATE).render_many([conversation])
     if isinstance(rendered, RowRefused):
@@ -77,16 +107,26 @@ def test_the_assistants_words_are_trained_and_no_others(family: str, conversatio
     arguments = complete_arguments({}, DATE)
     template = ChatTemplate(tokenizer, arguments)
     prepared = [template.prepare(message) for message in conversation.messages]
-    assert rendered.ids.tolist() == tokenizer.apply_chat_template(prepared, tools=conversation.tools, return_dict=False, **arguments)
+    assert rendered.ids.tolist() == tokenizer.apply_chat_template(
+        prepared, tools=conversation.tools, return_dict=False, **arguments
+    )
     trained = tokenizer.decode(rendered.ids[rendered.trained].tolist(), clean_up_tokenization_spaces=False)
     untrained = tokenizer.decode(rendered.ids[~rendered.trained].tolist(), clean_up_tokenization_spaces=False)
     assert not set(GREEK) & set(trained), "others' words are trained"
     assert not set(CYRILLIC) & set(untrained), "the assistant's words are not trained"
 
 
-@settings(max_examples=EXAMPLES // 3, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(st.sampled_from(sorted(FAMILIES)), st.lists(conversations() | st.text(), max_size=5), st.sampled_from(["last", "all"]))
-def test_rows_keep_their_places_and_trained_ones_are_never_empty(family: str, rows: list[Conversation | str], train_on: Any) -> None:
+@settings(
+    max_examples=EXAMPLES // 3, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+@given(
+    st.sampled_from(sorted(FAMILIES)),
+    st.lists(conversations() | st.text(), max_size=5),
+    st.sampled_from(["last", "all"]),
+)
+def test_rows_keep_their_places_and_trained_ones_are_never_empty(
+    family: str, rows: list[Conversation | str], train_on: Any
+) -> None:
     renderer = Renderer(family_tokenizer(family), train_on=train_on, date=DATE)
     together = renderer.render_many(rows)
     assert len(together) == len(rows)

@@ -1,4 +1,6 @@
-"""Chat templates by name: each as its family's public definition has it, masked as any other, and only with its tokens there."""
+"""Chat templates by name: each as its family's public definition has it, masked as any other, and only with its tokens
+there.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +9,20 @@ from pathlib import Path
 import pytest
 
 from manyhands.config.keys import table
+from manyhands.core.errors import UserError
 from manyhands.data.formats import Conversation
 from manyhands.data.named_templates import TEMPLATES
 from manyhands.data.render import render
 from manyhands.data.tokenizer import load_tokenizer, read_chat_template
-from manyhands.errors import UserError
-from manyhands.testing.tiny import tiny_tokenizer
+from tests.support.tiny import tiny_tokenizer
 
 TURNS = [("user", "Hi"), ("assistant", "Yes."), ("user", "Why?"), ("assistant", "So.")]
 BRIEF = ("system", "Be brief.")
-PREAMBLE = "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
-# What the public definitions give for BRIEF and TURNS. The assistant's own text, its end included, stands between { and }.
+PREAMBLE = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+)
+# What the public definitions give for BRIEF and TURNS. The assistant's own text, its end included, stands between { and
+# }.
 EXPECTED = {
     "alpaca": "BOSBe brief.\n\n### Instruction:\nHi\n\n### Response:\n{Yes.EOS}\n\n### Instruction:\nWhy?\n\n### Response:\n{So.EOS}",
     "chatml": "BOS<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n{Yes.<|im_end|>}\n"
@@ -72,7 +77,9 @@ def test_without_a_system_message_and_without_roles_unknown_to_it(name: str, tmp
     assert "Be brief" not in text and "system" not in text.lower() and text.count("Yes.") == 1
     assert (PREAMBLE in text) == (name == "alpaca")
     with pytest.raises(Exception, match=r"role|turns"):
-        tokenizer.apply_chat_template(messages(("user", "Hi"), ("critic", "No."), ("assistant", "Yes.")), tokenize=False)
+        tokenizer.apply_chat_template(
+            messages(("user", "Hi"), ("critic", "No."), ("assistant", "Yes.")), tokenize=False
+        )
 
 
 @pytest.mark.parametrize("name", [name for name, template in TEMPLATES.items() if template.tokens])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.data.order import RowOrder, permute
+from manyhands.data.order import SampleOrder, permute
 from manyhands.data.pack import lay_out_packed
 
 lengths_lists = st.lists(st.integers(2, 200), min_size=1, max_size=120)
@@ -18,13 +18,17 @@ lengths_lists = st.lists(st.integers(2, 200), min_size=1, max_size=120)
 @settings(max_examples=150, deadline=None)
 @given(lengths_lists, st.integers(0, 2**70), st.integers(0, 5), st.integers(1, 50), st.booleans())
 def test_every_row_once_an_epoch(lengths: list[int], seed: int, epoch: int, batch: int, by_tokens: bool) -> None:
-    targets = np.array(lengths) - 1
-    order = RowOrder(len(lengths), seed, **({"batch_tokens": 10 * batch, "num_targets": targets} if by_tokens else {"batch_rows": batch}))
+    labels = np.array(lengths) - 1
+    order = SampleOrder(
+        len(lengths),
+        seed,
+        **({"batch_loss_tokens": 10 * batch, "num_loss_tokens": labels} if by_tokens else {"batch_samples": batch}),
+    )
     steps = [order.rows(epoch, index) for index in range(order.steps_per_epoch(epoch))]
     assert sorted(np.concatenate(steps).tolist()) == list(range(len(lengths)))
     for rows in steps[:-1]:
         if by_tokens:  # reached with the last row, not before it
-            assert targets[rows].sum() >= 10 * batch > targets[rows[:-1]].sum()
+            assert labels[rows].sum() >= 10 * batch > labels[rows[:-1]].sum()
         else:
             assert len(rows) == batch
     with pytest.raises(IndexError):
@@ -32,13 +36,13 @@ def test_every_row_once_an_epoch(lengths: list[int], seed: int, epoch: int, batc
 
 
 def test_locate_counts_steps_over_epochs_of_different_length() -> None:
-    targets = np.random.default_rng(0).integers(1, 100, 57)
-    order = RowOrder(57, 3, batch_tokens=100, num_targets=targets)
+    labels = np.random.default_rng(0).integers(1, 100, 57)
+    order = SampleOrder(57, 3, batch_loss_tokens=100, num_loss_tokens=labels)
     places = [(epoch, index) for epoch in range(6) for index in range(order.steps_per_epoch(epoch))]
     assert len({order.steps_per_epoch(epoch) for epoch in range(6)}) > 1
-    fresh = RowOrder(57, 3, batch_tokens=100, num_targets=targets)
+    fresh = SampleOrder(57, 3, batch_loss_tokens=100, num_loss_tokens=labels)
     assert [fresh.locate(step) for step in reversed(range(len(places)))] == places[::-1]
-    assert RowOrder(10, 0, batch_rows=4).locate(7) == (2, 1)
+    assert SampleOrder(10, 0, batch_samples=4).locate(7) == (2, 1)
 
 
 def test_order_is_keyed_by_seed_and_epoch_and_stays_the_same() -> None:
@@ -49,30 +53,30 @@ def test_order_is_keyed_by_seed_and_epoch_and_stays_the_same() -> None:
 weights_lists = st.lists(st.sampled_from([0.1, 0.25, 1 / 3, 0.5, 1.0, 1.5, 2.0, 3.7]), min_size=1, max_size=5)
 
 
-def make_sources(num_rows: int, weights: list[float], draw: int) -> np.ndarray:
-    return np.random.default_rng(draw).integers(0, len(weights), num_rows).astype(np.int16)
+def make_sources(num_samples: int, weights: list[float], draw: int) -> np.ndarray:
+    return np.random.default_rng(draw).integers(0, len(weights), num_samples).astype(np.int16)
 
 
-def order_of_epoch(order: RowOrder, epoch: int) -> np.ndarray:
+def order_of_epoch(order: SampleOrder, epoch: int) -> np.ndarray:
     return np.concatenate([order.rows(epoch, index) for index in range(order.steps_per_epoch(epoch))])
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 120), weights_lists, st.integers(0, 2**64), st.integers(1, 40))
 def test_every_beginning_of_an_epoch_holds_each_sources_share_within_one_row(
-    num_rows: int, weights: list[float], seed: int, batch: int
+    num_samples: int, weights: list[float], seed: int, batch: int
 ) -> None:
-    sources = make_sources(num_rows, weights, seed % 1000)
+    sources = make_sources(num_samples, weights, seed % 1000)
     try:
-        order = RowOrder(num_rows, seed, batch_rows=batch, sources=sources, weights=weights)
+        order = SampleOrder(num_samples, seed, batch_samples=batch, sources=sources, weights=weights)
     except ValueError as error:
         assert "leave no row" in str(error)
         return
     sizes = np.bincount(sources, minlength=len(weights))
-    taken = np.zeros(num_rows, dtype=np.int64)
+    taken = np.zeros(num_samples, dtype=np.int64)
     for epoch in range(4):
-        rows = order_of_epoch(order, epoch) if order.rows_in_epoch(epoch) else np.empty(0, dtype=np.int64)
-        assert len(rows) == order.rows_in_epoch(epoch)
+        rows = order_of_epoch(order, epoch) if order.samples_in_epoch(epoch) else np.empty(0, dtype=np.int64)
+        assert len(rows) == order.samples_in_epoch(epoch)
         np.add.at(taken, rows, 1)
         for source, weight in enumerate(weights):
             so_far = np.cumsum(sources[rows] == source)
@@ -80,22 +84,29 @@ def test_every_beginning_of_an_epoch_holds_each_sources_share_within_one_row(
             assert abs(count - weight * sizes[source]) <= 1
             assert (np.abs(so_far - np.arange(1, len(rows) + 1) * count / max(1, len(rows))) < 1).all()
             of_source = taken[sources == source]
-            assert abs(of_source.sum() - (epoch + 1) * weight * sizes[source]) <= 0.5 + 1e-6  # fractions are carried over
+            assert (
+                abs(of_source.sum() - (epoch + 1) * weight * sizes[source]) <= 0.5 + 1e-6
+            )  # fractions are carried over
             assert len(of_source) == 0 or of_source.max() - of_source.min() <= 1  # no row is favoured
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.integers(1, 150), st.integers(1, 4), st.integers(1, 30), st.sampled_from([1, 2, 3, 8]), st.integers(0, 2**32), st.integers(0, 300)
+    st.integers(1, 150),
+    st.integers(1, 4),
+    st.integers(1, 30),
+    st.sampled_from([1, 2, 3, 8]),
+    st.integers(0, 2**32),
+    st.integers(0, 300),
 )
 def test_every_row_once_for_any_world_and_any_kill(
-    num_rows: int, num_sources: int, batch: int, world_size: int, seed: int, killed_after: int
+    num_samples: int, num_sources: int, batch: int, world_size: int, seed: int, killed_after: int
 ) -> None:
-    lengths = np.random.default_rng(seed).integers(2, 60, num_rows)
-    sources = make_sources(num_rows, [1.0] * num_sources, seed % 1000)
+    lengths = np.random.default_rng(seed).integers(2, 60, num_samples)
+    sources = make_sources(num_samples, [1.0] * num_sources, seed % 1000)
 
-    def make() -> RowOrder:
-        return RowOrder(num_rows, seed, batch_rows=batch, sources=sources, weights=[1.0] * num_sources)
+    def make() -> SampleOrder:
+        return SampleOrder(num_samples, seed, batch_samples=batch, sources=sources, weights=[1.0] * num_sources)
 
     order, seen = make(), []
     num_steps = 2 * order.steps_per_epoch(0)
@@ -108,28 +119,34 @@ def test_every_row_once_for_any_world_and_any_kill(
         of_ranks = np.concatenate([layout.rows_of_rank(rank) for rank in range(world_size)])
         assert sorted(of_ranks.tolist()) == sorted(rows.tolist())
         seen += of_ranks.tolist()
-    assert sorted(seen) == sorted(list(range(num_rows)) * 2)
+    assert sorted(seen) == sorted(list(range(num_samples)) * 2)
 
 
 def test_one_source_is_ordered_as_without_sources() -> None:
-    plain = RowOrder(50, 3, batch_rows=7)
-    one = RowOrder(50, 3, batch_rows=7, sources=np.zeros(50, dtype=np.int16), weights=[1.0, 1.0])
+    plain = SampleOrder(50, 3, batch_samples=7)
+    one = SampleOrder(50, 3, batch_samples=7, sources=np.zeros(50, dtype=np.int16), weights=[1.0, 1.0])
     for epoch in range(3):
-        assert order_of_epoch(plain, epoch).tolist() == order_of_epoch(one, epoch).tolist() == permute(50, 3, epoch).tolist()
+        assert (
+            order_of_epoch(plain, epoch).tolist()
+            == order_of_epoch(one, epoch).tolist()
+            == permute(50, 3, epoch).tolist()
+        )
 
 
 def test_epochs_of_different_length_are_located() -> None:
-    order = RowOrder(9, 0, batch_rows=2, sources=np.zeros(9, dtype=np.int16), weights=[0.5])
-    assert [order.rows_in_epoch(epoch) for epoch in range(4)] == [5, 4, 5, 4]
+    order = SampleOrder(9, 0, batch_samples=2, sources=np.zeros(9, dtype=np.int16), weights=[0.5])
+    assert [order.samples_in_epoch(epoch) for epoch in range(4)] == [5, 4, 5, 4]
     assert [order.locate(step) for step in range(6)] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0)]
     halves = [set(order_of_epoch(order, epoch).tolist()) for epoch in range(2)]
     assert not halves[0] & halves[1] and len(halves[0] | halves[1]) == 9
 
 
 def test_a_part_of_a_source_is_drawn_each_epoch_and_no_row_again_before_all_were() -> None:
-    """20 rows of weight 0.4 and 10 of weight 1: 8 and 10 an epoch, so that five epochs are two passes over the first."""
+    """20 rows of weight 0.4 and 10 of weight 1: 8 and 10 an epoch, so that five epochs are two passes over the
+    first.
+    """
     sources = np.array([0] * 20 + [1] * 10, dtype=np.int16)
-    order = RowOrder(30, 1, batch_rows=4, sources=sources, weights=(0.4, 1.0))
+    order = SampleOrder(30, 1, batch_samples=4, sources=sources, weights=(0.4, 1.0))
     for passes in range(2):
         drawn = [order_of_epoch(order, 5 * passes + epoch) for epoch in range(5)]
         assert [np.bincount(sources[rows]).tolist() for rows in drawn] == [[8, 10]] * 5
@@ -138,7 +155,7 @@ def test_a_part_of_a_source_is_drawn_each_epoch_and_no_row_again_before_all_were
 
 def test_one_source_of_whole_passes_does_not_make_the_others_epochs_alike() -> None:
     sources = np.array([0] * 10 + [1] * 10, dtype=np.int16)
-    order = RowOrder(20, 0, batch_rows=1, sources=sources, weights=(0.25, 1.0))  # 2.5 rows of the first an epoch
+    order = SampleOrder(20, 0, batch_samples=1, sources=sources, weights=(0.25, 1.0))  # 2.5 rows of the first an epoch
     places = [(epoch, index) for epoch in range(4) for index in range(order.steps_per_epoch(epoch))]
     assert sorted({order.steps_per_epoch(epoch) for epoch in range(4)}) == [12, 13]
     assert [order.locate(step) for step in range(len(places))] == places
@@ -147,6 +164,6 @@ def test_one_source_of_whole_passes_does_not_make_the_others_epochs_alike() -> N
 def test_a_million_rows_take_seconds() -> None:
     sources = np.random.default_rng(0).choice(5, 1_000_000, p=[0.6, 0.3, 0.05, 0.04, 0.01]).astype(np.int16)
     start = time.process_time()
-    order = RowOrder(len(sources), 0, batch_rows=64, sources=sources, weights=[0.5, 1.0, 3.0, 2.5, 8.0])
+    order = SampleOrder(len(sources), 0, batch_samples=64, sources=sources, weights=[0.5, 1.0, 3.0, 2.5, 8.0])
     rows = order.rows(0, 0)
     assert time.process_time() - start < 20 and len(rows) == 64  # some 2 s on an idle core

@@ -1,4 +1,6 @@
-"""Packing: every row once, capacity held, the same work for every rank, little padding, and a million rows in seconds."""
+"""Packing: every row once, capacity held, the same work for every rank, little padding, and a million rows in
+seconds.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from manyhands.core.errors import UserError
 from manyhands.data.balance import least_load
-from manyhands.data.order import RowOrder, permute
+from manyhands.data.order import SampleOrder, permute
 from manyhands.data.pack import TILE_TOKENS, Layout, lay_out_packed, lay_out_rows, packing_efficiency, padded_tokens
-from manyhands.errors import UserError
 
 lengths_lists = st.lists(st.integers(2, 200), min_size=1, max_size=120)
 
@@ -60,15 +62,15 @@ def test_efficiency_by_hand() -> None:
     assert packing_efficiency([layout], lengths) == 528 / (2 * 128 + 2 * 384)
 
 
-def short_rows(rng: np.random.Generator, num_rows: int) -> np.ndarray:
+def short_rows(rng: np.random.Generator, num_samples: int) -> np.ndarray:
     """Like GSM8K in the tokens of SmolLM2: 97 to 570, on average 217."""
-    return np.clip(np.exp(rng.normal(5.33, 0.32, num_rows)), 97, 570).astype(np.int64)
+    return np.clip(np.exp(rng.normal(5.33, 0.32, num_samples)), 97, 570).astype(np.int64)
 
 
-def long_tail(rng: np.random.Generator, num_rows: int) -> np.ndarray:
+def long_tail(rng: np.random.Generator, num_samples: int) -> np.ndarray:
     """Three of four rows short, the fourth log-normal from 64 to 4096."""
-    tail = np.clip(np.exp(rng.normal(6.5, 1.0, num_rows // 4)), 64, 4096).astype(np.int64)
-    return np.concatenate([short_rows(rng, num_rows - len(tail)), tail])
+    tail = np.clip(np.exp(rng.normal(6.5, 1.0, num_samples // 4)), 64, 4096).astype(np.int64)
+    return np.concatenate([short_rows(rng, num_samples - len(tail)), tail])
 
 
 def best_efficiency(lengths: np.ndarray, num_ranks: int) -> float:
@@ -79,19 +81,21 @@ def best_efficiency(lengths: np.ndarray, num_ranks: int) -> float:
 
 
 @pytest.mark.parametrize("draw", [short_rows, long_tail])
-@pytest.mark.parametrize("batch_rows", [16, 64, 512])
+@pytest.mark.parametrize("batch_samples", [16, 64, 512])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
-def test_97_percent_of_what_is_paid_for_are_tokens(draw, batch_rows: int, num_ranks: int) -> None:
-    """Of all that is possible, where a step is too small to be dealt evenly: 16 rows over 8 ranks, one long row in 64."""
-    lengths = draw(np.random.default_rng(0), 40 * batch_rows)
-    order = RowOrder(len(lengths), 0, batch_rows=batch_rows)
+def test_97_percent_of_what_is_paid_for_are_tokens(draw, batch_samples: int, num_ranks: int) -> None:
+    """Of all that is possible, where a step is too small to be dealt evenly: 16 rows over 8 ranks, one long row in
+    64.
+    """
+    lengths = draw(np.random.default_rng(0), 40 * batch_samples)
+    order = SampleOrder(len(lengths), 0, batch_samples=batch_samples)
     steps = [order.rows(0, index) for index in range(20)]
     best = np.array([best_efficiency(lengths[rows], num_ranks) for rows in steps])
     tokens = np.array([lengths[rows].sum() for rows in steps])
     possible = tokens.sum() / (tokens / best).sum()
     for capacity in (8192, 16_384):
         reached = packing_efficiency([lay_out_packed(rows, lengths, num_ranks, capacity) for rows in steps], lengths)
-        rows_to_deal = batch_rows // num_ranks
+        rows_to_deal = batch_samples // num_ranks
         assert reached >= (0.97 if rows_to_deal >= 64 else 0.97 * possible if rows_to_deal > 2 else 0.94 * possible)
 
 
@@ -132,25 +136,27 @@ def test_ranks_do_like_amounts_of_attention() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 80), st.integers(1, 5), st.integers(1, 5), st.integers(1, 8))
-def test_dealt_rows(num_rows: int, num_ranks: int, micro_rows: int, accumulation: int) -> None:
-    rows = permute(num_rows, 1, 0)
-    if num_rows > num_ranks * micro_rows * accumulation:
+def test_dealt_rows(num_samples: int, num_ranks: int, micro_samples: int, accumulation: int) -> None:
+    rows = permute(num_samples, 1, 0)
+    if num_samples > num_ranks * micro_samples * accumulation:
         with pytest.raises(ValueError, match="do not fit"):
-            lay_out_rows(rows, num_ranks, micro_rows, accumulation)
+            lay_out_rows(rows, num_ranks, micro_samples, accumulation)
         return
-    layout = lay_out_rows(rows, num_ranks, micro_rows, accumulation)
+    layout = lay_out_rows(rows, num_ranks, micro_samples, accumulation)
     assert np.concatenate(parts(layout)).tolist() == rows.tolist()
-    assert layout.num_micro_batches == -(-num_rows // (num_ranks * micro_rows)) <= accumulation
-    assert all(len(micro) == num_ranks and all(len(part) <= micro_rows for part in micro) for micro in layout.micro_batches)
-    full = len(rows) // micro_rows  # slots are filled in order; only the last may be partly filled
-    assert [len(part) for part in parts(layout)][:full] == [micro_rows] * full
+    assert layout.num_micro_batches == -(-num_samples // (num_ranks * micro_samples)) <= accumulation
+    assert all(
+        len(micro) == num_ranks and all(len(part) <= micro_samples for part in micro) for micro in layout.micro_batches
+    )
+    full = len(rows) // micro_samples  # slots are filled in order; only the last may be partly filled
+    assert [len(part) for part in parts(layout)][:full] == [micro_samples] * full
 
 
 def test_a_million_rows_are_planned_in_seconds() -> None:
     """All steps of an epoch, on one core; tens of seconds would be seen at every start."""
     lengths = long_tail(np.random.default_rng(0), 1_000_000).astype(np.int32)
     begin = time.process_time()
-    order = RowOrder(len(lengths), 0, batch_rows=512)
+    order = SampleOrder(len(lengths), 0, batch_samples=512)
     layouts = [lay_out_packed(order.rows(0, index), lengths, 8, 16_384) for index in range(order.steps_per_epoch(0))]
     seconds = time.process_time() - begin
     assert packing_efficiency(layouts, lengths) >= 0.99

@@ -14,12 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from manyhands.core.errors import UserError
 from manyhands.data import prepare as prepare_module
 from manyhands.data.prepare import UNFINISHED, prepare
 from manyhands.data.store import TokenStore
-from manyhands.errors import UserError
 
-QUESTIONS: list[dict[str, Any]] = [{"question": f"what is {n}?", "answer": f"it is {n + 1}" + " indeed" * (n % 5)} for n in range(200)]
+QUESTIONS: list[dict[str, Any]] = [
+    {"question": f"what is {n}?", "answer": f"it is {n + 1}" + " indeed" * (n % 5)} for n in range(200)
+]
 
 
 def run(config, folder: Path) -> tuple[Any, TokenStore, list[str]]:
@@ -28,23 +30,23 @@ def run(config, folder: Path) -> tuple[Any, TokenStore, list[str]]:
     return facts, TokenStore.open(facts.folder), lines
 
 
-def decoded(row_set, folder: Path) -> list[str]:
+def decoded(sample_set, folder: Path) -> list[str]:
     from manyhands.data.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(folder)
-    return [tokenizer.decode(row_set.row(index)[0].tolist()) for index in range(row_set.num_rows)]
+    return [tokenizer.decode(sample_set.row(index)[0].tolist()) for index in range(sample_set.num_samples)]
 
 
 def test_rows_are_held_out_counted_and_cached(write_rows, make_config, model_folder: Path) -> None:
-    config = make_config(write_rows(QUESTIONS), batch={"tokens": 100})
+    config = make_config(write_rows(QUESTIONS), batch={"loss_tokens": 100})
     facts, store, lines = run(config, model_folder)
-    assert (facts.num_rows, facts.num_validation_rows) == (180, 20)
+    assert (facts.num_samples, facts.num_validation_samples) == (180, 20)
     train, validation = decoded(store.train, model_folder), decoded(store.validation, model_folder)
     assert len(set(train) | set(validation)) == 200 and not set(train) & set(validation)
-    assert facts.num_tokens == store.train.lengths.sum() and facts.num_targets == store.train.num_targets.sum()
-    assert facts.num_targets == sum(int(store.train.row(index)[1][1:].sum()) for index in range(180))
+    assert facts.num_tokens == store.train.lengths.sum() and facts.num_loss_tokens == store.train.num_loss_tokens.sum()
+    assert facts.num_loss_tokens == sum(int(store.train.row(index)[1][1:].sum()) for index in range(180))
     assert facts.max_length == max(store.train.lengths.max(), store.validation.lengths.max())
-    assert facts.num_targets / 200 < facts.steps_of_epochs[0] <= facts.num_targets / 100 + 1
+    assert facts.num_loss_tokens / 200 < facts.steps_of_epochs[0] <= facts.num_loss_tokens / 100 + 1
     assert any(line.startswith("tokenised 200 rows") for line in lines)
     again, _, lines = run(config, model_folder)
     assert again == facts and lines[0].startswith("tokens cached: 180 rows")
@@ -65,12 +67,14 @@ def test_what_changes_tokens_changes_the_folder_and_nothing_else_does(
     digests = {}
     for name, arguments in {
         "same": {},
-        "same, other batch": {"batch": {"rows": 8}, "packing": False},
+        "same, other batch": {"batch": {"samples": 8}, "packing": False},
         "seed": {"seed": 1},
         "length": {"max_length": 1000},
-        "rows": {"max_rows": 10},
+        "rows": {"max_samples": 10},
         "fraction": {"validation_fraction": 0.2},
-        "template": {"model": {"chat_template": "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}"}},
+        "template": {
+            "model": {"chat_template": "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}"}
+        },
     }.items():
         digests[name] = run(make_config(path, **arguments), model_folder)[0].digest
     assert digests.pop("same, other batch") == digests["same"]
@@ -83,41 +87,55 @@ def test_what_changes_tokens_changes_the_folder_and_nothing_else_does(
 def test_max_rows_keeps_the_held_out_rows(write_rows, make_config, model_folder: Path) -> None:
     path = write_rows(QUESTIONS)
     _, whole, _ = run(make_config(path), model_folder)
-    facts, some, _ = run(make_config(path, max_rows=30), model_folder)
-    assert (facts.num_rows, facts.num_dropped, facts.num_validation_rows) == (30, 150, 20)
+    facts, some, _ = run(make_config(path, max_samples=30), model_folder)
+    assert (facts.num_samples, facts.num_dropped, facts.num_validation_samples) == (30, 150, 20)
     assert decoded(some.validation, model_folder) == decoded(whole.validation, model_folder)
     assert set(decoded(some.train, model_folder)) < set(decoded(whole.train, model_folder))
 
 
 def test_few_rows_and_a_validation_file(write_rows, make_config, model_folder: Path) -> None:
-    for num_rows, asked, wanted, note in [
+    for num_samples, asked, wanted, note in [
         (40, {}, 4, "only 4 samples held out for validation, a tenth of 40"),
         (11, {}, 1, "only 1 sample held out for validation, a tenth of 11"),
         (200, {}, 20, ""),
         (40, {"validation_fraction": 0.25}, 10, ""),
-        (11, {"validation_fraction": 0.9}, 5, "only 5 samples held out for validation instead of 10: half of the 11 there are"),
+        (
+            11,
+            {"validation_fraction": 0.9},
+            5,
+            "only 5 samples held out for validation instead of 10: half of the 11 there are",
+        ),
         (9, {}, 0, "no sample is held out for validation"),
         (1, {}, 0, "no sample is held out for validation"),
     ]:
-        facts, _, lines = run(make_config(write_rows(QUESTIONS[:num_rows]), **asked), model_folder)
-        assert (facts.num_rows, facts.num_validation_rows) == (num_rows - wanted, wanted)
+        facts, _, lines = run(make_config(write_rows(QUESTIONS[:num_samples]), **asked), model_folder)
+        assert (facts.num_samples, facts.num_validation_samples) == (num_samples - wanted, wanted)
         assert note in "\n".join(lines) and ("held out" in "\n".join(lines)) == bool(note)
     facts, store, _ = run(
-        make_config(write_rows(QUESTIONS[:7], "a.jsonl"), validation=str(write_rows(QUESTIONS[7:10], "b.jsonl"))), model_folder
+        make_config(write_rows(QUESTIONS[:7], "a.jsonl"), validation=str(write_rows(QUESTIONS[7:10], "b.jsonl"))),
+        model_folder,
     )
-    assert (facts.num_rows, facts.num_validation_rows) == (7, 3)
+    assert (facts.num_samples, facts.num_validation_samples) == (7, 3)
     assert ["what is 7?" in text for text in decoded(store.validation, model_folder)] == [True, False, False]
-    assert run(make_config(write_rows(QUESTIONS[:1], "one.jsonl"), validation_fraction=0), model_folder)[0].num_validation_rows == 0
+    assert (
+        run(make_config(write_rows(QUESTIONS[:1], "one.jsonl"), validation_fraction=0), model_folder)[
+            0
+        ].num_validation_samples
+        == 0
+    )
 
 
 def test_samples_of_both_sets_are_counted_and_named(write_rows, make_config, model_folder: Path) -> None:
     train = write_rows(QUESTIONS[:50], "a.jsonl")
     both = make_config(train, validation=str(write_rows([*QUESTIONS[48:55], {**QUESTIONS[3], "id": 7}], "b.jsonl")))
     facts, _, lines = run(both, model_folder)
-    assert facts.num_repeated == 3 and facts.num_validation_rows == 8
+    assert facts.num_repeated == 3 and facts.num_validation_samples == 8
     named = "b.jsonl:1 is a.jsonl:49, b.jsonl:2 is a.jsonl:50, b.jsonl:8 is a.jsonl:4"
     assert f"3 of 8 validation samples are trained too (the same tokens): {named}" in lines
-    assert run(make_config(train, validation=str(write_rows(QUESTIONS[50:55], "c.jsonl"))), model_folder)[0].num_repeated == 0
+    assert (
+        run(make_config(train, validation=str(write_rows(QUESTIONS[50:55], "c.jsonl"))), model_folder)[0].num_repeated
+        == 0
+    )
     for rows in (QUESTIONS[:50], QUESTIONS[10:13]):
         with pytest.raises(UserError, match="every validation sample is a training sample too") as caught:
             run(make_config(train, validation=str(write_rows(rows, "d.jsonl"))), model_folder)
@@ -126,10 +144,10 @@ def test_samples_of_both_sets_are_counted_and_named(write_rows, make_config, mod
 
 def test_samples_of_the_same_tokens_are_held_out_together(write_rows, make_config, model_folder: Path) -> None:
     facts, store, _ = run(make_config(write_rows([QUESTIONS[n % 70] for n in range(200)])), model_folder)
-    assert facts.num_repeated == 0 and 20 <= facts.num_validation_rows <= 22
+    assert facts.num_repeated == 0 and 20 <= facts.num_validation_samples <= 22
     assert not set(decoded(store.train, model_folder)) & set(decoded(store.validation, model_folder))
     facts, _, lines = run(make_config(write_rows(QUESTIONS[:1] * 40, "same.jsonl")), model_folder)
-    assert (facts.num_rows, facts.num_validation_rows) == (40, 0)
+    assert (facts.num_samples, facts.num_validation_samples) == (40, 0)
     assert "no sample is held out for validation: each has so many copies that they are over a tenth of all" in lines
 
 
@@ -143,7 +161,9 @@ def test_too_long_rows(write_rows, make_config, model_folder: Path) -> None:
     with pytest.raises(UserError, match="1 row cannot be trained") as caught:
         run(make_config(path, max_length=100, too_long="truncate"), model_folder)
     assert "train.jsonl:52: no trained token is left" in str(caught.value)
-    facts, _, lines = run(make_config(write_rows(rows[:51], "b.jsonl"), max_length=100, too_long="truncate"), model_folder)
+    facts, _, lines = run(
+        make_config(write_rows(rows[:51], "b.jsonl"), max_length=100, too_long="truncate"), model_folder
+    )
     assert facts.num_truncated == 1 and facts.max_length == 100 and "1 rows cut at 100 tokens" in lines
     with pytest.raises(UserError, match="task: cpt"):
         run(make_config(path, too_long="split"), model_folder)
@@ -152,10 +172,12 @@ def test_too_long_rows(write_rows, make_config, model_folder: Path) -> None:
 def test_long_text_is_split_and_no_target_is_lost(tmp_path: Path, make_config, plain_folder: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("Hello there, " * 400 + "\n\n\n" + "Fine.\nBye\n\nHi")
-    facts, store, lines = run(make_config(path, task="cpt", max_length=64, too_long="split", validation_fraction=0), plain_folder)
-    tokenizer_ids = [store.train.row(index)[0] for index in range(store.train.num_rows)]
+    facts, store, lines = run(
+        make_config(path, task="cpt", max_length=64, too_long="split", validation_fraction=0), plain_folder
+    )
+    tokenizer_ids = [store.train.row(index)[0] for index in range(store.train.num_samples)]
     whole, _, _ = run(make_config(path, task="cpt", max_length=100_000, validation_fraction=0), plain_folder)
-    assert whole.num_rows == 3 and facts.num_split == 1 and facts.num_targets == whole.num_targets
+    assert whole.num_samples == 3 and facts.num_split == 1 and facts.num_loss_tokens == whole.num_loss_tokens
     assert facts.max_length == 64 and all(a[-1] == b[0] for a, b in pairwise(tokenizer_ids[:-2]))
     assert "1 documents split" in "\n".join(lines)
 
@@ -181,7 +203,7 @@ def test_task_format_and_template_must_fit(write_rows, make_config, model_folder
         run(make_config(write_rows([{"text": "a"}] * 3)), model_folder)
     prompts = [{"prompt": f"Hello {n}", "completion": " Bye"} for n in range(4)]
     facts, store, _ = run(make_config(write_rows(prompts)), plain_folder)
-    assert decoded(store.train, plain_folder)[0].endswith(" Bye</s>") and facts.num_rows == 4
+    assert decoded(store.train, plain_folder)[0].endswith(" Bye</s>") and facts.num_samples == 4
     template = write_rows([], "t.jinja")
     template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}")
     _, store, _ = run(make_config(write_rows(messages), model={"chat_template": str(template)}), plain_folder)
@@ -200,7 +222,7 @@ from manyhands.data import prepare, segment
 append = segment.SegmentWriter.append
 def slow(self, *arguments):
     append(self, *arguments)
-    if self.num_rows == 100:
+    if self.num_samples == 100:
         self._ids.flush()
         print("half", flush=True)
         sys.stdin.read()
@@ -218,7 +240,9 @@ def start_half(config, folder: Path) -> subprocess.Popen[str]:
     return process
 
 
-def test_a_killed_preparation_leaves_nothing_that_counts(write_rows, make_config, model_folder: Path, monkeypatch) -> None:
+def test_a_killed_preparation_leaves_nothing_that_counts(
+    write_rows, make_config, model_folder: Path, monkeypatch
+) -> None:
     config = make_config(write_rows(QUESTIONS))
     process = start_half(config, model_folder)
     process.send_signal(signal.SIGKILL)
@@ -227,7 +251,7 @@ def test_a_killed_preparation_leaves_nothing_that_counts(write_rows, make_config
     (left,) = cache.iterdir()
     assert left.name.startswith(UNFINISHED) and next(left.rglob("ids.bin")).stat().st_size > 0
     facts, _, lines = run(config, model_folder)
-    assert facts.num_rows == 180 and "tokenised 200 rows" in lines[0]
+    assert facts.num_samples == 180 and "tokenised 200 rows" in lines[0]
     assert left.exists()  # too young to be taken for abandoned
     for path in (*left.rglob("*"), left):
         os.utime(path, (time.time() - 7200,) * 2)
@@ -242,7 +266,7 @@ def test_two_preparations_at_once(write_rows, make_config, model_folder: Path) -
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0 and output.endswith("done\n")
     assert [path.name for path in Path(config.data.cache).iterdir()] == [facts.digest]
-    assert store.train.num_rows == 180
+    assert store.train.num_samples == 180
 
 
 def flip_a_bit(path: Path) -> None:
@@ -258,7 +282,9 @@ DAMAGES = {
     "other rows": lambda folder: flip_a_bit(folder / "train.npy"),
     "other bounds": lambda folder: flip_a_bit(folder / "offsets.npy"),
     "no rows": lambda folder: np.save(folder / "train.npy", np.empty(0, np.int64)),
-    "another seed": lambda folder: (folder / "meta.json").write_text((folder / "meta.json").read_text().replace('"seed": 0', '"seed": 1')),
+    "another seed": lambda folder: (folder / "meta.json").write_text(
+        (folder / "meta.json").read_text().replace('"seed": 0', '"seed": 1')
+    ),
 }
 
 
@@ -274,15 +300,21 @@ def test_a_damaged_cache_is_made_again(damage: str, write_rows, make_config, mod
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == whole
 
 
-def test_damaged_tokens_are_not_taken_over_by_another_choice_of_rows(write_rows, make_config, model_folder: Path) -> None:
+def test_damaged_tokens_are_not_taken_over_by_another_choice_of_rows(
+    write_rows, make_config, model_folder: Path
+) -> None:
     path = write_rows(QUESTIONS)
     facts, _, _ = run(make_config(path), model_folder)
     flip_a_bit(Path(facts.folder) / "ids.bin")
-    _, _, lines = run(make_config(path, max_rows=30), model_folder)
-    assert not any("tokens cached" in line for line in lines) and any(line.startswith("tokenised 200 rows") for line in lines)
+    _, _, lines = run(make_config(path, max_samples=30), model_folder)
+    assert not any("tokens cached" in line for line in lines) and any(
+        line.startswith("tokenised 200 rows") for line in lines
+    )
 
 
-def test_a_file_that_changes_while_it_is_read_is_refused(write_rows, make_config, model_folder: Path, monkeypatch) -> None:
+def test_a_file_that_changes_while_it_is_read_is_refused(
+    write_rows, make_config, model_folder: Path, monkeypatch
+) -> None:
     path = write_rows(QUESTIONS)
     tokenise = prepare_module.tokenise_parts
 
@@ -316,9 +348,9 @@ def test_gsm8k(make_config, smollm2: Path) -> None:
     start = time.perf_counter()
     facts, store, lines = run(make_config(Path(path)), smollm2)
     print(f"\n{lines} in {time.perf_counter() - start:.1f} s with loading the tokenizer")
-    assert facts.num_rows + facts.num_validation_rows == 7473 and facts.num_validation_rows == 149
+    assert facts.num_samples + facts.num_validation_samples == 7473 and facts.num_validation_samples == 149
     assert store.meta["num_straddling_tokens"] == 0
-    for index in range(0, facts.num_rows, 500):
+    for index in range(0, facts.num_samples, 500):
         ids, trained = store.train.row(index)
         first = int(np.argmax(trained))
         assert trained[first:-1].all() and not trained[-1]  # the answer and its marker, not the line end behind it

@@ -14,11 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from manyhands.data import tokenise_parallel
+from manyhands.core.errors import UserError
+from manyhands.data import tokenize_parallel as tokenise_parallel
 from manyhands.data.prepare import UNFINISHED, prepare
 from manyhands.data.store import TokenStore
-from manyhands.data.tokenise_parallel import MIN_PARALLEL_BYTES, choose_num_processes
-from manyhands.errors import UserError
+from manyhands.data.tokenize_parallel import MIN_PARALLEL_BYTES, choose_num_processes
 from manyhands.facts.types import HostFacts
 
 NUM_FILES = 5
@@ -50,7 +50,9 @@ def read_store(folder: str) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
-def test_the_store_does_not_depend_on_the_number_of_processes(rows_folder: Path, make_config, model_folder: Path, tmp_path: Path) -> None:
+def test_the_store_does_not_depend_on_the_number_of_processes(
+    rows_folder: Path, make_config, model_folder: Path, tmp_path: Path
+) -> None:
     stores, said = [], []
     for number in (1, 2, 3):
         config = make_config(rows_folder, cache=str(tmp_path / f"cache-{number}"))
@@ -58,10 +60,12 @@ def test_the_store_does_not_depend_on_the_number_of_processes(rows_folder: Path,
         stores.append(read_store(facts.folder))
     assert stores[0] == stores[1] == stores[2]
     assert "weights.bin" in stores[0] and any(line.endswith("by 3 processes") for line in said)
-    assert facts.num_rows + facts.num_validation_rows == 250
+    assert facts.num_samples + facts.num_validation_samples == 250
 
 
-def test_faults_are_the_same_and_in_order(rows_folder: Path, make_config, model_folder: Path, plain_folder: Path) -> None:
+def test_faults_are_the_same_and_in_order(
+    rows_folder: Path, make_config, model_folder: Path, plain_folder: Path
+) -> None:
     for number in (1, 3):
         with (rows_folder / f"{number}.jsonl").open("a") as file:
             file.write('{"messages": []}\n' * 15)
@@ -79,9 +83,9 @@ def test_faults_are_the_same_and_in_order(rows_folder: Path, make_config, model_
         prepare(make_config(rows_folder), plain_folder, lambda _: None, num_processes=2)
 
 
-def write_many(folder: Path, num_rows: int) -> Path:
+def write_many(folder: Path, num_samples: int) -> Path:
     folder.mkdir()
-    text = "".join(json.dumps(row(number)) + "\n" for number in range(num_rows))
+    text = "".join(json.dumps(row(number)) + "\n" for number in range(num_samples))
     for number in range(4):
         (folder / f"{number}.jsonl").write_text(text)
     return folder
@@ -100,7 +104,9 @@ def start(make_config, model_folder: Path) -> Iterator[Callable[[Path], subproce
     def begin(rows: Path) -> subprocess.Popen:
         command = [sys.executable, "-c", PREPARE, make_config(rows).model_dump_json(), str(model_folder)]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment))
+        started.append(
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+        )
         return started[-1]
 
     yield begin
@@ -126,7 +132,9 @@ def wait_for_end(processes: list[psutil.Process]) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_a_killed_preparation_leaves_no_process_and_no_half_cache(number: signal.Signals, slow_rows: Path, start, tmp_path: Path) -> None:
+def test_a_killed_preparation_leaves_no_process_and_no_half_cache(
+    number: signal.Signals, slow_rows: Path, start, tmp_path: Path
+) -> None:
     process = start(slow_rows)
     below = wait_for_workers(process, tmp_path / "cache")
     process.send_signal(number)
@@ -158,12 +166,18 @@ def test_two_at_once_do_not_disturb_each_other(start, tmp_path: Path) -> None:
     digests = [process.communicate(timeout=200)[0].strip() for process in (first, second)]
     assert first.returncode == second.returncode == 0 and digests[0] == digests[1]
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [digests[0]]
-    assert TokenStore.open(tmp_path / "cache" / digests[0]).train.num_rows == 12_000 - 240
+    assert TokenStore.open(tmp_path / "cache" / digests[0]).train.num_samples == 12_000 - 240
 
 
 @pytest.mark.parametrize(
     ("num_cores", "free_gib", "expected"),
-    [(8, 64, 8), (64, 64, 24), (8, 1.5, 4), (8, 1.125, 1), (8, 0.5, 1)],  # 0.5 GiB for the first, 64 MiB for each; half of what is free
+    [
+        (8, 64, 8),
+        (64, 64, 24),
+        (8, 1.5, 4),
+        (8, 1.125, 1),
+        (8, 0.5, 1),
+    ],  # 0.5 GiB for the first, 64 MiB for each; half of what is free
 )
 def test_as_many_processes_as_cores_and_memory_allow(
     num_cores: int, free_gib: float, expected: int, monkeypatch: pytest.MonkeyPatch

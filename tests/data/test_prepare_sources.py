@@ -1,4 +1,6 @@
-"""Several sources in one run: counts, weights, held-out rows, text beside conversations, weights of tokens, long documents."""
+"""Several sources in one run: counts, weights, held-out rows, text beside conversations, weights of tokens, long
+documents.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +13,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from manyhands.data import tokenise as tokenise_module
+from manyhands.core.errors import UserError
+from manyhands.data import tokenize as tokenise_module
 from manyhands.data.divide import divide_rows
 from manyhands.data.long_text import LongText, read_documents
 from manyhands.data.prepare import prepare
 from manyhands.data.sources import Part
 from manyhands.data.store import TokenStore
 from manyhands.data.tokenizer import load_tokenizer
-from manyhands.errors import UserError
 from tests.data.conftest import make_tokenizer
 
-CHAT = [{"messages": [{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": f"it is {n}"}]} for n in range(120)]
+CHAT = [
+    {"messages": [{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": f"it is {n}"}]}
+    for n in range(120)
+]
 TEXT = [{"text": f"Text number {n}. " * (1 + n % 4)} for n in range(60)]
 
 
@@ -48,14 +53,20 @@ def make_mixed(make_config, write_rows):
 
 def test_text_is_trained_whole_and_conversations_by_their_mask(two, make_mixed, model_folder: Path) -> None:
     facts, store, lines = run(make_mixed(two), model_folder)
-    assert facts.num_rows == 162 and facts.num_validation_rows == 18 and facts.rows_per_epoch == 162
-    for index in range(store.train.num_rows):
+    assert facts.num_samples == 162 and facts.num_validation_samples == 18 and facts.samples_per_epoch == 162
+    for index in range(store.train.num_samples):
         trained = store.train.row(index)[1]
         assert trained.all() if store.train.sources[index] == 1 else 0 < trained.sum() < len(trained)
     chat, prose = store.meta["sources"]
     assert (chat["name"], chat["format"], prose["name"], prose["format"]) == ("chat", "messages", "prose", "text")
-    assert chat["num_rows"] + prose["num_rows"] == 162 and chat["num_tokens"] + prose["num_tokens"] == facts.num_tokens
-    assert (chat["num_validation_rows"], prose["num_validation_rows"]) == (12, 6)  # 18 in proportion to 120 and 60
+    assert (
+        chat["num_samples"] + prose["num_samples"] == 162
+        and chat["num_tokens"] + prose["num_tokens"] == facts.num_tokens
+    )
+    assert (chat["num_validation_samples"], prose["num_validation_samples"]) == (
+        12,
+        6,
+    )  # 18 in proportion to 120 and 60
     assert any(line.startswith("source chat (messages): 108 rows") for line in lines)
 
 
@@ -63,7 +74,7 @@ def test_rows_of_both_kinds_in_one_file(write_rows, make_mixed, model_folder: Pa
     rows = [row for pair in zip(CHAT, TEXT, strict=False) for row in pair]
     path = str(write_rows(rows))
     facts, store, _ = run(make_mixed([path], validation_fraction=0), model_folder)
-    whole = [bool(store.train.row(index)[1].all()) for index in range(facts.num_rows)]
+    whole = [bool(store.train.row(index)[1].all()) for index in range(facts.num_samples)]
     assert whole == [False, True] * 60 and store.meta["sources"][0]["format"] == "messages + text"
     with pytest.raises(UserError, match="no chat template"):
         run(make_mixed([path]), plain_folder)
@@ -79,17 +90,17 @@ def test_weights_decide_how_often_rows_are_taken_and_share_the_tokens(two, make_
     facts, store, lines = run(make_mixed(two, validation_fraction=0), model_folder)
     assert facts.digest != plain.digest and "tokens cached: the choice of rows is new" in lines
     assert (Path(facts.folder) / "ids.bin").samefile(Path(plain.folder) / "ids.bin")
-    assert (facts.num_rows, facts.rows_per_epoch) == (180, 60 + 180)
+    assert (facts.num_samples, facts.samples_per_epoch) == (180, 60 + 180)
     assert [source["weight"] for source in store.meta["sources"]] == [0.5, 3.0]
-    order = store.order_rows(0, batch_rows=8)
+    order = store.order_samples(0, batch_samples=8)
     taken = np.concatenate([order.rows(0, index) for index in range(order.steps_per_epoch(0))])
     assert np.bincount(store.train.sources[taken]).tolist() == [60, 180]
     for index in range(order.steps_per_epoch(0)):
         assert 1 <= (store.train.sources[order.rows(0, index)] == 0).sum() <= 3  # two in eight
     means = [before.train.lengths[before.train.sources == source].mean() for source in (0, 1)]
     assert facts.mean_length == pytest.approx((60 * means[0] + 180 * means[1]) / 240)
-    by_tokens, _, _ = run(make_mixed(two, validation_fraction=0, batch={"tokens": 100}), model_folder)
-    order = store.order_rows(0, batch_tokens=100)
+    by_tokens, _, _ = run(make_mixed(two, validation_fraction=0, batch={"loss_tokens": 100}), model_folder)
+    order = store.order_samples(0, batch_loss_tokens=100)
     assert by_tokens.steps_of_epochs == (order.steps_per_epoch(0),)
 
 
@@ -100,28 +111,34 @@ def test_weights_that_leave_nothing_are_refused(write_rows, make_mixed, model_fo
 
 
 def test_max_rows_of_a_source_and_validation_sources(two, write_rows, make_mixed, model_folder: Path) -> None:
-    two[0]["max_rows"] = 30
-    validation = [{"path": str(write_rows(CHAT[:9], "v.jsonl")), "max_rows": 4}, str(write_rows(TEXT[:5], "w.jsonl"))]
+    two[0]["max_samples"] = 30
+    validation = [
+        {"path": str(write_rows(CHAT[:9], "v.jsonl")), "max_samples": 4},
+        str(write_rows(TEXT[:5], "w.jsonl")),
+    ]
     facts, store, _ = run(make_mixed(two, validation=validation), model_folder)
-    assert (facts.num_rows, facts.num_validation_rows, facts.num_dropped) == (30 + 60, 4 + 5, 90 + 5)
+    assert (facts.num_samples, facts.num_validation_samples, facts.num_dropped) == (30 + 60, 4 + 5, 90 + 5)
     assert np.bincount(store.train.sources).tolist() == [30, 60] and set(store.validation.sources.tolist()) == {2, 3}
-    assert [source["num_validation_rows"] for source in store.meta["sources"]] == [0, 0, 4, 5]
+    assert [source["num_validation_samples"] for source in store.meta["sources"]] == [0, 0, 4, 5]
     held_out, _, _ = run(make_mixed(two), model_folder)
-    assert (held_out.num_rows, held_out.num_validation_rows) == (30 + 54, 18)
-    assert run(make_mixed(two, max_rows=40), model_folder)[0].num_rows == 40
+    assert (held_out.num_samples, held_out.num_validation_samples) == (30 + 54, 18)
+    assert run(make_mixed(two, max_samples=40), model_folder)[0].num_samples == 40
 
 
 def test_the_same_file_twice_is_two_sources(write_rows, make_mixed, model_folder: Path) -> None:
     path = str(write_rows(CHAT))
     facts, store, _ = run(make_mixed([path, path], validation_fraction=0), model_folder)
-    assert facts.num_rows == 240 and [source["name"] for source in store.meta["sources"]] == ["train", "train-2"]
+    assert facts.num_samples == 240 and [source["name"] for source in store.meta["sources"]] == ["train", "train-2"]
 
 
 def test_a_source_with_its_own_fields_and_what_names_the_tokens(write_rows, make_mixed, model_folder: Path) -> None:
     renamed = {"path": str(write_rows([{"frage": f"a {n}", "antwort": f"b {n}"} for n in range(40)], "r.jsonl"))}
     renamed["fields"] = {"question": "frage", "answer": "antwort"}
     sources = [renamed, str(write_rows(TEXT, "t.jsonl"))]
-    names = {run(make_mixed(sources, **keys), model_folder)[0].digest for keys in ({}, {"train_on": "all"}, {"date": "2024-05-05"})}
+    names = {
+        run(make_mixed(sources, **keys), model_folder)[0].digest
+        for keys in ({}, {"train_on": "all"}, {"date": "2024-05-05"})
+    }
     assert len(names) == 3
 
 
@@ -131,7 +148,7 @@ def test_split_divides_texts_and_refuses_long_conversations(write_rows, make_mix
     keys: dict[str, Any] = {"too_long": "split", "max_length": 64}
     facts, store, _ = run(make_mixed([str(write_rows([*CHAT, *text]))], **keys), model_folder)
     assert facts.num_split == 30 and facts.max_length == 64
-    sets = [{tuple(s.row(i)[0].tolist()) for i in range(s.num_rows)} for s in (store.train, store.validation)]
+    sets = [{tuple(s.row(i)[0].tolist()) for i in range(s.num_samples)} for s in (store.train, store.validation)]
     assert not sets[0] & sets[1]
     with pytest.raises(UserError, match=r"1 row is longer than data.max_length") as caught:
         run(make_mixed([str(write_rows([*CHAT, *long_chat], "l.jsonl"))], **keys), model_folder)
@@ -148,7 +165,9 @@ def test_documents_are_held_out_whole(make_config) -> None:
     assert {int(row) // 5 for row in division.validation}.isdisjoint({int(row) // 5 for row in division.train})
     one_book = divide_rows(data, 0, np.zeros(300, np.int16), np.arange(300) > 0, source, 1, np.arange(300))
     assert (len(one_book.validation), len(one_book.train)) == (20, 280)
-    copies = divide_rows(data, 0, np.zeros(300, np.int16), continued, source, 1, np.arange(300) % 10)  # two documents, 30 times each
+    copies = divide_rows(
+        data, 0, np.zeros(300, np.int16), continued, source, 1, np.arange(300) % 10
+    )  # two documents, 30 times each
     assert len(copies.validation) == 0 and "so many copies" in copies.notes[-1]
 
 
@@ -160,24 +179,47 @@ def data_source(path: str) -> Any:
 
 def test_weights_of_rows_and_messages_are_kept(write_rows, make_mixed, model_folder: Path) -> None:
     chat = [
-        {"messages": [*row["messages"], {"role": "user", "content": "and?"}, {"role": "assistant", "content": "no", "weight": 0.25}]}
+        {
+            "messages": [
+                *row["messages"],
+                {"role": "user", "content": "and?"},
+                {"role": "assistant", "content": "no", "weight": 0.25},
+            ]
+        }
         for row in CHAT[:5]
     ]
     rows = [*chat, {"text": "Heavy text.", "weight": 3}, {"text": "Text."}]
     facts, store, _ = run(make_mixed([str(write_rows(rows))], validation_fraction=0), model_folder)
-    assert store.train.has_weights and facts.num_rows == 7
+    assert store.train.has_weights and facts.num_samples == 7
     for index in range(5):
         _, trained = store.train.row(index)
         weights = store.train.weights(index)
         assert set(weights[trained].tolist()) == {0.25, 1.0} and not weights[~trained].any()
-        assert store.train.target_weights[index] == pytest.approx(weights[1:].sum())
+        assert store.train.loss_weights[index] == pytest.approx(weights[1:].sum())
     assert set(store.train.weights(5).tolist()) == {3.0} and set(store.train.weights(6).tolist()) == {1.0}
-    assert store.train.target_weights[5] == 3 * store.train.num_targets[5]
+    assert store.train.loss_weights[5] == 3 * store.train.num_loss_tokens[5]
     with pytest.raises(UserError, match="1 row cannot be trained"):
         run(make_mixed([str(write_rows([*rows, {"text": "a b", "weight": 0}], "zero.jsonl"))]), model_folder)
 
 
-WORDS = ["Hello", "there,", "how", "are you?", "Fine.", "user", "42", "x = foo(bar)\té", "ü", "日本", "😀", "def", "", " ", "\n", "\n\n"]
+WORDS = [
+    "Hello",
+    "there,",
+    "how",
+    "are you?",
+    "Fine.",
+    "user",
+    "42",
+    "x = foo(bar)\té",
+    "ü",
+    "日本",
+    "😀",
+    "def",
+    "",
+    " ",
+    "\n",
+    "\n\n",
+]
 
 
 def draw_text(draw: random.Random, num_words: int) -> str:
@@ -205,7 +247,9 @@ def test_windows_of_a_real_tokenizer(smollm2: Path) -> None:
 
 
 @pytest.mark.parametrize("too_long", ["split", "truncate", "refuse"])
-def test_long_documents_are_as_if_tokenised_whole(too_long: str, tmp_path: Path, make_config, plain_folder: Path, monkeypatch) -> None:
+def test_long_documents_are_as_if_tokenised_whole(
+    too_long: str, tmp_path: Path, make_config, plain_folder: Path, monkeypatch
+) -> None:
     draw = random.Random(2)
     documents = [draw_text(draw, n).replace("\n", " ") + "\nSecond line" for n in (5, 2000, 7, 900)]
     path = tmp_path / "a.txt"
@@ -217,7 +261,7 @@ def test_long_documents_are_as_if_tokenised_whole(too_long: str, tmp_path: Path,
             store = run(make_config(path, cache=str(tmp_path / cache), **keys), plain_folder)[1]
         except UserError as error:
             return str(error)
-        return [store.train.row(index)[0].tolist() for index in range(store.train.num_rows)]
+        return [store.train.row(index)[0].tolist() for index in range(store.train.num_samples)]
 
     whole = rows("whole")
     for module in ("tokenise", "long_text"):
@@ -257,6 +301,8 @@ def test_copies_in_another_source_are_held_out_with_the_sample(make_config) -> N
     data = make_config(Path("x")).data
     sources, hashes = np.repeat(np.array([0, 1], np.int16), 300), np.tile(np.arange(300), 2)
     for seed in range(4):
-        division = divide_rows(data, seed, sources, np.zeros(600, bool), [data_source("x"), data_source("y")], 2, hashes)
+        division = divide_rows(
+            data, seed, sources, np.zeros(600, bool), [data_source("x"), data_source("y")], 2, hashes
+        )
         assert 20 <= len(division.validation) <= 60
         assert not set(hashes[division.validation]) & set(hashes[division.train])

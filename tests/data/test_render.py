@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from manyhands.core.errors import UserError
 from manyhands.data.formats import Conversation
 from manyhands.data.messages import RowRefused
 from manyhands.data.render import Rendered, Renderer, render
 from manyhands.data.spans import SpanFinder
 from manyhands.data.template import ChatTemplate, complete_arguments
 from manyhands.data.tokenizer import load_tokenizer
-from manyhands.errors import UserError
 from manyhands.infer.generate import end_of_turn
 
 from .conftest import make_tokenizer
@@ -37,13 +37,19 @@ def test_a_row_is_masked_alike_by_its_shape_and_by_itself(family: str) -> None:
     tokenizer = family_tokenizer(family)
     template = ChatTemplate(tokenizer, complete_arguments({}, "2026-01-01"))
     finder = SpanFinder(template, [token.content for token in tokenizer.added_tokens_decoder.values()])
-    shaped = [name for name, (_, tools) in CONVERSATIONS.items() if tools is None and not isinstance(EXPECTED[family][name], str)]
+    shaped = [
+        name
+        for name, (_, tools) in CONVERSATIONS.items()
+        if tools is None and not isinstance(EXPECTED[family][name], str)
+    ]
     for name in shaped:
         messages = CONVERSATIONS[name][0]
         turns = [turn for turn, message in enumerate(messages) if message["role"] == A]
         text = template.render(messages)
         by_shape = finder.find(messages, None, text, turns)
-        by_itself = finder.find([message | {"name": "x"} for message in messages], None, text, turns)  # more keys: no shape
+        by_itself = finder.find(
+            [message | {"name": "x"} for message in messages], None, text, turns
+        )  # more keys: no shape
         assert by_shape == by_itself, name
 
 
@@ -52,8 +58,12 @@ def test_a_thousand_rows_of_one_shape_are_located_by_one_rendering_each() -> Non
     renderer, calls = Renderer(tokenizer), []
     renderer.render_many([Conversation(TURN)])
     plain_apply = tokenizer.apply_chat_template
-    tokenizer.apply_chat_template = lambda messages, **more: calls.append(len(messages)) or plain_apply(messages, **more)
-    rows = [Conversation([{"role": U, "content": f"Hi {n}"}, {"role": A, "content": f"Hello {n}"}]) for n in range(1000)]
+    tokenizer.apply_chat_template = lambda messages, **more: (
+        calls.append(len(messages)) or plain_apply(messages, **more)
+    )
+    rows = [
+        Conversation([{"role": U, "content": f"Hi {n}"}, {"role": A, "content": f"Hello {n}"}]) for n in range(1000)
+    ]
     rendered = renderer.render_many(rows)
     assert calls == [1000] and trained_texts(tokenizer, rendered[-1]) == ["Hello 999<|im_end|>"]
 
@@ -185,7 +195,10 @@ def test_weights_of_turns_and_of_the_row_are_multiplied() -> None:
     assert rendered.ids.tolist() == tokenizer.apply_chat_template(TWO, tokenize=True, return_dict=False)
     assert rendered.weights is not None and rendered.weights.dtype == np.float32
     assert np.array_equal(rendered.trained, rendered.weights > 0)
-    assert {weight: text_of(tokenizer, rendered, weight) for weight in (1.5, 3.0)} == {1.5: "Hello there<|im_end|>", 3.0: "Fine.<|im_end|>"}
+    assert {weight: text_of(tokenizer, rendered, weight) for weight in (1.5, 3.0)} == {
+        1.5: "Hello there<|im_end|>",
+        3.0: "Fine.<|im_end|>",
+    }
     assert set(rendered.weights.tolist()) == {0.0, 1.5, 3.0}
 
 
@@ -222,7 +235,10 @@ def test_all_tokens_with_one_turn_weighed_otherwise() -> None:
     tokenizer = family_tokenizer("chatml")
     rendered = render(Conversation([TURN[0], TURN[1] | {"weight": 2}, *TWO[2:]], weight=0.5), tokenizer, train_on="all")
     assert rendered.trained.all() and text_of(tokenizer, rendered, 1.0) == "Hello there<|im_end|>"
-    assert rendered.weights is not None and (rendered.weights == 0.5).sum() == len(rendered.ids) - (rendered.weights == 1.0).sum()
+    assert (
+        rendered.weights is not None
+        and (rendered.weights == 0.5).sum() == len(rendered.ids) - (rendered.weights == 1.0).sum()
+    )
 
 
 def test_the_date_is_the_configs_and_not_the_clocks() -> None:
@@ -238,7 +254,9 @@ def test_the_date_is_the_configs_and_not_the_clocks() -> None:
 
 def test_template_arguments_reach_the_template() -> None:
     qwen, llama = family_tokenizer("qwen3"), family_tokenizer("llama3")
-    assert shown(qwen, TURN, template_arguments={"enable_thinking": False}) == ["Hello there<|im_end|>"]  # the prompt holds the block
+    assert shown(qwen, TURN, template_arguments={"enable_thinking": False}) == [
+        "Hello there<|im_end|>"
+    ]  # the prompt holds the block
     messages, tools = CONVERSATIONS["tools"]
     ended = render(Conversation(messages, tools), llama, template_arguments={"builtin_tools": ["search"]})
     assert trained_texts(llama, ended)[0].endswith("}<|eom_id|>")
@@ -261,14 +279,19 @@ def test_reserved_arguments_and_no_dates_are_refused(arguments: dict, date: str,
 @pytest.mark.parametrize(("id", "reason"), [("short", "nine characters"), ("call000012", "nine characters")])
 def test_mistrals_ids_of_nine_characters(id: str, reason: str) -> None:
     messages, tools = CONVERSATIONS["tools"]
-    named = [message | ({"tool_calls": [message["tool_calls"][0] | {"id": id}]} if "tool_calls" in message else {}) for message in messages]
+    named = [
+        message | ({"tool_calls": [message["tool_calls"][0] | {"id": id}]} if "tool_calls" in message else {})
+        for message in messages
+    ]
     with pytest.raises(RowRefused, match=reason):
         render(Conversation(named, tools), family_tokenizer("mistral3"))
 
 
 def test_llamas_single_call_a_turn() -> None:
     messages, tools = CONVERSATIONS["tools"]
-    twice = [message | ({"tool_calls": message["tool_calls"] * 2} if "tool_calls" in message else {}) for message in messages]
+    twice = [
+        message | ({"tool_calls": message["tool_calls"] * 2} if "tool_calls" in message else {}) for message in messages
+    ]
     with pytest.raises(RowRefused, match="single tool calls"):
         render(Conversation(twice, tools), family_tokenizer("llama3"))
     both = render(Conversation(twice, tools), family_tokenizer("qwen3"))
@@ -279,14 +302,18 @@ def test_a_template_without_end_tokens_is_told() -> None:
     for family in FAMILIES:
         renderer = Renderer(family_tokenizer(family))
         renderer.render_many([Conversation(TURN)])
-        assert any("writes no end-of-turn token" in note for note in renderer.notes()) == family.startswith("glm"), family
-        assert any("<|endoftext|> at a sample's end is not trained" in note for note in renderer.notes()) == family.startswith("phi"), (
+        assert any("writes no end-of-turn token" in note for note in renderer.notes()) == family.startswith("glm"), (
             family
         )
+        assert any(
+            "<|endoftext|> at a sample's end is not trained" in note for note in renderer.notes()
+        ) == family.startswith("phi"), family
 
 
 def test_half_a_surrogate_pair_is_refused_and_the_other_rows_are_not() -> None:
-    broken, whole = Renderer(family_tokenizer("chatml")).render_many([Conversation([TURN[0] | {"content": "\ud800"}, TURN[1]]), "Hello"])
+    broken, whole = Renderer(family_tokenizer("chatml")).render_many(
+        [Conversation([TURN[0] | {"content": "\ud800"}, TURN[1]]), "Hello"]
+    )
     assert isinstance(broken, RowRefused) and isinstance(whole, Rendered)
 
 

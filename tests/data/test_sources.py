@@ -14,10 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from manyhands.config.schema import DataSection, Source
+from manyhands.core.errors import UserError
 from manyhands.data import files, json_rows, sources
 from manyhands.data.findings import Findings
 from manyhands.data.sources import Row, list_files, read_part, read_rows, resolve_sources, split_source
-from manyhands.errors import UserError
 
 
 def read(path: Path, content: bytes) -> list[Row]:
@@ -51,7 +51,10 @@ def test_text_documents_are_divided_by_blank_lines(tmp_path: Path) -> None:
     ("content", "words"),
     [
         (b'{"a": 1}\n{"a": }\n', ["1 line cannot be read", "a.jsonl:2: broken JSON: Expecting value at column 7"]),
-        (b'{"a": 1}\n[1]\nnull\n"x"', ["a.jsonl:2: a row must be an object, this is a list", ":3:", "null", ":4:", "a string"]),
+        (
+            b'{"a": 1}\n[1]\nnull\n"x"',
+            ["a.jsonl:2: a row must be an object, this is a list", ":3:", "null", ":4:", "a string"],
+        ),
         (b'{"a": 1}\n{"a": "\xff"}\n', ["a.jsonl:2: not UTF-8: invalid start byte (byte 0xff at column 8)"]),
         (b'{"a": "\\ud800"}\n', ["a.jsonl:1", "surrogate"]),
         (b"[" * 3, ["begins with a JSON list", "JSONL"]),
@@ -94,7 +97,9 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-def test_a_line_without_an_end_is_refused_before_it_fills_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_without_an_end_is_refused_before_it_fills_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(files, "MAX_LINE_BYTES", 1 << 20)
     assert "a.jsonl:2: the line is longer than 1 MiB" in refusal(tmp_path / "a.jsonl", b"{}\n" + b" " * (3 << 20))
 
@@ -104,7 +109,9 @@ def test_csv_with_quotes_and_line_ends_inside(tmp_path: Path) -> None:
     assert places(rows) == [({"question": 'a, "b"\nc', "answer": "1"}, 2), ({"question": "d", "answer": "é"}, 5)]
 
 
-@pytest.mark.parametrize(("name", "content"), [("a.tsv", b"q\ta\nx, y\tz\n"), ("a.csv", b"q;a\nx, y;z\n"), ("a.csv", b'"q",a\n"x, y",z\n')])
+@pytest.mark.parametrize(
+    ("name", "content"), [("a.tsv", b"q\ta\nx, y\tz\n"), ("a.csv", b"q;a\nx, y;z\n"), ("a.csv", b'"q",a\n"x, y",z\n')]
+)
 def test_separators(tmp_path: Path, name: str, content: bytes) -> None:
     assert places(read(tmp_path / name, content)) == [({"q": "x, y", "a": "z"}, 2)]
 
@@ -134,7 +141,9 @@ ROWS: list[dict[str, Any]] = [{"question": f"q{i}", "answer": "é\n" * i, "tags"
     ids=["list", "indented", "under a key", "columns", "lines", "one after the other", "mark"],
 )
 @pytest.mark.parametrize("chunk", [1, 3, 1 << 20])
-def test_json_in_all_its_shapes_and_any_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, chunk: int) -> None:
+def test_json_in_all_its_shapes_and_any_chunk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, chunk: int
+) -> None:
     monkeypatch.setattr(json_rows, "CHUNK_BYTES", chunk)
     assert [row.fields for row in read(tmp_path / "a.json", content.encode())] == ROWS
 
@@ -188,7 +197,13 @@ def test_a_long_json_list_is_never_whole_in_memory(tmp_path: Path) -> None:
 
 
 NESTED = [
-    {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}], "n": 1},
+    {
+        "messages": [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]},
+        ],
+        "n": 1,
+    },
     {"messages": [{"role": "user", "content": "b"}], "n": None},
 ]
 
@@ -263,11 +278,15 @@ def many_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 7, 40, 500])
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.parquet", "a.arrow", "a.csv"])
-def test_parts_hold_every_row_once_in_order_with_its_line(tmp_path: Path, many_parts: None, num_parts: int, name: str) -> None:
+def test_parts_hold_every_row_once_in_order_with_its_line(
+    tmp_path: Path, many_parts: None, num_parts: int, name: str
+) -> None:
     rows = [{"text": "é" * (i % 11), "n": str(i)} for i in range(60)]
     path, table = tmp_path / name, pa.Table.from_pylist(rows)
     if name == "a.jsonl":
-        path.write_bytes(b"\xef\xbb\xbf" + b"".join(json.dumps(row).encode() + b"\n" * (1 + i % 3) for i, row in enumerate(rows)))
+        path.write_bytes(
+            b"\xef\xbb\xbf" + b"".join(json.dumps(row).encode() + b"\n" * (1 + i % 3) for i, row in enumerate(rows))
+        )
     elif name == "a.txt":
         rows = [{"text": row["text"] + "\n x" + row["n"]} for row in rows if row["text"]]
         path.write_text("\r\n" + "".join(row["text"] + "\n" * (2 + i % 3) for i, row in enumerate(rows)))
@@ -301,7 +320,12 @@ def test_findings_of_parts_are_those_of_the_whole(tmp_path: Path, many_parts: No
 
 def test_sources_get_names_formats_and_fields() -> None:
     data = DataSection(train="x", format="prompt", fields={"prompt": "q"})
-    given = ("a/train.jsonl", "b/train.jsonl.gz", "hub:openai/gsm8k", Source(path="c/", name="train-2", format="text", fields={}))
+    given = (
+        "a/train.jsonl",
+        "b/train.jsonl.gz",
+        "hub:openai/gsm8k",
+        Source(path="c/", name="train-2", format="text", fields={}),
+    )
     resolved = resolve_sources(given, data)
     assert [source.name for source in resolved] == ["train", "train-3", "gsm8k", "train-2"]
     assert [source.format for source in resolved] == ["prompt"] * 3 + ["text"]

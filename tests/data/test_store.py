@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from manyhands.core.errors import UserError
 from manyhands.data.segment import SegmentWriter, finish_store, join_segments, link_tokens
 from manyhands.data.store import TokenStore
-from manyhands.errors import UserError
 
 # (ids, trained, weights, line, continued)
 ROWS: list[tuple[list[int], list[int], list[float] | None, int, bool]] = [
@@ -54,29 +54,29 @@ def test_the_division_into_segments_cannot_be_seen(rows: list, tmp_path: Path) -
 def test_rows_weights_and_sources_come_back(tmp_path: Path) -> None:
     store = TokenStore.open(write_store(tmp_path / "s", [2], sources=[0, 1]))
     train = store.train
-    assert train.has_weights and train.num_rows == 3 and store.validation.num_rows == 1
+    assert train.has_weights and train.num_samples == 3 and store.validation.num_samples == 1
     assert [train.row(index)[0].tolist() for index in range(3)] == [[4, 5], [6, 7, 8, 9], [9, 10]]
     assert [train.weights(index).tolist() for index in range(3)] == [[1, 1], [0, 0, 0.5, 2.0], [1, 1]]
     assert train.weights(0).dtype == np.float32
-    assert train.num_targets.tolist() == [1, 2, 1] and train.target_weights.tolist() == [1.0, 2.5, 1.0]
+    assert train.num_loss_tokens.tolist() == [1, 2, 1] and train.loss_weights.tolist() == [1.0, 2.5, 1.0]
     assert train.sources.tolist() == [0, 1, 1] and store.source_weights == (1.0, 2.0)
     assert [store.line(index) for index in range(3)] == [2, 4, 4]
-    order = store.order_rows(0, batch_rows=5)
-    assert order.rows_in_epoch(0) == 5 and sorted(order.rows(0, 0).tolist()) == [0, 1, 1, 2, 2]
+    order = store.order_samples(0, batch_samples=5)
+    assert order.samples_in_epoch(0) == 5 and sorted(order.rows(0, 0).tolist()) == [0, 1, 1, 2, 2]
 
 
 def test_without_weights_targets_count_one_each(tmp_path: Path) -> None:
     train = TokenStore.open(write_store(tmp_path / "s", [1], ROWS[:2])).train
-    assert not train.has_weights and train.target_weights.tolist() == [1.0]
-    assert train.target_weights.dtype == np.float64 and train.weights(0).tolist() == [1, 1]
+    assert not train.has_weights and train.loss_weights.tolist() == [1.0]
+    assert train.loss_weights.dtype == np.float64 and train.weights(0).tolist() == [1, 1]
 
 
 FILES = ["ids.bin", "trained.bin", "weights.bin", "meta.json"]
 TABLES = [
     "offsets",
     "sources",
-    "num_targets",
-    "target_weights",
+    "num_loss_tokens",
+    "loss_weights",
     "checksums",
     "weight_checksums",
     "train",
@@ -106,20 +106,26 @@ def empty(path: Path) -> None:
         path.write_bytes(b"")
 
 
-DAMAGES = {"cut": cut, "gone": Path.unlink, "empty": empty, "begin": lambda path: flip(path, 0), "end": lambda path: flip(path, -1)}
+DAMAGES = {
+    "cut": cut,
+    "gone": Path.unlink,
+    "empty": empty,
+    "begin": lambda path: flip(path, 0),
+    "end": lambda path: flip(path, -1),
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", [*FILES, *(f"{name}.npy" for name in TABLES)])
 def test_damage_is_seen(name: str, damage: str, tmp_path: Path) -> None:
     folder = write_store(tmp_path / "s", [])
-    assert TokenStore.open(folder, check_tokens=True).train.num_rows == 3
+    assert TokenStore.open(folder, check_tokens=True).train.num_samples == 3
     DAMAGES[damage](folder / name)
     with pytest.raises(UserError, match="token cache is damaged") as caught:
         TokenStore.open(folder, check_tokens=True)
     assert name in caught.value.why or name == "meta.json"
     if name in UNREAD:
-        assert TokenStore.open(folder).train.num_rows == 3
+        assert TokenStore.open(folder).train.num_samples == 3
 
 
 def test_any_flipped_bit_of_the_description_is_seen(tmp_path: Path) -> None:
@@ -167,4 +173,4 @@ def test_linked_tokens_are_the_same_and_outlive_the_first_store(tmp_path: Path) 
         path.unlink()
     assert [TokenStore.open(second).train.row(index)[0].tolist() for index in range(2)] == [[1, 2, 3], [9, 10]]
     assert not link_tokens(tmp_path / "missing", second)
-    assert TokenStore.open(second).train.num_rows == 2
+    assert TokenStore.open(second).train.num_samples == 2

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from manyhands.config.load import config_from_mapping
+from manyhands.core.errors import UserError
 from manyhands.data import template_bounds
 from manyhands.data.messages import RowRefused
 from manyhands.data.prepare import prepare
 from manyhands.data.template import ChatTemplate
 from manyhands.data.template_bounds import try_apart
-from manyhands.errors import UserError
-from manyhands.testing.tiny import CHATML, tiny_tokenizer
+from tests.support.tiny import CHATML, tiny_tokenizer
 
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 BOMBS = {
@@ -59,7 +59,8 @@ def test_a_run_with_such_a_template_ends_with_a_message(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize(
-    "template", [CHATML, "{{ raise_exception('no') }}", "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "{{ 1 / 0 }}"]
+    "template",
+    [CHATML, "{{ raise_exception('no') }}", "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "{{ 1 / 0 }}"],
 )
 def test_what_ends_is_left_to_the_rows(template: str) -> None:
     tokenizer = tokenizer_with(template)

@@ -1,4 +1,6 @@
-"""What stock chat templates do at the borders of a turn, each in a template of a few lines: what the model must write is trained."""
+"""What stock chat templates do at the borders of a turn, each in a template of a few lines: what the model must write
+is trained.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,12 @@ from .conftest import make_tokenizer
 from .families import trained_texts
 
 U, A = "user", "assistant"
-TWO = [{"role": U, "content": "Hi"}, {"role": A, "content": "Hello"}, {"role": U, "content": "Bye"}, {"role": A, "content": "Fine."}]
+TWO = [
+    {"role": U, "content": "Hi"},
+    {"role": A, "content": "Hello"},
+    {"role": U, "content": "Bye"},
+    {"role": A, "content": "Fine."},
+]
 TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {}}}]
 
 
@@ -44,7 +51,8 @@ def notes_of(template: str, messages: list[dict], tools: list[dict] | None = Non
     return "; ".join(renderer.notes())
 
 
-SEVERAL = (  # after Cohere2: two tokens end a turn, and an answer opens otherwise than the prompt, whose thinking is empty
+# after Cohere2: two tokens end a turn, and an answer opens otherwise than the prompt, whose thinking is empty
+SEVERAL = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<start_of_turn>{{ m.content }}<end_of_turn>"
     "{% else %}{{ m.content }}{% endif %}</s>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n<think></think>{% endif %}"
@@ -79,7 +87,9 @@ ONE_CALL = '[INST]look {"x": 1}[/INST]<|im_end|>'
 @pytest.mark.parametrize(
     "answer",
     [
-        "{% if m.content is none %}" + CALLS + "{% else %}{{ m.content }}{% endif %}",  # shows calls for null alone, after R1-Distill
+        "{% if m.content is none %}"
+        + CALLS
+        + "{% else %}{{ m.content }}{% endif %}",  # shows calls for null alone, after R1-Distill
         "{{ m.content }}" + CALLS,  # writes null as None
     ],
 )
@@ -91,7 +101,9 @@ def test_a_call_is_shown_in_the_form_that_the_template_takes(answer: str, conten
 @pytest.mark.parametrize("written", ["{{ m.content }}", "{{ m.content + '' }}"])
 def test_a_call_that_the_template_does_not_show_is_refused_and_named(written: str, content: str | None) -> None:
     """Else an empty answer, or the word None, would be trained in its place."""
-    with pytest.raises(RowRefused, match=r"does not show the tool call look of message 2|knows no tool calls") as caught:
+    with pytest.raises(
+        RowRefused, match=r"does not show the tool call look of message 2|knows no tool calls"
+    ) as caught:
         shown(HEADER + written + FOOTER, calling(content))
     assert "samples with tool calls" in str(caught.value)
 
@@ -99,7 +111,9 @@ def test_a_call_that_the_template_does_not_show_is_refused_and_named(written: st
 def test_tool_data_on_a_template_without_tools_says_so() -> None:
     """A template that fails on the tool's result: its own words are not what the user can act on."""
     failing = HEADER + "{{ (m.content or '') + (1 if m.role == 'tool' else '') }}" + FOOTER
-    with pytest.raises(RowRefused, match=r"knows no tool calls: leave out .* \(the chat template refuses .*can only concatenate str"):
+    with pytest.raises(
+        RowRefused, match=r"knows no tool calls: leave out .* \(the chat template refuses .*can only concatenate str"
+    ):
         shown(failing, calling(None))
 
 
@@ -108,10 +122,20 @@ def test_what_the_template_leaves_out_is_named() -> None:
     template += "{% if m.tool_calls %}" + CALLS + "{% else %}{{ m.content }}{% endif %}" + FOOTER
     messages = [{"role": "system", "content": "Be kind."}, *calling("Look.")]
     notes = notes_of(template, messages, TOOLS)
-    for what in ("messages of the role system", "messages of the role tool", "text beside a tool call", "the definitions of tools"):
+    for what in (
+        "messages of the role system",
+        "messages of the role tool",
+        "text beside a tool call",
+        "the definitions of tools",
+    ):
         assert f"leaves out {what}" in notes
     assert (
-        notes_of(HEADER + "{{ m.content }}" + CALLS + "{% if loop.first and tools %}{{ tools }}{% endif %}" + FOOTER, messages, TOOLS) == ""
+        notes_of(
+            HEADER + "{{ m.content }}" + CALLS + "{% if loop.first and tools %}{{ tools }}{% endif %}" + FOOTER,
+            messages,
+            TOOLS,
+        )
+        == ""
     )
 
 
@@ -146,7 +170,8 @@ def test_the_argument_that_ends_the_last_turn_is_named() -> None:
     assert shown(template, TWO, template_arguments={"whole": True}) == ["Hello<|im_end|>", "Fine.<|im_end|>"]
 
 
-RESULT_NAMES = (  # after Gemma 4 and Solar: results repeat the names of calls, thinking is shown behind the last question alone
+# after Gemma 4 and Solar: results repeat the names of calls, thinking is shown behind the last question alone
+RESULT_NAMES = (
     "{% for m in messages %}{% if m.role == 'tool' %}[/INST]look {{ m.content }}<end_of_turn>{% else %}"
     "{% if not loop.first and loop.previtem.role != 'tool' or loop.first %}<|im_start|>{{ m.role }}\n{% endif %}"
     "{% if m.reasoning_content and (messages | length < 5 or loop.last) %}<think>{{ m.reasoning_content }}</think>{% endif %}"
@@ -180,7 +205,9 @@ def test_an_empty_answer_that_is_not_closed_is_refused_with_what_to_do() -> None
     template = HEADER + "{% if m.content %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
     template += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     empty = [TWO[0], {"role": A, "content": ""}, *TWO[2:]]
-    with pytest.raises(RowRefused, match="message 2 is empty, and the chat template does not close it: give it a text, or leave it out"):
+    with pytest.raises(
+        RowRefused, match="message 2 is empty, and the chat template does not close it: give it a text, or leave it out"
+    ):
         shown(template, empty)
     assert shown(template, TWO) == ["Hello<|im_end|>", "Fine.<|im_end|>"]
 

@@ -1,4 +1,6 @@
-"""Processes that collate: the same batches as the thread, for every stream; they end with us, and their death is told."""
+"""Processes that collate: the same batches as the thread, for every stream; they end with us, and their death is
+told.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,11 @@ import psutil
 import pytest
 import torch
 
+from manyhands.core.errors import UserError
 from manyhands.data.batches import collate_here, iterate
 from manyhands.data.collate import Shape
 from manyhands.data.pack import lay_out_rows
 from manyhands.data.workers import BatchWorkers
-from manyhands.errors import UserError
 from tests.data.fake_rows import open_deadly, open_drawn
 
 CPU = torch.device("cpu")
@@ -39,7 +41,9 @@ def assert_same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> 
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.keys() == theirs.keys()
         for name, value in mine.items():
-            assert np.array_equal(value, theirs[name]) and getattr(value, "dtype", None) == getattr(theirs[name], "dtype", None)
+            assert np.array_equal(value, theirs[name]) and getattr(value, "dtype", None) == getattr(
+                theirs[name], "dtype", None
+            )
 
 
 @pytest.mark.parametrize("name", ["train", "validation"])
@@ -53,7 +57,7 @@ def test_batches_are_bit_equal_to_the_threads(workers: BatchWorkers, name: str) 
 
 
 def test_an_evaluation_amid_a_step_disturbs_neither(workers: BatchWorkers) -> None:
-    row_sets = open_drawn()
+    sample_sets = open_drawn()
     train = workers.collate("train", SHAPE, UNITS)
     found = [next(train), next(train)]
     validation = workers.collate("validation", SHAPE, [np.array([4]), np.array([5]), np.array([6])])
@@ -61,8 +65,8 @@ def test_an_evaluation_amid_a_step_disturbs_neither(workers: BatchWorkers) -> No
     validation.close()  # given up: what is still coming of it is thrown away
     again = list(workers.collate("validation", SHAPE, [np.array([1]), np.array([2])]))
     found += list(train)
-    assert_same(found, list(collate_here(row_sets["train"], SHAPE)(UNITS)))
-    assert_same(again, list(collate_here(row_sets["validation"], SHAPE)([np.array([1]), np.array([2])])))
+    assert_same(found, list(collate_here(sample_sets["train"], SHAPE)(UNITS)))
+    assert_same(again, list(collate_here(sample_sets["validation"], SHAPE)([np.array([1]), np.array([2])])))
 
 
 def test_a_run_that_goes_on_from_any_step_gets_the_same_batches(workers: BatchWorkers) -> None:
@@ -96,8 +100,12 @@ def test_signals_to_the_whole_group_leave_them_working(workers: BatchWorkers) ->
 def test_a_killed_process_is_a_clear_error() -> None:
     for when in ("amid a batch", "between two"):
         workers = BatchWorkers(open_deadly if when == "amid a batch" else open_drawn, 1)
-        batches = iterate([lay_out_rows(np.arange(6), 1, 1)] * 5, 0, CPU, lambda units, w=workers: w.collate("train", SHAPE, units))
-        with pytest.raises(UserError, match=r"a process that prepares batches was killed by signal 9 \(SIGKILL\)") as caught:
+        batches = iterate(
+            [lay_out_rows(np.arange(6), 1, 1)] * 5, 0, CPU, lambda units, w=workers: w.collate("train", SHAPE, units)
+        )
+        with pytest.raises(
+            UserError, match=r"a process that prepares batches was killed by signal 9 \(SIGKILL\)"
+        ) as caught:
             for index, (_, micro_batches) in enumerate(batches):
                 if when == "between two" and index == 0:
                     os.kill(workers.pids[0], signal.SIGKILL)

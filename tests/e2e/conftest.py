@@ -1,4 +1,6 @@
-"""One place with a model and rows for all end-to-end tests, and the one uninterrupted run that others are compared with."""
+"""One place with a model and rows for all end-to-end tests, and the one uninterrupted run that others are compared
+with.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Many runs of the real worker in one set of processes: starting one costs seconds, a run of a tiny model a tenth of one.
+"""Many runs of the real worker in one set of processes: starting one costs seconds, a run of a tiny model a tenth of
+one.
 
-``torchrun --nproc_per_node=2 many_runs.py SPECS.json``. A spec holds the worker's ``arguments``, ``ranks`` (2, or 1: rank 0
-as a process that was started alone) and, if the run is to break off, ``break_at``: {"step": N} when step N is done but not
-yet written, {"saved": N} right after its checkpoint, {"saving": N} when its shards are written but not its manifest (with
-one rank only). Verification in a fresh process is left out.
+``torchrun --nproc_per_node=2 many_runs.py SPECS.json``. A spec holds the worker's ``arguments``, ``ranks`` (2, or 1:
+rank 0 as a process that was started alone) and, if the run is to break off, ``break_at``: {"step": N} when step N is
+done but not yet written, {"saved": N} right after its checkpoint, {"saving": N} when its shards are written but not its
+manifest (with one rank only). Verification in a fresh process is left out.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import torch.distributed as dist
 import manyhands.checkpoint.save as saving
 import manyhands.launch.prepare as preparing
 from manyhands.worker import __main__ as worker
-from manyhands.worker import finish, training
+from manyhands.worker import export_stages as finish
+from manyhands.worker import training
 from manyhands.worker import world as worlds
 
 
@@ -30,8 +32,14 @@ class BrokenOff(BaseException):
 
 BREAK: dict[str, int] = {}
 LOCKS: list[Any] = []
-KEPT: list[Any] = []  # a gloo group whose peer lives on may never end when it is freed; a worker leaves by os._exit and frees nothing
-LAUNCHED = {name: value for name, value in os.environ.items() if name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+KEPT: list[
+    Any
+] = []  # a gloo group whose peer lives on may never end when it is freed; a worker leaves by os._exit and frees nothing
+LAUNCHED = {
+    name: value
+    for name, value in os.environ.items()
+    if name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+}
 
 
 def break_off(where: str, step: int) -> None:
@@ -92,7 +100,9 @@ def run(spec: dict[str, Any]) -> int:
 
 def main(path: Path) -> None:
     cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[int(LAUNCHED["RANK"]) % len(cores)]})  # so one thread: two that share a busy core wait for each other
+    os.sched_setaffinity(
+        0, {cores[int(LAUNCHED["RANK"]) % len(cores)]}
+    )  # so one thread: two that share a busy core wait for each other
     plant()
     codes = []
     for number, spec in enumerate(json.loads(path.read_text())):

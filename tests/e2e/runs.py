@@ -1,4 +1,6 @@
-"""Starting real runs of a tiny model as a user would, pausing and ending them where a test wants, and reading what they leave."""
+"""Starting real runs of a tiny model as a user would, pausing and ending them where a test wants, and reading what they
+leave.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ WAIT_S = 240.0  # busy machines are slow; what is claimed of time is asserted wh
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa"]
 
 # One step takes milliseconds: what must happen at a certain step is planted into the worker, not timed from outside.
-NO_VERIFY = {"manyhands.worker.finish": "def verify(rank): rank.say('verification left out by the test')"}
+NO_VERIFY = {"manyhands.worker.export_stages": "def verify(rank): rank.say('verification left out by the test')"}
 
 
 def at_step(step: int, act: str, rank: int | None = None) -> dict[str, str]:
@@ -165,7 +167,9 @@ class Place:
                     "SLURM_JOB_NODELIST": "localhost",
                 }
                 environment |= {"SLURM_TASKS_PER_NODE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-                start = self.start(*WORKER, *arguments, environment=environment, output_file=f"output-{rank}.txt", **options)
+                start = self.start(
+                    *WORKER, *arguments, environment=environment, output_file=f"output-{rank}.txt", **options
+                )
                 processes.append(stack.enter_context(start))
             codes = [process.wait(WAIT_S) for process in processes]
         texts = [(self.folder / f"output-{rank}.txt").read_text() for rank in range(2)]
@@ -185,7 +189,11 @@ class Place:
         """Many runs of the worker in one set of two processes (see ``many_runs``); each must end as its spec says."""
         path = self.folder / f"many-{specs[0].name}.json"
         fields = [
-            {"arguments": [spec.file, f"name={spec.name}", *spec.arguments], "ranks": spec.ranks, "break_at": spec.break_at}
+            {
+                "arguments": [spec.file, f"name={spec.name}", *spec.arguments],
+                "ranks": spec.ranks,
+                "break_at": spec.break_at,
+            }
             for spec in specs
         ]
         path.write_text(json.dumps(fields))
@@ -227,13 +235,15 @@ class Run:
         return [row["loss"] for row in self.rows()]
 
     def seen(self) -> list[tuple[int, ...]]:
-        return [(row["num_rows"], row["num_tokens"], row["num_targets"]) for row in self.rows()]
+        return [(row["num_samples"], row["num_tokens"], row["num_loss_tokens"]) for row in self.rows()]
 
     def evaluations(self) -> list[tuple[int, float]]:
         return [(row["step"], row["loss"]) for row in self.rows("evaluation")]
 
     def steps_saved(self) -> list[int]:
-        return sorted(int(path.parent.name.removeprefix("step-")) for path in self.folder.glob("checkpoints/*/manifest.json"))
+        return sorted(
+            int(path.parent.name.removeprefix("step-")) for path in self.folder.glob("checkpoints/*/manifest.json")
+        )
 
     def read(self, name: str) -> Any:
         return json.loads((self.folder / name).read_text())
@@ -254,13 +264,18 @@ def kill_all(pid: int) -> None:
 
 
 def write_place(folder: Path) -> Place:
-    """80 ragged rows, of which 20 are held out; run.yaml: LoRA with dropout, 12 steps, 8 to an epoch, saved every 4; full.yaml."""
-    from manyhands.testing.tiny import write_tiny_model
+    """80 ragged rows, of which 20 are held out; run.yaml: LoRA with dropout, 12 steps, 8 to an epoch, saved every 4;
+    full.yaml.
+    """
+    from tests.support.tiny import write_tiny_model
 
     write_tiny_model(folder / "model")
     draw = random.Random(0)
     rows = [
-        {"prompt": " ".join(draw.choices(WORDS, k=draw.randint(1, 6))), "completion": " ".join(draw.choices(WORDS, k=draw.randint(1, 12)))}
+        {
+            "prompt": " ".join(draw.choices(WORDS, k=draw.randint(1, 6))),
+            "completion": " ".join(draw.choices(WORDS, k=draw.randint(1, 12))),
+        }
         for _ in range(80)
     ]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -268,7 +283,7 @@ def write_place(folder: Path) -> Place:
         "model": {"name": str(folder / "model")},
         "method": {"name": "lora", "rank": 4, "alpha": 8, "dropout": 0.1},
         "data": {"train": "rows.jsonl", "validation_fraction": 0.25, "max_length": 256, "cache": str(folder / "cache")},
-        "batch": {"rows": 8, "micro_tokens": 512},
+        "batch": {"samples": 8, "micro_tokens": 512},
         "optimizer": {"learning_rate": 3e-3, "max_grad_norm": 1.5},
         "stop": {"epochs": 10, "max_steps": NUM_STEPS},
         "parallel": {"device": "cpu"},

@@ -1,21 +1,27 @@
 """Bad input at the command line: the message names the place, the exit code is 2, and no folder is left.
 
-The mistakes below go through ``manyhands train`` up to the launch, in this process. Others are read by tests nearer to them:
+The mistakes below go through ``manyhands train`` up to the launch, in this process. Others are read by tests nearer to
+them:
 
 | mistake | test |
 |---|---|
-| unknown or misspelt key, all errors of a file at once | config/test_load.py::test_all_errors_of_a_file_at_once_with_their_lines |
-| broken run file, missing run file | config/test_load.py::test_broken_files_say_where, test_a_missing_file_names_its_neighbours |
+| unknown or misspelt key, all errors of a file at once |
+config/test_load.py::test_all_errors_of_a_file_at_once_with_their_lines |
+| broken run file, missing run file | config/test_load.py::test_broken_files_say_where,
+test_a_missing_file_names_its_neighbours |
 | contradictory keys | config/test_checks.py::test_a_contradiction_names_both_keys_and_what_to_do |
 | a batch that does not divide, without facts | config/test_checks.py::test_the_nearest_batches_that_work_are_named |
 | broken JSON in every form; over 20 findings | data/test_sources.py::test_broken_files, test_twenty_findings_... |
-| too long rows, truncated and counted, split | data/test_prepare.py::test_too_long_rows, test_long_text_is_split_and_no_target_is_lost |
-| weights that are pickles, cut short, broken | facts/test_model.py::test_pickles_are_refused, test_a_download_that_was_cut_short, ... |
+| too long rows, truncated and counted, split | data/test_prepare.py::test_too_long_rows,
+test_long_text_is_split_and_no_target_is_lost |
+| weights that are pickles, cut short, broken | facts/test_model.py::test_pickles_are_refused,
+test_a_download_that_was_cut_short, ... |
 | a model that is no folder and no hub name | facts/test_hub.py::test_a_path_that_is_not_there_is_no_hub_name |
 | a folder that holds something else | launch/test_second_start.py::test_a_folder_that_is_no_run_is_not_touched |
 | a folder that holds another run | e2e/test_train.py::test_another_run_of_the_name_is_refused_with_the_changed_keys |
 | two launches at once | launch/test_second_start.py::test_two_launches_at_once_are_refused_and_the_holder_named |
-| a port in use: MASTER_PORT, TensorBoard, the store | launch/test_local.py, cli/test_cli.py, e2e/test_endings.py::test_a_port_in_use_... |
+| a port in use: MASTER_PORT, TensorBoard, the store | launch/test_local.py, cli/test_cli.py,
+e2e/test_endings.py::test_a_port_in_use_... |
 | a peer that never comes, a rank that fails or stops, Ctrl-C | e2e/test_endings.py |
 | nothing fits into memory | plan/test_search.py::test_nothing_fits_on_cpu |
 | a checkpoint that cannot be written or is damaged | checkpoint/test_checkpoint.py |
@@ -121,18 +127,33 @@ def test_a_missing_chat_template(refuse, place: Place, tmp_path: Path) -> None:
 
 
 def test_a_batch_that_does_not_divide_names_the_nearest(refuse) -> None:
-    text = refuse("data.packing=false", "batch.micro_tokens=auto", "batch.rows=10", "batch.micro_rows=2", "--gpus", "2")
-    assert "10" in text and "8" in text and "12" in text and "batch.rows" in text
+    text = refuse(
+        "data.packing=false", "batch.micro_tokens=auto", "batch.samples=10", "batch.micro_samples=2", "--gpus", "2"
+    )
+    assert "10" in text and "8" in text and "12" in text and "batch.samples" in text
 
 
-def test_too_long_rows_are_cut_or_split_where_that_is_asked(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_long_rows_are_cut_or_split_where_that_is_asked(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(place.folder)
-    common = ["train", "run.yaml", "--dry-run", f"output.dir={tmp_path}", "data.max_length=100", "batch.micro_tokens=128", "batch.rows=2"]
+    common = [
+        "train",
+        "run.yaml",
+        "--dry-run",
+        f"output.dir={tmp_path}",
+        "data.max_length=100",
+        "batch.micro_tokens=128",
+        "batch.samples=2",
+    ]
     data = write(tmp_path / "rows.jsonl", *[LONG] * 40)
     cut = CliRunner().invoke(app, [*common, "name=cut", data, "data.too_long=truncate"])
     assert cut.exit_code == 0, cut.output
     text = write(tmp_path / "text.jsonl", *[{"text": "x" * 400}] * 40)
     split = CliRunner().invoke(app, [*common, "name=split", "task=cpt", text, "data.too_long=split"])
     assert split.exit_code == 0, split.output
-    steps = {name: json.loads((tmp_path / name / "plans/001.json").read_text())["steps_per_epoch"] for name in ("cut", "split")}
+    steps = {
+        name: json.loads((tmp_path / name / "plans/001.json").read_text())["steps_per_epoch"]
+        for name in ("cut", "split")
+    }
     assert steps["split"] >= 4 * steps["cut"] > 0

@@ -1,4 +1,6 @@
-"""A base model learns to chat: template and markers given, trained, saved, reopened by plain transformers and PEFT; then gone on from."""
+"""A base model learns to chat: template and markers given, trained, saved, reopened by plain transformers and PEFT;
+then gone on from.
+"""
 
 from __future__ import annotations
 
@@ -10,29 +12,33 @@ import pytest
 import torch
 import yaml
 
-from manyhands.testing.tiny import CHATML, tiny_model, tiny_tokenizer
 from tests.e2e.runs import Place
+from tests.support.tiny import CHATML, tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.slow  # whole runs in processes of their own: minutes together
 
 MARKERS = ["<|im_start|>", "<|im_end|>"]
-START, END, NUM_ROWS = 257, 258, 259
+START, END, NUM_SAMPLES = 257, 258, 259
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    """A base model of 256 bytes and <|endoftext|>; rows that always answer the same; run.yaml: LoRA with DoRA, 40 steps."""
+    """A base model of 256 bytes and <|endoftext|>; rows that always answer the same; run.yaml: LoRA with DoRA, 40
+    steps.
+    """
     folder = tmp_path_factory.mktemp("base")
     model = tiny_model("qwen3", vocab_size=257, eos_token_id=256, bos_token_id=None, pad_token_id=None)
     model.save_pretrained(folder / "model")
     tiny_tokenizer(("<|endoftext|>",)).save_pretrained(folder / "model")
     (folder / "chatml.jinja").write_text(CHATML)
-    (folder / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"say {i % 7}", "completion": "yes"}) + "\n" for i in range(64)))
+    (folder / "rows.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"say {i % 7}", "completion": "yes"}) + "\n" for i in range(64))
+    )
     run = {
         "model": {"name": str(folder / "model"), "chat_template": str(folder / "chatml.jinja"), "new_tokens": MARKERS},
         "method": {"name": "lora", "rank": 8, "alpha": 16, "dora": True},
         "data": {"train": "rows.jsonl", "validation_fraction": 0.4, "max_length": 256, "cache": str(folder / "cache")},
-        "batch": {"rows": 16},
+        "batch": {"samples": 16},
         "optimizer": {"learning_rate": 0.03},
         "schedule": {"name": "constant", "warmup_steps": 0},
         "stop": {"epochs": 20, "max_steps": 40},
@@ -47,7 +53,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 def answer(model: Any, tokenizer: Any) -> list[int]:
     """Plain transformers, as a user would: template, generate, no word about where to stop."""
-    ids = tokenizer.apply_chat_template([{"role": "user", "content": "say 3"}], add_generation_prompt=True, return_tensors="pt")
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "say 3"}], add_generation_prompt=True, return_tensors="pt"
+    )
     ids = ids if isinstance(ids, torch.Tensor) else ids["input_ids"]
     assert (ids == START).sum() == 2 and (ids == END).sum() == 1
     return model.generate(input_ids=ids, max_new_tokens=20, do_sample=False)[0, ids.shape[1] :].tolist()
@@ -60,7 +68,10 @@ def test_full_training_saves_a_model_that_chats(place: Place) -> None:
     assert ended.code == 0, ended.output
     folder = place.run("full").folder / "model"
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    assert model.config.vocab_size == NUM_ROWS == len(tokenizer) and model.get_input_embeddings().weight.shape[0] == NUM_ROWS
+    assert (
+        model.config.vocab_size == NUM_SAMPLES == len(tokenizer)
+        and model.get_input_embeddings().weight.shape[0] == NUM_SAMPLES
+    )
     assert model.generation_config.eos_token_id == [256, END]
     new = answer(model, tokenizer)
     assert tokenizer.decode(new[:-1]) == "yes" and new[-1] == END
@@ -92,14 +103,22 @@ def test_generate_and_export_use_the_grown_model(place: Place, adapter: Path) ->
     merged = place.folder / "merged"
     ended = place.call("-m", "manyhands", "export", str(adapter.parent), "--output", str(merged), "--merge")
     assert ended.code == 0 and "verified" in ended.output, ended.output
-    assert json.loads((merged / "config.json").read_text())["vocab_size"] == NUM_ROWS
+    assert json.loads((merged / "config.json").read_text())["vocab_size"] == NUM_SAMPLES
     asked = place.call("-m", "manyhands", "generate", str(merged), "--prompt", "say 5", "--max-new-tokens", "8")
     assert asked.output.strip().splitlines()[-1] == "yes", asked.output
 
 
 def test_a_run_goes_on_from_a_finished_one(place: Place, adapter: Path) -> None:
-    """Rank, alpha and DoRA are the adapter's; the first evaluation is the last one of the run before; one adapter is saved."""
-    keys = ("method.rank=16", "method.alpha=32", "method.dora=false", "stop.max_steps=2", f"method.adapter={adapter.parent}")
+    """Rank, alpha and DoRA are the adapter's; the first evaluation is the last one of the run before; one adapter is
+    saved.
+    """
+    keys = (
+        "method.rank=16",
+        "method.alpha=32",
+        "method.dora=false",
+        "stop.max_steps=2",
+        f"method.adapter={adapter.parent}",
+    )
     ended = place.train("again", *keys)
     assert ended.code == 0, ended.output
     before, after = place.run("sharded").evaluations(), place.run("again").evaluations()

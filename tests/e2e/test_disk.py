@@ -1,4 +1,6 @@
-"""A disk that is full: refused before the first step where the plan can know, and else named once, in every place a user looks."""
+"""A disk that is full: refused before the first step where the plan can know, and else named once, in every place a
+user looks.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ import pytest
 from tests.e2e.runs import NO_VERIFY, Place, at_step
 
 pytestmark = pytest.mark.timeout(1500)
-FEW = ("batch.rows=40", "stop.max_steps=4", "checkpoint.every_steps=2", "evaluate.at_start=false", "evaluate.every_steps=0")
+FEW = (
+    "batch.samples=40",
+    "stop.max_steps=4",
+    "checkpoint.every_steps=2",
+    "evaluate.at_start=false",
+    "evaluate.every_steps=0",
+)
 LONG_S = 900.0  # for two launches on a loaded machine
 
 
@@ -21,7 +29,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 32 MiB; only root may mount one."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", str(folder)], capture_output=True, text=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", str(folder)], capture_output=True, text=True
+    )
     if mounted.returncode:
         pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
     try:

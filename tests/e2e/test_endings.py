@@ -1,4 +1,6 @@
-"""Real processes that end in every way a run can end: each says why, once, in bounded time, and the next start goes on."""
+"""Real processes that end in every way a run can end: each says why, once, in bounded time, and the next start goes
+on.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ import time
 import psutil
 import pytest
 
-from manyhands.errors import UserError
-from manyhands.launch.foreign import Launcher
+from manyhands.core.errors import UserError
+from manyhands.launch.external import Launcher
 from tests.e2e.runs import (
     NO_VERIFY,
     NUM_STEPS,
@@ -33,8 +35,8 @@ pytestmark = pytest.mark.slow  # whole runs in processes of their own
 
 
 def start_and_pause(place: Place, name: str, step: int, end: int, *arguments: str, evaluating: bool = False) -> Ended:
-    """Starts two ranks, waits until both have done ``step`` (or evaluate after it), and ends them by the signal ``end``: a 9 kills
-    all at once.
+    """Starts two ranks, waits until both have done ``step`` (or evaluate after it), and ends them by the signal
+    ``end``: a 9 kills all at once.
     """
     mark = place.folder / f"paused-{name}-{step}"
     begin = time.monotonic()
@@ -51,19 +53,33 @@ def start_and_pause(place: Place, name: str, step: int, end: int, *arguments: st
     return ended
 
 
-def test_a_failure_ctrl_c_and_a_kill_later_the_losses_are_those_of_a_run_left_alone(place: Place, whole: tuple[Ended, Run]) -> None:
+def test_a_failure_ctrl_c_and_a_kill_later_the_losses_are_those_of_a_run_left_alone(
+    place: Place, whole: tuple[Ended, Run]
+) -> None:
     run = place.run("ended")
-    wrong = place.train("ended", "--gpus", "2", plant=at_step(3, "raise ValueError('the cat sat on the keyboard')", rank=1))
+    wrong = place.train(
+        "ended", "--gpus", "2", plant=at_step(3, "raise ValueError('the cat sat on the keyboard')", rank=1)
+    )
     assert wrong.code == 1 and run.read("status.json")["state"] == "failed"
-    assert wrong.output.count("error: rank 1 failed in stage 'train': ValueError: the cat sat on the keyboard") == 1, wrong.output
-    assert "logs/rank-1.log" in wrong.output and "Connection closed" not in wrong.output and wrong.output.count("error: ") == 1
+    assert wrong.output.count("error: rank 1 failed in stage 'train': ValueError: the cat sat on the keyboard") == 1, (
+        wrong.output
+    )
+    assert (
+        "logs/rank-1.log" in wrong.output
+        and "Connection closed" not in wrong.output
+        and wrong.output.count("error: ") == 1
+    )
     failed_at = (run.folder / "logs/rank-1.log").stat().st_mtime
     assert time.time() - failed_at < 30, "the other rank did not wait long"
 
     interrupted = start_and_pause(place, "ended", 5, signal.SIGINT)
     assert interrupted.code == 130, interrupted.output
     assert "stopped after step 6; the same command goes on from there" in interrupted.output
-    assert "saved at step 6" in interrupted.output and "Traceback" not in interrupted.output and "error" not in interrupted.output
+    assert (
+        "saved at step 6" in interrupted.output
+        and "Traceback" not in interrupted.output
+        and "error" not in interrupted.output
+    )
     assert run.steps_saved() == [4, 6] and run.read("status.json")["state"] == "interrupted"
 
     evaluating = start_and_pause(place, "ended", 8, signal.SIGTERM, evaluating=True)
@@ -91,7 +107,9 @@ def test_a_peer_that_never_comes_is_named_in_bounded_time(place: Place) -> None:
     command = ("-m", "manyhands.worker", "run.yaml", "name=alone", "parallel.timeout_s=3")
     alone = place.call(*command, environment=by_hand(free_port()))
     assert alone.code == 1 and alone.seconds < 40
-    assert "error: 1 of 2 ranks never came: 1" in alone.output and "waited 3 s (parallel.timeout_s)" in alone.output, alone.output
+    assert "error: 1 of 2 ranks never came: 1" in alone.output and "waited 3 s (parallel.timeout_s)" in alone.output, (
+        alone.output
+    )
     assert "Traceback" not in alone.output and not place.run("alone").folder.exists()
 
 
@@ -104,7 +122,9 @@ def test_a_port_in_use_and_a_rank_0_that_never_comes_say_what_to_set() -> None:
         port = holder.getsockname()[1]
         with pytest.raises(UserError) as refused:
             open_store(Launcher("torchrun", rank=0, world_size=2, master_port=port), timeout_s=2)
-    assert f"rank 0 cannot listen on 127.0.0.1:{port}" in str(refused.value) and "set another MASTER_PORT" in str(refused.value)
+    assert f"rank 0 cannot listen on 127.0.0.1:{port}" in str(refused.value) and "set another MASTER_PORT" in str(
+        refused.value
+    )
     with pytest.raises(UserError) as refused:
         open_store(Launcher("torchrun", rank=1, world_size=2, master_port=free_port()), timeout_s=2)
     assert "rank 1 found no rank 0 at" in str(refused.value) and "within 2 s" in str(refused.value)
@@ -132,7 +152,7 @@ def test_sigterm_in_preparation_says_so(place: Place, command: tuple[str, ...]) 
     name = f"preparing-{len(command)}"
     mark = place.folder / name
     plant = f"import pathlib, time\ndef gather_facts(*a, **o):\n    pathlib.Path({str(mark)!r}).touch()\n    time.sleep({WAIT_S})\n"
-    with place.start(*command, f"name={name}", plant={"manyhands.facts.gather": plant}) as process:
+    with place.start(*command, f"name={name}", plant={"manyhands.launch.facts": plant}) as process:
         place.wait_for([mark], process)
         process.send_signal(signal.SIGTERM)
         stopped = place.wait(process, time.monotonic())
@@ -154,15 +174,25 @@ def test_sigterm_in_verification_is_an_interruption_and_the_next_start_verifies(
         "    while not options['stop']() and time.monotonic() < deadline: time.sleep(0.02)\n"
         "    return _verify(*arguments, **options)\n"
     )
-    with place.start(*train_command("verifying", "--gpus", "2"), plant={"manyhands.worker.finish": plant}) as process:
+    with place.start(
+        *train_command("verifying", "--gpus", "2"), plant={"manyhands.worker.export_stages": plant}
+    ) as process:
         place.wait_for([mark], process)
         process.send_signal(signal.SIGTERM)
         stopped = place.wait(process, time.monotonic())
     run = place.run("verifying")
-    assert stopped.code == 143 and "saved at step 12; the same command goes on from there" in stopped.output, stopped.output
-    assert "Traceback" not in stopped.output and "finished: " not in stopped.output and run.read("status.json")["state"] == "interrupted"
+    assert stopped.code == 143 and "saved at step 12; the same command goes on from there" in stopped.output, (
+        stopped.output
+    )
+    assert (
+        "Traceback" not in stopped.output
+        and "finished: " not in stopped.output
+        and run.read("status.json")["state"] == "interrupted"
+    )
     again = place.train("verifying", "--gpus", "2")
-    assert again.code == 0 and "verified " in again.output and run.read("status.json")["state"] == "finished", again.output
+    assert again.code == 0 and "verified " in again.output and run.read("status.json")["state"] == "finished", (
+        again.output
+    )
 
 
 @pytest.mark.slow
@@ -191,12 +221,17 @@ def test_slow_work_lives_in_every_stage_and_none_of_it_ends_the_run(place: Place
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "module", "function"),
-    [("build model", "manyhands.worker.build", "materialize"), ("verify", "manyhands.worker.finish", "verify_in_fresh_process")],
+    [
+        ("build model", "manyhands.worker.build", "materialize"),
+        ("verify", "manyhands.worker.export_stages", "verify_in_fresh_process"),
+    ],
 )
 def test_a_stage_that_hangs_ends_the_run(place: Place, stage: str, module: str, function: str) -> None:
     plant = f"import time\ndef {function}(*arguments, **options): time.sleep({WAIT_S})\n"
     ended = place.train(f"hangs-in-{stage.split()[0]}", "parallel.timeout_s=10", plant={module: plant})
-    assert ended.code == 1 and "error: rank 0 made no progress for " in ended.output and f"stage '{stage}'" in ended.output, ended.output
+    assert (
+        ended.code == 1 and "error: rank 0 made no progress for " in ended.output and f"stage '{stage}'" in ended.output
+    ), ended.output
 
 
 @pytest.mark.slow
@@ -204,17 +239,28 @@ def test_a_rank_that_is_stopped_is_named(place: Place) -> None:
     stop = at_step(2, "os.kill(os.getpid(), signal.SIGSTOP)", rank=1)
     stopped = place.train("stopped", "--gpus", "2", "parallel.timeout_s=20", plant=stop)
     assert stopped.code == 1
-    assert re.search(r"error: rank 1 made no progress for \d+ s \(parallel.timeout_s = 20\) and was ended", stopped.output), stopped.output
+    assert re.search(
+        r"error: rank 1 made no progress for \d+ s \(parallel.timeout_s = 20\) and was ended", stopped.output
+    ), stopped.output
     assert "its process is stopped (SIGSTOP)" in stopped.output and "rank 0: stage 'train'" in stopped.output
 
 
 def test_a_run_that_diverges_fails_and_its_report_says_why(place: Place) -> None:
     """An absurd learning rate leaves a gradient of exactly 0: no success, nothing exported, one message."""
-    ended = place.train("diverged", "--gpus", "2", "optimizer.learning_rate=1000.0", "evaluate.at_start=false", limit_s=900)
+    ended = place.train(
+        "diverged", "--gpus", "2", "optimizer.learning_rate=1000.0", "evaluate.at_start=false", limit_s=900
+    )
     assert ended.code == 1 and ended.output.count("error: ") == 1, ended.output
-    assert "error: training has diverged: the gradient of step" in ended.output and "stop.divergence=warn" in ended.output
-    assert "warning" in ended.output and "optimizer.learning_rate: 1000 moves a weight" in ended.output, "the plan warned"
+    assert (
+        "error: training has diverged: the gradient of step" in ended.output and "stop.divergence=warn" in ended.output
+    )
+    assert "warning" in ended.output and "optimizer.learning_rate: 1000 moves a weight" in ended.output, (
+        "the plan warned"
+    )
     run = place.run("diverged")
     assert run.read("status.json")["state"] == "failed" and "training has diverged" in run.read("status.json")["reason"]
-    assert "Training diverged: " in (run.folder / "report.md").read_text() and "divergence" in run.read("report.json")["measured"]
+    assert (
+        "Training diverged: " in (run.folder / "report.md").read_text()
+        and "divergence" in run.read("report.json")["measured"]
+    )
     assert not (run.folder / "adapter").exists()

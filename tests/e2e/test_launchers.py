@@ -15,10 +15,15 @@ CAT = "error: rank 1 failed in stage 'train': ValueError: the cat sat on the key
     ("name", "command"),
     [
         ("torchrun", TORCHRUN),
-        ("accelerate", ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "PORT")),
+        (
+            "accelerate",
+            ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "PORT"),
+        ),
     ],
 )
-def test_two_processes_under_another_launcher(place: Place, whole: tuple[Ended, Run], name: str, command: tuple[str, ...]) -> None:
+def test_two_processes_under_another_launcher(
+    place: Place, whole: tuple[Ended, Run], name: str, command: tuple[str, ...]
+) -> None:
     command = tuple(str(free_port()) if word == "PORT" else word for word in command)
     ended = place.call(*command, *WORKER, f"name={name}", plant=NO_VERIFY)
     assert ended.code == 0 and ended.output.count("finished: ") == 1, ended.output
@@ -53,12 +58,16 @@ def test_a_killed_rank_is_named_by_one_that_lives_on(place: Place) -> None:
     under_torchrun = place.call(*TORCHRUN, *WORKER, "name=killed-under-torchrun", plant=plant)
     for output in (tasks[0].output, under_torchrun.output):
         # the step is of the rank's last tick, which may lie before its first step
-        assert output.count("error: rank 1 ended without an error message in stage 'train'") == 1 == output.count("error: "), output
+        assert (
+            output.count("error: rank 1 ended without an error message in stage 'train'")
+            == 1
+            == output.count("error: ")
+        ), output
 
 
 @pytest.mark.slow
 def test_rank_0_killed_while_it_prepares_is_reported_by_the_others(place: Place) -> None:
-    plant = {"manyhands.facts.gather": "import os\ndef gather_facts(*arguments, **options): os.kill(os.getpid(), 9)\n"}
+    plant = {"manyhands.launch.facts": "import os\ndef gather_facts(*arguments, **options): os.kill(os.getpid(), 9)\n"}
     tasks = place.by_srun("name=killed-preparing", plant=plant)
     assert [task.code for task in tasks] == [-9, 1], tasks
     output = tasks[1].output  # beside it stands a warning of torch's own
@@ -74,7 +83,9 @@ def test_where_rank_0_serves_the_store_all_ranks_end_as_it_does(place: Place, wh
     finished = place.by_srun("name=whole")
     assert [rank.code for rank in finished] == [0, 0], finished
     assert "is finished; nothing to do" in finished[0].output
-    broken = place.by_srun("name=cat-by-hand", plant=at_step(3, "raise ValueError('the cat sat on the keyboard')", rank=1))
+    broken = place.by_srun(
+        "name=cat-by-hand", plant=at_step(3, "raise ValueError('the cat sat on the keyboard')", rank=1)
+    )
     assert [rank.code for rank in broken] == [1, 1] and CAT in broken[1].output, broken
     assert sum(rank.output.count("error: ") for rank in broken) == 1
     assert "Traceback" not in "".join(rank.output for rank in (*refused, *finished, *broken))

@@ -1,4 +1,6 @@
-"""QLoRA whose factors begin at what NF4 loses: trained under any strategy, resumed, verified beside 4 bits, and merged onto them."""
+"""QLoRA whose factors begin at what NF4 loses: trained under any strategy, resumed, verified beside 4 bits, and merged
+onto them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def ran(place: Place) -> Place:
     place.many(
         Spec(1, "l-one", LOFTQ),
         Spec(2, "l-fsdp", LOFTQ + FSDP),
-        Spec(2, "l-kept", LOFTQ + FSDP + ("parallel.reshard=false",)),  # still gathered by the checks when the factors begin
+        Spec(
+            2, "l-kept", LOFTQ + FSDP + ("parallel.reshard_after_forward=false",)
+        ),  # still gathered by the checks when the factors begin
         Spec(2, "l-resumed", LOFTQ + FSDP, {"step": 7}),
         Spec(2, "l-resumed", LOFTQ + FSDP),
         Spec(1, "l-zero", LOFTQ[:1] + LOFTQ[2:]),
@@ -44,7 +48,9 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(ran: Place) -> None:
 
 
 def test_adapter_and_merged_model_are_reopened_and_compared_by_logits(ran: Place) -> None:
-    """In fresh processes: PEFT puts the adapter beside a model that transformers quantises, and begins no factors of its own."""
+    """In fresh processes: PEFT puts the adapter beside a model that transformers quantises, and begins no factors of
+    its own.
+    """
     for name, opener, more in (("adapter", "PeftModel", ()), ("merged", "AutoModelForCausalLM", ("--merge",))):
         output = ran.folder / f"l-{name}"
         ended = ran.call("-m", "manyhands", "export", str(ran.run("l-fsdp").folder), "--output", str(output), *more)
@@ -55,11 +61,15 @@ def test_adapter_and_merged_model_are_reopened_and_compared_by_logits(ran: Place
 
 
 def test_the_merged_model_is_nearer_to_the_source_than_from_zero(ran: Place) -> None:
-    """Merged onto the weights in 4 bits, whose loss the factors make smaller; onto those in 16 it would be added to them."""
+    """Merged onto the weights in 4 bits, whose loss the factors make smaller; onto those in 16 it would be added to
+    them.
+    """
     source = load_file(ran.folder / "model" / "model.safetensors")
     distance = {}
     for name in ("l-one", "l-zero"):
         merged = load_file(ran.run(name).folder / "merged" / "model.safetensors")
         names = [key for key in source if key.endswith("_proj.weight")]
-        distance[name] = float(torch.stack([(merged[key].float() - source[key].float()).square().sum() for key in names]).sum())
+        distance[name] = float(
+            torch.stack([(merged[key].float() - source[key].float()).square().sum() for key in names]).sum()
+        )
     assert distance["l-one"] < 0.95 * distance["l-zero"]

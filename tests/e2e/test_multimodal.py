@@ -1,4 +1,6 @@
-"""A multimodal checkpoint fine-tuned on text alone: three methods, two strategies; towers untouched in what is saved."""
+"""A multimodal checkpoint fine-tuned on text alone: three methods, two strategies; towers untouched in what is
+saved.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ from safetensors.torch import load_file
 from manyhands.export.reference import Reference
 from manyhands.export.verify import verify
 from manyhands.infer.load import Found, load_model
-from manyhands.testing.multimodal import write_tiny_multimodal
 from tests.e2e.runs import Place, Run, Spec
+from tests.support.multimodal import write_tiny_multimodal
 
 pytestmark = pytest.mark.slow  # whole runs in processes of their own: minutes together
 
@@ -71,7 +73,9 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(ran: Place, method: 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_saved_model_has_the_sources_layout_and_its_towers(ran: Place, method: str, strategy: str) -> None:
     source, saved = tensors_of(ran.folder / "gemma"), tensors_of(written(ran.run(f"g-{method}-{strategy}"), method))
-    assert {name: tensor.shape for name, tensor in saved.items()} == {name: tensor.shape for name, tensor in source.items()}
+    assert {name: tensor.shape for name, tensor in saved.items()} == {
+        name: tensor.shape for name, tensor in source.items()
+    }
     towers = {name for name in source if not name.startswith("language_model.")}
     assert len(towers) > 20 and all(torch.equal(saved[name].float(), source[name].float()) for name in towers)
     dtype = torch.bfloat16 if method == "full" else torch.float32  # merged: as the CPU computed, towers too
@@ -121,11 +125,16 @@ def test_peft_puts_the_adapter_on_the_text_alone(ran: Place, strategy: str) -> N
             torch.testing.assert_close(opened(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("method", "names"), [("full", ("model",)), ("lora", ("merged", "adapter")), ("qlora", ("merged", "adapter"))])
+@pytest.mark.parametrize(
+    ("method", "names"), [("full", ("model",)), ("lora", ("merged", "adapter")), ("qlora", ("merged", "adapter"))]
+)
 def test_what_was_written_is_verified_by_its_hashes_and_logits(ran: Place, method: str, names: tuple[str, ...]) -> None:
     for strategy in STRATEGIES:
         folder = ran.run(f"g-{method}-{strategy}").folder
         for name in names:
-            reference, probe = Reference.read(folder / "verify" / f"{name}.json"), folder / "verify" / "probe.safetensors"
+            reference, probe = (
+                Reference.read(folder / "verify" / f"{name}.json"),
+                folder / "verify" / "probe.safetensors",
+            )
             found = verify(folder / name, reference, base=ran.folder / "gemma", probe_path=probe)
             assert not found.findings and any("logits of" in note for note in found.notes), found

@@ -1,4 +1,6 @@
-"""A second family of images and text end to end: published in a flat configuration, positions of three axes, packed, two strategies."""
+"""A second family of images and text end to end: published in a flat configuration, positions of three axes, packed,
+two strategies.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ from safetensors.torch import load_file
 
 from manyhands.export.reference import Reference
 from manyhands.export.verify import verify
-from manyhands.testing.multimodal import write_tiny_multimodal
 from tests.e2e.runs import Place, Spec
+from tests.support.multimodal import write_tiny_multimodal
 
 pytestmark = pytest.mark.slow  # whole runs in processes of their own
 
@@ -48,17 +50,26 @@ def test_both_strategies_learn_the_same_from_packed_rows(ran: Place, method: str
 def test_the_familys_own_class_opens_it_with_the_sources_eyes(ran: Place, method: str, strategy: str) -> None:
     from transformers import Qwen2_5_VLForConditionalGeneration
 
-    source, folder = ran.folder / "qwen", ran.run(f"q-{method}-{strategy}").folder / ("model" if method == "full" else "merged")
+    source, folder = (
+        ran.folder / "qwen",
+        ran.run(f"q-{method}-{strategy}").folder / ("model" if method == "full" else "merged"),
+    )
     before, after = (load_file(path / "model.safetensors") for path in (source, folder))
-    assert {name: tensor.shape for name, tensor in before.items()} == {name: tensor.shape for name, tensor in after.items()}
+    assert {name: tensor.shape for name, tensor in before.items()} == {
+        name: tensor.shape for name, tensor in after.items()
+    }
     towers = [name for name in before if name.startswith(TOWER)]
     assert len(towers) > 15 and all(torch.equal(before[name].float(), after[name].float()) for name in towers)
     assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16 if method == "full" else torch.float32}
     opened: Any = [
-        Qwen2_5_VLForConditionalGeneration.from_pretrained(path, output_loading_info=True, dtype=torch.float32) for path in (source, folder)
+        Qwen2_5_VLForConditionalGeneration.from_pretrained(path, output_loading_info=True, dtype=torch.float32)
+        for path in (source, folder)
     ]
     assert not any(info["missing_keys"] or info["unexpected_keys"] for _, info in opened)
-    grid, pixels = torch.tensor([[1, 4, 4]]), torch.randn(16, 3 * 2 * 14 * 14, generator=torch.Generator().manual_seed(0))
+    grid, pixels = (
+        torch.tensor([[1, 4, 4]]),
+        torch.randn(16, 3 * 2 * 14 * 14, generator=torch.Generator().manual_seed(0)),
+    )
     with torch.no_grad():
         eyes = [model.eval().get_image_features(pixels, grid).pooler_output[0] for model, _ in opened]
         words = [model(input_ids=torch.arange(40)[None]).logits for model, _ in opened]

@@ -1,4 +1,6 @@
-"""Memory that runs out: the run starts again from its last checkpoint with a smaller plan and the same global batch, and says so once."""
+"""Memory that runs out: the run starts again from its last checkpoint with a smaller plan and the same global batch,
+and says so once.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from tests.e2e.runs import NO_VERIFY, NUM_STEPS, WORDS, Place, Run, at_step
 OUT = "import torch\nraise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB. And so on')"
 pytestmark = pytest.mark.timeout(2400)
 WIDE = (
-    "batch.rows=40",
+    "batch.samples=40",
     "batch.micro_tokens=auto",
     "stop.max_steps=4",
     "checkpoint.every_steps=2",
@@ -26,7 +28,9 @@ LONG_S = 900.0  # for several launches on a loaded machine
 
 def out_of_memory(until_plan: int, step: int = 3, rank: int = 0) -> dict[str, str]:
     """A planted fault: one rank runs out of memory at a step of each plan before ``until_plan``."""
-    return NO_VERIFY | at_step(step, f"if self.rank.plan.number < {until_plan}:\n    " + OUT.replace("\n", "\n    "), rank)
+    return NO_VERIFY | at_step(
+        step, f"if self.rank.plan.number < {until_plan}:\n    " + OUT.replace("\n", "\n    "), rank
+    )
 
 
 def plans(run: Run) -> list[Plan]:
@@ -35,8 +39,8 @@ def plans(run: Run) -> list[Plan]:
 
 def check_smaller(made: list[Plan]) -> None:
     assert all(later.micro_tokens < earlier.micro_tokens for earlier, later in itertools.pairwise(made))
-    assert {(plan.batch_rows, plan.num_steps, plan.learning_rate, plan.world_size) for plan in made} == {
-        (made[0].batch_rows, made[0].num_steps, made[0].learning_rate, made[0].world_size)
+    assert {(plan.batch_samples, plan.num_steps, plan.learning_rate, plan.world_size) for plan in made} == {
+        (made[0].batch_samples, made[0].num_steps, made[0].learning_rate, made[0].world_size)
     }
     assert [plan.cause for plan in made[1:]] == ["out_of_memory"] * (len(made) - 1)
 
@@ -53,9 +57,13 @@ def test_the_run_goes_on_with_smaller_micro_batches_and_the_same_batches(place: 
     said = f"plan 2: {second.micro_tokens:,} tokens a micro-batch in place of {first.micro_tokens:,}, the same global batch"
     assert ended.output.count(said) == 1 and "going on from step 2" in ended.output and "error" not in ended.output
     assert run.seen() == alone.seen() and len(run.rows()) == 4
-    # the same rows in the same steps; dropout is keyed by micro-batch, so that losses are near and not equal after step 2
+    # the same rows in the same steps; dropout is keyed by micro-batch, so that losses are near and not equal after step
+    # 2
     assert run.course()[:2] == alone.course()[:2] and run.losses() == pytest.approx(alone.losses(), rel=0.05)
-    assert run.read("status.json")["state"] == "finished" and run.read("report.json")["planned"]["cause"] == "out_of_memory"
+    assert (
+        run.read("status.json")["state"] == "finished"
+        and run.read("report.json")["planned"]["cause"] == "out_of_memory"
+    )
 
 
 def test_a_fault_that_smaller_plans_do_not_cure_ends_with_what_to_do(place: Place) -> None:
@@ -64,22 +72,35 @@ def test_a_fault_that_smaller_plans_do_not_cure_ends_with_what_to_do(place: Plac
     ended = place.train("hopeless", *keys, plant=out_of_memory(99), limit_s=LONG_S)
     assert ended.code == 1 and ended.output.count("error: ") == 1, ended.output
     made = plans(place.run("hopeless"))
-    assert [(plan.micro_tokens, plan.recompute) for plan in made] == [(512, "none"), (512, "block")]
+    assert [(plan.micro_tokens, plan.activation_checkpointing) for plan in made] == [(512, "none"), (512, "full")]
     assert "error: out of memory, and no smaller plan is left than plan 2" in ended.output
     assert "leave batch.micro_tokens to auto" in ended.output and "use a machine with more memory" in ended.output
     assert "Traceback" not in ended.output
     status = place.run("hopeless").read("status.json")
     assert (status["state"], status["cause"], status["plan"]) == ("failed", "out_of_memory", len(made))
 
-    again = place.train("hopeless", *keys, plant=NO_VERIFY, limit_s=LONG_S)  # by hand, the smallest plan is tried once more
+    again = place.train(
+        "hopeless", *keys, plant=NO_VERIFY, limit_s=LONG_S
+    )  # by hand, the smallest plan is tried once more
     assert again.code == 0, again.output
-    assert plans(place.run("hopeless"))[-1].recompute == "block"
+    assert plans(place.run("hopeless"))[-1].activation_checkpointing == "full"
 
 
 def test_under_torchrun_the_next_start_plans_smaller(place: Place) -> None:
-    command = ("-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "manyhands.worker", "run.yaml", "name=elsewhere", *WIDE)
+    command = (
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node=2",
+        "-m",
+        "manyhands.worker",
+        "run.yaml",
+        "name=elsewhere",
+        *WIDE,
+    )
     ended = place.call(*command, plant=out_of_memory(2), limit_s=LONG_S)
-    assert ended.code == 1 and "start it again: the next start plans a smaller micro-batch" in ended.output, ended.output
+    assert ended.code == 1 and "start it again: the next start plans a smaller micro-batch" in ended.output, (
+        ended.output
+    )
     assert len(plans(place.run("elsewhere"))) == 1
     again = place.call(*command, plant=out_of_memory(2), limit_s=LONG_S)
     assert again.code == 0, again.output
@@ -105,7 +126,7 @@ BeatHook.before_training = _limited
 @pytest.mark.gpu
 def test_a_gpu_that_really_runs_out_is_planned_for_anew(tmp_path: Path) -> None:
     """A limit on the process, the same for every plan, that the first plan's micro-batch does not fit."""
-    from manyhands.testing.tiny import write_tiny_model
+    from tests.support.tiny import write_tiny_model
 
     place = Place(tmp_path)
     write_tiny_model(tmp_path / "model", hidden_size=512, intermediate_size=1536, num_hidden_layers=8)
@@ -117,15 +138,17 @@ def test_a_gpu_that_really_runs_out_is_planned_for_anew(tmp_path: Path) -> None:
         "task": "cpt",
         "method": {"name": "lora", "rank": 8},
         "data": {"train": "rows.jsonl", "max_length": 2048, "cache": str(tmp_path / "cache")},
-        "batch": {"rows": 64},
+        "batch": {"samples": 64},
         "stop": {"max_steps": 4, "epochs": 2},
         "evaluate": {"at_start": False, "every_steps": 0, "samples": 0},
         "checkpoint": {"every_steps": 1},
-        "parallel": {"device": "cuda", "recompute": "none", "compile": False},
+        "parallel": {"device": "cuda", "activation_checkpointing": "none", "compile": False},
         "output": {"dir": "runs"},
     }
     (tmp_path / "run.yaml").write_text(json.dumps(run))
-    ended = place.train("limited", "--gpus", "1", plant={"manyhands.worker.training": LIMIT.replace("SHARE", "0.3")}, limit_s=LONG_S)
+    ended = place.train(
+        "limited", "--gpus", "1", plant={"manyhands.worker.training": LIMIT.replace("SHARE", "0.3")}, limit_s=LONG_S
+    )
     assert ended.code == 0, ended.output
     made = plans(place.run("limited"))
     assert len(made) >= 2 and made[0].cause == "first", ended.output

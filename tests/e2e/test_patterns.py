@@ -1,4 +1,6 @@
-"""Weights trained by name, from the run file to the verified model, by each optimizer that a CPU has; resumed bit for bit."""
+"""Weights trained by name, from the run file to the verified model, by each optimizer that a CPU has; resumed bit for
+bit.
+"""
 
 from __future__ import annotations
 
@@ -52,11 +54,16 @@ def test_every_layout_trains_the_same(ran: Place, name: str) -> None:
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(ran: Place, name: str) -> None:
     resumed, whole = ran.run(f"p-resumed-{name}"), ran.run(f"p-fsdp-{name}")
     assert resumed.course() == whole.course()
-    assert (resumed.folder / "model/model.safetensors").read_bytes() == (whole.folder / "model/model.safetensors").read_bytes()
+    assert (resumed.folder / "model/model.safetensors").read_bytes() == (
+        whole.folder / "model/model.safetensors"
+    ).read_bytes()
 
 
 def test_frozen_weights_are_the_sources_and_no_part_of_a_checkpoint(ran: Place) -> None:
-    saved, source = (load_file(folder / "model.safetensors") for folder in (ran.run("p-fsdp-adamw").folder / "model", ran.folder / "model"))
+    saved, source = (
+        load_file(folder / "model.safetensors")
+        for folder in (ran.run("p-fsdp-adamw").folder / "model", ran.folder / "model")
+    )
     assert saved.keys() == source.keys()
     for name, tensor in source.items():
         assert torch.equal(tensor, saved[name]) != is_trained(name), name
@@ -64,14 +71,18 @@ def test_frozen_weights_are_the_sources_and_no_part_of_a_checkpoint(ran: Place) 
     for path in ran.run("p-fsdp-muon").folder.glob("checkpoints/step-000012/*.safetensors"):
         with safe_open(path, framework="pt") as file:
             names |= set(file.keys())
-    assert names and all(is_trained(name.split(".", 1)[1] if name.startswith("model.m") else name.split(".", 2)[2]) for name in names)
+    assert names and all(
+        is_trained(name.split(".", 1)[1] if name.startswith("model.m") else name.split(".", 2)[2]) for name in names
+    )
 
 
 def test_a_checkpoint_is_exported_as_a_whole_model(ran: Place) -> None:
     output = ran.folder / "p-exported"
     ended = ran.call("-m", "manyhands", "export", str(ran.run("p-fsdp-adamw").folder), "--output", str(output))
     assert ended.code == 0 and "logits of" in ended.output, ended.output
-    assert (output / "model.safetensors").read_bytes() == (ran.run("p-fsdp-adamw").folder / "model/model.safetensors").read_bytes()
+    assert (output / "model.safetensors").read_bytes() == (
+        ran.run("p-fsdp-adamw").folder / "model/model.safetensors"
+    ).read_bytes()
 
 
 def test_the_log_has_the_rates_of_patterns(ran: Place) -> None:

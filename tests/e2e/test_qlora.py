@@ -1,4 +1,6 @@
-"""QLoRA from the run file to the verified adapter and merged model: resumed bit for bit, sharded or not, nothing frozen saved."""
+"""QLoRA from the run file to the verified adapter and merged model: resumed bit for bit, sharded or not, nothing frozen
+saved.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def test_every_strategy_trains_the_same(ran: Place) -> None:
         run = ran.run(name)
         assert run.losses() == pytest.approx(one.losses(), rel=1e-5)
         assert [norm for *_, norm in run.course()] == pytest.approx([norm for *_, norm in one.course()], rel=1e-5)
-        assert [loss for _, loss in run.evaluations()] == pytest.approx([loss for _, loss in one.evaluations()], rel=1e-5)
+        assert [loss for _, loss in run.evaluations()] == pytest.approx(
+            [loss for _, loss in one.evaluations()], rel=1e-5
+        )
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(ran: Place) -> None:

@@ -1,5 +1,6 @@
-"""A run that was broken off and started again does what it would have done: bit for bit at the same number of processes, the
-same rows at another. Real processes that are really killed are in ``test_endings``; here it is every step.
+"""A run that was broken off and started again does what it would have done: bit for bit at the same number of
+processes, the same rows at another. Real processes that are really killed are in ``test_endings``; here it is every
+step.
 """
 
 from __future__ import annotations
@@ -23,7 +24,11 @@ MORE_RESIZED = {"sharded": ((2, ("parallel.strategy=ddp",)), (2, FSDP)), "gather
 
 def broken_and_resumed(ranks: int, moments: Iterable[tuple[str, int]], *more: str) -> list[Spec]:
     names = [(f"{where}-{step}-{ranks}{'-fsdp' if more else ''}", where, step) for where, step in moments]
-    return [spec for name, where, step in names for spec in (Spec(ranks, name, more, {where: step}), Spec(ranks, name, more))]
+    return [
+        spec
+        for name, where, step in names
+        for spec in (Spec(ranks, name, more, {where: step}), Spec(ranks, name, more))
+    ]
 
 
 def resized(layouts: Mapping[str, Any]) -> list[Spec]:
@@ -36,7 +41,7 @@ def resized(layouts: Mapping[str, Any]) -> list[Spec]:
 @pytest.fixture(scope="module")
 def resumed(place: Place) -> Place:
     """All quick runs of this module, in one set of processes."""
-    references = [Spec(1, "one"), Spec(2, "ddp"), Spec(1, "plain", PLAIN)]
+    references = [Spec(1, "single"), Spec(2, "ddp"), Spec(1, "plain", PLAIN)]
     place.many(*references, *broken_and_resumed(1, MOMENTS), *broken_and_resumed(2, [("step", 7)]), *resized(RESIZED))
     return place
 
@@ -53,7 +58,10 @@ def check_same(place: Place, name: str, reference: str) -> None:
     run, other = place.run(name), place.run(reference)
     assert run.course() == other.course()
     assert run.seen() == other.seen() and run.evaluations() == other.evaluations()
-    assert run.steps_saved() == other.steps_saved() and run.files() >= {"report.json", "adapter/adapter_model.safetensors"}
+    assert run.steps_saved() == other.steps_saved() and run.files() >= {
+        "report.json",
+        "adapter/adapter_model.safetensors",
+    }
     adapters = [(each.folder / "adapter/adapter_model.safetensors").read_bytes() for each in (run, other)]
     assert adapters[0] == adapters[1]
 
@@ -68,17 +76,17 @@ def check_resized(place: Place, name: str) -> None:
 
 
 def test_the_reference_is_a_run_that_learns_with_clipping_in_some_steps(resumed: Place) -> None:
-    course = resumed.run("one").course()
+    course = resumed.run("single").course()
     assert [step for step, _, _ in course] == list(range(1, NUM_STEPS + 1))
     assert course[-1][1] < 0.9 * course[0][1]
     assert min(norm for _, _, norm in course) < 1.5 < max(norm for _, _, norm in course)
     plain = resumed.run("plain").losses()
-    assert max(abs(a - b) for a, b in zip(plain, resumed.run("one").losses(), strict=True)) > 1e-3, "dropout acts"
+    assert max(abs(a - b) for a, b in zip(plain, resumed.run("single").losses(), strict=True)) > 1e-3, "dropout acts"
 
 
 @pytest.mark.parametrize(("where", "step"), MOMENTS)
 def test_broken_off_at_any_moment_one_process_goes_on_bit_for_bit(resumed: Place, where: str, step: int) -> None:
-    check_same(resumed, f"{where}-{step}-1", "one")
+    check_same(resumed, f"{where}-{step}-1", "single")
 
 
 def test_two_processes_go_on_bit_for_bit(resumed: Place) -> None:
@@ -97,7 +105,7 @@ def test_torchrun_and_our_own_launcher_give_the_same_losses(resumed: Place, whol
 @pytest.mark.slow
 def test_more_moments(resumed_more: Place) -> None:
     for where, step in MORE_MOMENTS:
-        check_same(resumed_more, f"{where}-{step}-1", "one")
+        check_same(resumed_more, f"{where}-{step}-1", "single")
     for where, step in (("step", 2), ("saved", 8)):
         check_same(resumed_more, f"{where}-{step}-2", "ddp")
     check_same(resumed_more, "step-7-2-fsdp", "fsdp")
@@ -105,7 +113,7 @@ def test_more_moments(resumed_more: Place) -> None:
 
 @pytest.mark.slow
 def test_broken_off_while_saving_and_once_more_before_that_step(resumed_more: Place) -> None:
-    check_same(resumed_more, "twice", "one")
+    check_same(resumed_more, "twice", "single")
     assert {"plans/001.json", "plans/002.json", "plans/003.json"} <= resumed_more.run("twice").files()
 
 

@@ -22,7 +22,14 @@ def export(rank):
 
 
 def test_an_all_zero_a_missing_and_an_extra_tensor_fail_the_run_by_name(place: Place) -> None:
-    ended = place.call("-m", "manyhands.worker", "run.yaml", "name=spoilt", "stop.max_steps=2", plant={"manyhands.worker.finish": SPOIL})
+    ended = place.call(
+        "-m",
+        "manyhands.worker",
+        "run.yaml",
+        "name=spoilt",
+        "stop.max_steps=2",
+        plant={"manyhands.worker.export_stages": SPOIL},
+    )
     assert ended.code == 1, ended.output
     layer = "base_model.model.model.layers.0.mlp"
     assert "verification failed" in ended.output and "Traceback" not in ended.output

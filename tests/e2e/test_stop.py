@@ -9,8 +9,15 @@ from tests.e2e.runs import NUM_STEPS, Place, Spec
 MAX_TOKENS = 2000
 PLAIN = ("method.dropout=0",)
 STILL = "optimizer.learning_rate=1e-30"  # no validation loss is lower than the first one
-# So few rows that knowing them by heart soon makes the others worse, at a rate low enough for that to show on any processor.
-OVERFIT = ("data.max_rows=3", "stop.epochs=60", "stop.max_steps=60", "optimizer.learning_rate=0.01", "schedule.name=constant")
+# So few rows that knowing them by heart soon makes the others worse, at a rate low enough for that to show on any
+# processor.
+OVERFIT = (
+    "data.max_samples=3",
+    "stop.epochs=60",
+    "stop.max_steps=60",
+    "optimizer.learning_rate=0.01",
+    "schedule.name=constant",
+)
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +27,11 @@ def stopped(place: Place) -> Place:
         Spec(2, "max-tokens-2", (*PLAIN, f"stop.max_tokens={MAX_TOKENS}")),
         Spec(2, "max-time", (*PLAIN, "stop.max_time_s=0.001")),
         Spec(1, "patience", (*PLAIN, STILL, "evaluate.every_steps=2", "stop.patience=3")),
-        Spec(1, "best", (*PLAIN, *OVERFIT, "checkpoint.keep_best=true", "evaluate.every_steps=5", "checkpoint.every_steps=0")),
+        Spec(
+            1,
+            "best",
+            (*PLAIN, *OVERFIT, "checkpoint.keep_best=true", "evaluate.every_steps=5", "checkpoint.every_steps=0"),
+        ),
         Spec(1, "never-better", (*PLAIN, STILL, "checkpoint.keep_best=true", "stop.max_steps=2")),
     )
     return place
@@ -40,9 +51,11 @@ def test_evaluation_of_ragged_rows_is_the_same_on_two_processes(stopped: Place) 
     one, two = stopped.run("max-tokens").rows("evaluation"), stopped.run("max-tokens-2").rows("evaluation")
     assert [row["step"] for row in one] == [row["step"] for row in two]
     for mine, other in zip(one, two, strict=True):
-        assert mine["loss"] == pytest.approx(other["loss"], rel=1e-5) and mine["accuracy"] == pytest.approx(other["accuracy"])
-        assert [mine[key] for key in ("num_rows", "num_tokens", "num_targets", "samples")] == [
-            other[key] for key in ("num_rows", "num_tokens", "num_targets", "samples")
+        assert mine["loss"] == pytest.approx(other["loss"], rel=1e-5) and mine["accuracy"] == pytest.approx(
+            other["accuracy"]
+        )
+        assert [mine[key] for key in ("num_samples", "num_tokens", "num_loss_tokens", "samples")] == [
+            other[key] for key in ("num_samples", "num_tokens", "num_loss_tokens", "samples")
         ]
 
 
@@ -71,12 +84,18 @@ def test_the_best_checkpoint_is_kept_and_exported(stopped: Place) -> None:
     shards = {}
     for path in (run.folder / f"checkpoints/step-{best:06d}").glob("*.safetensors"):
         shards |= load_file(path)
-    saved = {name.removeprefix("model."): tensor for name, tensor in shards.items() if "lora_" in name and name.startswith("model.")}
+    saved = {
+        name.removeprefix("model."): tensor
+        for name, tensor in shards.items()
+        if "lora_" in name and name.startswith("model.")
+    }
     adapter = load_file(run.folder / "adapter/adapter_model.safetensors")
     assert len(saved) == len(adapter) == 42
     for name, tensor in adapter.items():
         (match,) = [
-            other for key, other in saved.items() if key.split(".weight")[0] == name.removeprefix("base_model.model.").split(".weight")[0]
+            other
+            for key, other in saved.items()
+            if key.split(".weight")[0] == name.removeprefix("base_model.model.").split(".weight")[0]
         ]
         assert torch.equal(tensor, match)
 

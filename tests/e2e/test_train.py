@@ -18,7 +18,12 @@ LEFT = {  # by a LoRA run with TensorBoard; event files are named by time and pr
     "verify/probe.safetensors",
     *(f"checkpoints/step-{step:06d}/{name}" for step in (8, 12) for name in ("manifest.json", "train_state.json")),
 }
-ADAPTER = {"verify/adapter.json", "adapter/README.md", "adapter/adapter_config.json", "adapter/adapter_model.safetensors"}
+ADAPTER = {
+    "verify/adapter.json",
+    "adapter/README.md",
+    "adapter/adapter_config.json",
+    "adapter/adapter_model.safetensors",
+}
 MODEL = {"verify/model.json"} | {
     f"model/{name}"
     for name in (
@@ -35,7 +40,11 @@ MODEL = {"verify/model.json"} | {
 
 def files_of(num_ranks: int, exported: set[str]) -> set[str]:
     ranks = range(num_ranks)
-    shards = {f"checkpoints/step-{step:06d}/shard-{rank + 1:05d}-model-00001-of-00001.safetensors" for step in (8, 12) for rank in ranks}
+    shards = {
+        f"checkpoints/step-{step:06d}/shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
+        for step in (8, 12)
+        for rank in ranks
+    }
     return LEFT | exported | shards | {f"logs/rank-{rank}.log" for rank in ranks}
 
 
@@ -49,14 +58,16 @@ def check_metrics(run: Run, num_ranks: int) -> None:
     rows = run.rows()
     assert [row["step"] for row in rows] == list(range(1, NUM_STEPS + 1))
     for row in rows:
-        assert row["seconds"] > 0 and row["tokens_per_s"] > 0 and 0 < row["learning_rate"] <= 3e-3 and row["grad_norm"] > 0
-        assert row["num_rows"] == (4 if row["step"] == 8 else 8), "60 rows: the last step of an epoch is short"
+        assert (
+            row["seconds"] > 0 and row["tokens_per_s"] > 0 and 0 < row["learning_rate"] <= 3e-3 and row["grad_norm"] > 0
+        )
+        assert row["num_samples"] == (4 if row["step"] == 8 else 8), "60 rows: the last step of an epoch is short"
         assert len(row["rank_losses"]) == len(row["devices"]) == num_ranks
         assert all(device["memory_allocated_bytes"] > 0 and device["peak_bytes"] > 0 for device in row["devices"])
-    assert sum(row["num_rows"] for row in rows[:8]) == 60 and rows[7]["epoch"] == 1
+    assert sum(row["num_samples"] for row in rows[:8]) == 60 and rows[7]["epoch"] == 1
     evaluations = run.rows("evaluation")
     assert [row["step"] for row in evaluations] == [0, 4, 8, 12]
-    assert all(row["num_rows"] == 20 and len(row["samples"]) == 1 for row in evaluations)
+    assert all(row["num_samples"] == 20 and len(row["samples"]) == 1 for row in evaluations)
     assert evaluations[-1]["loss"] < 0.9 * evaluations[0]["loss"]
 
 
@@ -86,7 +97,14 @@ def test_tensorboard_shows_loss_of_all_and_each_rank_speed_rate_norm_and_memory(
     _, run = whole
     events = EventAccumulator(str(run.folder / "tensorboard"))
     events.Reload()
-    each_step = ["loss/all", "loss/rank0", "loss/rank1", "speed/tokens_per_s", "train/learning_rate", "train/gradient_norm"]
+    each_step = [
+        "loss/all",
+        "loss/rank0",
+        "loss/rank1",
+        "speed/tokens_per_s",
+        "train/learning_rate",
+        "train/gradient_norm",
+    ]
     each_step += [f"{kind}/rank{rank}" for kind in ("memory_gib", "peak_memory_gib") for rank in (0, 1)]
     for tag in each_step:
         assert [event.step for event in events.Scalars(tag)] == list(range(1, NUM_STEPS + 1)), tag
@@ -120,7 +138,9 @@ def test_another_run_of_the_name_is_refused_with_the_changed_keys(place: Place, 
     assert "parallel.gpus" not in refused.output and "--fresh" in refused.output
 
 
-def test_fresh_takes_a_new_folder_and_a_dry_run_leaves_run_and_plan_only(place: Place, whole: tuple[Ended, Run]) -> None:
+def test_fresh_takes_a_new_folder_and_a_dry_run_leaves_run_and_plan_only(
+    place: Place, whole: tuple[Ended, Run]
+) -> None:
     ended = place.train("whole", "--fresh", "--dry-run")
     assert ended.code == 0 and "nothing was started" in ended.output
     assert place.run("whole-2").files() == {".lock", "run.json", "plan.json", "plans/001.json"}
@@ -153,7 +173,9 @@ def test_full_weights_from_shards_open_with_transformers(place: Place) -> None:
         ("run.yaml", ("--gpus", "2", "parallel.strategy=fsdp"), 2, ADAPTER),
     ],
 )
-def test_other_layouts_at_the_command_line(place: Place, file: str, arguments: tuple[str, ...], num_ranks: int, exported: set[str]) -> None:
+def test_other_layouts_at_the_command_line(
+    place: Place, file: str, arguments: tuple[str, ...], num_ranks: int, exported: set[str]
+) -> None:
     name = f"slow-{num_ranks}-{file.removesuffix('.yaml')}"
     ended = place.train(name, *arguments, file=file)
     assert ended.code == 0 and "verified" in ended.output and "reopened by" in ended.output, ended.output

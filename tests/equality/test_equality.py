@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.testing import equality
-from manyhands.testing.equality import Case, Curve
-from manyhands.testing.ranks import Ranks, ranks
+from tests.support import equality
+from tests.support.equality import Case, Curve
+from tests.support.ranks import Ranks, ranks
 
 FAST = (
     "one 1, accumulation 8",

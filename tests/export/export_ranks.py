@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import manyhands.export.stored as stored_module
-from manyhands.errors import UserError
+from manyhands.core.errors import UserError
 from manyhands.export.adapter import export_adapter
 from manyhands.export.model import export_model
 from tests.export.tiny import METHOD, adapt, make_model

@@ -1,4 +1,6 @@
-"""The model card: the hub reads its head, its lines of Python open the folder, and nothing of the data or of this machine is in it."""
+"""The model card: the hub reads its head, its lines of Python open the folder, and nothing of the data or of this
+machine is in it.
+"""
 
 from __future__ import annotations
 
@@ -28,18 +30,44 @@ from tests.export.tiny import METHOD, adapt, make_model
 
 __all__ = ["verify_here"]  # a fixture
 
-FIELDS: dict[str, Any] = {"name": "helper", "model": {"name": "someone/base"}, "data": {"train": "/home/me/private/rows.jsonl"}}
+FIELDS: dict[str, Any] = {
+    "name": "helper",
+    "model": {"name": "someone/base"},
+    "data": {"train": "/home/me/private/rows.jsonl"},
+}
 SOURCES = [
-    {"name": "rows", "hub": False, "weight": 1.0, "num_rows": 980, "num_tokens": 50_000, "num_validation_rows": 20},
-    {"name": "openai/gsm8k", "hub": True, "weight": 0.5, "num_rows": 7000, "num_tokens": 900_000, "num_validation_rows": 0},
+    {
+        "name": "rows",
+        "hub": False,
+        "weight": 1.0,
+        "num_samples": 980,
+        "num_tokens": 50_000,
+        "num_validation_samples": 20,
+    },
+    {
+        "name": "openai/gsm8k",
+        "hub": True,
+        "weight": 0.5,
+        "num_samples": 7000,
+        "num_tokens": 900_000,
+        "num_validation_samples": 0,
+    },
 ]
-EVALUATIONS = [Evaluation(step, loss, 2.0, 0.5, 20, 700, 300, 1.0, (("a secret question", "x"),)) for step, loss in ((0, 3.25), (7, 1.5))]
+EVALUATIONS = [
+    Evaluation(step, loss, 2.0, 0.5, 20, 700, 300, 1.0, (("a secret question", "x"),))
+    for step, loss in ((0, 3.25), (7, 1.5))
+]
 
 
 def make_card(kind: Any = "adapter", **changes: Any) -> str:
     method = changes.pop("method", {"name": "lora", "rank": 4})
     config = RunConfig.model_validate(FIELDS | {"method": method} | changes.pop("config", {}))
-    fields = {"data": SOURCES, "evaluations": EVALUATIONS, "versions": {"manyhands": "0.1.0", "torch": "2.13.0"}, "has_tokenizer": False}
+    fields = {
+        "data": SOURCES,
+        "evaluations": EVALUATIONS,
+        "versions": {"manyhands": "0.1.0", "torch": "2.13.0"},
+        "has_tokenizer": False,
+    }
     plan = make_plan(config, changes.pop("source", Path("nowhere")))
     card = Card(kind=kind, config=config, plan=plan, step=7, dtype="float32", opener="AutoModelForCausalLM", **fields)
     return dataclasses.replace(card, **changes).text()
@@ -53,12 +81,19 @@ def code(text: str) -> str:
     return re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
 
 
-@pytest.mark.parametrize(("kind", "library", "relation"), [("adapter", "peft", "adapter"), ("merged", "transformers", "finetune")])
+@pytest.mark.parametrize(
+    ("kind", "library", "relation"), [("adapter", "peft", "adapter"), ("merged", "transformers", "finetune")]
+)
 def test_the_hub_reads_its_head(tmp_path: Path, kind: str, library: str, relation: str) -> None:
     (tmp_path / "README.md").write_text("---\nlanguage: en\nlicense: apache-2.0\n---\n# Base\nlicense: to kill\n")
     text = make_card(kind, source=tmp_path)
     read = ModelCard(text).data.to_dict()
-    expected = {"base_model": "someone/base", "base_model_relation": relation, "library_name": library, "license": "apache-2.0"}
+    expected = {
+        "base_model": "someone/base",
+        "base_model_relation": relation,
+        "library_name": library,
+        "license": "apache-2.0",
+    }
     assert read.items() >= (expected | {"datasets": ["openai/gsm8k"], "tags": ["manyhands", "sft", "lora"]}).items()
 
 
@@ -80,7 +115,12 @@ def test_it_says_on_what_how_and_with_which_result_and_nothing_private() -> None
 
 
 def test_what_is_not_known_is_not_claimed(tmp_path: Path) -> None:
-    text = make_card("model", evaluations=EVALUATIONS[:1], data=None, config={"model": {"name": str(tmp_path)}, "method": {"name": "full"}})
+    text = make_card(
+        "model",
+        evaluations=EVALUATIONS[:1],
+        data=None,
+        config={"model": {"name": str(tmp_path)}, "method": {"name": "full"}},
+    )
     assert "These weights were not evaluated on held-out samples." in text and "3.25" not in text
     assert not {"base_model", "license", "datasets"} & head(text).keys()
     assert str(tmp_path) not in text and "Training data" not in text
@@ -100,7 +140,8 @@ def test_names_on_the_hub(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "license: mit\n", "---\nlicense: mit", "---\nlicense: [a, b]\n---\n", "---\nlicense:\n  evil: 1\n---\n"]
+    "text",
+    ["", "license: mit\n", "---\nlicense: mit", "---\nlicense: [a, b]\n---\n", "---\nlicense:\n  evil: 1\n---\n"],
 )
 def test_a_license_is_taken_from_a_cards_head_alone(tmp_path: Path, text: str) -> None:
     (tmp_path / "README.md").write_text(text)
@@ -113,7 +154,9 @@ def test_its_lines_of_python_open_the_folder(tmp_path: Path, kind: str) -> None:
     run, models = make_run(tmp_path, method)
     assert main([str(run), "--output", str(tmp_path / "out"), *(["--merge"] if kind == "merged" else [])]) == 0
     text = (tmp_path / "out" / "README.md").read_text()
-    lines = code(text).replace("path/to/this/folder", str(tmp_path / "out")).replace("path/to/base", str(tmp_path / "base"))
+    lines = (
+        code(text).replace("path/to/this/folder", str(tmp_path / "out")).replace("path/to/base", str(tmp_path / "base"))
+    )
     found: dict[str, Any] = {}
     exec(lines, found)
     assert found["tokenizer"].chat_template
@@ -139,7 +182,9 @@ def test_an_adapter_beside_nf4_says_so_where_programs_look_and_peft_opens_it_wit
         if name == "lora":
             assert mapping is None and "base_quantization" not in metadata
             continue
-        assert mapping["base_model_class"] == "LlamaForCausalLM" and mapping["parent_library"].startswith("transformers.")
+        assert mapping["base_model_class"] == "LlamaForCausalLM" and mapping["parent_library"].startswith(
+            "transformers."
+        )
         assert mapping["base_quantization"] == NF4_OPTIONS and NF4_OPTIONS["bnb_4bit_use_double_quant"] is True
         assert metadata["base_quantization"] == "nf4, double quantization"
         assert ("base" in metadata) == (name == "loftq")

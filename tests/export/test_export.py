@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from manyhands.config.schema import MethodSection, ModelSection
-from manyhands.errors import UserError
+from manyhands.core.errors import UserError
 from manyhands.export.adapter import export_adapter
 from manyhands.export.model import export_model, split_shards
 from manyhands.export.reference import Reference, hash_values
@@ -30,7 +30,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_model_opens_with_the_saved_values_and_the_sources_names(source: Path, tmp_path: Path, dtype: str) -> None:
     model = make_model()
-    reference = export_model(tmp_path / "model", model, source, dtype, rank=0, reference_path=tmp_path / "reference.json")
+    reference = export_model(
+        tmp_path / "model", model, source, dtype, rank=0, reference_path=tmp_path / "reference.json"
+    )
     stored = load_file(tmp_path / "model" / "model.safetensors")
     shapes = {name: tensor.shape for name, tensor in load_file(source / "model.safetensors").items()}
     assert {name: tensor.shape for name, tensor in stored.items()} == shapes  # the tied head is not doubled
@@ -94,7 +96,10 @@ def test_peft_opens_an_adapter_and_gives_our_logits(tmp_path: Path) -> None:
     base = save_source(tmp_path / "base", make_model())
     model = adapt(make_model()).eval()
     export_adapter(tmp_path / "adapter", model, METHOD, str(base), rank=0)
-    assert sorted(p.name for p in (tmp_path / "adapter").iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert sorted(p.name for p in (tmp_path / "adapter").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
     opened = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter").eval()
     with torch.no_grad():
         torch.testing.assert_close(opened(IDS).logits, model(IDS).logits, rtol=1e-5, atol=1e-5)
@@ -107,8 +112,10 @@ def test_peft_opens_an_adapter_and_gives_our_logits(tmp_path: Path) -> None:
         (("*.0.self_attn.q_proj",), ["model.layers.0.self_attn.q_proj"]),  # short names would reach layer 1 too
     ],
 )
-def test_target_modules_mean_exactly_the_adapted_layers(tmp_path: Path, targets: tuple[str, ...], expected: list[str]) -> None:
-    method = MethodSection(rank=2, alpha=3.5, targets=targets)
+def test_target_modules_mean_exactly_the_adapted_layers(
+    tmp_path: Path, targets: tuple[str, ...], expected: list[str]
+) -> None:
+    method = MethodSection(rank=2, alpha=3.5, target_modules=targets)
     base = save_source(tmp_path / "base", make_model())
     model = adapt(make_model(), method)
     export_adapter(tmp_path / "adapter", model, method, str(base), rank=0)
@@ -124,11 +131,17 @@ def test_merging_equals_pefts_merge(tmp_path: Path) -> None:
     export_adapter(tmp_path / "adapter", model, METHOD, str(base), rank=0)
     export_model(tmp_path / "merged", model, base, "float32", rank=0, merge=True)
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
-    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter").merge_and_unload().state_dict()
+    theirs = (
+        PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter")
+        .merge_and_unload()
+        .state_dict()
+    )
     assert opened.keys() == theirs.keys()
     for name, tensor in theirs.items():
         torch.testing.assert_close(opened[name], tensor, rtol=1e-6, atol=1e-6)
-    assert not torch.equal(opened["model.layers.0.mlp.up_proj.weight"], model.get_parameter("model.layers.0.mlp.up_proj.weight"))
+    assert not torch.equal(
+        opened["model.layers.0.mlp.up_proj.weight"], model.get_parameter("model.layers.0.mlp.up_proj.weight")
+    )
 
 
 def test_hashes_are_of_the_values_not_of_the_layout() -> None:

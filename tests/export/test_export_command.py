@@ -38,7 +38,9 @@ def verify_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fresh_module, "verify_in_fresh_process", run)
 
 
-def make_run(root: Path, method: str, *, keep_best: bool = False, dtype: str = "auto") -> tuple[Path, dict[int, torch.nn.Module]]:
+def make_run(
+    root: Path, method: str, *, keep_best: bool = False, dtype: str = "auto"
+) -> tuple[Path, dict[int, torch.nn.Module]]:
     """A run's folder with checkpoints at steps 5 and 7, the best at 5; and the models in memory."""
     source = save_source(root / "base", make_model())
     fields = {
@@ -74,17 +76,17 @@ def make_plan(config: RunConfig, source: Path) -> Plan:
         device="cuda",
         world_size=8,
         strategy="fsdp",
-        reshard=True,
-        recompute="block",
+        reshard_after_forward=True,
+        activation_checkpointing="full",
         compile=True,
         compute_dtype="float32",
         master_dtype="float32",
         frozen_dtype="float32",
         attention="varlen",
         packing=True,
-        batch_rows=8,
-        batch_tokens=None,
-        micro_rows=None,
+        batch_samples=8,
+        batch_loss_tokens=None,
+        micro_samples=None,
         micro_tokens=64,
         accumulation=None,
         steps_per_epoch=7,
@@ -124,14 +126,19 @@ def test_an_adapter_alone_and_merged(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main([str(run), "--output", str(tmp_path / "merged"), "--merge"]) == 0
     assert "reopened by PeftModel" in capsys.readouterr().out
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    for opened in (PeftModel.from_pretrained(base, tmp_path / "adapter"), AutoModelForCausalLM.from_pretrained(tmp_path / "merged")):
+    for opened in (
+        PeftModel.from_pretrained(base, tmp_path / "adapter"),
+        AutoModelForCausalLM.from_pretrained(tmp_path / "merged"),
+    ):
         torch.testing.assert_close(logits(opened), logits(models[7]), rtol=1e-4, atol=1e-5)
 
 
 def test_a_merged_model_has_the_dtype_that_was_asked_for(tmp_path: Path) -> None:
     run, _ = make_run(tmp_path, "lora", dtype="bfloat16")
     assert main([str(run), "--output", str(tmp_path / "merged"), "--merge"]) == 0
-    assert {tensor.dtype for tensor in load_file(tmp_path / "merged" / "model.safetensors").values()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in load_file(tmp_path / "merged" / "model.safetensors").values()} == {
+        torch.bfloat16
+    }
 
 
 def test_a_run_folder_answers_once_it_has_written_something(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,6 @@
-"""What is saved of a family of text and images is its source with other text: towers byte for byte, and PEFT adapts the source itself."""
+"""What is saved of a family of text and images is its source with other text: towers byte for byte, and PEFT adapts the
+source itself.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +12,23 @@ import torch
 from safetensors.torch import load_file
 
 from manyhands.config.schema import MethodSection
+from manyhands.convert.lora import adapted_layers
 from manyhands.export.adapter import export_adapter
 from manyhands.export.model import export_model
 from manyhands.export.verify import verify
 from manyhands.facts.model import TEXT_TENSOR
 from manyhands.infer.load import Found, load_model
 from manyhands.model.auto import auto_class_of
-from manyhands.model.lora import adapted_layers
-from manyhands.testing.multimodal import TRAINED, write_tiny_multimodal
 from tests.export.test_source_layout import layout, load
+from tests.support.multimodal import TRAINED, write_tiny_multimodal
 
 IDS = torch.arange(40)[None] + 40
 
 
 @pytest.mark.parametrize("family", TRAINED)
-def test_merged_it_is_the_source_with_other_text_and_as_an_adapter_it_fits_the_source(tmp_path: Path, family: str) -> None:
+def test_merged_it_is_the_source_with_other_text_and_as_an_adapter_it_fits_the_source(
+    tmp_path: Path, family: str
+) -> None:
     from peft import PeftModel
 
     source = write_tiny_multimodal(tmp_path / "source", "bfloat16", family=family)
@@ -34,7 +38,9 @@ def test_merged_it_is_the_source_with_other_text_and_as_an_adapter_it_fits_the_s
             layer.lora_B.weight.normal_(std=0.1)
         expected = model(input_ids=IDS).logits
     merged = export_model(tmp_path / "merged", model, source, "bfloat16", rank=0, merge=True)
-    adapter = export_adapter(tmp_path / "adapter", model, MethodSection(name="lora", rank=4, alpha=8.0), str(source), rank=0)
+    adapter = export_adapter(
+        tmp_path / "adapter", model, MethodSection(name="lora", rank=4, alpha=8.0), str(source), rank=0
+    )
     assert merged is not None and adapter is not None
     for name, reference in (("merged", merged), ("adapter", adapter)):
         found = verify(tmp_path / name, reference, base=source)

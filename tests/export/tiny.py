@@ -10,7 +10,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from manyhands.config.schema import MethodSection
-from manyhands.model.lora import adapted_layers, apply_lora
+from manyhands.convert.lora import adapted_layers, apply_lora
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|> ' + m['role'] + ' ' + m['content'] + ' <|im_end|> ' }}{% endfor %}"
@@ -38,11 +38,15 @@ def make_model(*, tied: bool = True, dtype: torch.dtype = torch.float32, seed: i
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    words = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "user", "assistant", "system"] + [f"w{i}" for i in range(248)]
+    words = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "user", "assistant", "system"] + [
+        f"w{i}" for i in range(248)
+    ]
     inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = {"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", bos_token="<s>", eos_token="</s>", **special)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, unk_token="<unk>", bos_token="<s>", eos_token="</s>", **special
+    )
     tokenizer.chat_template = TEMPLATE
     return tokenizer
 

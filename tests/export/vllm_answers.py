@@ -1,10 +1,11 @@
 """What vLLM makes of model and adapter folders: ``PYTHON vllm_answers.py QUESTIONS.json ANSWERS.json``.
 
-Runs in whatever environment has vLLM, so it imports nothing of ours. QUESTIONS: {"messages": [conversation, ...], "new_tokens": N,
-"dtype": "float32", "models": {folder: {name: adapter's folder}}}. ANSWERS: {"versions": {package: version}, "answers": {folder:
-{name: ...}}}, where "" names the model alone; each is a list with one entry a conversation: {"prompt": ids, "answer": greedy ids,
-"logprobs": of the answer's ids, and where no adapters are asked for of the prompt's ids before them, from the second on}; or, for an
-adapter that vLLM does not take, {"refused": its message}.
+Runs in whatever environment has vLLM, so it imports nothing of ours. QUESTIONS: {"messages": [conversation, ...],
+"new_tokens": N, "dtype": "float32", "models": {folder: {name: adapter's folder}}}. ANSWERS: {"versions": {package:
+version}, "answers": {folder:
+{name: ...}}}, where "" names the model alone; each is a list with one entry a conversation: {"prompt": ids, "answer":
+greedy ids, "logprobs": of the answer's ids, and where no adapters are asked for of the prompt's ids before them, from
+the second on}; or, for an adapter that vLLM does not take, {"refused": its message}.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Any
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # models one after the other, each in this process: a process costs half a minute
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
+    "0"  # models one after the other, each in this process: a process costs half a minute
+)
 os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -39,13 +42,17 @@ def ask_model(questions: dict[str, Any], folder: str, adapters: dict[str, str]) 
         max_loras=max(1, len(adapters)),
         max_lora_rank=16,
     )
-    whole = not adapters  # with adapters the head of vLLM's CPU build (0.32) fails where logprobs of a prompt are asked for
+    whole = (
+        not adapters
+    )  # with adapters the head of vLLM's CPU build (0.32) fails where logprobs of a prompt are asked for
     answers = {"": ask(llm, questions, None, whole)}
     for number, (name, adapter) in enumerate(adapters.items(), start=1):
         request = LoRARequest(name, number, adapter)
         try:
             llm.llm_engine.add_lora(request)
-        except Exception as error:  # as a server does: what is wrong with an adapter is told before anything is asked of it
+        except (
+            Exception
+        ) as error:  # as a server does: what is wrong with an adapter is told before anything is asked of it
             answers[name] = {"refused": f"{type(error).__name__}: {error}"}
             continue
         answers[name] = ask(llm, questions, request, whole)
@@ -59,14 +66,24 @@ def ask(llm: Any, questions: dict[str, Any], adapter: Any, whole: bool) -> list[
     from vllm import SamplingParams
 
     greedy = SamplingParams(
-        temperature=0.0, max_tokens=questions["new_tokens"], ignore_eos=True, logprobs=0, prompt_logprobs=0 if whole else None
+        temperature=0.0,
+        max_tokens=questions["new_tokens"],
+        ignore_eos=True,
+        logprobs=0,
+        prompt_logprobs=0 if whole else None,
     )
     answers = []
     for output in llm.chat(questions["messages"], greedy, lora_request=adapter, use_tqdm=False):
         prompt, answer = list(output.prompt_token_ids), list(output.outputs[0].token_ids)
         logprobs = (output.prompt_logprobs[1:] if whole else []) + output.outputs[0].logprobs
         ids = (prompt[1:] if whole else []) + answer
-        answers.append({"prompt": prompt, "answer": answer, "logprobs": [at[i].logprob for i, at in zip(ids, logprobs, strict=True)]})
+        answers.append(
+            {
+                "prompt": prompt,
+                "answer": answer,
+                "logprobs": [at[i].logprob for i, at in zip(ids, logprobs, strict=True)],
+            }
+        )
     return answers
 
 

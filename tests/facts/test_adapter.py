@@ -11,10 +11,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from manyhands.config.schema import RunConfig
-from manyhands.errors import UserError
+from manyhands.core.errors import UserError
 from manyhands.facts.adapter import find_adapter, needed_tokens
 
-FIELDS = {"peft_type": "LORA", "r": 8, "lora_alpha": 4, "target_modules": ["v_proj", "q_proj"], "base_model_name_or_path": "base"}
+FIELDS = {
+    "peft_type": "LORA",
+    "r": 8,
+    "lora_alpha": 4,
+    "target_modules": ["v_proj", "q_proj"],
+    "base_model_name_or_path": "base",
+}
 
 
 def write(folder: Path, **fields: Any) -> Path:
@@ -41,7 +47,7 @@ def test_what_the_run_file_leaves_open_is_the_adapter_s(tmp_path: Path) -> None:
     assert found is not None
     method = found.method
     assert (method.rank, method.alpha, method.rslora, method.dora, method.dropout) == (8, 4.0, True, True, 0.1)
-    assert (method.targets, method.modules_to_save) == (("q_proj", "v_proj"), ("lm_head",))
+    assert (method.target_modules, method.modules_to_save) == (("q_proj", "v_proj"), ("lm_head",))
 
 
 def test_the_folder_of_a_finished_run_means_its_adapter(tmp_path: Path) -> None:
@@ -90,7 +96,7 @@ def test_contradictions_are_told_together_and_name_both(tmp_path: Path) -> None:
 )
 def test_targets_mean_what_they_mean_to_peft(tmp_path: Path, fields: dict[str, Any], targets: Any) -> None:
     found = find_adapter(ask(write(tmp_path / "a", **fields)))
-    assert found is not None and found.method.targets == targets
+    assert found is not None and found.method.target_modules == targets
 
 
 @pytest.mark.parametrize("fields", [{"peft_type": "IA3"}, {"rank_pattern": {"q_proj": 2}}, {"bias": "all"}])

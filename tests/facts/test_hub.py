@@ -10,7 +10,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
-from manyhands.errors import UserError
+from manyhands.core.errors import UserError
 from manyhands.facts import hub
 
 NAME = "someone/some-model"
@@ -41,7 +41,9 @@ def fill_cache(home: Path, files: list[str]) -> Path:
     return snapshot
 
 
-def locate(name: str = NAME, revision: str | None = None, needs_weights: bool = True, said: list[str] | None = None) -> Path:
+def locate(
+    name: str = NAME, revision: str | None = None, needs_weights: bool = True, said: list[str] | None = None
+) -> Path:
     return hub.locate_model(name, revision, needs_weights, report=(said if said is not None else []).append)
 
 
@@ -115,7 +117,11 @@ def test_what_the_hub_refuses_is_passed_on(monkeypatch: pytest.MonkeyPatch):
     for kind, words in cases.items():
 
         def refuse(*_: object, kind: type = kind, **keys: object) -> None:
-            raise errors.LocalEntryNotFoundError("none") if keys.get("local_files_only") else kind("no", response=response)
+            raise (
+                errors.LocalEntryNotFoundError("none")
+                if keys.get("local_files_only")
+                else kind("no", response=response)
+            )
 
         monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
         with pytest.raises(UserError, match=words) as caught:

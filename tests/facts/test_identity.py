@@ -1,4 +1,6 @@
-"""What a base model holds, by content: in the hub's cache by name, elsewhere hashed once; another weight is another model."""
+"""What a base model holds, by content: in the hub's cache by name, elsewhere hashed once; another weight is another
+model.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from manyhands.config.load import config_from_mapping
-from manyhands.errors import UserError
+from manyhands.core.errors import UserError
 from manyhands.facts import identity
 from manyhands.facts.identity import check_files, differing_files, identify_files
 from manyhands.launch.prepare import prepare_run
 from manyhands.launch.run_folder import RunFolder
-from manyhands.testing.tiny import write_tiny_model
+from tests.support.tiny import write_tiny_model
 
 
 def make_config(folder: Path, **keys: dict[str, object]):
@@ -59,10 +61,14 @@ def test_every_file_that_decides_what_the_model_computes_is_named(model: Path) -
     assert files == {name: sha256(model / name) for name in ("config.json", "model.safetensors")}
     (model / "modeling.py").write_text("x = 1")
     assert identify_files(model, config) == files
-    assert identify_files(model, make_config(model.parent, model={"trust_remote_code": True})).keys() - files == {"modeling.py"}
+    assert identify_files(model, make_config(model.parent, model={"trust_remote_code": True})).keys() - files == {
+        "modeling.py"
+    }
     assert identify_files(model, make_config(model.parent, model={"init": "random"})).keys() == {"config.json"}
     change_a_weight(model)
-    assert [line.split(":")[0] for line in differing_files(files, identify_files(model, config))] == ["model.safetensors"]
+    assert [line.split(":")[0] for line in differing_files(files, identify_files(model, config))] == [
+        "model.safetensors"
+    ]
     assert differing_files(files, identify_files(model, config), weights=False) == []
 
 
@@ -79,7 +85,9 @@ def test_a_blob_of_the_hubs_cache_is_not_read(tmp_path: Path) -> None:
     (snapshot / "model.safetensors").unlink()
     (tmp_path / ("e" * 64)).write_bytes(b"weights")
     (snapshot / "model.safetensors").symlink_to(tmp_path / ("e" * 64))  # no blob of the cache: its name says nothing
-    assert identify_files(snapshot, make_config(tmp_path))["model.safetensors"] == hashlib.sha256(b"weights").hexdigest()
+    assert (
+        identify_files(snapshot, make_config(tmp_path))["model.safetensors"] == hashlib.sha256(b"weights").hexdigest()
+    )
 
 
 def test_a_file_is_hashed_once_and_again_when_it_changes(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.errors import UserError
+from manyhands.core.errors import UserError
 from manyhands.facts.model import FAMILIES as KNOWN
 from manyhands.facts.model import block_shapes, count_parameters, read_model_facts
 
@@ -56,7 +56,11 @@ def folder(tmp_path: Path) -> Path:
     config = write_config(tmp_path)
     shapes = block_shapes(config)
     tensors = {f"model.layers.{layer}.{name}": ("BF16", shape) for layer in range(3) for name, shape in shapes.items()}
-    tensors |= {"model.embed_tokens.weight": ("BF16", (64, 32)), "lm_head.weight": ("BF16", (64, 32)), "model.norm.weight": ("BF16", (32,))}
+    tensors |= {
+        "model.embed_tokens.weight": ("BF16", (64, 32)),
+        "lm_head.weight": ("BF16", (64, 32)),
+        "model.norm.weight": ("BF16", (32,)),
+    }
     write_header(tmp_path / "model.safetensors", tensors)
     return tmp_path
 
@@ -71,8 +75,16 @@ def test_the_formula_counts_what_transformers_saves(name: str, tmp_path: Path):
     model.save_pretrained(tmp_path)
     formula, headers = (read_model_facts(tmp_path, "tiny", init) for init in ("random", "pretrained"))
     assert formula.num_parameters == headers.num_parameters == sum(p.numel() for p in model.parameters())
-    assert formula.num_block_parameters == headers.num_block_parameters == sum(p.numel() for p in model.model.layers[0].parameters())
-    linears = {k: (m.out_features, m.in_features) for k, m in model.model.layers[0].named_modules() if isinstance(m, torch.nn.Linear)}
+    assert (
+        formula.num_block_parameters
+        == headers.num_block_parameters
+        == sum(p.numel() for p in model.model.layers[0].parameters())
+    )
+    linears = {
+        k: (m.out_features, m.in_features)
+        for k, m in model.model.layers[0].named_modules()
+        if isinstance(m, torch.nn.Linear)
+    }
     assert formula.block_linear_shapes == headers.block_linear_shapes == linears
     assert formula.block_norm_elements == headers.block_norm_elements
     assert headers.tied_embeddings == (model.lm_head.weight is model.model.embed_tokens.weight)
@@ -94,24 +106,44 @@ def test_a_familys_defaults_stand_in_for_keys_that_are_not_there():
 def test_a_multimodal_model_is_its_text_decoder(dtype: str, tmp_path: Path):
     from transformers import AutoModelForCausalLM
 
-    from manyhands.testing.multimodal import write_tiny_multimodal
+    from tests.support.multimodal import write_tiny_multimodal
 
     facts = read_model_facts(write_tiny_multimodal(tmp_path, dtype), "tiny", "pretrained")
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     text = sum(p.numel() for p in model.model.language_model.parameters())
-    assert (facts.model_type, facts.stored_dtype, facts.num_layers, facts.tied_embeddings) == ("gemma3_text", dtype, 3, True)
-    assert set(facts.parameter_shapes) == {f"{facts.decoder}.{name}" for name, _ in model.model.language_model.named_parameters()}
-    assert facts.num_parameters == text and facts.num_tower_parameters == sum(p.numel() for p in model.parameters()) - text
+    assert (facts.model_type, facts.stored_dtype, facts.num_layers, facts.tied_embeddings) == (
+        "gemma3_text",
+        dtype,
+        3,
+        True,
+    )
+    assert set(facts.parameter_shapes) == {
+        f"{facts.decoder}.{name}" for name, _ in model.model.language_model.named_parameters()
+    }
+    assert (
+        facts.num_parameters == text and facts.num_tower_parameters == sum(p.numel() for p in model.parameters()) - text
+    )
     assert facts.num_block_parameters == sum(p.numel() for p in model.model.language_model.layers[0].parameters())
-    assert set(facts.block_linear_shapes) >= {"self_attn.q_proj", "mlp.down_proj"} and "mlp.fc1" not in facts.block_linear_shapes
+    assert (
+        set(facts.block_linear_shapes) >= {"self_attn.q_proj", "mlp.down_proj"}
+        and "mlp.fc1" not in facts.block_linear_shapes
+    )
 
 
 def test_what_a_published_gemma_3_leaves_out_is_transformers_default(tmp_path: Path):
     """google/gemma-3-4b-it says no more of its text than this."""
     from transformers import Gemma3TextConfig
 
-    text = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34, "sliding_window": 1024}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text, "vision_config": {}}))
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "sliding_window": 1024,
+    }
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "gemma3", "text_config": text, "vision_config": {}})
+    )
     facts, default = read_model_facts(tmp_path, "gemma", "random"), Gemma3TextConfig()
     for name in ("vocab_size", "head_dim"):
         assert getattr(facts, name) == getattr(default, name)
@@ -130,7 +162,7 @@ def test_defaults_of_text_within_another_model_are_transformers_own(kind: str):
 
 def test_text_fields_beside_the_towers_are_the_texts(tmp_path: Path):
     """Qwen2.5-VL as it is published: no text_config, and names without it in the files."""
-    from manyhands.testing.multimodal import write_tiny_multimodal
+    from tests.support.multimodal import write_tiny_multimodal
 
     folder = write_tiny_multimodal(tmp_path, family="qwen2_5_vl")
     assert "text_config" not in json.loads((folder / "config.json").read_text())
@@ -141,7 +173,9 @@ def test_text_fields_beside_the_towers_are_the_texts(tmp_path: Path):
 
 
 def test_the_widest_head_counts_and_the_widest_block(tmp_path: Path):
-    """Gemma 4 has wider heads in its full attention (here as transformers saves it, and as it is published), Gemma 3n a list of widths."""
+    """Gemma 4 has wider heads in its full attention (here as transformers saves it, and as it is published), Gemma 3n a
+    list of widths.
+    """
     config = write_config(tmp_path, head_dim=16, per_layer_config={"2": {"head_dim": 24}})
     assert read_model_facts(tmp_path, "tiny", "random").head_dim == 24
     write_config(tmp_path, head_dim=16, global_head_dim=32)
@@ -156,7 +190,7 @@ def test_files_say_whether_a_multimodal_models_head_is_its_embeddings(head: str,
     """Configurations leave it out, and families' defaults differ from what was published."""
     from safetensors.numpy import load_file, save_file
 
-    from manyhands.testing.multimodal import write_tiny_multimodal
+    from tests.support.multimodal import write_tiny_multimodal
 
     folder = write_tiny_multimodal(tmp_path, family="mistral3")
     path, name = folder / "model.safetensors", "language_model.lm_head.weight"
@@ -178,7 +212,9 @@ def test_sharded_weights(folder: Path):
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"model.norm.weight": "model-00001-of-00001.safetensors"}}))
     assert read_model_facts(folder, "tiny", "pretrained") == whole
-    index.write_text(json.dumps({"weight_map": {"a": "model-00001-of-00001.safetensors", "b": "model-00002-of-00002.safetensors"}}))
+    index.write_text(
+        json.dumps({"weight_map": {"a": "model-00001-of-00001.safetensors", "b": "model-00002-of-00002.safetensors"}})
+    )
     with pytest.raises(UserError, match="1 of 2 weight files are missing") as caught:
         read_model_facts(folder, "tiny", "pretrained")
     assert caught.value.details == ("model-00002-of-00002.safetensors",)
@@ -193,13 +229,25 @@ def test_sharded_weights(folder: Path):
         ({"num_local_experts": 8}, "mixture of experts, which is not supported yet"),
         ({"num_experts": 64, "model_type": "qwen3_moe"}, "qwen3_moe is a mixture of experts"),
         ({"vision_config": {}, "model_type": "git"}, "git is multimodal, and does not say which part"),
-        ({"text_config": {"model_type": "gemma3_text"}, "vision_config": {}}, "no decoder of a kind that is known here"),
+        (
+            {"text_config": {"model_type": "gemma3_text"}, "vision_config": {}},
+            "no decoder of a kind that is known here",
+        ),
         ({"text_config": SIZES | {"num_local_experts": 8}, "model_type": "llama4"}, "llama4 is a mixture of experts"),
-        ({"text_config": SIZES | {"cross_attention_layers": [3]}, "model_type": "mllama"}, "mllama has blocks that attend to images only"),
+        (
+            {"text_config": SIZES | {"cross_attention_layers": [3]}, "model_type": "mllama"},
+            "mllama has blocks that attend to images only",
+        ),
         ({"quantization_config": {"bits": 4}}, "quantised, which is not supported yet"),
         ({"is_encoder_decoder": True}, "has an encoder"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "its head is for SequenceClassification, and predicts no tokens"),
-        ({"architectures": ["BertForMaskedLM"], "model_type": "bert"}, "BertForMaskedLM is no language model.*it is an encoder"),
+        (
+            {"architectures": ["LlamaForSequenceClassification"]},
+            "its head is for SequenceClassification, and predicts no tokens",
+        ),
+        (
+            {"architectures": ["BertForMaskedLM"], "model_type": "bert"},
+            "BertForMaskedLM is no language model.*it is an encoder",
+        ),
         ({"hidden_size": None}, "no decoder of a kind that is known here"),
         ({"vocab_size": "many"}, "vocab_size: .many. is not a whole number of at least 1"),
     ],
@@ -233,8 +281,14 @@ def test_window_layers_are_dense_attention(tmp_path: Path):
         ({"layer_types": [["full_attention"]]}, "layer_types"),
         ({"per_layer_config": [1]}, "per_layer_config"),
         ({"text_config": 3}, "text_config: '3' is not a mapping"),
-        ({"vision_config": {}, "text_config": {"model_type": "llama", "num_hidden_layers": "3"}}, "num_hidden_layers: '3'"),
-        ({"vision_config": {}, "text_config": {"model_type": "llama", "intermediate_size": [3, "x"]}}, "intermediate_size"),
+        (
+            {"vision_config": {}, "text_config": {"model_type": "llama", "num_hidden_layers": "3"}},
+            "num_hidden_layers: '3'",
+        ),
+        (
+            {"vision_config": {}, "text_config": {"model_type": "llama", "intermediate_size": [3, "x"]}},
+            "intermediate_size",
+        ),
     ],
 )
 def test_values_of_the_wrong_kind_are_named(more: dict, words: str, tmp_path: Path):

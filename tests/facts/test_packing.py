@@ -1,4 +1,6 @@
-"""Whether rows are packed is known before the plan: from measured families, from a probe that runs once, from neither."""
+"""Whether rows are packed is known before the plan: from measured families, from a probe that runs once, from
+neither.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import pytest
 
 from manyhands.config.load import config_from_mapping
 from manyhands.config.schema import RunConfig
-from manyhands.errors import UserError
+from manyhands.core.errors import UserError
 from manyhands.facts import packing
 from manyhands.facts.packing import judge_packing
 from tests.plan.examples import model_facts
@@ -41,7 +43,9 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         answer = queue.pop(0)
         crashed = isinstance(answer, str)
-        return subprocess.CompletedProcess(command, int(crashed), "" if crashed else json.dumps(answer) + "\n", answer if crashed else "")
+        return subprocess.CompletedProcess(
+            command, int(crashed), "" if crashed else json.dumps(answer) + "\n", answer if crashed else ""
+        )
 
     monkeypatch.setattr(packing.subprocess, "run", run)
     return queue
@@ -68,7 +72,9 @@ def test_packing_off_asks_nothing(tmp_path: Path, answers: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("why", ["other layers", "another transformers", "another family"])
-def test_what_was_not_measured_is_probed_once(tmp_path: Path, answers: list[Any], monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+def test_what_was_not_measured_is_probed_once(
+    tmp_path: Path, answers: list[Any], monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
     answers.append({"trains": True, "packs": False, "reason": "it leaks"})
     family, fields = ("lfm2", {}) if why == "another family" else ("llama", {})
     if why == "other layers":
@@ -91,7 +97,9 @@ def test_a_crash_packs_nothing_and_is_not_remembered(tmp_path: Path, answers: li
     assert judge(tmp_path, "odd").packs
 
 
-def test_a_family_that_cannot_be_trained_is_refused_before_the_data_is_touched(tmp_path: Path, answers: list[Any]) -> None:
+def test_a_family_that_cannot_be_trained_is_refused_before_the_data_is_touched(
+    tmp_path: Path, answers: list[Any]
+) -> None:
     answers.append({"trains": False, "packs": False, "reason": "a router loss would be dropped"})
     with pytest.raises(UserError, match="cannot be trained here") as caught:
         judge(tmp_path, "odd")
@@ -99,7 +107,7 @@ def test_a_family_that_cannot_be_trained_is_refused_before_the_data_is_touched(t
 
 
 def test_the_real_probe_answers_in_seconds(tmp_path: Path) -> None:
-    from manyhands.testing.tiny import tiny_config
+    from tests.support.tiny import tiny_config
 
     tiny_config("lfm2").save_pretrained(tmp_path)
     facts = model_facts().model_copy(update={"model_type": "lfm2", "folder": str(tmp_path)})

@@ -46,13 +46,18 @@ def test_an_end_token_is_not_part_of_the_answer() -> None:
     model, tokenizer = make_model(), make_tokenizer()
     ids = greedy(lambda ids: model(input_ids=ids, use_cache=False).logits[:, -1], [8, 9, 10], 5, set())
     end = next(i for i in range(1, 5) if ids[i] not in ids[:i])
-    assert generate(model, tokenizer, [8, 9, 10], 12, {ids[end]}) == tokenizer.decode(ids[:end], skip_special_tokens=True).strip()
+    assert (
+        generate(model, tokenizer, [8, 9, 10], 12, {ids[end]})
+        == tokenizer.decode(ids[:end], skip_special_tokens=True).strip()
+    )
 
 
 @pytest.mark.parametrize(
     ("generation", "config", "expected"), [(7, 5, {7, 4}), ([7, 9], 5, {7, 9, 4}), (None, 5, {5, 4}), (None, None, {4})]
 )
-def test_every_token_that_ends_a_turn_is_found(tmp_path: Path, generation: object, config: object, expected: set[int]) -> None:
+def test_every_token_that_ends_a_turn_is_found(
+    tmp_path: Path, generation: object, config: object, expected: set[int]
+) -> None:
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": config}))

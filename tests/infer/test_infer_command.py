@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.errors import UserError
+from manyhands.core.errors import UserError
 from manyhands.export.adapter import export_adapter
 from manyhands.facts.identity import identify_files
 from manyhands.infer.__main__ import main
@@ -61,7 +61,9 @@ def test_a_wrong_folder_is_explained(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert text in capsys.readouterr().err
 
 
-def test_an_adapter_with_more_than_lora_is_refused(folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_adapter_with_more_than_lora_is_refused(
+    folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     fields = json.loads((folders / "adapter" / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps(fields | {"rank_pattern": {"q_proj": 2}}))
     assert main([str(tmp_path), "--prompt", "w1", "--base", str(folders / "base")]) == 2

@@ -1,4 +1,6 @@
-"""SmolLM2-135M-Instruct: its tokenizer names ``<|im_start|>`` as end of sequence, so the end must come from elsewhere."""
+"""SmolLM2-135M-Instruct: its tokenizer names ``<|im_start|>`` as end of sequence, so the end must come from
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +19,8 @@ FOLDER = os.environ.get("MANYHANDS_SMOLLM2", "")
 def test_it_answers_and_stops() -> None:
     answerer = open_answerer(Path(FOLDER))
     assert answerer.end_ids == {2}  # <|im_end|>
-    answer = answerer.answer([{"role": "user", "content": "What is the capital of France? Answer in one short sentence."}], 40)
+    answer = answerer.answer(
+        [{"role": "user", "content": "What is the capital of France? Answer in one short sentence."}], 40
+    )
     assert "Paris" in answer
     assert "<|im" not in answer

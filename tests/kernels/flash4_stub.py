@@ -1,4 +1,6 @@
-"""A stand-in for the package flash-attn-4 on the CPU: its two functions, with its own argument names, by plain torch."""
+"""A stand-in for the package flash-attn-4 on the CPU: its two functions, with its own argument names, by plain
+torch.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,15 @@ import torch
 
 
 def interface(
-    *, forward_bias: float = 0.0, gradient_factor: float = 1.0, window_ignored: bool = False, error: Exception | None = None
+    *,
+    forward_bias: float = 0.0,
+    gradient_factor: float = 1.0,
+    window_ignored: bool = False,
+    error: Exception | None = None,
 ) -> Any:
-    """The package's module. The arguments make it wrong in the output, in the gradients, with windows, or let it fail."""
+    """The package's module. The arguments make it wrong in the output, in the gradients, with windows, or let it
+    fail.
+    """
 
     def flash_attn_varlen_func(  # type: ignore[no-untyped-def]
         q,
@@ -33,7 +41,9 @@ def interface(
         assert causal and return_lse and cu_seqlens_q is cu_seqlens_k and cu_seqlens_q.dtype == torch.int32
         assert max_seqlen_q == max_seqlen_k >= cu_seqlens_q.diff().max() and window_size[1] in (0, None)
         assert all(x.is_contiguous() for x in (q, k, v))
-        _, _, wide_v, weights, lse = _weigh(q, k, v, cu_seqlens_q, softmax_scale, None if window_ignored else window_size[0])
+        _, _, wide_v, weights, lse = _weigh(
+            q, k, v, cu_seqlens_q, softmax_scale, None if window_ignored else window_size[0]
+        )
         return torch.einsum("hqk,khd->qhd", weights, wide_v).to(q.dtype) + forward_bias, lse
 
     def _flash_attn_bwd(  # type: ignore[no-untyped-def]
@@ -71,7 +81,9 @@ def interface(
 
 
 def _weigh(q, k, v, cu_seqlens, scale, left):  # type: ignore[no-untyped-def]
-    """q, k and v in at least float32, k and v once for each query head; the softmax (h, t, t); logarithms of its denominators."""
+    """q, k and v in at least float32, k and v once for each query head; the softmax (h, t, t); logarithms of its
+    denominators.
+    """
     dtype = torch.promote_types(q.dtype, torch.float32)
     q, k, v = q.to(dtype), *(x.to(dtype).repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     documents = torch.bucketize(torch.arange(len(q)), cu_seqlens[1:].long(), right=True)

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from manyhands.config.schema import MethodSection
+from manyhands.convert.lora import apply_lora
+from manyhands.core.shards import named_generator
 from manyhands.kernels.modules import fuse_lora
-from manyhands.model.lora import apply_lora
-from manyhands.model.shards import named_generator
-from manyhands.testing.tiny import tiny_model
+from tests.support.tiny import tiny_model
 
 
 def adapted(model: Any, **method: Any) -> Any:
@@ -20,7 +20,9 @@ def adapted(model: Any, **method: Any) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
-                parameter.copy_(0.05 * torch.randn(parameter.shape, generator=named_generator(1, name), dtype=parameter.dtype))
+                parameter.copy_(
+                    0.05 * torch.randn(parameter.shape, generator=named_generator(1, name), dtype=parameter.dtype)
+                )
     return model
 
 
@@ -67,7 +69,7 @@ def step(model: nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, t
 
 def fp8_model(family: str, method: str) -> Any:
     """A fused model whose products are in fp8, with adapters or not."""
-    from manyhands.model.fp8 import use_fp8
+    from manyhands.convert.fp8 import use_fp8
 
     model = tiny(family).train()
     use_fp8(model)
@@ -82,14 +84,14 @@ def sharded_fp8_step(family: str, method: str, recompute: bool) -> dict[str, Any
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    from manyhands.convert.fp8 import code_frozen
+    from manyhands.core.shards import gather
+    from manyhands.engine.activation_checkpointing import checkpoint_blocks
     from manyhands.model.blocks import find_blocks
-    from manyhands.model.fp8 import code_frozen
-    from manyhands.model.shards import gather
-    from manyhands.parallel.recompute import recompute_blocks
 
     model = fp8_model(family, method)
     if recompute:
-        recompute_blocks(model, "block", compiled=False)
+        checkpoint_blocks(model, "full", compiled=False)
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     for block in find_blocks(model).values():
         fully_shard(block, mesh=mesh)
@@ -108,15 +110,15 @@ def sharded_step(family: str, recompute: bool, compiled: bool) -> dict[str, Any]
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    from manyhands.core.shards import gather
+    from manyhands.engine.activation_checkpointing import checkpoint_blocks
+    from manyhands.engine.compile import compile_blocks
     from manyhands.model.blocks import find_blocks
-    from manyhands.model.shards import gather
-    from manyhands.parallel.compile import compile_blocks
-    from manyhands.parallel.recompute import recompute_blocks
 
     model = adapted(tiny(family))
     report = fuse_lora(model)
     if recompute:
-        recompute_blocks(model, "block", compiled=False)
+        checkpoint_blocks(model, "full", compiled=False)
     if compiled:
         compile_blocks(model, backend="aot_eager")
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))

@@ -1,4 +1,6 @@
-"""AdamW in one pass: near a float64 reference, equal to torch's through a step, deterministic and unbiased where it rounds."""
+"""AdamW in one pass: near a float64 reference, equal to torch's through a step, deterministic and unbiased where it
+rounds.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,17 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.kernels.adamw import FusedAdamW, Part, Rates, choose_backend, make_key, make_rows, mix, round_to_bfloat16, update_eager
+from manyhands.kernels.adamw import (
+    FusedAdamW,
+    Part,
+    Rates,
+    choose_backend,
+    make_key,
+    make_rows,
+    mix,
+    round_to_bfloat16,
+    update_eager,
+)
 
 CPU = torch.device("cpu")
 BETAS, EPS, LR = (0.9, 0.95), 1e-8, 1e-2
@@ -24,7 +36,9 @@ def draw(seed: int, size: int, device: torch.device = CPU, dtype: torch.dtype = 
     return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
-def reference(weight: torch.Tensor, gradients: list[torch.Tensor], decay: float, factor: float) -> tuple[torch.Tensor, ...]:
+def reference(
+    weight: torch.Tensor, gradients: list[torch.Tensor], decay: float, factor: float
+) -> tuple[torch.Tensor, ...]:
     """Weight and moments in float64 after all steps."""
     w, m, v = weight.double(), torch.zeros_like(weight).double(), torch.zeros_like(weight).double()
     for step, gradient in enumerate(gradients, start=1):
@@ -35,7 +49,9 @@ def reference(weight: torch.Tensor, gradients: list[torch.Tensor], decay: float,
     return w, m, v
 
 
-def build(weight: torch.Tensor, *, decay: float = 0.0, copies: bool = False, **options: Any) -> tuple[nn.Parameter, FusedAdamW, Any]:
+def build(
+    weight: torch.Tensor, *, decay: float = 0.0, copies: bool = False, **options: Any
+) -> tuple[nn.Parameter, FusedAdamW, Any]:
     parameter = nn.Parameter(weight.clone())
     parameter.grad_dtype = None
     computes = weight.bfloat16() if copies else None
@@ -61,7 +77,9 @@ def test_float32_weights_follow_the_reference(
         assert optimizer.gradient_factor is None and torch.equal(parameter.grad, gradient)
     state = optimizer.state[parameter]
     for found, wanted in zip(
-        (parameter, state["exp_avg"], state["exp_avg_sq"]), reference(start, gradients, decay, factor or 1.0), strict=True
+        (parameter, state["exp_avg"], state["exp_avg_sq"]),
+        reference(start, gradients, decay, factor or 1.0),
+        strict=True,
     ):
         assert found.dtype == torch.float32
         torch.testing.assert_close(found.detach().double(), wanted, rtol=2e-6, atol=2e-6)
@@ -71,7 +89,9 @@ def test_float32_weights_follow_the_reference(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_it_is_the_adamw_of_torch(device: torch.device, decay: float) -> None:
-    """Each step from the same weights and moments: within two last digits of the weight and of the larger addend of a moment."""
+    """Each step from the same weights and moments: within two last digits of the weight and of the larger addend of a
+    moment.
+    """
     start = draw(0, 5003, device)
     ours, optimizer, _ = build(start, decay=decay)
     theirs = nn.Parameter(start.clone())
@@ -116,12 +136,16 @@ def test_a_weight_without_gradient_stays() -> None:
     assert torch.equal(parameter, draw(0, 10)) and not optimizer.state[parameter]
 
 
-# -- weights in bfloat16 --------------------------------------------------------------------------------------------------------
+# -- weights in bfloat16
+# --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_bfloat16_weights_follow_the_reference_and_have_states_in_bfloat16(device: torch.device) -> None:
-    start, gradients = draw(0, 5003, device, torch.bfloat16), [draw(1 + step, 5003, device, torch.bfloat16) for step in range(20)]
+    start, gradients = (
+        draw(0, 5003, device, torch.bfloat16),
+        [draw(1 + step, 5003, device, torch.bfloat16) for step in range(20)],
+    )
     parameter, optimizer, _ = build(start, decay=0.1)
     for gradient in gradients:
         parameter.grad = gradient
@@ -138,13 +162,16 @@ def test_bfloat16_weights_follow_the_reference_and_have_states_in_bfloat16(devic
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_small_updates_are_made_on_average(device: torch.device) -> None:
-    """Each of 100 updates is 1e-5 of weights that have neighbours 8e-3 apart; to the nearest, none of them would be seen."""
+    """Each of 100 updates is 1e-5 of weights that have neighbours 8e-3 apart; to the nearest, none of them would be
+    seen.
+    """
     parameter, optimizer, _ = build(torch.ones(200_000, device=device, dtype=torch.bfloat16), lr=1e-5)
     for _ in range(100):
         parameter.grad = torch.ones_like(parameter)
         optimizer.step()
     values = parameter.detach().double()
-    # a step of 2**-8 below 1 is made with probability 1e-5 / 2**-8: the mean of 100 has deviation 100**.5 * (1e-5 * 2**-8)**.5 / n**.5
+    # a step of 2**-8 below 1 is made with probability 1e-5 / 2**-8: the mean of 100 has deviation 100**.5 * (1e-5 *
+    # 2**-8)**.5 / n**.5
     assert abs(values.mean().item() - (1 - 1e-3)) < 4 * (100 * 1e-5 * 2**-8 / len(values)) ** 0.5
     assert values.unique().numel() > 1
 
@@ -209,7 +236,9 @@ def test_the_kernel_is_the_reference_as_triton_interprets_it() -> None:
         "print(triton_adamw.compare(torch.device('cpu'), adamw.update_eager))"
     )
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=200, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=200, check=True
+    )
     assert float(done.stdout.split()[-1]) < 1.0
 
 

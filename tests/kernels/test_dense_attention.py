@@ -1,4 +1,6 @@
-"""Attention over rows of one length: which kernel is chosen, what it computes, and which batches say that they have such rows."""
+"""Attention over rows of one length: which kernel is chosen, what it computes, and which batches say that they have
+such rows.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from manyhands.data.collate import Shape, collate_rows
+from manyhands.data.collate import Shape, collate_samples
 from manyhands.kernels import dense_attention
 from manyhands.kernels.dense_attention import attend_dense, choose_dense, compare
 from manyhands.kernels.plain_attention import ALLOWED
@@ -16,7 +18,9 @@ from manyhands.kernels.plain_attention import ALLOWED
 CPU = torch.device("cpu")
 
 
-def draw(heads: int, length: int = 37, dim: int = 16, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+def draw(
+    heads: int, length: int = 37, dim: int = 16, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> torch.Tensor:
     return torch.randn(2, heads, length, dim, generator=torch.Generator().manual_seed(seed + heads)).to(dtype)
 
 
@@ -70,7 +74,8 @@ def test_flash_agrees_with_float64_forward_and_backward(groups: int, dtype: torc
         assert (one.double() - other.double()).norm() <= bound * other.double().norm()
 
 
-# -- which batches have rows of one length ----------------------------------------------------------------------------------------
+# -- which batches have rows of one length
+# ----------------------------------------------------------------------------------------
 
 
 class RowsOf:
@@ -91,7 +96,7 @@ class RowsOf:
 
 def collated(lengths: tuple[int, ...], tokens: int, row_length: int | None) -> SimpleNamespace:
     shape = Shape(packed=True, tokens=tokens, longest=max(lengths, default=8), documents=4, row_length=row_length)
-    batch = collate_rows(RowsOf(*lengths), range(len(lengths)), shape)
+    batch = collate_samples(RowsOf(*lengths), range(len(lengths)), shape)
     return SimpleNamespace(row_length=batch.get("row_length"), tokens=batch["input_ids"].shape[1])
 
 
@@ -110,7 +115,7 @@ def test_a_batch_says_its_row_length_only_where_all_rows_have_it(
     lengths: tuple[int, ...], tokens: int, row_length: int | None, said: int | None
 ) -> None:
     batch = collated(lengths, tokens, row_length)
-    assert (batch.tokens, batch.row_length) == (tokens, said)
+    assert (batch.loss_tokens, batch.row_length) == (tokens, said)
 
 
 # -- the real kernels -----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""Attention over packs by FlashAttention 4: when it is chosen, its operators on a stand-in, and the real kernels on a GPU.
+"""Attention over packs by FlashAttention 4: when it is chosen, its operators on a stand-in, and the real kernels on a
+GPU.
 
 On a Hopper or Blackwell GPU with the package flash-attn-4: ``pytest tests/kernels/test_flash4.py -m gpu``.
 """
@@ -41,12 +42,17 @@ def pack(
 ) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
     """q, k and v, a gradient of the output, and cu_seq_lens."""
     draw = torch.Generator().manual_seed(sum(lengths) + dim)
-    q, k, v, given = (torch.randn(sum(lengths), n, dim, generator=draw).to(device, dtype) for n in (heads[0], heads[1], heads[1], heads[0]))
+    q, k, v, given = (
+        torch.randn(sum(lengths), n, dim, generator=draw).to(device, dtype)
+        for n in (heads[0], heads[1], heads[1], heads[0])
+    )
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
     return [q.requires_grad_(), k.requires_grad_(), v.requires_grad_()], given, bounds
 
 
-def with_gradients(attend: Callable[..., torch.Tensor], inputs: list[torch.Tensor], given: torch.Tensor) -> list[torch.Tensor]:
+def with_gradients(
+    attend: Callable[..., torch.Tensor], inputs: list[torch.Tensor], given: torch.Tensor
+) -> list[torch.Tensor]:
     out = attend(*inputs)
     return [out.detach(), *torch.autograd.grad(out, inputs, given.to(out.dtype))]
 
@@ -61,7 +67,9 @@ def test_the_measure_is_masked_attention(window: int) -> None:
     distance = torch.arange(len(q))[:, None] - torch.arange(len(q))[None]
     seen = (documents[:, None] == documents[None]) & (distance >= 0) & (distance <= (window if window >= 0 else len(q)))
     heads_first = [x.detach().transpose(0, 1)[None] for x in (q, k, v)]
-    expected = torch.nn.functional.scaled_dot_product_attention(*heads_first, attn_mask=seen, scale=0.3, enable_gqa=True)[0].transpose(0, 1)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *heads_first, attn_mask=seen, scale=0.3, enable_gqa=True
+    )[0].transpose(0, 1)
     torch.testing.assert_close(attend_plain(q, k, v, bounds, 0.3, window), expected, rtol=1e-12, atol=1e-12)
 
 
@@ -80,7 +88,9 @@ def test_the_measure_is_masked_attention(window: int) -> None:
         ("cuda", torch.float16, (10, 3), ""),
     ],
 )
-def test_what_stands_against_it_is_said(device: str, dtype: torch.dtype, capability: tuple[int, int] | None, reason: str) -> None:
+def test_what_stands_against_it_is_said(
+    device: str, dtype: torch.dtype, capability: tuple[int, int] | None, reason: str
+) -> None:
     found = find_obstacle(device, dtype, capability)
     assert reason in found and bool(found) == bool(reason)
 
@@ -100,7 +110,10 @@ def test_what_passes_the_self_test_is_taken() -> None:
         ({"forward_bias": 0.1}, "deviates by"),
         ({"gradient_factor": 1.05}, "deviates by"),
         ({"forward_bias": float("nan")}, "deviates by inf"),
-        ({"error": AssertionError("head_dim is not supported\nand more")}, "does not run here: AssertionError: head_dim is not supported"),
+        (
+            {"error": AssertionError("head_dim is not supported\nand more")},
+            "does not run here: AssertionError: head_dim is not supported",
+        ),
     ],
 )
 def test_what_fails_the_self_test_is_not(wrong: dict[str, Any], reason: str) -> None:
@@ -145,7 +158,8 @@ def test_another_version_is_refused_before_it_runs() -> None:
     assert "another signature (_flash_attn_bwd: " in attempt(lambda: module)
 
 
-# -- the operators, on the stand-in ---------------------------------------------------------------------------------------------
+# -- the operators, on the stand-in
+# ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -197,7 +211,9 @@ def test_packs_of_any_fill_run_one_graph(bound: None) -> None:
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
     torch._dynamo.reset()
-    compiled = torch.compile(lambda q, k, v, bounds: attend_flash4(q * 2, k, v, bounds, 32, None, 4) * 3, backend=backend, fullgraph=True)
+    compiled = torch.compile(
+        lambda q, k, v, bounds: attend_flash4(q * 2, k, v, bounds, 32, None, 4) * 3, backend=backend, fullgraph=True
+    )
     for lengths in ((3, 30, 1), (17, 0, 5), (32, 32, 9)):
         inputs, given, bounds = pack(lengths, (4, 2), 8, torch.float64)
         for x in (*inputs, given):
@@ -241,7 +257,9 @@ def test_the_real_kernels_pass_the_self_test(gpu: torch.device, heads: tuple[int
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("lengths", [RAGGED, MANY, (4096,)])
 @pytest.mark.parametrize("window", [-1, 0, 99])
-def test_the_real_kernels_agree_with_float64(gpu: torch.device, window: int, lengths: tuple[int, ...], compiled: bool) -> None:
+def test_the_real_kernels_agree_with_float64(
+    gpu: torch.device, window: int, lengths: tuple[int, ...], compiled: bool
+) -> None:
     assert choose_packed(gpu, HALF, 32, 8, 128, 1024).name == "flash4"
     inputs, given, bounds = pack(lengths, (32, 8), 128, HALF, gpu)
     bound = 1 << (max(lengths) - 1).bit_length()
@@ -251,7 +269,9 @@ def test_the_real_kernels_agree_with_float64(gpu: torch.device, window: int, len
     plain = with_gradients(lambda *qkv: attend_plain(*qkv, bounds, None, window), inputs, given)
     wide = [x.detach().double().requires_grad_() for x in inputs]
     exact = with_gradients(lambda *qkv: attend_plain(*qkv, bounds, None, window), wide, given)
-    nothing = 1e-5 * given.double().norm()  # a query that sees itself alone has no gradient, and the plain way none to the last bit
+    nothing = (
+        1e-5 * given.double().norm()
+    )  # a query that sees itself alone has no gradient, and the plain way none to the last bit
     for ours, theirs, reference in zip(found, plain, exact, strict=True):
         assert (ours - reference).norm() <= ALLOWED * (theirs - reference).norm() + nothing
 
@@ -261,13 +281,17 @@ def test_real_packs_of_any_fill_compile_once(gpu: torch.device) -> None:
     assert choose_packed(gpu, HALF, 32, 8, 128).name == "flash4"
     torch._dynamo.reset()
     with torch._dynamo.config.patch(error_on_recompile=True):
-        compiled = torch.compile(lambda q, k, v, bounds: attend_flash4(q * 2, k, v, bounds, 1024, None, -1) * 3, fullgraph=True)
+        compiled = torch.compile(
+            lambda q, k, v, bounds: attend_flash4(q * 2, k, v, bounds, 1024, None, -1) * 3, fullgraph=True
+        )
         for lengths in (RAGGED, (1000, 24, 7, 1, 0, 0, 0, 0), (128,) * 8):
             inputs, given, bounds = pack(lengths, (32, 8), 128, HALF, gpu)
             for x in (*inputs, given):
                 torch._dynamo.mark_dynamic(x, 0)
             found = with_gradients(lambda *qkv: compiled(*qkv, bounds), inputs, given)  # noqa: B023
-            eager = with_gradients(lambda q, k, v: attend_flash4(q * 2, k, v, bounds, 1024, None, -1) * 3, inputs, given)  # noqa: B023
+            eager = with_gradients(
+                lambda q, k, v: attend_flash4(q * 2, k, v, bounds, 1024, None, -1) * 3, inputs, given
+            )
             for one, other in zip(found, eager, strict=True):  # gradients of queries are summed in any order
                 assert (one - other).norm() <= 2e-3 * other.norm()
     torch._dynamo.reset()

@@ -1,5 +1,5 @@
-"""Products in fp8: what a code is, errors against float32 forward and backward, edges, compiled graphs, and GPU kernels against
-the emulation that they stand for.
+"""Products in fp8: what a code is, errors against float32 forward and backward, edges, compiled graphs, and GPU kernels
+against the emulation that they stand for.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ ROUNDING = 0.037  # of a product of two codes: 2.6 % each, in root mean square
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
-def draw(*shape: int, seed: int = 0, scale: float = 1.0, dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.Tensor:
+def draw(
+    *shape: int, seed: int = 0, scale: float = 1.0, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> torch.Tensor:
     return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(device, dtype)
 
 
@@ -80,9 +82,13 @@ def test_a_sum_over_rows_of_any_scale_loses_nothing_but_the_codes_rounding(num_r
 # -- layers -------------------------------------------------------------------------------------------------------------------
 
 
-def draw_layer(num_outputs: int, num_inputs: int, rank: int, trained: bool, bias: bool, seed: int = 0, device: str = "cpu") -> Layer:
+def draw_layer(
+    num_outputs: int, num_inputs: int, rank: int, trained: bool, bias: bool, seed: int = 0, device: str = "cpu"
+) -> Layer:
     kind = torch.bfloat16 if device == "cuda" else torch.float32
-    weight = draw(num_outputs, num_inputs, seed=seed, scale=num_inputs**-0.5, dtype=kind, device=device).requires_grad_(trained)
+    weight = draw(num_outputs, num_inputs, seed=seed, scale=num_inputs**-0.5, dtype=kind, device=device).requires_grad_(
+        trained
+    )
     offset = draw(num_outputs, seed=seed + 1, dtype=kind, device=device).requires_grad_(trained) if bias else None
     factors: list[Any] = [None, None]
     if rank:
@@ -99,7 +105,9 @@ def plain(layer: Layer, x: torch.Tensor) -> torch.Tensor:
 
 
 def wanted(layers: list[Layer]) -> list[torch.Tensor]:
-    return [t for layer in layers for t in (*layer.base, layer.bias, layer.a, layer.b) if t is not None and t.requires_grad]
+    return [
+        t for layer in layers for t in (*layer.base, layer.bias, layer.a, layer.b) if t is not None and t.requires_grad
+    ]
 
 
 def values_and_gradients(outputs: tuple[torch.Tensor, ...], inputs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -116,7 +124,9 @@ WAYS = {"adapters, weights coded once": (4, False, True), "adapters": (4, False,
 def test_layers_on_one_input_err_by_their_codes_rounding(num_tokens: int, way: str, device: str) -> None:
     rank, trained, once = WAYS[way]
     sizes = ((48, 1), (16, 0), (32, 0))
-    layers = [draw_layer(o, 32, rank if o != 32 else 0, trained, bool(bias), seed=o, device=device) for o, bias in sizes]
+    layers = [
+        draw_layer(o, 32, rank if o != 32 else 0, trained, bool(bias), seed=o, device=device) for o, bias in sizes
+    ]
     x = draw(num_tokens, 32, seed=9, device=device, dtype=layers[0].base[0].dtype).requires_grad_()
     coded = code_weights([layer.base[0] for layer in layers]) if once else None
     found = values_and_gradients(fp8_linears(x, layers, coded), [x, *wanted(layers)])
@@ -131,13 +141,20 @@ def test_layers_on_one_input_err_by_their_codes_rounding(num_tokens: int, way: s
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("num_tokens", [0, 17, 300])
-def test_a_gated_mlp_errs_by_the_rounding_of_three_products(num_tokens: int, way: str, activation: str, device: str) -> None:
+def test_a_gated_mlp_errs_by_the_rounding_of_three_products(
+    num_tokens: int, way: str, activation: str, device: str
+) -> None:
     rank, trained, once = WAYS[way]
     layers = [
-        draw_layer(o, i, rank, trained, o == 48, seed=number, device=device) for number, (o, i) in enumerate([(48, 32)] * 2 + [(32, 48)])
+        draw_layer(o, i, rank, trained, o == 48, seed=number, device=device)
+        for number, (o, i) in enumerate([(48, 32)] * 2 + [(32, 48)])
     ]
     x = draw(num_tokens, 32, seed=9, device=device, dtype=layers[0].base[0].dtype).requires_grad_()
-    coded = [code_weights([layer.base[0] for layer in group]) for group in (layers[:2], layers[2:])] if once else [None, None]
+    coded = (
+        [code_weights([layer.base[0] for layer in group]) for group in (layers[:2], layers[2:])]
+        if once
+        else [None, None]
+    )
     found = values_and_gradients((fp8_mlp(x, *layers, activation, *coded),), [x, *wanted(layers)])
     wide = x.float()
     h = ACTIVATIONS[activation](plain(layers[0], wide)) * plain(layers[1], wide)
@@ -154,7 +171,11 @@ def test_no_gradient_is_computed_for_an_input_that_wants_none() -> None:
 
 
 def test_one_compiled_graph_serves_every_number_of_tokens_and_gives_the_same_numbers() -> None:
-    layers = [draw_layer(48, 32, 4, False, False, seed=1), draw_layer(48, 32, 4, False, False, seed=2), draw_layer(32, 48, 4, False, False)]
+    layers = [
+        draw_layer(48, 32, 4, False, False, seed=1),
+        draw_layer(48, 32, 4, False, False, seed=2),
+        draw_layer(32, 48, 4, False, False),
+    ]
     coded = code_weights([layer.base[0] for layer in layers[:2]])
 
     def block(x: torch.Tensor) -> torch.Tensor:
@@ -178,7 +199,8 @@ def test_one_compiled_graph_serves_every_number_of_tokens_and_gives_the_same_num
     assert len(graphs) == 2  # forward and backward
 
 
-# -- GPU kernels against the emulation ----------------------------------------------------------------------------------------
+# -- GPU kernels against the emulation
+# ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
@@ -200,7 +222,9 @@ def test_triton_gives_the_codes_of_plain_torch() -> None:
             ([kernels.transpose([x, y], scales, True)], [fp8._transpose_plain([x, y], scales, True)]),
         ]
         for found, expected in pairs:
-            assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(found, expected, strict=True))
+            assert all(
+                torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(found, expected, strict=True)
+            )
         for activation in ACTIVATIONS:
             g, u = both[:, :width], both[:, width:]
             near = [(kernels.gated_rows(g, u, activation)[0], fp8._gated_plain(g, u, activation)[0])]
@@ -208,7 +232,9 @@ def test_triton_gives_the_codes_of_plain_torch() -> None:
             near += zip(kernels.gated_rows_backward(*back)[:2], fp8._gated_backward_plain(*back)[:2], strict=True)
             assert all(gap(a, b) < 1e-3 for a, b in near)
             h, codes, scales_h = kernels.gated_rows(g, u, activation)
-            assert torch.equal(codes.float(), fp8._rows_plain([h])[0].float()) and torch.equal(scales_h, fp8._rows_plain([h])[1])
+            assert torch.equal(codes.float(), fp8._rows_plain([h])[0].float()) and torch.equal(
+                scales_h, fp8._rows_plain([h])[1]
+            )
 
 
 @pytest.mark.gpu
@@ -217,6 +243,9 @@ def test_products_of_the_gpu_equal_the_emulation(num_tokens: int) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     if not fp8.has_products(device):
         pytest.skip("no fp8 with a scale a row on this GPU")
-    x, w = draw(num_tokens, 1024, device="cuda", dtype=torch.bfloat16), draw(48, 1024, seed=1, device="cuda", dtype=torch.bfloat16)
+    x, w = (
+        draw(num_tokens, 1024, device="cuda", dtype=torch.bfloat16),
+        draw(48, 1024, seed=1, device="cuda", dtype=torch.bfloat16),
+    )
     given = (*fp8.quantise_rows([x]), *fp8.quantise_rows([w]), torch.bfloat16, w[:, 0].contiguous())
     assert gap(fp8._scaled_mm(*given), fp8._emulated(*given)) < 4e-3  # a rounding to bfloat16, and the order of sums

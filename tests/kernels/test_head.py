@@ -8,12 +8,18 @@ import pytest
 import torch
 import transformers
 
+from manyhands.convert.loss import LossModel
 from manyhands.kernels.head import Head, agrees, read_head
-from manyhands.model.loss import LossModel
-from manyhands.testing.tiny import tiny_model
+from tests.support.tiny import tiny_model
 
 SMALL = dict(
-    vocab_size=260, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, pad_token_id=0
+    vocab_size=260,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    pad_token_id=0,
 )
 FAMILIES = {
     "Llama": {},
@@ -30,12 +36,12 @@ def test_head_gives_the_models_own_logits_and_loss(family: str) -> None:
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     head = read_head(model)
     assert isinstance(head, Head)
-    hidden, targets = torch.randn(9, 32) * 100, torch.randint(0, 260, (9,))
+    hidden, labels = torch.randn(9, 32) * 100, torch.randint(0, 260, (9,))
     logits = LossModel(model).logits_of(hidden)
     torch.testing.assert_close(head.logits(hidden), logits.float(), rtol=1e-4, atol=1e-4)
     assert agrees(head, hidden, logits)
-    expected = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
-    torch.testing.assert_close(head.loss(hidden, targets)[0], expected, rtol=1e-4, atol=1e-4)
+    expected = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+    torch.testing.assert_close(head.loss(hidden, labels)[0], expected, rtol=1e-4, atol=1e-4)
     wrong = [dataclasses.replace(head, logit_scale=head.logit_scale * 1.1), dataclasses.replace(head, softcap=5.0)]
     assert not any(agrees(other, hidden, logits) for other in wrong)
 

@@ -16,7 +16,12 @@ PRODUCTS = {"silu": F.silu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")
 
 
 def draw_layer(
-    num_outputs: int, num_inputs: int, rank: int = 3, bias: bool = False, seed: int = 0, dtype: torch.dtype = torch.float64
+    num_outputs: int,
+    num_inputs: int,
+    rank: int = 3,
+    bias: bool = False,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
 ) -> Layer:
     draw = torch.Generator().manual_seed(seed * 1000 + num_outputs + num_inputs)
     weight = torch.randn(num_outputs, num_inputs, generator=draw, dtype=torch.float64) / num_inputs**0.5
@@ -48,11 +53,17 @@ def gradients(outputs: Any, x: torch.Tensor, layers: list[Layer]) -> list[torch.
     draw = torch.Generator().manual_seed(5)
     given = [torch.randn(y.shape, generator=draw, dtype=torch.float64).to(y.dtype) for y in outputs]
     reached = [(y, g) for y, g in zip(outputs, given, strict=True) if y.requires_grad]
-    return [y.detach() for y in outputs] + list(torch.autograd.grad([y for y, _ in reached], wanted, [g for _, g in reached]))
+    return [y.detach() for y in outputs] + list(
+        torch.autograd.grad([y for y, _ in reached], wanted, [g for _, g in reached])
+    )
 
 
 def draw_input(*shape: int, dtype: torch.dtype = torch.float64, wants_grad: bool = True) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype).requires_grad_(wants_grad)
+    return (
+        torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        .to(dtype)
+        .requires_grad_(wants_grad)
+    )
 
 
 def assert_close(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
@@ -64,7 +75,12 @@ def assert_close(found: list[torch.Tensor], expected: list[torch.Tensor]) -> Non
 @pytest.mark.parametrize("shape", [(2, 5), (1, 1), (7,), (0,), (3, 0)])
 @pytest.mark.parametrize("wants_grad", [True, False])
 def test_group_agrees_with_single_layers(shape: tuple[int, ...], wants_grad: bool) -> None:
-    layers = [draw_layer(8, 12, bias=True), draw_layer(3, 12, rank=1), draw_layer(5, 12, rank=0), draw_layer(1, 12, rank=7)]
+    layers = [
+        draw_layer(8, 12, bias=True),
+        draw_layer(3, 12, rank=1),
+        draw_layer(5, 12, rank=0),
+        draw_layer(1, 12, rank=7),
+    ]
     x = draw_input(*shape, 12, wants_grad=wants_grad)
     expected = gradients(tuple(plain_linear(layer, x) for layer in layers), x, layers)
     assert_close(gradients(lora_linears(x, layers), x, layers), expected)
@@ -74,7 +90,11 @@ def test_group_agrees_with_single_layers(shape: tuple[int, ...], wants_grad: boo
 @pytest.mark.parametrize("without", [None, 0, 2])
 def test_mlp_agrees_with_single_layers(activation: str, without: int | None) -> None:
     ranks = [0 if i == without else 3 for i in range(3)]
-    layers = [draw_layer(20, 12, ranks[0]), draw_layer(20, 12, ranks[1], seed=1), draw_layer(12, 20, ranks[2], bias=True)]
+    layers = [
+        draw_layer(20, 12, ranks[0]),
+        draw_layer(20, 12, ranks[1], seed=1),
+        draw_layer(12, 20, ranks[2], bias=True),
+    ]
     x = draw_input(2, 5, 12)
     expected = gradients(plain_mlp(x, *layers, activation), x, layers)
     assert_close(gradients(lora_mlp(x, *layers, activation), x, layers), expected)
@@ -120,7 +140,10 @@ def test_mlp_keeps_gate_and_up_but_not_their_product() -> None:
 def test_bfloat16_error_is_at_most_that_of_the_plain_path(kind: str) -> None:
     totals = {"plain": [0.0] * 20, "fused": [0.0] * 20}
     for seed in range(4):
-        half = [draw_layer(96, 64, 8, seed=seed, dtype=torch.bfloat16), draw_layer(96, 64, 8, seed=seed + 50, dtype=torch.bfloat16)]
+        half = [
+            draw_layer(96, 64, 8, seed=seed, dtype=torch.bfloat16),
+            draw_layer(96, 64, 8, seed=seed + 50, dtype=torch.bfloat16),
+        ]
         if kind == "mlp":
             half.append(draw_layer(64, 96, 8, seed=seed, dtype=torch.bfloat16))
         x = draw_input(3, 50, 64, dtype=torch.bfloat16)

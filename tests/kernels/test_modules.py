@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+from manyhands.convert.lora import LoraLinear, adapted_layers
 from manyhands.kernels.modules import FusedAttention, FusedMlp, fuse_lora
 from manyhands.model.blocks import find_blocks
-from manyhands.model.lora import LoraLinear, adapted_layers
-from manyhands.testing.ranks import Ranks
 from tests.kernels.models import adapted, step, tiny, token_ids
+from tests.support.ranks import Ranks
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
 
@@ -32,7 +32,9 @@ def worst_gap(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
     """Worst deviation of a gradient, relative to it; queries and keys of a single token have none but rounding."""
     assert found.keys() == expected.keys()
     least = 1e-6 * max(float(wanted.norm()) for wanted in expected.values())
-    return max(float((found[name] - wanted).norm()) / max(float(wanted.norm()), least) for name, wanted in expected.items())
+    return max(
+        float((found[name] - wanted).norm()) / max(float(wanted.norm()), least) for name, wanted in expected.items()
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -78,13 +80,19 @@ def test_single_modules_on_packed_and_empty_rows(family: str) -> None:
 def test_generation_with_a_cache_is_the_same(family: str) -> None:
     found = []
     for model in pair(family):
-        found.append(model.eval().generate(token_ids(1, 7), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0))
+        found.append(
+            model.eval().generate(
+                token_ids(1, 7), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
+            )
+        )
     assert torch.equal(*found)
 
 
 def test_partly_adapted_modules() -> None:
-    plain, fused = pair("llama", targets=("q_proj", "v_proj"))
-    assert isinstance(fused.model.layers[0].self_attn, FusedAttention) and not isinstance(fused.model.layers[0].mlp, FusedMlp)
+    plain, fused = pair("llama", target_modules=("q_proj", "v_proj"))
+    assert isinstance(fused.model.layers[0].self_attn, FusedAttention) and not isinstance(
+        fused.model.layers[0].mlp, FusedMlp
+    )
     assert worst_gap(step(fused, token_ids(2, 8))[1], step(plain, token_ids(2, 8))[1]) < 1e-5
 
 
@@ -116,13 +124,13 @@ def test_hooks_and_trained_weights_are_left() -> None:
     }
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("activation_checkpointing", [False, True])
 def test_compiled_blocks_share_graphs_as_before(recompute: bool) -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
     from torch._dynamo.utils import counters
 
-    from manyhands.parallel.compile import compile_blocks
-    from manyhands.parallel.recompute import recompute_blocks
+    from manyhands.engine.activation_checkpointing import checkpoint_blocks
+    from manyhands.engine.compile import compile_blocks
 
     plain, fused = pair("llama")
     num_graphs = []
@@ -130,7 +138,7 @@ def test_compiled_blocks_share_graphs_as_before(recompute: bool) -> None:
         torch._dynamo.reset()
         counters.clear()
         if recompute:
-            recompute_blocks(model.train(), "block", compiled=False)
+            checkpoint_blocks(model.train(), "full", compiled=False)
         counter = CompileCounterWithBackend("aot_eager")
         compile_blocks(model, backend=counter)
         outcome = step(model, token_ids(2, 12))
@@ -141,23 +149,31 @@ def test_compiled_blocks_share_graphs_as_before(recompute: bool) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("recompute, compiled", [(False, False), (True, False), pytest.param(False, True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "recompute, compiled", [(False, False), (True, False), pytest.param(False, True, marks=pytest.mark.slow)]
+)
 def test_sharded_ranks_give_the_gradients_of_one(world: Ranks, recompute: bool, compiled: bool) -> None:
     expected = step(adapted(tiny("qwen3")), token_ids(2, 12))
     for found in world.run("tests.kernels.models:sharded_step", "qwen3", recompute, compiled, world_size=2):
         assert found["fused"] == 6
         np.testing.assert_allclose(found["logits"], expected[0].numpy(), rtol=1e-5, atol=1e-5)
         assert found["gradients"].keys() == expected[1].keys()
-        for name, gradient in expected[1].items():  # both ranks see the same rows, so the mean over ranks is the gradient of one
+        for name, gradient in expected[
+            1
+        ].items():  # both ranks see the same rows, so the mean over ranks is the gradient of one
             np.testing.assert_allclose(
-                found["gradients"][name], gradient.numpy(), rtol=0, atol=1e-5 * gradient.abs().max().item(), err_msg=name
+                found["gradients"][name],
+                gradient.numpy(),
+                rtol=0,
+                atol=1e-5 * gradient.abs().max().item(),
+                err_msg=name,
             )
 
 
 def test_weights_in_nf4_through_their_own_products() -> None:
     pytest.importorskip("bitsandbytes")
-    from manyhands.model import nf4
-    from manyhands.model.quantise import quantise_blocks
+    from manyhands.convert import nf4
+    from manyhands.convert.quantize import quantise_blocks
 
     source = tiny("llama")
     weights = {name: p.detach().clone() for name, p in source.named_parameters()}
@@ -178,7 +194,9 @@ def test_weights_in_nf4_through_their_own_products() -> None:
     assert worst_gap(step(fused, token_ids(2, 9))[1], expected[1]) < 1e-5
 
 
-def train(model: Any, num_steps: int, learning_rate: float, vocab_size: int, seed: int = 0, length: int = 48) -> torch.Tensor:
+def train(
+    model: Any, num_steps: int, learning_rate: float, vocab_size: int, seed: int = 0, length: int = 48
+) -> torch.Tensor:
     """Losses of ``num_steps`` AdamW steps on rows with a pattern that can be learnt; ``seed`` chooses the rows."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=learning_rate)
@@ -196,10 +214,18 @@ def train(model: Any, num_steps: int, learning_rate: float, vocab_size: int, see
     return torch.tensor(losses, dtype=torch.float64)
 
 
-def curves(source: Any, num_steps: int, learning_rate: float, vocab_size: int, seed: int, factor: float) -> dict[str, torch.Tensor]:
-    """Loss curves in float32, in bfloat16, and in bfloat16 fused with its scaling times ``factor``, from the same rounded weights."""
+def curves(
+    source: Any, num_steps: int, learning_rate: float, vocab_size: int, seed: int, factor: float
+) -> dict[str, torch.Tensor]:
+    """Loss curves in float32, in bfloat16, and in bfloat16 fused with its scaling times ``factor``, from the same
+    rounded weights.
+    """
     half = copy.deepcopy(source).bfloat16()
-    models = {"reference": adapted(copy.deepcopy(half).float()), "plain": adapted(copy.deepcopy(half)), "fused": adapted(half)}
+    models = {
+        "reference": adapted(copy.deepcopy(half).float()),
+        "plain": adapted(copy.deepcopy(half)),
+        "fused": adapted(half),
+    }
     assert fuse_lora(models["fused"]).fused
     assert all(p.dtype == torch.float32 for model in models.values() for p in model.parameters() if p.requires_grad)
     for module in models["fused"].modules():
@@ -211,8 +237,8 @@ def curves(source: Any, num_steps: int, learning_rate: float, vocab_size: int, s
 def gaps(
     source: Any, learning_rate: float, vocab_size: int, *, num_steps: int = 50, seeds: int = 2, factor: float = 1.0
 ) -> dict[str, float]:
-    """Root mean square of the distance of each loss from float32's, over all steps of several runs: the ratio of one run's is mostly
-    chance (0.55 to 1.26 for tiny models). The model must have learnt something.
+    """Root mean square of the distance of each loss from float32's, over all steps of several runs: the ratio of one
+    run's is mostly chance (0.55 to 1.26 for tiny models). The model must have learnt something.
     """
     found = [curves(source, num_steps, learning_rate, vocab_size, seed, factor) for seed in range(seeds)]
     assert all(f["reference"][-5:].mean() < f["reference"][:5].mean() - 0.1 for f in found)
@@ -240,7 +266,17 @@ def test_fifty_steps_of_a_real_model(smollm2: Any) -> None:
 
     source = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).cuda()
     found = gaps(source, 1e-3, source.config.vocab_size, seeds=3)
-    print(json.dumps({"model": source.config.name_or_path, "steps": 50, "runs": 3, **found, "ratio": found["fused"] / found["plain"]}))
+    print(
+        json.dumps(
+            {
+                "model": source.config.name_or_path,
+                "steps": 50,
+                "runs": 3,
+                **found,
+                "ratio": found["fused"] / found["plain"],
+            }
+        )
+    )
     assert found["fused"] <= 1.2 * found["plain"]
 
 

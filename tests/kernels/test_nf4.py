@@ -1,5 +1,5 @@
-"""Weights in NF4 back to floating point: the definition in plain torch, bitsandbytes and the Triton kernel agree to the bit, and what
-does not is not taken.
+"""Weights in NF4 back to floating point: the definition in plain torch, bitsandbytes and the Triton kernel agree to the
+bit, and what does not is not taken.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ def test_a_wrong_kernel_does_not(wrong: dict[str, bool], device: torch.device) -
 
 
 def test_one_bit_is_seen_and_so_is_a_wrong_shape() -> None:
-    def flipped(codes: torch.Tensor, statistics: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    def flipped(
+        codes: torch.Tensor, statistics: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype
+    ) -> torch.Tensor:
         weight = define(codes, statistics, shape, dtype)
         weight.view(-1)[-1:].view(torch.int32)[0] ^= 1
         return weight
@@ -85,7 +87,11 @@ def test_a_cpu_takes_bitsandbytes_whatever_was_chosen(monkeypatch: pytest.Monkey
         (None, 0, "Triton cannot be imported"),
         (SimpleNamespace(), 0, "Triton failed on this device: AttributeError"),
         (SimpleNamespace(dequantise_triton=None), 3, "Triton gave 3 values of its self-test with other bits"),
-        (SimpleNamespace(dequantise_triton=None), ZeroDivisionError("no"), "Triton failed on this device: ZeroDivisionError: no"),
+        (
+            SimpleNamespace(dequantise_triton=None),
+            ZeroDivisionError("no"),
+            "Triton failed on this device: ZeroDivisionError: no",
+        ),
         (SimpleNamespace(dequantise_triton=None), 0, ""),
     ],
 )
@@ -105,13 +111,17 @@ def test_the_choice_and_its_reason(
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_the_kernel_gives_bitsandbytes_bits_as_triton_interprets_it() -> None:
-    """In a process of its own, as Triton decides at import. Not in bfloat16, which its interpreter cuts off where a GPU rounds."""
+    """In a process of its own, as Triton decides at import. Not in bfloat16, which its interpreter cuts off where a GPU
+    rounds.
+    """
     code = (
         "import torch; from manyhands.kernels import nf4, triton_nf4; cpu = torch.device('cpu'); "
         "print(nf4.count_unlike(triton_nf4.dequantise_triton, cpu, torch.float16))"
     )
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=200, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=200, check=True
+    )
     assert done.stdout.splitlines()[-1] == "0"
 
 
@@ -138,7 +148,9 @@ def test_a_gpu_takes_triton_for_the_dtype_that_was_tested(monkeypatch: pytest.Mo
     monkeypatch.setattr(nf4, "_chosen", {})
     nf4.use(backend, torch.bfloat16)
     plain: list[torch.dtype] = []
-    monkeypatch.setattr(nf4, "dequantise_plain", lambda codes, statistics, shape, dtype: plain.append(dtype) or torch.empty(shape))
+    monkeypatch.setattr(
+        nf4, "dequantise_plain", lambda codes, statistics, shape, dtype: plain.append(dtype) or torch.empty(shape)
+    )
     codes, statistics = nf4.draw_weight((301, 256), GPU)
     weight = nf4.dequantise(codes.view(torch.bfloat16), statistics.view(torch.bfloat16), (301, 256), torch.bfloat16)
     assert torch.equal(weight, define(codes, statistics, (301, 256), torch.bfloat16))
@@ -155,7 +167,9 @@ def test_more_values_than_32_bits_count() -> None:
     num_rows, columns = 2**31 // nf4.ROW_VALUES + 3, 256
     if torch.cuda.mem_get_info()[0] < 8 * 2**30:
         pytest.skip("8 GiB of GPU memory are not free")
-    codes, statistics = (stored.repeat(num_rows // 9 + 1, 1)[:num_rows] for stored in nf4.draw_weight((9 * 64, columns), GPU))
+    codes, statistics = (
+        stored.repeat(num_rows // 9 + 1, 1)[:num_rows] for stored in nf4.draw_weight((9 * 64, columns), GPU)
+    )
     shape = (num_rows * 64 - 7, columns)
     weight = dequantise_triton(codes, statistics, shape, torch.bfloat16)
     for rows in (slice(0, 4), slice(num_rows - 4, num_rows)):

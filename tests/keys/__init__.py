@@ -2,4 +2,6 @@
 
 import pytest
 
-pytest.register_assert_rewrite(*(f"tests.keys.{name}" for name in ("rows", "model", "training", "work", "left", "template")))
+pytest.register_assert_rewrite(
+    *(f"tests.keys.{name}" for name in ("rows", "model", "training", "work", "left", "template"))
+)

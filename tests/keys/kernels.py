@@ -16,12 +16,16 @@ from tests.plan.examples import facts, llama_1b
 
 def lora(lab: Lab) -> None:
     """fused replaces the modules that hold adapters; plain never does, and auto not on a CPU."""
-    ranks = {asked: lab.start({"kernels.lora": asked}) for asked in ("fused", "plain", "auto")}
-    fused = {asked: sum(isinstance(m, (FusedAttention, FusedMlp)) for m in rank.model.modules()) for asked, rank in ranks.items()}
-    assert fused == {"fused": 2, "plain": 0, "auto": 0}
-    assert forward(ranks["fused"]).item() == pytest.approx(forward(ranks["plain"]).item(), rel=1e-5)
+    ranks = {asked: lab.start({"kernels.lora": asked}) for asked in ("fused", "reference", "auto")}
+    fused = {
+        asked: sum(isinstance(m, (FusedAttention, FusedMlp)) for m in rank.model.modules())
+        for asked, rank in ranks.items()
+    }
+    assert fused == {"fused": 2, "reference": 0, "auto": 0}
+    assert forward(ranks["fused"]).item() == pytest.approx(forward(ranks["reference"]).item(), rel=1e-5)
     assert [
-        plan(lab.config({"kernels.lora": asked, "parallel.device": "auto"}), facts(gpus=1)).fuse_lora for asked in ("auto", "plain")
+        plan(lab.config({"kernels.lora": asked, "parallel.device": "auto"}), facts(gpus=1)).fuse_lora
+        for asked in ("auto", "reference")
     ] == [
         True,
         False,
@@ -29,20 +33,26 @@ def lora(lab: Lab) -> None:
 
 
 def loss(lab: Lab) -> None:
-    ranks = {asked: lab.start({"kernels.loss": asked}) for asked in ("fused", "plain", "auto")}
+    ranks = {asked: lab.start({"kernels.loss": asked}) for asked in ("fused", "reference", "auto")}
     losses = [forward(rank).item() for rank in ranks.values()]
     assert losses == pytest.approx(losses[:1] * 3, rel=1e-5)
-    assert [rank.loss_model.how_loss.split(",")[0] for rank in ranks.values()] == ["fused with the head", "in chunks", "in chunks"]
+    assert [rank.loss_model.how_loss.split(",")[0] for rank in ranks.values()] == [
+        "fused with the head",
+        "in chunks",
+        "in chunks",
+    ]
 
 
 def attention(lab: Lab) -> None:
     """Packs on GPUs look for faster kernels, and the log says what was found; plain does not look.
 
-    tests/model/test_attention_kernels.py has what then runs.
+    tests/convert/test_attention_kernels.py has what then runs.
     """
     said = {}
-    for asked in ("auto", "plain"):
-        made = plan(lab.config({"kernels.attention": asked, "parallel.device": "auto"}), facts(model=llama_1b(), gpus=1))
+    for asked in ("auto", "reference"):
+        made = plan(
+            lab.config({"kernels.attention": asked, "parallel.device": "auto"}), facts(model=llama_1b(), gpus=1)
+        )
         assert made.attention == "varlen"
         rank = lab.start()
         rank.plan = rank.plan.model_copy(update={"fast_attention": made.fast_attention})
@@ -50,15 +60,17 @@ def attention(lab: Lab) -> None:
         assert isinstance(rank.terminal, io.StringIO)
         said[asked] = [line for line in rank.terminal.getvalue().splitlines() if "attention: packs by" in line]
     assert len(said["auto"]) == 1 and "varlen (the device is cpu)" in said["auto"][0]
-    assert said["plain"] == []
+    assert said["reference"] == []
 
 
 def linear(lab: Lab) -> None:
-    """fp8 moves what is trained by its rounding, and says what that is; what is evaluated before the first step it does not move."""
+    """fp8 moves what is trained by its rounding, and says what that is; what is evaluated before the first step it does
+    not move.
+    """
     for method in ("lora", "full"):
-        ran = {asked: lab.run({"kernels.linear": asked, "method.name": method}) for asked in ("fp8", "plain")}
-        assert ran["fp8"].losses != ran["plain"].losses
-        assert ran["fp8"].losses == pytest.approx(ran["plain"].losses, rel=1e-2)
+        ran = {asked: lab.run({"kernels.linear": asked, "method.name": method}) for asked in ("fp8", "reference")}
+        assert ran["fp8"].losses != ran["reference"].losses
+        assert ran["fp8"].losses == pytest.approx(ran["reference"].losses, rel=1e-2)
         assert len({ran[asked].rows("evaluation")[0]["loss"] for asked in ran}) == 1
     rank = lab.start({"kernels.linear": "fp8"})
     build.check_model(rank)
@@ -67,20 +79,23 @@ def linear(lab: Lab) -> None:
 
 
 def optimizer(lab: Lab) -> None:
-    """Where weights have a copy that computes, AdamW in one pass is looked for, and the log says what was found; plain does not look.
+    """Where weights have a copy that computes, AdamW in one pass is looked for, and the log says what was found; plain
+    does not look.
 
-    tests/parallel/test_masters.py has what then runs.
+    tests/engine/test_masters.py has what then runs.
     """
     said = {}
-    for asked in ("auto", "plain"):
-        made = plan(lab.config({"method.name": "full", "kernels.optimizer": asked, "parallel.device": "auto"}), facts(gpus=1))
+    for asked in ("auto", "reference"):
+        made = plan(
+            lab.config({"method.name": "full", "kernels.optimizer": asked, "parallel.device": "auto"}), facts(gpus=1)
+        )
         rank = lab.start({"method.name": "full", "model.dtype": "bfloat16"})
         rank.plan = rank.plan.model_copy(update={"fuse_optimizer": made.fuse_optimizer})
         build.build_model(rank)
         assert isinstance(rank.terminal, io.StringIO)
         said[asked] = [line for line in rank.terminal.getvalue().splitlines() if "optimizer:" in line]
     assert len(said["auto"]) == 1 and "torch's own AdamW (the device is cpu)" in said["auto"][0]
-    assert said["plain"] == []
+    assert said["reference"] == []
 
 
 def nf4(lab: Lab) -> None:
@@ -89,12 +104,14 @@ def nf4(lab: Lab) -> None:
     tests/kernels/test_nf4.py has what then runs.
     """
     said = {}
-    for method, asked in (("qlora", "auto"), ("qlora", "plain"), ("lora", "auto")):
+    for method, asked in (("qlora", "auto"), ("qlora", "reference"), ("lora", "auto")):
         rank = lab.start({"method.name": method, "kernels.nf4": asked})
         assert isinstance(rank.terminal, io.StringIO)
-        said[method, asked] = [line.partition("nf4: ")[2] for line in rank.terminal.getvalue().splitlines() if "nf4: " in line]
+        said[method, asked] = [
+            line.partition("nf4: ")[2] for line in rank.terminal.getvalue().splitlines() if "nf4: " in line
+        ]
     assert said == {
         ("qlora", "auto"): ["weights dequantised by bitsandbytes (the device is cpu)"],
-        ("qlora", "plain"): ["weights dequantised by bitsandbytes (as asked)"],
+        ("qlora", "reference"): ["weights dequantised by bitsandbytes (as asked)"],
         ("lora", "auto"): [],
     }

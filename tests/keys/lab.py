@@ -1,4 +1,6 @@
-"""Whole runs of a tiny model in this process, through the worker's own stages: what a key changes is seen where a user would."""
+"""Whole runs of a tiny model in this process, through the worker's own stages: what a key changes is seen where a user
+would.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,15 @@ from safetensors.torch import load_file
 
 from manyhands.config.load import config_from_mapping
 from manyhands.config.schema import RunConfig
-from manyhands.launch.foreign import Launcher
+from manyhands.core.world import World
+from manyhands.launch.external import Launcher
 from manyhands.launch.prepare import Prepared, prepare_run
-from manyhands.parallel.world import World
-from manyhands.testing.tiny import write_tiny_model
 from manyhands.train.types import Batch, TrainState
-from manyhands.worker import build, finish, training
+from manyhands.worker import build, training
+from manyhands.worker import export_stages as finish
 from manyhands.worker.rank import Rank
 from manyhands.worker.steps import iterate_steps
+from tests.support.tiny import write_tiny_model
 
 WORDS = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta")
 NUM_STEPS = 5  # of the base run: 40 rows in batches of 8
@@ -43,7 +46,11 @@ class Ran:
         return self.rank.folder.path
 
     def rows(self, kind: str = "step") -> list[dict[str, Any]]:
-        return [row for row in map(json.loads, (self.folder / "metrics.jsonl").read_text().splitlines()) if row["kind"] == kind]
+        return [
+            row
+            for row in map(json.loads, (self.folder / "metrics.jsonl").read_text().splitlines())
+            if row["kind"] == kind
+        ]
 
     def column(self, name: str, kind: str = "step") -> list[Any]:
         return [row[name] for row in self.rows(kind)]
@@ -73,7 +80,7 @@ class Ran:
 
 @dataclass
 class Lab:
-    """``run({"batch.rows": 4})`` is the base run with one key changed; equal runs are done once.
+    """``run({"batch.samples": 4})`` is the base run with one key changed; equal runs are done once.
 
     ``ignored`` is a key that is left at its value of the base run whatever is asked.
     """
@@ -95,11 +102,11 @@ class Lab:
             "data.validation_fraction": 1 / 3,
             "method.rank": 4,
             "method.alpha": 8.0,
-            "batch.rows": 8,
+            "batch.samples": 8,
             "optimizer.learning_rate": PEAK,
             "parallel.device": "cpu",
             "evaluate.every_steps": 0,
-            "evaluate.samples": 0,
+            "evaluate.prompts": 0,
             "checkpoint.every_steps": 0,
             "log.tensorboard": False,
             "output.dir": str(self.folder / f"runs-{self.num_runs}"),
@@ -169,11 +176,14 @@ def first_batch(rank: Rank) -> Batch:
     return next(iter(next(iterate_steps(fresh)).micro_batches))
 
 
-def make_rows(num_rows: int, seed: int = 0) -> list[dict[str, str]]:
+def make_rows(num_samples: int, seed: int = 0) -> list[dict[str, str]]:
     draw = random.Random(seed)
     return [
-        {"prompt": " ".join(draw.choices(WORDS, k=draw.randint(1, 3))), "completion": " ".join(draw.choices(WORDS, k=draw.randint(1, 5)))}
-        for _ in range(num_rows)
+        {
+            "prompt": " ".join(draw.choices(WORDS, k=draw.randint(1, 3))),
+            "completion": " ".join(draw.choices(WORDS, k=draw.randint(1, 5))),
+        }
+        for _ in range(num_samples)
     ]
 
 

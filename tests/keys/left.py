@@ -1,4 +1,6 @@
-"""Effects of ``name``, ``evaluate.*``, ``checkpoint.*``, ``log.*`` and ``output.*``: what a run says and leaves behind."""
+"""Effects of ``name``, ``evaluate.*``, ``checkpoint.*``, ``log.*`` and ``output.*``: what a run says and leaves
+behind.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +39,11 @@ def at_start(lab: Lab) -> None:
 
 def evaluate_tokens(lab: Lab) -> None:
     whole, part = (lab.run(keys).rows("evaluation")[0] for keys in ({}, {"evaluate.max_tokens": 200}))
-    assert part["num_tokens"] <= 200 < whole["num_tokens"] and part["num_rows"] < whole["num_rows"]
+    assert part["num_tokens"] <= 200 < whole["num_tokens"] and part["num_samples"] < whole["num_samples"]
 
 
 def samples(lab: Lab) -> None:
-    keys = {"evaluate.samples": 3, "evaluate.max_new_tokens": 1, "stop.max_steps": 1}
+    keys = {"evaluate.prompts": 3, "evaluate.max_new_tokens": 1, "stop.max_steps": 1}
     assert [len(found) for found in lab.run(keys).column("samples", "evaluation")] == [3, 3]
     assert [len(found) for found in lab.base.column("samples", "evaluation")] == [0, 0]
 
@@ -50,7 +52,7 @@ def max_new_tokens(lab: Lab) -> None:
     """One forward pass for each new token, where nothing ends an answer before."""
     counts = []
     for number in (1, 6):
-        rank, calls = lab.start({"evaluate.samples": 1, "evaluate.max_new_tokens": number}), []
+        rank, calls = lab.start({"evaluate.prompts": 1, "evaluate.max_new_tokens": number}), []
         prompts = worker_samples.choose_prompts(rank, rank.store.validation.take_tokens(None))
         rank.model.register_forward_hook(lambda *_, calls=calls: calls.append(1))
         with pytest.MonkeyPatch.context() as patch:
@@ -70,14 +72,21 @@ def keep_last(lab: Lab) -> None:
 
 
 def keep_best(lab: Lab) -> None:
-    """The second step is the best trained one, though the model was better before training: it is kept, and exported."""
+    """The second step is the best trained one, though the model was better before training: it is kept, and
+    exported.
+    """
     found = {0: 0.5, 1: 1.4, 2: 0.9, 3: 1.2, 4: 1.2, 5: 1.2}
     measure = training.evaluate
 
     def scripted(parallel: Any, module: Any, batches: Any, state: TrainState, **keys: Any) -> Evaluation:
         return replace(measure(parallel, module, batches, state, **keys), loss=found[state.step])
 
-    best = {"checkpoint.keep_best": True, "checkpoint.keep_last": 1, "evaluate.every_steps": 1, "schedule.name": "constant"}
+    best = {
+        "checkpoint.keep_best": True,
+        "checkpoint.keep_last": 1,
+        "evaluate.every_steps": 1,
+        "schedule.name": "constant",
+    }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training, "evaluate", scripted)
         ran = lab.export(best)
@@ -91,7 +100,9 @@ def log_every(lab: Lab) -> None:
 
 
 def tensorboard(lab: Lab) -> None:
-    written, left_out = (lab.run({"log.tensorboard": wish, "stop.max_steps": 1}).folder / "tensorboard" for wish in (True, False))
+    written, left_out = (
+        lab.run({"log.tensorboard": wish, "stop.max_steps": 1}).folder / "tensorboard" for wish in (True, False)
+    )
     assert list(written.glob("events.out.tfevents.*")) and not left_out.exists()
 
 
@@ -100,7 +111,10 @@ def output_dtype(lab: Lab) -> None:
     full = {"method.name": "full", "stop.max_steps": 1}
     merged = {"output.merge": True, "stop.max_steps": 1}
     for keys, file in ((full, "model/model"), (merged, "adapter/adapter_model"), (merged, "merged/model")):
-        kinds = [dtypes(lab.export(keys | wish).folder / f"{file}.safetensors") for wish in ({}, {"output.dtype": "bfloat16"})]
+        kinds = [
+            dtypes(lab.export(keys | wish).folder / f"{file}.safetensors")
+            for wish in ({}, {"output.dtype": "bfloat16"})
+        ]
         assert kinds == [{"F32"}, {"BF16"}], file
 
 
@@ -109,7 +123,9 @@ def merge(lab: Lab) -> None:
 
     ran = lab.export({"output.merge": True})
     assert (ran.folder / "merged").exists() and not (lab.base.folder / "merged").exists()
-    merged, base = (AutoModelForCausalLM.from_pretrained(folder) for folder in (ran.folder / "merged", lab.folder / "model"))
+    merged, base = (
+        AutoModelForCausalLM.from_pretrained(folder) for folder in (ran.folder / "merged", lab.folder / "model")
+    )
     ids = torch.arange(9)[None]
     with torch.no_grad():
         adapted = ran.rank.model.eval()(ids, use_cache=False).logits

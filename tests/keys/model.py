@@ -13,21 +13,24 @@ import torch
 from safetensors.torch import load_file
 from transformers import dynamic_module_utils
 
-from manyhands.errors import UserError
+from manyhands.convert.quantize import quantised_layers
+from manyhands.core.errors import UserError
 from manyhands.export.reference import Reference
 from manyhands.export.verify import verify
-from manyhands.model.quantise import quantised_layers
-from manyhands.testing.tiny import write_tiny_model
 from manyhands.worker import build
 from manyhands.worker.rank import Rank
 from tests.keys.lab import Lab
+from tests.support.tiny import write_tiny_model
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 
 
 def name(lab: Lab) -> None:
     other = write_tiny_model(lab.folder / "other-model", num_hidden_layers=1, seed=1)
-    weights = [lab.start({"model.name": str(folder)}).model.get_parameter(f"{Q_PROJ}.weight") for folder in (lab.folder / "model", other)]
+    weights = [
+        lab.start({"model.name": str(folder)}).model.get_parameter(f"{Q_PROJ}.weight")
+        for folder in (lab.folder / "model", other)
+    ]
     assert not torch.equal(*weights)
 
 
@@ -48,11 +51,15 @@ def revision(lab: Lab) -> None:
 
 def init(lab: Lab) -> None:
     """New weights need no weight files, and are not the files' where there are some."""
-    drawn, loaded = (lab.start({"model.init": init}).model.get_parameter(f"{Q_PROJ}.weight") for init in ("random", "pretrained"))
+    drawn, loaded = (
+        lab.start({"model.init": init}).model.get_parameter(f"{Q_PROJ}.weight") for init in ("random", "pretrained")
+    )
     assert not torch.equal(drawn, loaded)
     folder = lab.copy_model()
     (folder / "model.safetensors").unlink()
-    assert torch.equal(drawn, lab.start({"model.name": str(folder), "model.init": "random"}).model.get_parameter(f"{Q_PROJ}.weight"))
+    assert torch.equal(
+        drawn, lab.start({"model.name": str(folder), "model.init": "random"}).model.get_parameter(f"{Q_PROJ}.weight")
+    )
     with pytest.raises(UserError, match="weights"):
         lab.prepare({"model.name": str(folder)})
 
@@ -67,18 +74,27 @@ def dtype(lab: Lab) -> None:
 
 
 def masters(lab: Lab) -> None:
-    """Trained weights, optimizer states and what is saved are in this dtype; where that cannot be, it is an error that says why."""
+    """Trained weights, optimizer states and what is saved are in this dtype; where that cannot be, it is an error that
+    says why.
+    """
     full = {"method.name": "full", "model.dtype": "bfloat16", "stop.max_steps": 3}
     for asked in ("bfloat16", "float32"):
-        ran = lab.export({**full, "model.masters": asked})
+        ran = lab.export({**full, "model.master_dtype": asked})
         states = [value for state in ran.rank.optimizer.state.values() for value in state.values() if value.ndim]
         assert {tensor.dtype for tensor in (*ran.rank.model.parameters(), *states)} == {getattr(torch, asked)}
         assert ran.losses[-1] < ran.losses[0]
         saved = load_file(ran.folder / "model" / "model.safetensors")
-        assert {str(tensor.dtype) for tensor in saved.values()} == {"torch.bfloat16" if asked == "bfloat16" else "torch.float32"}
-    for key, value in {"method.name": "lora", "model.dtype": "float32", "optimizer.name": "muon", "parallel.offload": "optimizer"}.items():
+        assert {str(tensor.dtype) for tensor in saved.values()} == {
+            "torch.bfloat16" if asked == "bfloat16" else "torch.float32"
+        }
+    for key, value in {
+        "method.name": "lora",
+        "model.dtype": "float32",
+        "optimizer.name": "muon",
+        "parallel.offload": "optimizer",
+    }.items():
         with pytest.raises(UserError, match=re.escape(f"{key} is {value}")):
-            lab.prepare({**full, "model.masters": "bfloat16", key: value})
+            lab.prepare({**full, "model.master_dtype": "bfloat16", key: value})
 
 
 def chat_template(lab: Lab) -> None:
@@ -146,7 +162,10 @@ def train(lab: Lab) -> None:
     assert trained_names(ran.rank) == ["self_attn.q_proj.weight", "input_layernorm.weight"]
     saved, source = (load_file(folder / "model.safetensors") for folder in (ran.folder / "model", lab.folder / "model"))
     moved = [name for name, tensor in source.items() if not torch.equal(tensor, saved[name])]
-    assert saved.keys() == source.keys() and sorted(moved) == ["model.layers.0.input_layernorm.weight", f"{Q_PROJ}.weight"]
+    assert saved.keys() == source.keys() and sorted(moved) == [
+        "model.layers.0.input_layernorm.weight",
+        f"{Q_PROJ}.weight",
+    ]
 
 
 def freeze(lab: Lab) -> None:
@@ -189,19 +208,25 @@ def rslora(lab: Lab) -> None:
 
 def dora(lab: Lab) -> None:
     layer = lab.start({"method.dora": True}).model.get_submodule(Q_PROJ)
-    assert layer.lora_magnitude_vector is not None and torch.equal(layer.lora_magnitude_vector, layer.weight.norm(dim=1))
+    assert layer.lora_magnitude_vector is not None and torch.equal(
+        layer.lora_magnitude_vector, layer.weight.norm(dim=1)
+    )
     assert not any("magnitude" in name for name, _ in lab.base.rank.model.named_parameters())
 
 
 def method_init(lab: Lab) -> None:
-    """loftq takes up a part of what NF4 loses, and says how much; a run that goes on has its factors from the checkpoint."""
+    """loftq takes up a part of what NF4 loses, and says how much; a run that goes on has its factors from the
+    checkpoint.
+    """
     weight = load_file(lab.folder / "model" / "model.safetensors")[f"{Q_PROJ}.weight"]
     left = {}
     for asked in ("zero", "loftq"):
         rank = lab.start({"method.name": "qlora", "method.init": asked, "stop.max_steps": 2})
         build.resume(rank)
         layer = rank.model.get_submodule(Q_PROJ)
-        left[asked] = float((weight - layer.weight - layer.scaling * layer.lora_B.weight @ layer.lora_A.weight).detach().norm())
+        left[asked] = float(
+            (weight - layer.weight - layer.scaling * layer.lora_B.weight @ layer.lora_A.weight).detach().norm()
+        )
         assert said_of_factors(rank) == (asked == "loftq")
     assert left["loftq"] < 0.95 * left["zero"]
     begun = layer.lora_B.weight.detach().clone()
@@ -233,5 +258,5 @@ def adapter(lab: Lab) -> None:
 
 
 def targets(lab: Lab) -> None:
-    assert lab.start({"method.targets": ["q_proj"]}).adapted == [Q_PROJ]
+    assert lab.start({"method.target_modules": ["q_proj"]}).adapted == [Q_PROJ]
     assert len(lab.base.rank.adapted) == 7  # all linear layers of the one block

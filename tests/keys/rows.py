@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from manyhands.core.errors import UserError
 from manyhands.data.store import TokenStore
-from manyhands.errors import UserError
 from manyhands.facts.types import DataFacts
 from tests.keys.lab import NUM_STEPS, Lab, make_rows
 
@@ -16,33 +16,45 @@ LONG = {"prompt": "alpha", "completion": "beta " * 80}  # 400 tokens and more
 def facts_of(lab: Lab, **keys: object) -> DataFacts:
     from manyhands.data.prepare import prepare
 
-    return prepare(lab.config({key.replace("__", "."): value for key, value in keys.items()}), lab.folder / "model", lambda _: None)
+    return prepare(
+        lab.config({key.replace("__", "."): value for key, value in keys.items()}), lab.folder / "model", lambda _: None
+    )
 
 
 def task(lab: Lab) -> None:
     path = lab.write_rows("both.jsonl", [row | {"text": row["prompt"]} for row in make_rows(60)])
     answers = facts_of(lab, data__train=path, data__format="prompt")
     text = facts_of(lab, data__train=path, data__format="text", task="cpt")
-    assert answers.num_targets < answers.num_tokens - answers.num_rows
-    assert text.num_targets == text.num_tokens - text.num_rows  # every token but the first
+    assert answers.num_loss_tokens < answers.num_tokens - answers.num_samples
+    assert text.num_loss_tokens == text.num_tokens - text.num_samples  # every token but the first
     prose = lab.write_rows("prose.jsonl", [{"text": row["prompt"]} for row in make_rows(60)])
     only_chat = facts_of(lab, data__train=path, data__format="prompt", data__validation_fraction=0.0)
-    both = facts_of(lab, data__train=[{"path": path, "format": "prompt"}, prose], task="mixed", data__validation_fraction=0.0)
-    assert both.num_rows == 120 and both.num_targets - only_chat.num_targets == both.num_tokens - only_chat.num_tokens - 60
+    both = facts_of(
+        lab, data__train=[{"path": path, "format": "prompt"}, prose], task="mixed", data__validation_fraction=0.0
+    )
+    assert (
+        both.num_samples == 120
+        and both.num_loss_tokens - only_chat.num_loss_tokens == both.num_tokens - only_chat.num_tokens - 60
+    )
 
 
 def train(lab: Lab) -> None:
     path = lab.write_rows("others.jsonl", make_rows(36, seed=1))
-    assert facts_of(lab, data__train=path).num_rows == 24
+    assert facts_of(lab, data__train=path).num_samples == 24
     assert lab.run({"data.train": path}).losses[0] != lab.base.losses[0]
-    more = lab.write_rows("more.jsonl", [{"question": "alpha", "answer": row["completion"]} for row in make_rows(30, seed=3)])
-    sources = [{"path": path, "weight": 0.5}, {"path": more, "name": "extra", "max_rows": 20, "format": "question", "weight": 2}]
+    more = lab.write_rows(
+        "more.jsonl", [{"question": "alpha", "answer": row["completion"]} for row in make_rows(30, seed=3)]
+    )
+    sources = [
+        {"path": path, "weight": 0.5},
+        {"path": more, "name": "extra", "max_samples": 20, "format": "question", "weight": 2},
+    ]
     ran = lab.run({"data.train": sources, "data.validation_fraction": 0.0})
     store, order = ran.rank.store, ran.rank.order
     assert np.bincount(store.train.sources).tolist() == [36, 20] and store.meta["sources"][1]["name"] == "extra"
     epoch = np.concatenate([order.rows(0, index) for index in range(order.steps_per_epoch(0))])
     assert np.bincount(store.train.sources[epoch]).tolist() == [18, 40]  # half of one, all of the other twice
-    assert ran.column("num_rows") == [8] * 7 + [2]
+    assert ran.column("num_samples") == [8] * 7 + [2]
     renamed = lab.write_rows("columns.jsonl", [{"a": row["prompt"], "b": row["completion"]} for row in make_rows(60)])
     own_fields = [{"path": renamed, "fields": {"prompt": "a", "completion": "b"}}]
     assert facts_of(lab, data__train=own_fields).num_tokens == facts_of(lab).num_tokens
@@ -51,15 +63,15 @@ def train(lab: Lab) -> None:
 def validation(lab: Lab) -> None:
     path = lab.write_rows("validation.jsonl", make_rows(7, seed=2))
     ran = lab.run({"data.validation": path, "data.validation_fraction": 0.0})
-    assert ran.column("num_rows", "evaluation") == [7, 7]
-    assert ran.rank.store.train.num_rows == 60  # nothing is held out
-    several = facts_of(lab, data__validation=[path, {"path": path, "max_rows": 3}], data__validation_fraction=0.0)
-    assert several.num_validation_rows == 10
+    assert ran.column("num_samples", "evaluation") == [7, 7]
+    assert ran.rank.store.train.num_samples == 60  # nothing is held out
+    several = facts_of(lab, data__validation=[path, {"path": path, "max_samples": 3}], data__validation_fraction=0.0)
+    assert several.num_validation_samples == 10
 
 
 def validation_fraction(lab: Lab) -> None:
     held_out = facts_of(lab, data__validation_fraction=0.5)
-    assert (held_out.num_rows, held_out.num_validation_rows) == (30, 30)
+    assert (held_out.num_samples, held_out.num_validation_samples) == (30, 30)
     assert lab.run({"data.validation_fraction": 0.0}).rows("evaluation") == []
 
 
@@ -87,10 +99,10 @@ def ignore(lab: Lab) -> None:
         facts_of(lab, data__train=path)
 
 
-def max_rows(lab: Lab) -> None:
-    facts = facts_of(lab, data__max_rows=16)
-    assert (facts.num_rows, facts.num_dropped) == (16, 24)
-    assert len(lab.run({"data.max_rows": 16}).losses) == 2
+def max_samples(lab: Lab) -> None:
+    facts = facts_of(lab, data__max_samples=16)
+    assert (facts.num_samples, facts.num_dropped) == (16, 24)
+    assert len(lab.run({"data.max_samples": 16}).losses) == 2
 
 
 def max_length(lab: Lab) -> None:
@@ -104,14 +116,18 @@ def max_length(lab: Lab) -> None:
 def too_long(lab: Lab) -> None:
     path = lab.write_rows("long.jsonl", [*make_rows(40), LONG])
     cut = facts_of(lab, data__train=path, data__max_length=200, data__too_long="truncate")
-    assert (cut.num_truncated, cut.max_length, cut.num_rows + cut.num_validation_rows) == (1, 200, 41)
+    assert (cut.num_truncated, cut.max_length, cut.num_samples + cut.num_validation_samples) == (1, 200, 41)
     text = lab.write_rows("text.jsonl", [{"text": "alpha " * 100}] * 4)
-    divided = facts_of(lab, task="cpt", data__train=text, data__max_length=200, data__too_long="split", data__validation_fraction=0.0)
-    assert divided.num_split == 4 and divided.num_rows > 4 and divided.max_length == 200
+    divided = facts_of(
+        lab, task="cpt", data__train=text, data__max_length=200, data__too_long="split", data__validation_fraction=0.0
+    )
+    assert divided.num_split == 4 and divided.num_samples > 4 and divided.max_length == 200
 
 
 def packing(lab: Lab) -> None:
-    assert lab.base.rank.config.data.packing == "auto"  # what the plan makes of a model that leaks: tests/plan/test_packing.py
+    assert (
+        lab.base.rank.config.data.packing == "auto"
+    )  # what the plan makes of a model that leaks: tests/plan/test_packing.py
     packed, padded = lab.base, lab.run({"data.packing": False})
     assert packed.batch()["input_ids"].shape[0] == 1 and "cu_seq_lens" in packed.batch()
     assert padded.batch()["input_ids"].shape[0] > 1 and "cu_seq_lens" not in padded.batch()
@@ -122,23 +138,23 @@ def cache(lab: Lab) -> None:
     elsewhere = lab.new_path("cache")
     facts = facts_of(lab, data__cache=str(elsewhere))
     assert [path.name for path in elsewhere.glob("*")] == [facts.digest]
-    assert TokenStore.open(elsewhere / facts.digest).train.num_rows == 40
+    assert TokenStore.open(elsewhere / facts.digest).train.num_samples == 40
 
 
-def batch_rows(lab: Lab) -> None:
-    ran = lab.run({"batch.rows": 16})
-    assert ran.column("num_rows") == [16, 16, 8] and lab.base.column("num_rows") == [8] * NUM_STEPS
+def batch_samples(lab: Lab) -> None:
+    ran = lab.run({"batch.samples": 16})
+    assert ran.column("num_samples") == [16, 16, 8] and lab.base.column("num_samples") == [8] * NUM_STEPS
 
 
-def batch_tokens(lab: Lab) -> None:
-    counts = lab.run({"batch.rows": "auto", "batch.tokens": 150}).column("num_targets")
-    longest = int(lab.base.rank.store.train.num_targets.max())
+def batch_loss_tokens(lab: Lab) -> None:
+    counts = lab.run({"batch.samples": "auto", "batch.loss_tokens": 150}).column("num_loss_tokens")
+    longest = int(lab.base.rank.store.train.num_loss_tokens.max())
     assert all(150 <= count < 150 + longest for count in counts[:-1])
-    assert sum(counts) == sum(lab.base.column("num_targets"))
+    assert sum(counts) == sum(lab.base.column("num_loss_tokens"))
 
 
-def micro_rows(lab: Lab) -> None:
-    ran = lab.run({"data.packing": False, "batch.micro_rows": 2, "stop.max_steps": 1})
+def micro_samples(lab: Lab) -> None:
+    ran = lab.run({"data.packing": False, "batch.micro_samples": 2, "stop.max_steps": 1})
     assert ran.batch()["input_ids"].shape[0] == 2 and ran.column("num_micro_batches") == [4]
 
 
@@ -158,7 +174,9 @@ def seed(lab: Lab) -> None:
     other, base = lab.run({"seed": 1}), lab.base
     assert not np.array_equal(other.rank.order.rows(0, 0), base.rank.order.rows(0, 0))
     assert {other.prompt_of(i) for i in range(40)} != {base.prompt_of(i) for i in range(40)}  # other rows are held out
-    first, second = (lab.start({"seed": n}).model.get_parameter("model.layers.0.mlp.up_proj.lora_A.weight") for n in (0, 1))
+    first, second = (
+        lab.start({"seed": n}).model.get_parameter("model.layers.0.mlp.up_proj.lora_A.weight") for n in (0, 1)
+    )
     assert not first.equal(second)
     # Dropout: the same rows and adapters, another seed from the first step on.
     losses = []

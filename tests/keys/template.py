@@ -19,7 +19,7 @@ def train_on(lab: Lab) -> None:
     def count(asked: str) -> tuple[int, int]:
         facts = facts_of(lab, data__train=path, data__train_on=asked, data__validation_fraction=0.0)
         store = TokenStore.open(facts.folder)
-        return int(store.train.num_targets[0]), int(store.train.lengths[0])
+        return int(store.train.num_loss_tokens[0]), int(store.train.lengths[0])
 
     (answers, length), (last, _), (everything, _) = count("assistant"), count("last"), count("all")
     assert 0 < last < answers < everything == length - 1  # every token but the first
@@ -27,7 +27,9 @@ def train_on(lab: Lab) -> None:
 
 def template_arguments(lab: Lab) -> None:
     template = "note: {{ note }}\n" + MARKED + HEADER
-    ran = lab.export({"model.chat_template": template, "data.template_arguments": {"note": "theta"}, "stop.max_steps": 1})
+    ran = lab.export(
+        {"model.chat_template": template, "data.template_arguments": {"note": "theta"}, "stop.max_steps": 1}
+    )
     assert ran.prompt_of(0).startswith("note: theta\n")
     assert find_parts(ran.folder).template_arguments["note"] == "theta"  # so generation asks in the same words
 

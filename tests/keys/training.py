@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from manyhands.errors import UserError
+from manyhands.core.errors import UserError
 from manyhands.train.guards import Diverged
 from tests.keys.lab import NUM_STEPS, Lab
 
@@ -65,13 +65,15 @@ def betas(key: str) -> Any:
 def eps(lab: Lab) -> None:
     """An eps far above every gradient leaves next to nothing of an update."""
     assert first_difference(lab, {"optimizer.eps": 1e3}) == 2
-    losses = lab.run({"optimizer.eps": 1e6, "optimizer.max_grad_norm": 0.0, "batch.rows": 40, "stop.epochs": 3}).losses
+    losses = lab.run(
+        {"optimizer.eps": 1e6, "optimizer.max_grad_norm": 0.0, "batch.samples": 40, "stop.epochs": 3}
+    ).losses
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
 
 
 def max_grad_norm(lab: Lab) -> None:
     """Clipped far below eps, gradients move nothing; clipped at half, they move weights otherwise than clipped at 1."""
-    losses = lab.run({"optimizer.max_grad_norm": 1e-15, "batch.rows": 40, "stop.epochs": 3}).losses
+    losses = lab.run({"optimizer.max_grad_norm": 1e-15, "batch.samples": 40, "stop.epochs": 3}).losses
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
     assert max(lab.base.column("grad_norm")) > 0.5
     assert first_difference(lab, {"optimizer.max_grad_norm": 0.5}) > 0
@@ -87,19 +89,27 @@ def schedule_name(lab: Lab) -> None:
 
 
 def warmup_ratio(lab: Lab) -> None:
-    assert lab.run({"schedule.warmup_ratio": 0.4, "schedule.name": "constant"}).rates == pytest.approx([0.5, 1, 1, 1, 1])
+    assert lab.run({"schedule.warmup_ratio": 0.4, "schedule.name": "constant"}).rates == pytest.approx(
+        [0.5, 1, 1, 1, 1]
+    )
 
 
 def warmup_steps(lab: Lab) -> None:
-    assert lab.run({"schedule.warmup_steps": 4, "schedule.name": "constant"}).rates == pytest.approx([0.25, 0.5, 0.75, 1, 1])
+    assert lab.run({"schedule.warmup_steps": 4, "schedule.name": "constant"}).rates == pytest.approx(
+        [0.25, 0.5, 0.75, 1, 1]
+    )
 
 
 def decay_ratio(lab: Lab) -> None:
-    assert lab.run({"schedule.name": "wsd", "schedule.decay_ratio": 0.6}).rates == pytest.approx([1, 1, 1, 2 / 3, 1 / 3])
+    assert lab.run({"schedule.name": "wsd", "schedule.decay_ratio": 0.6}).rates == pytest.approx(
+        [1, 1, 1, 2 / 3, 1 / 3]
+    )
 
 
 def min_ratio(lab: Lab) -> None:
-    assert lab.run({"schedule.name": "linear", "schedule.min_ratio": 0.5}).rates == pytest.approx([1.0, 0.9, 0.8, 0.7, 0.6])
+    assert lab.run({"schedule.name": "linear", "schedule.min_ratio": 0.5}).rates == pytest.approx(
+        [1.0, 0.9, 0.8, 0.7, 0.6]
+    )
 
 
 def epochs(lab: Lab) -> None:
@@ -132,7 +142,13 @@ def patience(lab: Lab) -> None:
     assert lab.run(still).rank.state.step == NUM_STEPS
 
 
-RISING = {"method.name": "full", "optimizer.learning_rate": 1.0, "schedule.name": "constant", "schedule.warmup_steps": 5, "stop.epochs": 3}
+RISING = {
+    "method.name": "full",
+    "optimizer.learning_rate": 1.0,
+    "schedule.name": "constant",
+    "schedule.warmup_steps": 5,
+    "stop.epochs": 3,
+}
 
 
 def ended_at(lab: Lab, keys: dict[str, Any]) -> int:

@@ -14,18 +14,18 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from manyhands.errors import UserError
-from manyhands.files import write_json
+from manyhands.core.errors import UserError
+from manyhands.core.files import write_json
+from manyhands.core.world import World
+from manyhands.engine import apply, mesh
+from manyhands.engine.activation_offload import ActivationStore
+from manyhands.engine.compile import compile_blocks as compile_all
+from manyhands.engine.optimizer_offload import StreamedOptimizer
 from manyhands.launch import local
 from manyhands.launch.heartbeat import Beat
 from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.start import start
 from manyhands.launch.watch import Watch
-from manyhands.parallel import apply, mesh
-from manyhands.parallel.activations import ActivationStore
-from manyhands.parallel.compile import compile_blocks as compile_all
-from manyhands.parallel.offload import StreamedOptimizer
-from manyhands.parallel.world import World
 from manyhands.plan.search import plan
 from manyhands.plan.types import Plan
 from manyhands.worker.loading import close_workers, open_workers
@@ -52,7 +52,11 @@ def gpus(lab: Lab) -> None:
 
 def device(lab: Lab) -> None:
     with_gpus = facts(gpus=2)
-    assert [plan(lab.config({"parallel.device": asked}), with_gpus).device for asked in ("auto", "cuda", "cpu")] == ["cuda", "cuda", "cpu"]
+    assert [plan(lab.config({"parallel.device": asked}), with_gpus).device for asked in ("auto", "cuda", "cpu")] == [
+        "cuda",
+        "cuda",
+        "cpu",
+    ]
     with pytest.raises(UserError, match="no GPU is visible"):
         plan(lab.config({"parallel.device": "cuda"}), facts())
     chosen = plan(lab.config({"parallel.device": "cpu"}), with_gpus)
@@ -61,12 +65,14 @@ def device(lab: Lab) -> None:
 
 
 def strategy(lab: Lab) -> None:
-    """fsdp shards (DTensors) along one axis, hybrid along one of two, one does not; two processes are planned for what is asked."""
-    names = ("one", "fsdp", "hybrid")
+    """fsdp shards (DTensors) along one axis, hybrid along one of two, one does not; two processes are planned for what
+    is asked.
+    """
+    names = ("single", "fsdp", "hsdp")
     axes = {name: {num_axes(p) for p in lab.start({"parallel.strategy": name}).model.parameters()} for name in names}
-    assert axes == {"one": {0}, "fsdp": {1}, "hybrid": {2}}
-    wishes = [lab.config({"parallel.strategy": name, "parallel.gpus": 2}) for name in ("ddp", "fsdp", "hybrid")]
-    assert [plan(wish, facts()).strategy for wish in wishes] == ["ddp", "fsdp", "hybrid"]
+    assert axes == {"single": {0}, "fsdp": {1}, "hsdp": {2}}
+    wishes = [lab.config({"parallel.strategy": name, "parallel.gpus": 2}) for name in ("ddp", "fsdp", "hsdp")]
+    assert [plan(wish, facts()).strategy for wish in wishes] == ["ddp", "fsdp", "hsdp"]
     assert lab.run({"parallel.strategy": "fsdp"}).losses == pytest.approx(lab.base.losses, rel=1e-6)
 
 
@@ -74,11 +80,11 @@ def num_axes(parameter: torch.Tensor) -> int:
     return parameter.device_mesh.ndim if isinstance(parameter, DTensor) else 0
 
 
-def shard_ranks(lab: Lab) -> None:
+def shard_degree(lab: Lab) -> None:
     """So many ranks hold a copy together: a mesh of (copies, ranks a copy)."""
-    hybrid = {"parallel.strategy": "hybrid", "parallel.gpus": 4}
+    hybrid = {"parallel.strategy": "hsdp", "parallel.gpus": 4}
     for asked, shape in ((2, (2, 2)), ("auto", (1, 4)), (1, (4, 1))):
-        made = plan(lab.config({**hybrid, "parallel.shard_ranks": asked}), facts())
+        made = plan(lab.config({**hybrid, "parallel.shard_degree": asked}), facts())
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(mesh, "init_device_mesh", lambda device, shape, mesh_dim_names: shape)
             assert apply.choose_mesh(made, World(0, 0, 4, torch.device("cpu")), mixed=False) == shape
@@ -89,7 +95,10 @@ def offload(lab: Lab) -> None:
     rank = lab.start({"parallel.offload": "all"})
     groups = [fsdp_group(unit) for unit in rank.loss_model.modules() if isinstance(unit, FSDPModule)]
     assert groups and all(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups)
-    streams = {asked: isinstance(lab.start({"parallel.offload": asked}).optimizer, StreamedOptimizer) for asked in ("none", "optimizer")}
+    streams = {
+        asked: isinstance(lab.start({"parallel.offload": asked}).optimizer, StreamedOptimizer)
+        for asked in ("none", "optimizer")
+    }
     assert streams == {"none": False, "optimizer": True}
     for asked in ("optimizer", "all"):
         assert lab.run({"parallel.offload": asked}).losses == lab.base.losses
@@ -106,8 +115,12 @@ def offload_activations(lab: Lab) -> None:
         calls: list[int] = []
         with pytest.MonkeyPatch.context() as patch:
             pack = ActivationStore.pack
-            patch.setattr(ActivationStore, "pack", lambda self, tensor, calls=calls, pack=pack: (calls.append(1), pack(self, tensor))[1])
-            rank = lab.start({"parallel.offload_activations": asked, "parallel.recompute": "block"})
+            patch.setattr(
+                ActivationStore,
+                "pack",
+                lambda self, tensor, calls=calls, pack=pack: (calls.append(1), pack(self, tensor))[1],
+            )
+            rank = lab.start({"parallel.offload_activations": asked, "parallel.activation_checkpointing": "full"})
             forward(rank).backward()
         packed[asked] = len(calls)
     assert packed[True] > packed[False] == packed["auto"] == 0
@@ -117,25 +130,29 @@ def offload_activations(lab: Lab) -> None:
 def reshard(lab: Lab) -> None:
     """After the forward pass a block's weights are shards again, or still whole."""
     for asked in (True, False):
-        rank = lab.start({"parallel.strategy": "fsdp", "parallel.reshard": asked})
+        rank = lab.start({"parallel.strategy": "fsdp", "parallel.reshard_after_forward": asked})
         forward(rank)
         weight = rank.model.get_submodule("model.layers.0.mlp.up_proj").weight
         assert isinstance(weight, DTensor) is asked
 
 
 def recompute(lab: Lab) -> None:
-    """Recomputed blocks begin once more in the backward pass (and stop at the last tensor that it needs); selective multiplies once."""
+    """Recomputed blocks begin once more in the backward pass (and stop at the last tensor that it needs); selective
+    multiplies once.
+    """
     counts: dict[str, int] = {}
     products: dict[str, int] = {}
-    for asked in ("none", "selective", "block"):
-        rank, calls = lab.start({"parallel.recompute": asked}), []
-        rank.model.get_submodule("model.layers.0.mlp").register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+    for asked in ("none", "selective", "full"):
+        rank, calls = lab.start({"parallel.activation_checkpointing": asked}), []
+        rank.model.get_submodule("model.layers.0.mlp").register_forward_pre_hook(
+            lambda *_, calls=calls: calls.append(1)
+        )
         loss = forward(rank)
         with CountProducts() as counter:
             loss.backward()
         counts[asked], products[asked] = len(calls), counter.number
-    assert counts == {"none": 1, "selective": 2, "block": 2}
-    assert products["none"] <= products["selective"] < products["block"]
+    assert counts == {"none": 1, "selective": 2, "full": 2}
+    assert products["none"] <= products["selective"] < products["full"]
 
 
 class CountProducts(TorchDispatchMode):

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 
-from manyhands.errors import UserError
+from manyhands.core.errors import UserError
 from manyhands.launch.failure import looks_like_consequence, wait_for_cause, write_failure
 from manyhands.launch.heartbeat import Heartbeat, read_beat
 from manyhands.launch.run_folder import RunFolder

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from manyhands import files
-from manyhands.errors import UserError
+from manyhands.core import files
+from manyhands.core.errors import UserError
 from manyhands.launch.failure import first_failure, looks_like_consequence, write_failure
 from manyhands.launch.heartbeat import Heartbeat, read_beat
 from manyhands.launch.run_folder import RunFolder

@@ -1,4 +1,6 @@
-"""Processes that end well, badly, or never: each launch ends in bounded time, says one thing, and leaves nobody behind."""
+"""Processes that end well, badly, or never: each launch ends in bounded time, says one thing, and leaves nobody
+behind.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from manyhands.errors import UserError
+from manyhands.core.errors import UserError
 from manyhands.launch import local
 
 HERE = Path(__file__).parent
@@ -74,7 +76,9 @@ def test_an_exception_is_shown_once_with_its_log(planned, capfd):
     ],
 )
 def test_the_cause_is_named_however_late_it_comes(planned, monkeypatch, late, words):
-    """Rank 0 has lost its peer long before the peer's own word is on disk, as on a machine that is loaded with other work."""
+    """Rank 0 has lost its peer long before the peer's own word is on disk, as on a machine that is loaded with other
+    work.
+    """
     monkeypatch.setattr("manyhands.launch.watch.GRACE_S", 1.0)
     code, text = launch(planned, "lost peer", late)
     assert code == 1 and words in text
@@ -113,7 +117,9 @@ def test_a_rank_that_hangs_is_named_in_bounded_time(planned, monkeypatch):
 
 
 def test_a_rank_that_works_slowly_is_waited_for_by_those_that_cannot_go_on(planned):
-    """Nine seconds of work with a limit of three: the rank that waits makes no progress, and is no cause to end the run."""
+    """Nine seconds of work with a limit of three: the rank that waits makes no progress, and is no cause to end the
+    run.
+    """
     assert launch(planned, "work slowly, then end", "wait for slow work, then end", timeout_s=3) == (0, "")
 
 
@@ -139,7 +145,9 @@ def test_slow_ranks_that_beat_are_left_alone(planned):
 
 def lives(process: psutil.Process) -> bool:
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE  # nobody may be there to reap an orphan
+        return (
+            process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        )  # nobody may be there to reap an orphan
     except psutil.NoSuchProcess:
         return False
 
@@ -174,7 +182,9 @@ def test_a_signal_ends_all_and_says_how_to_go_on(planned, number, code):
     launcher.send_signal(number)
     output, _ = launcher.communicate(timeout=WAIT_S)
     assert launcher.returncode == code
-    assert output.splitlines() == [f"{number.name}: the run has ended, saved at step 5; the same command goes on from there"]
+    assert output.splitlines() == [
+        f"{number.name}: the run has ended, saved at step 5; the same command goes on from there"
+    ]
     assert [worker for worker in workers if lives(worker)] == []
     assert folder.read_status()["state"] == "interrupted"
 

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from manyhands.cli.main import app
 from manyhands.config.load import load_config
-from manyhands.errors import UserError
-from manyhands.facts.gather import gather_facts
+from manyhands.core.errors import UserError
+from manyhands.launch.facts import gather_facts
 from manyhands.launch.rehearsal import rehearse as rehearse_in_process
 from manyhands.plan.search import plan as make_plan
 from tests.e2e.runs import Place, write_place
@@ -48,7 +48,9 @@ def changed_model(place: Place, folder: Path, **fields: object) -> str:
 def test_a_dry_run_asks_and_leaves_no_folder(place: Place, tmp_path: Path) -> None:
     run = ["train", str(place.folder / "run.yaml"), "--dry-run", "name=dry", f"output.dir={tmp_path}", *PATTERNS]
     refused = CliRunner().invoke(app, [*run, "method.train=[no_such_layer]"])
-    assert refused.exit_code == 2 and "'no_such_layer' of method.train matches no weight" in refused.stderr, refused.output
+    assert refused.exit_code == 2 and "'no_such_layer' of method.train matches no weight" in refused.stderr, (
+        refused.output
+    )
     assert not (tmp_path / "dry").exists()
 
 
@@ -68,7 +70,10 @@ def test_a_process_that_cannot_answer_is_a_refusal(place: Place, monkeypatch: py
         ((*PATTERNS, "method.train=[layers.1]"), ""),
         ((*PATTERNS, "method.freeze=['re:model.*', lm_head]"), "No weight is trained"),
         (("method.modules_to_save=[nothing]",), "'nothing' of method.modules_to_save"),
-        (("optimizer.learning_rates={nothing: 1e-4}",), "'nothing' of optimizer.learning_rates chooses no trained weight"),
+        (
+            ("optimizer.learning_rates={nothing: 1e-4}",),
+            "'nothing' of optimizer.learning_rates chooses no trained weight",
+        ),
     ],
 )
 def test_patterns_that_match_nothing(place: Place, arguments: tuple[str, ...], words: str) -> None:

@@ -1,7 +1,8 @@
-"""What one rank does for a cell of the matrix: the stages of ``worker/run.py`` on a planned run folder, and what it saw meanwhile.
+"""What one rank does for a cell of the matrix: the stages of ``worker/run.py`` on a planned run folder, and what it saw
+meanwhile.
 
-Only joining is left out, as the test world's ranks have joined already, and verification, which the test does in its own
-process, where the trained model never was.
+Only joining is left out, as the test world's ranks have joined already, and verification, which the test does in its
+own process, where the trained model never was.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp_group
 from torch.nn.parallel import DistributedDataParallel
 
 from manyhands.checkpoint.tensors import reshard
-from manyhands.launch.foreign import Launcher
+from manyhands.core.world import World
+from manyhands.engine import apply as applying
+from manyhands.engine.native import Parallel
+from manyhands.launch.external import Launcher
 from manyhands.launch.run_folder import RunFolder
-from manyhands.parallel import apply as applying
-from manyhands.parallel.model import Parallel
-from manyhands.parallel.world import World
-from manyhands.worker import finish
+from manyhands.worker import export_stages as finish
 from manyhands.worker import run as worker
 from manyhands.worker.rank import Rank
 
@@ -62,7 +63,8 @@ def run_stages(folder: Path, fault: Fault = "", stand_in: StandIn = "") -> Seen:
         rank.terminal = stack.enter_context(open(run.log(index), "a"))
         stack.enter_context(contextlib.redirect_stdout(rank.terminal))
         stack.enter_context(mock.patch.object(worker, "agree", join))
-        # The test world ends the group, after the model is gone: one that DDP is the last to hold was seen to hang when freed.
+        # The test world ends the group, after the model is gone: one that DDP is the last to hold was seen to hang when
+        # freed.
         stack.enter_context(mock.patch.object(dist, "destroy_process_group", lambda: None))
         stack.enter_context(mock.patch.object(finish, "verify", lambda rank: look(rank, seen)))
         stack.enter_context(watch_gradients(seen))
@@ -102,7 +104,9 @@ def watch_gradients(seen: Seen) -> Iterator[None]:
     def watched_reduce(*arguments: Any, **options: Any) -> Any:
         nonlocal reduced
         given = inspect.signature(reduce).bind(*arguments, **options).arguments
-        if given["reduce_scatter_group"].size() > 1 or (given["all_reduce_group"] is not None and given["all_reduce_grads"]):
+        if given["reduce_scatter_group"].size() > 1 or (
+            given["all_reduce_group"] is not None and given["all_reduce_grads"]
+        ):
             reduced += sum(gradient.numel() for gradient in given["unsharded_grads"])  # else they only wait in place
         return reduce(*arguments, **options)
 
@@ -127,7 +131,9 @@ def stand_in_for(part: StandIn) -> Iterator[None]:
 
 @contextlib.contextmanager
 def plant(fault: Fault) -> Iterator[None]:
-    """``averaged``: gradients are divided by the ranks, as DDP and FSDP2 do by default. ``apart``: copies are never summed."""
+    """``averaged``: gradients are divided by the ranks, as DDP and FSDP2 do by default. ``apart``: copies are never
+    summed.
+    """
     set_gradient_sync = Parallel.set_gradient_sync
 
     def keep_apart(self: Parallel, on: bool) -> None:

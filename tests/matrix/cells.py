@@ -1,4 +1,6 @@
-"""A cell of the matrix: one method under one strategy, planned and run as a user's run is, and what it leaves on disk."""
+"""A cell of the matrix: one method under one strategy, planned and run as a user's run is, and what it leaves on
+disk.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,10 @@ from manyhands.export.reference import Reference
 from manyhands.export.verify import Verification, verify
 from manyhands.launch.prepare import prepare_run
 from manyhands.plan import choices
-from manyhands.testing.equality import BOUNDS, NORM_BOUNDS, Case, Curve, base_config, compare, write_workspace
-from manyhands.testing.ranks import Ranks
 from tests.e2e.runs import Run
 from tests.matrix.cell_ranks import Fault, Seen, StandIn
+from tests.support.equality import BOUNDS, NORM_BOUNDS, Case, Curve, base_config, compare, write_workspace
+from tests.support.ranks import Ranks
 
 # Rows of codes of 16384 values: 1 in attention, fewer than ranks, and 3 in the MLP, of which the last is not full.
 WIDTHS = {"hidden_size": 96, "intermediate_size": 352}
@@ -29,34 +31,38 @@ WIDTHS = {"hidden_size": 96, "intermediate_size": 352}
 STAND_INS: dict[str, StandIn] = {"adamw_8bit": "kernels", "paged_adamw": "kernels"}
 NUM_STEPS, SAVED_STEP = 8, 4
 KEYS: dict[str, Any] = {
-    "data.max_rows": 51,  # six steps of 8 rows and one of 3
+    "data.max_samples": 51,  # six steps of 8 rows and one of 3
     "data.max_length": 208,
     "data.validation_fraction": 0.25,
     "optimizer.max_grad_norm": 4.0,  # some steps are clipped and some are not
-    # With the usual 1e-8 AdamW takes whole steps where a gradient is rounding alone, and then weights tell one processor's rounding
-    # from another's: 1.3e-5 of a LoRA cell's, whose losses agree within 8e-8.
+    # With the usual 1e-8 AdamW takes whole steps where a gradient is rounding alone, and then weights tell one
+    # processor's rounding # from another's: 1.3e-5 of a LoRA cell's, whose losses agree within 8e-8.
     "optimizer.eps": 1e-5,
     "stop.max_steps": NUM_STEPS,
     "evaluate.at_start": True,
     "evaluate.every_steps": SAVED_STEP,
-    "evaluate.samples": 1,
+    "evaluate.prompts": 1,
     "evaluate.max_new_tokens": 4,
     "checkpoint.every_steps": SAVED_STEP,
     "log.tensorboard": False,
 }
 
 
-def unpacked(strategy: str, ranks: int, micro_rows: int, **more: Any) -> Case:
+def unpacked(strategy: str, ranks: int, micro_samples: int, **more: Any) -> Case:
     """Steps of 8 rows, one to a line of a padded micro-batch."""
-    rows = {"data.packing": False, "batch.micro_rows": micro_rows, "batch.accumulation": 8 // (micro_rows * ranks)}
+    rows = {
+        "data.packing": False,
+        "batch.micro_samples": micro_samples,
+        "batch.accumulation": 8 // (micro_samples * ranks),
+    }
     return Case(strategy, ranks, {"parallel.strategy": strategy, **rows, **more})
 
 
 CASES = {
-    "one": unpacked("one", 1, 2),
+    "single": unpacked("single", 1, 2),
     "ddp": unpacked("ddp", 2, 2),
     "fsdp": Case("fsdp", 2, {"parallel.strategy": "fsdp", "data.packing": True, "batch.micro_tokens": 208}),
-    "hybrid": unpacked("hybrid", 4, 1, **{"parallel.shard_ranks": 2}),
+    "hsdp": unpacked("hsdp", 4, 1, **{"parallel.shard_degree": 2}),
 }
 
 
@@ -92,7 +98,9 @@ class Ended:
 
 @dataclass
 class Workshop:
-    """Where cells are run: a model, rows, the ranks, and each run's folder. A run that was made once is not made again."""
+    """Where cells are run: a model, rows, the ranks, and each run's folder. A run that was made once is not made
+    again.
+    """
 
     root: Path
     world: Ranks
@@ -110,7 +118,10 @@ class Workshop:
 
     def resumed(self, method: str, strategy: str, dtype: str = "float32", optimizer: str = "adamw") -> Ended:
         """The same run, lost after its checkpoint in the middle and started again."""
-        key, folder = "-".join((method, strategy, dtype, optimizer)), self.cell(method, strategy, dtype, optimizer).folder
+        key, folder = (
+            "-".join((method, strategy, dtype, optimizer)),
+            self.cell(method, strategy, dtype, optimizer).folder,
+        )
         copy = self.root / "runs" / f"{key}-resumed" / folder.name
         shutil.copytree(folder, copy)
         for later in (f"checkpoints/step-{NUM_STEPS:06d}", "model", "adapter", "verify"):
@@ -119,11 +130,14 @@ class Workshop:
             (copy / later).unlink()
         return self.run(f"{key}-resumed", method, strategy, dtype, optimizer)
 
-    def run(self, name: str, method: str, strategy: str, dtype: str = "float32", optimizer: str = "adamw", fault: Fault = "") -> Ended:
+    def run(
+        self, name: str, method: str, strategy: str, dtype: str = "float32", optimizer: str = "adamw", fault: Fault = ""
+    ) -> Ended:
         case = CASES[strategy]
         keys = {**KEYS, **case.keys, "output.dir": str(self.root / "runs" / name)}
         config = base_config(self.root, dtype, method, Case(name, case.world_size, keys), "cpu")
-        # Not by a key, and planned without its check: those of bitsandbytes are refused on a CPU, where the tests stand in for its kernels.
+        # Not by a key, and planned without its check: those of bitsandbytes are refused on a CPU, where the tests stand
+        # in for its kernels.
         rate = {"learning_rate": 4e-3} if optimizer == "muon" else {}  # adapters would hardly learn in so few steps
         section = config.optimizer.model_copy(update={"name": optimizer, **rate})
         stand_in = STAND_INS.get(optimizer, "")
@@ -145,12 +159,19 @@ class Workshop:
 
 
 def deviations(reference: Ended, found: Ended, is_trained: Callable[[str], bool]) -> dict[str, float]:
-    """Largest relative deviations of losses, gradient norms and evaluations, and that of all trained weights in the 2-norm."""
-    curve, evaluations = compare(reference.curve(), found.curve()), compare(reference.evaluations(), found.evaluations())
+    """Largest relative deviations of losses, gradient norms and evaluations, and that of all trained weights in the
+    2-norm.
+    """
+    curve, evaluations = (
+        compare(reference.curve(), found.curve()),
+        compare(reference.evaluations(), found.evaluations()),
+    )
     expected, actual = load_file(reference.weights_file), load_file(found.weights_file)
     assert expected.keys() == actual.keys()
     trained = [name for name in expected if is_trained(name)]
-    weights = length(actual[name].double() - expected[name].double() for name in trained) / length(expected[name] for name in trained)
+    weights = length(actual[name].double() - expected[name].double() for name in trained) / length(
+        expected[name] for name in trained
+    )
     return {"loss": curve.loss, "norm": curve.norm, "evaluation": evaluations.loss, "weights": weights}
 
 
@@ -159,6 +180,13 @@ def length(tensors: Iterable[torch.Tensor]) -> float:
 
 
 def beyond(found: Mapping[str, float], dtype: str) -> dict[str, float]:
-    """Those of ``deviations`` that pass the bounds of docs/equality.md; weights, which follow gradients, have that of their norm."""
-    bounds = {"loss": BOUNDS[dtype], "evaluation": BOUNDS[dtype], "norm": NORM_BOUNDS[dtype], "weights": NORM_BOUNDS[dtype]}
+    """Those of ``deviations`` that pass the bounds of docs/equality.md; weights, which follow gradients, have that of
+    their norm.
+    """
+    bounds = {
+        "loss": BOUNDS[dtype],
+        "evaluation": BOUNDS[dtype],
+        "norm": NORM_BOUNDS[dtype],
+        "weights": NORM_BOUNDS[dtype],
+    }
     return {name: value for name, value in found.items() if not value <= bounds[name]}

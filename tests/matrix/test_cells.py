@@ -1,8 +1,8 @@
 """The matrix: {full, lora, qlora, patterns} x {one, DDP, FSDP2, hybrid}, one test a cell.
 
-A cell trains rows of very different lengths with accumulation, an uneven last step, clipping in some steps and not in others;
-evaluates, saves half-way, exports, is reopened, and is lost and started again. It must be the one-process cell within the
-bounds of docs/equality.md, and its own resumed self bit for bit. Other optimizers go through the same cells.
+A cell trains rows of very different lengths with accumulation, an uneven last step, clipping in some steps and not in
+others; evaluates, saves half-way, exports, is reopened, and is lost and started again. It must be the one-process cell
+within the bounds of docs/equality.md, and its own resumed self bit for bit. Other optimizers go through the same cells.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file
 
 from manyhands.checkpoint.manifest import read_manifest
-from manyhands.errors import UserError
-from manyhands.testing.equality import BOUNDS, Case, base_config
-from manyhands.testing.ranks import Ranks
+from manyhands.core.errors import UserError
 from tests.matrix.cells import CASES, NUM_STEPS, SAVED_STEP, STAND_INS, Ended, Workshop, beyond, deviations
+from tests.support.equality import BOUNDS, Case, base_config
+from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -68,9 +68,11 @@ def check_cell(workshop: Workshop, method: str, strategy: str, dtype: str) -> No
     check_saved(workshop, cell, dtype)
     found = workshop.reopen(cell)
     assert found.findings == []
-    assert any("reopened by" in note for note in found.notes) and any("logits of" in note for note in found.notes), found.notes
+    assert any("reopened by" in note for note in found.notes) and any("logits of" in note for note in found.notes), (
+        found.notes
+    )
     check_same_bits(cell, workshop.resumed(method, strategy, dtype))
-    apart = deviations(workshop.cell(method, "one", dtype), cell, IS_TRAINED[method])
+    apart = deviations(workshop.cell(method, "single", dtype), cell, IS_TRAINED[method])
     assert not beyond(apart, dtype), apart
 
 
@@ -85,14 +87,16 @@ def check_course(cell: Ended) -> None:
 
 
 def check_frozen_cost_nothing(cell: Ended, strategy: str) -> None:
-    """What is frozen gets no gradient, no place in the optimizer and no reduction; what is trained gets all three, once a step."""
+    """What is frozen gets no gradient, no place in the optimizer and no reduction; what is trained gets all three, once
+    a step.
+    """
     for seen in cell.ranks:
         trained = {name for name in seen.num_values if IS_TRAINED[cell.method](name)}
         assert trained and (len(trained) == len(seen.num_values)) == (cell.method == "full")
         assert seen.exit_code == 0
         assert seen.with_gradient == seen.in_optimizer == seen.with_state == trained
         num_trained = sum(seen.num_values[name] for name in trained)
-        assert seen.reduced == [0 if strategy == "one" else num_trained] * NUM_STEPS
+        assert seen.reduced == [0 if strategy == "single" else num_trained] * NUM_STEPS
 
 
 def check_saved(workshop: Workshop, cell: Ended, dtype: str) -> None:
@@ -106,7 +110,9 @@ def check_saved(workshop: Workshop, cell: Ended, dtype: str) -> None:
         written, source = load_file(cell.weights_file), workshop.source()
         kept = getattr(torch, dtype)  # in which frozen weights are held, and so rounded
         same = {name for name, tensor in source.items() if torch.equal(tensor.to(kept).float(), written[name])}
-        assert written.keys() == source.keys() and same == {name for name in source if not IS_TRAINED[cell.method](name)}
+        assert written.keys() == source.keys() and same == {
+            name for name in source if not IS_TRAINED[cell.method](name)
+        }
 
 
 def check_same_bits(cell: Ended, resumed: Ended) -> None:
@@ -116,20 +122,28 @@ def check_same_bits(cell: Ended, resumed: Ended) -> None:
     assert resumed.run.read("plans/002.json")["cause"] == "resume"
 
 
-# Each optimizer's bounds are those of the coarsest arithmetic between gradient and weight: moments in 8 bits are as coarse as bfloat16.
+# Each optimizer's bounds are those of the coarsest arithmetic between gradient and weight: moments in 8 bits are as
+# coarse as bfloat16.
 OPTIMIZERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "muon": ("float32", ("full", "lora", "patterns")),
     "adafactor": ("float32", ("full", "lora", "patterns")),
     "adamw_8bit": ("bfloat16", ("full",)),  # factors of adapters this small keep moments in 32 bits
     "paged_adamw": ("float32", ("full",)),
 }
-OTHERS = [(name, method, strategy) for name in OPTIMIZERS for method in OPTIMIZERS[name][1] for strategy in ("ddp", "fsdp", "hybrid")]
+OTHERS = [
+    (name, method, strategy)
+    for name in OPTIMIZERS
+    for method in OPTIMIZERS[name][1]
+    for strategy in ("ddp", "fsdp", "hsdp")
+]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "method", "strategy"), OTHERS, ids=["-".join(other) for other in OTHERS])
 def test_other_optimizers(workshop: Workshop, optimizer: str, method: str, strategy: str) -> None:
-    """Equal to one process and to the resumed run; kernels of bitsandbytes, which are for GPUs, are stood in for in plain torch."""
+    """Equal to one process and to the resumed run; kernels of bitsandbytes, which are for GPUs, are stood in for in
+    plain torch.
+    """
     need(method)
     if STAND_INS.get(optimizer) == "kernels":
         pytest.importorskip("bitsandbytes")
@@ -138,7 +152,7 @@ def test_other_optimizers(workshop: Workshop, optimizer: str, method: str, strat
     check_frozen_cost_nothing(cell, strategy)
     assert workshop.reopen(cell).findings == []
     check_same_bits(cell, workshop.resumed(method, strategy, optimizer=optimizer))
-    apart = deviations(workshop.cell(method, "one", optimizer=optimizer), cell, IS_TRAINED[method])
+    apart = deviations(workshop.cell(method, "single", optimizer=optimizer), cell, IS_TRAINED[method])
     assert not beyond(apart, OPTIMIZERS[optimizer][0]), apart
 
 
@@ -150,20 +164,24 @@ def test_a_cpu_is_refused_the_optimizers_of_bitsandbytes(tmp_path: Path, optimiz
     assert "on GPUs only" in str(caught.value) and "use adamw" in str(caught.value)
 
 
-@pytest.mark.parametrize(("strategy", "fault"), [("ddp", "averaged"), ("fsdp", "averaged"), ("hybrid", "averaged"), ("hybrid", "apart")])
+@pytest.mark.parametrize(
+    ("strategy", "fault"), [("ddp", "averaged"), ("fsdp", "averaged"), ("hsdp", "averaged"), ("hsdp", "apart")]
+)
 def test_gradients_that_are_averaged_or_stay_apart_do_not_pass(workshop: Workshop, strategy: str, fault: str) -> None:
     found = workshop.run(f"{fault}-{strategy}", "full", strategy, fault=fault)  # type: ignore[arg-type]
-    apart = deviations(workshop.cell("full", "one"), found, IS_TRAINED["full"])
+    apart = deviations(workshop.cell("full", "single"), found, IS_TRAINED["full"])
     assert {"loss", "norm", "evaluation", "weights"} == beyond(apart, "float32").keys()
     assert min(apart.values()) > 100 * BOUNDS["float32"], apart
 
 
 @pytest.mark.parametrize("method", IS_TRAINED)
 def test_the_run_is_worth_comparing(workshop: Workshop, method: str) -> None:
-    """Clipping acts in some steps and not in others, ranks have unequal work, and in the short step one of four has none."""
+    """Clipping acts in some steps and not in others, ranks have unequal work, and in the short step one of four has
+    none.
+    """
     need(method)
-    norms = workshop.cell(method, "one").curve().norms
+    norms = workshop.cell(method, "single").curve().norms
     assert min(norms) < 4.0 < max(norms)
-    rows = workshop.cell(method, "hybrid").run.rows()
-    assert [row["num_rows"] for row in rows] == [8] * 6 + [3, 8]
+    rows = workshop.cell(method, "hsdp").run.rows()
+    assert [row["num_samples"] for row in rows] == [8] * 6 + [3, 8]
     assert [row["rank_losses"].count(None) for row in rows] == [0] * 6 + [1, 0]

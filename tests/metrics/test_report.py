@@ -24,17 +24,17 @@ def make_plan() -> Plan:
         device="cuda",
         world_size=2,
         strategy="ddp",
-        reshard=False,
-        recompute="none",
+        reshard_after_forward=False,
+        activation_checkpointing="none",
         compile=False,
         compute_dtype="bfloat16",
         master_dtype="float32",
         frozen_dtype="bfloat16",
         attention="varlen",
         packing=True,
-        batch_rows=8,
-        batch_tokens=None,
-        micro_rows=None,
+        batch_samples=8,
+        batch_loss_tokens=None,
+        micro_samples=None,
         micro_tokens=2048,
         accumulation=None,
         steps_per_epoch=10,
@@ -67,9 +67,9 @@ MEASURED = {
             "hub": False,
             "format": "messages",
             "weight": 1.0,
-            "num_rows": 280,
+            "num_samples": 280,
             "num_tokens": 9000,
-            "num_validation_rows": 20,
+            "num_validation_samples": 20,
             "num_validation_tokens": 700,
         }
     ],
@@ -80,14 +80,22 @@ MEASURED = {
 def write_metrics(folder, num_steps=100, at=()):
     """Rows of a run whose loss falls from 4 to 0, ``at`` some steps not finite; a last line that was cut off."""
     rows = [
-        {"kind": "step", "step": n, "loss": None if n in at else 4 * (1 - n / num_steps), "grad_norm": 1.5, "learning_rate": 1e-3}
+        {
+            "kind": "step",
+            "step": n,
+            "loss": None if n in at else 4 * (1 - n / num_steps),
+            "grad_norm": 1.5,
+            "learning_rate": 1e-3,
+        }
         for n in range(1, num_steps + 1)
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"kind": "st')
 
 
 def test_the_report_sets_plan_and_measurement_side_by_side(tmp_path):
-    state = TrainState(step=4, rows=32, tokens=500, targets=200, elapsed_s=14.0, stop_reason="all 4 steps are done")
+    state = TrainState(
+        step=4, samples=32, tokens=500, loss_tokens=200, elapsed_s=14.0, stop_reason="all 4 steps are done"
+    )
     write_report(tmp_path, make_plan(), CONFIG, state, MEASURED)
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["planned"]["memory_bytes"] == 2**30 + 2**29
@@ -114,11 +122,15 @@ def test_what_was_not_measured_is_left_out(tmp_path):
 
 
 def test_the_report_says_what_was_set_on_what_it_was_trained_and_what_to_do_next(tmp_path):
-    assert "ask it" not in write_report(tmp_path, make_plan(), CONFIG, TrainState(step=4), MEASURED)["next"], "nothing was saved"
+    assert "ask it" not in write_report(tmp_path, make_plan(), CONFIG, TrainState(step=4), MEASURED)["next"], (
+        "nothing was saved"
+    )
     (tmp_path / "adapter").mkdir()
     report = write_report(tmp_path, make_plan(), CONFIG, TrainState(step=4, stop_reason="done"), MEASURED)
     settings = report["settings"]
-    assert settings["optimizer.learning_rate"] == 1e-3 and settings["batch.rows"] == 8, "the plan's, where the file says auto"
+    assert settings["optimizer.learning_rate"] == 1e-3 and settings["batch.samples"] == 8, (
+        "the plan's, where the file says auto"
+    )
     assert (settings["method.rank"], settings["method.alpha"], settings["schedule.warmup_steps"]) == (16, 32.0, 1)
     assert not {"method.dora", "method.train", "stop.max_steps"} & settings.keys(), "what nobody asked for"
     assert report["data"] == {"digest": "d", "sources": MEASURED["data"]}
@@ -129,14 +141,18 @@ def test_the_report_says_what_was_set_on_what_it_was_trained_and_what_to_do_next
     assert "| optimizer.learning_rate | 0.001 |" in page and "| method.rank | 16 |" in page
     assert "- `rows` (messages): 280 samples, 9,000 tokens, 20 held out" in page
     assert "\n    b |c\n    # d\n" in page, "what a model says is no markup"
-    assert page.rstrip().endswith(f"manyhands tensorboard {tmp_path}") and f"manyhands export {tmp_path} --merge" in page
+    assert (
+        page.rstrip().endswith(f"manyhands tensorboard {tmp_path}") and f"manyhands export {tmp_path} --merge" in page
+    )
 
 
 def test_a_setting_that_was_asked_for_is_shown(tmp_path):
-    config = CONFIG.model_copy(update={"method": MethodSection(name="qlora", dora=True, targets=("*.q_proj", "a|b"))})
+    config = CONFIG.model_copy(
+        update={"method": MethodSection(name="qlora", dora=True, target_modules=("*.q_proj", "a|b"))}
+    )
     write_report(tmp_path, make_plan(), config, TrainState(), {})
     page = (tmp_path / "report.md").read_text()
-    assert "| method.dora | true |" in page and r"| method.targets | \*.q_proj, a\|b |" in page
+    assert "| method.dora | true |" in page and r"| method.target_modules | \*.q_proj, a\|b |" in page
 
 
 @pytest.mark.parametrize("num_steps", [2, 7, 60, 61, 1000])
@@ -146,7 +162,9 @@ def test_the_course_of_the_loss_is_shown_at_any_length(tmp_path, num_steps):
     curve = report["curve"]
     assert len(curve) == min(num_steps, 60) and curve[-1]["step"] == num_steps
     losses = [point["loss"] for point in curve if "loss" in point]
-    assert losses == sorted(losses, reverse=True) and losses[-1] == pytest.approx(2 * (num_steps - curve[-2]["step"] - 1) / num_steps)
+    assert losses == sorted(losses, reverse=True) and losses[-1] == pytest.approx(
+        2 * (num_steps - curve[-2]["step"] - 1) / num_steps
+    )
     page = (tmp_path / "report.md").read_text()
     drawn = page.split("```")[1].strip("\n")
     assert len(drawn) == len(curve) and drawn.endswith("▁") and ("█" in drawn or len(losses) == 1)

@@ -18,13 +18,27 @@ from manyhands.train.types import Evaluation, StepResult, TrainState
 
 
 def step_result(step: int, **changes) -> StepResult:
-    fields = {"step": step, "epoch": step / 10, "loss": 2.0 / step, "rank_losses": (2.0 / step, math.nan), "grad_norm": 0.5}
-    fields |= {"learning_rate": 1e-3, "num_rows": 4, "num_tokens": 100, "num_targets": 40, "num_micro_batches": 1}
+    fields = {
+        "step": step,
+        "epoch": step / 10,
+        "loss": 2.0 / step,
+        "rank_losses": (2.0 / step, math.nan),
+        "grad_norm": 0.5,
+    }
+    fields |= {
+        "learning_rate": 1e-3,
+        "num_samples": 4,
+        "num_tokens": 100,
+        "num_loss_tokens": 40,
+        "num_micro_batches": 1,
+    }
     return StepResult(**fields | {"seconds": 0.5, "tokens_per_s": 200.0} | changes)
 
 
 def evaluation(step: int, loss: float = 1.5) -> Evaluation:
-    return Evaluation(step, loss, math.exp(loss), 0.5, 3, 90, 30, 0.1, samples=(("system\nBe brief.", f"answer {step}"),))
+    return Evaluation(
+        step, loss, math.exp(loss), 0.5, 3, 90, 30, 0.1, samples=(("system\nBe brief.", f"answer {step}"),)
+    )
 
 
 DEVICES = [{"memory_allocated_bytes": 2.0**30, "peak_bytes": 2.0**31, "utilisation": 0.9}] * 2
@@ -109,8 +123,21 @@ def test_tensorboard_has_every_curve_and_resume_purges(tmp_path):
     sink.close()
     events = EventAccumulator(str(tmp_path)).Reload()
     tags = set(events.Tags()["scalars"])
-    assert {"loss/all", "loss/rank0", "memory_gib/rank0", "memory_gib/rank1", "utilisation_percent/rank1", "speed/input_wait_s"} <= tags
-    assert {"train/learning_rate", "train/gradient_norm", "validation/loss", "validation/perplexity", "validation/accuracy"} <= tags
+    assert {
+        "loss/all",
+        "loss/rank0",
+        "memory_gib/rank0",
+        "memory_gib/rank1",
+        "utilisation_percent/rank1",
+        "speed/input_wait_s",
+    } <= tags
+    assert {
+        "train/learning_rate",
+        "train/gradient_norm",
+        "validation/loss",
+        "validation/perplexity",
+        "validation/accuracy",
+    } <= tags
     assert "loss/rank1" not in tags  # that rank had no trained token
     assert [event.step for event in events.Scalars("loss/all")] == [1, 2, 3]
     assert events.Scalars("utilisation_percent/rank1")[0].value == pytest.approx(90)
@@ -155,7 +182,9 @@ def test_a_resumed_run_shows_what_was_measured_before_its_first_launch(tmp_path)
 def test_text_in_brackets_is_not_taken_for_markup():
     out = io.StringIO()
     sink = ConsoleSink(out, num_steps=1)
-    sink.after_evaluation(TrainState(), Evaluation(0, 1.0, 2.7, 0.5, 1, 9, 3, 0.1, samples=(("xs[0]", "[/bold] [red]"),)))
+    sink.after_evaluation(
+        TrainState(), Evaluation(0, 1.0, 2.7, 0.5, 1, 9, 3, 0.1, samples=(("xs[0]", "[/bold] [red]"),))
+    )
     assert "xs[0]" in out.getvalue() and "[/bold] [red]" in out.getvalue()
 
 

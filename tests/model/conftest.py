@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.testing.tiny import FAMILIES, write_tiny_model
+from tests.support.tiny import FAMILIES, write_tiny_model
 
 
 @pytest.fixture(scope="session")

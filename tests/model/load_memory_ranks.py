@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from manyhands.model.shards import local
-from manyhands.testing.layouts import build
-from manyhands.testing.tiny import tiny_plan, tiny_run
+from manyhands.core.shards import local
+from tests.support.layouts import build
+from tests.support.tiny import tiny_plan, tiny_run
 
 SAMPLE_EVERY_S = 0.001
 
@@ -54,7 +54,9 @@ def peak_above(act: Callable[[], Any]) -> int:
 
 def load_sharded(folder: str) -> list[torch.Tensor]:
     """As a run does it, float32 masters under FSDP2; this rank's shards."""
-    plan = tiny_plan(folder, strategy="fsdp", world_size=dist.get_world_size(), master_dtype="float32", compute_dtype="bfloat16")
+    plan = tiny_plan(
+        folder, strategy="fsdp", world_size=dist.get_world_size(), master_dtype="float32", compute_dtype="bfloat16"
+    )
     return [local(parameter.detach()) for parameter in build(plan, tiny_run(folder)).model.parameters()]
 
 
@@ -68,7 +70,9 @@ def load_whole(folder: str) -> list[torch.Tensor]:
 
 
 def measure(folder: str, warm_up: str, naive: bool) -> int:
-    """Peak of one way to load ``folder``; ``warm_up``, a small model, is loaded before, for imports and first allocations."""
+    """Peak of one way to load ``folder``; ``warm_up``, a small model, is loaded before, for imports and first
+    allocations.
+    """
     load = load_whole if naive else load_sharded
     load(warm_up)
     return peak_above(lambda: load(folder))

@@ -9,13 +9,13 @@ import torch
 from transformers import AutoConfig
 
 from manyhands.config.schema import MethodSection
-from manyhands.errors import UserError
+from manyhands.convert.lora import apply_lora
+from manyhands.core.errors import UserError
 from manyhands.facts.packing import MEASURED
 from manyhands.model.load import silence_dropout
-from manyhands.model.lora import apply_lora
 from manyhands.model.probe import choose_layers, probe, shrink
-from manyhands.testing.families import LEAK, measure
-from manyhands.testing.tiny import tiny_config, tiny_model
+from tests.support.families import LEAK, measure
+from tests.support.tiny import tiny_config, tiny_model
 
 
 @pytest.mark.parametrize("family", MEASURED)
@@ -44,7 +44,9 @@ def test_a_dropped_soft_cap_is_refused() -> None:
 
 @pytest.mark.parametrize("family", [*MEASURED, *LEAK])
 def test_the_probe_of_a_shrunken_copy_says_the_same(family: str) -> None:
-    verdict = probe(tiny_config(family, num_hidden_layers=6, layer_types=None) if family == "gemma2" else tiny_config(family))
+    verdict = probe(
+        tiny_config(family, num_hidden_layers=6, layer_types=None) if family == "gemma2" else tiny_config(family)
+    )
     assert verdict["trains"] and verdict["packs"] == (family in MEASURED), verdict
 
 
@@ -67,7 +69,9 @@ def test_a_router_loss_of_the_models_own_is_refused_by_the_probe() -> None:
 
 
 def test_a_shrunken_copy_has_some_layers_of_each_kind_and_the_same_head_dim() -> None:
-    config = tiny_config("gemma3", num_hidden_layers=12, layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 2, head_dim=32)
+    config = tiny_config(
+        "gemma3", num_hidden_layers=12, layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 2, head_dim=32
+    )
     small = shrink(config)
     assert small.layer_types == ["sliding_attention", "sliding_attention", "full_attention", "full_attention"]
     assert (small.num_hidden_layers, small.head_dim, small.hidden_size, small.num_attention_heads) == (4, 32, 128, 4)
@@ -75,7 +79,9 @@ def test_a_shrunken_copy_has_some_layers_of_each_kind_and_the_same_head_dim() ->
     assert choose_layers(["same"] * 9, listed=False) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize(("family", "missed"), [("mixtral", "experts.gate_up_proj"), ("qwen3_moe", "experts.down_proj")])
+@pytest.mark.parametrize(
+    ("family", "missed"), [("mixtral", "experts.gate_up_proj"), ("qwen3_moe", "experts.down_proj")]
+)
 def test_adapters_that_would_miss_merged_experts_are_refused_with_the_list(family: str, missed: str) -> None:
     with pytest.raises(UserError, match="reach only") as caught:
         apply_lora(tiny_model(family), MethodSection(name="lora", rank=4), seed=0)

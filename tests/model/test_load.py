@@ -10,14 +10,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from manyhands.errors import UserError
+from manyhands.convert.lora import apply_lora
+from manyhands.convert.loss import LossModel
+from manyhands.core.errors import UserError
+from manyhands.core.world import World
+from manyhands.engine.native import Parallel
 from manyhands.model.checks import check_loss, check_packing
 from manyhands.model.load import build_meta, materialize
-from manyhands.model.lora import apply_lora
-from manyhands.model.loss import LossModel
-from manyhands.parallel.model import Parallel
-from manyhands.parallel.world import World
-from manyhands.testing.tiny import FAMILIES, VOCAB_SIZE, tiny_plan, tiny_run, tiny_tokenizer, write_tiny_model
+from tests.support.tiny import FAMILIES, VOCAB_SIZE, tiny_plan, tiny_run, tiny_tokenizer, write_tiny_model
 
 CPU = torch.device("cpu")
 IDS = torch.arange(40)[None] % 256
@@ -56,7 +56,9 @@ def test_frozen_weights_keep_their_dtype_and_adapters_have_masters(tiny_folders:
     model = load(tiny_folders["qwen3"], "lora", frozen_dtype="bfloat16", compute_dtype="bfloat16")
     assert {p.dtype for n, p in model.named_parameters() if "lora_" in n} == {torch.float32}
     assert {p.dtype for n, p in model.named_parameters() if "lora_" not in n} == {torch.bfloat16}
-    assert [n for n, p in model.named_parameters() if p.requires_grad] == [n for n, _ in model.named_parameters() if "lora_" in n]
+    assert [n for n, p in model.named_parameters() if p.requires_grad] == [
+        n for n, _ in model.named_parameters() if "lora_" in n
+    ]
 
 
 @pytest.mark.parametrize("change", ["missing", "unexpected", "shape"])
@@ -128,7 +130,9 @@ def test_attention_dropout_comes_from_the_run_only(tmp_path: Path) -> None:
 
 def test_the_tiny_tokenizer_reads_every_byte_and_matches_the_vocabulary() -> None:
     tokenizer = tiny_tokenizer()
-    text = tokenizer.apply_chat_template([{"role": "user", "content": "Hé  – <hi>\n"}], tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hé  – <hi>\n"}], tokenize=False, add_generation_prompt=True
+    )
     assert text == "<|im_start|>user\nHé  – <hi>\n<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
     assert len(tokenizer) == VOCAB_SIZE and tokenizer.eos_token == "<|im_end|>"

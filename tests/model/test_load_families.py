@@ -1,4 +1,6 @@
-"""Every family is loaded as transformers loads it, whatever its files call their tensors; what would be missed is refused."""
+"""Every family is loaded as transformers loads it, whatever its files call their tensors; what would be missed is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +12,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from manyhands.errors import UserError
+from manyhands.convert.lora import adapted_layers, apply_lora
+from manyhands.convert.loss import LossModel
+from manyhands.convert.quantize import quantised_layers
+from manyhands.convert.towers import left_out
+from manyhands.core.errors import UserError
 from manyhands.facts.packing import MEASURED
 from manyhands.model.blocks import find_blocks
 from manyhands.model.checks import check_loss, check_packing, check_padding
 from manyhands.model.load import build_meta, materialize
-from manyhands.model.lora import adapted_layers, apply_lora
-from manyhands.model.loss import LossModel
 from manyhands.model.probe import Single
-from manyhands.model.quantise import quantised_layers
-from manyhands.model.towers import left_out
-from manyhands.testing.families import LEAK
-from manyhands.testing.multimodal import write_tiny_multimodal
-from manyhands.testing.tiny import tiny_plan, tiny_run, write_tiny_model
+from tests.support.families import LEAK
+from tests.support.multimodal import write_tiny_multimodal
+from tests.support.tiny import tiny_plan, tiny_run, write_tiny_model
 
 CPU = torch.device("cpu")
 IDS = torch.arange(40)[None] % 256
@@ -45,7 +47,9 @@ def assert_loaded_alike(model: Any, reference: Any) -> None:
     towers = tuple(f"{name}." for name in left_out(model))
     expected = {name: buffer for name, buffer in reference.named_buffers() if not name.startswith(towers or ("-",))}
     found = dict(model.named_buffers())
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], buffer) for name, buffer in expected.items())
+    assert found.keys() == expected.keys() and all(
+        torch.equal(found[name], buffer) for name, buffer in expected.items()
+    )
 
 
 @pytest.mark.parametrize("family", [*MEASURED, *LEAK, *RENAMED, *CONVERTED])
@@ -86,7 +90,9 @@ def test_a_multimodal_model_is_loaded_without_its_tower(tmp_path: Path, method: 
     if method == "qlora":
         assert len(quantised_layers(model)) == len(adapted_layers(model)) == 3 * 7
         return
-    assert_loaded_alike(model, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval())
+    assert_loaded_alike(
+        model, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+    )
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "blockwise"])
@@ -112,7 +118,9 @@ def test_a_multimodal_model_from_new_weights_is_refused(tmp_path: Path) -> None:
     folder = write_tiny_multimodal(tmp_path)
     config = tiny_run(folder)
     with pytest.raises(UserError, match="cannot start from new weights"):
-        build_meta(tiny_plan(folder), config.model_copy(update={"model": config.model.model_copy(update={"init": "random"})}))
+        build_meta(
+            tiny_plan(folder), config.model_copy(update={"model": config.model.model_copy(update={"init": "random"})})
+        )
 
 
 def test_a_router_loss_is_refused_under_full_training(tmp_path: Path) -> None:

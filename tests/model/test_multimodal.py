@@ -1,4 +1,6 @@
-"""Every family of text and images that is trained on text: loaded without its towers, its loss its own, packed as if alone."""
+"""Every family of text and images that is trained on text: loaded without its towers, its loss its own, packed as if
+alone.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +11,21 @@ from typing import Any
 import pytest
 import torch
 
-from manyhands.errors import UserError
+from manyhands.convert.lora import adapted_layers
+from manyhands.convert.loss import IGNORED, LossModel
+from manyhands.convert.quantize import quantised_layers
+from manyhands.convert.towers import LeftOut, is_left_out, leave_out_towers, left_out
+from manyhands.core.errors import UserError
 from manyhands.facts.model import read_model_facts
 from manyhands.facts.packing import MEASURED_AROUND
 from manyhands.model.auto import auto_class_of
 from manyhands.model.blocks import find_blocks
 from manyhands.model.checks import check_packing, pack_documents
 from manyhands.model.load import build_meta
-from manyhands.model.lora import adapted_layers
-from manyhands.model.loss import IGNORED, LossModel
 from manyhands.model.probe import Single, probe
-from manyhands.model.quantise import quantised_layers
-from manyhands.model.towers import LeftOut, is_left_out, leave_out_towers, left_out
-from manyhands.testing.multimodal import LEAK, TRAINED, write_tiny_multimodal
-from manyhands.testing.tiny import tiny_plan, tiny_run
 from tests.model.test_load_families import CPU, assert_loaded_alike, load
+from tests.support.multimodal import LEAK, TRAINED, write_tiny_multimodal
+from tests.support.tiny import tiny_plan, tiny_run
 
 LENGTHS = (23, 2, 41)
 PACKED = [family for family in TRAINED if family not in LEAK]
@@ -47,11 +49,18 @@ def loss_of(loss_model: LossModel, batch: dict[str, Any]) -> torch.Tensor:
 @pytest.mark.parametrize("family", TRAINED)
 def test_text_is_loaded_without_towers_and_its_loss_is_the_familys_own(tmp_path: Path, family: str) -> None:
     folder, said = write_tiny_multimodal(tmp_path, family=family), []
-    model, whole = load(folder, said=said), auto_class_of(folder).from_pretrained(folder, attn_implementation="sdpa").eval()
+    model, whole = (
+        load(folder, said=said),
+        auto_class_of(folder).from_pretrained(folder, attn_implementation="sdpa").eval(),
+    )
     assert type(model) is type(whole) and any("stay on disk" in line for line in said)
     assert_loaded_alike(model, whole)
     names, parts = {name for name, _ in whole.named_parameters()}, left_out(model)
-    assert {name for name, _ in model.named_parameters()} == {name for name in names if not is_left_out(name, parts)} != names
+    assert (
+        {name for name, _ in model.named_parameters()}
+        == {name for name in names if not is_left_out(name, parts)}
+        != names
+    )
     facts = read_model_facts(folder, family, "pretrained")
     assert list(find_blocks(model)) == [f"{facts.decoder}.layers.{index}" for index in range(3)]
     text = sum(p.numel() for p in model.parameters())
@@ -60,18 +69,23 @@ def test_text_is_loaded_without_towers_and_its_loss_is_the_familys_own(tmp_path:
     assert {f"{name}.weight" for name in adapted_layers(load(folder, "lora"))} <= facts.parameter_shapes.keys()
     with torch.no_grad():
         expected = sum(own_loss(whole, ids) for ids in documents())
-    alone = [{"input_ids": ids, "targets": ids.roll(-1, 1).index_fill(1, torch.tensor(ids.shape[1] - 1), IGNORED)} for ids in documents()]
+    alone = [
+        {"input_ids": ids, "labels": ids.roll(-1, 1).index_fill(1, torch.tensor(ids.shape[1] - 1), IGNORED)}
+        for ids in documents()
+    ]
     loss_model = LossModel(model)
     assert sum(loss_of(loss_model, batch) for batch in alone).item() == pytest.approx(expected.item(), rel=1e-6)
     if family in PACKED:
-        batch = pack_documents(documents()) | {"targets": torch.cat([each["targets"] for each in alone], dim=1)}
+        batch = pack_documents(documents()) | {"targets": torch.cat([each["labels"] for each in alone], dim=1)}
         assert loss_of(loss_model, batch).item() == pytest.approx(expected.item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma4", "idefics3"])
 def test_adapters_and_nf4_reach_the_text_alone(tmp_path: Path, family: str) -> None:
     model = load(write_tiny_multimodal(tmp_path, family=family), "qlora")
-    inside = [name for name, _ in model.named_modules() if any(name.startswith(f"{block}.") for block in find_blocks(model))]
+    inside = [
+        name for name, _ in model.named_modules() if any(name.startswith(f"{block}.") for block in find_blocks(model))
+    ]
     assert quantised_layers(model) and adapted_layers(model).keys() == quantised_layers(model).keys() <= set(inside)
 
 
@@ -117,7 +131,9 @@ def test_a_library_that_a_tower_needs_is_named(tmp_path: Path) -> None:
         pytest.skip("timm is there")
     AutoConfig.for_model("gemma3n").save_pretrained(tmp_path)
     config = tiny_run(tmp_path)
-    new = config.model_copy(update={"model": config.model.model_copy(update={"init": "random"})})  # no weights are looked for
+    new = config.model_copy(
+        update={"model": config.model.model_copy(update={"init": "random"})}
+    )  # no weights are looked for
     with pytest.raises(UserError, match="cannot build a language model of gemma3n") as caught:
         build_meta(tiny_plan(tmp_path), new)
     assert "timm" in caught.value.why
@@ -136,7 +152,7 @@ def test_what_is_packed_without_a_probe_is_measured_here() -> None:
 
 
 def test_a_text_model_keeps_all_its_parts() -> None:
-    from manyhands.testing.tiny import tiny_model
+    from tests.support.tiny import tiny_model
 
     model = tiny_model("llama")
     assert leave_out_towers(model) == [] and left_out(model) == []

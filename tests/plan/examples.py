@@ -12,7 +12,14 @@ H200_BYTES = 140 * GIB  # what NVML shows of 141 GB
 
 
 def model_facts(
-    hidden: int = 8, inner: int = 16, layers: int = 2, heads: int = 2, kv_heads: int = 1, vocab: int = 32, tied: bool = True, **more: Any
+    hidden: int = 8,
+    inner: int = 16,
+    layers: int = 2,
+    heads: int = 2,
+    kv_heads: int = 1,
+    vocab: int = 32,
+    tied: bool = True,
+    **more: Any,
 ) -> ModelFacts:
     """A Llama of any size; the defaults are small enough to be counted by hand."""
     dim = more.pop("head_dim", hidden // heads)
@@ -59,24 +66,32 @@ def llama_1b() -> ModelFacts:
     return model_facts(hidden=2048, inner=8192, layers=16, heads=32, kv_heads=8, vocab=128256, head_dim=64)
 
 
-def data_facts(num_rows: int = 1000, mean: float = 300.0, longest: int = 2000, **more: Any) -> DataFacts:
-    tokens = int(num_rows * mean)
-    values = {"num_validation_rows": 20, "num_validation_tokens": 6000} | more
+def data_facts(num_samples: int = 1000, mean: float = 300.0, longest: int = 2000, **more: Any) -> DataFacts:
+    tokens = int(num_samples * mean)
+    values = {"num_validation_samples": 20, "num_validation_tokens": 6000} | more
     return DataFacts(
         folder="/cache/data",
         digest="d" * 16,
-        num_rows=num_rows,
+        num_samples=num_samples,
         num_tokens=tokens,
-        num_targets=tokens // 2,
+        num_loss_tokens=tokens // 2,
         max_length=longest,
         mean_length=mean,
         **values,
     )
 
 
-def facts(model: ModelFacts | None = None, *, gpus: int = 0, gpu_bytes: int = H200_BYTES, host_bytes: int = 64 * GIB, **more: Any) -> Facts:
+def facts(
+    model: ModelFacts | None = None,
+    *,
+    gpus: int = 0,
+    gpu_bytes: int = H200_BYTES,
+    host_bytes: int = 64 * GIB,
+    **more: Any,
+) -> Facts:
     each = [
-        GpuFacts(index=i, name="NVIDIA H200", memory_bytes=gpu_bytes, free_bytes=gpu_bytes, compute_capability=(9, 0)) for i in range(gpus)
+        GpuFacts(index=i, name="NVIDIA H200", memory_bytes=gpu_bytes, free_bytes=gpu_bytes, compute_capability=(9, 0))
+        for i in range(gpus)
     ]
     host = HostFacts(gpus=tuple(each), num_cores=8, memory_bytes=host_bytes, free_memory_bytes=host_bytes)
     return Facts(model=model or model_facts(), data=more.pop("data", data_facts()), host=host, **more)

@@ -1,11 +1,13 @@
-"""The batch rule: exact products, errors that name the nearest batches, and automatic batches that no rank count changes."""
+"""The batch rule: exact products, errors that name the nearest batches, and automatic batches that no rank count
+changes.
+"""
 
 from __future__ import annotations
 
 import pytest
 
-from manyhands.errors import UserError
-from manyhands.plan.batch import auto_rows, pack_sizes, possible_splits
+from manyhands.core.errors import UserError
+from manyhands.plan.batch import auto_samples, pack_sizes, possible_splits
 from tests.plan.examples import data_facts, run_config
 
 USEFUL = 16_384
@@ -18,40 +20,40 @@ def unpacked(world_size: int, longest: int = 1024, **batch: object):
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
 def test_every_split_multiplies_to_the_batch(world_size):
-    splits = unpacked(world_size, rows=32)
+    splits = unpacked(world_size, samples=32)
     assert splits
     for split in splits:
-        assert split.micro_rows * world_size * split.accumulation == 32
-        assert split.micro_rows * 1024 <= USEFUL
-    assert [split.micro_rows for split in splits] == sorted((split.micro_rows for split in splits), reverse=True)
+        assert split.micro_samples * world_size * split.accumulation == 32
+        assert split.micro_samples * 1024 <= USEFUL
+    assert [split.micro_samples for split in splits] == sorted((split.micro_samples for split in splits), reverse=True)
 
 
 def test_explicit_parts_are_obeyed():
-    (split,) = unpacked(2, rows=32, micro_rows=4)
-    assert (split.micro_rows, split.accumulation) == (4, 4)
-    (split,) = unpacked(2, rows=32, accumulation=2)
-    assert (split.micro_rows, split.accumulation) == (8, 2)
-    (split,) = unpacked(3, micro_rows=4, accumulation=2)
-    assert split.batch_rows == 24
+    (split,) = unpacked(2, samples=32, micro_samples=4)
+    assert (split.micro_samples, split.accumulation) == (4, 4)
+    (split,) = unpacked(2, samples=32, accumulation=2)
+    assert (split.micro_samples, split.accumulation) == (8, 2)
+    (split,) = unpacked(3, micro_samples=4, accumulation=2)
+    assert split.batch_samples == 24
 
 
 def test_auto_rows_is_the_nearest_multiple_of_the_ranks():
-    assert unpacked(8)[0].batch_rows == 32
-    assert unpacked(6)[0].batch_rows == 30
-    assert unpacked(2, micro_rows=5)[0].batch_rows == 30
+    assert unpacked(8)[0].batch_samples == 32
+    assert unpacked(6)[0].batch_samples == 30
+    assert unpacked(2, micro_samples=5)[0].batch_samples == 30
 
 
 def test_one_long_row_at_a_time_is_always_possible():
-    assert [split.micro_rows for split in unpacked(1, longest=100_000, rows=32)] == [1]
+    assert [split.micro_samples for split in unpacked(1, longest=100_000, samples=32)] == [1]
 
 
 @pytest.mark.parametrize(
     ("world_size", "batch", "near"),
     [
-        (3, {"rows": 32}, "30 and 33"),
-        (4, {"rows": 30, "micro_rows": 4}, "16 and 32"),
-        (8, {"rows": 6}, "works is 8"),
-        (2, {"rows": 32, "micro_rows": 4, "accumulation": 3}, "works is 24"),
+        (3, {"samples": 32}, "30 and 33"),
+        (4, {"samples": 30, "micro_samples": 4}, "16 and 32"),
+        (8, {"samples": 6}, "works is 8"),
+        (2, {"samples": 32, "micro_samples": 4, "accumulation": 3}, "works is 24"),
     ],
 )
 def test_a_batch_that_does_not_divide_names_the_nearest_ones(world_size, batch, near):
@@ -59,13 +61,13 @@ def test_a_batch_that_does_not_divide_names_the_nearest_ones(world_size, batch, 
         unpacked(world_size, **batch)
     assert near in caught.value.fix
     assert f"{world_size} processes" in caught.value.what
-    assert caught.value.where == "batch.rows"
+    assert caught.value.where == "batch.samples"
 
 
 def test_packs_take_any_batch_on_any_number_of_ranks():
     for world_size in (1, 3, 7):
-        splits = possible_splits(run_config(batch__rows=10), data_facts(longest=900), world_size, USEFUL)
-        assert {split.batch_rows for split in splits} == {10}
+        splits = possible_splits(run_config(batch__samples=10), data_facts(longest=900), world_size, USEFUL)
+        assert {split.batch_samples for split in splits} == {10}
         assert all(split.micro_tokens >= 900 for split in splits)
 
 
@@ -87,19 +89,21 @@ def test_pack_sizes_go_from_a_ranks_share_to_the_longest_row():
 
 def test_a_pack_too_small_for_the_longest_row_is_refused():
     with pytest.raises(UserError, match="2000 tokens, does not fit into a pack of 1999"):
-        possible_splits(run_config(batch__micro_tokens=1999, data__max_length=1500), data_facts(longest=2000), 1, USEFUL)
+        possible_splits(
+            run_config(batch__micro_tokens=1999, data__max_length=1500), data_facts(longest=2000), 1, USEFUL
+        )
 
 
 def test_automatic_rows_depend_on_the_data_alone():
     config = run_config()
-    assert auto_rows(config, data_facts(mean=300)) == 32
-    assert auto_rows(config, data_facts(mean=100)) == 64
-    assert auto_rows(run_config(data__packing=False), data_facts(mean=100)) == 32
-    assert auto_rows(config, data_facts(num_rows=45)) == 4
-    assert auto_rows(config, data_facts(num_rows=1)) == 1
+    assert auto_samples(config, data_facts(mean=300)) == 32
+    assert auto_samples(config, data_facts(mean=100)) == 64
+    assert auto_samples(run_config(data__packing=False), data_facts(mean=100)) == 32
+    assert auto_samples(config, data_facts(num_samples=45)) == 4
+    assert auto_samples(config, data_facts(num_samples=1)) == 1
 
 
 def test_a_batch_of_trained_tokens():
-    (split, *_) = possible_splits(run_config(batch__tokens=4000), data_facts(), 2, USEFUL)
-    assert (split.batch_rows, split.batch_tokens) == (None, 4000)
+    (split, *_) = possible_splits(run_config(batch__loss_tokens=4000), data_facts(), 2, USEFUL)
+    assert (split.batch_samples, split.batch_loss_tokens) == (None, 4000)
     assert split.micro_tokens == 5120  # half of the 8000 tokens that hold 4000 trained ones, and a quarter more

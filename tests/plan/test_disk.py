@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from safetensors import safe_open
 
-from manyhands.errors import UserError
+from manyhands.core.errors import UserError
 from manyhands.plan.search import plan
 from tests.keys.lab import Lab, open_lab
 from tests.plan.examples import GIB, facts, llama_8b, run_config

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from manyhands.errors import UserError
+from manyhands.core.errors import UserError
 from manyhands.plan import memory
 from manyhands.plan.search import plan
 from tests.plan.examples import facts, llama_1b, run_config
 from tests.plan.test_memory import BLOCK, FULL, ROOT, sharded
 
 NARROW = replace(FULL, master_bytes=2, accumulates=False)
-KEYS: dict[str, Any] = {"model__masters": "bfloat16", "model__dtype": "bfloat16", "method__name": "full"}
+KEYS: dict[str, Any] = {"model__master_dtype": "bfloat16", "model__dtype": "bfloat16", "method__name": "full"}
 
 
 def test_they_keep_8_bytes_a_parameter_and_no_copy():
@@ -26,7 +26,7 @@ def test_they_keep_8_bytes_a_parameter_and_no_copy():
 def test_sums_of_gradients_are_counted_in_float32():
     several = replace(NARROW, accumulates=True)
     assert memory.gradients(several) == 4 * 1448
-    two = sharded(several, 2, reshard=False)
+    two = sharded(several, 2, reshard_after_forward=False)
     assert memory.gradients(two) == 2 * 1448 and memory.unreduced(replace(two, reduce_every=False)) == 4 * 1448
     assert memory.root_reduction(two) == 6 * ROOT and memory.reduction(two) == 2 * 6 * BLOCK + 2 * 32 * 8
 
@@ -39,7 +39,8 @@ def test_copies_on_several_ranks_are_made_by_fully_shard():
 def test_the_plan_says_so_and_counts_it():
     config = run_config(**KEYS)
     wide, narrow = (
-        plan(config_, facts(model=llama_1b(), gpus=1)) for config_ in (run_config(**KEYS | {"model__masters": "float32"}), config)
+        plan(config_, facts(model=llama_1b(), gpus=1))
+        for config_ in (run_config(**KEYS | {"model__master_dtype": "float32"}), config)
     )
     assert (wide.master_dtype, narrow.master_dtype, narrow.output_dtype) == ("float32", "bfloat16", "bfloat16")
     assert narrow.fuse_optimizer and any("rounded stochastically" in sentence for sentence in narrow.why)

@@ -1,4 +1,6 @@
-"""Each term of the estimate against arithmetic by hand, on a Llama with hidden 8, inner 16, 2 blocks, 2 heads of 4, vocabulary 32."""
+"""Each term of the estimate against arithmetic by hand, on a Llama with hidden 8, inner 16, 2 blocks, 2 heads of 4,
+vocabulary 32.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,14 @@ TINY = model_facts()
 BLOCK = 64 + 32 + 32 + 64 + 3 * 128 + 16
 ROOT = 32 * 8 + 8  # tied embeddings and the last norm
 FULL = Setup(
-    model=TINY, num_adapter_parameters=0, adapter_rank=4, adapter_dropout=False, device="cuda", world_size=1, strategy="one", reshard=False,
-    recompute="none", compile=True, compute_bytes=2, master_bytes=4, frozen_bytes=2, micro_tokens=10, builds_mask=False,
+    model=TINY, num_adapter_parameters=0, adapter_rank=4, adapter_dropout=False, device="cuda", world_size=1, strategy="single", reshard_after_forward=False,
+    activation_checkpointing="none", compile=True, compute_bytes=2, master_bytes=4, frozen_bytes=2, micro_tokens=10, builds_mask=False,
 )  # fmt: skip
 LORA = replace(FULL, num_adapter_parameters=1000)
 
 
 def sharded(setup: Setup, ranks: int, *, reshard: bool) -> Setup:
-    return replace(setup, strategy="fsdp", world_size=ranks, reshard=reshard)
+    return replace(setup, strategy="fsdp", world_size=ranks, reshard_after_forward=reshard)
 
 
 def test_parameters_of_the_example():
@@ -45,12 +47,12 @@ def test_float32_training_in_one_process_has_no_copy():
 
 
 def test_fsdp_divides_states_by_ranks_and_holds_two_gathered_blocks_and_a_buffer():
-    four = sharded(replace(FULL, model=replace_layers(8)), 4, reshard=True)
+    four = sharded(replace(FULL, model=replace_layers(8)), 4, reshard_after_forward=True)
     parameters = 8 * BLOCK + ROOT
     assert memory.weights(four) == parameters
     assert memory.optimizer(four) == 2 * parameters
     assert memory.gathered(four) == 2 * (ROOT + 3 * BLOCK)
-    assert memory.gathered(replace(four, reshard=False)) == 2 * (ROOT + 8 * BLOCK)
+    assert memory.gathered(replace(four, reshard_after_forward=False)) == 2 * (ROOT + 8 * BLOCK)
 
 
 def replace_layers(layers: int):
@@ -68,8 +70,8 @@ def test_lora_keeps_frozen_weights_once_and_16_bytes_an_adapter_parameter():
 def test_lora_on_two_ranks_shards_frozen_weights_only_with_fsdp():
     copy = replace(LORA, strategy="ddp", world_size=2)
     assert memory.weights(copy) == memory.weights(LORA)
-    assert memory.weights(sharded(LORA, 2, reshard=True)) == memory.weights(LORA) // 2
-    assert memory.gathered(sharded(LORA, 2, reshard=False)) == 2 * 1448
+    assert memory.weights(sharded(LORA, 2, reshard_after_forward=True)) == memory.weights(LORA) // 2
+    assert memory.gathered(sharded(LORA, 2, reshard_after_forward=False)) == 2 * 1448
 
 
 def test_bytes_a_token_of_one_block():
@@ -94,7 +96,7 @@ GRADIENTS = 2 * 10 * 2 * 8 + 2 * 10 * 2 * 16  # of a block's result and the resi
 
 
 def test_activations_kept_and_recomputed():
-    recomputed = replace(FULL, recompute="block")
+    recomputed = replace(FULL, activation_checkpointing="full")
     assert memory.at_the_loss(FULL)["activations"] == 10 * 2 * 216 + 3 * 10 * 2 * 8
     assert memory.in_the_backward_pass(FULL)["activations"] == 10 * 2 * 216 + GRADIENTS
     assert memory.at_the_loss(recomputed)["activations"] == 2 * 10 * 2 * 8 + 3 * 10 * 2 * 8
@@ -109,13 +111,13 @@ def test_gradients_are_there_while_activations_are_only_where_a_step_goes_on():
     assert memory.at_the_loss(alone)["gradients"] == memory.in_the_backward_pass(alone)["gradients"] == 0
     assert memory.at_its_end(alone)["gradients"] == 4000
     assert memory.at_the_loss(replace(alone, strategy="ddp", world_size=2))["gradients"] == 4000
-    whole = replace(sharded(LORA, 2, reshard=False), reduce_every=False)
+    whole = replace(sharded(LORA, 2, reshard_after_forward=False), reduce_every=False)
     assert memory.at_the_loss(whole)["unreduced"] == 4000
     assert memory.at_the_loss(replace(whole, accumulates=False))["unreduced"] == 0
 
 
 def test_limits_of_what_moves_are_those_of_the_store():
-    activations = pytest.importorskip("manyhands.parallel.activations")
+    activations = pytest.importorskip("manyhands.engine.activation_offload")
     assert (memory.LEAVING_BYTES, memory.AHEAD_BYTES) == (activations.MAX_LEAVING_BYTES, activations.MAX_AHEAD_BYTES)
     loss = pytest.importorskip("manyhands.kernels.loss")
     assert memory.FUSED_LOGITS == {"frozen": loss.MAX_LOGITS_FROZEN, "trained": loss.MAX_LOGITS_TRAINED}
@@ -123,7 +125,7 @@ def test_limits_of_what_moves_are_those_of_the_store():
 
 def test_the_worst_moment_is_estimated():
     long = replace(FULL, micro_tokens=10**6)
-    wide = replace(FULL, micro_tokens=1, model=model_facts(vocab=10**7), reshard=True, accumulates=False)
+    wide = replace(FULL, micro_tokens=1, model=model_facts(vocab=10**7), reshard_after_forward=True, accumulates=False)
     assert memory.estimate_terms(long)["activations"] > 10**6 * 2 * 216
     assert memory.estimate_terms(wide)["reduction"] == (10**7 * 8 + 8) * 6  # the end, when the root is reduced
     for setup in (long, wide):
@@ -151,7 +153,7 @@ def test_logits_are_held_a_chunk_at_a_time():
 
 
 def test_reduction_is_two_blocks_and_the_head_and_the_root_comes_last():
-    freed = replace(FULL, reshard=True)
+    freed = replace(FULL, reshard_after_forward=True)
     assert memory.reduction(freed) == 2 * BLOCK * 6 + 32 * 8 * 2
     assert memory.root_reduction(freed) == (32 * 8 + 8) * 6
 
@@ -170,7 +172,7 @@ def test_gradients_stay_in_the_copys_dtype_where_the_optimizer_takes_them():
     assert memory.reduction(one_pass) == BLOCK * 2 + 32 * 8 * 2
     assert memory.gradients(replace(one_pass, accumulates=True)) == 4 * 1448  # summed over micro-batches
     for without_copy in (
-        replace(one_pass, reshard=True),
+        replace(one_pass, reshard_after_forward=True),
         replace(one_pass, strategy="ddp", world_size=2),
         replace(LORA, accumulates=False),
     ):
@@ -178,11 +180,12 @@ def test_gradients_stay_in_the_copys_dtype_where_the_optimizer_takes_them():
 
 
 @pytest.mark.parametrize(
-    ("recompute", "compiled"), [("selective", True), ("selective", False), ("none", True), ("none", False), ("block", True)]
+    ("activation_checkpointing", "compiled"),
+    [("selective", True), ("selective", False), ("none", True), ("none", False), ("full", True)],
 )
 def test_what_moves_to_host_memory_is_what_blocks_keep(recompute, compiled):
     """Eager and selective only the block's input, 8 values of 2 bytes: the rest is in the checkpoint's own cache."""
-    setup = replace(FULL, recompute=recompute, compile=compiled, offload_activations=True)
+    setup = replace(FULL, activation_checkpointing=recompute, compile=compiled, offload_activations=True)
     kept = 2 * 8 if recompute == "selective" and not compiled else kept_bytes_per_token(setup, recompute)
     assert moved_bytes(setup) == 10 * 2 * kept > 0
     assert moved_bytes(replace(setup, offload_activations=False)) == moved_bytes(replace(setup, device="cpu")) == 0
@@ -208,8 +211,8 @@ def test_overhead_counts_communication_only_between_ranks():
     [
         (FULL, "backward"),
         (LORA, "loss"),
-        (sharded(FULL, 4, reshard=True), "backward"),
-        (sharded(LORA, 4, reshard=False), "loss"),
+        (sharded(FULL, 4, reshard_after_forward=True), "backward"),
+        (sharded(LORA, 4, reshard_after_forward=False), "loss"),
         (replace(FULL, micro_tokens=1, accumulates=False), "end"),
         (replace(FULL, micro_tokens=1, accumulates=False, offload="all"), "end"),
     ],
@@ -218,7 +221,11 @@ def test_the_estimate_is_what_always_stands_and_the_worst_moment(setup, worst):
     terms = memory.estimate_terms(setup)
     moments = {
         name: sum(moment(setup).values())
-        for name, moment in {"loss": memory.at_the_loss, "backward": memory.in_the_backward_pass, "end": memory.at_its_end}.items()
+        for name, moment in {
+            "loss": memory.at_the_loss,
+            "backward": memory.in_the_backward_pass,
+            "end": memory.at_its_end,
+        }.items()
     }
     assert max(moments, key=lambda name: moments[name]) == worst and all(size > 0 for size in moments.values())
     standing = memory.weights(setup) + memory.optimizer(setup) + memory.gathered(setup) + memory.fetched(setup)

@@ -1,4 +1,6 @@
-"""The bytes a block keeps for its backward pass, against what autograd really keeps (eager, on CPU, without dropout)."""
+"""The bytes a block keeps for its backward pass, against what autograd really keeps (eager, on CPU, without
+dropout).
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from manyhands.config.schema import MethodSection
+from manyhands.convert.lora import apply_lora
 from manyhands.facts.model import read_model_facts
-from manyhands.model.lora import apply_lora
 from manyhands.plan.activations import block_bytes_per_token
 from manyhands.plan.setup import Setup
 
@@ -52,7 +54,9 @@ def kept_bytes(layers: int, family: str, dtype: torch.dtype, method: MethodSecti
 def test_a_blocks_bytes_are_what_autograd_keeps(family: str, dtype: torch.dtype, tmp_path):
     one_block = kept_bytes(3, family, dtype) - kept_bytes(2, family, dtype)
     within = 0.15 if family == "gemma3_text" else 0.01  # Gemma's norms keep their results in float32 too
-    assert block_bytes_per_token(make_setup(family, dtype, tmp_path)) * NUM_TOKENS == pytest.approx(one_block, rel=within)
+    assert block_bytes_per_token(make_setup(family, dtype, tmp_path)) * NUM_TOKENS == pytest.approx(
+        one_block, rel=within
+    )
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -60,9 +64,14 @@ def test_what_dora_scales_is_kept(dropout: float, tmp_path):
     """Beside LoRA without dropout; rows' lengths, (o) for each layer, are no part of the estimate."""
     plain = MethodSection(name="lora", rank=4)
     dora = plain.model_copy(update={"dora": True, "dropout": dropout})
-    more = [kept_bytes(layers, "llama", torch.bfloat16, dora) - kept_bytes(layers, "llama", torch.bfloat16, plain) for layers in (2, 3)]
+    more = [
+        kept_bytes(layers, "llama", torch.bfloat16, dora) - kept_bytes(layers, "llama", torch.bfloat16, plain)
+        for layers in (2, 3)
+    ]
     setup = replace(make_setup("llama", torch.bfloat16, tmp_path), num_adapter_parameters=1, adapter_rank=4)
-    counted = block_bytes_per_token(replace(setup, adapter_dora=True, adapter_dropout=dropout > 0)) - block_bytes_per_token(setup)
+    counted = block_bytes_per_token(
+        replace(setup, adapter_dora=True, adapter_dropout=dropout > 0)
+    ) - block_bytes_per_token(setup)
     assert counted * NUM_TOKENS == pytest.approx(more[1] - more[0], rel=0.1)
 
 
@@ -75,9 +84,9 @@ def make_setup(family: str, dtype: torch.dtype, folder: Path) -> Setup:
         adapter_dropout=False,
         device="cpu",
         world_size=1,
-        strategy="one",
-        reshard=False,
-        recompute="none",
+        strategy="single",
+        reshard_after_forward=False,
+        activation_checkpointing="none",
         compile=False,
         compute_bytes=dtype.itemsize,
         master_bytes=4,

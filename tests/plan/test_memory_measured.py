@@ -1,7 +1,9 @@
-"""The estimate beside what was measured: every recorded row of the speed table, planned anew for the GPUs that it ran on.
+"""The estimate beside what was measured: every recorded row of the speed table, planned anew for the GPUs that it ran
+on.
 
-The rows are those of ``bench/results`` that today's paths made; each was measured with random weights of a published shape, by
-``manyhands.bench.case``. Compared are the largest bytes that torch had allocated, which know nothing of the CUDA context.
+The rows are those of ``bench/results`` that today's paths made; each was measured with random weights of a published
+shape, by ``manyhands.bench.case``. Compared are the largest bytes that torch had allocated, which know nothing of the
+CUDA context.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ FILES = (
     *("h200-one-gpu.jsonl", "h200-one-gpu-flash4.jsonl", "h200-qlora.jsonl"),
     *("h200-x2-flash4.jsonl", "h200-x4-flash4.jsonl", "h200-lighter-blocks.jsonl"),
 )
-# FlashAttention 4 was installed: it keeps no copy of the queries. The plan counts one, as it cannot know that the kernel will pass
-# its test.
+# FlashAttention 4 was installed: it keeps no copy of the queries. The plan counts one, as it cannot know that the
+# kernel will pass # its test.
 WITH_FLASH4 = {
     *("h200-one-gpu-flash4.jsonl", "h200-qlora.jsonl"),
     *("h200-x2-flash4.jsonl", "h200-x4-flash4.jsonl", "h200-lighter-blocks.jsonl"),
@@ -45,8 +47,15 @@ WHOLE_OVER = 0.15  # of the whole estimate, with context, communication and what
 
 def recorded() -> list[Any]:
     lines = [(file, json.loads(line)) for file in FILES for line in (RESULTS / file).read_text().splitlines()]
-    rows = [(file, row) for file, row in lines if "planned_gib" in row and not row["lengths" if "lengths" in row else "layers"]]
-    return [pytest.param(row | {"file": file}, id=f"{file[:-6]}-{row['row']}-{row['label']}-{row['gpus']}") for file, row in rows]
+    rows = [
+        (file, row)
+        for file, row in lines
+        if "planned_gib" in row and not row["lengths" if "lengths" in row else "layers"]
+    ]
+    return [
+        pytest.param(row | {"file": file}, id=f"{file[:-6]}-{row['row']}-{row['label']}-{row['gpus']}")
+        for file, row in rows
+    ]
 
 
 @cache
@@ -59,14 +68,23 @@ def plan_again(measured: dict[str, Any], folder: Path) -> Plan:
     row, gpus = replace(BY_NAME[measured["row"]], rows=measured["rows"], length=measured["length"]), measured["gpus"]
     lengths = row_lengths(row, None, gpus)
     data = data_facts(
-        num_rows=len(lengths), mean=sum(lengths) / len(lengths), longest=max(lengths), num_validation_rows=0, num_validation_tokens=0
+        num_samples=len(lengths),
+        mean=sum(lengths) / len(lengths),
+        longest=max(lengths),
+        num_validation_samples=0,
+        num_validation_tokens=0,
     )
-    asked = {"parallel.recompute": measured["recompute"], "parallel.strategy": measured["strategy"]}
-    asked["parallel.offload_activations"] = measured.get("offload_activations", False)  # none was, before it was decided
-    if measured.get("lighter_blocks"):  # only the plan mixes ways
-        asked["parallel.recompute"] = asked["parallel.offload_activations"] = "auto"
+    asked = {
+        "parallel.activation_checkpointing": measured["activation_checkpointing"],
+        "parallel.strategy": measured["strategy"],
+    }
+    asked["parallel.offload_activations"] = measured.get(
+        "offload_activations", False
+    )  # none was, before it was decided
+    if measured.get("lighter_layers"):  # only the plan mixes ways
+        asked["parallel.activation_checkpointing"] = asked["parallel.offload_activations"] = "auto"
     if measured["strategy"] == "fsdp":
-        asked["parallel.reshard"] = measured["reshard"]
+        asked["parallel.reshard_after_forward"] = measured["reshard_after_forward"]
     keys = [f"{key}={json.dumps(value)}" for key, value in asked.items()] + measured["by_hand"]
     machine = facts(model_of(row.shape, folder), gpus=gpus, host_bytes=1500 * GIB, data=data)
     return plan(make_config(folder, row, gpus, 25, keys), machine)
@@ -87,9 +105,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("measured", recorded())
 def test_the_estimate_is_what_was_measured(measured: dict[str, Any], folder: Path) -> None:
     made = plan_again(measured, folder)
-    assert (made.strategy, made.recompute, made.micro_tokens) == tuple(measured[key] for key in ("strategy", "recompute", "micro_tokens"))
-    assert made.lighter_blocks == measured.get("lighter_blocks", 0)
-    if (measured["file"], measured["row"], made.recompute) == NOT_COMPARABLE:
+    assert (made.strategy, made.activation_checkpointing, made.micro_tokens) == tuple(
+        measured[key] for key in ("strategy", "activation_checkpointing", "micro_tokens")
+    )
+    assert made.lighter_layers == measured.get("lighter_layers", 0)
+    if (measured["file"], measured["row"], made.activation_checkpointing) == NOT_COMPARABLE:
         pytest.skip("measured before selective recomputation kept fused adapters' products")
     peak = measured["peak_allocated_gib"] * GIB
     spared = queries_of_documents(measured, folder) if measured["file"] in WITH_FLASH4 else 0

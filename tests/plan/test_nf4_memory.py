@@ -11,12 +11,14 @@ from manyhands.plan.setup import NF4_ROW_BYTES, NF4_ROW_VALUES, Setup
 from tests.plan.examples import llama_8b
 
 QLORA = Setup(
-    model=llama_8b(), num_adapter_parameters=1000, adapter_rank=16, adapter_dropout=False, device="cuda", world_size=1, strategy="one",
-    reshard=False, recompute="none", compile=True, compute_bytes=2, master_bytes=4, frozen_bytes=2, micro_tokens=10, builds_mask=False,
+    model=llama_8b(), num_adapter_parameters=1000, adapter_rank=16, adapter_dropout=False, device="cuda", world_size=1, strategy="single",
+    reshard_after_forward=False, activation_checkpointing="none", compile=True, compute_bytes=2, master_bytes=4, frozen_bytes=2, micro_tokens=10, builds_mask=False,
     nf4_blocks=True,
 )  # fmt: skip
 LORA = replace(QLORA, nf4_blocks=False)
-IN_BLOCK = 2 * 4096**2 + 2 * 1024 * 4096 + 3 * 4096 * 14336  # q and o, k and v, the MLP: each whole rows of 16,384 values
+IN_BLOCK = (
+    2 * 4096**2 + 2 * 1024 * 4096 + 3 * 4096 * 14336
+)  # q and o, k and v, the MLP: each whole rows of 16,384 values
 NORMS, ROOT = 2 * 4096, 2 * 128256 * 4096 + 4096
 BLOCK_BYTES = IN_BLOCK // 2 + IN_BLOCK // 64 + 8 * IN_BLOCK // 16384 + 2 * NORMS
 
@@ -28,7 +30,7 @@ def test_blocks_take_little_over_half_a_byte_and_the_rest_two():
 
 
 def test_shards_are_gathered_as_codes():
-    shards = replace(QLORA, strategy="fsdp", world_size=4, reshard=True)
+    shards = replace(QLORA, strategy="fsdp", world_size=4, reshard_after_forward=True)
     assert memory.weights(shards) == memory.weights(QLORA) // 4
     assert memory.gathered(shards) == 2 * ROOT + 3 * BLOCK_BYTES
     assert memory.gathered(QLORA) == 0
@@ -46,5 +48,5 @@ def test_an_odd_weight_fills_its_last_row():
 
 
 def test_layout_of_a_row_is_that_of_the_layers():
-    nf4 = pytest.importorskip("manyhands.model.nf4")
+    nf4 = pytest.importorskip("manyhands.convert.nf4")
     assert (NF4_ROW_VALUES, NF4_ROW_BYTES) == (nf4.ROW_VALUES, nf4.CODE_BYTES + nf4.STATISTICS_BYTES)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from manyhands.config.load import config_from_mapping
-from manyhands.errors import UserError
+from manyhands.core.errors import UserError
 from manyhands.plan.search import plan
 from manyhands.plan.types import Plan
 from tests.plan.examples import facts, model_facts
@@ -17,7 +17,12 @@ LEAKS = {"packs": False, "packing_reason": "packed documents see each other"}
 
 def make_plan(packing: Any = "auto", batch: dict[str, Any] | None = None, gpus: int = 0, **model: Any) -> Plan:
     config = config_from_mapping(
-        {"name": "p", "model": {"name": "m"}, "data": {"train": "rows.jsonl", "packing": packing}, "batch": batch or {"rows": 8}}
+        {
+            "name": "p",
+            "model": {"name": "m"},
+            "data": {"train": "rows.jsonl", "packing": packing},
+            "batch": batch or {"samples": 8},
+        }
     )
     made = plan(config, facts(model_facts(**model), gpus=gpus))
     assert made.config_digest == config.digest  # what was decided never gets into what was asked
@@ -30,13 +35,13 @@ def why(made: Plan, name: str) -> str:
 
 def test_auto_packs_where_the_model_allows_it_and_says_how_that_is_known() -> None:
     made = make_plan(packing_reason="llama was measured packed and alone")
-    assert made.packing and made.micro_tokens and made.micro_rows is None
+    assert made.packing and made.micro_tokens and made.micro_samples is None
     assert why(made, "packing") == "packing: rows side by side: llama was measured packed and alone"
 
 
 def test_auto_takes_the_plain_path_and_says_so() -> None:
     made = make_plan(**LEAKS)
-    assert not made.packing and made.micro_rows and made.micro_tokens is None and made.attention == "sdpa"
+    assert not made.packing and made.micro_samples and made.micro_tokens is None and made.attention == "sdpa"
     assert why(made, "packing") == "packing: no, one document a row: packed documents see each other"
 
 
@@ -47,7 +52,7 @@ def test_an_explicit_wish_is_refused_with_the_reason() -> None:
     assert not make_plan(False, **LEAKS).packing
 
 
-@pytest.mark.parametrize("batch", [{"tokens": 4096}, {"micro_tokens": 4096}])
+@pytest.mark.parametrize("batch", [{"loss_tokens": 4096}, {"micro_tokens": 4096}])
 def test_keys_that_need_packs_are_refused_too(batch: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=f"batch.{next(iter(batch))} asks for packed rows"):
         make_plan(batch=batch, **LEAKS)

@@ -8,14 +8,14 @@ import sys
 
 import pytest
 
-from manyhands.errors import UserError
+from manyhands.core.errors import UserError
 from manyhands.facts.types import Facts, GpuFacts
 from manyhands.plan.choices import choose_kernels
 from manyhands.plan.search import NothingSmaller, plan
 from manyhands.plan.types import Plan
 from tests.plan.examples import GIB, H200_BYTES, data_facts, facts, llama_8b, model_facts, run_config
 
-LONG = data_facts(num_rows=5000, mean=3000, longest=4096)
+LONG = data_facts(num_samples=5000, mean=3000, longest=4096)
 
 
 def h200(gpus: int, **more) -> Facts:
@@ -31,7 +31,11 @@ def chosen(made: Plan):
 def test_8b_lora_on_h200s_keeps_a_copy_and_its_activations(gpus):
     made = plan(run_config(), h200(gpus))
     assert made.world_size == gpus
-    assert (made.strategy, made.recompute, made.reshard) == ("one" if gpus == 1 else "ddp", "none", False)
+    assert (made.strategy, made.activation_checkpointing, made.reshard_after_forward) == (
+        "single" if gpus == 1 else "ddp",
+        "none",
+        False,
+    )
     assert made.compute_dtype == made.frozen_dtype == "bfloat16"
     assert (made.attention, made.compile, made.micro_tokens) == ("varlen", True, 16_384 if gpus < 8 else 15_104)
     assert made.memory.total < 0.92 * made.memory.limit
@@ -42,9 +46,9 @@ def test_8b_lora_on_h200s_keeps_a_copy_and_its_activations(gpus):
 def test_8b_full_fits_one_h200_in_one_way_only():
     """16 bytes of states a parameter are 119.7 GiB; the bfloat16 copy of all blocks beside them would be too much."""
     made = plan(run_config(method__name="full"), h200(1))
-    assert (made.strategy, made.reshard, made.recompute) == ("one", True, "block")
+    assert (made.strategy, made.reshard_after_forward, made.activation_checkpointing) == ("single", True, "full")
     assert made.memory.fits
-    kept = [c for c in made.candidates if not c.reshard]
+    kept = [c for c in made.candidates if not c.reshard_after_forward]
     assert kept and all(c.reason.startswith("needs ") for c in kept)
 
 
@@ -62,7 +66,7 @@ def test_8b_full_is_sharded_over_2_and_8_h200s():
     assert two.strategy == "fsdp"
     assert two.memory.fits
     eight = plan(run_config(method__name="full"), h200(8))
-    assert (eight.strategy, eight.reshard, eight.recompute) == ("fsdp", False, "none")
+    assert (eight.strategy, eight.reshard_after_forward, eight.activation_checkpointing) == ("fsdp", False, "none")
     assert eight.memory.total < two.memory.total
     ddp = [c for c in eight.candidates if c.strategy == "ddp"]
     assert ddp and all(c.reason.startswith("needs ") for c in ddp)
@@ -70,8 +74,8 @@ def test_8b_full_is_sharded_over_2_and_8_h200s():
 
 def test_a_small_gpu_recomputes_before_it_gives_up():
     made = plan(run_config(), h200(1, gpu_bytes=24 * GIB))
-    assert (made.strategy, made.recompute) == ("one", "block")
-    kept = [c for c in made.candidates if c.recompute == "none"]
+    assert (made.strategy, made.activation_checkpointing) == ("single", "full")
+    kept = [c for c in made.candidates if c.activation_checkpointing == "none"]
     assert kept and all("needs" in c.reason for c in kept)
 
 
@@ -85,11 +89,14 @@ def test_every_candidate_but_the_chosen_one_has_a_reason():
 @pytest.mark.parametrize(
     ("keys", "fields"),
     [
-        ({"parallel__strategy": "fsdp"}, {"strategy": "fsdp", "reshard": False}),
-        ({"parallel__strategy": "fsdp", "parallel__reshard": True}, {"strategy": "fsdp", "reshard": True}),
-        ({"parallel__reshard": True}, {"strategy": "fsdp", "reshard": True}),
-        ({"parallel__recompute": "block"}, {"strategy": "ddp", "recompute": "block"}),
-        ({"parallel__gpus": 1}, {"strategy": "one", "world_size": 1}),
+        ({"parallel__strategy": "fsdp"}, {"strategy": "fsdp", "reshard_after_forward": False}),
+        (
+            {"parallel__strategy": "fsdp", "parallel__reshard_after_forward": True},
+            {"strategy": "fsdp", "reshard_after_forward": True},
+        ),
+        ({"parallel__reshard_after_forward": True}, {"strategy": "fsdp", "reshard_after_forward": True}),
+        ({"parallel__activation_checkpointing": "full"}, {"strategy": "ddp", "activation_checkpointing": "full"}),
+        ({"parallel__gpus": 1}, {"strategy": "single", "world_size": 1}),
         ({"parallel__gpus": 1, "parallel__strategy": "fsdp"}, {"strategy": "fsdp", "world_size": 1}),
         ({"parallel__compile": False}, {"compile": False}),
         (
@@ -102,10 +109,10 @@ def test_every_candidate_but_the_chosen_one_has_a_reason():
         ),
         ({"model__dtype": "float32"}, {"compute_dtype": "float32", "master_dtype": "float32", "attention": "sdpa"}),
         ({"batch__micro_tokens": 5000}, {"micro_tokens": 5000}),
-        ({"batch__rows": 100}, {"batch_rows": 100}),
+        ({"batch__samples": 100}, {"batch_samples": 100}),
         (
-            {"data__packing": False, "batch__rows": 32, "batch__micro_rows": 2},
-            {"micro_rows": 2, "accumulation": 8, "packing": False, "attention": "sdpa"},
+            {"data__packing": False, "batch__samples": 32, "batch__micro_samples": 2},
+            {"micro_samples": 2, "accumulation": 8, "packing": False, "attention": "sdpa"},
         ),
         ({"optimizer__learning_rate": 1e-5}, {"learning_rate": 1e-5}),
         ({"output__dtype": "bfloat16"}, {"output_dtype": "bfloat16"}),
@@ -119,7 +126,11 @@ def test_explicit_keys_are_obeyed(keys, fields):
 
 def test_an_explicit_strategy_may_fill_the_limit_but_not_pass_it():
     config = run_config(
-        method__name="full", parallel__strategy="fsdp", parallel__recompute="block", parallel__reshard=True, batch__micro_tokens=4096
+        method__name="full",
+        parallel__strategy="fsdp",
+        parallel__activation_checkpointing="full",
+        parallel__reshard_after_forward=True,
+        batch__micro_tokens=4096,
     )
     roomy = plan(config, h200(2)).memory
     need = roomy.total - roomy.terms["unreduced"]  # whole gradients wait for the last micro-batch only where they fit
@@ -131,15 +142,21 @@ def test_an_explicit_strategy_may_fill_the_limit_but_not_pass_it():
 
 
 def test_after_running_out_of_memory_micro_batches_are_halved_and_the_global_batch_stays():
-    made = first = plan(run_config(batch__rows=64), h200(1))
+    made = first = plan(run_config(batch__samples=64), h200(1))
     sizes = [first.micro_tokens]
     while True:
         try:
-            made = plan(run_config(batch__rows=64), h200(1), number=made.number + 1, cause="out_of_memory", before=made)
+            made = plan(
+                run_config(batch__samples=64), h200(1), number=made.number + 1, cause="out_of_memory", before=made
+            )
         except NothingSmaller as error:
             assert "no smaller plan is left than plan" in error.what and "parallel.offload" in error.fix
             break
-        assert (made.batch_rows, made.num_steps, made.learning_rate) == (first.batch_rows, first.num_steps, first.learning_rate)
+        assert (made.batch_samples, made.num_steps, made.learning_rate) == (
+            first.batch_samples,
+            first.num_steps,
+            first.learning_rate,
+        )
         assert made.cause == "out_of_memory" and made.ran_out.number == made.number - 1
         sizes.append(made.micro_tokens)
     halved = [size for size in sizes if size > 4096]
@@ -148,13 +165,17 @@ def test_after_running_out_of_memory_micro_batches_are_halved_and_the_global_bat
 
 
 def test_a_plan_after_one_that_ran_out_stays_smaller_until_there_is_more_memory():
-    first = plan(run_config(batch__rows=64), h200(1))
-    second = plan(run_config(batch__rows=64), h200(1), number=2, cause="out_of_memory", before=first)
-    third = plan(run_config(batch__rows=64), h200(1), number=3, cause="resume", before=second)
-    assert (third.micro_tokens, third.recompute, third.ran_out) == (second.micro_tokens, second.recompute, second.ran_out)
+    first = plan(run_config(batch__samples=64), h200(1))
+    second = plan(run_config(batch__samples=64), h200(1), number=2, cause="out_of_memory", before=first)
+    third = plan(run_config(batch__samples=64), h200(1), number=3, cause="resume", before=second)
+    assert (third.micro_tokens, third.activation_checkpointing, third.ran_out) == (
+        second.micro_tokens,
+        second.activation_checkpointing,
+        second.ran_out,
+    )
     assert any(sentence.startswith("smaller: ") and "as plan 1 ran out of memory" in sentence for sentence in third.why)
-    larger = plan(run_config(batch__rows=64), h200(1, gpu_bytes=180 * GIB), number=3, cause="resume", before=second)
-    two = plan(run_config(batch__rows=64), h200(2), number=3, cause="resume", before=second)
+    larger = plan(run_config(batch__samples=64), h200(1, gpu_bytes=180 * GIB), number=3, cause="resume", before=second)
+    two = plan(run_config(batch__samples=64), h200(2), number=3, cause="resume", before=second)
     assert larger.ran_out is None and two.ran_out is None and larger.micro_tokens > second.micro_tokens
 
 
@@ -162,8 +183,14 @@ def test_keys_that_fix_the_micro_batch_are_obeyed_after_running_out_too():
     config = run_config(batch__micro_tokens=8192)
     first = plan(config, h200(1))
     second = plan(config, h200(1), number=2, cause="out_of_memory", before=first)
-    assert second.micro_tokens == 8192 and second.memory.total < first.memory.total and second.recompute != "none"
-    everything = run_config(batch__micro_tokens=8192, parallel__recompute="block", parallel__offload_activations=False)
+    assert (
+        second.micro_tokens == 8192
+        and second.memory.total < first.memory.total
+        and second.activation_checkpointing != "none"
+    )
+    everything = run_config(
+        batch__micro_tokens=8192, parallel__activation_checkpointing="full", parallel__offload_activations=False
+    )
     with pytest.raises(NothingSmaller, match="no smaller plan") as caught:
         plan(everything, h200(1), number=2, cause="out_of_memory", before=plan(everything, h200(1)))
     assert "leave batch.micro_tokens to auto" in caught.value.fix
@@ -171,9 +198,12 @@ def test_keys_that_fix_the_micro_batch_are_obeyed_after_running_out_too():
 
 def test_nothing_fits_on_cpu():
     with pytest.raises(UserError) as caught:
-        plan(run_config(parallel__device="cpu", parallel__recompute="none"), facts(llama_8b(), data=LONG, host_bytes=8 * GIB))
+        plan(
+            run_config(parallel__device="cpu", parallel__activation_checkpointing="none"),
+            facts(llama_8b(), data=LONG, host_bytes=8 * GIB),
+        )
     assert "there are 7.2 GiB" in caught.value.what
-    assert "parallel.recompute: auto" in caught.value.fix and "use method.name=qlora" in caught.value.fix
+    assert "parallel.activation_checkpointing: auto" in caught.value.fix and "use method.name=qlora" in caught.value.fix
     assert "90 % of 8.0 GiB free" in caught.value.why
 
 
@@ -192,17 +222,24 @@ def test_a_micro_batch_given_by_hand_is_to_be_lowered(keys, advised):
     assert ("give a smaller micro-batch" in caught.value.fix) == advised
 
 
-@pytest.mark.parametrize(("keys", "auto"), [({"batch__rows": 8}, False), ({"batch__rows": "auto"}, True), ({"batch__tokens": 5000}, False)])
+@pytest.mark.parametrize(
+    ("keys", "auto"),
+    [({"batch__samples": 8}, False), ({"batch__samples": "auto"}, True), ({"batch__loss_tokens": 5000}, False)],
+)
 def test_a_batch_that_the_plan_chose_is_marked(keys, auto):
-    made = plan(run_config(**keys), facts(llama_8b(), gpus=1, gpu_bytes=H200_BYTES, data=data_facts(steps_of_epochs=(10,))))
+    made = plan(
+        run_config(**keys), facts(llama_8b(), gpus=1, gpu_bytes=H200_BYTES, data=data_facts(steps_of_epochs=(10,)))
+    )
     assert next(sentence for sentence in made.why if sentence.startswith("batch: ")).endswith("(auto)") == auto
 
 
 def test_the_batch_in_packs_is_told_in_tokens_and_idle_ranks_are_named():
-    made = plan(run_config(batch__rows=4), facts(llama_8b(), gpus=8, gpu_bytes=H200_BYTES, data=data_facts(mean=300.0)))
+    made = plan(
+        run_config(batch__samples=4), facts(llama_8b(), gpus=8, gpu_bytes=H200_BYTES, data=data_facts(mean=300.0))
+    )
     said = next(sentence for sentence in made.why if sentence.startswith("batch: "))
     assert "4 rows ≈ 1,200 tokens" in said and "(fewer rows than ranks: some idle)" in said
-    as_many = plan(run_config(batch__rows=8), facts(llama_8b(), gpus=8, gpu_bytes=H200_BYTES, data=data_facts()))
+    as_many = plan(run_config(batch__samples=8), facts(llama_8b(), gpus=8, gpu_bytes=H200_BYTES, data=data_facts()))
     assert not any("some idle" in sentence for sentence in as_many.why)
 
 
@@ -217,10 +254,14 @@ def test_what_was_asked_is_told_from_what_was_chosen():
     [
         ({"parallel__gpus": 4}, facts(gpus=2), "parallel.gpus is 4, but 2 GPUs are visible"),
         ({"parallel__device": "cuda"}, facts(), "no GPU is visible"),
-        ({"parallel__strategy": "one"}, facts(gpus=2), "parallel.strategy: one is one process, but there are 2"),
-        ({"parallel__strategy": "one"}, facts(world_size=3), "parallel.strategy: one is one process, but there are 3"),
+        ({"parallel__strategy": "single"}, facts(gpus=2), "parallel.strategy: single is one process, but there are 2"),
+        (
+            {"parallel__strategy": "single"},
+            facts(world_size=3),
+            "parallel.strategy: single is one process, but there are 3",
+        ),
         ({"parallel__gpus": 2}, facts(world_size=3), "parallel.gpus is 2, but 3 processes were launched"),
-        ({"method__targets": ["nose"]}, facts(), "no layer matches method.targets: nose"),
+        ({"method__target_modules": ["nose"]}, facts(), "no layer matches method.target_modules: nose"),
     ],
 )
 def test_contradictions_with_the_facts_name_both(keys, the_facts, words):
@@ -245,7 +286,13 @@ def test_soft_capped_scores_do_not_take_varlen():
 
 def test_on_cpu():
     made = plan(run_config(), facts())
-    assert (made.device, made.world_size, made.strategy, made.compute_dtype, made.compile) == ("cpu", 1, "one", "float32", False)
+    assert (made.device, made.world_size, made.strategy, made.compute_dtype, made.compile) == (
+        "cpu",
+        1,
+        "single",
+        "float32",
+        False,
+    )
     assert made.environment["OMP_NUM_THREADS"] == "8"
     two = plan(run_config(parallel__gpus=2), facts())
     assert (two.strategy, two.environment["OMP_NUM_THREADS"]) == ("ddp", "4")
@@ -266,14 +313,16 @@ def test_processes_share_the_cores_and_the_memory_of_their_own_machine():
 def test_the_fullest_gpu_sets_the_limit():
     the_facts = h200(2)
     busy = the_facts.host.gpus[1].model_copy(update={"free_bytes": 60 * GIB})
-    the_facts = the_facts.model_copy(update={"host": the_facts.host.model_copy(update={"gpus": (the_facts.host.gpus[0], busy)})})
+    the_facts = the_facts.model_copy(
+        update={"host": the_facts.host.model_copy(update={"gpus": (the_facts.host.gpus[0], busy)})}
+    )
     assert plan(run_config(), the_facts).memory.limit == int(0.97 * 60 * GIB)
     assert plan(run_config(parallel__gpus=1), the_facts).memory.limit == int(0.97 * H200_BYTES)
 
 
 def test_adapters_on_some_layers_cost_less():
     all_linear = plan(run_config(), facts()).memory.terms
-    some = plan(run_config(method__targets=["q_proj", "model.layers.0.mlp.up_proj"]), facts()).memory.terms
+    some = plan(run_config(method__target_modules=["q_proj", "model.layers.0.mlp.up_proj"]), facts()).memory.terms
     assert some["optimizer"] == 8 * 16 * (2 * (8 + 8) + (16 + 8))
     assert some["optimizer"] < all_linear["optimizer"]
 
@@ -298,7 +347,7 @@ def test_planning_needs_no_torch():
         "config, facts = RunConfig.model_validate_json(sys.argv[1]), Facts.model_validate_json(sys.argv[2])\n"
         "made = plan(config, facts)\n"
         "explain_plan(made)\n"
-        "import manyhands.facts.gather, manyhands.facts.hub, manyhands.facts.host\n"
+        "import manyhands.launch.facts, manyhands.facts.hub, manyhands.facts.host\n"
         "print(made.model_dump_json())\n"
     )
     config, the_facts = run_config(), h200(8)
@@ -315,7 +364,7 @@ def test_planning_needs_no_torch():
         ({"optimizer__learning_rates": {"lm_head": 3.0}}, "optimizer.learning_rates, lm_head: 3 moves"),
         ({"method__rank": 1024}, "method.rank: 1024 is not below the width of k_proj (1024), v_proj (1024)"),
         ({"method__rank": 1023, "optimizer__learning_rate": 0.9}, ""),
-        ({"method__rank": 1024, "method__targets": ["q_proj"]}, ""),
+        ({"method__rank": 1024, "method__target_modules": ["q_proj"]}, ""),
     ],
 )
 def test_absurd_values_are_warned_of(keys, said):
@@ -332,15 +381,15 @@ def test_fast_kernels_are_tried_where_asked_and_else_on_gpus(device, method):
 
     adapters, gpu = method != "full", device == "cuda"
     assert chosen() == {"fuse_lora": adapters and gpu, "fuse_loss": gpu, "fuse_optimizer": gpu, "fast_attention": True}
-    assert [chosen(lora=asked)["fuse_lora"] for asked in ("fused", "plain")] == [adapters, False]
-    assert [chosen(loss=asked)["fuse_loss"] for asked in ("fused", "plain")] == [True, False]
-    assert not chosen(optimizer="plain")["fuse_optimizer"]
+    assert [chosen(lora=asked)["fuse_lora"] for asked in ("fused", "reference")] == [adapters, False]
+    assert [chosen(loss=asked)["fuse_loss"] for asked in ("fused", "reference")] == [True, False]
+    assert not chosen(optimizer="reference")["fuse_optimizer"]
     assert not choose_kernels(run_config(method__name=method), device, "sdpa")["fast_attention"]
 
 
 @pytest.mark.parametrize("keys", [{"checkpoint__keep_best": True}, {"stop__patience": 2}])
 def test_keys_that_need_held_out_samples_are_refused_where_a_tenth_is_less_than_one(keys):
-    few = facts(llama_8b(), gpus=1, data=data_facts(num_rows=9, num_validation_rows=0))
+    few = facts(llama_8b(), gpus=1, data=data_facts(num_samples=9, num_validation_samples=0))
     plan(run_config(), few)
     with pytest.raises(UserError, match="needs validation samples, and there are none") as refused:
         plan(run_config(**keys), few)

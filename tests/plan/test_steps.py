@@ -6,23 +6,23 @@ import numpy as np
 import pytest
 
 from manyhands.config.schema import RunConfig
+from manyhands.core.errors import UserError
 from manyhands.data import prepare
-from manyhands.data.order import RowOrder
+from manyhands.data.order import SampleOrder
 from manyhands.data.prepare import _steps_of_epochs
-from manyhands.errors import UserError
 from manyhands.facts.types import DataFacts
 from manyhands.plan.steps import count_steps
 from tests.plan.examples import data_facts, run_config
 
 
-def steps(batch_rows: int | None = 32, *, num_rows: int = 1000, data: dict | None = None, **keys: object):
-    return count_steps(run_config(**keys), data_facts(num_rows=num_rows, **(data or {})), batch_rows)
+def steps(batch_samples: int | None = 32, *, num_samples: int = 1000, data: dict | None = None, **keys: object):
+    return count_steps(run_config(**keys), data_facts(num_samples=num_samples, **(data or {})), batch_samples)
 
 
 def test_the_last_step_of_an_epoch_may_be_short():
     assert steps().per_epoch == steps().total == 32
-    assert steps(num_rows=1024).per_epoch == 32
-    assert steps(num_rows=1025).per_epoch == 33
+    assert steps(num_samples=1024).per_epoch == 32
+    assert steps(num_samples=1025).per_epoch == 33
 
 
 @pytest.mark.parametrize(("epochs", "total"), [(0.5, 16), (0.51, 17), (3, 96), (0.001, 1), (0.3, 10), (1.25, 40)])
@@ -37,18 +37,18 @@ def test_max_steps_wins_if_smaller():
 
 def test_rounding_does_not_add_a_step():
     assert 0.07 * 100 > 7, "as floats the product is more, and rounding up would make it 8"
-    assert steps(1, num_rows=100, stop__epochs=0.07).total == 7
-    assert steps(1, num_rows=100, stop__epochs=2.07).total == 207
+    assert steps(1, num_samples=100, stop__epochs=0.07).total == 7
+    assert steps(1, num_samples=100, stop__epochs=2.07).total == 207
 
 
 def test_batches_of_tokens_take_the_datas_count():
     of_epochs = {"steps_of_epochs": (11, 12, 10)}
-    counted = steps(None, data=of_epochs, batch__tokens=100, stop__epochs=3)
+    counted = steps(None, data=of_epochs, batch__loss_tokens=100, stop__epochs=3)
     assert (counted.per_epoch, counted.total) == (11, 33)
-    assert steps(None, data=of_epochs, batch__tokens=100, stop__epochs=2.15).total == 11 + 12 + 2
+    assert steps(None, data=of_epochs, batch__loss_tokens=100, stop__epochs=2.15).total == 11 + 12 + 2
 
 
-def walk(order: RowOrder, epochs: float) -> int:
+def walk(order: SampleOrder, epochs: float) -> int:
     """Steps that begin before so many epochs are done, taken one by one as the loop takes them."""
     step = 0
     while True:
@@ -59,51 +59,63 @@ def walk(order: RowOrder, epochs: float) -> int:
         step += 1
 
 
-def facts_of(lengths: np.ndarray, sources: np.ndarray, weights: tuple[float, ...], config: RunConfig, order: RowOrder) -> DataFacts:
-    of_epochs = _steps_of_epochs(config, order) if config.batch.tokens else ()
+def facts_of(
+    lengths: np.ndarray, sources: np.ndarray, weights: tuple[float, ...], config: RunConfig, order: SampleOrder
+) -> DataFacts:
+    of_epochs = _steps_of_epochs(config, order) if config.batch.loss_tokens else ()
     counts = tuple((int((sources == source).sum()), weight) for source, weight in enumerate(weights))
-    return data_facts(num_rows=len(lengths), rows_per_epoch=order.rows_in_epoch(0), sources=counts, steps_of_epochs=of_epochs)
+    return data_facts(
+        num_samples=len(lengths), samples_per_epoch=order.samples_in_epoch(0), sources=counts, steps_of_epochs=of_epochs
+    )
 
 
 @pytest.mark.parametrize("epochs", [0.3, 1.0, 2.5, 3.0, 4.0, 13.0])
 @pytest.mark.parametrize(
-    ("num_rows", "weights"), [(17, (0.5,)), (200, (1.0,)), (101, (0.3, 1.25)), (64, (0.125, 2.0, 0.7)), (9, (0.15,)), (10, (0.06,))]
+    ("num_samples", "weights"),
+    [(17, (0.5,)), (200, (1.0,)), (101, (0.3, 1.25)), (64, (0.125, 2.0, 0.7)), (9, (0.15,)), (10, (0.06,))],
 )
-@pytest.mark.parametrize("batch", [{"rows": 8}, {"rows": 3}, {"tokens": 500}, {"tokens": 90}])
-def test_the_plan_ends_where_the_order_does(num_rows, weights, batch, epochs):
-    random = np.random.default_rng(num_rows)
-    lengths = random.integers(5, 120, num_rows).astype(np.int32)
-    sources = np.arange(num_rows) % len(weights)
+@pytest.mark.parametrize("batch", [{"samples": 8}, {"samples": 3}, {"loss_tokens": 500}, {"loss_tokens": 90}])
+def test_the_plan_ends_where_the_order_does(num_samples, weights, batch, epochs):
+    random = np.random.default_rng(num_samples)
+    lengths = random.integers(5, 120, num_samples).astype(np.int32)
+    sources = np.arange(num_samples) % len(weights)
     config = run_config(stop__epochs=epochs, **{f"batch__{key}": value for key, value in batch.items()})
-    order = RowOrder(num_rows, 0, batch.get("rows"), batch.get("tokens"), lengths, sources, weights)
+    order = SampleOrder(num_samples, 0, batch.get("samples"), batch.get("loss_tokens"), lengths, sources, weights)
     data = facts_of(lengths, sources, weights, config, order)
-    assert count_steps(config, data, batch.get("rows")).total == walk(order, epochs)
+    assert count_steps(config, data, batch.get("samples")).total == walk(order, epochs)
 
 
 def test_seventeen_rows_of_half_weight():
-    counted = steps(8, num_rows=17, data={"sources": ((17, 0.5),), "rows_per_epoch": 9}, stop__epochs=4)
+    counted = steps(8, num_samples=17, data={"sources": ((17, 0.5),), "samples_per_epoch": 9}, stop__epochs=4)
     assert (counted.per_epoch, counted.total) == (2, 2 + 1 + 2 + 1)  # 9, 8, 9 and 8 rows
-    assert "2 in the first epoch; 6 in 4 epochs, which differ" in counted.why[0].replace("ceil(9 rows / 8) = ", "").replace(
-        ", the 17 there are taken by their sources' weights", ""
-    )
+    assert "2 in the first epoch; 6 in 4 epochs, which differ" in counted.why[0].replace(
+        "ceil(9 rows / 8) = ", ""
+    ).replace(", the 17 there are taken by their sources' weights", "")
 
 
 def test_epochs_that_each_have_to_be_laid_out_are_counted_up_to_a_limit(monkeypatch):
     monkeypatch.setattr(prepare, "MAX_COUNTED_EPOCHS", 50)
-    order = RowOrder(9, 0, None, 100, np.full(9, 30))
-    assert _steps_of_epochs(run_config(batch__tokens=100, stop__epochs=49.5), order) == (3,) * 50
-    assert len(_steps_of_epochs(run_config(batch__tokens=100, stop__epochs=1e300, stop__max_steps=30), order)) == 11
+    order = SampleOrder(9, 0, None, 100, np.full(9, 30))
+    assert _steps_of_epochs(run_config(batch__loss_tokens=100, stop__epochs=49.5), order) == (3,) * 50
+    assert (
+        len(_steps_of_epochs(run_config(batch__loss_tokens=100, stop__epochs=1e300, stop__max_steps=30), order)) == 11
+    )
     with pytest.raises(UserError, match="more epochs than can be counted") as refused:
-        _steps_of_epochs(run_config(batch__tokens=100, stop__epochs=1e300), order)
+        _steps_of_epochs(run_config(batch__loss_tokens=100, stop__epochs=1e300), order)
     assert "stop.max_steps" in refused.value.fix
 
 
 def test_many_epochs_are_counted_at_once():
     """A billion epochs, of which every ten are alike: 0.3 of 101 rows."""
-    data = {"sources": ((101, 0.3),), "rows_per_epoch": 30}
-    ten = steps(4, num_rows=101, data=data, stop__epochs=10).total
-    assert steps(4, num_rows=101, data=data, stop__epochs=1e9).total == ten * 10**8
-    assert steps(None, data={"steps_of_epochs": (5, 6)}, batch__tokens=100, stop__epochs=1e9, stop__max_steps=10).total == 10
+    data = {"sources": ((101, 0.3),), "samples_per_epoch": 30}
+    ten = steps(4, num_samples=101, data=data, stop__epochs=10).total
+    assert steps(4, num_samples=101, data=data, stop__epochs=1e9).total == ten * 10**8
+    assert (
+        steps(
+            None, data={"steps_of_epochs": (5, 6)}, batch__loss_tokens=100, stop__epochs=1e9, stop__max_steps=10
+        ).total
+        == 10
+    )
 
 
 def test_warm_up():
@@ -120,7 +132,7 @@ def test_evaluations_and_checkpoints():
     assert (steps().evaluate_every, steps().checkpoint_every) == (7, 4)
     assert steps(evaluate__every_steps=3, checkpoint__every_steps=0).evaluate_every == 3
     assert steps(checkpoint__every_steps=0).checkpoint_every == 0
-    assert steps(data={"num_validation_rows": 0}).evaluate_every == 0
+    assert steps(data={"num_validation_samples": 0}).evaluate_every == 0
 
 
 def test_early_ends_are_said():
@@ -142,12 +154,12 @@ def test_what_ends_the_run_first_is_said():
 
 
 def test_a_batch_larger_than_the_data_is_said():
-    assert any("there are 20 training rows" in sentence for sentence in steps(64, num_rows=20).why)
-    assert not any("training rows" in sentence for sentence in steps(20, num_rows=20).why)
+    assert any("there are 20 training rows" in sentence for sentence in steps(64, num_samples=20).why)
+    assert not any("training rows" in sentence for sentence in steps(20, num_samples=20).why)
 
 
 def test_max_steps_may_end_a_part_of_an_epoch_that_was_never_laid_out():
-    order = RowOrder(4, 0, None, 100, np.full(4, 60))
-    config = run_config(batch__tokens=100, stop__epochs=1.5, stop__max_steps=1)
-    data = data_facts(num_rows=4, steps_of_epochs=_steps_of_epochs(config, order))
+    order = SampleOrder(4, 0, None, 100, np.full(4, 60))
+    config = run_config(batch__loss_tokens=100, stop__epochs=1.5, stop__max_steps=1)
+    data = data_facts(num_samples=4, steps_of_epochs=_steps_of_epochs(config, order))
     assert count_steps(config, data, None).total == 1

@@ -1,4 +1,6 @@
-"""Hybrid copies, selective recomputation, reductions and offloading in the plan: what is listed, counted, chosen and refused."""
+"""Hybrid copies, selective recomputation, reductions and offloading in the plan: what is listed, counted, chosen and
+refused.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from typing import Any
 import pytest
 
 from manyhands.config.checks import check
-from manyhands.errors import UserError
+from manyhands.core.errors import UserError
 from manyhands.plan import host, memory
 from manyhands.plan.activations import linear_bytes_per_token
 from manyhands.plan.search import plan
@@ -17,8 +19,10 @@ from manyhands.plan.types import Plan
 from tests.plan.examples import GIB, data_facts, facts, llama_8b, model_facts, run_config
 from tests.plan.test_memory import BLOCK, FULL, GRADIENTS, LORA, ROOT
 
-LONG = data_facts(num_rows=5000, mean=3000, longest=4096)
-WIDE = model_facts(hidden=5120, inner=25600, layers=64, heads=64, kv_heads=8, vocab=151936, head_dim=128, tied=False)  # 32B
+LONG = data_facts(num_samples=5000, mean=3000, longest=4096)
+WIDE = model_facts(
+    hidden=5120, inner=25600, layers=64, heads=64, kv_heads=8, vocab=151936, head_dim=128, tied=False
+)  # 32B
 
 
 def sentence(made, name: str) -> str:
@@ -26,7 +30,7 @@ def sentence(made, name: str) -> str:
 
 
 def test_hybrid_divides_states_by_the_ranks_of_a_copy():
-    eight = replace(FULL, strategy="hybrid", world_size=8, shard_ranks=2, reshard=True)
+    eight = replace(FULL, strategy="hsdp", world_size=8, shard_degree=2, reshard_after_forward=True)
     assert memory.weights(eight) == 4 * 1448 // 2
     assert memory.gathered(eight) == 2 * (ROOT + 2 * BLOCK)
 
@@ -34,29 +38,31 @@ def test_hybrid_divides_states_by_the_ranks_of_a_copy():
 def test_auto_takes_hybrid_across_machines_where_a_copy_fits_in_one():
     two_machines = facts(llama_8b(), gpus=8, data=LONG, world_size=16)
     made = plan(run_config(method__name="full"), two_machines)
-    assert (made.strategy, made.shard_ranks) == ("hybrid", 8)
+    assert (made.strategy, made.shard_degree) == ("hsdp", 8)
     assert "2 copies, each in shards over 8 of 16 GPUs" in sentence(made, "strategy")
-    assert {c.strategy for c in made.candidates} == {"ddp", "hybrid", "fsdp"}
+    assert {c.strategy for c in made.candidates} == {"ddp", "hsdp", "fsdp"}
     assert any("a copy a machine fits" in c.reason for c in made.candidates if c.strategy == "fsdp")
     one_machine = plan(run_config(method__name="full"), facts(llama_8b(), gpus=8, data=LONG))
-    assert "hybrid" not in {c.strategy for c in one_machine.candidates}
-    small = plan(run_config(method__name="full"), facts(llama_8b(), gpus=2, gpu_bytes=60 * GIB, data=LONG, world_size=16))
+    assert "hsdp" not in {c.strategy for c in one_machine.candidates}
+    small = plan(
+        run_config(method__name="full"), facts(llama_8b(), gpus=2, gpu_bytes=60 * GIB, data=LONG, world_size=16)
+    )
     assert small.strategy == "fsdp"
 
 
 def test_shard_ranks_must_divide_the_processes():
-    made = plan(run_config(parallel__strategy="hybrid", parallel__shard_ranks=2), facts(gpus=4, data=LONG))
-    assert (made.strategy, made.shard_ranks, made.world_size) == ("hybrid", 2, 4)
+    made = plan(run_config(parallel__strategy="hsdp", parallel__shard_degree=2), facts(gpus=4, data=LONG))
+    assert (made.strategy, made.shard_degree, made.world_size) == ("hsdp", 2, 4)
     with pytest.raises(UserError, match="does not divide 6 processes") as caught:
-        plan(run_config(parallel__strategy="hybrid", parallel__shard_ranks=4), facts(gpus=6, data=LONG))
-    assert "set parallel.shard_ranks to 3 or 6" in caught.value.fix
+        plan(run_config(parallel__strategy="hsdp", parallel__shard_degree=4), facts(gpus=6, data=LONG))
+    assert "set parallel.shard_degree to 3 or 6" in caught.value.fix
 
 
 def test_selective_keeps_inputs_linear_results_and_attention():
     # q 8, k and v 4, o 8, gate and up 16, attention 8, the input 8; compiled without the last layer's result
     kept = 2 * (8 + 8 + 4 + 4 + 8 + 16 + 16 + 8) + 4 * 2
     assert linear_bytes_per_token(FULL) == kept == 152
-    backward = memory.in_the_backward_pass(replace(FULL, recompute="selective"))
+    backward = memory.in_the_backward_pass(replace(FULL, activation_checkpointing="selective"))
     assert backward["activations"] == 10 * (2 * 152 + 216 - 152) + GRADIENTS
     assert linear_bytes_per_token(replace(FULL, compile=False)) == kept + 2 * 8
     assert linear_bytes_per_token(LORA) == kept + 2 * 4 * 7
@@ -64,50 +70,64 @@ def test_selective_keeps_inputs_linear_results_and_attention():
 
 def test_recomputation_is_tried_from_the_cheapest_on():
     def recompute(gib: float) -> str:
-        return plan(run_config(batch__micro_tokens=8192), facts(llama_8b(), gpus=1, gpu_bytes=int(gib * GIB), data=LONG)).recompute
+        return plan(
+            run_config(batch__micro_tokens=8192), facts(llama_8b(), gpus=1, gpu_bytes=int(gib * GIB), data=LONG)
+        ).activation_checkpointing
 
-    assert [recompute(gib) for gib in (64, 50, 30)] == ["none", "selective", "block"]
+    assert [recompute(gib) for gib in (64, 50, 30)] == ["none", "selective", "full"]
     made = plan(run_config(batch__micro_tokens=8192), facts(llama_8b(), gpus=1, gpu_bytes=50 * GIB, data=LONG))
-    assert sentence(made, "recompute").endswith("are kept; of the last 8 of 32 blocks nothing, as more does not fit")
-    reasons = {c.recompute: c.reason for c in made.candidates}
-    assert "about a third more compute" in reasons["block"] and reasons["none"].startswith("needs ")
+    assert sentence(made, "activation_checkpointing").endswith(
+        "are kept; of the last 8 of 32 blocks nothing, as more does not fit"
+    )
+    reasons = {c.activation_checkpointing: c.reason for c in made.candidates}
+    assert "about a third more compute" in reasons["full"] and reasons["none"].startswith("needs ")
 
 
 def test_what_memory_is_left_is_spent_on_blocks_that_are_recomputed_less():
     """24 GiB: whole blocks must be recomputed, but not all of them."""
 
     def made(gib: float = 24, **keys: Any) -> Plan:
-        return plan(run_config(**keys), facts(llama_8b(), gpus=1, gpu_bytes=int(gib * GIB), host_bytes=500 * GIB, data=LONG))
+        return plan(
+            run_config(**keys), facts(llama_8b(), gpus=1, gpu_bytes=int(gib * GIB), host_bytes=500 * GIB, data=LONG)
+        )
 
-    mixed, uniform = made(), made(parallel__recompute="block", parallel__offload_activations=False)
-    assert mixed.recompute == "block" and 4 <= mixed.lighter_blocks < 32 and uniform.lighter_blocks == 0
+    mixed, uniform = made(), made(parallel__activation_checkpointing="full", parallel__offload_activations=False)
+    assert mixed.activation_checkpointing == "full" and 4 <= mixed.lighter_layers < 32 and uniform.lighter_layers == 0
     assert mixed.micro_tokens < uniform.micro_tokens, "smaller packs leave room, and nothing travels with each"
     assert not mixed.offload_activations and mixed.memory.total <= 0.92 * mixed.memory.limit
-    assert f"of the last {mixed.lighter_blocks} of 32 blocks only norms" in sentence(mixed, "recompute")
+    assert f"of the last {mixed.lighter_layers} of 32 blocks only norms" in sentence(mixed, "activation_checkpointing")
     (chosen,) = (c for c in mixed.candidates if c.chosen)
-    assert chosen.lighter_blocks == mixed.lighter_blocks
+    assert chosen.lighter_layers == mixed.lighter_layers
     assert "slower: recomputes more blocks" in {c.reason for c in mixed.candidates}
-    assert made(parallel__offload_activations=True).lighter_blocks == 0
-    assert made(25).lighter_blocks > mixed.lighter_blocks, "more memory, fewer recomputed blocks"
+    assert made(parallel__offload_activations=True).lighter_layers == 0
+    assert made(25).lighter_layers > mixed.lighter_layers, "more memory, fewer recomputed blocks"
 
 
-@pytest.mark.parametrize("recompute", ["selective", "block"])
+@pytest.mark.parametrize("activation_checkpointing", ["selective", "full"])
 def test_lighter_blocks_lie_between_two_uniform_ways(recompute):
-    setup = replace(FULL, recompute=recompute, model=WIDE)
-    lighter = replace(setup, recompute={"block": "selective", "selective": "none"}[recompute])
+    setup = replace(FULL, activation_checkpointing=recompute, model=WIDE)
+    lighter = replace(setup, activation_checkpointing={"full": "selective", "selective": "none"}[recompute])
     num_layers = setup.model.num_layers
-    activations = [memory.at_the_loss(replace(setup, lighter_blocks=count))["activations"] for count in range(num_layers)]
+    activations = [
+        memory.at_the_loss(replace(setup, lighter_layers=count))["activations"] for count in range(num_layers)
+    ]
     steps = {b - a for a, b in pairwise(activations)}
     assert len(steps) == 1 and activations[0] + num_layers * steps.pop() == memory.at_the_loss(lighter)["activations"]
-    one_light = replace(setup, lighter_blocks=1)
+    one_light = replace(setup, lighter_layers=1)
     assert memory.in_the_backward_pass(one_light)["activations"] < memory.in_the_backward_pass(lighter)["activations"]
 
 
 def test_gradients_wait_for_the_last_micro_batch_where_whole_ones_fit():
-    roomy = plan(run_config(method__name="full", parallel__strategy="fsdp", batch__micro_tokens=4096), facts(llama_8b(), gpus=8, data=LONG))
+    roomy = plan(
+        run_config(method__name="full", parallel__strategy="fsdp", batch__micro_tokens=4096),
+        facts(llama_8b(), gpus=8, data=LONG),
+    )
     assert not roomy.reduce_every and roomy.memory.terms["unreduced"] == 4 * llama_8b().num_parameters
     assert "once a step, as whole ones fit until then (29.9 GiB)" in sentence(roomy, "reduction")
-    tight = plan(run_config(method__name="full", parallel__strategy="fsdp"), facts(llama_8b(), gpus=8, gpu_bytes=60 * GIB, data=LONG))
+    tight = plan(
+        run_config(method__name="full", parallel__strategy="fsdp"),
+        facts(llama_8b(), gpus=8, gpu_bytes=60 * GIB, data=LONG),
+    )
     assert tight.reduce_every and tight.memory.terms["unreduced"] == 0
     assert "after every micro-batch" in sentence(tight, "reduction")
     assert not any(text.startswith("reduction") for text in plan(run_config(), facts(gpus=2, data=LONG)).why)
@@ -119,7 +139,7 @@ def test_offloaded_states_leave_the_gpu_for_host_memory():
     with pytest.raises(UserError, match="does not fit"):
         plan(run_config(**keys), the_facts)
     states = plan(run_config(parallel__offload="optimizer", **keys), the_facts)
-    assert states.strategy == "one" and states.memory.terms["optimizer"] < 10 * GIB
+    assert states.strategy == "single" and states.memory.terms["optimizer"] < 10 * GIB
     assert states.memory.host_terms.keys() == {"optimizer"} and states.memory.host_limit == int(0.9 * 500 * GIB)
     assert "optimizer states in host memory" in sentence(states, "offload")
     everything = plan(run_config(parallel__offload="all", **keys), the_facts).memory
@@ -148,7 +168,7 @@ def test_what_does_not_fit_into_host_memory_is_refused():
 
 
 def test_activations_move_but_for_what_passes():
-    keys = {"parallel__recompute": "block", "batch__micro_tokens": 16384, "method__name": "qlora"}
+    keys = {"parallel__activation_checkpointing": "full", "batch__micro_tokens": 16384, "method__name": "qlora"}
     the_facts = facts(WIDE, gpus=1, host_bytes=500 * GIB, data=LONG)
     kept, moved = (plan(run_config(parallel__offload_activations=on, **keys), the_facts).memory for on in (False, True))
     inputs = 64 * 16384 * 2 * 5120
@@ -160,11 +180,16 @@ def test_auto_moves_activations_of_recomputed_blocks_where_the_host_has_room():
     def made(host_gib: int = 500, gpus: int = 1, **keys: Any):
         return plan(run_config(**keys), facts(llama_8b(), gpus=gpus, host_bytes=host_gib * GIB, data=LONG))
 
-    block = {"parallel__recompute": "block"}
+    block = {"parallel__activation_checkpointing": "full"}
     moved = made(**block)
     assert moved.offload_activations and moved.memory.host_terms["activations"] > 0
     assert "activations in host memory, whose copies hide behind recomputed blocks" in sentence(moved, "offload")
-    for kept in (made(), made(host_gib=2, **block), made(gpus=0, **block), made(parallel__offload_activations=False, **block)):
+    for kept in (
+        made(),
+        made(host_gib=2, **block),
+        made(gpus=0, **block),
+        made(parallel__offload_activations=False, **block),
+    ):
         assert not kept.offload_activations and not kept.memory.host_terms
         assert not any(text.startswith("offload: ") for text in kept.why)
     assert made(parallel__offload_activations=True).offload_activations
@@ -179,8 +204,11 @@ def test_on_a_cpu_nothing_moves():
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"parallel__shard_ranks": 2}, "`parallel.shard_ranks` does nothing with `parallel.strategy: auto`"),
-        ({"parallel__strategy": "hybrid", "parallel__shard_ranks": 4, "parallel__gpus": 6}, "does not divide `parallel.gpus: 6`"),
+        ({"parallel__shard_degree": 2}, "`parallel.shard_degree` does nothing with `parallel.strategy: auto`"),
+        (
+            {"parallel__strategy": "hsdp", "parallel__shard_degree": 4, "parallel__gpus": 6},
+            "does not divide `parallel.gpus: 6`",
+        ),
         ({"parallel__strategy": "ddp", "parallel__offload": "all"}, "`parallel.strategy: ddp` has none"),
         ({"parallel__offload": "optimizer", "optimizer__name": "adamw_8bit"}, "optimizer.name: paged_adamw_8bit"),
     ],

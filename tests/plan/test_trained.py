@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 
 from manyhands.config.schema import MethodSection, OptimizerSection
-from manyhands.errors import UserError
+from manyhands.convert.trainable import train_by_pattern
+from manyhands.core.errors import UserError
 from manyhands.facts.model import read_model_facts
-from manyhands.model.freeze import train_by_pattern
 from manyhands.plan.memory import Setup, estimate_terms, reduction, root_reduction
 from manyhands.plan.search import plan
 from manyhands.plan.trained import TrainedWeights, count_state_bytes, count_trained
-from manyhands.testing.tiny import tiny_model, write_tiny_model
 from tests.plan.examples import facts, llama_8b, run_config
+from tests.support.tiny import tiny_model, write_tiny_model
 
 SETUP = Setup(
-    model=llama_8b(), num_adapter_parameters=0, adapter_rank=16, adapter_dropout=False, device="cuda", world_size=1, strategy="one",
-    reshard=False, recompute="none", compile=True, compute_bytes=2, master_bytes=4, frozen_bytes=2, micro_tokens=1, builds_mask=False,
+    model=llama_8b(), num_adapter_parameters=0, adapter_rank=16, adapter_dropout=False, device="cuda", world_size=1, strategy="single",
+    reshard_after_forward=False, activation_checkpointing="none", compile=True, compute_bytes=2, master_bytes=4, frozen_bytes=2, micro_tokens=1, builds_mask=False,
 )  # fmt: skip
 
 
@@ -38,10 +38,14 @@ SETUP = Setup(
 def test_the_plan_counts_what_the_model_trains(family: str, init: Any, keys: dict[str, Any], tmp_path: Path) -> None:
     method, model = MethodSection(name="patterns", **keys), tiny_model(family)
     trained = train_by_pattern(model, method)
-    counted = count_trained(method, read_model_facts(write_tiny_model(tmp_path, family, with_tokenizer=False), family, init))
+    counted = count_trained(
+        method, read_model_facts(write_tiny_model(tmp_path, family, with_tokenizer=False), family, init)
+    )
     assert counted is not None
     shapes = {name: parameter.numel() for name, parameter in model.named_parameters() if name in trained}
-    in_blocks = [sum(size for name, size in shapes.items() if name.startswith(f"model.layers.{index}.")) for index in range(3)]
+    in_blocks = [
+        sum(size for name, size in shapes.items() if name.startswith(f"model.layers.{index}.")) for index in range(3)
+    ]
     assert counted == TrainedWeights(sum(in_blocks), max(in_blocks), sum(shapes.values()) - sum(in_blocks))
 
 
@@ -53,15 +57,19 @@ def test_everything_trained_counts_as_full(tmp_path: Path) -> None:
 
 
 def test_weights_are_masters_or_frozen() -> None:
-    """The last two of 32 blocks in float32, the other 30 and the root in bfloat16; gradients and states for the two alone."""
+    """The last two of 32 blocks in float32, the other 30 and the root in bfloat16; gradients and states for the two
+    alone.
+    """
     block, total = llama_8b().num_block_parameters, llama_8b().num_parameters
     last_two = TrainedWeights(2 * block, block, 0)
     terms = estimate_terms(replace(SETUP, in_place=last_two))
     assert terms["weights"] == 2 * (total - 2 * block) + 4 * 2 * block
     assert terms["gradients"] == 4 * 2 * block and terms["optimizer"] == 8 * 2 * block
     assert terms["gathered"] == 2 * 2 * block  # the bfloat16 copies that autograd keeps
-    assert estimate_terms(replace(SETUP, in_place=last_two, recompute="block"))["gathered"] == 2 * block
-    shared = estimate_terms(replace(SETUP, in_place=last_two, world_size=4, strategy="fsdp", reshard=True))
+    assert estimate_terms(replace(SETUP, in_place=last_two, activation_checkpointing="full"))["gathered"] == 2 * block
+    shared = estimate_terms(
+        replace(SETUP, in_place=last_two, world_size=4, strategy="fsdp", reshard_after_forward=True)
+    )
     assert shared["weights"] == terms["weights"] // 4
     root = total - 32 * block
     # both trained blocks as masters, and their copies
@@ -69,10 +77,14 @@ def test_weights_are_masters_or_frozen() -> None:
 
 
 def test_gradients_of_a_trained_root_are_widened_only_to_be_reduced() -> None:
-    """The head and the last block by pattern: bfloat16 gradients on one GPU, and their float32 sums beside them over shards."""
+    """The head and the last block by pattern: bfloat16 gradients on one GPU, and their float32 sums beside them over
+    shards.
+    """
     head = 4096 * 128256
-    setup = replace(SETUP, in_place=TrainedWeights(llama_8b().num_block_parameters, llama_8b().num_block_parameters, head))
-    four = replace(setup, world_size=4, strategy="fsdp", reshard=True)
+    setup = replace(
+        SETUP, in_place=TrainedWeights(llama_8b().num_block_parameters, llama_8b().num_block_parameters, head)
+    )
+    four = replace(setup, world_size=4, strategy="fsdp", reshard_after_forward=True)
     assert root_reduction(setup) == 2 * head
     assert root_reduction(four) == (2 + 4) * head
     block = llama_8b().num_block_parameters

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from manyhands.config.schema import RunConfig
-from manyhands.data.collate import collate_rows
+from manyhands.data.collate import collate_samples
 from manyhands.data.store import TokenStore
-from manyhands.facts.gather import gather_facts
+from manyhands.launch.facts import gather_facts
 from manyhands.plan.layout import lay_out_step
 from manyhands.plan.search import plan
 from manyhands.preview.collect import collect
 from manyhands.preview.words import describe_counts
-from manyhands.testing.tiny import write_tiny_model
 from manyhands.worker.loading import shape_of
+from tests.support.tiny import write_tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -32,22 +32,31 @@ def write_run(folder: Path, model: Path, num_processes: int, **sections: Any) ->
     (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = {"train": str(folder / "a.jsonl"), "cache": str(folder / "cache"), **sections.pop("data", {})}
     parallel = {"device": "cpu", "gpus": num_processes, **sections.pop("parallel", {})}
-    return RunConfig.model_validate({"name": "t", "model": {"name": str(model)}, "data": data, "parallel": parallel, **sections})
+    return RunConfig.model_validate(
+        {"name": "t", "model": {"name": str(model)}, "data": data, "parallel": parallel, **sections}
+    )
 
 
 @pytest.mark.parametrize("num_processes", [1, 3])
 @pytest.mark.parametrize(
     "sections",
     [
-        {"batch": {"rows": 8}},
-        {"batch": {"rows": 8}, "parallel": {"compile": True}},
-        {"batch": {"tokens": 200}},
-        {"batch": {"rows": 12, "micro_rows": 2}, "data": {"packing": False}},
-        {"batch": {"rows": 8}, "task": "cpt", "data": {"max_length": 32, "too_long": "split"}, "parallel": {"compile": True}},
+        {"batch": {"samples": 8}},
+        {"batch": {"samples": 8}, "parallel": {"compile": True}},
+        {"batch": {"loss_tokens": 200}},
+        {"batch": {"samples": 12, "micro_samples": 2}, "data": {"packing": False}},
+        {
+            "batch": {"samples": 8},
+            "task": "cpt",
+            "data": {"max_length": 32, "too_long": "split"},
+            "parallel": {"compile": True},
+        },
     ],
     ids=["packed", "tiles", "tokens", "rows", "blocks"],
 )
-def test_plan_preview_and_batches_agree(num_processes: int, sections: dict[str, Any], model_folder: Path, tmp_path: Path) -> None:
+def test_plan_preview_and_batches_agree(
+    num_processes: int, sections: dict[str, Any], model_folder: Path, tmp_path: Path
+) -> None:
     config = write_run(
         tmp_path,
         model_folder,
@@ -62,14 +71,16 @@ def test_plan_preview_and_batches_agree(num_processes: int, sections: dict[str, 
 
     store = TokenStore.open(made.data_folder)
     shape = shape_of(SimpleNamespace(plan=made, store=store))  # type: ignore[arg-type]
-    order = store.order_rows(config.seed, made.batch_rows, made.batch_tokens)
+    order = store.order_samples(config.seed, made.batch_samples, made.batch_loss_tokens)
     num_steps = made.steps_per_epoch
     useful = computed = 0
     for step in np.unique(np.linspace(0, num_steps - 1, min(num_steps, 20)).astype(int)):
         rows = order.rows(0, int(step))
         useful += int(store.train.lengths[rows].sum())
         for micro in lay_out_step(made, rows, store.train.lengths).micro_batches:
-            computed += num_processes * max(collate_rows(store.train, part, shape)["input_ids"].size for part in micro)
+            computed += num_processes * max(
+                collate_samples(store.train, part, shape)["input_ids"].size for part in micro
+            )
     assert made.efficiency == pytest.approx(useful / computed, rel=0, abs=1e-12)
 
     sentence = next(said for said in made.why if said.startswith("efficiency: ")).removeprefix("efficiency: ")

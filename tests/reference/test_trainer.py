@@ -1,7 +1,7 @@
 """A plain transformers.Trainer, with PEFT for LoRA, computes on the same rows what we compute.
 
-The short version of bench/reference.py, which runs the real model: a tiny one, 6 steps, accumulation 4, rows of 5 to 100
-tokens of which one to almost all are trained, clipping in some steps.
+The short version of bench/reference.py, which runs the real model: a tiny one, 6 steps, accumulation 4, rows of 5 to
+100 tokens of which one to almost all are trained, clipping in some steps.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 
 from bench import reference
 from bench.reference import Settings
-from manyhands.testing import equality
+from tests.support import equality
 
 TIGHT = 1e-5  # held on a tiny model at every step; the bounds of the real one are wider
 
@@ -25,7 +25,14 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(workspace: Path, **changes: object) -> Settings:
-    values = {"steps": 6, "max_length": 256, "learning_rate": 1e-3, "max_grad_norm": equality.CLIP, "lora_rank": 8, "device": "cpu"}
+    values = {
+        "steps": 6,
+        "max_length": 256,
+        "learning_rate": 1e-3,
+        "max_grad_norm": equality.CLIP,
+        "lora_rank": 8,
+        "device": "cpu",
+    }
     return Settings(workspace / "model", workspace / "rows.jsonl", workspace, **(values | changes))  # type: ignore[arg-type]
 
 

@@ -1,4 +1,6 @@
-"""What one rank does for ``test_optimizer_ranks``: steps of every optimizer with given gradients, saved and resumed half-way."""
+"""What one rank does for ``test_optimizer_ranks``: steps of every optimizer with given gradients, saved and resumed
+half-way.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,17 @@ from torch.distributed.fsdp import fully_shard
 import manyhands.train.optimizer
 from manyhands.checkpoint import load_checkpoint, save_checkpoint
 from manyhands.config.schema import OptimizerSection
-from manyhands.errors import UserError
-from manyhands.model.shards import fill_from, gather, named_generator
+from manyhands.core.errors import UserError
+from manyhands.core.shards import fill_from, gather, named_generator
 from manyhands.train.optimizer import make_optimizer, set_learning_rate
 
 PEAK = 1e-2
 
 
 class Net(nn.Module):
-    """Sizes that 2 and 4 ranks cut unevenly, a vector that leaves ranks without rows, three dimensions, a frozen weight."""
+    """Sizes that 2 and 4 ranks cut unevenly, a vector that leaves ranks without rows, three dimensions, a frozen
+    weight.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,9 +67,9 @@ def draw(key: str, shape: torch.Size) -> torch.Tensor:
 
 def build(section: OptimizerSection, kind: str) -> tuple[Net, torch.optim.Optimizer]:
     net = Net()
-    if kind != "one":
+    if kind != "single":
         world = dist.get_world_size()
-        sizes = {"fsdp": (world,), "hybrid": (2, world // 2), "replicate": (world, 1)}[kind]
+        sizes = {"fsdp": (world,), "hsdp": (2, world // 2), "replicate": (world, 1)}[kind]
         names = ("replicate", "shard")[-len(sizes) :]
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
         fully_shard(Around(net), mesh=mesh)
@@ -150,7 +154,9 @@ def update_8bit(state1, state2, absmax1, absmax2, qmap1, qmap2, p, **shared: Any
         used = scales[: -(-p.numel() // 256)]
         moments.append((meaning[codes.long()].flatten() * used.repeat_interleave(256)[: p.numel()]).view(p.shape))
     update_32bit(p=p, state1=moments[0], state2=moments[1], **shared)
-    for moment, codes, scales, meaning in zip(moments, (state1, state2), (absmax1, absmax2), (qmap1, qmap2), strict=True):
+    for moment, codes, scales, meaning in zip(
+        moments, (state1, state2), (absmax1, absmax2), (qmap1, qmap2), strict=True
+    ):
         padded = nn.functional.pad(moment.flatten(), (0, -moment.numel() % 256)).view(-1, 256)
         largest = padded.abs().amax(1)
         scales[: len(largest)].copy_(largest)

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import nn
 
 from manyhands.config.schema import StopSection
-from manyhands.parallel.apply import replicate
-from manyhands.parallel.model import Parallel
-from manyhands.parallel.world import World
+from manyhands.core.world import World
+from manyhands.engine.apply import replicate
+from manyhands.engine.native import Parallel
 from manyhands.train.evaluate import evaluate
 from manyhands.train.loop import Loop, train
 from manyhands.train.step import StepWork, TermWeight
@@ -43,7 +43,7 @@ def train_and_evaluate() -> dict[str, float]:
     parallel = Parallel(model, World(rank, rank, dist.get_world_size(), device), replica=replicate(model, "full"))  # type: ignore[arg-type]
     own = TOKENS[rank]
     batch = {"lm": (sum(own), len(own)), "router": ROUTER[rank]}
-    held_out = evaluate(parallel, nn.Identity(), [batch], TrainState(), num_rows=1, num_tokens=3, device=device)
+    held_out = evaluate(parallel, nn.Identity(), [batch], TrainState(), num_samples=1, num_tokens=3, device=device)
     weights = {"router": TermWeight(100, ROUTER[rank][1])}
     work = StepWork(0, 1.0, 3, 3, 3, 1, len(own), [batch], other_weights=weights)
     keep = Keep()

@@ -5,13 +5,13 @@ import math
 import pytest
 
 from manyhands.config.schema import StopSection
-from manyhands.errors import UserError
+from manyhands.core.errors import UserError
 from manyhands.train.guards import Diverged, DivergenceGuard, check_finite, stop_reason
 from manyhands.train.types import Evaluation, StepResult, TrainState
 
 
-def result(loss: float, grad_norm: float = 1.0, num_targets: int = 1, step: int = 7) -> StepResult:
-    return StepResult(step, 0.5, loss, (loss, 1.0), grad_norm, 1e-4, 1, 1, num_targets, 1, 1.0, 1.0)
+def result(loss: float, grad_norm: float = 1.0, num_loss_tokens: int = 1, step: int = 7) -> StepResult:
+    return StepResult(step, 0.5, loss, (loss, 1.0), grad_norm, 1e-4, 1, 1, num_loss_tokens, 1, 1.0, 1.0)
 
 
 def evaluation(step: int, loss: float) -> Evaluation:
@@ -68,13 +68,17 @@ def test_a_resumed_run_goes_on_counting_and_a_warned_one_says_it_once():
     assert watch([9.0] * 10, state) == 10
     state = TrainState()
     assert watch([2.0] * 5 + [9.0] * 40, state, said, divergence="warn") is None
-    assert len(said) == 1 and "above 3 times its best for 20 steps in a row" in state.divergence and state.divergence in said[0]
+    assert (
+        len(said) == 1
+        and "above 3 times its best for 20 steps in a row" in state.divergence
+        and state.divergence in said[0]
+    )
 
 
 def test_a_gradient_of_exactly_0_ends_the_run_where_there_is_something_to_learn():
     guard = DivergenceGuard(StopSection(), print)
     guard.after_step(TrainState(), result(0.0, grad_norm=0.0))  # all is learned
-    guard.after_step(TrainState(), result(3.0, grad_norm=0.0, num_targets=0))
+    guard.after_step(TrainState(), result(3.0, grad_norm=0.0, num_loss_tokens=0))
     with pytest.raises(Diverged, match="the gradient of step 7 is exactly 0 at loss 3"):
         guard.after_step(TrainState(), result(3.0, grad_norm=0.0))
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from manyhands.config.schema import StopSection
-from manyhands.errors import UserError
+from manyhands.core.errors import UserError
 from manyhands.train.loop import Interrupted, Loop, train
 from manyhands.train.step import StepWork
 from manyhands.train.types import Evaluation, Hook, TrainState
@@ -66,9 +66,19 @@ def test_order_of_events():
     log = Log()
     state = train(make_loop(hooks=[log], num_steps=3))
     assert log.events == [
-        *("evaluate 0", "step 1", "between 1", "step 2", "evaluate 2", "between 2", "step 3", "between 3", "evaluate 3"),
+        *(
+            "evaluate 0",
+            "step 1",
+            "between 1",
+            "step 2",
+            "evaluate 2",
+            "between 2",
+            "step 3",
+            "between 3",
+            "evaluate 3",
+        ),
     ]
-    assert (state.step, state.rows, state.tokens, state.targets) == (3, 6, 30, 6)
+    assert (state.step, state.samples, state.tokens, state.loss_tokens) == (3, 6, 30, 6)
     assert state.stop_reason == "all 3 steps are done"
 
 
@@ -151,7 +161,11 @@ def test_an_evaluation_that_a_stop_came_before_is_made_up_for_by_the_next_launch
     assert log.events[-2:] == ["step 2", "between 2"]
     train(make_loop(hooks=[log], state=state))
     evaluations = [event for event in log.events if event.startswith("evaluate")]
-    assert evaluations == [event for event in whole.events if event.startswith("evaluate")] == ["evaluate 0", "evaluate 2", "evaluate 4"]
+    assert (
+        evaluations
+        == [event for event in whole.events if event.startswith("evaluate")]
+        == ["evaluate 0", "evaluate 2", "evaluate 4"]
+    )
     assert log.events.index("evaluate 2") < log.events.index("step 3")
 
 

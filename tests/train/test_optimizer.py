@@ -8,7 +8,7 @@ from torch import nn
 from transformers.optimization import Adafactor as PublishedAdafactor
 
 from manyhands.config.schema import OptimizerSection
-from manyhands.errors import UserError
+from manyhands.core.errors import UserError
 from manyhands.train.muon import orthogonalise
 from manyhands.train.optimizer import group_parameters, make_optimizer, rates_by_pattern, set_learning_rate
 from tests.train import optimizer_ranks
@@ -44,7 +44,10 @@ def test_every_trained_parameter_is_in_exactly_one_group(name: str, rates: dict[
 def test_weight_decay_reaches_matrices_only() -> None:
     decayed, kept = group_parameters(Tied(), OptimizerSection(weight_decay=0.1), 0.1)
     assert names_of([decayed]) == [["inner.weight"]] and decayed["weight_decay"] == 0.1
-    assert set(names_of([kept])[0]) == {"embed.weight", "norm.weight", "norm.bias", "inner.bias"} and kept["weight_decay"] == 0.0
+    assert (
+        set(names_of([kept])[0]) == {"embed.weight", "norm.weight", "norm.bias", "inner.bias"}
+        and kept["weight_decay"] == 0.0
+    )
 
 
 def test_one_step_is_adamw() -> None:
@@ -66,7 +69,9 @@ def test_the_schedule_scales_every_group_by_its_own_peak() -> None:
     assert [group["lr"] for group in optimizer.param_groups if group["pattern"] is None] == pytest.approx([0.05, 0.05])
 
 
-@pytest.mark.parametrize(("rates", "why"), [({"outer": 0.1}, "no weight that is trained"), ({"*": 0.1, "inner": 0.1}, "before it")])
+@pytest.mark.parametrize(
+    ("rates", "why"), [({"outer": 0.1}, "no weight that is trained"), ({"*": 0.1, "inner": 0.1}, "before it")]
+)
 def test_a_pattern_that_chooses_nothing_is_refused(rates: dict[str, float], why: str) -> None:
     with pytest.raises(UserError, match=why):
         make_optimizer(Tied(), OptimizerSection(learning_rates=rates), 0.1)
@@ -98,12 +103,17 @@ def test_muon_is_the_one_of_torch(shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize(("dtype", "least", "most"), [(torch.float32, 0.0, 2e-5), (torch.bfloat16, 1e-4, 1.0)])
 @pytest.mark.parametrize("rank", [4, 48])
 def test_a_gradients_last_digit_stays_one_in_float32(dtype: torch.dtype, least: float, most: float, rank: int) -> None:
-    """Layouts sum gradients in another order. What becomes of it in bfloat16 is why the docstring claims no equality there."""
+    """Layouts sum gradients in another order. What becomes of it in bfloat16 is why the docstring claims no equality
+    there.
+    """
     nets = [nn.Linear(96, 48, bias=False) for _ in range(2)]
     for net in nets:
         nn.init.zeros_(net.weight)
     section, sizes = OptimizerSection(name="muon"), {"left": (48, rank), "right": (rank, 96), "noise": (48, 96)}
-    optimizers = [make_optimizer(nn.ModuleDict({"block": net}), section, 0.02, blocks=["block"], compute_dtype=dtype) for net in nets]
+    optimizers = [
+        make_optimizer(nn.ModuleDict({"block": net}), section, 0.02, blocks=["block"], compute_dtype=dtype)
+        for net in nets
+    ]
     for step in range(10):
         drawn = {name: optimizer_ranks.draw(f"{name} {step}", torch.Size(size)) for name, size in sizes.items()}
         for net, optimizer, noise in zip(nets, optimizers, (0.0, 1e-7), strict=True):
@@ -120,13 +130,15 @@ def test_orthogonalised_singular_values_are_near_one() -> None:
 
 
 def test_adafactor_is_the_published_one() -> None:
-    """As transformers has it without scaling by the weights; matrices, vectors, and gradients that grow, when updates are cut, and shrink,
-    when they are small and stay so.
+    """As transformers has it without scaling by the weights; matrices, vectors, and gradients that grow, when updates
+    are cut, and shrink, when they are small and stay so.
     """
     ours, theirs = (nn.ModuleDict({"linear": nn.Linear(7, 5), "norm": nn.LayerNorm(9)}) for _ in range(2))
     theirs.load_state_dict(ours.state_dict())
     optimizer = make_optimizer(ours, OptimizerSection(name="adafactor"), 0.01)
-    published = PublishedAdafactor(theirs.parameters(), lr=0.01, scale_parameter=False, relative_step=False, weight_decay=0.0)
+    published = PublishedAdafactor(
+        theirs.parameters(), lr=0.01, scale_parameter=False, relative_step=False, weight_decay=0.0
+    )
     updates = []
     for step, size in enumerate((1.0, 10.0, 100.0, 30.0, 3.0, 1.0)):
         before = ours["linear"].weight.detach().clone()
@@ -148,20 +160,26 @@ def test_bitsandbytes_optimizers_are_refused_on_a_cpu(name: str) -> None:
 
 def test_8bit_keeps_embeddings_vectors_and_small_matrices_in_float32() -> None:
     with optimizer_ranks.cpu_kernels():
-        net, optimizer = optimizer_ranks.build(OptimizerSection(name="adamw_8bit"), "one")
+        net, optimizer = optimizer_ranks.build(OptimizerSection(name="adamw_8bit"), "single")
         optimizer_ranks.take_step(net, optimizer, 0)
     dtypes = {name: optimizer.state[p]["exp_avg"].dtype for name, p in net.named_parameters() if p.requires_grad}
-    assert {name for name, dtype in dtypes.items() if dtype == torch.uint8} == {f"block.{name}.weight" for name in ("wide", "tall", "odd")}
+    assert {name for name, dtype in dtypes.items() if dtype == torch.uint8} == {
+        f"block.{name}.weight" for name in ("wide", "tall", "odd")
+    }
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["adamw_8bit", "paged_adamw", "paged_adamw_8bit"])
 def test_the_kernels_update_as_bitsandbytes_own_classes_do(name: str) -> None:
-    """Bit for bit, on a GPU: matrices large enough for 8 bits and for managed memory, a small one, a vector; with weight decay."""
+    """Bit for bit, on a GPU: matrices large enough for 8 bits and for managed memory, a small one, a vector; with
+    weight decay.
+    """
     import bitsandbytes
 
     kinds = {"adamw_8bit": "AdamW8bit", "paged_adamw": "PagedAdamW32bit", "paged_adamw_8bit": "PagedAdamW8bit"}
-    ours, theirs = (nn.ModuleDict({"large": nn.Linear(300, 500), "small": nn.Linear(8, 8, bias=False)}).cuda() for _ in range(2))
+    ours, theirs = (
+        nn.ModuleDict({"large": nn.Linear(300, 500), "small": nn.Linear(8, 8, bias=False)}).cuda() for _ in range(2)
+    )
     theirs.load_state_dict(ours.state_dict())
     optimizer = make_optimizer(ours, OptimizerSection(name=name, weight_decay=0.1), 0.01)  # type: ignore[arg-type]
     matrices, vectors = ([p for p in theirs.parameters() if (p.ndim > 1) is wide] for wide in (True, False))
@@ -172,5 +190,7 @@ def test_the_kernels_update_as_bitsandbytes_own_classes_do(name: str) -> None:
             for key, parameter in net.named_parameters():
                 parameter.grad = optimizer_ranks.draw(f"{step} {key}", parameter.shape).cuda()
             each.step()
-    assert optimizer.state[ours["large"].weight]["exp_avg"].dtype == (torch.uint8 if name.endswith("8bit") else torch.float32)
+    assert optimizer.state[ours["large"].weight]["exp_avg"].dtype == (
+        torch.uint8 if name.endswith("8bit") else torch.float32
+    )
     assert all(torch.equal(mine, other) for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True))

@@ -1,4 +1,6 @@
-"""Every optimizer, sharded and whole: the same weights; resumed half-way: the same bits; 8-bit blocks only where they fit."""
+"""Every optimizer, sharded and whole: the same weights; resumed half-way: the same bits; 8-bit blocks only where they
+fit.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from manyhands.errors import UserError
-from manyhands.testing.ranks import Ranks
+from manyhands.core.errors import UserError
+from tests.support.ranks import Ranks
 from tests.train import optimizer_ranks
 
 pytestmark = pytest.mark.distributed
@@ -34,13 +36,15 @@ def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_shards_and_copies_end_at_the_weights_of_one_process(name: str, world: Ranks) -> None:
     keys = OPTIMIZERS[name]
-    alone = optimizer_ranks.run(keys, "one")
-    start = optimizer_ranks.run(keys, "one", 0)
+    alone = optimizer_ranks.run(keys, "single")
+    start = optimizer_ranks.run(keys, "single", 0)
     assert all(not torch.equal(tensor, start[key]) for key, tensor in alone.items() if key != "block.frozen.weight")
-    for kind, world_size in (("fsdp", 2), ("fsdp", 4), ("hybrid", 4), ("replicate", 2)):
+    for kind, world_size in (("fsdp", 2), ("fsdp", 4), ("hsdp", 4), ("replicate", 2)):
         for found in world.run(f"{TASK}run", keys, kind, world_size=world_size):
             if name == "adamw_8bit":
-                found, alone_now = ({k: v for k, v in w.items() if "odd" not in k} for w in (found, alone))  # its blocks differ
+                found, alone_now = (
+                    {k: v for k, v in w.items() if "odd" not in k} for w in (found, alone)
+                )  # its blocks differ
             else:
                 alone_now = alone
             assert apart(found, alone_now) < 5e-5, (kind, world_size)  # one unit in the last place of a weight of 4
@@ -49,8 +53,8 @@ def test_shards_and_copies_end_at_the_weights_of_one_process(name: str, world: R
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_resumed_run_goes_on_to_the_same_bits(name: str, world: Ranks, tmp_path: Path) -> None:
     keys = OPTIMIZERS[name]
-    wanted = optimizer_ranks.save(keys, "one", tmp_path / "one")
-    found = optimizer_ranks.resume(keys, "one", tmp_path / "one")
+    wanted = optimizer_ranks.save(keys, "single", tmp_path / "single")
+    found = optimizer_ranks.resume(keys, "single", tmp_path / "single")
     assert isinstance(found, dict) and same(found, wanted)
     wanted = world.run(f"{TASK}save", keys, "fsdp", tmp_path / "two", world_size=2)[0]
     found = world.run(f"{TASK}resume", keys, "fsdp", tmp_path / "two", world_size=2)[0]
@@ -61,7 +65,7 @@ def test_a_resumed_run_goes_on_to_the_same_bits(name: str, world: Ranks, tmp_pat
 def test_other_numbers_of_ranks_take_up_sharded_states(name: str, world: Ranks, tmp_path: Path) -> None:
     keys = OPTIMIZERS[name]
     wanted = world.run(f"{TASK}save", keys, "fsdp", tmp_path, world_size=4)[0]
-    alone = optimizer_ranks.resume(keys, "one", tmp_path)
+    alone = optimizer_ranks.resume(keys, "single", tmp_path)
     assert isinstance(alone, dict)
     for found in (alone, world.run(f"{TASK}resume", keys, "fsdp", tmp_path, world_size=2)[0]):
         assert apart(found, wanted) < 5e-5 if name == "adafactor" else same(found, wanted)
@@ -70,8 +74,11 @@ def test_other_numbers_of_ranks_take_up_sharded_states(name: str, world: Ranks, 
 def test_8bit_blocks_over_other_shards_are_refused(world: Ranks, tmp_path: Path) -> None:
     keys = OPTIMIZERS["adamw_8bit"]
     world.run(f"{TASK}save", keys, "fsdp", tmp_path, world_size=4)
-    refused = optimizer_ranks.resume(keys, "one", tmp_path)
+    refused = optimizer_ranks.resume(keys, "single", tmp_path)
     assert isinstance(refused, UserError) and "as 4 ranks had them" in refused.why
-    assert list(refused.details) == ["exp_avg_scale.block.odd.weight", "exp_avg_sq_scale.block.odd.weight"]  # the others would fit
+    assert list(refused.details) == [
+        "exp_avg_scale.block.odd.weight",
+        "exp_avg_sq_scale.block.odd.weight",
+    ]  # the others would fit
     for other in world.run(f"{TASK}resume", keys, "fsdp", tmp_path, world_size=2):
         assert isinstance(other, UserError)

@@ -40,8 +40,8 @@ class Plain:
 
 def work(*micro_batches: list[float]) -> StepWork:
     tensors = [{"x": torch.tensor(values)} for values in micro_batches]
-    num_targets = sum(len(values) for values in micro_batches)
-    return StepWork(0, 0.0, 1, num_targets, num_targets, len(tensors), num_targets, tensors)
+    num_loss_tokens = sum(len(values) for values in micro_batches)
+    return StepWork(0, 0.0, 1, num_loss_tokens, num_loss_tokens, len(tensors), num_loss_tokens, tensors)
 
 
 def step(parallel: Plain, *micro_batches: list[float], max_grad_norm: float = 0.0, lr: float = 1.0):
@@ -122,7 +122,7 @@ def test_dropout_is_keyed_by_step_and_repeats():
 def test_the_sum_of_weights_divides_where_there_are_any():
     # sum(w x) with weights 2 and 1 for losses 3 and 6: (2 * 3 + 6) / 3 = 4 = d/dw, and w = 1 - 4
     parallel = Plain()
-    weighted = replace(work([6.0, 6.0]), target_weight=3.0, rank_target_weight=3.0)
+    weighted = replace(work([6.0, 6.0]), loss_weight=3.0, rank_loss_weight=3.0)
     optimizer = torch.optim.SGD(parallel.model.parameters(), lr=1.0)
     sums = compute_gradients(parallel, weighted, seed=0, rank=0)
     update_weights(optimizer, sums, max_grad_norm=0.0)
@@ -135,7 +135,9 @@ class TwoTerms(Plain):
     """w x over the loss tokens, and w y over whatever a second term counts: more of it, or less."""
 
     def __call__(self, batch, *, metrics=False):
-        terms = super().__call__(batch) | {"router": ((self.model.w * batch["y"]).sum(), torch.tensor(float(batch["n"])))}
+        terms = super().__call__(batch) | {
+            "router": ((self.model.w * batch["y"]).sum(), torch.tensor(float(batch["n"])))
+        }
         return terms | ({"correct": (torch.tensor(1.0), torch.tensor(2.0))} if metrics else {})
 
     def all_reduce_sum(self, tensor):
@@ -155,12 +157,16 @@ def test_every_term_is_divided_by_its_own_weight():
     assert w.grad.item() == pytest.approx(1.1)  # both over the loss tokens it would be 14 / 4 = 3.5
 
     parallel = TwoTerms()
-    given = replace(work([1.0, 2.0, 0.5], [0.5]), micro_batches=TWO_TERMS, other_weights={"router": TermWeight(100, 100)})
+    given = replace(
+        work([1.0, 2.0, 0.5], [0.5]), micro_batches=TWO_TERMS, other_weights={"router": TermWeight(100, 100)}
+    )
     sums = compute_gradients(parallel, given, seed=0, rank=0)
     assert parallel.model.w.grad.item() == pytest.approx(w.grad.item(), rel=1e-6)
     assert {name: value.item() for name, value in sums.terms.items()} == {"lm": 4.0, "router": 10.0}
 
-    found = evaluate(parallel, parallel.model, TWO_TERMS, TrainState(), num_rows=2, num_tokens=4, device=torch.device("cpu"))
+    found = evaluate(
+        parallel, parallel.model, TWO_TERMS, TrainState(), num_samples=2, num_tokens=4, device=torch.device("cpu")
+    )
     assert found.loss == pytest.approx(1.1) and found.terms == pytest.approx({"lm": 1.0, "router": 0.1})
     assert found.perplexity == pytest.approx(math.exp(1.0)) and found.accuracy == 0.5
 
@@ -176,7 +182,9 @@ def test_a_term_of_no_weight_adds_nothing_and_one_without_a_declared_weight_is_r
 
 @pytest.mark.distributed
 def test_terms_are_divided_by_their_weights_over_all_ranks(world):
-    """Three ranks with 1, 2 and 0 of the loss tokens and other parts of the second term: the loss and gradient of one rank."""
+    """Three ranks with 1, 2 and 0 of the loss tokens and other parts of the second term: the loss and gradient of one
+    rank.
+    """
     answers = world.run("tests.train.term_ranks:train_and_evaluate", world_size=3)
     assert answers == [answers[0]] * 3
     # lm: (1 + 2 + 3) / 3 = 2; router: (4 + 0 + 6) / 100 = 0.1. The gradient is the loss where w is 1
@@ -198,7 +206,9 @@ def evaluate_once(loss: float):
             return tensor
 
     parallel = Fixed()
-    return evaluate(parallel, parallel.model, [{}], TrainState(), num_rows=1, num_tokens=1, device=torch.device("cpu"))
+    return evaluate(
+        parallel, parallel.model, [{}], TrainState(), num_samples=1, num_tokens=1, device=torch.device("cpu")
+    )
 
 
 def test_evaluation_divides_the_loss_by_weight_and_hits_by_tokens():
@@ -212,5 +222,7 @@ def test_evaluation_divides_the_loss_by_weight_and_hits_by_tokens():
 
     parallel = Weighted()
     batches = [{"x": torch.tensor([6.0, 1.5, 1, 4])}, {"x": torch.tensor([3.0, 3.0, 2, 4])}]
-    found = evaluate(parallel, parallel.model, batches, TrainState(), num_rows=2, num_tokens=9, device=torch.device("cpu"))
-    assert (found.loss, found.accuracy, found.num_targets) == (2.0, 3 / 8, 8)
+    found = evaluate(
+        parallel, parallel.model, batches, TrainState(), num_samples=2, num_tokens=9, device=torch.device("cpu")
+    )
+    assert (found.loss, found.accuracy, found.num_loss_tokens) == (2.0, 3 / 8, 8)

@@ -1,4 +1,4 @@
-"""Weights of targets in any layout: accumulation, ranks and strategies change where a row is computed, not its share."""
+"""Weights of labels in any layout: accumulation, ranks and strategies change where a row is computed, not its share."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from manyhands.testing.layouts import measure
-from manyhands.testing.ranks import Ranks
-from manyhands.testing.tiny import tiny_plan, tiny_run, write_tiny_model
+from tests.support.layouts import measure
+from tests.support.ranks import Ranks
+from tests.support.tiny import tiny_plan, tiny_run, write_tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def documents(seed: int, lengths: list[int]) -> list[tuple[list[int], list[float]]]:
     draw = random.Random(seed)
-    return [([draw.randrange(256) for _ in range(n)], [draw.choice((0.0, 0.5, 1.0, 3.0)) for _ in range(n)]) for n in lengths]
+    return [
+        ([draw.randrange(256) for _ in range(n)], [draw.choice((0.0, 0.5, 1.0, 3.0)) for _ in range(n)])
+        for n in lengths
+    ]
 
 
 ROWS = [documents(1, [9, 30]), documents(2, [17]), documents(3, [5, 5, 21]), []]  # the last rank has none
@@ -33,7 +36,7 @@ def step(folder: Path, layout: list[Any], world: Ranks | None = None, **plan: An
     arguments = (tiny_plan(folder, **values), tiny_run(folder), layout)
     if world is None:
         return measure(*arguments)
-    return world.run("manyhands.testing.layouts:measure", *arguments, world_size=values["world_size"])[0]
+    return world.run("tests.support.layouts:measure", *arguments, world_size=values["world_size"])[0]
 
 
 def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:

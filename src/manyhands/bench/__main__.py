@@ -1,10 +1,12 @@
-"""The table of speed: rows not measured yet, the most valuable first, ours beside the peers' in one run; then the table.
+"""The table of speed: rows not measured yet, the most valuable first, ours beside the peers' in one run; then the
+table.
 
     python -m manyhands.bench --results bench/results/speed.jsonl [ROW ...]
     python -m manyhands.bench ROW --smallest                       # the smallest memory instead, see ``smallest.py``
 
-Each side of a row (ours, TRL, Unsloth) is a process group of its own with a limit of ten minutes, so that one that hangs costs only
-itself. A row is measured when one run has all its sides: what is missing is measured anew together with the others.
+Each side of a row (ours, TRL, Unsloth) is a process group of its own with a limit of ten minutes, so that one that
+hangs costs only itself. A row is measured when one run has all its sides: what is missing is measured anew together
+with the others.
 """
 
 from __future__ import annotations
@@ -70,10 +72,15 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="manyhands bench", description="Measure the speed table's rows, ours beside the peers'.")
+    parser = argparse.ArgumentParser(
+        prog="manyhands bench", description="Measure the speed table's rows, ours beside the peers'."
+    )
     parser.add_argument("rows", nargs="*", metavar="ROW", choices=[[], *BY_NAME], help=", ".join(BY_NAME))
     parser.add_argument(
-        "--results", type=Path, default=Path("bench/results/speed.jsonl"), help="raw rows; what is there is not measured again"
+        "--results",
+        type=Path,
+        default=Path("bench/results/speed.jsonl"),
+        help="raw rows; what is there is not measured again",
     )
     parser.add_argument("--list", action="store_true", help="show the table and what is open, measure nothing")
     parser.add_argument("--gpus", type=int, help="measure on at most so many GPUs; the row says so")
@@ -85,17 +92,26 @@ def parse() -> argparse.Namespace:
         help="auto measures TRL where trl, peft and liger-kernel are installed, and Unsloth where it is",
     )
     parser.add_argument(
-        "--check", type=Path, help="compare the ratios to the best peer with those of this file; exit code 1 where one fell by 5 %%"
+        "--check",
+        type=Path,
+        help="compare the ratios to the best peer with those of this file; exit code 1 where one fell by 5 %%",
     )
-    parser.add_argument("--smallest", action="store_true", help="find the smallest GPU memory in which the rows still run")
+    parser.add_argument(
+        "--smallest", action="store_true", help="find the smallest GPU memory in which the rows still run"
+    )
     parser.add_argument("--max-runs", type=int, default=5, help="of one row with --smallest")
     parser.add_argument("--steps", type=int, default=25)
-    parser.add_argument("--shape", help="another shape, such as tiny to try the command on a CPU; such rows count for nothing")
+    parser.add_argument(
+        "--shape", help="another shape, such as tiny to try the command on a CPU; such rows count for nothing"
+    )
     return parser.parse_args()
 
 
 def sides(
-    row: Row, options: argparse.Namespace, world_size: int, is_installed: Callable[[str], Any] = importlib.util.find_spec
+    row: Row,
+    options: argparse.Namespace,
+    world_size: int,
+    is_installed: Callable[[str], Any] = importlib.util.find_spec,
 ) -> list[str]:
     """Who is measured: ours, TRL, and Unsloth with rows of one GPU."""
     chosen = [OURS]
@@ -109,8 +125,19 @@ def sides(
 
 
 def measure(row: Row, side: str, world_size: int, results: Path, options: argparse.Namespace, run: str) -> None:
-    """One side of one row in its own processes; its result, or that it had none, is appended under the name of the run."""
-    arguments = ["--row", row.name, "--run", run, "--steps", str(options.steps), "--warm", str(min(5, options.steps - 1))]
+    """One side of one row in its own processes; its result, or that it had none, is appended under the name of the
+    run.
+    """
+    arguments = [
+        "--row",
+        row.name,
+        "--run",
+        run,
+        "--steps",
+        str(options.steps),
+        "--warm",
+        str(min(5, options.steps - 1)),
+    ]
     if side == "trl-packing":
         arguments.append("--packing")
     arguments += shape_arguments(options)
@@ -142,7 +169,18 @@ def find_smallest(row: Row, world_size: int, results: Path, options: argparse.Na
 
     def attempt(limit: float) -> Attempt:
         start = time.monotonic()
-        arguments = ["--row", row.name, "--run", run, "--label", "smallest", "--steps", str(SMALLEST_STEPS), "--warm", "1"]
+        arguments = [
+            "--row",
+            row.name,
+            "--run",
+            run,
+            "--label",
+            "smallest",
+            "--steps",
+            str(SMALLEST_STEPS),
+            "--warm",
+            "1",
+        ]
         arguments += ["--limit", str(limit), "--plan-limit", str(planned), *shape_arguments(options)]
         output, found = start_processes("manyhands.bench.case", arguments, world_size, SMALLEST_LIMIT_S)
         made = judge(limit, output, found)
@@ -162,11 +200,19 @@ def shape_arguments(options: argparse.Namespace) -> list[str]:
     return ["--shape", options.shape, "--length", "128"] if options.shape else []
 
 
-def start_processes(module: str, arguments: list[str], world_size: int, limit_s: float) -> tuple[str, dict[str, Any] | None]:
-    """All that one process group wrote, and its result, if there is one. One that takes longer than ``limit_s`` is ended."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"] if world_size > 1 else []
+def start_processes(
+    module: str, arguments: list[str], world_size: int, limit_s: float
+) -> tuple[str, dict[str, Any] | None]:
+    """All that one process group wrote, and its result, if there is one. One that takes longer than ``limit_s`` is
+    ended.
+    """
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"] if world_size > 1 else []
+    )
     command = [sys.executable, *launcher, "-m", module, *arguments]
-    environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")}
+    environment = os.environ | {
+        "PYTORCH_CUDA_ALLOC_CONF": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    }
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
     )

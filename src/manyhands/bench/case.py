@@ -1,12 +1,13 @@
-"""One measured row, on the processes that started this module: config, prepared rows, plan, loop; no checkpoint, no export.
+"""One measured row, on the processes that started this module: config, prepared rows, plan, loop; no checkpoint, no
+export.
 
     torchrun --nproc_per_node=2 -m manyhands.bench.case --row 8b-lora --output rows.jsonl
     python -m manyhands.bench.case --row 8b-lora --limit 24          # as if each GPU had 24 GiB
 
-Every step is synchronised; the first ``--warm`` ones (compilation) are left out; the optimizer is included. One more step, which is
-not timed, shows which attention kernels run. Prints one JSON line.
-With ``--limit`` the plan is made for GPUs of that memory, and torch's allocator gets no more than what the CUDA context leaves of
-it. ``--plan-limit`` makes the plan for another one: what the estimate would refuse can be tried.
+Every step is synchronised; the first ``--warm`` ones (compilation) are left out; the optimizer is included. One more
+step, which is not timed, shows which attention kernels run. Prints one JSON line.
+With ``--limit`` the plan is made for GPUs of that memory, and torch's allocator gets no more than what the CUDA context
+leaves of it. ``--plan-limit`` makes the plan for another one: what the estimate would refuse can be tried.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from manyhands.bench.shapes import write_model_folder, write_rows
 from manyhands.bench.summary import dtypes, lease, memory, rates, watch
 from manyhands.config.load import config_from_mapping
 from manyhands.config.schema import RunConfig
-from manyhands.facts.gather import gather_facts
+from manyhands.core.world import World
 from manyhands.facts.types import Facts
-from manyhands.launch.foreign import detect_launcher
-from manyhands.parallel.world import World
+from manyhands.launch.external import detect_launcher
+from manyhands.launch.facts import gather_facts
 from manyhands.plan.search import plan as make_plan
 from manyhands.plan.types import Plan
 from manyhands.train.loop import Loop, train
@@ -56,7 +57,7 @@ def make_config(folder: Path, row: Row, world_size: int, num_steps: int, overrid
             "max_length": row.length,
             "cache": str(folder / "cache"),
         },
-        "batch": {"rows": row.rows * world_size},
+        "batch": {"samples": row.rows * world_size},
         "optimizer": {"learning_rate": 1e-5},
         "schedule": {"name": "constant", "warmup_steps": 0},
         "stop": {"epochs": 1000, "max_steps": num_steps},
@@ -90,7 +91,9 @@ class Timings(Hook):
 def main() -> None:
     options = parse()
     row = BY_NAME[options.row]
-    row = replace(row, shape=options.shape or row.shape, length=options.length or row.length, rows=options.rows or row.rows)
+    row = replace(
+        row, shape=options.shape or row.shape, length=options.length or row.length, rows=options.rows or row.rows
+    )
     launcher = detect_launcher()
     rank = Rank(launcher)
     rank.config, rank.plan = prepare(options, row, launcher.rank, launcher.world_size)
@@ -143,17 +146,25 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="only so many blocks")
     parser.add_argument("--length", type=int, help="tokens a row")
     parser.add_argument("--rows", type=int, help="rows of one GPU in one step")
-    parser.add_argument("--lengths", type=Path, help="JSON list of the rows' lengths in tokens, such as a real data set's")
+    parser.add_argument(
+        "--lengths", type=Path, help="JSON list of the rows' lengths in tokens, such as a real data set's"
+    )
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--warm", type=int, default=5)
     parser.add_argument("--label", default="manyhands")
     parser.add_argument("--run", default=new_run(), help="name of the call that this row belongs to")
     parser.add_argument("--work", type=Path, default=Path("/tmp/manyhands-bench"))
     parser.add_argument("--output", type=Path, help="JSONL file to append the row to")
-    parser.add_argument("--limit", type=float, metavar="GIB", help="memory of a GPU: for the plan, and for torch's allocator")
-    parser.add_argument("--plan-limit", type=float, metavar="GIB", help="memory of a GPU for the plan alone; without it --limit")
+    parser.add_argument(
+        "--limit", type=float, metavar="GIB", help="memory of a GPU: for the plan, and for torch's allocator"
+    )
+    parser.add_argument(
+        "--plan-limit", type=float, metavar="GIB", help="memory of a GPU for the plan alone; without it --limit"
+    )
     parser.add_argument("--profile", type=Path, help="write a table of kernels of three more steps")
-    parser.add_argument("keys", nargs="*", metavar="section.key=value", help="keys set by hand: the figure then says so")
+    parser.add_argument(
+        "keys", nargs="*", metavar="section.key=value", help="keys set by hand: the figure then says so"
+    )
     return parser.parse_args()
 
 
@@ -162,7 +173,9 @@ def prepare(options: argparse.Namespace, row: Row, rank: int, world_size: int) -
     folder = folder_of(options.work, row, options.layers)
     handed = folder / f"case-{os.environ.get('MASTER_PORT', '0')}-{os.getppid()}.json"
     if rank == 0:
-        config, facts = find_facts(folder, row, world_size, options.steps, options.keys, options.layers, options.lengths)
+        config, facts = find_facts(
+            folder, row, world_size, options.steps, options.keys, options.layers, options.lengths
+        )
         memory = options.plan_limit or options.limit
         plan = make_plan(config, with_memory(facts, memory) if memory else facts)
         temporary = handed.with_suffix(".tmp")
@@ -180,7 +193,13 @@ def folder_of(work: Path, row: Row, layers: int | None = None) -> Path:
 
 
 def find_facts(
-    folder: Path, row: Row, world_size: int, num_steps: int, keys: list[str], layers: int | None = None, lengths: Path | None = None
+    folder: Path,
+    row: Row,
+    world_size: int,
+    num_steps: int,
+    keys: list[str],
+    layers: int | None = None,
+    lengths: Path | None = None,
 ) -> tuple[RunConfig, Facts]:
     """A row's model folder and data, written where they are missing; its run and what is true of it on this machine."""
     if not (folder / "model").exists():
@@ -222,7 +241,9 @@ def row_lengths(row: Row, file: Path | None, world_size: int) -> list[int]:
     return [min(length, row.length) for length in mix_lengths(2048)]
 
 
-def summarise(rank: Rank, row: Row, options: argparse.Namespace, results: list[StepResult], built_s: float) -> dict[str, Any]:
+def summarise(
+    rank: Rank, row: Row, options: argparse.Namespace, results: list[StepResult], built_s: float
+) -> dict[str, Any]:
     """The raw row: what ran, how fast, how much memory, in which dtypes."""
     timed = results[options.warm :]
     assert results[-1].loss < results[0].loss or max(r.grad_norm for r in results) > 0, "nothing was trained"
@@ -231,7 +252,14 @@ def summarise(rank: Rank, row: Row, options: argparse.Namespace, results: list[S
     decided = {
         name: getattr(plan, name)
         for name in (
-            *("strategy", "recompute", "lighter_blocks", "reshard", "offload", "offload_activations"),
+            *(
+                "strategy",
+                "activation_checkpointing",
+                "lighter_layers",
+                "reshard_after_forward",
+                "offload",
+                "offload_activations",
+            ),
             *("compile", "attention", "packing", "micro_tokens", "pack_tokens"),
         )
     }
@@ -256,7 +284,9 @@ def summarise(rank: Rank, row: Row, options: argparse.Namespace, results: list[S
         "planned_gib": round(plan.memory.total / 2**30, 2),
         "limit_gib": options.limit,
         "plan_limit_gib": options.plan_limit or options.limit,
-        "input_wait_share": round(sum(getattr(r, "input_wait_s", 0.0) for r in timed) / sum(r.seconds for r in timed), 5),
+        "input_wait_share": round(
+            sum(getattr(r, "input_wait_s", 0.0) for r in timed) / sum(r.seconds for r in timed), 5
+        ),
         "build_s": round(built_s, 1),
         "losses": [round(results[0].loss, 4), round(results[-1].loss, 4)],
         "grad_norms": [round(results[0].grad_norm, 4), round(results[-1].grad_norm, 4)],

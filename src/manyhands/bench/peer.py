@@ -3,10 +3,11 @@
     torchrun --nproc_per_node=1 -m manyhands.bench.peer --row 8b-lora --output rows.jsonl
     torchrun --nproc_per_node=1 -m manyhands.bench.peer --row 8b-lora-mix --packing --output rows.jsonl
 
-Follows TRL's own recommendations for speed: Liger kernels, fused AdamW, bfloat16, no padding where rows are full. Rows of mixed
-lengths are padded, ``--micro`` of them at a time, or laid into packs of the longest row's length by TRL's best-fit packing. Its
-packs need a kernel that knows documents: FlashAttention 4 where transformers finds it, else sdpa with a mask that transformers
-makes from the positions, which is right and slow. Only tokens that are not padding count. Needs trl, peft and liger-kernel.
+Follows TRL's own recommendations for speed: Liger kernels, fused AdamW, bfloat16, no padding where rows are full. Rows
+of mixed lengths are padded, ``--micro`` of them at a time, or laid into packs of the longest row's length by TRL's
+best-fit packing. Its packs need a kernel that knows documents: FlashAttention 4 where transformers finds it, else sdpa
+with a mask that transformers makes from the positions, which is right and slow. Only tokens that are not padding count.
+Needs trl, peft and liger-kernel.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ def choose_attention(packing: bool) -> str:
 
 
 def measure_lengths_once() -> None:
-    """transformers gives FlashAttention 4 the longest length of a pack as a tensor, which that refuses; here it is a number, read
-    from the device once a batch and not in every layer.
+    """transformers gives FlashAttention 4 the longest length of a pack as a tensor, which that refuses; here it is a
+    number, read from the device once a batch and not in every layer.
     """
     from transformers import modeling_flash_attention_utils as attention
 
@@ -67,8 +68,8 @@ def is_sharded(row: Row, world_size: int) -> bool:
 
 
 def build_model(row: Row, device: torch.device, attention: str, world_size: int) -> Any:
-    """A bfloat16 model with random weights; for qlora its linear layers are made in NF4 one by one, and one that is sharded and
-    mostly frozen is made in host memory, as it may be larger than a GPU.
+    """A bfloat16 model with random weights; for qlora its linear layers are made in NF4 one by one, and one that is
+    sharded and mostly frozen is made in host memory, as it may be larger than a GPU.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -96,7 +97,9 @@ def _fill(model: Any, device: torch.device, make: Callable[[torch.Size], torch.T
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and parameter.is_meta:
                 ones = parameter.dim() == 1
-                value = torch.ones(parameter.shape, device=device, dtype=torch.bfloat16) if ones else make(parameter.shape)
+                value = (
+                    torch.ones(parameter.shape, device=device, dtype=torch.bfloat16) if ones else make(parameter.shape)
+                )
                 module._parameters[name] = torch.nn.Parameter(value)
     model.tie_weights()
     model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config, device=device)
@@ -118,7 +121,10 @@ def _quantise(model: Any, device: torch.device) -> None:
             if isinstance(child, torch.nn.Linear) and name != "lm_head":
                 setattr(module, name, _quantised(bnb, child, device))
     quantisation = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16, bnb_4bit_use_double_quant=True
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=torch.bfloat16,
+        bnb_4bit_use_double_quant=True,
     )
     model.config.quantization_config = quantisation
     model.hf_quantizer = Bnb4BitHfQuantizer(quantisation)
@@ -130,7 +136,12 @@ def _quantise(model: Any, device: torch.device) -> None:
 def _quantised(bnb: Any, linear: torch.nn.Linear, device: torch.device) -> Any:
     shape = (linear.out_features, linear.in_features)
     made = bnb.nn.Linear4bit(
-        linear.in_features, linear.out_features, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4", device="meta"
+        linear.in_features,
+        linear.out_features,
+        bias=False,
+        compute_dtype=torch.bfloat16,
+        quant_type="nf4",
+        device="meta",
     )
     weight = torch.randn(shape, device=device, dtype=torch.bfloat16).mul_(STD)
     made.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", compress_statistics=True).to(device)
@@ -198,7 +209,9 @@ def main() -> None:
     add_common(parser)
     options = parser.parse_args()
     row = read_row(options)
-    rank, world_size, local = (int(os.environ.get(key, default)) for key, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    rank, world_size, local = (
+        int(os.environ.get(key, default)) for key, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
+    )
     device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -233,8 +246,8 @@ def read_row(options: argparse.Namespace) -> Row:
 
 
 class Clock:
-    """Reads time and tokens after each synchronised step of a trainer of transformers. One more step than ``num_steps`` must be
-    asked for: in it memory, dtypes and attention kernels are read, and nothing is timed.
+    """Reads time and tokens after each synchronised step of a trainer of transformers. One more step than ``num_steps``
+    must be asked for: in it memory, dtypes and attention kernels are read, and nothing is timed.
     """
 
     def __init__(self, num_steps: int, now: Callable[[], float] = time.perf_counter) -> None:
@@ -335,12 +348,16 @@ def row_lengths(row: Row, options: argparse.Namespace, world_size: int) -> list[
 
 
 def count_tokens(inputs: Any, *, padded: bool) -> int:
-    """Tokens of a batch that are no padding: a pack has no mask, and no padding. Rows of one length wait for no mask."""
+    """Tokens of a batch that are no padding: a pack has no mask, and no padding. Rows of one length wait for no
+    mask.
+    """
     mask = inputs.get("attention_mask") if padded else None
     return int(inputs["input_ids"].numel() if mask is None else mask.sum())
 
 
-def summarise(row: Row, options: argparse.Namespace, clock: Clock, decided: dict[str, Any], packages: Sequence[str]) -> dict[str, Any]:
+def summarise(
+    row: Row, options: argparse.Namespace, clock: Clock, decided: dict[str, Any], packages: Sequence[str]
+) -> dict[str, Any]:
     """The raw row. The tokens are those that this GPU's batches held, padding left out."""
     result: dict[str, Any] = {
         "run": options.run,
@@ -353,7 +370,9 @@ def summarise(row: Row, options: argparse.Namespace, clock: Clock, decided: dict
         **decided,
         **row.peer,
         "failure": clock.failure,
-        "versions": versions(*packages, "transformers", "torch", "bitsandbytes", "flash-attn-4", "flash-attn", "xformers"),
+        "versions": versions(
+            *packages, "transformers", "torch", "bitsandbytes", "flash-attn-4", "flash-attn", "xformers"
+        ),
     }
     if not clock.failure:
         result |= rates(clock.steps(), row, 1, warm=options.warm) | clock.seen

@@ -2,10 +2,11 @@
 
     python -m manyhands.bench.peer_unsloth --row 8b-lora --output rows.jsonl
 
-Follows Unsloth's own notebooks: ``FastLanguageModel``, adapters on all linear layers, its trainer, 8-bit AdamW (fused AdamW where all
-weights are trained). Blocks are recomputed its way (``use_gradient_checkpointing="unsloth"``) where the row recomputes, else not at all,
-which is faster. Rows of mixed lengths are packed by it. Unsloth opens models from a folder, so the random weights are first written to
-one, by a process of its own: Unsloth must be imported before transformers. Needs unsloth, unsloth_zoo and a GPU, and no network.
+Follows Unsloth's own notebooks: ``FastLanguageModel``, adapters on all linear layers, its trainer, 8-bit AdamW (fused
+AdamW where all weights are trained). Blocks are recomputed its way (``use_gradient_checkpointing="unsloth"``) where the
+row recomputes, else not at all, which is faster. Rows of mixed lengths are packed by it. Unsloth opens models from a
+folder, so the random weights are first written to one, by a process of its own: Unsloth must be imported before
+transformers. Needs unsloth, unsloth_zoo and a GPU, and no network.
 """
 
 from __future__ import annotations
@@ -53,14 +54,26 @@ def main() -> None:
     os.environ.update(SETTINGS)
     folder = options.work / f"{row.shape}-unsloth"
     if not folder.exists():
-        command = [sys.executable, "-m", "manyhands.bench.peer_unsloth", "--row", row.name, "--shape", row.shape, "--write", str(folder)]
+        command = [
+            sys.executable,
+            "-m",
+            "manyhands.bench.peer_unsloth",
+            "--row",
+            row.name,
+            "--shape",
+            row.shape,
+            "--write",
+            str(folder),
+        ]
         subprocess.run(command, check=True, timeout=WRITE_LIMIT_S)
     clock, decided = measure(row, options, folder)
     say(summarise(row, options, clock, decided, ("unsloth", "unsloth_zoo", "trl", "peft")), options.output, "RESULT ")
 
 
 def write_weights(folder: Path, shape: str) -> None:
-    """A model folder with bfloat16 weights as transformers draws them, and a tokenizer of as many words as the model knows ids."""
+    """A model folder with bfloat16 weights as transformers draws them, and a tokenizer of as many words as the model
+    knows ids.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -161,7 +174,9 @@ def make_rows(row: Row, options: argparse.Namespace) -> Any:
     draw = random.Random(1)
     num_words = SHAPES[row.shape][1]["vocab_size"]
     if options.packing:
-        return Dataset.from_dict({"text": [" ".join(f"t{draw.randrange(4, num_words)}" for _ in range(length)) for length in lengths]})
+        return Dataset.from_dict(
+            {"text": [" ".join(f"t{draw.randrange(4, num_words)}" for _ in range(length)) for length in lengths]}
+        )
     different = [[draw.randrange(4, num_words) for _ in range(row.length)] for _ in range(min(len(lengths), 64))]
     rows = [different[index % len(different)] for index in range(len(lengths))]
     return Dataset.from_dict({"input_ids": rows, "labels": rows, "attention_mask": [[1] * row.length] * len(rows)})

@@ -1,4 +1,6 @@
-"""The rows of the speed table: what is measured, how the peers do the same work, and which figure is the goal. Plain values."""
+"""The rows of the speed table: what is measured, how the peers do the same work, and which figure is the goal. Plain
+values.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,9 @@ from typing import Any, Literal
 class Row:
     """One piece of work. ``rows`` is rows of one GPU in one step; micro-batches are the plan's (``auto``).
 
-    ``keys`` are keys of the run that belong to the work itself (blocks recomputed, fp8), never tuning. ``goal`` is tokens/s for
-    each GPU on H200s. ``peer`` is what the peers' processes do differently: ``recompute`` blocks, shard by ``fsdp``.
+    ``keys`` are keys of the run that belong to the work itself (blocks recomputed, fp8), never tuning. ``goal`` is
+    tokens/s for each GPU on H200s. ``peer`` is what the peers' processes do differently: ``recompute`` blocks, shard by
+    ``fsdp``.
     """
 
     name: str
@@ -28,7 +31,7 @@ class Row:
     max_gib: float | None = None  # the work must stay below, where the goal says so
 
 
-RECOMPUTED = {"parallel.recompute": "block"}
+RECOMPUTED = {"parallel.activation_checkpointing": "full"}
 FP8 = {"kernels.linear": "fp8"}
 
 # The most valuable first: what most people run.
@@ -55,9 +58,9 @@ TABLE = (
 BY_NAME = {row.name: row for row in TABLE}
 
 
-def mix_lengths(num_rows: int, seed: int = 5) -> list[int]:
+def mix_lengths(num_samples: int, seed: int = 5) -> list[int]:
     """A long-tailed mix: log-normal around 400 tokens, cut to 64 .. 4,096, as instruction data has it."""
     import random
 
     choose = random.Random(seed)
-    return [min(4096, max(64, round(choose.lognormvariate(6.0, 1.0)))) for _ in range(num_rows)]
+    return [min(4096, max(64, round(choose.lognormvariate(6.0, 1.0)))) for _ in range(num_samples)]

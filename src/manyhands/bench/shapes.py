@@ -1,4 +1,6 @@
-"""Published shapes of models (their public config.json), and how to write them as model folders without weights. No torch at import."""
+"""Published shapes of models (their public config.json), and how to write them as model folders without weights. No
+torch at import.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from typing import Any
 
 NUM_WORDS = 512  # of the tokenizer that comes with every folder
 
-_LLAMA: dict[str, Any] = dict(num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072, rms_norm_eps=1e-5)
+_LLAMA: dict[str, Any] = dict(
+    num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072, rms_norm_eps=1e-5
+)
 
 # name: (model_type, fields of its config). gemma27b is the text model of google/gemma-3-27b-it.
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -101,7 +105,8 @@ def write_rows(file: Path, lengths: list[int], seed: int = 1) -> None:
 
 
 def flops_per_token(shape: str, length: int, *, full: bool) -> float:
-    """Operations a token: 6 a matmul weight where all are trained, 4 where adapters are, plus causal attention forward and backward.
+    """Operations a token: 6 a matmul weight where all are trained, 4 where adapters are, plus causal attention forward
+    and backward.
 
     The peers' figures count the same way: ``length / 2`` positions seen by a token, recomputation not counted.
     """

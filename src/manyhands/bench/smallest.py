@@ -1,10 +1,11 @@
-"""The smallest GPU memory at which a row still runs: first by the plan alone, then tried with torch's allocator held to it.
+"""The smallest GPU memory at which a row still runs: first by the plan alone, then tried with torch's allocator held to
+it.
 
     manyhands bench 8b-lora --smallest
 
-The plan says, without a GPU, for which smallest memory it finds a way; that way is the leanest. It is run for a few steps in that
-memory and then, in the same way, in less, or in more where it failed. Only memory in which it did run counts. A run that fails for
-another reason ends the search.
+The plan says, without a GPU, for which smallest memory it finds a way; that way is the leanest. It is run for a few
+steps in that memory and then, in the same way, in less, or in more where it failed. Only memory in which it did run
+counts. A run that fails for another reason ends the search.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from manyhands.config.schema import RunConfig
-from manyhands.errors import UserError
+from manyhands.core.errors import UserError
 from manyhands.facts.types import Facts
 from manyhands.plan.search import plan
 
@@ -26,7 +27,9 @@ STEP_GIB = 0.05  # of the plan's own answer
 
 @dataclass(frozen=True)
 class Attempt:
-    """One run in ``limit_gib``. ``least_gib``: what was allocated and what lies outside of the allocator; no limit below can do."""
+    """One run in ``limit_gib``. ``least_gib``: what was allocated and what lies outside of the allocator; no limit
+    below can do.
+    """
 
     limit_gib: float
     outcome: Outcome
@@ -34,7 +37,9 @@ class Attempt:
     row: dict[str, Any] | None = None
 
 
-def planned_smallest(config: RunConfig, facts: Facts, resize: Callable[[Facts, float], Facts], largest_gib: float = 1024.0) -> float | None:
+def planned_smallest(
+    config: RunConfig, facts: Facts, resize: Callable[[Facts, float], Facts], largest_gib: float = 1024.0
+) -> float | None:
     """GiB of the smallest GPU that the plan finds a way for, to ``STEP_GIB``; None where there is none. Pure.
 
     ``resize`` gives the facts with GPUs of so many GiB.
@@ -59,8 +64,8 @@ def planned_smallest(config: RunConfig, facts: Facts, resize: Callable[[Facts, f
 def search(planned_gib: float, run: Callable[[float], Attempt], *, max_runs: int = 5) -> list[Attempt]:
     """All attempts, the first in what the plan believes. ``run`` tries one limit in GiB.
 
-    After the first that ran, one just above what it had allocated: that is mostly the answer, as the allocator needs little
-    besides. Then halving between the smallest that ran and the largest that did not.
+    After the first that ran, one just above what it had allocated: that is mostly the answer, as the allocator needs
+    little besides. Then halving between the smallest that ran and the largest that did not.
     """
     attempts: list[Attempt] = []
     too_small, enough, limit = 0.0, None, planned_gib
@@ -86,12 +91,16 @@ def search(planned_gib: float, run: Callable[[float], Attempt], *, max_runs: int
 
 def smallest(attempts: list[Attempt]) -> Attempt | None:
     """The one in the least memory that ran."""
-    return min((attempt for attempt in attempts if attempt.outcome == "ran"), key=lambda attempt: attempt.limit_gib, default=None)
+    return min(
+        (attempt for attempt in attempts if attempt.outcome == "ran"),
+        key=lambda attempt: attempt.limit_gib,
+        default=None,
+    )
 
 
 def judge(limit_gib: float, output: str, row: dict[str, Any] | None) -> Attempt:
-    """What a process of ``manyhands.bench.case`` said: its row if it ran, else why not. One that took more than its limit counts as
-    too large for it: what lies outside of the allocator is not held back.
+    """What a process of ``manyhands.bench.case`` said: its row if it ran, else why not. One that took more than its
+    limit counts as too large for it: what lies outside of the allocator is not held back.
     """
     if row is None:
         return Attempt(limit_gib, "out of memory" if "OutOfMemoryError" in output else "failed")
@@ -108,5 +117,7 @@ def describe(attempt: Attempt) -> str:
     if attempt.row is None:
         return text
     row = attempt.row
-    way = f"{row['strategy']}, recompute {row['recompute']}" + (", activations offloaded" if row["offload_activations"] else "")
+    way = f"{row['strategy']}, recompute {row['recompute']}" + (
+        ", activations offloaded" if row["offload_activations"] else ""
+    )
     return f"{text}, {row['tokens_per_s_gpu']:,} tokens/s, allocated {row['peak_allocated_gib']}, {way}, packs of {row['pack_tokens']}"

@@ -1,4 +1,6 @@
-"""What every side's raw row says, by one definition: speed, memory, dtypes, attention kernels, and in which lease it ran."""
+"""What every side's raw row says, by one definition: speed, memory, dtypes, attention kernels, and in which lease it
+ran.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,11 @@ NAME_LENGTH = 120
 
 
 def rates(steps: Sequence[tuple[float, int]], row: Row, num_gpus: int, *, warm: int) -> dict[str, Any]:
-    """Speed of all steps but the first ``warm``, each ``(seconds, tokens)``; the tokens are those of ``num_gpus`` GPUs together.
+    """Speed of all steps but the first ``warm``, each ``(seconds, tokens)``; the tokens are those of ``num_gpus`` GPUs
+    together.
 
-    ``step_s`` is the median where all steps have the same number of tokens, else the mean, and ``tokens_per_s_gpu`` is the mean
-    number of tokens a step divided by it: the two say the same thing, on every side.
+    ``step_s`` is the median where all steps have the same number of tokens, else the mean, and ``tokens_per_s_gpu`` is
+    the mean number of tokens a step divided by it: the two say the same thing, on every side.
     """
     timed = steps[warm:]
     seconds, tokens = [each for each, _ in timed], [each for _, each in timed]
@@ -44,7 +47,9 @@ def rates(steps: Sequence[tuple[float, int]], row: Row, num_gpus: int, *, warm: 
 
 
 def lease() -> dict[str, str]:
-    """``machine`` is the same for rows measured on the same GPUs since the same start of the machine, and for no others."""
+    """``machine`` is the same for rows measured on the same GPUs since the same start of the machine, and for no
+    others.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id")
     known = [platform.node(), boot.read_text() if boot.exists() else ""]
     if torch.cuda.is_available():
@@ -66,7 +71,9 @@ def memory() -> dict[str, float | None]:
 def dtypes(model: torch.nn.Module, optimizer: Any) -> dict[str, list[str]]:
     """Of the parameters and of the optimizer's states, read from the tensors. NF4 values lie in uint8."""
     parameters = list(model.parameters())
-    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    states = [
+        value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
+    ]
     return {
         "trained": _names(p for p in parameters if p.requires_grad),
         "frozen": _names(p for p in parameters if not p.requires_grad),
@@ -80,9 +87,11 @@ def _names(tensors: Iterable[torch.Tensor]) -> list[str]:
 
 @contextlib.contextmanager
 def watch(model: Any, seen: dict[str, Any]) -> Iterator[None]:
-    """Notes in ``seen`` which attention kernels ran inside, the slowest first, and in which dtype the last hidden states were.
+    """Notes in ``seen`` which attention kernels ran inside, the slowest first, and in which dtype the last hidden
+    states were.
 
-    Meant for one more step after those that are timed, as the profiler costs time. Where the profiler cannot start, ``seen`` says why.
+    Meant for one more step after those that are timed, as the profiler costs time. Where the profiler cannot start,
+    ``seen`` says why.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -107,11 +116,15 @@ def watch(model: Any, seen: dict[str, Any]) -> Iterator[None]:
 
 
 def attention_kernels(events: Iterable[Any]) -> list[str]:
-    """Names of the kernels (on a CPU: of torch's operations) that look like attention, by time; says so where there are none."""
+    """Names of the kernels (on a CPU: of torch's operations) that look like attention, by time; says so where there are
+    none.
+    """
     found: dict[str, float] = {}
     for event in events:
         took = event.self_device_time_total or event.self_cpu_time_total
         if ATTENTION.search(event.key) and took:
             name = event.key[:NAME_LENGTH]
             found[name] = found.get(name, 0.0) + took
-    return sorted(found, key=lambda name: -found[name])[:NUM_KERNELS] or ["none by name: attention ran as plain products"]
+    return sorted(found, key=lambda name: -found[name])[:NUM_KERNELS] or [
+        "none by name: attention ran as plain products"
+    ]

@@ -1,4 +1,6 @@
-"""The speed table from raw rows: which rows count, what is open, ratios within one run, and the check against stored ones. Pure."""
+"""The speed table from raw rows: which rows count, what is open, ratios within one run, and the check against stored
+ones. Pure.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,14 @@ def of_row(stored: list[Stored], row: Row) -> list[Stored]:
     return [
         r
         for r in stored
-        if r.get("row") == row.name and all(r.get(key, getattr(row, key)) == getattr(row, key) for key in ("shape", "length", "rows"))
+        if r.get("row") == row.name
+        and all(r.get(key, getattr(row, key)) == getattr(row, key) for key in ("shape", "length", "rows"))
     ]
 
 
 def side_of(stored: Stored) -> str:
-    """Whose row it is. Ours is what our plan made alone, under whatever label; with keys set by hand, other lengths, fewer layers or a
-    limited memory it is nobody's.
+    """Whose row it is. Ours is what our plan made alone, under whatever label; with keys set by hand, other lengths,
+    fewer layers or a limited memory it is nobody's.
     """
     if "planned_gib" not in stored:
         return str(stored.get("label"))
@@ -54,7 +57,9 @@ def is_measured(stored: list[Stored], row: Row, sides: list[str], num_gpus: int)
 
 
 def best_peer(stored: list[Stored], row: Row) -> Stored | None:
-    """The fastest peer of the run that our newest row is of, on as many GPUs. A row that names no run proves nothing."""
+    """The fastest peer of the run that our newest row is of, on as many GPUs. A row that names no run proves
+    nothing.
+    """
     ours = newest(stored, row, OURS)
     if ours is None or not ours.get("run"):
         return None
@@ -95,9 +100,11 @@ def show_ratio(against: float | None) -> str:
 
 
 def check(stored: list[Stored], before: list[Stored], rows: list[Row]) -> int:
-    """Exit code 1 where a ratio to the best peer fell, or none can be compared: machines differ, ratios within one run hardly do.
+    """Exit code 1 where a ratio to the best peer fell, or none can be compared: machines differ, ratios within one run
+    hardly do.
 
-    Compared are rows that both files have beside the same peer's, on as many GPUs: beside another best peer a ratio means another thing.
+    Compared are rows that both files have beside the same peer's, on as many GPUs: beside another best peer a ratio
+    means another thing.
     """
     fallen = compared = 0
     for row in rows:

@@ -1,7 +1,7 @@
 """Checkpoints: safetensors and JSON only, for any number of ranks. Knows nothing of runs, plans or data.
 
-A checkpoint exists when its manifest does. A save writes into ``step-000010.tmp``: shards, train_state.json, hashes, and the
-manifest last; then the folder is renamed. What a killed save leaves behind never counts.
+A checkpoint exists when its manifest does. A save writes into ``step-000010.tmp``: shards, train_state.json, hashes,
+and the manifest last; then the folder is renamed. What a killed save leaves behind never counts.
 """
 
 from manyhands.checkpoint.load import load_checkpoint, newest_checkpoint

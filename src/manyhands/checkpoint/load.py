@@ -15,9 +15,16 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from manyhands.checkpoint.manifest import TRAIN_STATE, Manifest, TensorEntry, check_hashes, check_sizes, read_manifest
 from manyhands.checkpoint.planners import LoadPlanner
 from manyhands.checkpoint.retention import list_checkpoints
-from manyhands.checkpoint.tensors import MODEL, OPTIMIZER, checkpoint_tensors, create_optimizer_state, describe, trained_parameters
-from manyhands.checkpoint.together import run_together, this_rank
-from manyhands.errors import UserError
+from manyhands.checkpoint.tensors import (
+    MODEL,
+    OPTIMIZER,
+    checkpoint_tensors,
+    create_optimizer_state,
+    describe,
+    trained_parameters,
+)
+from manyhands.core.collectives import run_together, this_rank
+from manyhands.core.errors import UserError
 
 MAX_DETAILS = 20
 
@@ -39,8 +46,9 @@ def newest_checkpoint(checkpoints: Path) -> Path | None:
 def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     """Loads trained parameters and optimizer states in place, bit for bit; returns the saved state. Collective.
 
-    Optimizer states are created as the checkpoint has them; without an ``optimizer`` only parameters are loaded, cast to
-    the model's dtypes. UserError on every rank for a damaged file (named) or for names, shapes or dtypes that do not fit.
+    Optimizer states are created as the checkpoint has them; without an ``optimizer`` only parameters are loaded, cast
+    to the model's dtypes. UserError on every rank for a damaged file (named) or for names, shapes or dtypes that do not
+    fit.
     """
     rank, world_size = this_rank()
     manifest = run_together(lambda: read_manifest(folder))[rank]
@@ -82,7 +90,12 @@ def _check_states(folder: Path, wanted: dict[str, TensorEntry], manifest: Manife
 
 
 def _agree(here: TensorEntry | None, there: TensorEntry | None) -> bool:
-    return here is not None and there is not None and (here.shape or (1,)) == (there.shape or (1,)) and here.dtype == there.dtype
+    return (
+        here is not None
+        and there is not None
+        and (here.shape or (1,)) == (there.shape or (1,))
+        and here.dtype == there.dtype
+    )
 
 
 def _check_fit(folder: Path, trained: dict[str, nn.Parameter], saved: dict[str, TensorEntry], exact: bool) -> None:
@@ -94,11 +107,15 @@ def _check_fit(folder: Path, trained: dict[str, nn.Parameter], saved: dict[str, 
     for name in wanted.keys() & parameters.keys():
         here, there = wanted[name], parameters[name]
         if (here.shape or (1,)) != there.shape:
-            findings.append(f"{name.removeprefix(MODEL)}: shape {list(here.shape)} here, {list(there.shape)} in the checkpoint")
+            findings.append(
+                f"{name.removeprefix(MODEL)}: shape {list(here.shape)} here, {list(there.shape)} in the checkpoint"
+            )
         elif exact and here.dtype != there.dtype:
             findings.append(f"{name.removeprefix(MODEL)}: {here.dtype} here, {there.dtype} in the checkpoint")
     states = (name.removeprefix(OPTIMIZER).partition(".") for name in saved if name.startswith(OPTIMIZER))
-    findings += [f"optimizer state {key} of an unknown parameter: {name}" for key, _, name in states if name not in trained]
+    findings += [
+        f"optimizer state {key} of an unknown parameter: {name}" for key, _, name in states if name not in trained
+    ]
     if not findings:
         return
     hidden = len(findings) - MAX_DETAILS

@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from manyhands.errors import EXIT_FAILED, UserError
-from manyhands.files import write_json
-from manyhands.progress import advance
+from manyhands.core.errors import EXIT_FAILED, UserError
+from manyhands.core.files import write_json
+from manyhands.core.progress import advance
 
 MANIFEST = "manifest.json"
 TRAIN_STATE = "train_state.json"
@@ -95,11 +95,19 @@ def check_hashes(folder: Path, manifest: Manifest, part: int = 0, num_parts: int
     """Compares the SHA-256 of every ``num_parts``-th file from ``part`` on, so that ranks share the reading."""
     for name in sorted(manifest.files)[part::num_parts]:
         if hash_file(folder / name).sha256 != manifest.files[name].sha256:
-            raise _damaged(folder, name, "its SHA-256 differs from the manifest's: the content has changed since it was saved")
+            raise _damaged(
+                folder, name, "its SHA-256 differs from the manifest's: the content has changed since it was saved"
+            )
 
 
 def _damaged(folder: Path, name: str, why: str) -> UserError:
-    return UserError(f"checkpoint file {name} is damaged", where=str(folder / name), why=why, fix=_advice(folder), exit_code=EXIT_FAILED)
+    return UserError(
+        f"checkpoint file {name} is damaged",
+        where=str(folder / name),
+        why=why,
+        fix=_advice(folder),
+        exit_code=EXIT_FAILED,
+    )
 
 
 def _advice(folder: Path) -> str:

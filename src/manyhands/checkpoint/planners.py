@@ -8,7 +8,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 
-from manyhands.progress import advance
+from manyhands.core.progress import advance
 
 
 class SavePlanner(DefaultSavePlanner):

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from manyhands.checkpoint.manifest import MANIFEST
-from manyhands.progress import advance
+from manyhands.core.progress import advance
 
 PARTIAL = ".tmp"  # being written, or being deleted
 REPLACED = ".old"  # the same step saved again; complete, but a newer one takes its place
@@ -24,7 +24,11 @@ def list_checkpoints(checkpoints: Path) -> list[tuple[int, Path]]:
     """Complete checkpoints as (step, folder), oldest first."""
     if not checkpoints.is_dir():
         return []
-    found = [(int(m[1]), path) for path in checkpoints.iterdir() if (m := _NAME.fullmatch(path.name)) and (path / MANIFEST).is_file()]
+    found = [
+        (int(m[1]), path)
+        for path in checkpoints.iterdir()
+        if (m := _NAME.fullmatch(path.name)) and (path / MANIFEST).is_file()
+    ]
     return sorted(found)
 
 
@@ -42,7 +46,8 @@ def clean_leftovers(checkpoints: Path) -> list[str]:
 
 
 def prune(checkpoints: Path, keep_last: int, keep: Collection[int] = ()) -> list[int]:
-    """Deletes all complete checkpoints but the newest ``keep_last`` and the steps in ``keep``; returns the steps deleted.
+    """Deletes all complete checkpoints but the newest ``keep_last`` and the steps in ``keep``; returns the steps
+    deleted.
 
     For rank 0. A checkpoint stops counting by one rename, before its files go.
     """

@@ -18,9 +18,9 @@ from manyhands.checkpoint.manifest import TRAIN_STATE, FileEntry, Manifest, hash
 from manyhands.checkpoint.planners import SavePlanner
 from manyhands.checkpoint.retention import PARTIAL, REPLACED
 from manyhands.checkpoint.tensors import checkpoint_tensors, describe
-from manyhands.checkpoint.together import run_on_first, run_together
-from manyhands.errors import EXIT_FAILED, UserError
-from manyhands.files import explain_full_disk, is_disk_full, rename_synced, sync, write_json
+from manyhands.core.collectives import run_on_first, run_together
+from manyhands.core.errors import EXIT_FAILED, UserError
+from manyhands.core.files import explain_full_disk, is_disk_full, rename_synced, sync, write_json
 
 FILE_BYTES = 2 * 2**30  # a rank's share of one file: the writer holds a file twice in memory while it writes
 
@@ -38,8 +38,9 @@ def save_checkpoint(
 ) -> None:
     """Saves trained parameters, optimizer states and ``state`` (JSON) as ``folder``. Collective over all ranks.
 
-    ``model`` is the Hugging Face model inside every wrapper. An earlier checkpoint of the same name is replaced. UserError
-    on every rank if one of them cannot write, or if they do not see the same folder. ``progress`` hears of parts that are done:
+    ``model`` is the Hugging Face model inside every wrapper. An earlier checkpoint of the same name is replaced.
+    UserError on every rank if one of them cannot write, or if they do not see the same folder. ``progress`` hears of
+    parts that are done:
     tensors written, files hashed, manifest written.
     """
     progress(0, 3)
@@ -65,7 +66,9 @@ def _make_empty(partial: Path) -> None:
 
 
 def _write_tensors(partial: Path, tensors: dict[str, torch.Tensor], world_size: int) -> None:
-    writer = HuggingFaceStorageWriter(str(partial), fqn_to_index_mapping=_file_numbers(tensors, world_size), save_distributed=True)
+    writer = HuggingFaceStorageWriter(
+        str(partial), fqn_to_index_mapping=_file_numbers(tensors, world_size), save_distributed=True
+    )
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -1,7 +1,8 @@
-"""What a checkpoint holds, as one flat dict of tensors under the Hugging Face model's own parameter names. Knows no files.
+"""What a checkpoint holds, as one flat dict of tensors under the Hugging Face model's own parameter names. Knows no
+files.
 
-``model.NAME`` is a trained parameter; ``optim.KEY.NAME`` its optimizer state (``exp_avg``, ``exp_avg_sq``, and ``step`` of
-shape (1,)). Frozen parameters are not saved: the model's source has them. Sharded parameters are DTensors.
+``model.NAME`` is a trained parameter; ``optim.KEY.NAME`` its optimizer state (``exp_avg``, ``exp_avg_sq``, and ``step``
+of shape (1,)). Frozen parameters are not saved: the model's source has them. Sharded parameters are DTensors.
 """
 
 from __future__ import annotations
@@ -34,14 +35,17 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def reshard(model: nn.Module) -> None:
     """Gives gathered parameters back to their shards.
 
-    After an evaluation FSDP2's root still holds its parameters gathered, as other objects than the optimizer's. The root
-    may be a wrapper outside ``model``; FSDP2's hooks on ``state_dict`` reach every module, so asking for it is enough.
+    After an evaluation FSDP2's root still holds its parameters gathered, as other objects than the optimizer's. The
+    root may be a wrapper outside ``model``; FSDP2's hooks on ``state_dict`` reach every module, so asking for it is
+    enough.
     """
     model.state_dict(keep_vars=True)
 
 
 def checkpoint_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
-    """The flat dict; its tensors share memory with the model's and the optimizer's. ValueError for a nameless parameter."""
+    """The flat dict; its tensors share memory with the model's and the optimizer's. ValueError for a nameless
+    parameter.
+    """
     trained = trained_parameters(model)
     tensors = {MODEL + name: _saved_form(parameter) for name, parameter in trained.items()}
     if optimizer is None:
@@ -57,17 +61,27 @@ def checkpoint_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None
     return tensors
 
 
-def create_optimizer_state(optimizer: torch.optim.Optimizer, trained: dict[str, nn.Parameter], entries: dict[str, TensorEntry]) -> None:
-    """Replaces the optimizer's states by zeros of the layout that its parameters have and, but for ``MakesState``, the dtypes saved."""
+def create_optimizer_state(
+    optimizer: torch.optim.Optimizer, trained: dict[str, nn.Parameter], entries: dict[str, TensorEntry]
+) -> None:
+    """Replaces the optimizer's states by zeros of the layout that its parameters have and, but for ``MakesState``, the
+    dtypes saved.
+    """
     optimizer.state.clear()
     place = getattr(optimizer, "state_options", {})  # states kept in host memory are made there
     if isinstance(optimizer, MakesState):
-        held = {full_name.removeprefix(OPTIMIZER).partition(".")[2] for full_name in entries if full_name.startswith(OPTIMIZER)}
+        held = {
+            full_name.removeprefix(OPTIMIZER).partition(".")[2]
+            for full_name in entries
+            if full_name.startswith(OPTIMIZER)
+        }
         for name, parameter in trained.items():
             if name in held:
                 optimizer.create_state(parameter)
         return
-    scalar_on_device = {id(p): bool(g.get("fused") or g.get("capturable")) for g in optimizer.param_groups for p in g["params"]}
+    scalar_on_device = {
+        id(p): bool(g.get("fused") or g.get("capturable")) for g in optimizer.param_groups for p in g["params"]
+    }
     for full_name, entry in entries.items():
         if not full_name.startswith(OPTIMIZER):
             continue
@@ -83,7 +97,10 @@ def create_optimizer_state(optimizer: torch.optim.Optimizer, trained: dict[str, 
 
 def describe(tensors: dict[str, torch.Tensor]) -> dict[str, TensorEntry]:
     """Whole (not local) shapes and dtypes."""
-    return {name: TensorEntry(shape=tuple(t.shape), dtype=str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()}
+    return {
+        name: TensorEntry(shape=tuple(t.shape), dtype=str(t.dtype).removeprefix("torch."))
+        for name, t in tensors.items()
+    }
 
 
 def _saved_form(tensor: torch.Tensor) -> torch.Tensor:

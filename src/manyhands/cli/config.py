@@ -10,7 +10,9 @@ WIDE = 110  # columns of a terminal that has room for all four columns of the ta
 
 
 def config(
-    key: Annotated[str | None, typer.Argument(metavar="[KEY]", help="A key or section, such as batch.rows.", show_default=False)] = None,
+    key: Annotated[
+        str | None, typer.Argument(metavar="[KEY]", help="A key or section, such as batch.samples.", show_default=False)
+    ] = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema, for editors.")] = False,
 ) -> None:
     """Explain a key of the run file, or list them all."""

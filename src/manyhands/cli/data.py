@@ -11,34 +11,41 @@ import typer
 
 from manyhands.cli.run_file import Examples, Overrides, RunFile, load_run
 from manyhands.cli.words import report_aside
-from manyhands.errors import EXIT_FAILED
+from manyhands.core.errors import EXIT_FAILED
 
-NUM_ROWS = 3  # on a terminal, where nothing was asked
+NUM_SAMPLES = 3  # on a terminal, where nothing was asked
 
 
 def data(
     run: RunFile,
     overrides: Overrides = None,
-    rows: Annotated[int | None, typer.Option("--rows", min=0, help="Show at most N rows.  [default: 3]", show_default=False)] = None,
+    rows: Annotated[
+        int | None, typer.Option("--rows", min=0, help="Show at most N rows.  [default: 3]", show_default=False)
+    ] = None,
     step: Annotated[
-        int | None, typer.Option("--step", min=1, help="Show the first micro-batch of step S, whole.", show_default=False)
+        int | None,
+        typer.Option("--step", min=1, help="Show the first micro-batch of step S, whole.", show_default=False),
     ] = None,
     html: Annotated[
-        Path | None, typer.Option("--html", help="Write a page with a whole micro-batch instead.", show_default=False, dir_okay=False)
+        Path | None,
+        typer.Option(
+            "--html", help="Write a page with a whole micro-batch instead.", show_default=False, dir_okay=False
+        ),
     ] = None,
     examples: Examples = None,
 ) -> None:
     """Preview the rows of a step, trained tokens marked.
 
-    Lengths, packing and tokens by source come below them, and every row that a run would refuse: then the exit code is 1."""
+    Lengths, packing and tokens by source come below them, and every row that a run would refuse: then the exit code is
+    1."""
     config = load_run(run, overrides, examples=examples)
     from manyhands.preview.collect import collect
     from manyhands.preview.page import refuse_foreign_file, write_page
 
     if html is not None:
         refuse_foreign_file(html)
-    max_rows = NUM_ROWS if rows is None and step is None and html is None else rows
-    preview = collect(config, step=step or 1, max_rows=max_rows, report=report_aside)
+    max_samples = NUM_SAMPLES if rows is None and step is None and html is None else rows
+    preview = collect(config, step=step or 1, max_samples=max_samples, report=report_aside)
     if html is not None:
         write_page(preview, html)
         print(f"wrote {html}: open it in a browser" + ("; it names rows that a run refuses" if preview.refused else ""))

@@ -14,14 +14,22 @@ from typing import Literal
 import typer
 
 from manyhands.cli.words import gib
-from manyhands.errors import EXIT_FAILED
+from manyhands.core.errors import EXIT_FAILED
 
 MIN_PYTHON = (3, 11)
-NEEDED = {"torch": (2, 11), "transformers": (5, 17), "safetensors": (0, 4), "pydantic": (2, 0), "huggingface_hub": (0, 0)}
+NEEDED = {
+    "torch": (2, 11),
+    "transformers": (5, 17),
+    "safetensors": (0, 4),
+    "pydantic": (2, 0),
+    "huggingface_hub": (0, 0),
+}
 OPTIONAL = {"tensorboard": "curves in the browser", "bitsandbytes": "4-bit weights"}
 HUB_TIMEOUT_S = 5.0
 MIN_DISK_BYTES = 10 * 2**30
-TORCH_PROBE = "import torch; print(torch.version.cuda or 'none', torch.cuda.device_count() if torch.cuda.is_available() else 0)"
+TORCH_PROBE = (
+    "import torch; print(torch.version.cuda or 'none', torch.cuda.device_count() if torch.cuda.is_available() else 0)"
+)
 
 
 @dataclass(frozen=True)
@@ -48,7 +56,8 @@ def doctor() -> None:
             findings.append(finding)
             mark, style = marks[finding.state]
             console.print(
-                Text.assemble((mark, style), "  ", finding.text, (f" -> {finding.fix}" if finding.fix else "", "bold")), soft_wrap=True
+                Text.assemble((mark, style), "  ", finding.text, (f" -> {finding.fix}" if finding.fix else "", "bold")),
+                soft_wrap=True,
             )
     num_bad = sum(finding.state == "bad" for finding in findings)
     num_warnings = sum(finding.state == "warning" for finding in findings)
@@ -59,7 +68,11 @@ def doctor() -> None:
 def _check_python() -> Iterator[Finding]:
     version = ".".join(map(str, sys.version_info[:3]))
     good = sys.version_info >= MIN_PYTHON
-    yield Finding("ok" if good else "bad", f"Python {version}", "" if good else f"use Python {'.'.join(map(str, MIN_PYTHON))} or newer")
+    yield Finding(
+        "ok" if good else "bad",
+        f"Python {version}",
+        "" if good else f"use Python {'.'.join(map(str, MIN_PYTHON))} or newer",
+    )
 
 
 def _check_packages() -> Iterator[Finding]:
@@ -126,7 +139,11 @@ def _check_folders() -> Iterator[Finding]:
     from manyhands.config.schema import DataSection
 
     hub = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or "~/.cache/huggingface") / "hub")
-    for purpose, folder in (("runs", Path.cwd()), ("token cache", Path(DataSection.model_fields["cache"].default)), ("hub cache", hub)):
+    for purpose, folder in (
+        ("runs", Path.cwd()),
+        ("token cache", Path(DataSection.model_fields["cache"].default)),
+        ("hub cache", hub),
+    ):
         folder = folder.expanduser()
         there = next(place for place in (folder, *folder.parents) if place.exists())
         if not os.access(there, os.W_OK):
@@ -153,7 +170,9 @@ def _check_hub() -> Iterator[Finding]:
         pass  # it answered
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or error
-        yield Finding("warning", f"the hub {host} does not answer: {reason}", "use a model folder, or set HF_ENDPOINT or a proxy")
+        yield Finding(
+            "warning", f"the hub {host} does not answer: {reason}", "use a model folder, or set HF_ENDPOINT or a proxy"
+        )
         return
     yield Finding("ok", f"the hub {host} answers")
 

@@ -7,13 +7,16 @@ from typing import Annotated
 
 import typer
 
-from manyhands.errors import UserError
+from manyhands.core.errors import UserError
 
 
 def generate(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A run's folder, or its model/ or adapter/.", show_default=False)],
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="A run's folder, or its model/ or adapter/.", show_default=False)
+    ],
     prompt: Annotated[
-        str | None, typer.Option("--prompt", help="Answer this and end; without it, chat line by line.", show_default=False)
+        str | None,
+        typer.Option("--prompt", help="Answer this and end; without it, chat line by line.", show_default=False),
     ] = None,
     base: Annotated[
         str | None,

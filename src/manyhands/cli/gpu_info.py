@@ -22,7 +22,12 @@ def gpu_info() -> None:
         for gpu in host.gpus:
             capability = ".".join(map(str, gpu.compute_capability)) if gpu.compute_capability else "unknown"
             listing.add_row(
-                str(gpu.index), gpu.name, gib(gpu.memory_bytes), gib(gpu.free_bytes), capability, "yes" if gpu.has_bfloat16 else "no"
+                str(gpu.index),
+                gpu.name,
+                gib(gpu.memory_bytes),
+                gib(gpu.free_bytes),
+                capability,
+                "yes" if gpu.has_bfloat16 else "no",
             )
         console.print(listing)
     console.print(f"CPU: {host.num_cores} cores, {gib(host.memory_bytes)} memory, {gib(host.free_memory_bytes)} free")

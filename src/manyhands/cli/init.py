@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from manyhands.errors import UserError
+from manyhands.core.errors import UserError
 
 if TYPE_CHECKING:
     from manyhands.data.rows import Row
@@ -41,7 +41,7 @@ class Seen:
     """The first rows, how many there are (all of them if ``is_all``), and the bytes of text in the longest."""
 
     rows: list[Row]
-    num_rows: int
+    num_samples: int
     is_all: bool
     longest_bytes: int
 
@@ -70,21 +70,29 @@ class Reading:
 def init(
     model: Annotated[str | None, typer.Option("--model", help="Hub name or folder.", show_default=False)] = None,
     data: Annotated[
-        Path | None, typer.Option("--data", help="File or folder of training rows, or hub:OWNER/NAME.", show_default=False)
+        Path | None,
+        typer.Option("--data", help="File or folder of training rows, or hub:OWNER/NAME.", show_default=False),
     ] = None,
     fields: Annotated[
         list[str] | None,
-        typer.Option("--fields", help="Columns by role, such as question=Frage,answer=Antwort (data.fields).", show_default=False),
+        typer.Option(
+            "--fields", help="Columns by role, such as question=Frage,answer=Antwort (data.fields).", show_default=False
+        ),
     ] = None,
     too_long: Annotated[
-        str | None, typer.Option("--too-long", help="Rows over 2,048 tokens: refuse, truncate or split.", show_default=False)
+        str | None,
+        typer.Option("--too-long", help="Rows over 2,048 tokens: refuse, truncate or split.", show_default=False),
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing: take what was given or can be inferred.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Ask nothing: take what was given or can be inferred.")
+    ] = False,
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")] = Path("run.yaml"),
 ) -> None:
     """Write a commented run file; asks where there is a terminal."""
     if output.exists():
-        raise UserError("the file exists already and is not overwritten", where=str(output), fix="choose another name with -o")
+        raise UserError(
+            "the file exists already and is not overwritten", where=str(output), fix="choose another name with -o"
+        )
     if output.suffix not in (".yaml", ".yml"):
         raise UserError("a commented run file is YAML", where=str(output), fix="choose a name that ends in .yaml")
     ask = sys.stdin.isatty() and not yes
@@ -92,10 +100,16 @@ def init(
     if model is None:
         model = typer.prompt("Model (hub name or folder)", default=DEFAULT_MODEL) if ask else DEFAULT_MODEL
     if data is None and ask:
-        data = Path(typer.prompt("Training rows (a file, a folder or hub:OWNER/NAME)", default=str(found) if found else None))
+        data = Path(
+            typer.prompt("Training rows (a file, a folder or hub:OWNER/NAME)", default=str(found) if found else None)
+        )
     data = data or found
     if data is None:
-        raise UserError("no training data was given, and no data file is here", where=str(Path.cwd()), fix="give it with --data FILE")
+        raise UserError(
+            "no training data was given, and no data file is here",
+            where=str(Path.cwd()),
+            fix="give it with --data FILE",
+        )
     seen = look_at_rows(data)
     reading = choose_reading(seen, parse_fields(fields or []), ask)
     long = choose_too_long(too_long, seen, reading.task, ask)
@@ -109,7 +123,9 @@ def init(
 
 
 def make_values(model: str, data: Path, output: Path, reading: Reading, too_long: str) -> dict[str, Any]:
-    """The keys that differ from run to run. Paths are written as seen from the run file's folder where they lie in it."""
+    """The keys that differ from run to run. Paths are written as seen from the run file's folder where they lie in
+    it.
+    """
     name = _seen_from(Path(model), output) if Path(model).is_dir() else model
     return {
         "task": reading.task,
@@ -127,24 +143,28 @@ def make_values(model: str, data: Path, output: Path, reading: Reading, too_long
 
 
 def look_at_rows(path: Path) -> Seen:
-    """The first rows of training data, and what a count of the others shows. Raises ``UserError`` where not one can be read."""
+    """The first rows of training data, and what a count of the others shows. Raises ``UserError`` where not one can be
+    read.
+    """
     from manyhands.data.sources import Source, read_rows
 
     rows: list[Row] = []
-    num_rows = longest = 0
+    num_samples = longest = 0
     try:
         for row in read_rows(Source(path=str(path))):
-            num_rows += 1
+            num_samples += 1
             longest = max(longest, _count_bytes(row.fields))
             if len(rows) < LOOK_AT_ROWS:
                 rows.append(row)
-            if num_rows > COUNT_ROWS:
+            if num_samples > COUNT_ROWS:
                 break
     except UserError:
         if not rows:
             raise
-        return Seen(rows, num_rows, False, longest)  # what cannot be read further down is for `manyhands data` to list
-    return Seen(rows, min(num_rows, COUNT_ROWS), num_rows <= COUNT_ROWS, longest)
+        return Seen(
+            rows, num_samples, False, longest
+        )  # what cannot be read further down is for `manyhands data` to list
+    return Seen(rows, min(num_samples, COUNT_ROWS), num_samples <= COUNT_ROWS, longest)
 
 
 def _count_bytes(value: Any) -> int:
@@ -159,12 +179,16 @@ def parse_fields(given: Sequence[str]) -> dict[str, str]:
     pairs = [pair for text in given for pair in re.split(r",(?=\w+=)", text)]
     wrong = next((pair for pair in pairs if not re.fullmatch(r"\w+=.+", pair, re.DOTALL)), None)
     if wrong is not None:
-        raise UserError(f"--fields takes ROLE=COLUMN, got {wrong!r}", fix="such as --fields question=Frage,answer=Antwort")
+        raise UserError(
+            f"--fields takes ROLE=COLUMN, got {wrong!r}", fix="such as --fields question=Frage,answer=Antwort"
+        )
     return {role: column for role, _, column in (pair.partition("=") for pair in pairs)}
 
 
 def choose_reading(seen: Seen, given: dict[str, str], ask: bool) -> Reading:
-    """The format and the columns: as given, as the names say, as asked for, or as guessed. UserError for columns that are not there."""
+    """The format and the columns: as given, as the names say, as asked for, or as guessed. UserError for columns that
+    are not there.
+    """
     from manyhands.config.row_fields import REQUIRED
     from manyhands.data.formats import detect_format, settle_format
 
@@ -174,14 +198,22 @@ def choose_reading(seen: Seen, given: dict[str, str], ask: bool) -> Reading:
         return Reading(detect_format(seen.rows, task="sft"))  # rows that are both are conversations
     except UserError:
         pass
-    fitting = [form for form, names in REQUIRED.items() if all(row.fields.get(name) is not None for row in seen.rows for name in names)]
+    fitting = [
+        form
+        for form, names in REQUIRED.items()
+        if all(row.fields.get(name) is not None for row in seen.rows for name in names)
+    ]
     if len(fitting) > 1:
         note = f"the rows fit several formats: {', '.join(fitting)}; data.format says which one is read"
         return Reading(_ask_one_of("Format of the rows", fitting, fitting[0]) if ask else fitting[0], note=note)
     turns = [(column, kind) for column in seen.columns if (kind := _kind_of_turns(seen.rows, column))]
     if len(turns) == 1:
         column, kind = turns[0]
-        return Reading(kind, {"messages" if kind == "messages" else "conversations": column}, f"conversations are read from {column}")
+        return Reading(
+            kind,
+            {"messages" if kind == "messages" else "conversations": column},
+            f"conversations are read from {column}",
+        )
     return _ask_columns(seen) if ask else _guess_columns(seen)
 
 
@@ -191,7 +223,12 @@ def _kind_of_turns(rows: Sequence[Row], column: str) -> str | None:
     if not (isinstance(first, list) and all(isinstance(turn, dict) for turn in first)):
         return None
     return next(
-        (kind for kind, keys in (("messages", {"role", "content"}), ("sharegpt", {"from", "value"})) if keys <= set(first[0])), None
+        (
+            kind
+            for kind, keys in (("messages", {"role", "content"}), ("sharegpt", {"from", "value"}))
+            if keys <= set(first[0])
+        ),
+        None,
     )
 
 
@@ -253,7 +290,10 @@ def show_columns(seen: Seen) -> list[str]:
 
     lines = ["no known names among the columns; the first rows are:"]
     for row in seen.rows[:2]:
-        lines += [f"  {Path(row.file).name}:{row.line}", *(f"    {harmless(name)}: {show(value)}" for name, value in row.fields.items())]
+        lines += [
+            f"  {Path(row.file).name}:{row.line}",
+            *(f"    {harmless(name)}: {show(value)}" for name, value in row.fields.items()),
+        ]
     return lines
 
 
@@ -279,14 +319,16 @@ def describe(seen: Seen, reading: Reading, too_long: str) -> list[str]:
     fraction = DataSection.model_fields["validation_fraction"].default
     lines = [reading.note] if reading.note else []
     if seen.is_all and too_long != "split":
-        held_out = count_held_out(fraction, seen.num_rows)
-        rows = f"{held_out:,} of {seen.num_rows:,} rows" if held_out else f"none of {seen.num_rows:,} rows"
+        held_out = count_held_out(fraction, seen.num_samples)
+        rows = f"{held_out:,} of {seen.num_samples:,} rows" if held_out else f"none of {seen.num_samples:,} rows"
         lines.append(f"{rows} will be held out for validation (data.validation_fraction)")
     else:
         lines.append(f"{100 * fraction:g} % of the rows will be held out for validation (data.validation_fraction)")
     about = seen.longest_bytes // BYTES_PER_TOKEN
     if about > MAX_LENGTH and too_long == "refuse":
-        lines.append(f"a row has roughly {about:,} tokens: over data.max_length ({MAX_LENGTH:,}) it is refused (data.too_long)")
+        lines.append(
+            f"a row has roughly {about:,} tokens: over data.max_length ({MAX_LENGTH:,}) it is refused (data.too_long)"
+        )
     try:
         Columns(reading.fields).refuse(seen.rows, reading.format)
     except UserError as error:
@@ -297,7 +339,11 @@ def describe(seen: Seen, reading: Reading, too_long: str) -> list[str]:
 def _find_data(folder: Path) -> Path | None:
     """The likeliest training file in a folder or its data/: one named train, else the only one."""
     files = [
-        file for place in (folder, folder / "data") if place.is_dir() for file in sorted(place.iterdir()) if file.suffix in DATA_SUFFIXES
+        file
+        for place in (folder, folder / "data")
+        if place.is_dir()
+        for file in sorted(place.iterdir())
+        if file.suffix in DATA_SUFFIXES
     ]
     rows = next((same for suffix in DATA_SUFFIXES if (same := [file for file in files if file.suffix == suffix])), [])
     named = [file for file in rows if file.stem.startswith("train")]

@@ -11,8 +11,8 @@ from typer.core import TyperGroup
 
 from manyhands import __version__
 from manyhands.cli import bench, config, data, doctor, export, generate, gpu_info, init, plan, tensorboard, train
-from manyhands.errors import EXIT_FAILED, EXIT_INTERRUPTED, UserError
-from manyhands.files import explain_full_disk, is_disk_full
+from manyhands.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, UserError
+from manyhands.core.files import explain_full_disk, is_disk_full
 
 
 class _Group(TyperGroup):
@@ -51,7 +51,9 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
 ) -> None:
     pass
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from manyhands.errors import EXIT_FAILED, EXIT_TERMINATED, UserError
+from manyhands.core.errors import EXIT_FAILED, EXIT_TERMINATED, UserError
 
 GRACE_S = 10.0
 
@@ -15,8 +15,8 @@ GRACE_S = 10.0
 def run_module(module: str, arguments: Sequence[str]) -> int:
     """Runs ``python -m module arguments`` on this terminal and returns its exit code.
 
-    Ctrl-C reaches the child as well (one process group): it gets ``GRACE_S`` seconds to end, and ``KeyboardInterrupt`` is
-    raised then. SIGTERM is passed on. A child killed by a signal raises ``UserError`` with that signal's name.
+    Ctrl-C reaches the child as well (one process group): it gets ``GRACE_S`` seconds to end, and ``KeyboardInterrupt``
+    is raised then. SIGTERM is passed on. A child killed by a signal raises ``UserError`` with that signal's name.
     """
     with subprocess.Popen([sys.executable, "-m", module, *arguments]) as child:
         before = signal.signal(signal.SIGTERM, lambda *_: child.terminate())

@@ -8,14 +8,18 @@ from typing import Annotated
 
 import typer
 
-from manyhands.errors import UserError
+from manyhands.core.errors import UserError
 
 HOST = "127.0.0.1"
 
 
 def tensorboard(
-    folder: Annotated[Path, typer.Argument(metavar="[RUN_FOLDER]", help="A run's folder, or the folder of all runs.")] = Path("runs"),
-    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Port on this machine's loopback address.")] = 6006,
+    folder: Annotated[
+        Path, typer.Argument(metavar="[RUN_FOLDER]", help="A run's folder, or the folder of all runs.")
+    ] = Path("runs"),
+    port: Annotated[
+        int, typer.Option("--port", min=1, max=65535, help="Port on this machine's loopback address.")
+    ] = 6006,
 ) -> None:
     """Show the curves of a run, or of all runs."""
     if not folder.is_dir():
@@ -39,12 +43,17 @@ def refuse_used_port(port: int) -> None:
             probe.bind((HOST, port))
             return
         except PermissionError:
-            raise UserError(f"port {port} needs more rights", where=f"{HOST}:{port}", fix="choose --port above 1023") from None
+            raise UserError(
+                f"port {port} needs more rights", where=f"{HOST}:{port}", fix="choose --port above 1023"
+            ) from None
         except OSError as error:
             why = error.strerror or str(error)
     with socket.socket() as free:
         free.bind((HOST, 0))
         other = free.getsockname()[1]
     raise UserError(
-        f"port {port} is in use", where=f"{HOST}:{port}", why=why, fix=f"end the program that holds it, or choose --port {other}"
+        f"port {port} is in use",
+        where=f"{HOST}:{port}",
+        why=why,
+        fix=f"end the program that holds it, or choose --port {other}",
     )

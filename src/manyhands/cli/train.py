@@ -15,7 +15,9 @@ def train(
     gpus: Gpus = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Write the plan and stop.")] = False,
     examples: Examples = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start anew in a new folder where a run of this name exists.")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start anew in a new folder where a run of this name exists.")
+    ] = False,
 ) -> None:
     """Plan, launch, train, write and verify. A second start resumes."""
     config = load_run(run, overrides, gpus=gpus, examples=examples)

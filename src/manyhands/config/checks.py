@@ -1,4 +1,5 @@
-"""Keys that contradict each other. Pure: a config in, sentences out; what needs the model, the data or the GPUs is the plan's.
+"""Keys that contradict each other. Pure: a config in, sentences out; what needs the model, the data or the GPUs is the
+plan's.
 
 A key counts as asked for when its value is not the default: a ``run.json``, which spells out every key, loads again.
 """
@@ -15,7 +16,10 @@ from manyhands.config.template_arguments import find_argument_faults
 Findings = Iterator[str]
 
 LORA_KEYS = (
-    *(f"method.{name}" for name in ("rank", "alpha", "dropout", "targets", "rslora", "dora", "modules_to_save", "adapter")),
+    *(
+        f"method.{name}"
+        for name in ("rank", "alpha", "dropout", "target_modules", "rslora", "dora", "modules_to_save", "adapter")
+    ),
     "output.merge",
 )
 
@@ -43,13 +47,17 @@ def _idle(config: RunConfig, paths: tuple[str, ...], because: str, fix: str) -> 
 
 def _check_batch(config: RunConfig) -> Findings:
     batch, data = config.batch, config.data
-    if batch.rows != "auto" and batch.tokens is not None:
-        yield "`batch.rows` and `batch.tokens` both set the global batch: keep one"
+    if batch.samples != "auto" and batch.loss_tokens is not None:
+        yield "`batch.samples` and `batch.loss_tokens` both set the global batch: keep one"
     if data.packing:  # true or auto: what is said for rows laid side by side
-        yield from _idle(config, ("batch.micro_rows", "batch.accumulation"), "data.packing", "set data.packing: false")
+        yield from _idle(
+            config, ("batch.micro_samples", "batch.accumulation"), "data.packing", "set data.packing: false"
+        )
     else:
         yield from _idle(config, ("batch.micro_tokens",), "data.packing", "set data.packing: true")
-        yield from _idle(config, ("batch.tokens",), "data.packing", "set data.packing: true; without packing give batch.rows")
+        yield from _idle(
+            config, ("batch.loss_tokens",), "data.packing", "set data.packing: true; without packing give batch.samples"
+        )
         yield from _check_rows_divide(config)
     if batch.micro_tokens != "auto" and data.packing and batch.micro_tokens < data.max_length:
         yield (
@@ -59,23 +67,25 @@ def _check_batch(config: RunConfig) -> Findings:
 
 
 def _check_rows_divide(config: RunConfig) -> Findings:
-    """rows = micro_rows * accumulation * processes; the number of processes is known to the plan only."""
+    """rows = micro_samples * accumulation * processes; the number of processes is known to the plan only."""
     batch = config.batch
     given = {
         f"batch.{name}": value
-        for name, value in (("micro_rows", batch.micro_rows), ("accumulation", batch.accumulation))
+        for name, value in (("micro_samples", batch.micro_samples), ("accumulation", batch.accumulation))
         if value != "auto"
     }
-    if batch.rows == "auto" or not given:
+    if batch.samples == "auto" or not given:
         return
     unit = 1
     for value in given.values():
         unit *= int(value)
-    if batch.rows % unit:
-        below, above = batch.rows // unit * unit, (batch.rows // unit + 1) * unit
-        names = " × ".join(f"`{name}: {value}`" for name, value in given.items()) + (f" = {unit}" if len(given) > 1 else "")
+    if batch.samples % unit:
+        below, above = batch.samples // unit * unit, (batch.samples // unit + 1) * unit
+        names = " × ".join(f"`{name}: {value}`" for name, value in given.items()) + (
+            f" = {unit}" if len(given) > 1 else ""
+        )
         near = f"{below} or {above}" if below else str(above)
-        yield f"`batch.rows: {batch.rows}` is not a multiple of {names}: the nearest batches that work are {near}"
+        yield f"`batch.samples: {batch.samples}` is not a multiple of {names}: the nearest batches that work are {near}"
 
 
 def _check_schedule(config: RunConfig) -> Findings:
@@ -88,7 +98,11 @@ def _check_schedule(config: RunConfig) -> Findings:
         yield "`schedule.warmup_ratio` and `schedule.decay_ratio` are more than the whole run together: make one smaller"
     if schedule.name == "constant":
         yield from _idle(config, ("schedule.min_ratio",), "schedule.name", "choose a schedule that falls")
-    if schedule.warmup_steps is not None and config.stop.max_steps is not None and schedule.warmup_steps > config.stop.max_steps:
+    if (
+        schedule.warmup_steps is not None
+        and config.stop.max_steps is not None
+        and schedule.warmup_steps > config.stop.max_steps
+    ):
         yield "`schedule.warmup_steps` is more than `stop.max_steps`, so that the peak is never reached: make it smaller"
 
 
@@ -96,7 +110,7 @@ def _check_evaluation(config: RunConfig) -> Findings:
     data, evaluate = config.data, config.evaluate
     wanted = [path for path in ("checkpoint.keep_best", "stop.patience") if _asked(config, path)]
     if data.validation is None and data.validation_fraction == 0:
-        measures = ("evaluate.every_steps", "evaluate.max_tokens", "evaluate.samples", "evaluate.max_new_tokens")
+        measures = ("evaluate.every_steps", "evaluate.max_tokens", "evaluate.prompts", "evaluate.max_new_tokens")
         asking = [*wanted, *(path for path in measures if _asked(config, path) and _value(config, path) != 0)]
         for path in asking:
             yield (
@@ -107,9 +121,14 @@ def _check_evaluation(config: RunConfig) -> Findings:
         for path in wanted:
             yield f"`{path}` needs evaluations during the run, but `evaluate.every_steps` is 0: set it to auto or a number of steps"
     if data.validation is not None and data.validation_fraction != 0:
-        yield from _idle(config, ("data.validation_fraction",), "data.validation", "remove the validation file to hold out a fraction")
-    if evaluate.samples == 0:
-        yield from _idle(config, ("evaluate.max_new_tokens",), "evaluate.samples", "ask for samples")
+        yield from _idle(
+            config,
+            ("data.validation_fraction",),
+            "data.validation",
+            "remove the validation file to hold out a fraction",
+        )
+    if evaluate.prompts == 0:
+        yield from _idle(config, ("evaluate.max_new_tokens",), "evaluate.prompts", "ask for samples")
 
 
 def _check_checkpoint(config: RunConfig) -> Findings:
@@ -163,14 +182,16 @@ def _check_template(config: RunConfig) -> Findings:
 
 def _check_parallel(config: RunConfig) -> Findings:
     parallel = config.parallel
-    if parallel.strategy == "one" and parallel.gpus != "auto" and parallel.gpus > 1:
-        yield f"`parallel.strategy: one` is one process, but `parallel.gpus` is {parallel.gpus}: use strategy auto, ddp or fsdp, or gpus: 1"
-    if parallel.strategy in ("one", "ddp") and parallel.offload != "all":
-        yield from _idle(config, ("parallel.reshard",), "parallel.strategy", "set parallel.strategy: fsdp")
-    if parallel.strategy != "hybrid":
-        yield from _idle(config, ("parallel.shard_ranks",), "parallel.strategy", "set parallel.strategy: hybrid")
-    elif parallel.shard_ranks != "auto" and parallel.gpus != "auto" and parallel.gpus % parallel.shard_ranks:
-        yield f"`parallel.shard_ranks: {parallel.shard_ranks}` does not divide `parallel.gpus: {parallel.gpus}`: give a divisor"
+    if parallel.strategy == "single" and parallel.gpus != "auto" and parallel.gpus > 1:
+        yield f"`parallel.strategy: single` is one process, but `parallel.gpus` is {parallel.gpus}: use strategy auto, ddp or fsdp, or gpus: 1"
+    if parallel.strategy in ("single", "ddp") and parallel.offload != "all":
+        yield from _idle(
+            config, ("parallel.reshard_after_forward",), "parallel.strategy", "set parallel.strategy: fsdp"
+        )
+    if parallel.strategy != "hsdp":
+        yield from _idle(config, ("parallel.shard_degree",), "parallel.strategy", "set parallel.strategy: hsdp")
+    elif parallel.shard_degree != "auto" and parallel.gpus != "auto" and parallel.gpus % parallel.shard_degree:
+        yield f"`parallel.shard_degree: {parallel.shard_degree}` does not divide `parallel.gpus: {parallel.gpus}`: give a divisor"
     if parallel.offload == "all" and parallel.strategy == "ddp":
         yield "`parallel.offload: all` keeps shards in host memory, and `parallel.strategy: ddp` has none: use fsdp, hybrid or one"
     if parallel.offload != "none" and config.optimizer.name != "adamw":
@@ -188,7 +209,7 @@ def _check_kernels(config: RunConfig) -> Findings:
     if config.method.name in reasons:
         yield (
             f"`kernels.linear: fp8` does not go with `method.name: {config.method.name}`, {reasons[config.method.name]}, "
-            "or kernels.linear: plain"
+            "or kernels.linear: reference"
         )
     if config.model.dtype in ("float32", "float64") and config.parallel.device != "cpu":
         yield f"`kernels.linear: fp8` computes beside bfloat16, and `model.dtype` is {config.model.dtype}: use bfloat16, or linear: plain"

@@ -10,7 +10,7 @@ import yaml
 
 from manyhands.config import keys
 from manyhands.config.schema import RunConfig
-from manyhands.errors import UserError
+from manyhands.core.errors import UserError
 
 _IN_SOURCE = re.compile(r"data\.(?:train|validation)(?:\[\d*\])?\.(\w+)")
 
@@ -21,7 +21,9 @@ def all_keys() -> list[str]:
 
 
 def explain(key: str) -> str:
-    """What a key (or every key of a section) does, takes and defaults to. Raises ``UserError`` with the nearest name."""
+    """What a key (or every key of a section) does, takes and defaults to. Raises ``UserError`` with the nearest
+    name.
+    """
     if key in keys.sections():
         inner = [name for name in keys.table() if name.startswith(key + ".")]
         return "\n\n".join([f"{key}: {keys.sections()[key].__doc__}", *(explain(name) for name in inner)])
@@ -33,7 +35,8 @@ def explain(key: str) -> str:
     text = _explain_entry(key, keys.table()[key])
     if key in keys.SOURCE_LISTS:
         inner = [
-            f"    {name}: {entry.sentence} ({entry.allowed}; default: {_default(entry)})" for name, entry in keys.source_table().items()
+            f"    {name}: {entry.sentence} ({entry.allowed}; default: {_default(entry)})"
+            for name, entry in keys.source_table().items()
         ]
         text = "\n".join([text, "  keys of a source in the list:", *inner])
     return text
@@ -87,7 +90,13 @@ def _entry(key: str, values: Mapping[str, Any], indent: str) -> list[str]:
     sentence = keys.table()[key].sentence
     if key in values:
         return [f"{indent}# {sentence}", f"{indent}{leaf}: {_scalar(values[key])}"]
-    default = "" if key == "name" else " null" if keys.table()[key].default is None else " " + _scalar(keys.table()[key].default)
+    default = (
+        ""
+        if key == "name"
+        else " null"
+        if keys.table()[key].default is None
+        else " " + _scalar(keys.table()[key].default)
+    )
     return [f"{indent}# {leaf}:{default}  # {sentence}"]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from manyhands.config.other_tools import KEYS, NOTES, VALUES
+from manyhands.config.dialects.other_tools import KEYS, NOTES, VALUES
 from manyhands.config.schema import RunConfig, Section, Source
 
 
@@ -52,7 +52,9 @@ class Key:
     @property
     def takes_text(self) -> bool:
         """True where any text is a value, so that ``name=2024`` on the command line means the text 2024."""
-        free_text = any(kind.get("type") == "string" and "enum" not in kind and "const" not in kind for kind in self.kinds)
+        free_text = any(
+            kind.get("type") == "string" and "enum" not in kind and "const" not in kind for kind in self.kinds
+        )
         return free_text and all(kind.get("type") in ("string", "null", "array") for kind in self.kinds)
 
     @property
@@ -113,7 +115,11 @@ def nearest_name(name: str, known: Iterable[str]) -> str | None:
 
 def wrong_value(path: str, key: Key, value: Any) -> str:
     """A finding: what was given, what is allowed, what the key means."""
-    quote = " Put it in quotes." if key.takes_text and isinstance(value, (int, float)) and not isinstance(value, bool) else ""
+    quote = (
+        " Put it in quotes."
+        if key.takes_text and isinstance(value, (int, float)) and not isinstance(value, bool)
+        else ""
+    )
     known = VALUES.get(path, {}).get(show(value).lower())
     return f"`{path}`: got {show(value)}{f' ({known})' if known else ''}, allowed: {key.allowed}.{quote} {key.sentence}"
 

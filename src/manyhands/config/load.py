@@ -20,7 +20,7 @@ from manyhands.config.read import NO_TEXT, parse_yaml_value, read_source
 from manyhands.config.schema import RunConfig
 from manyhands.config.source_checks import list_sources
 from manyhands.config.source_list import drop_wrong_sources, list_paths, open_source
-from manyhands.errors import UserError
+from manyhands.core.errors import UserError
 
 PATH_KEYS = ("model.name", "model.chat_template", "method.adapter")
 HOME_KEYS = (*PATH_KEYS, "data.cache", "output.dir")
@@ -31,9 +31,9 @@ MAX_FINDINGS = 20
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:
     """Reads a YAML, TOML or JSON run file and applies ``section.key=value`` overrides, the later one winning.
 
-    Override values are read as YAML (``1e-4``, ``[q_proj, v_proj]``), except that keys which take any text take it as it
-    stands. ``name`` defaults to the file's stem. Relative paths are taken from the run file's folder where they exist
-    there, and else left as they are. Raises ``UserError`` with all findings at once.
+    Override values are read as YAML (``1e-4``, ``[q_proj, v_proj]``), except that keys which take any text take it as
+    it stands. ``name`` defaults to the file's stem. Relative paths are taken from the run file's folder where they
+    exist there, and else left as they are. Raises ``UserError`` with all findings at once.
     """
     path = Path(path)
     source = read_source(path)
@@ -58,11 +58,15 @@ def _apply_overrides(mapping: dict[str, Any], overrides: Sequence[str], origins:
         path, equals, text = override.partition("=")
         path = path.strip().removeprefix("--")
         if not equals:
-            findings.append(f"command line: {show(override)} is not an override; write section.key=value, such as batch.rows=32")
+            findings.append(
+                f"command line: {show(override)} is not an override; write section.key=value, such as batch.samples=32"
+            )
         elif NO_TEXT.search(override):
             findings.append(f"command line: {override[:60]!a} is not UTF-8 text, and a run file holds nothing else")
         elif path in sections():
-            findings.append(f"command line: `{path}` is a section; write {path}.key=value, `manyhands config {path}` lists its keys")
+            findings.append(
+                f"command line: `{path}` is a section; write {path}.key=value, `manyhands config {path}` lists its keys"
+            )
         elif path in table():
             section, _, leaf = path.rpartition(".")
             target = _open_section(mapping, section) if section else mapping
@@ -160,8 +164,14 @@ def _validate(mapping: dict[str, Any], where: str, origins: Mapping[str, str], f
 
 
 def _check_paths(config: RunConfig) -> list[str]:
-    """Paths that this machine cannot even look for: ``~name`` of a user it does not know, names too long, folders without rights."""
-    places = {path: getattr(getattr(config, section), leaf) for path in HOME_KEYS for section, _, leaf in [path.partition(".")]}
+    """Paths that this machine cannot even look for: ``~name`` of a user it does not know, names too long, folders
+    without rights.
+    """
+    places = {
+        path: getattr(getattr(config, section), leaf)
+        for path in HOME_KEYS
+        for section, _, leaf in [path.partition(".")]
+    }
     places |= {f"{asked.place}.path": asked.source.path for asked in list_sources(config)}
     findings = []
     for path, value in places.items():
@@ -174,7 +184,9 @@ def _check_paths(config: RunConfig) -> list[str]:
             fix = f"write the whole path, or ./{user} for a folder of that name"
             findings.append(f"`{path}: {show(value)}`: no home of the user {user[1:]!r} is known here: {fix}")
         except OSError as error:
-            findings.append(f"`{path}: {show(value)}`: this path cannot be looked for ({error.strerror}): name another one")
+            findings.append(
+                f"`{path}: {show(value)}`: this path cannot be looked for ({error.strerror}): name another one"
+            )
     return findings
 
 
@@ -182,11 +194,15 @@ def _error(findings: list[str], where: str) -> UserError:
     more = len(findings) - MAX_FINDINGS
     details = findings[:MAX_FINDINGS] + ([f"and {more} more"] if more > 0 else [])
     what = "the run file has an error" if len(findings) == 1 else f"the run file has {len(findings)} errors"
-    return UserError(what, where=where, details=details, fix="mend the keys above; `manyhands config KEY` explains a key")
+    return UserError(
+        what, where=where, details=details, fix="mend the keys above; `manyhands config KEY` explains a key"
+    )
 
 
 def _drop_unknown(mapping: dict[str, Any], origins: Mapping[str, str]) -> list[str]:
-    """Removes what the schema does not know, and truth values where a number or text belongs (pydantic takes True for 1)."""
+    """Removes what the schema does not know, and truth values where a number or text belongs (pydantic takes True for
+    1).
+    """
     findings = []
     for name in list(mapping):
         if name not in sections():
@@ -214,7 +230,10 @@ def _drop_unknown(mapping: dict[str, Any], origins: Mapping[str, str]) -> list[s
 def _list_keys(keys: dict[str, Any], name: str, origins: Mapping[str, str]) -> list[str]:
     """A section that there is not: each of its keys, and what it is called here."""
     meant = nearest(name)
-    findings = [f"{_prefix(name, origins)}unknown section `{name}`" + (f": did you mean `{meant}`?" if meant in sections() else "")]
+    findings = [
+        f"{_prefix(name, origins)}unknown section `{name}`"
+        + (f": did you mean `{meant}`?" if meant in sections() else "")
+    ]
     for leaf in keys:
         path, meant_path = f"{name}.{leaf}", f"{meant}.{leaf}"
         instead = f": write `{meant_path}`" if meant_path in table() else hint(path)
@@ -227,7 +246,7 @@ def _drop_wrong_key(keys: dict[str, Any], leaf: str, path: str, origins: Mapping
     if key is None:
         value = keys.pop(leaf)
         finding = _prefix(path, origins) + _unknown(path)
-        if path in table():  # `batch.rows: 8` at the top
+        if path in table():  # `batch.samples: 8` at the top
             section, _, inner = path.partition(".")
             finding += f": keys are nested, write `{section}:` and below it `{inner}: {show(value)}`"
         return [finding]

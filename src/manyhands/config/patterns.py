@@ -1,7 +1,8 @@
-"""Names of modules and weights by pattern, the same for the plan, which counts, and for the model, which is changed. Pure.
+"""Names of modules and weights by pattern, the same for the plan, which counts, and for the model, which is changed.
+Pure.
 
-A regular expression may take exponential time or room, and comes from a run file or an adapter of somebody else: what it may
-cost is bounded. Time is CPU time, so that a busy machine refuses no pattern that an idle one takes.
+A regular expression may take exponential time or room, and comes from a run file or an adapter of somebody else: what
+it may cost is bounded. Time is CPU time, so that a busy machine refuses no pattern that an idle one takes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from functools import lru_cache
 
 import regex
 
-from manyhands.errors import UserError
+from manyhands.core.errors import UserError
 
 REGEX = "re:"
 MAX_CHARACTERS = 10_000
@@ -26,8 +27,8 @@ COUNTED_FROM_S = 0.01  # what takes less is what matching takes anyway
 def matches(name: str, pattern: str) -> bool:
     """Whether ``pattern`` means the module ``name``: its full name, the end of it after a dot, or a glob of either.
 
-    After ``re:`` it is a regular expression for the full name from beginning to end, as PEFT reads a ``target_modules`` that
-    is a string. UserError if that expression is broken, or takes too long.
+    After ``re:`` it is a regular expression for the full name from beginning to end, as PEFT reads a ``target_modules``
+    that is a string. UserError if that expression is broken, or takes too long.
     """
     if not pattern.startswith(REGEX):
         return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
@@ -35,7 +36,9 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def reaches(parameter: str, pattern: str) -> bool:
-    """Whether ``pattern`` means the parameter of that name, or a module that holds it: ``lm_head``, ``layers.0``, ``*_proj``."""
+    """Whether ``pattern`` means the parameter of that name, or a module that holds it: ``lm_head``, ``layers.0``,
+    ``*_proj``.
+    """
     parts = parameter.split(".")
     return any(matches(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1))
 
@@ -48,7 +51,9 @@ class _Expression:
         text = pattern.removeprefix(REGEX)
         try:
             re.compile(text)
-            repeats = math.prod(max([1, *map(int, filter(None, counts))]) for counts in re.findall(r"\{(\d*),?(\d*)\}", text))
+            repeats = math.prod(
+                max([1, *map(int, filter(None, counts))]) for counts in re.findall(r"\{(\d*),?(\d*)\}", text)
+            )
             if len(text) > MAX_CHARACTERS or repeats > MAX_REPEATS:
                 raise ValueError(f"it has {len(text):,} characters and repeats up to {repeats:,} times")
             self._compiled = regex.compile(text)

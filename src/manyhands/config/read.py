@@ -1,8 +1,8 @@
 """One run file (YAML, TOML or JSON) to a plain mapping. Knows the three syntaxes, not the schema.
 
 YAML is read by the rules of YAML 1.2, as people expect it: ``1e-4`` is a number, ``no`` and ``on`` are text, ``010`` is
-ten, dates are text. A key given twice is an error in every syntax. What a file may cost is bounded: its size, the values
-that it unfolds to (YAML's aliases repeat whole branches), and how deep they are nested.
+ten, dates are text. A key given twice is an error in every syntax. What a file may cost is bounded: its size, the
+values that it unfolds to (YAML's aliases repeat whole branches), and how deep they are nested.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 
 import yaml
 
-from manyhands.errors import UserError
-from manyhands.files import describe_json_fault
+from manyhands.core.errors import UserError
+from manyhands.core.files import describe_json_fault
 
 SUFFIXES = (".yaml", ".yml", ".toml", ".json")
 MAX_BYTES = 2 << 20  # PyYAML reads some 100 kB a second
@@ -42,7 +42,9 @@ class _Loader(yaml.SafeLoader):
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
     yaml_constructors = {
-        tag: construct for tag, construct in yaml.SafeLoader.yaml_constructors.items() if tag is None or tag.rsplit(":", 1)[-1] in CORE_TAGS
+        tag: construct
+        for tag, construct in yaml.SafeLoader.yaml_constructors.items()
+        if tag is None or tag.rsplit(":", 1)[-1] in CORE_TAGS
     }
 
     def __init__(self, text: str) -> None:
@@ -59,7 +61,9 @@ class _Loader(yaml.SafeLoader):
                 continue
             if key_node.value in seen:
                 mark = key_node.start_mark
-                self.duplicates.append(f"line {mark.line + 1}, column {mark.column + 1}: `{key_node.value}` is given twice")
+                self.duplicates.append(
+                    f"line {mark.line + 1}, column {mark.column + 1}: `{key_node.value}` is given twice"
+                )
             seen.add(key_node.value)
         return super().construct_mapping(node, deep)
 
@@ -72,11 +76,15 @@ class _Loader(yaml.SafeLoader):
 
 
 def _count_values(node: yaml.Node, counted: dict[int, int | None]) -> int:
-    """Values below a node, each alias as many as it stands for. ``counted`` holds None for a node that is being counted."""
+    """Values below a node, each alias as many as it stands for. ``counted`` holds None for a node that is being
+    counted.
+    """
     if id(node) in counted:
         number = counted[id(node)]
         if number is None:
-            raise yaml.constructor.ConstructorError(None, None, "an alias (*) stands inside of what it repeats", node.start_mark)
+            raise yaml.constructor.ConstructorError(
+                None, None, "an alias (*) stands inside of what it repeats", node.start_mark
+            )
         return number
     counted[id(node)] = None
     number = 1
@@ -91,13 +99,17 @@ def _count_values(node: yaml.Node, counted: dict[int, int | None]) -> int:
 
 
 def _checked(kind: str, construct: Callable[[Any, Any], Any]) -> None:
-    """A scalar with a tag of its own (``!!bool maybe``) may hold any text: what is none of the kind is an error of the file."""
+    """A scalar with a tag of its own (``!!bool maybe``) may hold any text: what is none of the kind is an error of the
+    file.
+    """
 
     def check(loader: _Loader, node: yaml.ScalarNode) -> Any:
         try:
             return construct(loader, node)
         except (KeyError, ValueError, AttributeError):
-            raise yaml.constructor.ConstructorError(None, None, f"{str(node.value)[:40]!r} is no {kind}", node.start_mark) from None
+            raise yaml.constructor.ConstructorError(
+                None, None, f"{str(node.value)[:40]!r} is no {kind}", node.start_mark
+            ) from None
 
     _Loader.add_constructor(f"tag:yaml.org,2002:{kind}", check)
 
@@ -141,7 +153,11 @@ def read_source(path: Path) -> Source:
         raise UserError("the run file is empty", where=where, fix="`manyhands init` writes a commented one")
     if not isinstance(data, dict):
         kind = "list" if isinstance(data, list) else "single value"
-        raise UserError(f"the run file holds a {kind}, not sections with keys", where=where, fix="start it with `model:` and `data:`")
+        raise UserError(
+            f"the run file holds a {kind}, not sections with keys",
+            where=where,
+            fix="start it with `model:` and `data:`",
+        )
     try:
         return Source(_copy_plain(data), where, lines)
     except ValueError as error:
@@ -168,18 +184,32 @@ def _read_text(path: Path) -> str:
         raise UserError(f"a run file ends in {', '.join(SUFFIXES)}", where=str(path), fix="rename it")
     try:
         if path.exists() and not path.is_file():
-            raise UserError("this is no regular file", where=str(path), why="it is a pipe, a socket or a device", fix="name a run file")
+            raise UserError(
+                "this is no regular file",
+                where=str(path),
+                why="it is a pipe, a socket or a device",
+                fix="name a run file",
+            )
         if path.stat().st_size > MAX_BYTES:
             why = f"it has {path.stat().st_size:,} bytes, a run file at most {MAX_BYTES:,}"
-            raise UserError("the run file is too long", where=str(path), why=why, fix="rows belong into a file that data.train names")
+            raise UserError(
+                "the run file is too long",
+                where=str(path),
+                why=why,
+                fix="rows belong into a file that data.train names",
+            )
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         files = path.parent.glob("*") if path.parent.is_dir() else ()
-        there = sorted(str(p) for p in files if p.suffix in (".yaml", ".yml", ".toml") and p.name != "pyproject.toml")[:10]
+        there = sorted(str(p) for p in files if p.suffix in (".yaml", ".yml", ".toml") and p.name != "pyproject.toml")[
+            :10
+        ]
         fix = f"run files there: {', '.join(there)}" if there else "`manyhands init` writes one"
         raise UserError("the run file does not exist", where=str(path), fix=fix) from None
     except UnicodeDecodeError as error:
-        raise UserError("the run file is not UTF-8 text", where=f"{path}, byte {error.start}", fix="save it as UTF-8") from None
+        raise UserError(
+            "the run file is not UTF-8 text", where=f"{path}, byte {error.start}", fix="save it as UTF-8"
+        ) from None
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise UserError("the run file cannot be read", where=str(path), why=reason) from None
@@ -194,7 +224,11 @@ def _read_yaml(text: str, where: str) -> tuple[Any, dict[str, int]]:
         mark = error.problem_mark or error.context_mark
         at = f"{where}, line {mark.line + 1}, column {mark.column + 1}" if mark else where
         why = error.problem or str(error)
-        fix = "indent with spaces, YAML allows no tabs" if mark is not None and "\\t" in why else "see the lines just above as well"
+        fix = (
+            "indent with spaces, YAML allows no tabs"
+            if mark is not None and "\\t" in why
+            else "see the lines just above as well"
+        )
         if isinstance(error, yaml.constructor.ConstructorError):  # the syntax is right, a value is not
             fix = "write the value without a tag (!!) or alias (*)"
         raise UserError("the run file is not valid YAML", where=at, why=why, fix=fix) from None
@@ -258,4 +292,6 @@ def _read_json(text: str, where: str) -> Any:
 
 def _refuse_duplicates(duplicates: list[str], where: str) -> None:
     if duplicates:
-        raise UserError("a key is given twice in the run file", where=where, details=duplicates[:20], fix="keep one of them")
+        raise UserError(
+            "a key is given twice in the run file", where=where, details=duplicates[:20], fix="keep one of them"
+        )

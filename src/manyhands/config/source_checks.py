@@ -26,16 +26,24 @@ class Asked(NamedTuple):
 
 
 def list_sources(config: RunConfig) -> list[Asked]:
-    """Every source of training and validation rows, with ``data.format`` and ``data.fields`` where it has none of its own."""
+    """Every source of training and validation rows, with ``data.format`` and ``data.fields`` where it has none of its
+    own.
+    """
     data, listed = config.data, []
     for name, value in (("data.train", data.train), ("data.validation", data.validation)):
         items = (value,) if isinstance(value, str) else value or ()
         for index, item in enumerate(items):
             source = Source(path=item) if isinstance(item, str) else item
             place = name if isinstance(value, str) else f"{name}[{index}]"
-            format_key, format = ("data.format", data.format) if source.format is None else (f"{place}.format", source.format)
-            fields_key, fields = ("data.fields", data.fields) if source.fields is None else (f"{place}.fields", source.fields)
-            ignore_key, ignore = ("data.ignore", data.ignore) if source.ignore is None else (f"{place}.ignore", source.ignore)
+            format_key, format = (
+                ("data.format", data.format) if source.format is None else (f"{place}.format", source.format)
+            )
+            fields_key, fields = (
+                ("data.fields", data.fields) if source.fields is None else (f"{place}.fields", source.fields)
+            )
+            ignore_key, ignore = (
+                ("data.ignore", data.ignore) if source.ignore is None else (f"{place}.ignore", source.ignore)
+            )
             listed.append(Asked(place, source, format_key, format, fields_key, fields, ignore_key, ignore))
     return listed
 
@@ -59,13 +67,19 @@ def _check_hub_keys(place: str, source: Source) -> Iterator[str]:
             yield f"`{place}.path: {source.path}` names no data set: write hub:OWNER/NAME"
         return
     is_file = source.path.lower().endswith(FILE_ENDINGS)
-    asked = {"subset": source.subset is not None, "revision": source.revision is not None, "split": source.split != "train" and is_file}
+    asked = {
+        "subset": source.subset is not None,
+        "revision": source.revision is not None,
+        "split": source.split != "train" and is_file,
+    }
     for name in (name for name, is_asked in asked.items() if is_asked):
         yield f"`{place}.{name}` does nothing with `{place}.path: {show(source.path)}`, which is no data set of the hub: remove it"
 
 
 def check_formats(config: RunConfig) -> Iterator[str]:
-    """Formats that the task cannot train, fields that the format does not have, and columns both read and left out; each said once."""
+    """Formats that the task cannot train, fields that the format does not have, and columns both read and left out;
+    each said once.
+    """
     found = []
     for asked in list_sources(config):
         if config.task == "sft" and asked.format == "text":
@@ -85,9 +99,17 @@ def check_formats(config: RunConfig) -> Iterator[str]:
                     f"`{asked.fields_key}` has the key {show(field)}, which `{asked.format_key}: {asked.format}` does not read: "
                     f"{meant}Its fields are {', '.join(known)}"
                 )
-        needed = {asked.fields.get(field, field) for field in REQUIRED.get(asked.format, ())} | set(asked.fields.values())
+        needed = {asked.fields.get(field, field) for field in REQUIRED.get(asked.format, ())} | set(
+            asked.fields.values()
+        )
         for column in asked.ignore:
             if column in needed:
-                reader = f"`{asked.fields_key}`" if column in asked.fields.values() else f"`{asked.format_key}: {asked.format}`"
-                found.append(f"`{asked.ignore_key}` leaves out the column {show(column)}, which {reader} reads: keep one")
+                reader = (
+                    f"`{asked.fields_key}`"
+                    if column in asked.fields.values()
+                    else f"`{asked.format_key}: {asked.format}`"
+                )
+                found.append(
+                    f"`{asked.ignore_key}` leaves out the column {show(column)}, which {reader} reads: keep one"
+                )
     yield from dict.fromkeys(found)

@@ -1,7 +1,7 @@
 """``data.train`` and ``data.validation`` as a run file writes them: a path, or a list of paths and sources.
 
-Knows the schema of one source; reads no file. Works on the plain mapping, before it is validated, so that every error is
-named by its place (``data.train[1].weight``).
+Knows the schema of one source; reads no file. Works on the plain mapping, before it is validated, so that every error
+is named by its place (``data.train[1].weight``).
 """
 
 from __future__ import annotations
@@ -43,20 +43,25 @@ def open_source(data: dict[str, Any], name: str, index: int) -> dict[str, Any] |
 
 
 def drop_wrong_sources(data: dict[str, Any], origins: Mapping[str, str]) -> list[str]:
-    """Takes what is wrong out of the lists of sources; returns the findings. ``origins`` says where a place was written."""
+    """Takes what is wrong out of the lists of sources; returns the findings. ``origins`` says where a place was
+    written.
+    """
     findings: list[str] = []
     for path in SOURCE_LISTS:
         name = path.partition(".")[2]
         value = data.get(name)
         if isinstance(value, dict):
             findings.append(
-                _at(path, origins) + f"`{path}` is a path or a list: write a single source as a list too, `{name}: [{{path: ...}}]`"
+                _at(path, origins)
+                + f"`{path}` is a path or a list: write a single source as a list too, `{name}: [{{path: ...}}]`"
             )
             value = data[name] = [value]
         if isinstance(value, (list, tuple)):
             items = [_drop_wrong_item(item, f"{path}[{index}]", origins, findings) for index, item in enumerate(value)]
             if not items:
-                findings.append(_at(path, origins) + f"`{path}` is an empty list: name at least one path, or leave the key out")
+                findings.append(
+                    _at(path, origins) + f"`{path}` is an empty list: name at least one path, or leave the key out"
+                )
             data[name] = items or [PLACEHOLDER]
     return findings
 
@@ -65,7 +70,10 @@ def _drop_wrong_item(item: Any, path: str, origins: Mapping[str, str], findings:
     if isinstance(item, Source) or (isinstance(item, str) and item):
         return item
     if not isinstance(item, dict):
-        findings.append(_at(path, origins) + f"`{path}`: got {show(item)}, allowed: a path, or a source with {', '.join(source_table())}")
+        findings.append(
+            _at(path, origins)
+            + f"`{path}`: got {show(item)}, allowed: a path, or a source with {', '.join(source_table())}"
+        )
         return PLACEHOLDER
     source = dict(item)
     for name in list(source):
@@ -91,7 +99,9 @@ def _drop_invalid(source: dict[str, Any], path: str, origins: Mapping[str, str],
     try:
         Source.model_validate(source)
     except ValidationError as error:
-        for name in dict.fromkeys(str(item["loc"][0]) for item in error.errors(include_url=False, include_context=False)):
+        for name in dict.fromkeys(
+            str(item["loc"][0]) for item in error.errors(include_url=False, include_context=False)
+        ):
             key, place = source_table()[name], f"{path}.{name}"
             if name in source:
                 findings.append(_at(place, origins) + wrong_value(place, key, source.pop(name)))

@@ -1,4 +1,6 @@
-"""Which arguments a run may give its chat template. Shared by the checks of a run file and by rendering; knows no template."""
+"""Which arguments a run may give its chat template. Shared by the checks of a run file and by rendering; knows no
+template.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from datetime import date as Date
 from typing import Any
 
-# What the row, the tokenizer or rendering itself decides: parameters of apply_chat_template, and names it gives every template.
+# What the row, the tokenizer or rendering itself decides: parameters of apply_chat_template, and names it gives every
+# template.
 RESERVED = frozenset({
     "messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
     "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "self",

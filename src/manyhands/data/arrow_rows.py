@@ -1,4 +1,5 @@
-"""Rows of Parquet and Arrow files as plain Python values. Reads a row group or record batch at a time. Knows no format of rows.
+"""Rows of Parquet and Arrow files as plain Python values. Reads a row group or record batch at a time. Knows no format
+of rows.
 
 A struct's fields that are null are left out: such files give every struct all fields that any row has, so a null says
 "not there" (``tool_calls`` of a message without any). Maps become objects.
@@ -14,12 +15,12 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
+from manyhands.core.errors import UserError
 from manyhands.data.files import MAX_LINE_BYTES, open_data
 from manyhands.data.findings import Findings
 from manyhands.data.rows import Part, Row
-from manyhands.errors import UserError
 
-BATCH_ROWS = 32  # as fast as 512, and a sixteenth of the memory where a column repeats one large value
+BATCH_SAMPLES = 32  # as fast as 512, and a sixteenth of the memory where a column repeats one large value
 MAX_BATCH_BYTES = 1 << 30
 LARGE_BATCH_BYTES = 64 << 20  # is taken row by row
 MAX_ROW_BYTES = MAX_LINE_BYTES
@@ -31,7 +32,9 @@ def read_parquet(part: Part, findings: Findings) -> Iterator[Row]:
     with _open_parquet(Path(part.file)) as file:
         groups = list(range(part.start, file.num_row_groups if part.stop is None else part.stop))
         batches = chain.from_iterable(
-            file.iter_batches(batch_size=_count_batch_rows(file.metadata.row_group(group)), row_groups=[group], use_threads=False)
+            file.iter_batches(
+                batch_size=_count_batch_rows(file.metadata.row_group(group)), row_groups=[group], use_threads=False
+            )
             for group in groups
         )
         num_rows, promised = 0, sum(file.metadata.row_group(group).num_rows for group in groups)
@@ -51,12 +54,18 @@ def split_parquet(path: Path) -> list[tuple[int, int]]:
 
 def read_arrow(part: Part, findings: Findings) -> Iterator[Row]:
     with _open_arrow(Path(part.file)) as batches:
-        wanted = (batch for index, batch in enumerate(batches) if index >= part.start and (part.stop is None or index < part.stop))
+        wanted = (
+            batch
+            for index, batch in enumerate(batches)
+            if index >= part.start and (part.stop is None or index < part.stop)
+        )
         yield from _read_batches(part, map(_validate, wanted), findings)
 
 
 def _validate(batch: Any) -> Any:
-    """The batch itself. Unlike Parquet's, the bytes of an Arrow file are used as they lie there: wrong offsets end the process."""
+    """The batch itself. Unlike Parquet's, the bytes of an Arrow file are used as they lie there: wrong offsets end the
+    process.
+    """
     batch.validate(full=True)
     return batch
 
@@ -67,9 +76,10 @@ def _count_batch_rows(group: Any) -> int:
     repeated = [
         column.total_uncompressed_size
         for column in columns
-        if column.has_dictionary_page and column.total_uncompressed_size > USUAL_PACKED_RATIO * column.total_compressed_size
+        if column.has_dictionary_page
+        and column.total_uncompressed_size > USUAL_PACKED_RATIO * column.total_compressed_size
     ]
-    return max(1, min(BATCH_ROWS, MAX_BATCH_BYTES // max(1, sum(repeated))))
+    return max(1, min(BATCH_SAMPLES, MAX_BATCH_BYTES // max(1, sum(repeated))))
 
 
 def split_arrow(path: Path) -> list[tuple[int, int]]:
@@ -146,7 +156,9 @@ def _explain(path: Path) -> Iterator[None]:
 def _check_columns(names: list[str], path: Path) -> None:
     twice = next((name for index, name in enumerate(names) if name in names[:index]), None)
     if twice is not None:
-        raise UserError("two columns have the same name", where=str(path), why=f"the name is {twice}", fix="rename one of them")
+        raise UserError(
+            "two columns have the same name", where=str(path), why=f"the name is {twice}", fix="rename one of them"
+        )
 
 
 def _read_batches(part: Part, batches: Iterator[Any], findings: Findings) -> Iterator[Row]:
@@ -156,7 +168,10 @@ def _read_batches(part: Part, batches: Iterator[Any], findings: Findings) -> Ite
             findings.add(part.file, number, f"the row has {batch.nbytes:,} bytes, at most {MAX_ROW_BYTES:,} are read")
             number += batch.num_rows
             continue
-        columns = [_read_column(batch.column(index), name, part.file, number, findings) for index, name in enumerate(batch.schema.names)]
+        columns = [
+            _read_column(batch.column(index), name, part.file, number, findings)
+            for index, name in enumerate(batch.schema.names)
+        ]
         for offset, values in enumerate(zip(*columns, strict=True)):
             yield Row(dict(zip(batch.schema.names, values, strict=True)), part.file, number + offset)
         number += batch.num_rows
@@ -197,7 +212,11 @@ def _to_plain(value: Any, kind: Any) -> Any:
     if value is None or not types.is_nested(kind):
         return value
     if types.is_struct(kind):
-        return {name: _to_plain(value[name], kind.field(index).type) for index, name in _names(kind) if value[name] is not None}
+        return {
+            name: _to_plain(value[name], kind.field(index).type)
+            for index, name in _names(kind)
+            if value[name] is not None
+        }
     if types.is_map(kind):
         return {str(key): _to_plain(entry, kind.item_type) for key, entry in value}
     if hasattr(kind, "value_type"):

@@ -1,7 +1,7 @@
 """Items of some sizes into bins of equal capacity, as evenly as can be. Pure: knows neither rows, ranks nor steps.
 
-Longest first into the bin with most room, towards a target that is a whole number of tiles; then moves and swaps mend the
-bins that stand over theirs, since a bin is padded to whole tiles and a token too many costs a tile.
+Longest first into the bin with most room, towards a target that is a whole number of tiles; then moves and swaps mend
+the bins that stand over theirs, since a bin is padded to whole tiles and a token too many costs a tile.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ MAX_TRIES = 4  # numbers of tiles tried
 
 
 def fill_evenly(sizes: Sequence[int], num_groups: int, group: int, capacity: int, tile: int) -> np.ndarray | None:
-    """Bin of each item, int64; None where an item finds no room. ``sizes`` descend; ``num_groups`` groups of ``group`` bins.
+    """Bin of each item, int64; None where an item finds no room. ``sizes`` descend; ``num_groups`` groups of ``group``
+    bins.
 
-    The tiles that all items need are dealt evenly to the groups, and every bin of a group has the same target. Where the
-    targets cannot be held, one tile more is dealt, until no more tiles are paid for than were dealt.
+    The tiles that all items need are dealt evenly to the groups, and every bin of a group has the same target. Where
+    the labels cannot be held, one tile more is dealt, until no more tiles are paid for than were dealt.
     """
     fewest = max(-(-sum(sizes) // (group * tile)), -(-least_load(sizes, group) // tile))
     best, best_tiles = None, 0
@@ -43,11 +44,11 @@ def least_load(sizes: Sequence[int], num_bins: int) -> int:
     return max(sum(sizes[k * num_bins - k : k * num_bins + 1]) for k in range(-(-len(sizes) // num_bins)))
 
 
-def _fill(sizes: Sequence[int], targets: list[int], capacity: int) -> np.ndarray | None:
+def _fill(sizes: Sequence[int], labels: list[int], capacity: int) -> np.ndarray | None:
     """Each item into the bin that is farthest below its target; then repairs."""
-    heap = [(-target, number) for number, target in enumerate(targets)]
+    heap = [(-target, number) for number, target in enumerate(labels)]
     heapq.heapify(heap)
-    limits = [target - capacity for target in targets]  # room below which the capacity is passed
+    limits = [target - capacity for target in labels]  # room below which the capacity is passed
     placed = []
     for size in sizes:
         room, number = heap[0]
@@ -57,12 +58,14 @@ def _fill(sizes: Sequence[int], targets: list[int], capacity: int) -> np.ndarray
         placed.append(number)
     bins = np.array(placed, dtype=np.int64)
     if any(room > 0 for room, _ in heap):
-        _repair(np.asarray(sizes, dtype=np.int64), bins, np.array(targets))
+        _repair(np.asarray(sizes, dtype=np.int64), bins, np.array(labels))
     return bins
 
 
 def fill_fullest(sizes: Sequence[int], num_bins: int, capacity: int) -> np.ndarray | None:
-    """Bin of each item (longest first), always the fullest with room (best fit decreasing); None where one finds none."""
+    """Bin of each item (longest first), always the fullest with room (best fit decreasing); None where one finds
+    none.
+    """
     rooms = [(capacity, number) for number in range(num_bins)]
     placed = []
     for size in sizes:
@@ -75,10 +78,12 @@ def fill_fullest(sizes: Sequence[int], num_bins: int, capacity: int) -> np.ndarr
     return np.array(placed, dtype=np.int64)
 
 
-def _repair(sizes: np.ndarray, bins: np.ndarray, targets: np.ndarray) -> None:
-    """Moves items out of bins over their target, or swaps them for shorter ones, in place; no other bin comes over its own."""
-    rooms = targets - np.bincount(bins, weights=sizes, minlength=len(targets)).astype(np.int64)
-    for _ in range(MAX_REPAIRS * len(targets)):
+def _repair(sizes: np.ndarray, bins: np.ndarray, labels: np.ndarray) -> None:
+    """Moves items out of bins over their target, or swaps them for shorter ones, in place; no other bin comes over its
+    own.
+    """
+    rooms = labels - np.bincount(bins, weights=sizes, minlength=len(labels)).astype(np.int64)
+    for _ in range(MAX_REPAIRS * len(labels)):
         over = int(rooms.argmin())
         if rooms[over] >= 0:
             return
@@ -94,8 +99,12 @@ def _repair(sizes: np.ndarray, bins: np.ndarray, targets: np.ndarray) -> None:
         rooms[to] -= shift
 
 
-def _find_change(sizes: np.ndarray, bins: np.ndarray, rooms: np.ndarray, over: int) -> tuple[int, int | None, int] | None:
-    """(item of ``over``, item to take for it or None, bin of that), which takes most of the excess; None where nothing does."""
+def _find_change(
+    sizes: np.ndarray, bins: np.ndarray, rooms: np.ndarray, over: int
+) -> tuple[int, int | None, int] | None:
+    """(item of ``over``, item to take for it or None, bin of that), which takes most of the excess; None where nothing
+    does.
+    """
     excess = -int(rooms[over])
     mine = np.flatnonzero(bins == over)
     others = np.flatnonzero(rooms[bins] > 0)

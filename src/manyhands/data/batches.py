@@ -1,7 +1,8 @@
 """From layouts to tensors on a device, prepared ahead. The only file of this room that knows torch; knows no model.
 
 One thread asks for the batches (of this process or of others, see workers.py), pins them and copies them on a stream of
-its own, so that the device receives micro-batch k + 1 while it computes micro-batch k. For names and shapes see collate.py.
+its own, so that the device receives micro-batch k + 1 while it computes micro-batch k. For names and shapes see
+collate.py.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from manyhands.data.ahead import Ahead
-from manyhands.data.collate import Arrays, Rows, Shape, collate_rows
+from manyhands.data.collate import Arrays, Rows, Shape, collate_samples
 from manyhands.data.pack import Layout
+from manyhands.data.prefetch import Ahead
 
 NUM_PREFETCHED = 2  # double buffers: one is copied while the other is computed
 
@@ -23,18 +24,23 @@ Batch = dict[str, Any]  # name -> tensor, or int
 Collate = Callable[[Iterable[np.ndarray]], Generator[Arrays, None, None]]  # units of row ids -> their batches, in order
 
 
-def collate(row_set: Rows, rows: np.ndarray, shape: Shape) -> Batch:
-    """One micro-batch as tensors on the CPU; see ``collate_rows``."""
-    return _to_tensors(collate_rows(row_set, rows, shape))
+def collate(sample_set: Rows, rows: np.ndarray, shape: Shape) -> Batch:
+    """One micro-batch as tensors on the CPU; see ``collate_samples``."""
+    return _to_tensors(collate_samples(sample_set, rows, shape))
 
 
-def collate_here(row_set: Rows, shape: Shape) -> Collate:
+def collate_here(sample_set: Rows, shape: Shape) -> Collate:
     """Collation in the thread that reads ahead."""
-    return lambda units: (collate_rows(row_set, rows, shape) for rows in units)
+    return lambda units: (collate_samples(sample_set, rows, shape) for rows in units)
 
 
 def iterate(
-    layouts: Iterable[Layout], rank: int, device: torch.device, collate_units: Collate, *, num_prefetched: int = NUM_PREFETCHED
+    layouts: Iterable[Layout],
+    rank: int,
+    device: torch.device,
+    collate_units: Collate,
+    *,
+    num_prefetched: int = NUM_PREFETCHED,
 ) -> Generator[tuple[Layout, MicroBatches], None, None]:
     """For each layout, (layout, the micro-batches of one rank on ``device``); what is left of a layout is skipped.
 
@@ -87,7 +93,9 @@ class MicroBatches(Iterator[Batch]):
         return batch
 
 
-def _load(layouts: Iterable[Layout], rank: int, device: torch.device, collate_units: Collate) -> Generator[_Loaded, None, None]:
+def _load(
+    layouts: Iterable[Layout], rank: int, device: torch.device, collate_units: Collate
+) -> Generator[_Loaded, None, None]:
     """Runs in the thread."""
     coming: deque[Layout] = deque()  # one entry a micro-batch that has been asked for
 

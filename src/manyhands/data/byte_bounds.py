@@ -1,9 +1,10 @@
 """Where the tokens of a byte-level tokenizer lie in a text, from their ids alone.
 
-Such a tokenizer spells every byte of a text in exactly one token, so the lengths of the tokens, added up, are the ends that
-the ``tokenizers`` library would give as offsets, which cost it time and us two Python objects a token. That this holds is
-seen of the tokenizer's parts, each of a known kind, and of each text: where an added token swallowed blanks, or a normalizer
-changed a character, the sum is not the length of the text, and nothing is said about it. Knows neither spans nor masks.
+Such a tokenizer spells every byte of a text in exactly one token, so the lengths of the tokens, added up, are the ends
+that the ``tokenizers`` library would give as offsets, which cost it time and us two Python objects a token. That this
+holds is seen of the tokenizer's parts, each of a known kind, and of each text: where an added token swallowed blanks,
+or a normalizer changed a character, the sum is not the length of the text, and nothing is said about it. Knows neither
+spans nor masks.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ UNKNOWN = 1 << 30  # the length of a token of which none is known: longer than a
 
 
 class Run(NamedTuple):
-    """Tokens [first, behind) that lie inside a span, or across its beginning with visible characters of it; whether they
-    reach its end."""
+    """Tokens [first, behind) that lie inside a span, or across its beginning with visible characters of it; whether
+    they reach its end."""
 
     first: int
     behind: int
@@ -37,7 +38,12 @@ class ByteBounds:
     """
 
     def __init__(
-        self, normalizer: Any, lengths: np.ndarray, leading: np.ndarray | None, trailing: np.ndarray | None, keeps_first: bool
+        self,
+        normalizer: Any,
+        lengths: np.ndarray,
+        leading: np.ndarray | None,
+        trailing: np.ndarray | None,
+        keeps_first: bool,
     ) -> None:
         self._normalizer, self._lengths = normalizer, lengths
         self._leading, self._trailing, self._keeps_first = leading, trailing, keeps_first
@@ -71,8 +77,8 @@ class ByteBounds:
         return runs, num_straddling
 
     def _find(self, ids: np.ndarray, text: str) -> tuple[np.ndarray, np.ndarray] | None:
-        """(starts, ends) int64 of tokens in bytes of the UTF-8 of ``text``, both ascending, where a blank that belongs to no
-        token belongs to the next one. None where they do not follow from the ids."""
+        """(starts, ends) int64 of tokens in bytes of the UTF-8 of ``text``, both ascending, where a blank that belongs
+        to no token belongs to the next one. None where they do not follow from the ids."""
         if self._normalizer is not None and not text.isascii() and self._normalizer.normalize_str(text) != text:
             return None
         ends = np.cumsum(self._lengths[ids])
@@ -91,7 +97,9 @@ class ByteBounds:
 
 
 def _is_blank(text: str, start: int, num_bytes: int) -> bool:
-    """Whether the ``num_bytes`` of a text from the character ``start`` on are white space. Parts of a character are not."""
+    """Whether the ``num_bytes`` of a text from the character ``start`` on are white space. Parts of a character are
+    not.
+    """
     return not text[start : start + num_bytes].encode()[:num_bytes].decode(errors="replace").strip()
 
 
@@ -126,11 +134,17 @@ def make_byte_bounds(tokenizer: Any) -> ByteBounds | None:
             lengths[id] = len(token)
             leading[id], trailing[id] = len(token) - len(token.lstrip(SPACE)), len(token) - len(token.rstrip(SPACE))
     for id, token in added.items():
-        is_blank = token != token.strip() or token != token.strip(SPACE)  # the library trims these, too, each in its way
+        is_blank = token != token.strip() or token != token.strip(
+            SPACE
+        )  # the library trims these, too, each in its way
         is_told = lengths[id] in (UNKNOWN, count_bytes(token))  # whether it came by merges or was found as a whole
         lengths[id] = UNKNOWN if is_blank or not is_told else count_bytes(token)
-    if not vocabulary.keys() >= letters:  # a byte that is no token is the unknown one, alone or with its neighbours, or tokens <0xC3>
-        lengths[[id for token, id in vocabulary.items() if token == model.unk_token or BYTE_TOKEN.fullmatch(token)]] = UNKNOWN
+    if (
+        not vocabulary.keys() >= letters
+    ):  # a byte that is no token is the unknown one, alone or with its neighbours, or tokens <0xC3>
+        lengths[[id for token, id in vocabulary.items() if token == model.unk_token or BYTE_TOKEN.fullmatch(token)]] = (
+            UNKNOWN
+        )
     normalizer = backend.normalizer if _parts(backend.normalizer, "normalizers") else None
     if not trims:
         return ByteBounds(normalizer, lengths, None, None, keeps_first=False)
@@ -160,7 +174,10 @@ def _keeps_all(pre_tokenizer: Any) -> bool:
     return (
         len(by_bytes) == 1
         and not by_bytes[0]["add_prefix_space"]
-        and all(part["type"] == "Digits" or (part["type"] in ("Split", "Punctuation") and part["behavior"] != "Removed") for part in others)
+        and all(
+            part["type"] == "Digits" or (part["type"] in ("Split", "Punctuation") and part["behavior"] != "Removed")
+            for part in others
+        )
     )
 
 
@@ -170,7 +187,9 @@ def _is_nfc(normalizer: Any) -> bool:
 
 
 def _trimmers(post_processor: Any) -> list[bool] | None:
-    """``add_prefix_space`` of each part that takes blanks off the offsets; None where a part may do anything else to them."""
+    """``add_prefix_space`` of each part that takes blanks off the offsets; None where a part may do anything else to
+    them.
+    """
     parts = _parts(post_processor, "processors")
     if any(part["type"] not in ("ByteLevel", "TemplateProcessing") for part in parts):
         return None

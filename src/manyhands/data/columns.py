@@ -1,4 +1,5 @@
-"""What a row carries beside the fields that its format reads: named where that is harmless, refused where it changes the meaning.
+"""What a row carries beside the fields that its format reads: named where that is harmless, refused where it changes
+the meaning.
 
 | column | what it says | a run |
 |---|---|---|
@@ -18,9 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from manyhands.config.row_fields import LABEL, MEDIA, OPTIONAL, PREFERENCE, REQUIRED
+from manyhands.core.errors import UserError
 from manyhands.data.messages import RowRefused
 from manyhands.data.rows import Row
-from manyhands.errors import UserError
 
 PLACEHOLDERS = ("<image>", "<video>", "<audio>")  # how data sets of several tools mark where the medium goes
 MAX_NAMES = 100  # of columns that are not read; more of them are values under names of their own
@@ -41,7 +42,9 @@ class Shape:
 
 
 class Columns:
-    """The columns of one source. ``fields`` are other names of fields, {ours: the row's}; ``ignore`` names columns to leave out."""
+    """The columns of one source. ``fields`` are other names of fields, {ours: the row's}; ``ignore`` names columns to
+    leave out.
+    """
 
     def __init__(self, fields: Mapping[str, str], ignore: Collection[str] = ()) -> None:
         self._fields, self._ignore = fields, frozenset(ignore)
@@ -49,7 +52,9 @@ class Columns:
         self.leaves_media = any(name.strip().casefold() in MEDIA for name in self._ignore)
 
     def keep(self, row: Row, left_out: set[str] | None = None) -> Row:
-        """The row without the columns of ``data.ignore``; the names of those that held something go into ``left_out``."""
+        """The row without the columns of ``data.ignore``; the names of those that held something go into
+        ``left_out``.
+        """
         if self._ignore.isdisjoint(row.fields):
             return row
         if left_out is not None:
@@ -57,7 +62,9 @@ class Columns:
         return Row({name: value for name, value in row.fields.items() if name not in self._ignore}, row.file, row.line)
 
     def check(self, row: Row, format: str, unread: set[str]) -> None:
-        """Adds the columns that hold something and are not read to ``unread``. RowRefused for one that changes what the row means."""
+        """Adds the columns that hold something and are not read to ``unread``. RowRefused for one that changes what the
+        row means.
+        """
         key = (format, *row.fields)
         shape = self._shapes.get(key)
         if shape is None:
@@ -66,16 +73,24 @@ class Columns:
                 self._shapes[key] = shape
         for name in shape.telling:
             if carries(row.fields[name]):
-                raise RowRefused(f"{describe(name, row.fields[name])}: the column {name} would not be used (data.ignore leaves it out)")
+                raise RowRefused(
+                    f"{describe(name, row.fields[name])}: the column {name} would not be used (data.ignore leaves it out)"
+                )
         for name in shape.unread:
             if name not in unread and carries(row.fields[name]) and len(unread) < MAX_NAMES:
                 unread.add(name)
 
     def refuse(self, rows: Sequence[Row], format: str | None = None) -> None:
-        """UserError for the first of the rows with a column that changes what it means; a label does in every ``format`` but text."""
+        """UserError for the first of the rows with a column that changes what it means; a label does in every
+        ``format`` but text.
+        """
         read = {*self._fields.values(), *(self._read(format) if format else ())}
         for row in rows:
-            telling = [name for name in row.fields if name not in read and is_telling(name, format or "text") and carries(row.fields[name])]
+            telling = [
+                name
+                for name in row.fields
+                if name not in read and is_telling(name, format or "text") and carries(row.fields[name])
+            ]
             if telling:
                 raise _refusal(row, telling, self._fields)
 

@@ -1,4 +1,6 @@
-"""Which rows of a store are trained and which are held out: seeded, in proportion to the sources. Pure numpy; knows no files."""
+"""Which rows of a store are trained and which are held out: seeded, in proportion to the sources. Pure numpy; knows no
+files.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,12 @@ def divide_rows(
     num_train: int,
     hashes: np.ndarray,
 ) -> Division:
-    """``sources`` int16, ``continued`` bool and ``hashes`` uint64 (of the tokens) describe the rows of the store; the first
-    ``num_train`` sources are for training.
+    """``sources`` int16, ``continued`` bool and ``hashes`` uint64 (of the tokens) describe the rows of the store; the
+    first ``num_train`` sources are for training.
 
-    Without validation sources the first rows of a seeded permutation are held out, as many as ``count_held_out`` says, of
-    each source its share. Rows of one divided document stay together, and so do rows of the same tokens. ``max_rows`` of a
-    source, and then ``data.max_rows``, keep the next ones.
+    Without validation sources the first rows of a seeded permutation are held out, as many as ``count_held_out`` says,
+    of each source its share. Rows of one divided document stay together, and so do rows of the same tokens.
+    ``max_samples`` of a source, and then ``data.max_samples``, keep the next ones.
     """
     order = permute(int((sources < num_train).sum()), seed, HELD_OUT_STREAM)
     by_source = [order[sources[order] == source] for source in range(num_train)]
@@ -45,54 +47,72 @@ def divide_rows(
     held_out = np.empty(0, dtype=np.int64)
     if data.validation is None and data.validation_fraction > 0:
         quotas = _share_out(data.validation_fraction, [len(rows) for rows in by_source], notes)
-        held_out = np.concatenate([_hold_out(rows, quota, continued, hashes) for rows, quota in zip(by_source, quotas, strict=True)])
-        held_out = _with_copies(held_out, sources < num_train, continued, hashes, max(sum(quotas), len(order) // ONE_IN))
+        held_out = np.concatenate(
+            [_hold_out(rows, quota, continued, hashes) for rows, quota in zip(by_source, quotas, strict=True)]
+        )
+        held_out = _with_copies(
+            held_out, sources < num_train, continued, hashes, max(sum(quotas), len(order) // ONE_IN)
+        )
         if sum(quotas) and not len(held_out):
-            notes.append("no sample is held out for validation: each has so many copies that they are over a tenth of all")
+            notes.append(
+                "no sample is held out for validation: each has so many copies that they are over a tenth of all"
+            )
     elif data.validation is not None:
         held_out = np.concatenate(
-            [_first(np.flatnonzero(sources == source), all_sources[source].max_rows, seed) for source in range(num_train, len(all_sources))]
+            [
+                _first(np.flatnonzero(sources == source), all_sources[source].max_samples, seed)
+                for source in range(num_train, len(all_sources))
+            ]
         )
     is_kept = np.ones(len(order), dtype=np.bool_)
     if data.validation is None:
         is_kept[held_out] = False
     for source, rows in zip(all_sources, by_source, strict=False):
-        if source.max_rows is not None:
-            is_kept[rows[is_kept[rows]][source.max_rows :]] = False
-    train = order[is_kept[order]][: data.max_rows]
+        if source.max_samples is not None:
+            is_kept[rows[is_kept[rows]][source.max_samples :]] = False
+    train = order[is_kept[order]][: data.max_samples]
     return Division(np.sort(train), np.sort(held_out), notes)
 
 
-def _first(rows: np.ndarray, max_rows: int | None, seed: int) -> np.ndarray:
-    """At most ``max_rows`` of the rows, the first ones of their own seeded order."""
-    return rows if max_rows is None else rows[permute(len(rows), seed, HELD_OUT_STREAM)[:max_rows]]
+def _first(rows: np.ndarray, max_samples: int | None, seed: int) -> np.ndarray:
+    """At most ``max_samples`` of the rows, the first ones of their own seeded order."""
+    return rows if max_samples is None else rows[permute(len(rows), seed, HELD_OUT_STREAM)[:max_samples]]
 
 
-def count_held_out(fraction: float, num_rows: int) -> int:
-    """Rows to hold out of ``num_rows``: the fraction, at most half of them; where that is less than 20, 20 or a tenth of the rows.
+def count_held_out(fraction: float, num_samples: int) -> int:
+    """Rows to hold out of ``num_samples``: the fraction, at most half of them; where that is less than 20, 20 or a
+    tenth of the rows.
 
     A fraction of 0 holds out none.
     """
     if fraction == 0:
         return 0
-    return max(min(round(fraction * num_rows), num_rows // 2), min(MIN_HELD_OUT, num_rows // ONE_IN))
+    return max(min(round(fraction * num_samples), num_samples // 2), min(MIN_HELD_OUT, num_samples // ONE_IN))
 
 
-def _share_out(fraction: float, num_rows: Sequence[int], notes: list[str]) -> list[int]:
+def _share_out(fraction: float, num_samples: Sequence[int], notes: list[str]) -> list[int]:
     """Rows to hold out of each source: largest remainders of their exact shares, never all rows of a source."""
-    total = sum(num_rows)
+    total = sum(num_samples)
     wanted, asked = count_held_out(fraction, total), round(fraction * total)
     if not wanted:
-        notes.append(f"no sample is held out for validation: of {total:,}, a tenth is less than one (data.validation takes a file)")
+        notes.append(
+            f"no sample is held out for validation: of {total:,}, a tenth is less than one (data.validation takes a file)"
+        )
     elif wanted < asked:
-        notes.append(f"only {_count(wanted)} held out for validation instead of {asked:,}: half of the {total:,} there are")
+        notes.append(
+            f"only {_count(wanted)} held out for validation instead of {asked:,}: half of the {total:,} there are"
+        )
     elif asked < wanted < MIN_HELD_OUT:
-        notes.append(f"only {_count(wanted)} held out for validation, a tenth of {total:,}; data.validation_fraction can ask for more")
-    quotas = [wanted * count // total if total else 0 for count in num_rows]
-    by_remainder = sorted(range(len(num_rows)), key=lambda source: (-(wanted * num_rows[source] % total) if total else 0, source))
+        notes.append(
+            f"only {_count(wanted)} held out for validation, a tenth of {total:,}; data.validation_fraction can ask for more"
+        )
+    quotas = [wanted * count // total if total else 0 for count in num_samples]
+    by_remainder = sorted(
+        range(len(num_samples)), key=lambda source: (-(wanted * num_samples[source] % total) if total else 0, source)
+    )
     for source in by_remainder[: wanted - sum(quotas)]:
         quotas[source] += 1
-    return [min(quota, max(0, count - 1)) for quota, count in zip(quotas, num_rows, strict=True)]
+    return [min(quota, max(0, count - 1)) for quota, count in zip(quotas, num_samples, strict=True)]
 
 
 def _count(num_samples: int) -> str:
@@ -100,13 +120,15 @@ def _count(num_samples: int) -> str:
 
 
 def _hold_out(rows: np.ndarray, quota: int, continued: np.ndarray, hashes: np.ndarray) -> np.ndarray:
-    """About ``quota`` of ``rows`` (in seeded order): whole groups until they are enough, none that would make it more than
-    a tenth of the rows and than the quota.
+    """About ``quota`` of ``rows`` (in seeded order): whole groups until they are enough, none that would make it more
+    than a tenth of the rows and than the quota.
 
-    A group is a document, or all of the same tokens. Where every group is larger than that, documents that differ are taken
-    row by row; of copies none is taken, as others of it would be trained.
+    A group is a document, or all of the same tokens. Where every group is larger than that, documents that differ are
+    taken row by row; of copies none is taken, as others of it would be trained.
     """
-    first_of = np.flatnonzero(~continued)[(np.cumsum(~continued) - 1)[rows]]  # of each row: the one its document begins with
+    first_of = np.flatnonzero(~continued)[
+        (np.cumsum(~continued) - 1)[rows]
+    ]  # of each row: the one its document begins with
     ordered = np.sort(hashes[first_of])
     if quota == 0 or not (ordered[1:] == ordered[:-1]).any():
         return rows[:quota]
@@ -124,15 +146,21 @@ def _hold_out(rows: np.ndarray, quota: int, continued: np.ndarray, hashes: np.nd
     return rows[: quota if len(found) == len(np.unique(first_of)) else 0]
 
 
-def _with_copies(held_out: np.ndarray, is_own: np.ndarray, continued: np.ndarray, hashes: np.ndarray, most: int) -> np.ndarray:
-    """``held_out`` and the documents of other sources that begin with the same tokens; without those where that makes over ``most``."""
+def _with_copies(
+    held_out: np.ndarray, is_own: np.ndarray, continued: np.ndarray, hashes: np.ndarray, most: int
+) -> np.ndarray:
+    """``held_out`` and the documents of other sources that begin with the same tokens; without those where that makes
+    over ``most``.
+    """
     first_of = np.flatnonzero(~continued)[np.cumsum(~continued) - 1]
     same = np.isin(hashes[first_of], hashes[first_of[held_out]]) & is_own
     return np.flatnonzero(same) if len(held_out) < same.sum() <= most else held_out
 
 
 def find_repeated(hashes: np.ndarray, division: Division) -> tuple[np.ndarray, np.ndarray]:
-    """Validation rows with the very tokens of a training row, and the first such training row of each; positions in the store."""
+    """Validation rows with the very tokens of a training row, and the first such training row of each; positions in the
+    store.
+    """
     wanted, found = hashes[division.validation], hashes[division.train]
     known = np.unique(wanted)  # few beside those of training rows, which need not be sorted so
     if not len(known):

@@ -16,8 +16,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from manyhands.core.errors import UserError
 from manyhands.data.findings import Findings
-from manyhands.errors import UserError
 
 UTF8_MARK = b"\xef\xbb\xbf"
 KINDS = {
@@ -34,7 +34,8 @@ KIND_NAMES = ".jsonl, .json, .csv, .tsv, .parquet, .txt (also with .gz behind), 
 BINARY_KINDS = ("parquet", "arrow")
 MAX_LINE_BYTES = 256 << 20  # one row is in memory whole; a longer line is a file without line ends
 COUNT_CHUNK_BYTES = 8 << 20
-# A .gz may unpack to so many times its size, or to so many bytes: text shrinks to a third or a tenth, and at most to 1/1032.
+# A .gz may unpack to so many times its size, or to so many bytes: text shrinks to a third or a tenth, and at most to
+# 1/1032.
 MAX_UNPACKED_RATIO = 200
 FREE_UNPACKED_BYTES = 1 << 30
 UNPACK_CHUNK_BYTES = 1 << 20
@@ -59,7 +60,9 @@ def check_file(path: str | Path) -> Path:
     path = Path(path).expanduser()
     try:
         if not path.exists():
-            raise UserError("no such data file", where=str(path), fix="check data.train and data.validation in the run file")
+            raise UserError(
+                "no such data file", where=str(path), fix="check data.train and data.validation in the run file"
+            )
         if not path.is_file():
             raise UserError("this is no data file", where=str(path), fix=f"name a file that ends in {KIND_NAMES}")
         if path.stat().st_size == 0:
@@ -68,7 +71,11 @@ def check_file(path: str | Path) -> Path:
         raise UserError("the data file cannot be read", where=str(path), why=str(error)) from error
     kind = kind_of(path)
     if kind is None:
-        raise UserError("what kind of data file this is cannot be told from its name", where=str(path), fix=f"let it end in {KIND_NAMES}")
+        raise UserError(
+            "what kind of data file this is cannot be told from its name",
+            where=str(path),
+            fix=f"let it end in {KIND_NAMES}",
+        )
     if kind not in BINARY_KINDS:
         with open_data(path) as file:
             start = file.read(512)
@@ -89,7 +96,10 @@ def _check_text(path: Path, start: bytes) -> None:
     for signature, what in SIGNATURES.items():
         if start.startswith(signature):
             raise UserError(
-                "the data file is not the text that its name says", where=str(path), why=f"it is {what.split(':')[0]}", fix=what
+                "the data file is not the text that its name says",
+                where=str(path),
+                why=f"it is {what.split(':')[0]}",
+                fix=what,
             )
 
 
@@ -99,7 +109,9 @@ def _looks_like_utf16(start: bytes) -> bool:
 
 
 def unpacked_bytes(path: Path) -> int:
-    """Bytes of the file, of a .gz those that its end promises: too few where it has several members, or 4 GiB and more."""
+    """Bytes of the file, of a .gz those that its end promises: too few where it has several members, or 4 GiB and
+    more.
+    """
     size = path.stat().st_size
     if not path.name.lower().endswith(".gz") or size < 4:
         return size
@@ -142,17 +154,26 @@ def open_data(path: Path) -> Iterator[BinaryIO]:
             with path.open("rb") as file:
                 yield file
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError("the data file cannot be unpacked", where=str(path), why=str(error), fix="copy it again: it is damaged") from error
+        raise UserError(
+            "the data file cannot be unpacked", where=str(path), why=str(error), fix="copy it again: it is damaged"
+        ) from error
     except OSError as error:
         raise UserError("the data file cannot be read", where=str(path), why=str(error)) from error
 
 
 def read_lines(
-    path: Path, findings: Findings, start: int = 0, stop: int | None = None, first_line: int = 1, *, keep_broken: bool = False
+    path: Path,
+    findings: Findings,
+    start: int = 0,
+    stop: int | None = None,
+    first_line: int = 1,
+    *,
+    keep_broken: bool = False,
 ) -> Iterator[tuple[int, str]]:
     """(line number, line with its end) of the lines that begin in bytes [start, stop), decoded one by one.
 
-    A line that is not UTF-8 becomes a finding; with ``keep_broken`` it is yielded too, with marks in place of the bytes.
+    A line that is not UTF-8 becomes a finding; with ``keep_broken`` it is yielded too, with marks in place of the
+    bytes.
     """
     position = start
     with open_data(path) as file:
@@ -170,13 +191,18 @@ def read_lines(
             try:
                 yield number, raw.decode("utf-8")
             except UnicodeDecodeError as error:
-                findings.add(str(path), number, f"not UTF-8: {error.reason} (byte 0x{raw[error.start]:02x} at column {error.start + 1})")
+                findings.add(
+                    str(path),
+                    number,
+                    f"not UTF-8: {error.reason} (byte 0x{raw[error.start]:02x} at column {error.start + 1})",
+                )
                 if keep_broken:
                     yield number, raw.decode("utf-8", errors="replace")
 
 
 def split_lines(path: Path, num_parts: int, *, after_blank: bool = False) -> list[tuple[int, int, int]]:
-    """(start, stop, first line) of up to ``num_parts`` stretches of bytes of a like size that begin where a line begins.
+    """(start, stop, first line) of up to ``num_parts`` stretches of bytes of a like size that begin where a line
+    begins.
 
     With ``after_blank`` that line follows a blank one, so that no document of plain text is divided.
     """

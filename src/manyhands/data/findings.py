@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from manyhands.errors import UserError
+from manyhands.core.errors import UserError
 
 MAX_SHOWN = 20
 

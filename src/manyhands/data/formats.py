@@ -4,7 +4,8 @@
 |---|---|---|
 | messages | messages: list of {role, content}; (tools, weight) | the conversation itself |
 | sharegpt | conversations: list of {from, value}; (system, tools, weight) | the conversation |
-| alpaca | instruction, output; (input, system, history, weight) | a user turn, instruction and input on lines of their own, and an answer |
+| alpaca | instruction, output; (input, system, history, weight) | a user turn, instruction and input on lines of their
+own, and an answer |
 | prompt | prompt, completion: strings or lists of messages; (system, tools, weight) | a user and an assistant turn |
 | question | question, answer: strings; (system, weight) | a user and an assistant turn |
 | text | text: string; (weight) | the text |
@@ -19,10 +20,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from manyhands.config.row_fields import INNER, OPTIONAL, REQUIRED, known_fields
+from manyhands.core.errors import UserError
 from manyhands.data.messages import Message, RowRefused, check_messages, check_tools, check_weight
 from manyhands.data.rows import Row
 from manyhands.data.sharegpt import check_turns
-from manyhands.errors import UserError
 
 __all__ = [
     "FIELDS",
@@ -54,7 +55,9 @@ class Conversation:
     weight: float = 1.0
 
 
-def settle_format(rows: Sequence[Row], format: str, fields: Mapping[str, str] = NONE, task: str | None = None) -> Format:
+def settle_format(
+    rows: Sequence[Row], format: str, fields: Mapping[str, str] = NONE, task: str | None = None
+) -> Format:
     """The format of a source: the one asked for, or for ``auto`` the detected one. ``rows`` are its first ones.
 
     Raises UserError where a field that ``fields`` names stands in none of the rows.
@@ -74,19 +77,28 @@ def settle_format(rows: Sequence[Row], format: str, fields: Mapping[str, str] = 
 def detect_format(rows: Sequence[Row], fields: Mapping[str, str] = NONE, task: str | None = None) -> Format:
     """The one format whose fields every given row has; a UserError where there is none, or more than one.
 
-    ``fields`` are other names of fields, {ours: the row's}. Where the rows fit text and a conversation, ``task`` decides:
+    ``fields`` are other names of fields, {ours: the row's}. Where the rows fit text and a conversation, ``task``
+    decides:
     cpt takes the text, sft the conversation.
     """
     known = [format for format in FIELDS if set(fields) <= set(known_fields(format))]
     if not known:
         raise UserError(
-            f"no format has all the fields {', '.join(fields)}", where="data.fields", fix=f"name those of one format: {_known()}"
+            f"no format has all the fields {', '.join(fields)}",
+            where="data.fields",
+            fix=f"name those of one format: {_known()}",
         )
     candidates = set(known)
     for row in rows:
-        fitting = {format for format in candidates if all(_get(row, field, fields) is not None for field in FIELDS[format])}
+        fitting = {
+            format for format in candidates if all(_get(row, field, fields) is not None for field in FIELDS[format])
+        }
         if not fitting:  # a null among its fields is the row's own fault, and said of it where it is converted
-            fitting = {format for format in candidates if all(fields.get(field, field) in row.fields for field in FIELDS[format])}
+            fitting = {
+                format
+                for format in candidates
+                if all(fields.get(field, field) in row.fields for field in FIELDS[format])
+            }
         if not fitting:
             raise _unknown_format(row, differs=len(candidates) < len(known))
         candidates = fitting
@@ -127,7 +139,9 @@ def _get(row: Row, field: str, fields: Mapping[str, str]) -> Any:
 
 
 def to_conversation(row: Row, format: Format, fields: Mapping[str, str] = NONE) -> Conversation | str:
-    """The row as a conversation, or as a text for format ``text``; a text's weight is ``row_weight``. Raises RowRefused with the reason."""
+    """The row as a conversation, or as a text for format ``text``; a text's weight is ``row_weight``. Raises RowRefused
+    with the reason.
+    """
     empty = [fields.get(field, field) for field in FIELDS[format] if _get(row, field, fields) is None]
     if missing := [name for name in empty if name not in row.fields]:
         raise RowRefused(f"no field {' and '.join(missing)} (fields found: {_list_fields(row)})")
@@ -139,7 +153,9 @@ def to_conversation(row: Row, format: Format, fields: Mapping[str, str] = NONE) 
     messages = _CONVERTERS[format](row, fields)
     if not any(message["role"] == "assistant" for message in messages):
         raise RowRefused("no assistant message: nothing in this row can be trained")
-    tools = check_tools(_get(row, "tools", fields), fields.get("tools", "tools")) if "tools" in OPTIONAL[format] else None
+    tools = (
+        check_tools(_get(row, "tools", fields), fields.get("tools", "tools")) if "tools" in OPTIONAL[format] else None
+    )
     return Conversation(messages, tools, weight)
 
 
@@ -181,7 +197,11 @@ def _from_alpaca(row: Row, fields: Mapping[str, str]) -> list[Message]:
         asked = f"{asked}\n{given}"
     answer = _check_text(_get(row, "output", fields), fields.get("output", "output"))
     pairs = [*_read_history(_get(row, "history", fields), fields.get("history", "history")), (asked, answer)]
-    turns = [{"role": role, "content": text} for pair in pairs for role, text in zip(("user", "assistant"), pair, strict=True)]
+    turns = [
+        {"role": role, "content": text}
+        for pair in pairs
+        for role, text in zip(("user", "assistant"), pair, strict=True)
+    ]
     return _with_system(row, fields, turns)
 
 
@@ -201,7 +221,11 @@ def _from_prompt(row: Row, fields: Mapping[str, str]) -> list[Message]:
     turns: list[Message] = []
     for field, role in (("prompt", "user"), ("completion", "assistant")):
         value, name = _get(row, field, fields), fields.get(field, field)
-        turns += check_messages(value, name, NONE) if isinstance(value, list) else [{"role": role, "content": _check_text(value, name)}]
+        turns += (
+            check_messages(value, name, NONE)
+            if isinstance(value, list)
+            else [{"role": role, "content": _check_text(value, name)}]
+        )
     return _with_system(row, fields, turns)
 
 

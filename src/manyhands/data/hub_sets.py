@@ -1,7 +1,7 @@
 """Data sets of the Hugging Face hub, and folders that ``save_to_disk`` wrote, as Arrow files. Knows no rows.
 
-The library ``datasets`` is imported only to fetch a set: it leaves Arrow files in its own cache, and those are read like
-any others, in several processes and without the library.
+The library ``datasets`` is imported only to fetch a set: it leaves Arrow files in its own cache, and those are read
+like any others, in several processes and without the library.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.config.schema import Source
-from manyhands.errors import UserError
+from manyhands.core.errors import UserError
 
 PREFIX = "hub:"
 MIN_MAJOR = 4  # before, a data set could bring code that was run
@@ -28,7 +28,7 @@ def fetch_set(source: Source) -> tuple[Path, ...]:
         raise UserError(
             "a part of a split cannot be asked for",
             where=f"{source.path}, split {source.split}",
-            fix="name the whole split, and set max_rows for a part of it",
+            fix="name the whole split, and set max_samples for a part of it",
         )
     return _fetch(source.path.removeprefix(PREFIX), source.subset, source.split, source.revision)
 
@@ -44,7 +44,9 @@ def _fetch(name: str, subset: str | None, split: str, revision: str | None) -> t
         why = " ".join(str(error).split())[:400] or type(error).__name__
         raise UserError("the data set cannot be loaded", where=where, why=why, fix=_advise(error, why)) from error
     if not files:
-        raise UserError("the data set has no files in the cache", where=where, fix="unset HF_DATASETS_IN_MEMORY_MAX_SIZE")
+        raise UserError(
+            "the data set has no files in the cache", where=where, fix="unset HF_DATASETS_IN_MEMORY_MAX_SIZE"
+        )
     return files
 
 
@@ -53,9 +55,13 @@ def _import_datasets(where: str) -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise UserError("data sets of the hub need the package datasets", where=where, why=str(error), fix=fix) from error
+        raise UserError(
+            "data sets of the hub need the package datasets", where=where, why=str(error), fix=fix
+        ) from error
     if int(datasets.__version__.split(".")[0]) < MIN_MAJOR:
-        raise UserError("the package datasets is too old", where=where, why=f"it is version {datasets.__version__}", fix=fix)
+        raise UserError(
+            "the package datasets is too old", where=where, why=f"it is version {datasets.__version__}", fix=fix
+        )
     return datasets
 
 
@@ -70,11 +76,18 @@ def _advise(error: Exception, why: str) -> str:
 
 
 def list_saved_set(folder: Path, split: str) -> tuple[Path, ...] | None:
-    """The Arrow files of a folder that ``save_to_disk`` wrote, those of ``split`` if it holds several; None for another folder."""
+    """The Arrow files of a folder that ``save_to_disk`` wrote, those of ``split`` if it holds several; None for another
+    folder.
+    """
     if (folder / "dataset_dict.json").is_file():
         splits = _read_json(folder / "dataset_dict.json").get("splits", [])
         if split not in splits or not isinstance(split, str):
-            raise UserError("the saved data set has no such split", where=str(folder), why=f"its splits: {splits}", fix="set `split`")
+            raise UserError(
+                "the saved data set has no such split",
+                where=str(folder),
+                why=f"its splits: {splits}",
+                fix="set `split`",
+            )
         folder = folder / split
     if not (folder / "state.json").is_file():
         return None
@@ -82,7 +95,9 @@ def list_saved_set(folder: Path, split: str) -> tuple[Path, ...] | None:
     try:
         names = [Path(entry["filename"]).name for entry in state["_data_files"]]
     except (KeyError, TypeError) as error:
-        raise UserError("the saved data set is damaged", where=str(folder / "state.json"), why=f"no {error}", fix="save it again") from None
+        raise UserError(
+            "the saved data set is damaged", where=str(folder / "state.json"), why=f"no {error}", fix="save it again"
+        ) from None
     return tuple(folder / name for name in names)
 
 
@@ -90,5 +105,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError("the saved data set is damaged", where=str(path), why=str(error), fix="save it again") from error
+        raise UserError(
+            "the saved data set is damaged", where=str(path), why=str(error), fix="save it again"
+        ) from error
     return value if isinstance(value, dict) else {}

@@ -1,8 +1,8 @@
 """Mixes several sources into one sequence so that every beginning of it holds each source's share. Knows numbers only.
 
-The j-th place of a source that has c of N places may begin at floor((j - 1) N / c) and must be over at ceil(j N / c): within
-these windows the source is ahead of its share, or behind it, by less than one place. Taking the window that closes first
-meets all of them (Baruah, Cohen, Plaxton, Varvel: Proportionate progress, 1996; one processor, load 1).
+The j-th place of a source that has c of N places may begin at floor((j - 1) N / c) and must be over at ceil(j N / c):
+within these windows the source is ahead of its share, or behind it, by less than one place. Taking the window that
+closes first meets all of them (Baruah, Cohen, Plaxton, Varvel: Proportionate progress, 1996; one processor, load 1).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Rows of a .json file, read a value at a time: a list of objects, objects one after the other, or an object that holds rows.
+"""Rows of a .json file, read a value at a time: a list of objects, objects one after the other, or an object that holds
+rows.
 
-A list is never in memory whole. An object at the top is: it may be one row, rows under one key (``{"data": [...]}``), or
-columns (``{"question": [...], "answer": [...]}``), so it is bounded by ``MAX_OBJECT_BYTES``. Knows no format of rows, except
-that turns of one conversation are no rows.
+A list is never in memory whole. An object at the top is: it may be one row, rows under one key (``{"data": [...]}``),
+or columns (``{"question": [...], "answer": [...]}``), so it is bounded by ``MAX_OBJECT_BYTES``. Knows no format of
+rows, except that turns of one conversation are no rows.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from manyhands.core.errors import UserError
+from manyhands.core.files import describe_json_fault
 from manyhands.data.files import open_data
 from manyhands.data.findings import Findings
 from manyhands.data.rows import Part, Row
 from manyhands.data.text_rows import count_fault, fault_of
-from manyhands.errors import UserError
-from manyhands.files import describe_json_fault
 
 CHUNK_BYTES = 1 << 20
 MAX_OBJECT_BYTES = 256 << 20
@@ -66,7 +67,9 @@ class _Scanner:
                     self._advance(end)
                     return value, text, line
             except json.JSONDecodeError as error:
-                near_end = error.pos >= len(self._buffer) - CUT_CHARACTERS or error.msg.startswith("Unterminated string")
+                near_end = error.pos >= len(self._buffer) - CUT_CHARACTERS or error.msg.startswith(
+                    "Unterminated string"
+                )
                 if not (near_end and self._read()):
                     self._advance(min(error.pos, len(self._buffer)))
                     raise _Broken(f"broken JSON: {describe_json_fault(error)}") from None
@@ -124,7 +127,9 @@ def _iterate_list(scanner: _Scanner) -> Iterator[tuple[Any, str, int]]:
             yield scanner.value()
             following = scanner.peek()
             if following not in (",", "]"):
-                raise _Broken("broken JSON: the list is not closed" if not following else "broken JSON: a comma or ] is missing")
+                raise _Broken(
+                    "broken JSON: the list is not closed" if not following else "broken JSON: a comma or ] is missing"
+                )
             scanner.skip()
             if following == "]":
                 break
@@ -160,5 +165,10 @@ def _rows_inside(value: dict[str, Any], file: str) -> list[Any]:
     lengths = {name: len(entry) for name, entry in lists.items()}
     if len(set(lengths.values())) > 1:
         said = ", ".join(f"{name}: {length:,}" for name, length in lengths.items())
-        raise UserError("the columns of the JSON file are not equally long", where=file, why=said, fix="give every column as many values")
+        raise UserError(
+            "the columns of the JSON file are not equally long",
+            where=file,
+            why=said,
+            fix="give every column as many values",
+        )
     return [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]

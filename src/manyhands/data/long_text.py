@@ -1,7 +1,7 @@
 """Tokenises a text of any length in windows, so that memory holds one window, to the ids that the whole text has.
 
-Neighbouring windows overlap. Both are tokenised alone, and joined in the overlap where they agree on several tokens in a
-row: there, the tokens no longer depend on where a window begins or ends. Knows no store and no length policy.
+Neighbouring windows overlap. Both are tokenised alone, and joined in the overlap where they agree on several tokens in
+a row: there, the tokens no longer depend on where a window begins or ends. Knows no store and no length policy.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from manyhands.core.errors import UserError
 from manyhands.data.files import read_lines
 from manyhands.data.findings import Findings
 from manyhands.data.messages import RowRefused
 from manyhands.data.sources import Part, Row
-from manyhands.errors import UserError
 
 LONG_CHARACTERS = 1 << 20  # shorter texts are tokenised whole
 WINDOW_CHARACTERS = 1 << 18
@@ -40,7 +40,10 @@ class LongText:
         Raises RowRefused where two windows agree nowhere, UserError where the tokenizer has no end-of-text token.
         """
         if self._eos is None:
-            raise UserError("the tokenizer has no end-of-text token", fix="set eos_token in the model folder's tokenizer_config.json")
+            raise UserError(
+                "the tokenizer has no end-of-text token",
+                fix="set eos_token in the model folder's tokenizer_config.json",
+            )
         self._backend.encode_special_tokens = self._tokenizer.split_special_tokens
         before, behind = self._find_special()
         yield np.array(before, dtype=np.int32)
@@ -80,13 +83,19 @@ class LongText:
                 ends = np.fromiter((end for _, end in encoding.offsets), dtype=np.int64, count=len(encoding.ids))
                 yield np.array(encoding.ids, dtype=np.int32), ends + start, start
 
-    def _join(self, ids: np.ndarray, ends: np.ndarray, next_ids: np.ndarray, next_ends: np.ndarray, start: int) -> tuple[int, int]:
-        """(tokens taken of a window, tokens left out of the next one): they meet in the middle of the overlap, if they agree there."""
+    def _join(
+        self, ids: np.ndarray, ends: np.ndarray, next_ids: np.ndarray, next_ends: np.ndarray, start: int
+    ) -> tuple[int, int]:
+        """(tokens taken of a window, tokens left out of the next one): they meet in the middle of the overlap, if they
+        agree there.
+        """
         first = int(np.searchsorted(ends, start))
         left = list(zip(ids[first:].tolist(), ends[first:].tolist(), strict=True))
         limit = int(np.searchsorted(next_ends, ends[-1], side="right")) if len(ends) else 0
         right = list(zip(next_ids[:limit].tolist(), next_ends[:limit].tolist(), strict=True))
-        places = {tuple(left[index : index + NUM_AGREEING]): first + index for index in range(len(left) - NUM_AGREEING + 1)}
+        places = {
+            tuple(left[index : index + NUM_AGREEING]): first + index for index in range(len(left) - NUM_AGREEING + 1)
+        }
         middle = start + self._overlap // 2
         met = [
             (abs(right[index][1] - middle), places[run], index)
@@ -94,7 +103,9 @@ class LongText:
             if (run := tuple(right[index : index + NUM_AGREEING])) in places
         ]
         if not met:
-            raise RowRefused("the text is too long to be tokenised whole, and its parts give other tokens: divide it by blank lines")
+            raise RowRefused(
+                "the text is too long to be tokenised whole, and its parts give other tokens: divide it by blank lines"
+            )
         _, taken, left_out = min(met)
         return taken + NUM_AGREEING // 2, left_out + NUM_AGREEING // 2
 

@@ -1,4 +1,6 @@
-"""The added tokens of a tokenizer as they are spelled in a text, and what a chat template makes of them at the end of a turn."""
+"""The added tokens of a tokenizer as they are spelled in a text, and what a chat template makes of them at the end of a
+turn.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,18 @@ def compile_any(words: Sequence[str], before: str = "") -> re.Pattern[str] | Non
 
 def measure_common(one: str, other: str) -> int:
     """Length of the common beginning."""
-    return next((index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return next(
+        (index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+    )
 
 
 @dataclass(frozen=True)
 class Ending:
     """What a template writes after an assistant's words.
 
-    ``marker`` closes a turn at the end of a conversation, and ``trailer`` follows it there; ``inner`` closes a turn before
-    another message. Without either only what opens the next message tells that a turn is over, as in GLM's templates.
+    ``marker`` closes a turn at the end of a conversation, and ``trailer`` follows it there; ``inner`` closes a turn
+    before another message. Without either only what opens the next message tells that a turn is over, as in GLM's
+    templates.
     """
 
     marker: str
@@ -68,8 +73,8 @@ class Markers:
         return common
 
     def measure_supplied(self, shown: str, supplied: str) -> int:
-        """How much of ``shown`` stands in ``supplied``, too, from the beginning and in whole tokens; white space that only
-        one of them has makes no difference."""
+        """How much of ``shown`` stands in ``supplied``, too, from the beginning and in whole tokens; white space that
+        only one of them has makes no difference."""
         matched = index = other = 0
         ours = self._cut(shown[: 2 * len(supplied) + 100])
         theirs = self._cut(supplied)

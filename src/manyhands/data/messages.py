@@ -1,9 +1,10 @@
-"""Messages, tool calls and tool definitions in the one form that chat templates take; what cannot be is refused with the reason.
+"""Messages, tool calls and tool definitions in the one form that chat templates take; what cannot be is refused with
+the reason.
 
-Knows no formats of rows and no tokenizer. A message has a role, a content (text; null only where tools are called), and where
-given ``tool_calls`` with arguments as objects, ``reasoning_content`` or ``thinking``, and our ``weight`` (``loss_weight`` is
-the same) or ``train``. A content in parts is joined: text, and for an assistant reasoning and tool calls. Keys that are null
-are left out, other keys are handed to the template as they are.
+Knows no formats of rows and no tokenizer. A message has a role, a content (text; null only where tools are called), and
+where given ``tool_calls`` with arguments as objects, ``reasoning_content`` or ``thinking``, and our ``weight``
+(``loss_weight`` is the same) or ``train``. A content in parts is joined: text, and for an assistant reasoning and tool
+calls. Keys that are null are left out, other keys are handed to the template as they are.
 """
 
 from __future__ import annotations
@@ -14,16 +15,22 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from manyhands.config.row_fields import MEDIA
+from manyhands.core.files import describe_json_fault
 from manyhands.data.text_rows import is_encodable
-from manyhands.files import describe_json_fault
 
 Message = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 THINKING = ("reasoning_content", "thinking")
-PARTS = {"text": ("text", "value"), "reasoning": ("value", "text", "reasoning"), "thinking": ("thinking", "value", "text")}
+PARTS = {
+    "text": ("text", "value"),
+    "reasoning": ("value", "text", "reasoning"),
+    "thinking": ("thinking", "value", "text"),
+}
 CALL_PART = "tool_call"  # {type: tool_call, value: JSON text of a call}
-SHAREGPT_HINT = " (turns with from and value are the format sharegpt: data.fields {conversations: NAME} says where they stand)"
+SHAREGPT_HINT = (
+    " (turns with from and value are the format sharegpt: data.fields {conversations: NAME} says where they stand)"
+)
 
 
 class RowRefused(Exception):
@@ -31,7 +38,9 @@ class RowRefused(Exception):
 
 
 def check_messages(value: Any, field: str, fields: Mapping[str, str]) -> list[Message]:
-    """A list of messages, or JSON text of one. ``fields`` may give other names for ``role`` and ``content``. Raises RowRefused."""
+    """A list of messages, or JSON text of one. ``fields`` may give other names for ``role`` and ``content``. Raises
+    RowRefused.
+    """
     value = parse_json(value, field) if isinstance(value, str) else value
     if not isinstance(value, list) or not value:
         raise RowRefused(f"{field} must be a list of messages with at least one in it")
@@ -39,15 +48,24 @@ def check_messages(value: Any, field: str, fields: Mapping[str, str]) -> list[Me
     messages: list[Message] = []
     bare = {role_key, content_key}
     for number, message in enumerate(value, start=1):
-        if isinstance(message, dict) and message.keys() == bare and isinstance(message[content_key], str) and message[role_key] in ROLES:
-            messages.append({"role": message[role_key], "content": message[content_key]})  # most are so, and need no more checks
+        if (
+            isinstance(message, dict)
+            and message.keys() == bare
+            and isinstance(message[content_key], str)
+            and message[role_key] in ROLES
+        ):
+            messages.append(
+                {"role": message[role_key], "content": message[content_key]}
+            )  # most are so, and need no more checks
             continue
         where = f"message {number} of {field}"
         if not isinstance(message, dict):
             raise RowRefused(f"{where} is not an object with {role_key} and {content_key}")
         if role_key not in message and "from" in message:
             raise RowRefused(f"{where} has no {role_key}{SHAREGPT_HINT}")
-        rest = {key: entry for key, entry in message.items() if key not in (role_key, content_key) and entry is not None}
+        rest = {
+            key: entry for key, entry in message.items() if key not in (role_key, content_key) and entry is not None
+        }
         messages.append(make_message(message.get(role_key), message.get(content_key), rest, where))
     return messages
 
@@ -97,7 +115,9 @@ def _read_content(content: Any, where: str, *, may_be_null: bool) -> str | None:
 
 
 def _join_parts(parts: list[Any], rest: Message, where: str) -> tuple[str | None, Message]:
-    """The content of a message that comes in parts, and its other keys with what the parts add to them. Raises RowRefused."""
+    """The content of a message that comes in parts, and its other keys with what the parts add to them. Raises
+    RowRefused.
+    """
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[Any] = []
@@ -109,11 +129,15 @@ def _join_parts(parts: list[Any], rest: Message, where: str) -> tuple[str | None
             continue
         if kind not in PARTS:
             known = ", ".join((*PARTS, CALL_PART))
-            raise RowRefused(f"the content of {where} has a part of type {_quote(kind)}, and only text can be trained (types: {known})")
+            raise RowRefused(
+                f"the content of {where} has a part of type {_quote(kind)}, and only text can be trained (types: {known})"
+            )
         text = next((part[key] for key in PARTS[kind] if isinstance(part.get(key), str)), None)
         if text is None:
             keys = ", ".join(map(str, part))
-            raise RowRefused(f"a part of the content of {where} is {kind}, but none of its keys ({keys}) is {' or '.join(PARTS[kind])}")
+            raise RowRefused(
+                f"a part of the content of {where} is {kind}, but none of its keys ({keys}) is {' or '.join(PARTS[kind])}"
+            )
         (texts if kind == "text" else thoughts).append(text)
     if thoughts:
         if any(rest.get(key) for key in THINKING):
@@ -127,7 +151,9 @@ def _join_parts(parts: list[Any], rest: Message, where: str) -> tuple[str | None
 
 
 def _read_calls(rest: Message, where: str) -> list[dict[str, Any]]:
-    """``tool_calls``, or the older ``function_call``, as {type, function: {name, arguments: object}} with further keys."""
+    """``tool_calls``, or the older ``function_call``, as {type, function: {name, arguments: object}} with further
+    keys.
+    """
     calls = rest.get("tool_calls")
     if calls is None and "function_call" in rest:
         calls = [rest["function_call"]]
@@ -152,13 +178,19 @@ def read_call(call: Any, where: str) -> dict[str, Any]:
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):
-        raise RowRefused(f"arguments of {where} must be an object or JSON text of one, this is {type(arguments).__name__}")
-    kept = {key: entry for key, entry in outer.items() if key not in ("function", "name", "arguments") and entry is not None}
+        raise RowRefused(
+            f"arguments of {where} must be an object or JSON text of one, this is {type(arguments).__name__}"
+        )
+    kept = {
+        key: entry for key, entry in outer.items() if key not in ("function", "name", "arguments") and entry is not None
+    }
     return {"type": "function", **kept, "function": {"name": function["name"], "arguments": arguments}}
 
 
 def check_tools(value: Any, field: str) -> list[dict[str, Any]] | None:
-    """Definitions of tools, a list or JSON text of one; a bare {name, ...} is put under ``function``. None where there are none."""
+    """Definitions of tools, a list or JSON text of one; a bare {name, ...} is put under ``function``. None where there
+    are none.
+    """
     if isinstance(value, str):
         value = parse_json(value, field) if value.strip() else None
     if value is None or value == []:

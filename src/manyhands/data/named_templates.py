@@ -1,8 +1,8 @@
 """Chat templates by name, for base models, which have none. Knows no tokenizer but what a template needs of one.
 
-Written from the families' public definitions of their formats. Where a format has no place for a system message it leads the
-first user turn, as in Gemma 3. Tools are shown by none of them. A tokenizer's begin-of-text token comes first where it has
-one that is neither its end nor a marker of the format: base models have seen it at the head of every text.
+Written from the families' public definitions of their formats. Where a format has no place for a system message it
+leads the first user turn, as in Gemma 3. Tools are shown by none of them. A tokenizer's begin-of-text token comes first
+where it has one that is neither its end nor a marker of the format: base models have seen it at the head of every text.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _BOS = "{%- if bos_token and bos_token not in (eos_token, MARKER) %}{{- bos_token }}{% endif -%}"
-_ROLES = "{%- if message.role not in ROLES %}{{- raise_exception('this template has no role ' ~ message.role) }}{% endif -%}"
+_ROLES = (
+    "{%- if message.role not in ROLES %}{{- raise_exception('this template has no role ' ~ message.role) }}{% endif -%}"
+)
 _ALTERNATE = """
 {%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}
 {{- raise_exception('user and assistant turns must take turns, beginning with user') }}
@@ -25,14 +27,18 @@ _FIRST_SYSTEM = """
 
 @dataclass(frozen=True)
 class NamedTemplate:
-    """``tokens`` must be tokens of the tokenizer; ``needs_end`` says that the tokenizer's end-of-text token ends answers."""
+    """``tokens`` must be tokens of the tokenizer; ``needs_end`` says that the tokenizer's end-of-text token ends
+    answers.
+    """
 
     text: str
     tokens: tuple[str, ...] = ()
     needs_end: bool = False
 
 
-def _marked(before: str, between: str, after: str, roles: str = "('system', 'user', 'assistant')", marker: str = "''") -> str:
+def _marked(
+    before: str, between: str, after: str, roles: str = "('system', 'user', 'assistant')", marker: str = "''"
+) -> str:
     """Turns of one shape: a header with the role, the content, an end."""
     return (
         _BOS.replace("MARKER", marker)
@@ -106,13 +112,18 @@ _IM, _PHI = ("<|im_start|>", "<|im_end|>"), ("<|user|>", "<|assistant|>", "<|end
 TEMPLATES: dict[str, NamedTemplate] = {
     "alpaca": NamedTemplate(_ALPACA, needs_end=True),
     "chatml": NamedTemplate(
-        _marked("<|im_start|>", "\\n", "'<|im_end|>\\n'", "('system', 'user', 'assistant', 'tool')", "'<|im_start|>'"), _IM
+        _marked("<|im_start|>", "\\n", "'<|im_end|>\\n'", "('system', 'user', 'assistant', 'tool')", "'<|im_start|>'"),
+        _IM,
     ),
     "gemma": NamedTemplate(_GEMMA, ("<start_of_turn>", "<end_of_turn>")),
     "llama3": NamedTemplate(_LLAMA3, ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")),
     "mistral": NamedTemplate(_MISTRAL, ("[INST]", "[/INST]"), needs_end=True),
-    "mistral-v7": NamedTemplate(_MISTRAL_V7, ("[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"), needs_end=True),
+    "mistral-v7": NamedTemplate(
+        _MISTRAL_V7, ("[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"), needs_end=True
+    ),
     "phi3": NamedTemplate(_marked("<|", "|>\\n", "'<|end|>\\n'"), _PHI),
-    "phi4": NamedTemplate(_marked("<|im_start|>", "<|im_sep|>", "'<|im_end|>'", marker="'<|im_start|>'"), (*_IM, "<|im_sep|>")),
+    "phi4": NamedTemplate(
+        _marked("<|im_start|>", "<|im_sep|>", "'<|im_end|>'", marker="'<|im_start|>'"), (*_IM, "<|im_sep|>")
+    ),
     "zephyr": NamedTemplate(_marked("<|", "|>\\n", "eos_token ~ '\\n'"), needs_end=True),
 }

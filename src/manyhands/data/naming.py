@@ -9,15 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.config.schema import RunConfig, Source
+from manyhands.core.errors import UserError
+from manyhands.core.hashing import hash_files
 from manyhands.data.files import kind_of
 from manyhands.data.store import FORMAT_VERSION
 from manyhands.data.tokenizer import tokenizer_digest
-from manyhands.errors import UserError
-from manyhands.hashing import hash_files
 
 
 def name_tokens(
-    config: RunConfig, model_folder: str | Path, sources: Sequence[Source], files: Sequence[Sequence[Path]], num_train: int
+    config: RunConfig,
+    model_folder: str | Path,
+    sources: Sequence[Source],
+    files: Sequence[Sequence[Path]],
+    num_train: int,
 ) -> str:
     """64 hex digits of all that decides about the tokens of every row and their order: the content of the files and the
     rendering, not where the files are, how often a row is taken or which rows are held out."""
@@ -56,8 +60,8 @@ def name_store(config: RunConfig, tokens: str, sources: Sequence[Source]) -> str
         tokens=tokens,
         seed=config.seed,
         validation_fraction=data.validation_fraction if data.validation is None else None,
-        max_rows=data.max_rows,
-        sources=[(source.name, source.weight, source.max_rows) for source in sources],
+        max_samples=data.max_samples,
+        sources=[(source.name, source.weight, source.max_samples) for source in sources],
     )
 
 

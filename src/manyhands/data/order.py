@@ -17,62 +17,74 @@ EVALUATION_STREAM = 2**64 - 2
 PASS_BITS = 40  # stream = source << 40 | pass: the passes over source 0 are the epochs of a run with one source
 
 
-def permute(num_rows: int, seed: int, stream: int) -> np.ndarray:
-    """A permutation of ``range(num_rows)``, int64, keyed by (seed, stream).
+def permute(num_samples: int, seed: int, stream: int) -> np.ndarray:
+    """A permutation of ``range(num_samples)``, int64, keyed by (seed, stream).
 
     Sorts the raw output of Philox 4x64: numpy promises that the bit stream stays the same between its versions, which
     it does not promise for ``Generator.permutation``.
     """
-    bits = np.random.Philox(key=np.array([seed & (2**64 - 1), stream], dtype=np.uint64)).random_raw(num_rows)
+    bits = np.random.Philox(key=np.array([seed & (2**64 - 1), stream], dtype=np.uint64)).random_raw(num_samples)
     return np.argsort(bits, kind="stable").astype(np.int64, copy=False)
 
 
-class RowOrder:
+class SampleOrder:
     """The rows of every step of a run, steps never crossing epochs.
 
-    Without ``sources`` each row comes exactly once an epoch. With ``sources`` (of each row, counted from 0) and ``weights``
-    (of each source), source s of n rows appears ``weight * n`` times an epoch, rounded so that the sum over epochs is right
-    to half a row. It goes through its rows in passes, each a permutation of its own, and an epoch begins where the one
-    before left off: no row comes twice more than another. Every beginning of an epoch holds each source's share within one row.
+    Without ``sources`` each row comes exactly once an epoch. With ``sources`` (of each row, counted from 0) and
+    ``weights`` (of each source), source s of n rows appears ``weight * n`` times an epoch, rounded so that the sum over
+    epochs is right to half a row. It goes through its rows in passes, each a permutation of its own, and an epoch
+    begins where the one before left off: no row comes twice more than another. Every beginning of an epoch holds each
+    source's share within one row.
 
-    A step is ``batch_rows`` rows, or as many rows as it takes to reach ``batch_tokens`` trained tokens (the row that
-    reaches it is the last); then ``num_targets`` gives the trained tokens of each row. The last step of an epoch may
-    be short.
+    A step is ``batch_samples`` rows, or as many rows as it takes to reach ``batch_loss_tokens`` trained tokens (the row
+    that reaches it is the last); then ``num_loss_tokens`` gives the trained tokens of each row. The last step of an
+    epoch may be short.
     """
 
     def __init__(
         self,
-        num_rows: int,
+        num_samples: int,
         seed: int,
-        batch_rows: int | None = None,
-        batch_tokens: int | None = None,
-        num_targets: np.ndarray | None = None,
+        batch_samples: int | None = None,
+        batch_loss_tokens: int | None = None,
+        num_loss_tokens: np.ndarray | None = None,
         sources: np.ndarray | None = None,
         weights: Sequence[float] | None = None,
     ) -> None:
-        if num_rows < 1:
+        if num_samples < 1:
             raise ValueError("an order needs at least one row")
-        if (batch_rows is None) == (batch_tokens is None):
-            raise ValueError("give batch_rows or batch_tokens, not both")
-        if batch_tokens is not None and (num_targets is None or len(num_targets) != num_rows):
-            raise ValueError("batch_tokens needs num_targets, one for each row")
-        if (batch_rows if batch_rows is not None else batch_tokens or 0) < 1:
+        if (batch_samples is None) == (batch_loss_tokens is None):
+            raise ValueError("give batch_samples or batch_loss_tokens, not both")
+        if batch_loss_tokens is not None and (num_loss_tokens is None or len(num_loss_tokens) != num_samples):
+            raise ValueError("batch_loss_tokens needs num_loss_tokens, one for each row")
+        if (batch_samples if batch_samples is not None else batch_loss_tokens or 0) < 1:
             raise ValueError("a step needs at least one row or token")
-        self.num_rows, self.seed = num_rows, seed
-        self.batch_rows, self.batch_tokens, self._num_targets = batch_rows, batch_tokens, num_targets
-        self._rows_of_source, self._shares = _divide(num_rows, sources, weights)
-        self._pattern: tuple[tuple[int, ...], np.ndarray] = ((), np.empty(0))  # counts, and which source each place belongs to
+        self.num_samples, self.seed = num_samples, seed
+        self.batch_samples, self.batch_loss_tokens, self._num_loss_tokens = (
+            batch_samples,
+            batch_loss_tokens,
+            num_loss_tokens,
+        )
+        self._rows_of_source, self._shares = _divide(num_samples, sources, weights)
+        self._pattern: tuple[tuple[int, ...], np.ndarray] = (
+            (),
+            np.empty(0),
+        )  # counts, and which source each place belongs to
         self._epochs: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # the two epochs used last
         self._first_steps = [0]  # of every epoch whose length is known, over the whole run
 
-    def rows_in_epoch(self, epoch: int) -> int:
-        """Rows of one epoch, repeated ones counted each time; epochs differ where a weight times its rows is no whole number."""
+    def samples_in_epoch(self, epoch: int) -> int:
+        """Rows of one epoch, repeated ones counted each time; epochs differ where a weight times its rows is no whole
+        number.
+        """
         return sum(end - start for start, end in self._stretches(epoch))
 
     def steps_per_epoch(self, epoch: int) -> int:
-        """Steps of one epoch. Those of a run may differ by a few: with ``batch_tokens``, and as ``rows_in_epoch`` does."""
-        if self.batch_rows is not None:
-            return -(-self.rows_in_epoch(epoch) // self.batch_rows)
+        """Steps of one epoch. Those of a run may differ by a few: with ``batch_loss_tokens``, and as
+        ``samples_in_epoch`` does.
+        """
+        if self.batch_samples is not None:
+            return -(-self.samples_in_epoch(epoch) // self.batch_samples)
         return len(self._lay_out(epoch)[1]) - 1
 
     def rows_of_epoch(self, epoch: int) -> np.ndarray:
@@ -90,7 +102,7 @@ class RowOrder:
         """(epoch, index in it) of a step counted from 0 over the whole run."""
         if step < 0:
             raise IndexError("steps count from 0")
-        if self.batch_rows is not None and all(share.denominator == 1 for share in self._shares):
+        if self.batch_samples is not None and all(share.denominator == 1 for share in self._shares):
             return divmod(step, self.steps_per_epoch(0))
         while self._first_steps[-1] <= step:
             self._first_steps.append(self._first_steps[-1] + self.steps_per_epoch(len(self._first_steps) - 1))
@@ -105,11 +117,11 @@ class RowOrder:
         """(order, bounds): step i holds ``order[bounds[i]:bounds[i + 1]]``."""
         if epoch not in self._epochs:
             order = self._order_epoch(epoch)
-            if self.batch_rows is not None:
-                bounds = np.append(np.arange(0, len(order), self.batch_rows), len(order))
+            if self.batch_samples is not None:
+                bounds = np.append(np.arange(0, len(order), self.batch_samples), len(order))
             else:
-                assert self.batch_tokens is not None and self._num_targets is not None
-                bounds = bound_by_tokens(self._num_targets[order], self.batch_tokens)
+                assert self.batch_loss_tokens is not None and self._num_loss_tokens is not None
+                bounds = bound_by_tokens(self._num_loss_tokens[order], self.batch_loss_tokens)
             while len(self._epochs) >= 2:
                 self._epochs.pop(next(iter(self._epochs)))
             self._epochs[epoch] = (order, bounds)
@@ -133,13 +145,15 @@ class RowOrder:
         if start == end:
             return rows[:0]
         first = start // len(rows)
-        passes = [permute(len(rows), self.seed, source << PASS_BITS | number) for number in range(first, -(-end // len(rows)))]
+        passes = [
+            permute(len(rows), self.seed, source << PASS_BITS | number) for number in range(first, -(-end // len(rows)))
+        ]
         return rows[np.concatenate(passes)[start - first * len(rows) : end - first * len(rows)]]
 
 
-def share_of(weight: float, num_rows: int) -> Fraction:
+def share_of(weight: float, num_samples: int) -> Fraction:
     """Rows of a source an epoch, exactly. A weight counts as the decimal that it is written as: 0.1 is a tenth."""
-    return Fraction(repr(float(weight))) * num_rows
+    return Fraction(repr(float(weight))) * num_samples
 
 
 def stretch_of(share: Fraction, epoch: int) -> tuple[int, int]:
@@ -148,7 +162,8 @@ def stretch_of(share: Fraction, epoch: int) -> tuple[int, int]:
 
 
 def sum_steps(epochs: float, steps_of: Callable[[int], int], period: int | None, max_steps: int | None = None) -> int:
-    """Steps of ``epochs`` epochs: those of each, and of a part of one its share of that epoch's, rounded up; at least one.
+    """Steps of ``epochs`` epochs: those of each, and of a part of one its share of that epoch's, rounded up; at least
+    one.
 
     ``steps_of(epoch)`` repeats after ``period`` epochs, if that is given. Counting ends once ``max_steps`` are passed.
     """
@@ -166,23 +181,27 @@ def sum_steps(epochs: float, steps_of: Callable[[int], int], period: int | None,
     return max(1, total)
 
 
-def bound_by_tokens(num_targets: np.ndarray, batch_tokens: int) -> np.ndarray:
-    """Where steps of at least ``batch_tokens`` trained tokens begin, and the end, int64; ``num_targets`` of rows in their order."""
-    sums = np.cumsum(num_targets, dtype=np.int64)
+def bound_by_tokens(num_loss_tokens: np.ndarray, batch_loss_tokens: int) -> np.ndarray:
+    """Where steps of at least ``batch_loss_tokens`` trained tokens begin, and the end, int64; ``num_loss_tokens`` of
+    rows in their order.
+    """
+    sums = np.cumsum(num_loss_tokens, dtype=np.int64)
     bounds = [0]
     while bounds[-1] < len(sums):
         before = int(sums[bounds[-1] - 1]) if bounds[-1] else 0
-        bounds.append(min(int(np.searchsorted(sums, before + batch_tokens)) + 1, len(sums)))
+        bounds.append(min(int(np.searchsorted(sums, before + batch_loss_tokens)) + 1, len(sums)))
     return np.array(bounds, dtype=np.int64)
 
 
-def _divide(num_rows: int, sources: np.ndarray | None, weights: Sequence[float] | None) -> tuple[list[np.ndarray], list[Fraction]]:
+def _divide(
+    num_samples: int, sources: np.ndarray | None, weights: Sequence[float] | None
+) -> tuple[list[np.ndarray], list[Fraction]]:
     """(row ids, rows an epoch) of each source."""
     if sources is None:
-        sources, weights = np.zeros(num_rows, dtype=np.int16), (1.0,)
+        sources, weights = np.zeros(num_samples, dtype=np.int16), (1.0,)
     if weights is None:
         weights = (1.0,) * (int(sources.max()) + 1)
-    if len(sources) != num_rows or int(sources.max()) >= len(weights):
+    if len(sources) != num_samples or int(sources.max()) >= len(weights):
         raise ValueError("an order needs a source for each row and a weight for each source")
     rows = [np.flatnonzero(sources == source) for source in range(len(weights))]
     shares = [share_of(weight, len(ids)) for weight, ids in zip(weights, rows, strict=True)]

@@ -1,8 +1,9 @@
 """Tokenises the data of a run once and caches the result by content. Knows the files and the cache, not how rows look.
 
-The cache folder's name is a hash of all that decides about the rows and how often each is taken; it appears by one rename of
-a finished folder, so whatever has the name is whole. Two preparations at once both work; the second finds the first's and
-throws its own away. Where only the choice of rows differs from a store that is there, its tokens are linked, not made again.
+The cache folder's name is a hash of all that decides about the rows and how often each is taken; it appears by one
+rename of a finished folder, so whatever has the name is whole. Two preparations at once both work; the second finds the
+first's and throws its own away. Where only the choice of rows differs from a store that is there, its tokens are
+linked, not made again.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from typing import Any
 import numpy as np
 
 from manyhands.config.schema import RunConfig, Source
+from manyhands.core.errors import UserError
+from manyhands.core.files import make_folder, sync
 from manyhands.data.divide import Division, divide_rows, find_repeated
 from manyhands.data.files import unpacked_bytes
 from manyhands.data.naming import name_store, name_tokens
-from manyhands.data.order import RowOrder
+from manyhands.data.order import SampleOrder
 from manyhands.data.segment import finish_store, join_segments, link_tokens
 from manyhands.data.sources import list_files, resolve_sources
 from manyhands.data.store import FORMAT_VERSION, TokenStore
-from manyhands.data.tokenise import Outcome
-from manyhands.data.tokenise_parallel import cannot_write, plan_job, tokenise_parts
-from manyhands.errors import UserError
+from manyhands.data.tokenize import Outcome
+from manyhands.data.tokenize_parallel import cannot_write, plan_job, tokenise_parts
 from manyhands.facts.types import DataFacts
-from manyhands.files import make_folder, sync
 
 FIRST_ROWS = 65_536  # of the first epoch, whose lengths the plan gets to know
 MAX_COUNTED_EPOCHS = 100_000
@@ -58,7 +59,9 @@ class Inputs:
         return [sum(map(unpacked_bytes, group)) for group in self.files]
 
 
-def prepare(config: RunConfig, model_folder: str | Path, report: Report = print, *, num_processes: int | None = None) -> DataFacts:
+def prepare(
+    config: RunConfig, model_folder: str | Path, report: Report = print, *, num_processes: int | None = None
+) -> DataFacts:
     """Tokens of all rows of ``config.data``, from the cache or made now, and what they add up to.
 
     ``report`` gets one line of progress at a time. ``num_processes`` tokenise; None takes one for little data, else all
@@ -66,7 +69,9 @@ def prepare(config: RunConfig, model_folder: str | Path, report: Report = print,
     """
     if config.task == "sft" and config.data.too_long == "split":
         raise UserError(
-            "data.too_long: split needs task: cpt or mixed", why="a part of a conversation is not a conversation", fix="use truncate"
+            "data.too_long: split needs task: cpt or mixed",
+            why="a part of a conversation is not a conversation",
+            fix="use truncate",
         )
     if config.data.max_length < 2:
         raise UserError("data.max_length must be at least 2", why="one token has nothing to be predicted from")
@@ -77,7 +82,9 @@ def prepare(config: RunConfig, model_folder: str | Path, report: Report = print,
     if store is None:
         store = _make(config, Path(model_folder), inputs, tokens, folder, report, num_processes)
     else:
-        report(f"tokens cached: {store.train.num_rows:,} rows, {_millions(int(store.train.lengths.sum(dtype=np.int64)))} tokens")
+        report(
+            f"tokens cached: {store.train.num_samples:,} rows, {_millions(int(store.train.lengths.sum(dtype=np.int64)))} tokens"
+        )
     for line in store.meta["notes"]:
         report(line)
     return summarise(config, store)
@@ -101,28 +108,43 @@ def _open_cached(folder: Path, report: Report) -> TokenStore | None:
         return store
     except UserError as error:
         cause = error.__cause__
-        if isinstance(cause, OSError) and cause.errno not in (None, errno.ENOENT):  # not damaged: the system could not read it now
-            raise UserError("the token cache cannot be read", where=str(folder), why=str(cause), fix="start again") from error
+        if isinstance(cause, OSError) and cause.errno not in (
+            None,
+            errno.ENOENT,
+        ):  # not damaged: the system could not read it now
+            raise UserError(
+                "the token cache cannot be read", where=str(folder), why=str(cause), fix="start again"
+            ) from error
         report(f"{error.what} ({error.why}): made again")
         shutil.rmtree(folder, ignore_errors=True)
         return None
 
 
 def _make(
-    config: RunConfig, model_folder: Path, inputs: Inputs, tokens: str, folder: Path, report: Report, num_processes: int | None
+    config: RunConfig,
+    model_folder: Path,
+    inputs: Inputs,
+    tokens: str,
+    folder: Path,
+    report: Report,
+    num_processes: int | None,
 ) -> TokenStore:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         _clean_unfinished(folder.parent)
         unfinished = make_folder(folder.parent, f"{UNFINISHED}{folder.name[:16]}-")
     except OSError as error:
-        raise UserError("the token cache cannot be written", where="data.cache", why=str(error), fix="name another folder") from error
+        raise UserError(
+            "the token cache cannot be written", where="data.cache", why=str(error), fix="name another folder"
+        ) from error
     try:
         made = _link_other(tokens, unfinished, report)
         if made is None:
             made = _tokenise(config, model_folder, inputs, unfinished, report, num_processes)
             if changed := [str(path) for path, stamp in inputs.stamps.items() if _stamp(path) != stamp]:
-                raise UserError("a data file changed while it was read", where=changed[0], fix="start again when it is complete")
+                raise UserError(
+                    "a data file changed while it was read", where=changed[0], fix="start again when it is complete"
+                )
         finish(config, inputs, unfinished, {"digest": folder.name, "tokens": tokens, "made": made})
         published = _publish(unfinished, folder)
     except OSError as error:
@@ -133,7 +155,9 @@ def _make(
 
 
 def _link_other(tokens: str, unfinished: Path, report: Report) -> list[dict[str, Any]] | None:
-    """Takes the tokens of another store of the same ones; returns what its sources gave, or None where there is none."""
+    """Takes the tokens of another store of the same ones; returns what its sources gave, or None where there is
+    none.
+    """
     for path in unfinished.parent.glob("[0-9a-f]*/meta.json"):
         try:
             meta = json.loads(path.read_text(encoding="utf-8"))
@@ -158,26 +182,38 @@ def _tokenise(
     rows_of_files: list[dict[str, int]] = [{} for _ in inputs.sources]  # what leads from a row back to its file
     for (index, part), outcome in zip(job.parts, tokenise_parts(job, report), strict=True):
         outcomes[index].add(outcome)
-        rows_of_files[index][part.file] = rows_of_files[index].get(part.file, 0) + outcome.num_rows
+        rows_of_files[index][part.file] = rows_of_files[index].get(part.file, 0) + outcome.num_samples
     for source, outcome in zip(inputs.sources, outcomes, strict=True):
         outcome.raise_if_any(config, source.path)
     segments = [(path, index) for number, (index, _) in enumerate(job.parts) for path in job.segments(number)]
     join_segments(folder, [path for path, _ in segments], [index for _, index in segments])
     for path in (folder / "segments", *folder.glob("outcome-*"), folder / "job.json", folder / "log"):
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    num_rows, num_tokens = (sum(getattr(outcome, name) for outcome in outcomes) for name in ("num_rows", "num_tokens"))
+    num_samples, num_tokens = (
+        sum(getattr(outcome, name) for outcome in outcomes) for name in ("num_samples", "num_tokens")
+    )
     with_how_many = f" by {job.num_processes} processes" if job.num_processes > 1 else ""
-    report(f"tokenised {num_rows:,} rows, {_millions(num_tokens)} tokens in {time.monotonic() - start:.1f} s{with_how_many}")
-    return [outcome.to_meta() | {"rows_of_files": list(files.values())} for outcome, files in zip(outcomes, rows_of_files, strict=True)]
+    report(
+        f"tokenised {num_samples:,} rows, {_millions(num_tokens)} tokens in {time.monotonic() - start:.1f} s{with_how_many}"
+    )
+    return [
+        outcome.to_meta() | {"rows_of_files": list(files.values())}
+        for outcome, files in zip(outcomes, rows_of_files, strict=True)
+    ]
 
 
 def finish(config: RunConfig, inputs: Inputs, folder: Path, meta: dict[str, Any]) -> None:
     """Chooses the rows of each set and writes down how the store came about; ``meta["made"]`` has an entry a source.
 
     Raises UserError where every validation row is a training row too."""
-    tables = {name: np.load(folder / f"{name}.npy", allow_pickle=False) for name in ("sources", "continued", "offsets", "hashes", "lines")}
+    tables = {
+        name: np.load(folder / f"{name}.npy", allow_pickle=False)
+        for name in ("sources", "continued", "offsets", "hashes", "lines")
+    }
     sources, offsets = tables["sources"], tables["offsets"]
-    division = divide_rows(config.data, config.seed, sources, tables["continued"], inputs.sources, inputs.num_train, tables["hashes"])
+    division = divide_rows(
+        config.data, config.seed, sources, tables["continued"], inputs.sources, inputs.num_train, tables["hashes"]
+    )
     num_repeated, repeated = _check_repeated(config, inputs, meta["made"], tables, division)
     described = [
         _describe(
@@ -212,9 +248,15 @@ def finish(config: RunConfig, inputs: Inputs, folder: Path, meta: dict[str, Any]
 
 
 def _check_repeated(
-    config: RunConfig, inputs: Inputs, made: Sequence[Mapping[str, Any]], tables: Mapping[str, np.ndarray], division: Division
+    config: RunConfig,
+    inputs: Inputs,
+    made: Sequence[Mapping[str, Any]],
+    tables: Mapping[str, np.ndarray],
+    division: Division,
 ) -> tuple[int, list[str]]:
-    """(validation rows with the very tokens of a training row, a note that names some of them). UserError where all of them are."""
+    """(validation rows with the very tokens of a training row, a note that names some of them). UserError where all of
+    them are.
+    """
     repeated, twins = find_repeated(tables["hashes"], division)
     if not len(repeated):
         return 0, []
@@ -225,7 +267,9 @@ def _check_repeated(
         file = int(np.searchsorted(bounds, row - int(np.searchsorted(tables["sources"], source)), side="right"))
         return f"{inputs.files[source][file].name}:{tables['lines'][row]}"
 
-    pairs = [f"{place(row)} is {place(twin)}" for row, twin in zip(repeated[:MAX_PAIRS], twins[:MAX_PAIRS], strict=True)]
+    pairs = [
+        f"{place(row)} is {place(twin)}" for row, twin in zip(repeated[:MAX_PAIRS], twins[:MAX_PAIRS], strict=True)
+    ]
     more = f" and {len(repeated) - len(pairs):,} more" if len(repeated) > len(pairs) else ""
     if len(repeated) < len(division.validation):
         count = f"{len(repeated):,} of {len(division.validation):,} validation samples"
@@ -248,12 +292,19 @@ def note_columns(source: Mapping[str, Any]) -> list[str]:
     return [f"columns of {source['name']} that {what}: {', '.join(names)}" for what, names in said if names]
 
 
-def _describe(source: Source, made: Mapping[str, Any], train: np.ndarray, validation: np.ndarray, offsets: np.ndarray) -> dict[str, Any]:
+def _describe(
+    source: Source, made: Mapping[str, Any], train: np.ndarray, validation: np.ndarray, offsets: np.ndarray
+) -> dict[str, Any]:
     """A source as ``meta["sources"]`` has it: what was asked, and how many rows and tokens of it each set has.
 
     ``train`` and ``validation`` are the positions of its own rows.
     """
-    described = {"name": source.name, "path": source.path, "format": " + ".join(made["formats"]), "weight": source.weight}
+    described = {
+        "name": source.name,
+        "path": source.path,
+        "format": " + ".join(made["formats"]),
+        "weight": source.weight,
+    }
     described |= {"unread": made["unread"], "left_out": made["left_out"]}
     for kind, rows in (("", train), ("validation_", validation)):
         described[f"num_{kind}rows"] = len(rows)
@@ -263,7 +314,7 @@ def _describe(source: Source, made: Mapping[str, Any], train: np.ndarray, valida
 
 def _note_source(source: Mapping[str, Any]) -> str:
     weight = f", weight {source['weight']:g}" if source["weight"] != 1 else ""
-    return f"source {source['name']} ({source['format']}): {source['num_rows']:,} rows, {_millions(source['num_tokens'])} tokens{weight}"
+    return f"source {source['name']} ({source['format']}): {source['num_samples']:,} rows, {_millions(source['num_tokens'])} tokens{weight}"
 
 
 def _note_counts(config: RunConfig, totals: Mapping[str, int]) -> list[str]:
@@ -306,40 +357,49 @@ def summarise(config: RunConfig, store: TokenStore) -> DataFacts:
     """What the rows of a store add up to. Raises UserError where the weights leave none."""
     train, validation, meta = store.train, store.validation, store.meta
     try:
-        order = store.order_rows(config.seed, batch_rows=None if config.batch.tokens else 1, batch_tokens=config.batch.tokens)
+        order = store.order_samples(
+            config.seed,
+            batch_samples=None if config.batch.loss_tokens else 1,
+            batch_loss_tokens=config.batch.loss_tokens,
+        )
     except ValueError as error:
         raise UserError(
             "no row would be trained", where="data.train", why=str(error), fix="raise the weights, or give more rows"
         ) from error
     first = order.rows_of_epoch(0)[:FIRST_ROWS]
-    weighted = [(source["weight"] * source["num_tokens"], source["weight"] * source["num_rows"]) for source in meta["sources"]]
-    num_tokens, num_rows = (sum(column) for column in zip(*weighted, strict=True))
+    weighted = [
+        (source["weight"] * source["num_tokens"], source["weight"] * source["num_samples"])
+        for source in meta["sources"]
+    ]
+    num_tokens, num_samples = (sum(column) for column in zip(*weighted, strict=True))
     return DataFacts(
         folder=str(store.folder),
         digest=store.digest,
         content=store.content,
-        num_rows=train.num_rows,
-        rows_per_epoch=order.rows_in_epoch(0),
+        num_samples=train.num_samples,
+        samples_per_epoch=order.samples_in_epoch(0),
         num_tokens=int(train.lengths.sum(dtype=np.int64)),
-        num_targets=int(train.num_targets.sum(dtype=np.int64)),
+        num_loss_tokens=int(train.num_loss_tokens.sum(dtype=np.int64)),
         max_length=int(max(train.lengths.max(), validation.lengths.max(initial=0))),
-        mean_length=num_tokens / num_rows,
-        num_validation_rows=validation.num_rows,
+        mean_length=num_tokens / num_samples,
+        num_validation_samples=validation.num_samples,
         num_validation_tokens=int(validation.lengths.sum(dtype=np.int64)),
         num_repeated=meta["num_repeated"],
         unread={source["name"]: tuple(source["unread"]) for source in meta["sources"] if source["unread"]},
         num_dropped=meta["num_dropped"],
         num_truncated=meta["num_truncated"],
         num_split=meta["num_split"],
-        steps_of_epochs=_steps_of_epochs(config, order) if config.batch.tokens is not None else (),
-        sources=tuple((source["num_rows"], source["weight"]) for source in meta["sources"]),
+        steps_of_epochs=_steps_of_epochs(config, order) if config.batch.loss_tokens is not None else (),
+        sources=tuple((source["num_samples"], source["weight"]) for source in meta["sources"]),
         first_lengths=tuple(train.lengths[first].tolist()),
-        first_targets=tuple(train.num_targets[first].tolist()) if config.batch.tokens is not None else (),
+        first_labels=tuple(train.num_loss_tokens[first].tolist()) if config.batch.loss_tokens is not None else (),
     )
 
 
-def _steps_of_epochs(config: RunConfig, order: RowOrder) -> tuple[int, ...]:
-    """Steps of each epoch that the run begins: each has its own, as its rows reach ``batch.tokens`` in another order."""
+def _steps_of_epochs(config: RunConfig, order: SampleOrder) -> tuple[int, ...]:
+    """Steps of each epoch that the run begins: each has its own, as its rows reach ``batch.loss_tokens`` in another
+    order.
+    """
     steps: list[int] = []
     left = config.stop.max_steps or math.inf
     while len(steps) < config.stop.epochs and left >= 0:
@@ -347,7 +407,7 @@ def _steps_of_epochs(config: RunConfig, order: RowOrder) -> tuple[int, ...]:
             raise UserError(
                 f"stop.epochs: {config.stop.epochs:g} is more epochs than can be counted",
                 where="stop.epochs",
-                why=f"with batch.tokens each epoch has its own number of steps; up to {MAX_COUNTED_EPOCHS:,} epochs are counted",
+                why=f"with batch.loss_tokens each epoch has its own number of steps; up to {MAX_COUNTED_EPOCHS:,} epochs are counted",
                 fix="set stop.max_steps, or fewer epochs",
             )
         steps.append(order.steps_per_epoch(len(steps)))

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from manyhands.core.errors import UserError
 from manyhands.data.byte_bounds import Run, make_byte_bounds
 from manyhands.data.formats import Conversation
 from manyhands.data.markers import compile_any
@@ -20,7 +21,6 @@ from manyhands.data.messages import Message, RowRefused, visible
 from manyhands.data.shapes import Span
 from manyhands.data.spans import SpanFinder
 from manyhands.data.template import ChatTemplate, complete_arguments
-from manyhands.errors import UserError
 
 TrainOn = Literal["assistant", "last", "all"]
 MAX_WEIGHT = float(np.finfo(np.float32).max)
@@ -56,7 +56,9 @@ class Text:
 
 
 def render(conversation: Conversation | str, tokenizer: Any, **arguments: Any) -> Rendered:
-    """One conversation or text; ``arguments`` as of ``Renderer``. Raises RowRefused with the reason where it cannot be masked."""
+    """One conversation or text; ``arguments`` as of ``Renderer``. Raises RowRefused with the reason where it cannot be
+    masked.
+    """
     rendered = Renderer(tokenizer, **arguments).render_many([conversation])[0]
     if isinstance(rendered, RowRefused):
         raise rendered
@@ -69,10 +71,11 @@ class Renderer:
     ``plain_prompts`` renders a user and an assistant turn as prompt + completion + eos where the tokenizer has no chat
     template. ``template_arguments`` are handed to the template, and ``date`` where it asks for today's.
 
-    ``train_on``: the tokens of every ``assistant`` turn, of the ``last`` one, or ``all`` tokens. A turn's key ``weight``
-    (or ``train``: weight 1 or 0) multiplies its tokens' loss, and the conversation's weight all of them.
+    ``train_on``: the tokens of every ``assistant`` turn, of the ``last`` one, or ``all`` tokens. A turn's key
+    ``weight`` (or ``train``: weight 1 or 0) multiplies its tokens' loss, and the conversation's weight all of them.
 
-    Raises UserError where the tokenizer cannot give character offsets, and for template arguments that are not to be given.
+    Raises UserError where the tokenizer cannot give character offsets, and for template arguments that are not to be
+    given.
     """
 
     def __init__(
@@ -115,7 +118,9 @@ class Renderer:
             else:
                 chats[index] = conversation
         rendered = dict(zip(chats, self._apply_template(list(chats.values())), strict=True))
-        results = self._mask_chats(rendered) | self._mask(plain, self._mask_plain, special=True, offsets=self.plain_prompts)
+        results = self._mask_chats(rendered) | self._mask(
+            plain, self._mask_plain, special=True, offsets=self.plain_prompts
+        )
         return [results[index] for index in range(len(conversations))]
 
     def has_markers(self, text: str) -> bool:
@@ -133,8 +138,14 @@ class Renderer:
         """Text and spans of each; those without tools are rendered in one call."""
         if not conversations:
             return []
-        seen = [[self._template.prepare(message) for message in conversation.messages] for conversation in conversations]
-        together = [index for index, conversation in enumerate(conversations) if not conversation.tools and conversation.messages]
+        seen = [
+            [self._template.prepare(message) for message in conversation.messages] for conversation in conversations
+        ]
+        together = [
+            index
+            for index, conversation in enumerate(conversations)
+            if not conversation.tools and conversation.messages
+        ]
         texts = dict(zip(together, self._template.render_many([seen[index] for index in together]), strict=True))
         return [
             _attempt(self._locate, conversation, messages, texts.get(index))
@@ -160,7 +171,9 @@ class Renderer:
         return Text(text, spans, tuple(weights[turn] for turn in turns), rest)
 
     def _note_left_out(self, messages: Sequence[Message], tools: list[Any] | None, text: str) -> None:
-        """Remembers what a row carries that its text does not show. A template may write a content otherwise than it is."""
+        """Remembers what a row carries that its text does not show. A template may write a content otherwise than it
+        is.
+        """
         for message in messages:
             content, role = message.get("content"), message["role"]
             if not isinstance(content, str) or content.strip() in text:
@@ -169,11 +182,15 @@ class Renderer:
                 self._left_out.add(f"messages of the role {role}")
             elif role == "assistant" and message.get("tool_calls") and visible(message) not in text:
                 self._left_out.add("text beside a tool call")
-        if tools and not any(str(tool.get("function", tool).get("name")) in text for tool in tools if isinstance(tool, dict)):
+        if tools and not any(
+            str(tool.get("function", tool).get("name")) in text for tool in tools if isinstance(tool, dict)
+        ):
             self._left_out.add("the definitions of tools")
 
     def _weigh_turns(self, conversation: Conversation) -> dict[int, float]:
-        """The weight of each assistant turn, by its place among the messages. Raises RowRefused for weights that would do nothing."""
+        """The weight of each assistant turn, by its place among the messages. Raises RowRefused for weights that would
+        do nothing.
+        """
         turns = [turn for turn, message in enumerate(conversation.messages) if message["role"] == "assistant"]
         chosen = turns[-1:] if self._train_on == "last" else turns
         if not turns and self._train_on != "all":
@@ -183,9 +200,16 @@ class Renderer:
                 continue
             weight = _weight_of(message)
             if weight != (1.0 if self._train_on == "all" else 0.0):
-                whole = "with all tokens trained it weighs 1" if self._train_on == "all" else "only assistant turns are trained"
+                whole = (
+                    "with all tokens trained it weighs 1"
+                    if self._train_on == "all"
+                    else "only assistant turns are trained"
+                )
                 raise RowRefused(f"message {turn + 1} ({message['role']}) has weight {weight:g}, but {whole}")
-        weights = {turn: conversation.weight * _weight_of(conversation.messages[turn]) if turn in chosen else 0.0 for turn in turns}
+        weights = {
+            turn: conversation.weight * _weight_of(conversation.messages[turn]) if turn in chosen else 0.0
+            for turn in turns
+        }
         if max([conversation.weight, *weights.values()]) > MAX_WEIGHT:
             raise RowRefused(f"a weight is larger than {MAX_WEIGHT:.3g}")
         return weights
@@ -193,14 +217,18 @@ class Renderer:
     def _join_prompt(self, conversation: Conversation) -> Text:
         messages = conversation.messages
         if [message["role"] for message in messages] != ["user", "assistant"]:
-            raise RowRefused("without a chat template a row must be one prompt and one completion (give model.chat_template)")
+            raise RowRefused(
+                "without a chat template a row must be one prompt and one completion (give model.chat_template)"
+            )
         prompt, completion = messages[0]["content"] or "", messages[1]["content"] or ""
         weights = self._weigh_turns(conversation)
         rest = conversation.weight if self._train_on == "all" else 0.0
         return Text(prompt + completion, ((len(prompt), len(prompt) + len(completion)),), (weights[1],), rest)
 
     def _mask_chats(self, texts: Mapping[int, Text | RowRefused]) -> dict[int, Rendered | RowRefused]:
-        """By the ids alone where these tell the bounds of tokens: the library is faster where it need not follow them."""
+        """By the ids alone where these tell the bounds of tokens: the library is faster where it need not follow
+        them.
+        """
         if self._bounds is None:
             return self._mask(texts, self._mask_by_offsets, special=False, offsets=True)
         results = self._mask(texts, self._mask_by_ids, special=False, offsets=False)
@@ -222,7 +250,9 @@ class Renderer:
         return results
 
     def _encode(self, texts: Sequence[str], special: bool, offsets: bool) -> list[Any]:
-        """One encoding of the ``tokenizers`` library for each text, or RowRefused. Its offsets are right if they are asked for."""
+        """One encoding of the ``tokenizers`` library for each text, or RowRefused. Its offsets are right if they are
+        asked for.
+        """
         if not texts:
             return []
         try:
@@ -237,7 +267,9 @@ class Renderer:
             raise RowRefused(f"the tokenizer refuses this text: {error}") from error
 
     def _encode_batch(self, texts: Sequence[str], special: bool, offsets: bool) -> list[Any]:
-        """By the backend where the tokenizer's call adds nothing to it: its dictionaries of lists cost as much again."""
+        """By the backend where the tokenizer's call adds nothing to it: its dictionaries of lists cost as much
+        again.
+        """
         if not self._is_plain:
             return self.tokenizer(list(texts), add_special_tokens=special, verbose=False).encodings
         backend = self.tokenizer.backend_tokenizer
@@ -299,7 +331,10 @@ class Renderer:
         """A text or prompt + completion, with eos at the end. A token across the border carries the first trained
         characters (``A: `` + ``42`` is often one token `` 42``), so here it is trained."""
         if self._eos is None:
-            raise UserError("the tokenizer has no end-of-text token", fix="set eos_token in the model folder's tokenizer_config.json")
+            raise UserError(
+                "the tokenizer has no end-of-text token",
+                fix="set eos_token in the model folder's tokenizer_config.json",
+            )
         ids = np.array(encoding.ids, dtype=np.int32)
         starts, ends = _widen(encoding)
         ((first, _),), (weight,) = (text.spans, text.weights) if text.spans else (((0, 0),), (text.rest,))
@@ -325,7 +360,9 @@ def _finish(ids: np.ndarray, weights: np.ndarray, num_straddling: int) -> Render
     trained = weights if weights.dtype == np.bool_ else weights > 0
     if not trained[1:].any():
         raise RowRefused("no trained token")
-    return Rendered(ids, trained, None if weights is trained or (weights[trained] == 1).all() else weights, num_straddling)
+    return Rendered(
+        ids, trained, None if weights is trained or (weights[trained] == 1).all() else weights, num_straddling
+    )
 
 
 def _weight_of(message: Message) -> float:

@@ -1,7 +1,7 @@
 """Writing a store: segments, each by one process, joined in order. Knows neither rows' meaning nor processes.
 
-A segment is a folder with the token files and tables of the rows of one part. Joining copies them end to end, and forgets
-each once it is copied, so that the disk holds the tokens once and one segment twice.
+A segment is a folder with the token files and tables of the rows of one part. Joining copies them end to end, and
+forgets each once it is copied, so that the disk holds the tokens once and one segment twice.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from manyhands.core.hashing import hash_in_pieces
 from manyhands.data.store import FORMAT_VERSION, TOKEN_FILES, checksum_of, digest_of
-from manyhands.hashing import hash_in_pieces
 
 COPY_BYTES = 8 << 20
 TABLES: dict[str, tuple[str, Any]] = {  # what array.array calls it while it grows, and the dtype on disk
     "lengths": ("i", np.int32),
-    "num_targets": ("i", np.int32),
-    "target_weights": ("d", np.float64),
+    "num_loss_tokens": ("i", np.int32),
+    "loss_weights": ("d", np.float64),
     "lines": ("i", np.int32),
     "continued": ("b", np.bool_),
     "checksums": ("I", np.uint32),
     "weight_checksums": ("I", np.uint32),
     "hashes": ("Q", np.uint64),  # of the ids: equal where two rows have the same tokens
 }
-WEIGHT_TABLES = ("target_weights", "weight_checksums")  # beside weights.bin only
+WEIGHT_TABLES = ("loss_weights", "weight_checksums")  # beside weights.bin only
 
 
 class SegmentWriter:
@@ -48,11 +48,20 @@ class SegmentWriter:
         self.num_tokens = 0
 
     @property
-    def num_rows(self) -> int:
+    def num_samples(self) -> int:
         return len(self._tables["lines"])
 
-    def append(self, ids: np.ndarray, trained: np.ndarray, line: int, weights: np.ndarray | None = None, continued: bool = False) -> None:
-        """One row: ``ids`` int32, ``trained`` bool, ``weights`` float32 or None where every trained token weighs 1, all (T)."""
+    def append(
+        self,
+        ids: np.ndarray,
+        trained: np.ndarray,
+        line: int,
+        weights: np.ndarray | None = None,
+        continued: bool = False,
+    ) -> None:
+        """One row: ``ids`` int32, ``trained`` bool, ``weights`` float32 or None where every trained token weighs 1, all
+        (T).
+        """
         if weights is not None and self._weights is None:
             self._trained.flush()
             self._weights = (self.folder / "weights.bin").open("wb")
@@ -65,11 +74,11 @@ class SegmentWriter:
             raw_weights = (trained if weights is None else weights).astype("<f4", copy=False).tobytes()
             self._weights.write(raw_weights)
             weight_checksum = zlib.crc32(raw_weights)
-        num_targets = int(np.count_nonzero(trained[1:]))
-        target_weight = num_targets if weights is None else float(weights[1:].sum(dtype=np.float64))
+        num_loss_tokens = int(np.count_nonzero(trained[1:]))
+        loss_weight = num_loss_tokens if weights is None else float(weights[1:].sum(dtype=np.float64))
         checksum = checksum_of(raw_ids, raw_trained)
         digest = int.from_bytes(hashlib.blake2b(raw_ids, digest_size=8).digest(), "little")
-        values = (len(ids), num_targets, target_weight, line, continued, checksum, weight_checksum, digest)
+        values = (len(ids), num_loss_tokens, loss_weight, line, continued, checksum, weight_checksum, digest)
         for name, value in zip(TABLES, values, strict=True):
             self._tables[name].append(value)
         self.num_tokens += len(ids)
@@ -121,7 +130,9 @@ def join_segments(folder: Path, segments: Sequence[Path], sources: Sequence[int]
     finally:
         for file in files.values():
             file.close()
-    tables = {name: np.concatenate([part[name] for part in parts]) for name in TABLES if weighted or name not in WEIGHT_TABLES}
+    tables = {
+        name: np.concatenate([part[name] for part in parts]) for name in TABLES if weighted or name not in WEIGHT_TABLES
+    }
     tables["sources"] = np.repeat(np.array(sources, dtype=np.int16), [len(part["lines"]) for part in parts])
     tables["offsets"] = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(tables.pop("lengths"), dtype=np.int64)])
     save_tables(folder, tables)

@@ -14,8 +14,8 @@ Span = tuple[int, int]  # characters [start, end)
 class Shape:
     """A conversation without its contents: ``literals[0] slot literals[1] slot ... literals[-1]``.
 
-    ``slots``: whose content stands in each slot, as an index of a message. ``borders``: for each span its two ends, each
-    as (position where every slot is one character long, number of slots before it).
+    ``slots``: whose content stands in each slot, as an index of a message. ``borders``: for each span its two ends,
+    each as (position where every slot is one character long, number of slots before it).
     """
 
     literals: tuple[str, ...]
@@ -23,7 +23,9 @@ class Shape:
     borders: tuple[tuple[tuple[int, int], tuple[int, int]], ...]
 
     def place(self, contents: Sequence[str], text: str) -> tuple[Span, ...] | None:
-        """The spans in ``text`` if it is the shape's literals around the contents, as they are or stripped; else None."""
+        """The spans in ``text`` if it is the shape's literals around the contents, as they are or stripped; else
+        None.
+        """
         if not text.startswith(self.literals[0]):
             return None
         position, grown = len(self.literals[0]), []
@@ -44,10 +46,14 @@ class Shape:
 
 
 def make_shape(text: str, slots: Sequence[str], spans: Sequence[Span]) -> Shape:
-    """The shape of a text in which each message's content is its own single character of ``slots``, and of its turns."""
+    """The shape of a text in which each message's content is its own single character of ``slots``, and of its
+    turns.
+    """
     places = sorted((text.index(slot), index) for index, slot in enumerate(slots))
     positions = [position for position, _ in places]
     edges = [-1, *positions, len(text)]
     literals = tuple(text[left + 1 : right] for left, right in pairwise(edges))
-    borders = tuple(((start, bisect_left(positions, start)), (end, bisect_left(positions, end))) for start, end in spans)
+    borders = tuple(
+        ((start, bisect_left(positions, start)), (end, bisect_left(positions, end))) for start, end in spans
+    )
     return Shape(literals, tuple(index for _, index in places), borders)

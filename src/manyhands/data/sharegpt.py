@@ -37,7 +37,9 @@ CALLS = ("function_call", "tool_call")
 
 
 def check_turns(value: Any, field: str, fields: Mapping[str, str]) -> list[Message]:
-    """A list of turns, or JSON text of one. ``fields`` may give other names for ``from`` and ``value``. Raises RowRefused."""
+    """A list of turns, or JSON text of one. ``fields`` may give other names for ``from`` and ``value``. Raises
+    RowRefused.
+    """
     value = parse_json(value, field) if isinstance(value, str) else value
     if not isinstance(value, list) or not value:
         raise RowRefused(f"{field} must be a list of turns with at least one in it")

@@ -1,7 +1,7 @@
 """From what a run file says about its data to rows: which files, in which parts, row by row. Knows no tokenizer.
 
-A source is a file, a folder of files of one kind, or a data set of the hub. Its rows have one order, whatever the number of
-parts it is read in. What is wrong is gathered: up to 20 places as ``file:line: reason``.
+A source is a file, a folder of files of one kind, or a data set of the hub. Its rows have one order, whatever the
+number of parts it is read in. What is wrong is gathered: up to 20 places as ``file:line: reason``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from manyhands.config.schema import DataSection, Source
+from manyhands.core.errors import UserError
 from manyhands.data.arrow_rows import read_arrow, read_parquet, split_arrow, split_parquet
 from manyhands.data.files import BINARY_KINDS, KIND_NAMES, check_file, kind_of, split_lines, unpacked_bytes
 from manyhands.data.findings import Findings
@@ -17,9 +18,18 @@ from manyhands.data.hub_sets import fetch_set, is_hub, list_saved_set
 from manyhands.data.json_rows import read_json
 from manyhands.data.rows import Part, Row
 from manyhands.data.text_rows import read_csv, read_jsonl, read_text
-from manyhands.errors import UserError
 
-__all__ = ["Part", "Row", "Source", "check_file", "list_files", "read_part", "read_rows", "resolve_sources", "split_source"]
+__all__ = [
+    "Part",
+    "Row",
+    "Source",
+    "check_file",
+    "list_files",
+    "read_part",
+    "read_rows",
+    "resolve_sources",
+    "split_source",
+]
 
 READERS: dict[str, Callable[[Part, Findings], Iterator[Row]]] = {
     "jsonl": read_jsonl,
@@ -42,10 +52,11 @@ SPLIT_WORDS = {"train": "train", "training": "train", "test": "test", "valid": "
 
 
 def resolve_sources(value: str | Sequence[str | Source], data: DataSection) -> tuple[Source, ...]:
-    """``data.train`` or ``data.validation`` as sources, each with a name of its own, a format and fields. Reads no file.
+    """``data.train`` or ``data.validation`` as sources, each with a name of its own, a format and fields. Reads no
+    file.
 
-    A source without a name is called by its file, folder or data set; a second of that name gets ``-2``. Two equal names
-    that were given are a UserError.
+    A source without a name is called by its file, folder or data set; a second of that name gets ``-2``. Two equal
+    names that were given are a UserError.
     """
     given = (value,) if isinstance(value, str) else value
     sources = [Source(path=item) if isinstance(item, str) else item for item in given]
@@ -79,7 +90,9 @@ def _free_name(name: str, taken: set[str]) -> str:
 
 
 def list_files(source: Source) -> tuple[Path, ...]:
-    """The files of a source in the order they are read, each checked. A hub data set is fetched for it. Raises UserError."""
+    """The files of a source in the order they are read, each checked. A hub data set is fetched for it. Raises
+    UserError.
+    """
     if is_hub(source.path):
         return fetch_set(source)
     path = Path(source.path).expanduser()
@@ -102,18 +115,29 @@ def _list_folder(folder: Path, split: str) -> tuple[Path, ...]:
     saved = list_saved_set(folder, split)
     if saved is not None:
         return saved
-    inside = sorted(path for path in folder.rglob("*") if not any(part.startswith(".") for part in path.relative_to(folder).parts))
+    inside = sorted(
+        path for path in folder.rglob("*") if not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    )
     files = [path for path in inside if path.is_file() and kind_of(path)]
     if not files:
-        raise UserError("the folder holds no data files", where=str(folder), fix=f"name a file that ends in {KIND_NAMES}")
+        raise UserError(
+            "the folder holds no data files", where=str(folder), fix=f"name a file that ends in {KIND_NAMES}"
+        )
     by_kind = {kind_of(file): file.relative_to(folder) for file in files}
     if len(by_kind) > 1:
         why = f"such as {', '.join(str(file) for file in by_kind.values())}"
-        raise UserError("the folder holds several kinds of data files", where=str(folder), why=why, fix="name the files in a list")
+        raise UserError(
+            "the folder holds several kinds of data files", where=str(folder), why=why, fix="name the files in a list"
+        )
     by_split = {split: file for file in files for split in _splits_of(file.relative_to(folder))}
     if len(by_split) > 1:
         why = f"such as {', '.join(str(file.relative_to(folder)) for file in by_split.values())}"
-        raise UserError("the folder holds several splits of the data", where=str(folder), why=why, fix="name the files to read in a list")
+        raise UserError(
+            "the folder holds several splits of the data",
+            where=str(folder),
+            why=why,
+            fix="name the files to read in a list",
+        )
     return tuple(files)
 
 
@@ -123,10 +147,12 @@ def _splits_of(path: Path) -> set[str]:
 
 
 def split_source(source: Source, num_parts: int) -> list[Part]:
-    """Parts that hold every row of the source once, in order, about ``num_parts`` of a like size (one at least for each file).
+    """Parts that hold every row of the source once, in order, about ``num_parts`` of a like size (one at least for each
+    file).
 
-    JSONL is divided at the ends of lines, text at blank lines, Parquet between row groups, Arrow between record batches; other kinds, and
-    packed files, are one part each. What could not be divided far enough is marked as large. Raises UserError where a file cannot be read.
+    JSONL is divided at the ends of lines, text at blank lines, Parquet between row groups, Arrow between record
+    batches; other kinds, and packed files, are one part each. What could not be divided far enough is marked as large.
+    Raises UserError where a file cannot be read.
     """
     files = list_files(source)
     sizes = list(map(unpacked_bytes, files))
@@ -154,8 +180,8 @@ def _group(file: Path, kind: str, pieces: list[tuple[int, int]], num_parts: int)
     all_bytes = sum(num_bytes for _, num_bytes in pieces)
     parts: list[Part] = []
     start, first_row, row, num_bytes, taken_bytes = 0, 1, 1, 0, 0
-    for index, (num_rows, size) in enumerate(pieces, start=1):
-        row, num_bytes = row + num_rows, num_bytes + size
+    for index, (num_samples, size) in enumerate(pieces, start=1):
+        row, num_bytes = row + num_samples, num_bytes + size
         if num_bytes * num_parts >= all_bytes * (len(parts) + 1) or index == len(pieces):
             large = (num_bytes - taken_bytes) * num_parts >= 2 * all_bytes
             parts.append(Part(str(file), kind, start, index, first_row, large))
@@ -197,5 +223,8 @@ def read_rows(source: Source | str | Path) -> Iterator[Row]:
     raise_unreadable(findings, str(files[0]) if len(files) == 1 else source.path)
     if not found_any:
         raise UserError(
-            "the file holds no rows", where=source.path, why="there is nothing but blank lines or a header", fix="give at least one row"
+            "the file holds no rows",
+            where=source.path,
+            why="there is nothing but blank lines or a header",
+            fix="give at least one row",
         )

@@ -1,17 +1,19 @@
-"""Where in a rendered conversation each assistant turn lies: spans of characters, found by rendering, never by searching text.
+"""Where in a rendered conversation each assistant turn lies: spans of characters, found by rendering, never by
+searching text.
 
-A turn begins where the generation prompt ends, or where the turn first differs from it, and ends with its end-of-turn marker,
-which may be several tokens; thinking and tool calls lie inside, white space behind the marker does not. Three ways, the first
-that applies:
+A turn begins where the generation prompt ends, or where the turn first differs from it, and ends with its end-of-turn
+marker, which may be several tokens; thinking and tool calls lie inside, white space behind the marker does not. Three
+ways, the first that applies:
 
 - *shape*: conversations of the same roles are rendered alike. One with a private character for each content is located
   once; a row that differs from it in nothing but the contents has its turns in the same places.
-- *prefix*: the turns before an assistant turn (with the generation prompt), and those up to and with it, rendered alone,
-  are nested prefixes of the whole; the turn lies between them.
-- *slot*: where a template renders a turn otherwise once more turns follow, the whole is rendered with a private character
-  in place of the turn's content, or of the name of its first tool call; the message before it gets a second one. What stands
-  between the two, against the generation prompt, tells where the turn begins; what stands behind the slot, against the same
-  turn as the last one, tells where it ends. An answer without content has no slot: its neighbors are replaced.
+- *prefix*: the turns before an assistant turn (with the generation prompt), and those up to and with it, rendered
+  alone, are nested prefixes of the whole; the turn lies between them.
+- *slot*: where a template renders a turn otherwise once more turns follow, the whole is rendered with a private
+  character in place of the turn's content, or of the name of its first tool call; the message before it gets a second
+  one. What stands between the two, against the generation prompt, tells where the turn begins; what stands behind the
+  slot, against the same turn as the last one, tells where it ends. An answer without content has no slot: its neighbors
+  are replaced.
 
 Knows no tokens: only the spelling of the tokenizer's added ones, which is what markers are made of.
 """
@@ -24,11 +26,11 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
+from manyhands.core.errors import UserError
 from manyhands.data.markers import Ending, Markers, measure_common
 from manyhands.data.messages import THINKING, Message, RowRefused, check_shown, fill, visible
 from manyhands.data.shapes import Shape, Span, make_shape
 from manyhands.data.template import ChatTemplate
-from manyhands.errors import UserError
 
 PRIVATE_USE = range(0xE000, 0xF8FF)  # code points that belong to no character
 MAX_SHAPES = 512
@@ -46,8 +48,8 @@ class Whole:
 
 
 class SpanFinder:
-    """Finds assistant turns in texts of one template. ``added_tokens``, ``eos``: the spelling of the tokenizer's added tokens and of
-    its end-of-text token."""
+    """Finds assistant turns in texts of one template. ``added_tokens``, ``eos``: the spelling of the tokenizer's added
+    tokens and of its end-of-text token."""
 
     def __init__(self, template: ChatTemplate, added_tokens: Sequence[str], eos: str | None = None) -> None:
         self._template, self._eos = template, eos
@@ -56,7 +58,9 @@ class SpanFinder:
         self._ends_of_calls: set[str] = set()
         self._shapes: dict[tuple[tuple[str, ...], tuple[int, ...]], Shape | None] = {}
 
-    def find(self, messages: Sequence[Message], tools: list[Any] | None, text: str, turns: Sequence[int]) -> tuple[Span, ...]:
+    def find(
+        self, messages: Sequence[Message], tools: list[Any] | None, text: str, turns: Sequence[int]
+    ) -> tuple[Span, ...]:
         """The spans of the messages ``turns`` (ascending) in ``text``, what the template made of the conversation.
 
         Raises RowRefused where one cannot be found, UserError where the template ends no assistant turn.
@@ -85,10 +89,17 @@ class SpanFinder:
                 f"which does not teach the model to stop{self._advise_argument()}"
             )
         elif not ending.inner:
-            notes.append("the chat template ends only the last turn of a sample: the others do not teach the model to stop")
+            notes.append(
+                "the chat template ends only the last turn of a sample: the others do not teach the model to stop"
+            )
         elif self._hides_eos(ending):
-            notes.append(f"turns end with {marker}, by which generation must stop; {self._eos} at a sample's end is not trained")
-        notes += [f"turns that call tools end with {token}, by which generation must stop, too" for token in sorted(self._ends_of_calls)]
+            notes.append(
+                f"turns end with {marker}, by which generation must stop; {self._eos} at a sample's end is not trained"
+            )
+        notes += [
+            f"turns that call tools end with {token}, by which generation must stop, too"
+            for token in sorted(self._ends_of_calls)
+        ]
         return notes
 
     def _hides_eos(self, ending: Ending) -> bool:
@@ -119,7 +130,9 @@ class SpanFinder:
                 self._note_end_of_calls(whole.text[start:end])
         for (_, end), (start, _) in pairwise(spans):
             if start < end:
-                raise RowRefused("the spans of two assistant turns overlap: the chat template cannot be masked for this row")
+                raise RowRefused(
+                    "the spans of two assistant turns overlap: the chat template cannot be masked for this row"
+                )
         return tuple(spans)
 
     def _note_end_of_calls(self, part: str) -> None:
@@ -163,7 +176,9 @@ class SpanFinder:
         if not messages[turn].get("content") and not messages[turn].get("tool_calls"):
             span = self._find_span_by_neighbors(whole, turn)
             if span is None:
-                raise RowRefused(f"message {turn + 1} is empty, and the chat template does not close it: give it a text, or leave it out")
+                raise RowRefused(
+                    f"message {turn + 1} is empty, and the chat template does not close it: give it a text, or leave it out"
+                )
             return span
         try:
             return self._find_span_by_slot(whole, turn, start)
@@ -179,21 +194,29 @@ class SpanFinder:
         end = len(through.removesuffix(ending.trailer)) if ending.trailer else len(through)
         if ending.trailer and end == len(through):
             return None
-        return end if through.endswith(ending.marker, 0, end) or len(self._markers.cut_behind_last(through[:end])) == end else None
+        return (
+            end
+            if through.endswith(ending.marker, 0, end) or len(self._markers.cut_behind_last(through[:end])) == end
+            else None
+        )
 
     def _find_span_by_slot(self, whole: Whole, turn: int, start: int | None) -> Span:
         message, text = whole.messages[turn], whole.text
         private = _choose_private(text)
         filled, head, tail = self._fill_slot(whole, turn, private)
         if not text.endswith(tail) or len(tail) > len(text):
-            raise RowRefused(f"the chat template renders what follows message {turn + 1} by its content: it cannot be masked")
+            raise RowRefused(
+                f"the chat template renders what follows message {turn + 1} by its content: it cannot be masked"
+            )
         behind = len(text) - len(tail)
         common = measure_common(head, text[:behind])
         if start is None:
             start = self._find_start(whole, turn, filled, private, head, text[:behind])
         if start is None or start > behind:
             if filled["content"] != private:
-                raise RowRefused(f"the tool call of message {turn + 1} cannot be told from what stands before it: it cannot be masked")
+                raise RowRefused(
+                    f"the tool call of message {turn + 1} cannot be told from what stands before it: it cannot be masked"
+                )
             # Without the prompt's end: a blank in front belongs to the answer's first token (`` Hello``).
             start = len(text[:common].rstrip(" "))
         if not text[start:behind].strip() and visible(message) and not message.get("tool_calls"):
@@ -209,7 +232,12 @@ class SpanFinder:
     def _holds_next(self, whole: Whole, turn: int, private: str, end: int) -> bool:
         """Whether the content of the message behind a turn stands before ``end``."""
         following = [{**message, "content": private} for message in whole.messages[turn + 1 : turn + 2]]
-        text = self._template.try_render([*whole.messages[: turn + 1], *following, *whole.messages[turn + 2 :]], whole.tools) or ""
+        text = (
+            self._template.try_render(
+                [*whole.messages[: turn + 1], *following, *whole.messages[turn + 2 :]], whole.tools
+            )
+            or ""
+        )
         return bool(following) and 0 <= text.find(private) < end
 
     def _fill_slot(self, whole: Whole, turn: int, private: str) -> tuple[Message, str, str]:
@@ -229,10 +257,13 @@ class SpanFinder:
                 break
         if refusal is not None and not times:
             raise refusal
-        raise RowRefused(f"the chat template shows the content of message {turn + 1} {times} times: it cannot be masked")
+        raise RowRefused(
+            f"the chat template shows the content of message {turn + 1} {times} times: it cannot be masked"
+        )
 
     def _find_start(self, whole: Whole, turn: int, filled: Message, private: str, head: str, shown: str) -> int | None:
-        """Where the turn begins in ``shown``, the text up to its end: where that first differs from the generation prompt.
+        """Where the turn begins in ``shown``, the text up to its end: where that first differs from the generation
+        prompt.
         ``head``: the text up to the slot. None where that is not to be seen."""
         messages, tools, common = whole.messages, whole.tools, measure_common(head, shown)
         for gap, supplied in self._find_gaps(whole, turn, [filled, *messages[turn + 1 :]], private):
@@ -248,7 +279,9 @@ class SpanFinder:
         return None
 
     def _find_gaps(self, whole: Whole, turn: int, rest: Sequence[Message], private: str) -> Iterator[tuple[str, str]]:
-        """(what stands between the message before the turn and ``private``, or the end, what the generation prompt has there)."""
+        """(what stands between the message before the turn and ``private``, or the end, what the generation prompt has
+        there).
+        """
         messages, mark = whole.messages, chr(ord(private) + 1)
         for marked in fill(messages[turn - 1], mark) if turn else ():
             asked = self._template.try_render([*messages[: turn - 1], marked], whole.tools, generation=True) or ""
@@ -258,7 +291,9 @@ class SpanFinder:
                 yield shown.rpartition(mark)[2], asked.rpartition(mark)[2]
 
     def _measure_supplied(self, shown: str, supplied: str, limit: int) -> int:
-        """How much of ``shown`` the generation prompt supplies; a header that it does not have there belongs to it, too."""
+        """How much of ``shown`` the generation prompt supplies; a header that it does not have there belongs to it,
+        too.
+        """
         start = self._markers.measure_supplied(shown, supplied)
         header = self._plain_header
         repeated = shown.rfind(header, start, limit) if header else -1
@@ -282,7 +317,10 @@ class SpanFinder:
 
     def _measure_closing(self, whole: Whole, turn: int, filled: Message, private: str, tail: str) -> int:
         """How many characters of ``tail``, the text behind the slot, belong to the turn."""
-        other = self._template.try_render([*whole.messages[:turn], filled, *self._followers(whole, turn)], whole.tools) or ""
+        other = (
+            self._template.try_render([*whole.messages[:turn], filled, *self._followers(whole, turn)], whole.tools)
+            or ""
+        )
         closing = self._cut_closing(tail, other.partition(private)[2], turn + 1 == len(whole.messages))
         ending = self._find_ending()
         marker = ending.marker if turn + 1 == len(whole.messages) else ending.inner
@@ -294,12 +332,14 @@ class SpanFinder:
 
     @staticmethod
     def _followers(whole: Whole, turn: int) -> list[Message]:
-        """What may stand behind a turn in a second rendering: a question if it is the last one, nothing if it is not."""
+        """What may stand behind a turn in a second rendering: a question if it is the last one, nothing if it is
+        not.
+        """
         return [PROMPT] if turn + 1 == len(whole.messages) else []
 
     def _cut_closing(self, tail: str, other: str, is_last: bool) -> str:
-        """What of ``tail`` closes a turn: what stands there in any case, whether the conversation ends with the turn or goes
-        on (``other``), up to the last token, or what closes an answer there."""
+        """What of ``tail`` closes a turn: what stands there in any case, whether the conversation ends with the turn or
+        goes on (``other``), up to the last token, or what closes an answer there."""
         ending = self._find_ending()
         common = self._markers.measure_common(tail, other)
         closing = self._cut_opener(self._markers.cut_behind_last(tail[:common]))
@@ -307,12 +347,18 @@ class SpanFinder:
         if not ending.trailer.strip().endswith(behind.strip()) and not self._markers.measure_first(behind):
             return ""  # the turn itself is written otherwise
         marker = ending.marker if is_last else ending.inner
-        if marker.strip() and not closing.endswith(marker.strip()) and tail[len(closing) :].lstrip().startswith(marker.strip()):
+        if (
+            marker.strip()
+            and not closing.endswith(marker.strip())
+            and tail[len(closing) :].lstrip().startswith(marker.strip())
+        ):
             return tail[: tail.index(marker.strip(), len(closing)) + len(marker.strip())]
         return closing
 
     def _cut_opener(self, closing: str) -> str:
-        """Without what follows the end-of-text token, as where a template opens an answer whether it is asked to or not."""
+        """Without what follows the end-of-text token, as where a template opens an answer whether it is asked to or
+        not.
+        """
         if self._eos is None or self._eos not in closing:
             return closing
         before, another, between = closing[: closing.rindex(self._eos)].rpartition(self._eos)
@@ -330,7 +376,9 @@ class SpanFinder:
         if not text.startswith(head):
             return None
         marker = (ending.marker if is_last else ending.inner).strip()
-        plain = {key: value for key, value in messages[turn].items() if key not in THINKING}  # a last turn alone may show it
+        plain = {
+            key: value for key, value in messages[turn].items() if key not in THINKING
+        }  # a last turn alone may show it
         for gap, supplied in self._find_gaps(whole, turn, [messages[turn], *follows], private):
             begin = len(head) - len(gap)
             if not head.endswith(gap):
@@ -340,9 +388,17 @@ class SpanFinder:
             if messages[turn].get("tool_calls") or messages[turn].get("content"):
                 for turn_alone in (messages[turn], plain):
                     for other, _ in self._find_gaps(whole, turn, [turn_alone, *self._followers(whole, turn)], private):
-                        closing = closing or self._cut_closing(own, other[self._markers.measure_supplied(other, supplied) :], is_last)
+                        closing = closing or self._cut_closing(
+                            own, other[self._markers.measure_supplied(other, supplied) :], is_last
+                        )
             if not closing and marker in own:
-                closing = own[: (own.rindex(marker) if visible(messages[turn]) or messages[turn].get("tool_calls") else own.index(marker))]
+                closing = own[
+                    : (
+                        own.rindex(marker)
+                        if visible(messages[turn]) or messages[turn].get("tool_calls")
+                        else own.index(marker)
+                    )
+                ]
                 closing += marker
             if (closing or not marker) and (visible(messages[turn]) in closing or visible(messages[turn]) not in text):
                 end = begin + start + len(closing)
@@ -365,7 +421,10 @@ class SpanFinder:
             _, shown, last = self._template.render([PROMPT, answer]).rpartition(private)
             if not shown:
                 raise RowRefused("the chat template does not show an assistant's content: it cannot be masked")
-            follow = [(self._template.try_render([PROMPT, answer, more]) or "").rpartition(private)[2] for more in (PROMPT, ANSWER)]
+            follow = [
+                (self._template.try_render([PROMPT, answer, more]) or "").rpartition(private)[2]
+                for more in (PROMPT, ANSWER)
+            ]
             ending = self._markers.make_ending(last, *follow)
             if ending is None:
                 raise _no_ending()

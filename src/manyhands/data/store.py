@@ -2,15 +2,15 @@
 
 A store is a folder. End to end for all rows: ``ids.bin`` (int32), ``trained.bin`` (bool, one byte) and, only where some
 trained token weighs other than 1, ``weights.bin`` (float32). One entry a row: ``offsets.npy`` (int64, rows + 1) bounds
-them, ``num_targets.npy`` (int32), ``target_weights.npy`` (float64, beside weights.bin), ``lines.npy`` (int32),
+them, ``num_loss_tokens.npy`` (int32), ``loss_weights.npy`` (float64, beside weights.bin), ``lines.npy`` (int32),
 ``continued.npy`` (bool: the row goes on where the one before was cut), ``hashes.npy`` (uint64, of the ids) and
 ``sources.npy`` (int16) describe them. ``train.npy`` and ``validation.npy`` (int64) say which rows belong to which set,
 ``meta.json`` how it was made.
 
-Nothing is taken on trust. ``meta.json`` holds a hash of itself and of every file. Whoever prepares a run hashes them all
-(``check_tokens``); every process that opens the store hashes the tables it reads; and each row has a checksum (CRC-32;
-``checksums.npy``, ``weight_checksums.npy``, uint32) that is compared whenever it is read, so that damage on another
-machine's disk, or while the run lasts, is an error and not another row.
+Nothing is taken on trust. ``meta.json`` holds a hash of itself and of every file. Whoever prepares a run hashes them
+all (``check_tokens``); every process that opens the store hashes the tables it reads; and each row has a checksum
+(CRC-32; ``checksums.npy``, ``weight_checksums.npy``, uint32) that is compared whenever it is read, so that damage on
+another machine's disk, or while the run lasts, is an error and not another row.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from typing import Any
 
 import numpy as np
 
-from manyhands.data.order import EVALUATION_STREAM, RowOrder, permute
-from manyhands.errors import UserError
-from manyhands.hashing import hash_in_pieces
+from manyhands.core.errors import UserError
+from manyhands.core.hashing import hash_in_pieces
+from manyhands.data.order import EVALUATION_STREAM, SampleOrder, permute
 
 FORMAT_VERSION = 5
 TOKEN_FILES = {"ids.bin": np.dtype("<i4"), "trained.bin": np.dtype("?"), "weights.bin": np.dtype("<f4")}
@@ -37,8 +37,8 @@ TOKEN_FILES = {"ids.bin": np.dtype("<i4"), "trained.bin": np.dtype("?"), "weight
 class TokenFile:
     """A token file that is read by the slice.
 
-    Read, not mapped: the pages of a mapping count as this process's memory once it has been through the rows, a page fault
-    reads 4 KiB where a row has more, and a file that was cut short would be a bus error.
+    Read, not mapped: the pages of a mapping count as this process's memory once it has been through the rows, a page
+    fault reads 4 KiB where a row has more, and a file that was cut short would be a bus error.
     """
 
     def __init__(self, path: Path, dtype: np.dtype) -> None:
@@ -46,23 +46,26 @@ class TokenFile:
 
     def __getitem__(self, tokens: slice) -> np.ndarray:
         size = self._dtype.itemsize
-        raw = os.pread(self._file.fileno(), (tokens.stop - tokens.start) * size, tokens.start * size)  # safe in threads: no position
+        raw = os.pread(
+            self._file.fileno(), (tokens.stop - tokens.start) * size, tokens.start * size
+        )  # safe in threads: no position
         if len(raw) != (tokens.stop - tokens.start) * size:
             raise damaged_while_open(self, "it was cut short")
         return np.frombuffer(raw, dtype=self._dtype)
 
 
 @dataclass(frozen=True, eq=False)
-class RowSet:
+class SampleSet:
     """Some rows of a store, numbered from 0; one entry a row in each array.
 
-    ``lengths`` int32 are tokens; ``num_targets`` int32 are trained tokens after the shift by one (``trained[1:].sum()``);
-    ``target_weights`` float64 are the sums of their weights; ``sources`` int16 are positions in ``meta["sources"]``.
+    ``lengths`` int32 are tokens; ``num_loss_tokens`` int32 are trained tokens after the shift by one
+    (``trained[1:].sum()``); ``loss_weights`` float64 are the sums of their weights; ``sources`` int16 are positions in
+    ``meta["sources"]``.
     """
 
     lengths: np.ndarray
-    num_targets: np.ndarray
-    target_weights: np.ndarray
+    num_loss_tokens: np.ndarray
+    loss_weights: np.ndarray
     sources: np.ndarray
     seed: int
     _starts: np.ndarray
@@ -73,7 +76,7 @@ class RowSet:
     _weight_checksums: np.ndarray | None = None
 
     @property
-    def num_rows(self) -> int:
+    def num_samples(self) -> int:
         return len(self.lengths)
 
     @property
@@ -97,7 +100,9 @@ class RowSet:
         start = int(self._starts[index])
         weights = self._weights[start : start + int(self.lengths[index])]
         if zlib.crc32(weights.data) != self._weight_checksums[index]:
-            raise damaged_while_open(self._weights, f"{len(weights):,} weights from token {start:,} on are not what was written")
+            raise damaged_while_open(
+                self._weights, f"{len(weights):,} weights from token {start:,} on are not what was written"
+            )
         return weights
 
     def prompt(self, index: int) -> np.ndarray:
@@ -106,19 +111,19 @@ class RowSet:
         return ids[: max(1, int(trained.argmax()))]
 
     def take_tokens(self, max_tokens: int | None) -> np.ndarray:
-        """Ids of rows, sorted, that together have at most ``max_tokens`` tokens: the rows of the seeded order, each taken
-        if it still fits. None takes all. Raises UserError where not even the shortest row fits."""
+        """Ids of rows, sorted, that together have at most ``max_tokens`` tokens: the rows of the seeded order, each
+        taken if it still fits. None takes all. Raises UserError where not even the shortest row fits."""
         if max_tokens is None:
-            return np.arange(self.num_rows, dtype=np.int64)
+            return np.arange(self.num_samples, dtype=np.int64)
         taken: list[int] = []
-        left, shortest = max_tokens, int(self.lengths.min()) if self.num_rows else 0
-        for index in permute(self.num_rows, self.seed, EVALUATION_STREAM):
+        left, shortest = max_tokens, int(self.lengths.min()) if self.num_samples else 0
+        for index in permute(self.num_samples, self.seed, EVALUATION_STREAM):
             if left < shortest:
                 break
             if self.lengths[index] <= left:
                 taken.append(int(index))
                 left -= int(self.lengths[index])
-        if not taken and self.num_rows:
+        if not taken and self.num_samples:
             raise UserError(
                 f"no validation row fits into evaluate.max_tokens = {max_tokens:,}",
                 why=f"the shortest has {shortest:,} tokens",
@@ -129,11 +134,13 @@ class RowSet:
 
 @dataclass(frozen=True)
 class TokenStore:
-    """An open store. ``digest`` names what it was made of, ``content`` what it holds: equal content, equal tokens and sets."""
+    """An open store. ``digest`` names what it was made of, ``content`` what it holds: equal content, equal tokens and
+    sets.
+    """
 
     folder: Path
-    train: RowSet
-    validation: RowSet
+    train: SampleSet
+    validation: SampleSet
     meta: dict[str, Any]
 
     @property
@@ -152,7 +159,8 @@ class TokenStore:
 
     @staticmethod
     def open(folder: str | Path, *, check_tokens: bool = False) -> TokenStore:
-        """Opens a store; takes some 35 bytes of memory a row. Raises UserError where files are missing or not what was written.
+        """Opens a store; takes some 35 bytes of memory a row. Raises UserError where files are missing or not what was
+        written.
 
         With ``check_tokens`` every file is hashed, else only the tables: rows are checked as they are read.
         """
@@ -160,24 +168,31 @@ class TokenStore:
         try:
             meta = _read_meta(folder)
             weighted = meta["weighted"]
-            names = ["offsets", "num_targets", "sources", "checksums", "train", "validation"]
-            names += ["target_weights", "weight_checksums"] if weighted else []
-            _compare_hashes(folder, meta["files"], list(meta["files"]) if check_tokens else [f"{name}.npy" for name in names])
+            names = ["offsets", "num_loss_tokens", "sources", "checksums", "train", "validation"]
+            names += ["loss_weights", "weight_checksums"] if weighted else []
+            _compare_hashes(
+                folder, meta["files"], list(meta["files"]) if check_tokens else [f"{name}.npy" for name in names]
+            )
             tables = {name: _load(folder, name) for name in names}
             offsets = tables["offsets"]
             _check_sizes(folder, meta, int(offsets[-1]))
             ids, trained, *weights = (
-                TokenFile(folder / name, dtype) for name, dtype in TOKEN_FILES.items() if weighted or name != "weights.bin"
+                TokenFile(folder / name, dtype)
+                for name, dtype in TOKEN_FILES.items()
+                if weighted or name != "weights.bin"
             )
         except (OSError, ValueError, IndexError, KeyError, TypeError) as error:
             raise UserError(
-                "the token cache is damaged", where=str(folder), why=str(error), fix="delete this folder; it is made again"
+                "the token cache is damaged",
+                where=str(folder),
+                why=str(error),
+                fix="delete this folder; it is made again",
             ) from error
         train, validation = (
-            RowSet(
+            SampleSet(
                 (offsets[rows + 1] - offsets[rows]).astype(np.int32),
-                tables["num_targets"][rows],
-                tables["target_weights" if weighted else "num_targets"][rows].astype(np.float64),
+                tables["num_loss_tokens"][rows],
+                tables["loss_weights" if weighted else "num_loss_tokens"][rows].astype(np.float64),
                 tables["sources"][rows],
                 meta["seed"],
                 offsets[rows],
@@ -191,11 +206,21 @@ class TokenStore:
         )
         return TokenStore(folder, train, validation, meta)
 
-    def order_rows(self, seed: int, batch_rows: int | None = None, batch_tokens: int | None = None) -> RowOrder:
-        """The order of the training rows over a run, each source as often as its weight says. Raises ValueError as RowOrder."""
+    def order_samples(
+        self, seed: int, batch_samples: int | None = None, batch_loss_tokens: int | None = None
+    ) -> SampleOrder:
+        """The order of the training rows over a run, each source as often as its weight says. Raises ValueError as
+        SampleOrder.
+        """
         train = self.train
-        return RowOrder(
-            train.num_rows, seed, batch_rows, batch_tokens, train.num_targets, sources=train.sources, weights=self.source_weights
+        return SampleOrder(
+            train.num_samples,
+            seed,
+            batch_samples,
+            batch_loss_tokens,
+            train.num_loss_tokens,
+            sources=train.sources,
+            weights=self.source_weights,
         )
 
     def line(self, row: int) -> int:
@@ -255,5 +280,7 @@ def _compare_hashes(folder: Path, written: dict[str, str], names: list[str]) -> 
 def _check_sizes(folder: Path, meta: dict[str, Any], num_tokens: int) -> None:
     """Raises ValueError where a token file does not hold as many entries as there are tokens."""
     for name, dtype in TOKEN_FILES.items():
-        if (meta["weighted"] or name != "weights.bin") and (folder / name).stat().st_size != dtype.itemsize * num_tokens:
+        if (meta["weighted"] or name != "weights.bin") and (
+            folder / name
+        ).stat().st_size != dtype.itemsize * num_tokens:
             raise ValueError(f"{name} was cut short")

@@ -1,4 +1,6 @@
-"""A tokenizer's chat template as a function from messages to text, the same on every day. Knows no spans and no tokens."""
+"""A tokenizer's chat template as a function from messages to text, the same on every day. Knows no spans and no
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +13,31 @@ from typing import Any
 
 from manyhands.config.schema import RunConfig
 from manyhands.config.template_arguments import find_argument_faults
+from manyhands.core.errors import UserError
 from manyhands.data.messages import Message, RowRefused
 from manyhands.data.template_bounds import limit_cpu
-from manyhands.errors import UserError
 
 OURS = frozenset({"weight", "train"})  # keys of a message that are ours, and no template's
-GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "raise_exception", "strftime_now"})
+GIVEN = frozenset(
+    {
+        "messages",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "bos_token",
+        "eos_token",
+        "raise_exception",
+        "strftime_now",
+    }
+)
 SHOWN = "\ue000"  # a code point that belongs to no character
 DATE_STRING = "%d %b %Y"  # how templates write the day that they take as date_string
 
 
 def template_arguments_of(config: RunConfig) -> dict[str, Any]:
-    """What every ``apply_chat_template`` of a run gets besides the messages: in preparation, samples and generation alike."""
+    """What every ``apply_chat_template`` of a run gets besides the messages: in preparation, samples and generation
+    alike.
+    """
     return complete_arguments(config.data.template_arguments, config.data.date)
 
 
@@ -34,15 +49,19 @@ def complete_arguments(arguments: Mapping[str, Any], date: str) -> dict[str, Any
     """
     faults = list(find_argument_faults(arguments, date))
     if faults:
-        raise UserError("the arguments of the chat template cannot be used", where="data.template_arguments, data.date", details=faults)
+        raise UserError(
+            "the arguments of the chat template cannot be used",
+            where="data.template_arguments, data.date",
+            details=faults,
+        )
     today = datetime.fromisoformat(date)
     return {"date_string": today.strftime(DATE_STRING), **arguments, "strftime_now": today.strftime}
 
 
 @dataclass(frozen=True)
 class CallForm:
-    """How a template shows tool calls: with arguments as JSON text or objects, and with which contents where there is no
-    text beside them; none where it does not show them."""
+    """How a template shows tool calls: with arguments as JSON text or objects, and with which contents where there is
+    no text beside them; none where it does not show them."""
 
     text_arguments: bool
     empty_contents: tuple[str | None, ...]
@@ -56,7 +75,9 @@ class ChatTemplate:
         self._left_out: dict[str, bool] = {}
 
     def render(self, messages: Sequence[Message], tools: list[Any] | None = None, *, generation: bool = False) -> str:
-        """The text; with ``generation`` also what opens the next assistant turn. Raises RowRefused with the template's reason."""
+        """The text; with ``generation`` also what opens the next assistant turn. Raises RowRefused with the template's
+        reason.
+        """
         try:
             taken = self._as_taken(messages)
             with limit_cpu():
@@ -68,7 +89,9 @@ class ChatTemplate:
         except Exception as error:  # a template is a program from outside: whatever it raises concerns this row
             raise RowRefused(f"the chat template refuses this conversation: {error}") from error
 
-    def try_render(self, messages: Sequence[Message], tools: list[Any] | None = None, *, generation: bool = False) -> str | None:
+    def try_render(
+        self, messages: Sequence[Message], tools: list[Any] | None = None, *, generation: bool = False
+    ) -> str | None:
         """The same; None where there are no messages or the template refuses them."""
         try:
             return self.render(messages, tools, generation=generation) if messages else None
@@ -93,7 +116,9 @@ class ChatTemplate:
             return refused
 
     def prepare(self, message: Message) -> Message:
-        """What the template gets to see of a message: nothing of ours, and tool calls in the form in which it shows them."""
+        """What the template gets to see of a message: nothing of ours, and tool calls in the form in which it shows
+        them.
+        """
         if "tool_calls" not in message and not OURS & message.keys():
             return message
         seen = {key: value for key, value in message.items() if key not in OURS}
@@ -110,11 +135,15 @@ class ChatTemplate:
         return ChatTemplate(self._tokenizer, {**self._arguments, name: value})
 
     def find_arguments(self) -> list[str]:
-        """Names of variables that the template reads and does not set itself, apart from those that every template gets."""
+        """Names of variables that the template reads and does not set itself, apart from those that every template
+        gets.
+        """
         from jinja2 import Environment, TemplateError, meta
 
         try:
-            names = meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(self._tokenizer.chat_template))
+            names = meta.find_undeclared_variables(
+                Environment(extensions=["jinja2.ext.loopcontrols"]).parse(self._tokenizer.chat_template)
+            )
         except TemplateError:  # a statement of transformers' own
             return []
         return sorted(names - GIVEN - self._arguments.keys())
@@ -134,16 +163,21 @@ class ChatTemplate:
 
     @cached_property
     def _form_of_calls(self) -> CallForm:
-        """The form in which tool calls are shown best: with no ``None``, ``null`` or Python dictionary that another form has not.
+        """The form in which tool calls are shown best: with no ``None``, ``null`` or Python dictionary that another
+        form has not.
 
-        Arguments are objects for most templates and JSON text for DeepSeek's; without text beside them the content must be
-        null for some (DeepSeek's distilled ones show no call else) and "" for others (which write null as ``None``).
+        Arguments are objects for most templates and JSON text for DeepSeek's; without text beside them the content must
+        be null for some (DeepSeek's distilled ones show no call else) and "" for others (which write null as ``None``).
         """
         faults = {}
         for text_arguments in (False, True):
             call = {"id": "abcdefghi", "type": "function", "function": {"name": SHOWN, "arguments": {"b": "c"}}}
             for content in ("", None):
-                turn = {"role": "assistant", "content": content, "tool_calls": [_write_arguments(call) if text_arguments else call]}
+                turn = {
+                    "role": "assistant",
+                    "content": content,
+                    "tool_calls": [_write_arguments(call) if text_arguments else call],
+                }
                 text = self._show_call(turn)
                 if SHOWN in text:
                     faults[text_arguments, content] = sum(map(text.count, ("None", "null", "{'b'")))
@@ -153,7 +187,9 @@ class ChatTemplate:
         return CallForm(text_arguments, tuple(content for as_text, content in forms if as_text == text_arguments))
 
     def _show_call(self, turn: Message) -> str:
-        """The text of a question and ``turn``, which calls a tool; if the template refuses that, with the tool's result behind it."""
+        """The text of a question and ``turn``, which calls a tool; if the template refuses that, with the tool's result
+        behind it.
+        """
         asked = {"role": "user", "content": "a"}
         result = {"role": "tool", "content": "a", "tool_call_id": "abcdefghi"}
         return self.try_render([asked, turn]) or self.try_render([asked, turn, result]) or ""
@@ -172,7 +208,9 @@ class ChatTemplate:
 
 
 def takes_parts(tokenizer: Any, arguments: Mapping[str, Any]) -> bool:
-    """Whether a content must be a list of parts: templates of models of images and text may show nothing of one that is a text."""
+    """Whether a content must be a list of parts: templates of models of images and text may show nothing of one that is
+    a text.
+    """
     messages: list[Message] = [{"role": role, "content": SHOWN} for role in ("user", "assistant")]
 
     def shows(messages: list[Message]) -> bool:
@@ -187,7 +225,9 @@ def takes_parts(tokenizer: Any, arguments: Mapping[str, Any]) -> bool:
 def in_parts(messages: Sequence[Message]) -> list[Message]:
     """Messages whose texts are lists of one part."""
     return [
-        {**message, "content": [{"type": "text", "text": message["content"]}]} if isinstance(message.get("content"), str) else message
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        if isinstance(message.get("content"), str)
+        else message
         for message in messages
     ]
 

@@ -1,8 +1,9 @@
-"""What a chat template may cost. It is a program from outside: a loop, a recursion or a product of strings may never end.
+"""What a chat template may cost. It is a program from outside: a loop, a recursion or a product of strings may never
+end.
 
 Two bounds, both of CPU time, so that a busy machine refuses nothing that an idle one takes. ``try_apart`` renders small
-conversations in a forked process with limits of time and memory, before any row; ``limit_cpu`` ends the rendering of a row
-that takes too long. What a template does with the content of rows is bounded in time only. Knows no tokens.
+conversations in a forked process with limits of time and memory, before any row; ``limit_cpu`` ends the rendering of a
+row that takes too long. What a template does with the content of rows is bounded in time only. Knows no tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from manyhands.errors import UserError
+from manyhands.core.errors import UserError
 
 RENDER_CPU_S = 10.0  # of one call; a conversation takes a ten-thousandth of it
 CPU_S_A_CONVERSATION = 0.05  # more, for calls with many
@@ -78,7 +79,9 @@ def limit_cpu(num_conversations: int = 1) -> Iterator[None]:
 
 
 def try_apart(render: Callable[..., str]) -> None:
-    """UserError where ``render(messages, add_generation_prompt=...)`` takes too much time or memory for small conversations."""
+    """UserError where ``render(messages, add_generation_prompt=...)`` takes too much time or memory for small
+    conversations.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads: the child uses nothing of theirs
         child = os.fork()
@@ -117,7 +120,11 @@ def _try_and_exit(render: Callable[..., str]) -> None:
         for messages in TRIALS:
             for generation in (False, True):
                 try:
-                    code = TOO_LONG_TEXT if len(render(messages, add_generation_prompt=generation)) > MAX_CHARACTERS else code
+                    code = (
+                        TOO_LONG_TEXT
+                        if len(render(messages, add_generation_prompt=generation)) > MAX_CHARACTERS
+                        else code
+                    )
                 except MemoryError:
                     code = TOO_MUCH_MEMORY
                 except Exception:  # what a template refuses is said where rows are rendered

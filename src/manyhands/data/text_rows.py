@@ -3,7 +3,8 @@
 | kind | a row is |
 |---|---|
 | jsonl | one JSON object a line; blank lines are skipped |
-| csv | a record below the header; the separator is a tab in .tsv files, else the one that the header shows of ``, ; tab |`` |
+| csv | a record below the header; the separator is a tab in .tsv files, else the one that the header shows of ``, ; tab
+|`` |
 | text | a document ``{"text": ...}``; documents are separated by blank lines |
 
 What is wrong with a line becomes a finding, and reading goes on. Knows no format of rows.
@@ -18,11 +19,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from manyhands.core.errors import UserError
+from manyhands.core.files import describe_json_fault
 from manyhands.data.files import MAX_LINE_BYTES, read_lines
 from manyhands.data.findings import Findings
 from manyhands.data.rows import Part, Row
-from manyhands.errors import UserError
-from manyhands.files import describe_json_fault
 
 SEPARATORS = ",;\t|"
 MAX_VALUES = 16 << 20  # of one JSON text; each is an object of some 64 bytes, however short it is written
@@ -161,5 +162,10 @@ def _check_header(names: list[str], path: Path, line: int) -> list[str]:
     twice = next((name for index, name in enumerate(names) if name in names[:index]), None)
     if twice is not None or "" in names:
         what = "two columns have the same name" if twice else "a column has no name"
-        raise UserError(what, where=f"{path}:{line}", why=f"the header is: {', '.join(names)}", fix="name every column in the first line")
+        raise UserError(
+            what,
+            where=f"{path}:{line}",
+            why=f"the header is: {', '.join(names)}",
+            fix="name every column in the first line",
+        )
     return names

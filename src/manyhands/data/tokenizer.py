@@ -1,4 +1,6 @@
-"""Loads a tokenizer from a model folder and names its content. Imports transformers (which imports torch) only when called."""
+"""Loads a tokenizer from a model folder and names its content. Imports transformers (which imports torch) only when
+called.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.config.keys import nearest_name
+from manyhands.core.errors import UserError
 from manyhands.data.named_templates import TEMPLATES
-from manyhands.errors import UserError
 
 # Everything in a model folder that can change the ids of a text or the rendering of a conversation.
 TOKENIZER_FILES = (
@@ -36,11 +38,16 @@ TOWER_CONFIGS = ("vision_config", "audio_config")
 CACHED_WORDS = 1 << 16  # some 200 bytes each
 MEDIA_TOKEN = re.compile(r"(?<![a-z])(?:image|img|video|audio|vision|media|speech)s?(?![a-z])", re.IGNORECASE)
 MEDIA_TOKEN_KEY = re.compile(r"(?:image|video|audio|vision|media|speech|bo[ia]|eo[ia])\w*_token_(?:id|index)")
-MARKER = re.compile(r"<\|[^\s<>|]{1,40}\|>|</?[a-z][a-z_]{0,40}>|\[/?[A-Z][A-Z_]{0,40}\]")  # <|im_start|>, <end_of_turn>, [/INST]
+MARKER = re.compile(
+    r"<\|[^\s<>|]{1,40}\|>|</?[a-z][a-z_]{0,40}>|\[/?[A-Z][A-Z_]{0,40}\]"
+)  # <|im_start|>, <end_of_turn>, [/INST]
 
 
 def load_tokenizer(
-    model_folder: str | Path, chat_template: str | None = None, trust_remote_code: bool = False, new_tokens: Sequence[str] = ()
+    model_folder: str | Path,
+    chat_template: str | None = None,
+    trust_remote_code: bool = False,
+    new_tokens: Sequence[str] = (),
 ) -> Any:
     """The transformers tokenizer of a folder, with ``chat_template`` (Jinja text, or a path to it) in place of its own.
 
@@ -58,9 +65,13 @@ def load_tokenizer(
     from transformers import AutoTokenizer
 
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code, local_files_only=True)
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            str(folder), trust_remote_code=trust_remote_code, local_files_only=True
+        )
     except Exception as error:  # whatever the files hold: transformers raises many kinds
-        raise UserError("the tokenizer cannot be loaded", where=str(folder), why=f"{type(error).__name__}: {error}") from error
+        raise UserError(
+            "the tokenizer cannot be loaded", where=str(folder), why=f"{type(error).__name__}: {error}"
+        ) from error
     template = template or (_processor_template(folder) if not tokenizer.chat_template else None)
     if template is not None:
         tokenizer.chat_template = template
@@ -72,9 +83,15 @@ def load_tokenizer(
 
 
 def _check_named(tokenizer: Any, name: str) -> None:
-    """UserError where a named template's markers are no tokens: as pieces of text they would be learnt as such, and end no answer."""
+    """UserError where a named template's markers are no tokens: as pieces of text they would be learnt as such, and end
+    no answer.
+    """
     template, vocabulary = TEMPLATES[name], tokenizer.get_vocab()
-    missing = [token for token in template.tokens if token not in vocabulary or len(tokenizer.encode(token, add_special_tokens=False)) != 1]
+    missing = [
+        token
+        for token in template.tokens
+        if token not in vocabulary or len(tokenizer.encode(token, add_special_tokens=False)) != 1
+    ]
     if missing:
         raise UserError(
             f"the chat template {name} needs tokens that this tokenizer does not have",
@@ -91,17 +108,23 @@ def _check_named(tokenizer: Any, name: str) -> None:
 
 
 def _processor_template(folder: Path) -> str | None:
-    """The template that older models of images and text have beside their tokenizer, which transformers reads for processors only."""
+    """The template that older models of images and text have beside their tokenizer, which transformers reads for
+    processors only.
+    """
     path = folder / "chat_template.json"
     try:
         template = json.loads(path.read_text(encoding="utf-8"))["chat_template"] if path.is_file() else None
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError("the chat template cannot be read", where=str(path), why=f"{type(error).__name__}: {error}") from error
+        raise UserError(
+            "the chat template cannot be read", where=str(path), why=f"{type(error).__name__}: {error}"
+        ) from error
     return template if isinstance(template, str) else None
 
 
 def widen_cache(tokenizer: Any) -> None:
-    """Lets a tokenizer remember the ids of more words than the 10,000 first seen, which it does by itself; the ids stay."""
+    """Lets a tokenizer remember the ids of more words than the 10,000 first seen, which it does by itself; the ids
+    stay.
+    """
     resize = getattr(tokenizer.backend_tokenizer.model, "_resize_cache", None)
     if resize is not None:
         resize(CACHED_WORDS)
@@ -112,11 +135,17 @@ def _add_tokens(tokenizer: Any, new_tokens: Sequence[str]) -> None:
 
     wrong = sorted({token for token in new_tokens if not token.strip() or new_tokens.count(token) > 1})
     if wrong:
-        raise UserError("model.new_tokens holds an empty or repeated token", where="model.new_tokens", details=[repr(t) for t in wrong])
+        raise UserError(
+            "model.new_tokens holds an empty or repeated token",
+            where="model.new_tokens",
+            details=[repr(t) for t in wrong],
+        )
     added = [AddedToken(token, special=True, normalized=False) for token in new_tokens]
     tokenizer.add_special_tokens({"extra_special_tokens": added}, replace_extra_special_tokens=False)
     unknown = [
-        token for token in new_tokens if tokenizer.encode(token, add_special_tokens=False) != [tokenizer.convert_tokens_to_ids(token)]
+        token
+        for token in new_tokens
+        if tokenizer.encode(token, add_special_tokens=False) != [tokenizer.convert_tokens_to_ids(token)]
     ]
     if unknown:
         raise UserError(
@@ -129,7 +158,9 @@ def _add_tokens(tokenizer: Any, new_tokens: Sequence[str]) -> None:
 
 
 def note_plain_markers(tokenizer: Any) -> list[str]:
-    """A note that names the markers of the chat template that are no tokens, but are cut into pieces; [] if there are none."""
+    """A note that names the markers of the chat template that are no tokens, but are cut into pieces; [] if there are
+    none.
+    """
     if not tokenizer.chat_template:
         return []
     turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}]
@@ -141,7 +172,9 @@ def note_plain_markers(tokenizer: Any) -> list[str]:
     if not markers:
         return []
     names = ", ".join(markers)
-    return [f"note: the chat template's markers are no tokens but text to this tokenizer: {names}; model.new_tokens makes them tokens"]
+    return [
+        f"note: the chat template's markers are no tokens but text to this tokenizer: {names}; model.new_tokens makes them tokens"
+    ]
 
 
 def find_placeholders(tokenizer: Any) -> tuple[str, ...]:
@@ -153,12 +186,16 @@ def find_placeholders(tokenizer: Any) -> tuple[str, ...]:
         config = json.loads((Path(tokenizer.name_or_path) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return ()
-    if not isinstance(config, dict) or not any(MEDIA_TOKEN_KEY.fullmatch(key) or key in TOWER_CONFIGS for key in config):
+    if not isinstance(config, dict) or not any(
+        MEDIA_TOKEN_KEY.fullmatch(key) or key in TOWER_CONFIGS for key in config
+    ):
         return ()
     ids = [value for key, value in config.items() if MEDIA_TOKEN_KEY.fullmatch(key) and isinstance(value, int)]
     named = [tokenizer.convert_ids_to_tokens(index) for index in ids if 0 <= index < len(tokenizer)]
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    return tuple(dict.fromkeys([token for token in named if token] + [token for token in special if MEDIA_TOKEN.search(token)]))
+    return tuple(
+        dict.fromkeys([token for token in named if token] + [token for token in special if MEDIA_TOKEN.search(token)])
+    )
 
 
 def read_chat_template(chat_template: str | None) -> str | None:

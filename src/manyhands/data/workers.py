@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from manyhands.data.collate import Arrays, Rows, Shape, collate_rows
-from manyhands.errors import EXIT_FAILED, UserError
+from manyhands.core.errors import EXIT_FAILED, UserError
+from manyhands.data.collate import Arrays, Rows, Shape, collate_samples
 
 OpenRows = Callable[[], Mapping[str, Rows]]  # called once in each process; pickled to get there
 
@@ -47,7 +47,9 @@ class BatchWorkers:
         self._next_ticket = 0
         for number in range(num_workers):
             mine, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(open_rows, theirs), name=f"{number}-manyhands-collate", daemon=True)
+            process = context.Process(
+                target=_serve, args=(open_rows, theirs), name=f"{number}-manyhands-collate", daemon=True
+            )
             process.start()
             theirs.close()
             self._pipes.append(mine)
@@ -63,7 +65,8 @@ class BatchWorkers:
         return [process.pid for process in self._processes if process.pid is not None]
 
     def collate(self, name: str, shape: Shape, units: Iterable[np.ndarray]) -> Generator[Arrays, None, None]:
-        """The batches of row set ``name``, one for each unit of row ids, in order; ``num_workers`` units are in work at once.
+        """The batches of row set ``name``, one for each unit of row ids, in order; ``num_workers`` units are in work at
+        once.
 
         Raises what collation raised, and UserError where a process has died.
         """
@@ -130,7 +133,11 @@ class BatchWorkers:
         process = self._processes[number]
         process.join(timeout=5.0)
         code = process.exitcode
-        how = f"was killed by signal {-code} ({signal.Signals(-code).name})" if code is not None and code < 0 else f"ended with code {code}"
+        how = (
+            f"was killed by signal {-code} ({signal.Signals(-code).name})"
+            if code is not None and code < 0
+            else f"ended with code {code}"
+        )
         return UserError(
             f"a process that prepares batches {how}",
             where=f"data.workers, process {process.pid}",
@@ -144,15 +151,15 @@ def _serve(open_rows: OpenRows, pipe: Connection) -> None:
     # Ctrl-C and a cluster's SIGTERM reach the whole group; the rank finishes its step and saves, and needs its batches.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    row_sets: Mapping[str, Rows] | None = None
+    sample_sets: Mapping[str, Rows] | None = None
     while True:
         try:
             name, rows, shape = pipe.recv()
         except (EOFError, OSError):
             return
         try:
-            row_sets = open_rows() if row_sets is None else row_sets
-            result: Any = collate_rows(row_sets[name], rows, shape)
+            sample_sets = open_rows() if sample_sets is None else sample_sets
+            result: Any = collate_samples(sample_sets[name], rows, shape)
         except Exception as error:
             result = _portable(error)
         try:

@@ -1,4 +1,6 @@
-"""The run that manyhands carries along: a small model, a few hundred rows, and a run file. Knows only where they are."""
+"""The run that manyhands carries along: a small model, a few hundred rows, and a run file. Knows only where they
+are.
+"""
 
 from __future__ import annotations
 

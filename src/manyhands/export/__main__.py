@@ -1,4 +1,5 @@
-"""``python -m manyhands.export SOURCE --output DIR``: a model or adapter folder from a checkpoint, written and verified.
+"""``python -m manyhands.export SOURCE --output DIR``: a model or adapter folder from a checkpoint, written and
+verified.
 
 One process on the CPU, whatever trained it: the base is loaded, the checkpoint put into it.
 """
@@ -13,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from manyhands.errors import EXIT_INTERRUPTED, UserError
-from manyhands.files import read_json
+from manyhands.core.errors import EXIT_INTERRUPTED, UserError
+from manyhands.core.files import read_json
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,9 +30,13 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "manyhands export", description="Write a model or adapter folder from a run's checkpoint, and verify it."
     )
-    parser.add_argument("source", type=Path, help="a run's folder (its newest or best checkpoint), or one checkpoint's folder")
+    parser.add_argument(
+        "source", type=Path, help="a run's folder (its newest or best checkpoint), or one checkpoint's folder"
+    )
     parser.add_argument("--output", type=Path, required=True, help="a new or empty folder")
-    parser.add_argument("--merge", action="store_true", help="lora: write the whole model with the adapter merged into its weights")
+    parser.add_argument(
+        "--merge", action="store_true", help="lora: write the whole model with the adapter merged into its weights"
+    )
     return parser.parse_args(argv)
 
 
@@ -50,6 +55,7 @@ def main(argv: list[str]) -> int:
 def export_source(source: Path, output: Path, *, merge: bool = False) -> str:
     """Writes ``output`` and verifies it in a fresh process; returns the line that says so."""
     from manyhands.checkpoint.manifest import TRAIN_STATE
+    from manyhands.convert.adapter import method_of
     from manyhands.export.adapter import export_adapter, name_base
     from manyhands.export.card import make_card
     from manyhands.export.files import refuse_foreign
@@ -58,7 +64,6 @@ def export_source(source: Path, output: Path, *, merge: bool = False) -> str:
     from manyhands.export.probe import round_weights
     from manyhands.facts.identity import check_files
     from manyhands.launch.run_folder import RunFolder
-    from manyhands.model.adapter import method_of
 
     run_folder, checkpoint = find_checkpoint(source)
     run = RunFolder(run_folder)
@@ -67,7 +72,9 @@ def export_source(source: Path, output: Path, *, merge: bool = False) -> str:
     is_adapter = config.method.trains_adapters and not merge
     if merge and not config.method.trains_adapters:
         raise UserError(
-            "--merge is for runs with method.name=lora or qlora", where=str(run_folder), fix="leave --merge out: the model is whole already"
+            "--merge is for runs with method.name=lora or qlora",
+            where=str(run_folder),
+            fix="leave --merge out: the model is whole already",
         )
     refuse_foreign(output, replace=False)
     check_files(Path(plan.model_folder), config, plan.model_files, weights=plan.keeps_base)
@@ -78,7 +85,9 @@ def export_source(source: Path, output: Path, *, merge: bool = False) -> str:
     state = json.loads((checkpoint / TRAIN_STATE).read_text(encoding="utf-8"))
     step, divergence = state["step"], state.get("divergence", "")
     versions = (read_json(run.report_json) or {}).get("versions")
-    card = partial(make_card, kind, config, plan, run_folder, step=step, dtype=dtype, versions=versions, divergence=divergence)
+    card = partial(
+        make_card, kind, config, plan, run_folder, step=step, dtype=dtype, versions=versions, divergence=divergence
+    )
     with tempfile.TemporaryDirectory() as scratch:
         reference, probe = Path(scratch) / "reference.json", Path(scratch) / "probe.safetensors"
         if is_adapter:
@@ -120,9 +129,15 @@ def find_checkpoint(source: Path) -> tuple[Path, Path]:
         )
     newest = newest_checkpoint(source / "checkpoints")
     if newest is None:
-        raise UserError("the run has no checkpoint", where=str(source / "checkpoints"), fix="start the run again and let it save one")
+        raise UserError(
+            "the run has no checkpoint",
+            where=str(source / "checkpoints"),
+            fix="start the run again and let it save one",
+        )
     best = json.loads((newest / TRAIN_STATE).read_text(encoding="utf-8")).get("best_step")
-    keeps_best = json.loads((source / "run.json").read_text(encoding="utf-8")).get("checkpoint", {}).get("keep_best", False)
+    keeps_best = (
+        json.loads((source / "run.json").read_text(encoding="utf-8")).get("checkpoint", {}).get("keep_best", False)
+    )
     if keeps_best and best is not None and (checkpoint_folder(source / "checkpoints", best) / MANIFEST).is_file():
         return source, checkpoint_folder(source / "checkpoints", best)
     return source, newest
@@ -135,8 +150,10 @@ def plan_one_process(plan: Plan, config: RunConfig) -> Plan:
         from manyhands.facts.hub import locate_model
 
         folder = str(locate_model(config.model.name, config.model.revision, config.model.init == "pretrained"))
-    changes = {"device": "cpu", "world_size": 1, "strategy": "one", "compile": False, "attention": "sdpa"}
-    return plan.model_copy(update=changes | {"recompute": "none", "lighter_blocks": 0, "model_folder": folder})
+    changes = {"device": "cpu", "world_size": 1, "strategy": "single", "compile": False, "attention": "sdpa"}
+    return plan.model_copy(
+        update=changes | {"activation_checkpointing": "none", "lighter_layers": 0, "model_folder": folder}
+    )
 
 
 def load_trained(plan: Plan, config: RunConfig, checkpoint: Path) -> nn.Module:
@@ -144,7 +161,7 @@ def load_trained(plan: Plan, config: RunConfig, checkpoint: Path) -> nn.Module:
     import torch
 
     from manyhands.checkpoint import load_checkpoint
-    from manyhands.model.adapter import adapt
+    from manyhands.convert.adapter import adapt
     from manyhands.model.load import build_meta, materialize
 
     model = build_meta(plan, config)

@@ -1,4 +1,6 @@
-"""Writing an adapter in PEFT's format, by PEFT's names: adapter_model.safetensors and adapter_config.json. Collective."""
+"""Writing an adapter in PEFT's format, by PEFT's names: adapter_model.safetensors and adapter_config.json.
+Collective.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +13,19 @@ import torch
 from torch import nn
 
 from manyhands.checkpoint.tensors import reshard
-from manyhands.checkpoint.together import run_on_first
 from manyhands.config.schema import MethodSection, ModelSection, RunConfig
+from manyhands.convert.adapter import PEFT_PREFIX, adapter_parameters, adapter_state, tied_names
+from manyhands.convert.lora import adapted_layers
+from manyhands.convert.modules_to_save import whole_modules
+from manyhands.convert.new_tokens import token_indices
+from manyhands.convert.towers import left_out
+from manyhands.core.collectives import run_on_first
+from manyhands.core.files import write_atomically, write_json
 from manyhands.export.card import CARD
 from manyhands.export.files import begin_folder, commit_folder, write_tokenizer
 from manyhands.export.reference import Reference, describe_tensor
 from manyhands.export.stored import write_tensors
 from manyhands.facts.adapter import BESIDE_NF4, CONFIG, NF4_OPTIONS, QUANTIZED_BASE, WEIGHTS
-from manyhands.files import write_atomically, write_json
-from manyhands.model.adapter import PEFT_PREFIX, adapter_parameters, adapter_state, tied_names
-from manyhands.model.lora import adapted_layers
-from manyhands.model.tokens import token_indices
-from manyhands.model.towers import left_out
-from manyhands.model.whole import whole_modules
 
 
 def export_adapter(
@@ -42,9 +44,9 @@ def export_adapter(
 ) -> Reference | None:
     """Writes the adapter as ``folder``; the reference on rank 0, None elsewhere.
 
-    ``base_name`` (hub name or folder) is what PEFT will load the base from. ``source`` is the base's folder; its tokenizer goes
-    with the adapter where ``asked`` changes it. ``replace`` says that the caller owns what is there. ``card`` makes the model
-    card's text, on rank 0. UserError on every rank if the folder cannot be written.
+    ``base_name`` (hub name or folder) is what PEFT will load the base from. ``source`` is the base's folder; its
+    tokenizer goes with the adapter where ``asked`` changes it. ``replace`` says that the caller owns what is there.
+    ``card`` makes the model card's text, on rank 0. UserError on every rank if the folder cannot be written.
     """
     saved_dtype = getattr(torch, dtype)
     reshard(model)
@@ -57,7 +59,7 @@ def export_adapter(
         partial = begin_folder(folder, replace=replace)
         own = asked is not None and bool(asked.chat_template or asked.new_tokens)
         tokens = write_tokenizer(source, partial, asked) if own and source is not None else {}
-        base = "nf4" if method.name == "qlora" else "plain"
+        base = "nf4" if method.name == "qlora" else "reference"
         reference = Reference(kind="adapter", dtype=dtype, tensors=described, base=base, tokens=tokens)
         if reference_path is not None:
             reference.write(reference_path)
@@ -74,7 +76,9 @@ def export_adapter(
 
 
 def _sort_metadata(path: Path) -> None:
-    """Put a file's metadata in the order of their names: safetensors keeps them in a hash map, and equal weights would differ in bytes."""
+    """Put a file's metadata in the order of their names: safetensors keeps them in a hash map, and equal weights would
+    differ in bytes.
+    """
     with path.open("r+b") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
@@ -86,7 +90,9 @@ def _sort_metadata(path: Path) -> None:
         file.write(text.ljust(size))  # the format pads a header with spaces
 
 
-def describe_adapter(model: nn.Module, method: MethodSection, base_name: str, revision: str | None = None) -> dict[str, Any]:
+def describe_adapter(
+    model: nn.Module, method: MethodSection, base_name: str, revision: str | None = None
+) -> dict[str, Any]:
     """The fields of PEFT's LoraConfig (https://huggingface.co/docs/peft) that say how our factors are used."""
     saved = name_saved(model)
     return {
@@ -126,7 +132,9 @@ def name_base(config: RunConfig) -> str:
 
 
 def name_saved(model: nn.Module) -> list[str]:
-    """PEFT's modules_to_save: full names of the modules that hold a weight trained whole; of a tied pair the embedding."""
+    """PEFT's modules_to_save: full names of the modules that hold a weight trained whole; of a tied pair the
+    embedding.
+    """
     names = (name.removeprefix(PEFT_PREFIX).rpartition(".")[0] for name in adapter_parameters(model))
     return list(dict.fromkeys(name for name in names if name in whole_modules(model)))
 
@@ -139,7 +147,8 @@ def _holds_tied(model: nn.Module, saved: list[str]) -> bool:
 def name_targets(model: nn.Module) -> list[str]:
     """PEFT's target_modules: last parts of names (``q_proj``) where these mean exactly our layers, else the full names.
 
-    PEFT adapts a module whose name is a target or ends with ``.`` and a target; in a multimodal model towers have some too.
+    PEFT adapts a module whose name is a target or ends with ``.`` and a target; in a multimodal model towers have some
+    too.
     """
     adapted = set(adapted_layers(model))
     if left_out(model):

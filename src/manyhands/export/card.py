@@ -1,4 +1,5 @@
-"""The model card of a written folder: README.md as the hub reads it. Says what was trained, on what and with which result; no row of it.
+"""The model card of a written folder: README.md as the hub reads it. Says what was trained, on what and with which
+result; no row of it.
 
 Knows the run's files and values, and no tensors.
 """
@@ -14,8 +15,8 @@ from typing import Any, Literal
 import yaml
 
 from manyhands.config.schema import RunConfig
+from manyhands.core.files import read_json
 from manyhands.facts.adapter import NF4_OPTIONS
-from manyhands.files import read_json
 from manyhands.metrics.report import format_value
 from manyhands.metrics.summary import describe_data, describe_settings, read_evaluations
 from manyhands.plan.types import Plan
@@ -34,7 +35,9 @@ FRONT_MATTER_CHARACTERS = 20_000
 
 @dataclass(frozen=True)
 class Card:
-    """What the card of one folder is made of. ``step`` is that of the weights; ``data`` as ``describe_data`` has it, None if not known."""
+    """What the card of one folder is made of. ``step`` is that of the weights; ``data`` as ``describe_data`` has it,
+    None if not known.
+    """
 
     kind: Literal["adapter", "model", "merged"]
     config: RunConfig
@@ -51,7 +54,13 @@ class Card:
 
     def text(self) -> str:
         parts = [self._head(), *self._data(), *self._settings(), *self._results(), *self._loading()]
-        return "---\n" + yaml.safe_dump(self._front_matter(), sort_keys=False, allow_unicode=True) + "---\n\n" + "\n".join(parts) + "\n"
+        return (
+            "---\n"
+            + yaml.safe_dump(self._front_matter(), sort_keys=False, allow_unicode=True)
+            + "---\n\n"
+            + "\n".join(parts)
+            + "\n"
+        )
 
     @property
     def base(self) -> str | None:
@@ -71,7 +80,11 @@ class Card:
 
     def _head(self) -> str:
         method = self.config.method.name
-        shown = f"[{self.base}](https://huggingface.co/{self.base})" if self.base else f"`{Path(self.config.model.name).name}`"
+        shown = (
+            f"[{self.base}](https://huggingface.co/{self.base})"
+            if self.base
+            else f"`{Path(self.config.model.name).name}`"
+        )
         what = {
             "adapter": f"A LoRA adapter for {shown}, trained",
             "merged": f"{shown} with a LoRA adapter merged into its weights, trained",
@@ -93,14 +106,21 @@ class Card:
             return []
         lines = ["## Training data", "", "| source | samples | tokens | times an epoch |", "|---|---|---|---|"]
         for source in self.data:
-            if source["num_rows"]:
-                cells = (source["name"], f"{source['num_rows']:,}", f"{source['num_tokens']:,}", f"{source['weight']:g}")
+            if source["num_samples"]:
+                cells = (
+                    source["name"],
+                    f"{source['num_samples']:,}",
+                    f"{source['num_tokens']:,}",
+                    f"{source['weight']:g}",
+                )
                 lines.append(f"| {' | '.join(format_value(cell) for cell in cells)} |")
         return [*lines, ""]
 
     def _settings(self) -> list[str]:
         lines = ["## Settings", "", f"{self.step:,} optimizer steps.", "", "| key | value |", "|---|---|"]
-        lines += [f"| {key} | {format_value(value)} |" for key, value in describe_settings(self.config, self.plan).items()]
+        lines += [
+            f"| {key} | {format_value(value)} |" for key, value in describe_settings(self.config, self.plan).items()
+        ]
         return [*lines, ""]
 
     def _results(self) -> list[str]:
@@ -113,10 +133,14 @@ class Card:
             name = "before training" if step == 0 and self.step else f"after step {step}"
             lines.append(f"| {name} | {row.loss:.4f} | {row.perplexity:.4g} | {row.accuracy:.2%} |")
         row = shown[self.step]
-        names = [source["name"] for source in self.data or () if source["num_validation_rows"]]
+        names = [source["name"] for source in self.data or () if source["num_validation_samples"]]
         of = f" of {', '.join(names)}" if names else ""
-        count = f"Measured during training on {row.num_rows:,} held-out samples{of} ({row.num_targets:,} loss tokens)"
-        repeated = f" {self.num_repeated:,} of all held-out samples have the tokens of a trained one." if self.num_repeated else ""
+        count = f"Measured during training on {row.num_samples:,} held-out samples{of} ({row.num_loss_tokens:,} loss tokens)"
+        repeated = (
+            f" {self.num_repeated:,} of all held-out samples have the tokens of a trained one."
+            if self.num_repeated
+            else ""
+        )
         return [*lines, "", f"{count}.{repeated} Nothing else was evaluated.", ""]
 
     def _loading(self) -> list[str]:
@@ -155,7 +179,10 @@ class Card:
         if self.plan.new_tokens is not None:
             lines.append(f"base.resize_token_embeddings({self.plan.new_tokens.vocab_size})")
         lines.append('model = PeftModel.from_pretrained(base, "path/to/this/folder")')
-        return [*lines, f'tokenizer = AutoTokenizer.from_pretrained("{"path/to/this/folder" if self.has_tokenizer else base}")']
+        return [
+            *lines,
+            f'tokenizer = AutoTokenizer.from_pretrained("{"path/to/this/folder" if self.has_tokenizer else base}")',
+        ]
 
 
 def make_card(
@@ -169,7 +196,9 @@ def make_card(
     versions: Mapping[str, str] | None,
     divergence: str = "",
 ) -> str:
-    """The card's text, of the run in the folder ``run``. What is not at hand any more (the token cache, say) is left out."""
+    """The card's text, of the run in the folder ``run``. What is not at hand any more (the token cache, say) is left
+    out.
+    """
     from manyhands.model.auto import auto_class_of
 
     meta = read_json(Path(plan.data_folder) / "meta.json")

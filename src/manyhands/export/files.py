@@ -1,4 +1,6 @@
-"""Folders that are written whole or not at all, and what goes into them from the source model's folder. Knows no tensors."""
+"""Folders that are written whole or not at all, and what goes into them from the source model's folder. Knows no
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,17 @@ import shutil
 from pathlib import Path
 
 from manyhands.config.schema import ModelSection
+from manyhands.core.errors import UserError
+from manyhands.core.files import refuse_outside_links, rename_synced, write_json
 from manyhands.data.tokenizer import TOKENIZER_FILES, load_tokenizer, read_chat_template
-from manyhands.errors import UserError
-from manyhands.files import refuse_outside_links, rename_synced, write_json
 from manyhands.infer.generate import end_of_turn
 
-MORE_TOKENIZER_FILES = ("tekken.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+MORE_TOKENIZER_FILES = (
+    "tekken.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
 TEMPLATE_FOLDER = "additional_chat_templates"
 
 
@@ -32,7 +39,10 @@ def refuse_foreign(folder: Path, *, replace: bool) -> None:
     """UserError if writing to ``folder`` would lose something that is not the caller's."""
     if folder.exists() and (not folder.is_dir() or (not replace and any(folder.iterdir()))):
         raise UserError(
-            "the output folder is not empty", where=str(folder), why="nothing is overwritten", fix="name an empty or a new folder"
+            "the output folder is not empty",
+            where=str(folder),
+            why="nothing is overwritten",
+            fix="name an empty or a new folder",
         )
 
 
@@ -47,11 +57,19 @@ def commit_folder(partial: Path, folder: Path) -> None:
 
 
 def copy_config(source: Path, target: Path, dtype: str, vocab_size: int) -> None:
-    """The source's config.json with the saved dtype and vocabulary, its code files if it has any, and generation_config.json."""
+    """The source's config.json with the saved dtype and vocabulary, its code files if it has any, and
+    generation_config.json.
+    """
     refuse_outside_links(source)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    config = {key: value for key, value in config.items() if key != "torch_dtype" and not key.startswith("_attn_implementation")}
-    fields = config.get("text_config", config)  # multimodal models keep it there, and may leave it to transformers' default
+    config = {
+        key: value
+        for key, value in config.items()
+        if key != "torch_dtype" and not key.startswith("_attn_implementation")
+    }
+    fields = config.get(
+        "text_config", config
+    )  # multimodal models keep it there, and may leave it to transformers' default
     fields["vocab_size"] = vocab_size
     for part in (part for part in config.values() if isinstance(part, dict)):  # of a multimodal model: text, towers
         part |= {key: dtype for key in ("dtype", "torch_dtype") if key in part}
@@ -66,7 +84,8 @@ def copy_config(source: Path, target: Path, dtype: str, vocab_size: int) -> None
 def write_tokenizer(source: Path, target: Path, asked: ModelSection | None = None) -> dict[str, int]:
     """The tokenizer's files as they are, or with the chat template and the new tokens that were asked for.
 
-    Returns the ids of the new tokens. They are written by transformers, which alone knows a tokenizer's files; all else is copied.
+    Returns the ids of the new tokens. They are written by transformers, which alone knows a tokenizer's files; all else
+    is copied.
     """
     refuse_outside_links(source)
     if asked is None:
@@ -82,7 +101,8 @@ def write_tokenizer(source: Path, target: Path, asked: ModelSection | None = Non
 
 
 def extend_ends(target: Path, asked: ModelSection) -> None:
-    """Let generation stop where an assistant's turn ends by the template that was given: its token joins generation_config.json.
+    """Let generation stop where an assistant's turn ends by the template that was given: its token joins
+    generation_config.json.
 
     A base model stops at the end of a document only. Nothing is changed where neither template nor tokens were given.
     """

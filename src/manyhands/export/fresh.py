@@ -10,8 +10,8 @@ from pathlib import Path
 
 import psutil
 
-from manyhands.errors import EXIT_FAILED, UserError
-from manyhands.progress import advance
+from manyhands.core.errors import EXIT_FAILED, UserError
+from manyhands.core.progress import advance
 
 POLL_S = 0.5
 # A worker's environment would make the fresh process believe that it is a rank.
@@ -26,15 +26,17 @@ def verify_in_fresh_process(
     probe_path: Path | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> str | None:
-    """One line that says what was checked and how; None if ``stop()`` ended it. UserError (exit code 1) if anything is wrong with
-    ``folder``.
+    """One line that says what was checked and how; None if ``stop()`` ended it. UserError (exit code 1) if anything is
+    wrong with ``folder``.
     """
     command = [sys.executable, "-m", "manyhands.export.verify", str(folder), "--reference", str(reference_path)]
     command += ["--base", str(base)] if base else []
     command += ["--logits", str(probe_path)] if probe_path else []
     environment = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES and not k.startswith("TORCHELASTIC_")}
     # A process group of its own: a terminal's Ctrl-C is for us to answer.
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0)
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
+    )
     said = _wait(process, stop)
     if said is None:
         return None
@@ -45,13 +47,18 @@ def verify_in_fresh_process(
     begin = next((i for i, line in enumerate(lines) if line.startswith("error: ")), None)
     if begin is None:  # a crash: its last line is the exception
         raise UserError(
-            "verification crashed", where=str(folder), why=lines[-1] if lines else f"exit code {process.returncode}", exit_code=EXIT_FAILED
+            "verification crashed",
+            where=str(folder),
+            why=lines[-1] if lines else f"exit code {process.returncode}",
+            exit_code=EXIT_FAILED,
         )
     raise _parse_error(lines[begin:], folder)
 
 
 def _wait(process: subprocess.Popen[str], stop: Callable[[], bool]) -> tuple[str, str] | None:
-    """What the process said; None if it was stopped. While it uses its processor or reads, its work is ours that goes on."""
+    """What the process said; None if it was stopped. While it uses its processor or reads, its work is ours that goes
+    on.
+    """
     used: object = None
     try:
         while True:
@@ -81,7 +88,10 @@ def _used(pid: int) -> object:
 
 def _parse_error(lines: list[str], folder: Path) -> UserError:
     named = {
-        name: line.strip().removeprefix(f"{name}: ") for line in lines for name in ("where", "why", "do") if line.startswith(f"  {name}: ")
+        name: line.strip().removeprefix(f"{name}: ")
+        for line in lines
+        for name in ("where", "why", "do")
+        if line.startswith(f"  {name}: ")
     }
     return UserError(
         lines[0].removeprefix("error: "),

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from manyhands.checkpoint.tensors import reshard
-from manyhands.model.adapter import added_parameters
-from manyhands.model.lora import LoraLinear, adapted_layers
-from manyhands.model.quantise import gather_weight, quantised_layers, quantised_weights, stored_names
-from manyhands.model.shards import gather
-from manyhands.model.tokens import IDS, ROWS, token_modules
-from manyhands.progress import advance
+from manyhands.convert.adapter import added_parameters
+from manyhands.convert.lora import LoraLinear, adapted_layers
+from manyhands.convert.new_tokens import IDS, ROWS, token_modules
+from manyhands.convert.quantize import gather_weight, quantised_layers, quantised_weights, stored_names
+from manyhands.core.progress import advance
+from manyhands.core.shards import gather
 
 
 def saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -24,7 +24,11 @@ def saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     reshard(model)
     added = added_parameters(model)
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters())  # names a tied parameter once
-    tensors |= {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if not isinstance(tensor, nn.Parameter)}
+    tensors |= {
+        name: tensor
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if not isinstance(tensor, nn.Parameter)
+    }
     named = {name: tensor for name, tensor in tensors.items() if name not in added}
     return _with_weights(model, named)
 
@@ -47,10 +51,11 @@ def _with_weights(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[st
 def iterate_whole(
     model: nn.Module, dtype: torch.dtype | Mapping[str, torch.dtype], *, merge: bool = False
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, whole tensor on the CPU), floating ones cast to ``dtype``, or to that of their name. Every rank must run it to its end.
+    """(name, whole tensor on the CPU), floating ones cast to ``dtype``, or to that of their name. Every rank must run
+    it to its end.
 
-    With ``merge`` adapted weights become W + s B A, with DoRA in their trained lengths, in float64 (which no GPU rounds to TF32)
-    and rounded once, and trained rows of tokens take their place; without it what adapters added is left out.
+    With ``merge`` adapted weights become W + s B A, with DoRA in their trained lengths, in float64 (which no GPU rounds
+    to TF32) and rounded once, and trained rows of tokens take their place; without it what adapters added is left out.
     """
     layers, tokens = (adapted_layers(model), token_modules(model)) if merge else ({}, {})
     quantised = quantised_weights(model)

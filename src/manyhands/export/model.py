@@ -8,15 +8,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from manyhands.checkpoint.together import run_on_first
 from manyhands.config.schema import ModelSection, RunConfig
+from manyhands.core.collectives import run_on_first
+from manyhands.core.files import write_atomically, write_json
 from manyhands.export.card import CARD
 from manyhands.export.files import begin_folder, commit_folder, copy_config, extend_ends, write_tokenizer
 from manyhands.export.gather import iterate_whole
 from manyhands.export.naming import lay_out
 from manyhands.export.reference import Reference, TensorReference, describe_tensor
 from manyhands.export.stored import write_tensors
-from manyhands.files import write_atomically, write_json
 from manyhands.plan.types import Plan
 
 SHARD_BYTES = 5 * 10**9
@@ -38,11 +38,12 @@ def export_model(
 ) -> Reference | None:
     """Writes weights, config, generation config and tokenizer as ``folder``; the reference on rank 0, None elsewhere.
 
-    ``model`` is the Hugging Face model inside every wrapper, ``dtype`` the saved one. Tensors are named as in ``source``, the
-    folder it was loaded from. What the model took no part of (towers) is copied from there, cast where ``dtype`` is not the
-    source's. ``merge`` adds adapters into the weights they adapt. ``asked`` says of a chat template and new tokens. ``replace``
-    says that the caller owns what is there. ``reference_path`` is written too, before any weight is. ``card`` makes the model
-    card's text, on rank 0. UserError on every rank if the folder cannot be written.
+    ``model`` is the Hugging Face model inside every wrapper, ``dtype`` the saved one. Tensors are named as in
+    ``source``, the folder it was loaded from. What the model took no part of (towers) is copied from there, cast where
+    ``dtype`` is not the source's. ``merge`` adds adapters into the weights they adapt. ``asked`` says of a chat
+    template and new tokens. ``replace`` says that the caller owns what is there. ``reference_path`` is written too,
+    before any weight is. ``card`` makes the model card's text, on rank 0. UserError on every rank if the folder cannot
+    be written.
     """
     saved_dtype, vocab_size = getattr(torch, dtype), model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
     partial = folder.with_name(folder.name + ".tmp")
@@ -86,7 +87,9 @@ def choose_dtype(plan: Plan, config: RunConfig, *, merge: bool) -> str:
 
 
 class ShardWriter:
-    """Collects tensors in a known order and writes a safetensors file as soon as it is full, so one file is in memory."""
+    """Collects tensors in a known order and writes a safetensors file as soon as it is full, so one file is in
+    memory.
+    """
 
     def __init__(self, folder: Path, sizes: dict[str, int], shard_bytes: int) -> None:
         self.folder, self.total = folder, sum(sizes.values())

@@ -1,4 +1,6 @@
-"""What the files call the tensors that are saved: as the source's files do, in the source's shapes and dtypes. Writes nothing."""
+"""What the files call the tensors that are saved: as the source's files do, in the source's shapes and dtypes. Writes
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,15 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from manyhands.export.gather import saved_tensors
 from manyhands.model.load import loaded_tensors
-from manyhands.model.source import Checkpoint, Conversion, StoredTensor, needs_conversion, read_checkpoint, read_stored, revert
+from manyhands.model.source import (
+    Checkpoint,
+    Conversion,
+    StoredTensor,
+    needs_conversion,
+    read_checkpoint,
+    read_stored,
+    revert,
+)
 
 
 @dataclass
@@ -27,7 +37,9 @@ class FileLayout:
     conversions: tuple[Conversion, ...] = ()
     copied: tuple[StoredTensor, ...] = ()  # that the model took no part of
     dtype: torch.dtype | None = None  # that these are cast to as well; None leaves each its own
-    _made: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # of each conversion, as far as it has arrived
+    _made: dict[str, dict[str, torch.Tensor]] = field(
+        default_factory=dict
+    )  # of each conversion, as far as it has arrived
 
     def read_copied(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name in the files, tensor) of what is copied from the source."""
@@ -51,10 +63,11 @@ class FileLayout:
 
 
 def lay_out(model: nn.Module, source: Path, dtype: torch.dtype) -> FileLayout:
-    """Names as in ``source``; where it has no weights, because the model started from new ones, as transformers saves it.
+    """Names as in ``source``; where it has no weights, because the model started from new ones, as transformers saves
+    it.
 
-    If ``dtype`` is that of most of the source's weights, the few of another dtype (norms in float32, say) keep theirs. Otherwise
-    everything has it, towers included, but for what is no weight (integers, 8 bits).
+    If ``dtype`` is that of most of the source's weights, the few of another dtype (norms in float32, say) keep theirs.
+    Otherwise everything has it, towers included, but for what is no weight (integers, 8 bits).
     """
     tensors = saved_tensors(model)
     if not any(source.glob("*.safetensors")):
@@ -76,7 +89,9 @@ def lay_out(model: nn.Module, source: Path, dtype: torch.dtype) -> FileLayout:
     for stored in checkpoint.untouched:
         cast = not keep and stored.torch_dtype is not None
         sizes[stored.name] = _count(stored.shape) * dtype.itemsize if cast else stored.num_bytes
-    return FileLayout(model, names, dtypes, sizes, checkpoint.conversions, checkpoint.untouched, None if keep else dtype)
+    return FileLayout(
+        model, names, dtypes, sizes, checkpoint.conversions, checkpoint.untouched, None if keep else dtype
+    )
 
 
 def _lay_out_new(model: nn.Module, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> FileLayout:
@@ -88,12 +103,17 @@ def _lay_out_new(model: nn.Module, tensors: Mapping[str, torch.Tensor], dtype: t
     return FileLayout(model, names, dict.fromkeys(tensors, dtype), sizes)
 
 
-def _stored_names(model: nn.Module, tensors: Mapping[str, torch.Tensor], checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
+def _stored_names(
+    model: nn.Module, tensors: Mapping[str, torch.Tensor], checkpoint: Checkpoint
+) -> dict[str, tuple[str, ...]]:
     aliases: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
     return {
-        name: tuple(checkpoint.plain[alias].name for alias in aliases.get(id(tensor), [name]) if alias in checkpoint.plain) or (name,)
+        name: tuple(
+            checkpoint.plain[alias].name for alias in aliases.get(id(tensor), [name]) if alias in checkpoint.plain
+        )
+        or (name,)
         for name, tensor in tensors.items()
     }
 
@@ -108,7 +128,10 @@ def _main_dtype(checkpoint: Checkpoint) -> torch.dtype | None:
 
 
 def _own_dtypes(
-    tensors: Mapping[str, torch.Tensor], names: Mapping[str, tuple[str, ...]], checkpoint: Checkpoint, dtype: torch.dtype
+    tensors: Mapping[str, torch.Tensor],
+    names: Mapping[str, tuple[str, ...]],
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
 ) -> dict[str, torch.dtype]:
     """Each tensor's dtype in the source; ``dtype`` for what a conversion made."""
     stored = {tensor.name: tensor for tensor in checkpoint.plain.values()}

@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from manyhands.errors import EXIT_FAILED, UserError
+from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.export.stored import write_tensors
 
 # Root mean square of the difference of centred logits, as a share of theirs, that the dtype of the computation and the
-# rounding of saved weights (of a merged model; others are compared after it) may each cause. SmolLM2: computed in bfloat16 2.1e-2,
-# float32 weights saved in bfloat16 5e-3.
+# rounding of saved weights (of a merged model; others are compared after it) may each cause. SmolLM2: computed in
+# bfloat16 2.1e-2, # float32 weights saved in bfloat16 5e-3.
 COMPUTED = {"float64": 1e-4, "float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
 SAVED = {"float64": 0.0, "float32": 0.0, "float16": 5e-3, "bfloat16": 2e-2}
 
@@ -31,7 +31,8 @@ class Probe:
         return max(COMPUTED[self.dtype], COMPUTED[reopened_dtype], SAVED[saved_dtype])
 
     def deviation(self, logits: torch.Tensor) -> float:
-        """|c(logits) - c(expected)| / |c(expected)| with c(x) = x - its mean over the vocabulary; infinite if not comparable.
+        """|c(logits) - c(expected)| / |c(expected)| with c(x) = x - its mean over the vocabulary; infinite if not
+        comparable.
 
         Centred, because a softmax does not see a common offset, which may be most of the norm.
         """
@@ -43,10 +44,12 @@ class Probe:
 
 @torch.no_grad()
 def round_weights(model: torch.nn.Module, dtype: str) -> None:
-    """Give each weight the value that a file in ``dtype`` holds, in place, shards too: logits then are those of what is saved.
+    """Give each weight the value that a file in ``dtype`` holds, in place, shards too: logits then are those of what is
+    saved.
 
-    A weight that was saved in bfloat16 before its training moves by less than half a digit in many of its steps, so rounding takes
-    back a part of a short training. That is no fault of the file, and its logits are compared with what it must give.
+    A weight that was saved in bfloat16 before its training moves by less than half a digit in many of its steps, so
+    rounding takes back a part of a short training. That is no fault of the file, and its logits are compared with what
+    it must give.
     """
     saved = getattr(torch, dtype)
     for parameter in model.parameters():
@@ -69,6 +72,10 @@ def load_probe(path: Path) -> Probe:
     """UserError if the file is missing or holds something else."""
     try:
         with safe_open(path, framework="pt") as file:
-            return Probe(file.get_tensor("input_ids"), file.get_tensor("logits"), (file.metadata() or {}).get("dtype", "float32"))
+            return Probe(
+                file.get_tensor("input_ids"), file.get_tensor("logits"), (file.metadata() or {}).get("dtype", "float32")
+            )
     except (OSError, SafetensorError) as error:
-        raise UserError("the probe's logits cannot be read", where=str(path), why=str(error), exit_code=EXIT_FAILED) from None
+        raise UserError(
+            "the probe's logits cannot be read", where=str(path), why=str(error), exit_code=EXIT_FAILED
+        ) from None

@@ -9,9 +9,9 @@ from typing import Literal
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from manyhands.errors import EXIT_FAILED, UserError
-from manyhands.files import write_atomically
-from manyhands.progress import advance
+from manyhands.core.errors import EXIT_FAILED, UserError
+from manyhands.core.files import write_atomically
+from manyhands.core.progress import advance
 
 Kind = Literal["model", "adapter"]
 
@@ -29,7 +29,9 @@ class TensorReference(_Part):
 
 
 class Reference(_Part):
-    """Every tensor that the written folder must hold, by its name in the files, and no other; ids of tokens that were added."""
+    """Every tensor that the written folder must hold, by its name in the files, and no other; ids of tokens that were
+    added.
+    """
 
     version: Literal[1] = 1
     kind: Kind
@@ -37,7 +39,9 @@ class Reference(_Part):
     tensors: dict[str, TensorReference]
     tokens: dict[str, int] = {}
     copied: tuple[str, ...] = ()  # of the tensors, those that no model in memory held: taken from the source's files
-    base: Literal["plain", "nf4"] = "plain"  # of an adapter: how its run held the weights that it was trained beside
+    base: Literal["reference", "nf4"] = (
+        "reference"  # of an adapter: how its run held the weights that it was trained beside
+    )
 
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -49,10 +53,15 @@ class Reference(_Part):
         try:
             return Reference.model_validate_json(path.read_bytes())
         except FileNotFoundError:
-            raise UserError("the reference to verify against is missing", where=str(path), exit_code=EXIT_FAILED) from None
+            raise UserError(
+                "the reference to verify against is missing", where=str(path), exit_code=EXIT_FAILED
+            ) from None
         except ValidationError as error:
             raise UserError(
-                "the reference cannot be read", where=str(path), why=str(error.errors()[0]["msg"]), exit_code=EXIT_FAILED
+                "the reference cannot be read",
+                where=str(path),
+                why=str(error.errors()[0]["msg"]),
+                exit_code=EXIT_FAILED,
             ) from None
 
 

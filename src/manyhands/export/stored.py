@@ -1,4 +1,6 @@
-"""The tensors of a folder's safetensors files: written, and read one at a time. Knows nothing of what they should be."""
+"""The tensors of a folder's safetensors files: written, and read one at a time. Knows nothing of what they should
+be.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from manyhands.errors import EXIT_FAILED, UserError
+from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.export.reference import Kind
 from manyhands.facts.adapter import WEIGHTS
 
@@ -28,7 +30,9 @@ class StoredTensor:
 
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """A safetensors file with the mode that any new file gets here: safetensors (0.8.0) writes one that its owner alone can read."""
+    """A safetensors file with the mode that any new file gets here: safetensors (0.8.0) writes one that its owner alone
+    can read.
+    """
     path.touch()
     mode = path.stat().st_mode
     save_file(tensors, path, metadata={"format": "pt", **(metadata or {})})

@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 
-from manyhands.errors import EXIT_FAILED, UserError
+from manyhands.convert.attention import plain_attention
+from manyhands.convert.resize_embeddings import grow_embeddings
+from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.export.probe import Probe, load_probe
 from manyhands.export.reference import Reference, TensorReference, describe_tensor, name_dtype
 from manyhands.export.stored import StoredTensor, iterate_stored, weight_files
 from manyhands.facts.adapter import NF4_OPTIONS, WEIGHTS, needed_tokens
-from manyhands.model.attention import plain_attention
 from manyhands.model.auto import auto_class_of
-from manyhands.model.grow import grow_embeddings
 from manyhands.model.source import state_by_file_names
 
 MAX_DETAILS = 20
@@ -40,7 +40,9 @@ class Verification:
     notes: list[str] = field(default_factory=list)
 
 
-def verify(folder: Path, reference: Reference, *, base: Path | None = None, probe_path: Path | None = None) -> Verification:
+def verify(
+    folder: Path, reference: Reference, *, base: Path | None = None, probe_path: Path | None = None
+) -> Verification:
     """Compares ``folder`` with ``reference``; never raises for a finding.
 
     ``base``: folder of an adapter's base model. ``probe_path``: input and logits saved by ``save_probe``.
@@ -59,7 +61,10 @@ def verify(folder: Path, reference: Reference, *, base: Path | None = None, prob
         model, state, opened_by = *_open_model(opener, folder, reference.dtype), opener.__name__
     else:
         assert base is not None
-        model, state, opened_by = *_open_adapter(folder, base, probe.dtype if probe else "auto", reference.base), "PeftModel"
+        model, state, opened_by = (
+            *_open_adapter(folder, base, probe.dtype if probe else "auto", reference.base),
+            "PeftModel",
+        )
     found.findings += compare_reopened(state, reference) + compare_tokens(folder, reference)
     found.notes.append(f"reopened by {opened_by}.from_pretrained")
     if probe is not None and not found.findings:
@@ -162,7 +167,9 @@ def _open_model(opener: Any, folder: Path, dtype: str) -> tuple[torch.nn.Module,
 
 
 def _open_adapter(folder: Path, base: Path, dtype: str, kind: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    """The adapted model and the adapter's state; ``dtype`` of the base: the run's compute dtype; ``kind`` as ``Reference.base``."""
+    """The adapted model and the adapter's state; ``dtype`` of the base: the run's compute dtype; ``kind`` as
+    ``Reference.base``.
+    """
     from peft import PeftModel, get_peft_model_state_dict
 
     _quiet()
@@ -176,7 +183,9 @@ def _open_adapter(folder: Path, base: Path, dtype: str, kind: str) -> tuple[torc
 
 
 def _nf4_options() -> dict[str, Any]:
-    """What makes transformers hold a model as QLoRA does, by bitsandbytes alone; computed in float32, as everything reopened."""
+    """What makes transformers hold a model as QLoRA does, by bitsandbytes alone; computed in float32, as everything
+    reopened.
+    """
     from transformers import BitsAndBytesConfig
 
     quantised = BitsAndBytesConfig(**NF4_OPTIONS, bnb_4bit_compute_dtype=torch.float32)
@@ -186,8 +195,9 @@ def _nf4_options() -> dict[str, Any]:
 def _dequantise_as_one_row(model: torch.nn.Module) -> None:
     """Gives layers of bitsandbytes a forward pass that is right for rows of any length on every CPU.
 
-    Its own (0.50.2) rounds scales to bfloat16 on CPUs that multiply in it, fails there for rows that are not whole blocks of
-    64, and on other AVX-512 CPUs gets rows wrong that end in half a block. Blocks run over the flattened weight.
+    Its own (0.50.2) rounds scales to bfloat16 on CPUs that multiply in it, fails there for rows that are not whole
+    blocks of 64, and on other AVX-512 CPUs gets rows wrong that end in half a block. Blocks run over the flattened
+    weight.
     """
     from bitsandbytes.functional import dequantize_4bit
     from bitsandbytes.nn import Linear4bit
@@ -220,8 +230,14 @@ def compare_tokens(folder: Path, reference: Reference) -> list[str]:
 
 def compare_reopened(state: dict[str, torch.Tensor], reference: Reference) -> list[str]:
     """Findings in what the public API made of the files. PEFT may widen factors, which narrows back without loss."""
-    findings = [f"{name} is missing after reopening" for name in reference.tensors if name not in state and name not in reference.copied]
-    findings += [f"{name} appears only after reopening: its values are new" for name in state if name not in reference.tensors]
+    findings = [
+        f"{name} is missing after reopening"
+        for name in reference.tensors
+        if name not in state and name not in reference.copied
+    ]
+    findings += [
+        f"{name} appears only after reopening: its values are new" for name in state if name not in reference.tensors
+    ]
     for name in reference.tensors.keys() & state.keys():
         expected = reference.tensors[name]
         tensor = state[name].to(getattr(torch, expected.dtype))
@@ -240,7 +256,9 @@ def _compare_logits(model: torch.nn.Module, probe: Probe, saved_dtype: str, foun
 
 
 def _widen(model: torch.nn.Module, dtype: str) -> torch.nn.Module:
-    """The same weights computed in float32 (float64 if the run did), if they fit: half the difference would be our own rounding."""
+    """The same weights computed in float32 (float64 if the run did), if they fit: half the difference would be our own
+    rounding.
+    """
     import psutil
 
     wide = torch.float64 if dtype == "float64" else torch.float32
@@ -268,12 +286,16 @@ def main(argv: list[str]) -> int:
         "manyhands.export.verify", description="Reopen a written folder and compare it with what was in memory."
     )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--reference", type=Path, required=True, help="reference.json, written beside the folder by the export")
+    parser.add_argument(
+        "--reference", type=Path, required=True, help="reference.json, written beside the folder by the export"
+    )
     parser.add_argument("--base", type=Path, help="folder of an adapter's base model")
     parser.add_argument("--logits", type=Path, help="input_ids and logits (safetensors) of the model in memory")
     arguments = parser.parse_args(argv)
     try:
-        found = verify(arguments.folder, Reference.read(arguments.reference), base=arguments.base, probe_path=arguments.logits)
+        found = verify(
+            arguments.folder, Reference.read(arguments.reference), base=arguments.base, probe_path=arguments.logits
+        )
         if found.findings:
             raise refuse(arguments.folder, found.findings)
     except UserError as error:

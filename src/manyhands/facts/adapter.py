@@ -1,8 +1,9 @@
-"""The adapter that a run goes on from: where it lies and how it was trained. Reads JSON and the header of its weights only.
+"""The adapter that a run goes on from: where it lies and how it was trained. Reads JSON and the header of its weights
+only.
 
 ``method.adapter`` names a PEFT folder, or the folder of a finished run, whose ``adapter/`` is meant. What the adapter's
-factors mean (rank, alpha, rslora, dora, targets, modules_to_save) is the adapter's to say: a key of the run file may repeat
-it, or be left at its default; another value is an error that names both. Dropout is the run's own.
+factors mean (rank, alpha, rslora, dora, targets, modules_to_save) is the adapter's to say: a key of the run file may
+repeat it, or be left at its default; another value is an error that names both. Dropout is the run's own.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from manyhands.config.schema import MethodSection, RunConfig
-from manyhands.errors import UserError
+from manyhands.core.errors import UserError
+from manyhands.core.files import parse_json, refuse_outside_links
 from manyhands.facts.safetensors import read_header, read_headers
 from manyhands.facts.types import AdapterFacts
-from manyhands.files import parse_json, refuse_outside_links
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PEFT_PREFIX, FACTOR = "base_model.model.", ".lora_A.weight"
@@ -32,17 +33,20 @@ UNSUPPORTED = (
     "lora_bias",
     "alora_invocation_tokens",
 )
-# What weights in 4 bits are beside which adapters are trained, in BitsAndBytesConfig's words. Its default is no double quantization.
+# What weights in 4 bits are beside which adapters are trained, in BitsAndBytesConfig's words. Its default is no double
+# quantization.
 NF4_OPTIONS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-# In the header of such an adapter's weights, as PEFT has no field for it. One that began at what NF4 loses says BESIDE_NF4 too: it
-# does not fit a base in 16 bits.
+# In the header of such an adapter's weights, as PEFT has no field for it. One that began at what NF4 loses says
+# BESIDE_NF4 too: it # does not fit a base in 16 bits.
 QUANTIZED_BASE = {"base_quantization": "nf4, double quantization"}
 BESIDE_NF4 = {"base": "nf4"}
-SETTLED = ("rank", "alpha", "rslora", "dora", "targets", "modules_to_save")
+SETTLED = ("rank", "alpha", "rslora", "dora", "target_modules", "modules_to_save")
 
 
 def find_adapter(config: RunConfig, report: Callable[[str], Any] = print) -> AdapterFacts | None:
-    """The adapter of ``method.adapter``; None where none is asked. UserError if it is none, or contradicts the run file."""
+    """The adapter of ``method.adapter``; None where none is asked. UserError if it is none, or contradicts the run
+    file.
+    """
     if config.method.adapter is None:
         return None
     folder = locate_adapter(Path(config.method.adapter).expanduser())
@@ -58,7 +62,9 @@ def find_adapter(config: RunConfig, report: Callable[[str], Any] = print) -> Ada
     base = fields.get("base_model_name_or_path")
     if base and base not in (config.model.name, str(Path(config.model.name).expanduser().resolve())):
         report(f"note: the adapter was made for {base}, and model.name is {config.model.name}")
-    return AdapterFacts(folder=str(folder.resolve()), method=settle(config.method, describe_method(folder, fields), folder))
+    return AdapterFacts(
+        folder=str(folder.resolve()), method=settle(config.method, describe_method(folder, fields), folder)
+    )
 
 
 def locate_adapter(folder: Path) -> Path:
@@ -67,13 +73,21 @@ def locate_adapter(folder: Path) -> Path:
         if (candidate / CONFIG).is_file():
             if not (candidate / WEIGHTS).is_file():
                 pickled = (candidate / "adapter_model.bin").is_file()
-                why = "its weights are pickled (adapter_model.bin), which is never opened" if pickled else f"there is no {WEIGHTS}"
-                raise UserError("the adapter has no weights", where=str(candidate), why=why, fix="save it as safetensors")
+                why = (
+                    "its weights are pickled (adapter_model.bin), which is never opened"
+                    if pickled
+                    else f"there is no {WEIGHTS}"
+                )
+                raise UserError(
+                    "the adapter has no weights", where=str(candidate), why=why, fix="save it as safetensors"
+                )
             refuse_outside_links(candidate)
             return candidate
     if (folder / "model" / "config.json").is_file():
         raise UserError(
-            "the run has trained a whole model, not an adapter", where=str(folder), fix=f"go on from it with model.name={folder}/model"
+            "the run has trained a whole model, not an adapter",
+            where=str(folder),
+            fix=f"go on from it with model.name={folder}/model",
         )
     unfinished = "the run has written no adapter yet" if (folder / "run.json").is_file() else ""
     raise UserError(
@@ -108,8 +122,8 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 def describe_method(folder: Path, fields: Mapping[str, Any]) -> MethodSection:
     """How an adapter was trained, in our keys.
 
-    A list of targets means the same here as in PEFT, and a string is a regular expression. Where PEFT chose by other fields
-    too (layers, exclusions), the layers are those that the weights name.
+    A list of targets means the same here as in PEFT, and a string is a regular expression. Where PEFT chose by other
+    fields too (layers, exclusions), the layers are those that the weights name.
     """
     targets = fields.get("target_modules")
     if not isinstance(targets, str | list | None):
@@ -122,7 +136,7 @@ def describe_method(folder: Path, fields: Mapping[str, Any]) -> MethodSection:
         "name": "lora",
         "rank": fields.get("r"),
         "alpha": fields.get("lora_alpha"),
-        "targets": targets if isinstance(targets, str) else tuple(sorted(targets, key=str)),
+        "target_modules": targets if isinstance(targets, str) else tuple(sorted(targets, key=str)),
         "rslora": bool(fields.get("use_rslora")),
         "dora": bool(fields.get("use_dora")),
         "modules_to_save": fields.get("modules_to_save") or (),
@@ -132,7 +146,9 @@ def describe_method(folder: Path, fields: Mapping[str, Any]) -> MethodSection:
         return MethodSection.model_validate(values)
     except ValidationError as error:
         found = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()[:20]]
-        raise UserError("the adapter's configuration has values of the wrong kind", where=str(folder / CONFIG), details=found) from None
+        raise UserError(
+            "the adapter's configuration has values of the wrong kind", where=str(folder / CONFIG), details=found
+        ) from None
 
 
 def belongs_to_nf4(folder: Path) -> bool:
@@ -145,7 +161,10 @@ def belongs_to_nf4(folder: Path) -> bool:
 def needed_tokens(folder: Path) -> int:
     """Rows that the base's embeddings must have for the adapter's tokens; 0 where it trains none."""
     trained = read_adapter_config(folder).get("trainable_token_indices") or {}
-    return max((1 + token for ids in (trained.values() if isinstance(trained, dict) else [trained]) for token in ids), default=0)
+    return max(
+        (1 + token for ids in (trained.values() if isinstance(trained, dict) else [trained]) for token in ids),
+        default=0,
+    )
 
 
 def read_targets(folder: Path) -> list[str]:
@@ -157,8 +176,8 @@ def read_targets(folder: Path) -> list[str]:
 def settle(asked: MethodSection, adapter: MethodSection, folder: Path) -> MethodSection:
     """``asked`` with what the adapter decides. UserError for a value that was asked for and is not the adapter's.
 
-    Targets and modules may be written in another way here than there: those asked for are kept, and the names of what is
-    trained are compared when the weights are read.
+    Targets and modules may be written in another way here than there: those asked for are kept, and the names of what
+    is trained are compared when the weights are read.
     """
     defaults = MethodSection.model_fields
     if adapter.init == "loftq" and asked.name != "qlora":
@@ -174,7 +193,7 @@ def settle(asked: MethodSection, adapter: MethodSection, folder: Path) -> Method
         mine, its = getattr(asked, key), getattr(adapter, key)
         if mine == defaults[key].default:
             taken[key] = its
-        elif mine != its and key not in ("targets", "modules_to_save"):
+        elif mine != its and key not in ("target_modules", "modules_to_save"):
             wrong.append(f"method.{key} is {mine}, and the adapter's is {its}")
     if wrong:
         raise UserError(

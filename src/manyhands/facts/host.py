@@ -1,4 +1,6 @@
-"""This machine: its GPUs as CUDA would number them, its cores and its memory. Asks NVML, never CUDA: no context is made."""
+"""This machine: its GPUs as CUDA would number them, its cores and its memory. Asks NVML, never CUDA: no context is
+made.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +13,28 @@ from typing import Any
 
 import psutil
 
+from manyhands.core.files import nearest_folder
 from manyhands.facts.types import GpuFacts, HostFacts
-from manyhands.files import nearest_folder
 
 CGROUP = Path("/sys/fs/cgroup")
 
 
 def read_host_facts(environ: Mapping[str, str] = os.environ) -> HostFacts:
-    """GPUs that ``CUDA_VISIBLE_DEVICES`` leaves visible (none without a driver), cores and memory of this process's share."""
+    """GPUs that ``CUDA_VISIBLE_DEVICES`` leaves visible (none without a driver), cores and memory of this process's
+    share.
+    """
     memory, free = _memory_bytes()
-    return HostFacts(gpus=_gpus(environ.get("CUDA_VISIBLE_DEVICES")), num_cores=count_cores(), memory_bytes=memory, free_memory_bytes=free)
+    return HostFacts(
+        gpus=_gpus(environ.get("CUDA_VISIBLE_DEVICES")),
+        num_cores=count_cores(),
+        memory_bytes=memory,
+        free_memory_bytes=free,
+    )
 
 
 def free_disk_bytes(folder: Path) -> int | None:
-    """What may be written into a run's folder, which need not exist: its earlier checkpoints and results make room for new ones.
+    """What may be written into a run's folder, which need not exist: its earlier checkpoints and results make room for
+    new ones.
 
     None where the file system does not say: some network drivers answer with zeros.
     """
@@ -95,7 +105,13 @@ def _gpu(index: int, handle: Any) -> GpuFacts:
         major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
         capability = (int(major), int(minor))
     name = _text(pynvml.nvmlDeviceGetName(handle))
-    return GpuFacts(index=index, name=name, memory_bytes=int(memory.total), free_bytes=int(memory.free), compute_capability=capability)
+    return GpuFacts(
+        index=index,
+        name=name,
+        memory_bytes=int(memory.total),
+        free_bytes=int(memory.free),
+        compute_capability=capability,
+    )
 
 
 def _text(value: str | bytes) -> str:

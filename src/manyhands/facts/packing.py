@@ -1,8 +1,9 @@
 """Can rows of this model be packed, without one seeing another? Known before the plan, because the plan decides on it.
 
-Families that were measured (docs/equality.md) are taken at their word, as long as transformers is the version they were measured
-with. For any other a short process of its own tries a shrunken copy of the configuration (``manyhands.model.probe``); its
-verdict is kept beside the token cache. This module starts that process and imports no torch.
+Families that were measured (docs/equality.md) are taken at their word, as long as transformers is the version they were
+measured with. For any other a short process of its own tries a shrunken copy of the configuration
+(``manyhands.model.probe``); its verdict is kept beside the token cache. This module starts that process and imports no
+torch.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.config.schema import RunConfig
-from manyhands.errors import UserError
+from manyhands.core.errors import UserError
+from manyhands.core.files import read_json, write_json
 from manyhands.facts.types import ModelFacts
-from manyhands.files import read_json, write_json
 
-# Model types that gave the same loss and gradients packed and alone: testing/families.py measures them, its tests keep it so.
+# Model types that gave the same loss and gradients packed and alone: testing/families.py measures them, its tests keep
+# it so.
 MEASURED = (
     "llama",
     "qwen2",
@@ -60,7 +62,9 @@ def judge_packing(config: RunConfig, model: ModelFacts, report: Callable[[str], 
     other_layers = set(fields.get("layer_types") or ()) - ATTENTION_LAYERS
     around = "text_config" in fields and fields.get("model_type") not in MEASURED_AROUND
     if was_measured(model.model_type) and not (foreign or other_layers or around):
-        return model.model_copy(update={"packs": True, "packing_reason": f"{model.model_type} was measured packed and alone"})
+        return model.model_copy(
+            update={"packs": True, "packing_reason": f"{model.model_type} was measured packed and alone"}
+        )
     kept = Path(config.data.cache).expanduser() / "packing" / f"{_digest(raw)}.json"
     verdict = read_json(kept)
     if not isinstance(verdict, dict):
@@ -88,8 +92,12 @@ def was_measured(model_type: str) -> bool:
 
 
 def _probe(folder: str, trust_remote_code: bool) -> dict[str, Any]:
-    """The verdict of a fresh process. A crash is one too: rows are not packed, and the loaded model is checked in any case."""
-    command = [sys.executable, "-m", "manyhands.model.probe", folder] + (["--trust-remote-code"] if trust_remote_code else [])
+    """The verdict of a fresh process. A crash is one too: rows are not packed, and the loaded model is checked in any
+    case.
+    """
+    command = [sys.executable, "-m", "manyhands.model.probe", folder] + (
+        ["--trust-remote-code"] if trust_remote_code else []
+    )
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)

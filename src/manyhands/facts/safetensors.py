@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from manyhands.errors import UserError
-from manyhands.files import parse_json
+from manyhands.core.errors import UserError
+from manyhands.core.files import parse_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -52,7 +52,10 @@ def find_weight_files(folder: Path) -> list[Path]:
     if (folder / SINGLE_FILE).is_file():
         return [folder / SINGLE_FILE]
     pickles = sorted(
-        path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern) if path.name != "training_args.bin"
+        path.name
+        for pattern in ("*.bin", "*.pt", "*.pth")
+        for path in folder.glob(pattern)
+        if path.name != "training_args.bin"
     )
     if pickles:
         raise UserError(
@@ -133,7 +136,9 @@ def read_header(path: Path) -> tuple[bytes, dict[str, TensorHeader]]:
 
 
 def _check_entry(name: str, entry: Any, begin: int) -> int:
-    """Where the tensor's bytes end. ValueError unless they begin at ``begin``, as they follow one another, and are as many as it needs."""
+    """Where the tensor's bytes end. ValueError unless they begin at ``begin``, as they follow one another, and are as
+    many as it needs.
+    """
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     numbers = [*shape, *offsets]
     if not isinstance(dtype, str) or not all(type(number) is int and number >= 0 for number in numbers):
@@ -146,8 +151,15 @@ def _check_entry(name: str, entry: Any, begin: int) -> int:
 
 
 def equal_bytes(files: list[Path], first: str, second: str) -> bool:
-    """Whether two tensors have the same dtype, shape and bytes. Stops at the first difference; UserError as ``read_headers``."""
-    found = {name: (path, header) for path in files for name, header in read_header(path)[1].items() if name in (first, second)}
+    """Whether two tensors have the same dtype, shape and bytes. Stops at the first difference; UserError as
+    ``read_headers``.
+    """
+    found = {
+        name: (path, header)
+        for path in files
+        for name, header in read_header(path)[1].items()
+        if name in (first, second)
+    }
     (path, one), (other_path, other) = found[first], found[second]
     if one != other:
         return False

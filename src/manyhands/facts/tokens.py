@@ -11,8 +11,8 @@ from manyhands.facts.types import ModelFacts, NewTokens
 def find_new_tokens(model: ModelSection, folder: Path, vocab_size: int) -> NewTokens | None:
     """Ids of the asked tokens, and the rows they need; None where none are asked.
 
-    The vocabulary grows to exactly what is needed. Models whose matrices have more rows than the tokenizer has tokens (Qwen,
-    Gemma: rounded up for speed) keep their size as long as that is enough.
+    The vocabulary grows to exactly what is needed. Models whose matrices have more rows than the tokenizer has tokens
+    (Qwen, Gemma: rounded up for speed) keep their size as long as that is enough.
     """
     if not model.new_tokens:
         return None
@@ -33,4 +33,6 @@ def grow(model: ModelFacts, new_tokens: NewTokens | None) -> ModelFacts:
     if new_tokens is None or new_tokens.vocab_size == model.vocab_size:
         return model
     rows = (new_tokens.vocab_size - model.vocab_size) * (1 if model.tied_embeddings else 2)
-    return model.model_copy(update={"vocab_size": new_tokens.vocab_size, "num_parameters": model.num_parameters + rows * model.hidden_size})
+    return model.model_copy(
+        update={"vocab_size": new_tokens.vocab_size, "num_parameters": model.num_parameters + rows * model.hidden_size}
+    )

@@ -1,4 +1,6 @@
-"""What is true of the world, frozen: the model's dimensions, the data's lengths, the devices. Plain values, no torch."""
+"""What is true of the world, frozen: the model's dimensions, the data's lengths, the devices. Plain values, no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,9 @@ class Fact(BaseModel):
 class ModelFacts(Fact):
     """Dimensions of a dense decoder, from its config.json and the headers of its safetensors files.
 
-    ``num_parameters`` counts each tied tensor once, and of a multimodal model the text decoder alone. ``block_linear_shapes`` are
-    the (out, in) shapes of the linear layers of ONE block, by their name within the block (``self_attn.q_proj``).
+    ``num_parameters`` counts each tied tensor once, and of a multimodal model the text decoder alone.
+    ``block_linear_shapes`` are the (out, in) shapes of the linear layers of ONE block, by their name within the block
+    (``self_attn.q_proj``).
     """
 
     name: str  # as asked
@@ -41,7 +44,9 @@ class ModelFacts(Fact):
     num_block_parameters: int  # of one block
     block_linear_shapes: dict[str, tuple[int, int]]
     block_norm_elements: int  # elements a token that the norms of one block read: 2 hidden_size for Llama
-    parameter_shapes: dict[str, tuple[int, ...]] = {}  # of every tensor by its name in the files; by Llama's names for random weights
+    parameter_shapes: dict[
+        str, tuple[int, ...]
+    ] = {}  # of every tensor by its name in the files; by Llama's names for random weights
     files: dict[str, str] = {}  # SHA-256 of config.json and, unless weights are random, of each weights file
     packs: bool = True  # whether rows side by side are as if alone
     packing_reason: str = ""  # how that is known, or what speaks against it
@@ -53,25 +58,27 @@ class DataFacts(Fact):
     folder: str  # the token cache on this machine
     digest: str  # names what the rows were made of
     content: str = ""  # names the rows themselves: equal content, equal tokens
-    num_rows: int
+    num_samples: int
     num_tokens: int  # of all rows, each once
-    num_targets: int  # trained tokens of all rows, each once
+    num_loss_tokens: int  # trained tokens of all rows, each once
     max_length: int  # longest row
     mean_length: float  # of an epoch
-    num_validation_rows: int
+    num_validation_samples: int
     num_validation_tokens: int
     num_repeated: int = 0  # validation rows with the very tokens of a training row
     unread: dict[str, tuple[str, ...]] = {}  # columns that hold something and are not read, by source
     num_dropped: int = 0
     num_truncated: int = 0
     num_split: int = 0
-    # Filled when batch.tokens is asked: steps of each epoch the run begins, as far as stop.max_steps lets it come.
+    # Filled when batch.loss_tokens is asked: steps of each epoch the run begins, as far as stop.max_steps lets it come.
     steps_of_epochs: tuple[int, ...] = ()
-    first_lengths: tuple[int, ...] = ()  # of the rows that the first epoch begins with, in its order: all of it, or some ten thousands
-    first_targets: tuple[int, ...] = ()  # trained tokens of the same; filled when batch.tokens is asked
+    first_lengths: tuple[
+        int, ...
+    ] = ()  # of the rows that the first epoch begins with, in its order: all of it, or some ten thousands
+    first_labels: tuple[int, ...] = ()  # trained tokens of the same; filled when batch.loss_tokens is asked
     # (rows, weight) of each source: an epoch takes the rows of each as often as its weight says
-    sources: tuple[tuple[int, float], ...] = Field(default_factory=lambda fields: ((fields["num_rows"], 1.0),))
-    rows_per_epoch: int = Field(default_factory=lambda fields: fields["num_rows"])  # of the first epoch
+    sources: tuple[tuple[int, float], ...] = Field(default_factory=lambda fields: ((fields["num_samples"], 1.0),))
+    samples_per_epoch: int = Field(default_factory=lambda fields: fields["num_samples"])  # of the first epoch
 
 
 class GpuFacts(Fact):

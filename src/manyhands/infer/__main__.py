@@ -6,14 +6,16 @@ import argparse
 import sys
 from pathlib import Path
 
-from manyhands.errors import EXIT_INTERRUPTED, UserError
+from manyhands.core.errors import EXIT_INTERRUPTED, UserError
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("manyhands generate", description="Ask a trained model. Answers are greedy.")
     parser.add_argument("folder", type=Path, help="a run's folder, a model folder, or an adapter folder")
     parser.add_argument("--prompt", help="one question; without it, each line of standard input is a turn of a chat")
-    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="longest answer, in tokens (default 256)")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=256, metavar="N", help="longest answer, in tokens (default 256)"
+    )
     parser.add_argument("--base", help="base model of an adapter: a folder or a hub name (default: the one it names)")
     arguments = parser.parse_args(argv)
     if arguments.max_new_tokens < 1:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from manyhands.convert.attention import plain_attention
+from manyhands.core.progress import advance
 from manyhands.data.template import ChatTemplate
-from manyhands.model.attention import plain_attention
-from manyhands.progress import advance
 
 SENTINEL = "\ue000"  # private use: in no template and in no content
 
@@ -29,9 +29,10 @@ def greedy(
 ) -> list[int]:
     """The most likely token again and again; returns the new ids without the one that ended them.
 
-    ``next_token_logits``: ids (1, t) -> logits of the next token, (1, v) or (v). It is called at most ``max_new_tokens``
-    times, without a cache, so that a sharded model answers where all ranks call this alike. ``agree`` makes a chosen
-    token, (1, 1), the same on all ranks (a broadcast from rank 0): a tie decided in two ways would leave ranks waiting.
+    ``next_token_logits``: ids (1, t) -> logits of the next token, (1, v) or (v). It is called at most
+    ``max_new_tokens`` times, without a cache, so that a sharded model answers where all ranks call this alike.
+    ``agree`` makes a chosen token, (1, 1), the same on all ranks (a broadcast from rank 0): a tie decided in two ways
+    would leave ranks waiting.
     """
     ids = torch.tensor([list(prompt_ids)], dtype=torch.int64, device=device)
     new: list[int] = []
@@ -47,15 +48,23 @@ def greedy(
 
 
 @torch.no_grad()
-def generate(model: nn.Module, tokenizer: Any, prompt_ids: Sequence[int], max_new_tokens: int, end_ids: Collection[int]) -> str:
-    """Greedy answer of an unsharded Hugging Face model, by transformers' own ``generate`` with a cache; the text alone."""
+def generate(
+    model: nn.Module, tokenizer: Any, prompt_ids: Sequence[int], max_new_tokens: int, end_ids: Collection[int]
+) -> str:
+    """Greedy answer of an unsharded Hugging Face model, by transformers' own ``generate`` with a cache; the text
+    alone.
+    """
     from transformers import GenerationConfig
 
     causal: Any = model
     ids = torch.tensor([list(prompt_ids)], dtype=torch.int64, device=causal.device)
     ends = sorted(end_ids)
     settings = GenerationConfig(
-        do_sample=False, max_new_tokens=max_new_tokens, use_cache=True, eos_token_id=ends or None, pad_token_id=ends[0] if ends else 0
+        do_sample=False,
+        max_new_tokens=max_new_tokens,
+        use_cache=True,
+        eos_token_id=ends or None,
+        pad_token_id=ends[0] if ends else 0,
     )
     with plain_evaluation(model):
         mask = torch.ones_like(ids)
@@ -92,7 +101,9 @@ def plain_evaluation(model: nn.Module) -> Iterator[None]:
             causal.set_attn_implementation(attention)
 
 
-def end_token_ids(model_folder: str | Path, tokenizer: Any, template_arguments: Mapping[str, Any] | None = None) -> frozenset[int]:
+def end_token_ids(
+    model_folder: str | Path, tokenizer: Any, template_arguments: Mapping[str, Any] | None = None
+) -> frozenset[int]:
     """Every token that ends a turn.
 
     What generation_config.json (else config.json, else the tokenizer) names as end of sequence, and the token that the
@@ -121,5 +132,7 @@ def end_of_turn(tokenizer: Any, template_arguments: Mapping[str, Any] | None = N
     text = ChatTemplate(tokenizer, template_arguments or {}).render(messages)
     _, found, tail = text.rpartition(SENTINEL)
     ids = tokenizer.encode(tail.strip(), add_special_tokens=False) if found else []
-    special = set(tokenizer.all_special_ids) | {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special = set(tokenizer.all_special_ids) | {
+        i for i, token in tokenizer.added_tokens_decoder.items() if token.special
+    }
     return ids[0] if ids and ids[0] in special else None

@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from manyhands.convert.adapter import read_adapter
+from manyhands.convert.attention import plain_attention
+from manyhands.convert.lora import apply_lora
+from manyhands.convert.quantize import round_to_nf4
+from manyhands.convert.resize_embeddings import grow_embeddings
+from manyhands.core.errors import UserError
+from manyhands.core.files import refuse_outside_links
 from manyhands.data.template import ChatTemplate, template_arguments_of
-from manyhands.errors import UserError
 from manyhands.facts.adapter import describe_method, needed_tokens, read_adapter_config
-from manyhands.files import refuse_outside_links
 from manyhands.infer.generate import end_token_ids, generate
-from manyhands.model.adapter import read_adapter
-from manyhands.model.attention import plain_attention
 from manyhands.model.auto import auto_class_of
-from manyhands.model.grow import grow_embeddings
-from manyhands.model.lora import apply_lora
-from manyhands.model.quantise import round_to_nf4
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -49,7 +49,9 @@ class Answerer:
 
 @dataclass(frozen=True)
 class Found:
-    """Folders: ``weights`` with config.json, ``adapter`` to put on it; the run's own chat template and what it is given."""
+    """Folders: ``weights`` with config.json, ``adapter`` to put on it; the run's own chat template and what it is
+    given.
+    """
 
     weights: Path
     adapter: Path | None = None
@@ -63,7 +65,9 @@ def open_answerer(folder: Path, base: str | None = None) -> Answerer:
 
     found = find_parts(folder, base)
     model = load_model(found)
-    with_tokenizer = found.adapter if found.adapter and (found.adapter / "tokenizer_config.json").is_file() else found.weights
+    with_tokenizer = (
+        found.adapter if found.adapter and (found.adapter / "tokenizer_config.json").is_file() else found.weights
+    )
     tokenizer = load_tokenizer(with_tokenizer, found.chat_template)
     arguments = found.template_arguments
     return Answerer(model, tokenizer, end_token_ids(found.weights, tokenizer, arguments), arguments)
@@ -71,7 +75,9 @@ def open_answerer(folder: Path, base: str | None = None) -> Answerer:
 
 def find_parts(folder: Path, base: str | None = None) -> Found:
     if not folder.is_dir():
-        raise UserError("no such folder", where=str(folder), fix="give a run's folder, a model folder or an adapter folder")
+        raise UserError(
+            "no such folder", where=str(folder), fix="give a run's folder, a model folder or an adapter folder"
+        )
     if (folder / "run.json").is_file():
         return _find_run(folder, base)
     refuse_outside_links(folder)
@@ -79,7 +85,9 @@ def find_parts(folder: Path, base: str | None = None) -> Found:
         return Found(find_base(folder, base), folder)
     if (folder / "config.json").is_file():
         if not any(folder.glob("*.safetensors")):
-            raise UserError("the model folder has no weights", where=str(folder), why="there is no safetensors file in it")
+            raise UserError(
+                "the model folder has no weights", where=str(folder), why="there is no safetensors file in it"
+            )
         return Found(folder)
     raise UserError(
         "this folder is neither a run, a model nor an adapter",
@@ -121,7 +129,9 @@ def find_base(adapter: Path, base: str | None = None) -> Path:
     fields = json.loads((adapter / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     name = base or fields.get("base_model_name_or_path")
     if not name:
-        raise UserError("the adapter does not name its base model", where=str(adapter / ADAPTER_CONFIG), fix="give it with --base")
+        raise UserError(
+            "the adapter does not name its base model", where=str(adapter / ADAPTER_CONFIG), fix="give it with --base"
+        )
     return Path(locate_model(name, None if base else fields.get("revision"), True))
 
 

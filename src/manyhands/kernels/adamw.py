@@ -1,12 +1,14 @@
-"""AdamW in one pass: gradient, moments and weight are read once, and what computes the next step is written beside them.
+"""AdamW in one pass: gradient, moments and weight are read once, and what computes the next step is written beside
+them.
 
-A kernel a parameter reads weight, moments and gradient, scales the gradient by the factor that clips it, and writes weight,
-moments and, where float32 weights have one, the bfloat16 copy that computes. In float32 with a gradient in bfloat16 that moves
-28 bytes a weight, where clipping, AdamW and a cast apart move 42. Knows no model, no ranks and no run.
+A kernel a parameter reads weight, moments and gradient, scales the gradient by the factor that clips it, and writes
+weight, moments and, where float32 weights have one, the bfloat16 copy that computes. In float32 with a gradient in
+bfloat16 that moves 28 bytes a weight, where clipping, AdamW and a cast apart move 42. Knows no model, no ranks and no
+run.
 
-Weights in bfloat16 are rounded stochastically: an update of less than half the distance of two neighbours, as most are, would
-vanish otherwise. So is the second moment, which moves by a thousandth a step. The random bits follow from (seed, parameter,
-step, index of the element) alone, so they are the same in every layout of ranks, and on CPU and GPU.
+Weights in bfloat16 are rounded stochastically: an update of less than half the distance of two neighbours, as most are,
+would vanish otherwise. So is the second moment, which moves by a thousandth a step. The random bits follow from (seed,
+parameter, step, index of the element) alone, so they are the same in every layout of ranks, and on CPU and GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ GOLDEN = 0x9E3779B9  # 2**32 over the golden ratio: consecutive multiples are sp
 
 @dataclass(frozen=True)
 class Rates:
-    """What all parameters of a group share in one step: betas that are float32 numbers, the learning rate times the weight decay."""
+    """What all parameters of a group share in one step: betas that are float32 numbers, the learning rate times the
+    weight decay.
+    """
 
     beta1: float
     beta2: float
@@ -40,9 +44,10 @@ class Rates:
 class Part:
     """One parameter, or this rank's part of it: n elements each, side by side in memory.
 
-    ``weight``, ``exp_avg`` and ``exp_avg_sq`` have one dtype, float32 or bfloat16, and are written; ``gradient`` is in either.
-    ``row`` (4) float32: step size lr / (1 - beta1^t), sqrt(1 - beta2^t), t. ``key`` (4) int32, where rounding is stochastic: 64
-    random bits, and the index of the first element in the whole parameter (low and high word). ``copy`` takes the new weights.
+    ``weight``, ``exp_avg`` and ``exp_avg_sq`` have one dtype, float32 or bfloat16, and are written; ``gradient`` is in
+    either. ``row`` (4) float32: step size lr / (1 - beta1^t), sqrt(1 - beta2^t), t. ``key`` (4) int32, where rounding
+    is stochastic: 64 random bits, and the index of the first element in the whole parameter (low and high word).
+    ``copy`` takes the new weights.
     """
 
     weight: torch.Tensor
@@ -58,12 +63,13 @@ Update = Callable[[Part, Rates, torch.Tensor | None], None]
 
 
 class FusedAdamW(torch.optim.AdamW):
-    """torch's AdamW with another kernel: the same groups, the same states under the same names, the same arithmetic in float32.
+    """torch's AdamW with another kernel: the same groups, the same states under the same names, the same arithmetic in
+    float32.
 
-    ``gradient_factor``, 0-d float32 on the device, is what the next step multiplies gradients by while it reads them; it is
-    forgotten afterwards. ``copies`` maps a weight to its copy for computing, ``written`` is told when all are. Gradients may be
-    narrower than their weights (``grad_dtype``). Weights in bfloat16 have states in bfloat16; ``seed`` is that of their rounding
-    and ``first_index`` says where this rank's part begins in the whole, counted in elements.
+    ``gradient_factor``, 0-d float32 on the device, is what the next step multiplies gradients by while it reads them;
+    it is forgotten afterwards. ``copies`` maps a weight to its copy for computing, ``written`` is told when all are.
+    Gradients may be narrower than their weights (``grad_dtype``). Weights in bfloat16 have states in bfloat16; ``seed``
+    is that of their rounding and ``first_index`` says where this rank's part begins in the whole, counted in elements.
     """
 
     def __init__(
@@ -99,7 +105,8 @@ class FusedAdamW(torch.optim.AdamW):
         self._written()
 
     def _step_group(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
-        # Rounded first, as torch's kernel does: what a moment keeps and what it takes up then add up to 1 in float32 too.
+        # Rounded first, as torch's kernel does: what a moment keeps and what it takes up then add up to 1 in float32
+        # too.
         (beta1, beta2), lr = torch.tensor(group["betas"], dtype=torch.float32).tolist(), group["lr"]
         states = [self._state_of(parameter) for parameter in parameters]
         counts = [state["step"] for state in states]
@@ -131,8 +138,12 @@ class FusedAdamW(torch.optim.AdamW):
 
 @lru_cache
 def choose_backend(device: torch.device) -> Backend:
-    """Triton where it can be imported and passes a comparison with plain torch on ``device``, else plain torch, with the reason."""
-    return triton_or("eager", device, "triton_adamw", lambda kernels: beyond_bound(kernels.compare(device, update_eager)))
+    """Triton where it can be imported and passes a comparison with plain torch on ``device``, else plain torch, with
+    the reason.
+    """
+    return triton_or(
+        "eager", device, "triton_adamw", lambda kernels: beyond_bound(kernels.compare(device, update_eager))
+    )
 
 
 def find_update(backend: str) -> Update:
@@ -153,7 +164,9 @@ def make_rows(counts: torch.Tensor, lr: float, beta1: float, beta2: float) -> to
 
 
 def update_eager(part: Part, rates: Rates, factor: torch.Tensor | None) -> None:
-    """The plain reference (Loshchilov and Hutter, https://arxiv.org/abs/1711.05101, algorithm 2): in float32, in place."""
+    """The plain reference (Loshchilov and Hutter, https://arxiv.org/abs/1711.05101, algorithm 2): in float32, in
+    place.
+    """
     size, root, _, _ = part.row.unbind(0)
     for start in range(0, part.weight.numel(), EAGER_ELEMENTS):
         some = slice(start, start + EAGER_ELEMENTS)
@@ -173,7 +186,9 @@ def update_eager(part: Part, rates: Rates, factor: torch.Tensor | None) -> None:
 
 
 def make_key(seed: int, parameter: int, first: int) -> tuple[int, int, int, int]:
-    """``Part.key`` as four signed words: 64 bits that differ for every (seed, parameter), and the first element's index."""
+    """``Part.key`` as four signed words: 64 bits that differ for every (seed, parameter), and the first element's
+    index.
+    """
     state = mix(mix(seed & WORD) ^ (seed >> 32 & WORD))
     words = (mix(state + parameter * GOLDEN & WORD), mix(~state + parameter * GOLDEN & WORD), first & WORD, first >> 32)
     return tuple(word - 2**32 if word >= 2**31 else word for word in words)  # type: ignore[return-value]
@@ -189,15 +204,17 @@ def random_bits(key: torch.Tensor, count: torch.Tensor, start: int, num: int) ->
 
 
 def mix(word: Any) -> Any:
-    """A bijection of 32 bits in which every bit of the result depends on every bit of ``word``: MurmurHash3's last step."""
+    """A bijection of 32 bits in which every bit of the result depends on every bit of ``word``: MurmurHash3's last
+    step.
+    """
     word = (word ^ word >> 16) * 0x85EBCA6B & WORD
     word = (word ^ word >> 13) * 0xC2B2AE35 & WORD
     return word ^ word >> 16
 
 
 def round_to_bfloat16(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """float32 values to one of their two neighbours in bfloat16, to the nearer more often: 16 random ``bits`` are added to the 16
-    that bfloat16 lacks. The mean is the value itself. Returns float32; what is no finite number stays.
+    """float32 values to one of their two neighbours in bfloat16, to the nearer more often: 16 random ``bits`` are added
+    to the 16 that bfloat16 lacks. The mean is the value itself. Returns float32; what is no finite number stays.
     """
     rounded = ((values.view(torch.int32).long() + bits) & 0xFFFF0000).to(torch.int32).view(torch.float32)
     return torch.where(values.isfinite(), rounded, values)

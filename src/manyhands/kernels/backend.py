@@ -19,7 +19,8 @@ class Backend:
 
 
 def triton_or(plain: str, device: torch.device, module: str, find_fault: Callable[[ModuleType], str]) -> Backend:
-    """Triton where ``manyhands.kernels.<module>`` can be imported and passes its test on ``device``, else ``plain``, with the reason.
+    """Triton where ``manyhands.kernels.<module>`` can be imported and passes its test on ``device``, else ``plain``,
+    with the reason.
 
     ``find_fault`` gets the module and says what is wrong with its results; nothing where nothing is.
     """

@@ -1,15 +1,16 @@
 """Causal attention over packs of documents by FlashAttention 4, as operators that torch.compile takes into one graph.
 
-On an H200, 32 heads of 128 dimensions over 8 key-value heads, forward and backward: a long-tailed pack of 16,060 tokens takes
-1.42 ms against 2.54 of torch's varlen (FlashAttention 2), 2 x 4,096 tokens 1.86 against 3.66; gradients are as near to float32
-(bench/results/h200-flash-attention-4.jsonl). It comes with the package flash-attn-4, which torch's own switch for it,
-``activate_flash_attention_impl``, does not fit (4.0.0b36 with torch 2.11), so the package is called here. Its backward pass is
-not public: all that is known of it stands in ``bind``, and ``choose_packed`` uses nothing that fails the self-test. Knows
-nothing of models, packing or batches.
+On an H200, 32 heads of 128 dimensions over 8 key-value heads, forward and backward: a long-tailed pack of 16,060 tokens
+takes 1.42 ms against 2.54 of torch's varlen (FlashAttention 2), 2 x 4,096 tokens 1.86 against 3.66; gradients are as
+near to float32 (bench/results/h200-flash-attention-4.jsonl). It comes with the package flash-attn-4, which torch's own
+switch for it, ``activate_flash_attention_impl``, does not fit (4.0.0b36 with torch 2.11), so the package is called
+here. Its backward pass is not public: all that is known of it stands in ``bind``, and ``choose_packed`` uses nothing
+that fails the self-test. Knows nothing of models, packing or batches.
 
-Shapes: t positions of all documents, h query heads, g key-value heads (h a multiple of g), d dimensions a head, n documents.
-``cu_seq_lens`` (n + 1) int32 holds where documents begin, and t; empty documents are allowed. No document is longer than
-``max_length``, which is a bound. ``window``: positions that a query sees to its left, itself not counted; -1 for all.
+Shapes: t positions of all documents, h query heads, g key-value heads (h a multiple of g), d dimensions a head, n
+documents. ``cu_seq_lens`` (n + 1) int32 holds where documents begin, and t; empty documents are allowed. No document is
+longer than ``max_length``, which is a bound. ``window``: positions that a query sees to its left, itself not counted;
+-1 for all.
 """
 
 from __future__ import annotations
@@ -25,7 +26,16 @@ import torch
 from manyhands.kernels.plain_attention import ALLOWED, error_ratio
 
 CAPABILITIES = (9, 10)  # Hopper and Blackwell
-PROBE_LENGTHS = (130, 1, 37, 0, 203, 64, 0, 0)  # packs end with empty documents where the number of bounds is rounded up
+PROBE_LENGTHS = (
+    130,
+    1,
+    37,
+    0,
+    203,
+    64,
+    0,
+    0,
+)  # packs end with empty documents where the number of bounds is rounded up
 PROBE_WINDOW = 33
 
 
@@ -41,7 +51,9 @@ class PackedAttention:
 class Calls:
     """The package's two passes, with our arguments."""
 
-    forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]  # (q, k, v, cu_seq_lens, max_length, scale, window) -> out, lse
+    forward: Callable[
+        ..., tuple[torch.Tensor, torch.Tensor]
+    ]  # (q, k, v, cu_seq_lens, max_length, scale, window) -> out, lse
     backward: Callable[..., tuple[torch.Tensor, ...]]  # (gradient, q, k, v, out, lse, and the last four) -> dq, dk, dv
 
 
@@ -72,10 +84,12 @@ def attend_flash4(
 def choose_packed(
     device: torch.device, dtype: torch.dtype, num_heads: int, num_groups: int, dim: int, window: int | None = None
 ) -> PackedAttention:
-    """FlashAttention 4 where it is installed, the device can and the self-test passes; else torch's varlen, with the reason.
+    """FlashAttention 4 where it is installed, the device can and the self-test passes; else torch's varlen, with the
+    reason.
 
-    ``window``: of the model's sliding layers, if it has some; then both kinds of layers are tested. Takes some 6 s for the
-    import and 5 s of compilation for each kind, on devices that can and where the package is installed; else nothing.
+    ``window``: of the model's sliding layers, if it has some; then both kinds of layers are tested. Takes some 6 s for
+    the import and 5 s of compilation for each kind, on devices that can and where the package is installed; else
+    nothing.
     """
     on_nvidia = device.type == "cuda" and torch.version.hip is None  # AMD counts capabilities too, and has a 9
     obstacle = find_obstacle(device.type, dtype, torch.cuda.get_device_capability(device) if on_nvidia else None)
@@ -153,10 +167,20 @@ def compare(device: torch.device, dtype: torch.dtype, num_heads: int, num_groups
     return error_ratio(attend, PROBE_LENGTHS, (num_heads, num_groups), dim, window, dtype, device)
 
 
-# -- the package's functions ----------------------------------------------------------------------------------------------------
+# -- the package's functions
+# ----------------------------------------------------------------------------------------------------
 
 # Arguments that are given by name. The second function is private: another version may change it.
-FORWARD = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "causal", "window_size", "deterministic")
+FORWARD = (
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "max_seqlen_q",
+    "max_seqlen_k",
+    "softmax_scale",
+    "causal",
+    "window_size",
+    "deterministic",
+)
 BACKWARD = (
     *("q", "k", "v", "out", "dout", "lse", "softmax_scale", "causal", "window_size_left", "window_size_right"),
     *("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "deterministic"),
@@ -171,7 +195,11 @@ def bind(interface: Any) -> Calls | str:
     for function, given in ((varlen, ("q", "k", "v", *FORWARD, "return_lse")), (backward, BACKWARD)):
         parameters = inspect.signature(function).parameters
         unknown = [name for name in given if name not in parameters]
-        needed = [name for name, p in parameters.items() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        needed = [
+            name
+            for name, p in parameters.items()
+            if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        ]
         if unknown or set(needed) - set(given):
             odd = ", ".join(unknown or sorted(set(needed) - set(given)))
             return f"this version of flash-attn-4 has another signature ({function.__name__}: {odd})"
@@ -196,7 +224,9 @@ def bind(interface: Any) -> Calls | str:
     def backward_pass(gradient, q, k, v, out, lse, cu_seq_lens, max_length, scale, window):  # type: ignore[no-untyped-def]
         left, right = (window, 0) if window >= 0 else (None, None)
         sides = {"window_size_left": left, "window_size_right": right}
-        return backward(q=q, k=k, v=v, out=out, dout=gradient, lse=lse, **shared(cu_seq_lens, max_length, scale), **sides)[:3]
+        return backward(
+            q=q, k=k, v=v, out=out, dout=gradient, lse=lse, **shared(cu_seq_lens, max_length, scale), **sides
+        )[:3]
 
     return Calls(forward_pass, backward_pass)
 
@@ -207,7 +237,8 @@ def _bound() -> Calls:
     return _calls
 
 
-# -- operators of our own: torch.compile does not look into them, and gradients pass through --------------------------------------
+# -- operators of our own: torch.compile does not look into them, and gradients pass through
+# --------------------------------------
 
 
 @torch.library.custom_op(
@@ -216,7 +247,13 @@ def _bound() -> Calls:
     schema="(Tensor q, Tensor k, Tensor v, Tensor cu_seq_lens, SymInt max_length, float scale, SymInt window) -> (Tensor, Tensor)",
 )
 def flash4_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seq_lens: torch.Tensor, max_length: int, scale: float, window: int
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seq_lens: torch.Tensor,
+    max_length: int,
+    scale: float,
+    window: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output (t, h, d), and the logarithms of the softmax's denominators (h, t) float32, which have no gradient."""
     out, lse = _bound().forward(q.contiguous(), k.contiguous(), v.contiguous(), cu_seq_lens, max_length, scale, window)
@@ -242,7 +279,9 @@ def flash4_backward(
     window: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q (t, h, d), k and v (t, g, d)."""
-    tensors = [x.contiguous() for x in (gradient, q, k, v, out, lse)]  # an expanded gradient would be one more compilation
+    tensors = [
+        x.contiguous() for x in (gradient, q, k, v, out, lse)
+    ]  # an expanded gradient would be one more compilation
     dq, dk, dv = _bound().backward(*tensors, cu_seq_lens, max_length, scale, window)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 

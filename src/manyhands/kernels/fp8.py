@@ -1,15 +1,18 @@
-"""Matrix products of float8_e4m3fn codes with a scale a row, and the passes that make the codes. Knows no layers or modules.
+"""Matrix products of float8_e4m3fn codes with a scale a row, and the passes that make the codes. Knows no layers or
+modules.
 
-A row x of an operand is held as codes x / s rounded to 3 mantissa bits; s is the smallest power of two with max |x| / s <= 448,
-the largest code. A rounding errs by at most 2**-4 of the value, 2.6 % in root mean square over all values, so a product of two
-codes by 3.7 %, and so does a sum of products of random signs, whatever its length. Values below 2**-15 of their row's largest
-lose more, below 2**-19 all. Scales are powers of two, so that codes of one operand serve several products unrounded: scales over
-what is summed are multiplied into the other operand before it is coded, or into both as they are transposed.
+A row x of an operand is held as codes x / s rounded to 3 mantissa bits; s is the smallest power of two with max |x| / s
+<= 448, the largest code. A rounding errs by at most 2**-4 of the value, 2.6 % in root mean square over all values, so a
+product of two codes by 3.7 %, and so does a sum of products of random signs, whatever its length. Values below 2**-15
+of their row's largest lose more, below 2**-19 all. Scales are powers of two, so that codes of one operand serve several
+products unrounded: scales over what is summed are multiplied into the other operand before it is coded, or into both as
+they are transposed.
 
-On a GPU of compute capability 8.9 or newer products run by ``torch._scaled_mm`` and passes by Triton, each tried on small
-numbers first; elsewhere all of it is plain torch, the product in float32 of the very same codes (``describe`` says which).
-Accumulation is the fast one: at 4,096 columns it moves the error from 3.769 to 3.771 % (``bench/fp8.py``). Codes in e5m2 err by
-5.9 %. Operators are opaque to torch.compile and have no gradients: use them inside autograd functions.
+On a GPU of compute capability 8.9 or newer products run by ``torch._scaled_mm`` and passes by Triton, each tried on
+small numbers first; elsewhere all of it is plain torch, the product in float32 of the very same codes (``describe``
+says which). Accumulation is the fast one: at 4,096 columns it moves the error from 3.769 to 3.771 % (``bench/fp8.py``).
+Codes in e5m2 err by 5.9 %. Operators are opaque to torch.compile and have no gradients: use them inside autograd
+functions.
 
 Shapes: n rows (tokens), k columns summed over, o columns of a result.
 """
@@ -35,7 +38,8 @@ MAX_PARTS = 3
 
 
 def quantise_rows(parts: Sequence[Tensor], factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Codes (n, k) and scales (n, 1), float32, of one to three inputs (n, k_j) side by side: a row of all has one scale.
+    """Codes (n, k) and scales (n, 1), float32, of one to three inputs (n, k_j) side by side: a row of all has one
+    scale.
 
     Columns are multiplied by ``factors`` (k) before, which are float32.
     """
@@ -48,8 +52,9 @@ def quantise_stacked(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def transpose(parts: Sequence[Tensor], factors: Tensor, *, invert: bool) -> Tensor:
-    """Codes (k, n') of X^T, for X (n, k) in parts (n_j, k) one above the other, codes or not, whose rows are multiplied by powers
-    of two (n, 1), or divided by them (``invert``). n' is n rounded up to a multiple of 16 by zeros, which add nothing to a sum.
+    """Codes (k, n') of X^T, for X (n, k) in parts (n_j, k) one above the other, codes or not, whose rows are multiplied
+    by powers of two (n, 1), or divided by them (``invert``). n' is n rounded up to a multiple of 16 by zeros, which add
+    nothing to a sum.
     """
     return (_transpose_op if torch.compiler.is_compiling() else _transpose)(list(parts), factors, invert)
 
@@ -62,10 +67,12 @@ def gated_rows(g: Tensor, u: Tensor, activation: str) -> tuple[Tensor, Tensor, T
 def gated_rows_backward(
     dh: Tensor, g: Tensor, u: Tensor, factors: Tensor, activation: str, *, with_h: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """From dh (n, k): dg and du side by side (n, 2k), h again (n, k) or nothing (0, k), and codes (n, 2k) and scales (n, 1) of
-    the former, whose columns are multiplied by ``factors`` (2k) before.
+    """From dh (n, k): dg and du side by side (n, 2k), h again (n, k) or nothing (0, k), and codes (n, 2k) and scales
+    (n, 1) of the former, whose columns are multiplied by ``factors`` (2k) before.
     """
-    return (_gated_backward_op if torch.compiler.is_compiling() else _gated_backward)(dh, g, u, factors, activation, with_h)
+    return (_gated_backward_op if torch.compiler.is_compiling() else _gated_backward)(
+        dh, g, u, factors, activation, with_h
+    )
 
 
 def product(
@@ -80,18 +87,21 @@ def product(
 ) -> Tensor:
     """A B^T + bias (n, o) in ``dtype``, from codes (n, k) and (o, k) and their scales (n, 1) and (o, 1), or 1 for b.
 
-    ``left`` (n, r_j) and ``right`` (o_j, r_j), in ``dtype``: left_j right_j^T is added to the j-th part of the columns, o_j wide.
-    Parts follow one another; one with nothing to add (r_j = 0) is left as it is.
+    ``left`` (n, r_j) and ``right`` (o_j, r_j), in ``dtype``: left_j right_j^T is added to the j-th part of the columns,
+    o_j wide. Parts follow one another; one with nothing to add (r_j = 0) is left as it is.
     """
     function = _product_op if torch.compiler.is_compiling() else _product
     return function(a, a_scales, b, b_scales, dtype, bias, list(left), list(right))
 
 
-def product_over_rows(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, out_scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """A^T B (o, k) in ``dtype``, row j over ``out_scales`` (o), for A (n, o) and B (n, k) as codes with a scale for each row.
+def product_over_rows(
+    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, out_scales: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """A^T B (o, k) in ``dtype``, row j over ``out_scales`` (o), for A (n, o) and B (n, k) as codes with a scale for
+    each row.
 
-    The two scales of a row multiply each term of the sum. Relative to the largest product of both they are spread over the codes
-    of both, as powers of two: exact, but for terms some 2**-17 of the largest and smaller.
+    The two scales of a row multiply each term of the sum. Relative to the largest product of both they are spread over
+    the codes of both, as powers of two: exact, but for terms some 2**-17 of the largest and smaller.
     """
     function = _over_rows_op if torch.compiler.is_compiling() else _over_rows
     return function(a, a_scales, b, b_scales, out_scales, dtype)
@@ -133,7 +143,12 @@ def load_triton(device: torch.device) -> tuple[ModuleType | None, str]:
     """The Triton passes if they give on ``device`` what plain torch gives; else None and why not."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
         return None, "the GPU has no fp8"
-    backend = triton_or("plain", device, "triton_fp8", lambda kernels: "" if _agrees(kernels, device) else "gave other numbers in its test")
+    backend = triton_or(
+        "plain",
+        device,
+        "triton_fp8",
+        lambda kernels: "" if _agrees(kernels, device) else "gave other numbers in its test",
+    )
     if backend.name != "triton":
         return None, backend.reason
     from manyhands.kernels import triton_fp8
@@ -152,12 +167,16 @@ def _agrees(kernels: ModuleType, device: torch.device) -> bool:
         (kernels.quantise_stacked([x, y]), _stacked_plain([x, y])),
         ([kernels.transpose([x, y], scales, True)], [_transpose_plain([x, y], scales, True)]),
     ]
-    if not all(torch.equal(a.float(), b.float()) for found, expected in pairs for a, b in zip(found, expected, strict=True)):
+    if not all(
+        torch.equal(a.float(), b.float()) for found, expected in pairs for a, b in zip(found, expected, strict=True)
+    ):
         return False
     near = [(kernels.gated_rows(x, y, "silu")[0], _gated_plain(x, y, "silu")[0])]
     added = torch.cat([x, y], 1)
     kernels.add_low_rank(added[:, 5:272], x[:, :20], y[:20, :267].t())
-    near.append((added[:, 5:272], torch.addmm(torch.cat([x, y], 1)[:, 5:272].float(), x[:, :20].float(), y[:20, :267].float())))
+    near.append(
+        (added[:, 5:272], torch.addmm(torch.cat([x, y], 1)[:, 5:272].float(), x[:, :20].float(), y[:20, :267].float()))
+    )
     back = (x, x, y, factors, "silu", True)
     near += zip(kernels.gated_rows_backward(*back)[:2], _gated_backward_plain(*back)[:2], strict=True)
     return all(bool(((a - b).abs() <= 2**-7 * b.abs() + 2**-12).all()) for a, b in near)
@@ -269,7 +288,9 @@ def _add_low_rank(y: Tensor, low: Tensor, wide: Tensor) -> None:
         y.addmm_(low, wide.t())
 
 
-def _over_rows(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, out_scales: Tensor, dtype: torch.dtype) -> Tensor:
+def _over_rows(
+    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, out_scales: Tensor, dtype: torch.dtype
+) -> Tensor:
     if a.shape[0] == 0:
         return a_scales.new_zeros((a.shape[1], b.shape[1]), dtype=dtype)
     exponents = (a_scales.view(torch.int32) >> 23) + (b_scales.view(torch.int32) >> 23) - 2 * 127
@@ -277,7 +298,9 @@ def _over_rows(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, out_sca
     below = exponents - top
     half = below >> 1
     left, right = _transpose([a], _power_of_two(below - half), False), _transpose([b], _power_of_two(half), False)
-    scales = _power_of_two(top >> 1) / out_scales.view(-1, 1) * _power_of_two(top - (top >> 1))  # in two steps, as 2**top may be no float
+    scales = (
+        _power_of_two(top >> 1) / out_scales.view(-1, 1) * _power_of_two(top - (top >> 1))
+    )  # in two steps, as 2**top may be no float
     return _multiply(left, scales, right, b_scales.new_ones((b.shape[1], 1)), dtype, None)
 
 
@@ -286,33 +309,48 @@ def _power_of_two(exponents: Tensor) -> Tensor:
     return (exponents + 127).clamp(min=0).mul(2**23).to(torch.int32).view(torch.float32)
 
 
-def _multiply(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+def _multiply(
+    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dtype: torch.dtype, bias: Tensor | None
+) -> Tensor:
     if a.shape[0] == 0:
         return a_scales.new_zeros((0, b.shape[0]), dtype=dtype)
     multiply: Callable[..., Tensor] = _scaled_mm if has_products(a.device) else _emulated
     return multiply(a, a_scales, b, b_scales, dtype, bias)
 
 
-def _scaled_mm(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+def _scaled_mm(
+    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dtype: torch.dtype, bias: Tensor | None
+) -> Tensor:
     return torch._scaled_mm(a, b.t(), a_scales, b_scales.t(), bias=bias, out_dtype=dtype, use_fast_accum=True)
 
 
-def _emulated(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+def _emulated(
+    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dtype: torch.dtype, bias: Tensor | None
+) -> Tensor:
     y = (a.float() @ b.float().t()) * a_scales * b_scales.t()
     return (y if bias is None else y + bias.float()).to(dtype)
 
 
-# -- the same as operators that torch.compile does not look into ----------------------------------------------------------------
+# -- the same as operators that torch.compile does not look into
+# ----------------------------------------------------------------
 
 _rows_op = torch.library.custom_op(
     "manyhands::fp8_rows", _rows, mutates_args=(), schema="(Tensor[] parts, Tensor? factors) -> (Tensor, Tensor)"
 )
-_stacked_op = torch.library.custom_op("manyhands::fp8_stacked", _stacked, mutates_args=(), schema="(Tensor[] parts) -> (Tensor, Tensor)")
+_stacked_op = torch.library.custom_op(
+    "manyhands::fp8_stacked", _stacked, mutates_args=(), schema="(Tensor[] parts) -> (Tensor, Tensor)"
+)
 _transpose_op = torch.library.custom_op(
-    "manyhands::fp8_transpose", _transpose, mutates_args=(), schema="(Tensor[] parts, Tensor factors, bool invert) -> Tensor"
+    "manyhands::fp8_transpose",
+    _transpose,
+    mutates_args=(),
+    schema="(Tensor[] parts, Tensor factors, bool invert) -> Tensor",
 )
 _gated_op = torch.library.custom_op(
-    "manyhands::fp8_gated", _gated, mutates_args=(), schema="(Tensor g, Tensor u, str activation) -> (Tensor, Tensor, Tensor)"
+    "manyhands::fp8_gated",
+    _gated,
+    mutates_args=(),
+    schema="(Tensor g, Tensor u, str activation) -> (Tensor, Tensor, Tensor)",
 )
 _gated_backward_op = torch.library.custom_op(
     "manyhands::fp8_gated_backward",
@@ -363,7 +401,11 @@ def _(g, u, activation):  # type: ignore[no-untyped-def]
 @_gated_backward_op.register_fake
 def _(dh, g, u, factors, activation, with_h):  # type: ignore[no-untyped-def]
     num_rows, width = g.shape
-    return g.new_empty((num_rows, 2 * width)), g.new_empty((num_rows if with_h else 0, width)), *_fake_rows(g, num_rows, 2 * width)
+    return (
+        g.new_empty((num_rows, 2 * width)),
+        g.new_empty((num_rows if with_h else 0, width)),
+        *_fake_rows(g, num_rows, 2 * width),
+    )
 
 
 @_product_op.register_fake

@@ -1,14 +1,15 @@
-"""Linear layers on one input, and whole gated MLPs, with products in fp8, as autograd functions: adapted and frozen, or trained.
+"""Linear layers on one input, and whole gated MLPs, with products in fp8, as autograd functions: adapted and frozen, or
+trained.
 
-What ``lora`` does in the compute dtype, with other numerics. Each wide product takes codes of both operands (``fp8``), one scale
-a row: y = x W^T from rows of x and W; dX = dY W from rows of dY, multiplied by the scales of W, and the same codes of W; dW =
-dY^T X from the codes of both that are there already. So every tensor is rounded once. A group is one product each way: its
-weights stand one above the other, its outputs side by side. What has low rank stays in the compute dtype, and so do biases,
-activations and sums.
+What ``lora`` does in the compute dtype, with other numerics. Each wide product takes codes of both operands (``fp8``),
+one scale a row: y = x W^T from rows of x and W; dX = dY W from rows of dY, multiplied by the scales of W, and the same
+codes of W; dW = dY^T X from the codes of both that are there already. So every tensor is rounded once. A group is one
+product each way: its weights stand one above the other, its outputs side by side. What has low rank stays in the
+compute dtype, and so do biases, activations and sums.
 
-Weights that are trained, or gathered from shards, are coded at each use. Frozen whole ones may be coded once (``code_weights``).
-Layers that are trained keep the codes of their inputs for the backward pass, a byte an element. One source serves eager mode
-and torch.compile. Knows no modules, families or dropout.
+Weights that are trained, or gathered from shards, are coded at each use. Frozen whole ones may be coded once
+(``code_weights``). Layers that are trained keep the codes of their inputs for the backward pass, a byte an element. One
+source serves eager mode and torch.compile. Knows no modules, families or dropout.
 
 Shapes: n tokens, i inputs, o outputs, O the outputs of a group, R the sum of its ranks.
 """
@@ -62,7 +63,13 @@ def fp8_linears(x: Tensor, layers: Sequence[Layer], coded: Coded | None = None) 
 
 
 def fp8_mlp(
-    x: Tensor, gate: Layer, up: Layer, down: Layer, activation: str, coded: Coded | None = None, coded_down: Coded | None = None
+    x: Tensor,
+    gate: Layer,
+    up: Layer,
+    down: Layer,
+    activation: str,
+    coded: Coded | None = None,
+    coded_down: Coded | None = None,
 ) -> Tensor:
     """down(act(gate(x)) * up(x)), (..., i) -> (..., o); ``coded``: of gate and up, and of down."""
     if activation not in ACTIVATIONS:
@@ -125,7 +132,8 @@ def _restore(tensors: Sequence[Tensor], form: _Form) -> _Group:
     return _Group(layers, form.layers, Coded(*rest) if form.is_coded else None)
 
 
-# -- a group, forward and backward --------------------------------------------------------------------------------------------
+# -- a group, forward and backward
+# --------------------------------------------------------------------------------------------
 
 
 class _Rows(NamedTuple):
@@ -164,7 +172,9 @@ def _low_gradient(low: Tensor | None, group: _Group, gradients: Sequence[Tensor]
     """dL = [dY scaling B], (n, R)"""
     if low is None:
         return None
-    lows = [dy @ scaled_b(layer, dy.dtype) for layer, dy in zip(group.layers, gradients, strict=True) if layer.b is not None]
+    lows = [
+        dy @ scaled_b(layer, dy.dtype) for layer, dy in zip(group.layers, gradients, strict=True) if layer.b is not None
+    ]
     return lows[0] if len(lows) == 1 else torch.cat(lows, 1)
 
 
@@ -182,7 +192,9 @@ def _input_gradient(rows: _Rows, group: _Group, scales: Tensor, dlow: Tensor | N
     return product(*rows, transposed, None, dtype, None, left, right)
 
 
-def _parameter_gradients(kept: _Kept, group: _Group, gradients: Sequence[Tensor], rows: _Rows, dlow: Tensor | None) -> list[Tensor | None]:
+def _parameter_gradients(
+    kept: _Kept, group: _Group, gradients: Sequence[Tensor], rows: _Rows, dlow: Tensor | None
+) -> list[Tensor | None]:
     """Of each layer's tensors, in the order of ``_flatten``: none for what is frozen. ``rows``: of the gradients."""
     layers = group.layers
     factors = [None] * len(layers) if kept.x is None else split_a(dlow, kept.x, layers)
@@ -191,7 +203,9 @@ def _parameter_gradients(kept: _Kept, group: _Group, gradients: Sequence[Tensor]
         whole = product_over_rows(*rows, kept.codes, kept.code_scales, kept.scales, layers[0].base[0].dtype)
         weights = [dw if form.trained else None for dw, form in zip(_split(whole, layers, 0), group.forms, strict=True)]
     flat: list[Tensor | None] = []
-    for layer, form, dy, columns, da, dw in zip(layers, group.forms, gradients, factor_columns(layers), factors, weights, strict=True):
+    for layer, form, dy, columns, da, dw in zip(
+        layers, group.forms, gradients, factor_columns(layers), factors, weights, strict=True
+    ):
         flat.append(dw)
         if layer.bias is not None:
             flat.append(dy.sum(0, dtype=torch.float32).to(layer.bias.dtype) if form.trained_bias else None)
@@ -205,8 +219,8 @@ def _parameter_gradients(kept: _Kept, group: _Group, gradients: Sequence[Tensor]
 
 
 class _Kept(NamedTuple):
-    """What a group's backward pass needs of its forward pass: scales of the weights; of adapted layers the input and x A^T, of
-    trained ones the codes of the input.
+    """What a group's backward pass needs of its forward pass: scales of the weights; of adapted layers the input and x
+    A^T, of trained ones the codes of the input.
     """
 
     scales: Tensor

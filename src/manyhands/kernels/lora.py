@@ -4,19 +4,22 @@ Against one layer after the other in plain autograd:
 
 - the factors A of a group are one matrix, so its input is read once for x A^T and once for dA, not once a layer;
 - the narrow product with B (in dX: with A) is written first and the wide one adds to it as it stores its result
-  (``matmul.low_rank_linear``, ``sum_of_products``): no pass over the outputs is spent on adding. The scaling is folded into B;
+  (``matmul.low_rank_linear``, ``sum_of_products``): no pass over the outputs is spent on adding. The scaling is folded
+  into B;
 - an MLP keeps the outputs of gate and up alone; their product, the input of down, is computed again. (Compiled, the
-  partitioner sees one graph and decides: it keeps all three, which is the faster way. ``activation_memory_budget`` moves it.)
+  partitioner sees one graph and decides: it keeps all three, which is the faster way. ``activation_memory_budget``
+  moves it.)
 - gradients of the factors leave in float32, unrounded where the device can (``matmul.mm_wide``).
 
-Frozen weights get no gradient and are taken as they come: a tensor, or the pieces of a quantised one with its ``Products``.
-One source serves eager mode and torch.compile, which traces forward and backward into the block's graph. Knows no modules,
-families or dropout.
+Frozen weights get no gradient and are taken as they come: a tensor, or the pieces of a quantised one with its
+``Products``. One source serves eager mode and torch.compile, which traces forward and backward into the block's graph.
+Knows no modules, families or dropout.
 
-Bytes spared in a layer of Llama-8B, 8,192 tokens, r 16, all linear layers, bfloat16, against eager products and adds: outputs
-(43,008 wide) 6 in place of 10 bytes an element, 1.4 GB; dX 2.1 GB (q, k, v: 4 products that add in place of 6 products and 5
-adds); inputs read four times in place of seven for each of x A^T and dA, 0.4 GB. Over 32 layers that is 124 GB, 29 ms at
-4.3 TB/s; the compiler had fused a part of it before. Operations are the same. ``bench/kernels.py`` measures it.
+Bytes spared in a layer of Llama-8B, 8,192 tokens, r 16, all linear layers, bfloat16, against eager products and adds:
+outputs (43,008 wide) 6 in place of 10 bytes an element, 1.4 GB; dX 2.1 GB (q, k, v: 4 products that add in place of 6
+products and 5 adds); inputs read four times in place of seven for each of x A^T and dA, 0.4 GB. Over 32 layers that is
+124 GB, 29 ms at 4.3 TB/s; the compiler had fused a part of it before. Operations are the same. ``bench/kernels.py``
+measures it.
 
 Shapes: n tokens, i inputs, o outputs, r rank, R the sum of the group's ranks; weight (o, i), A (r, i), B (o, r).
 """
@@ -36,28 +39,35 @@ ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 
 
 class Products(Protocol):
-    """The two products of weights that stand in pieces. Both write what is narrow first and let the wide products add to it.
+    """The two products of weights that stand in pieces. Both write what is narrow first and let the wide products add
+    to it.
 
-    Compiled graphs merge equal calls and would keep a dequantised weight from the forward to the backward pass: let both be
-    operators of their own (``torch.library.custom_op``).
+    Compiled graphs merge equal calls and would keep a dequantised weight from the forward to the backward pass: let
+    both be operators of their own (``torch.library.custom_op``).
     """
 
-    def linear(self, x: Tensor, pieces: Sequence[Tensor], bias: Tensor | None, low: Tensor | None, b: Tensor | None) -> Tensor:
+    def linear(
+        self, x: Tensor, pieces: Sequence[Tensor], bias: Tensor | None, low: Tensor | None, b: Tensor | None
+    ) -> Tensor:
         """x W^T + bias + low b^T (n, o), for low (n, r) and b (o, r), or for neither."""
 
     def input_gradient(
-        self, gradients: Sequence[Tensor], pieces: Sequence[Sequence[Tensor]], left: Sequence[Tensor], right: Sequence[Tensor]
+        self,
+        gradients: Sequence[Tensor],
+        pieces: Sequence[Sequence[Tensor]],
+        left: Sequence[Tensor],
+        right: Sequence[Tensor],
     ) -> Tensor:
-        """sum_j dY_j W_j + sum_k left_k right_k (n, i), over the layers of a group that stand in pieces and over whole factors
-        (n, r_k), (r_k, i), of which there may be none.
+        """sum_j dY_j W_j + sum_k left_k right_k (n, i), over the layers of a group that stand in pieces and over whole
+        factors (n, r_k), (r_k, i), of which there may be none.
         """
 
 
 class Layer(NamedTuple):
     """One linear layer: x W^T + bias + scaling (x A^T) B^T. Only A and B get gradients, in their own dtype.
 
-    ``base`` holds the frozen weight, or the pieces that stand for it and that ``products`` multiplies; all such layers on one
-    input stand in pieces of one kind.
+    ``base`` holds the frozen weight, or the pieces that stand for it and that ``products`` multiplies; all such layers
+    on one input stand in pieces of one kind.
     """
 
     base: tuple[Tensor, ...]
@@ -69,7 +79,9 @@ class Layer(NamedTuple):
 
 
 def lora_linears(x: Tensor, layers: Sequence[Layer]) -> tuple[Tensor, ...]:
-    """Outputs (..., o) of each layer on the shared input x (..., i). A layer without factors is a frozen linear layer."""
+    """Outputs (..., o) of each layer on the shared input x (..., i). A layer without factors is a frozen linear
+    layer.
+    """
     tensors, forms = _flatten(layers)
     outputs = _LoraLinears.apply(x.reshape(-1, x.shape[-1]), forms, *tensors)
     return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in outputs)
@@ -125,7 +137,8 @@ def _restore(tensors: Sequence[Tensor], forms: Sequence[_Form]) -> list[Layer]:
     return layers
 
 
-# -- a group, forward and backward ------------------------------------------------------------------------------------------
+# -- a group, forward and backward
+# ------------------------------------------------------------------------------------------
 
 
 def stack_a(layers: Sequence[Layer], dtype: torch.dtype) -> Tensor | None:
@@ -222,7 +235,9 @@ def split_a(dlow: Tensor | None, x: Tensor, layers: Sequence[Layer]) -> list[Ten
     return [None if layer.a is None else whole[columns].to(layer.a.dtype) for layer, columns in pairs]
 
 
-def _flat_gradients(forms: Sequence[_Form], for_a: Sequence[Tensor | None], for_b: Sequence[Tensor | None]) -> list[Tensor | None]:
+def _flat_gradients(
+    forms: Sequence[_Form], for_a: Sequence[Tensor | None], for_b: Sequence[Tensor | None]
+) -> list[Tensor | None]:
     """Gradients in the order of ``_flatten``: none for what is frozen."""
     flat: list[Tensor | None] = []
     for form, da, db in zip(forms, for_a, for_b, strict=True):

@@ -1,16 +1,17 @@
 """Cross-entropy fused with the head: neither all logits nor their gradients are ever held.
 
-A chunk of rows at a time: logits, loss and, at once, the gradient of the logits in their place; from it the gradients of the
-hidden states and, where the head is trained, of its weight. The backward pass only scales what the forward pass has made, so
-each logit is computed once. Knows no model, no ranks and no divisor: it returns a sum.
+A chunk of rows at a time: logits, loss and, at once, the gradient of the logits in their place; from it the gradients
+of the hidden states and, where the head is trained, of its weight. The backward pass only scales what the forward pass
+has made, so each logit is computed once. Knows no model, no ranks and no divisor: it returns a sum.
 
-With m trained rows, e hidden sizes and v words: forward plus backward are 4 m e v operations for a frozen head (6 m e v where
-chunks are recomputed), 6 m e v for a trained one (8 m e v). Logits are written once, read twice and overwritten once in their
-own dtype: 8 m v bytes in bfloat16, where float32 copies and a recomputation move more than 40 m v. For 8B (e 4096, v 128256)
-and 8,192 rows that saves 8.6 TFLOP (11 ms at 780 TFLOP/s) and some 35 GB (8 ms at 4.3 TB/s).
+With m trained rows, e hidden sizes and v words: forward plus backward are 4 m e v operations for a frozen head (6 m e v
+where chunks are recomputed), 6 m e v for a trained one (8 m e v). Logits are written once, read twice and overwritten
+once in their own dtype: 8 m v bytes in bfloat16, where float32 copies and a recomputation move more than 40 m v. For 8B
+(e 4096, v 128256) and 8,192 rows that saves 8.6 TFLOP (11 ms at 780 TFLOP/s) and some 35 GB (8 ms at 4.3 TB/s).
 
-Why no ``scale``: the known divisor reaches the backward pass as a 0-d tensor, and the multiplication by it is one with the cast of
-the sums to the weight's dtype; on hidden states it moves 4 m e bytes (30 us for 8B). Unscaled gradients also suit float16.
+Why no ``scale``: the known divisor reaches the backward pass as a 0-d tensor, and the multiplication by it is one with
+the cast of the sums to the weight's dtype; on hidden states it moves 4 m e bytes (30 us for 8B). Unscaled gradients
+also suit float16.
 
 Shapes: m rows, all with a target; e hidden size, v vocabulary.
 """
@@ -29,7 +30,9 @@ from manyhands.kernels.backend import Backend, beyond_bound, triton_or
 from manyhands.kernels.matmul import add_mm_, mm_wide, sum_dtype
 
 MAX_LOGITS_FROZEN = 2**28  # logits held at once: 0.5 GiB in bfloat16
-MAX_LOGITS_TRAINED = 2**29  # 1 GiB: each chunk reads and writes the float32 sum of the weight's gradient, so chunks are few
+MAX_LOGITS_TRAINED = (
+    2**29
+)  # 1 GiB: each chunk reads and writes the float32 sum of the weight's gradient, so chunks are few
 ROW_MULTIPLE = 128  # chunks are whole tiles of a matrix product
 COLUMN_MULTIPLE = 64  # rows of logits begin aligned, whatever the vocabulary
 EAGER_LOGITS = 2**24  # logits that plain torch widens at once: 64 MiB in float32
@@ -39,7 +42,7 @@ BACKENDS = ("triton", "compile", "eager")
 def linear_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,
-    targets: torch.Tensor,
+    labels: torch.Tensor,
     *,
     weights: torch.Tensor | None = None,
     logit_scale: float = 1.0,
@@ -48,21 +51,22 @@ def linear_cross_entropy(
     max_logits: int | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """sum_i weights_i * cross_entropy(logits_i, targets_i), and the number of targets that are their row's arg max.
+    """sum_i weights_i * cross_entropy(logits_i, targets_i), and the number of labels that are their row's arg max.
 
     logits = softcap * tanh(logit_scale * hidden weight^T / softcap), without a cap logit_scale * hidden weight^T.
 
-    ``hidden`` (m, e) and ``weight`` (v, e) of one dtype; ``targets`` (m) int64, a negative one counts nothing; ``weights``
-    (m) float32. Both results are 0-d: the sum in float32 (float64 for float64), the hits int64, counted only with
-    ``metrics``. m may be 0: the sum is then a zero that depends on both arguments. ``max_logits`` bounds a chunk,
-    ``backend`` is one of ``BACKENDS``; None takes ``choose_backend``'s.
+    ``hidden`` (m, e) and ``weight`` (v, e) of one dtype; ``labels`` (m) int64, a negative one counts nothing;
+    ``weights`` (m) float32. Both results are 0-d: the sum in float32 (float64 for float64), the hits int64, counted
+    only with ``metrics``. m may be 0: the sum is then a zero that depends on both arguments. ``max_logits`` bounds a
+    chunk, ``backend`` is one of ``BACKENDS``; None takes ``choose_backend``'s.
 
     ``weight`` must be whole: the parameter that ``fully_shard`` has gathered is, since a unit's forward pass sees plain
-    tensors; it is not kept for the backward pass, so its unit may free it. A sharded head (DTensor) raises ``TypeError``:
+    tensors; it is not kept for the backward pass, so its unit may free it. A sharded head (DTensor) raises
+    ``TypeError``:
     a softmax over a sharded vocabulary needs a collective, which has no place here. A tied weight needs nothing:
     autograd adds the embedding's share. Gradients of gradients raise.
     """
-    _check(hidden, weight, targets, weights)
+    _check(hidden, weight, labels, weights)
     chosen = backend or choose_backend(hidden.device, hidden.dtype).name
     grad_enabled = torch.is_grad_enabled()
     options = _Options(
@@ -74,7 +78,7 @@ def linear_cross_entropy(
         max_logits=max_logits,
         backend=chosen,
     )
-    return _LinearCrossEntropy.apply(hidden, weight, targets, weights, options)  # type: ignore[no-any-return]
+    return _LinearCrossEntropy.apply(hidden, weight, labels, weights, options)  # type: ignore[no-any-return]
 
 
 def chunk_rows(num_rows: int, vocab_size: int, trained_head: bool, max_logits: int | None = None) -> int:
@@ -90,10 +94,14 @@ def chunk_rows(num_rows: int, vocab_size: int, trained_head: bool, max_logits: i
 
 @lru_cache
 def choose_backend(device: torch.device, dtype: torch.dtype) -> Backend:
-    """Triton where it can be imported and passes a comparison with plain torch on ``device``, else plain torch, with the reason."""
+    """Triton where it can be imported and passes a comparison with plain torch on ``device``, else plain torch, with
+    the reason.
+    """
     if device.type == "cuda" and dtype == torch.float64:
         return Backend("eager", "float64 is computed by plain torch")
-    return triton_or("eager", device, "triton_loss", lambda kernels: beyond_bound(kernels.compare(device, dtype, softmax_rows)))
+    return triton_or(
+        "eager", device, "triton_loss", lambda kernels: beyond_bound(kernels.compare(device, dtype, softmax_rows))
+    )
 
 
 @dataclass(frozen=True)
@@ -113,7 +121,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any,
         hidden: torch.Tensor,
         weight: torch.Tensor,
-        targets: torch.Tensor,
+        labels: torch.Tensor,
         weights: torch.Tensor | None,
         options: _Options,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -136,7 +144,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits = buffer[: rows.stop - start]
             torch.mm(hidden[rows], weight.t(), out=logits)
             part = None if weights is None else weights[rows]
-            softmax(logits, targets[rows], part, losses[rows], hits[rows] if options.metrics else None)
+            softmax(logits, labels[rows], part, losses[rows], hits[rows] if options.metrics else None)
             if hidden_grad is not None:
                 torch.mm(logits, weight, out=hidden_grad[rows])
             if weight_grad is not None:
@@ -165,7 +173,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def softmax_rows(
     logits: torch.Tensor,
-    targets: torch.Tensor,
+    labels: torch.Tensor,
     weights: torch.Tensor | None,
     losses: torch.Tensor,
     hits: torch.Tensor | None,
@@ -174,7 +182,8 @@ def softmax_rows(
     softcap: float | None = None,
     with_grad: bool = True,
 ) -> None:
-    """The plain reference: fill ``losses`` (m) and ``hits`` (m) of ``logits`` (m, v), and put the gradient in their place.
+    """The plain reference: fill ``losses`` (m) and ``hits`` (m) of ``logits`` (m, v), and put the gradient in their
+    place.
 
     Everything is computed in ``sum_dtype``; the gradient is rounded to the logits' dtype once.
     """
@@ -183,7 +192,7 @@ def softmax_rows(
         rows = slice(start, start + step)
         _softmax_part(
             logits[rows],
-            targets[rows],
+            labels[rows],
             None if weights is None else weights[rows],
             losses[rows],
             None if hits is None else hits[rows],
@@ -195,7 +204,7 @@ def softmax_rows(
 
 def _softmax_part(
     logits: torch.Tensor,
-    targets: torch.Tensor,
+    labels: torch.Tensor,
     weights: torch.Tensor | None,
     losses: torch.Tensor,
     hits: torch.Tensor | None,
@@ -208,14 +217,14 @@ def _softmax_part(
     if softcap is not None:
         bent = torch.tanh(x / softcap)
         x = bent * softcap
-    wanted = targets.clamp(min=0)[:, None]
-    factor = (targets >= 0).to(losses.dtype)
+    wanted = labels.clamp(min=0)[:, None]
+    factor = (labels >= 0).to(losses.dtype)
     if weights is not None:
         factor = factor * weights
     log_sum = torch.logsumexp(x, 1, keepdim=True)
     losses.copy_((log_sum - x.gather(1, wanted)).squeeze(1) * factor)
     if hits is not None:
-        hits.copy_(x.argmax(1) == targets)
+        hits.copy_(x.argmax(1) == labels)
     if not with_grad:
         return
     columns = torch.arange(x.shape[1], device=x.device)
@@ -246,7 +255,9 @@ def _softmax(options: _Options) -> Any:
 
 
 def _scale(options: _Options) -> Any:
-    """``torch.mul`` of a tensor and a number on the device, into another dtype, which torch does at a third of the bandwidth."""
+    """``torch.mul`` of a tensor and a number on the device, into another dtype, which torch does at a third of the
+    bandwidth.
+    """
     if options.backend != "triton":
         return torch.mul
     from manyhands.kernels.triton_loss import scale_triton
@@ -254,12 +265,14 @@ def _scale(options: _Options) -> Any:
     return scale_triton
 
 
-def _check(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None) -> None:
+def _check(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None) -> None:
     if hasattr(weight, "placements") or hasattr(hidden, "placements"):
-        raise TypeError("linear_cross_entropy takes whole tensors: gather the head first, or call it inside its fully_shard unit")
+        raise TypeError(
+            "linear_cross_entropy takes whole tensors: gather the head first, or call it inside its fully_shard unit"
+        )
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} must be (m, e) and (v, e)")
     if hidden.dtype != weight.dtype:
         raise TypeError(f"hidden ({hidden.dtype}) and weight ({weight.dtype}) must have one dtype")
-    if targets.shape != hidden.shape[:1] or (weights is not None and weights.shape != targets.shape):
-        raise ValueError(f"targets and weights must have the shape {tuple(hidden.shape[:1])}")
+    if labels.shape != hidden.shape[:1] or (weights is not None and weights.shape != labels.shape):
+        raise ValueError(f"labels and weights must have the shape {tuple(hidden.shape[:1])}")

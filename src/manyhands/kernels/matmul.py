@@ -1,10 +1,11 @@
 """Matrix products that add to what is there, and that keep their float32 sums. Knows nothing of layers.
 
-A GPU sums bfloat16 products in float32 and rounds at the end; ``torch.mm(out_dtype=float32)`` hands the sum out unrounded.
-Where the operator is missing (CPU, old builds) the same is done with a rounding in between, as plain autograd does.
+A GPU sums bfloat16 products in float32 and rounds at the end; ``torch.mm(out_dtype=float32)`` hands the sum out
+unrounded. Where the operator is missing (CPU, old builds) the same is done with a rounding in between, as plain
+autograd does.
 
-``mm_wide``, ``low_rank_linear`` and ``sum_of_products`` are opaque to torch.compile, which would turn an in-place product
-into one with a copy before it. They have no gradients: use them inside autograd functions.
+``mm_wide``, ``low_rank_linear`` and ``sum_of_products`` are opaque to torch.compile, which would turn an in-place
+product into one with a copy before it. They have no gradients: use them inside autograd functions.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ def mm_wide(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return _mm_wide_op(a, b) if torch.compiler.is_compiling() else _mm_wide(a, b)
 
 
-def low_rank_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, low: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def low_rank_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, low: torch.Tensor, b: torch.Tensor
+) -> torch.Tensor:
     """x weight^T + bias + low b^T for x (n, i), weight (o, i), low (n, r), b (o, r) -> (n, o).
 
     The narrow product is written, and the wide one adds to it while it stores: n o elements are written twice and read
@@ -42,13 +45,17 @@ def low_rank_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
 
 
 def sum_of_products(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> torch.Tensor:
-    """sum_j left_j right_j for (n, k_j) x (k_j, i) -> (n, i), at least one: each product adds to the one before as it stores."""
+    """sum_j left_j right_j for (n, k_j) x (k_j, i) -> (n, i), at least one: each product adds to the one before as it
+    stores.
+    """
     function = _sum_of_products_op if torch.compiler.is_compiling() else _sum_of_products
     return function(list(left), list(right))
 
 
 def add_mm_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """total += a b in place, ``total`` (m, n) in ``sum_dtype`` of a and b; one pass over ``total`` where the device can."""
+    """total += a b in place, ``total`` (m, n) in ``sum_dtype`` of a and b; one pass over ``total`` where the device
+    can.
+    """
     if a.dtype == total.dtype:
         return total.addmm_(a, b)
     if has_mixed_mm(a.device, a.dtype):
@@ -77,7 +84,9 @@ def _mm_wide(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.mm(a, b).to(sum_dtype(a.dtype))
 
 
-def _low_rank_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, low: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def _low_rank_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, low: torch.Tensor, b: torch.Tensor
+) -> torch.Tensor:
     return F.linear(low, b, bias).addmm_(x, weight.t())
 
 
@@ -88,9 +97,12 @@ def _sum_of_products(left: list[torch.Tensor], right: list[torch.Tensor]) -> tor
     return total
 
 
-# -- the same as operators that torch.compile does not look into ----------------------------------------------------------------
+# -- the same as operators that torch.compile does not look into
+# ----------------------------------------------------------------
 
-_mm_wide_op = torch.library.custom_op("manyhands::mm_wide", _mm_wide, mutates_args=(), schema="(Tensor a, Tensor b) -> Tensor")
+_mm_wide_op = torch.library.custom_op(
+    "manyhands::mm_wide", _mm_wide, mutates_args=(), schema="(Tensor a, Tensor b) -> Tensor"
+)
 _low_rank_linear_op = torch.library.custom_op(
     "manyhands::low_rank_linear",
     _low_rank_linear,

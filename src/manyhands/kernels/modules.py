@@ -1,13 +1,13 @@
 """Attention and MLP modules on fused layers, in the place of a family's own: same children, same names, same numbers.
 
-``fuse_lora`` looks at classes by name, and at adapted layers by what they hold: a frozen ``weight`` (and ``bias``), trained
-``lora_A.weight`` and ``lora_B.weight``, ``scaling`` and ``dropout``. A layer whose weight is quantised offers
+``fuse_lora`` looks at classes by name, and at adapted layers by what they hold: a frozen ``weight`` (and ``bias``),
+trained ``lora_A.weight`` and ``lora_B.weight``, ``scaling`` and ``dropout``. A layer whose weight is quantised offers
 ``fused_base() -> (pieces, products)``, see ``lora.Layer``; one whose products may be in fp8, adapted or not, says by
-``in_fp8`` whether they are now. Whatever does not fit stays as it is, and is reported. Knows nothing of how adapters are made,
-of sharding or of runs.
+``in_fp8`` whether they are now. Whatever does not fit stays as it is, and is reported. Knows nothing of how adapters
+are made, of sharding or of runs.
 
-Weights are read from the children in each forward pass, so what a sharded unit has gathered is what is used. Hooks on the
-children themselves do not run; a module whose children have some is left.
+Weights are read from the children in each forward pass, so what a sharded unit has gathered is what is used. Hooks on
+the children themselves do not run; a module whose children have some is left.
 """
 
 from __future__ import annotations
@@ -26,13 +26,20 @@ from manyhands.kernels.lora import Layer, activate, lora_linears, lora_mlp
 
 ATTENTION = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention", "Gemma3Attention")
 MLP = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "Gemma3MLP")
-ACTIVATION_NAMES = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}  # transformers' -> ours
+ACTIVATION_NAMES = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu": "gelu",
+}  # transformers' -> ours
 FACTORS = ("lora_A", "lora_B")
 
 
 @dataclass(frozen=True)
 class FuseReport:
-    """Names of the modules that were replaced, with their former class, and of those that might have been, with the reason."""
+    """Names of the modules that were replaced, with their former class, and of those that might have been, with the
+    reason.
+    """
 
     fused: dict[str, str] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
@@ -49,8 +56,8 @@ def fuse_lora(model: nn.Module) -> FuseReport:
 
     ``model`` may be on meta; do so before it is compiled or sharded.
 
-    Parameters, buffers and their names do not change. A module is left where a layer has dropout, trained weights of its own,
-    parameters besides its factors (DoRA) or hooks, and where the family is not known.
+    Parameters, buffers and their names do not change. A module is left where a layer has dropout, trained weights of
+    its own, parameters besides its factors (DoRA) or hooks, and where the family is not known.
     """
     report = FuseReport()
     holders = [(name, module) for name, module in model.named_modules() if any(map(_can_fuse, module.children()))]
@@ -68,7 +75,8 @@ def fuse_lora(model: nn.Module) -> FuseReport:
 
 
 class FusedAttention(nn.Module):
-    """Grouped-query attention whose q, k and v share one pass over their input. Norms of queries and keys where the family has them.
+    """Grouped-query attention whose q, k and v share one pass over their input. Norms of queries and keys where the
+    family has them.
 
     Called as transformers calls it: (b, t, e) -> (b, t, e) and the attention weights, if the implementation gives any.
     """
@@ -113,7 +121,9 @@ class FusedAttention(nn.Module):
             key, value = past_key_values.update(key, value, self.layer_idx)
         attend = self._functions.get_interface(self.config._attn_implementation, self._eager)
         dropout = self.attention_dropout if self.training else 0.0
-        out, weights = attend(self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **self._window, **kwargs)
+        out, weights = attend(
+            self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **self._window, **kwargs
+        )
         (out,) = _compute(out.reshape(rows, length, -1), [self.o_proj], self.coded.get("o_proj"))
         return out, weights
 
@@ -145,7 +155,9 @@ class FusedMlp(nn.Module):
 
 
 def _compute(x: torch.Tensor, children: list[Any], coded: Coded | None) -> tuple[torch.Tensor, ...]:
-    """Outputs of layers on one input: in fp8 where they say so, or by low-rank layers. Layers in fp8 are plain one by one."""
+    """Outputs of layers on one input: in fp8 where they say so, or by low-rank layers. Layers in fp8 are plain one by
+    one.
+    """
     if getattr(children[0], "in_fp8", False):
         return fp8_linears(x, [_weight_of(child) for child in children], coded)
     if _is_adapted_alone(*children):
@@ -173,7 +185,9 @@ def layer_of(module: Any) -> Layer:
 
 
 def _take_over(new: nn.Module, original: nn.Module) -> None:
-    """The children, parameters, buffers, mode and plain attributes of ``original``; its class's code is all that is left behind."""
+    """The children, parameters, buffers, mode and plain attributes of ``original``; its class's code is all that is
+    left behind.
+    """
     for name, value in vars(original).items():
         if not name.startswith("_") and name != "training":
             setattr(new, name, value)
@@ -227,7 +241,9 @@ def _why_not_layer(module: Any) -> str:
     if "weight" not in layer._parameters and not hasattr(layer, "fused_base"):
         return "has a weight that is no parameter"
     pieces = layer.fused_base()[0] if hasattr(layer, "fused_base") else (layer.weight,)
-    known = {id(piece) for piece in (*pieces, layer.bias, *(getattr(layer, factor).weight for factor in FACTORS if adapted))}
+    known = {
+        id(piece) for piece in (*pieces, layer.bias, *(getattr(layer, factor).weight for factor in FACTORS if adapted))
+    }
     others = [name for name, parameter in layer.named_parameters() if id(parameter) not in known]
     if others:
         return f"has parameters of another method ({', '.join(others)})"

@@ -1,10 +1,11 @@
-"""Weights in NF4 with double quantisation back to floating point, by bitsandbytes or by one Triton kernel with the same bits.
+"""Weights in NF4 with double quantisation back to floating point, by bitsandbytes or by one Triton kernel with the same
+bits.
 
-A weight (o, i), flattened, is R rows of 256 blocks of 64 values (``model/nf4.py`` has the layout and fills it): codes
-(R, 8192 bytes), two values a byte, the first in its upper half; statistics (R, 264 bytes), 256 codes of absolute maxima, then
-two float32, their scale and their offset. A value is ``level[code] * (dynamic[code of maximum] * scale + offset)``, each step
-rounded to float32 and the last one to the result's dtype. bitsandbytes takes five launches for it and writes the maxima in
-float32 between them; Triton takes one. Knows tensors, no layers, ranks or runs.
+A weight (o, i), flattened, is R rows of 256 blocks of 64 values (``convert/nf4.py`` has the layout and fills it): codes
+(R, 8192 bytes), two values a byte, the first in its upper half; statistics (R, 264 bytes), 256 codes of absolute
+maxima, then two float32, their scale and their offset. A value is ``level[code] * (dynamic[code of maximum] * scale +
+offset)``, each step rounded to float32 and the last one to the result's dtype. bitsandbytes takes five launches for it
+and writes the maxima in float32 between them; Triton takes one. Knows tensors, no layers, ranks or runs.
 """
 
 from __future__ import annotations
@@ -34,25 +35,32 @@ def describe(backend: Backend) -> str:
     return "Triton, one launch a weight" if backend.name == "triton" else f"bitsandbytes ({backend.reason})"
 
 
-# What ``use`` chose, by dtype, for the whole process: weights are dequantised inside operators that are opaque to torch.compile
-# and inside recomputed blocks, where nothing but tensors arrives. Both ways give the same bits, so nothing else depends on it.
+# What ``use`` chose, by dtype, for the whole process: weights are dequantised inside operators that are opaque to
+# torch.compile # and inside recomputed blocks, where nothing but tensors arrives. Both ways give the same bits, so
+# nothing else depends on it.
 _chosen: dict[torch.dtype, Dequantise] = {}
 
 
-def dequantise(codes: torch.Tensor, statistics: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+def dequantise(
+    codes: torch.Tensor, statistics: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype
+) -> torch.Tensor:
     """The weight (o, i), new, from whole codes and statistics, whatever dtype these are viewed as."""
     computed = kernel_dtype(dtype)
     way = _chosen.get(computed, dequantise_plain) if codes.is_cuda else dequantise_plain
     return way(codes, statistics, shape, computed).to(dtype)
 
 
-def dequantise_plain(codes: torch.Tensor, statistics: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+def dequantise_plain(
+    codes: torch.Tensor, statistics: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype
+) -> torch.Tensor:
     """The weight (o, i) in a ``kernel_dtype``, as bitsandbytes' ``dequantize_4bit`` gives it."""
     operators, num_values = _operators(), shape[0] * shape[1]
     packed = codes.view(torch.uint8).view(-1)[: math.ceil(num_values / 2)]
     coded = statistics.view(torch.uint8)[:, :ROW_BLOCKS].contiguous()
     scales, offset = statistics.view(torch.float32)[:, -2].contiguous(), statistics.view(torch.float32)[0, -1]
-    absmax = operators.dequantize_blockwise(coded, scales, dynamic_code(codes.device), ROW_BLOCKS, torch.float32) + offset
+    absmax = (
+        operators.dequantize_blockwise(coded, scales, dynamic_code(codes.device), ROW_BLOCKS, torch.float32) + offset
+    )
     absmax = absmax.view(-1)[: math.ceil(num_values / BLOCK_VALUES)]
     # Blocks run over the flattened weight; bitsandbytes 0.50.2 gets rows wrong on an AVX-512 CPU where i % 64 is 32.
     kernel_shape = shape if shape[1] % BLOCK_VALUES == 0 else (num_values,)
@@ -76,7 +84,9 @@ def use(backend: Backend, dtype: torch.dtype) -> None:
 
 @lru_cache
 def choose_backend(device: torch.device, dtype: torch.dtype) -> Backend:
-    """Triton where it can be imported and gives bitsandbytes' bits on ``device``, else bitsandbytes, with the reason."""
+    """Triton where it can be imported and gives bitsandbytes' bits on ``device``, else bitsandbytes, with the
+    reason.
+    """
 
     def find_fault(kernels: ModuleType) -> str:
         unlike = count_unlike(kernels.dequantise_triton, device, kernel_dtype(dtype))
@@ -100,7 +110,9 @@ def count_unlike(candidate: Dequantise, device: torch.device, dtype: torch.dtype
 
 
 def draw_weight(shape: tuple[int, int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random codes and statistics, as bytes, of a weight of this shape; its values are some hundredths, as in a model."""
+    """Random codes and statistics, as bytes, of a weight of this shape; its values are some hundredths, as in a
+    model.
+    """
     draw, num_rows = torch.Generator().manual_seed(math.prod(shape)), count_rows(shape)
     codes = torch.randint(0, 256, (num_rows, CODE_BYTES), dtype=torch.uint8, generator=draw)
     second = torch.randint(0, 256, (num_rows, ROW_BLOCKS), dtype=torch.uint8, generator=draw)

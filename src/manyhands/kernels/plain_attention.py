@@ -1,7 +1,8 @@
-"""Causal attention by products and a softmax, a document at a time: what the fast kernels are measured with before they run.
+"""Causal attention by products and a softmax, a document at a time: what the fast kernels are measured with before they
+run.
 
-Shapes: t positions of all documents, h query heads, g key-value heads (h a multiple of g), d dimensions a head, n documents;
-``cu_seq_lens`` (n + 1) int32 holds where documents begin, and t.
+Shapes: t positions of all documents, h query heads, g key-value heads (h a multiple of g), d dimensions a head, n
+documents; ``cu_seq_lens`` (n + 1) int32 holds where documents begin, and t.
 """
 
 from __future__ import annotations
@@ -17,9 +18,15 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def attend_plain(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seq_lens: torch.Tensor, scale: float | None, window: int
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_lens: torch.Tensor,
+    scale: float | None,
+    window: int,
 ) -> torch.Tensor:
-    """``query`` (t, h, d), ``key`` and ``value`` (t, g, d) -> (t, h, d). Products in their dtype, the softmax in float32 at least.
+    """``query`` (t, h, d), ``key`` and ``value`` (t, g, d) -> (t, h, d). Products in their dtype, the softmax in
+    float32 at least.
 
     ``scale`` None is d ** -0.5. ``window``: positions that a query sees to its left, itself not counted; -1 for all.
     """

@@ -1,4 +1,5 @@
-"""AdamW's update as one Triton kernel: every tensor is read once and written once. The arithmetic is ``adamw.update_eager``'s.
+"""AdamW's update as one Triton kernel: every tensor is read once and written once. The arithmetic is
+``adamw.update_eager``'s.
 
 Importing this needs Triton; ``adamw.choose_backend`` does so only on a GPU, and compares with plain torch before use.
 """
@@ -119,9 +120,15 @@ def update_triton(part: Part, rates: Rates, factor: torch.Tensor | None) -> None
 
 
 def compare(device: torch.device, reference: Update) -> float:
-    """Worst deviation from ``reference`` after three steps of a part longer than a block, as a multiple of what is allowed."""
+    """Worst deviation from ``reference`` after three steps of a part longer than a block, as a multiple of what is
+    allowed.
+    """
     worst = 0.0
-    for dtype, gradient_dtype in ((torch.float32, torch.bfloat16), (torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)):
+    for dtype, gradient_dtype in (
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+    ):
         mine, other = (_try(update, device, dtype, gradient_dtype) for update in (update_triton, reference))
         worst = max(worst, *(_deviation(one, two) for one, two in zip(mine, other, strict=True)))
     return worst

@@ -1,5 +1,6 @@
-"""Passes that write float8_e4m3fn, each one kernel: rows (``triton_fp8_rows``), rows of act(g) u and of its gradient, and transposed
-codes; and the adding of a product of low rank. What they compute stands in ``fp8``, in plain torch, codes bit for bit.
+"""Passes that write float8_e4m3fn, each one kernel: rows (``triton_fp8_rows``), rows of act(g) u and of its gradient,
+and transposed codes; and the adding of a product of low rank. What they compute stands in ``fp8``, in plain torch,
+codes bit for bit.
 
 Importing this needs Triton; ``fp8`` does so only on a GPU, and compares before use. Knows nothing of layers.
 """
@@ -24,7 +25,15 @@ from manyhands.kernels.triton_fp8_rows import (
     warps,
 )
 
-__all__ = ["MAX_RANK", "add_low_rank", "gated_rows", "gated_rows_backward", "quantise_rows", "quantise_stacked", "transpose"]
+__all__ = [
+    "MAX_RANK",
+    "add_low_rank",
+    "gated_rows",
+    "gated_rows_backward",
+    "quantise_rows",
+    "quantise_stacked",
+    "transpose",
+]
 
 TILE_ROWS, TILE_COLUMNS = 128, 64  # of what is transposed at once
 MAX_RANK = 64  # of what is added by a kernel of its own: above, the product is worth its own pass
@@ -57,15 +66,21 @@ def _add_kernel(  # type: ignore[no-untyped-def]
     at = y_pointer + rows[:, None] * y_stride + columns[None, :]
     inside = in_rows[:, None] & in_columns[None, :]
     y = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    low = tl.load(low_pointer + rows[:, None] * low_stride + inner[None, :], mask=in_rows[:, None] & in_rank[None, :], other=0.0)
+    low = tl.load(
+        low_pointer + rows[:, None] * low_stride + inner[None, :], mask=in_rows[:, None] & in_rank[None, :], other=0.0
+    )
     wide = tl.load(
-        wide_pointer + inner[:, None] * wide_step + columns[None, :] * wide_stride, mask=in_rank[:, None] & in_columns[None, :], other=0.0
+        wide_pointer + inner[:, None] * wide_step + columns[None, :] * wide_stride,
+        mask=in_rank[:, None] & in_columns[None, :],
+        other=0.0,
     )
     tl.store(at, (y + tl.dot(low, wide)).to(y_pointer.dtype.element_ty), mask=inside)
 
 
 def add_low_rank(y: torch.Tensor, low: torch.Tensor, wide: torch.Tensor) -> None:
-    """y += low wide^T in place, for y (n, o) and low (n, r), columns of each contiguous, wide (o, r) and r <= ``MAX_RANK``."""
+    """y += low wide^T in place, for y (n, o) and low (n, r), columns of each contiguous, wide (o, r) and r <=
+    ``MAX_RANK``.
+    """
     num_rows, num_columns = y.shape
     rank = low.shape[1]
     low = side_by_side(low)
@@ -111,7 +126,9 @@ def _transpose_kernel(  # type: ignore[no-untyped-def]
     factors = tl.load(factors_pointer + rows, mask=in_rows, other=1.0)
     if INVERT:  # a power of two
         factors = (0x7F000000 - factors.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
-    x = tl.load(x_pointer + rows[:, None] * x_stride + columns[None, :], mask=in_rows[:, None] & in_columns[None, :], other=0.0)
+    x = tl.load(
+        x_pointer + rows[:, None] * x_stride + columns[None, :], mask=in_rows[:, None] & in_columns[None, :], other=0.0
+    )
     codes = tl.trans((x.to(tl.float32) * factors[:, None]).to(codes_pointer.dtype.element_ty))
     written = in_columns[:, None] & (rows < num_written)[None, :]
     tl.store(codes_pointer + columns[:, None] * codes_stride + rows[None, :], codes, mask=written)
@@ -164,7 +181,16 @@ def _activate(g, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _gated_kernel(  # type: ignore[no-untyped-def]
-    g_pointer, g_stride, u_pointer, u_stride, h_pointer, codes_pointer, scales_pointer, width, ACTIVATION: tl.constexpr, STEP: tl.constexpr
+    g_pointer,
+    g_stride,
+    u_pointer,
+    u_stride,
+    h_pointer,
+    codes_pointer,
+    scales_pointer,
+    width,
+    ACTIVATION: tl.constexpr,
+    STEP: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     g_pointer += row * g_stride
@@ -237,7 +263,17 @@ def gated_rows(g: torch.Tensor, u: torch.Tensor, activation: str) -> tuple[torch
     step = min(STEP_COLUMNS, triton.next_power_of_2(width))
     if num_rows:
         _gated_kernel[(num_rows,)](
-            g, g.stride(0), u, u.stride(0), h, codes, scales, width, ACTIVATION=ACTIVATIONS[activation], STEP=step, num_warps=warps(step)
+            g,
+            g.stride(0),
+            u,
+            u.stride(0),
+            h,
+            codes,
+            scales,
+            width,
+            ACTIVATION=ACTIVATIONS[activation],
+            STEP=step,
+            num_warps=warps(step),
         )
     return h, codes, scales
 

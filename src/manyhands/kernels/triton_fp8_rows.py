@@ -1,7 +1,7 @@
 """Rows of one or several inputs to float8_e4m3fn, each pass one kernel, and what other passes that write rows need.
 
-One program a row: what fits is held in registers and read once, longer rows are read again from cache. What is computed stands in
-``fp8``, in plain torch, codes bit for bit. Importing this needs Triton. Knows nothing of layers.
+One program a row: what fits is held in registers and read once, longer rows are read again from cache. What is computed
+stands in ``fp8``, in plain torch, codes bit for bit. Importing this needs Triton. Knows nothing of layers.
 """
 
 from __future__ import annotations
@@ -57,7 +57,14 @@ def cast(pointer, factors_pointer, codes_pointer, inverse, width, SCALED: tl.con
 
 @triton.jit
 def _held_rows_kernel(  # type: ignore[no-untyped-def]
-    x_pointer, x_stride, factors_pointer, codes_pointer, scales_pointer, width, SCALED: tl.constexpr, BLOCK: tl.constexpr
+    x_pointer,
+    x_stride,
+    factors_pointer,
+    codes_pointer,
+    scales_pointer,
+    width,
+    SCALED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
@@ -107,7 +114,9 @@ def _rows_kernel(  # type: ignore[no-untyped-def]
         cast(x2, factors + width0 + width1, codes + width0 + width1, inverse, width2, SCALED, STEP2)
 
 
-def quantise_rows(parts: Sequence[torch.Tensor], factors: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise_rows(
+    parts: Sequence[torch.Tensor], factors: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """As ``fp8.quantise_rows``, of one to three parts."""
     num_rows, widths = parts[0].shape[0], [part.shape[1] for part in parts]
     codes, scales = new_rows(num_rows, sum(widths), parts[0].device)

@@ -1,4 +1,5 @@
-"""The softmax of the fused loss as one Triton kernel: one program a row, two reads (the second mostly from cache), one write.
+"""The softmax of the fused loss as one Triton kernel: one program a row, two reads (the second mostly from cache), one
+write.
 
 Importing this needs Triton; ``loss.choose_backend`` does so only on a GPU, and compares with plain torch before use.
 """
@@ -86,7 +87,7 @@ def _softmax_kernel(  # type: ignore[no-untyped-def]
 
 def softmax_rows_triton(
     logits: torch.Tensor,
-    targets: torch.Tensor,
+    labels: torch.Tensor,
     weights: torch.Tensor | None,
     losses: torch.Tensor,
     hits: torch.Tensor | None,
@@ -99,16 +100,16 @@ def softmax_rows_triton(
     num_rows, num_columns = logits.shape
     if num_rows == 0:
         return
-    if logits.stride(1) != 1 or not targets.is_contiguous():
-        raise ValueError("the columns of logits, and targets, must lie side by side")
+    if logits.stride(1) != 1 or not labels.is_contiguous():
+        raise ValueError("the columns of logits, and labels, must lie side by side")
     block = min(triton.next_power_of_2(num_columns), MAX_BLOCK)
     _softmax_kernel[(num_rows,)](
         logits,
         logits.stride(0),
-        targets,
-        targets if weights is None else weights.contiguous(),
+        labels,
+        labels if weights is None else weights.contiguous(),
         losses,
-        targets if hits is None else hits.view(torch.int8),
+        labels if hits is None else hits.view(torch.int8),
         num_columns,
         logit_scale,
         1.0 if softcap is None else softcap,
@@ -125,7 +126,9 @@ def softmax_rows_triton(
 def _scale_kernel(values_pointer, factor_pointer, out_pointer, num_elements, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < num_elements
-    values = tl.load(values_pointer + at, mask=inside, other=0.0).to(tl.float32) * tl.load(factor_pointer).to(tl.float32)
+    values = tl.load(values_pointer + at, mask=inside, other=0.0).to(tl.float32) * tl.load(factor_pointer).to(
+        tl.float32
+    )
     tl.store(out_pointer + at, values.to(out_pointer.dtype.element_ty), mask=inside)
 
 
@@ -141,7 +144,7 @@ def compare(device: torch.device, dtype: torch.dtype, reference: Callable[..., N
     draw = torch.Generator().manual_seed(0)
     num_rows, num_columns = 5, MAX_BLOCK + 77
     start = (torch.randn(num_rows, num_columns, generator=draw) * 4).to(device, dtype)
-    targets = torch.tensor([0, 1, num_columns - 1, MAX_BLOCK, -100], device=device)
+    labels = torch.tensor([0, 1, num_columns - 1, MAX_BLOCK, -100], device=device)
     weights = torch.tensor([1.0, 0.5, 2.0, 0.0, 1.0], device=device)
     worst = 0.0
     scaled = torch.empty_like(start)
@@ -153,7 +156,7 @@ def compare(device: torch.device, dtype: torch.dtype, reference: Callable[..., N
         for function in (softmax_rows_triton, reference):
             logits, losses = start.clone(), torch.empty(num_rows, device=device)
             hits = torch.zeros(num_rows, dtype=torch.bool, device=device)
-            function(logits, targets, weights, losses, hits, logit_scale=0.7, softcap=softcap)
+            function(logits, labels, weights, losses, hits, logit_scale=0.7, softcap=softcap)
             found.append((logits.float(), losses, hits))
         (logits, losses, hits), (logits_ref, losses_ref, hits_ref) = found
         if not torch.equal(hits, hits_ref):

@@ -1,1 +1,3 @@
-"""From plan to processes: run folders, local ranks, other launchers, watching. Knows no model; imports torch only while it launches."""
+"""From plan to processes: run folders, local ranks, other launchers, watching. Knows no model; imports torch only while
+it launches.
+"""

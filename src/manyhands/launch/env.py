@@ -17,8 +17,8 @@ MAX_GPU_THREADS = 8  # a GPU rank computes little on the host; more threads only
 def worker_environment(plan: Plan, num_local: int, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Variables to add for each worker of ``plan``: the plan's own and our defaults, less those the user has set.
 
-    OMP_NUM_THREADS is this machine's cores shared out among its ``num_local`` ranks (torch would take all of them in every
-    rank); sums on the CPU depend on it, so it is the same at each launch on the same machine.
+    OMP_NUM_THREADS is this machine's cores shared out among its ``num_local`` ranks (torch would take all of them in
+    every rank); sums on the CPU depend on it, so it is the same at each launch on the same machine.
     """
     threads = max(1, count_cores() // num_local)
     wanted = {
@@ -32,7 +32,9 @@ def worker_environment(plan: Plan, num_local: int, environ: Mapping[str, str] = 
 
 @contextlib.contextmanager
 def launcher_environment(plan: Plan) -> Iterator[None]:
-    """This process's environment while workers start, as torch's agent hands its own on to them; put back afterwards."""
+    """This process's environment while workers start, as torch's agent hands its own on to them; put back
+    afterwards.
+    """
     before = dict(os.environ)
     os.environ.update(worker_environment(plan, plan.world_size))
     os.environ[LAUNCHER_PID] = str(os.getpid())

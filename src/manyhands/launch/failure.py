@@ -1,8 +1,8 @@
 """Why a run failed: each rank writes its own reason, the launcher shows the first cause, once. Knows no torch.
 
 When one rank fails, the others fail too: their peer is gone. Such consequences are told from causes by what they say,
-and lose against any cause, whichever was written first. A rank that has only lost a peer does not end before the cause is
-on disk: as soon as one rank ends, torch's agent ends all others, including one that has not reported its error yet.
+and lose against any cause, whichever was written first. A rank that has only lost a peer does not end before the cause
+is on disk: as soon as one rank ends, torch's agent ends all others, including one that has not reported its error yet.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from manyhands.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, PeerError, UserError
-from manyhands.files import nearest_folder, write_json_on_full_disk
+from manyhands.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, PeerError, UserError
+from manyhands.core.files import nearest_folder, write_json_on_full_disk
 from manyhands.launch.heartbeat import RESERVE_BYTES, Beat, read_beat, read_beats, this_host
 from manyhands.launch.run_folder import RunFolder
 
 TAIL_LINES = 15
 LITTLE_BYTES = 2**20  # of a disk: as good as full
 MAX_SUMMARY = 500  # characters of the one line
-# Ticks of its heartbeat (two a second on an idle machine) within which each living peer must report. Ticks, not seconds: on a machine
-# so loaded that a rank is slow to report, its ticks are slow too.
+# Ticks of its heartbeat (two a second on an idle machine) within which each living peer must report. Ticks, not
+# seconds: on a machine # so loaded that a rank is slow to report, its ticks are slow too.
 PATIENCE_TICKS = 40
 REMOTE_SILENCE_S = 30.0  # without a tick: a rank of another machine is taken for gone
 
@@ -57,7 +57,9 @@ class RankExit(Protocol):
 
 
 def write_failure(folder: RunFolder, rank: int, stage: str, error: BaseException, *, world_size: int = 2) -> None:
-    """In a rank: why it ends, where the launcher finds it. The first reason stands; what fails after it does not replace it."""
+    """In a rank: why it ends, where the launcher finds it. The first reason stands; what fails after it does not
+    replace it.
+    """
     path = folder.failure(rank)
     if path.exists():
         return
@@ -78,16 +80,22 @@ def write_failure(folder: RunFolder, rank: int, stage: str, error: BaseException
 
 
 def record_for_torch(error: BaseException, stage: str, rank: int, environ: Mapping[str, str] = os.environ) -> None:
-    """In a rank: the error file that torch's agent (torchrun, accelerate) asks for and shows; nothing where it asks for none.
+    """In a rank: the error file that torch's agent (torchrun, accelerate) asks for and shows; nothing where it asks for
+    none.
 
-    In the format of ``torch.distributed.elastic.multiprocessing.errors.ErrorHandler``, which would give a user's mistake a traceback.
+    In the format of ``torch.distributed.elastic.multiprocessing.errors.ErrorHandler``, which would give a user's
+    mistake a traceback.
     """
     path = environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
     # The agent takes the lowest for the cause, in whole seconds.
     timestamp = int(time.time()) + (1 if looks_like_consequence(error) else 0)
-    text = str(error).removeprefix("error: ") if isinstance(error, UserError) else "".join(traceback.format_exception(error))
+    text = (
+        str(error).removeprefix("error: ")
+        if isinstance(error, UserError)
+        else "".join(traceback.format_exception(error))
+    )
     message = f"rank {rank} failed in stage '{stage}': {_summarize(error)}"
     fields = {"message": message, "extraInfo": {"py_callstack": text, "timestamp": str(timestamp)}}
     with contextlib.suppress(OSError):
@@ -110,16 +118,23 @@ def describe_failure(error: BaseException, stage: str, rank: int, log: Path | No
     """What the terminal shows of a rank that failed: a mistake in its four lines, a bug in one."""
     if isinstance(error, UserError):
         return str(error)
-    return f"error: rank {rank} failed in stage '{stage}': {_summarize(error)}" + (f"; log: {log}" if log is not None else "")
+    return f"error: rank {rank} failed in stage '{stage}': {_summarize(error)}" + (
+        f"; log: {log}" if log is not None else ""
+    )
 
 
 def describe_lost(folder: RunFolder, rank: int, stage: str, error: BaseException | None) -> str:
     """One line for a launch of which no rank has written a cause: whose process is gone, else who lost its peers."""
-    gone = [f"rank {other} ended without an error message in {beat}; log: {folder.log(other)}" for other, beat in _gone(folder).items()]
+    gone = [
+        f"rank {other} ended without an error message in {beat}; log: {folder.log(other)}"
+        for other, beat in _gone(folder).items()
+    ]
     if gone:
         return f"error: {'; '.join(gone)}"
     why = f": {_summarize(error)}" if error is not None else ""
-    return f"error: rank {rank} lost its peers in stage '{stage}', and none of them said why{why}; log: {folder.log(rank)}"
+    return (
+        f"error: rank {rank} lost its peers in stage '{stage}', and none of them said why{why}; log: {folder.log(rank)}"
+    )
 
 
 def is_lost(folder: RunFolder) -> bool:
@@ -137,7 +152,8 @@ def _summarize(error: BaseException) -> str:
 
 
 def wait_for_cause(folder: RunFolder, rank: int, world_size: int, limit_s: float) -> None:
-    """In a rank that has lost a peer: returns once the cause is on disk, or a peer's process has ended, or no report is to be expected:
+    """In a rank that has lost a peer: returns once the cause is on disk, or a peer's process has ended, or no report is
+    to be expected:
     each peer has lost another too, is done, or has ticked ``PATIENCE_TICKS`` times without failing.
 
     ``limit_s`` bounds it in any case (a peer that never started, or is stopped).
@@ -150,7 +166,10 @@ def wait_for_cause(folder: RunFolder, rank: int, world_size: int, limit_s: float
             peer.look(read_beat(folder, other))
         if any(peer.is_gone for peer in peers.values()):
             return
-        if all(other in failed or peer.num_ticks >= PATIENCE_TICKS or (peer.beat and peer.beat.done) for other, peer in peers.items()):
+        if all(
+            other in failed or peer.num_ticks >= PATIENCE_TICKS or (peer.beat and peer.beat.done)
+            for other, peer in peers.items()
+        ):
             return
         time.sleep(0.1)
 
@@ -199,7 +218,9 @@ def first_failure(folder: RunFolder, exits: Mapping[int, RankExit], ended_by_us:
     written = folder.read_failures()
     candidates = [(_tier_of_reason(reason), reason["time"], rank) for rank, reason in written.items()]
     # The agent's clock has whole seconds; a reason written in the same second was there first.
-    candidates += [(_tier_of_exit(e, ended_by_us), e.timestamp + 1.0, rank) for rank, e in exits.items() if rank not in written]
+    candidates += [
+        (_tier_of_exit(e, ended_by_us), e.timestamp + 1.0, rank) for rank, e in exits.items() if rank not in written
+    ]
     if not candidates:
         return UserError("the run failed, and no rank said why", where=str(folder.logs), exit_code=EXIT_FAILED)
     _, _, rank = min(candidates)
@@ -224,8 +245,9 @@ def _tier_of_reason(reason: Mapping[str, Any]) -> int:
 
 
 def _tier_of_exit(exited: RankExit, ended_by_us: Collection[int]) -> int:
-    """0: a cause, as nobody kills a rank for another's failure but by ``_ENDED_BY_OTHERS``; 2: an exit without a report; 3: perhaps a
-    consequence (torch aborts when a collective breaks off), but nearer to the cause than a rank that says so; 5: ended by others.
+    """0: a cause, as nobody kills a rank for another's failure but by ``_ENDED_BY_OTHERS``; 2: an exit without a
+    report; 3: perhaps a consequence (torch aborts when a collective breaks off), but nearer to the cause than a rank
+    that says so; 5: ended by others.
     """
     if exited.pid in ended_by_us or exited.exitcode in _ENDED_BY_OTHERS:
         return 5
@@ -262,7 +284,10 @@ def _explain_exit(folder: RunFolder, rank: int, code: int) -> UserError:
     what, why = f"rank {rank} ended with exit code {code} and said nothing", "unknown"
     if code < 0:
         name = signal.Signals(-code).name
-        what, why = f"rank {rank} was killed ({name})", _WHY_KILLED.get(-code, "a signal from outside, or a crash below Python")
+        what, why = (
+            f"rank {rank} was killed ({name})",
+            _WHY_KILLED.get(-code, "a signal from outside, or a crash below Python"),
+        )
     free = shutil.disk_usage(nearest_folder(folder.path)).free
     if free < LITTLE_BYTES:
         why = f"probably the disk is full: {free:,} bytes are free where the run's folder is"
@@ -276,7 +301,9 @@ def _explain_exit(folder: RunFolder, rank: int, code: int) -> UserError:
 
 
 _WHY_KILLED = {
-    int(signal.SIGKILL): "often the host ran out of memory and the kernel chose this process (see `dmesg`); or somebody killed it",
+    int(
+        signal.SIGKILL
+    ): "often the host ran out of memory and the kernel chose this process (see `dmesg`); or somebody killed it",
     int(signal.SIGSEGV): "a crash inside a compiled library (driver, CUDA, NCCL, an extension)",
     int(signal.SIGBUS): "a file or shared memory that shrank, or a full /dev/shm",
     int(signal.SIGABRT): "a compiled library gave up (a failed check, an uncaught C++ exception)",

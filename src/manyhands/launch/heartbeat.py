@@ -1,10 +1,11 @@
 """A rank's sign of life: its stage and step in a small file that the launcher watches. Knows no torch.
 
 Two times are kept apart. ``beat`` is when the rank's own work last came by; ``tick`` is when a thread beside it last
-ran. A rank that waits in a collective still ticks; one that is stopped, or stuck while holding the interpreter, does not.
+ran. A rank that waits in a collective still ticks; one that is stopped, or stuck while holding the interpreter, does
+not.
 
-What tells the rank that hangs from those that wait for it is no time at all, but its ``position`` in the program that all
-ranks run: who waits in a collective has entered one more than the rank it waits for.
+What tells the rank that hangs from those that wait for it is no time at all, but its ``position`` in the program that
+all ranks run: who waits in a collective has entered one more than the rank it waits for.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 
 import psutil
 
-from manyhands.files import read_json
+from manyhands.core.files import read_json
 from manyhands.launch.env import LAUNCHER_PID
 from manyhands.launch.run_folder import RunFolder
 
@@ -58,7 +59,9 @@ class Beat:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the rank's process has ended before its work was done. Of another machine's nothing is known: False."""
+        """Whether the rank's process has ended before its work was done. Of another machine's nothing is known:
+        False.
+        """
         if self.done or self.host != this_host():
             return False
         try:
@@ -82,7 +85,9 @@ class Heartbeat:
         self._now: tuple[str, int | None, float, int] = (START, None, time.monotonic(), 0)
         self._advanced = 0.0
         self.count_collectives: Callable[[], int] = lambda: 0
-        self.counts_processor = True  # its processor time is a sign of work: where libraries are at work, and no device is waited for
+        self.counts_processor = (
+            True  # its processor time is a sign of work: where libraries are at work, and no device is waited for
+        )
         self._num_collectives = 0
         self._cpu_s = time.process_time()
         self._done = threading.Event()
@@ -138,7 +143,9 @@ class Heartbeat:
 
 @functools.cache
 def this_host() -> str:
-    """What is the same for two processes exactly if each can see whether the other lives: a name alone is not, in containers."""
+    """What is the same for two processes exactly if each can see whether the other lives: a name alone is not, in
+    containers.
+    """
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

@@ -1,4 +1,6 @@
-"""One process a GPU (or CPU process) on this machine, by torch's elastic agent. Torch is imported here, while launching, only."""
+"""One process a GPU (or CPU process) on this machine, by torch's elastic agent. Torch is imported here, while
+launching, only.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 
-from manyhands.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, UserError
+from manyhands.core.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, UserError
 from manyhands.launch.env import launcher_environment
 from manyhands.launch.failure import first_failure
 from manyhands.launch.run_folder import RunFolder
@@ -32,15 +34,19 @@ def run(
 ) -> int:
     """Starts ``plan.world_size`` workers and waits for them. No worker is left when it returns, however it ends.
 
-    Returns 0, or 130 / 143 after Ctrl-C / SIGTERM (the workers get the same signal and 30 s to save) unless the run was finished
-    by then. ``timeout_s``: a rank that others wait for and that does not go on for so long is ended. UserError: the first cause
-    of a failure, or a MASTER_PORT in use.
+    Returns 0, or 130 / 143 after Ctrl-C / SIGTERM (the workers get the same signal and 30 s to save) unless the run was
+    finished by then. ``timeout_s``: a rank that others wait for and that does not go on for so long is ended.
+    UserError: the first cause of a failure, or a MASTER_PORT in use.
     """
     port = choose_port()
     folder.clear_ranks()
     folder.write_status("running", pid=os.getpid(), plan=plan.number)
     try:
-        with launcher_environment(plan), raise_when_asked(*_SIGNALS), Watch(folder, plan.world_size, timeout_s) as watch:
+        with (
+            launcher_environment(plan),
+            raise_when_asked(*_SIGNALS),
+            Watch(folder, plan.world_size, timeout_s) as watch,
+        ):
             received = _run_agent(folder, plan.world_size, port, module, watch)
     except Asked as asked:  # before the agent has taken the signal over: no worker was started
         received = asked.signal
@@ -59,11 +65,18 @@ def run(
     if step is None:
         saved = "nothing was saved yet; the same command starts it again"
     report(f"{received.name}: the run has ended, {saved}")
-    return EXIT_TERMINATED if received == signal.SIGTERM else EXIT_INTERRUPTED if received == signal.SIGINT else 128 + received
+    return (
+        EXIT_TERMINATED
+        if received == signal.SIGTERM
+        else EXIT_INTERRUPTED
+        if received == signal.SIGINT
+        else 128 + received
+    )
 
 
 def choose_port() -> int:
-    """Where torch's agent listens: the user's MASTER_PORT if it is set (UserError if it is in use), else 0, any free port.
+    """Where torch's agent listens: the user's MASTER_PORT if it is set (UserError if it is in use), else 0, any free
+    port.
 
     The store that the ranks share is the agent's too and takes a free port by itself in either case.
     """
@@ -95,7 +108,9 @@ def _run_agent(folder: RunFolder, world_size: int, port: int, module: str, watch
 
     _quiet_agent()
     pids: set[int] = set()
-    with tempfile.TemporaryDirectory(prefix="manyhands-") as scratch:  # the agent wants a folder, though it redirects nothing
+    with tempfile.TemporaryDirectory(
+        prefix="manyhands-"
+    ) as scratch:  # the agent wants a folder, though it redirects nothing
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,

@@ -9,8 +9,8 @@ import os
 import socket
 from collections.abc import Callable
 
-from manyhands.errors import UserError
-from manyhands.files import read_json
+from manyhands.core.errors import UserError
+from manyhands.core.files import read_json
 from manyhands.launch.run_folder import RunFolder
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -36,7 +36,9 @@ class FolderLock:
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
-            report(f"note: {folder.path} lies on a file system without locks; a second launch of this run would not be noticed")
+            report(
+                f"note: {folder.path} lies on a file system without locks; a second launch of this run would not be noticed"
+            )
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
 

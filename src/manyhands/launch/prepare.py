@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from manyhands.config.schema import RunConfig
-from manyhands.errors import UserError
+from manyhands.core.errors import UserError
 from manyhands.launch.lock import FolderLock
+from manyhands.launch.resume_rules import find_run, folder_of, fresh_name
 from manyhands.launch.run_folder import RunFolder, refuse_unusable
-from manyhands.launch.second_start import find_run, folder_of, fresh_name
 from manyhands.launch.stopping import say_when_stopped
 from manyhands.plan.types import Cause, Plan
 
@@ -17,8 +17,8 @@ from manyhands.plan.types import Cause, Plan
 COURSE = (
     "data_digest",
     "data_content",
-    "batch_rows",
-    "batch_tokens",
+    "batch_samples",
+    "batch_loss_tokens",
     "steps_per_epoch",
     "num_steps",
     "warmup_steps",
@@ -31,7 +31,9 @@ COURSE = (
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run ready to start. ``config.name`` differs from the one asked after ``--fresh``. ``lock`` lives as long as this does."""
+    """A run ready to start. ``config.name`` differs from the one asked after ``--fresh``. ``lock`` lives as long as
+    this does.
+    """
 
     folder: RunFolder
     config: RunConfig
@@ -58,8 +60,8 @@ def prepare_run(
 ) -> Prepared:
     """Plans one launch and writes run.json and plan into the run's folder, which stays locked.
 
-    ``world_size``, and ``local_world_size`` of one machine, are given where somebody else started the processes. A dry run
-    writes the same two files and nothing else. A start that fails here leaves no new folder behind.
+    ``world_size``, and ``local_world_size`` of one machine, are given where somebody else started the processes. A dry
+    run writes the same two files and nothing else. A start that fails here leaves no new folder behind.
     Raises UserError: another run stands in the folder, it is running, or anything that facts and plan refuse;
     ``Stopped`` after Ctrl-C or SIGTERM.
     """
@@ -117,8 +119,10 @@ def _plan_launch(
     *,
     must_shrink: bool = False,
 ) -> Plan:
-    """``must_shrink``: refuse where the last launch ran out of memory with the smallest plan; else that one is tried again."""
-    from manyhands.facts.gather import gather_facts
+    """``must_shrink``: refuse where the last launch ran out of memory with the smallest plan; else that one is tried
+    again.
+    """
+    from manyhands.launch.facts import gather_facts
     from manyhands.plan.search import plan
     from manyhands.plan.smaller import NothingSmaller
 
@@ -147,8 +151,14 @@ def _check_course(before: Plan, after: Plan, folder: RunFolder) -> None:
     from manyhands.facts.identity import differing_files
 
     # A plan of an earlier version names neither the base model's files nor the tokens.
-    files = differing_files(before.model_files, after.model_files, weights=after.keeps_base) if before.model_files else []
-    pairs = [(name, getattr(before, name), getattr(after, name)) for name in COURSE if name != "data_content" or before.data_content]
+    files = (
+        differing_files(before.model_files, after.model_files, weights=after.keeps_base) if before.model_files else []
+    )
+    pairs = [
+        (name, getattr(before, name), getattr(after, name))
+        for name in COURSE
+        if name != "data_content" or before.data_content
+    ]
     changed = [f"{name}: {old} -> {new}" for name, old, new in pairs if old != new]
     changed += files
     if not changed:
@@ -159,11 +169,13 @@ def _check_course(before: Plan, after: Plan, folder: RunFolder) -> None:
         why = "the tokens differ from those it was trained on, though they were made of the same files, by the same versions"
         fix = "put the token cache of the run's first launch back (data.cache)"
     elif files:
-        why = "the base model's files have changed since: another model would go on, with what was trained for the first"
+        why = (
+            "the base model's files have changed since: another model would go on, with what was trained for the first"
+        )
         fix = "put the old files back (model.revision pins a commit of the hub)"
     else:
         why = f"it was planned for {before.world_size} process(es) on {before.device}, now for {after.world_size} on {after.device}"
-        fix = "start it as before (parallel.gpus, parallel.device, batch.micro_rows, batch.accumulation)"
+        fix = "start it as before (parallel.gpus, parallel.device, batch.micro_samples, batch.accumulation)"
     raise UserError(
         "this launch would not go on where the run stopped",
         where=str(folder.path),

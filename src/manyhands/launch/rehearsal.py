@@ -1,4 +1,6 @@
-"""What the workers would refuse of a run, found before they start. Starts a process that imports torch; imports none itself."""
+"""What the workers would refuse of a run, found before they start. Starts a process that imports torch; imports none
+itself.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import subprocess
 import sys
 
 from manyhands.config.schema import RunConfig
-from manyhands.errors import UserError
+from manyhands.core.errors import UserError
 from manyhands.plan.types import Plan
 
 TIMEOUT_S = 600.0  # importing torch from a cold disk takes the most of it
@@ -20,7 +22,9 @@ def rehearse(config: RunConfig, plan: Plan) -> None:
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "manyhands.model.rehearse"]
     try:
-        done = subprocess.run(command, input=asked, env=environment, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+        done = subprocess.run(
+            command, input=asked, env=environment, capture_output=True, text=True, check=False, timeout=TIMEOUT_S
+        )
         said = done.stderr.strip().splitlines()
         if done.returncode == 0:
             answer = json.loads(done.stdout.strip().splitlines()[-1])

@@ -1,11 +1,11 @@
 """A run's folder: where everything of one run lies, and how it is read and written. Decides nothing, imports no torch.
 
 run.json              what was asked (RunConfig)
-plans/001.json, ...   what was decided, one file a launch; the run.json a later launch replaced stands beside it as 001.run.json
-plan.json             {"newest": "plans/001.json"}: a pointer file and no symlink, so that it survives every copy and file system
-status.json           {"state": "running" | "finished" | "failed" | "interrupted", "time": ..., ...}
-logs/launcher.log     plans and messages, as the terminal had them; logs/rank-0.log: what rank 0 showed and printed
-metrics.jsonl, tensorboard/, checkpoints/step-000010/, model/ or adapter/, report.json
+plans/001.json, ...   what was decided, one file a launch; the run.json a later launch replaced stands beside it as
+001.run.json plan.json             {"newest": "plans/001.json"}: a pointer file and no symlink, so that it survives
+every copy and file system status.json           {"state": "running" | "finished" | "failed" | "interrupted", "time":
+..., ...} logs/launcher.log     plans and messages, as the terminal had them; logs/rank-0.log: what rank 0 showed and
+printed metrics.jsonl, tensorboard/, checkpoints/step-000010/, model/ or adapter/, report.json
 .lock                 held by the launcher (flock), names its pid
 .ranks/               heartbeats and failures of the newest launch; gone after a run that ended well
 """
@@ -24,8 +24,8 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from manyhands.config.schema import RunConfig
-from manyhands.errors import OUT_OF_MEMORY, UserError
-from manyhands.files import read_json, remove_temporaries, write_atomically, write_json, write_json_on_full_disk
+from manyhands.core.errors import OUT_OF_MEMORY, UserError
+from manyhands.core.files import read_json, remove_temporaries, write_atomically, write_json, write_json_on_full_disk
 from manyhands.plan.types import Plan
 
 State = Literal["running", "finished", "failed", "interrupted"]
@@ -83,11 +83,19 @@ class RunFolder:
         try:
             return RunConfig.model_validate_json(self.run_json.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise UserError("this folder holds no run", where=str(self.path), why="there is no run.json in it") from None
+            raise UserError(
+                "this folder holds no run", where=str(self.path), why="there is no run.json in it"
+            ) from None
         except OSError as error:
-            raise UserError("run.json cannot be read", where=str(self.run_json), why=error.strerror or str(error)) from None
+            raise UserError(
+                "run.json cannot be read", where=str(self.run_json), why=error.strerror or str(error)
+            ) from None
         except (ValidationError, UnicodeDecodeError) as error:
-            reason = "; ".join(_say(finding) for finding in error.errors()[:5]) if isinstance(error, ValidationError) else str(error)
+            reason = (
+                "; ".join(_say(finding) for finding in error.errors()[:5])
+                if isinstance(error, ValidationError)
+                else str(error)
+            )
             raise UserError(
                 "run.json was not written by this version of manyhands",
                 where=str(self.run_json),
@@ -118,7 +126,9 @@ class RunFolder:
         return min((path.stat().st_mtime for path in self.plans.glob("[0-9]*.json")), default=time.time())
 
     def write_plan(self, plan: Plan) -> Path:
-        """Writes ``plans/NNN.json``, N being ``plan.number``, then turns the pointer to it. A plan is never overwritten."""
+        """Writes ``plans/NNN.json``, N being ``plan.number``, then turns the pointer to it. A plan is never
+        overwritten.
+        """
         path = self.plans / f"{plan.number:03d}.json"
         if path.exists():
             raise FileExistsError(path)
@@ -128,17 +138,28 @@ class RunFolder:
         return path
 
     def read_plan(self) -> Plan:
-        """The newest plan, by the files' numbers: plan.json is for people. UserError where there is none that can be read."""
+        """The newest plan, by the files' numbers: plan.json is for people. UserError where there is none that can be
+        read.
+        """
         number = self.newest_plan_number()
         path = self.plans / f"{number:03d}.json"
         fix = "put the file back, or take --fresh for a new run; nothing in this folder was touched"
         if number == 0:
             started = "its files were removed; " if self.was_started() else "it was never planned; "
-            raise UserError("this run has no plan", where=str(self.plans), why=f"{started}there is no {path.parent.name}/001.json", fix=fix)
+            raise UserError(
+                "this run has no plan",
+                where=str(self.plans),
+                why=f"{started}there is no {path.parent.name}/001.json",
+                fix=fix,
+            )
         try:
             return Plan.model_validate_json(path.read_text(encoding="utf-8"))
         except (ValidationError, UnicodeDecodeError, OSError) as error:
-            reason = "; ".join(_say(finding) for finding in error.errors()[:5]) if isinstance(error, ValidationError) else str(error)
+            reason = (
+                "; ".join(_say(finding) for finding in error.errors()[:5])
+                if isinstance(error, ValidationError)
+                else str(error)
+            )
             what = "the run's plan is damaged, or was not written by this version of manyhands"
             raise UserError(what, where=str(path), why=reason, fix=fix) from None
 
@@ -159,8 +180,8 @@ class RunFolder:
         return (status.get("state"), status.get("cause"), status.get("plan")) == ("failed", OUT_OF_MEMORY, plan.number)
 
     def write_failed(self, error: UserError, plan: Plan) -> None:
-        """What status.json says of a launch that failed; the next start reads it. A run that is finished stays so: what fails after its
-        report is written takes nothing from it.
+        """What status.json says of a launch that failed; the next start reads it. A run that is finished stays so: what
+        fails after its report is written takes nothing from it.
         """
         if self.is_finished:
             return
@@ -173,7 +194,9 @@ class RunFolder:
 
     def newest_step(self) -> int | None:
         """Step of the newest complete checkpoint; a checkpoint exists when its manifest does."""
-        names = (re.fullmatch(r"step-(\d+)", path.parent.name) for path in self.checkpoints.glob("step-*/manifest.json"))
+        names = (
+            re.fullmatch(r"step-(\d+)", path.parent.name) for path in self.checkpoints.glob("step-*/manifest.json")
+        )
         return max((int(match[1]) for match in names if match), default=None)
 
     def was_started(self) -> bool:
@@ -204,7 +227,9 @@ class RunFolder:
 
 @contextmanager
 def refuse_unusable(folder: RunFolder) -> Iterator[None]:
-    """What the file system refuses of the folder itself, as a UserError: no rights, no room, a name too long, a file in the way."""
+    """What the file system refuses of the folder itself, as a UserError: no rights, no room, a name too long, a file in
+    the way.
+    """
     try:
         yield
     except OSError as error:

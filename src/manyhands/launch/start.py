@@ -9,8 +9,8 @@ import os
 import time
 
 from manyhands.config.schema import RunConfig
-from manyhands.errors import OUT_OF_MEMORY, UserError
-from manyhands.launch.foreign import detect_launcher
+from manyhands.core.errors import OUT_OF_MEMORY, UserError
+from manyhands.launch.external import detect_launcher
 from manyhands.launch.prepare import Prepared, plan_smaller, prepare_run
 from manyhands.launch.run_folder import RunFolder
 from manyhands.plan.types import Plan
@@ -44,7 +44,9 @@ def start(config: RunConfig, *, dry_run: bool = False, fresh: bool = False) -> i
 
 
 def _launch(prepared: Prepared) -> int:
-    """Runs the workers; where memory runs out, again from the last checkpoint with a smaller plan, ``MAX_SMALLER_PLANS`` times."""
+    """Runs the workers; where memory runs out, again from the last checkpoint with a smaller plan,
+    ``MAX_SMALLER_PLANS`` times.
+    """
     from manyhands.launch import local
 
     for num_left in range(MAX_SMALLER_PLANS, -1, -1):
@@ -56,7 +58,10 @@ def _launch(prepared: Prepared) -> int:
                 raise
             prepared = plan_smaller(prepared)
             how = next((sentence for sentence in prepared.plan.why if sentence.startswith("smaller: ")), None)
-            if how is None:  # the GPUs are no longer the same, or the cause could not be written: the same plan would only fail again
+            if (
+                how is None
+                # the GPUs are no longer the same, or the cause could not be written: the same plan would only fail again
+            ):
                 raise
             how = how.removeprefix("smaller: ")
             begin = f"from step {prepared.folder.newest_step()}" if prepared.resume else "from the start"

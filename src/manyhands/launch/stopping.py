@@ -1,4 +1,6 @@
-"""Ctrl-C and SIGTERM in the process that prepares and launches: an exception that no handler of errors catches, and a message."""
+"""Ctrl-C and SIGTERM in the process that prepares and launches: an exception that no handler of errors catches, and a
+message.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ import signal
 import threading
 from collections.abc import Iterator
 
-from manyhands.errors import UserError
+from manyhands.core.errors import UserError
 
 
 class Asked(BaseException):
@@ -31,7 +33,9 @@ class Stopped(UserError):
 
 @contextlib.contextmanager
 def raise_when_asked(*numbers: int) -> Iterator[None]:
-    """Within, these signals raise ``Asked``; afterwards they do what they did before, whoever has changed them meanwhile."""
+    """Within, these signals raise ``Asked``; afterwards they do what they did before, whoever has changed them
+    meanwhile.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,6 @@
-"""The launcher's eye on its ranks: ends, in bounded time, what would wait forever. Knows processes and files, no torch."""
+"""The launcher's eye on its ranks: ends, in bounded time, what would wait forever. Knows processes and files, no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from manyhands.errors import EXIT_FAILED, UserError
+from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.launch.failure import log_tail
 from manyhands.launch.heartbeat import Beat, read_beat
 from manyhands.launch.run_folder import RunFolder
@@ -93,17 +95,23 @@ class Watch:
             seen.look(read_beat(self.folder, rank), elapsed_s)
         if len(self.pids) < self.world_size:
             self.pids.update(worker_pids())
-        if self._caused_at is None and (self.folder.has_cause() or any(s.beat is not None and s.beat.is_gone for s in self._ranks)):
+        if self._caused_at is None and (
+            self.folder.has_cause() or any(s.beat is not None and s.beat.is_gone for s in self._ranks)
+        ):
             self._caused_at = time.monotonic()
 
     def _judge(self, elapsed_s: float) -> None:
         """Once nobody moves whom others may wait for: name the ranks that have come least far, and kill them.
 
-        A rank that has come further waits for one that has not, so how long it stands still does not matter; it counts from when the
-        other has caught up. A rank that has lost its peers waits for their reports, and is not judged.
+        A rank that has come further waits for one that has not, so how long it stands still does not matter; it counts
+        from when the other has caught up. A rank that has lost its peers waits for their reports, and is not judged.
         """
         failed = self.folder.read_failures()
-        living = {r: s for r, s in enumerate(self._ranks) if r not in failed and not (s.beat and (s.beat.done or s.beat.is_gone))}
+        living = {
+            r: s
+            for r, s in enumerate(self._ranks)
+            if r not in failed and not (s.beat and (s.beat.done or s.beat.is_gone))
+        }
         if not living:
             return
         least = min(seen.position for seen in living.values())
@@ -138,8 +146,13 @@ class Watch:
         elif _is_stopped(seen.beat.pid):
             why = "its process is stopped (SIGSTOP)"
         tail = log_tail(self.folder, rank)
-        others = [f"rank {r}: {s.beat or 'not started'}, still for {s.still_s:.0f} s" for r, s in living.items() if r != rank]
-        others += [f"rank {r}: lost its peers in stage '{f['stage']}': {f['summary'].splitlines()[-1]}" for r, f in failed.items()]
+        others = [
+            f"rank {r}: {s.beat or 'not started'}, still for {s.still_s:.0f} s" for r, s in living.items() if r != rank
+        ]
+        others += [
+            f"rank {r}: lost its peers in stage '{f['stage']}': {f['summary'].splitlines()[-1]}"
+            for r, f in failed.items()
+        ]
         who = f"ranks {', '.join(map(str, culprits))}" if several else f"rank {rank}"
         return UserError(
             f"{who} made no progress for {seen.still_s:.0f} s (parallel.timeout_s = {self.timeout_s:g})"
@@ -152,7 +165,9 @@ class Watch:
         )
 
     def _end_waiting(self, now: float) -> None:
-        """Ranks that live on after a cause wait for a peer that is gone; torch's agent alone would give them 30 s more."""
+        """Ranks that live on after a cause wait for a peer that is gone; torch's agent alone would give them 30 s
+        more.
+        """
         if self._caused_at is None or now - self._caused_at < self.grace_s:
             return
         for pid in worker_pids():
@@ -190,7 +205,9 @@ def kill_group(pid: int) -> None:
 
 
 def end_all(pids: set[int]) -> None:
-    """After the launch: whatever still lives in the sessions that the ranks led (also children of ranks that are gone)."""
+    """After the launch: whatever still lives in the sessions that the ranks led (also children of ranks that are
+    gone).
+    """
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, ProcessLookupError, PermissionError):
             if process.pid != os.getpid() and os.getsid(process.pid) in pids:

@@ -21,13 +21,21 @@ GIB = 2**30
 
 
 class ConsoleSink(Sink):
-    """Loss, tokens/s, memory and time left; evaluations with their samples; before and after side by side at the end."""
+    """Loss, tokens/s, memory and time left; evaluations with their samples; before and after side by side at the
+    end.
+    """
 
-    def __init__(self, stream: TextIO, *, num_steps: int, first: Evaluation | None = None, log: TextIO | None = None) -> None:
-        """``first``: the evaluation before training, where an earlier launch made it. ``log``: a file that keeps the text."""
+    def __init__(
+        self, stream: TextIO, *, num_steps: int, first: Evaluation | None = None, log: TextIO | None = None
+    ) -> None:
+        """``first``: the evaluation before training, where an earlier launch made it. ``log``: a file that keeps the
+        text.
+        """
         self.num_steps = num_steps
         self._console = Console(file=stream, highlight=False, soft_wrap=True)
-        self._log = Console(file=log, highlight=False, soft_wrap=True, force_terminal=False, color_system=None) if log else None
+        self._log = (
+            Console(file=log, highlight=False, soft_wrap=True, force_terminal=False, color_system=None) if log else None
+        )
         self._progress: Progress | None = None
         self._stages: dict[str, TaskID] = {}
         self._stage_said = 0.0
@@ -87,7 +95,7 @@ class ConsoleSink(Sink):
         self._first, self._last = self._first or evaluation, evaluation
         self._say(
             f"{_when(evaluation)}: held-out loss {evaluation.loss:.4f}, perplexity {_perplexity(evaluation)}, "
-            f"token accuracy {evaluation.accuracy:.1%} ({evaluation.num_rows} rows, {evaluation.num_targets:,} trained tokens, "
+            f"token accuracy {evaluation.accuracy:.1%} ({evaluation.num_samples} rows, {evaluation.num_loss_tokens:,} trained tokens, "
             f"{evaluation.seconds:.1f} s)"
         )
         for prompt, answer in evaluation.samples:
@@ -100,7 +108,9 @@ class ConsoleSink(Sink):
             return
         self._say(f"held-out loss: {first.loss:.4f} {_when(first)}, {last.loss:.4f} {_when(last)}")
         for (prompt, before), (_, after) in list(zip(first.samples, last.samples, strict=False))[:1]:
-            self._say(f"one question, before and after: {_one_line(prompt)}\n  before: {_one_line(before)}\n  after:  {_one_line(after)}")
+            self._say(
+                f"one question, before and after: {_one_line(prompt)}\n  before: {_one_line(before)}\n  after:  {_one_line(after)}"
+            )
 
     def close(self) -> None:
         if self._progress is not None:

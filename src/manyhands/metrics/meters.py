@@ -24,15 +24,19 @@ class Meter:
 
         ``memory_allocated_bytes`` and ``peak_bytes``: held by tensors on a GPU, now and at most since the peak was last
         reset (caches and the CUDA context not included); on a CPU the process's resident memory, now and at most.
-        ``utilisation``: share in [0, 1] of the last sampling period (some 0.2 to 1 s, see nvmlDeviceGetUtilizationRates)
-        in which a kernel ran; nan where nothing can tell.
+        ``utilisation``: share in [0, 1] of the last sampling period (some 0.2 to 1 s, see
+        nvmlDeviceGetUtilizationRates) in which a kernel ran; nan where nothing can tell.
         """
         if self.device.type == "cuda":
             allocated, peak = torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
         else:
             allocated = psutil.Process().memory_info().rss
             peak = max(allocated, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT_BYTES)
-        return {"memory_allocated_bytes": float(allocated), "peak_bytes": float(peak), "utilisation": self._read_utilisation()}
+        return {
+            "memory_allocated_bytes": float(allocated),
+            "peak_bytes": float(peak),
+            "utilisation": self._read_utilisation(),
+        }
 
     def _read_utilisation(self) -> float:
         if self._handle is None:

@@ -1,7 +1,8 @@
-"""The report of a finished run: what was asked, what was planned beside what was measured, and what to do next, as JSON and as a page.
+"""The report of a finished run: what was asked, what was planned beside what was measured, and what to do next, as JSON
+and as a page.
 
-Reads metrics.jsonl, writes two files. Knows the plan, the config and numbers; a number that nobody measured is left out, never
-guessed.
+Reads metrics.jsonl, writes two files. Knows the plan, the config and numbers; a number that nobody measured is left
+out, never guessed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.config.schema import RunConfig
-from manyhands.files import write_atomically
+from manyhands.core.files import write_atomically
 from manyhands.metrics.summary import (
     describe_settings,
     describe_versions,
@@ -27,7 +28,7 @@ from manyhands.metrics.summary import (
     read_evaluations,
     read_rows,
 )
-from manyhands.plan.types import Plan, describe_recompute
+from manyhands.plan.types import Plan, describe_checkpointing
 from manyhands.train.types import TrainState
 
 GIB = 2**30
@@ -42,14 +43,16 @@ def write_report(
     """Writes report.json and report.md into ``folder`` and returns what report.json holds.
 
     ``measured`` may hold: num_parameters, num_trained_parameters, losses, seconds_by_step, tokens_by_step,
-    input_wait_by_step (one value a step of this launch), evaluations (in order), devices (the last reading of each rank),
-    peak_bytes_by_rank, checkpoint_s, verified (folder name -> what verification found), data (as ``describe_data`` has it), device
-    (its name), started (seconds since 1970).
+    input_wait_by_step (one value a step of this launch), evaluations (in order), devices (the last reading of each
+    rank), peak_bytes_by_rank, checkpoint_s, verified (folder name -> what verification found), data (as
+    ``describe_data`` has it), device (its name), started (seconds since 1970).
     """
     path = Path(folder)
     evaluations = list(measured.get("evaluations", []))
     known = {row["step"] for row in evaluations}
-    earlier = [asdict(row) for row in read_evaluations(path / "metrics.jsonl") if row.step not in known]  # of the launches before
+    earlier = [
+        asdict(row) for row in read_evaluations(path / "metrics.jsonl") if row.step not in known
+    ]  # of the launches before
     curve = make_curve(read_rows(path / "metrics.jsonl", "step"))
     report = make_report(plan, config, state, {**measured, "evaluations": earlier + evaluations, "curve": curve})
     report["next"] = suggest_commands(path, config, report)
@@ -62,7 +65,8 @@ def make_report(plan: Plan, config: RunConfig, state: TrainState, measured: Mapp
     """The report as plain values: bytes, seconds, tokens, nats."""
     peaks = measured.get("peak_bytes_by_rank") or [int(device["peak_bytes"]) for device in measured.get("devices", [])]
     evaluations = [
-        _pick(row, "step", "loss", "perplexity", "accuracy", "num_rows", "num_targets") for row in measured.get("evaluations", [])
+        _pick(row, "step", "loss", "perplexity", "accuracy", "num_samples", "num_loss_tokens")
+        for row in measured.get("evaluations", [])
     ]
     losses = [loss for loss in measured.get("losses", []) if math.isfinite(loss)]
     return _without_none(
@@ -85,7 +89,7 @@ def make_report(plan: Plan, config: RunConfig, state: TrainState, measured: Mapp
                 "device": plan.device,
                 "device_name": measured.get("device"),
                 "strategy": plan.strategy,
-                "recompute": describe_recompute(plan.recompute, plan.lighter_blocks),
+                "activation_checkpointing": describe_checkpointing(plan.activation_checkpointing, plan.lighter_layers),
                 "steps": plan.num_steps,
                 "memory_bytes": plan.memory.total,
                 "memory_terms_bytes": plan.memory.terms,
@@ -95,15 +99,17 @@ def make_report(plan: Plan, config: RunConfig, state: TrainState, measured: Mapp
                 "steps": state.step,
                 "stop_reason": state.stop_reason,
                 "divergence": state.divergence or None,
-                "rows": state.rows,
+                "rows": state.samples,
                 "tokens": state.tokens,
-                "trained_tokens": state.targets,
+                "trained_tokens": state.loss_tokens,
                 "training_s": round(state.elapsed_s, 3),
                 "parameters": measured.get("num_parameters"),
                 "trained_parameters": measured.get("num_trained_parameters"),
                 "peak_memory_bytes_by_rank": peaks or None,
                 **_speed(measured.get("seconds_by_step", []), measured.get("tokens_by_step", [])),
-                "input_wait_share": _wait_share(measured.get("seconds_by_step", []), measured.get("input_wait_by_step", [])),
+                "input_wait_share": _wait_share(
+                    measured.get("seconds_by_step", []), measured.get("input_wait_by_step", [])
+                ),
                 "first_loss": losses[0] if losses else None,
                 "last_loss": losses[-1] if losses else None,
                 "checkpoint_s": measured.get("checkpoint_s"),
@@ -127,7 +133,11 @@ def format_report(report: Mapping[str, Any]) -> str:
     lines.append(f"| steps | {planned['steps']} | {done['steps']} ({done['stop_reason']}) |")
     peaks = done.get("peak_memory_bytes_by_rank")
     peak = f"{max(peaks) / GIB:.2f} GiB" if peaks else "-"
-    what = "peak memory of a rank" if planned["device"] == "cuda" else "peak memory of a rank (resident, libraries included)"
+    what = (
+        "peak memory of a rank"
+        if planned["device"] == "cuda"
+        else "peak memory of a rank (resident, libraries included)"
+    )
     lines.append(f"| {what} | {planned['memory_bytes'] / GIB:.2f} GiB | {peak} |")
     step_s = f"{planned['step_s']:.3f}" if "step_s" in planned else "-"
     lines.append(f"| seconds a step | {step_s} | {_number(done, 'step_s', '.3f')} |")
@@ -140,9 +150,13 @@ def format_report(report: Mapping[str, Any]) -> str:
     ]
     if "trained_parameters" in done and "parameters" in done:
         share = done["trained_parameters"] / done["parameters"]
-        lines.append(f"Parameters: {done['parameters']:,}, of which {done['trained_parameters']:,} were trained ({share:.2%}).")
+        lines.append(
+            f"Parameters: {done['parameters']:,}, of which {done['trained_parameters']:,} were trained ({share:.2%})."
+        )
     if "first_loss" in done:
-        lines.append(f"Training loss: {done['first_loss']:.4f} in this launch's first step, {done['last_loss']:.4f} in the last.")
+        lines.append(
+            f"Training loss: {done['first_loss']:.4f} in this launch's first step, {done['last_loss']:.4f} in the last."
+        )
     lines += _curve_lines(report.get("curve", []))
     lines += _evaluation_lines(report.get("evaluations", []))
     lines += _sample_lines(report.get("samples", []))
@@ -158,7 +172,11 @@ def _evaluation_lines(evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = ["", "| step | held-out loss | perplexity | token accuracy |", "|---|---|---|---|"]
     for row in evaluations:
         huge = (row.get("perplexity") or 0.0) >= 1e6
-        cells = (_number(row, "loss", ".4f"), _number(row, "perplexity", ".1e" if huge else ".3f"), _number(row, "accuracy", ".2%"))
+        cells = (
+            _number(row, "loss", ".4f"),
+            _number(row, "perplexity", ".1e" if huge else ".3f"),
+            _number(row, "accuracy", ".2%"),
+        )
         lines.append(f"| {row['step']} | {' | '.join(cells)} |")
     return lines
 
@@ -171,7 +189,13 @@ def _samples(evaluations: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     first, last = answered[0], answered[-1]
     before = dict(first["samples"]) if first is not last else {}
     return [
-        {"prompt": prompt, "before": before.get(prompt), "answer": answer, "step": last["step"], "before_step": first["step"]}
+        {
+            "prompt": prompt,
+            "before": before.get(prompt),
+            "answer": answer,
+            "step": last["step"],
+            "before_step": first["step"],
+        }
         for prompt, answer in last["samples"]
     ]
 
@@ -185,7 +209,9 @@ def suggest_commands(folder: Path, config: RunConfig, report: Mapping[str, Any])
     if any((folder / result).is_dir() for result in ("adapter", "model")):  # a run that diverged has written none
         commands["ask it"] = f"manyhands generate {name} --prompt {shlex.quote(prompt)}"
     if commands and config.method.trains_adapters and not config.output.merge:
-        commands["write the model with the adapter merged into it"] = f"manyhands export {name} --merge --output {name}/merged"
+        commands["write the model with the adapter merged into it"] = (
+            f"manyhands export {name} --merge --output {name}/merged"
+        )
     if config.log.tensorboard:
         commands["see the curves"] = f"manyhands tensorboard {name}"
     return commands
@@ -200,7 +226,11 @@ def _curve_lines(curve: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = ["", f"Training loss, steps 1 to {curve[-1]['step']}:", "", "```", draw_line(losses), "```", ""]
     lines += ["| to step | training loss | gradient norm | learning rate |", "|---|---|---|---|"]
     for point in shown:
-        cells = (_number(point, "loss", ".4f"), _number(point, "grad_norm", ".3g"), _number(point, "learning_rate", ".3g"))
+        cells = (
+            _number(point, "loss", ".4f"),
+            _number(point, "grad_norm", ".3g"),
+            _number(point, "learning_rate", ".3g"),
+        )
         lines.append(f"| {point['step']} | {' | '.join(cells)} |")
     return lines
 
@@ -223,9 +253,9 @@ def _setting_lines(report: Mapping[str, Any]) -> list[str]:
     lines += [f"| {key} | {format_value(value)} |" for key, value in report["settings"].items()]
     lines += ["", f"Data {report['data']['digest'][:16]}" + (":" if "sources" in report["data"] else ".")]
     for source in report["data"].get("sources", []):
-        held_out = f", {source['num_validation_rows']:,} held out" if source["num_validation_rows"] else ""
+        held_out = f", {source['num_validation_samples']:,} held out" if source["num_validation_samples"] else ""
         weight = f", weight {source['weight']:g}" if source["weight"] != 1 else ""
-        counts = f"{source['num_rows']:,} samples, {source['num_tokens']:,} tokens{held_out}{weight}"
+        counts = f"{source['num_samples']:,} samples, {source['num_tokens']:,} tokens{held_out}{weight}"
         lines.append(f"- `{source['name']}` ({source['format']}): {counts}")
     begun = f"Started {report['started']}, finished" if "started" in report else "Finished"
     versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
@@ -246,7 +276,9 @@ def format_value(value: Any) -> str:
     elif isinstance(value, list | tuple):
         text = ", ".join(str(item) for item in value)
     else:
-        text = f"{value:g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else str(value)
+        text = (
+            f"{value:g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else str(value)
+        )
     return text.replace("|", "\\|").replace("*", "\\*")
 
 
@@ -276,7 +308,9 @@ def _pick(row: Mapping[str, Any], *names: str) -> dict[str, Any]:
 
 
 def _without_none(value: Any) -> Any:
-    """Leaves out what was not measured, and turns numbers that are not finite into nothing, which JSON has no word for."""
+    """Leaves out what was not measured, and turns numbers that are not finite into nothing, which JSON has no word
+    for.
+    """
     if isinstance(value, Mapping):
         cleaned = {key: _without_none(item) for key, item in value.items()}
         return {key: item for key, item in cleaned.items() if item is not None}

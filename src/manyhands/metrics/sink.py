@@ -14,7 +14,9 @@ class Sink(Hook):
         """Called just before ``after_step`` of the same step, at steps that are logged."""
 
     def show_progress(self, stage: str, done: int, total: int) -> None:
-        """What the run does between steps (evaluation, samples, checkpoint), and how much of it is done; ``done == total`` ends it."""
+        """What the run does between steps (evaluation, samples, checkpoint), and how much of it is done; ``done ==
+        total`` ends it.
+        """
 
     def close(self) -> None:
         """Called once, also when the run failed."""

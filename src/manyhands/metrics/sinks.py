@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from manyhands.config.schema import RunConfig
-from manyhands.files import write_atomically
+from manyhands.core.files import write_atomically
 from manyhands.metrics.console import ConsoleSink
 from manyhands.metrics.sink import Devices, Sink
 from manyhands.metrics.summary import read_evaluations
@@ -38,12 +38,14 @@ def open_sinks(
 ) -> list[Sink]:
     """The sinks of a run; ``log`` keeps what ``terminal`` shows.
 
-    ``resumed_at`` is the last step that counts, and ``evaluated_at`` the last one whose evaluation does (by default the same): what
-    was written after them is taken back.
+    ``resumed_at`` is the last step that counts, and ``evaluated_at`` the last one whose evaluation does (by default the
+    same): what was written after them is taken back.
     """
     path = Path(folder)
     sinks: list[Sink] = [
-        JsonlSink(path / "metrics.jsonl", every_steps=config.log.every_steps, resumed_at=resumed_at, evaluated_at=evaluated_at)
+        JsonlSink(
+            path / "metrics.jsonl", every_steps=config.log.every_steps, resumed_at=resumed_at, evaluated_at=evaluated_at
+        )
     ]
     if config.log.tensorboard:
         sinks.append(TensorBoardSink(path / "tensorboard", every_steps=config.log.every_steps, resumed_at=resumed_at))
@@ -55,7 +57,9 @@ def open_sinks(
 class JsonlSink(Sink):
     """One JSON object a line, ``kind`` is ``step`` or ``evaluation``; numbers that are not finite become null."""
 
-    def __init__(self, path: Path, *, every_steps: int = 1, resumed_at: int = 0, evaluated_at: int | None = None) -> None:
+    def __init__(
+        self, path: Path, *, every_steps: int = 1, resumed_at: int = 0, evaluated_at: int | None = None
+    ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         last_evaluation = resumed_at if evaluated_at is None else evaluated_at
         _take_back(path, {"step": resumed_at, "evaluation": last_evaluation} if resumed_at else {})
@@ -96,8 +100,8 @@ def _without_nan(value: Any) -> Any:
 
 
 def _take_back(path: Path, last: Mapping[str, int]) -> None:
-    """Removes rows beyond the ``last`` step of their kind, which will be written again, and a last line that was cut off when the run
-    was killed. A kind that is not named loses all.
+    """Removes rows beyond the ``last`` step of their kind, which will be written again, and a last line that was cut
+    off when the run was killed. A kind that is not named loses all.
     """
     if not path.exists():
         return

@@ -1,5 +1,5 @@
-"""What a run was, as plain values: settings, data, versions, dates, the course of the loss. The report and the model card are made of
-it. Knows config, plan and metrics.jsonl, and no model."""
+"""What a run was, as plain values: settings, data, versions, dates, the course of the loss. The report and the model
+card are made of it. Knows config, plan and metrics.jsonl, and no model."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ BARS = "▁▂▃▄▅▆▇█"
 
 
 def describe_settings(config: RunConfig, plan: Plan) -> dict[str, Any]:
-    """What was set or decided, by the names of the run file's keys; of optional keys those that differ from their default."""
+    """What was set or decided, by the names of the run file's keys; of optional keys those that differ from their
+    default.
+    """
     method = config.method if plan.adapter is None else plan.adapter.method
     found: dict[str, Any] = {"method.name": method.name}
     if method.trains_adapters:
-        found |= {f"method.{key}": getattr(method, key) for key in ("rank", "alpha", "dropout", "targets")}
+        found |= {f"method.{key}": getattr(method, key) for key in ("rank", "alpha", "dropout", "target_modules")}
     defaults = MethodSection()
     for key in ("rslora", "dora", "init", "modules_to_save", "train", "freeze"):
         if getattr(method, key) != getattr(defaults, key):
@@ -39,10 +41,20 @@ def describe_settings(config: RunConfig, plan: Plan) -> dict[str, Any]:
         found["optimizer.learning_rates"] = optimizer.learning_rates
     found |= {f"optimizer.{key}": getattr(optimizer, key) for key in ("weight_decay", "max_grad_norm")}
     found |= {"schedule.name": config.schedule.name, "schedule.warmup_steps": plan.warmup_steps}
-    found |= {"batch.rows": plan.batch_rows} if plan.batch_tokens is None else {"batch.tokens": plan.batch_tokens}
-    found |= {"data.max_length": config.data.max_length, "data.packing": plan.packing, "stop.epochs": config.stop.epochs}
-    found |= {f"stop.{key}": value for key in ("max_steps", "max_tokens") if (value := getattr(config.stop, key)) is not None}
-    found |= {"model.dtype": plan.compute_dtype, "model.masters": plan.master_dtype, "seed": config.seed}
+    found |= (
+        {"batch.samples": plan.batch_samples}
+        if plan.batch_loss_tokens is None
+        else {"batch.loss_tokens": plan.batch_loss_tokens}
+    )
+    found |= {
+        "data.max_length": config.data.max_length,
+        "data.packing": plan.packing,
+        "stop.epochs": config.stop.epochs,
+    }
+    found |= {
+        f"stop.{key}": value for key in ("max_steps", "max_tokens") if (value := getattr(config.stop, key)) is not None
+    }
+    found |= {"model.dtype": plan.compute_dtype, "model.master_dtype": plan.master_dtype, "seed": config.seed}
     return {key: list(value) if isinstance(value, tuple) else value for key, value in found.items()}
 
 
@@ -51,7 +63,7 @@ def describe_data(meta: Mapping[str, Any]) -> list[dict[str, Any]]:
     found = []
     for source in meta["sources"]:
         path = str(source["path"])
-        kept = ("format", "weight", "num_rows", "num_tokens", "num_validation_rows", "num_validation_tokens")
+        kept = ("format", "weight", "num_samples", "num_tokens", "num_validation_samples", "num_validation_tokens")
         name = path.removeprefix("hub:") if path.startswith("hub:") else source["name"]
         found.append({"name": name, "hub": path.startswith("hub:"), **{key: source[key] for key in kept}})
     return found
@@ -74,7 +86,9 @@ def name_time(seconds: float) -> str:
 
 
 def read_rows(metrics: Path, kind: str) -> list[dict[str, Any]]:
-    """The rows of one kind in metrics.jsonl, in order; those of earlier launches too. A line that was cut off is skipped."""
+    """The rows of one kind in metrics.jsonl, in order; those of earlier launches too. A line that was cut off is
+    skipped.
+    """
     found = []
     for line in metrics.read_text(encoding="utf-8", errors="replace").splitlines() if metrics.exists() else ():
         try:
@@ -90,7 +104,9 @@ def read_evaluations(metrics: Path) -> list[Evaluation]:
     """The evaluations that metrics.jsonl holds, in order."""
     found = []
     for row in read_rows(metrics, "evaluation"):
-        values: dict[str, Any] = {field.name: math.nan if row.get(field.name) is None else row[field.name] for field in fields(Evaluation)}
+        values: dict[str, Any] = {
+            field.name: math.nan if row.get(field.name) is None else row[field.name] for field in fields(Evaluation)
+        }
         values["samples"] = tuple((sample["prompt"], sample["answer"]) for sample in row.get("samples", []))
         values["terms"] = row.get("terms") or {}
         found.append(Evaluation(**values))
@@ -98,7 +114,9 @@ def read_evaluations(metrics: Path) -> list[Evaluation]:
 
 
 def make_curve(rows: Sequence[Mapping[str, Any]], num_points: int = CURVE_POINTS) -> list[dict[str, Any]]:
-    """Rows of steps as at most ``num_points``: each the mean loss and gradient norm of as many steps, the last one's number and rate."""
+    """Rows of steps as at most ``num_points``: each the mean loss and gradient norm of as many steps, the last one's
+    number and rate.
+    """
     points = []
     num_points = min(num_points, len(rows))
     for index in range(num_points):
@@ -114,7 +132,9 @@ def draw_line(values: Sequence[float | None]) -> str:
     if not known:
         return ""
     least, span = min(known), max(known) - min(known)
-    heights = [None if value is None else round((value - least) / span * (len(BARS) - 1)) if span else 0 for value in values]
+    heights = [
+        None if value is None else round((value - least) / span * (len(BARS) - 1)) if span else 0 for value in values
+    ]
     return "".join(" " if height is None else BARS[height] for height in heights)
 
 

@@ -1,18 +1,21 @@
-"""Which of transformers' auto classes opens a model: one of text and more is opened whole, not as its text decoder alone.
+"""Which of transformers' auto classes opens a model: one of text and more is opened whole, not as its text decoder
+alone.
 
-So the same model is trained, reopened and adapted: its tensors' names are those of the published files, and PEFT finds an
-adapter's layers in what a user loads. Knows no family's name.
+So the same model is trained, reopened and adapted: its tensors' names are those of the published files, and PEFT finds
+an adapter's layers in what a user loads. Knows no family's name.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from manyhands.model.towers import is_multimodal
+from manyhands.convert.towers import is_multimodal
 
 
 def auto_class(config: Any) -> Any:
-    """``AutoModelForMultimodalLM`` for a transformers config of text and more that it knows, else ``AutoModelForCausalLM``."""
+    """``AutoModelForMultimodalLM`` for a transformers config of text and more that it knows, else
+    ``AutoModelForCausalLM``.
+    """
     from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 

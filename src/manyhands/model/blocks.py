@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from torch import nn
 
-from manyhands.errors import UserError
-from manyhands.model.towers import text_modules
+from manyhands.convert.towers import text_modules
+from manyhands.core.errors import UserError
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The decoder blocks by their names in ``model``, in order.
 
-    A block is an outermost ``GradientCheckpointingLayer``: transformers gives that base to every layer that is repeated. Of a
-    multimodal model the text decoder's count, not those of its towers.
+    A block is an outermost ``GradientCheckpointingLayer``: transformers gives that base to every layer that is
+    repeated. Of a multimodal model the text decoder's count, not those of its towers.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 

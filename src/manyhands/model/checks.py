@@ -11,13 +11,13 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import nn
 
-from manyhands.errors import UserError
-from manyhands.model.loss import IGNORED, LossModel
-from manyhands.model.shards import local
+from manyhands.convert.loss import IGNORED, LossModel
+from manyhands.core.errors import UserError
+from manyhands.core.shards import local
 
-# Relative deviations that rounding alone may cause. The wider ones are for runs of other shapes, whose matrix products may sum
-# in another order: 0.04 was seen on random weights of an 8B shape in bfloat16, after 32 blocks. (transformers' eager attention,
-# with which they compare, takes its softmax in float32 even in a float64 model.)
+# Relative deviations that rounding alone may cause. The wider ones are for runs of other shapes, whose matrix products
+# may sum # in another order: 0.04 was seen on random weights of an 8B shape in bfloat16, after 32 blocks.
+# (transformers' eager attention, # with which they compare, takes its softmax in float32 even in a float64 model.)
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 WIDE_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 5e-2}
 PROBE_LENGTHS = (23, 41)  # tokens of the two documents
@@ -27,7 +27,9 @@ PROBE_SEED = 2718
 class Probed(Protocol):
     """What the checks call: the model as it will be trained, under any strategy."""
 
-    def __call__(self, batch: Mapping[str, Any], *, metrics: bool = False) -> Mapping[str, tuple[torch.Tensor, torch.Tensor]]: ...
+    def __call__(
+        self, batch: Mapping[str, Any], *, metrics: bool = False
+    ) -> Mapping[str, tuple[torch.Tensor, torch.Tensor]]: ...
 
     def logits(self, batch: Mapping[str, Any]) -> torch.Tensor: ...
 
@@ -36,18 +38,19 @@ class Probed(Protocol):
 def check_loss(parallel: Probed, loss_model: LossModel, device: torch.device) -> float:
     """Compare the chunked loss with cross-entropy of the model's own logits; returns the relative deviation.
 
-    A family that caps, scales or shifts its logits in a way that the head view misses would show here. Raises UserError.
+    A family that caps, scales or shifts its logits in a way that the head view misses would show here. Raises
+    UserError.
     """
     ids = _probe_tokens(loss_model, device)
-    batch = {"input_ids": ids, "targets": ids.roll(-1, dims=1)}
-    batch["targets"][:, ::3] = IGNORED
+    batch = {"input_ids": ids, "labels": ids.roll(-1, dims=1)}
+    batch["labels"][:, ::3] = IGNORED
     with _eager_evaluation(loss_model):
         fast = parallel(batch)["lm"][0].double()
         logits = parallel.logits(batch)
         _refuse_values(logits, loss_model)
         _refuse_encoder(parallel, loss_model, ids)
-    trained = batch["targets"] != IGNORED
-    expected = torch.nn.functional.cross_entropy(logits[trained].double(), batch["targets"][trained], reduction="sum")
+    trained = batch["labels"] != IGNORED
+    expected = torch.nn.functional.cross_entropy(logits[trained].double(), batch["labels"][trained], reduction="sum")
     deviation = float((fast - expected).abs() / expected.abs())
     tolerance = TOLERANCE[logits.dtype]
     if not deviation <= tolerance:  # also refuses nan
@@ -63,9 +66,9 @@ def check_loss(parallel: Probed, loss_model: LossModel, device: torch.device) ->
 def check_packing(parallel: Probed, loss_model: LossModel, device: torch.device) -> float:
     """Pack two documents and compare the logits with those of each alone; returns the relative deviation.
 
-    Alone means transformers' plain ``eager`` attention, so that a kernel which drops a soft-cap or a window shows here too.
-    A leak is looked for more sharply: another first document of the same length must leave the second one's logits as they
-    are, and as no shape changes, rounding does not either. Deviations are root mean squares. Raises UserError.
+    Alone means transformers' plain ``eager`` attention, so that a kernel which drops a soft-cap or a window shows here
+    too. A leak is looked for more sharply: another first document of the same length must leave the second one's logits
+    as they are, and as no shape changes, rounding does not either. Deviations are root mean squares. Raises UserError.
     """
     first, second = _probe_tokens(loss_model, device).split(PROBE_LENGTHS, dim=1)
     with _eager_evaluation(loss_model):
@@ -80,13 +83,17 @@ def check_packing(parallel: Probed, loss_model: LossModel, device: torch.device)
     if not leak <= TOLERANCE[packed.dtype]:
         _refuse_packing(f"Packed documents see each other in {type(loss_model.model).__name__}", leak)
     if not deviation <= WIDE_TOLERANCE[packed.dtype]:
-        _refuse_packing(f"Logits of packed documents differ from those alone in {type(loss_model.model).__name__}", deviation)
+        _refuse_packing(
+            f"Logits of packed documents differ from those alone in {type(loss_model.model).__name__}", deviation
+        )
     return deviation
 
 
 @torch.no_grad()
 def check_padding(parallel: Probed, loss_model: LossModel, device: torch.device) -> float:
-    """The plain path: two documents as rows, the shorter one filled up on the right, against each alone. As ``check_packing``."""
+    """The plain path: two documents as rows, the shorter one filled up on the right, against each alone. As
+    ``check_packing``.
+    """
     documents = list(_probe_tokens(loss_model, device).split(PROBE_LENGTHS, dim=1))
     ids = torch.zeros(2, max(PROBE_LENGTHS), dtype=torch.int64, device=device)
     for row, document in zip(ids, documents, strict=True):
@@ -107,12 +114,22 @@ def check_padding(parallel: Probed, loss_model: LossModel, device: torch.device)
 
 
 def _refuse_values(logits: torch.Tensor, loss_model: LossModel) -> None:
-    """UserError where logits are no numbers, naming the weights of this rank that are none. Every rank finds the same logits."""
+    """UserError where logits are no numbers, naming the weights of this rank that are none. Every rank finds the same
+    logits.
+    """
     if torch.isfinite(logits).all():
         return
     named = ((name, local(parameter.detach())) for name, parameter in loss_model.model.named_parameters())
-    wrong = [name for name, own in named if own.is_floating_point() and own.element_size() > 1 and not torch.isfinite(own).all()]
-    why = f"{len(wrong)} of its weights hold nan or inf" if wrong else "the weights of this rank are numbers: they overflow in its dtype"
+    wrong = [
+        name
+        for name, own in named
+        if own.is_floating_point() and own.element_size() > 1 and not torch.isfinite(own).all()
+    ]
+    why = (
+        f"{len(wrong)} of its weights hold nan or inf"
+        if wrong
+        else "the weights of this rank are numbers: they overflow in its dtype"
+    )
     raise UserError(
         "The model's weights give no numbers: its logits are nan or inf.",
         where="model.name",
@@ -123,7 +140,9 @@ def _refuse_values(logits: torch.Tensor, loss_model: LossModel) -> None:
 
 
 def _refuse_encoder(parallel: Probed, loss_model: LossModel, ids: torch.Tensor, *, eager: bool = False) -> None:
-    """UserError where another last token changes the logits before it; with ``eager``, by the attention of the model's own code."""
+    """UserError where another last token changes the logits before it; with ``eager``, by the attention of the model's
+    own code.
+    """
     changed = ids.clone()
     changed[:, -1] = (ids[:, -1] + 1) % loss_model.model.config.get_text_config().vocab_size
     if eager:
@@ -157,12 +176,15 @@ def _deviation(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def _refuse_packing(what: str, deviation: float) -> NoReturn:
     raise UserError(
-        f"{what}.", where="data.packing", why=f"Relative deviation of the logits: {deviation:.1e}.", fix="Set data.packing=false."
+        f"{what}.",
+        where="data.packing",
+        why=f"Relative deviation of the logits: {deviation:.1e}.",
+        fix="Set data.packing=false.",
     )
 
 
 def pack_documents(documents: list[torch.Tensor]) -> dict[str, Any]:
-    """Documents (1, t) side by side, with what attention needs to keep them apart; no targets."""
+    """Documents (1, t) side by side, with what attention needs to keep them apart; no labels."""
     lengths = torch.tensor([document.shape[1] for document in documents])
     device = documents[0].device
     return {

@@ -1,4 +1,5 @@
-"""Build a model without memory, then fill it: from safetensors files, each rank reading only its slices, or from the seed.
+"""Build a model without memory, then fill it: from safetensors files, each rank reading only its slices, or from the
+seed.
 
 The model is made on meta, may be sharded there, and is materialised once its parameters know where they live. Names and
 shapes are compared before a weight is read. Must not know how parameters came to be sharded.
@@ -15,22 +16,22 @@ import torch
 from torch import nn
 
 from manyhands.config.schema import RunConfig
-from manyhands.errors import UserError
+from manyhands.convert.adapter import added_parameters, read_adapter
+from manyhands.convert.attention import IMPLEMENTATIONS, register_attention
+from manyhands.convert.lora import initialize_adapters
+from manyhands.convert.new_tokens import ROWS
+from manyhands.convert.nf4 import Nf4Linear
+from manyhands.convert.quantize import STORED, quantise_blocks, quantised_weights, stored_names
+from manyhands.convert.resize_embeddings import read_grown, rows_by_token
+from manyhands.convert.towers import is_multimodal, leave_out_towers
+from manyhands.core.errors import UserError
+from manyhands.core.progress import advance
+from manyhands.core.shards import fill_from, local, local_slices, named_seed
 from manyhands.facts.model import shares_head
 from manyhands.facts.types import NewTokens
-from manyhands.model.adapter import added_parameters, read_adapter
-from manyhands.model.attention import IMPLEMENTATIONS, register_attention
 from manyhands.model.auto import auto_class
-from manyhands.model.grow import read_grown, rows_by_token
-from manyhands.model.lora import initialize_adapters
-from manyhands.model.nf4 import Nf4Linear
-from manyhands.model.quantise import STORED, quantise_blocks, quantised_weights, stored_names
-from manyhands.model.shards import fill_from, local, local_slices, named_seed
 from manyhands.model.source import Checkpoint, needs_conversion, open_weights, read_checkpoint, read_converted
-from manyhands.model.tokens import ROWS
-from manyhands.model.towers import is_multimodal, leave_out_towers
 from manyhands.plan.types import Plan
-from manyhands.progress import advance
 
 ADDED = (ROWS, "lora_magnitude_vector")  # filled with the adapters
 MARK = "_is_hf_initialized"  # transformers' initialisation passes tensors with this attribute by
@@ -39,8 +40,9 @@ MARK = "_is_hf_initialized"  # transformers' initialisation passes tensors with 
 def build_meta(plan: Plan, config: RunConfig, say: Callable[[str], object] = lambda _: None) -> nn.Module:
     """The Hugging Face model on meta, in training mode, every parameter in the dtype it will be kept in.
 
-    That is ``plan.master_dtype`` for full training and ``plan.frozen_dtype`` for adapters, which ``apply_lora`` adds; with
-    qlora the blocks' linear layers hold it in NF4. Of a multimodal model the text's part alone is there (``towers.py``).
+    That is ``plan.master_dtype`` for full training and ``plan.frozen_dtype`` for adapters, which ``apply_lora`` adds;
+    with qlora the blocks' linear layers hold it in NF4. Of a multimodal model the text's part alone is there
+    (``towers.py``).
     """
     from transformers import AutoConfig
 
@@ -67,7 +69,9 @@ def build_meta(plan: Plan, config: RunConfig, say: Callable[[str], object] = lam
     try:
         with torch.device("meta"):
             opener = auto_class(model_config)
-            model = opener.from_config(model_config, dtype=dtype, attn_implementation=implementation, trust_remote_code=trust)
+            model = opener.from_config(
+                model_config, dtype=dtype, attn_implementation=implementation, trust_remote_code=trust
+            )
     except Exception as error:  # as above
         raise UserError(
             f"transformers cannot build a language model of {model_config.model_type}",
@@ -85,20 +89,27 @@ def build_meta(plan: Plan, config: RunConfig, say: Callable[[str], object] = lam
             )
         say(f"text alone is trained: {', '.join(towers)} stay on disk and are saved with the model as they are")
     if config.model.init == "pretrained" and needs_conversion(model):
-        say("weights are laid out anew while they are read, by transformers' rules: every rank reads these whole, one group at a time")
+        say(
+            "weights are laid out anew while they are read, by transformers' rules: every rank reads these whole, one group at a time"
+        )
     if config.method.name == "qlora":
         quantise_blocks(model)
     return model.train()
 
 
 def silence_dropout(model_config: Any) -> list[str]:
-    """Set every dropout of a transformers config to 0, in place; returns what was on, such as ``attention_dropout=0.1``.
+    """Set every dropout of a transformers config to 0, in place; returns what was on, such as
+    ``attention_dropout=0.1``.
 
     A few families have some by default, and ``.train()`` turns it on: dropout comes from our config only.
     """
     text, found = model_config.get_text_config(), []
     for part in (model_config,) if text is model_config else (model_config, text):
-        on = {key: value for key, value in part.to_dict().items() if ("drop" in key) and isinstance(value, float) and value > 0}
+        on = {
+            key: value
+            for key, value in part.to_dict().items()
+            if ("drop" in key) and isinstance(value, float) and value > 0
+        }
         for key in on:
             setattr(part, key, 0.0)
         found += [f"{key}={value:g}" for key, value in on.items()]
@@ -106,7 +117,8 @@ def silence_dropout(model_config: Any) -> list[str]:
 
 
 def untie_as_stored(model_config: Any, folder: Path) -> None:
-    """Untie a multimodal model's head, in place, where the files hold one that is not its embeddings: so transformers loads it too.
+    """Untie a multimodal model's head, in place, where the files hold one that is not its embeddings: so transformers
+    loads it too.
 
     Parts of published configurations contradict each other, and what they leave out is tied by some families' default.
     """
@@ -119,8 +131,8 @@ def untie_as_stored(model_config: Any, folder: Path) -> None:
 def materialize(model: nn.Module, plan: Plan, config: RunConfig, device: torch.device) -> None:
     """Give a meta model memory on ``device`` and its weights, then adapters theirs; frozen parameters stay frozen.
 
-    ``model`` is the Hugging Face model or the ``LossModel`` around it: whichever is the root of the sharding. Parameters
-    may be DTensors. Raises ``UserError`` before reading if names or shapes in the files are not the model's.
+    ``model`` is the Hugging Face model or the ``LossModel`` around it: whichever is the root of the sharding.
+    Parameters may be DTensors. Raises ``UserError`` before reading if names or shapes in the files are not the model's.
     """
     inner = hugging_face_model(model)
     pretrained = config.model.init == "pretrained"
@@ -163,7 +175,9 @@ def rebuild_buffers(model: Any) -> None:
 
 
 def with_owners(model: Any) -> Iterator[tuple[str, nn.Module, Any]]:
-    """Every module by name, with the innermost transformers model around it: a text decoder within another has a rule of its own."""
+    """Every module by name, with the innermost transformers model around it: a text decoder within another has a rule
+    of its own.
+    """
     from transformers import PreTrainedModel
 
     owners: dict[str, Any] = {}
@@ -190,8 +204,8 @@ def loaded_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 def match_checkpoint(model: nn.Module, folder: str, new_tokens: NewTokens | None = None) -> Checkpoint:
     """Where each tensor of the model lies. A tied one is read under whichever of its names is stored.
 
-    With ``new_tokens`` embeddings and head may have more rows than the files. Raises ``UserError`` that lists everything missing,
-    unexpected or of another shape.
+    With ``new_tokens`` embeddings and head may have more rows than the files. Raises ``UserError`` that lists
+    everything missing, unexpected or of another shape.
     """
     wanted = loaded_tensors(model)
     checkpoint = read_checkpoint(model, wanted, folder)
@@ -222,8 +236,8 @@ def match_checkpoint(model: nn.Module, folder: str, new_tokens: NewTokens | None
 def read_weights(model: nn.Module, checkpoint: Checkpoint, new_tokens: NewTokens | None = None) -> None:
     """Copy this rank's slice of every stored tensor into the model, file by file, cast to the parameter's dtype.
 
-    What transformers converts is read whole, one conversion at a time. Weights in NF4 are quantised one after the other, by
-    all ranks together: a rank holds its slice of one of them at a time.
+    What transformers converts is read whole, one conversion at a time. Weights in NF4 are quantised one after the
+    other, by all ranks together: a rank holds its slice of one of them at a time.
     """
     filling = _Filling(model, new_tokens)
     for path in sorted({stored.file for stored in checkpoint.plain.values()}):
@@ -240,7 +254,11 @@ class _Filling:
     """Fills a model's tensors by name from whatever can be sliced: a safetensors slice, or a whole tensor."""
 
     def __init__(self, model: nn.Module, new_tokens: NewTokens | None) -> None:
-        self.targets, self.quantised, self.new_tokens = model.state_dict(keep_vars=True), quantised_weights(model), new_tokens
+        self.targets, self.quantised, self.new_tokens = (
+            model.state_dict(keep_vars=True),
+            quantised_weights(model),
+            new_tokens,
+        )
         self.growing = rows_by_token(model) if new_tokens is not None else set()
         self.filled: set[int] = set()
 
@@ -277,12 +295,14 @@ class _Filling:
 def initialize_randomly(model: Any, seed: int) -> None:
     """New weights by the family's own rule, drawn from (seed, name): the same for any sharding and number of processes.
 
-    One module's parameters at a time are made whole on the device they live on, initialised and cut to this rank's part.
-    (CPU and GPU draw different numbers from one seed.)
+    One module's parameters at a time are made whole on the device they live on, initialised and cut to this rank's
+    part. (CPU and GPU draw different numbers from one seed.)
     """
     seen: set[int] = set()
     for name, module, owner in with_owners(model):
-        own = {key: p for key, p in module._parameters.items() if p is not None and id(p) not in seen and key not in ADDED}
+        own = {
+            key: p for key, p in module._parameters.items() if p is not None and id(p) not in seen and key not in ADDED
+        }
         if not own or ".lora_" in name:
             continue
         seen |= {id(p) for p in own.values()}
@@ -295,7 +315,9 @@ def initialize_randomly(model: Any, seed: int) -> None:
 
 
 def draw_module(name: str, module: nn.Module, owner: Any, own: Mapping[str, torch.Tensor], seed: int) -> nn.Module:
-    """``module`` alone, its ``own`` parameters new and whole, by its ``owner``'s rule; of a layer in NF4, the plain linear layer."""
+    """``module`` alone, its ``own`` parameters new and whole, by its ``owner``'s rule; of a layer in NF4, the plain
+    linear layer.
+    """
     stand_in = _make_whole(module, own)
     device = next(stand_in.parameters(recurse=False)).device
     devices = [device] if device.type == "cuda" else []
@@ -306,7 +328,9 @@ def draw_module(name: str, module: nn.Module, owner: Any, own: Mapping[str, torc
 
 
 def _make_whole(module: nn.Module, own: Mapping[str, torch.Tensor]) -> nn.Module:
-    """A copy of ``module`` alone whose ``own`` parameters are whole and zero; of a layer in NF4, the plain linear layer."""
+    """A copy of ``module`` alone whose ``own`` parameters are whole and zero; of a layer in NF4, the plain linear
+    layer.
+    """
 
     def zeros(shape: tuple[int, ...], like: torch.Tensor) -> nn.Parameter:
         return nn.Parameter(torch.zeros(shape, dtype=like.dtype, device=like.device), requires_grad=False)

@@ -1,8 +1,9 @@
-"""``python -m manyhands.model.probe FOLDER``: can this family be trained here, and packed? Asked before a run is planned.
+"""``python -m manyhands.model.probe FOLDER``: can this family be trained here, and packed? Asked before a run is
+planned.
 
-A shrunken copy of the model's configuration, with a few layers of each kind, narrow, random weights, on the CPU, goes through
-the checks that the loaded model will go through. Prints one JSON object: ``trains``, ``packs`` and ``reason``. Reads
-config.json and no weight; knows nothing of plans.
+A shrunken copy of the model's configuration, with a few layers of each kind, narrow, random weights, on the CPU, goes
+through the checks that the loaded model will go through. Prints one JSON object: ``trains``, ``packs`` and ``reason``.
+Reads config.json and no weight; knows nothing of plans.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from typing import Any
 
 import torch
 
-from manyhands.errors import UserError
-from manyhands.model.attention import BLOCKWISE, plain_attention, register_attention
+from manyhands.convert.attention import BLOCKWISE, plain_attention, register_attention
+from manyhands.convert.loss import LossModel
+from manyhands.convert.towers import is_multimodal, leave_out_towers
+from manyhands.core.errors import UserError
 from manyhands.model.auto import auto_class
 from manyhands.model.checks import check_loss, check_packing, check_padding
-from manyhands.model.loss import LossModel
-from manyhands.model.towers import is_multimodal, leave_out_towers
 
 CPU = torch.device("cpu")
 SEED = 2718
@@ -41,7 +42,9 @@ class Single:
     def __init__(self, loss_model: LossModel) -> None:
         self._loss_model = loss_model
 
-    def __call__(self, batch: Mapping[str, Any], *, metrics: bool = False) -> Mapping[str, tuple[torch.Tensor, torch.Tensor]]:
+    def __call__(
+        self, batch: Mapping[str, Any], *, metrics: bool = False
+    ) -> Mapping[str, tuple[torch.Tensor, torch.Tensor]]:
         return self._loss_model(batch, metrics=metrics)
 
     def logits(self, batch: Mapping[str, Any]) -> torch.Tensor:
@@ -77,8 +80,14 @@ def probe(config: Any, *, trust_remote_code: bool = False) -> dict[str, Any]:
 
 
 def _build(config: Any, implementation: str, trust_remote_code: bool) -> Any:
-    """A shrunken model. UserError where transformers has no such attention for it, or a part of it needs a library that is not there."""
-    keys: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": implementation, "trust_remote_code": trust_remote_code}
+    """A shrunken model. UserError where transformers has no such attention for it, or a part of it needs a library that
+    is not there.
+    """
+    keys: dict[str, Any] = {
+        "dtype": torch.float32,
+        "attn_implementation": implementation,
+        "trust_remote_code": trust_remote_code,
+    }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         try:
@@ -93,7 +102,9 @@ def _build(config: Any, implementation: str, trust_remote_code: bool) -> Any:
         except ValueError as error:
             if "attention implementation" not in str(error):
                 raise
-            raise UserError(f"transformers has no fast attention for {config.model_type}.", why=str(error).split(". ")[0]) from error
+            raise UserError(
+                f"transformers has no fast attention for {config.model_type}.", why=str(error).split(". ")[0]
+            ) from error
     leave_out_towers(model)
     model.to_empty(device=CPU)
     model.tie_weights()
@@ -115,14 +126,17 @@ def shrink_text(config: Any) -> Any:
 def shrink(config: Any) -> Any:
     """A copy of the text configuration with ``LAYERS_OF_A_KIND`` layers of each kind, narrow, its head_dim as it is.
 
-    A layer's kind is what the configuration's per-layer lists say of it. head_dim stays because rotary tables hang on it.
+    A layer's kind is what the configuration's per-layer lists say of it. head_dim stays because rotary tables hang on
+    it.
     """
     text = config.get_text_config()
     values = text.to_dict()
     depth, num_heads = text.num_hidden_layers, text.num_attention_heads
     num_kv_heads = values.get("num_key_value_heads") or num_heads
     lists = {key: value for key, value in values.items() if isinstance(value, list | tuple) and len(value) == depth}
-    chosen = choose_layers([repr([value[index] for value in lists.values()]) for index in range(depth)], listed=bool(lists))
+    chosen = choose_layers(
+        [repr([value[index] for value in lists.values()]) for index in range(depth)], listed=bool(lists)
+    )
     values |= {key: [value[index] for index in chosen] for key, value in lists.items()}
     if overrides := {int(index): own for index, own in (values.get("per_layer_config") or {}).items()}:
         values["per_layer_config"] = {str(new): overrides[old] for new, old in enumerate(chosen) if old in overrides}
@@ -131,7 +145,11 @@ def shrink(config: Any) -> Any:
     if "num_key_value_heads" in values:
         values["num_key_value_heads"] = NUM_HEADS if num_kv_heads == num_heads else min(num_kv_heads, 2)
     values |= {key: min(size, values[key]) for key, size in SIZES.items() if isinstance(values.get(key), int)}
-    values |= {key: [min(size, each) for each in values[key]] for key, size in SIZES.items() if isinstance(values.get(key), list)}
+    values |= {
+        key: [min(size, each) for each in values[key]]
+        for key, size in SIZES.items()
+        if isinstance(values.get(key), list)
+    }
     values |= {key: min(1, values[key]) for key in SHARED if values.get(key)}
     values |= {key: 8 for key in WINDOWS if values.get(key)}
     values |= {key: 0 for key in SPECIAL_TOKENS if values.get(key) is not None}

@@ -1,8 +1,9 @@
-"""``python -m manyhands.model.rehearse``: would the workers accept this run? Asked by ``--dry-run``, before a GPU is held.
+"""``python -m manyhands.model.rehearse``: would the workers accept this run? Asked by ``--dry-run``, before a GPU is
+held.
 
-Builds the model on meta, adapts it, and compares names and shapes with the files, by the very functions that the workers
-call; reads headers and no weight. A family that no probe has tried yet is probed. Run and plan come as one JSON object on
-standard input; the answer is the last line of standard output: ``null``, or the ``UserError`` as JSON.
+Builds the model on meta, adapts it, and compares names and shapes with the files, by the very functions that the
+workers call; reads headers and no weight. A family that no probe has tried yet is probed. Run and plan come as one JSON
+object on standard input; the answer is the last line of standard output: ``null``, or the ``UserError`` as JSON.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ import sys
 from typing import Any
 
 from manyhands.config.schema import RunConfig
-from manyhands.errors import UserError
+from manyhands.convert.adapter import adapt, check_adapter
+from manyhands.convert.loss import LossModel
+from manyhands.core.errors import UserError
 from manyhands.facts.packing import was_measured
 from manyhands.kernels.modules import fuse_lora
-from manyhands.model.adapter import adapt, check_adapter
 from manyhands.model.blocks import find_blocks
 from manyhands.model.load import build_meta, match_checkpoint
-from manyhands.model.loss import LossModel
 from manyhands.model.probe import probe
 from manyhands.plan.types import Plan
 from manyhands.train.optimizer import group_parameters, split_matrices
@@ -40,12 +41,18 @@ def rehearse(config: RunConfig, plan: Plan) -> None:
     if config.kernels.lora == "fused" and plan.fuse_lora:
         report = fuse_lora(model)
         if not report.fused:
-            raise UserError("no adapted module can be fused", where="kernels.lora", why=str(report), fix="set kernels.lora: auto")
+            raise UserError(
+                "no adapted module can be fused", where="kernels.lora", why=str(report), fix="set kernels.lora: auto"
+            )
     LossModel(model, fuse=plan.fuse_loss)
-    if config.data.packing is False and not was_measured(original.get_text_config().model_type):  # else facts have asked
+    if config.data.packing is False and not was_measured(
+        original.get_text_config().model_type
+    ):  # else facts have asked
         verdict = probe(original, trust_remote_code=config.model.trust_remote_code)
         if not verdict["trains"]:
-            raise UserError(f"{original.model_type} cannot be trained here", where=plan.model_folder, why=verdict["reason"])
+            raise UserError(
+                f"{original.model_type} cannot be trained here", where=plan.model_folder, why=verdict["reason"]
+            )
 
 
 def main() -> None:

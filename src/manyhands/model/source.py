@@ -1,8 +1,10 @@
-"""Which tensors of a model's files become which of the model: transformers' own renamings and conversions, applied to headers.
+"""Which tensors of a model's files become which of the model: transformers' own renamings and conversions, applied to
+headers.
 
 No table of names is kept here. Where a family's files name weights in another way than its model does (prefixes, merged
-experts), transformers knows the rules; they are applied to names, and to tensors one group at a time, so that no rank holds
-more of the files than it reads at once. Must not know how parameters are sharded, nor what happens to the tensors.
+experts), transformers knows the rules; they are applied to names, and to tensors one group at a time, so that no rank
+holds more of the files than it reads at once. Must not know how parameters are sharded, nor what happens to the
+tensors.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from manyhands.errors import UserError
+from manyhands.convert.towers import is_left_out, left_out
+from manyhands.core.errors import UserError
+from manyhands.core.progress import advance
 from manyhands.facts.model import STORED_DTYPES
 from manyhands.facts.safetensors import DTYPE_BITS, find_weight_files, read_header
-from manyhands.model.towers import is_left_out, left_out
-from manyhands.progress import advance
 
 OLD_BUFFERS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$")  # once saved, now computed
 
@@ -97,7 +99,9 @@ def read_checkpoint(model: Any, names: Collection[str], folder: str | Path) -> C
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     towers = left_out(model)
-    ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()] + [OLD_BUFFERS]
+    ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()] + [
+        OLD_BUFFERS
+    ]
     plain: dict[str, StoredTensor] = {}
     groups: dict[str, list[tuple[str, StoredTensor]]] = {}
     untouched: list[StoredTensor] = []
@@ -114,7 +118,9 @@ def read_checkpoint(model: Any, names: Collection[str], folder: str | Path) -> C
         elif pattern is not None:
             groups.setdefault(name, []).append((pattern, stored))
         elif name in plain:
-            raise UserError(f"Two tensors of the files are {name}.", where=str(folder), details=[plain[name].name, stored.name])
+            raise UserError(
+                f"Two tensors of the files are {name}.", where=str(folder), details=[plain[name].name, stored.name]
+            )
         else:
             plain[name] = stored
     return Checkpoint(
@@ -138,7 +144,9 @@ def _group(model: Any, name: str, converter: WeightConverter, parts: list[tuple[
     """A conversion, tried on meta tensors for the shapes of what it makes."""
     on_meta = _convert(model, name, converter, parts, lambda stored: torch.empty(stored.shape, device="meta"))
     shapes = {made: tuple(tensor.shape) for made, tensor in on_meta.items()}
-    return Conversion(name, tuple(stored for _, stored in parts), tuple(pattern for pattern, _ in parts), converter, shapes)
+    return Conversion(
+        name, tuple(stored for _, stored in parts), tuple(pattern for pattern, _ in parts), converter, shapes
+    )
 
 
 def _convert(
@@ -160,7 +168,8 @@ def needs_conversion(model: Any) -> bool:
     return any(isinstance(rule, WeightConverter) for rule in get_model_conversion_mapping(model, add_legacy=False))
 
 
-# ---- reading and writing back --------------------------------------------------------------------------------------------
+# ---- reading and writing back
+# --------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -170,7 +179,9 @@ def open_weights(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="pt", device="cpu") as file:
             yield file
     except SafetensorError as error:
-        raise UserError("A weights file cannot be read.", where=str(path), why=str(error), fix="Download the model again.") from error
+        raise UserError(
+            "A weights file cannot be read.", where=str(path), why=str(error), fix="Download the model again."
+        ) from error
 
 
 def read_converted(model: Any, conversion: Conversion) -> dict[str, torch.Tensor]:
@@ -192,7 +203,9 @@ def read_stored(stored: StoredTensor) -> torch.Tensor:
 
 
 def revert(model: Any, conversion: Conversion, made: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What the files call the tensors that a conversion made: as many, with the same names and shapes. UserError otherwise."""
+    """What the files call the tensors that a conversion made: as many, with the same names and shapes. UserError
+    otherwise.
+    """
     parts = revert_weight_conversion(model, dict(made))
     expected = {part.name: part.shape for part in conversion.parts}
     if {name: tuple(tensor.shape) for name, tensor in parts.items()} != expected:
@@ -205,7 +218,9 @@ def revert(model: Any, conversion: Conversion, made: Mapping[str, torch.Tensor])
 
 
 def state_by_file_names(model: Any, folder: Path) -> dict[str, torch.Tensor]:
-    """A loaded transformers model's state under the names of its files; what these do not hold keeps the model's name."""
+    """A loaded transformers model's state under the names of its files; what these do not hold keeps the model's
+    name.
+    """
     state = model.state_dict(keep_vars=True)
     checkpoint = read_checkpoint(model, state, folder)
     found = {stored.name: state[name].detach() for name, stored in checkpoint.plain.items()}

@@ -1,4 +1,5 @@
-"""Bytes of activations: what a block's graph keeps a token, what all keep, what one needs at work. Pure arithmetic; knows no torch.
+"""Bytes of activations: what a block's graph keeps a token, what all keep, what one needs at work. Pure arithmetic;
+knows no torch.
 
 The notation is that of ``memory.py``.
 """
@@ -6,10 +7,12 @@ The notation is that of ``memory.py``.
 from __future__ import annotations
 
 from manyhands.plan.setup import Setup
-from manyhands.plan.types import Recompute
+from manyhands.plan.types import Checkpointing
 
-BLOCK_SCORES = 2**25  # elements of one block of soft-capped attention, as in model/attention.py
-LEAVING_BYTES = AHEAD_BYTES = 2**28  # of activations on their way to host memory, and back: as in parallel/activations.py
+BLOCK_SCORES = 2**25  # elements of one block of soft-capped attention, as in convert/attention.py
+LEAVING_BYTES = AHEAD_BYTES = (
+    2**28
+)  # of activations on their way to host memory, and back: as in engine/activation_offload.py
 
 
 def kept_activations(s: Setup, passing_bytes: int) -> int:
@@ -19,27 +22,33 @@ def kept_activations(s: Setup, passing_bytes: int) -> int:
     """
     moved = moved_bytes(s)
     on_device = min(moved, passing_bytes + moved // s.model.num_layers)
-    heavy = s.model.num_layers - s.lighter_blocks
-    kept = heavy * kept_bytes_per_token(s, s.recompute) + s.lighter_blocks * kept_bytes_per_token(s, s.last_recompute)
+    heavy = s.model.num_layers - s.lighter_layers
+    kept = heavy * kept_bytes_per_token(s, s.activation_checkpointing) + s.lighter_layers * kept_bytes_per_token(
+        s, s.last_recompute
+    )
     return s.micro_tokens * kept - moved + on_device
 
 
-def block_at_work(s: Setup, recompute: Recompute) -> int:
+def block_at_work(s: Setup, recompute: Checkpointing) -> int:
     """What one block that is recomputed so needs in its backward pass beyond what all keep.
 
-    What is computed again of it: ``T k`` if all (k of ``block_bytes_per_token``), ``T (k - l)`` if selective. The gradients of
-    its result and of the residual stream, ``2 T c H``. And of the MLP, the widest part, gradients of the product, gate and up in
-    turn: ``3 T c I``, of which compiled code puts one where the product was.
+    What is computed again of it: ``T k`` if all (k of ``block_bytes_per_token``), ``T (k - l)`` if selective. The
+    gradients of its result and of the residual stream, ``2 T c H``. And of the MLP, the widest part, gradients of the
+    product, gate and up in turn: ``3 T c I``, of which compiled code puts one where the product was.
     """
     m, c = s.model, s.compute_bytes
-    again = {"none": 0, "selective": max(0, block_bytes_per_token(s) - linear_bytes_per_token(s)), "block": block_bytes_per_token(s)}
+    again = {
+        "none": 0,
+        "selective": max(0, block_bytes_per_token(s) - linear_bytes_per_token(s)),
+        "full": block_bytes_per_token(s),
+    }
     inner = (2 if s.compile else 3) * c * m.intermediate_size
     return s.micro_tokens * (again[recompute] + 2 * c * m.hidden_size + inner)
 
 
-def kept_bytes_per_token(s: Setup, recompute: Recompute) -> int:
+def kept_bytes_per_token(s: Setup, recompute: Checkpointing) -> int:
     """Bytes a token that one block that is recomputed so keeps from its forward pass to its backward pass."""
-    if recompute == "block":
+    if recompute == "full":
         return s.compute_bytes * s.model.hidden_size
     return linear_bytes_per_token(s) if recompute == "selective" else block_bytes_per_token(s)
 
@@ -47,8 +56,8 @@ def kept_bytes_per_token(s: Setup, recompute: Recompute) -> int:
 def linear_bytes_per_token(s: Setup) -> int:
     """What selective recomputation keeps: a block's input, the results of its linear layers, those of attention.
 
-    ``c H``, ``c`` times the sum of the layers' outputs (compiled all but the last, which only the next block needs), ``c q + 4
-    heads``, and adapters' inner results.
+    ``c H``, ``c`` times the sum of the layers' outputs (compiled all but the last, which only the next block needs),
+    ``c q + 4 heads``, and adapters' inner results.
     """
     m, c = s.model, s.compute_bytes
     outputs = sum(out for out, _ in m.block_linear_shapes.values()) - (m.hidden_size if s.compile else 0)
@@ -57,32 +66,39 @@ def linear_bytes_per_token(s: Setup) -> int:
 
 
 def moved_bytes(s: Setup) -> int:
-    """Activations that go to host memory: ``L T`` times what a block keeps; eager and selective only its input, as the rest is
-    in the checkpoint's own cache. None on a CPU. Where activations move, all blocks are recomputed alike.
+    """Activations that go to host memory: ``L T`` times what a block keeps; eager and selective only its input, as the
+    rest is in the checkpoint's own cache. None on a CPU. Where activations move, all blocks are recomputed alike.
     """
     if not s.offload_activations or s.device == "cpu":
         return 0
-    in_cache = s.recompute == "selective" and not s.compile
-    per_token = s.compute_bytes * s.model.hidden_size if in_cache else kept_bytes_per_token(s, s.recompute)
+    in_cache = s.activation_checkpointing == "selective" and not s.compile
+    per_token = (
+        s.compute_bytes * s.model.hidden_size if in_cache else kept_bytes_per_token(s, s.activation_checkpointing)
+    )
     return s.micro_tokens * s.model.num_layers * per_token
 
 
 def block_bytes_per_token(s: Setup) -> int:
-    """Bytes a token that one block's autograd graph keeps, with FlashAttention (https://arxiv.org/abs/2205.14135): no T x T.
+    """Bytes a token that one block's autograd graph keeps, with FlashAttention (https://arxiv.org/abs/2205.14135): no T
+    x T.
 
-    ==============================  =====================================================================================
-    tensor                          bytes a token (q = heads * head_dim, k = kv_heads * head_dim)
-    ==============================  =====================================================================================
-    inputs of the norms             c n compiled; n: 2 H for Llama. Eager 4 n, as transformers' norms keep a float32 copy,
+    ==============================
+    ===================================================================================== tensor
+     bytes a token (q = heads * head_dim, k = kv_heads * head_dim) ==============================
+     =====================================================================================
+    inputs of the norms             c n compiled; n: 2 H for Llama. Eager 4 n, as transformers' norms keep a float32
+    copy,
                                     and c n more for the gradient of the norms' own weights where those are trained
     inputs of q, k, v and gate, up  2 c H
     q, k, v                         c (q + 2 k)
     attention output, log-sum-exp   c q + 4 heads; the output is also the input of the output projection
-    queries as the kernel has them  c q more where packs of mixed lengths or windows need a kernel for documents: measured, 3.1 GiB
+    queries as the kernel has them  c q more where packs of mixed lengths or windows need a kernel for documents:
+    measured, 3.1 GiB
                                     of 32 blocks and 13,312 tokens beside the kernel for rows of one length
     gate, up, product               3 c I compiled; eager 4 c I, with the activation's result apart
     adapters' inner results         c r for each adapted layer; with dropout also the dropped input and its mask
-    ==============================  =====================================================================================
+    ==============================
+    =====================================================================================
     """
     m, c = s.model, s.compute_bytes
     q, k = m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim
@@ -93,7 +109,8 @@ def block_bytes_per_token(s: Setup) -> int:
 
 
 def adapter_bytes_per_token(s: Setup) -> int:
-    """``c r`` for each adapted layer of i inputs and o outputs; dropout adds its input once more, and a mask of a byte: ``(c + 1) i``.
+    """``c r`` for each adapted layer of i inputs and o outputs; dropout adds its input once more, and a mask of a byte:
+    ``(c + 1) i``.
 
     DoRA keeps what it scales, ``c o``, for the gradient of the scale; with dropout two parts of it.
     """
@@ -106,12 +123,16 @@ def adapter_bytes_per_token(s: Setup) -> int:
 
 
 def attention_mask(s: Setup) -> int:
-    """A dense mask as transformers builds it for packed rows without varlen: ``T^2`` booleans, and once more in compute dtype."""
+    """A dense mask as transformers builds it for packed rows without varlen: ``T^2`` booleans, and once more in compute
+    dtype.
+    """
     return s.micro_tokens**2 * (1 + s.compute_bytes) if s.builds_mask else 0
 
 
 def block_scores(s: Setup) -> int:
-    """Soft-capped scores, computed a block at a time (model/attention.py): at most 2**25, each some 4 times in c bytes and 4 times in 4."""
+    """Soft-capped scores, computed a block at a time (convert/attention.py): at most 2**25, each some 4 times in c
+    bytes and 4 times in 4.
+    """
     if s.model.attention_softcap is None:
         return 0
     return min(s.model.num_heads * s.micro_tokens**2, BLOCK_SCORES) * (4 * s.compute_bytes + 16)

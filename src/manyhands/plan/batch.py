@@ -1,4 +1,5 @@
-"""The batch rule. Without packing ``global batch = micro-batch x ranks x accumulation`` holds exactly, or there is an error.
+"""The batch rule. Without packing ``global batch = micro-batch x ranks x accumulation`` holds exactly, or there is an
+error.
 
 With packing any batch works on any number of ranks: the rows of a step are laid into packs, and a rank may stay idle.
 Pure; sizes are rows unless they are called tokens.
@@ -9,22 +10,24 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from manyhands.config.schema import RunConfig
+from manyhands.core.errors import UserError
 from manyhands.data.pack import padded_tokens
-from manyhands.errors import UserError
 from manyhands.facts.types import DataFacts
 
-AUTO_ROWS = 32
+AUTO_SAMPLES = 32
 SHORT_ROW_TOKENS = 256  # packed rows shorter than this on average go 64 to a batch
 MIN_AUTO_STEPS = 10  # an automatic batch leaves at least so many steps in an epoch
 
 
 @dataclass(frozen=True)
 class Split:
-    """How a step is carried out. Exactly one of ``micro_tokens`` and ``micro_rows`` is set; tokens of a full micro-batch."""
+    """How a step is carried out. Exactly one of ``micro_tokens`` and ``micro_samples`` is set; tokens of a full
+    micro-batch.
+    """
 
-    batch_rows: int | None
-    batch_tokens: int | None
-    micro_rows: int | None
+    batch_samples: int | None
+    batch_loss_tokens: int | None
+    micro_samples: int | None
     micro_tokens: int | None
     accumulation: int | None
     full_micro_tokens: int
@@ -32,7 +35,7 @@ class Split:
 
     @property
     def micro(self) -> int:
-        return self.micro_tokens or self.micro_rows or 0
+        return self.micro_tokens or self.micro_samples or 0
 
 
 def possible_splits(config: RunConfig, data: DataFacts, world_size: int, useful_tokens: int) -> list[Split]:
@@ -45,21 +48,21 @@ def possible_splits(config: RunConfig, data: DataFacts, world_size: int, useful_
     return _row_splits(config, data, world_size, useful_tokens)
 
 
-def auto_rows(config: RunConfig, data: DataFacts) -> int:
+def auto_samples(config: RunConfig, data: DataFacts) -> int:
     """32 rows; 64 where packed rows are short (under 256 tokens on average); halved until an epoch has 10 steps.
 
     Depends on the data alone, so that a run is the same on any number of processes.
     """
-    rows = 2 * AUTO_ROWS if config.data.packing and data.mean_length < SHORT_ROW_TOKENS else AUTO_ROWS
-    while rows > 1 and data.rows_per_epoch < rows * MIN_AUTO_STEPS:
+    rows = 2 * AUTO_SAMPLES if config.data.packing and data.mean_length < SHORT_ROW_TOKENS else AUTO_SAMPLES
+    while rows > 1 and data.samples_per_epoch < rows * MIN_AUTO_STEPS:
         rows //= 2
     return rows
 
 
 def _packed_splits(config: RunConfig, data: DataFacts, world_size: int, useful_tokens: int) -> list[Split]:
     batch = config.batch
-    tokens = batch.tokens
-    rows = None if tokens is not None else auto_rows(config, data) if batch.rows == "auto" else batch.rows
+    tokens = batch.loss_tokens
+    rows = None if tokens is not None else auto_samples(config, data) if batch.samples == "auto" else batch.samples
     if batch.micro_tokens != "auto":
         if batch.micro_tokens < data.max_length:
             raise UserError(
@@ -69,17 +72,25 @@ def _packed_splits(config: RunConfig, data: DataFacts, world_size: int, useful_t
             )
         sizes = [batch.micro_tokens]
     else:
-        step_tokens = tokens * data.num_tokens / max(1, data.num_targets) if tokens is not None else (rows or 1) * data.mean_length
+        step_tokens = (
+            tokens * data.num_tokens / max(1, data.num_loss_tokens)
+            if tokens is not None
+            else (rows or 1) * data.mean_length
+        )
         sizes = pack_sizes(data.max_length, step_tokens / world_size, useful_tokens)
     return [_with_known_steps(Split(rows, tokens, None, size, None, size), data, world_size) for size in sizes]
 
 
 def _with_known_steps(split: Split, data: DataFacts, world_size: int) -> Split:
-    """What is certain of every step. Rows of one length are packed by their number, and never fill the quarter for uneven steps."""
-    constant, rows = constant_pack_tokens(split, data, world_size), split.batch_rows
+    """What is certain of every step. Rows of one length are packed by their number, and never fill the quarter for
+    uneven steps.
+    """
+    constant, rows = constant_pack_tokens(split, data, world_size), split.batch_samples
     if constant is not None and rows is not None:
         return replace(split, full_micro_tokens=constant, is_single=rows <= world_size * (constant // data.max_length))
-    return replace(split, is_single=rows is not None and rows * padded_tokens(data.max_length) <= split.full_micro_tokens)
+    return replace(
+        split, is_single=rows is not None and rows * padded_tokens(data.max_length) <= split.full_micro_tokens
+    )
 
 
 def pack_sizes(longest: int, rank_tokens: float, useful_tokens: int) -> list[int]:
@@ -99,7 +110,10 @@ def pack_sizes(longest: int, rank_tokens: float, useful_tokens: int) -> list[int
 
 def has_one_length(data: DataFacts) -> bool:
     """Whether all rows, the held-out ones too, are equally long: texts cut into blocks."""
-    return data.num_tokens == data.num_rows * data.max_length and data.num_validation_tokens == data.num_validation_rows * data.max_length
+    return (
+        data.num_tokens == data.num_samples * data.max_length
+        and data.num_validation_tokens == data.num_validation_samples * data.max_length
+    )
 
 
 def constant_pack_tokens(split: Split, data: DataFacts, world_size: int) -> int | None:
@@ -107,24 +121,24 @@ def constant_pack_tokens(split: Split, data: DataFacts, world_size: int) -> int 
 
     As many rows a rank and micro-batch as the balanced layout of a whole step gives, padded to whole tiles.
     """
-    if split.micro_tokens is None or split.batch_rows is None or not has_one_length(data):
+    if split.micro_tokens is None or split.batch_samples is None or not has_one_length(data):
         return None
-    num_micro = ceil_div(split.batch_rows, world_size * (split.micro_tokens // data.max_length))
-    return padded_tokens(ceil_div(split.batch_rows, world_size * num_micro) * data.max_length)
+    num_micro = ceil_div(split.batch_samples, world_size * (split.micro_tokens // data.max_length))
+    return padded_tokens(ceil_div(split.batch_samples, world_size * num_micro) * data.max_length)
 
 
 def _row_splits(config: RunConfig, data: DataFacts, world_size: int, useful_tokens: int) -> list[Split]:
     batch = config.batch
-    micro = None if batch.micro_rows == "auto" else batch.micro_rows
+    micro = None if batch.micro_samples == "auto" else batch.micro_samples
     accumulation = None if batch.accumulation == "auto" else batch.accumulation
     unit = world_size * (micro or 1) * (accumulation or 1)
-    if batch.rows != "auto":
-        rows = batch.rows
+    if batch.samples != "auto":
+        rows = batch.samples
         _check_divides(rows, world_size, micro, accumulation)
     elif micro and accumulation:
         rows = unit
     else:
-        rows = max(unit, round(auto_rows(config, data) / unit) * unit)
+        rows = max(unit, round(auto_samples(config, data) / unit) * unit)
     share = rows // world_size  # rows of a rank in one step
     if micro:
         sizes = [micro]
@@ -133,13 +147,15 @@ def _row_splits(config: RunConfig, data: DataFacts, world_size: int, useful_toke
     else:
         divisors = [size for size in range(share, 0, -1) if share % size == 0]
         sizes = [size for size in divisors if size * data.max_length <= useful_tokens] or [1]
-    return [Split(rows, None, size, None, share // size, size * data.max_length, is_single=size == share) for size in sizes]
+    return [
+        Split(rows, None, size, None, share // size, size * data.max_length, is_single=size == share) for size in sizes
+    ]
 
 
 def _check_divides(rows: int, world_size: int, micro: int | None, accumulation: int | None) -> None:
     """UserError that names the nearest batches below and above which ``micro x ranks x accumulation`` can make."""
     factors = [
-        (f"batch.micro_rows: {micro}", micro),
+        (f"batch.micro_samples: {micro}", micro),
         (f"{world_size} processes", world_size),
         (f"batch.accumulation: {accumulation}", accumulation),
     ]
@@ -155,8 +171,8 @@ def _check_divides(rows: int, world_size: int, micro: int | None, accumulation: 
     near = " and ".join(str(size) for size in (below, above) if size)
     formula = " × ".join(product) + (f" = {unit}" if len(product) > 1 else "")
     raise UserError(
-        f"batch.rows: {rows} is not {'' if exact else 'a multiple of '}{formula}",
-        where="batch.rows",
+        f"batch.samples: {rows} is not {'' if exact else 'a multiple of '}{formula}",
+        where="batch.samples",
         why="without packing the global batch is micro-batch × processes × accumulation, exactly",
         fix=f"the nearest batch{'es that work are' if not exact and below else ' that works is'} {near}; or set data.packing: true",
     )

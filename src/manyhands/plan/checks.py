@@ -1,4 +1,6 @@
-"""What a plan warns of although it can be carried out, values that hardly anybody means, and whether the disk has room. Pure."""
+"""What a plan warns of although it can be carried out, values that hardly anybody means, and whether the disk has room.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from dataclasses import replace
 
 from manyhands.config.patterns import matches
 from manyhands.config.schema import RunConfig
-from manyhands.errors import UserError
+from manyhands.core.errors import UserError
 from manyhands.facts.types import Facts, ModelFacts
 from manyhands.plan.memory import GIB, optimizer
 from manyhands.plan.setup import Setup
@@ -16,7 +18,9 @@ from manyhands.plan.types import DiskEstimate
 
 LOG_BYTES = 2**24  # logs, metrics, TensorBoard, reports: a few hundred bytes a step
 
-ABSURD_RATE = 1.0  # an update of Adam, Adafactor or Muon has about the size of the learning rate, weights are mostly far below 1
+ABSURD_RATE = (
+    1.0  # an update of Adam, Adafactor or Muon has about the size of the learning rate, weights are mostly far below 1
+)
 
 
 def warn_of_values(config: RunConfig, model: ModelFacts, learning_rate: float) -> tuple[str, ...]:
@@ -32,15 +36,18 @@ def warn_of_values(config: RunConfig, model: ModelFacts, learning_rate: float) -
 
 
 def _warn_of_rank(config: RunConfig, model: ModelFacts) -> tuple[str, ...]:
-    """LoRA factors of rank r hold ``r (in + out)`` values; from the layer's smaller width on they add nothing that it has not itself."""
+    """LoRA factors of rank r hold ``r (in + out)`` values; from the layer's smaller width on they add nothing that it
+    has not itself.
+    """
     method = config.method
     if not method.trains_adapters:
         return ()
-    patterns = ("*",) if method.targets == "all-linear" else method.targets
+    patterns = ("*",) if method.target_modules == "all-linear" else method.target_modules
     narrow = [
         f"{name.rpartition('.')[2]} ({min(shape)})"
         for name, shape in model.block_linear_shapes.items()
-        if method.rank >= min(shape) and any(matches(f"{model.decoder}.layers.0.{name}", pattern) for pattern in patterns)
+        if method.rank >= min(shape)
+        and any(matches(f"{model.decoder}.layers.0.{name}", pattern) for pattern in patterns)
     ]
     if not narrow:
         return ()
@@ -50,10 +57,13 @@ def _warn_of_rank(config: RunConfig, model: ModelFacts) -> tuple[str, ...]:
 
 
 def estimate_disk(config: RunConfig, facts: Facts, setup: Setup, steps: Steps, output_bytes: int) -> DiskEstimate:
-    """A checkpoint holds masters and optimizer states of what is trained; ``keep_last`` of them stay, one more while it is written,
-    and the best if asked. The result is the model, towers included, or the adapter, and the merged model too if asked.
+    """A checkpoint holds masters and optimizer states of what is trained; ``keep_last`` of them stay, one more while it
+    is written, and the best if asked. The result is the model, towers included, or the adapter, and the merged model
+    too if asked.
     """
-    alone = replace(setup, strategy="one", optimizer_name=setup.optimizer_name.removeprefix("paged_"), offload="none")
+    alone = replace(
+        setup, strategy="single", optimizer_name=setup.optimizer_name.removeprefix("paged_"), offload="none"
+    )
     num_saves = math.ceil(steps.total / steps.checkpoint_every) if steps.checkpoint_every else 1
     kept = config.checkpoint.keep_last + 1 + config.checkpoint.keep_best
     model, adapters = facts.model, config.method.trains_adapters

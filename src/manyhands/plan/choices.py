@@ -10,7 +10,7 @@ from typing import Literal
 
 from manyhands.config.patterns import matches
 from manyhands.config.schema import RunConfig
-from manyhands.errors import UserError
+from manyhands.core.errors import UserError
 from manyhands.facts.types import DataFacts, Facts, GpuFacts, ModelFacts, NewTokens
 from manyhands.plan.batch import has_one_length
 
@@ -29,11 +29,13 @@ AUTO_LEARNING_RATE = {"lora": 2e-4, "qlora": 2e-4, "full": 2e-5, "patterns": 2e-
 
 @dataclass(frozen=True)
 class Decisions:
-    """What stands before the search. ``gpus`` is empty on CPU; the ``why_`` tuples are read before and after the search's."""
+    """What stands before the search. ``gpus`` is empty on CPU; the ``why_`` tuples are read before and after the
+    search's.
+    """
 
     device: Device
     world_size: int
-    shard_ranks: int  # hybrid: that hold one copy together
+    shard_degree: int  # hybrid: that hold one copy together
     gpus: tuple[GpuFacts, ...]
     compute: ComputeDtype
     master: MasterDtype
@@ -62,7 +64,9 @@ def decide(config: RunConfig, facts: Facts) -> Decisions:
     why_frozen: tuple[str, ...] = (describe_frozen(compute),) if config.method.name == "qlora" else ()
     why_frozen += choose_linear(config, device, gpus)
     if facts.model.num_tower_parameters:
-        why_frozen += (f"text alone is trained: towers of {facts.model.num_tower_parameters:,} parameters stay on disk",)
+        why_frozen += (
+            f"text alone is trained: towers of {facts.model.num_tower_parameters:,} parameters stay on disk",
+        )
     rate, why_rate = choose_learning_rate(config)
     check_optimizer(config, device, compute)
     master, why_master = choose_master_dtype(config, compute)
@@ -70,7 +74,7 @@ def decide(config: RunConfig, facts: Facts) -> Decisions:
     return Decisions(
         device=device,
         world_size=world_size,
-        shard_ranks=choose_shard_ranks(config, facts, device, world_size),
+        shard_degree=choose_shard_ranks(config, facts, device, world_size),
         gpus=gpus,
         compute=compute,
         master=master,
@@ -94,7 +98,9 @@ def choose_device(config: RunConfig, facts: Facts) -> tuple[Device, str]:
             fix="set parallel.device=cpu, or look at `manyhands gpu-info`",
         )
     if asked == "auto":
-        return ("cuda" if num_gpus else "cpu"), f"device: {'GPUs' if num_gpus else 'CPU'}, as {num_gpus or 'no'} GPUs are visible"
+        return (
+            "cuda" if num_gpus else "cpu"
+        ), f"device: {'GPUs' if num_gpus else 'CPU'}, as {num_gpus or 'no'} GPUs are visible"
     return asked, f"device: {asked}, as asked"
 
 
@@ -120,9 +126,9 @@ def choose_world_size(config: RunConfig, facts: Facts, device: Device) -> tuple[
     else:
         size = num_gpus if device == "cuda" else 1
         why = f"processes: {size}, one a GPU" if device == "cuda" else "processes: 1, as auto takes one on CPU"
-    if config.parallel.strategy == "one" and size > 1:
+    if config.parallel.strategy == "single" and size > 1:
         raise UserError(
-            f"parallel.strategy: one is one process, but there are {size} (parallel.gpus: {asked})",
+            f"parallel.strategy: single is one process, but there are {size} (parallel.gpus: {asked})",
             where="parallel.strategy",
             fix="set parallel.strategy to auto, ddp or fsdp, or parallel.gpus to 1",
         )
@@ -130,7 +136,9 @@ def choose_world_size(config: RunConfig, facts: Facts, device: Device) -> tuple[
 
 
 def ranks_per_machine(facts: Facts, device: Device, world_size: int) -> int:
-    """Processes that share this machine: as launched, else one a visible GPU; on CPU all are taken to be on one machine."""
+    """Processes that share this machine: as launched, else one a visible GPU; on CPU all are taken to be on one
+    machine.
+    """
     if facts.local_world_size is not None:
         return min(world_size, facts.local_world_size)
     return min(world_size, len(facts.host.gpus)) if device == "cuda" else world_size
@@ -141,18 +149,18 @@ def choose_shard_ranks(config: RunConfig, facts: Facts, device: Device, world_si
 
     UserError, with the nearest numbers that work, where they do not divide the processes.
     """
-    asked = config.parallel.shard_ranks
+    asked = config.parallel.shard_degree
     size = ranks_per_machine(facts, device, world_size) if asked == "auto" else asked
-    if config.parallel.strategy != "hybrid" or world_size % size == 0:
+    if config.parallel.strategy != "hsdp" or world_size % size == 0:
         return size
     divisors = [number for number in range(1, world_size + 1) if world_size % number == 0]
     below, above = max(n for n in divisors if n < size), min((n for n in divisors if n > size), default=None)
     near = f"{below} or {above}" if above else str(below)
     raise UserError(
-        f"parallel.shard_ranks: {size} does not divide {world_size} processes",
-        where="parallel.shard_ranks",
+        f"parallel.shard_degree: {size} does not divide {world_size} processes",
+        where="parallel.shard_degree",
         why="every copy is held by as many ranks" + (", auto takes those of one machine" if asked == "auto" else ""),
-        fix=f"set parallel.shard_ranks to {near}, or start another number of processes",
+        fix=f"set parallel.shard_degree to {near}, or start another number of processes",
     )
 
 
@@ -162,7 +170,9 @@ def choose_compute_dtype(config: RunConfig, gpus: tuple[GpuFacts, ...]) -> tuple
     without = next((gpu for gpu in gpus if not gpu.has_bfloat16), None)
     if asked == "bfloat16" and without is not None:
         raise UserError(
-            f"model.dtype is bfloat16, which {without.name} does not have", where="model.dtype", fix="set model.dtype to float32 or auto"
+            f"model.dtype is bfloat16, which {without.name} does not have",
+            where="model.dtype",
+            fix="set model.dtype to float32 or auto",
         )
     if asked != "auto":
         return asked, f"compute: {asked}, as asked"
@@ -170,29 +180,35 @@ def choose_compute_dtype(config: RunConfig, gpus: tuple[GpuFacts, ...]) -> tuple
         return "float32", "compute: float32, as on every CPU"
     if without is not None:
         return "float32", f"compute: float32, as {without.name} has no bfloat16"
-    masters = "" if config.model.masters == "bfloat16" else "float32 masters, "
+    masters = "" if config.model.master_dtype == "bfloat16" else "float32 masters, "
     return "bfloat16", f"compute: bfloat16, {masters}reduced as float32 sums"
 
 
 def choose_master_dtype(config: RunConfig, compute: ComputeDtype) -> tuple[MasterDtype, tuple[str, ...]]:
-    """Of trained weights and their optimizer states. UserError where bfloat16 was asked for and something else needs more."""
-    if config.model.masters == "float32":
+    """Of trained weights and their optimizer states. UserError where bfloat16 was asked for and something else needs
+    more.
+    """
+    if config.model.master_dtype == "float32":
         return ("float64" if compute == "float64" else "float32"), ()
     obstacles = {
         f"method.name is {config.method.name}, which keeps what it trains in float32": config.method.name != "full",
         f"model.dtype is {config.model.dtype}: the model computes in {compute}": compute != "bfloat16",
-        f"optimizer.name is {config.optimizer.name}, which does not round stochastically": config.optimizer.name != "adamw",
-        f"parallel.offload is {config.parallel.offload}, whose update is torch's own": config.parallel.offload != "none",
+        f"optimizer.name is {config.optimizer.name}, which does not round stochastically": config.optimizer.name
+        != "adamw",
+        f"parallel.offload is {config.parallel.offload}, whose update is torch's own": config.parallel.offload
+        != "none",
     }
     found = [text for text, stands in obstacles.items() if stands]
     if found:
         raise UserError(
-            "model.masters: bfloat16 does not go with other keys",
-            where="model.masters",
+            "model.master_dtype: bfloat16 does not go with other keys",
+            where="model.master_dtype",
             why="; ".join(found),
-            fix="remove model.masters, or train in full with model.dtype=bfloat16, optimizer.name=adamw and parallel.offload=none",
+            fix="remove model.master_dtype, or train in full with model.dtype=bfloat16, optimizer.name=adamw and parallel.offload=none",
         )
-    return "bfloat16", ("masters: bfloat16, as asked: weights rounded stochastically, states in bfloat16; sums of gradients in float32",)
+    return "bfloat16", (
+        "masters: bfloat16, as asked: weights rounded stochastically, states in bfloat16; sums of gradients in float32",
+    )
 
 
 def describe_frozen(compute: ComputeDtype) -> str:
@@ -221,13 +237,18 @@ def choose_packing(config: RunConfig, model: ModelFacts) -> tuple[bool, str]:
     return False, f"packing: no, one document a row: {model.packing_reason}"
 
 
-def choose_attention(config: RunConfig, model: ModelFacts, gpus: tuple[GpuFacts, ...], compute: ComputeDtype) -> tuple[Attention, str]:
+def choose_attention(
+    config: RunConfig, model: ModelFacts, gpus: tuple[GpuFacts, ...], compute: ComputeDtype
+) -> tuple[Attention, str]:
     """varlen where rows are packed and its kernel, FlashAttention 2, can: half precision, head_dim, Ampere or newer.
 
     Soft-capped scores are computed blockwise, packed or not: varlen cannot cap them, and sdpa leaves the cap out.
     """
     if model.attention_softcap is not None:
-        return "blockwise", f"attention: blockwise in plain torch, as scores are soft-capped at {model.attention_softcap:g}"
+        return (
+            "blockwise",
+            f"attention: blockwise in plain torch, as scores are soft-capped at {model.attention_softcap:g}",
+        )
     old = next((gpu for gpu in gpus if gpu.compute_capability and gpu.compute_capability < MIN_FLASH_CAPABILITY), None)
     obstacles = {
         "rows are not packed": not config.data.packing,
@@ -243,7 +264,9 @@ def choose_attention(config: RunConfig, model: ModelFacts, gpus: tuple[GpuFacts,
 
 
 def choose_kernels(config: RunConfig, device: Device, attention: Attention) -> dict[str, bool]:
-    """Fields of the plan: which fast paths are tried. ``auto`` tries them on GPUs; each passes a check there before it runs."""
+    """Fields of the plan: which fast paths are tried. ``auto`` tries them on GPUs; each passes a check there before it
+    runs.
+    """
     asked, gpu = config.kernels, device == "cuda"
     adapters = config.method.name in ("lora", "qlora")
     return {
@@ -255,8 +278,10 @@ def choose_kernels(config: RunConfig, device: Device, attention: Attention) -> d
 
 
 def choose_linear(config: RunConfig, device: Device, gpus: tuple[GpuFacts, ...]) -> tuple[str, ...]:
-    """What is said of products in fp8. UserError where the GPUs have none; a CPU emulates them if it was asked for by name."""
-    if config.kernels.linear == "plain":
+    """What is said of products in fp8. UserError where the GPUs have none; a CPU emulates them if it was asked for by
+    name.
+    """
+    if config.kernels.linear == "reference":
         return ()
     old = next((gpu for gpu in gpus if gpu.compute_capability and gpu.compute_capability < MIN_FP8_CAPABILITY), None)
     if old is not None or (device == "cpu" and config.parallel.device != "cpu"):
@@ -266,10 +291,13 @@ def choose_linear(config: RunConfig, device: Device, gpus: tuple[GpuFacts, ...])
             why=f"{old.name} has compute capability {'.'.join(map(str, old.compute_capability or ()))}, and 8.9 is the first with fp8"
             if old is not None
             else "there is no GPU, and a CPU would only emulate it, slowly",
-            fix="set kernels.linear: plain" + ("" if old is not None else ", or parallel.device: cpu to emulate it"),
+            fix="set kernels.linear: reference"
+            + ("" if old is not None else ", or parallel.device: cpu to emulate it"),
         )
     emulated = ", emulated in float32, as asked by parallel.device: cpu" if device == "cpu" else ""
-    return (f"linear: products of the blocks in fp8 while training{emulated}; plain where the model is evaluated or saved",)
+    return (
+        f"linear: products of the blocks in fp8 while training{emulated}; plain where the model is evaluated or saved",
+    )
 
 
 def choose_compile(config: RunConfig, device: Device, data: DataFacts) -> tuple[bool, str]:
@@ -281,7 +309,9 @@ def choose_compile(config: RunConfig, device: Device, data: DataFacts) -> tuple[
     if has_one_length(data):
         shapes = f"one shape, as all rows have {data.max_length:,} tokens"
     else:
-        shapes = "packs of any fill run one graph" if config.data.packing else "dynamic shapes, as rows differ in length"
+        shapes = (
+            "packs of any fill run one graph" if config.data.packing else "dynamic shapes, as rows differ in length"
+        )
     return True, f"compile: each block, {shapes}"
 
 
@@ -309,7 +339,7 @@ def choose_output_dtype(config: RunConfig, model: ModelFacts, compute: ComputeDt
     asked = config.output.dtype
     if asked != "auto":
         return asked, f"saved weights: {asked}, as asked"
-    if config.model.masters == "bfloat16":
+    if config.model.master_dtype == "bfloat16":
         return "bfloat16", "saved weights: bfloat16, as trained"
     if config.method.trains_adapters:
         return "float32", "saved adapter: float32, as trained"
@@ -319,7 +349,9 @@ def choose_output_dtype(config: RunConfig, model: ModelFacts, compute: ComputeDt
 
 
 def choose_environment(device: Device, num_cores: int, local_world_size: int) -> dict[str, str]:
-    """Variables that every worker gets; ``launch/env.py`` sets them. The cores are one machine's, for the processes on it."""
+    """Variables that every worker gets; ``launch/env.py`` sets them. The cores are one machine's, for the processes on
+    it.
+    """
     # Without the first a second attempt of torch's agent reads the first one's addresses.
     environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     if device == "cuda":
@@ -330,13 +362,14 @@ def choose_environment(device: Device, num_cores: int, local_world_size: int) ->
 def count_adapter_parameters(config: RunConfig, model: ModelFacts, new_tokens: NewTokens | None = None) -> int:
     """``r (in + out)`` for each adapted layer of each block, with DoRA ``out`` more; 0 where everything is trained.
 
-    And what is trained whole (``modules_to_save``): linear layers of blocks, embeddings and head, of which a tied pair counts
-    once. Norms are not counted. Else, for new tokens, ``k H`` in embeddings and head. Patterns are matched as model/lora.py does.
+    And what is trained whole (``modules_to_save``): linear layers of blocks, embeddings and head, of which a tied pair
+    counts once. Norms are not counted. Else, for new tokens, ``k H`` in embeddings and head. Patterns are matched as
+    convert/lora.py does.
     """
     method = config.method
     if not method.trains_adapters:
         return 0
-    patterns = ("*",) if method.targets == "all-linear" else method.targets
+    patterns = ("*",) if method.target_modules == "all-linear" else method.target_modules
     adapted = whole = 0
     for index in range(model.num_layers):
         for name, (out, into) in model.block_linear_shapes.items():
@@ -347,8 +380,8 @@ def count_adapter_parameters(config: RunConfig, model: ModelFacts, new_tokens: N
                 adapted += method.rank * (out + into) + out * method.dora
     if not adapted:
         raise UserError(
-            f"no layer matches method.targets: {', '.join(patterns)}",
-            where="method.targets",
+            f"no layer matches method.target_modules: {', '.join(patterns)}",
+            where="method.target_modules",
             fix="name linear layers of the blocks, or use all-linear",
             details=list(model.block_linear_shapes),
         )

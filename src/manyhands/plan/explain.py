@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from manyhands.plan.memory import GIB
-from manyhands.plan.types import Candidate, Plan, describe_recompute
+from manyhands.plan.types import Candidate, Plan, describe_checkpointing
 
 
 def explain_plan(plan: Plan) -> RenderableType:
@@ -44,15 +44,17 @@ def _memory(plan: Plan) -> Table:
 def _candidates(plan: Plan) -> list[RenderableType]:
     table = _table()
     unit = "tokens" if plan.packing else "rows"
-    for title in ("strategy", "recompute", f"micro {unit}", "GiB", ""):
+    for title in ("strategy", "activation_checkpointing", f"micro {unit}", "GiB", ""):
         table.add_column(title, justify="right" if title in (f"micro {unit}", "GiB") else "left")
     table.show_header = True
     shown = _one_each(plan)
     for candidate in shown:
         style = "bold green" if candidate.chosen else "dim"
         total = f"{candidate.memory.total / GIB:.1f}"
-        recompute = describe_recompute(candidate.recompute, candidate.lighter_blocks)
-        table.add_row(_name(candidate), recompute, f"{candidate.micro:,}", total, candidate.reason or "chosen", style=style)
+        recompute = describe_checkpointing(candidate.activation_checkpointing, candidate.lighter_layers)
+        table.add_row(
+            _name(candidate), recompute, f"{candidate.micro:,}", total, candidate.reason or "chosen", style=style
+        )
     if len(shown) < len(plan.candidates):
         return [table, Text(f"and {len(plan.candidates) - len(shown)} more in the plan's file", style="dim")]
     return [table]
@@ -62,13 +64,18 @@ def _one_each(plan: Plan) -> list[Candidate]:
     """The chosen one first; of every other strategy and recomputation its largest that fits, or else its smallest."""
     groups: dict[tuple[str, bool, str], list[Candidate]] = {}
     for candidate in plan.candidates:
-        groups.setdefault((candidate.strategy, candidate.reshard, candidate.recompute), []).append(candidate)
-    best = [max(group, key=lambda c: (c.chosen, c.memory.fits, c.micro if c.memory.fits else -c.micro)) for group in groups.values()]
+        groups.setdefault(
+            (candidate.strategy, candidate.reshard_after_forward, candidate.activation_checkpointing), []
+        ).append(candidate)
+    best = [
+        max(group, key=lambda c: (c.chosen, c.memory.fits, c.micro if c.memory.fits else -c.micro))
+        for group in groups.values()
+    ]
     return sorted(best, key=lambda candidate: not candidate.chosen)
 
 
 def _name(candidate: Candidate) -> str:
-    return f"{candidate.strategy}, resharded" if candidate.reshard else candidate.strategy
+    return f"{candidate.strategy}, resharded" if candidate.reshard_after_forward else candidate.strategy
 
 
 def _table() -> Table:

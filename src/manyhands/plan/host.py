@@ -11,18 +11,25 @@ from manyhands.plan.activations import moved_bytes
 from manyhands.plan.setup import Setup
 
 PINNED = 1 / math.log(2)  # torch rounds pinned blocks up to powers of 2: this much on average
-CHUNK_BYTES, CHUNKS_ON_DEVICE = 2**28, 2  # of parameters whose states are on the device, as in parallel/offload.py
+CHUNK_BYTES, CHUNKS_ON_DEVICE = (
+    2**28,
+    2,
+)  # of parameters whose states are on the device, as in engine/optimizer_offload.py
 
 
 def estimate_host_terms(s: Setup, terms: dict[str, int]) -> dict[str, int]:
     """By name, what a rank holds in host memory; ``terms`` are the device's before anything moves.
 
-    ``all``: shards of weights (pinned), gradients and optimizer states. ``optimizer``: the states, pinned. Activations: see
-    ``moved_bytes``, pinned.
+    ``all``: shards of weights (pinned), gradients and optimizer states. ``optimizer``: the states, pinned. Activations:
+    see ``moved_bytes``, pinned.
     """
     host: dict[str, int] = {}
     if s.offload == "all":
-        host |= {"weights": int(PINNED * terms["weights"]), "gradients": terms["gradients"], "optimizer": terms["optimizer"]}
+        host |= {
+            "weights": int(PINNED * terms["weights"]),
+            "gradients": terms["gradients"],
+            "optimizer": terms["optimizer"],
+        }
     elif s.offload == "optimizer":
         host["optimizer"] = int(PINNED * terms["optimizer"])
     if s.offload_activations:
@@ -39,7 +46,9 @@ def keep_on_device(s: Setup, terms: dict[str, int]) -> dict[str, int]:
     if s.offload == "all":
         kept |= {"weights": 0, "gradients": 0, "optimizer": 0}
     elif s.offload == "optimizer":
-        largest = max(s.head_elements, *(out * into for out, into in s.model.block_linear_shapes.values())) * s.master_bytes
+        largest = (
+            max(s.head_elements, *(out * into for out, into in s.model.block_linear_shapes.values())) * s.master_bytes
+        )
         parameters = max(1, s.num_trained * s.master_bytes // s.num_shards)
         chunk = max(CHUNK_BYTES, min(largest // s.num_shards, parameters))
         kept["optimizer"] = min(terms["optimizer"], CHUNKS_ON_DEVICE * chunk * terms["optimizer"] // parameters)

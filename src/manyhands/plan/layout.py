@@ -1,6 +1,7 @@
 """How the steps of a plan are carried out, and how much of what they compute is useful. Pure numpy; knows no files.
 
-Where less than 90 % is useful, the plan says why, and what would be better: each proposal is laid out before it is made.
+Where less than 90 % is useful, the plan says why, and what would be better: each proposal is laid out before it is
+made.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ def lay_out_step(plan: Plan, rows: np.ndarray, lengths: np.ndarray) -> Layout:
     """The rows of one training step as micro-batches of all ranks; ``lengths`` by row id."""
     if plan.micro_tokens is not None:
         return lay_out_packed(rows, lengths, plan.world_size, plan.pack_tokens or plan.micro_tokens)
-    assert plan.micro_rows is not None and plan.accumulation is not None
-    return lay_out_rows(rows, plan.world_size, plan.micro_rows, plan.accumulation)
+    assert plan.micro_samples is not None and plan.accumulation is not None
+    return lay_out_rows(rows, plan.world_size, plan.micro_samples, plan.accumulation)
 
 
 def pack_tile(plan: Plan) -> int:
-    """Packs are padded to multiples of so many tokens: whole tiles on a GPU and where blocks are compiled, else not at all."""
+    """Packs are padded to multiples of so many tokens: whole tiles on a GPU and where blocks are compiled, else not at
+    all.
+    """
     return TILE_TOKENS if plan.compile or plan.device == "cuda" else 1
 
 
@@ -45,7 +48,9 @@ def measure_efficiency(plan: Plan, data: DataFacts) -> tuple[float, int] | None:
     lengths = np.array(data.first_lengths, dtype=np.int64)
     layouts = [lay_out_step(plan, rows, lengths) for rows in steps]
     if plan.micro_tokens is not None:
-        return packing_efficiency(layouts, lengths, pack_tile(plan), plan.pack_tokens if plan.compile else None), len(steps)
+        return packing_efficiency(layouts, lengths, pack_tile(plan), plan.pack_tokens if plan.compile else None), len(
+            steps
+        )
     useful = paid = 0
     for micro in (micro for layout in layouts for micro in layout.micro_batches):
         useful += sum(int(lengths[rows].sum()) for rows in micro)
@@ -55,13 +60,13 @@ def measure_efficiency(plan: Plan, data: DataFacts) -> tuple[float, int] | None:
 
 def _sample_steps(plan: Plan, data: DataFacts) -> Iterator[np.ndarray]:
     """Rows, counted from 0 in the order of the first epoch, of steps that are spread over what the facts have of it."""
-    num_rows = len(data.first_lengths)
-    if plan.batch_tokens is not None:
-        bounds = bound_by_tokens(np.array(data.first_targets, dtype=np.int64), plan.batch_tokens)
+    num_samples = len(data.first_lengths)
+    if plan.batch_loss_tokens is not None:
+        bounds = bound_by_tokens(np.array(data.first_labels, dtype=np.int64), plan.batch_loss_tokens)
     else:
-        assert plan.batch_rows is not None
-        bounds = np.append(np.arange(0, num_rows, plan.batch_rows), num_rows)
-    if num_rows < data.rows_per_epoch:
+        assert plan.batch_samples is not None
+        bounds = np.append(np.arange(0, num_samples, plan.batch_samples), num_samples)
+    if num_samples < data.samples_per_epoch:
         bounds = bounds[:-1]  # the last step goes on beyond the sample
     num_steps = min(len(bounds) - 1, plan.num_steps)
     if num_steps < 1:
@@ -72,7 +77,9 @@ def _sample_steps(plan: Plan, data: DataFacts) -> Iterator[np.ndarray]:
 
 
 def with_efficiency(plan: Plan, facts: Facts) -> Plan:
-    """The plan with the share of its computed tokens that is useful, and a sentence on it behind the one on the batch."""
+    """The plan with the share of its computed tokens that is useful, and a sentence on it behind the one on the
+    batch.
+    """
     measured = measure_efficiency(plan, facts.data)
     if measured is None:
         return plan
@@ -130,33 +137,36 @@ def _changes(plan: Plan, facts: Facts) -> Iterator[tuple[str, Plan]]:
     """What could be set otherwise, and the plan with it; the pack's size, which the memory was estimated for, stays."""
     data = facts.data
     if plan.micro_tokens is None:
-        assert plan.micro_rows is not None and plan.batch_rows is not None
+        assert plan.micro_samples is not None and plan.batch_samples is not None
         if facts.model.packs:
-            tokens = padded_tokens(plan.micro_rows * data.max_length)
-            yield "data.packing=true", plan.model_copy(update={"micro_rows": None, "micro_tokens": tokens})
-        if plan.micro_rows > 1:
-            yield "batch.micro_rows=1", plan.model_copy(update={"micro_rows": 1, "accumulation": plan.batch_rows // plan.world_size})
+            tokens = padded_tokens(plan.micro_samples * data.max_length)
+            yield "data.packing=true", plan.model_copy(update={"micro_samples": None, "micro_tokens": tokens})
+        if plan.micro_samples > 1:
+            yield (
+                "batch.micro_samples=1",
+                plan.model_copy(update={"micro_samples": 1, "accumulation": plan.batch_samples // plan.world_size}),
+            )
         return
     factor, step_rows = 1, max(map(len, _sample_steps(plan, data)))
     while factor <= MAX_FACTOR and factor * step_rows <= MAX_ROWS:
-        if plan.batch_tokens is not None:
-            tokens = factor * plan.batch_tokens
-            yield f"batch.tokens={tokens}", plan.model_copy(update={"batch_tokens": tokens})
+        if plan.batch_loss_tokens is not None:
+            tokens = factor * plan.batch_loss_tokens
+            yield f"batch.loss_tokens={tokens}", plan.model_copy(update={"batch_loss_tokens": tokens})
         else:
-            assert plan.batch_rows is not None
-            rows = ceil_div(factor * plan.batch_rows, plan.world_size) * plan.world_size
-            if rows > data.rows_per_epoch:
+            assert plan.batch_samples is not None
+            rows = ceil_div(factor * plan.batch_samples, plan.world_size) * plan.world_size
+            if rows > data.samples_per_epoch:
                 break
-            yield f"batch.rows={rows}", _with_rows(plan, rows, plan.world_size, data)
+            yield f"batch.samples={rows}", _with_rows(plan, rows, plan.world_size, data)
         factor *= 2
     ranks = plan.world_size // 2
     while ranks:
         what = f"{ranks} {'process' if ranks == 1 else 'processes'} (parallel.gpus)"
-        yield what, _with_rows(plan, plan.batch_rows, ranks, data)
+        yield what, _with_rows(plan, plan.batch_samples, ranks, data)
         ranks //= 2
 
 
 def _with_rows(plan: Plan, rows: int | None, world_size: int, data: DataFacts) -> Plan:
-    split = Split(rows, plan.batch_tokens, None, plan.micro_tokens, None, 0)
+    split = Split(rows, plan.batch_loss_tokens, None, plan.micro_tokens, None, 0)
     pack_tokens = constant_pack_tokens(split, data, world_size)
-    return plan.model_copy(update={"batch_rows": rows, "world_size": world_size, "pack_tokens": pack_tokens})
+    return plan.model_copy(update={"batch_samples": rows, "world_size": world_size, "pack_tokens": pack_tokens})

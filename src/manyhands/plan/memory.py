@@ -2,13 +2,14 @@
 
 What is asked of it is a ``Setup`` (setup.py); what blocks keep and need stands in ``activations.py``.
 
-Notation, here and there: P parameters, A trained parameters of adapters, B parameters of one block, R of the rest (embeddings, last norm,
-head), L blocks, T tokens of a micro-batch, H hidden size, I inner size of the MLP, V vocabulary, c bytes of a compute
-element, m of a master's, f of a frozen one, S ranks that share one copy of the state (1 unless fsdp or hybrid).
+Notation, here and there: P parameters, A trained parameters of adapters, B parameters of one block, R of the rest
+(embeddings, last norm, head), L blocks, T tokens of a micro-batch, H hidden size, I inner size of the MLP, V
+vocabulary, c bytes of a compute element, m of a master's, f of a frozen one, S ranks that share one copy of the state
+(1 unless fsdp or hybrid).
 
-The worst moment is one of three: the loss, when every block's activations are held beside a chunk of logits; the start of the
-backward pass, when the last block works on top of them; or its end, when all gradients are there and those of the root unit
-(embeddings and head) are reduced. ``estimate_terms`` takes the worst. Compared with measured peaks in
+The worst moment is one of three: the loss, when every block's activations are held beside a chunk of logits; the start
+of the backward pass, when the last block works on top of them; or its end, when all gradients are there and those of
+the root unit (embeddings and head) are reduced. ``estimate_terms`` takes the worst. Compared with measured peaks in
 ``tests/plan/test_memory_measured.py``, with peers' in ``test_memory_peers.py``.
 """
 
@@ -29,8 +30,11 @@ from manyhands.plan.setup import Setup as Setup
 from manyhands.plan.trained import TrainedWeights, count_state_bytes
 
 GIB = 2**30
-CHUNK_LOGITS, MIN_CHUNK_TOKENS = 2**27, 256  # elements and tokens of one chunk of the loss, as in model/loss.py
-FUSED_LOGITS = {"frozen": 2**28, "trained": 2**29}  # elements of one chunk where the head is fused, as in kernels/loss.py
+CHUNK_LOGITS, MIN_CHUNK_TOKENS = 2**27, 256  # elements and tokens of one chunk of the loss, as in convert/loss.py
+FUSED_LOGITS = {
+    "frozen": 2**28,
+    "trained": 2**29,
+}  # elements of one chunk where the head is fused, as in kernels/loss.py
 BLOCKS_IN_FLIGHT = 2  # FSDP2 gathers the next block while one computes
 GATHERED_BLOCKS = 3  # these two, and the buffer that the next one came in, until it is copied out of it
 CONTEXT_BYTES = {"cuda": int(0.6 * GIB), "cpu": int(0.6 * GIB)}  # CUDA context and loaded kernels; on CPU the imports
@@ -50,8 +54,8 @@ def estimate_terms(setup: Setup) -> dict[str, int]:
 
 
 def at_the_loss(s: Setup) -> dict[str, int]:
-    """The end of the forward pass: all that the blocks keep, and ``3 T c H`` of the last block's result, what the head gets of it
-    and its gradient.
+    """The end of the forward pass: all that the blocks keep, and ``3 T c H`` of the last block's result, what the head
+    gets of it and its gradient.
     """
     hidden = 3 * s.micro_tokens * s.compute_bytes * s.model.hidden_size
     kept = kept_activations(s, LEAVING_BYTES) + hidden + attention_mask(s)
@@ -59,15 +63,24 @@ def at_the_loss(s: Setup) -> dict[str, int]:
 
 
 def in_the_backward_pass(s: Setup) -> dict[str, int]:
-    """The last block's backward pass: all that the blocks keep, this block at work, and the gradients that it and the head give."""
-    at_work = kept_activations(s, AHEAD_BYTES) + block_at_work(s, s.last_recompute) + attention_mask(s) + block_scores(s)
+    """The last block's backward pass: all that the blocks keep, this block at work, and the gradients that it and the
+    head give.
+    """
+    at_work = (
+        kept_activations(s, AHEAD_BYTES) + block_at_work(s, s.last_recompute) + attention_mask(s) + block_scores(s)
+    )
     terms = {"dequantised": dequantised(s), "activations": at_work, "logits": 0, "reduction": reduction(s)}
     return earlier_gradients(s) | terms
 
 
 def at_its_end(s: Setup) -> dict[str, int]:
     """All gradients are there; the first block is at work, or those of the root are reduced, whichever is more."""
-    first = s.micro_tokens * kept_bytes_per_token(s, s.recompute) + block_at_work(s, s.recompute) + attention_mask(s) + block_scores(s)
+    first = (
+        s.micro_tokens * kept_bytes_per_token(s, s.activation_checkpointing)
+        + block_at_work(s, s.activation_checkpointing)
+        + attention_mask(s)
+        + block_scores(s)
+    )
     block = {"dequantised": dequantised(s), "activations": first, "logits": 0, "reduction": reduction(s)}
     root = {"dequantised": 0, "activations": 0, "logits": 0, "reduction": root_reduction(s)}
     terms = max(block, root, key=lambda terms: sum(terms.values()))
@@ -80,7 +93,9 @@ def weights(s: Setup) -> int:
     By patterns each weight is one or the other: ``(P - trained) f / S + trained m / S``.
     """
     if s.in_place is not None:
-        return ((s.model.num_parameters - s.num_trained) * s.frozen_bytes + s.num_trained * s.master_bytes) // s.num_shards
+        return (
+            (s.model.num_parameters - s.num_trained) * s.frozen_bytes + s.num_trained * s.master_bytes
+        ) // s.num_shards
     if s.trains_everything:
         return s.model.num_parameters * s.master_bytes // s.num_shards
     frozen = s.num_root_parameters * s.frozen_bytes + s.model.num_layers * s.frozen_block_bytes
@@ -88,36 +103,49 @@ def weights(s: Setup) -> int:
 
 
 def coded_weights(s: Setup) -> int:
-    """Frozen whole weights in fp8, coded once beside themselves: a byte a value for y and one for dX, ``2 L (linear layers)``."""
+    """Frozen whole weights in fp8, coded once beside themselves: a byte a value for y and one for dX, ``2 L (linear
+    layers)``.
+    """
     if not s.fp8_blocks or s.trains_everything or s.num_shards > 1 or s.offload == "all":
         return 0
     return 2 * s.model.num_layers * sum(out * into for out, into in s.model.block_linear_shapes.values())
 
 
 def gradients(s: Setup) -> int:
-    """One gradient for each trained weight, reduced and kept until the step: ``trained m / S``, or as ``gradient_bytes`` has it."""
+    """One gradient for each trained weight, reduced and kept until the step: ``trained m / S``, or as
+    ``gradient_bytes`` has it.
+    """
     return s.num_trained * s.gradient_bytes // s.num_shards
 
 
 def unreduced(s: Setup) -> int:
-    """Gradients that wait for the last micro-batch of a step, whole on every rank: ``trained m``; none if each one reduces."""
+    """Gradients that wait for the last micro-batch of a step, whole on every rank: ``trained m``; none if each one
+    reduces.
+    """
     return 0 if s.reduce_every or s.num_shards == 1 else s.num_trained * s.sum_bytes
 
 
 def earlier_gradients(s: Setup) -> dict[str, int]:
-    """Of a step's earlier micro-batches: they are there while one is at work. None where a step is one micro-batch, as gradients
-    are freed after each step, but in DDP's own buckets.
+    """Of a step's earlier micro-batches: they are there while one is at work. None where a step is one micro-batch, as
+    gradients are freed after each step, but in DDP's own buckets.
     """
     in_buckets = s.strategy == "ddp" and not s.is_mixed
-    return {"gradients": gradients(s) if s.accumulates or in_buckets else 0, "unreduced": unreduced(s) if s.accumulates else 0}
+    return {
+        "gradients": gradients(s) if s.accumulates or in_buckets else 0,
+        "unreduced": unreduced(s) if s.accumulates else 0,
+    }
 
 
 def optimizer(s: Setup) -> int:
-    """States as ``count_state_bytes`` has them, over S: AdamW's two moments ``2 trained m / S``. Its fused kernel needs no copy."""
+    """States as ``count_state_bytes`` has them, over S: AdamW's two moments ``2 trained m / S``. Its fused kernel needs
+    no copy.
+    """
     model, linears = s.model, s.model.block_linear_shapes.values()
     num_root = s.num_root_parameters if s.trains_everything else s.in_place.num_in_root if s.in_place else 0
     matrices = 1 if model.tied_embeddings else 2
-    sides = model.num_layers * sum(out + into for out, into in linears) + matrices * (model.vocab_size + model.hidden_size)
+    sides = model.num_layers * sum(out + into for out, into in linears) + matrices * (
+        model.vocab_size + model.hidden_size
+    )
     if s.num_adapter_parameters:  # a factor of rank r has one side for each r elements, and r more
         sides = s.num_adapter_parameters // s.adapter_rank + 2 * s.adapter_rank * model.num_layers * len(linears)
     return (
@@ -134,24 +162,27 @@ def optimizer(s: Setup) -> int:
 
 
 def gathered(s: Setup) -> int:
-    """Whole weights in compute dtype that FSDP2, or parallel/masters.py, makes from shards or masters.
+    """Whole weights in compute dtype that FSDP2, or engine/masters.py, makes from shards or masters.
 
-    ``R c`` for the root, which stays gathered, plus ``min(3, L) B c`` if blocks are resharded after the forward pass, else
-    ``L B c``. Frozen weights are gathered as they are kept. Nothing where the weights are whole and in compute dtype already.
-    Weights trained by patterns are gathered as masters, and cast where they are used: see ``_gathered_in_place``.
+    ``R c`` for the root, which stays gathered, plus ``min(3, L) B c`` if blocks are resharded after the forward pass,
+    else ``L B c``. Frozen weights are gathered as they are kept. Nothing where the weights are whole and in compute
+    dtype already. Weights trained by patterns are gathered as masters, and cast where they are used: see
+    ``_gathered_in_place``.
     """
     if s.in_place is not None:
         return _gathered_in_place(s, s.in_place)
     if s.num_shards == 1 and not s.gathers_whole:
         return 0
-    num_blocks = min(GATHERED_BLOCKS, s.model.num_layers) if s.reshard else s.model.num_layers
+    num_blocks = min(GATHERED_BLOCKS, s.model.num_layers) if s.reshard_after_forward else s.model.num_layers
     if s.trains_everything:
         return (s.num_root_parameters + num_blocks * s.model.num_block_parameters) * s.compute_bytes
     return s.num_root_parameters * s.frozen_bytes + num_blocks * s.frozen_block_bytes
 
 
 def fetched(s: Setup) -> int:
-    """Shards of two blocks that come from host memory, before they are gathered: ``2 B m / S``, or as frozen ones are kept."""
+    """Shards of two blocks that come from host memory, before they are gathered: ``2 B m / S``, or as frozen ones are
+    kept.
+    """
     if s.offload != "all":
         return 0
     block = s.model.num_block_parameters * s.master_bytes if s.trains_everything else s.frozen_block_bytes
@@ -159,7 +190,8 @@ def fetched(s: Setup) -> int:
 
 
 def _gathered_in_place(s: Setup, t: TrainedWeights) -> int:
-    """The same for patterns, and ``c`` for each trained weight: autograd keeps the cast copy until the backward pass is there.
+    """The same for patterns, and ``c`` for each trained weight: autograd keeps the cast copy until the backward pass is
+    there.
 
     Of copies in recomputed blocks one block's are held.
     """
@@ -167,14 +199,16 @@ def _gathered_in_place(s: Setup, t: TrainedWeights) -> int:
     held = t.num_in_root + (t.num_in_blocks if s.last_recompute == "none" else t.num_in_largest_block)
     if s.num_shards == 1 and not s.gathers_whole:
         return held * casts
-    num_blocks = min(GATHERED_BLOCKS, s.model.num_layers) if s.reshard else s.model.num_layers
+    num_blocks = min(GATHERED_BLOCKS, s.model.num_layers) if s.reshard_after_forward else s.model.num_layers
     trained = t.num_in_root + min(num_blocks * t.num_in_largest_block, t.num_in_blocks)
     plain = s.num_root_parameters + num_blocks * s.model.num_block_parameters
     return plain * s.frozen_bytes + trained * (s.master_bytes - s.frozen_bytes) + held * casts
 
 
 def dequantised(s: Setup) -> int:
-    """The largest weight in NF4 while it is multiplied: ``n c``, and ``5 n / 64`` for the scales of its blocks. Codes in fp8."""
+    """The largest weight in NF4 while it is multiplied: ``n c``, and ``5 n / 64`` for the scales of its blocks. Codes
+    in fp8.
+    """
     if s.fp8_blocks and not coded_weights(s):  # the codes of gate and up, for y or for dX
         return sum(sorted(out * into for out, into in s.model.block_linear_shapes.values())[-2:])
     if not s.nf4_blocks:
@@ -186,9 +220,10 @@ def dequantised(s: Setup) -> int:
 def logits(s: Setup) -> int:
     """What the loss holds beside the hidden states.
 
-    Fused (kernels/loss.py): a chunk of logits in compute dtype, in whose place their gradient comes, ``chunk V c``; of a trained
-    head also the sum of its gradient over the chunks, ``4 V H``, and then, in the logits' place, the same in compute dtype.
-    Else a chunk's logits in compute dtype, in float32, and their gradient, ``chunk V (c + 4 + 4)``, and ``2 V H c`` of a trained head.
+    Fused (kernels/loss.py): a chunk of logits in compute dtype, in whose place their gradient comes, ``chunk V c``; of
+    a trained head also the sum of its gradient over the chunks, ``4 V H``, and then, in the logits' place, the same in
+    compute dtype. Else a chunk's logits in compute dtype, in float32, and their gradient, ``chunk V (c + 4 + 4)``, and
+    ``2 V H c`` of a trained head.
 
     ``chunk`` is at most T tokens, and 2**27 / V of them, fused 2**28 / V or, where the head is trained, 2**29 / V.
     """
@@ -205,11 +240,11 @@ def logits(s: Setup) -> int:
 def reduction(s: Setup) -> int:
     """Gradients on their way during the backward pass, where the model's own weights are trained.
 
-    By ``fully_shard``: two blocks, unsharded in compute dtype and in master dtype for the reduction, ``2 B (c + m)``, and the
-    head's, which waits for the rest of the root: ``V H c``. A kept copy's go into the masters' as they come: a compiled block's,
-    ``B (c + m)``, and the head's, ``V H c`` where it waits for the embeddings that it is tied to, else ``V H m``; where the
-    optimizer takes them as they are, ``B c`` and ``V H c``. Plain ones are those that are kept. By patterns the same of what is
-    trained. Adapters' gradients are too small to count.
+    By ``fully_shard``: two blocks, unsharded in compute dtype and in master dtype for the reduction, ``2 B (c + m)``,
+    and the head's, which waits for the rest of the root: ``V H c``. A kept copy's go into the masters' as they come: a
+    compiled block's, ``B (c + m)``, and the head's, ``V H c`` where it waits for the embeddings that it is tied to,
+    else ``V H m``; where the optimizer takes them as they are, ``B c`` and ``V H c``. Plain ones are those that are
+    kept. By patterns the same of what is trained. Adapters' gradients are too small to count.
     """
     c, m, head = s.compute_bytes, s.sum_bytes, s.num_trained_in_head
     if s.in_place is not None:
@@ -221,20 +256,28 @@ def reduction(s: Setup) -> int:
         return head * c
     if s.keeps_copy:
         narrow = s.gradient_bytes == c
-        return s.model.num_block_parameters * (c if narrow else c + m) + head * (c if narrow or s.model.tied_embeddings else m)
+        return s.model.num_block_parameters * (c if narrow else c + m) + head * (
+            c if narrow or s.model.tied_embeddings else m
+        )
     return BLOCKS_IN_FLIGHT * s.model.num_block_parameters * (c + m) + head * c
 
 
 def root_reduction(s: Setup) -> int:
-    """Gradients of the root, reduced last of all: ``R (c + m)``. A kept copy's are widened one after the other: ``V H c``."""
+    """Gradients of the root, reduced last of all: ``R (c + m)``. A kept copy's are widened one after the other: ``V H
+    c``.
+    """
     if s.in_place is not None:
         return s.in_place.num_in_root * (s.compute_bytes + (s.sum_bytes if s.num_shards > 1 else 0))
     if not s.trains_everything or (not s.is_mixed and s.num_shards == 1):
         return 0
-    return s.head_elements * s.compute_bytes if s.keeps_copy else s.num_root_parameters * (s.compute_bytes + s.sum_bytes)
+    return (
+        s.head_elements * s.compute_bytes if s.keeps_copy else s.num_root_parameters * (s.compute_bytes + s.sum_bytes)
+    )
 
 
 def overhead(s: Setup, moving: int) -> int:
-    """Context, workspaces, communication buffers (more than one rank) and 5 % of what is allocated and freed in each step."""
+    """Context, workspaces, communication buffers (more than one rank) and 5 % of what is allocated and freed in each
+    step.
+    """
     communication = COMMUNICATION_BYTES[s.device] if s.world_size > 1 else 0
     return CONTEXT_BYTES[s.device] + WORKSPACE_BYTES[s.device] + communication + math.ceil(FRAGMENTATION * moving)

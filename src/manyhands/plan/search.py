@@ -1,13 +1,13 @@
 """From a config and facts to a plan: every way to run is estimated, all are kept, the fastest that fits is chosen.
 
-``plan`` is a pure function: the same input gives the same plan, to the byte. Knows no torch, no files and no network. The ways
-and their order stand in ``ways.py``.
+``plan`` is a pure function: the same input gives the same plan, to the byte. Knows no torch, no files and no network.
+The ways and their order stand in ``ways.py``.
 """
 
 from __future__ import annotations
 
 from manyhands.config.schema import RunConfig
-from manyhands.errors import UserError
+from manyhands.core.errors import UserError
 from manyhands.facts.types import DataFacts, Facts
 from manyhands.plan.batch import Split, ceil_div, constant_pack_tokens, has_one_length, possible_splits
 from manyhands.plan.checks import check_disk, estimate_disk, warn_of_values
@@ -36,16 +36,20 @@ USEFUL_TOKENS = {"cuda": 16_384, "cpu": 2_048}  # a larger micro-batch gains not
 SAFE_SHARE = 0.92  # of the limit: what is planned for, as the estimate is one
 
 
-def plan(config: RunConfig, facts: Facts, *, number: int = 1, cause: Cause = "first", before: Plan | None = None) -> Plan:
+def plan(
+    config: RunConfig, facts: Facts, *, number: int = 1, cause: Cause = "first", before: Plan | None = None
+) -> Plan:
     """Decide everything for one launch.
 
-    ``number`` counts the launches of the run, ``before`` is the plan of the last one. ``cause="out_of_memory"``: that one ran out,
-    and this one is smaller, with the same global batch. UserError where keys contradict the facts (processes, batch, dtypes) or
-    where nothing fits; NothingSmaller where nothing is left to try.
+    ``number`` counts the launches of the run, ``before`` is the plan of the last one. ``cause="out_of_memory"``: that
+    one ran out, and this one is smaller, with the same global batch. UserError where keys contradict the facts
+    (processes, batch, dtypes) or where nothing fits; NothingSmaller where nothing is left to try.
     """
     digest = config.digest
     packing, why_packing = choose_packing(config, facts.model)
-    config = config.model_copy(update={"data": config.data.model_copy(update={"packing": packing})})  # from here on no `auto`
+    config = config.model_copy(
+        update={"data": config.data.model_copy(update={"packing": packing})}
+    )  # from here on no `auto`
     if facts.adapter is not None:
         config = config.model_copy(update={"method": facts.adapter.method})
     made = decide(config, facts)
@@ -58,7 +62,7 @@ def plan(config: RunConfig, facts: Facts, *, number: int = 1, cause: Cause = "fi
     ways, chosen = _choose(config, ways, made, limits, ran_out)
     split = chosen.split
     pack_tokens = constant_pack_tokens(split, facts.data, made.world_size)
-    steps = count_steps(config, facts.data, split.batch_rows)
+    steps = count_steps(config, facts.data, split.batch_samples)
     why_way = _why_way(config, facts, chosen, made, SAFE_SHARE, limits.why)
     disk = estimate_disk(config, facts, chosen.setup, steps, DTYPE_BYTES[made.output])
     why_disk, warnings = check_disk(config, disk), warn_of_values(config, facts.model, made.learning_rate)
@@ -77,11 +81,11 @@ def plan(config: RunConfig, facts: Facts, *, number: int = 1, cause: Cause = "fi
         device=made.device,
         world_size=made.world_size,
         strategy=chosen.strategy,
-        shard_ranks=made.shard_ranks if chosen.strategy == "hybrid" else None,
-        reshard=chosen.reshard,
+        shard_degree=made.shard_degree if chosen.strategy == "hsdp" else None,
+        reshard_after_forward=chosen.reshard_after_forward,
         reduce_every=chosen.setup.reduce_every,
-        recompute=chosen.recompute,
-        lighter_blocks=chosen.setup.lighter_blocks,
+        activation_checkpointing=chosen.activation_checkpointing,
+        lighter_layers=chosen.setup.lighter_layers,
         offload=config.parallel.offload,
         offload_activations=chosen.setup.offload_activations,
         compile=made.compile,
@@ -91,9 +95,9 @@ def plan(config: RunConfig, facts: Facts, *, number: int = 1, cause: Cause = "fi
         frozen_dtype=made.compute,
         attention=made.attention,
         packing=packing,
-        batch_rows=split.batch_rows,
-        batch_tokens=split.batch_tokens,
-        micro_rows=split.micro_rows,
+        batch_samples=split.batch_samples,
+        batch_loss_tokens=split.batch_loss_tokens,
+        micro_samples=split.micro_samples,
         micro_tokens=split.micro_tokens,
         pack_tokens=pack_tokens,
         **choose_kernels(config, made.device, made.attention),
@@ -127,7 +131,9 @@ def plan(config: RunConfig, facts: Facts, *, number: int = 1, cause: Cause = "fi
     return with_efficiency(whole, facts)
 
 
-def _choose(config: RunConfig, ways: list[Way], made: Decisions, limits: Limits, ran_out: RanOut | None) -> tuple[list[Way], Way]:
+def _choose(
+    config: RunConfig, ways: list[Way], made: Decisions, limits: Limits, ran_out: RanOut | None
+) -> tuple[list[Way], Way]:
     """The way to carry out the run, and all ways with it among them."""
     if ran_out is not None:
         smaller = choose_smaller(ways, ran_out)
@@ -158,9 +164,9 @@ def _base_setup(config: RunConfig, facts: Facts, made: Decisions) -> Setup:
         adapter_dropout=config.method.dropout > 0,
         device=made.device,
         world_size=made.world_size,
-        strategy="one",
-        reshard=False,
-        recompute="none",
+        strategy="single",
+        reshard_after_forward=False,
+        activation_checkpointing="none",
         compile=made.compile,
         compute_bytes=DTYPE_BYTES[made.compute],
         master_bytes=DTYPE_BYTES[made.master],
@@ -171,7 +177,7 @@ def _base_setup(config: RunConfig, facts: Facts, made: Decisions) -> Setup:
         builds_mask=made.attention == "sdpa" and config.data.packing is True,
         in_place=count_trained(config.method, facts.model),
         optimizer_name=config.optimizer.name,
-        shard_ranks=made.shard_ranks,
+        shard_degree=made.shard_degree,
         offload=config.parallel.offload,
         fuse_loss=kernels["fuse_loss"],
         fuse_optimizer=kernels["fuse_optimizer"] and config.parallel.offload == "none",
@@ -183,9 +189,9 @@ def _base_setup(config: RunConfig, facts: Facts, made: Decisions) -> Setup:
 def _candidate(way: Way, chosen: Way, device: Device, ran_out: RanOut | None) -> Candidate:
     return Candidate(
         strategy=way.strategy,
-        recompute=way.recompute,
-        lighter_blocks=way.setup.lighter_blocks,
-        reshard=way.reshard,
+        activation_checkpointing=way.activation_checkpointing,
+        lighter_layers=way.setup.lighter_layers,
+        reshard_after_forward=way.reshard_after_forward,
         micro=way.split.micro,
         memory=way.memory,
         chosen=way is chosen,
@@ -206,24 +212,32 @@ def _why_lost(way: Way, chosen: Way, device: Device, share: float, ran_out: RanO
     mine, best = way.slowness(device), chosen.slowness(device)
     reasons = (
         "micro-batches too small to fill the device",
-        "slower: recomputes " + ("activations, about a third more compute" if way.recompute == "block" else "norms and activations"),
+        "slower: recomputes "
+        + (
+            "activations, about a third more compute"
+            if way.activation_checkpointing == "full"
+            else "norms and activations"
+        ),
         "slower: recomputes more blocks",
-        "slower: gathers shards, though a copy " + ("a machine " if chosen.strategy == "hybrid" else "") + "fits",
+        "slower: gathers shards, though a copy " + ("a machine " if chosen.strategy == "hsdp" else "") + "fits",
         "slower: gathers weights once more in the backward pass",
         "slower: smaller micro-batches",
     )
-    return next((reason for reason, a, b in zip(reasons, mine, best, strict=True) if a > b), "no faster than the chosen one")
+    return next(
+        (reason for reason, a, b in zip(reasons, mine, best, strict=True) if a > b), "no faster than the chosen one"
+    )
 
 
 def _why_way(config: RunConfig, facts: Facts, way: Way, made: Decisions, share: float, why_limit: str) -> list[str]:
     asked, ranks = config.parallel.strategy, made.ranks
     freed = "freed after the forward pass"
     meaning = {
-        "one": "one process holds everything" + (f", the bfloat16 copy {freed}" if way.reshard else ""),
-        "ddp": f"a copy on each of {ranks}" + (f", in bfloat16 {freed}" if way.reshard else ""),
-        "fsdp": f"shards over {ranks}, gathered weights " + (freed if way.reshard else "kept"),
-        "hybrid": f"{made.world_size // made.shard_ranks} copies, each in shards over {made.shard_ranks} of {ranks}, gathered weights "
-        + (freed if way.reshard else "kept"),
+        "single": "one process holds everything"
+        + (f", the bfloat16 copy {freed}" if way.reshard_after_forward else ""),
+        "ddp": f"a copy on each of {ranks}" + (f", in bfloat16 {freed}" if way.reshard_after_forward else ""),
+        "fsdp": f"shards over {ranks}, gathered weights " + (freed if way.reshard_after_forward else "kept"),
+        "hsdp": f"{made.world_size // made.shard_degree} copies, each in shards over {made.shard_degree} of {ranks}, gathered weights "
+        + (freed if way.reshard_after_forward else "kept"),
     }[way.strategy]
     memory = way.memory
     tight = f"; over {share:.0%} of it, so little is to spare" if memory.total > share * memory.limit else ""
@@ -237,7 +251,9 @@ def _why_way(config: RunConfig, facts: Facts, way: Way, made: Decisions, share: 
     ]
     longest, positions = facts.data.max_length, facts.model.max_positions
     if positions and longest > positions:
-        why.append(f"note: the longest row has {longest:,} tokens, more than the {positions:,} positions the model was made for")
+        why.append(
+            f"note: the longest row has {longest:,} tokens, more than the {positions:,} positions the model was made for"
+        )
     return why
 
 
@@ -245,14 +261,14 @@ def _why_recompute(config: RunConfig, way: Way) -> str:
     what = {
         "none": "nothing",
         "selective": "norms, activations and sums; results of linear layers and attention are kept",
-        "block": "each block in the backward pass",
-    }[way.recompute]
-    num_lighter = way.setup.lighter_blocks
+        "full": "each block in the backward pass",
+    }[way.activation_checkpointing]
+    num_lighter = way.setup.lighter_layers
     if num_lighter:
         rest = {"selective": "only norms, activations and sums", "none": "nothing"}[way.setup.last_recompute]
         what += f"; of the last {num_lighter} of {way.setup.model.num_layers} blocks {rest}"
-    auto = ", as activations fit" if way.recompute == "none" else ", as more does not fit"
-    return f"recompute: {what}" + (auto if config.parallel.recompute == "auto" else ", as asked")
+    auto = ", as activations fit" if way.activation_checkpointing == "none" else ", as more does not fit"
+    return f"recompute: {what}" + (auto if config.parallel.activation_checkpointing == "auto" else ", as asked")
 
 
 def _why_reduction(way: Way) -> list[str]:
@@ -265,14 +281,22 @@ def _why_reduction(way: Way) -> list[str]:
 
 def _why_offload(config: RunConfig, way: Way) -> list[str]:
     parallel, memory = config.parallel, way.memory
-    moved = {"none": [], "optimizer": ["optimizer states"], "all": ["weights", "gradients", "optimizer states"]}[parallel.offload]
+    moved = {"none": [], "optimizer": ["optimizer states"], "all": ["weights", "gradients", "optimizer states"]}[
+        parallel.offload
+    ]
     moved = moved + (["activations"] if way.setup.offload_activations else [])
     if not moved:
         return []
     if memory.host_limit is None:
         return [f"offload: {', '.join(moved)} in host memory, where a CPU has them anyway"]
-    hidden = ", whose copies hide behind recomputed blocks" if parallel.offload_activations == "auto" and moved[-1] == "activations" else ""
-    return [f"offload: {', '.join(moved)} in host memory{hidden}, {_gib(memory.host_total)} of {_gib(memory.host_limit)} a rank"]
+    hidden = (
+        ", whose copies hide behind recomputed blocks"
+        if parallel.offload_activations == "auto" and moved[-1] == "activations"
+        else ""
+    )
+    return [
+        f"offload: {', '.join(moved)} in host memory{hidden}, {_gib(memory.host_total)} of {_gib(memory.host_limit)} a rank"
+    ]
 
 
 def _why_start(facts: Facts) -> list[str]:
@@ -291,38 +315,41 @@ def _why_start(facts: Facts) -> list[str]:
 
 def _why_samples(config: RunConfig, data: DataFacts) -> list[str]:
     """What becomes of samples that are not trained. UserError where keys need validation samples and there are none."""
-    if not data.num_validation_rows:
-        asking = {"checkpoint.keep_best": config.checkpoint.keep_best, "stop.patience": config.stop.patience is not None}
+    if not data.num_validation_samples:
+        asking = {
+            "checkpoint.keep_best": config.checkpoint.keep_best,
+            "stop.patience": config.stop.patience is not None,
+        }
         if needing := [key for key, asks in asking.items() if asks]:
             raise UserError(
                 f"{needing[0]} needs validation samples, and there are none",
                 where=needing[0],
-                why=f"of {data.num_rows:,} samples a tenth is less than one",
+                why=f"of {data.num_samples:,} samples a tenth is less than one",
                 fix="give data.validation, or a larger data.validation_fraction, or remove the key",
             )
         validation = "none"
     elif config.data.validation is None:
-        validation = f"{data.num_validation_rows:,} of {data.num_validation_rows + data.num_rows + data.num_dropped:,} samples held out"
+        validation = f"{data.num_validation_samples:,} of {data.num_validation_samples + data.num_samples + data.num_dropped:,} samples held out"
     else:
-        validation = f"{data.num_validation_rows:,} samples of data.validation"
+        validation = f"{data.num_validation_samples:,} samples of data.validation"
     checked = f", {data.num_repeated:,} of them trained too" if data.num_repeated else ", none of them trained"
     unread = "; ".join(f"{', '.join(names)} ({source})" for source, names in data.unread.items())
     return [
-        f"validation: {validation}{checked if data.num_validation_rows else ''}",
+        f"validation: {validation}{checked if data.num_validation_samples else ''}",
         *([f"not read: columns {unread}"] if unread else []),
     ]
 
 
 def _why_batch(config: RunConfig, facts: Facts, split: Split, made: Decisions) -> str:
-    auto = config.batch.rows == "auto" and config.batch.tokens is None
-    if split.micro_rows:
-        text = f"batch: {split.batch_rows} rows = {split.micro_rows} micro × {made.ranks} × {split.accumulation} accumulation"
-    elif split.batch_tokens:
-        text = f"batch: at least {split.batch_tokens:,} trained tokens, in packs of {split.micro_tokens:,} tokens over {made.ranks}"
+    auto = config.batch.samples == "auto" and config.batch.loss_tokens is None
+    if split.micro_samples:
+        text = f"batch: {split.batch_samples} rows = {split.micro_samples} micro × {made.ranks} × {split.accumulation} accumulation"
+    elif split.batch_loss_tokens:
+        text = f"batch: at least {split.batch_loss_tokens:,} trained tokens, in packs of {split.micro_tokens:,} tokens over {made.ranks}"
     else:
-        about = (split.batch_rows or 0) * facts.data.mean_length
-        text = f"batch: {split.batch_rows} rows ≈ {about:,.0f} tokens, in packs of {split.micro_tokens:,} over {made.ranks}"
-        if (split.batch_rows or 0) < made.world_size:
+        about = (split.batch_samples or 0) * facts.data.mean_length
+        text = f"batch: {split.batch_samples} rows ≈ {about:,.0f} tokens, in packs of {split.micro_tokens:,} over {made.ranks}"
+        if (split.batch_samples or 0) < made.world_size:
             text += " (fewer rows than ranks: some idle)"
     return text + (" (auto)" if auto else "")
 
@@ -336,13 +363,13 @@ def _nothing_fits(config: RunConfig, ways: list[Way], made: Decisions, limits: L
     advice = []
     explicit = (
         ("parallel.strategy", parallel.strategy),
-        ("parallel.recompute", parallel.recompute),
-        ("parallel.reshard", parallel.reshard),
+        ("parallel.activation_checkpointing", parallel.activation_checkpointing),
+        ("parallel.reshard_after_forward", parallel.reshard_after_forward),
     )
-    freed = [f"{key}: auto" for key, value in explicit if value not in ("auto", "fsdp", "hybrid", "block", True)]
+    freed = [f"{key}: auto" for key, value in explicit if value not in ("auto", "fsdp", "hsdp", "full", True)]
     if freed:
         advice.append("let the plan choose (" + ", ".join(freed) + ")")
-    if "auto" not in (batch.micro_tokens if config.data.packing else batch.micro_rows,):
+    if "auto" not in (batch.micro_tokens if config.data.packing else batch.micro_samples,):
         advice.append("give a smaller micro-batch")
     if config.method.name != "qlora":
         advice.append("use method.name=lora" if config.method.name == "full" else "use method.name=qlora")
@@ -350,8 +377,10 @@ def _nothing_fits(config: RunConfig, ways: list[Way], made: Decisions, limits: L
         advice.append("shorten the rows (data.max_length)")
     if made.device == "cuda" and parallel.offload != "all" and config.optimizer.name == "adamw":
         advice.append("keep states in host memory (parallel.offload)")
-    advice.append("use more GPUs or ones with more memory" if parallel.device != "cpu" else "use a machine with more memory")
-    how = f"{smallest.strategy}, recompute {smallest.recompute}, {smallest.split.full_micro_tokens:,} tokens a micro-batch"
+    advice.append(
+        "use more GPUs or ones with more memory" if parallel.device != "cpu" else "use a machine with more memory"
+    )
+    how = f"{smallest.strategy}, recompute {smallest.activation_checkpointing}, {smallest.split.full_micro_tokens:,} tokens a micro-batch"
     terms = sorted(memory.terms.items(), key=lambda term: -term[1])
     return UserError(
         f"the run does not fit: its smallest form needs {_gib(memory.total)} a rank, and there are {_gib(memory.limit)}",
@@ -368,7 +397,7 @@ def _host_does_not_fit(smallest: Way, made: Decisions) -> UserError:
         f"what is offloaded does not fit: {_gib(memory.host_total)} a rank, and there are {_gib(memory.host_limit or 0)} of host memory",
         where=f"{made.ranks}: parallel.offload, parallel.offload_activations",
         why="the limit is 90 % of the machine's free memory over its ranks; pinned memory takes about 1.4 times what it holds",
-        fix="offload less, recompute blocks (parallel.recompute=block), or use more machines with parallel.strategy=fsdp",
+        fix="offload less, recompute blocks (parallel.activation_checkpointing=full), or use more machines with parallel.strategy=fsdp",
         details=[f"{name}: {_gib(size)}" for name, size in memory.host_terms.items() if size],
     )
 

@@ -1,4 +1,5 @@
-"""One way to run, as far as its memory is concerned: what the terms of the estimate are functions of. Plain values; no torch.
+"""One way to run, as far as its memory is concerned: what the terms of the estimate are functions of. Plain values; no
+torch.
 
 The notation is that of ``memory.py``.
 """
@@ -11,9 +12,9 @@ from typing import Literal
 
 from manyhands.facts.types import ModelFacts
 from manyhands.plan.trained import TrainedWeights
-from manyhands.plan.types import LIGHTER, Offload, Recompute, Strategy
+from manyhands.plan.types import LIGHTER, Checkpointing, Offload, Strategy
 
-NF4_ROW_VALUES, NF4_ROW_BYTES = 16_384, 8_192 + 264  # of weights in NF4, as in model/nf4.py
+NF4_ROW_VALUES, NF4_ROW_BYTES = 16_384, 8_192 + 264  # of weights in NF4, as in convert/nf4.py
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,8 @@ class Setup:
     device: Literal["cuda", "cpu"]
     world_size: int
     strategy: Strategy
-    reshard: bool
-    recompute: Recompute
+    reshard_after_forward: bool
+    activation_checkpointing: Checkpointing
     compile: bool
     compute_bytes: int
     master_bytes: int
@@ -39,16 +40,18 @@ class Setup:
     fp8_blocks: bool = False  # products of the blocks' linear layers in fp8
     in_place: TrainedWeights | None = None  # patterns: the model's own weights that are trained where others are frozen
     optimizer_name: str = "adamw"
-    shard_ranks: int = 1  # hybrid: ranks that hold one copy together
+    shard_degree: int = 1  # hybrid: ranks that hold one copy together
     reduce_every: bool = True  # sharded gradients after every micro-batch
     offload: Offload = "none"
     offload_activations: bool = False
     accumulates: bool = True  # a step may have several micro-batches: gradients of the first are there during the next
     fuse_loss: bool = False  # cross-entropy fused with the head
     fuse_optimizer: bool = False  # AdamW takes gradients in the dtype of the copy that computes
-    mixed_lengths: bool = False  # varlen, and rows differ in length or layers have windows: no kernel for rows of one length
+    mixed_lengths: bool = (
+        False  # varlen, and rows differ in length or layers have windows: no kernel for rows of one length
+    )
     adapter_dora: bool = False
-    lighter_blocks: int = 0  # of the last blocks: recomputed the next lighter way
+    lighter_layers: int = 0  # of the last blocks: recomputed the next lighter way
 
     @property
     def trains_everything(self) -> bool:
@@ -56,7 +59,7 @@ class Setup:
 
     @property
     def num_shards(self) -> int:
-        return {"fsdp": self.world_size, "hybrid": self.shard_ranks}.get(self.strategy, 1)
+        return {"fsdp": self.world_size, "hsdp": self.shard_degree}.get(self.strategy, 1)
 
     @property
     def num_trained(self) -> int:
@@ -66,11 +69,12 @@ class Setup:
 
     @property
     def is_mixed(self) -> bool:
-        """Masters and compute, or masters and sums, differ in dtype: ``fully_shard`` casts, whatever the strategy (parallel/apply.py).
+        """Masters and compute, or masters and sums, differ in dtype: ``fully_shard`` casts, whatever the strategy
+        (engine/apply.py).
 
         One process that keeps bfloat16 masters has nothing to cast and nothing to reduce.
         """
-        narrow = self.has_narrow_masters and self.strategy != "one"
+        narrow = self.has_narrow_masters and self.strategy != "single"
         return self.trains_everything and (self.compute_bytes != self.master_bytes or narrow)
 
     @property
@@ -85,14 +89,14 @@ class Setup:
 
     @property
     def keeps_copy(self) -> bool:
-        """One process keeps the whole bfloat16 copy beside its masters, without ``fully_shard`` (parallel/masters.py)."""
-        kept = self.strategy == "one" and not self.reshard and self.offload != "all"
+        """One process keeps the whole bfloat16 copy beside its masters, without ``fully_shard`` (engine/masters.py)."""
+        kept = self.strategy == "single" and not self.reshard_after_forward and self.offload != "all"
         return kept and self.is_mixed and (self.master_bytes, self.compute_bytes) == (4, 2)
 
     @property
     def gradient_bytes(self) -> int:
-        """Of an element of a gradient as the optimizer finds it: in the masters' dtype, or where micro-batches are summed in the sums'.
-        A kept copy's, of one micro-batch, stays in the copy's where the optimizer takes that.
+        """Of an element of a gradient as the optimizer finds it: in the masters' dtype, or where micro-batches are
+        summed in the sums'. A kept copy's, of one micro-batch, stays in the copy's where the optimizer takes that.
         """
         if self.accumulates:
             return self.sum_bytes
@@ -104,9 +108,9 @@ class Setup:
         return self.is_mixed or self.offload == "all"
 
     @property
-    def last_recompute(self) -> Recompute:
+    def last_recompute(self) -> Checkpointing:
         """How the last block, the first of the backward pass, is recomputed."""
-        return LIGHTER[self.recompute] if self.lighter_blocks else self.recompute
+        return LIGHTER[self.activation_checkpointing] if self.lighter_layers else self.activation_checkpointing
 
     @property
     def num_root_parameters(self) -> int:
@@ -117,7 +121,8 @@ class Setup:
     def frozen_block_bytes(self) -> int:
         """One block's frozen weights as they are kept: ``B f``, or its linear layers in NF4 and the rest in f.
 
-        NF4 takes 1/2 byte a value, 1/64 for its block's scale and 8 / 16,384 for the scales' own (model/nf4.py), in whole rows.
+        NF4 takes 1/2 byte a value, 1/64 for its block's scale and 8 / 16,384 for the scales' own (convert/nf4.py), in
+        whole rows.
         """
         if not self.nf4_blocks:
             return self.model.num_block_parameters * self.frozen_bytes

@@ -12,7 +12,7 @@ from manyhands.facts.model import BLOCK_TENSOR
 from manyhands.facts.types import ModelFacts
 
 HEAD, EMBEDDINGS = "lm_head.weight", "embed_tokens.weight"
-BLOCK_SCALE_BYTES = 4 / 256  # a float32 scale for each 256 values in 8 bits, as in train/blockwise.py
+BLOCK_SCALE_BYTES = 4 / 256  # a float32 scale for each 256 values in 8 bits, as in train/adamw_8bit.py
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,12 @@ class TrainedWeights:
 
 
 def count_trained(method: MethodSection, model: ModelFacts) -> TrainedWeights | None:
-    """What ``method: patterns`` trains, as model/freeze.py chooses it; None where that is everything, or another method.
+    """What ``method: patterns`` trains, as convert/trainable.py chooses it; None where that is everything, or another
+    method.
 
-    Random models have no files whose headers give every name: of these, norms are counted by what is usual. A pattern that no known
-    name fits is taken to mean everything, which is the safe side; the model itself refuses it before training.
+    Random models have no files whose headers give every name: of these, norms are counted by what is usual. A pattern
+    that no known name fits is taken to mean everything, which is the safe side; the model itself refuses it before
+    training.
     """
     if method.name != "patterns":
         return None
@@ -54,19 +56,23 @@ def _any(names: Iterable[str], patterns: Iterable[str]) -> bool:
     return any(reaches(name, pattern) for pattern in patterns for name in names)
 
 
-def count_state_bytes(name: str, num_trained: int, *, num_root: int, num_embedding: int, num_sides: int, master_bytes: int) -> int:
+def count_state_bytes(
+    name: str, num_trained: int, *, num_root: int, num_embedding: int, num_sides: int, master_bytes: int
+) -> int:
     """Bytes of an optimizer's states, over all shards, on the device.
 
-    Of the ``num_trained`` parameters ``num_root`` are in no block, of which ``num_embedding`` are embeddings; ``num_sides`` is the
-    sum of rows and columns of all matrices. Vectors are not told apart.
+    Of the ``num_trained`` parameters ``num_root`` are in no block, of which ``num_embedding`` are embeddings;
+    ``num_sides`` is the sum of rows and columns of all matrices. Vectors are not told apart.
 
-    =====================  ===============================================================================================
-    adamw                  two moments in the masters' dtype: ``2 trained m``
-    adamw_8bit             two bytes, and two scales a block of 256; embeddings keep float32: ``(2 + 8/256) rest + 8 embedding``
+    =====================
+    =============================================================================================== adamw
+      two moments in the masters' dtype: ``2 trained m`` adamw_8bit             two bytes, and two scales a block of
+      256; embeddings keep float32: ``(2 + 8/256) rest + 8 embedding``
     paged_*                nothing: the driver moves them to the host when activations need the room
     adafactor              a number for each row and column of a matrix: ``m sides``
     muon                   one momentum in the blocks, AdamW's two for the root: ``m (trained + root)``
-    =====================  ===============================================================================================
+    =====================
+    ===============================================================================================
     """
     match name:
         case "paged_adamw" | "paged_adamw_8bit":

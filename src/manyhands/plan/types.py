@@ -10,16 +10,19 @@ from pydantic import BaseModel, ConfigDict
 from manyhands.facts.types import AdapterFacts, NewTokens
 
 Cause = Literal["first", "resume", "resize", "out_of_memory"]
-Strategy = Literal["one", "ddp", "fsdp", "hybrid"]
-Recompute = Literal["none", "selective", "block"]
+Strategy = Literal["single", "ddp", "fsdp", "hsdp"]
+Checkpointing = Literal["none", "selective", "full"]
 Offload = Literal["none", "optimizer", "all"]
 
-LIGHTER: dict[Recompute, Recompute] = {"block": "selective", "selective": "none"}  # what keeps more and repeats less
+LIGHTER: dict[Checkpointing, Checkpointing] = {
+    "full": "selective",
+    "selective": "none",
+}  # what keeps more and repeats less
 
 
-def describe_recompute(recompute: Recompute, lighter_blocks: int) -> str:
+def describe_checkpointing(recompute: Checkpointing, lighter_layers: int) -> str:
     """``block``, or ``block, of the last 63 selective``."""
-    return f"{recompute}, of the last {lighter_blocks} {LIGHTER[recompute]}" if lighter_blocks else recompute
+    return f"{recompute}, of the last {lighter_layers} {LIGHTER[recompute]}" if lighter_layers else recompute
 
 
 class Part(BaseModel):
@@ -55,9 +58,9 @@ class Candidate(Part):
     """One way that was considered; ``reason`` says why it lost (empty for the chosen one)."""
 
     strategy: Strategy
-    recompute: Recompute
-    lighter_blocks: int = 0
-    reshard: bool
+    activation_checkpointing: Checkpointing
+    lighter_layers: int = 0
+    reshard_after_forward: bool
     micro: int  # tokens with packing, rows without
     memory: MemoryEstimate
     chosen: bool
@@ -83,8 +86,8 @@ class RanOut(Part):
     number: int
     world_size: int
     strategy: Strategy
-    reshard: bool
-    recompute: Recompute
+    reshard_after_forward: bool
+    activation_checkpointing: Checkpointing
     micro_tokens: int  # of a full micro-batch, with packing or without
     estimated_bytes: int
     limit: int  # bytes that a rank could use by then
@@ -109,11 +112,11 @@ class Plan(Part):
     device: Literal["cuda", "cpu"]
     world_size: int
     strategy: Strategy
-    shard_ranks: int | None = None  # hybrid: ranks that hold one copy together
-    reshard: bool
+    shard_degree: int | None = None  # hybrid: ranks that hold one copy together
+    reshard_after_forward: bool
     reduce_every: bool = True  # sharded gradients after every micro-batch; else whole ones wait for the last
-    recompute: Recompute
-    lighter_blocks: int = 0  # of the last blocks: recomputed the next lighter way, as there is room for what they keep
+    activation_checkpointing: Checkpointing
+    lighter_layers: int = 0  # of the last blocks: recomputed the next lighter way, as there is room for what they keep
     offload: Offload = "none"
     offload_activations: bool = False
     compile: bool
@@ -123,14 +126,16 @@ class Plan(Part):
     fast_attention: bool = False  # varlen: packs, and rows of one length, by the fastest kernels that pass a self-test
     dynamic: bool = True  # compiled blocks take micro-batches of any shape; not where all rows have one length
     compute_dtype: Literal["bfloat16", "float32", "float64"]
-    master_dtype: Literal["bfloat16", "float32", "float64"]  # of trained weights and optimizer states; sums are float32 at least
+    master_dtype: Literal[
+        "bfloat16", "float32", "float64"
+    ]  # of trained weights and optimizer states; sums are float32 at least
     frozen_dtype: Literal["bfloat16", "float32", "float64"]  # of frozen weights
-    attention: Literal["varlen", "sdpa", "blockwise"]  # see model/attention.py
+    attention: Literal["varlen", "sdpa", "blockwise"]  # see convert/attention.py
 
     packing: bool
-    batch_rows: int | None  # rows of the global batch, or
-    batch_tokens: int | None  # trained tokens of the global batch
-    micro_rows: int | None  # without packing
+    batch_samples: int | None  # rows of the global batch, or
+    batch_loss_tokens: int | None  # trained tokens of the global batch
+    micro_samples: int | None  # without packing
     micro_tokens: int | None  # with packing: capacity of one micro-batch
     pack_tokens: int | None = None  # with packing, all rows of one length: tokens of every micro-batch
     accumulation: int | None  # without packing; with packing it follows from each step's rows

@@ -1,4 +1,6 @@
-"""Collects what a preview shows: rows, the plan's batch, counts, faults. Writes nothing that outlives it but the token cache."""
+"""Collects what a preview shows: rows, the plan's batch, counts, faults. Writes nothing that outlives it but the token
+cache.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from manyhands.config.schema import RunConfig, Source
+from manyhands.core.errors import UserError
 from manyhands.data.prepare import UNFINISHED, prepare, summarise
 from manyhands.data.sources import list_files, resolve_sources
 from manyhands.data.store import TokenStore
 from manyhands.data.tokenizer import load_tokenizer
-from manyhands.errors import UserError
 from manyhands.facts.hub import locate_model
 from manyhands.facts.types import DataFacts
 from manyhands.plan.layout import lay_out_step
@@ -30,10 +32,12 @@ PROGRESS = ("token", "the token cache")  # what preparing says beside the notes 
 Report = Callable[[str], Any]
 
 
-def collect(config: RunConfig, *, step: int = 1, max_rows: int | None = 3, report: Report = print) -> Preview:
-    """The preview of a run. ``step`` counts from 1; at most ``max_rows`` rows of its first micro-batch are decoded, None takes all.
+def collect(config: RunConfig, *, step: int = 1, max_samples: int | None = 3, report: Report = print) -> Preview:
+    """The preview of a run. ``step`` counts from 1; at most ``max_samples`` rows of its first micro-batch are decoded,
+    None takes all.
 
-    Faults of the data are a part of it. Raises UserError for anything else: a model that is not there, a step beyond the end.
+    Faults of the data are a part of it. Raises UserError for anything else: a model that is not there, a step beyond
+    the end.
     """
     model = config.model
     folder = locate_model(model.name, model.revision, False, trust_remote_code=model.trust_remote_code, report=report)
@@ -41,13 +45,21 @@ def collect(config: RunConfig, *, step: int = 1, max_rows: int | None = 3, repor
     try:
         facts = prepare(config, folder, lambda line: report(line) if line.startswith(PROGRESS) else None)
     except UserError as error:
-        return _collect_usable(config, folder, tokenizer, error, step, max_rows, report)
+        return _collect_usable(config, folder, tokenizer, error, step, max_samples, report)
     sources = resolve_sources(config.data.train, config.data)
-    return _collect(config, folder, tokenizer, facts, TokenStore.open(facts.folder), sources, (), step, max_rows, report)
+    return _collect(
+        config, folder, tokenizer, facts, TokenStore.open(facts.folder), sources, (), step, max_samples, report
+    )
 
 
 def _collect_usable(
-    config: RunConfig, folder: Path, tokenizer: Any, error: UserError, step: int, max_rows: int | None, report: Report
+    config: RunConfig,
+    folder: Path,
+    tokenizer: Any,
+    error: UserError,
+    step: int,
+    max_samples: int | None,
+    report: Report,
 ) -> Preview:
     """The same where a run would refuse; ``error`` is raised again where it is not the data's fault."""
     if config.data.max_length < 2:
@@ -62,14 +74,18 @@ def _collect_usable(
         usable = prepare_usable(config, tokenizer, made, report)
         if not usable.refused:
             raise error  # a cache that cannot be written, ...
-        faults_alone = Preview(config.name, config.model.name, config.data.max_length, refused=_harmless(usable.refused))
+        faults_alone = Preview(
+            config.name, config.model.name, config.data.max_length, refused=_harmless(usable.refused)
+        )
         if usable.store is None:
             return faults_alone
         try:
             facts = summarise(config, usable.store)
         except UserError:  # weights that leave no row
             return faults_alone
-        return _collect(config, folder, tokenizer, facts, usable.store, usable.sources, usable.refused, step, max_rows, report)
+        return _collect(
+            config, folder, tokenizer, facts, usable.store, usable.sources, usable.refused, step, max_samples, report
+        )
     finally:
         shutil.rmtree(made, ignore_errors=True)
 
@@ -83,16 +99,16 @@ def _collect(
     sources: Sequence[Source],
     refused: Sequence[Refused],
     step: int,
-    max_rows: int | None,
+    max_samples: int | None,
     report: Report,
 ) -> Preview:
     planned = make_plan(config, folder, facts, report)
     train, meta = store.train, store.meta
     batch = None
-    rows = np.arange(train.num_rows, dtype=np.int64)
+    rows = np.arange(train.num_samples, dtype=np.int64)
     if isinstance(planned, Plan):
         batch, rows = _lay_out(planned, store, config.seed, step)
-    shown = rows[:max_rows]
+    shown = rows[:max_samples]
     files = tuple(map(list_files, sources))
     return Preview(
         config.name,
@@ -106,7 +122,7 @@ def _collect(
         lengths=bin_lengths(train.lengths),
         length_words=describe_lengths(train.lengths),
         efficiency=_find_sentence(planned, "efficiency: ") if isinstance(planned, Plan) else "",
-        num_validation_rows=facts.num_validation_rows,
+        num_validation_samples=facts.num_validation_samples,
         num_validation_tokens=facts.num_validation_tokens,
         num_repeated=facts.num_repeated,
         num_truncated=facts.num_truncated,
@@ -118,14 +134,19 @@ def _collect(
 
 
 def make_plan(config: RunConfig, folder: Path, facts: DataFacts, report: Report) -> Plan | UserError:
-    """What `manyhands plan` makes of these rows on this machine, or why it cannot. Downloads no weights: ``folder`` has them or not."""
-    from manyhands.facts.gather import gather_facts
+    """What `manyhands plan` makes of these rows on this machine, or why it cannot. Downloads no weights: ``folder`` has
+    them or not.
+    """
+    from manyhands.launch.facts import gather_facts
     from manyhands.plan.search import plan
 
     model = config.model.model_copy(update={"name": str(folder), "revision": None})
     try:
         return plan(
-            config, gather_facts(config.model_copy(update={"model": model}), data=facts, saves=False, identify=False, report=report)
+            config,
+            gather_facts(
+                config.model_copy(update={"model": model}), data=facts, saves=False, identify=False, report=report
+            ),
         )
     except UserError as error:
         return error
@@ -139,22 +160,39 @@ def _find_sentence(plan: Plan, start: str) -> str:
 def _lay_out(plan: Plan, store: TokenStore, seed: int, step: int) -> tuple[ShownBatch, np.ndarray]:
     """The first micro-batch of the first rank in a step, and its rows."""
     if step > plan.num_steps:
-        raise UserError(f"there is no step {step:,}", where="--step", why=f"the run has {plan.num_steps:,} steps", fix="choose one of them")
-    order = store.order_rows(seed, plan.batch_rows, plan.batch_tokens)
+        raise UserError(
+            f"there is no step {step:,}",
+            where="--step",
+            why=f"the run has {plan.num_steps:,} steps",
+            fix="choose one of them",
+        )
+    order = store.order_samples(seed, plan.batch_samples, plan.batch_loss_tokens)
     of_step = order.rows(*order.locate(step - 1))
     layout = lay_out_step(plan, of_step, store.train.lengths)
     rows = layout.of_rank(0)[0]
     packed = plan.micro_tokens is not None
-    capacity = (plan.pack_tokens or plan.micro_tokens) if packed else plan.micro_rows
+    capacity = (plan.pack_tokens or plan.micro_tokens) if packed else plan.micro_samples
     assert capacity is not None
     num_tokens = int(store.train.lengths[rows].sum())
     return (
-        ShownBatch(step, plan.num_steps, len(of_step), plan.world_size, layout.num_micro_batches, len(rows), num_tokens, capacity, packed),
+        ShownBatch(
+            step,
+            plan.num_steps,
+            len(of_step),
+            plan.world_size,
+            layout.num_micro_batches,
+            len(rows),
+            num_tokens,
+            capacity,
+            packed,
+        ),
         rows,
     )
 
 
-def _decode(tokenizer: Any, store: TokenStore, sources: Sequence[Source], files: Sequence[Sequence[Path]], row: int) -> ShownRow:
+def _decode(
+    tokenizer: Any, store: TokenStore, sources: Sequence[Source], files: Sequence[Sequence[Path]], row: int
+) -> ShownRow:
     train = store.train
     ids, weights = train.row(row)[0], train.weights(row).copy()
     weights[0] = 0  # nothing comes before the first token, so it is never a target
@@ -165,7 +203,7 @@ def _decode(tokenizer: Any, store: TokenStore, sources: Sequence[Source], files:
         harmless(source.name or source.path),
         harmless(f"{_seen_from_here(file)}:{store.line(row)}"),
         len(ids),
-        int(train.num_targets[row]),
+        int(train.num_loss_tokens[row]),
         tuple(decode_spans(tokenizer, ids, weights)),
     )
 
@@ -176,19 +214,19 @@ def _seen_from_here(path: Path) -> Path:
 
 def _count_sources(store: TokenStore) -> tuple[SourceCounts, ...]:
     described = store.meta["sources"]
-    targets = np.bincount(store.train.sources, weights=store.train.num_targets, minlength=len(described))
+    labels = np.bincount(store.train.sources, weights=store.train.num_loss_tokens, minlength=len(described))
     all_tokens = sum(source["weight"] * source["num_tokens"] for source in described)
     return tuple(
         SourceCounts(
             harmless(source["name"]),
             harmless(source["path"]),
             source["format"],
-            source["num_rows"],
+            source["num_samples"],
             source["num_tokens"],
-            int(targets[index]),
-            source["num_validation_rows"],
+            int(labels[index]),
+            source["num_validation_samples"],
             source["weight"],
-            source["weight"] * source["num_rows"],
+            source["weight"] * source["num_samples"],
             source["weight"] * source["num_tokens"] / all_tokens,
         )
         for index, source in enumerate(described)

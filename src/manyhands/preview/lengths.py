@@ -28,7 +28,10 @@ def bin_lengths(lengths: np.ndarray) -> tuple[Bin, ...]:
     num_bins = int(place.max()) + 1
     rows = np.bincount(place, minlength=num_bins)
     tokens = np.bincount(place, weights=lengths, minlength=num_bins)
-    return tuple(Bin(int(borders[i]), int(borders[i + 1]) - 1, int(rows[i]), int(tokens[i])) for i in range(int(place.min()), num_bins))
+    return tuple(
+        Bin(int(borders[i]), int(borders[i + 1]) - 1, int(rows[i]), int(tokens[i]))
+        for i in range(int(place.min()), num_bins)
+    )
 
 
 def describe_lengths(lengths: np.ndarray) -> str:

@@ -1,4 +1,6 @@
-"""A preview as one page: no script, nothing from elsewhere, foreign text always escaped; told apart by more than colour."""
+"""A preview as one page: no script, nothing from elsewhere, foreign text always escaped; told apart by more than
+colour.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,8 @@ from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 
-from manyhands.errors import UserError
-from manyhands.files import write_atomically
+from manyhands.core.errors import UserError
+from manyhands.core.files import write_atomically
 from manyhands.preview.types import Bin, Preview, Refused, ShownRow, SourceCounts, Span
 from manyhands.preview.words import (
     LENGTH_TITLES,
@@ -57,10 +59,16 @@ th { font-weight: 600 } th:first-child { padding-left: 0 } .text { text-align: l
 
 
 def refuse_foreign_file(path: Path) -> None:
-    """Raises UserError where ``path`` cannot become a page, or holds something other than one; read before any work is done."""
+    """Raises UserError where ``path`` cannot become a page, or holds something other than one; read before any work is
+    done.
+    """
     try:
         if not path.parent.is_dir():
-            raise UserError("the folder of the page does not exist", where=str(path.parent), fix="make it, or name another with --html")
+            raise UserError(
+                "the folder of the page does not exist",
+                where=str(path.parent),
+                fix="make it, or name another with --html",
+            )
         if path.is_dir():
             raise UserError("the page's name is a folder", where=str(path), fix="name a file, such as data.html")
         with path.open(encoding="utf-8", errors="replace") as file:
@@ -78,7 +86,9 @@ def refuse_foreign_file(path: Path) -> None:
 
 
 def write_page(preview: Preview, path: Path) -> None:
-    """Writes the page whole or not at all. Raises UserError as ``refuse_foreign_file`` does, or for a disk that refuses."""
+    """Writes the page whole or not at all. Raises UserError as ``refuse_foreign_file`` does, or for a disk that
+    refuses.
+    """
     refuse_foreign_file(path)
     try:
         write_atomically(path, render_page(preview))
@@ -171,7 +181,8 @@ def _titles(titles: Iterable[str]) -> str:
 
 def _pairs(pairs: Iterable[tuple[str, str]]) -> str:
     body = "".join(
-        f'<tr><th scope="row" class="text">{escape(name)}</th><td class="text said">{escape(value)}</td></tr>\n' for name, value in pairs
+        f'<tr><th scope="row" class="text">{escape(name)}</th><td class="text said">{escape(value)}</td></tr>\n'
+        for name, value in pairs
     )
     return f"<h2>What became of the rows</h2>\n<table><tbody>{body}</tbody></table>"
 
@@ -183,6 +194,8 @@ def _refused(entry: Refused) -> str:
 def _error(error: UserError) -> str:
     details = "".join(f"<li>{escape(detail)}</li>" for detail in error.details)
     rest = "".join(
-        f"<br>{name}: {escape(text)}" for name, text in (("where", error.where), ("why", error.why), ("what to do", error.fix)) if text
+        f"<br>{name}: {escape(text)}"
+        for name, text in (("where", error.where), ("why", error.why), ("what to do", error.fix))
+        if text
     )
     return f"<p>{escape(error.what)}{rest}</p>" + (f"<ul>{details}</ul>" if details else "")

@@ -1,4 +1,6 @@
-"""A preview on a terminal: colour where there is some, brackets where there is none. Foreign text is never read as markup."""
+"""A preview on a terminal: colour where there is some, brackets where there is none. Foreign text is never read as
+markup.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def print_preview(preview: Preview, console: Console) -> None:
 
 
 def mark_trained(spans: Iterable[Span], *, coloured: bool) -> Text:
-    """Spans one after the other: trained ones green, or in brackets without colour; a weight other than 1 stands behind."""
+    """Spans one after the other: trained ones green, or in brackets without colour; a weight other than 1 stands
+    behind.
+    """
     text = Text()
     for span in spans:
         trained = span.weight != 0
@@ -93,7 +97,10 @@ def _print_sources(console: Console, sources: tuple[SourceCounts, ...]) -> None:
     for entry, cells in zip(sources, tabulate_sources(sources), strict=True):
         table.add_row(*map(Text, (entry.name, entry.format, *cells)))
     if len(sources) > 1:
-        sums = [sum(getattr(entry, name) for entry in sources) for name in ("num_rows", "num_tokens", "num_targets", "num_validation_rows")]
+        sums = [
+            sum(getattr(entry, name) for entry in sources)
+            for name in ("num_samples", "num_tokens", "num_loss_tokens", "num_validation_samples")
+        ]
         table.add_row("all", "", *(f"{number:,}" for number in sums), style="bold")
     console.print(table)
     if len(sources) > 1:
@@ -107,9 +114,14 @@ def _print_lengths(console: Console, bins: tuple[Bin, ...]) -> None:
     rows = tabulate_lengths(bins)
     label_width, count_width = max(len(label) for label, _, _ in rows), max(len(cells[0]) for _, _, cells in rows)
     room = max(1, min(MAX_BAR, console.width - label_width - count_width - 17))
-    for label, bar, (num_rows, share, _) in rows:
-        line = Text(f"{label:>{label_width}}  ").append(f"{'█' * max(round(room * bar), bar > 0):<{room}}", style="cyan")
-        console.print(line.append(f"  {num_rows:>{count_width}} {'row' if num_rows == '1' else 'rows':<4}  {share:>6}"), soft_wrap=True)
+    for label, bar, (num_samples, share, _) in rows:
+        line = Text(f"{label:>{label_width}}  ").append(
+            f"{'█' * max(round(room * bar), bar > 0):<{room}}", style="cyan"
+        )
+        console.print(
+            line.append(f"  {num_samples:>{count_width}} {'row' if num_samples == '1' else 'rows':<4}  {share:>6}"),
+            soft_wrap=True,
+        )
 
 
 def _print_pairs(console: Console, pairs: Iterable[tuple[str, str]]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from manyhands.errors import UserError
+from manyhands.core.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -17,26 +17,28 @@ class Span:
 
 @dataclass(frozen=True)
 class ShownRow:
-    """One row. ``place`` is ``file:line``; ``num_targets`` are its trained tokens."""
+    """One row. ``place`` is ``file:line``; ``num_loss_tokens`` are its trained tokens."""
 
     number: int
     source: str
     place: str
     num_tokens: int
-    num_targets: int
+    num_loss_tokens: int
     spans: tuple[Span, ...]
 
 
 @dataclass(frozen=True)
 class ShownBatch:
-    """The first micro-batch of the first rank in one step. ``step`` counts from 1; ``capacity`` is in tokens, or rows where not packed."""
+    """The first micro-batch of the first rank in one step. ``step`` counts from 1; ``capacity`` is in tokens, or rows
+    where not packed.
+    """
 
     step: int
     num_steps: int
-    num_step_rows: int
+    num_step_samples: int
     num_ranks: int
     num_micro_batches: int
-    num_rows: int
+    num_samples: int
     num_tokens: int
     capacity: int
     packed: bool
@@ -44,17 +46,19 @@ class ShownBatch:
 
 @dataclass(frozen=True)
 class SourceCounts:
-    """``share`` is that of the tokens of an epoch; ``epoch_rows`` are the rows of an epoch, repeated ones counted each time."""
+    """``share`` is that of the tokens of an epoch; ``epoch_samples`` are the rows of an epoch, repeated ones counted
+    each time.
+    """
 
     name: str
     path: str
     format: str
-    num_rows: int
+    num_samples: int
     num_tokens: int
-    num_targets: int
-    num_validation_rows: int
+    num_loss_tokens: int
+    num_validation_samples: int
     weight: float
-    epoch_rows: float
+    epoch_samples: float
     share: float
 
 
@@ -64,7 +68,7 @@ class Bin:
 
     first: int
     last: int
-    num_rows: int
+    num_samples: int
     num_tokens: int
 
 
@@ -78,7 +82,9 @@ class Refused:
 
 @dataclass(frozen=True)
 class Preview:
-    """Everything that is shown. ``plan_error`` says why there is no batch; ``efficiency`` is what the plan says of it."""
+    """Everything that is shown. ``plan_error`` says why there is no batch; ``efficiency`` is what the plan says of
+    it.
+    """
 
     run: str
     model: str
@@ -91,7 +97,7 @@ class Preview:
     lengths: tuple[Bin, ...] = ()
     length_words: str = ""
     efficiency: str = ""
-    num_validation_rows: int = 0
+    num_validation_samples: int = 0
     num_validation_tokens: int = 0
     num_repeated: int = 0  # validation rows with the tokens of a training row
     num_truncated: int = 0

@@ -1,6 +1,8 @@
-"""What can still be shown of data that a run refuses: each source alone, its faults gathered, the rows before them kept.
+"""What can still be shown of data that a run refuses: each source alone, its faults gathered, the rows before them
+kept.
 
-The store that is made of them lies in a folder of its own that the caller throws away: it never gets a name in the cache.
+The store that is made of them lies in a folder of its own that the caller throws away: it never gets a name in the
+cache.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.config.schema import RunConfig, Source
+from manyhands.core.errors import UserError
 from manyhands.data.columns import Columns
 from manyhands.data.findings import Findings
 from manyhands.data.formats import detect_format
@@ -21,9 +24,8 @@ from manyhands.data.rows import Part, Row
 from manyhands.data.segment import join_segments
 from manyhands.data.sources import list_files, read_part, resolve_sources, split_source
 from manyhands.data.store import TokenStore
-from manyhands.data.tokenise import DETECT_ROWS, Outcome, Tokeniser, choose_format_by
-from manyhands.data.tokenise_parallel import CHUNK_CHARACTERS_HERE
-from manyhands.errors import UserError
+from manyhands.data.tokenize import DETECT_ROWS, Outcome, Tokeniser, choose_format_by
+from manyhands.data.tokenize_parallel import CHUNK_CHARACTERS_HERE
 from manyhands.preview.types import Refused
 
 KINDS = ("unreadable", "refused", "too_long")  # of faults
@@ -31,7 +33,9 @@ KINDS = ("unreadable", "refused", "too_long")  # of faults
 
 @dataclass(frozen=True)
 class Usable:
-    """``store`` is None where not enough rows are left; ``sources`` are those that ``store.meta["sources"]`` describes."""
+    """``store`` is None where not enough rows are left; ``sources`` are those that ``store.meta["sources"]``
+    describes.
+    """
 
     store: TokenStore | None
     sources: tuple[Source, ...]
@@ -39,8 +43,13 @@ class Usable:
 
 
 def prepare_usable(config: RunConfig, tokenizer: Any, folder: Path, report: Callable[[str], Any]) -> Usable:
-    """Tokenises into ``folder`` what can be used of ``config.data``, in this process. Raises no UserError for a fault of the data."""
-    asked = [resolve_sources(value, config.data) if value is not None else () for value in (config.data.train, config.data.validation)]
+    """Tokenises into ``folder`` what can be used of ``config.data``, in this process. Raises no UserError for a fault
+    of the data.
+    """
+    asked = [
+        resolve_sources(value, config.data) if value is not None else ()
+        for value in (config.data.train, config.data.validation)
+    ]
     made: list[dict[str, Any]] = []
     sources: list[Source] = []
     segments: list[tuple[int, Path]] = []
@@ -51,7 +60,7 @@ def prepare_usable(config: RunConfig, tokenizer: Any, folder: Path, report: Call
         outcome, errors, files = _tokenise_source(config, tokenizer, source, folder / f"{number:04d}")
         if errors:
             refused.append(Refused(source.name or source.path, tuple(errors)))
-        if outcome is not None and outcome.num_rows:
+        if outcome is not None and outcome.num_samples:
             segments += [(len(sources), path) for path in sorted((folder / f"{number:04d}").iterdir())]
             sources.append(source)
             made.append(outcome.to_meta() | {"rows_of_files": files})
@@ -67,7 +76,9 @@ def prepare_usable(config: RunConfig, tokenizer: Any, folder: Path, report: Call
         return Usable(None, (), tuple(refused))
 
 
-def _tokenise_source(config: RunConfig, tokenizer: Any, source: Source, folder: Path) -> tuple[Outcome | None, list[UserError], list[int]]:
+def _tokenise_source(
+    config: RunConfig, tokenizer: Any, source: Source, folder: Path
+) -> tuple[Outcome | None, list[UserError], list[int]]:
     """(what became of its rows, what is wrong, rows of each file); the segments lie in ``folder``."""
     total, files = Outcome(), dict[str, int]()
     try:
@@ -76,7 +87,7 @@ def _tokenise_source(config: RunConfig, tokenizer: Any, source: Source, folder: 
         tokeniser = Tokeniser(config, tokenizer, (source,), (format,), CHUNK_CHARACTERS_HERE)
         for number, part in enumerate(parts):
             outcome = tokeniser.run(part, 0, folder / f"{number:06d}")
-            files[part.file] = outcome.num_rows
+            files[part.file] = outcome.num_samples
             total.add(outcome)
     except UserError as error:
         return None, [error], []
@@ -84,8 +95,12 @@ def _tokenise_source(config: RunConfig, tokenizer: Any, source: Source, folder: 
     return total, errors if errors or doubt is None else [doubt], list(files.values())
 
 
-def _choose_format(config: RunConfig, source: Source, parts: list[Part], has_template: bool) -> tuple[Any, UserError | None]:
-    """The format as a run chooses it; where the first rows do not fit together, that of most of them, and what speaks against it."""
+def _choose_format(
+    config: RunConfig, source: Source, parts: list[Part], has_template: bool
+) -> tuple[Any, UserError | None]:
+    """The format as a run chooses it; where the first rows do not fit together, that of most of them, and what speaks
+    against it.
+    """
     first = list(islice((row for part in parts for row in read_part(part, Findings())), DETECT_ROWS))
     if not first:  # none can be read, which is said when they are tokenised; nothing else speaks for a format
         return ("messages" if source.format in (None, "auto") else source.format), None
@@ -95,7 +110,9 @@ def _choose_format(config: RunConfig, source: Source, parts: list[Part], has_tem
         formats = Counter(filter(None, (_tell(row, source, config) for row in first)))
         if (source.format or "auto") != "auto" or not formats:
             raise
-        return choose_format_by(first, source.model_copy(update={"format": formats.most_common(1)[0][0]}), config, has_template), error
+        return choose_format_by(
+            first, source.model_copy(update={"format": formats.most_common(1)[0][0]}), config, has_template
+        ), error
 
 
 def _tell(row: Row, source: Source, config: RunConfig) -> str | None:
@@ -111,7 +128,9 @@ def _errors_of(outcome: Outcome, config: RunConfig, where: str) -> list[UserErro
     errors = []
     for kind in KINDS:
         try:
-            replace(Outcome(num_rows=1, longest=outcome.longest), **{kind: getattr(outcome, kind)}).raise_if_any(config, where)
+            replace(Outcome(num_samples=1, longest=outcome.longest), **{kind: getattr(outcome, kind)}).raise_if_any(
+                config, where
+            )
         except UserError as error:
             errors.append(error)
     if not errors:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from manyhands.errors import UserError
+from manyhands.core.errors import UserError
 from manyhands.preview.types import Bin, Preview, ShownBatch, ShownRow, SourceCounts
 
 SOURCE_TITLES = ("rows", "tokens", "trained", "held out", "weight", "share")
@@ -37,7 +37,10 @@ def tabulate_sources(sources: Sequence[SourceCounts]) -> list[tuple[str, ...]]:
     """The cells of ``SOURCE_TITLES`` for each source."""
     return [
         (
-            *(f"{number:,}" for number in (entry.num_rows, entry.num_tokens, entry.num_targets, entry.num_validation_rows)),
+            *(
+                f"{number:,}"
+                for number in (entry.num_samples, entry.num_tokens, entry.num_loss_tokens, entry.num_validation_samples)
+            ),
             f"{entry.weight:g}",
             percent(entry.share),
         )
@@ -47,12 +50,12 @@ def tabulate_sources(sources: Sequence[SourceCounts]) -> list[tuple[str, ...]]:
 
 def tabulate_lengths(bins: Sequence[Bin]) -> list[tuple[str, float, tuple[str, ...]]]:
     """(tokens of a row, length of the bar in (0, 1), cells of ``LENGTH_TITLES``) for each bin."""
-    most, total = max((entry.num_rows for entry in bins), default=1), sum(entry.num_rows for entry in bins)
+    most, total = max((entry.num_samples for entry in bins), default=1), sum(entry.num_samples for entry in bins)
     return [
         (
             f"{entry.first:,}" if entry.first == entry.last else f"{entry.first:,}–{entry.last:,}",
-            entry.num_rows / most,
-            (f"{entry.num_rows:,}", percent(entry.num_rows / total), f"{entry.num_tokens:,}"),
+            entry.num_samples / most,
+            (f"{entry.num_samples:,}", percent(entry.num_samples / total), f"{entry.num_tokens:,}"),
         )
         for entry in bins
     ]
@@ -62,15 +65,17 @@ def describe_batch(batch: ShownBatch) -> str:
     """Where in the run the rows that follow are."""
     several = batch.num_ranks * batch.num_micro_batches > 1
     capacity = (
-        f" of at most {batch.capacity:,}" if batch.packed else f" (micro-batches of at most {count(batch.capacity, 'row')}, not packed)"
+        f" of at most {batch.capacity:,}"
+        if batch.packed
+        else f" (micro-batches of at most {count(batch.capacity, 'row')}, not packed)"
     )
     laid = (
-        f"{count(batch.num_rows, 'row')}{' side by side' if batch.num_rows > 1 else ''}, {batch.num_tokens:,} tokens"
+        f"{count(batch.num_samples, 'row')}{' side by side' if batch.num_samples > 1 else ''}, {batch.num_tokens:,} tokens"
         if batch.packed
-        else count(batch.num_rows, "row")
+        else count(batch.num_samples, "row")
     )
     laid += capacity
-    head = f"Step {batch.step:,} of {batch.num_steps:,} trains {count(batch.num_step_rows, 'row')}"
+    head = f"Step {batch.step:,} of {batch.num_steps:,} trains {count(batch.num_step_samples, 'row')}"
     if not several:
         return f"{head}, in one micro-batch: {laid}."
     processes = f" on each of {batch.num_ranks:,} processes" if batch.num_ranks > 1 else ""
@@ -84,7 +89,7 @@ def describe_plan_error(error: UserError) -> str:
 
 
 def head_row(row: ShownRow) -> str:
-    return f"row {row.number:,} · {row.source} · {row.place} · {count(row.num_tokens, 'token')}, {row.num_targets:,} trained"
+    return f"row {row.number:,} · {row.source} · {row.place} · {count(row.num_tokens, 'token')}, {row.num_loss_tokens:,} trained"
 
 
 def describe_more(preview: Preview) -> str:
@@ -104,11 +109,13 @@ def describe_counts(preview: Preview) -> Iterator[tuple[str, str]]:
     if preview.efficiency and preview.batch is not None:
         yield "packing" if preview.batch.packed else "not packed", preview.efficiency
     held_out = (
-        f"{count(preview.num_validation_rows, 'row')}, {preview.num_validation_tokens:,} tokens" if preview.num_validation_rows else "none"
+        f"{count(preview.num_validation_samples, 'row')}, {preview.num_validation_tokens:,} tokens"
+        if preview.num_validation_samples
+        else "none"
     )
     if preview.num_repeated:
         held_out += f", {preview.num_repeated:,} of them trained too (the same tokens)"
-    elif preview.num_validation_rows:
+    elif preview.num_validation_samples:
         held_out += ", none of them trained"
     yield "validation", held_out
     length = f"data.max_length = {preview.max_length:,} tokens"
@@ -117,7 +124,7 @@ def describe_counts(preview: Preview) -> Iterator[tuple[str, str]]:
     if preview.num_split:
         yield "split", f"{count(preview.num_split, 'document')} into rows of {length}"
     if preview.num_dropped:
-        yield "left out", f"{count(preview.num_dropped, 'row')} beyond max_rows"
+        yield "left out", f"{count(preview.num_dropped, 'row')} beyond max_samples"
     yield "refused", f"rows of {count(preview.num_refused, 'source')}, see below" if preview.refused else "none"
 
 

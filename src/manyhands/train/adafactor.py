@@ -1,8 +1,10 @@
-"""Adafactor (Shazeer and Stern 2018, https://arxiv.org/abs/1804.04235): second moments of matrices as one row and one column.
+"""Adafactor (Shazeer and Stern 2018, https://arxiv.org/abs/1804.04235): second moments of matrices as one row and one
+column.
 
-As it is used for fine-tuning (T5 and after): an absolute learning rate, no momentum, no scaling by the weights' size, which
-would keep a LoRA factor that starts at zero near it. ``torch.optim.Adafactor`` scales so, and waits for the device twice a
-parameter. Statistics are of whole matrices in every layout: sums over shards are float64 and travel together, twice a step.
+As it is used for fine-tuning (T5 and after): an absolute learning rate, no momentum, no scaling by the weights' size,
+which would keep a LoRA factor that starts at zero near it. ``torch.optim.Adafactor`` scales so, and waits for the
+device twice a parameter. Statistics are of whole matrices in every layout: sums over shards are float64 and travel
+together, twice a step.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ class Adafactor(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
 
     def create_state(self, parameter: torch.Tensor) -> None:
-        """Zeros: ``step`` (), and row (rows) and column (columns) of a matrix or all of a vector. Rows are sharded, columns whole."""
+        """Zeros: ``step`` (), and row (rows) and column (columns) of a matrix or all of a vector. Rows are sharded,
+        columns whole.
+        """
         state, part = self.state[parameter], local(parameter)
         state["step"] = torch.zeros((), dtype=torch.float32)
         if parameter.ndim == 1:

@@ -20,12 +20,13 @@ def evaluate(
     micro_batches: Iterable[Batch],
     state: TrainState,
     *,
-    num_rows: int,
+    num_samples: int,
     num_tokens: int,
     device: torch.device,
     sample: Callable[[], tuple[tuple[str, str], ...]] | None = None,
 ) -> Evaluation:
-    """Each loss term by its weight and accuracy by tokens, over all ranks. Every rank must bring the same number of micro-batches.
+    """Each loss term by its weight and accuracy by tokens, over all ranks. Every rank must bring the same number of
+    micro-batches.
 
     ``module`` is put into evaluation mode for the pass. Sums are kept in float64 on the device and read once.
     """
@@ -47,16 +48,16 @@ def evaluate(
         module.train(was_training)
     totals = sums.tolist()
     by_name = {name: (totals[2 * i], totals[2 * i + 1]) for i, name in enumerate(names)}
-    num_correct, num_targets = by_name["correct"]
+    num_correct, num_loss_tokens = by_name["correct"]
     losses = {name: total / weight for name, (total, weight) in by_name.items() if name not in METRICS and weight}
     return Evaluation(
         step=state.step,
         loss=sum(losses.values()),
         perplexity=math.exp(losses["lm"]) if losses["lm"] < MAX_EXPONENT else math.inf,
-        accuracy=num_correct / num_targets,
-        num_rows=num_rows,
+        accuracy=num_correct / num_loss_tokens,
+        num_samples=num_samples,
         num_tokens=num_tokens,
-        num_targets=int(num_targets),
+        num_loss_tokens=int(num_loss_tokens),
         seconds=time.monotonic() - start,
         samples=samples,
         terms=losses if len(losses) > 1 else {},

@@ -1,7 +1,7 @@
 """What ends a run: limits that were asked for, numbers that are no longer numbers, a loss that only rises.
 
-Everything here looks at what each step's one gather has already told all ranks: nothing waits for a device, and all ranks judge
-alike.
+Everything here looks at what each step's one gather has already told all ranks: nothing waits for a device, and all
+ranks judge alike.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 
 from manyhands.config.schema import StopSection
-from manyhands.errors import EXIT_FAILED, UserError
+from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.train.types import Evaluation, Hook, StepResult, TrainState
 
 LEVEL_STEPS = 3  # the best loss is one that so many steps in a row reach: a single easy batch sets no mark
@@ -22,7 +22,9 @@ def stop_reason(stop: StopSection, num_steps: int, state: TrainState, next_token
     if state.step >= num_steps:
         return f"all {num_steps} steps are done"
     if stop.max_tokens is not None and state.tokens + next_tokens > stop.max_tokens:
-        return f"stop.max_tokens = {stop.max_tokens} would be passed ({state.tokens} seen, {next_tokens} in the next step)"
+        return (
+            f"stop.max_tokens = {stop.max_tokens} would be passed ({state.tokens} seen, {next_tokens} in the next step)"
+        )
     if stop.max_time_s is not None and state.elapsed_s >= stop.max_time_s:
         return f"stop.max_time_s = {stop.max_time_s:g} is used up"
     if stop.patience is not None and state.evaluations_without_gain >= stop.patience:
@@ -49,15 +51,21 @@ def check_finite(result: StepResult) -> None:
 
 
 class DivergenceGuard(Hook):
-    """Ends a run that has diverged, or warns once and notes it in the state, as ``stop.divergence`` asks. See its description."""
+    """Ends a run that has diverged, or warns once and notes it in the state, as ``stop.divergence`` asks. See its
+    description.
+    """
 
     def __init__(self, stop: StopSection, say: Callable[[str], None]) -> None:
         self.stop, self.say = stop, say
 
     def after_step(self, state: TrainState, result: StepResult) -> None:
         rising = self._is_rising(state, result.loss)
-        if result.grad_norm == 0 and result.num_targets and result.loss != 0:
-            self._found(state, f"the gradient of step {result.step} is exactly 0 at loss {result.loss:.4g}", "nothing is learned any more")
+        if result.grad_norm == 0 and result.num_loss_tokens and result.loss != 0:
+            self._found(
+                state,
+                f"the gradient of step {result.step} is exactly 0 at loss {result.loss:.4g}",
+                "nothing is learned any more",
+            )
         elif rising and state.steps_above >= self.stop.divergence_steps:
             self._found(
                 state,
@@ -69,7 +77,10 @@ class DivergenceGuard(Hook):
         if evaluation.step == 0:
             state.start_loss = evaluation.loss
         if not math.isfinite(evaluation.loss):
-            raise self._error(f"the held-out loss is {evaluation.loss} {_when(evaluation)}", "the weights no longer give finite numbers")
+            raise self._error(
+                f"the held-out loss is {evaluation.loss} {_when(evaluation)}",
+                "the weights no longer give finite numbers",
+            )
         if state.start_loss is None or not self._is_far_above(evaluation.loss, state.start_loss):
             return
         if state.start_level is not None and state.recent_losses and max(state.recent_losses) <= state.start_level:
@@ -88,7 +99,9 @@ class DivergenceGuard(Hook):
         above = state.best_level is not None and self._is_far_above(loss, state.best_level)
         state.steps_above = state.steps_above + 1 if above else 0
         if not state.recent_losses and state.start_loss is not None:
-            state.start_level = max(loss, state.start_loss)  # held-out samples may be easier than those that are trained
+            state.start_level = max(
+                loss, state.start_loss
+            )  # held-out samples may be easier than those that are trained
         state.recent_losses = [*state.recent_losses, loss][-LEVEL_STEPS:]
         marks = [max(state.recent_losses)] if len(state.recent_losses) == LEVEL_STEPS else []
         marks += [mark for mark in (state.best_level, state.start_level) if mark is not None]

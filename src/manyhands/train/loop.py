@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from manyhands.config.schema import StopSection
-from manyhands.errors import UserError
+from manyhands.core.errors import UserError
 from manyhands.train.guards import check_finite, stop_reason
 from manyhands.train.optimizer import rates_by_pattern, set_learning_rate
 from manyhands.train.schedule import Schedule
@@ -49,7 +49,9 @@ class Interrupted(Exception):
 
 
 def train(loop: Loop) -> TrainState:
-    """Runs until a limit is reached; returns the state with ``stop_reason`` set. Raises Interrupted when asked to stop."""
+    """Runs until a limit is reached; returns the state with ``stop_reason`` set. Raises Interrupted when asked to
+    stop.
+    """
     state = loop.state
     for hook in loop.hooks:
         hook.before_training(state)
@@ -66,8 +68,15 @@ def train(loop: Loop) -> TrainState:
         end = time.monotonic()
         result = _make_result(loop, work, rows, end - begin)
         check_finite(result)
-        state.step, state.rows, state.tokens = work.step + 1, state.rows + work.num_rows, state.tokens + work.num_tokens
-        state.targets, state.elapsed_s = state.targets + work.num_targets, max(row.elapsed_s for row in rows)
+        state.step, state.samples, state.tokens = (
+            work.step + 1,
+            state.samples + work.num_samples,
+            state.tokens + work.num_tokens,
+        )
+        state.loss_tokens, state.elapsed_s = (
+            state.loss_tokens + work.num_loss_tokens,
+            max(row.elapsed_s for row in rows),
+        )
         for hook in loop.hooks:
             hook.after_step(state, result)
         pause = time.monotonic()
@@ -90,7 +99,10 @@ def _until_stop(loop: Loop) -> Iterator[StepWork]:
     for work in loop.works:
         loop.state.stop_reason = stop_reason(loop.stop, loop.num_steps, loop.state, work.num_tokens)
         if loop.state.stop_reason and loop.state.step == 0:
-            raise UserError(f"no step can be taken: {loop.state.stop_reason}", fix="raise stop.max_tokens, or make the batch smaller")
+            raise UserError(
+                f"no step can be taken: {loop.state.stop_reason}",
+                fix="raise stop.max_tokens, or make the batch smaller",
+            )
         if loop.state.stop_reason:
             return
         yield work
@@ -109,7 +121,9 @@ class _Row(NamedTuple):
 
 
 def _tell_all(loop: Loop, work: StepWork, sums: StepSums, elapsed_s: float) -> Callable[[], list[_Row]]:
-    """One small gather makes every rank know the same step. What is returned waits for it, and for nothing launched later."""
+    """One small gather makes every rank know the same step. What is returned waits for it, and for nothing launched
+    later.
+    """
     names = sorted(sums.terms)  # the same on every rank
     weights = [float(work.weight_of(name).own) for name in names]
     clocks = torch.tensor([*weights, elapsed_s, float(loop.interrupted()), work.waited_s()], dtype=torch.float64)
@@ -128,7 +142,9 @@ def _tell_all(loop: Loop, work: StepWork, sums: StepSums, elapsed_s: float) -> C
 
     def read(*values: float) -> _Row:
         num = len(names)
-        of_sums, of_weights = (dict(zip(names, part, strict=True)) for part in (values[:num], values[num + 1 : 2 * num + 1]))
+        of_sums, of_weights = (
+            dict(zip(names, part, strict=True)) for part in (values[:num], values[num + 1 : 2 * num + 1])
+        )
         return _Row(of_sums, of_weights, values[num], *values[2 * num + 1 :])
 
     return wait
@@ -144,9 +160,9 @@ def _make_result(loop: Loop, work: StepWork, rows: list[_Row], seconds: float) -
         rank_losses=tuple(sum(own.values()) if (own := _means(row.sums, row.weights)) else math.nan for row in rows),
         grad_norm=rows[0].grad_norm,
         learning_rate=loop.schedule(work.step),
-        num_rows=work.num_rows,
+        num_samples=work.num_samples,
         num_tokens=work.num_tokens,
-        num_targets=work.num_targets,
+        num_loss_tokens=work.num_loss_tokens,
         num_micro_batches=work.num_micro_batches,
         seconds=seconds,
         tokens_per_s=work.num_tokens / seconds,
@@ -162,7 +178,9 @@ def _means(sums: Mapping[str, float], weights: Mapping[str, float]) -> dict[str,
 
 
 def _is_due(loop: Loop) -> bool:
-    """Whether an evaluation belongs before the next step and is missing: of a resumed run, one that a stop came before."""
+    """Whether an evaluation belongs before the next step and is missing: of a resumed run, one that a stop came
+    before.
+    """
     state = loop.state
     if state.step == 0:
         return loop.evaluate_at_start

@@ -1,14 +1,14 @@
 """Muon for matrices, AdamW for everything else (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/).
 
-A matrix's update is its momentum with all singular values brought near 1, by Newton-Schulz iterations. Scaled to the length
-that AdamW's updates have (Liu et al. 2025, https://arxiv.org/abs/2502.16982, section 2.2), so one learning rate serves both.
-Momenta are sharded as the parameters are; an update needs the whole matrix, so that of one matrix at a time is gathered and
-every rank computes it: from the same gradients come the same bits in every layout.
+A matrix's update is its momentum with all singular values brought near 1, by Newton-Schulz iterations. Scaled to the
+length that AdamW's updates have (Liu et al. 2025, https://arxiv.org/abs/2502.16982, section 2.2), so one learning rate
+serves both. Momenta are sharded as the parameters are; an update needs the whole matrix, so that of one matrix at a
+time is gathered and every rank computes it: from the same gradients come the same bits in every layout.
 
-Layouts sum gradients in another order, though, and so differ in the last digit (1e-7). Iterations in float32 make at most 5e-6
-of it in the weights; in bfloat16, where that digit rounds some elements the other way, up to 1e-2 (20 steps of random matrices
-of full and of low rank). So they run in the dtype that the model computes in: in float32 layouts agree as they do with AdamW,
-in bfloat16 they differ by Muon's rounding too.
+Layouts sum gradients in another order, though, and so differ in the last digit (1e-7). Iterations in float32 make at
+most 5e-6 of it in the weights; in bfloat16, where that digit rounds some elements the other way, up to 1e-2 (20 steps
+of random matrices of full and of low rank). So they run in the dtype that the model computes in: in float32 layouts
+agree as they do with AdamW, in bfloat16 they differ by Muon's rounding too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ RMS_OF_ADAMW = 0.2  # what the elements of AdamW's updates measure, in learning 
 
 
 class Muon(torch.optim.Optimizer):
-    """``matrices`` are groups of 2-D parameters for Muon, ``rest`` groups for torch's fused AdamW; ``param_groups`` are both."""
+    """``matrices`` are groups of 2-D parameters for Muon, ``rest`` groups for torch's fused AdamW; ``param_groups`` are
+    both.
+    """
 
     def __init__(
         self,
@@ -65,11 +67,15 @@ class Muon(torch.optim.Optimizer):
         update = orthogonalise(gather(ahead.to(self.dtype), like=parameter))
         weight = local(parameter)
         weight.mul_(1 - group["lr"] * group["weight_decay"])
-        weight.add_(take_part(update, like=parameter), alpha=-group["lr"] * RMS_OF_ADAMW * math.sqrt(max(parameter.shape)))
+        weight.add_(
+            take_part(update, like=parameter), alpha=-group["lr"] * RMS_OF_ADAMW * math.sqrt(max(parameter.shape))
+        )
 
 
 def orthogonalise(matrix: torch.Tensor) -> torch.Tensor:
-    """(n, m) -> about U V^T for matrix = U S V^T, by iterating X <- a X + (b X X^T + c (X X^T)^2) X on the wide form."""
+    """(n, m) -> about U V^T for matrix = U S V^T, by iterating X <- a X + (b X X^T + c (X X^T)^2) X on the wide
+    form.
+    """
     a, b, c = COEFFICIENTS
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix

@@ -1,4 +1,5 @@
-"""Which optimizer, and its groups: every trained parameter in exactly one, weight decay only on matrices, rates by pattern.
+"""Which optimizer, and its groups: every trained parameter in exactly one, weight decay only on matrices, rates by
+pattern.
 
 Must not know how a model is built or sharded; the optimizers beside this file see shards through ``train/sharded.py``.
 """
@@ -14,9 +15,9 @@ from torch import nn
 
 from manyhands.config.patterns import reaches
 from manyhands.config.schema import OptimizerSection
-from manyhands.errors import UserError
+from manyhands.core.errors import UserError
 from manyhands.train.adafactor import Adafactor
-from manyhands.train.blockwise import BlockwiseAdamW, check_blockwise
+from manyhands.train.adamw_8bit import BlockwiseAdamW, check_blockwise
 from manyhands.train.muon import Muon
 
 Group = dict[str, Any]
@@ -36,8 +37,8 @@ def make_optimizer(
 
     ``learning_rate`` is the peak, ``blocks`` the names of the decoder's blocks, whose matrices Muon orthogonalizes in
     ``compute_dtype``. Every group has ``peak_ratio``, its peak as a share of that, and ``pattern``, the one of
-    ``learning_rates`` that chose it or none. UserError for patterns that choose nothing and for optimizers that the device does
-    not have. AdamW is torch's fused one, or what ``make_adamw`` makes.
+    ``learning_rates`` that chose it or none. UserError for patterns that choose nothing and for optimizers that the
+    device does not have. AdamW is torch's fused one, or what ``make_adamw`` makes.
     """
     groups = group_parameters(model, section, learning_rate)
     if not groups:
@@ -60,7 +61,9 @@ def make_optimizer(
     check_blockwise(section.name, (parameter for group in groups for _, parameter in group["params"]))
     for group in groups:
         group["bits"] = 8 if section.name.endswith("8bit") and group["decays"] else 32
-    return BlockwiseAdamW(groups, lr=learning_rate, betas=betas, eps=section.eps, paged=section.name.startswith("paged"))
+    return BlockwiseAdamW(
+        groups, lr=learning_rate, betas=betas, eps=section.eps, paged=section.name.startswith("paged")
+    )
 
 
 def group_parameters(model: nn.Module, section: OptimizerSection, learning_rate: float) -> list[Group]:
@@ -77,13 +80,16 @@ def group_parameters(model: nn.Module, section: OptimizerSection, learning_rate:
             pattern, decays = chosen.get(id(parameter)), parameter.ndim >= 2 and id(parameter) not in embeddings
             peak = learning_rate if pattern is None else section.learning_rates[pattern]
             empty = {"params": [], "weight_decay": section.weight_decay if decays else 0.0, "decays": decays}
-            group = groups.setdefault((pattern, decays), {**empty, "peak_ratio": peak / learning_rate, "pattern": pattern, "lr": peak})
+            group = groups.setdefault(
+                (pattern, decays), {**empty, "peak_ratio": peak / learning_rate, "pattern": pattern, "lr": peak}
+            )
             group["params"].append((name, parameter))
     return sorted(groups.values(), key=lambda group: not group["decays"])
 
 
 def choose_patterns(model: nn.Module, patterns: Mapping[str, float]) -> dict[int, str]:
-    """The first of ``patterns`` that reaches a trained parameter, by its id; a tied one is reached by each of its names.
+    """The first of ``patterns`` that reaches a trained parameter, by its id; a tied one is reached by each of its
+    names.
 
     UserError for a pattern that reaches no trained parameter, or none that an earlier one has left.
     """
@@ -99,8 +105,12 @@ def choose_patterns(model: nn.Module, patterns: Mapping[str, float]) -> dict[int
             raise UserError(
                 f"{pattern!r} of optimizer.learning_rates chooses no trained weight.",
                 where="optimizer.learning_rates",
-                why="patterns before it take all that it matches" if hits else "no weight that is trained has such a name",
-                fix="put it before the wider pattern" if hits else "name trained weights, for example one of these, or remove it",
+                why="patterns before it take all that it matches"
+                if hits
+                else "no weight that is trained has such a name",
+                fix="put it before the wider pattern"
+                if hits
+                else "name trained weights, for example one of these, or remove it",
                 details=[] if hits else [own[0] for own in names.values()][:20],
             )
         chosen |= dict.fromkeys(free, pattern)

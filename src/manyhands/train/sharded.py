@@ -1,4 +1,6 @@
-"""What an optimizer needs to know where each rank holds a part of every parameter (DTensor). Must not know why it is so."""
+"""What an optimizer needs to know where each rank holds a part of every parameter (DTensor). Must not know why it is
+so.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def num_shards(parameter: torch.Tensor) -> int:
 
 
 def first_index(parameter: torch.Tensor) -> int:
-    """Where this rank's part begins in the whole, counted in elements; parts are whole rows, so they are stretches of it."""
+    """Where this rank's part begins in the whole, counted in elements; parts are whole rows, so they are stretches of
+    it.
+    """
     if not isinstance(parameter, DTensor):
         return 0
     _, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
@@ -38,7 +42,9 @@ def first_index(parameter: torch.Tensor) -> int:
 
 
 def shard_as(part: torch.Tensor, like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """``part``, this rank's rows of a tensor of ``shape`` that is cut as ``like`` is; shares its memory. Itself where ``like`` is whole."""
+    """``part``, this rank's rows of a tensor of ``shape`` that is cut as ``like`` is; shares its memory. Itself where
+    ``like`` is whole.
+    """
     if not isinstance(like, DTensor):
         return part
     size = torch.Size(shape)
@@ -63,7 +69,8 @@ def take_part(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def sum_over_shards(parts: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Sums of what ranks with other shards of the same parameter hold, in one collective for all tensors of one dtype.
 
-    ``parts[i]`` belongs to ``parameters[i]``; copies (replicas) hold the same parts and are not added. Whole ones stay as they are.
+    ``parts[i]`` belongs to ``parameters[i]``; copies (replicas) hold the same parts and are not added. Whole ones stay
+    as they are.
     """
     sums = list(parts)
     by_mesh: dict[tuple, list[int]] = {}

@@ -1,10 +1,10 @@
 """One optimizer step, and the one place that divides a loss.
 
-Contract: a forward pass returns loss terms by name, each a (sum, weight). With L_t,k the sum and n_t,k the weight of term t in
-micro-batch k of a rank (for "lm" the number of loss tokens, or the sum of their weights), the step's loss is
-``sum_t sum(L_t) / sum(n_t)`` over all ranks and micro-batches: every term is divided by its own weight. ``N_t = sum(n_t)`` is
-known before the first backward pass, so each micro-batch contributes ``(sum_t L_t,k / N_t).backward()`` and ranks add their
-gradients up. No mean is ever taken of means.
+Contract: a forward pass returns loss terms by name, each a (sum, weight). With L_t,k the sum and n_t,k the weight of
+term t in micro-batch k of a rank (for "lm" the number of loss tokens, or the sum of their weights), the step's loss is
+``sum_t sum(L_t) / sum(n_t)`` over all ranks and micro-batches: every term is divided by its own weight. ``N_t =
+sum(n_t)`` is known before the first backward pass, so each micro-batch contributes ``(sum_t L_t,k / N_t).backward()``
+and ranks add their gradients up. No mean is ever taken of means.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class StepWork:
 
     step: int  # counted from 0
     epoch: float  # passes done when the step is done
-    num_rows: int  # over all ranks, as are the next two
+    num_samples: int  # over all ranks, as are the next two
     num_tokens: int
-    num_targets: int
+    num_loss_tokens: int
     num_micro_batches: int  # of each rank
-    num_rank_targets: int  # trained tokens of this rank
+    num_rank_loss_tokens: int  # trained tokens of this rank
     micro_batches: Iterable[Batch]  # this rank's
-    target_weight: float | None = None  # sum of the weights of all ranks' targets; none: each weighs 1
-    rank_target_weight: float | None = None  # of this rank's
+    loss_weight: float | None = None  # sum of the weights of all ranks' labels; none: each weighs 1
+    rank_loss_weight: float | None = None  # of this rank's
     other_weights: Mapping[str, TermWeight] = field(default_factory=dict)  # of loss terms beside "lm", by name
     waited_s: Callable[[], float] = lambda: 0.0  # seconds this rank has waited for its micro-batches so far
 
@@ -50,8 +50,8 @@ class StepWork:
             if term not in self.other_weights:
                 raise ValueError(f"loss term {term!r} has no weight in StepWork.other_weights: it cannot be divided")
             return self.other_weights[term]
-        total = self.num_targets if self.target_weight is None else self.target_weight
-        return TermWeight(total, self.num_rank_targets if self.rank_target_weight is None else self.rank_target_weight)
+        total = self.num_loss_tokens if self.loss_weight is None else self.loss_weight
+        return TermWeight(total, self.num_rank_loss_tokens if self.rank_loss_weight is None else self.rank_loss_weight)
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,9 @@ def compute_gradients(parallel: ParallelModel, work: StepWork, *, seed: int, ran
         torch.manual_seed(_key(seed, work.step, index, rank))
         parallel.set_gradient_sync(index == work.num_micro_batches - 1)
         terms = parallel(batch)
-        reduce(torch.add, [_share(term_sum, work.weight_of(name).total) for name, (term_sum, _) in terms.items()]).backward()
+        reduce(
+            torch.add, [_share(term_sum, work.weight_of(name).total) for name, (term_sum, _) in terms.items()]
+        ).backward()
         for name, (term_sum, _) in terms.items():
             detached = term_sum.detach().double()
             sums[name] = sums[name] + detached if name in sums else detached
@@ -82,7 +84,9 @@ def compute_gradients(parallel: ParallelModel, work: StepWork, *, seed: int, ran
 
 
 def _share(term_sum: torch.Tensor, weight: float) -> torch.Tensor:
-    """A micro-batch's part of the step's loss. A term that weighs nothing on any rank adds nothing, and every parameter stays in."""
+    """A micro-batch's part of the step's loss. A term that weighs nothing on any rank adds nothing, and every parameter
+    stays in.
+    """
     return term_sum / weight if weight else term_sum * 0
 
 
@@ -96,7 +100,9 @@ def update_weights(optimizer: torch.optim.Optimizer, sums: StepSums, *, max_grad
 
 @runtime_checkable
 class ScalesGradients(Protocol):
-    """An optimizer that multiplies gradients by a factor while its next step reads them: clipping needs no pass of its own."""
+    """An optimizer that multiplies gradients by a factor while its next step reads them: clipping needs no pass of its
+    own.
+    """
 
     gradient_factor: torch.Tensor | None  # 0-d float32, on the gradients' device
 
@@ -119,7 +125,9 @@ def clip_gradients(optimizer: torch.optim.Optimizer, grad_norm: torch.Tensor, ma
 
 
 def _key(seed: int, step: int, index: int, rank: int) -> int:
-    """A 63-bit mix of the four numbers (multiply and xor-shift, as in SplitMix64), so that neighbouring steps share nothing."""
+    """A 63-bit mix of the four numbers (multiply and xor-shift, as in SplitMix64), so that neighbouring steps share
+    nothing.
+    """
     value = seed & (2**64 - 1)
     for part in (step, index, rank):
         value = ((value ^ (part + 0x9E3779B97F4A7C15)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)

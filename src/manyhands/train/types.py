@@ -23,7 +23,9 @@ class ParallelModel(Protocol):
     def __call__(self, batch: Batch, *, metrics: bool = False) -> Terms: ...
 
     def set_gradient_sync(self, on: bool) -> None:
-        """Whether the next forward and backward reduce gradients over ranks (only the last micro-batch of a step does)."""
+        """Whether the next forward and backward reduce gradients over ranks (only the last micro-batch of a step
+        does).
+        """
         ...
 
     def gradient_norm(self) -> torch.Tensor:
@@ -44,9 +46,9 @@ class TrainState:
     """Where the run is. Written into each checkpoint as JSON; holds nothing that belongs to one rank."""
 
     step: int = 0  # optimizer steps done
-    rows: int = 0  # rows seen
+    samples: int = 0  # samples seen
     tokens: int = 0  # tokens seen, untrained included
-    targets: int = 0  # trained tokens seen
+    loss_tokens: int = 0  # loss tokens seen
     elapsed_s: float = 0.0  # seconds of training, over all launches
     best_loss: float | None = None  # lowest validation loss
     best_step: int | None = None
@@ -64,7 +66,9 @@ class TrainState:
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step, as every rank knows it. Losses are means over loss tokens, in nats, further terms included."""
+    """One optimizer step, as every rank knows it. Losses are means over loss tokens, in nats, further terms
+    included.
+    """
 
     step: int  # 1 for the first
     epoch: float
@@ -72,33 +76,37 @@ class StepResult:
     rank_losses: tuple[float, ...]  # mean over each rank's own trained tokens (nan where it had none)
     grad_norm: float
     learning_rate: float
-    num_rows: int
+    num_samples: int
     num_tokens: int
-    num_targets: int
+    num_loss_tokens: int
     num_micro_batches: int
     seconds: float  # since the step before ended, evaluations and checkpoints left out
     tokens_per_s: float  # over all ranks
     input_wait_s: float = 0.0  # of ``seconds``: what the rank that waited longest waited for its micro-batches
     learning_rates: Mapping[str, float] = field(default_factory=dict)  # of groups that have their own, by pattern
-    terms: Mapping[str, float] = field(default_factory=dict)  # the loss by term, each over its own weight, where there are several
+    terms: Mapping[str, float] = field(
+        default_factory=dict
+    )  # the loss by term, each over its own weight, where there are several
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A pass over validation rows. ``loss`` is the mean over all loss tokens of all ranks, in nats, further terms included;
-    ``perplexity`` is of the language-model term.
+    """A pass over validation rows. ``loss`` is the mean over all loss tokens of all ranks, in nats, further terms
+    included; ``perplexity`` is of the language-model term.
     """
 
     step: int
     loss: float
     perplexity: float
     accuracy: float  # share of trained tokens that are the arg max
-    num_rows: int
+    num_samples: int
     num_tokens: int
-    num_targets: int
+    num_loss_tokens: int
     seconds: float
     samples: tuple[tuple[str, str], ...] = field(default=())  # (prompt, answer)
-    terms: Mapping[str, float] = field(default_factory=dict)  # the loss by term, each over its own weight, where there are several
+    terms: Mapping[str, float] = field(
+        default_factory=dict
+    )  # the loss by term, each over its own weight, where there are several
 
 
 class Hook:

@@ -1,1 +1,3 @@
-"""One rank, from joining the world to the verified model. ``python -m manyhands.worker`` starts it, under any launcher."""
+"""One rank, from joining the world to the verified model. ``python -m manyhands.worker`` starts it, under any
+launcher.
+"""

@@ -10,11 +10,12 @@ import sys
 import traceback
 from pathlib import Path
 
-from manyhands.errors import EXIT_FAILED, UserError
-from manyhands.files import explain_full_disk, is_disk_full
-from manyhands.launch.foreign import detect_launcher
+from manyhands.core.errors import EXIT_FAILED, UserError
+from manyhands.core.files import explain_full_disk, is_disk_full
+from manyhands.launch.external import detect_launcher
 
-# Freeing a gloo group while its peer lives on was seen to hang (torch 2.13), so what a rank holds is left to the end of the process.
+# Freeing a gloo group while its peer lives on was seen to hang (torch 2.13), so what a rank holds is left to the end of
+# the process.
 _KEPT: list[object] = []
 
 
@@ -32,7 +33,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str]) -> int:
     """Exit code of this rank. Errors are written where the launcher finds them, and shown by one rank only."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is something to save, Ctrl-C ends the rank without a word
+    signal.signal(
+        signal.SIGINT, signal.SIG_DFL
+    )  # until there is something to save, Ctrl-C ends the rank without a word
     arguments = parse_arguments(argv)
     terminal = sys.stderr
     try:

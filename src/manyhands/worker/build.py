@@ -1,4 +1,6 @@
-"""Stages before the first step: data opened, model built on shards, parallelism applied, optimizer made, state resumed."""
+"""Stages before the first step: data opened, model built on shards, parallelism applied, optimizer made, state
+resumed.
+"""
 
 from __future__ import annotations
 
@@ -11,30 +13,30 @@ import torch
 from manyhands.checkpoint.load import load_checkpoint, newest_checkpoint
 from manyhands.checkpoint.retention import clean_leftovers
 from manyhands.checkpoint.tensors import reshard
-from manyhands.checkpoint.together import run_on_first
+from manyhands.convert.adapter import adapt
+from manyhands.convert.attention import choose_attention_kernels
+from manyhands.convert.loftq_init import begin_at_loss
+from manyhands.convert.loss import LossModel
+from manyhands.convert.quantize import count_parameters
+from manyhands.core.collectives import run_on_first
+from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.data.store import TokenStore
 from manyhands.data.tokenizer import load_tokenizer
-from manyhands.errors import EXIT_FAILED, UserError
+from manyhands.engine.apply import apply
+from manyhands.engine.optimizer_offload import StreamedOptimizer
 from manyhands.facts.identity import check_files
 from manyhands.kernels import nf4
 from manyhands.kernels.adamw import FusedAdamW
 from manyhands.kernels.adamw import choose_backend as choose_adamw
 from manyhands.kernels.backend import Backend
 from manyhands.kernels.modules import fuse_lora
-from manyhands.model.adapter import adapt
-from manyhands.model.attention import choose_attention_kernels
 from manyhands.model.blocks import find_blocks
 from manyhands.model.checks import check_loss, check_packing, check_padding
 from manyhands.model.load import build_meta, materialize
-from manyhands.model.loss import LossModel
-from manyhands.model.quantise import count_parameters
-from manyhands.parallel.apply import apply
-from manyhands.parallel.loftq import begin_at_loss
-from manyhands.parallel.offload import StreamedOptimizer
 from manyhands.train.optimizer import make_optimizer
 from manyhands.train.sharded import first_index
 from manyhands.train.types import TrainState
-from manyhands.worker.fp8 import begin_fp8, check_products, code_weights_once, fuse_trained
+from manyhands.worker.fp8_stage import begin_fp8, check_products, code_weights_once, fuse_trained
 from manyhands.worker.rank import Rank
 
 
@@ -58,13 +60,17 @@ def open_data(rank: Rank) -> None:
             fix="copy rank 0's folder to this machine again, or start again",
             exit_code=EXIT_FAILED,
         )
-    rank.order = rank.store.order_rows(rank.config.seed, batch_rows=plan.batch_rows, batch_tokens=plan.batch_tokens)
+    rank.order = rank.store.order_samples(
+        rank.config.seed, batch_samples=plan.batch_samples, batch_loss_tokens=plan.batch_loss_tokens
+    )
     model = rank.config.model
     rank.tokenizer = load_tokenizer(plan.model_folder, model.chat_template, model.trust_remote_code, model.new_tokens)
 
 
 def check_base(rank: Rank) -> None:
-    """One rank of each machine makes sure that the model's files there are those of the plan, which holds another machine's."""
+    """One rank of each machine makes sure that the model's files there are those of the plan, which holds another
+    machine's.
+    """
     if rank.launcher.local_rank == 0:
         check_files(Path(rank.plan.model_folder), rank.config, rank.plan.model_files, progress=lambda _: rank.beat())
 
@@ -87,7 +93,9 @@ def build_model(rank: Rank) -> None:
     if plan.fast_attention:
         _choose_attention(rank, model)
     rank.loss_model = LossModel(model, fuse=plan.fuse_loss)
-    rank.parallel = apply(rank.loss_model, plan, world, lambda module, device: materialize(module, plan, config, device))
+    rank.parallel = apply(
+        rank.loss_model, plan, world, lambda module, device: materialize(module, plan, config, device)
+    )
     if in_fp8:
         code_weights_once(rank)
     rank.optimizer = _make_optimizer(rank)
@@ -100,14 +108,20 @@ def build_model(rank: Rank) -> None:
 
 
 def _make_optimizer(rank: Rank) -> torch.optim.Optimizer:
-    """The optimizer. AdamW in one pass where weights have a copy that computes, and for weights in bfloat16; which, and why, is said."""
+    """The optimizer. AdamW in one pass where weights have a copy that computes, and for weights in bfloat16; which, and
+    why, is said.
+    """
     plan, config, copy = rank.plan, rank.config, rank.parallel.compute_copy
     blocks, compute_dtype = list(find_blocks(rank.model)), getattr(torch, plan.compute_dtype)
-    make = partial(make_optimizer, rank.model, config.optimizer, plan.learning_rate, blocks, compute_dtype=compute_dtype)
+    make = partial(
+        make_optimizer, rank.model, config.optimizer, plan.learning_rate, blocks, compute_dtype=compute_dtype
+    )
     narrow = plan.master_dtype == "bfloat16"
     if not narrow and (copy is None or not plan.fuse_optimizer or plan.offload != "none"):
         return make()
-    backend = Backend("eager", "as asked") if config.kernels.optimizer == "plain" else choose_adamw(rank.world.device)
+    backend = (
+        Backend("eager", "as asked") if config.kernels.optimizer == "reference" else choose_adamw(rank.world.device)
+    )
     why = f" ({backend.reason})" if backend.reason else ""
     if backend.name == "eager" and not narrow:
         rank.say(f"optimizer: torch's own AdamW{why}")
@@ -123,7 +137,9 @@ def _fuse_adapters(rank: Rank, model: Any) -> None:
     """Known attention and MLP modules on fused layers; what stays as it is, and why, is said."""
     report = fuse_lora(model)
     if rank.config.kernels.lora == "fused" and not report.fused:
-        raise UserError("no adapted module can be fused", where="kernels.lora", why=str(report), fix="set kernels.lora: auto")
+        raise UserError(
+            "no adapted module can be fused", where="kernels.lora", why=str(report), fix="set kernels.lora: auto"
+        )
     rank.say(f"adapters: {report}")
 
 
@@ -131,7 +147,7 @@ def _choose_dequantisation(rank: Rank) -> None:
     """What makes weights from NF4, for all layers of this process; which, and why not a faster one, is said."""
     device, dtype = rank.world.device, getattr(torch, rank.plan.compute_dtype)
     asked = rank.config.kernels.nf4
-    backend = Backend("bitsandbytes", "as asked") if asked == "plain" else nf4.choose_backend(device, dtype)
+    backend = Backend("bitsandbytes", "as asked") if asked == "reference" else nf4.choose_backend(device, dtype)
     nf4.use(backend, dtype)
     rank.say(f"nf4: weights dequantised by {nf4.describe(backend)}")
 
@@ -149,7 +165,12 @@ def check_model(rank: Rank) -> None:
     check_rows = check_packing if rank.plan.packing else check_padding
     check_rows(rank.parallel, rank.loss_model, rank.world.device)
     if rank.config.kernels.loss == "fused" and rank.loss_model.why_chunked:
-        raise UserError("the loss cannot be fused", where="kernels.loss", why=rank.loss_model.why_chunked, fix="set kernels.loss: auto")
+        raise UserError(
+            "the loss cannot be fused",
+            where="kernels.loss",
+            why=rank.loss_model.why_chunked,
+            fix="set kernels.loss: auto",
+        )
     rank.say(f"loss: {rank.loss_model.how_loss}")
     if rank.config.kernels.linear == "fp8":
         check_products(rank)
@@ -158,7 +179,9 @@ def check_model(rank: Rank) -> None:
 
 
 def resume(rank: Rank) -> None:
-    """From the newest whole checkpoint, on whatever number of ranks there is now; without one, factors get their first values."""
+    """From the newest whole checkpoint, on whatever number of ranks there is now; without one, factors get their first
+    values.
+    """
     checkpoints = rank.folder.checkpoints
     run_on_first(lambda: clean_leftovers(checkpoints))  # the others wait: it may rename what they would list
     newest = newest_checkpoint(checkpoints)
@@ -178,4 +201,6 @@ def _begin_at_loss(rank: Rank) -> None:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(rank.world.device)
     rank.say(f"factors: LoftQ, rank {rank.config.method.rank}: {share:.0%} of what NF4 loses (squared) is taken up")
-    rank.say("factors: the adapter belongs to the weights in 4 bits; those in 16 bits lack nothing, and would get that part twice")
+    rank.say(
+        "factors: the adapter belongs to the weights in 4 bits; those in 16 bits lack nothing, and would get that part twice"
+    )

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from manyhands.data.batches import Collate, collate_here
-from manyhands.data.collate import Shape, collate_rows
+from manyhands.data.collate import Shape, collate_samples
 from manyhands.data.workers import BatchWorkers, open_store_rows
 from manyhands.plan.layout import pack_tile
 from manyhands.worker.rank import Rank
@@ -27,9 +27,10 @@ MAX_AUTO_WORKERS = 8
 def open_workers(rank: Rank) -> None:
     """Starts the processes that the run asks for, once; they serve training and every evaluation until they are closed.
 
-    ``data.workers: auto`` tries how fast this process collates the first rows in their order: at ``ENOUGH_TOKENS_PER_S``
-    or faster one thread does it, below that as many processes as make up for it, at most the rank's share of the cores.
-    On a CPU, where processes would take cores from the training itself, auto is always the thread.
+    ``data.workers: auto`` tries how fast this process collates the first rows in their order: at
+    ``ENOUGH_TOKENS_PER_S`` or faster one thread does it, below that as many processes as make up for it, at most the
+    rank's share of the cores. On a CPU, where processes would take cores from the training itself, auto is always the
+    thread.
     """
     asked = rank.config.data.workers
     num_workers = count_workers(measure_collation(rank), _spare_cores(rank)) if asked == "auto" else asked
@@ -55,7 +56,7 @@ def measure_collation(rank: Rank) -> float:
     """Tokens/s at which this process collates the first rows of the run."""
     rows = rank.order.rows(0, 0)[:TRIAL_ROWS]
     begin = time.perf_counter()
-    collate_rows(rank.store.train, rows, shape_of(rank))
+    collate_samples(rank.store.train, rows, shape_of(rank))
     return float(rank.store.train.lengths[rows].sum()) / (time.perf_counter() - begin)
 
 
@@ -63,15 +64,15 @@ def collation(rank: Rank, name: SetName) -> Collate:
     """How the batches of a set are made."""
     if rank.workers is not None:
         return functools.partial(rank.workers.collate, name, shape_of(rank, name))
-    row_set = rank.store.train if name == "train" else rank.store.validation
-    return collate_here(row_set, shape_of(rank, name))
+    sample_set = rank.store.train if name == "train" else rank.store.validation
+    return collate_here(sample_set, shape_of(rank, name))
 
 
 def shape_of(rank: Rank, name: SetName = "train") -> Shape:
     """Packs are padded to whole tiles on a GPU and where blocks are compiled; nothing is on a CPU otherwise.
 
-    Compiled blocks get batches that differ in as little as possible: in the number of tokens, and not even in that where
-    all rows have one length.
+    Compiled blocks get batches that differ in as little as possible: in the number of tokens, and not even in that
+    where all rows have one length.
     """
     plan = rank.plan
     if not plan.packing:
@@ -83,7 +84,9 @@ def shape_of(rank: Rank, name: SetName = "train") -> Shape:
     longest = max(int(lengths.max()) for lengths in sets if len(lengths))
     if plan.pack_tokens is None:
         return Shape(packed=True, tile=tile, longest=longest)
-    return Shape(packed=True, tokens=plan.pack_tokens, longest=longest, documents=plan.pack_tokens // longest, row_length=longest)
+    return Shape(
+        packed=True, tokens=plan.pack_tokens, longest=longest, documents=plan.pack_tokens // longest, row_length=longest
+    )
 
 
 def _spare_cores(rank: Rank) -> int:

@@ -9,7 +9,9 @@ from typing import TextIO
 
 
 def redirect_output(log: Path) -> TextIO:
-    """Sends file descriptors 1 and 2, so also what C++ libraries write, to ``log`` (appended); returns the old stdout."""
+    """Sends file descriptors 1 and 2, so also what C++ libraries write, to ``log`` (appended); returns the old
+    stdout.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()

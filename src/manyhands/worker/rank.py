@@ -12,10 +12,14 @@ from typing import Any, TextIO
 import torch
 
 from manyhands.config.schema import RunConfig
-from manyhands.data.order import RowOrder
+from manyhands.convert.loss import LossModel
+from manyhands.core.errors import PeerError, UserError
+from manyhands.core.world import World
+from manyhands.data.order import SampleOrder
 from manyhands.data.store import TokenStore
 from manyhands.data.workers import BatchWorkers
-from manyhands.errors import PeerError, UserError
+from manyhands.engine.native import Parallel
+from manyhands.launch.external import Launcher
 from manyhands.launch.failure import (
     claim_terminal,
     describe_failure,
@@ -25,20 +29,23 @@ from manyhands.launch.failure import (
     wait_for_cause,
     write_failure,
 )
-from manyhands.launch.foreign import Launcher
 from manyhands.launch.heartbeat import Heartbeat
 from manyhands.launch.lock import FolderLock
 from manyhands.launch.run_folder import RunFolder
 from manyhands.metrics.sink import Sink
-from manyhands.model.loss import LossModel
-from manyhands.parallel.model import Parallel
-from manyhands.parallel.world import World
 from manyhands.plan.types import Plan
 from manyhands.train.types import TrainState
 from manyhands.worker.signals import StopSignal
 
 DEFAULT_TIMEOUT_S = 600.0  # until the run file is known
-HOST_STAGES = ("join", "agree on run and plan", "open data", "build model", "check model", "report")  # mostly work of libraries
+HOST_STAGES = (
+    "join",
+    "agree on run and plan",
+    "open data",
+    "build model",
+    "check model",
+    "report",
+)  # mostly work of libraries
 
 
 @dataclass
@@ -59,7 +66,7 @@ class Rank:
     world: World = None  # type: ignore[assignment]
     # data
     store: TokenStore = None  # type: ignore[assignment]
-    order: RowOrder = None  # type: ignore[assignment]
+    order: SampleOrder = None  # type: ignore[assignment]
     tokenizer: Any = None
     workers: BatchWorkers | None = None  # processes that collate, while there are any
     # model
@@ -111,8 +118,8 @@ class Rank:
             self.heartbeat.close()
 
     def report_failure(self, error: BaseException) -> None:
-        """Why this rank ends: for our launcher, which shows the cause; where somebody else launched us, the rank that failed first
-        shows it, before the others learn of it: once they end, their launcher ends this rank too.
+        """Why this rank ends: for our launcher, which shows the cause; where somebody else launched us, the rank that
+        failed first shows it, before the others learn of it: once they end, their launcher ends this rank too.
         """
         if self.is_reporting:
             return
@@ -123,11 +130,18 @@ class Rank:
             with contextlib.suppress(OSError):  # into the log, whose disk may be full
                 traceback.print_exception(error)
         if not is_consequence:
-            self._show(describe_failure(error, self.stage, rank, self.folder.log(rank) if self.folder is not None else None))
+            self._show(
+                describe_failure(error, self.stage, rank, self.folder.log(rank) if self.folder is not None else None)
+            )
             record_for_torch(error, self.stage, rank)
         if self.folder is not None:
             write_failure(self.folder, rank, self.stage, error, world_size=world_size)
-        if self.launcher.kind != "manyhands" and isinstance(error, UserError) and self.folder is not None and self.plan is not None:
+        if (
+            self.launcher.kind != "manyhands"
+            and isinstance(error, UserError)
+            and self.folder is not None
+            and self.plan is not None
+        ):
             with contextlib.suppress(OSError):
                 self.folder.write_failed(error, self.plan)  # our own launcher does it itself
         if is_consequence:

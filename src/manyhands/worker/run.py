@@ -9,16 +9,27 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from manyhands.checkpoint.together import run_together
-from manyhands.errors import EXIT_FAILED, EXIT_INTERRUPTED, OUT_OF_MEMORY, PeerError, UserError
+from manyhands.core.collectives import run_together
+from manyhands.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, OUT_OF_MEMORY, PeerError, UserError
 from manyhands.train.loop import Interrupted
-from manyhands.worker import build, finish, training
-from manyhands.worker.agree import agree
+from manyhands.worker import build, training
+from manyhands.worker import export_stages as finish
 from manyhands.worker.rank import Rank
+from manyhands.worker.rendezvous import agree
 
 # A smaller micro-batch does not help these: they have none, or come after the last.
-NOT_OF_MICRO_BATCHES = ("open data", "check base model", "build model", "resume", "checkpoint", "export", "verify", "report")
-# What memory that has run out is called where it is no torch.OutOfMemoryError: by the driver, cuBLAS, cuDNN, torch on a CPU.
+NOT_OF_MICRO_BATCHES = (
+    "open data",
+    "check base model",
+    "build model",
+    "resume",
+    "checkpoint",
+    "export",
+    "verify",
+    "report",
+)
+# What memory that has run out is called where it is no torch.OutOfMemoryError: by the driver, cuBLAS, cuDNN, torch on a
+# CPU.
 _OUT_OF_MEMORY = re.compile(r"out of memory|STATUS_ALLOC_FAILED|can't allocate memory", re.IGNORECASE)
 
 
@@ -69,7 +80,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def explain_out_of_memory(rank: Rank, error: BaseException) -> UserError:
-    """Sets the plan's estimate beside what was there when memory ran out. The launcher, or the next start, plans smaller."""
+    """Sets the plan's estimate beside what was there when memory ran out. The launcher, or the next start, plans
+    smaller.
+    """
     device, gib = rank.world.device, 2**30
     had = f"peak {torch.cuda.max_memory_allocated(device) / gib:.1f} GiB, " if device.type == "cuda" else ""
     helps = rank.stage not in NOT_OF_MICRO_BATCHES

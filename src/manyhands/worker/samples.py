@@ -21,10 +21,10 @@ class Prompt:
 
 
 def choose_prompts(rank: Rank, rows: np.ndarray) -> list[Prompt]:
-    """The first ``evaluate.samples`` validation rows that have a prompt, up to their first trained token."""
+    """The first ``evaluate.prompts`` validation rows that have a prompt, up to their first trained token."""
     prompts: list[Prompt] = []
     for row in rows:
-        if len(prompts) == rank.config.evaluate.samples:
+        if len(prompts) == rank.config.evaluate.prompts:
             break
         ids = rank.store.validation.prompt(int(row)).tolist()
         if ids:
@@ -52,8 +52,8 @@ def _question(ids: list[int], tokenizer: Any) -> str:
 def answer_prompts(rank: Rank, prompts: list[Prompt]) -> tuple[tuple[str, str], ...]:
     """Greedy answers; () on ranks that did not need to help.
 
-    A whole model answers on rank 0 with a cache. Sharded weights are gathered by all ranks or by none, so there all ranks
-    go through the same forwards.
+    A whole model answers on rank 0 with a cache. Sharded weights are gathered by all ranks or by none, so there all
+    ranks go through the same forwards.
     """
     max_new_tokens = rank.config.evaluate.max_new_tokens
     ends = end_token_ids(rank.plan.model_folder, rank.tokenizer, template_arguments_of(rank.config))
@@ -66,7 +66,9 @@ def answer_prompts(rank: Rank, prompts: list[Prompt]) -> tuple[tuple[str, str], 
             if rank.parallel.is_whole:
                 answer = generate(rank.model, rank.tokenizer, prompt.ids, max_new_tokens, ends)
             else:
-                ids = greedy(rank.parallel.next_token_logits, prompt.ids, max_new_tokens, ends, rank.world.device, agree=_agree)
+                ids = greedy(
+                    rank.parallel.next_token_logits, prompt.ids, max_new_tokens, ends, rank.world.device, agree=_agree
+                )
                 answer = rank.tokenizer.decode(ids, skip_special_tokens=True).strip()
             answers.append((prompt.text, answer))
     rank.show_progress("samples", len(prompts), len(prompts))

@@ -17,8 +17,12 @@ class StopSignal:
     gone. The interpreter's wake-up pipe is written by the C handler itself, so a thread reading it notices at once.
     """
 
-    def __init__(self, give_up: Callable[[], bool] = lambda: False, before_exit: Callable[[], object] = lambda: None) -> None:
-        """``give_up()``: true when waiting is pointless, as another rank has failed; then ``before_exit()`` is called."""
+    def __init__(
+        self, give_up: Callable[[], bool] = lambda: False, before_exit: Callable[[], object] = lambda: None
+    ) -> None:
+        """``give_up()``: true when waiting is pointless, as another rank has failed; then ``before_exit()`` is
+        called.
+        """
         self.number = 0
         self._give_up, self._before_exit = give_up, before_exit
         self._read, self._write = os.pipe()

@@ -8,24 +8,24 @@ from dataclasses import replace
 
 import numpy as np
 
-from manyhands import progress
+from manyhands.core import progress
 from manyhands.data.batches import Batch, MicroBatches, iterate
 from manyhands.data.pack import Layout, lay_out_packed, lay_out_rows
-from manyhands.data.store import RowSet
+from manyhands.data.store import SampleSet
 from manyhands.plan.layout import lay_out_step
 from manyhands.train.step import StepWork
 from manyhands.worker.loading import SetName, collation
 from manyhands.worker.rank import Rank
 
 
-def lay_out_evaluation(rank: Rank, row_set: RowSet, rows: np.ndarray) -> Layout:
+def lay_out_evaluation(rank: Rank, sample_set: SampleSet, rows: np.ndarray) -> Layout:
     """Rows of an evaluation, however many micro-batches that takes."""
     plan, world_size = rank.plan, rank.world.world_size
     if plan.micro_tokens is not None:
-        capacity = max(plan.pack_tokens or plan.micro_tokens, int(row_set.lengths[rows].max()))
-        return lay_out_packed(rows, row_set.lengths, world_size, capacity)
-    assert plan.micro_rows is not None
-    return lay_out_rows(rows, world_size, plan.micro_rows, -(-len(rows) // (plan.micro_rows * world_size)))
+        capacity = max(plan.pack_tokens or plan.micro_tokens, int(sample_set.lengths[rows].max()))
+        return lay_out_packed(rows, sample_set.lengths, world_size, capacity)
+    assert plan.micro_samples is not None
+    return lay_out_rows(rows, world_size, plan.micro_samples, -(-len(rows) // (plan.micro_samples * world_size)))
 
 
 def iterate_layouts(rank: Rank, name: SetName, layouts: Iterable[Layout]) -> Iterator[tuple[Layout, MicroBatches]]:
@@ -61,12 +61,12 @@ def _describe(rank: Rank, step: int, epoch: float, rows: np.ndarray, layout: Lay
     return StepWork(
         step=step,
         epoch=epoch,
-        num_rows=len(rows),
+        num_samples=len(rows),
         num_tokens=int(train.lengths[rows].sum()),
-        num_targets=int(train.num_targets[rows].sum()),
+        num_loss_tokens=int(train.num_loss_tokens[rows].sum()),
         num_micro_batches=layout.num_micro_batches,
-        num_rank_targets=int(train.num_targets[mine].sum()),
+        num_rank_loss_tokens=int(train.num_loss_tokens[mine].sum()),
         micro_batches=(),
-        target_weight=float(train.target_weights[rows].sum()) if train.has_weights else None,
-        rank_target_weight=float(train.target_weights[mine].sum()) if train.has_weights else None,
+        loss_weight=float(train.loss_weights[rows].sum()) if train.has_weights else None,
+        rank_loss_weight=float(train.loss_weights[mine].sum()) if train.has_weights else None,
     )

@@ -12,7 +12,7 @@ import torch
 
 from manyhands.checkpoint.retention import checkpoint_folder, prune
 from manyhands.checkpoint.save import save_checkpoint
-from manyhands.checkpoint.together import run_on_first
+from manyhands.core.collectives import run_on_first
 from manyhands.metrics.meters import Meter
 from manyhands.metrics.report import write_report
 from manyhands.metrics.sinks import Sink, open_sinks
@@ -32,7 +32,11 @@ def train_model(rank: Rank) -> None:
     config, plan = rank.config, rank.plan
     checkpoints = CheckpointHook(rank)
     state = rank.state
-    sinks = open_sinks(rank.folder, plan, config, rank.terminal, state.step, state.evaluated_step, rank.log) if rank.is_first else []
+    sinks = (
+        open_sinks(rank.folder, plan, config, rank.terminal, state.step, state.evaluated_step, rank.log)
+        if rank.is_first
+        else []
+    )
     rank.sinks = sinks
     loop = Loop(
         parallel=rank.parallel,
@@ -69,7 +73,9 @@ def train_model(rank: Rank) -> None:
         raise
     except Diverged as error:
         state.stop_reason, state.divergence = "training has diverged", state.divergence or error.what
-        run_on_first(lambda: write_report(rank.folder.path, plan, config, state, rank.measured))  # all ranks have come here
+        run_on_first(
+            lambda: write_report(rank.folder.path, plan, config, state, rank.measured)
+        )  # all ranks have come here
         raise
     finally:
         with contextlib.ExitStack() as closing:  # all of them, even where one cannot write any more
@@ -82,11 +88,11 @@ def train_model(rank: Rank) -> None:
 
 def make_evaluate(rank: Rank) -> Evaluate | None:
     """A function that evaluates on the held-out rows, or None where there are none."""
-    row_set = rank.store.validation
-    rows = row_set.take_tokens(rank.config.evaluate.max_tokens)
+    sample_set = rank.store.validation
+    rows = sample_set.take_tokens(rank.config.evaluate.max_tokens)
     if len(rows) == 0:
         return None
-    layout = lay_out_evaluation(rank, row_set, rows)
+    layout = lay_out_evaluation(rank, sample_set, rows)
     prompts = choose_prompts(rank, rows)
 
     def beat_by_batch(state: TrainState) -> Iterator[Batch]:
@@ -104,8 +110,8 @@ def make_evaluate(rank: Rank) -> Evaluate | None:
             rank.loss_model,
             beat_by_batch(state),
             state,
-            num_rows=len(rows),
-            num_tokens=int(row_set.lengths[rows].sum()),
+            num_samples=len(rows),
+            num_tokens=int(sample_set.lengths[rows].sum()),
             device=rank.world.device,
             sample=functools.partial(answer_prompts, rank, prompts) if prompts else None,
         )
@@ -139,7 +145,9 @@ class DeviceHook(Hook):
     def after_step(self, state: TrainState, result: StepResult) -> None:
         if state.step % self.rank.config.log.every_steps == 0:
             reading = self.meter.read()
-            values = torch.tensor(list(reading.values()), dtype=torch.float64)  # on the host: the device is at work on the update
+            values = torch.tensor(
+                list(reading.values()), dtype=torch.float64
+            )  # on the host: the device is at work on the update
             rows = self.rank.parallel.all_gather(values)
             devices = [dict(zip(reading, row.tolist(), strict=True)) for row in rows]
             self.rank.measured["devices"] = devices
@@ -184,7 +192,11 @@ class CheckpointHook(Hook):
             rank=rank.world.rank,
             world_size=rank.world.world_size,
             progress=lambda done, total: rank.show_progress(f"checkpoint {state.step}", done, total),
-            manifest_extra={"config_digest": rank.config.digest, "plan": rank.plan.number, "world_size": rank.world.world_size},
+            manifest_extra={
+                "config_digest": rank.config.digest,
+                "plan": rank.plan.number,
+                "world_size": rank.world.world_size,
+            },
         )
         keep = {state.best_step} if rank.config.checkpoint.keep_best and state.best_step else set()
         run_on_first(lambda: prune(rank.folder.checkpoints, rank.config.checkpoint.keep_last, keep))

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from manyhands.errors import EXIT_FAILED, PeerError, UserError
-from manyhands.launch.foreign import Launcher
-from manyhands.parallel.world import World
+from manyhands.core.errors import EXIT_FAILED, PeerError, UserError
+from manyhands.core.world import World
+from manyhands.launch.external import Launcher
 
 POLL_S = 0.2
 
@@ -87,8 +87,8 @@ def pick_device(kind: str, local_rank: int) -> torch.device:
 
 def form_group(store: dist.Store, launcher: Launcher, device: torch.device, timeout_s: float) -> World:
     """The default process group: NCCL for GPU tensors with gloo for CPU tensors beside it, or gloo alone."""
-    # Not bound to a device (device_id): bound, the axes of a mesh are split off NCCL's communicator. A pair of ranks so bound
-    # once died at its first mesh of two axes (torch 2.11); that the binding was the cause is a guess.
+    # Not bound to a device (device_id): bound, the axes of a mesh are split off NCCL's communicator. A pair of ranks so
+    # bound # once died at its first mesh of two axes (torch 2.11); that the binding was the cause is a guess.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend,
@@ -101,7 +101,9 @@ def form_group(store: dist.Store, launcher: Launcher, device: torch.device, time
 
 
 def check_world(world: World, expected: int) -> None:
-    """Counts the ranks by adding ones up over the wires that training will use: two nodes that train alone are caught here."""
+    """Counts the ranks by adding ones up over the wires that training will use: two nodes that train alone are caught
+    here.
+    """
     ones = torch.ones(1, device=world.device)
     dist.all_reduce(ones)
     formed = int(ones.item())
@@ -119,7 +121,13 @@ def from_first_rank(store: dist.Store, rank: int, key: str, make: Callable[[], s
         try:
             text = make()
         except BaseException as error:
-            code = error.exit_code if isinstance(error, UserError) else error.code if isinstance(error, SystemExit) else EXIT_FAILED
+            code = (
+                error.exit_code
+                if isinstance(error, UserError)
+                else error.code
+                if isinstance(error, SystemExit)
+                else EXIT_FAILED
+            )
             store.set(key, f"error {code}")
             raise
         store.set(key, "value " + text)
@@ -161,9 +169,13 @@ def _is_there(store: dist.Store, key: str) -> bool:
 
 
 def leave_together(store: dist.Store, launcher: Launcher, timeout_s: float) -> None:
-    """For an end before the process group forms: rank 0, which may serve the store, stays until the others have had its answer."""
+    """For an end before the process group forms: rank 0, which may serve the store, stays until the others have had its
+    answer.
+    """
     deadline = time.monotonic() + timeout_s
-    with contextlib.suppress(dist.DistError, RuntimeError):  # the store has ended, and with it all that is to be waited for
+    with contextlib.suppress(
+        dist.DistError, RuntimeError
+    ):  # the store has ended, and with it all that is to be waited for
         if launcher.rank != 0:
             store.add("left", 1)
             return
@@ -174,8 +186,8 @@ def leave_together(store: dist.Store, launcher: Launcher, timeout_s: float) -> N
 def count_collectives() -> int:
     """Collectives that this rank has entered, over all its groups; 0 where this torch does not count them.
 
-    All ranks enter the same ones in the same order, so a rank that waits in one has entered more than the rank it waits for. Torch
-    counts for its own debugging tools only: none of this is public.
+    All ranks enter the same ones in the same order, so a rank that waits in one has entered more than the rank it waits
+    for. Torch counts for its own debugging tools only: none of this is public.
     """
     try:
         backends: dict[int, Any] = {}

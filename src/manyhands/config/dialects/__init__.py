@@ -1,0 +1,1 @@
+"""Run files and settings of other tools."""

@@ -1,0 +1,230 @@
+"""What other tools call things: keys and values of Axolotl, LLaMA-Factory, TRL, transformers, torchtune and ms-swift.
+
+Only ever used to say what to write instead, never accepted. One table for keys, one for values. Knows no schema.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+# Keys that mean the same here under another name.
+_SAME = {
+    "model.name": "base_model model_name_or_path model_name model_id pretrained_model_name_or_path "
+    "base_model_config tokenizer_name_or_path",
+    "model.revision": "revision_of_model model_revision",
+    "model.dtype": "bf16 bfloat16 torch_dtype compute_dtype bnb_4bit_compute_dtype",
+    "model.chat_template": "chat_template_path chat_template_jinja template",
+    "model.init": "reinit_weights",
+    "model.new_tokens": "add_tokens add_special_tokens new_special_tokens",
+    "method.name": "finetuning_type train_type tuner_type use_peft peft_method",
+    "method.rank": "lora_r lora_rank r",
+    "method.alpha": "lora_alpha",
+    "method.dropout": "lora_dropout",
+    "method.target_modules": "lora_target lora_target_modules target_modules lora_target_linear lora_modules",
+    "method.modules_to_save": "lora_modules_to_save additional_target",
+    "method.adapter": "lora_model_dir adapter_name_or_path adapter_path resume_from_adapter",
+    "method.rslora": "use_rslora peft_use_rslora",
+    "method.dora": "use_dora peft_use_dora lora_use_dora",
+    "method.train": "unfrozen_parameters trainable_parameters freeze_trainable_modules freeze_trainable_layers",
+    "data.train": "dataset datasets train_file train_data dataset_name dataset_mixer dataset_mixture dataset_id pretraining_dataset "
+    "data_path data_files train_dataset",
+    "data.validation": "val_file validation_file test_datasets eval_dataset val_dataset eval_file",
+    "data.validation_fraction": "val_set_size val_size split_dataset_ratio test_split_size val_split",
+    "data.max_length": "cutoff_len max_seq_len max_seq_length sequence_len model_max_length seq_len block_size context_length",
+    "data.too_long": "excess_length_strategy truncation_strategy",
+    "data.max_samples": "max_samples max_train_samples num_samples",
+    "data.train_on": "train_on_inputs train_on_prompt assistant_only_loss completion_only_loss mask_history roles_to_train loss_scale",
+    "data.packing": "sample_packing pack packed eval_packing neat_packing padding_free",
+    "data.workers": "dataloader_num_workers num_workers",
+    "data.cache": "dataset_prepared_path cache_dir tokenized_path",
+    "data.fields": "field_messages message_property_mappings columns dataset_text_field field column_mapping",
+    "data.format": "data_format conversation dataset_format",
+    "batch.samples": "global_batch_size",
+    "batch.accumulation": "gradient_accumulation_steps gradient_accumulation grad_accum grad_accum_steps",
+    "optimizer.name": "optim",
+    "optimizer.learning_rate": "lr",
+    "optimizer.beta1": "adam_beta1",
+    "optimizer.beta2": "adam_beta2",
+    "optimizer.eps": "adam_epsilon adam_eps",
+    "optimizer.max_grad_norm": "grad_clip gradient_clip gradient_clipping clip_grad_norm gradient_clip_val",
+    "optimizer.learning_rates": "loraplus_lr_ratio embedding_learning_rate lr_groups",
+    "schedule.name": "lr_scheduler lr_scheduler_type scheduler",
+    "schedule.min_ratio": "cosine_min_lr_ratio min_lr_rate",
+    "schedule.warmup_ratio": "warmup",
+    "schedule.warmup_steps": "num_warmup_steps",
+    "stop.epochs": "num_epochs num_train_epochs n_epochs max_epochs",
+    "stop.max_steps": "total_steps max_iters num_steps num_training_steps",
+    "stop.patience": "early_stopping_patience",
+    "parallel.gpus": "num_gpus nproc_per_node num_processes n_gpus devices ray_num_workers",
+    "parallel.strategy": "fsdp fsdp_config fsdp_version distributed_strategy",
+    "parallel.shard_degree": "dp_shard_size",
+    "parallel.activation_checkpointing": "gradient_checkpointing activation_checkpointing enable_activation_checkpointing gradient_checkpointing_kwargs",
+    "parallel.offload_activations": "activation_offloading enable_activation_offloading",
+    "parallel.compile": "torch_compile",
+    "parallel.timeout_s": "ddp_timeout",
+    "kernels.lora": "lora_mlp_kernel lora_qkv_kernel lora_o_kernel",
+    "kernels.linear": "fp8",
+    "evaluate.every_steps": "eval_steps evals_per_epoch eval_strategy evaluation_strategy eval_interval do_eval",
+    "evaluate.prompts": "eval_table_size num_eval_samples",
+    "checkpoint.every_steps": "save_steps saves_per_epoch save_strategy checkpoint_interval",
+    "checkpoint.keep_last": "save_total_limit",
+    "checkpoint.keep_best": "load_best_model_at_end",
+    "log.every_steps": "logging_steps log_every_n_steps log_interval",
+    "output.dir": "output_dir out_dir",
+    "output.merge": "merge_lora merge_adapter",
+    # sections
+    "evaluate": "evaluation eval",
+    "checkpoint": "checkpoints checkpointing",
+    "method": "peft lora",
+    "optimizer": "optimization",
+    "log": "logging",
+    "name": "run_name experiment_name wandb_run_name",
+    "task": "stage task_type",
+    "seed": "random_seed data_seed",
+}  # fmt: skip
+
+_PER_GPU = (
+    "in other tools it counts one GPU. Here `batch.samples` is the global batch, over all GPUs and accumulation steps, and "
+    "`batch.micro_samples` (without packing) what one GPU processes at once"
+)
+_NO_PREFERENCE = (
+    "training on preferences (DPO, KTO, ORPO, reward models, RL) is not supported; `task` is sft, cpt or mixed"
+)
+_TRACKERS = "metrics are written to metrics.jsonl and, with `log.tensorboard`, to TensorBoard; other trackers are not supported yet"
+_ATTENTION = "the attention kernel is chosen by what the GPU can; `kernels.attention: reference` takes torch's own"
+_NO_HUB = "nothing is uploaded: the result lies in the run's folder, upload it with `hf upload`"
+_QLORA = "weights in 4 bits are `method.name: qlora`"
+_NOTHING = "leave it out: nothing here depends on it"
+
+# Keys that need another sentence, or have no counterpart.
+_NOTES = {
+    "batch_size": _PER_GPU,
+    "train_batch_size": _PER_GPU,
+    "micro_batch_size": _PER_GPU,
+    "per_device_train_batch_size": _PER_GPU,
+    "per_device_batch_size": _PER_GPU,
+    "per_device_eval_batch_size": "evaluation takes the micro-batches of training; leave it out",
+    "eval_batch_size": "evaluation takes the micro-batches of training; leave it out",
+    "adapter": "here `method.name: lora` (or qlora, full) chooses the method, and `method.adapter` names an adapter to continue from",
+    "load_in_4bit": _QLORA,
+    "quantization_bit": _QLORA,
+    "quant_config": _QLORA,
+    "bnb_4bit_quant_type": f"{_QLORA}, in NF4 with double quantization",
+    "load_in_8bit": "a frozen base in 8 bits is not supported: use `method.name: lora` (16 bits) or qlora (4 bits)",
+    "fp16": "float16 is not supported: `model.dtype` is bfloat16 on GPUs that have it, else float32",
+    "float16": "float16 is not supported: `model.dtype` is bfloat16 on GPUs that have it, else float32",
+    "tf32": _NOTHING,
+    "rl": _NO_PREFERENCE,
+    "pref_loss": _NO_PREFERENCE,
+    "pref_beta": _NO_PREFERENCE,
+    "dpo_beta": _NO_PREFERENCE,
+    "beta": _NO_PREFERENCE,
+    "reward_model": _NO_PREFERENCE,
+    "ref_model": _NO_PREFERENCE,
+    "deepspeed": "DeepSpeed is not supported yet: `parallel.strategy: fsdp` shards weights, gradients and optimizer states as ZeRO-3 does",
+    "zero_stage": "DeepSpeed is not supported yet: `parallel.strategy: fsdp` shards weights, gradients and optimizer states as ZeRO-3 does",
+    "tensor_parallel_size": "tensor parallelism is not supported: `parallel.strategy` is auto, one, ddp, fsdp or hybrid",
+    "pipeline_model_parallel_size": "pipeline parallelism is not supported: `parallel.strategy` is auto, one, ddp, fsdp or hybrid",
+    "context_parallel_size": "context parallelism is not supported: `parallel.strategy` is auto, one, ddp, fsdp or hybrid",
+    "sequence_parallel_size": "sequence parallelism is not supported: `parallel.strategy` is auto, one, ddp, fsdp or hybrid",
+    "cp_size": "context parallelism is not supported: `parallel.strategy` is auto, one, ddp, fsdp or hybrid",
+    "report_to": _TRACKERS,
+    "use_wandb": _TRACKERS,
+    "wandb": _TRACKERS,
+    "wandb_project": _TRACKERS,
+    "wandb_entity": _TRACKERS,
+    "wandb_name": f"{_TRACKERS}; the run's name is `name`",
+    "wandb_watch": _TRACKERS,
+    "wandb_log_model": _TRACKERS,
+    "use_swanlab": _TRACKERS,
+    "mlflow_tracking_uri": _TRACKERS,
+    "trackio_project_name": _TRACKERS,
+    "logging_dir": "TensorBoard's files lie in the run's folder; `log.tensorboard: false` leaves them out",
+    "attn_implementation": _ATTENTION,
+    "flash_attention": _ATTENTION,
+    "flash_attn": _ATTENTION,
+    "use_flash_attention_2": _ATTENTION,
+    "sdp_attention": _ATTENTION,
+    "xformers_attention": _ATTENTION,
+    "use_liger_kernel": "fused kernels are on by themselves where they pass a check; see `manyhands config kernels`",
+    "liger_fused_linear_cross_entropy": "fused kernels are on by themselves where they pass a check; see `manyhands config kernels`",
+    "plugins": "there are no plugins; fused kernels are on by themselves where they pass a check, see `manyhands config kernels`",
+    "push_to_hub": _NO_HUB,
+    "push_dataset_to_hub": _NO_HUB,
+    "hub_model_id": _NO_HUB,
+    "hf_use_auth_token": "log in with `hf auth login`; a run file holds no secrets",
+    "resume_from_checkpoint": "a second start of the same run resumes by itself; `--fresh` begins a new one",
+    "auto_resume_from_checkpoints": "a second start of the same run resumes by itself; `--fresh` begins a new one",
+    "overwrite_output_dir": "a run's folder is never overwritten; `--fresh` takes a new one",
+    "special_tokens": "special tokens are the tokenizer's own; `model.new_tokens` adds some",
+    "group_by_length": "packing fills micro-batches evenly in any order: `data.packing`",
+    "remove_unused_columns": _NOTHING,
+    "preprocessing_num_workers": "all cores prepare the data; leave it out",
+    "dataset_processes": "all cores prepare the data; leave it out",
+    "dataset_num_proc": "all cores prepare the data; leave it out",
+    "overwrite_cache": "the token cache is named by its content; leave it out",
+    "ddp_find_unused_parameters": _NOTHING,
+    "local_rank": _NOTHING,
+    "device_map": "`parallel.strategy` decides where weights lie; leave it out",
+    "low_cpu_mem_usage": "weights are always read slice by slice; leave it out",
+    "model_type": "the model's config.json says it; leave it out",
+    "tokenizer_type": "the model's folder says it; leave it out",
+    "strict": "unknown keys are always an error; leave it out",
+    "do_train": "`manyhands train` trains; leave it out",
+    "plot_loss": "the report holds the curves; leave it out",
+    "debug": _NOTHING,
+    "neftune_noise_alpha": "NEFTune is not supported",
+}  # fmt: skip
+
+# Values of our keys that other tools, or other words, have for the same, and what they are here.
+VALUES = MappingProxyType(
+    {
+        "task": {
+            **dict.fromkeys(("dpo", "kto", "orpo", "simpo", "ppo", "grpo", "rm", "rl", "rlhf", "reward"), _NO_PREFERENCE),
+            **dict.fromkeys(("pt", "pretrain", "pretraining", "completion", "clm"), "training on text is task: cpt"),
+            **dict.fromkeys(("chat", "instruct", "instruction", "finetune"), "training on conversations is task: sft"),
+        },
+        "method.name": {
+            "dora": "DoRA is name: lora with dora: true",
+            "rslora": "rsLoRA is name: lora with rslora: true",
+            "loftq": "LoftQ is name: qlora with init: loftq",
+            "freeze": "to train some weights only is name: patterns with train or freeze",
+            "fft": "to train all weights is name: full",
+            "oft": "OFT is not supported",
+            **dict.fromkeys(("dpo", "kto", "orpo"), _NO_PREFERENCE),
+        },
+        "model.dtype": {
+            **dict.fromkeys(("bf16", "bfloat"), "write bfloat16"),
+            **dict.fromkeys(("fp32", "float"), "write float32"),
+            **dict.fromkeys(("fp16", "float16", "half"), "float16 is not supported: use bfloat16, or float32"),
+            "fp8": "fp8 is kernels.linear: fp8, beside bfloat16",
+        },
+        "optimizer.name": {
+            **dict.fromkeys(("adam", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_bnb_32bit"), "write adamw"),
+            **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bits"), "write adamw_8bit"),
+            "paged_adamw_32bit": "write paged_adamw",
+            "adamw_torch_8bit": "write adamw_8bit, which is bitsandbytes'",
+        },
+        "schedule.name": {
+            "constant_with_warmup": "write constant: its warm-up is warmup_ratio or warmup_steps",
+            "cosine_with_min_lr": "write cosine, with min_ratio",
+            "warmup_stable_decay": "write wsd",
+        },
+        "parallel.strategy": {
+            **dict.fromkeys(("single", "none"), "write one"),
+            **dict.fromkeys(("fsdp2", "full_shard", "zero3", "zero2", "deepspeed"), "write fsdp, which shards all three"),
+            **dict.fromkeys(("hsdp", "hybrid_shard"), "write hybrid"),
+        },
+        "parallel.activation_checkpointing": {
+            **dict.fromkeys(("true", "True", "full"), "write block"),
+            **dict.fromkeys(("false", "False"), "write none"),
+        },
+        "data.train_on": {
+            **dict.fromkeys(("inputs", "true", "everything"), "write all"),
+            **dict.fromkeys(("completion", "answer", "answers", "false"), "write assistant"),
+        },
+    }
+)  # fmt: skip
+
+KEYS = MappingProxyType({name: key for key, names in _SAME.items() for name in names.split()})
+NOTES = MappingProxyType(_NOTES)

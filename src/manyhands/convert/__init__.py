@@ -1,0 +1,1 @@
+"""What makes a model trainable the way the plan names: adapters, quantization, kernels, fused loss."""

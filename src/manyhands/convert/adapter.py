@@ -1,0 +1,169 @@
+"""What is trained beside a frozen model under PEFT's names: gathered to be saved, filled from a PEFT adapter's file.
+
+PEFT's names are a prefix, ours, and for rows of tokens one word between. Must not know how parameters came to be
+sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from manyhands.config.schema import MethodSection, RunConfig
+from manyhands.convert.lora import adapted_layers, apply_lora
+from manyhands.convert.modules_to_save import whole_modules
+from manyhands.convert.new_tokens import ROWS, token_modules
+from manyhands.convert.trainable import train_by_pattern
+from manyhands.core.errors import UserError
+from manyhands.core.shards import gather, local, local_slices
+from manyhands.facts.safetensors import read_headers
+from manyhands.plan.types import Plan
+
+PEFT_PREFIX = "base_model.model."
+PEFT_ROWS = f"token_adapter.{ROWS}"
+WEIGHTS = "adapter_model.safetensors"
+FACTORS = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
+
+
+def method_of(plan: Plan, config: RunConfig) -> MethodSection:
+    """What is trained: as asked, or as the adapter says from which the run goes on."""
+    return config.method if plan.adapter is None else plan.adapter.method
+
+
+def adapt(model: nn.Module, plan: Plan, config: RunConfig) -> list[str]:
+    """Adapters, or the weights that patterns name: what is trained, on the model of ``build_meta``; the adapted layers'
+    names.
+    """
+    token_ids = () if plan.new_tokens is None else plan.new_tokens.ids
+    method = method_of(plan, config)
+    if method.name == "patterns":
+        train_by_pattern(model, method, token_ids)
+        return []
+    return apply_lora(model, method, config.seed, token_ids)
+
+
+def added_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters that the frozen model does not have (factors, magnitudes, rows of tokens), by our names."""
+    added = {
+        f"{name}.{factor}": parameter
+        for name, layer in adapted_layers(model).items()
+        for factor, parameter in layer.named_parameters()
+        if factor in FACTORS
+    }
+    return added | {f"{name}.{ROWS}": module.get_parameter(ROWS) for name, module in token_modules(model).items()}
+
+
+def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """All that an adapter's file holds, by PEFT's names: what was added, and modules trained whole, a tied weight
+    once.
+    """
+    found = {
+        f"{PEFT_PREFIX}{name.replace(ROWS, PEFT_ROWS)}": parameter
+        for name, parameter in added_parameters(model).items()
+    }
+    seen: set[int] = set()
+    for name, module in whole_modules(model).items():
+        for key, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                found[f"{PEFT_PREFIX}{name}.{key}"] = parameter
+    return found
+
+
+def adapter_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The whole tensors under PEFT's names. Where they are sharded every rank must call this, in the same order."""
+    return {name: gather(parameter) for name, parameter in adapter_parameters(model).items()}
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Further names of tied weights that are trained whole -> their names in ``adapter_state``. PEFT wants the weight
+    under each.
+    """
+    first = {id(parameter): name for name, parameter in adapter_parameters(model).items()}
+    return {
+        name: first[id(parameter)]
+        for module_name, module in whole_modules(model).items()
+        for key, parameter in module.named_parameters(recurse=False)
+        if (name := f"{PEFT_PREFIX}{module_name}.{key}") != first[id(parameter)]
+    }
+
+
+@torch.no_grad()
+def load_adapter_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    """Put whole tensors, under PEFT's names, into the model, sharded or not. UserError unless names and shapes agree
+    exactly.
+    """
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    _fill(model, shapes, lambda name, slices: state[name][slices], where="")
+
+
+def check_adapter(model: nn.Module, folder: str | Path) -> None:
+    """UserError unless names and shapes of a PEFT adapter's folder are the model's. Reads the header only."""
+    path = Path(folder) / WEIGHTS
+    _refuse_misfit(model, {name: tensor.shape for name, tensor in read_headers([path]).items()}, where=str(path))
+
+
+@torch.no_grad()
+def read_adapter(model: nn.Module, folder: str | Path) -> None:
+    """The same from a PEFT adapter's folder; each rank reads only its slices."""
+    path = Path(folder) / WEIGHTS
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  (no iterator)
+            _fill(model, shapes, lambda name, slices: file.get_slice(name)[slices], where=str(path))
+    except (OSError, SafetensorError) as error:
+        raise UserError("The adapter's weights cannot be read.", where=str(path), why=str(error)) from error
+
+
+def _fill(
+    model: nn.Module,
+    shapes: Mapping[str, tuple[int, ...]],
+    read: Callable[[str, tuple[slice, ...]], torch.Tensor],
+    where: str,
+) -> None:
+    _refuse_misfit(model, shapes, where)
+    parameters = adapter_parameters(model)
+    aliases = {name: parameters[first] for name, first in tied_names(model).items()}
+    for name, parameter in parameters.items():
+        if name in shapes and local(parameter.detach()).numel():
+            local(parameter.detach()).copy_(read(name, local_slices(parameter)))
+    for name in shapes.keys() & aliases.keys():
+        parameter = aliases[name]
+        if not torch.equal(
+            local(parameter.detach()), read(name, local_slices(parameter)).to(parameter.device, parameter.dtype)
+        ):
+            raise UserError(
+                f"The adapter holds {name} apart from the weight that it is tied to.",
+                where=where,
+                why="It was trained untied; this model's embeddings and head share one weight.",
+                fix="Set tie_word_embeddings to false in the base model's config.json, or leave method.adapter out.",
+            )
+
+
+def _refuse_misfit(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
+    parameters = adapter_parameters(model)
+    aliases = {name: parameters[first] for name, first in tied_names(model).items()}
+    # Rows of tokens that the adapter has not stay at the frozen ones: a run may add tokens to an adapter.
+    may_lack = (
+        {name for name in parameters if name.endswith(PEFT_ROWS)}
+        if not any(name.endswith(PEFT_ROWS) for name in shapes)
+        else set()
+    )
+    wrong = [f"missing: {name}" for name in sorted(parameters.keys() - shapes.keys() - may_lack)]
+    wrong += [f"unexpected: {name}" for name in sorted(shapes.keys() - parameters.keys() - aliases.keys())]
+    wrong += [
+        f"shape of {name}: {shapes[name]}, the model has {tuple(parameter.shape)}"
+        for name, parameter in sorted(parameters.items())
+        if name in shapes and shapes[name] != tuple(parameter.shape)
+    ]
+    if wrong:
+        raise UserError(
+            "The adapter does not fit the model.",
+            where=where,
+            fix="Use the same base model, rank and targets.",
+            details=wrong[:20],
+        )

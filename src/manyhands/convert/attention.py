@@ -1,0 +1,321 @@
+"""Attention over documents laid side by side, through transformers' attention interface.
+
+``manyhands_varlen`` computes each document on its own from the cumulative lengths: by ``torch.nn.attention.varlen``, or
+by the faster kernels that ``choose_attention_kernels`` found, one for packs and one for documents that all have one
+length. ``manyhands_blockwise`` is plain torch, for soft-capped scores (Gemma 2), which neither varlen nor transformers'
+``sdpa`` can compute; transformers' ``sdpa`` drops the cap without a word. No mask is ever built for these two, so they
+fail closed: without lengths they raise. The lengths travel as keyword arguments of the model's forward pass under
+transformers' own names (``cu_seq_lens_q``, ...). Knows nothing of data files, ranks or losses.
+
+Shapes: b rows, t positions, h query heads, g key-value heads (h a multiple of g), d dimensions a head.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn.attention.varlen import varlen_attn
+from torch.utils.checkpoint import checkpoint
+
+from manyhands.kernels.dense_attention import DenseAttention, attend_dense, choose_dense
+from manyhands.kernels.flash4 import PackedAttention, attend_flash4, choose_packed
+
+VARLEN, BLOCKWISE = "manyhands_varlen", "manyhands_blockwise"
+TAKES_GROUPS = (
+    "enable_gqa" in inspect.signature(varlen_attn).parameters
+)  # torch 2.12 and later; asked once: compiled code cannot
+IMPLEMENTATIONS = {
+    "sdpa": "sdpa",
+    "varlen": VARLEN,
+    "blockwise": BLOCKWISE,
+}  # Plan.attention -> transformers' attn_implementation
+MAX_BLOCK_SCORES = 2**25  # elements: 128 MiB in float32
+CAPS = ("attn_logit_softcapping",)  # config keys that change scores in a way that sdpa ignores
+
+
+@dataclass(frozen=True)
+class AttentionKernels:
+    """What computes documents of one length and packs of mixed ones, for the heads that the self-tests were made
+    with.
+    """
+
+    rows: DenseAttention
+    packs: PackedAttention
+    num_heads: int
+    num_groups: int
+    dim: int
+    dtype: torch.dtype
+
+    def describe(self) -> str:
+        """Which path runs, and why not a faster one."""
+        packs, rows = self.packs, self.rows
+        parts = [f"packs by {packs.name}" + (f" ({packs.reason})" if packs.reason else "")]
+        if rows.name or rows.reason:
+            parts.append(
+                f"rows of one length by {rows.name or packs.name}" + (f" ({rows.reason})" if rows.reason else "")
+            )
+        return ", ".join(parts)
+
+    def tested_with(self, query: torch.Tensor, key: torch.Tensor) -> bool:
+        """Of (b, h, t, d) and (b, g, t, d): some families have layers with other heads, which no self-test has seen."""
+        return (query.shape[1], key.shape[1], query.shape[3], query.dtype) == (
+            self.num_heads,
+            self.num_groups,
+            self.dim,
+            self.dtype,
+        )
+
+
+# What ``choose_attention_kernels`` found, one for the process: compiled code reads it as a constant. None: varlen for
+# all.
+_kernels: AttentionKernels | None = None
+
+
+def register_attention() -> None:
+    """Make both functions known to transformers.
+
+    They are deliberately not registered for masks: transformers then builds none, and also ignores padding masks, so
+    generation on padded rows must switch to ``plain_attention`` first.
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(VARLEN, attend_varlen)
+    AttentionInterface.register(BLOCKWISE, attend_blockwise)
+
+
+def choose_attention_kernels(
+    config: Any, device: torch.device, dtype: torch.dtype, *, one_length: bool
+) -> AttentionKernels:
+    """Choose kernels by self-tests on ``device``; they hold for this process.
+
+    ``one_length``: all rows of the run have one, so that a kernel for such rows is worth its test. FlashAttention 4
+    comes first there too (H200, forward and backward, 4 x 4,096 tokens with 64 dimensions 2.13 ms, 2 x 4,096 with 128
+    1.91; cuDNN 2.55 and 2.01), then cuDNN, then FlashAttention 2.
+    """
+    global _kernels
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    groups = getattr(text, "num_key_value_heads", None) or heads
+    dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    packs = choose_packed(device, dtype, heads, groups, dim, getattr(text, "sliding_window", None))
+    tries_rows = one_length and packs.name != "flash4"
+    rows = choose_dense(device, dtype, heads, groups, dim) if tries_rows else DenseAttention("")
+    _kernels = AttentionKernels(rows, packs, heads, groups, dim, dtype)
+    return _kernels
+
+
+def plain_attention(config: Any) -> Literal["sdpa", "eager"]:
+    """transformers' own implementation for whoever has no documents to keep apart: ``sdpa``, unless it would drop a
+    soft-cap.
+    """
+    text = config.get_text_config()
+    return "eager" if any(getattr(text, key, None) for key in CAPS) else "sdpa"
+
+
+def count_positions(config: Any) -> int:
+    """Position ids of one token: 1, or 4 where a model of images and text rotates by time, height and width.
+
+    These three are equal in text; the first of the four is the token's place in its document, by which transformers
+    tells packed documents apart (``transformers/models/qwen2_vl/modeling_qwen2_vl.py``).
+    """
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    return 4 if "mrope_section" in rope else 1
+
+
+def attention_kwargs(batch: Mapping[str, Any], implementation: str, num_positions: int = 1) -> dict[str, Any]:
+    """What the model's forward pass needs, besides ``input_ids``, so that no row sees another.
+
+    Packed batches (with ``cu_seq_lens``) pass ``position_ids``, from which transformers' ``sdpa`` finds the documents,
+    and for our own functions the cumulative lengths. Rows padded on the right need nothing with ``sdpa``: causal
+    attention never looks at what follows, and positions count from 0. With our own functions each padded row is one
+    document.
+    ``num_positions``: see ``count_positions``; more than one stand in front, (4, b, t).
+    """
+    packed = "cu_seq_lens" in batch
+    kwargs: dict[str, Any] = {"position_ids": batch["position_ids"]} if packed else {}
+    if packed and num_positions > 1:
+        kwargs["position_ids"] = kwargs["position_ids"].expand(num_positions, -1, -1)
+    if implementation not in (VARLEN, BLOCKWISE):
+        return kwargs
+    ids = batch["input_ids"]
+    if packed:
+        lengths, longest = batch["cu_seq_lens"], int(batch["max_length"])
+    else:
+        num_samples, longest = ids.shape
+        lengths = torch.arange(0, num_samples * longest + 1, longest, dtype=torch.int32, device=ids.device)
+    bound = (
+        1 << max(longest - 1, 1).bit_length()
+    )  # a power of 2: compiled graphs guard on this int, and a bound is all it is
+    if "row_length" in batch:
+        kwargs["row_length"] = int(batch["row_length"])
+    return kwargs | {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths, "max_length_q": bound, "max_length_k": bound}
+
+
+def attend_varlen(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    row_length: int | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention within each document. ``query`` (b, h, t, d), ``key`` and ``value`` (b, g, t, d) -> (b, t, h,
+    d).
+
+    ``row_length``: every document has this length, and they fill the batch. Raises ``RuntimeError`` where an argument
+    would be ignored or the documents' lengths did not arrive.
+    """
+    _refuse_what_is_missed(VARLEN, module, attention_mask, dropout, max_length_q, cu_seq_lens_q, others)
+    if softcap is not None:
+        raise RuntimeError(f"{VARLEN} cannot cap attention scores (softcap={softcap}); use attention blockwise")
+    assert (
+        cu_seq_lens_q is not None
+        and cu_seq_lens_k is not None
+        and max_length_q is not None
+        and max_length_k is not None
+    )
+    num_samples, num_heads, length, _dim = query.shape
+    longest = max_length_q if row_length is None else row_length
+    window = (
+        sliding_window - 1 if sliding_window and sliding_window < longest else -1
+    )  # positions seen to the left of a query
+    kernels = _kernels if _kernels is not None and _kernels.tested_with(query, key) else None
+    if kernels is not None and kernels.rows.name and row_length is not None and window < 0:
+        query, key, value = (_split_rows(x, row_length) for x in (query, key, value))
+        dense = attend_dense(query, key, value, scaling, kernels.rows.name)  # (b t / l, h, l, d)
+        return dense.transpose(1, 2).reshape(num_samples, length, num_heads, -1), None
+    query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # (b t, heads, d)
+    if kernels is not None and kernels.packs.name == "flash4":
+        out = attend_flash4(query, key, value, cu_seq_lens_q, max_length_q, scaling, window)
+    else:
+        out = _attend_torch_varlen(
+            query, key, value, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, scaling, window
+        )
+    return out.view(num_samples, length, num_heads, -1), None
+
+
+def _attend_torch_varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_lens_q: torch.Tensor,
+    cu_seq_lens_k: torch.Tensor,
+    max_length_q: int,
+    max_length_k: int,
+    scaling: float | None,
+    window: int,
+) -> torch.Tensor:
+    """(t, h, d), (t, g, d) -> (t, h, d)"""
+    extra: dict[str, Any] = {}
+    if key.shape[1] != query.shape[1]:
+        if TAKES_GROUPS:
+            extra["enable_gqa"] = True
+        else:  # torch 2.11: every query head brings its own key and value
+            repeat = query.shape[1] // key.shape[1]
+            key, value = (x.repeat_interleave(repeat, dim=1) for x in (key, value))
+    lengths = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+    out: Any = varlen_attn(query, key, value, *lengths, scale=scaling, window_size=(window, 0), **extra)
+    return out  # type: ignore[no-any-return]
+
+
+def _split_rows(x: torch.Tensor, row_length: int) -> torch.Tensor:
+    """(b, heads, t, d) -> (b t / l, heads, l, d)"""
+    num_samples, num_heads, length, dim = x.shape
+    return x.transpose(1, 2).reshape(num_samples * length // row_length, row_length, num_heads, dim).transpose(1, 2)
+
+
+@torch.compiler.disable  # a loop over blocks of which there are many: unrolled, it would be one graph for each length
+def attend_blockwise(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """The same in plain torch, with scores squashed to ``softcap tanh(score / softcap)`` where that is asked.
+
+    Works on a block of queries at a time against the keys that the longest document lets them reach, and computes the
+    scores again in the backward pass: at most ``MAX_BLOCK_SCORES`` of them are held. Softmax in float32 (float64 for
+    float64). Raises ``RuntimeError`` as ``attend_varlen`` does.
+    """
+    _refuse_what_is_missed(BLOCKWISE, module, attention_mask, dropout, max_length_q, cu_seq_lens_q, others)
+    assert cu_seq_lens_q is not None and max_length_q is not None
+    num_samples, num_heads, length, dim = query.shape
+    total, num_groups = num_samples * length, key.shape[1]
+    query = query.transpose(1, 2).reshape(total, num_groups, num_heads // num_groups, dim)
+    key, value = (x.transpose(1, 2).reshape(total, num_groups, -1) for x in (key, value))
+    positions = torch.arange(total, device=query.device)
+    documents = torch.bucketize(positions, cu_seq_lens_q[1:].long(), right=True)  # (b t): which one each position is in
+    reach = min(max_length_q, total, sliding_window or total)  # keys that a query may see, its own among them
+    scaling = dim**-0.5 if scaling is None else scaling
+    size = max(16, min(MAX_BLOCK_SCORES // (num_heads * 2 * reach), max(reach, 256)))  # queries of one block
+    outs = []
+    for start in range(0, total, size):
+        seen = slice(max(0, start - reach + 1), min(start + size, total))  # up to reach + size keys
+        rows = slice(start, seen.stop)
+        distance = positions[rows, None] - positions[None, seen]
+        hidden = (distance < 0) | (distance >= reach) | (documents[rows, None] != documents[None, seen])
+        arguments = (query[rows], key[seen], value[seen], hidden, scaling, softcap)
+        if torch.is_grad_enabled():
+            outs.append(checkpoint(_attend_block, *arguments, use_reentrant=False, preserve_rng_state=False))
+        else:
+            outs.append(_attend_block(*arguments))
+    return torch.cat(outs).view(num_samples, length, num_heads, -1), None
+
+
+def _attend_block(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    hidden: torch.Tensor,
+    scaling: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """(q, g, h / g, d), (k, g, d), (k, g, d) and (q, k) -> (q, g, h / g, d)"""
+    scores = torch.einsum("qgrd,kgd->grqk", query, key) * scaling
+    if softcap is not None:
+        scores = (scores / softcap).tanh() * softcap
+    scores = scores.to(torch.float64 if scores.dtype == torch.float64 else torch.float32).masked_fill(
+        hidden, -torch.inf
+    )
+    return torch.einsum("grqk,kgd->qgrd", scores.softmax(-1).to(value.dtype), value)
+
+
+def _refuse_what_is_missed(
+    name: str,
+    module: nn.Module,
+    mask: torch.Tensor | None,
+    dropout: float,
+    max_length: int | None,
+    lengths: torch.Tensor | None,
+    others: Mapping[str, Any],
+) -> None:
+    if lengths is None or max_length is None:
+        raise RuntimeError(
+            f"{name} got no cumulative lengths: {type(module).__name__} does not pass keyword arguments on"
+        )
+    if dropout or mask is not None:
+        raise RuntimeError(f"{name} has neither attention dropout nor masks (dropout={dropout})")
+    if others.get("s_aux") is not None:
+        raise RuntimeError(f"{name} has no attention sinks, which {type(module).__name__} asks for")

@@ -1,0 +1,160 @@
+"""Are products in fp8 accurate enough for this model and this data? Asked before the first step, on a real micro-batch.
+
+Every rank computes the same passes in the same order, so it works where weights are sharded. Must not know how.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from manyhands.convert.fp8 import Fp8Linear, fp8_layers, set_products
+from manyhands.core.errors import UserError
+from manyhands.core.shards import local
+from manyhands.kernels.fp8_linear import fp8_linears
+from manyhands.kernels.lora import Layer
+from manyhands.model.blocks import find_blocks
+
+# What rounding alone can do. A product errs by 0.037 of itself (kernels/fp8.py), at random. A layer that errs by more
+# than the # worst code does, 2**-4, has outliers that leave the rest too few codes, or is not computed right.
+LAYER_TOLERANCE = 2**-4
+# The error of an attention or MLP, some 0.065 of its result, adds to those of the others in squares: over L blocks,
+# forward and # backward, 0.065 sqrt(4 L) of a gradient where no block makes up for another's error. Measured: 0.29 at 4
+# blocks, 0.46 at 8 and 0.88 # at all 32 of Llama-8B's shape with random weights, 0.39 at 30 of SmolLM2-135M, which is
+# trained; 0.07 there for bfloat16. Half as # much again is let pass, but no error that is longer than the gradient
+# itself.
+SUBLAYER_ERROR, SLACK, GRADIENT_LIMIT = 0.065, 1.5, 1.0
+LOSS_TOLERANCE = 0.05  # measured: 0.15 % with random weights, 2 to 4 % of a few hundred tokens with SmolLM2-135M's
+NUM_SAMPLED = 2**16  # elements of each gradient that are compared: whole ones would be held twice
+
+
+class Trained(Protocol):
+    """What the gate calls: the model as it will be trained, under any strategy."""
+
+    def __call__(
+        self, batch: Mapping[str, Any], *, metrics: bool = False
+    ) -> Mapping[str, tuple[torch.Tensor, torch.Tensor]]: ...
+
+    def set_gradient_sync(self, on: bool) -> None: ...
+
+    def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class Fp8Deviation:
+    """What products in fp8 change: the mean loss, as a share of it; the gradient, |g8 - g| / |g|; a layer's result by
+    itself.
+    """
+
+    loss: float
+    gradient: float
+    layer: float
+    worst_layer: str
+    num_loss_tokens: float
+
+    def __str__(self) -> str:
+        return (
+            f"fp8 moves the loss of {self.num_loss_tokens:,.0f} tokens by {self.loss:.2%}, their gradient by {self.gradient:.1%} of its length,"
+            f" a layer's result by at most {self.layer:.1%} ({self.worst_layer})"
+        )
+
+
+def check_fp8(parallel: Trained, model: nn.Module, batch: Mapping[str, Any], seed: int) -> Fp8Deviation:
+    """Loss and gradients of ``batch`` (each rank its own), with products in fp8 and plain ones; UserError where they
+    are too far apart.
+
+    Forward and backward both ways, as in training but uncompiled; of each gradient a sample is kept. In the plain pass
+    each layer computes in fp8 beside it, on the same inputs. Leaves the layers in fp8.
+    """
+    found, layers, hooks = {}, fp8_layers(model), []
+    errors: dict[str, torch.Tensor] = {}
+    for name, layer in layers.items():
+        hooks.append(layer.register_forward_hook(partial(_compare_layer, errors, name)))
+    try:
+        for kind in ("plain", "fp8"):
+            set_products(model, kind)
+            found[kind] = _sample_gradients(parallel, model, batch, seed)
+            while hooks:
+                hooks.pop().remove()
+    finally:
+        set_products(model, "fp8")
+    loss, weight, plain = found["plain"]
+    loss_fp8, _, coded = found["fp8"]
+    squares = torch.zeros(2, dtype=torch.float64, device=loss.device)
+    for name, (gradient, share) in plain.items():
+        pair = torch.stack([gradient.double().square().sum(), (coded[name][0] - gradient).double().square().sum()])
+        squares += share * pair.to(squares.device)
+    of_layers = torch.stack([errors.get(name, squares.new_zeros(2)) for name in layers])
+    sums = parallel.all_reduce_sum(torch.cat([torch.stack([loss, loss_fp8, weight]), squares, of_layers.flatten()]))
+    loss_sum, loss_sum_fp8, num_loss_tokens, square, square_gap = sums[:5].tolist()
+    of_layers = sums[5:].view(-1, 2)
+    ratios = (of_layers[:, 0] / of_layers[:, 1].clamp(min=1e-300)).sqrt().nan_to_num(nan=math.inf)
+    worst = int(ratios.argmax())
+    deviation = Fp8Deviation(
+        loss=abs(loss_sum_fp8 / loss_sum - 1),
+        gradient=math.sqrt(square_gap / square) if square else math.nan,
+        layer=ratios[worst].item(),
+        worst_layer=list(layers)[worst],
+        num_loss_tokens=num_loss_tokens,
+    )
+    allowed = min(GRADIENT_LIMIT, SLACK * SUBLAYER_ERROR * math.sqrt(4 * len(find_blocks(model))))
+    # written so that it also refuses nan
+    if not (deviation.loss <= LOSS_TOLERANCE and deviation.gradient <= allowed and deviation.layer <= LAYER_TOLERANCE):
+        raise UserError(
+            f"Products in fp8 are not accurate enough for {type(model).__name__}.",
+            where="kernels.linear: fp8",
+            why=f"{deviation}; allowed are {LOSS_TOLERANCE:.0%}, {allowed:.0%} and {LAYER_TOLERANCE:.1%}",
+            fix="set kernels.linear: reference",
+        )
+    return deviation
+
+
+@torch.no_grad()
+def _compare_layer(
+    errors: dict[str, torch.Tensor], name: str, layer: Fp8Linear, inputs: tuple[torch.Tensor, ...], _: torch.Tensor
+) -> None:
+    """The square of what fp8 changes in x W^T and that of the result, added up. Forward alone: the backward pass takes
+    the same codes.
+    """
+    x = inputs[0].detach()
+    plain = F.linear(x, layer.weight).double()
+    (coded,) = fp8_linears(x, [Layer((layer.weight,))], layer.coded)
+    pair = torch.stack([(coded.double() - plain).square().sum(), plain.square().sum()])
+    errors[name] = errors[name] + pair if name in errors else pair
+
+
+Sample = dict[str, tuple[torch.Tensor, float]]  # elements of a gradient, and how many each stands for
+
+
+def _sample_gradients(
+    parallel: Trained, model: nn.Module, batch: Mapping[str, Any], seed: int
+) -> tuple[torch.Tensor, torch.Tensor, Sample]:
+    """Loss sum and weight (float64), and elements of all gradients, evenly spread; of shards this rank's. No gradient
+    is left.
+    """
+    device = batch["input_ids"].device
+    with (
+        torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+        torch.compiler.set_stance("force_eager"),
+    ):
+        torch.manual_seed(seed)  # the same dropout both times
+        parallel.set_gradient_sync(True)
+        loss, weight = parallel(batch)["lm"]
+        (loss / weight.clamp(min=1)).backward()
+    samples: Sample = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None:
+            continue
+        flat = local(parameter.grad).detach().flatten()
+        step = max(1, flat.numel() // NUM_SAMPLED)
+        sampled = flat[::step].to(torch.float32, copy=True)
+        samples[name] = (sampled, flat.numel() / max(1, sampled.numel()))
+        parameter.grad = None
+    return loss.detach().double(), weight.double(), samples

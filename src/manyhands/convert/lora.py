@@ -1,0 +1,207 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021, https://arxiv.org/abs/2106.09685) in PEFT's names.
+
+An adapted layer keeps its weight, the same parameter under the same name, so that checkpoints and exports of the base
+need no renaming; what is trained lives beside it: ``lora_A.weight``, ``lora_B.weight``, with DoRA
+``lora_magnitude_vector``. Knows nothing of files, ranks or the loop.
+
+Shapes: an adapted layer has weight W (o, i), A (r, i), B (o, r), magnitudes m (o). Its output is x V^T with V = W + s B
+A and s = alpha / r, or alpha / sqrt(r) with rsLoRA (Kalajdzievski 2023, https://arxiv.org/abs/2312.03732). With DoRA
+(Liu et al. 2024, https://arxiv.org/abs/2402.09353) row j of V is scaled to the length m_j.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from manyhands.config.patterns import matches
+from manyhands.config.schema import MethodSection
+from manyhands.convert.fp8 import Fp8Linear
+from manyhands.convert.modules_to_save import find_whole, inside, train_whole
+from manyhands.convert.new_tokens import add_token_rows, fill_token_rows
+from manyhands.convert.nf4 import Nf4Linear
+from manyhands.convert.quantize import gather_weight
+from manyhands.core.errors import UserError
+from manyhands.core.progress import advance
+from manyhands.core.shards import fill_from, local, named_generator
+from manyhands.model.blocks import block_linears, find_blocks
+
+MIN_REACH = 0.9  # share of the blocks' matrix elements that all-linear must adapt
+
+
+class LoraLinear(nn.Linear):
+    """A frozen linear layer with trained low-rank factors, and with ``dora`` the lengths of its weight's rows.
+
+    What is trained is float32 (float64 beside a float64 weight) and cast to the input's dtype, so no autocast is needed
+    and gradients arrive in the factors' own dtype.
+    """
+
+    lora_magnitude_vector: nn.Parameter | None
+
+    def __init__(self, base: nn.Linear, method: MethodSection) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = base.in_features, base.out_features
+        for name, parameter in base._parameters.items():  # the weight, or what stands for it, and the bias
+            self.register_parameter(name, parameter)
+        rank, self.dropout = method.rank, method.dropout
+        self.scaling = method.alpha / (math.sqrt(rank) if method.rslora else rank)
+        dtype = torch.float64 if base.weight.dtype == torch.float64 else torch.float32
+        device = base.weight.device
+        self.lora_A = nn.Linear(base.in_features, rank, bias=False, device=device, dtype=dtype)
+        self.lora_B = nn.Linear(rank, base.out_features, bias=False, device=device, dtype=dtype)
+        lengths = nn.Parameter(torch.empty(base.out_features, device=device, dtype=dtype)) if method.dora else None
+        self.register_parameter("lora_magnitude_vector", lengths)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., i) -> (..., o)"""
+        drops = self.dropout > 0 and self.training
+        dropped = F.dropout(x, self.dropout) if drops else x
+        low = F.linear(dropped, self.lora_A.weight.to(x.dtype)) * self.scaling  # scaled here, where it is r wide
+        update = F.linear(low, self.lora_B.weight.to(x.dtype))
+        plain = super().forward(x)
+        if self.lora_magnitude_vector is None:
+            return plain + update
+        scale = self.lora_magnitude_vector / self.row_lengths()  # near 1: in half precision it would not move
+        offset = 0 if self.bias is None else self.bias
+        if drops:  # as in the authors' code and PEFT, the change of length sees the dropped input too
+            out = plain + (scale - 1) * (super().forward(dropped) - offset) + scale * update
+        else:
+            out = scale * (plain + update) + (1 - scale) * offset
+        return out.to(x.dtype)
+
+    @torch.no_grad()
+    def row_lengths(self) -> torch.Tensor:
+        """Lengths of the rows of W + s B A, (o) in the factors' dtype; a constant to the backward pass (section 4.3 of
+        DoRA).
+
+        By |w|^2 + 2 s b (A w) + s^2 b (A A^T) b for each row w of W and b of B, so that B A is never made.
+        """
+        weight, a, b = self.weight, self.lora_A.weight, self.lora_B.weight
+        own = torch.linalg.vector_norm(weight, dim=1, dtype=a.dtype).square()
+        across = F.linear(weight, a.to(weight.dtype)).to(a.dtype)  # (o, r)
+        square = own + self.scaling * (b * (2 * across + self.scaling * (b @ (a @ a.T)))).sum(1)
+        return square.clamp(min=torch.finfo(a.dtype).tiny).sqrt()
+
+
+class LoraNf4Linear(LoraLinear, Nf4Linear):
+    """The same beside a weight in NF4, whose product ``Nf4Linear.forward`` computes."""
+
+
+class LoraFp8Linear(LoraLinear, Fp8Linear):
+    """The same beside a weight whose product ``Fp8Linear.forward`` computes in fp8."""
+
+
+def adapted_kind(linear: nn.Linear) -> type[LoraLinear]:
+    """The class that takes the place of ``linear``."""
+    if isinstance(linear, Nf4Linear):
+        return LoraNf4Linear
+    return LoraFp8Linear if isinstance(linear, Fp8Linear) else LoraLinear
+
+
+def apply_lora(model: nn.Module, method: MethodSection, seed: int, token_ids: Iterable[int] = ()) -> list[str]:
+    """Freeze ``model`` but for adapters on ``method.target_modules``, ``method.modules_to_save``, and the rows of
+    ``token_ids``.
+
+    Returns the adapted layers' names. Works on meta (``materialize`` fills what is new later) and on a loaded model,
+    where it is filled at once. Raises ``UserError`` where a pattern matches nothing or ``all-linear`` does not reach
+    the blocks' weights.
+    """
+    saved = find_whole(model, method.modules_to_save)
+    linears = block_linears(model)
+    candidates = {name: linear for name, linear in linears.items() if not inside(name, saved)}
+    targets = find_targets(candidates, method.target_modules)
+    if method.target_modules == "all-linear":
+        _check_reach(model, list(linears))
+    model.requires_grad_(False)
+    train_whole(model, saved)
+    add_token_rows(model, token_ids)
+    for name in targets:
+        parent, _, child = name.rpartition(".")
+        adapted = adapted_kind(candidates[name])(candidates[name], method)
+        adapted.train(candidates[name].training)
+        setattr(model.get_submodule(parent), child, adapted)
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        initialize_adapters(model, seed)
+    return targets
+
+
+def find_targets(candidates: Mapping[str, nn.Linear], targets: str | tuple[str, ...]) -> list[str]:
+    """Names among ``candidates`` that are asked for: all, or as ``config/patterns.py`` reads each."""
+    if targets == "all-linear":
+        return list(candidates)
+    chosen: set[str] = set()
+    for pattern in targets:
+        hits = {name for name in candidates if matches(name, pattern)}
+        if not hits:
+            kinds = sorted({".".join(part for part in name.split(".")[-2:]) for name in candidates})
+            raise UserError(
+                f"No layer matches the adapter target {pattern!r}.",
+                where="method.target_modules",
+                fix="Name linear layers of the blocks, for example one of these, or use all-linear.",
+                details=kinds[:20],
+            )
+        chosen |= hits
+    return [name for name in candidates if name in chosen]
+
+
+def _check_reach(model: nn.Module, targets: list[str]) -> None:
+    linears = block_linears(model)
+    sizes = {name: linear.in_features * linear.out_features for name, linear in linears.items()}
+    missed = {
+        f"{block_name}.{name}": parameter
+        for block_name, block in find_blocks(model).items()
+        for name, parameter in block.named_parameters()
+        if parameter.dim() >= 2 and not isinstance(block.get_submodule(name.rpartition(".")[0]), nn.Linear)
+    }
+    total = sum(sizes.values()) + sum(parameter.numel() for parameter in missed.values())
+    reached = sum(sizes[name] for name in targets)
+    if reached < MIN_REACH * total:
+        raise UserError(
+            f"Adapters on all linear layers reach only {reached / max(total, 1):.0%} of the blocks' weights.",
+            where="method.target_modules: all-linear",
+            why=f"{type(model).__name__} holds the rest in modules that are no linear layers (merged experts, for example).",
+            fix="Name the layers to adapt in method.target_modules, or use method.name=full.",
+            details=[f"{name}: {' x '.join(map(str, parameter.shape))}" for name, parameter in missed.items()][:20],
+        )
+
+
+def adapted_layers(model: nn.Module) -> dict[str, LoraLinear]:
+    """The adapted layers by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
+
+
+@torch.no_grad()
+def initialize_adapters(model: nn.Module, seed: int) -> None:
+    """A from U(-1/sqrt(i), 1/sqrt(i)), which is PEFT's kaiming_uniform(a=sqrt(5)); B zero, so training starts at the
+    base model.
+
+    Magnitudes and rows of tokens start at the weights, which are loaded already; a collective where these are sharded.
+    A is drawn on the CPU from (seed, name), so it is the same for any device, sharding and number of processes.
+    """
+    for name, layer in adapted_layers(model).items():
+        factor = layer.lora_A.weight
+        bound = 1 / math.sqrt(layer.in_features)
+        full = torch.empty(factor.shape, dtype=factor.dtype).uniform_(
+            -bound, bound, generator=named_generator(seed, f"{name}.lora_A.weight")
+        )
+        fill_from(factor, full)
+        local(layer.lora_B.weight.detach()).zero_()
+        if layer.lora_magnitude_vector is not None:
+            _fill_magnitudes(layer, layer.lora_magnitude_vector)
+        advance()
+    fill_token_rows(model)
+
+
+def _fill_magnitudes(layer: LoraLinear, magnitudes: nn.Parameter) -> None:
+    """Lengths of the weight's rows. FSDP2 cuts a weight and its magnitudes alike, by rows, so each rank has what it
+    needs.
+    """
+    if isinstance(layer, Nf4Linear):
+        fill_from(magnitudes, torch.linalg.vector_norm(gather_weight(layer), dim=1, dtype=magnitudes.dtype))
+    else:
+        own = local(layer.weight.detach())
+        local(magnitudes.detach()).copy_(torch.linalg.vector_norm(own, dim=1, dtype=magnitudes.dtype))

@@ -1,0 +1,217 @@
+"""The language-model loss as a sum and a weight. Nobody here divides: one place in ``train`` does, by the global batch.
+
+``LossModel`` wraps a Hugging Face causal model. Its base gives hidden states; only rows with a target pass through the
+head, a chunk at a time, so that logits of all positions are never held at once. The head is the family's own forward
+pass with the base replaced by the identity, so soft-caps and scales need no table. Knows nothing of ranks, packing or
+the loop.
+
+Shapes: b rows, t positions, n = b t, m trained positions, e hidden size, v vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from manyhands.convert.attention import attention_kwargs, count_positions
+from manyhands.core.errors import UserError
+from manyhands.kernels.head import Head, agrees, read_head
+from manyhands.kernels.loss import choose_backend
+
+IGNORED = -100  # labels with this value are not trained
+MAX_CHUNK_LOGITS = 2**27  # elements: 0.5 GiB in float32
+MIN_CHUNK_ROWS = 256
+PROBE_ROWS = 16
+
+Terms = dict[str, tuple[torch.Tensor, torch.Tensor]]
+
+
+class LossModel(nn.Module):
+    """A causal model that returns ``{"lm": (loss_sum, weight)}`` for a micro-batch.
+
+    ``batch`` holds ``input_ids`` and ``labels`` (b, t) int64, ``labels`` already shifted and -100 where nothing is
+    trained; if packed also ``position_ids`` (1, t), ``cu_seq_lens`` (documents + 1) int32 and ``max_length``. It may
+    hold ``target_rows`` (m) int64, the flat positions that have a target: on a GPU this spares a wait for the device.
+    It may hold ``weights`` (b, t) float32, aligned with ``labels``: then the loss is ``sum_i w_i ce_i`` and its weight
+    ``sum_i w_i``; without them every target weighs 1, and the weight is their exact number.
+    """
+
+    model: Any  # a transformers causal model
+    _head: Head | None
+
+    def __init__(self, model: Any, *, fuse: bool = False) -> None:
+        """``fuse``: cross-entropy fused with the head, if the head is one that can be; ``how_loss`` says what runs."""
+        super().__init__()
+        base = getattr(model, "base_model_prefix", "")
+        config = model.config
+        unfit = not base or base not in model._modules or getattr(config, "is_encoder_decoder", False)
+        if unfit or hasattr(getattr(model, base), "decoder"):  # OPT's head asks its base for more than hidden states
+            raise UserError(
+                f"{type(model).__name__} is not a decoder with a base model and a head.",
+                fix="Use a causal language model.",
+            )
+        if getattr(config, "output_router_logits", False):
+            raise UserError(
+                f"{type(model).__name__} adds a router loss of its own, which would be dropped.",
+                where="config.json: output_router_logits",
+                fix="Set output_router_logits to false in the model's config.json.",
+            )
+        if getattr(config.get_text_config(), "use_bidirectional_attention", None) is True:
+            raise UserError(
+                f"{type(model).__name__} reads its prompt in both directions, which causal training would break.",
+                why="use_bidirectional_attention is on in its text's configuration, by default or as config.json says.",
+                fix="Use a causal language model.",
+            )
+        self.model = model
+        head = read_head(model) if fuse else "as asked"
+        # not a child: its weight is the model's. It is compared with the model's own logits at the first micro-batch.
+        object.__setattr__(self, "_head", None if isinstance(head, str) else head)
+        self._head_agrees = False
+        self.why_chunked = head if isinstance(head, str) else ""
+
+    @property
+    def how_loss(self) -> str:
+        """Which path computes the loss, and why not a faster one; known after the first micro-batch."""
+        if self._head is None:
+            return f"in chunks, recomputed in the backward pass ({self.why_chunked})"
+        weight = self._head.module.weight
+        backend = choose_backend(weight.device, torch.bfloat16 if weight.device.type == "cuda" else weight.dtype)
+        return f"fused with the head, {backend.name}" + (f" ({backend.reason})" if backend.reason else "")
+
+    def forward(self, batch: Mapping[str, Any], metrics: bool = False) -> Terms:
+        """Loss terms of one micro-batch, 0-d tensors: sums in float32 (float64 for a float64 model).
+
+        The weight is int64 without ``weights``, else float64. ``metrics=True`` adds ``"correct"``: the number of labels
+        that are the arg max of their logits, and of labels, whatever they weigh. A micro-batch without labels gives a
+        zero that depends on every parameter, so that no rank leaves a collective out.
+        """
+        hidden = self._hidden_states(batch)  # (n, e)
+        labels = batch["labels"].flatten()
+        rows = batch.get("target_rows")
+        if rows is None:
+            rows = (labels != IGNORED).nonzero().squeeze(1)
+        num_loss_tokens = torch.tensor(rows.numel(), device=hidden.device)
+        weights = batch["weights"].flatten().index_select(0, rows) if "weights" in batch else None  # (m)
+        weight = num_loss_tokens if weights is None else weights.sum(dtype=torch.float64)
+        if rows.numel() == 0:
+            logits = self.logits_of(hidden[:1])
+            zero = logits.sum(dtype=_sum_dtype(logits)) * 0
+            return {"lm": (zero, weight)} | ({"correct": (num_loss_tokens.clone(), num_loss_tokens)} if metrics else {})
+        hidden, labels = hidden.index_select(0, rows), labels.index_select(0, rows)
+        head = self._checked_head(hidden)
+        if head is not None:
+            loss_sum, num_correct = head.loss(hidden, labels, weights, metrics)
+        else:
+            loss_sum, num_correct = self._chunked_loss(hidden, labels, weights, metrics)
+        return {"lm": (loss_sum, weight)} | ({"correct": (num_correct, num_loss_tokens)} if metrics else {})
+
+    def logits(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        """Logits (b, t, v) from the model's own forward pass, all positions at once: for checks on small batches."""
+        kwargs = self._attention_kwargs(batch)
+        return self.model(input_ids=batch["input_ids"], use_cache=False, **kwargs).logits
+
+    def next_token_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Logits (b, v) of the token after each of the rows (b, t), which have no padding."""
+        hidden = self._hidden_states({"input_ids": input_ids}).unflatten(0, input_ids.shape)
+        return self.logits_of(hidden[:, -1])
+
+    def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits (m, v) of hidden states (m, e), through whatever the family does between its last norm and its
+        logits.
+        """
+        return _head_view(self.model)(inputs_embeds=hidden[None], use_cache=False).logits[0]
+
+    def _hidden_states(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        # use_cache=False is not for speed: with a cache transformers skips the detection of packed documents
+        base = getattr(self.model, self.model.base_model_prefix)
+        kwargs = self._attention_kwargs(batch)
+        return base(input_ids=batch["input_ids"], use_cache=False, **kwargs)[0].flatten(0, 1)
+
+    def _attention_kwargs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        config = self.model.config
+        return attention_kwargs(batch, config._attn_implementation, count_positions(config))
+
+    def _checked_head(self, hidden: torch.Tensor) -> Head | None:
+        """The head to fuse with; once, on a few rows, its logits are compared with the model's own (waits for the
+        device).
+        """
+        if self._head is not None and not self._head_agrees:
+            few = hidden[:PROBE_ROWS].detach()
+            with torch.no_grad():
+                self._head_agrees = agrees(self._head, few, self.logits_of(few))
+            if not self._head_agrees:
+                object.__setattr__(self, "_head", None)
+                self.why_chunked = "logits do not follow from the head's weight, scale and cap"
+        return self._head
+
+    def _chunked_loss(
+        self, hidden: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None, metrics: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sum of (weighted) cross-entropies over (m, e), (m,) and (m,), and the number of arg max hits."""
+        num_samples = chunk_rows(self.model.config.get_text_config().vocab_size)
+        chunks = hidden.split(num_samples)
+        no_weights: tuple[torch.Tensor | None, ...] = (None,) * len(chunks)
+        weight_chunks = no_weights if weights is None else weights.split(num_samples)
+        recompute = torch.is_grad_enabled() and len(chunks) > 1  # one chunk of logits is held in any case
+        sums = []
+        for arguments in zip(chunks, labels.split(num_samples), weight_chunks, strict=True):
+            if recompute:
+                sums.append(checkpoint(self._loss, *arguments, metrics, use_reentrant=False, preserve_rng_state=False))
+            else:
+                sums.append(self._loss(*arguments, metrics))
+        losses, hits = zip(*sums, strict=True)
+        return torch.stack(losses).sum(), torch.stack(hits).sum()
+
+    def _loss(
+        self, hidden: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None, metrics: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.logits_of(hidden)
+        hits = (logits.detach().argmax(-1) == labels).sum() if metrics else labels.new_zeros(())
+        logits = logits.to(_sum_dtype(logits))
+        if weights is None:
+            return F.cross_entropy(logits, labels, reduction="sum"), hits
+        losses = F.cross_entropy(logits, labels, reduction="none")  # (m,)
+        return (losses * weights.to(losses.dtype)).sum(), hits
+
+
+def chunk_rows(vocab_size: int) -> int:
+    """Rows of one chunk: at most 2**27 logits (0.5 GiB in float32), but never under 256 rows, where the head would
+    starve.
+    """
+    return max(MIN_CHUNK_ROWS, MAX_CHUNK_LOGITS // vocab_size)
+
+
+def _sum_dtype(tensor: torch.Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+class _HeadInput(BaseModelOutputWithPast):
+    """What the head reads from the base: the hidden states, and None for anything else a family may ask (router logits,
+    ...).
+    """
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+
+class _Identity(nn.Module):
+    """Stands where the base stood: hands its ``inputs_embeds`` on as the last hidden state."""
+
+    def forward(self, *_: Any, inputs_embeds: torch.Tensor | None = None, **__: Any) -> _HeadInput:
+        return _HeadInput(last_hidden_state=inputs_embeds)
+
+
+def _head_view(model: Any) -> Any:
+    """The model without its base. Shares the head's module, has no state of its own, and is made anew for each use."""
+    view = copy.copy(model)
+    view._modules = dict(model._modules)
+    view._modules[model.base_model_prefix] = _Identity()
+    return view

@@ -1,0 +1,292 @@
+"""Frozen linear layers in NF4 with double quantisation (QLoRA, Dettmers et al. 2023, https://arxiv.org/abs/2305.14314).
+
+What is stored is what bitsandbytes' ``quantize_4bit(weight, blocksize=64, quant_type="nf4", compress_statistics=True)``
+gives, byte for byte; its kernels quantise and dequantise. Only the layout is ours, made so that shards stand alone.
+Knows nothing of adapters, files or ranks.
+
+Layout: the weight (o, i), flattened, is cut into ROWS of 256 blocks of 64 values, the last one padded. A row is one
+block of the second level, so a shard of rows holds whole blocks of both levels:
+
+===================  ===========
+========================================================================================== parameter            bytes a
+row  holds ===================  ===========
+========================================================================================== weight_codes         8192
+    a value in 4 bits, two a byte weight_statistics    264          256 codes of the blocks' absolute maxima, then two
+    float32: the scale of these codes, and
+                                  the offset added to them, which all rows share
+===================  ===========
+==========================================================================================
+
+Both are stored VIEWED AS THE COMPUTE DTYPE: a mixed-precision policy casts what has another dtype, uint8 in torch 2.11
+and float32 in every version, and leaves these bytes alone. Nothing may compute on them as they stand.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from manyhands.core.errors import UserError
+from manyhands.core.shards import gather_parts, local, local_slices
+from manyhands.kernels.lora import Products
+from manyhands.kernels.matmul import low_rank_linear, sum_of_products
+from manyhands.kernels.nf4 import (
+    BLOCK_VALUES,
+    CODE_BYTES,
+    ROW_BLOCKS,
+    ROW_VALUES,
+    STATISTICS_BYTES,
+    count_rows,
+    dequantise,
+    kernel_dtype,
+)
+
+CHUNK_VALUES = 2**22  # quantised at once: on a CPU bitsandbytes takes some 20 bytes a value meanwhile
+
+
+class Rows(Protocol):
+    """A matrix of which rows are taken: a tensor, or a slice of a safetensors file, which reads what is asked."""
+
+    def __getitem__(self, rows: slice, /) -> torch.Tensor: ...
+
+
+class Nf4Linear(nn.Linear):
+    """A frozen linear layer that holds its weight in NF4 and dequantises it for each product. Empty until ``fill``.
+
+    Its bias stays as it is. ``weight`` is no parameter here but the dequantised weight, made anew at each access.
+    """
+
+    weight_codes: nn.Parameter
+    weight_statistics: nn.Parameter
+
+    def __init__(self, base: nn.Linear) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = base.in_features, base.out_features
+        dtype, device = base.weight.dtype, base.weight.device
+        for name, num_bytes in (("weight_codes", CODE_BYTES), ("weight_statistics", STATISTICS_BYTES)):
+            empty = torch.empty(count_rows(base.weight.shape), num_bytes // dtype.itemsize, dtype=dtype, device=device)
+            self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+        self.register_parameter("bias", base.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., i) -> (..., o)"""
+        return nf4_linear(x, self.weight_codes, self.weight_statistics, self.bias, self.out_features)
+
+    def fused_base(self) -> tuple[tuple[torch.Tensor, ...], Products]:
+        """What ``kernels.lora.Layer`` takes: the pieces of the weight, and their products."""
+        return (self.weight_codes, self.weight_statistics), Nf4Products(self.in_features, self.out_features)
+
+    @property
+    def weight(self) -> torch.Tensor:  # type: ignore[override]
+        """(o, i) in the compute dtype, a new tensor. Not for shards: gather them first."""
+        shape, codes = (self.out_features, self.in_features), self.weight_codes
+        if codes.is_meta:
+            return torch.empty(shape, dtype=codes.dtype, device="meta")
+        return dequantise(codes.detach(), self.weight_statistics.detach(), shape, codes.dtype)
+
+    @torch.no_grad()
+    def fill(self, weight: Rows) -> None:
+        """Quantise ``weight`` (o, i), in any dtype and on any device: a tensor, or a file's, read as far as it is
+        needed.
+
+        Where the layer is sharded every rank calls this, takes the rows that its own shard stands for and quantises
+        them; one float32 a block of 64 values is gathered, as the offset is the mean over the whole weight. So the
+        bytes are the same for any sharding. The weight is cast to the compute dtype before (float32 where that is
+        float64).
+        """
+        functional = bitsandbytes().functional
+        codes, statistics = local(self.weight_codes.detach()), local(self.weight_statistics.detach())
+        flat = self._own_values(weight).to(codes.device, kernel_dtype(codes.dtype))
+        codes.zero_()  # what pads the last row
+        statistics.zero_()
+        absmax = torch.zeros(len(codes) * ROW_BLOCKS, dtype=torch.float32, device=codes.device)
+        num_blocks = math.ceil(len(flat) / BLOCK_VALUES)
+        for begin in range(0, len(flat), CHUNK_VALUES):
+            piece = flat[begin : begin + CHUNK_VALUES]
+            packed, maxima = torch.ops.bitsandbytes.quantize_4bit(piece, BLOCK_VALUES, "nf4", torch.uint8)
+            codes.view(torch.uint8).view(-1)[begin // 2 :][: len(packed)] = packed.view(-1)
+            absmax[begin // BLOCK_VALUES :][: len(maxima)] = maxima
+        whole = gather_parts(absmax.view(-1, ROW_BLOCKS), self.weight_codes).view(-1)
+        offset = _mean(whole[: math.ceil(self.in_features * self.out_features / BLOCK_VALUES)])
+        if num_blocks:
+            second, state = functional.quantize_blockwise(absmax[:num_blocks] - offset, blocksize=ROW_BLOCKS)
+            view = statistics.view(torch.uint8)
+            view[:, :ROW_BLOCKS] = F.pad(second, (0, len(absmax) - num_blocks)).view(-1, ROW_BLOCKS)
+            view[:, ROW_BLOCKS:] = torch.stack([state.absmax, offset.expand(len(codes))], dim=1).view(torch.uint8)
+
+    def _own_values(self, weight: Rows) -> torch.Tensor:
+        """The values of the flattened weight that this rank's rows of codes stand for."""
+        rows, total = local_slices(self.weight_codes)[0], self.in_features * self.out_features
+        begin, end = min(rows.start * ROW_VALUES, total), min(rows.stop * ROW_VALUES, total)
+        if begin == end:
+            return torch.empty(0)
+        first = begin // self.in_features
+        values = weight[first : math.ceil(end / self.in_features)].reshape(-1)
+        return values[begin - first * self.in_features : end - first * self.in_features]
+
+
+# Operators of our own, opaque to torch.compile: it would see that both directions dequantise the same weight, do it
+# once and # keep the weight in 16 bits from the forward to the backward pass.
+@torch.library.custom_op(
+    "manyhands::nf4_linear",
+    mutates_args=(),
+    schema="(Tensor x, Tensor codes, Tensor statistics, Tensor? bias, int out_features) -> Tensor",
+)
+def nf4_linear(
+    x: torch.Tensor, codes: torch.Tensor, statistics: torch.Tensor, bias: torch.Tensor | None, out_features: int
+) -> torch.Tensor:
+    """``x W^T + bias``, (..., i) -> (..., o). The gradient of x dequantises again; that of the weight does not
+    exist.
+    """
+    return F.linear(x, dequantise(codes, statistics, (out_features, x.shape[-1]), x.dtype), bias)
+
+
+@torch.library.custom_op(
+    "manyhands::nf4_linear_backward",
+    mutates_args=(),
+    schema="(Tensor gradient, Tensor codes, Tensor statistics, int in_features) -> Tensor",
+)
+def nf4_linear_backward(
+    gradient: torch.Tensor, codes: torch.Tensor, statistics: torch.Tensor, in_features: int
+) -> torch.Tensor:
+    """``gradient W``, (..., o) -> (..., i)"""
+    return gradient @ dequantise(codes, statistics, (gradient.shape[-1], in_features), gradient.dtype)
+
+
+@nf4_linear.register_fake
+def _(x, codes, statistics, bias, out_features):  # type: ignore[no-untyped-def]
+    return x.new_empty((*x.shape[:-1], out_features))
+
+
+@nf4_linear_backward.register_fake
+def _(gradient, codes, statistics, in_features):  # type: ignore[no-untyped-def]
+    return gradient.new_empty((*gradient.shape[:-1], in_features))
+
+
+class Nf4Products(NamedTuple):
+    """``kernels.lora.Products`` of weights (o, i) that are held as codes and statistics."""
+
+    in_features: int
+    out_features: int
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        pieces: Sequence[torch.Tensor],
+        bias: torch.Tensor | None,
+        low: torch.Tensor | None,
+        b: torch.Tensor | None,
+    ) -> torch.Tensor:
+        codes, statistics = pieces
+        if low is None or b is None:
+            return nf4_linear(x, codes, statistics, bias, self.out_features)
+        return nf4_low_rank_linear(x, codes, statistics, bias, low, b)
+
+    def input_gradient(
+        self,
+        gradients: Sequence[torch.Tensor],
+        pieces: Sequence[Sequence[torch.Tensor]],
+        left: Sequence[torch.Tensor],
+        right: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        codes, statistics = [each[0] for each in pieces], [each[1] for each in pieces]
+        return nf4_input_gradient(list(gradients), codes, statistics, list(left), list(right), self.in_features)
+
+
+# Without gradients: called inside the autograd functions of ``kernels.lora`` alone.
+@torch.library.custom_op(
+    "manyhands::nf4_low_rank_linear",
+    mutates_args=(),
+    schema="(Tensor x, Tensor codes, Tensor statistics, Tensor? bias, Tensor low, Tensor b) -> Tensor",
+)
+def nf4_low_rank_linear(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    statistics: torch.Tensor,
+    bias: torch.Tensor | None,
+    low: torch.Tensor,
+    b: torch.Tensor,
+) -> torch.Tensor:
+    """``kernels.matmul.low_rank_linear`` for x (n, i), low (n, r), b (o, r) -> (n, o), beside a weight in NF4"""
+    return low_rank_linear(x, dequantise(codes, statistics, (b.shape[0], x.shape[1]), x.dtype), bias, low, b)
+
+
+@torch.library.custom_op(
+    "manyhands::nf4_input_gradient",
+    mutates_args=(),
+    schema="(Tensor[] gradients, Tensor[] codes, Tensor[] statistics, Tensor[] left, Tensor[] right, int in_features) -> Tensor",
+)
+def nf4_input_gradient(
+    gradients: list[torch.Tensor],
+    codes: list[torch.Tensor],
+    statistics: list[torch.Tensor],
+    left: list[torch.Tensor],
+    right: list[torch.Tensor],
+    in_features: int,
+) -> torch.Tensor:
+    """``sum_j gradients_j W_j + sum_k left_k right_k``, (n, o_j) and (n, r_k), (r_k, i) -> (n, i); one W_j at a time is
+    whole.
+    """
+
+    def weight(j: int) -> torch.Tensor:
+        return dequantise(codes[j], statistics[j], (gradients[j].shape[1], in_features), gradients[j].dtype)
+
+    total = sum_of_products(left, right) if left else gradients[0] @ weight(0)
+    for j in range(0 if left else 1, len(gradients)):
+        total.addmm_(gradients[j], weight(j))
+    return total
+
+
+@nf4_low_rank_linear.register_fake
+def _(x, codes, statistics, bias, low, b):  # type: ignore[no-untyped-def]
+    return x.new_empty((x.shape[0], b.shape[0]))
+
+
+@nf4_input_gradient.register_fake
+def _(gradients, codes, statistics, left, right, in_features):  # type: ignore[no-untyped-def]
+    return gradients[0].new_empty((gradients[0].shape[0], in_features))
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, codes, statistics, _, _ = inputs
+    ctx.in_features = x.shape[-1]
+    ctx.save_for_backward(codes, statistics)
+
+
+def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    for_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None
+    return nf4_linear_backward(gradient, *ctx.saved_tensors, ctx.in_features), None, None, for_bias, None
+
+
+nf4_linear.register_autograd(_backward, setup_context=_keep_for_backward)
+
+
+@functools.cache
+def bitsandbytes() -> Any:
+    """The library, imported once. UserError where it is not installed."""
+    try:
+        import bitsandbytes as library
+    except ImportError as error:
+        raise UserError(
+            "method.name: qlora needs bitsandbytes",
+            where="method.name",
+            why=str(error),
+            fix="pip install 'manyhands[qlora]', or use method.name=lora",
+        ) from error
+    return library
+
+
+def _mean(values: torch.Tensor) -> torch.Tensor:
+    """float32, as bitsandbytes takes it; on a CPU by one thread, as more would sum in another order."""
+    num_threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        return values.mean()
+    finally:
+        torch.set_num_threads(num_threads)

@@ -1,0 +1,67 @@
+"""Put the blocks of a model into NF4: which layers, and what their weights are called in files. Must not know ranks.
+
+Every linear layer of the blocks is quantised, adapted or not; embeddings, head, norms and biases stay in the compute
+dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from manyhands.convert.nf4 import Nf4Linear, bitsandbytes, dequantise
+from manyhands.core.shards import gather
+from manyhands.model.blocks import block_linears
+
+STORED = ("weight_codes", "weight_statistics")
+
+
+def quantise_blocks(model: nn.Module) -> list[str]:
+    """Put an ``Nf4Linear`` in the place of every linear layer of the blocks; returns their names.
+
+    For a model on meta: ``materialize`` fills the layers. UserError where bitsandbytes is missing.
+    """
+    bitsandbytes()
+    linears = block_linears(model)
+    for name, linear in linears.items():
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, Nf4Linear(linear).train(linear.training))
+    return list(linears)
+
+
+@torch.no_grad()
+def round_to_nf4(model: nn.Module) -> None:
+    """Give every linear layer of the blocks the values that NF4 keeps of its weight, in place and in its dtype."""
+    bitsandbytes()
+    for linear in block_linears(model).values():
+        held = Nf4Linear(linear)
+        held.fill(linear.weight.detach())
+        linear.weight.copy_(held.weight)
+
+
+def quantised_layers(model: nn.Module) -> dict[str, Nf4Linear]:
+    """The layers in NF4 by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, Nf4Linear)}
+
+
+def quantised_weights(model: nn.Module) -> dict[str, Nf4Linear]:
+    """The layers in NF4 by the name that their weight has in files."""
+    return {f"{name}.weight": layer for name, layer in quantised_layers(model).items()}
+
+
+def stored_names(model: nn.Module) -> set[str]:
+    """Names of the parameters that hold weights in NF4, and that no file of a model knows."""
+    return {f"{name}.{kind}" for name in quantised_layers(model) for kind in STORED}
+
+
+def gather_weight(layer: Nf4Linear) -> torch.Tensor:
+    """The whole weight (o, i), dequantised. A collective where it is sharded."""
+    shape, codes = (layer.out_features, layer.in_features), gather(layer.weight_codes)
+    return dequantise(codes, gather(layer.weight_statistics), shape, codes.dtype)
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Parameters of the model; those in NF4 count as what they stand for."""
+    stored = stored_names(model)
+    plain = sum(parameter.numel() for name, parameter in model.named_parameters() if name not in stored)
+    return plain + sum(layer.in_features * layer.out_features for layer in quantised_layers(model).values())

@@ -1,0 +1,59 @@
+"""Rows of embeddings and head for new tokens, while these are read. Must not know how parameters came to be sharded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from manyhands.facts.types import NewTokens
+
+CHUNK_ROWS = 8192  # read at once for the mean
+
+
+def rows_by_token(model: Any) -> set[str]:
+    """Names of the parameters with one row for each token: those of embedding and head."""
+    modules: list[nn.Module | None] = [model.get_input_embeddings(), model.get_output_embeddings()]
+    return {
+        f"{name}.{key}"
+        for name, module in model.named_modules(remove_duplicate=False)
+        if any(module is m for m in modules)
+        for key in ("weight", "bias")
+        if module._parameters.get(key) is not None
+    }
+
+
+def grow_embeddings(model: Any, num_samples: int) -> None:
+    """Give a loaded transformers model at least ``num_samples`` rows in embedding and head; what stands in new ones is
+    undefined.
+    """
+    if num_samples > model.get_input_embeddings().weight.shape[0]:
+        model.resize_token_embeddings(num_samples, mean_resizing=False)
+
+
+def read_grown(stored: Any, slices: tuple[slice, ...], new: NewTokens) -> torch.Tensor:
+    """This rank's part of a matrix with more rows than the file's: ``slices`` of the grown one.
+
+    ``stored`` is a safetensors slice. Rows of tokens that the tokenizer did not know, and rows that the file has not,
+    are the mean of the rows before the first new token: a token that is like every other, whose logit is no outlier
+    (Hewitt 2021, https://nlp.stanford.edu/~johnhew/vocab-expansion.html). Summed in float64, in one order on every
+    rank.
+    """
+    num_stored = stored.get_shape()[0]
+    begin, end = slices[0].start, slices[0].stop
+    part = stored[(slice(min(begin, num_stored), min(end, num_stored)), *slices[1:])]
+    fresh = sorted({token for token in new.fresh_ids if begin <= token < end} | set(range(max(begin, num_stored), end)))
+    if fresh:
+        mean = _mean_row(stored, slices[1:], min((num_stored, *new.fresh_ids))).to(part.dtype)
+        part = torch.cat([part, mean.expand(end - begin - len(part), *mean.shape)])
+        part[torch.tensor(fresh) - begin] = mean
+    return part
+
+
+def _mean_row(stored: Any, columns: tuple[slice, ...], num_samples: int) -> torch.Tensor:
+    total = sum(
+        stored[(slice(i, min(i + CHUNK_ROWS, num_samples)), *columns)].double().sum(0)
+        for i in range(0, num_samples, CHUNK_ROWS)
+    )
+    return torch.as_tensor(total) / num_samples

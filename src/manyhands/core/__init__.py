@@ -1,0 +1,1 @@
+"""What every room may use: errors, atomic files, hashing, progress, collectives."""

@@ -1,0 +1,79 @@
+"""Errors that speak to the user. Knows nothing but text: no torch, no files.
+
+A ``UserError`` is printed as four short lines (what, where, why, what to do) and ends the program with its exit code.
+Anything else that is raised is a bug and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import json
+
+# What a launcher can act on: UserError.kind.
+OUT_OF_MEMORY = "out_of_memory"
+DISK_FULL = "disk_full"
+
+# Exit codes, as documented in the README.
+EXIT_FAILED = 1  # a bug, or a rank that failed
+EXIT_USAGE = 2  # the run file, the data or the command line is wrong
+EXIT_INTERRUPTED = 130  # Ctrl-C
+EXIT_TERMINATED = 143  # SIGTERM
+
+
+class PeerError(RuntimeError):
+    """Another rank has failed and reports it; this rank only ends. Never the cause of anything."""
+
+
+class UserError(Exception):
+    """Something the user can mend.
+
+    ``what`` is one sentence; ``where`` a file and line, a key or a folder; ``why`` the cause; ``fix`` the next thing to
+    do. ``details`` lists single findings (broken lines, wrong keys), at most some twenty of them. ``kind`` is for
+    programs.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str = "",
+        why: str = "",
+        fix: str = "",
+        details: list[str] | tuple[str, ...] = (),
+        exit_code: int = EXIT_USAGE,
+        kind: str = "",
+    ) -> None:
+        super().__init__(what)
+        self.what, self.where, self.why, self.fix = what, where, why, fix
+        self.details = tuple(details)
+        self.exit_code = exit_code
+        self.kind = kind
+
+    def __str__(self) -> str:
+        lines = [f"error: {self.what}"]
+        lines += [f"  - {detail}" for detail in self.details]
+        lines += [
+            f"  {name}: {text}" for name, text in (("where", self.where), ("why", self.why), ("do", self.fix)) if text
+        ]
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """One line that carries the error from a rank to the launcher."""
+        return json.dumps(
+            {
+                "what": self.what,
+                "where": self.where,
+                "why": self.why,
+                "fix": self.fix,
+                "details": list(self.details),
+                "exit_code": self.exit_code,
+                "kind": self.kind,
+            }
+        )
+
+    @staticmethod
+    def from_json(text: str) -> UserError:
+        fields = json.loads(text)
+        return UserError(fields.pop("what"), **fields)
+
+    def __reduce__(self):  # keyword arguments do not survive the default pickling between processes
+        return (UserError.from_json, (self.to_json(),))

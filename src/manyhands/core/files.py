@@ -1,0 +1,215 @@
+"""Writing files so that a reader, or a crash, never sees half of one, and what may be read of a folder. Knows nothing
+of runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import secrets
+import shutil
+from pathlib import Path
+from typing import Any
+
+from manyhands.core.errors import DISK_FULL, EXIT_FAILED, UserError
+from manyhands.core.progress import advance
+
+# What a model's or an adapter's folder is read for: configuration, weights, tokenizer, templates, code, license.
+MODEL_FILES = (".json", ".safetensors", ".jinja", ".model", ".txt", ".tiktoken", ".py", ".md")
+SHARED_MEMORY = "/dev/shm"
+_DISK_FULL_WORDS = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), "(os error 28)", "(os error 122)")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Temporary file in the same folder, fsync, rename: afterwards the old text stands at ``path``, or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_json_on_full_disk(path: Path, value: Any, reserve: Path | None = None) -> None:
+    """As ``write_json``; where the disk is full, into room that is already there: the file ``reserve``, renamed, or the
+    old ``path``.
+
+    That is not atomic, but the only way to say why a run ended. OSError where there is no such room either.
+    """
+    try:
+        write_json(path, value)
+    except OSError as error:
+        place = reserve if reserve is not None and reserve.exists() else path
+        if not is_disk_full(error) or not place.exists():
+            raise
+        text = (json.dumps(value, ensure_ascii=False) + "\n").encode()
+        descriptor = os.open(place, os.O_WRONLY)
+        try:
+            os.pwrite(descriptor, text, 0)
+            os.ftruncate(descriptor, len(text))
+        finally:
+            os.close(descriptor)
+        if place != path:
+            os.replace(place, path)
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether a full disk, or a quota that is used up, is behind an error; libraries wrap the system's own."""
+    return _find_disk_full(error) is not None
+
+
+def explain_full_disk(error: BaseException, folder: Path) -> UserError:
+    """``folder``: where the run writes, for errors that name no file."""
+    found = _find_disk_full(error) or error
+    where, why = (
+        getattr(found, "filename", None) or folder,
+        getattr(found, "strerror", None) or str(found).partition("\n")[0],
+    )
+    full = nearest_folder(Path(where).parent)
+    free = shutil.disk_usage(full).free
+    return UserError(
+        "the disk is full",
+        where=str(where),
+        why=f"{why}; {free / 2**20:,.1f} MiB are free in {full}",
+        fix="free some space, or keep fewer checkpoints (checkpoint.keep_last); the same command goes on from the last one",
+        exit_code=EXIT_FAILED,
+        kind=DISK_FULL,
+    )
+
+
+def _find_disk_full(error: BaseException | None) -> BaseException | None:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if (
+            SHARED_MEMORY in f"{getattr(error, 'filename', '')} {error}"
+        ):  # NCCL's and the workers': no disk, and small in containers
+            return None
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return error
+        if any(words in str(error) for words in _DISK_FULL_WORDS):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def nearest_folder(path: Path) -> Path:
+    """``path``, or the nearest folder above it that exists."""
+    path = Path(os.path.abspath(path))
+    return next(parent for parent in (path, *path.parents) if parent.is_dir())
+
+
+def read_json(path: Path) -> Any | None:
+    """The value, or None where there is no such file or no complete JSON in it (another process may be writing)."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, IsADirectoryError, ValueError, RecursionError):
+        return None
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of JSON from outside. Raises ``ValueError`` with place and reason in words, also for nesting without
+    end.
+    """
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"line {error.lineno}, column {error.colno}: {describe_json_fault(error)}") from None
+    except UnicodeDecodeError:
+        raise ValueError("it is not UTF-8 text") from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def describe_json_fault(error: json.JSONDecodeError) -> str:
+    """What is wrong at the place where reading stopped; the library's words say what it expected there."""
+    before, rest = (
+        error.doc[max(0, error.pos - 200) : error.pos].rstrip(),
+        error.doc[error.pos : error.pos + 200].lstrip(),
+    )
+    if rest.startswith(("//", "/*", "#")):
+        return f"JSON has no comments, and {rest[:2].strip()} begins one"
+    if rest[:1] in ("}", "]") and before.endswith(","):
+        return f"a comma too many before {rest[0]}"
+    if rest.startswith("'"):
+        return "JSON puts text into double quotes, not single ones"
+    if word := re.match(r"(True|False|None)\b", rest):
+        return f"JSON writes true, false and null, not {word[0]}"
+    return error.msg.removesuffix(" at")
+
+
+def sync(path: Path) -> None:
+    """Returns when a file's content, or a folder's list of names, is on the disk. Some file systems cannot sync
+    folders.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+    advance()
+
+
+def make_folder(parent: Path, prefix: str) -> Path:
+    """A new folder of a name that no other process takes, with the mode of any new folder; ``tempfile`` makes it for
+    its owner alone.
+    """
+    while True:
+        folder = parent / f"{prefix}{secrets.token_hex(8)}"
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir()
+            return folder
+
+
+def rename_synced(folder: Path, target: Path) -> None:
+    """Renames a folder once all that is in it is on the disk; returns when its new name is there too."""
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            sync(Path(parent, name))
+            advance()
+        sync(Path(parent))
+    folder.rename(target)
+    sync(target.parent)
+
+
+def remove_temporaries(folder: Path) -> None:
+    """Removes what killed calls of ``write_atomically`` left in ``folder``. For whoever alone writes there."""
+    for path in folder.glob(".*.tmp"):
+        if path.is_file():
+            path.unlink(missing_ok=True)
+
+
+def refuse_outside_links(folder: Path) -> None:
+    """UserError for a file of a model's folder that is a link out of it: its content is not the model's, and may be a
+    secret.
+
+    A hub's cache consists of links: those of ``REPOSITORY/snapshots/COMMIT`` into ``REPOSITORY/blobs`` are its own.
+    """
+    root = Path(os.path.realpath(folder))
+    allowed = [
+        root,
+        *(Path(os.path.realpath(parent.parent / "blobs")) for parent in root.parents if parent.name == "snapshots"),
+    ]
+    for path in sorted([*folder.glob("*"), *folder.glob("additional_chat_templates/*")]):
+        target = Path(os.path.realpath(path))
+        if path.suffix in MODEL_FILES and not any(target.is_relative_to(place) for place in allowed):
+            raise UserError(
+                f"{path.name} is a link out of the model's folder",
+                where=str(path),
+                why=f"it points to {target}, and a link could bring any file of this machine into the exported model",
+                fix="put the file itself in place of the link, or name the folder that holds the files",
+            )

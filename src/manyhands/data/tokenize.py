@@ -1,0 +1,417 @@
+"""Streams the rows of one part of a source through rendering and the length policy into a segment. Knows no cache, no
+sets.
+
+What a part gives depends on its rows alone, not on the process, the parts beside it or the size of a chunk.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, ClassVar, TypeGuard
+
+import numpy as np
+
+from manyhands.config.schema import RunConfig
+from manyhands.core.errors import UserError
+from manyhands.data.columns import PLACEHOLDERS, Columns
+from manyhands.data.findings import Findings
+from manyhands.data.formats import (
+    FIELDS,
+    Conversation,
+    Format,
+    RowRefused,
+    detect_format,
+    row_weight,
+    settle_format,
+    to_conversation,
+)
+from manyhands.data.long_text import LONG_CHARACTERS, LongText, read_documents
+from manyhands.data.render import MAX_WEIGHT, Rendered, Renderer
+from manyhands.data.segment import SegmentWriter
+from manyhands.data.sources import Part, Row, Source, raise_unreadable, read_part, read_rows
+from manyhands.data.tokenizer import find_placeholders
+from manyhands.data.work_queue import count_characters
+
+DETECT_ROWS = 100
+CHUNK_ROWS = 1000
+MAX_CONVERSATION_CHARACTERS = (
+    8 << 20
+)  # some 2 million tokens; the tokenizer takes some 140 bytes a character, all at once
+PLAIN_FORMATS = ("text", "prompt")  # which need no chat template
+
+
+@dataclass
+class Outcome:
+    """What became of the rows of one part; travels between processes as JSON."""
+
+    num_samples: int = 0
+    num_tokens: int = 0
+    num_truncated: int = 0  # rows cut at max_length
+    num_split: int = 0  # documents that became several rows
+    num_straddling_tokens: int = 0  # tokens across the border of a trained span
+    num_rows_with_markers: int = 0  # rows whose content spells an added token
+    num_rows_with_placeholders: int = (
+        0  # rows whose images, videos or audio are left out, but not the marks of where they stood
+    )
+    longest: int = 0  # tokens of the longest row that was too long
+    formats: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)  # columns that hold something and are not read
+    left_out: list[str] = field(default_factory=list)  # those of data.ignore
+    unreadable: Findings = field(default_factory=Findings)
+    refused: Findings = field(default_factory=Findings)
+    too_long: Findings = field(default_factory=Findings)
+
+    COUNTS: ClassVar = (
+        "num_truncated",
+        "num_split",
+        "num_straddling_tokens",
+        "num_rows_with_markers",
+        "num_rows_with_placeholders",
+    )  # what stands in the store's description
+
+    def to_meta(self) -> dict[str, Any]:
+        """What a store remembers of it, once there are no faults."""
+        return {
+            name: getattr(self, name)
+            for name in ("num_samples", "num_tokens", *self.COUNTS, "formats", "notes", "unread", "left_out")
+        }
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(vars(self), default=vars), encoding="utf-8")
+
+    @staticmethod
+    def read(path: Path) -> Outcome:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        for name in ("unreadable", "refused", "too_long"):
+            findings = Findings()
+            findings.count, findings.shown, findings.stopped = (
+                values[name][key] for key in ("count", "shown", "stopped")
+            )
+            values[name] = findings
+        return Outcome(**values)
+
+    def add(self, other: Outcome) -> None:
+        """Takes in the part that follows."""
+        for name, value in vars(other).items():
+            mine = getattr(self, name)
+            if isinstance(mine, Findings):
+                mine.extend(value)
+            elif isinstance(mine, list):
+                mine += [entry for entry in value if entry not in mine]
+            else:
+                setattr(self, name, max(mine, value) if name == "longest" else mine + value)
+
+    def raise_if_any(self, config: RunConfig, where: str) -> None:
+        """A UserError with up to 20 faults of the rows, what cannot be read at all before what cannot be trained."""
+        raise_unreadable(self.unreadable, where)
+        self.refused.raise_if_any("{n} rows cannot be trained", where=where, fix="mend or remove these rows")
+        max_length, too_long = config.data.max_length, config.data.too_long
+        divides = (
+            ", split to make several rows of them"
+            if config.task == "cpt"
+            else ", split to divide texts" * (config.task == "mixed")
+        )
+        self.too_long.raise_if_any(
+            "{n} rows are longer than data.max_length",
+            where=where,
+            why=f"data.max_length is {max_length:,} tokens and data.too_long is {too_long}"
+            f"{', which cannot divide conversations' * (too_long == 'split')}; the longest row has {self.longest:,} tokens",
+            fix=f"set data.too_long to truncate to cut them{divides if too_long == 'refuse' else ''}, or raise data.max_length",
+        )
+        if not self.num_samples:
+            raise UserError(
+                "the file holds no rows",
+                where=where,
+                why="every line is blank",
+                fix="give a file with at least one row",
+            )
+
+
+def choose_format(source: Source, config: RunConfig, has_template: bool) -> Format | None:
+    """The format of a source's rows, from the first 100 for ``auto``; None where each row has its own (task mixed,
+    auto).
+
+    Refuses what the task or the tokenizer cannot take.
+    """
+    return choose_format_by(list(islice(read_rows(source), DETECT_ROWS)), source, config, has_template)
+
+
+def choose_format_by(first: Sequence[Row], source: Source, config: RunConfig, has_template: bool) -> Format | None:
+    """The same, from the given rows of the source."""
+    fields, asked = source.fields or {}, source.format or "auto"
+    columns = Columns(fields, source.ignore or ())
+    first = [columns.keep(row) for row in first]
+    columns.refuse(first)
+    if config.task == "mixed" and asked == "auto":
+        found = {detect_format([row], fields, config.task) for row in first}
+    else:
+        found = {settle_format(first, asked, fields, config.task)}
+        columns.refuse(first, *found)
+    for format in sorted(found):
+        check_format(format, config, has_template, source.path)
+    return None if config.task == "mixed" and asked == "auto" else found.pop()
+
+
+def check_format(format: Format, config: RunConfig, has_template: bool, where: str) -> None:
+    """Raises UserError where the task, or a tokenizer without a chat template, cannot take rows of the format."""
+    if config.task != "mixed" and (config.task == "cpt") != (format == "text"):
+        other, wanted = ("sft", FIELDS["text"]) if config.task == "cpt" else ("cpt", FIELDS["messages"])
+        raise UserError(
+            f"task {config.task} cannot use rows of the format {format}",
+            where=where,
+            why="cpt trains every token of text rows; sft trains the answers of conversations; mixed does both",
+            fix=f"set task: {other} or mixed, or give rows with the field {wanted[0]}",
+        )
+    if format not in PLAIN_FORMATS and not has_template:
+        raise UserError(
+            f"the tokenizer has no chat template, and rows of the format {format} need one",
+            where=where,
+            fix="give model.chat_template (Jinja text or a file), or rows with prompt and completion",
+        )
+
+
+@dataclass(frozen=True)
+class Item:
+    """A row on its way: what is rendered, and what its loss is multiplied by if it is a text."""
+
+    row: Row
+    content: Conversation | str
+    weight: float = 1.0
+
+
+class Tokeniser:
+    """Tokenises parts, one after the other, with one tokenizer. ``formats`` are those of the sources, by
+    ``choose_format``.
+
+    ``chunk_characters`` are tokenised at once: many keep the tokenizer's threads busy, few bound the memory.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        tokenizer: Any,
+        sources: Sequence[Source],
+        formats: Sequence[Format | None],
+        chunk_characters: int,
+    ) -> None:
+        self._config, self._sources, self._formats, self._chunk_characters = config, sources, formats, chunk_characters
+        data = config.data
+        self._has_template = bool(tokenizer.chat_template)
+        self._renderer = Renderer(
+            tokenizer,
+            plain_prompts=True,
+            template_arguments=data.template_arguments,
+            train_on=data.train_on,
+            date=data.date,
+        )
+        self._long_text = LongText(tokenizer)
+        self._columns = [Columns(source.fields or {}, source.ignore or ()) for source in sources]
+        self._placeholders = find_placeholders(tokenizer)
+        self._placeholder_ids = np.array(tokenizer.convert_tokens_to_ids(list(self._placeholders)), dtype=np.int64)
+        self._kinds: dict[tuple[int, frozenset[str]], Format | RowRefused] = {}
+
+    def run(self, part: Part, source: int, folder: Path, on_chunk: Callable[[], None] = lambda: None) -> Outcome:
+        """Writes the segment ``folder`` of all rows of a part. Faults of rows are gathered in what is returned."""
+        unreadable = Findings()
+        outcome = self.run_rows(self.read(part, unreadable), source, folder, on_chunk)
+        outcome.unreadable = unreadable
+        return outcome
+
+    def read(self, part: Part, unreadable: Findings) -> Iterator[Row]:
+        """The rows of a part. A text that is to be split may come in pieces, to be used up before the next row is asked
+        for.
+        """
+        streams = part.kind == "text" and self._config.data.too_long == "split"
+        return read_documents(part, unreadable) if streams else read_part(part, unreadable)
+
+    def run_rows(
+        self, rows: Iterable[Row], source: int, folder: Path, on_chunk: Callable[[], None] = lambda: None
+    ) -> Outcome:
+        """Writes the segment ``folder`` of rows of one source."""
+        outcome, writer = Outcome(), SegmentWriter(folder)
+        try:
+            for chunk in self._gather(self._convert(rows, source, outcome, writer)):
+                rendered = self._renderer.render_many([item.content for item in chunk])
+                for item, result in zip(chunk, rendered, strict=True):
+                    self._take(item, result, outcome, writer)
+                on_chunk()
+            writer.finish()
+        finally:
+            writer.close()
+        outcome.num_samples, outcome.num_tokens = writer.num_samples, writer.num_tokens
+        outcome.notes = self._renderer.notes()
+        return outcome
+
+    def _convert(
+        self, rows: Iterable[Row], source: int, outcome: Outcome, writer: SegmentWriter
+    ) -> Iterator[Item | None]:
+        """Rows to be rendered in chunks. A long text takes another way, and its place in order: None goes before it."""
+        fields, columns = self._sources[source].fields or {}, self._columns[source]
+        unread: set[str] = set()
+        left_out: set[str] = set()
+        for given in rows:
+            row = columns.keep(given, left_out)
+            try:
+                format = self._formats[source] or self._tell(row, source, fields)
+                columns.check(row, format, unread)
+                if format not in outcome.formats:
+                    outcome.formats.append(format)
+                weight = row_weight(row, fields) if format == "text" else 1.0
+                if weight > MAX_WEIGHT:
+                    raise RowRefused(f"a weight is larger than {MAX_WEIGHT:.3g}")
+                if format == "text" and is_long(pieces := row.fields.get(fields.get("text", "text"))):
+                    yield None
+                    self._take_long(row, pieces, weight, outcome, writer)
+                else:
+                    content = check_size(to_conversation(row, format, fields))
+                    if columns.leaves_media:
+                        outcome.num_rows_with_placeholders += find_any(PLACEHOLDERS, content) is not None
+                    yield Item(row, content, weight)
+            except RowRefused as refused:
+                outcome.refused.add(row.file, row.line, str(refused))
+        outcome.unread, outcome.left_out = sorted(unread), sorted(left_out)
+
+    def _tell(self, row: Row, source: int, fields: Mapping[str, str]) -> Format:
+        """The format of one row among others; RowRefused where it has none that can be trained."""
+        key = (source, frozenset(name for name, value in row.fields.items() if value is not None))
+        if key not in self._kinds:
+            try:
+                format = detect_format([row], fields, self._config.task)
+                check_format(format, self._config, self._has_template, "")
+                self._kinds[key] = format
+            except UserError as error:
+                self._kinds[key] = RowRefused(f"{error.what}{f' ({error.why})' if error.why else ''}")
+        kind = self._kinds[key]
+        if isinstance(kind, RowRefused):
+            raise RowRefused(str(kind))
+        return kind
+
+    def _gather(self, items: Iterable[Item | None]) -> Iterator[list[Item]]:
+        chunk: list[Item] = []
+        characters = 0
+        for item in items:
+            if item is not None:
+                chunk.append(item)
+                characters += sum(map(len, texts_of(item.content)))
+            if chunk and (item is None or len(chunk) >= CHUNK_ROWS or characters >= self._chunk_characters):
+                yield chunk
+                chunk, characters = [], 0
+        if chunk:
+            yield chunk
+
+    def _take(self, item: Item, result: Rendered | RowRefused, outcome: Outcome, writer: SegmentWriter) -> None:
+        """Applies the length policy to a rendered row."""
+        row = item.row
+        if isinstance(result, RowRefused):
+            outcome.refused.add(row.file, row.line, str(result))
+            return
+        if (placeholder := find_any(self._placeholders, item.content)) is not None:
+            outcome.refused.add(row.file, row.line, _describe_placeholder(placeholder))
+            return
+        outcome.num_straddling_tokens += result.num_straddling
+        outcome.num_rows_with_markers += any(map(self._renderer.has_markers, texts_of(item.content)))
+        ids, trained, weights, max_length = result.ids, result.trained, result.weights, self._config.data.max_length
+        if item.weight != 1:
+            weights = (trained if weights is None else weights) * np.float32(item.weight)
+        if len(ids) <= max_length:
+            writer.append(ids, trained, row.line, weights)
+        elif self._config.data.too_long == "truncate":
+            if not trained[1:max_length].any():
+                outcome.refused.add(
+                    row.file, row.line, f"no trained token is left of {len(ids):,} after cutting at {max_length:,}"
+                )
+                return
+            writer.append(
+                ids[:max_length], trained[:max_length], row.line, None if weights is None else weights[:max_length]
+            )
+            outcome.num_truncated += 1
+        elif self._config.data.too_long == "split" and isinstance(item.content, str):
+            self._split(row, [ids], item.weight, outcome, writer)
+        else:
+            outcome.longest = max(outcome.longest, len(ids))
+            outcome.too_long.add(row.file, row.line, f"{len(ids):,} tokens")
+
+    def _take_long(
+        self, row: Row, pieces: str | Iterable[str], weight: float, outcome: Outcome, writer: SegmentWriter
+    ) -> None:
+        """A text of which only a window is tokenised at one time: all its tokens are trained."""
+        max_length, too_long = self._config.data.max_length, self._config.data.too_long
+        encoded = self._refuse_placeholders(self._long_text.encode(pieces))
+        if too_long == "split":
+            self._split(row, encoded, weight, outcome, writer)
+            return
+        kept, num_tokens = [], 0
+        for ids in encoded:
+            if num_tokens < max_length:
+                kept.append(ids)
+            num_tokens += len(ids)
+        if num_tokens <= max_length or too_long == "truncate":
+            ids = np.concatenate(kept)[:max_length]
+            writer.append(ids, np.ones(len(ids), dtype=np.bool_), row.line, _weigh(len(ids), weight))
+            outcome.num_truncated += num_tokens > max_length
+        else:
+            outcome.longest = max(outcome.longest, num_tokens)
+            outcome.too_long.add(row.file, row.line, f"{num_tokens:,} tokens")
+
+    def _refuse_placeholders(self, stretches: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+        for ids in stretches:
+            if self._placeholders and (found := np.isin(self._placeholder_ids, ids)).any():
+                raise RowRefused(_describe_placeholder(self._placeholders[int(found.argmax())]))
+            yield ids
+
+    def _split(
+        self, row: Row, stretches: Iterable[np.ndarray], weight: float, outcome: Outcome, writer: SegmentWriter
+    ) -> None:
+        """Blocks share one token: the last target of one is the first input of the next, so no target is lost."""
+        max_length, num_blocks = self._config.data.max_length, 0
+        left = np.empty(0, dtype=np.int32)
+        for stretch in stretches:
+            left = np.concatenate([left, stretch])
+            while len(left) > max_length:
+                self._append_block(row, left[:max_length], weight, writer, num_blocks > 0)
+                left, num_blocks = left[max_length - 1 :], num_blocks + 1
+        self._append_block(row, left, weight, writer, num_blocks > 0)
+        outcome.num_split += num_blocks > 0
+
+    def _append_block(self, row: Row, ids: np.ndarray, weight: float, writer: SegmentWriter, continued: bool) -> None:
+        writer.append(ids, np.ones(len(ids), dtype=np.bool_), row.line, _weigh(len(ids), weight), continued)
+
+
+def _weigh(num_tokens: int, weight: float) -> np.ndarray | None:
+    return None if weight == 1 else np.full(num_tokens, weight, dtype=np.float32)
+
+
+def find_any(words: Iterable[str], content: Conversation | str) -> str | None:
+    """The first of some words that stands in what people wrote."""
+    return next((word for text in texts_of(content) for word in words if word in text), None)
+
+
+def _describe_placeholder(token: str) -> str:
+    return f"the text holds {token}, which stands for an image, a video or a sound to this model, and only text can be trained: take it out"
+
+
+def is_long(content: object) -> TypeGuard[str | Iterator[str]]:
+    """Whether a text is too long to be tokenised whole; one that comes in pieces always is."""
+    return len(content) > LONG_CHARACTERS if isinstance(content, str) else isinstance(content, Iterator)
+
+
+def check_size(content: Conversation | str) -> Conversation | str:
+    """The content itself; RowRefused for a conversation that is too long to be tokenized at once."""
+    if not isinstance(content, str):
+        characters = count_characters([content.messages, content.tools])
+        if characters > MAX_CONVERSATION_CHARACTERS:
+            limit = f"at most {MAX_CONVERSATION_CHARACTERS:,} can be tokenized at once; divide it"
+            raise RowRefused(f"a conversation of {int(characters):,} characters, {limit}")
+    return content
+
+
+def texts_of(content: Conversation | str) -> list[str]:
+    """What people wrote in a row."""
+    if isinstance(content, str):
+        return [content]
+    return [text for message in content.messages if isinstance(text := message.get("content"), str)]

@@ -1,0 +1,339 @@
+"""Tokenises the parts of a run's sources, here or in as many processes as there are cores and memory for.
+
+One fresh process loads the tokenizer and forks the others, which share its memory; files in the folder of the
+preparation pass between them and this one: ``job.json`` in, segments and outcomes out, ``error-N.json`` and a log where
+it fails. Rows of what one alone can read go from one forked process to another (``hand_out.py``). Each process ends
+when the one above it does, however that ended. Knows no cache.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+from manyhands.config.schema import RunConfig, Source
+from manyhands.core.errors import EXIT_FAILED, UserError
+from manyhands.data.rows import Part
+from manyhands.data.sources import split_source
+from manyhands.data.template import template_arguments_of
+from manyhands.data.template_bounds import try_apart
+from manyhands.data.tokenize import Outcome, Tokeniser, choose_format
+from manyhands.data.tokenizer import load_tokenizer, note_plain_markers, widen_cache
+from manyhands.data.work_queue import BATCH_CHARACTERS, Batch, WorkList, cut_batches
+from manyhands.facts.host import read_host_facts
+
+MIN_PARALLEL_BYTES = 32 << 20  # less is done here before other processes would have started
+PART_BYTES = 8 << 20  # many more parts than processes, so that all end at the same time
+LOADED_BYTES = 512 << 20  # the process that loads the tokenizer, which imports torch
+WORKER_BYTES = 64 << 20  # what a forked process adds
+MAX_BYTES = 2 << 30  # of all together
+CHUNK_CHARACTERS_HERE = 4_000_000  # enough for all threads of the tokenizer
+CHUNK_CHARACTERS_FORKED = 500_000  # one thread
+REPORT_EVERY_S = 10.0
+GRACE_S = 10.0
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be tokenised: ``parts`` are (position of the source, part), in the order of the rows. Output goes into
+    ``folder``.
+    """
+
+    folder: Path
+    config: RunConfig
+    model_folder: Path
+    sources: tuple[Source, ...]
+    parts: tuple[tuple[int, Part], ...]
+    num_processes: int
+    batch_characters: int
+
+    def write(self) -> None:
+        values = {
+            "config": self.config.model_dump(mode="json"),
+            "model_folder": str(self.model_folder),
+            "sources": [source.model_dump(mode="json") for source in self.sources],
+            "parts": [(source, asdict(part)) for source, part in self.parts],
+            "num_processes": self.num_processes,
+            "batch_characters": self.batch_characters,
+        }
+        (self.folder / "job.json").write_text(json.dumps(values), encoding="utf-8")
+
+    @staticmethod
+    def read(folder: Path) -> Job:
+        values = json.loads((folder / "job.json").read_text(encoding="utf-8"))
+        return Job(
+            folder,
+            RunConfig.model_validate(values["config"]),
+            Path(values["model_folder"]),
+            tuple(map(Source.model_validate, values["sources"])),
+            tuple((source, Part(**part)) for source, part in values["parts"]),
+            values["num_processes"],
+            values["batch_characters"],
+        )
+
+    def segment(self, number: int, batch: int | None = None) -> Path:
+        """Where the rows of a part go, or of one batch of a large one."""
+        return self.folder / "segments" / _name(number, batch)
+
+    def segments(self, number: int) -> list[Path]:
+        """All that there are of a part, in the order of its rows."""
+        return sorted((self.folder / "segments").glob(f"{number:06d}*"))
+
+    def outcome(self, number: int, batch: int | None = None) -> Path:
+        return self.folder / f"outcome-{_name(number, batch)}.json"
+
+    def read_outcome(self, number: int) -> Outcome:
+        """What became of all rows of a part."""
+        total = Outcome()
+        for path in sorted(self.folder.glob(f"outcome-{number:06d}*.json")):
+            total.add(Outcome.read(path))
+        return total
+
+
+def _name(number: int, batch: int | None) -> str:
+    return f"{number:06d}" if batch is None else f"{number:06d}-{batch:06d}"
+
+
+def plan_job(
+    config: RunConfig,
+    model_folder: Path,
+    sources: Sequence[Source],
+    num_bytes: Sequence[int],
+    folder: Path,
+    num_processes: int | None,
+) -> Job:
+    """Divides sources of so many bytes into parts, and chooses the number of processes where it is None."""
+    wanted = choose_num_processes(sum(num_bytes)) if num_processes is None else num_processes
+    parts = [
+        (index, part)
+        for index, (source, size) in enumerate(zip(sources, num_bytes, strict=True))
+        for part in split_source(source, max(1, round(size / PART_BYTES)) if wanted > 1 else 1)
+    ]
+    useful = wanted if any(part.large for _, part in parts) else len(parts)
+    return Job(
+        folder, config, model_folder, tuple(sources), tuple(parts), max(1, min(wanted, useful)), BATCH_CHARACTERS
+    )
+
+
+def choose_num_processes(num_bytes: int) -> int:
+    """One for little data; else as many as there are cores, and memory for (at most 2 GiB together)."""
+    if num_bytes < MIN_PARALLEL_BYTES:
+        return 1
+    host = read_host_facts()
+    room = min(host.free_memory_bytes // 2, MAX_BYTES) - LOADED_BYTES
+    return max(1, min(host.num_cores, room // WORKER_BYTES))
+
+
+def tokenise_parts(job: Job, report: Report) -> list[Outcome]:
+    """Writes the segment of every part; returns what became of each. Raises UserError."""
+    if job.num_processes == 1:
+        tokeniser, notes = _open(job, CHUNK_CHARACTERS_HERE)
+        progress = _Progress(job, report)
+        for number in range(len(job.parts)):
+            _tokenise_part(job, tokeniser, notes, number, progress.show)
+    else:
+        _run_processes(job, report)
+    return [job.read_outcome(number) for number in range(len(job.parts))]
+
+
+class _Progress:
+    """Says every 10 seconds how far all processes together are."""
+
+    def __init__(self, job: Job, report: Report) -> None:
+        self._job, self._report, self._last = job, report, time.monotonic()
+
+    def show(self) -> None:
+        if time.monotonic() - self._last < REPORT_EVERY_S:
+            return
+        self._last = time.monotonic()
+        num_tokens = sum(path.stat().st_size for path in self._job.folder.glob("segments/*/ids.bin")) // 4
+        self._report(f"tokenised {num_tokens / 1e6:.1f} M tokens so far")
+
+
+def _open(job: Job, chunk_characters: int) -> tuple[Tokeniser, list[str]]:
+    """The tokeniser of a job, and what is to be said about its tokenizer."""
+    config, model = job.config, job.config.model
+    tokenizer = load_tokenizer(job.model_folder, model.chat_template, model.trust_remote_code, model.new_tokens)
+    if getattr(tokenizer, "is_fast", False):
+        widen_cache(tokenizer)
+    if config.task != "cpt" and tokenizer.chat_template:
+        try_apart(partial(tokenizer.apply_chat_template, tokenize=False, **template_arguments_of(config)))
+    formats = [choose_format(source, config, bool(tokenizer.chat_template)) for source in job.sources]
+    notes = [] if config.task == "cpt" else note_plain_markers(tokenizer)
+    if "prompt" in formats and not tokenizer.chat_template:
+        # A chat model whose template got lost would train on rows that no chat ever shows it.
+        notes.insert(
+            0, "no chat template: prompt and completion are joined as they stand (model.chat_template gives one)"
+        )
+    return Tokeniser(config, tokenizer, job.sources, formats, chunk_characters), notes
+
+
+def _tokenise_large_part(job: Job, tokeniser: Tokeniser, notes: list[str], number: int, work: WorkList) -> None:
+    """Reads the rows of a part, and does those batches that nobody else is free for."""
+    outcome = Outcome()
+    for batch in cut_batches(number, tokeniser.read(job.parts[number][1], outcome.unreadable), job.batch_characters):
+        if not work.offer(batch):
+            _tokenise_batch(job, tokeniser, notes, batch)
+    outcome.write(job.outcome(number))
+
+
+def _tokenise_batch(job: Job, tokeniser: Tokeniser, notes: list[str], batch: Batch) -> None:
+    outcome = tokeniser.run_rows(batch.rows, job.parts[batch.part][0], job.segment(batch.part, batch.number))
+    outcome.notes = [*notes, *outcome.notes]
+    outcome.write(job.outcome(batch.part, batch.number))
+
+
+def _tokenise_part(
+    job: Job, tokeniser: Tokeniser, notes: list[str], number: int, on_chunk: Callable[[], None] = lambda: None
+) -> None:
+    source, part = job.parts[number]
+    outcome = tokeniser.run(part, source, job.segment(number), on_chunk)
+    outcome.notes = [*notes, *outcome.notes]
+    outcome.write(job.outcome(number))
+
+
+def _run_processes(job: Job, report: Report) -> None:
+    job.write()
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "TOKENIZERS_PARALLELISM": "false",  # each process takes one core
+        "RAYON_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    progress = _Progress(job, report)
+    log = job.folder / "log"
+    with log.open("wb") as output:
+        command = [sys.executable, "-m", "manyhands.data.tokenize_parallel", str(job.folder)]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=environment)
+    assert process.stdin is not None
+    try:
+        while process.poll() is None:
+            try:
+                process.wait(timeout=1.0)
+            except subprocess.TimeoutExpired:
+                progress.show()
+    finally:
+        process.stdin.close()  # it ends when nobody holds the other end of this pipe
+        try:
+            process.wait(timeout=GRACE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    if process.returncode:
+        raise _explain(job, process.returncode)
+
+
+def _explain(job: Job, code: int) -> Exception:
+    errors = sorted(job.folder.glob("error-*.json"))
+    if errors:
+        return UserError.from_json(errors[0].read_text(encoding="utf-8"))
+    if code < 0:
+        return _killed(-code)
+    return RuntimeError(
+        "tokenising failed:\n" + (job.folder / "log").read_text(encoding="utf-8", errors="replace")[-10_000:]
+    )
+
+
+def cannot_write(folder: Path, error: OSError) -> UserError:
+    """No space, no permission, or a disk that went away."""
+    return UserError(
+        "the token cache cannot be written", where=str(folder), why=str(error), fix="free space, or move data.cache"
+    )
+
+
+def _killed(number: int) -> UserError:
+    why = f"it got signal {number} ({signal.Signals(number).name})"
+    return UserError(
+        "a process that tokenises the data was killed",
+        why=why + (", as the system does with processes when memory runs out" if number == signal.SIGKILL else ""),
+        fix="start again when more memory is free",
+        exit_code=EXIT_FAILED,
+    )
+
+
+def main() -> None:
+    """The process that loads the tokenizer and watches over those that it forks."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process above, which then closes the pipe
+    job = Job.read(Path(sys.argv[1]))
+    try:
+        tokeniser, notes = _open(job, CHUNK_CHARACTERS_FORKED)
+    except UserError as error:
+        _fail(job, error, 0)
+    gc.collect()
+    gc.freeze()  # a collection would write into every object, and so copy the memory that is shared
+    context = multiprocessing.get_context("fork")
+    work = WorkList(context, len(job.parts), job.num_processes)
+    processes = [
+        context.Process(target=_work, args=(job, tokeniser, notes, work), daemon=True) for _ in range(job.num_processes)
+    ]
+    for process in processes:
+        process.start()
+    running: dict[Any, Any] = {process.sentinel: process for process in processes}
+    while running:
+        for ready in connection.wait([sys.stdin.fileno(), *running]):
+            if ready not in running:
+                sys.exit(
+                    EXIT_FAILED
+                )  # the pipe is closed: nobody waits for the tokens. The forked processes end with this one
+            process = running.pop(ready)
+            process.join()
+            if process.exitcode and process.exitcode < 0:
+                _fail(job, _killed(-process.exitcode), len(job.parts))
+            if process.exitcode:
+                sys.exit(EXIT_FAILED)
+
+
+def _work(job: Job, tokeniser: Tokeniser, notes: list[str], work: WorkList) -> None:
+    """One forked process: takes the next part, or batch of one, until there is none."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    while (item := work.take()) is not None:
+        number = item.part if isinstance(item, Batch) else item
+        try:
+            if isinstance(item, Batch):
+                _tokenise_batch(job, tokeniser, notes, item)
+                continue
+            if job.parts[number][1].large:
+                _tokenise_large_part(job, tokeniser, notes, number, work)
+            else:
+                _tokenise_part(job, tokeniser, notes, number)
+        except UserError as error:
+            work.abandon()
+            _fail(job, error, number)
+        except OSError as error:
+            work.abandon()
+            _fail(job, cannot_write(job.folder, error), number)
+        work.finish_part()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(EXIT_FAILED)
+
+
+def _fail(job: Job, error: UserError, number: int) -> None:
+    temporary = job.folder / f"error.{os.getpid()}"
+    temporary.write_text(error.to_json(), encoding="utf-8")
+    temporary.rename(job.folder / f"error-{number:06d}.json")
+    sys.exit(EXIT_FAILED)
+
+
+if __name__ == "__main__":
+    main()

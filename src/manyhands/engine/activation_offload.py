@@ -1,0 +1,172 @@
+"""Activations in host memory: what autograd saves in the blocks is copied out during the forward pass and fetched back
+ahead.
+
+Copies run on two streams of their own and are ordered by events, so that neither direction waits on the host. With
+recomputed blocks only their inputs are saved, and only these travel: the cheap, effective combination. Must not know
+the model's family, data or the optimizer.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import nn
+
+MIN_BYTES = {
+    "cuda": 2**20,
+    "cpu": 0,
+}  # smaller tensors are not worth a copy; on a CPU, where nothing is gained, all are
+MAX_LEAVING_BYTES = 2**28  # on their way out while the forward pass goes on; plan/activations.py counts both
+MAX_AHEAD_BYTES = (
+    2**28
+)  # fetched before the backward pass asks for them, and always one: 5 ms of copying, a block takes longer
+
+
+class Saved:
+    """One saved tensor: on the host, on the device while it leaves or is wanted. Lives as long as the graph needs
+    it.
+    """
+
+    def __init__(self, place: int, size: int) -> None:
+        self.place, self.size = place, size  # where in the order of packing; bytes
+        self.host: torch.Tensor | None = None
+        self.device: torch.Tensor | None = None
+        self.copied: torch.cuda.Event | None = None
+        self.fetched: torch.cuda.Event | None = None
+
+
+class ActivationStore:
+    """``pack`` and ``unpack`` for ``torch.autograd.graph.saved_tensors_hooks``.
+
+    What is on its way out is bounded by ``MAX_LEAVING_BYTES``: past it the compute stream waits for the oldest copy.
+    The backward pass asks in about the reverse order, so each request fetches the ones before it, up to
+    ``MAX_AHEAD_BYTES``. On a CPU the same bookkeeping runs with plain copies.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._min_bytes = MIN_BYTES[device.type]
+        self._out: torch.cuda.Stream | None = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._in: torch.cuda.Stream | None = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._leaving: deque[tuple[Hashable, Saved, torch.Tensor]] = deque()
+        self._known: dict[
+            Hashable, Saved
+        ] = {}  # those that leave, whose memory is theirs as long as they are held here
+        self._leaving_bytes = 0
+        self._order: list[weakref.ref[Saved]] = []
+        self.num_packed_bytes = 0  # since the start
+
+    def begin(self) -> None:
+        """Before a forward pass: forget what no graph holds any more."""
+        self._let_go(0)
+        alive = [saved for saved in (reference() for reference in self._order) if saved is not None]
+        for place, saved in enumerate(alive):
+            saved.place = place
+        self._order = [weakref.ref(saved) for saved in alive]
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | Saved:
+        size = tensor.numel() * tensor.element_size()
+        if type(tensor) is not torch.Tensor or tensor.device.type != self._device.type or size < self._min_bytes:
+            return tensor
+        if isinstance(tensor._base, nn.Parameter):
+            return tensor  # a weight, transposed
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
+        if key in self._known:
+            return self._known[key]  # q, k and v save the same input
+        self._let_go(MAX_LEAVING_BYTES - size)
+        saved = Saved(len(self._order), size)
+        self._copy_out(saved, tensor.detach())
+        self._leaving.append((key, saved, tensor.detach()))
+        self._known[key] = saved
+        self._leaving_bytes += size
+        self.num_packed_bytes += size
+        self._order.append(weakref.ref(saved))
+        return saved
+
+    def unpack(self, packed: torch.Tensor | Saved) -> torch.Tensor:
+        if not isinstance(packed, Saved):
+            return packed
+        for _, saved, tensor in self._leaving:
+            saved.device = tensor  # the last ones are still here
+        self._let_go(0)
+        self._fetch(packed)
+        ahead = 0
+        for reference in reversed(self._order[: packed.place]):
+            before = reference()
+            if before is not None:
+                if ahead and ahead + before.size > MAX_AHEAD_BYTES:
+                    break
+                ahead += before.size
+                self._fetch(before)
+        if packed.fetched is not None:
+            torch.cuda.current_stream(self._device).wait_event(packed.fetched)
+        assert packed.device is not None
+        return packed.device
+
+    def _copy_out(self, saved: Saved, tensor: torch.Tensor) -> None:
+        if self._out is None:
+            saved.host = tensor.clone()
+            return
+        saved.host = torch.empty_like(
+            tensor, device="cpu", pin_memory=True
+        )  # torch keeps freed pinned blocks for the next step
+        self._out.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._out):
+            saved.host.copy_(tensor, non_blocking=True)
+        saved.copied = torch.cuda.Event()
+        saved.copied.record(self._out)
+
+    def _let_go(self, room: int) -> None:
+        """Holds no more than ``room`` bytes of what leaves. The compute stream uses their memory again, so it waits for
+        the copies.
+        """
+        while self._leaving and self._leaving_bytes > room:
+            key, saved, _ = self._leaving.popleft()
+            del self._known[key]
+            self._leaving_bytes -= saved.size
+            if saved.copied is not None:
+                torch.cuda.current_stream(self._device).wait_event(saved.copied)
+
+    def _fetch(self, saved: Saved) -> None:
+        if saved.device is not None:
+            return
+        assert saved.host is not None
+        if self._in is None or saved.copied is None:
+            saved.device = saved.host.clone()
+            return
+        # Allocated on the compute stream, which uses and frees it; what is queued there may still use the memory.
+        saved.device = torch.empty_like(saved.host, device=self._device)
+        self._in.wait_stream(torch.cuda.current_stream(self._device))
+        self._in.wait_event(saved.copied)
+        with torch.cuda.stream(self._in):
+            saved.device.copy_(saved.host, non_blocking=True)
+        saved.fetched = torch.cuda.Event()
+        saved.fetched.record(self._in)
+
+
+def offload_activations(model: Any, device: torch.device) -> ActivationStore:
+    """Let the base of ``model`` (embeddings, blocks, last norm; not the head) keep its activations in host memory.
+
+    Weights stay: autograd saves parameters themselves or views of them, plain, gathered by FSDP2 and compiled alike.
+    """
+    base: nn.Module = getattr(model, model.base_model_prefix)
+    store = ActivationStore(device)
+    entered: list[torch.autograd.graph.saved_tensors_hooks] = []
+
+    def enter(*_: Any) -> None:
+        if torch.is_grad_enabled():
+            store.begin()
+            entered.append(torch.autograd.graph.saved_tensors_hooks(store.pack, store.unpack))
+            entered[-1].__enter__()
+
+    def leave(*_: Any) -> None:
+        if entered:
+            entered.pop().__exit__(None, None, None)
+
+    base.register_forward_pre_hook(enter)
+    base.register_forward_hook(leave, always_call=True)
+    return store

@@ -1,0 +1,182 @@
+"""Turn a loss model on meta into one that many processes train as one. The order of surgery stands in ``apply``.
+
+All collectives are float32 (or float64) *sums*: the loss is divided by the trained tokens of the global batch before
+the backward pass, so nothing is averaged here. Must not know data, the optimizer or the loop.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from manyhands.convert.loss import LossModel
+from manyhands.core.world import World
+from manyhands.engine.activation_checkpointing import checkpoint_blocks
+from manyhands.engine.activation_offload import offload_activations
+from manyhands.engine.compile import compile_blocks
+from manyhands.engine.masters import ComputeCopy
+from manyhands.engine.mesh import hybrid_mesh, replicate_mesh, shard_mesh
+from manyhands.engine.native import Parallel
+from manyhands.model.blocks import find_blocks
+from manyhands.plan.types import Plan
+
+BUCKET_MB = {"full": 100, "part": 4096}  # adapters travel in one flat bucket
+
+
+def apply(
+    loss_model: LossModel, plan: Plan, world: World, materialize: Callable[[nn.Module, torch.device], None]
+) -> Parallel:
+    """Checkpointing ▸ compile ▸ shard ▸ materialize ▸ offload activations ▸ replicate.
+
+    ``loss_model`` is on meta, in training mode, adapters applied and the rest frozen; ``materialize`` gives it memory
+    and weights on the device that it is told. Six ways, chosen by the plan and by what is trained:
+
+    ============================  =====================================================================================
+    plan                          way
+    ============================  =====================================================================================
+    fsdp                          ``fully_shard`` over all ranks; a bfloat16 policy if everything is trained in bfloat16
+    hybrid                        the same on a (replicate, shard) mesh
+    one / ddp, all, in bfloat16   the same on a (replicate, shard=1) mesh, and so whatever is offloaded: one numerics
+    one, all, in bfloat16, kept   the plain model, float32 masters beside a bfloat16 copy: the same numbers without
+    copies one, bfloat16 masters         the plain model: nothing is cast (``model.master_dtype``: other numbers, on any
+    layout) one / ddp, otherwise          the plain model / ``DistributedDataParallel`` whose hook sums
+    ============================  =====================================================================================
+
+    A process group is needed for all but the last way in one process.
+    """
+    trains_everything = all(parameter.requires_grad for parameter in loss_model.parameters())
+    mixed = trains_everything and plan.compute_dtype == "bfloat16"
+
+    checkpoint_blocks(
+        loss_model.model, plan.activation_checkpointing, lighter_layers=plan.lighter_layers, compiled=plan.compile
+    )
+    if plan.compile:
+        # Inside the recomputed region (around it where that is selective), outside the gathering of shards.
+        compile_blocks(loss_model.model, dynamic=True if plan.dynamic else None)
+
+    keeps_copy = mixed and keeps_compute_copy(plan)
+    is_plain = keeps_copy or (
+        plan.strategy == "single" and plan.master_dtype == plan.compute_dtype and plan.offload != "all"
+    )
+    mesh = None if is_plain else choose_mesh(plan, world, mixed=mixed)
+    if mesh is not None:
+        shard(
+            loss_model,
+            mesh,
+            mixed=mixed,
+            reshard_after_forward=plan.reshard_after_forward,
+            offload=plan.offload == "all",
+        )
+    materialize(loss_model, torch.device("cpu") if plan.offload == "all" else world.device)
+    if plan.offload == "all":
+        _move_buffers(loss_model, world.device)
+    if plan.offload_activations:
+        offload_activations(loss_model.model, world.device)
+    if mesh is not None:
+        return Parallel(loss_model, world, mesh=mesh, reduce_every=plan.reduce_every)
+    if world.world_size == 1:
+        return Parallel(loss_model, world, copy=keep_compute_copy(loss_model) if keeps_copy else None)
+    return Parallel(loss_model, world, replica=replicate(loss_model, "full" if trains_everything else "part"))
+
+
+def keeps_compute_copy(plan: Plan) -> bool:
+    """Whether one process that trains everything in bfloat16 can do without ``fully_shard``: nothing is freed or
+    offloaded.
+    """
+    return (
+        plan.strategy == "single"
+        and plan.master_dtype == "float32"
+        and not plan.reshard_after_forward
+        and plan.offload != "all"
+    )
+
+
+def keep_compute_copy(loss_model: LossModel) -> ComputeCopy:
+    """Float32 masters and their bfloat16 copy, wherever a forward pass may begin: the loss, the logits, generation, the
+    head.
+    """
+    model = loss_model.model
+    return ComputeCopy(loss_model, [loss_model, model, getattr(model, model.base_model_prefix)], torch.bfloat16)
+
+
+def choose_mesh(plan: Plan, world: World, *, mixed: bool) -> DeviceMesh | None:
+    """What ``fully_shard`` works on; None where the model stays plain."""
+    if plan.strategy == "fsdp":
+        return shard_mesh(world)
+    if plan.strategy == "hsdp":
+        assert plan.shard_degree is not None
+        return hybrid_mesh(world, plan.shard_degree)
+    return replicate_mesh(world) if mixed or plan.offload == "all" else None
+
+
+def shard(
+    loss_model: LossModel, mesh: DeviceMesh, *, mixed: bool, reshard_after_forward: bool, offload: bool = False
+) -> None:
+    """FSDP2 on every block, then on the rest (embeddings, last norm, head), whose tied weights must share one unit.
+
+    ``mixed``: float32 masters, bfloat16 compute, float32 reduction. Without it parameters compute in the dtype they
+    have:
+    adapters cast by themselves. ``reshard_after_forward`` frees a block's gathered weights after its forward pass.
+    ``offload``: shards, frozen ones too, and their gradients lie in host memory, pinned where there is a GPU to copy
+    to.
+    """
+    # Inputs stay as they are: weights of tokens, and the rotary angles of families that have them in float32.
+    dtypes: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if mixed else {}
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False, **dtypes)
+    place = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
+    for block in find_blocks(loss_model.model).values():
+        fully_shard(
+            block, mesh=mesh, mp_policy=policy, offload_policy=place, reshard_after_forward=reshard_after_forward
+        )
+    fully_shard(loss_model, mesh=mesh, mp_policy=policy, offload_policy=place, reshard_after_forward=False)
+    for module in loss_model.modules():
+        if isinstance(module, FSDPModule):
+            if mesh.size() > 1:  # else nothing is averaged, and a factor would only cost a division by it
+                module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum, and none is needed
+    for method in ("logits", "next_token_logits"):
+        register_fsdp_forward_method(loss_model, method)
+
+
+def _move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Buffers (rotary frequencies, indices) to where the forward pass runs: FSDP2 moves parameters only."""
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = buffer.to(device)
+
+
+def replicate(loss_model: LossModel, trained: str) -> DistributedDataParallel:
+    """DDP over trained parameters, gradients summed. Every rank has already loaded the same weights: none are sent."""
+    # forward_sync_buffers replaces broadcast_buffers from torch 2.13 on
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    options: dict[str, Any] = {
+        "bucket_cap_mb": BUCKET_MB[trained],
+        "gradient_as_bucket_view": True,
+        "init_sync": False,
+        buffers: False,
+    }
+    replica = DistributedDataParallel(loss_model, **options)
+    replica.register_comm_hook(None, _sum_gradients)
+    return replica
+
+
+def _sum_gradients(_, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
+    work = dist.all_reduce(bucket.buffer(), op=dist.ReduceOp.SUM, async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])

@@ -1,0 +1,224 @@
+"""Who started this process, read from the environment. Knows no torch, starts nothing, writes nothing."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from manyhands.config.schema import RunConfig
+from manyhands.core.errors import UserError
+from manyhands.launch.env import LAUNCHER_PID
+
+Kind = Literal["manyhands", "torchrun", "accelerate", "slurm", "none"]
+
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_DEFAULT_PORT = 29500
+# Below the range from which kernels hand out ports, above what services use.
+_SLURM_FIRST_PORT, _SLURM_NUM_PORTS = 20000, 10000
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """One process's place among those started with it. ``none``: started alone, by hand."""
+
+    kind: Kind
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int = _DEFAULT_PORT
+    has_own_cores: bool = False  # the cores that a process sees are its own, not shared with the machine's other ranks
+
+    @property
+    def num_sharing_cores(self) -> int:
+        return 1 if self.has_own_cores else self.local_world_size
+
+
+def detect_launcher(environ: Mapping[str, str] = os.environ) -> Launcher:
+    """torchrun, accelerate, Kubernetes and our own launcher set RANK, WORLD_SIZE and MASTER_*; SLURM its own names.
+
+    RANK wins over SLURM, as torchrun may run inside a SLURM job. UserError if the variables contradict each other.
+    """
+    if "RANK" in environ or "WORLD_SIZE" in environ:
+        return _check(_from_torch_variables(environ))
+    if "SLURM_PROCID" in environ:
+        return _check(_from_slurm(environ))
+    return Launcher("none")
+
+
+def refuse_silent_single(launcher: Launcher, config: RunConfig, num_gpus: int | None = None) -> None:
+    """UserError where one process, started by hand, would leave GPUs idle or the asked processes unstarted.
+
+    ``num_gpus``: those visible here; counted if not given.
+    """
+    asked = config.parallel.gpus
+    if launcher.kind != "none" or asked == 1:
+        return
+    if num_gpus is None and config.parallel.device != "cpu":
+        from manyhands.facts.host import read_host_facts
+
+        num_gpus = len(read_host_facts().gpus)
+    num_gpus = 0 if config.parallel.device == "cpu" else num_gpus or 0
+    if asked == "auto" and num_gpus <= 1:
+        return
+    raise UserError(
+        "this one process would train alone",
+        where=f"parallel.gpus: {asked}; {num_gpus} GPU(s) visible",
+        why="`python -m manyhands.worker` is one rank, and no launcher has started others",
+        fix="use `manyhands train RUN.yaml`, or `torchrun --nproc_per_node=N -m manyhands.worker RUN.yaml`; "
+        "to mean one process, set parallel.gpus=1",
+    )
+
+
+def check_accelerate_precision(config: RunConfig, environ: Mapping[str, str] = os.environ) -> None:
+    """UserError if ``accelerate launch`` was asked for another precision than the run file. Its default, `no`, asks
+    nothing.
+    """
+    asked = environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    dtype = config.model.dtype
+    if asked == "no" or (asked == "bf16" and dtype in ("auto", "bfloat16")):
+        return
+    raise UserError(
+        f"accelerate asks for mixed precision {asked!r}, the run file for model.dtype {dtype!r}",
+        where="ACCELERATE_MIXED_PRECISION",
+        why="numerics are decided by the run file alone",
+        fix="start with `accelerate launch --mixed_precision no`"
+        + {
+            "fp8": "; fp8 is kernels.linear: fp8 in the run file",
+            "bf16": ", or set model.dtype=bfloat16",
+            "fp16": "; fp16 is not supported, bfloat16 or float32 is model.dtype",
+        }.get(asked, ""),
+    )
+
+
+def expand_hosts(nodelist: str) -> list[str]:
+    """``"gpu[01-03,7],login1"`` -> ``["gpu01", "gpu02", "gpu03", "gpu7", "login1"]``: SLURM's host lists, also with
+    several brackets.
+    """
+    nodelist = nodelist.strip()
+    if not re.fullmatch(r"[^\[\]\s]*(\[\d[\d,-]*\][^\[\]\s]*)*", nodelist) or not nodelist:
+        raise UserError(
+            f"cannot read the host list {nodelist!r}",
+            where="SLURM_JOB_NODELIST",
+            fix="set MASTER_ADDR to rank 0's host",
+        )
+    hosts: list[str] = []
+    for pattern in re.findall(r"(?:\[[^\]]*\]|[^,\[\]])+", nodelist):
+        parts = re.split(r"\[([^\]]*)\]", pattern)
+        choices = [_expand_range(part) if index % 2 else [part] for index, part in enumerate(parts)]
+        hosts += ["".join(choice) for choice in itertools.product(*choices)]
+    return hosts
+
+
+def _expand_range(text: str) -> list[str]:
+    numbers: list[str] = []
+    for piece in text.split(","):
+        first, _, last = piece.partition("-")
+        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
+    return numbers
+
+
+def _from_torch_variables(environ: Mapping[str, str]) -> Launcher:
+    rank = _integer(environ, "RANK", 0)
+    world_size = _integer(environ, "WORLD_SIZE", 1)
+    if "WORLD_SIZE" not in environ:
+        raise UserError(
+            "RANK is set, WORLD_SIZE is not",
+            where=f"environment: RANK={environ['RANK']}",
+            why="how many processes belong together cannot be known",
+            fix="start the processes with torchrun or accelerate, set WORLD_SIZE, or unset RANK to run alone",
+        )
+    if world_size > 1 and ("RANK" not in environ or "MASTER_ADDR" not in environ):
+        missing = "RANK" if "RANK" not in environ else "MASTER_ADDR"
+        raise UserError(
+            f"WORLD_SIZE is {world_size}, but {missing} is not set",
+            where="environment",
+            fix=f"start the processes with torchrun or accelerate, or set {missing} for each of them",
+        )
+    master_addr = environ.get("MASTER_ADDR", "127.0.0.1")
+    one_host = master_addr in _LOOPBACK
+    # Kubernetes' PyTorchJob sets neither of the local ones: one process a pod.
+    return Launcher(
+        kind=_kind(environ),
+        rank=rank,
+        local_rank=_integer(environ, "LOCAL_RANK", rank if one_host else 0),
+        world_size=world_size,
+        local_world_size=_integer(
+            environ, "LOCAL_WORLD_SIZE", world_size if one_host else 1 + _integer(environ, "LOCAL_RANK", 0)
+        ),
+        master_addr=master_addr,
+        master_port=_integer(environ, "MASTER_PORT", _DEFAULT_PORT),
+    )
+
+
+def _kind(environ: Mapping[str, str]) -> Kind:
+    if LAUNCHER_PID in environ:
+        return "manyhands"
+    return "accelerate" if "ACCELERATE_MIXED_PRECISION" in environ else "torchrun"
+
+
+def _from_slurm(environ: Mapping[str, str]) -> Launcher:
+    """One task a process (``srun python -m manyhands.worker ...``). The master is the first host, the port follows from
+    the job's id.
+    """
+    world_size = _integer(environ, "SLURM_STEP_NUM_TASKS", _integer(environ, "SLURM_NTASKS", 1))
+    nodelist = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
+    if world_size > 1 and not nodelist and "MASTER_ADDR" not in environ:
+        raise UserError(
+            "SLURM names no hosts",
+            where="SLURM_JOB_NODELIST",
+            fix="start with srun, or set MASTER_ADDR to rank 0's host",
+        )
+    master_addr = environ.get("MASTER_ADDR") or (
+        expand_hosts(nodelist)[0] if nodelist and world_size > 1 else "127.0.0.1"
+    )
+    port = _SLURM_FIRST_PORT + _integer(environ, "SLURM_JOB_ID", 0) % _SLURM_NUM_PORTS
+    return Launcher(
+        kind="slurm",
+        rank=_integer(environ, "SLURM_PROCID", 0),
+        local_rank=_integer(environ, "SLURM_LOCALID", 0),
+        world_size=world_size,
+        local_world_size=_slurm_local_world_size(environ, world_size),
+        master_addr=master_addr,
+        master_port=_integer(environ, "MASTER_PORT", port),
+        has_own_cores="SLURM_CPUS_PER_TASK" in environ,  # srun binds each task to them
+    )
+
+
+def _slurm_local_world_size(environ: Mapping[str, str], world_size: int) -> int:
+    """From ``SLURM_TASKS_PER_NODE``, e.g. ``"4(x2),3"``: 4 tasks on each of two nodes, 3 on the next."""
+    text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
+    if not text:
+        return world_size // max(1, _integer(environ, "SLURM_NNODES", 1)) or 1
+    tasks: list[int] = []
+    for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        tasks += [int(count)] * int(repeat or 1)
+    node = _integer(environ, "SLURM_NODEID", 0)
+    return tasks[node] if node < len(tasks) else 1
+
+
+def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
+    text = environ.get(name, "")
+    if not text:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise UserError(
+            f"{name} is not a number: {text!r}", where="environment", fix=f"unset {name}, or let the launcher set it"
+        ) from None
+
+
+def _check(launcher: Launcher) -> Launcher:
+    if not 0 <= launcher.rank < launcher.world_size or not 0 <= launcher.local_rank < launcher.local_world_size:
+        raise UserError(
+            f"rank {launcher.rank} of {launcher.world_size}, local rank {launcher.local_rank} of {launcher.local_world_size}: not possible",
+            where=f"environment, read as {launcher.kind}",
+            fix="let one launcher set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, or unset them",
+        )
+    return launcher

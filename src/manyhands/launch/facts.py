@@ -1,0 +1,64 @@
+"""All facts of a run, read in the one process that plans: the model, the prepared rows, this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from manyhands.config.schema import RunConfig
+from manyhands.facts.adapter import find_adapter
+from manyhands.facts.host import free_disk_bytes, read_host_facts
+from manyhands.facts.hub import locate_model
+from manyhands.facts.identity import identify_files
+from manyhands.facts.model import read_model_facts
+from manyhands.facts.packing import judge_packing
+from manyhands.facts.tokens import find_new_tokens, grow
+from manyhands.facts.types import DataFacts, Facts
+
+
+def gather_facts(
+    config: RunConfig,
+    *,
+    world_size: int | None = None,
+    local_world_size: int | None = None,
+    data: DataFacts | None = None,
+    saves: bool = True,
+    identify: bool = True,
+    report: Callable[[str], Any] = print,
+) -> Facts:
+    """Find the model, read its dimensions, prepare the rows (cached), and look at the machine.
+
+    ``world_size``: the number of processes where somebody else launched them, ``local_world_size`` of them on this
+    machine.
+    ``data``: the rows, where they are prepared already. ``saves``: whether checkpoints and a result are
+    written, for which the disk must have room. ``identify``: hash the base model's files, which a run that can be
+    resumed needs; that reads all of them once. ``report`` gets what takes time, as text.
+    The model is judged before the data is touched, so that a wrong name costs nothing.
+    """
+    from manyhands.data.prepare import prepare
+
+    needs_weights = config.model.init == "pretrained"
+    folder = locate_model(
+        config.model.name,
+        config.model.revision,
+        needs_weights,
+        trust_remote_code=config.model.trust_remote_code,
+        report=report,
+    )
+    model = judge_packing(config, read_model_facts(folder, config.model.name, config.model.init), report)
+    if identify:
+        model = model.model_copy(update={"files": identify_files(folder, config, report)})
+    new_tokens = find_new_tokens(config.model, folder, model.vocab_size)
+    adapter = find_adapter(config, report)
+    data = prepare(config, folder, report) if data is None else data
+    return Facts(
+        model=grow(model, new_tokens),
+        data=data,
+        host=read_host_facts(),
+        new_tokens=new_tokens,
+        adapter=adapter,
+        free_disk_bytes=free_disk_bytes(Path(config.output.dir).expanduser() / config.name) if saves else None,
+        world_size=world_size,
+        local_world_size=local_world_size,
+    )

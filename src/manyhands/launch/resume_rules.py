@@ -1,0 +1,104 @@
+"""What a start finds: a new run, one to resume, a finished one, or something that must not be touched. Imports no
+torch.
+
+Two starts are the same run when every key of run.json agrees, except those below: they say where and how the work is
+done, not what the result is. The plan guards the rest: ``prepare`` compares what a resumed run would compute (rows,
+steps, dtypes) with the plan before it. A folder that was only planned (``--dry-run``) may be planned anew with any key.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from manyhands.config.schema import RunConfig
+from manyhands.core.errors import UserError
+from manyhands.launch.run_folder import RunFolder
+
+Finding = Literal["new", "unfinished", "finished"]
+
+# Keys that may differ between two starts of one run. The limits of `stop` are not among them: the schedule depends on
+# them.
+MAY_DIFFER = (
+    "stop.divergence*",
+    "parallel.*",
+    "batch.micro_samples",
+    "batch.micro_tokens",
+    "batch.accumulation",
+    "log.*",
+    "data.cache",
+    "output.dir",
+)
+
+
+def folder_of(config: RunConfig) -> RunFolder:
+    return RunFolder(Path(config.output.dir).expanduser() / config.name)
+
+
+def find_run(folder: RunFolder, config: RunConfig) -> Finding:
+    """What stands at ``folder``. Reads only. UserError if it is another run, or no run at all."""
+    if not folder.path.exists() or _is_empty(folder):
+        return "new"
+    if not folder.path.is_dir() or not folder.run_json.exists():
+        raise UserError(
+            "the run's folder exists and holds something else",
+            where=str(folder.path),
+            why="it has no run.json, so manyhands did not make it; it was not touched",
+            fix="choose another name=..., or move the folder away",
+        )
+    differences = differing_keys(folder.read_config(), config)
+    if differences and not folder.was_started():
+        return "new"  # only planned (--dry-run): nothing can be lost
+    if differences:
+        raise UserError(
+            f"another run of the name {config.name!r} stands in this folder",
+            where=str(folder.path),
+            why=f"{len(differences)} key(s) differ from its run.json (there -> asked now)",
+            fix="set the keys back to go on with that run, choose another name=..., or take --fresh for a new folder",
+            details=differences,
+        )
+    return "finished" if folder.is_finished else "unfinished"
+
+
+def differing_keys(old: RunConfig, new: RunConfig) -> list[str]:
+    """``key: old -> new`` for every key that makes it another run."""
+    before, after = _flatten(old.model_dump(mode="json")), _flatten(new.model_dump(mode="json"))
+    return [
+        f"{key}: {before.get(key)!r} -> {after.get(key)!r}"
+        for key in before | after
+        if before.get(key) != after.get(key) and not any(fnmatch.fnmatchcase(key, pattern) for pattern in MAY_DIFFER)
+    ]
+
+
+def fresh_name(config: RunConfig) -> RunConfig:
+    """The config under the first free name: NAME, NAME-2, NAME-3, ... so that ``name=NAME-2`` finds the new run
+    again.
+    """
+    for number in itertools.count(1):
+        name = config.name if number == 1 else f"{config.name}-{number}"
+        candidate = config.model_copy(update={"name": name})
+        folder = folder_of(candidate)
+        if not folder.path.exists() or _is_empty(folder):
+            return candidate
+    raise AssertionError("unreachable")
+
+
+def _is_empty(folder: RunFolder) -> bool:
+    """Empty but for what a start leaves that was ended before it had a run.json."""
+    if not folder.path.is_dir():
+        return False
+    for entry in folder.path.iterdir():
+        leftover = entry == folder.lock_file or (entry.name.startswith(".run.json.") and entry.suffix == ".tmp")
+        if not leftover and not (entry in (folder.plans, folder.logs) and entry.is_dir() and not any(entry.iterdir())):
+            return False
+    return True
+
+
+def _flatten(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in fields.items():
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat

@@ -1,0 +1,162 @@
+"""AdamW with the kernels of bitsandbytes: states in 8 bits by blocks, or in memory that the driver may move to the
+host.
+
+bitsandbytes' own classes do not know shards, so its kernels are called here on each rank's part. Moments in 8 bits
+(Dettmers et al. 2021, https://arxiv.org/abs/2110.02861) have one scale for each 256 values of that part: where blocks
+of a part are blocks of the whole, any number of ranks can load what another saved; elsewhere the layout must be the one
+that saved it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from manyhands.core.errors import UserError
+from manyhands.train.sharded import gradients, local, num_shards, shard_as
+
+BLOCK = 256  # values that share a scale, fixed by the kernels
+MIN_QUANTISED = 4096  # smaller parameters keep float32 moments, as do vectors (norms)
+MIN_PAGED = 100_000  # smaller ones stay on the device
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def check_blockwise(name: str, parameters: Iterable[torch.Tensor]) -> None:
+    """UserError where bitsandbytes is missing, or has no kernel for the parameters' device or dtype."""
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            f"optimizer.name: {name} needs bitsandbytes",
+            where="optimizer.name",
+            why=str(error),
+            fix="pip install 'manyhands[qlora]', or use optimizer.name=adamw",
+        ) from error
+    for parameter in parameters:
+        if parameter.device.type != "cuda" or parameter.dtype == torch.float64:
+            raise UserError(
+                f"optimizer.name: {name} does not run on {parameter.device.type} in {str(parameter.dtype).removeprefix('torch.')}",
+                where="optimizer.name",
+                why="bitsandbytes has its kernels for 8-bit and paged optimizers on GPUs only, for weights of at most 32 bits",
+                fix="use optimizer.name=adamw, adafactor or muon",
+            )
+
+
+class BlockwiseAdamW(torch.optim.Optimizer):
+    """Groups say in ``bits`` (8 or 32) how their moments are kept. ``paged``: large ones lie in managed memory."""
+
+    def __init__(
+        self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float, paged: bool = False
+    ) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0, "bits": 32})
+        self._paged = paged
+        self._codes: dict[torch.device, dict[str, torch.Tensor]] = {}  # what the 256 codes mean
+        # The kernels know managed memory by an attribute that views lose, so the tensors themselves are kept beside the
+        # state.
+        self._moments: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+
+    def create_state(self, parameter: torch.Tensor) -> None:
+        """Zeros: ``step`` (), two moments of the parameter's shape in float32 or uint8, and with uint8 the blocks'
+        scales.
+        """
+        state, part = self.state[parameter], local(parameter)
+        quantised = self._bits_of(parameter) == 8 and parameter.ndim > 1 and parameter.numel() >= MIN_QUANTISED
+        state["step"] = torch.zeros((), dtype=torch.float32)
+        self._moments[parameter] = {}
+        for moment in MOMENTS:
+            self._moments[parameter][moment] = self._allocate(part, torch.uint8 if quantised else torch.float32)
+            state[moment] = shard_as(self._moments[parameter][moment], parameter, parameter.shape)
+            if quantised:
+                state[f"{moment}_scale"] = create_scales(parameter)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for parameter, group in gradients(self.param_groups):
+            if not self.state[parameter]:
+                self.create_state(parameter)
+            self.state[parameter]["step"] += 1
+            if local(parameter).numel():
+                self._update(parameter, group)
+        if self._paged and self._moments and next(iter(self._moments)).device.type == "cuda":
+            # pages are moved by themselves: their state must be settled before anybody reads it
+            torch.cuda.synchronize()
+
+    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        import bitsandbytes.functional as kernels
+
+        state, moments, weight = self.state[parameter], self._moments[parameter], local(parameter)
+        assert parameter.grad is not None
+        for moment in moments.values():
+            if getattr(moment, "is_paged", False):
+                kernels.prefetch_tensor(moment)
+        shared = {
+            "optimizer_name": "adam",  # theirs decouples the decay
+            "g": local(parameter.grad).contiguous(),
+            "p": weight,
+            "state1": moments["exp_avg"],
+            "state2": moments["exp_avg_sq"],
+            "beta1": group["betas"][0],
+            "beta2": group["betas"][1],
+            "eps": group["eps"],
+            "step": int(state["step"].item()),  # on the CPU
+            "lr": group["lr"],
+            "weight_decay": group["weight_decay"],
+        }
+        if "exp_avg_scale" not in state:
+            kernels.optimizer_update_32bit(**shared)
+            return
+        codes = self._codes_on(weight.device)
+        scales = {
+            f"absmax{number}": local(state[f"{moment}_scale"]).view(-1)
+            for number, moment in enumerate(MOMENTS, start=1)
+        }
+        kernels.optimizer_update_8bit_blockwise(**shared, **scales, **codes, beta3=0.0, alpha=0.0)
+
+    def _bits_of(self, parameter: torch.Tensor) -> int:
+        return next(group["bits"] for group in self.param_groups if any(parameter is p for p in group["params"]))
+
+    def _allocate(self, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        if not self._paged or part.device.type != "cuda" or part.numel() < MIN_PAGED:
+            return torch.zeros_like(part, dtype=dtype, requires_grad=False)
+        import bitsandbytes.functional as kernels
+
+        paged = kernels.get_paged(*part.shape, dtype=dtype, device=part.device)
+        kernels.fill(paged, 0)
+        return paged
+
+    def _codes_on(self, device: torch.device) -> dict[str, torch.Tensor]:
+        import bitsandbytes.functional as kernels
+
+        if device not in self._codes:
+            maps = {"qmap1": kernels.create_dynamic_map(signed=True), "qmap2": kernels.create_dynamic_map(signed=False)}
+            self._codes[device] = {name: code.to(device) for name, code in maps.items()}
+        return self._codes[device]
+
+
+def create_scales(parameter: torch.Tensor) -> torch.Tensor:
+    """Zeros for the scales of a moment's blocks, in a shape that tells layouts apart unless their blocks are the same.
+
+    ===================================  ==============================  ======================================
+    columns are whole blocks             (rows, columns / 256)           cut as the parameter, in any layout
+    shards are equal and whole blocks    (blocks)                        the same in every such layout
+    otherwise                            (shards, blocks of the first)   of this number of shards alone
+    ===================================  ==============================  ======================================
+    """
+    part, rows, shards = local(parameter), parameter.shape[0], num_shards(parameter)
+    columns = parameter.numel() // rows
+    if columns % BLOCK == 0:
+        return shard_as(_zeros(part, part.shape[0], columns // BLOCK), parameter, (rows, columns // BLOCK))
+    if shards == 1 or (rows % shards == 0 and part.numel() % BLOCK == 0):
+        num_blocks = math.ceil(parameter.numel() / BLOCK)
+        return shard_as(_zeros(part, num_blocks // shards), parameter, (num_blocks,))
+    num_blocks = math.ceil(math.ceil(rows / shards) * columns / BLOCK)
+    assert isinstance(parameter, DTensor)
+    return shard_as(_zeros(part, 1, num_blocks), parameter, (shards, num_blocks))
+
+
+def _zeros(like: torch.Tensor, *shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.float32, device=like.device)

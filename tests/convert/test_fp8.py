@@ -1,0 +1,215 @@
+"""Blocks whose products are in fp8: same parameters and names, training alone computes with codes, and a gate before it
+does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from manyhands.convert.fp8 import Fp8Linear, code_frozen, fp8_layers, set_products, use_fp8
+from manyhands.convert.fp8_check import check_fp8
+from manyhands.convert.loss import LossModel
+from manyhands.core.errors import UserError
+from manyhands.core.world import World
+from manyhands.engine.compile import compile_blocks
+from manyhands.engine.native import Parallel
+from manyhands.kernels.modules import fuse_lora
+from tests.kernels.models import adapted, fp8_model, step, tiny, token_ids
+from tests.support.ranks import Ranks
+
+FAMILIES = ("llama", "qwen2", "gemma3")
+
+
+def build(family: str) -> nn.Module:
+    torch.manual_seed(0)
+    return tiny(family).train()
+
+
+def in_fp8(family: str, method: str, *, fused: bool = True, **more: Any) -> nn.Module:
+    model = build(family)
+    use_fp8(model)
+    if method == "lora":
+        model = adapted(model, **more)
+    if fused:
+        fuse_lora(model)
+    code_frozen(model)
+    return model
+
+
+def gap(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
+    """|found - expected| / |expected| over all gradients"""
+    assert found.keys() == expected.keys()
+    square = sum((found[name].double() - expected[name].double()).square().sum() for name in found)
+    return float((square / sum(expected[name].double().square().sum() for name in expected)).sqrt())
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_of_a_step_deviate_by_rounding_and_evaluation_does_not(family: str, method: str) -> None:
+    plain = adapted(build(family)) if method == "lora" else build(family)
+    model = in_fp8(family, method)
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    assert not any(
+        type(module).__name__.endswith(("Attention", "MLP"))
+        for module in model.modules()
+        if "Fused" not in type(module).__name__
+    )
+    ids = token_ids(2, 24)
+    logits, expected = step(plain, ids)
+    logits_fp8, found = step(model, ids)
+    assert 1e-3 < gap(found, expected) < 0.25
+    assert 1e-3 < float((logits_fp8 - logits).norm() / logits.norm()) < 0.15
+    with torch.no_grad():
+        assert torch.allclose(model.eval()(input_ids=ids).logits, plain.eval()(input_ids=ids).logits, atol=1e-5)
+
+
+@pytest.mark.parametrize("more", [{}, {"dropout": 0.1}, {"dora": True}, {"target_modules": ("q_proj", "down_proj")}])
+def test_layers_by_themselves_compute_in_fp8_too(more: dict[str, Any]) -> None:
+    """What no fused module takes: dropout, DoRA, other families."""
+    ids = token_ids(2, 24)
+    found, plain = in_fp8("llama", "lora", fused=False, **more), in_fp8("llama", "lora", fused=False, **more)
+    set_products(plain, "plain")
+    gradients = []
+    for model in (found, plain):
+        torch.manual_seed(3)
+        gradients.append(step(model, ids)[1])
+    assert 1e-3 < gap(*gradients) < 0.25
+
+
+def test_fused_modules_and_layers_by_themselves_agree() -> None:
+    ids = token_ids(2, 24)
+    one, other = (step(in_fp8("llama", "lora", fused=fused), ids) for fused in (True, False))
+    assert gap(one[1], other[1]) < 0.25 and torch.allclose(one[0], other[0], rtol=0.2, atol=0.2)
+
+
+def test_layers_that_do_not_fit_stay_plain_and_are_named() -> None:
+    class Block(nn.Module):
+        pass
+
+    model = build("llama")
+    odd = model.model.layers[0].mlp
+    odd.up_proj = nn.Linear(64, 130, bias=False).requires_grad_(False)
+    swapped, left = use_fp8(model)
+    assert left == ["model.layers.0.mlp.up_proj"] and len(swapped) == 7 * len(model.model.layers) - 1
+    assert type(odd.up_proj) is nn.Linear and isinstance(odd.gate_proj, Fp8Linear)
+    report = fuse_lora(model)
+    assert report.left["model.layers.0.mlp"] == "has layers in fp8 and others beside them"
+
+
+def test_weights_are_coded_once_where_they_are_frozen() -> None:
+    lora, full = in_fp8("llama", "lora"), in_fp8("llama", "full")
+    sizes = sum(layer.in_features * layer.out_features for layer in fp8_layers(lora).values())
+    rows = sum(layer.out_features for layer in fp8_layers(lora).values())
+    assert code_frozen(lora) == 2 * sizes + 4 * rows
+    assert code_frozen(full) == 0
+    assert not any("coded" in name for name in lora.state_dict())
+
+
+@pytest.mark.parametrize("method", ["full", pytest.param("lora", marks=pytest.mark.slow)])
+def test_compiled_blocks_share_one_graph_whatever_their_number_and_the_packs_length(method: str) -> None:
+    model, eager = in_fp8("llama", method), in_fp8("llama", method)
+    expected = [step(eager, token_ids(1, length)) for length in (24, 40, 17)]
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compile_blocks(model, dynamic=True, backend="aot_eager")
+    for length, (logits, gradients) in zip((24, 40, 17), expected, strict=True):
+        found = step(model, token_ids(1, length))
+        assert torch.allclose(found[0], logits, atol=2e-2) and gap(found[1], gradients) < 0.02
+    # under adapters the first block's input wants no gradient: a kind of its own
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (2 if method == "lora" else 1)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("method, recompute", [("full", False), ("full", True), ("lora", False)])
+def test_sharded_ranks_give_the_gradients_of_one(world: Ranks, method: str, recompute: bool) -> None:
+    """Weights are gathered and then coded: the same codes."""
+    model = fp8_model("qwen3", method)
+    code_frozen(model)
+    logits, expected = step(model, token_ids(2, 12))
+    for found in world.run("tests.kernels.models:sharded_fp8_step", "qwen3", method, recompute, world_size=2):
+        assert found["coded_bytes"] == 0
+        np.testing.assert_allclose(found["logits"], logits.numpy(), rtol=1e-4, atol=1e-4)
+        assert found["gradients"].keys() == expected.keys()
+        for name, gradient in expected.items():
+            np.testing.assert_allclose(
+                found["gradients"][name],
+                gradient.numpy(),
+                rtol=0,
+                atol=1e-4 * gradient.abs().max().item(),
+                err_msg=name,
+            )
+
+
+# -- the gate -----------------------------------------------------------------------------------------------------------------
+
+
+def gate(model: nn.Module) -> Any:
+    ids = token_ids(1, 64)
+    batch = {"input_ids": ids, "labels": ids.roll(-1, 1)}
+    return check_fp8(Parallel(LossModel(model), World(0, 0, 1, torch.device("cpu"))), model, batch, seed=0)
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_the_gate_says_how_far_loss_and_gradient_move_and_leaves_nothing(method: str) -> None:
+    model = in_fp8("llama", method)
+    found = gate(model)
+    assert 0 < found.loss < 0.02 and 0.01 < found.gradient < 0.25 and 0.03 < found.layer < 0.05
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(layer.in_fp8 for layer in fp8_layers(model).values())
+
+
+def test_the_gate_refuses_codes_that_are_not_the_weights() -> None:
+    model = in_fp8("llama", "lora")
+    mlp: Any = model.get_submodule("model.layers.1.mlp")
+    mlp.coded["gate_proj"].scales.mul_(4)
+    with pytest.raises(UserError, match="not accurate enough") as refused:
+        gate(model)
+    assert "allowed are 5%, 34% and 6.2%" in refused.value.why and "kernels.linear: reference" in refused.value.fix
+
+
+def test_the_gate_refuses_what_is_no_number() -> None:
+    model = in_fp8("llama", "full")
+    with torch.no_grad():
+        model.get_parameter("model.layers.1.mlp.down_proj.weight")[0, 0] = torch.inf
+    with pytest.raises(UserError, match="not accurate enough"):
+        gate(model)
+
+
+# -- training -----------------------------------------------------------------------------------------------------------------
+
+
+def rows_of_a_chain(draw: torch.Generator) -> torch.Tensor:
+    """Tokens that follow from the one before every other time, and are any token else: there is a loss that nobody goes
+    below.
+    """
+    ids = torch.randint(0, 64, (8, 48), generator=draw)
+    for position in range(1, 48):
+        follows = torch.rand(8, generator=draw) < 0.5
+        ids[:, position] = torch.where(follows, (5 * ids[:, position - 1] + 3) % 64, ids[:, position])
+    return ids
+
+
+@pytest.mark.parametrize("method", ["lora", pytest.param("full", marks=pytest.mark.slow)])
+def test_eighty_steps_end_within_one_percent_of_plain_ones(method: str) -> None:
+    ends = {}
+    for kind in ("plain", "fp8"):
+        model = in_fp8("llama", method, rank=16)
+        set_products(model, kind)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
+        draw, losses = torch.Generator().manual_seed(4), []
+        for _ in range(80):
+            ids = rows_of_a_chain(draw)
+            loss = nn.functional.cross_entropy(model(input_ids=ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        ends[kind] = sum(losses[-10:]) / 10
+        assert ends[kind] < 0.9 * losses[0]
+    assert ends["fp8"] == pytest.approx(ends["plain"], rel=0.01)

@@ -1,0 +1,227 @@
+"""Files that nobody can divide: all processes work on them, and what comes out is as if one had read them."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from manyhands.config.schema import Source
+from manyhands.core.errors import UserError
+from manyhands.data import sources
+from manyhands.data import tokenize_parallel as tokenise_parallel
+from manyhands.data.prepare import prepare
+from manyhands.data.rows import Row
+from manyhands.data.sources import read_rows, split_source
+from manyhands.data.work_queue import Batch, WorkList, cut_batches
+from tests.data.test_prepare_parallel import read_store, start, wait_for_end, wait_for_workers
+
+__all__ = ["start"]  # a fixture
+
+WORDS = 'What "is" the answer,\nand why? '
+
+
+def fields(number: int) -> dict[str, str]:
+    return {
+        "question": f"{number}: {WORDS * (1 + number % 7)}",
+        "answer": f"It is {number}." + " Indeed." * (number % 11),
+    }
+
+
+def write_csv(path: Path, rows: list[dict[str, str]]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def write_packed(path: Path, rows: list[dict[str, str]]) -> None:
+    path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+
+
+WRITERS: dict[str, Callable[[Path, list[dict[str, str]]], object]] = {
+    "rows.csv": write_csv,
+    "rows.json": lambda path, rows: path.write_text(json.dumps(rows, indent=1)),
+    "rows.jsonl.gz": write_packed,
+    "rows.parquet": lambda path, rows: pq.write_table(pa.Table.from_pylist(rows), path),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenise_parallel, "PART_BYTES", 1 << 14)
+    monkeypatch.setattr(tokenise_parallel, "BATCH_CHARACTERS", 20_000)
+    monkeypatch.setattr(sources, "MIN_PART_BYTES", 1)
+
+
+@pytest.fixture
+def num_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """How many segments each preparation joined."""
+    seen: list[int] = []
+    whole = tokenise_parallel.Job.segments
+    monkeypatch.setattr(
+        tokenise_parallel.Job,
+        "segments",
+        lambda job, number: seen.append(len(whole(job, number))) or whole(job, number),
+    )
+    yield seen
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_the_store_is_the_same_for_any_number_of_processes(
+    name: str, make_config, model_folder: Path, tmp_path: Path, num_segments
+) -> None:
+    rows = [fields(number) for number in range(1_200)]
+    WRITERS[name](tmp_path / name, rows)
+    stores, said = [], []
+    for number in (1, 3):
+        config = make_config(tmp_path / name, cache=str(tmp_path / f"cache-{number}"))
+        facts = prepare(config, model_folder, said.append, num_processes=number)
+        stores.append(read_store(facts.folder))
+    assert stores[0] == stores[1] and facts.num_samples + facts.num_validation_samples == len(rows)
+    assert num_segments[0] == 1 and num_segments[1] > 2 and said[-1].endswith("by 3 processes")
+
+
+def test_documents_in_pieces_keep_their_place(make_config, plain_folder: Path, tmp_path: Path, num_segments) -> None:
+    texts = ["Short. " * 9, "A long one. " * 90_000, "Then some. " * 9_000, "And an end."]
+    (tmp_path / "x.txt.gz").write_bytes(gzip.compress("\n\n".join(texts).encode()))
+    stores = []
+    for number in (1, 2):
+        config = make_config(
+            tmp_path / "x.txt.gz", "cpt", too_long="split", max_length=4096, cache=str(tmp_path / f"cache-{number}")
+        )
+        stores.append(read_store(prepare(config, plain_folder, lambda _: None, num_processes=number).folder))
+    assert stores[0] == stores[1] and num_segments[1] >= 3
+
+
+def test_a_divided_text_gives_each_document_once(make_config, plain_folder: Path, tmp_path: Path, num_segments) -> None:
+    (tmp_path / "x.txt").write_text("\n\n".join(f"Document {number}. " * 99 for number in range(60)))
+    stores = []
+    for number in (1, 2):
+        config = make_config(
+            tmp_path / "x.txt", "cpt", too_long="split", max_length=4096, cache=str(tmp_path / f"cache-{number}")
+        )
+        stores.append(read_store(prepare(config, plain_folder, lambda _: None, num_processes=number).folder))
+    assert stores[0] == stores[1] and len(num_segments) > 3
+
+
+def test_faults_have_the_lines_that_one_process_gives_them(make_config, model_folder: Path, tmp_path: Path) -> None:
+    rows = [fields(number) for number in range(1_200)]
+    for number in (5, 600, 1_199):
+        rows[number]["answer"] = " "
+    write_csv(tmp_path / "rows.csv", rows)
+    told = []
+    for number in (1, 3):
+        with pytest.raises(UserError, match="3 rows cannot be trained") as caught:
+            prepare(make_config(tmp_path / "rows.csv"), model_folder, lambda _: None, num_processes=number)
+        told.append(str(caught.value))
+    assert told[0] == told[1]
+    places = [row.line for row in read_rows(tmp_path / "rows.csv") if row.fields["answer"] == " "]
+    assert [int(line.split(":")[1]) for line in told[0].splitlines() if "is empty" in line] == places and places[
+        -1
+    ] > 1_200
+    with (tmp_path / "rows.csv").open("a") as file:
+        file.write("one field\r\n")
+    for number in (1, 3):
+        with pytest.raises(UserError, match="1 fields, but the header has 2"):
+            prepare(make_config(tmp_path / "rows.csv"), model_folder, lambda _: None, num_processes=number)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2, None])
+def test_a_killed_process_ends_all_and_leaves_nothing(victim: int | None, start, tmp_path: Path) -> None:
+    write_csv(tmp_path / "rows.csv", [{"question": WORDS, "answer": "Indeed. " * 200}] * 10_000)  # more than one part
+    process = start(tmp_path / "rows.csv")
+    below = wait_for_workers(process, tmp_path / "cache")
+    if victim is None:
+        process.send_signal(signal.SIGINT)
+    else:
+        below[victim].send_signal(signal.SIGKILL)
+    _, told = process.communicate(timeout=60)
+    assert victim is None or "UserError: error: a process that tokenises the data was killed" in told
+    wait_for_end(below)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_only_what_cannot_be_divided_is_large(tmp_path: Path) -> None:
+    rows = [fields(number) for number in range(3_000)]
+    for name, write in WRITERS.items():
+        write(tmp_path / name, rows)
+        assert [part.large for part in split_source(Source(path=str(tmp_path / name)), 6)] == [True]
+        assert [part.large for part in split_source(Source(path=str(tmp_path / name)), 1)] == [False]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "groups.parquet", row_group_size=250)
+    assert not any(part.large for part in split_source(Source(path=str(tmp_path / "groups.parquet")), 6))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    parts = split_source(Source(path=str(tmp_path / "rows.jsonl")), 6)
+    assert len(parts) == 6 and not any(part.large for part in parts)
+
+
+def test_a_packed_file_counts_as_what_it_holds(tmp_path: Path) -> None:
+    write_packed(tmp_path / "rows.jsonl.gz", [fields(0)] * 5_000)
+    size = (tmp_path / "rows.jsonl.gz").stat().st_size
+    assert sources.unpacked_bytes(tmp_path / "rows.jsonl.gz") == 5_000 * len(json.dumps(fields(0)) + "\n") > 20 * size
+    (tmp_path / "x.gz").write_bytes(b"abc")
+    assert sources.unpacked_bytes(tmp_path / "x.gz") == 3
+
+
+def test_batches_hold_all_rows_in_order() -> None:
+    taken: list[str] = []
+
+    def read() -> Iterator[Row]:
+        for number, text in enumerate(["aaaa", "bbbb", "cccc", "d" * 99, iter(["e", "f"]), "g"]):
+            yield Row({"text": text}, "f", number + 1)
+            if isinstance(text, Iterator):
+                assert "".join(taken[-2:]) == "ef", "the pieces were used up before the next row"
+
+    lines = []
+    for batch in cut_batches(7, read(), 10):
+        assert batch.part == 7 and batch.number == len(lines)
+        lines.append([row.line for row in batch.samples])
+        if batch.num_characters == float("inf"):
+            taken += list(batch.samples[0].fields["text"])
+    assert lines == [[1, 2], [3], [4], [5], [6]]
+
+
+def take_all(work: WorkList, done, all_there) -> None:
+    all_there.wait()
+    while (item := work.take()) is not None:
+        if isinstance(item, Batch):
+            done.put((os.getpid(), item.number))
+            continue
+        for number in range(100):
+            time.sleep(0.002)
+            if not work.offer(Batch(item, number, [], 1.0)):
+                done.put((os.getpid(), number))
+        work.finish_part()
+
+
+def test_every_batch_is_done_once_and_by_several() -> None:
+    context = multiprocessing.get_context("fork")
+    work, done, all_there = WorkList(context, 1, 4), context.Queue(), context.Barrier(3)
+    processes = [context.Process(target=take_all, args=(work, done, all_there), daemon=True) for _ in range(3)]
+    for process in processes:
+        process.start()
+    found = [done.get(timeout=60) for _ in range(100)]
+    for process in processes:
+        process.join(timeout=60)
+        assert process.exitcode == 0
+    assert sorted(number for _, number in found) == list(range(100)) and len({pid for pid, _ in found}) > 1
+
+
+def test_a_large_batch_and_one_too_many_stay_with_the_reader() -> None:
+    work = WorkList(multiprocessing.get_context("fork"), 1, 2)
+    assert work.take() == 0
+    assert not work.offer(Batch(0, 0, [], float("inf")))
+    assert [work.offer(Batch(0, number, [], 1.0)) for number in range(3)] == [True, True, False]
+    work.finish_part()
+    assert [getattr(work.take(), "number", None) for _ in range(3)] == [0, 1, None]

@@ -1,0 +1,74 @@
+"""What the rank of ``test_masters`` does: a few steps of full bfloat16 training in one process, by the copy or by
+FSDP2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from manyhands.config.schema import RunConfig
+from manyhands.convert.loss import LossModel
+from manyhands.core.world import World
+from manyhands.engine import apply as surgery
+from manyhands.engine.native import Parallel
+from manyhands.model.load import build_meta, materialize
+from manyhands.plan.types import Plan
+from manyhands.train.optimizer import make_optimizer
+from manyhands.train.step import StepWork, compute_gradients, update_weights
+from tests.support.layouts import Documents, count_loss_tokens, pack
+
+
+def build(plan: Plan, config: RunConfig, *, sharded: bool = False) -> Parallel:
+    """The model of ``plan`` as a run builds it; ``sharded``: by ``fully_shard`` on a (1, 1) mesh all the same."""
+    chosen = surgery.keeps_compute_copy
+    if sharded:
+        surgery.keeps_compute_copy = lambda _: False
+    loss_model = LossModel(build_meta(plan, config), fuse=plan.fuse_loss)
+    alone = World(0, 0, 1, torch.device("cpu"))
+    try:
+        return surgery.apply(loss_model, plan, alone, lambda module, device: materialize(module, plan, config, device))
+    finally:
+        surgery.keeps_compute_copy = chosen
+
+
+def train(
+    plan: Plan, config: RunConfig, steps: list[list[Documents]], max_grad_norm: float, sharded: bool
+) -> dict[str, Any]:
+    """``steps[step][micro]``; after each step an evaluation and the logits of the first documents."""
+    parallel = build(plan, config, sharded=sharded)
+    assert (parallel._copy is None) == sharded
+    optimizer = make_optimizer(parallel.model, config.optimizer, 1e-2)
+    probe = pack(steps[0][0])
+    found: dict[str, list[float]] = {"losses": [], "norms": [], "evaluations": []}
+    logits = []
+    for number, micros in enumerate(steps):
+        work = StepWork(
+            step=number,
+            epoch=0.0,
+            num_samples=0,
+            num_tokens=0,
+            num_loss_tokens=0,
+            num_micro_batches=len(micros),
+            num_rank_loss_tokens=0,
+            micro_batches=[pack(documents) for documents in micros],
+            loss_weight=sum(count_loss_tokens(documents) for documents in micros),
+        )
+        sums = compute_gradients(parallel, work, seed=0, rank=0)
+        update_weights(optimizer, sums, max_grad_norm=max_grad_norm)
+        found["losses"].append(sums.terms["lm"].item())
+        found["norms"].append(sums.grad_norm.item())
+        with torch.no_grad():
+            found["evaluations"].append(parallel(probe)["lm"][0].item())
+        logits.append(parallel.logits(probe).float().numpy())
+        logits.append(parallel.next_token_logits(probe["input_ids"]).float().numpy())
+    return found | {"logits": logits, "weights": weights_of(parallel)}
+
+
+def weights_of(parallel: Parallel) -> dict[str, np.ndarray]:
+    parallel.model.state_dict(keep_vars=True)  # FSDP2 gives gathered weights back
+    whole = {name: p.detach() for name, p in parallel.model.named_parameters()}
+    assert {p.dtype for p in whole.values()} == {torch.float32}
+    return {name: (p.full_tensor() if hasattr(p, "full_tensor") else p).numpy() for name, p in whole.items()}

@@ -1,0 +1,142 @@
+"""What recomputation keeps: less in each mode, compiled or not, and the gradients of keeping everything."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from manyhands.config.schema import MethodSection
+from manyhands.convert.lora import apply_lora
+from manyhands.convert.quantize import quantise_blocks, quantised_layers
+from manyhands.engine.activation_checkpointing import checkpoint_blocks
+from manyhands.engine.compile import compile_blocks
+from manyhands.facts.model import read_model_facts
+from manyhands.kernels.modules import fuse_lora
+from manyhands.plan.activations import linear_bytes_per_token
+from manyhands.plan.types import Checkpointing
+from tests.plan.test_memory import FULL
+from tests.support.tiny import tiny_config, tiny_model
+
+NUM_TOKENS = 64
+BACKEND = "aot_eager_decomp_partition"  # inductor's partitioner without the making of kernels
+
+
+def build(
+    mode: Checkpointing, compiled: bool, layers: int, *, lighter: int = 0, fused_rank: int = 0, in_nf4: bool = False
+) -> nn.Module:
+    model = tiny_model("llama", num_hidden_layers=layers).train()
+    if in_nf4:
+        put_in_nf4(model)
+    if fused_rank:
+        apply_lora(model, MethodSection(rank=fused_rank), seed=0)
+        fuse_lora(model)
+    checkpoint_blocks(model, mode, lighter_layers=lighter, compiled=compiled)
+    if compiled:
+        torch._dynamo.reset()
+        compile_blocks(model, dynamic=None, backend=BACKEND)
+    return model
+
+
+def put_in_nf4(model: nn.Module) -> None:
+    pytest.importorskip("bitsandbytes")
+    weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    quantise_blocks(model)
+    for name, layer in quantised_layers(model).items():
+        layer.fill(weights[f"{name}.weight"])
+
+
+def kept_bytes(model: nn.Module) -> tuple[int, dict[str, torch.Tensor]]:
+    """Bytes of all storages that autograd holds for the backward pass, parameters apart; and the gradients."""
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    held: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        hidden = model.model(input_ids=torch.arange(NUM_TOKENS)[None], use_cache=False)[0]
+    hidden.square().sum().backward()
+    return sum(storage.nbytes() for storage in held.values()), {
+        n: p.grad for n, p in model.named_parameters() if p.grad is not None
+    }
+
+
+@pytest.mark.parametrize(
+    "fused_rank, in_nf4", [(0, False), (2, False), (2, True)], ids=["full", "fused adapters", "on NF4"]
+)
+def test_selective_keeps_the_results_of_linear_layers_and_attention_when_compiled(
+    fused_rank: int, in_nf4: bool, tmp_path
+) -> None:
+    """What one more block adds is what the plan counts for it: fused adapters' products are operators of our own."""
+    tiny_config("llama").save_pretrained(tmp_path)
+    model = read_model_facts(tmp_path, "tiny", "random")
+    setup = replace(FULL, model=model, compute_bytes=4, num_adapter_parameters=fused_rank, adapter_rank=fused_rank)
+    method: dict[str, Any] = {"fused_rank": fused_rank, "in_nf4": in_nf4}
+    (two, gradients), (three, _) = (kept_bytes(build("selective", True, layers, **method)) for layers in (2, 3))
+    assert (three - two) / NUM_TOKENS == pytest.approx(linear_bytes_per_token(setup), rel=0.02)
+    everything, plain = kept_bytes(build("none", True, 2, **method))
+    inputs, _ = kept_bytes(build("full", True, 2, **method))
+    assert inputs < two < 0.8 * everything
+    assert all(torch.equal(gradients[name], plain[name]) for name in plain)
+
+
+def test_eager_selective_repeats_cheap_operations_only() -> None:
+    repeated: list[str] = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            repeated.append(func.name().partition(".")[0])
+            return func(*args, **(kwargs or {}))
+
+    counts = {}
+    for mode in ("none", "selective", "full"):
+        model = build(mode, False, 1)
+        loss = model(input_ids=torch.arange(NUM_TOKENS)[None], use_cache=False).logits.sum()
+        repeated.clear()
+        with Watch():
+            loss.backward()
+        counts[mode] = {
+            name: repeated.count(name)
+            for name in ("aten::mm", "aten::silu", "aten::_scaled_dot_product_flash_attention_for_cpu")
+        }
+    none, selective, block = counts.values()
+    assert selective["aten::mm"] == none["aten::mm"] < block["aten::mm"]
+    assert selective["aten::silu"] == block["aten::silu"] == none["aten::silu"] + 1
+    assert list(selective.values())[2] == 0 < list(block.values())[2]
+
+
+@pytest.mark.parametrize("in_nf4", [False, True], ids=["whole weights", "NF4"])
+def test_eager_selective_keeps_the_products_of_fused_adapters(in_nf4: bool) -> None:
+    """In-place products as well: no wide one is repeated, and gradients are those of keeping everything."""
+    found = {}
+    for mode in ("none", "selective"):
+        model = build(mode, False, 2, fused_rank=8, in_nf4=in_nf4)
+        for name, factor in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.constant_(factor, 0.01)  # zero as it starts, and A would get no gradient
+        loss = model(input_ids=torch.arange(NUM_TOKENS)[None], use_cache=False).logits.square().mean()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            loss.backward()
+        num_wide = sum(event.name == "aten::addmm_" for event in profile.events())
+        found[mode] = num_wide, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert found["selective"][0] == found["none"][0] > 0
+    assert len(found["none"][1]) == 2 * 7 * 2
+    assert all(torch.equal(gradient, found["none"][1][name]) for name, gradient in found["selective"][1].items())
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_lighter_blocks_keep_what_the_next_lighter_way_does(mode: Checkpointing, compiled: bool) -> None:
+    """Three blocks, the last one lighter: what is held lies a third of the way to the lighter mode; gradients stay."""
+    lighter_mode: Checkpointing = "selective" if mode == "full" else "none"
+    heavy, gradients = kept_bytes(build(mode, compiled, 3))
+    mixed, mixed_gradients = kept_bytes(build(mode, compiled, 3, lighter=1))
+    light, _ = kept_bytes(build(lighter_mode, compiled, 3))
+    assert mixed - heavy == pytest.approx((light - heavy) / 3, rel=0.1)
+    assert all(torch.equal(gradients[name], mixed_gradients[name]) for name in gradients)

@@ -1,0 +1,174 @@
+"""Host memory: optimizer states a chunk at a time, and activations through autograd's hooks, on a CPU with plain
+copies.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from manyhands.checkpoint.load import load_checkpoint
+from manyhands.checkpoint.save import save_checkpoint
+from manyhands.engine import activation_offload as activations
+from manyhands.engine.activation_offload import ActivationStore, Saved, offload_activations
+from manyhands.engine.compile import compile_blocks
+from manyhands.engine.optimizer_offload import StreamedOptimizer, split_parameters
+from tests.support.tiny import tiny_model
+
+CPU = torch.device("cpu")
+
+
+def test_chunks_hold_about_so_many_bytes_and_keep_their_groups() -> None:
+    sizes = [[100, 200], [300], [5000, 50]]
+    members = [[torch.zeros(size // 4) for size in group] for group in sizes]
+    chunks = split_parameters(members, 400)
+    found = [[[p.numel() * 4 for p in group] for group in chunk] for chunk in chunks]
+    assert found == [[[100, 200], [], []], [[], [300], []], [[], [], [5000]], [[], [], [48]]]
+    assert split_parameters([[], []], 400) == [[[], []]]
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    matrices, rest = ([p for p in model.parameters() if (p.ndim > 1) is large] for large in (True, False))
+    return torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": rest}], lr=1e-2, fused=True)
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8))
+
+
+def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, seeds: range) -> None:
+    for seed in seeds:
+        model(torch.randn(4, 16, generator=torch.Generator().manual_seed(seed))).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_streamed_optimizer_resumes_from_a_plain_ones_checkpoint(tmp_path: Path) -> None:
+    plain = small_model()
+    optimizer = adamw(plain)
+    take_steps(plain, optimizer, range(2))
+    save_checkpoint(tmp_path / "step-000002", plain, optimizer, {}, rank=0, world_size=1)
+    take_steps(plain, optimizer, range(2, 5))
+
+    streamed = small_model()
+    inner = adamw(streamed)
+    host = StreamedOptimizer(inner, CPU, chunk_bytes=600)
+    load_checkpoint(tmp_path / "step-000002", streamed, host)
+    assert inner.state is host.state and len(host.state) == 4
+    take_steps(streamed, host, range(2, 5))
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), streamed.parameters(), strict=True))
+    for group in host.param_groups:  # a learning rate that is set on the outer optimizer is the inner one's
+        group["lr"] = 0.0
+    before = [p.detach().clone() for p in streamed.parameters()]
+    take_steps(streamed, host, range(5, 6))
+    assert all(torch.equal(a, b) for a, b in zip(before, streamed.parameters(), strict=True))
+    assert [len(group["params"]) for group in inner.param_groups] == [2, 2]
+
+
+def test_activations_are_stored_once_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activations, "MAX_LEAVING_BYTES", 3000)
+    monkeypatch.setattr(activations, "MAX_AHEAD_BYTES", 900)
+    store = ActivationStore(CPU)
+    store.begin()
+    tensors = [torch.randn(100) for _ in range(10)]
+    packed = [store.pack(tensor) for tensor in tensors]
+    again = store.pack(tensors[-1])
+    assert again is packed[-1] and all(isinstance(saved, Saved) for saved in packed)
+    assert store.num_packed_bytes == 10 * 400
+    copies = [tensor.clone() for tensor in tensors]
+    for tensor in tensors[:2]:
+        tensor.zero_()  # long copied: the memory is used again
+    assert torch.equal(store.unpack(packed[-1]), copies[-1])
+    on_device = [saved.device is not None for saved in packed]
+    assert (
+        on_device == [False] * 3 + [True] * 7
+    )  # the last ones had not left yet; those before are fetched when they are near
+    assert torch.equal(store.unpack(packed[3]), copies[3])
+    assert [saved.device is not None for saved in packed[:3]] == [False, True, True]
+    assert torch.equal(store.unpack(packed[0]), copies[0])
+
+
+def test_one_tensor_is_fetched_ahead_however_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activations, "MAX_LEAVING_BYTES", 300)
+    monkeypatch.setattr(activations, "MAX_AHEAD_BYTES", 300)
+    store = ActivationStore(CPU)
+    store.begin()
+    packed = [store.pack(torch.randn(100)) for _ in range(4)]
+    store.unpack(packed[2])
+    assert [saved.device is not None for saved in packed[:3]] == [False, True, True]
+
+
+@pytest.mark.parametrize("activation_checkpointing", [False, True])
+def test_only_activations_of_the_base_move_and_with_recomputed_blocks_only_their_inputs(recompute: bool) -> None:
+    model = tiny_model("llama").train()
+    plain = tiny_model("llama").train()
+    if recompute:
+        for each in (model, plain):
+            each.gradient_checkpointing_enable({"use_reentrant": False})
+    store = offload_activations(model, CPU)
+    ids = torch.arange(40)[None]
+    for each in (model, plain):
+        for _ in range(2):
+            each(input_ids=ids, use_cache=False).logits.square().sum().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    per_pass, hidden = store.num_packed_bytes // 2, 40 * 64 * 4
+    blocks = len(model.model.layers) * hidden
+    if recompute:
+        assert blocks <= per_pass < 3 * blocks
+    else:
+        assert per_pass > 8 * blocks
+    with torch.no_grad():
+        model(input_ids=ids, use_cache=False)
+    assert store.num_packed_bytes == 2 * per_pass  # nothing is kept for no backward pass
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_streamed_steps_are_the_plain_ones_and_states_are_pinned_host_memory() -> None:
+    device = torch.device("cuda")
+    models = [small_model().to(device) for _ in range(2)]
+    plain, streamed = adamw(models[0]), StreamedOptimizer(adamw(models[1]), device, chunk_bytes=600)
+    for seed in range(4):
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(seed)).to(device)
+        for model, optimizer in zip(models, (plain, streamed), strict=True):
+            model(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True))
+    moments = [state["exp_avg"] for state in streamed.state.values()]
+    assert len(moments) == 4 and all(moment.device.type == "cpu" and moment.is_pinned() for moment in moments)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("activation_checkpointing", [False, True])
+def test_on_a_gpu_activations_leave_and_gradients_stay(recompute: bool, compiled: bool) -> None:
+    """Several passes in a row: memory that is used again too early would show in the gradients."""
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12}
+    ids = torch.arange(4096, device="cuda")[None] % 250
+    peaks, gradients = [], []
+    for offloads in (False, True):
+        model = tiny_model("llama", **sizes).to("cuda").train()
+        if recompute:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if compiled:
+            torch._dynamo.reset()
+            compile_blocks(model, dynamic=None)
+        if offloads:
+            offload_activations(model, torch.device("cuda"))
+        for step in range(3):
+            model.zero_grad()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            hidden = model.model(input_ids=ids, use_cache=False)[0]
+            if step == 2:
+                peaks.append(torch.cuda.memory_allocated() - before)
+            hidden.square().mean().backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+    if not recompute:
+        assert peaks[1] < 0.8 * peaks[0]  # what is on its way out is bounded

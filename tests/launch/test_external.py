@@ -1,0 +1,124 @@
+"""Reading other launchers' environments, and refusing those that make no sense."""
+
+from __future__ import annotations
+
+import pytest
+
+from manyhands.core.errors import UserError
+from manyhands.launch.env import worker_environment
+from manyhands.launch.external import (
+    Launcher,
+    check_accelerate_precision,
+    detect_launcher,
+    expand_hosts,
+    refuse_silent_single,
+)
+from tests.launch.builders import make_config, make_plan
+
+TORCHRUN = {
+    "RANK": "3",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node7",
+    "MASTER_PORT": "29401",
+    "TORCHELASTIC_RUN_ID": "none",
+}
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_NTASKS": "7",
+    "SLURM_TASKS_PER_NODE": "4,3",
+    "SLURM_JOB_NODELIST": "gpu[08-09]",
+    "SLURM_JOB_ID": "123456",
+}
+
+
+def test_nobody():
+    assert detect_launcher({}) == Launcher("none", 0, 0, 1, 1)
+
+
+def test_torchrun_and_those_that_speak_like_it():
+    assert detect_launcher(TORCHRUN) == Launcher("torchrun", 3, 1, 4, 2, "node7", 29401)
+    assert detect_launcher(TORCHRUN | {"ACCELERATE_MIXED_PRECISION": "no"}).kind == "accelerate"
+    assert detect_launcher(TORCHRUN | {"MANYHANDS_LAUNCHER_PID": "1"}).kind == "manyhands"
+    assert detect_launcher(TORCHRUN | SLURM).kind == "torchrun", "torchrun inside a SLURM job"
+
+
+def test_kubernetes_sets_no_local_rank():
+    pod = {"RANK": "2", "WORLD_SIZE": "3", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
+    assert detect_launcher(pod) == Launcher("torchrun", 2, 0, 3, 1, "job-master-0", 23456)
+
+
+def test_slurm():
+    launcher = detect_launcher(SLURM)
+    assert launcher == Launcher("slurm", 5, 1, 7, 3, "gpu08", 23456)
+    assert detect_launcher(SLURM | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000"}).master_addr == "10.0.0.1"
+    assert detect_launcher({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}).world_size == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("localhost", ["localhost"]),
+        ("node[1-3,5]", ["node1", "node2", "node3", "node5"]),
+        ("gpu[098-101]", ["gpu098", "gpu099", "gpu100", "gpu101"]),
+        ("login1,gpu[2,4-5],big9", ["login1", "gpu2", "gpu4", "gpu5", "big9"]),
+        ("r[1-2]n[3-4].cluster", ["r1n3.cluster", "r1n4.cluster", "r2n3.cluster", "r2n4.cluster"]),
+    ],
+)
+def test_host_lists(text, hosts):
+    assert expand_hosts(text) == hosts
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"RANK": "1"}, "WORLD_SIZE is not"),
+        ({"WORLD_SIZE": "2"}, "RANK is not set"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set"),
+        (TORCHRUN | {"RANK": "4"}, "rank 4 of 4"),
+        (TORCHRUN | {"WORLD_SIZE": "four"}, "WORLD_SIZE is not a number: 'four'"),
+        (SLURM | {"SLURM_JOB_NODELIST": "gpu[1-"}, "cannot read the host list"),
+    ],
+)
+def test_contradictions_are_named(environ, words):
+    with pytest.raises(UserError, match=words):
+        detect_launcher(environ)
+
+
+def test_one_process_never_leaves_gpus_idle_silently():
+    with pytest.raises(UserError, match="would train alone") as refused:
+        refuse_silent_single(Launcher("none"), make_config(), num_gpus=8)
+    assert (
+        "manyhands train" in str(refused.value)
+        and "torchrun" in str(refused.value)
+        and "parallel.gpus=1" in str(refused.value)
+    )
+    with pytest.raises(UserError, match="would train alone"):
+        refuse_silent_single(Launcher("none"), make_config(**{"parallel.gpus": 2, "parallel.device": "cpu"}))
+    refuse_silent_single(Launcher("none"), make_config(**{"parallel.gpus": 1}), num_gpus=8)
+    refuse_silent_single(Launcher("none"), make_config(**{"parallel.device": "cpu"}), num_gpus=8)
+    refuse_silent_single(Launcher("none"), make_config(), num_gpus=1)
+    refuse_silent_single(Launcher("torchrun"), make_config(), num_gpus=8)
+
+
+def test_ranks_share_the_cores_of_their_own_machine(monkeypatch):
+    monkeypatch.setattr("manyhands.launch.env.count_cores", lambda: 128)
+    plan = make_plan(64)
+    torchrun = detect_launcher(TORCHRUN | {"WORLD_SIZE": "64", "LOCAL_WORLD_SIZE": "8"})
+    assert worker_environment(plan, torchrun.num_sharing_cores, {})["OMP_NUM_THREADS"] == "16"
+    monkeypatch.setattr("manyhands.launch.env.count_cores", lambda: 16)  # what srun leaves to one of eight tasks
+    bound = detect_launcher(
+        SLURM | {"SLURM_NTASKS": "64", "SLURM_TASKS_PER_NODE": "8(x8)", "SLURM_CPUS_PER_TASK": "16"}
+    )
+    assert worker_environment(plan, bound.num_sharing_cores, {})["OMP_NUM_THREADS"] == "16"
+
+
+def test_accelerates_precision_may_not_contradict():
+    for asked, dtype in (("no", "bfloat16"), ("bf16", "auto"), ("bf16", "bfloat16")):
+        check_accelerate_precision(make_config(**{"model.dtype": dtype}), {"ACCELERATE_MIXED_PRECISION": asked})
+    for asked, dtype in (("fp16", "auto"), ("bf16", "float32"), ("fp8", "bfloat16")):
+        with pytest.raises(UserError, match=f"accelerate asks for mixed precision '{asked}'"):
+            check_accelerate_precision(make_config(**{"model.dtype": dtype}), {"ACCELERATE_MIXED_PRECISION": asked})

@@ -1,0 +1,337 @@
+"""What a start does with a folder that is there already: goes on, stops, refuses; and never loses anything."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from manyhands.core.errors import OUT_OF_MEMORY, UserError
+from manyhands.launch.prepare import prepare_run
+from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.start import start
+from manyhands.plan.types import RanOut
+from tests.launch.builders import make_config, make_plan
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch):
+    """Facts and planner in place of the real ones; ``world.plan`` holds what the next plan will say, ``world.run`` the
+    folder.
+    """
+    state = SimpleNamespace(plan={}, world_size=2, run=RunFolder(tmp_path / "runs" / "demo"), reports=[])
+
+    def gather_facts(config, world_size=None, local_world_size=None, report=print):
+        if state.plan is None:
+            raise UserError("no such file")
+        return SimpleNamespace(world_size=world_size or state.world_size)
+
+    def plan(config, facts, *, number=1, cause="first", before=None):
+        assert before is None or before.number == number - 1
+        return make_plan(facts.world_size, number=number, cause=cause, config_digest=config.digest, **state.plan)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "manyhands.launch.facts", SimpleNamespace(gather_facts=gather_facts))
+    monkeypatch.setitem(sys.modules, "manyhands.plan.search", SimpleNamespace(plan=plan))
+    monkeypatch.setitem(sys.modules, "manyhands.launch.rehearsal", SimpleNamespace(rehearse=lambda config, plan: None))
+    monkeypatch.setitem(sys.modules, "manyhands.plan.explain", SimpleNamespace(explain_plan=lambda plan: "the plan"))
+    return state
+
+
+def prepare(**changes):
+    """One start, up to the launch; frees the lock as the end of the process would."""
+    options = {name: changes.pop(name) for name in ("fresh", "dry_run", "world_size") if name in changes}
+    prepared = prepare_run(make_config(**changes), **options)
+    prepared.release()
+    return prepared
+
+
+def pretend_checkpoint(folder: RunFolder, step: int) -> None:
+    path = folder.checkpoints / f"step-{step:06d}"
+    path.mkdir(parents=True)
+    (path / "manifest.json").write_text("{}")
+    folder.write_status("running")
+
+
+def files_in(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_first_start_writes_run_and_plan(world):
+    prepared = prepare()
+    assert (prepared.plan.number, prepared.plan.cause, prepared.resume, prepared.finished) == (1, "first", False, False)
+    assert files_in(world.run.path) == {".lock", "run.json", "plan.json", "plans/001.json"}
+    assert world.run.read_config() == make_config() and world.run.read_plan() == prepared.plan
+    assert json.loads(world.run.plan_json.read_text()) == {"newest": "plans/001.json"}
+
+
+def test_a_second_start_resumes_on_the_same_or_another_number_of_gpus(world):
+    prepare()
+    pretend_checkpoint(world.run, 5)
+    again = prepare()
+    assert (again.plan.number, again.plan.cause, again.resume) == (2, "resume", True)
+    world.world_size = 4
+    wider = prepare(**{"parallel.gpus": 4})
+    assert (wider.plan.number, wider.plan.cause, wider.resume) == (3, "resize", True)
+    assert world.run.read_config().parallel.gpus == 4
+    assert json.loads((world.run.plans / "002.run.json").read_text())["parallel"]["gpus"] == "auto", (
+        "the replaced run.json is kept"
+    )
+
+
+def test_half_written_files_of_a_killed_launch_are_gone_after_the_next_start(world):
+    prepare()
+    verify = world.run.path / "verify"
+    verify.mkdir()
+    for folder in (world.run.path, world.run.plans, verify):
+        (folder / ".status.json.4711.tmp").write_text('{"sta')
+    prepare()
+    assert not [name for name in files_in(world.run.path) if name.endswith(".tmp")]
+
+
+def test_after_a_launch_that_ran_out_of_memory_the_next_start_plans_smaller(world):
+    first = prepare().plan
+    world.run.write_failed(UserError("out of GPU memory", kind=OUT_OF_MEMORY), first)
+    small = RanOut(
+        number=1,
+        world_size=2,
+        strategy="ddp",
+        reshard_after_forward=False,
+        activation_checkpointing="none",
+        micro_tokens=2048,
+        estimated_bytes=1,
+        limit=2,
+    )
+    world.plan = {"ran_out": small, "micro_tokens": 1024}
+    assert prepare().plan.cause == "out_of_memory"
+    world.run.write_status("failed", reason="something else", plan=2)
+    assert prepare().plan.cause == "first"
+    world.run.write_failed(UserError("out of GPU memory", kind=OUT_OF_MEMORY), first)  # of an older plan
+    assert prepare().plan.cause == "first"
+    world.run.write_failed(UserError("out of GPU memory", kind=OUT_OF_MEMORY), make_plan(number=4))
+    world.plan = {"ran_out": small, "batch_samples": 7}
+    with pytest.raises(UserError, match="this launch would not go on where the run stopped"):
+        prepare()  # the global batch stays, or it is another run
+
+
+def test_killed_before_the_first_checkpoint_it_starts_over(world):
+    prepare()
+    world.run.write_status("running")
+    again = prepare()
+    assert (again.plan.number, again.plan.cause, again.resume) == (2, "first", False)
+
+
+def test_a_finished_run_says_so_and_ends_well(world, capsys):
+    prepare()
+    world.run.write_status("finished")
+    before = files_in(world.run.path)
+    assert start(make_config()) == 0
+    assert "is finished; nothing to do" in capsys.readouterr().out
+    assert files_in(world.run.path) == before
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_stopped_while_it_prepares_a_start_says_so_and_leaves_nothing(world, monkeypatch, number, code):
+    def gather_facts(config, **options):
+        try:
+            signal.raise_signal(number)
+        except Exception:
+            pytest.fail("what prepares may answer errors of its own, and must not take this for one")
+
+    monkeypatch.setitem(sys.modules, "manyhands.launch.facts", SimpleNamespace(gather_facts=gather_facts))
+    before = signal.getsignal(number)
+    with pytest.raises(UserError) as stopped:
+        start(make_config())
+    assert str(stopped.value).startswith(f"{number.name}: stopped while data and plan were being prepared")
+    assert stopped.value.exit_code == code and not world.run.path.exists() and signal.getsignal(number) is before
+
+
+def test_another_run_in_the_folder_is_refused_with_the_changed_keys(world):
+    prepare()
+    pretend_checkpoint(world.run, 5)
+    with pytest.raises(UserError) as refused:
+        prepare(**{"optimizer.learning_rate": 0.001, "stop.epochs": 2.0, "parallel.gpus": 4, "log.every_steps": 5})
+    assert refused.value.details == ("optimizer.learning_rate: 'auto' -> 0.001", "stop.epochs: 1.0 -> 2.0")
+    assert "--fresh" in str(refused.value)
+    assert world.run.read_config() == make_config()
+
+
+def test_a_dry_run_can_be_planned_anew_with_other_keys(world, capsys):
+    assert start(make_config(), dry_run=True) == 0
+    assert "the plan" in capsys.readouterr().out
+    assert files_in(world.run.path) == {".lock", "run.json", "plan.json", "plans/001.json"}
+    assert prepare(**{"stop.epochs": 2.0}).plan.number == 2
+    assert world.run.read_config().stop.epochs == 2.0
+
+
+def test_fresh_takes_a_new_folder_and_deletes_nothing(world):
+    prepare()
+    pretend_checkpoint(world.run, 5)
+    second, third = prepare(fresh=True), prepare(fresh=True, **{"stop.epochs": 2.0})
+    assert [p.folder.path.name for p in (second, third)] == ["demo-2", "demo-3"]
+    assert second.config.name == "demo-2" and second.plan.cause == "first"
+    assert world.run.newest_step() == 5
+    assert not prepare(name="demo-2").resume, "name=demo-2 finds that run again"
+
+
+def test_a_folder_that_is_no_run_is_not_touched(world):
+    world.run.path.mkdir(parents=True)
+    (world.run.path / "thesis.tex").write_text("ten years of work")
+    with pytest.raises(UserError, match="holds something else"):
+        prepare()
+    assert files_in(world.run.path) == {"thesis.tex"}
+
+
+def test_a_start_that_fails_leaves_no_folder(world):
+    world.plan = None
+    with pytest.raises(UserError, match="no such file"):
+        prepare()
+    assert not world.run.path.exists()
+
+
+@pytest.mark.parametrize(
+    ("output", "said"),
+    [
+        ("/proc/nowhere", "cannot be written"),  # read-only, for root too
+        ("/sys/kernel", "cannot be written"),
+        ("file", "Not a directory"),
+        ("file/below", "Not a directory"),
+        ("long" * 80, "File name too long"),
+        ("deep/" * 1000, "File name too long"),
+    ],
+)
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_folder_that_cannot_be_written_is_named(world, tmp_path, output, said, fresh):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="folder cannot be written") as refused:
+        prepare(fresh=fresh, **{"output.dir": output})
+    assert said in str(refused.value) and "output.dir" in refused.value.fix and refused.value.where.endswith("demo")
+
+
+def test_a_folder_that_turns_read_only_while_it_is_planned_is_named(world, monkeypatch):
+    def refuse(path, text):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr("manyhands.launch.run_folder.write_atomically", refuse)
+    with pytest.raises(UserError, match="folder cannot be written") as refused:
+        prepare()
+    assert "Permission denied" in refused.value.why and "run.json" in refused.value.why
+
+
+@pytest.mark.parametrize("damage", ["{", "null", "[]", '{"number": 3}', "\x00", "[" * 100_000])
+def test_a_damaged_plan_is_named_and_nothing_is_touched(world, damage):
+    prepare()
+    pretend_checkpoint(world.run, 5)
+    (world.run.plans / "001.json").write_text(damage)
+    before = files_in(world.run.path)
+    with pytest.raises(UserError, match="plan is damaged") as refused:
+        prepare()
+    assert refused.value.where.endswith("plans/001.json") and "--fresh" in refused.value.fix
+    world.run.write_status("finished")
+    with pytest.raises(UserError, match="plan is damaged"):
+        prepare()
+    assert files_in(world.run.path) == before
+
+
+def test_a_plan_that_is_gone_is_named_and_its_pointer_is_not_needed(world):
+    prepare()
+    pretend_checkpoint(world.run, 5)
+    world.run.plan_json.unlink()
+    world.run.status_json.write_text("[1]")
+    assert prepare().plan.number == 2
+    world.run.plan_json.write_text('{"newest": "../../../etc/passwd"}')
+    assert world.run.read_plan().number == 2
+    for path in world.run.plans.glob("*.json"):
+        path.unlink()
+    with pytest.raises(UserError, match="has no plan") as refused:
+        prepare()
+    assert "removed" in refused.value.why
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"data_digest": "other"}, "the data"),
+        ({"data_content": "other"}, "the tokens differ"),
+        ({"batch_samples": 16}, "start it as before"),
+        ({"compute_dtype": "bfloat16"}, "start it as before"),
+    ],
+)
+def test_a_resume_that_would_compute_something_else_is_refused(world, change, word):
+    prepare()
+    pretend_checkpoint(world.run, 5)
+    world.plan = change
+    with pytest.raises(UserError, match="would not go on where the run stopped") as refused:
+        prepare()
+    assert word in str(refused.value) and next(iter(change)) in refused.value.details[0]
+    assert world.run.newest_plan_number() == 1
+
+
+def test_a_plan_that_names_neither_tokens_nor_files_is_compared_by_the_rest(world):
+    world.plan = {"data_content": "", "model_files": {}}
+    prepare()
+    pretend_checkpoint(world.run, 5)
+    world.plan = {"data_content": "new", "model_files": BASE}
+    assert prepare().plan.cause == "resume"
+
+
+BASE = {"config.json": "c" * 64, "model.safetensors": "a" * 64}
+
+
+@pytest.mark.parametrize(
+    ("now", "keeps_base", "named"),
+    [
+        (BASE | {"model.safetensors": "b" * 64}, True, "model.safetensors: aaaaaaaaaaaa -> bbbbbbbbbbbb"),
+        (BASE | {"config.json": "d" * 64}, False, "config.json: cccccccccccc -> dddddddddddd"),
+        ({"config.json": "c" * 64}, True, "model.safetensors: aaaaaaaaaaaa -> none"),
+        (BASE | {"model.safetensors": "b" * 64}, False, None),
+    ],
+)
+def test_a_resume_on_another_base_model_names_the_file(world, now, keeps_base, named):
+    """Where all weights are trained, those of the base are in the checkpoint: only its configuration has to be the
+    same.
+    """
+    world.plan = {"model_files": BASE, "keeps_base": keeps_base}
+    prepare()
+    pretend_checkpoint(world.run, 5)
+    world.plan = {"model_files": now, "keeps_base": keeps_base}
+    if named is None:
+        assert prepare().resume
+        return
+    with pytest.raises(UserError, match="would not go on where the run stopped") as refused:
+        prepare()
+    assert refused.value.details == (named,) and "base model's files have changed" in refused.value.why
+
+
+def test_two_launches_at_once_are_refused_and_the_holder_named(world):
+    held = prepare_run(make_config())
+    code = (
+        "import sys; from manyhands.launch.lock import FolderLock; from manyhands.launch.run_folder import RunFolder\n"
+        "try: FolderLock(RunFolder(sys.argv[1]))\n"
+        "except Exception as error: print(error)"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    text = subprocess.run(
+        [sys.executable, "-c", code, str(world.run.path)], env=environment, capture_output=True, text=True, check=True
+    ).stdout
+    assert "already running" in text and f"process {os.getpid()} on" in text
+    held.release()
+    assert prepare().plan.number == 2
+
+
+def test_under_another_launcher_its_world_size_counts(world):
+    assert prepare(world_size=8).plan.world_size == 8
+
+
+def test_train_under_torchrun_is_refused(world, monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="starts the processes itself"):
+        start(make_config())

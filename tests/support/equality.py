@@ -1,0 +1,368 @@
+"""The same run in many layouts: per-step loss and gradient norm against one process, and two planted faults that must
+show.
+
+Every case goes through the product's own path: config, prepared data, plan, model on shards, loop. Only the processes
+are the test world's. ``python -m tests.support.equality`` runs the table and writes it as Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from manyhands.config.load import config_from_mapping
+from manyhands.config.schema import RunConfig
+from manyhands.core.world import World
+from manyhands.launch.external import Launcher
+from manyhands.launch.facts import gather_facts
+from manyhands.plan.search import plan as make_plan
+from manyhands.plan.types import Plan
+from manyhands.train.loop import Loop, train
+from manyhands.train.schedule import make_schedule
+from manyhands.train.step import StepWork
+from manyhands.train.types import Batch, Hook, StepResult, Terms, TrainState
+from manyhands.worker import build
+from manyhands.worker.rank import Rank
+from manyhands.worker.steps import iterate_steps
+from tests.support.ranks import Ranks, ranks
+from tests.support.tiny import write_tiny_model
+
+NUM_STEPS = 20
+NUM_SAMPLES = 75  # nine steps of 8 rows and one of 3 an epoch: in the short step one rank of four has no row
+BATCH_SAMPLES = 8
+BOUNDS = {"float32": 1e-5, "float64": 1e-9, "bfloat16": 1e-3}
+NORM_BOUNDS = {"float32": 1e-5, "float64": 1e-9, "bfloat16": 2e-2}
+Fault = Literal["", "mean of means", "leak"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to carry out the run. ``keys`` are overrides of the base config."""
+
+    name: str
+    world_size: int = 1
+    keys: dict[str, Any] = field(default_factory=dict)
+    fault: Fault = ""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What one case computed, step by step, and how often each thing of interest happened."""
+
+    losses: tuple[float, ...]
+    norms: tuple[float, ...]
+    num_steps_with_idle_rank: int
+
+
+def cases(device: str = "cpu") -> list[Case]:
+    """The layouts of the table; the first is the reference. Unpacked cases state micro x ranks x accumulation = 8
+    rows.
+    """
+
+    def unpacked(strategy: str, world: int, accumulation: int, **more: Any) -> Case:
+        keys = {"parallel.strategy": strategy, "data.packing": False, "batch.accumulation": accumulation}
+        keys["batch.micro_samples"] = BATCH_SAMPLES // (world * accumulation)
+        name = f"{strategy} {world}, accumulation {accumulation}" + "".join(
+            f", {k.split('.')[1]} {v}" for k, v in more.items()
+        )
+        return Case(name, world, keys | more)
+
+    def packed(strategy: str, world: int, micro_tokens: int, **more: Any) -> Case:
+        keys = {"parallel.strategy": strategy, "data.packing": True, "batch.micro_tokens": micro_tokens}
+        name = f"{strategy} {world}, packed {micro_tokens}" + "".join(
+            f", {k.split('.')[1]} {v}" for k, v in more.items()
+        )
+        return Case(name, world, keys | more)
+
+    table = [unpacked("single", 1, accumulation) for accumulation in (1, 2, 4, 8)]
+    table += [
+        packed("single", 1, 2048),
+        packed("single", 1, 256),
+        unpacked("single", 1, 2, **{"parallel.activation_checkpointing": "full"}),
+    ]
+    worlds = (2, 4) if device == "cpu" else (2,)
+    for world in worlds:
+        for strategy in ("ddp", "fsdp"):
+            table += [unpacked(strategy, world, a) for a in (1, 2, 4, 8) if BATCH_SAMPLES % (world * a) == 0]
+            table += [packed(strategy, world, 256), packed(strategy, world, 2048)]
+        table += [
+            packed("fsdp", world, 512, **{"parallel.activation_checkpointing": "full"}),
+            packed("fsdp", world, 512, **{"parallel.reshard_after_forward": False}),
+        ]
+        table += [packed("ddp", world, 512, **{"parallel.activation_checkpointing": "full"})]
+    return table + _other_strategies(unpacked, packed)
+
+
+def _other_strategies(unpacked: Callable[..., Case], packed: Callable[..., Case]) -> list[Case]:
+    """Copies in shards, cheap operations repeated, states and activations in host memory."""
+    selective, activations = {"parallel.activation_checkpointing": "selective"}, {"parallel.offload_activations": True}
+    states, everything = {"parallel.offload": "optimizer"}, {"parallel.offload": "all"}
+    table = [packed("single", 1, 512, **keys) for keys in (selective, states, everything, activations)]
+    table += [packed("fsdp", 2, 512, **keys) for keys in (selective, states, everything)]
+    table += [
+        packed("fsdp", 2, 512, **{"parallel.activation_checkpointing": "full"}, **activations),
+        packed("ddp", 2, 512, **selective),
+    ]
+    pairs = {"parallel.shard_degree": 2}
+    table += [unpacked("hsdp", 4, accumulation, **pairs) for accumulation in (1, 2)]
+    return [*table, packed("hsdp", 4, 256, **pairs), packed("hsdp", 4, 512, **pairs, **everything)]
+
+
+def faulty_cases() -> list[Case]:
+    """Two mistakes that today's tools make; the comparison must refuse both."""
+    packed = {"parallel.strategy": "single", "data.packing": True, "batch.micro_tokens": 256}
+    return [
+        Case("a mean of means", 1, packed, "mean of means"),
+        Case("documents that see each other", 1, packed, "leak"),
+    ]
+
+
+def write_workspace(folder: Path, family: str = "llama", **changes: Any) -> None:
+    """A tiny model and rows of 5 to 200 tokens, some almost all trained and some with a single trained word.
+
+    ``changes`` override fields of the model's config.
+    """
+    write_tiny_model(folder / "model", family, "float32", **changes)
+    (
+        folder / "model" / "chat_template.jinja"
+    ).unlink()  # prompts and completions as they stand: rows as short as 5 tokens
+    choose = random.Random(7)
+    words = ["a", "the", "cat", "dog", "sat", "ran", "on", "mat", "sun", "sky"]
+    with (folder / "rows.jsonl").open("w") as file:
+        for row in range(NUM_SAMPLES):
+            size = choose.choice((1, 2, 5, 12, 25, 47))
+            trained = choose.choice((1, max(1, size // 2), size))
+            text = [choose.choices(words, weights=range(len(words), 0, -1))[0] for _ in range(size + 1)]
+            prompt, completion = " ".join(text[: size + 1 - trained]), " ".join(text[size + 1 - trained :])
+            file.write(json.dumps({"prompt": prompt or "a", "completion": completion, "row": row}) + "\n")
+
+
+def base_config(folder: Path, dtype: str, method: str, case: Case, device: str) -> RunConfig:
+    """lr 1e-3 and 20 steps; the norm is clipped at a value that some steps pass and some do not."""
+    mapping: dict[str, Any] = {
+        "name": "equality",
+        "seed": 3,
+        "model": {"name": str(folder / "model"), "dtype": dtype},
+        "method": {"name": method, **OF_METHOD[method]},
+        "data": {
+            "train": str(folder / "rows.jsonl"),
+            "validation_fraction": 0.0,
+            "max_length": 256,
+            "cache": str(folder / "cache"),
+        },
+        "batch": {"samples": BATCH_SAMPLES},
+        "optimizer": {"learning_rate": 1e-3, "max_grad_norm": CLIP},
+        "schedule": {"name": "constant", "warmup_steps": 0},
+        "stop": {
+            "epochs": 100,
+            "max_steps": NUM_STEPS,
+            "divergence": "warn",
+        },  # planted faults are to be seen by the comparison
+        "parallel": {"gpus": case.world_size, "device": device, "compile": False},
+        "evaluate": {"at_start": False, "every_steps": 0},
+        "output": {"dir": str(folder / "runs")},
+    }
+    for key, value in case.keys.items():
+        section, _, name = key.partition(".")
+        mapping.setdefault(section, {})[name] = value
+    return config_from_mapping(mapping, where=case.name)
+
+
+CLIP = 2.6
+OF_METHOD: dict[str, dict[str, Any]] = {
+    "full": {},
+    "lora": {"rank": 8, "alpha": 32.0},
+    "qlora": {"rank": 8, "alpha": 32.0},
+    "patterns": {"train": ["model.layers.1", "*norm", "embed_tokens"], "freeze": ["re:.*layers.1.*[qk]_proj"]},
+}
+
+
+class Recorder(Hook):
+    def __init__(self) -> None:
+        self.results: list[StepResult] = []
+
+    def after_step(self, state: TrainState, result: StepResult) -> None:
+        self.results.append(result)
+
+
+def run_rank(config_json: str, plan_json: str, fault: Fault) -> Curve:
+    """One rank of one case; the process group exists already."""
+    import torch.distributed as dist
+
+    rank_index, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank = Rank(Launcher("manyhands", rank_index, rank_index, world_size, world_size))
+    rank.config, rank.plan = RunConfig.model_validate_json(config_json), Plan.model_validate_json(plan_json)
+    device = torch.device("cuda", rank_index) if rank.plan.device == "cuda" else torch.device("cpu")
+    rank.world = World(rank_index, rank_index, world_size, device)
+    build.open_data(rank)
+    build.build_model(rank)
+    build.check_model(rank)
+    works = iterate_steps(rank)
+    if fault:
+        faulty = Faulty(rank.parallel, fault)
+        rank.parallel, works = faulty, faulty.watch(works)  # type: ignore[assignment]
+    recorder = Recorder()
+    rank.loss_model.train()
+    train(
+        Loop(
+            parallel=rank.parallel,
+            optimizer=rank.optimizer,
+            schedule=make_schedule(
+                "constant", peak=rank.plan.learning_rate, num_steps=rank.plan.num_steps, warmup_steps=0
+            ),
+            works=works,
+            state=TrainState(),
+            stop=rank.config.stop,
+            num_steps=rank.plan.num_steps,
+            max_grad_norm=rank.config.optimizer.max_grad_norm,
+            seed=rank.config.seed,
+            rank=rank_index,
+            device=device,
+            hooks=[recorder],
+        )
+    )
+    idle = sum(any(math.isnan(loss) for loss in r.rank_losses) for r in recorder.results)
+    return Curve(tuple(r.loss for r in recorder.results), tuple(r.grad_norm for r in recorder.results), idle)
+
+
+class Faulty:
+    """A parallel model with a planted mistake; everything else is passed on."""
+
+    def __init__(self, inner: Any, fault: Fault) -> None:
+        self._inner, self._fault = inner, fault
+        self._work: StepWork | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def watch(self, works: Iterator[StepWork]) -> Iterator[StepWork]:
+        for self._work in works:
+            yield self._work
+
+    def __call__(self, batch: Batch, *, metrics: bool = False) -> Terms:
+        if self._fault == "leak":  # one document from the first token to the last
+            length = batch["input_ids"].shape[1]
+            batch = {**batch, "position_ids": torch.arange(length, device=batch["input_ids"].device)[None]}
+            return self._inner(batch, metrics=metrics)
+        # sum(L_k / n_k) / K for K micro-batches, in place of sum(L_k) / sum(n_k); the step divides by sum(n_k)
+        loss_sum, num_loss_tokens = self._inner(batch, metrics=metrics)["lm"]
+        work = self._work
+        assert work is not None
+        return {"lm": (loss_sum / num_loss_tokens * (work.num_loss_tokens / work.num_micro_batches), num_loss_tokens)}
+
+
+def run_case(world: Ranks | None, folder: Path, case: Case, dtype: str, method: str) -> Curve:
+    config = base_config(folder, dtype, method, case, world.device if world else "cpu")
+    facts = gather_facts(config, saves=False, identify=False, report=lambda _: None)
+    plan = make_plan(config, facts)
+    arguments = (config.model_dump_json(), plan.model_dump_json(), case.fault)
+    if world is None:
+        return run_rank(*arguments)
+    curves = world.run("tests.support.equality:run_rank", *arguments, world_size=case.world_size)
+    if any(c.losses != curves[0].losses for c in curves):
+        raise AssertionError(f"{case.name}: ranks report different losses")
+    return curves[0]
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """Largest relative deviation over all steps."""
+
+    loss: float
+    norm: float
+
+    def within(self, dtype: str) -> bool:
+        return self.loss <= BOUNDS[dtype] and self.norm <= NORM_BOUNDS[dtype]
+
+
+def compare(reference: Curve, curve: Curve) -> Deviation:
+    def largest(expected: tuple[float, ...], found: tuple[float, ...]) -> float:
+        if len(expected) != len(found):
+            return math.inf
+        return max(abs(e - f) / abs(e) for e, f in zip(expected, found, strict=True))
+
+    return Deviation(largest(reference.losses, curve.losses), largest(reference.norms, curve.norms))
+
+
+def table(world: Ranks, folder: Path, dtype: str, method: str, chosen: list[Case]) -> Iterator[str]:
+    """Markdown rows; the first case is the reference."""
+    reference = run_case(world, folder, chosen[0], dtype, method)
+    clipped = sum(norm > CLIP for norm in reference.norms)
+    fall = f"loss {reference.losses[0]:.4f} to {reference.losses[-1]:.4f}"
+    yield f"Reference: {chosen[0].name}; {fall}, {clipped} of {NUM_STEPS} steps clipped."
+    yield ""
+    yield "| layout | loss, largest relative deviation | gradient norm | steps with an idle rank | within the bound |"
+    yield "|---|---|---|---|---|"
+    for case in chosen[1:]:
+        curve = run_case(world, folder, case, dtype, method)
+        deviation = compare(reference, curve)
+        verdict = "yes" if deviation.within(dtype) else "**no**"
+        if case.fault:
+            verdict += " (a planted fault: must be no)"
+        yield f"| {case.name} | {deviation.loss:.1e} | {deviation.norm:.1e} | {curve.num_steps_with_idle_rank} | {verdict} |"
+
+
+FAMILY = {
+    "float32": "llama",
+    "bfloat16": "llama",
+    "float64": "starcoder2",
+}  # RMS norms compute in float32 even in a float64 model
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--methods", nargs="+", choices=list(OF_METHOD), default=list(OF_METHOD))
+    parser.add_argument(
+        "--output", type=Path, help="Markdown page whose marked part is replaced; standard output without it"
+    )
+    arguments = parser.parse_args()
+    dtypes = ("float32", "float64", "bfloat16") if arguments.device == "cpu" else ("bfloat16",)
+    faults = faulty_cases() if arguments.device == "cpu" else []
+    size = 4 if arguments.device == "cpu" else min(4, torch.cuda.device_count())
+    place = f"torch {torch.__version__}, " + (
+        f"{size} CPU processes, gloo" if arguments.device == "cpu" else torch.cuda.get_device_name()
+    )
+    lines: list[str] = []
+    with tempfile.TemporaryDirectory() as temporary, ranks(size, arguments.device) as world:
+        for dtype in dtypes:
+            family = FAMILY[dtype]
+            folder = Path(temporary, family)
+            if not folder.exists():
+                folder.mkdir()
+                write_workspace(folder, family)
+            for method in arguments.methods:
+                bounds = f"loss {BOUNDS[dtype]:g}, gradient norm {NORM_BOUNDS[dtype]:g}"
+                lines += ["", f"## {family}, {method}, {dtype} ({place}); bounds: {bounds}", ""]
+                chosen = [case for case in cases(arguments.device) if case.world_size <= size]
+                for line in table(world, folder, dtype, method, chosen + faults):
+                    print(line, file=sys.stderr, flush=True)
+                    lines.append(line)
+    text = "\n".join(lines) + "\n"
+    if arguments.output:
+        arguments.output.write_text(put_between_marks(arguments.output.read_text(), arguments.device, text))
+    else:
+        print(text)
+
+
+def put_between_marks(page: str, name: str, text: str) -> str:
+    """``page`` with what stands between ``<!-- name -->`` and ``<!-- end name -->`` replaced by ``text``."""
+    head, begin, rest = page.partition(f"<!-- {name} -->")
+    _, end, tail = rest.partition(f"<!-- end {name} -->")
+    if not end:
+        raise SystemExit(f"the page has no marks <!-- {name} --> ... <!-- end {name} -->")
+    return head + begin + "\n" + text + "\n" + end + tail
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""Every family: documents packed, and as padded rows, against each document alone by the family's own plain code.
+
+Tiny models with random weights, float32, CPU. The reference is transformers' ``eager`` attention and three lines of
+cross-entropy; the two ways to train go through ``LossModel`` as a run does. Where documents leak, the self-check must
+refuse. ``python -m tests.support.families --output docs/equality.md`` measures the page's table.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from manyhands.convert.attention import IMPLEMENTATIONS, plain_attention, register_attention
+from manyhands.convert.loss import IGNORED, LossModel
+from manyhands.core.errors import UserError
+from manyhands.facts.packing import MEASURED
+from manyhands.model.checks import check_loss, check_packing, check_padding, pack_documents
+from manyhands.model.probe import Single
+from tests.support.equality import put_between_marks
+from tests.support.tiny import tiny_model
+
+BOUND = 1e-5  # relative, of the loss and of all gradients as one vector
+LEAK = (
+    "qwen3_5_text",
+    "qwen3_next",
+    "lfm2",
+)  # linear attention, convolution: a state runs on from document to document
+LENGTHS = (23, 2, 64, 7, 41)  # tokens; some shorter than the windows of 8, some longer
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Relative deviation from the documents alone: of the loss, and of the gradients as one vector (2-norm)."""
+
+    loss: float
+    gradients: float
+
+    @property
+    def within(self) -> bool:
+        return self.loss <= BOUND and self.gradients <= BOUND  # nan is not
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was found for one family."""
+
+    family: str
+    attention: str  # of IMPLEMENTATIONS
+    packed: Gap
+    padded: Gap
+    refusal: str  # of the packing check; empty where it passed
+
+
+def measure(family: str, attention: str | None = None) -> Row:
+    """One family through the path that a CPU run takes, or through ``attention``."""
+    register_attention()
+    model = tiny_model(family).train()
+    if attention is None:
+        attention = "sdpa" if plain_attention(model.config) == "sdpa" else "blockwise"
+    documents = [_document(length) for length in LENGTHS]
+    model.set_attn_implementation("eager")
+    expected = _gradients(model, torch.stack([_loss_alone(model, ids, targets) for ids, targets in documents]).sum())
+    model.set_attn_implementation(IMPLEMENTATIONS[attention])
+    loss_model = LossModel(model)
+    packed = pack_documents([ids for ids, _ in documents]) | {
+        "labels": torch.cat([targets for _, targets in documents], dim=1)
+    }
+    gap_packed, gap_padded = (
+        _gap(expected, _gradients(model, loss_model(batch)["lm"][0])) for batch in (packed, _pad(documents))
+    )
+    single, cpu = Single(loss_model), torch.device("cpu")
+    check_loss(single, loss_model, cpu)
+    check_padding(single, loss_model, cpu)
+    try:
+        check_packing(single, loss_model, cpu)
+        refusal = ""
+    except UserError as error:
+        refusal = error.what
+    return Row(family, attention, gap_packed, gap_padded, refusal)
+
+
+def table() -> Iterator[str]:
+    """Markdown rows. A family that packs wrongly without being refused stops the measurement."""
+    lengths = ", ".join(map(str, LENGTHS))
+    versions = f"torch {torch.__version__}, transformers {_version()}"
+    yield f"Tiny models, float32, CPU, {versions}; documents of {lengths} tokens; bound {BOUND:g}."
+    yield ""
+    yield "| family | attention | packed: loss | gradients | padded rows: loss | gradients | packing |"
+    yield "|---|---|---|---|---|---|---|"
+    for family in MEASURED + LEAK:
+        row = measure(family)
+        if row.packed.within == bool(row.refusal) or not row.padded.within:
+            raise AssertionError(f"{family}: {row}")
+        verdict = f"**refused**: {row.refusal}" if row.refusal else "yes"
+        numbers = (row.packed.loss, row.packed.gradients, row.padded.loss, row.padded.gradients)
+        yield f"| {family} | {row.attention} | " + " | ".join(f"{number:.1e}" for number in numbers) + f" | {verdict} |"
+
+
+def _document(length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """ids and targets (1, t); two of three positions are trained, the last never."""
+    draw = torch.Generator().manual_seed(length)
+    ids = torch.randint(0, 256, (1, length), generator=draw)
+    targets = ids.roll(-1, dims=1)
+    targets[:, 2::3] = IGNORED
+    targets[:, -1] = IGNORED
+    return ids, targets
+
+
+def _pad(documents: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    batch = {"input_ids": torch.zeros(len(documents), max(LENGTHS), dtype=torch.int64)}
+    batch["labels"] = torch.full_like(batch["input_ids"], IGNORED)
+    for row, (ids, targets) in enumerate(documents):
+        batch["input_ids"][row, : ids.shape[1]], batch["labels"][row, : ids.shape[1]] = ids[0], targets[0]
+    return batch
+
+
+def _loss_alone(model: Any, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    logits = model(ids, use_cache=False).logits
+    return cross_entropy(logits[0], targets[0], ignore_index=IGNORED, reduction="sum")
+
+
+def _gradients(model: Any, loss: torch.Tensor) -> tuple[float, torch.Tensor]:
+    """The loss, and all gradients as one vector."""
+    model.zero_grad(set_to_none=True)
+    loss.backward()
+    return loss.item(), torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None])
+
+
+def _gap(expected: tuple[float, torch.Tensor], found: tuple[float, torch.Tensor]) -> Gap:
+    (loss, gradients), (other_loss, other_gradients) = expected, found
+    return Gap(abs(other_loss - loss) / loss, float((other_gradients - gradients).norm() / gradients.norm()))
+
+
+def _version() -> str:
+    import transformers
+
+    return transformers.__version__
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--output", type=Path, help="Markdown page whose marked part is replaced; standard output without it"
+    )
+    arguments = parser.parse_args()
+    text = "\n" + "\n".join(table()) + "\n"
+    if arguments.output:
+        arguments.output.write_text(put_between_marks(arguments.output.read_text(), "families", text))
+    else:
+        print(text)
+
+
+if __name__ == "__main__":
+    main()
