@@ -76,7 +76,7 @@ def test_text_is_loaded_without_towers_and_its_loss_is_the_familys_own(tmp_path:
     loss_model = LossModel(model)
     assert sum(loss_of(loss_model, batch) for batch in alone).item() == pytest.approx(expected.item(), rel=1e-6)
     if family in PACKED:
-        batch = pack_documents(documents()) | {"targets": torch.cat([each["labels"] for each in alone], dim=1)}
+        batch = pack_documents(documents()) | {"labels": torch.cat([each["labels"] for each in alone], dim=1)}
         assert loss_of(loss_model, batch).item() == pytest.approx(expected.item(), rel=1e-6)
 
 
