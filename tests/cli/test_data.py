@@ -87,7 +87,9 @@ class Page(HTMLParser):
 
 def test_a_packed_step_is_shown_as_the_plan_lays_it_out(write_run):
     run = write_run(
-        {"a.jsonl": [question(n) for n in range(60)]}, batch={"samples": 8, "micro_tokens": 512}, data={"max_length": 256}
+        {"a.jsonl": [question(n) for n in range(60)]},
+        batch={"samples": 8, "micro_tokens": 512},
+        data={"max_length": 256},
     )
     shown = call("data", run, "--step", 2)
     assert shown.exit_code == 0, shown.output

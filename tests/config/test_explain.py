@@ -88,7 +88,9 @@ def test_words_of_other_tools_lead_to_ours(key, words):
 def test_the_json_schema_tells_editors_what_we_accept():
     schema = json_schema()
     assert schema["required"] == ["model", "data"] and schema["additionalProperties"] is False
-    assert schema["$defs"]["BatchSection"]["properties"]["samples"]["description"].startswith("Samples of the global batch")
+    assert schema["$defs"]["BatchSection"]["properties"]["samples"]["description"].startswith(
+        "Samples of the global batch"
+    )
 
 
 def test_the_commented_file_loads_and_changes_nothing(tmp_path):
