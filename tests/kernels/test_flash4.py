@@ -290,7 +290,9 @@ def test_real_packs_of_any_fill_compile_once(gpu: torch.device) -> None:
                 torch._dynamo.mark_dynamic(x, 0)
             found = with_gradients(lambda *qkv: compiled(*qkv, bounds), inputs, given)  # noqa: B023
             eager = with_gradients(
-                lambda q, k, v: attend_flash4(q * 2, k, v, bounds, 1024, None, -1) * 3, inputs, given
+                lambda q, k, v: attend_flash4(q * 2, k, v, bounds, 1024, None, -1) * 3,  # noqa: B023
+                inputs,
+                given,
             )
             for one, other in zip(found, eager, strict=True):  # gradients of queries are summed in any order
                 assert (one - other).norm() <= 2e-3 * other.norm()
