@@ -96,7 +96,7 @@ def test_an_option_may_not_contradict_an_override(run_file, started):
 
 
 def test_a_user_error_is_words_on_stderr_and_its_exit_code(run_file, monkeypatch):
-    result = call("train", run_file, "batch.row=3")
+    result = call("train", run_file, "batch.sample=3")
     assert result.exit_code == EXIT_USAGE and result.stdout == ""
     assert result.stderr.startswith("error: ") and "batch.samples" in result.stderr and "Traceback" not in result.stderr
 
@@ -192,8 +192,8 @@ def test_a_port_in_use_is_an_error_that_names_another(tmp_path, processes):
 def test_config_explains(capsys):
     listing = call("config").stdout
     assert "batch.samples" in listing and "output.merge" in listing
-    assert "Rows of the global batch" in call("config", "batch.samples").stdout
-    wrong = call("config", "batch.row")
+    assert "Samples of the global batch" in call("config", "batch.samples").stdout
+    wrong = call("config", "batch.sample")
     assert wrong.exit_code == EXIT_USAGE and "did you mean `batch.samples`?" in wrong.stderr
     assert "model" in json.loads(call("config", "--schema").stdout)["properties"]
 

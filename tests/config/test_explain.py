@@ -24,7 +24,7 @@ def test_every_key_has_a_sentence():
 
 def test_a_key_is_explained():
     text = explain("batch.samples")
-    assert "Rows of the global batch" in text and "a whole number >= 1 or `auto`" in text and "default: auto" in text
+    assert "Samples of the global batch" in text and "a whole number >= 1 or `auto`" in text and "default: auto" in text
     assert "required" in explain("model.name") and "run file's name" in explain("name")
 
 
@@ -34,7 +34,7 @@ def test_a_section_is_its_keys():
 
 @pytest.mark.parametrize(
     ("key", "meant"),
-    [("batch.row", "batch.samples"), ("Batch.Rows", "batch.samples"), ("lr", "optimizer.learning_rate")],
+    [("batch.sample", "batch.samples"), ("Batch.Samplse", "batch.samples"), ("lr", "optimizer.learning_rate")],
 )
 def test_a_misspelt_key_is_an_error_with_the_nearest_name(key, meant):
     with pytest.raises(UserError) as raised:
@@ -130,5 +130,5 @@ def test_the_comments_are_the_defaults():
 
 
 def test_an_unknown_key_in_a_commented_file_is_a_bug():
-    with pytest.raises(KeyError, match=r"batch\.row"):
-        commented_yaml({"batch.row": 3})
+    with pytest.raises(KeyError, match=r"batch\.sample"):
+        commented_yaml({"batch.sample": 3})

@@ -30,7 +30,9 @@ def refusal(path: Path, *overrides: str) -> UserError:
 
 def test_three_syntaxes_give_the_same_run(tmp_path):
     yaml = write(tmp_path, BASE + "batch:\n  samples: 8\n")
-    toml = write(tmp_path, '[model]\nname = "org/model"\n[data]\ntrain = "rows.jsonl"\n[batch]\nrows = 8\n', "run.toml")
+    toml = write(
+        tmp_path, '[model]\nname = "org/model"\n[data]\ntrain = "rows.jsonl"\n[batch]\nsamples = 8\n', "run.toml"
+    )
     jsonf = write(tmp_path, json.dumps(minimal(name="run", batch__samples=8)), "run.json")
     assert load_config(yaml) == load_config(toml) == load_config(jsonf)
     assert load_config(yaml).digest == load_config(jsonf).digest
@@ -38,7 +40,7 @@ def test_three_syntaxes_give_the_same_run(tmp_path):
 
 def test_the_dumped_config_loads_again(tmp_path):
     config = load_config(
-        write(tmp_path, BASE + "method: {name: full}\nbatch: {tokens: 500}\nschedule: {warmup_steps: 0}\n")
+        write(tmp_path, BASE + "method: {name: full}\nbatch: {loss_tokens: 500}\nschedule: {warmup_steps: 0}\n")
     )
     assert load_config(write(tmp_path, config.model_dump_json(), "again.json")).digest == config.digest
 
@@ -80,7 +82,7 @@ def test_all_errors_of_a_file_at_once_with_their_lines(tmp_path):
     assert "line 1: unknown key `modle`: did you mean `model`?" in text
     assert "line 5: unknown key `data.trian`: did you mean `data.train`?" in text
     assert "`data.train` is missing. Training rows: a path" in text
-    assert "line 7: `batch.samples`: got 0, allowed: a whole number >= 1 or `auto`. Rows of the global batch" in text
+    assert "line 7: `batch.samples`: got 0, allowed: a whole number >= 1 or `auto`. Samples of the global batch" in text
     assert "unknown key `optimizer.lr`: here it is `optimizer.learning_rate`." in text
     assert "`optimizer.learning_rate`: got fast, allowed: a number > 0 or `auto`" in text
     assert "command line: unknown key `stop.epoch`: did you mean `stop.epochs`?" in text
@@ -112,7 +114,7 @@ def test_keys_below_an_unknown_section_are_listed(tmp_path):
         ("model.dtype=fp16", "float16 is not supported"),
         ("optimizer.name=adamw_torch", "write adamw"),
         ("parallel.strategy=zero3", "write fsdp"),
-        ("parallel.activation_checkpointing=true", "write block"),
+        ("parallel.activation_checkpointing=true", "write full"),
     ],
 )
 def test_values_of_other_tools_lead_to_ours(tmp_path, override, words):
@@ -157,8 +159,8 @@ def test_an_empty_section_is_its_defaults(tmp_path):
     [
         (
             "a.yaml",
-            BASE + "seed: 1\nseed: 2\nbatch:\n  samples: 1\n  rows: 2\n",
-            ["line 4, column 1: `seed` is given twice", "line 7, column 3: `rows`"],
+            BASE + "seed: 1\nseed: 2\nbatch:\n  samples: 1\n  samples: 2\n",
+            ["line 4, column 1: `seed` is given twice", "line 7, column 3: `samples`"],
         ),
         ("a.json", '{"name": "a", "name": "b"}', ["`name` is given twice"]),
         ("a.toml", 'name = "a"\nname = "b"\n', ["not valid TOML", "line 2"]),
@@ -294,7 +296,7 @@ def test_null_takes_a_key_back(tmp_path):
     [
         ("batch.samples", "write section.key=value, such as batch.samples=32"),
         ("batch=3", "`batch` is a section"),
-        ("batch.row=3", "did you mean `batch.samples`?"),
+        ("batch.sample=3", "did you mean `batch.samples`?"),
         ("batch.samples=many", "command line: `batch.samples`: got many, allowed"),
         ("data.max_length=[", "`data.max_length`: got [, allowed"),
         ("zzz.qqq=1", "`manyhands config` lists all keys"),

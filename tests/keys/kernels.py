@@ -15,7 +15,7 @@ from tests.plan.examples import facts, llama_1b
 
 
 def lora(lab: Lab) -> None:
-    """fused replaces the modules that hold adapters; plain never does, and auto not on a CPU."""
+    """fused replaces the modules that hold adapters; reference never does, and auto not on a CPU."""
     ranks = {asked: lab.start({"kernels.lora": asked}) for asked in ("fused", "reference", "auto")}
     fused = {
         asked: sum(isinstance(m, (FusedAttention, FusedMlp)) for m in rank.model.modules())
@@ -44,7 +44,7 @@ def loss(lab: Lab) -> None:
 
 
 def attention(lab: Lab) -> None:
-    """Packs on GPUs look for faster kernels, and the log says what was found; plain does not look.
+    """Packs on GPUs look for faster kernels, and the log says what was found; reference does not look.
 
     tests/convert/test_attention_kernels.py has what then runs.
     """
@@ -79,7 +79,7 @@ def linear(lab: Lab) -> None:
 
 
 def optimizer(lab: Lab) -> None:
-    """Where weights have a copy that computes, AdamW in one pass is looked for, and the log says what was found; plain
+    """Where weights have a copy that computes, AdamW in one pass is looked for, and the log says what was found; reference
     does not look.
 
     tests/engine/test_masters.py has what then runs.
@@ -99,7 +99,7 @@ def optimizer(lab: Lab) -> None:
 
 
 def nf4(lab: Lab) -> None:
-    """For weights in NF4 one launch is looked for, and the log says what was found; plain does not look.
+    """For weights in NF4 one launch is looked for, and the log says what was found; reference does not look.
 
     tests/kernels/test_nf4.py has what then runs.
     """

@@ -42,7 +42,7 @@ def evaluate_tokens(lab: Lab) -> None:
     assert part["num_tokens"] <= 200 < whole["num_tokens"] and part["num_samples"] < whole["num_samples"]
 
 
-def samples(lab: Lab) -> None:
+def prompts(lab: Lab) -> None:
     keys = {"evaluate.prompts": 3, "evaluate.max_new_tokens": 1, "stop.max_steps": 1}
     assert [len(found) for found in lab.run(keys).column("samples", "evaluation")] == [3, 3]
     assert [len(found) for found in lab.base.column("samples", "evaluation")] == [0, 0]

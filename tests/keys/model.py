@@ -73,7 +73,7 @@ def dtype(lab: Lab) -> None:
         assert trained == {torch.float64 if asked == "float64" else torch.float32}  # masters
 
 
-def masters(lab: Lab) -> None:
+def master_dtype(lab: Lab) -> None:
     """Trained weights, optimizer states and what is saved are in this dtype; where that cannot be, it is an error that
     says why.
     """
@@ -257,6 +257,6 @@ def adapter(lab: Lab) -> None:
     assert factors.lora_B.weight.any()
 
 
-def targets(lab: Lab) -> None:
+def target_modules(lab: Lab) -> None:
     assert lab.start({"method.target_modules": ["q_proj"]}).adapted == [Q_PROJ]
     assert len(lab.base.rank.adapted) == 7  # all linear layers of the one block

@@ -65,7 +65,7 @@ def device(lab: Lab) -> None:
 
 
 def strategy(lab: Lab) -> None:
-    """fsdp shards (DTensors) along one axis, hybrid along one of two, one does not; two processes are planned for what
+    """fsdp shards (DTensors) along one axis, hsdp along one of two, single does not; two processes are planned for what
     is asked.
     """
     names = ("single", "fsdp", "hsdp")
@@ -82,9 +82,9 @@ def num_axes(parameter: torch.Tensor) -> int:
 
 def shard_degree(lab: Lab) -> None:
     """So many ranks hold a copy together: a mesh of (copies, ranks a copy)."""
-    hybrid = {"parallel.strategy": "hsdp", "parallel.gpus": 4}
+    hsdp = {"parallel.strategy": "hsdp", "parallel.gpus": 4}
     for asked, shape in ((2, (2, 2)), ("auto", (1, 4)), (1, (4, 1))):
-        made = plan(lab.config({**hybrid, "parallel.shard_degree": asked}), facts())
+        made = plan(lab.config({**hsdp, "parallel.shard_degree": asked}), facts())
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(mesh, "init_device_mesh", lambda device, shape, mesh_dim_names: shape)
             assert apply.choose_mesh(made, World(0, 0, 4, torch.device("cpu")), mixed=False) == shape
@@ -127,7 +127,7 @@ def offload_activations(lab: Lab) -> None:
     assert lab.run({"parallel.offload_activations": True}).losses == lab.base.losses
 
 
-def reshard(lab: Lab) -> None:
+def reshard_after_forward(lab: Lab) -> None:
     """After the forward pass a block's weights are shards again, or still whole."""
     for asked in (True, False):
         rank = lab.start({"parallel.strategy": "fsdp", "parallel.reshard_after_forward": asked})
@@ -136,7 +136,7 @@ def reshard(lab: Lab) -> None:
         assert isinstance(weight, DTensor) is asked
 
 
-def recompute(lab: Lab) -> None:
+def activation_checkpointing(lab: Lab) -> None:
     """Recomputed blocks begin once more in the backward pass (and stop at the last tensor that it needs); selective
     multiplies once.
     """

@@ -193,7 +193,7 @@ def _check_parallel(config: RunConfig) -> Findings:
     elif parallel.shard_degree != "auto" and parallel.gpus != "auto" and parallel.gpus % parallel.shard_degree:
         yield f"`parallel.shard_degree: {parallel.shard_degree}` does not divide `parallel.gpus: {parallel.gpus}`: give a divisor"
     if parallel.offload == "all" and parallel.strategy == "ddp":
-        yield "`parallel.offload: all` keeps shards in host memory, and `parallel.strategy: ddp` has none: use fsdp, hybrid or one"
+        yield "`parallel.offload: all` keeps shards in host memory, and `parallel.strategy: ddp` has none: use fsdp, hsdp or single"
     if parallel.offload != "none" and config.optimizer.name != "adamw":
         paged = "optimizer.name: paged_adamw_8bit, whose states move by themselves, and no parallel.offload, or optimizer.name: adamw"
         yield f"`parallel.offload: {parallel.offload}` is for `optimizer.name: adamw`, not `{config.optimizer.name}`: use {paged}"
@@ -212,9 +212,9 @@ def _check_kernels(config: RunConfig) -> Findings:
             "or kernels.linear: reference"
         )
     if config.model.dtype in ("float32", "float64") and config.parallel.device != "cpu":
-        yield f"`kernels.linear: fp8` computes beside bfloat16, and `model.dtype` is {config.model.dtype}: use bfloat16, or linear: plain"
+        yield f"`kernels.linear: fp8` computes beside bfloat16, and `model.dtype` is {config.model.dtype}: use bfloat16, or linear: reference"
     elif config.model.dtype == "float64":
-        yield "`kernels.linear: fp8` sums in float32, and `model.dtype` is float64: use another dtype, or linear: plain"
+        yield "`kernels.linear: fp8` sums in float32, and `model.dtype` is float64: use another dtype, or linear: reference"
 
 
 RULES: tuple[Callable[[RunConfig], Findings], ...] = (

@@ -37,7 +37,7 @@ class ModelSection(Section):
     )
     dtype: Literal["auto", "bfloat16", "float32", "float64"] = Field(
         "auto",
-        description="Compute dtype; auto is bfloat16 on GPUs that have it, else float32. For what trained weights keep see masters.",
+        description="Compute dtype; auto is bfloat16 on GPUs that have it, else float32. For what trained weights keep see master_dtype.",
     )
     master_dtype: Literal["float32", "bfloat16"] = Field(
         "float32",
@@ -283,11 +283,11 @@ class ParallelSection(Section):
     )
     strategy: Literal["auto", "single", "ddp", "fsdp", "hsdp"] = Field(
         "auto",
-        description="one process, ddp (a copy a GPU), fsdp (weights, gradients and optimizer states sharded by FSDP2), hybrid (sharded "
+        description="one process, ddp (a copy a GPU), fsdp (weights, gradients and optimizer states sharded by FSDP2), hsdp (sharded "
         "within groups of `shard_degree`, a copy a group).",
     )
     shard_degree: PositiveInt | Auto = Field(
-        "auto", description="hybrid: ranks that hold one copy together; auto is the ranks of one machine."
+        "auto", description="hsdp: ranks that hold one copy together; auto is the ranks of one machine."
     )
     offload: Literal["none", "optimizer", "all"] = Field(
         "none",
