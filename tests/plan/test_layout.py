@@ -91,7 +91,7 @@ def test_a_batch_of_tokens_is_proposed_in_tokens() -> None:
     lengths = mixed_lengths(2000)
     data = rows_of(lengths, first_labels=tuple(lengths), steps_of_epochs=(200,))
     made = plan(run_config(batch__loss_tokens=3000), facts(llama_1b(), gpus=8, data=data))
-    assert re.search(r"batch\.tokens=\d+000 would reach 9\d", said(made))
+    assert re.search(r"batch\.loss_tokens=\d+000 would reach 9\d", said(made))
 
 
 def test_fewer_processes_are_proposed_where_there_are_no_more_rows() -> None:

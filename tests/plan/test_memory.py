@@ -24,8 +24,8 @@ FULL = Setup(
 LORA = replace(FULL, num_adapter_parameters=1000)
 
 
-def sharded(setup: Setup, ranks: int, *, reshard: bool) -> Setup:
-    return replace(setup, strategy="fsdp", world_size=ranks, reshard_after_forward=reshard)
+def sharded(setup: Setup, ranks: int, *, reshard_after_forward: bool) -> Setup:
+    return replace(setup, strategy="fsdp", world_size=ranks, reshard_after_forward=reshard_after_forward)
 
 
 def test_parameters_of_the_example():
@@ -183,10 +183,14 @@ def test_gradients_stay_in_the_copys_dtype_where_the_optimizer_takes_them():
     ("activation_checkpointing", "compiled"),
     [("selective", True), ("selective", False), ("none", True), ("none", False), ("full", True)],
 )
-def test_what_moves_to_host_memory_is_what_blocks_keep(recompute, compiled):
+def test_what_moves_to_host_memory_is_what_blocks_keep(activation_checkpointing, compiled):
     """Eager and selective only the block's input, 8 values of 2 bytes: the rest is in the checkpoint's own cache."""
-    setup = replace(FULL, activation_checkpointing=recompute, compile=compiled, offload_activations=True)
-    kept = 2 * 8 if recompute == "selective" and not compiled else kept_bytes_per_token(setup, recompute)
+    setup = replace(FULL, activation_checkpointing=activation_checkpointing, compile=compiled, offload_activations=True)
+    kept = (
+        2 * 8
+        if activation_checkpointing == "selective" and not compiled
+        else kept_bytes_per_token(setup, activation_checkpointing)
+    )
     assert moved_bytes(setup) == 10 * 2 * kept > 0
     assert moved_bytes(replace(setup, offload_activations=False)) == moved_bytes(replace(setup, device="cpu")) == 0
 

@@ -76,7 +76,7 @@ def test_recomputation_is_tried_from_the_cheapest_on():
 
     assert [recompute(gib) for gib in (64, 50, 30)] == ["none", "selective", "full"]
     made = plan(run_config(batch__micro_tokens=8192), facts(llama_8b(), gpus=1, gpu_bytes=50 * GIB, data=LONG))
-    assert sentence(made, "activation_checkpointing").endswith(
+    assert sentence(made, "activation checkpointing").endswith(
         "are kept; of the last 8 of 32 blocks nothing, as more does not fit"
     )
     reasons = {c.activation_checkpointing: c.reason for c in made.candidates}
@@ -95,7 +95,7 @@ def test_what_memory_is_left_is_spent_on_blocks_that_are_recomputed_less():
     assert mixed.activation_checkpointing == "full" and 4 <= mixed.lighter_layers < 32 and uniform.lighter_layers == 0
     assert mixed.micro_tokens < uniform.micro_tokens, "smaller packs leave room, and nothing travels with each"
     assert not mixed.offload_activations and mixed.memory.total <= 0.92 * mixed.memory.limit
-    assert f"of the last {mixed.lighter_layers} of 32 blocks only norms" in sentence(mixed, "activation_checkpointing")
+    assert f"of the last {mixed.lighter_layers} of 32 blocks only norms" in sentence(mixed, "activation checkpointing")
     (chosen,) = (c for c in mixed.candidates if c.chosen)
     assert chosen.lighter_layers == mixed.lighter_layers
     assert "slower: recomputes more blocks" in {c.reason for c in mixed.candidates}
@@ -104,9 +104,11 @@ def test_what_memory_is_left_is_spent_on_blocks_that_are_recomputed_less():
 
 
 @pytest.mark.parametrize("activation_checkpointing", ["selective", "full"])
-def test_lighter_blocks_lie_between_two_uniform_ways(recompute):
-    setup = replace(FULL, activation_checkpointing=recompute, model=WIDE)
-    lighter = replace(setup, activation_checkpointing={"full": "selective", "selective": "none"}[recompute])
+def test_lighter_layers_lie_between_two_uniform_ways(activation_checkpointing):
+    setup = replace(FULL, activation_checkpointing=activation_checkpointing, model=WIDE)
+    lighter = replace(
+        setup, activation_checkpointing={"full": "selective", "selective": "none"}[activation_checkpointing]
+    )
     num_layers = setup.model.num_layers
     activations = [
         memory.at_the_loss(replace(setup, lighter_layers=count))["activations"] for count in range(num_layers)

@@ -307,7 +307,7 @@ def _describe(
     }
     described |= {"unread": made["unread"], "left_out": made["left_out"]}
     for kind, rows in (("", train), ("validation_", validation)):
-        described[f"num_{kind}rows"] = len(rows)
+        described[f"num_{kind}samples"] = len(rows)
         described[f"num_{kind}tokens"] = int((offsets[rows + 1] - offsets[rows]).sum())
     return described
 

@@ -127,7 +127,7 @@ def format_report(report: Mapping[str, Any]) -> str:
     """report.md from what report.json holds."""
     planned, done = report["planned"], report["measured"]
     warning = [f"**Training diverged: {done['divergence']}.**", ""] if "divergence" in done else []
-    how = f"{report['method']}, {planned['strategy']} on {planned['world_size']} x {planned['device']}, recompute {planned['recompute']}"
+    how = f"{report['method']}, {planned['strategy']} on {planned['world_size']} x {planned['device']}, activation checkpointing {planned['activation_checkpointing']}"
     lines = [f"# {report['name']}", "", *warning, f"{report['model']}: {report['task']}, {how}.", ""]
     lines += ["| | planned | measured |", "|---|---|---|"]
     lines.append(f"| steps | {planned['steps']} | {done['steps']} ({done['stop_reason']}) |")

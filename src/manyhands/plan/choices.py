@@ -225,7 +225,9 @@ def choose_packing(config: RunConfig, model: ModelFacts) -> tuple[bool, str]:
         known = f": {model.packing_reason}" if model.packing_reason else ""
         return True, "packing: rows side by side" + (", as asked" if asked is True else "") + known
     batch = config.batch
-    needing = [f"batch.{name}" for name in ("tokens", "micro_tokens") if getattr(batch, name) not in (None, "auto")]
+    needing = [
+        f"batch.{name}" for name in ("loss_tokens", "micro_tokens") if getattr(batch, name) not in (None, "auto")
+    ]
     if asked is True or needing:
         key = "data.packing" if asked is True else needing[0]
         raise UserError(

@@ -268,7 +268,9 @@ def _why_recompute(config: RunConfig, way: Way) -> str:
         rest = {"selective": "only norms, activations and sums", "none": "nothing"}[way.setup.last_recompute]
         what += f"; of the last {num_lighter} of {way.setup.model.num_layers} blocks {rest}"
     auto = ", as activations fit" if way.activation_checkpointing == "none" else ", as more does not fit"
-    return f"recompute: {what}" + (auto if config.parallel.activation_checkpointing == "auto" else ", as asked")
+    return f"activation checkpointing: {what}" + (
+        auto if config.parallel.activation_checkpointing == "auto" else ", as asked"
+    )
 
 
 def _why_reduction(way: Way) -> list[str]:
