@@ -111,7 +111,7 @@ class Counted:
         family: str,
         *,
         method: str = "full",
-        recompute: bool = False,
+        activation_checkpointing: bool = False,
         attention: str = "sdpa",
         dynamic: bool | None = True,
     ):
@@ -122,7 +122,7 @@ class Counted:
             model.set_attn_implementation(VARLEN)
         if method == "lora":
             apply_lora(model, MethodSection(rank=4, alpha=8.0, dropout=0.1), seed=0)
-        if recompute:
+        if activation_checkpointing:
             checkpoint_blocks(model, "full", compiled=False)
         compile_blocks(model, dynamic=dynamic, backend=self._count, fullgraph=True)
         self.model = LossModel(model)
@@ -147,8 +147,13 @@ class Counted:
 @pytest.mark.parametrize("family", KINDS)
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("activation_checkpointing", [False, True])
-def test_packs_of_any_fill_run_one_graph_a_kind_of_block(family: str, method: str, recompute: bool) -> None:
-    counted, rows = Counted(family, method=method, activation_checkpointing=recompute, attention=VARLEN), make_rows()
+def test_packs_of_any_fill_run_one_graph_a_kind_of_block(
+    family: str, method: str, activation_checkpointing: bool
+) -> None:
+    counted, rows = (
+        Counted(family, method=method, activation_checkpointing=activation_checkpointing, attention=VARLEN),
+        make_rows(),
+    )
     kinds = KINDS[family] + (method == "lora")  # the input of the first block needs no gradient then
     for pack in PACKS:
         counted.train(pack, rows)
@@ -160,8 +165,8 @@ def test_packs_of_any_fill_run_one_graph_a_kind_of_block(family: str, method: st
 
 
 @pytest.mark.parametrize("activation_checkpointing", [False, True])
-def test_with_masks_too_where_packs_hold_several_documents(recompute: bool) -> None:
-    counted, rows = Counted("llama", activation_checkpointing=recompute), make_rows()
+def test_with_masks_too_where_packs_hold_several_documents(activation_checkpointing: bool) -> None:
+    counted, rows = Counted("llama", activation_checkpointing=activation_checkpointing), make_rows()
     for pack in PACKS[:1] + PACKS[2:]:
         counted.train(pack, rows)
     assert counted.num_graphs == 1

@@ -219,7 +219,7 @@ class TestCompiled:
     @pytest.mark.parametrize("family", ["llama", "gemma3"])
     @pytest.mark.parametrize("activation_checkpointing", ["none", "full"])
     def test_blocks_of_a_kind_share_one_graph(
-        self, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch, family: str, recompute: str
+        self, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch, family: str, activation_checkpointing: str
     ) -> None:
         graphs = []
 
@@ -232,7 +232,7 @@ class TestCompiled:
             "compile_blocks",
             lambda model, **_: compile_blocks(model, dynamic=True, backend=count, fullgraph=True),
         )
-        parallel = start(folders[family], compile=True, activation_checkpointing=recompute)
+        parallel = start(folders[family], compile=True, activation_checkpointing=activation_checkpointing)
         optimizer = torch.optim.AdamW(parallel.model.parameters(), lr=0.0, weight_decay=0.0, fused=True)
         for seed in range(4):
             backward(parallel, seed)

@@ -23,13 +23,17 @@ DOCUMENTS = [[(list(range(40, 40 + n)), [True] * n)] for n in (30, 18)]  # one a
     [("none", "gemma3"), ("full", "gemma3"), ("full", "qwen2_5_vl"), ("none", "llava_next"), ("full", "gemma4")],
 )
 def test_full_training_in_bfloat16_is_the_same_sharded_and_replicated(
-    tmp_path: Path, world: Ranks, recompute: str, family: str
+    tmp_path: Path, world: Ranks, activation_checkpointing: str, family: str
 ) -> None:
     folder = str(write_tiny_multimodal(tmp_path, "bfloat16", family=family))
     found = []
     for strategy in ("ddp", "fsdp"):
         plan = tiny_plan(
-            folder, strategy=strategy, world_size=2, compute_dtype="bfloat16", activation_checkpointing=recompute
+            folder,
+            strategy=strategy,
+            world_size=2,
+            compute_dtype="bfloat16",
+            activation_checkpointing=activation_checkpointing,
         )
         found.append(world.run("tests.support.layouts:measure", plan, tiny_run(folder), [DOCUMENTS], world_size=2)[0])
     replicated, sharded = found
@@ -47,7 +51,7 @@ def test_one_process_takes_the_same_step(tmp_path: Path, family: str) -> None:
     folder = str(write_tiny_multimodal(tmp_path, family=family))
     both = [[[document for part in DOCUMENTS for document in part]]]
     steps = [
-        measure(tiny_plan(folder, activation_checkpointing=recompute), tiny_run(folder), both)
-        for recompute in ("none", "full")
+        measure(tiny_plan(folder, activation_checkpointing=activation_checkpointing), tiny_run(folder), both)
+        for activation_checkpointing in ("none", "full")
     ]
     assert steps[0]["loss"] == steps[1]["loss"] and steps[0]["norm"] == steps[1]["norm"] > 0

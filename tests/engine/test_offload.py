@@ -103,10 +103,12 @@ def test_one_tensor_is_fetched_ahead_however_large(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("activation_checkpointing", [False, True])
-def test_only_activations_of_the_base_move_and_with_recomputed_blocks_only_their_inputs(recompute: bool) -> None:
+def test_only_activations_of_the_base_move_and_with_recomputed_blocks_only_their_inputs(
+    activation_checkpointing: bool,
+) -> None:
     model = tiny_model("llama").train()
     plain = tiny_model("llama").train()
-    if recompute:
+    if activation_checkpointing:
         for each in (model, plain):
             each.gradient_checkpointing_enable({"use_reentrant": False})
     store = offload_activations(model, CPU)
@@ -117,7 +119,7 @@ def test_only_activations_of_the_base_move_and_with_recomputed_blocks_only_their
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
     per_pass, hidden = store.num_packed_bytes // 2, 40 * 64 * 4
     blocks = len(model.model.layers) * hidden
-    if recompute:
+    if activation_checkpointing:
         assert blocks <= per_pass < 3 * blocks
     else:
         assert per_pass > 8 * blocks
@@ -145,14 +147,14 @@ def test_on_a_gpu_streamed_steps_are_the_plain_ones_and_states_are_pinned_host_m
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("activation_checkpointing", [False, True])
-def test_on_a_gpu_activations_leave_and_gradients_stay(recompute: bool, compiled: bool) -> None:
+def test_on_a_gpu_activations_leave_and_gradients_stay(activation_checkpointing: bool, compiled: bool) -> None:
     """Several passes in a row: memory that is used again too early would show in the gradients."""
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12}
     ids = torch.arange(4096, device="cuda")[None] % 250
     peaks, gradients = [], []
     for offloads in (False, True):
         model = tiny_model("llama", **sizes).to("cuda").train()
-        if recompute:
+        if activation_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if compiled:
             torch._dynamo.reset()
@@ -170,5 +172,5 @@ def test_on_a_gpu_activations_leave_and_gradients_stay(recompute: bool, compiled
         gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-4, atol=1e-6, msg=name)
-    if not recompute:
+    if not activation_checkpointing:
         assert peaks[1] < 0.8 * peaks[0]  # what is on its way out is bounded
