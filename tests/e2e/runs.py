@@ -287,7 +287,7 @@ def write_place(folder: Path) -> Place:
         "optimizer": {"learning_rate": 3e-3, "max_grad_norm": 1.5},
         "stop": {"epochs": 10, "max_steps": NUM_STEPS},
         "parallel": {"device": "cpu"},
-        "evaluate": {"every_steps": 4, "samples": 1, "max_new_tokens": 4},
+        "evaluate": {"every_steps": 4, "prompts": 1, "max_new_tokens": 4},
         "checkpoint": {"every_steps": 4},
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(run))

@@ -43,7 +43,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
         "schedule": {"name": "constant", "warmup_steps": 0},
         "stop": {"epochs": 20, "max_steps": 40},
         "parallel": {"device": "cpu"},
-        "evaluate": {"every_steps": 0, "samples": 1, "max_new_tokens": 8},
+        "evaluate": {"every_steps": 0, "prompts": 1, "max_new_tokens": 8},
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(run))
     full = {"method": {"name": "full"}, "optimizer": {"learning_rate": 0.01}}

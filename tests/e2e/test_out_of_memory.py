@@ -140,7 +140,7 @@ def test_a_gpu_that_really_runs_out_is_planned_for_anew(tmp_path: Path) -> None:
         "data": {"train": "rows.jsonl", "max_length": 2048, "cache": str(tmp_path / "cache")},
         "batch": {"samples": 64},
         "stop": {"max_steps": 4, "epochs": 2},
-        "evaluate": {"at_start": False, "every_steps": 0, "samples": 0},
+        "evaluate": {"at_start": False, "every_steps": 0, "prompts": 0},
         "checkpoint": {"every_steps": 1},
         "parallel": {"device": "cuda", "activation_checkpointing": "none", "compile": False},
         "output": {"dir": "runs"},

@@ -99,9 +99,9 @@ def make_report(plan: Plan, config: RunConfig, state: TrainState, measured: Mapp
                 "steps": state.step,
                 "stop_reason": state.stop_reason,
                 "divergence": state.divergence or None,
-                "rows": state.samples,
+                "samples": state.samples,
                 "tokens": state.tokens,
-                "trained_tokens": state.loss_tokens,
+                "loss_tokens": state.loss_tokens,
                 "training_s": round(state.elapsed_s, 3),
                 "parameters": measured.get("num_parameters"),
                 "trained_parameters": measured.get("num_trained_parameters"),
@@ -127,7 +127,10 @@ def format_report(report: Mapping[str, Any]) -> str:
     """report.md from what report.json holds."""
     planned, done = report["planned"], report["measured"]
     warning = [f"**Training diverged: {done['divergence']}.**", ""] if "divergence" in done else []
-    how = f"{report['method']}, {planned['strategy']} on {planned['world_size']} x {planned['device']}, activation checkpointing {planned['activation_checkpointing']}"
+    how = (
+        f"{report['method']}, {planned['strategy']} on {planned['world_size']} x {planned['device']}, "
+        f"activation checkpointing {planned['activation_checkpointing']}"
+    )
     lines = [f"# {report['name']}", "", *warning, f"{report['model']}: {report['task']}, {how}.", ""]
     lines += ["| | planned | measured |", "|---|---|---|"]
     lines.append(f"| steps | {planned['steps']} | {done['steps']} ({done['stop_reason']}) |")
@@ -146,7 +149,7 @@ def format_report(report: Mapping[str, Any]) -> str:
     lines += [
         "",
         f"Training took {done['training_s']:.0f} s, evaluations, checkpoints and the first steps included, which the speed above "
-        f"leaves out: {done['rows']:,} rows, {done['tokens']:,} tokens, {done['trained_tokens']:,} of them trained.",
+        f"leaves out: {done['samples']:,} samples, {done['tokens']:,} tokens, {done['loss_tokens']:,} of them in the loss.",
     ]
     if "trained_parameters" in done and "parameters" in done:
         share = done["trained_parameters"] / done["parameters"]
