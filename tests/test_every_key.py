@@ -46,7 +46,7 @@ EFFECTS: dict[str, Callable[[Lab], None]] = {
     "data.fields": rows.fields,
     "data.ignore": rows.ignore,
     "data.train_on": template.train_on,
-    "data.template_arguments": template.template_arguments,
+    "data.chat_template_kwargs": template.chat_template_kwargs,
     "data.date": template.date,
     "data.max_samples": rows.max_samples,
     "data.max_length": rows.max_length,

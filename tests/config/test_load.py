@@ -210,8 +210,8 @@ def _fold(first: str, each: str, levels: int = 40) -> str:
 @pytest.mark.parametrize("text", [_fold("[x]", "[?]"), _fold("{x: 1}", "{<<: [?]}")], ids=["aliases", "merges"])
 def test_aliases_that_unfold_without_end_are_refused(tmp_path, text):
     assert "aliases (*) unfold to more than" in str(refusal(write(tmp_path, text)))
-    assert "`data.template_arguments`: got" in str(
-        refusal(write(tmp_path, BASE), "data.template_arguments=" + "{x: &a [1], y: &b [*a, *b]}")
+    assert "`data.chat_template_kwargs`: got" in str(
+        refusal(write(tmp_path, BASE), "data.chat_template_kwargs=" + "{x: &a [1], y: &b [*a, *b]}")
     )
 
 

@@ -100,7 +100,7 @@ def test_overrides_of_lists_sources_and_mappings(tmp_path: Path) -> None:
     assert [source.weight for source in changed.train] == [3, 0.5] and changed.fields == {"prompt": "frage"}
     single = load_config(path, ["data.train=one.jsonl", "data.train[0].max_samples=5"]).data.train
     assert single == (Source(path="one.jsonl", max_samples=5),)
-    assert load_config(path, ["data.template_arguments.enable_thinking=false"]).data.template_arguments == {
+    assert load_config(path, ["data.chat_template_kwargs.enable_thinking=false"]).data.chat_template_kwargs == {
         "enable_thinking": False
     }
     text = refusal(
@@ -146,7 +146,7 @@ CONTRADICTIONS = [
     ({"fields": {"prompt": "x"}, "format": "messages"}, "which `data.format: messages` does not read"),
     ({"fields": {"asked": "x"}}, "which `data.format: auto` does not read"),
     ({"train": [{"path": "a", "format": "alpaca", "fields": {"question": "x"}}]}, "`data.train[0].fields` has the key question"),
-    ({"template_arguments": {"tools": []}}, "`data.template_arguments.tools`"),
+    ({"chat_template_kwargs": {"tools": []}}, "`data.chat_template_kwargs.tools`"),
     ({"date": "2026-02-30"}, "`data.date: 2026-02-30`"),
 ]  # fmt: skip
 
@@ -196,7 +196,7 @@ def test_what_goes_together_is_not_refused(keys: dict) -> None:
         *(({"method__name": "full", f"method__{key}": value}, f"method.{key}", "method.name")
           for key, value in (("rslora", True), ("dora", True), ("modules_to_save", ["lm_head"]), ("adapter", "x"))),
         *(({"task": "cpt", f"data__{key}": value}, f"data.{key}", "task")
-          for key, value in (("train_on", "all"), ("template_arguments", {"a": 1}), ("date", "2025-01-01"))),
+          for key, value in (("train_on", "all"), ("chat_template_kwargs", {"a": 1}), ("date", "2025-01-01"))),
         ({"data__packing": "auto", "batch__micro_samples": 2}, "batch.micro_samples", "data.packing: auto"),
         ({"data__too_long": "split", "data__train": [{"path": "a"}]}, "data.too_long", "task: sft"),
     ],

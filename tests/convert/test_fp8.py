@@ -170,7 +170,7 @@ def test_the_gate_refuses_codes_that_are_not_the_weights() -> None:
     mlp.coded["gate_proj"].scales.mul_(4)
     with pytest.raises(UserError, match="not accurate enough") as refused:
         gate(model)
-    assert "allowed are 5%, 34% and 6.2%" in refused.value.why and "kernels.linear: reference" in refused.value.fix
+    assert "allowed are 5%, 34% and 6.2%" in refused.value.why and "kernels.linear: compute_dtype" in refused.value.fix
 
 
 def test_the_gate_refuses_what_is_no_number() -> None:

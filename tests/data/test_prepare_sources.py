@@ -246,7 +246,7 @@ def test_windows_of_a_real_tokenizer(smollm2: Path) -> None:
     assert found == [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
 
 
-@pytest.mark.parametrize("too_long", ["split", "truncate", "refuse"])
+@pytest.mark.parametrize("too_long", ["split", "truncate", "error"])
 def test_long_documents_are_as_if_tokenised_whole(
     too_long: str, tmp_path: Path, make_config, plain_folder: Path, monkeypatch
 ) -> None:

@@ -248,17 +248,17 @@ def test_the_date_is_the_configs_and_not_the_clocks() -> None:
         assert written in tokenizer.decode(rendered.ids)
         assert not np.array_equal(rendered.ids, render(Conversation(TURN), tokenizer, date="2025-03-10").ids)
     llama = family_tokenizer("llama3")
-    asked = render(Conversation(TURN), llama, template_arguments={"date_string": "a day"}, date="2025-03-09")
+    asked = render(Conversation(TURN), llama, chat_template_kwargs={"date_string": "a day"}, date="2025-03-09")
     assert "Today Date: a day" in llama.decode(asked.ids)
 
 
-def test_template_arguments_reach_the_template() -> None:
+def test_chat_template_kwargs_reach_the_template() -> None:
     qwen, llama = family_tokenizer("qwen3"), family_tokenizer("llama3")
-    assert shown(qwen, TURN, template_arguments={"enable_thinking": False}) == [
+    assert shown(qwen, TURN, chat_template_kwargs={"enable_thinking": False}) == [
         "Hello there<|im_end|>"
     ]  # the prompt holds the block
     messages, tools = CONVERSATIONS["tools"]
-    ended = render(Conversation(messages, tools), llama, template_arguments={"builtin_tools": ["search"]})
+    ended = render(Conversation(messages, tools), llama, chat_template_kwargs={"builtin_tools": ["search"]})
     assert trained_texts(llama, ended)[0].endswith("}<|eom_id|>")
 
 
@@ -272,7 +272,7 @@ def test_template_arguments_reach_the_template() -> None:
 )
 def test_reserved_arguments_and_no_dates_are_refused(arguments: dict, date: str, named: str) -> None:
     with pytest.raises(UserError, match="arguments of the chat template") as caught:
-        Renderer(family_tokenizer("chatml"), template_arguments=arguments, date=date)
+        Renderer(family_tokenizer("chatml"), chat_template_kwargs=arguments, date=date)
     assert named in caught.value.details[0]
 
 

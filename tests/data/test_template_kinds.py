@@ -166,8 +166,8 @@ def test_the_argument_that_ends_the_last_turn_is_named() -> None:
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     assert shown(template, TWO) == ["Hello<|im_end|>", "Fine."]
-    assert "data.template_arguments: {whole: true}" in notes_of(template, TWO)
-    assert shown(template, TWO, template_arguments={"whole": True}) == ["Hello<|im_end|>", "Fine.<|im_end|>"]
+    assert "data.chat_template_kwargs: {whole: true}" in notes_of(template, TWO)
+    assert shown(template, TWO, chat_template_kwargs={"whole": True}) == ["Hello<|im_end|>", "Fine.<|im_end|>"]
 
 
 # after Gemma 4 and Solar: results repeat the names of calls, thinking is shown behind the last question alone

@@ -25,17 +25,17 @@ def train_on(lab: Lab) -> None:
     assert 0 < last < answers < everything == length - 1  # every token but the first
 
 
-def template_arguments(lab: Lab) -> None:
+def chat_template_kwargs(lab: Lab) -> None:
     template = "note: {{ note }}\n" + MARKED + HEADER
     ran = lab.export(
-        {"model.chat_template": template, "data.template_arguments": {"note": "theta"}, "stop.max_steps": 1}
+        {"model.chat_template": template, "data.chat_template_kwargs": {"note": "theta"}, "stop.max_steps": 1}
     )
     assert ran.prompt_of(0).startswith("note: theta\n")
-    assert find_parts(ran.folder).template_arguments["note"] == "theta"  # so generation asks in the same words
+    assert find_parts(ran.folder).chat_template_kwargs["note"] == "theta"  # so generation asks in the same words
 
 
 def date(lab: Lab) -> None:
     template = "{{ strftime_now('%d.%m.%Y') }} {{ date_string }}\n" + MARKED + HEADER
     ran = lab.export({"model.chat_template": template, "data.date": "2031-02-03", "stop.max_steps": 1})
     assert ran.prompt_of(0).startswith("03.02.2031 03 Feb 2031\n")
-    assert find_parts(ran.folder).template_arguments["strftime_now"]("%Y") == "2031"
+    assert find_parts(ran.folder).chat_template_kwargs["strftime_now"]("%Y") == "2031"

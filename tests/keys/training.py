@@ -164,7 +164,7 @@ def divergence(lab: Lab) -> None:
     """An absurd rate leaves a gradient of exactly 0: the run is ended, or goes on and its report says so."""
     absurd = {"optimizer.learning_rate": 1000.0}
     with pytest.raises(Diverged, match=r"the gradient of step 3 is exactly 0 at loss 5\.5"):
-        lab.train(lab.start(absurd | {"stop.divergence": "end"}))
+        lab.train(lab.start(absurd | {"stop.divergence": "fail"}))
     ran = lab.run(absurd | {"stop.divergence": "warn"})
     assert len(ran.losses) == NUM_STEPS and "the gradient of step 3 is exactly 0" in ran.rank.state.divergence
     said = ran.rank.terminal.getvalue()

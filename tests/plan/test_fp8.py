@@ -44,7 +44,7 @@ def test_an_old_gpu_and_no_gpu_are_refused_with_what_to_do() -> None:
     ):
         with pytest.raises(UserError, match=r"kernels\.linear: fp8") as refused:
             plan(config, known)
-        assert why in refused.value.why and "kernels.linear: reference" in refused.value.fix
+        assert why in refused.value.why and "kernels.linear: compute_dtype" in refused.value.fix
 
 
 def test_what_is_done_is_said() -> None:

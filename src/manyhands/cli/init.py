@@ -81,7 +81,7 @@ def init(
     ] = None,
     too_long: Annotated[
         str | None,
-        typer.Option("--too-long", help="Rows over 2,048 tokens: refuse, truncate or split.", show_default=False),
+        typer.Option("--too-long", help="Rows over 2,048 tokens: error, truncate or split.", show_default=False),
     ] = None,
     yes: Annotated[
         bool, typer.Option("--yes", "-y", help="Ask nothing: take what was given or can be inferred.")
@@ -298,16 +298,16 @@ def show_columns(seen: Seen) -> list[str]:
 
 
 def choose_too_long(given: str | None, seen: Seen, task: str, ask: bool) -> str:
-    allowed = ["refuse", "truncate", *(["split"] if task == "cpt" else [])]
+    allowed = ["error", "truncate", *(["split"] if task == "cpt" else [])]
     if given is not None:
         if given not in allowed:
             raise UserError(f"--too-long: got {given!r}", fix=f"choose one of {', '.join(allowed)} (task {task})")
         return given
     if not ask:
-        return "refuse"
+        return "error"
     about = seen.longest_bytes // BYTES_PER_TOKEN
     print(f"The longest row looked at has roughly {about:,} tokens.")
-    return _ask_one_of(f"Rows over {MAX_LENGTH:,} tokens ({', '.join(allowed)})", allowed, "refuse")
+    return _ask_one_of(f"Rows over {MAX_LENGTH:,} tokens ({', '.join(allowed)})", allowed, "error")
 
 
 def describe(seen: Seen, reading: Reading, too_long: str) -> list[str]:
@@ -325,7 +325,7 @@ def describe(seen: Seen, reading: Reading, too_long: str) -> list[str]:
     else:
         lines.append(f"{100 * fraction:g} % of the rows will be held out for validation (data.validation_fraction)")
     about = seen.longest_bytes // BYTES_PER_TOKEN
-    if about > MAX_LENGTH and too_long == "refuse":
+    if about > MAX_LENGTH and too_long == "error":
         lines.append(
             f"a row has roughly {about:,} tokens: over data.max_length ({MAX_LENGTH:,}) it is refused (data.too_long)"
         )

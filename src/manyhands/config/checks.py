@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from manyhands.config.chat_template_kwargs import find_argument_faults
 from manyhands.config.keys import show, table
 from manyhands.config.schema import RunConfig
 from manyhands.config.source_checks import check_formats, check_sources
-from manyhands.config.template_arguments import find_argument_faults
 
 Findings = Iterator[str]
 
@@ -168,16 +168,16 @@ def _check_optimizer(config: RunConfig) -> Findings:
 
 def _check_task(config: RunConfig) -> Findings:
     if config.task == "sft" and config.data.too_long == "split":
-        yield "`data.too_long: split` cuts text, but `task: sft` trains conversations: use refuse or truncate, or task: cpt or mixed"
+        yield "`data.too_long: split` cuts text, but `task: sft` trains conversations: use error or truncate, or task: cpt or mixed"
     if config.task == "cpt":
-        chat_only = ("model.chat_template", "data.train_on", "data.template_arguments", "data.date")
+        chat_only = ("model.chat_template", "data.train_on", "data.chat_template_kwargs", "data.date")
         yield from _idle(config, chat_only, "task", "set task: sft or mixed")
 
 
 def _check_template(config: RunConfig) -> Findings:
-    yield from find_argument_faults(config.data.template_arguments, config.data.date)
-    if "date_string" in config.data.template_arguments and _asked(config, "data.date"):
-        yield "`data.template_arguments.date_string` and `data.date` both say today's date: keep one"
+    yield from find_argument_faults(config.data.chat_template_kwargs, config.data.date)
+    if "date_string" in config.data.chat_template_kwargs and _asked(config, "data.date"):
+        yield "`data.chat_template_kwargs.date_string` and `data.date` both say today's date: keep one"
 
 
 def _check_parallel(config: RunConfig) -> Findings:
@@ -209,12 +209,12 @@ def _check_kernels(config: RunConfig) -> Findings:
     if config.method.name in reasons:
         yield (
             f"`kernels.linear: fp8` does not go with `method.name: {config.method.name}`, {reasons[config.method.name]}, "
-            "or kernels.linear: reference"
+            "or kernels.linear: compute_dtype"
         )
     if config.model.dtype in ("float32", "float64") and config.parallel.device != "cpu":
-        yield f"`kernels.linear: fp8` computes beside bfloat16, and `model.dtype` is {config.model.dtype}: use bfloat16, or linear: reference"
+        yield f"`kernels.linear: fp8` computes beside bfloat16, and `model.dtype` is {config.model.dtype}: use bfloat16, or linear: compute_dtype"
     elif config.model.dtype == "float64":
-        yield "`kernels.linear: fp8` sums in float32, and `model.dtype` is float64: use another dtype, or linear: reference"
+        yield "`kernels.linear: fp8` sums in float32, and `model.dtype` is float64: use another dtype, or linear: compute_dtype"
 
 
 RULES: tuple[Callable[[RunConfig], Findings], ...] = (

@@ -160,7 +160,7 @@ class DataSection(Section):
     train_on: Literal["assistant", "last", "all"] = Field(
         "assistant", description="Trained tokens of a conversation: every assistant turn, the last one, or all tokens."
     )
-    template_arguments: dict[str, Any] = Field(
+    chat_template_kwargs: dict[str, Any] = Field(
         {}, description="More arguments of the chat template, such as {enable_thinking: false}."
     )
     date: str = Field(
@@ -170,8 +170,8 @@ class DataSection(Section):
         None, description="Use at most this many training rows, the first ones of the seeded order."
     )
     max_length: PositiveInt = Field(2048, description="Longest row in tokens.")
-    too_long: Literal["refuse", "truncate", "split"] = Field(
-        "refuse", description="Rows over max_length: an error, cut at the end, or (task cpt) split into several rows."
+    too_long: Literal["error", "truncate", "split"] = Field(
+        "error", description="Rows over max_length: an error, cut at the end, or (task cpt) split into several rows."
     )
     packing: bool | Auto = Field(
         "auto",
@@ -258,10 +258,10 @@ class StopSection(Section):
         None, description="Seconds of training, resumed time included."
     )
     patience: PositiveInt | None = Field(None, description="Evaluations in a row without a lower validation loss.")
-    divergence: Literal["end", "warn"] = Field(
-        "end",
+    divergence: Literal["fail", "warn"] = Field(
+        "fail",
         description="What follows where training has diverged: a gradient of exactly 0, the loss far above its best for "
-        "`divergence_steps` steps, the held-out loss far above what it was before training. end fails the run, warn goes on and the "
+        "`divergence_steps` steps, the held-out loss far above what it was before training. fail ends the run, warn goes on and the "
         "report says so. A loss that is not a finite number always ends it.",
     )
     divergence_factor: Annotated[float, Field(gt=1)] = Field(
@@ -328,8 +328,8 @@ class KernelsSection(Section):
         description="Packs and rows of one length by the fastest kernels that pass a self-test (FlashAttention 4 where it is installed, "
         "cuDNN); or both by torch's varlen (reference).",
     )
-    linear: Literal["reference", "fp8"] = Field(
-        "reference",
+    linear: Literal["compute_dtype", "fp8"] = Field(
+        "compute_dtype",
         description="Linear layers of the blocks, in training: in the compute dtype, or their products in fp8 (other numerics, checked "
         "before step 1).",
     )

@@ -65,7 +65,7 @@ def use_fp8(model: nn.Module) -> tuple[list[str], list[str]]:
             "No linear layer of the blocks can compute in fp8.",
             where="kernels.linear: fp8",
             why=f"inputs and outputs must be multiples of {ALIGNMENT}",
-            fix="set kernels.linear: reference",
+            fix="set kernels.linear: compute_dtype",
             details=left[:20],
         )
     return swapped, left

@@ -111,7 +111,7 @@ def check_fp8(parallel: Trained, model: nn.Module, batch: Mapping[str, Any], see
             f"Products in fp8 are not accurate enough for {type(model).__name__}.",
             where="kernels.linear: fp8",
             why=f"{deviation}; allowed are {LOSS_TOLERANCE:.0%}, {allowed:.0%} and {LAYER_TOLERANCE:.1%}",
-            fix="set kernels.linear: reference",
+            fix="set kernels.linear: compute_dtype",
         )
     return deviation
 

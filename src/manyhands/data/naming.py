@@ -46,7 +46,7 @@ def name_tokens(
         tokenizer=tokenizer_digest(model_folder, config.model.chat_template, config.model.new_tokens),
         task=config.task,
         train_on=data.train_on,
-        template_arguments=data.template_arguments,
+        chat_template_kwargs=data.chat_template_kwargs,
         date=data.date,
         max_length=data.max_length,
         too_long=data.too_long,

@@ -69,7 +69,7 @@ class Renderer:
     """Renders and masks rows with one tokenizer.
 
     ``plain_prompts`` renders a user and an assistant turn as prompt + completion + eos where the tokenizer has no chat
-    template. ``template_arguments`` are handed to the template, and ``date`` where it asks for today's.
+    template. ``chat_template_kwargs`` are handed to the template, and ``date`` where it asks for today's.
 
     ``train_on``: the tokens of every ``assistant`` turn, of the ``last`` one, or ``all`` tokens. A turn's key
     ``weight`` (or ``train``: weight 1 or 0) multiplies its tokens' loss, and the conversation's weight all of them.
@@ -83,7 +83,7 @@ class Renderer:
         tokenizer: Any,
         *,
         plain_prompts: bool = False,
-        template_arguments: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         train_on: TrainOn = "assistant",
         date: str = DEFAULT_DATE,
     ) -> None:
@@ -97,7 +97,7 @@ class Renderer:
         self.plain_prompts = plain_prompts and not tokenizer.chat_template
         self._train_on = train_on
         added = tokenizer.added_tokens_decoder.values()
-        self._template = ChatTemplate(tokenizer, complete_arguments(template_arguments or {}, date))
+        self._template = ChatTemplate(tokenizer, complete_arguments(chat_template_kwargs or {}, date))
         self._finder = SpanFinder(self._template, [token.content for token in added], tokenizer.eos_token)
         self._special = compile_any([token.content for token in added if token.special])
         self._bos, self._eos = tokenizer.bos_token_id, tokenizer.eos_token_id

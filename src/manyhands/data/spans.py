@@ -111,7 +111,7 @@ class SpanFinder:
             finder = SpanFinder(self._template.replace(name, True), self._markers.added)
             try:
                 if finder._find_ending().marker:
-                    return f"; data.template_arguments: {{{name}: true}} makes it end that, too"
+                    return f"; data.chat_template_kwargs: {{{name}: true}} makes it end that, too"
             except (RowRefused, UserError):
                 continue
         return ""

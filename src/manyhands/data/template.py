@@ -11,8 +11,8 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any
 
+from manyhands.config.chat_template_kwargs import find_argument_faults
 from manyhands.config.schema import RunConfig
-from manyhands.config.template_arguments import find_argument_faults
 from manyhands.core.errors import UserError
 from manyhands.data.messages import Message, RowRefused
 from manyhands.data.template_bounds import limit_cpu
@@ -34,11 +34,11 @@ SHOWN = "\ue000"  # a code point that belongs to no character
 DATE_STRING = "%d %b %Y"  # how templates write the day that they take as date_string
 
 
-def template_arguments_of(config: RunConfig) -> dict[str, Any]:
+def chat_template_kwargs_of(config: RunConfig) -> dict[str, Any]:
     """What every ``apply_chat_template`` of a run gets besides the messages: in preparation, samples and generation
     alike.
     """
-    return complete_arguments(config.data.template_arguments, config.data.date)
+    return complete_arguments(config.data.chat_template_kwargs, config.data.date)
 
 
 def complete_arguments(arguments: Mapping[str, Any], date: str) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def complete_arguments(arguments: Mapping[str, Any], date: str) -> dict[str, Any
     if faults:
         raise UserError(
             "the arguments of the chat template cannot be used",
-            where="data.template_arguments, data.date",
+            where="data.chat_template_kwargs, data.date",
             details=faults,
         )
     today = datetime.fromisoformat(date)

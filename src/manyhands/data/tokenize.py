@@ -121,7 +121,7 @@ class Outcome:
             where=where,
             why=f"data.max_length is {max_length:,} tokens and data.too_long is {too_long}"
             f"{', which cannot divide conversations' * (too_long == 'split')}; the longest row has {self.longest:,} tokens",
-            fix=f"set data.too_long to truncate to cut them{divides if too_long == 'refuse' else ''}, or raise data.max_length",
+            fix=f"set data.too_long to truncate to cut them{divides if too_long == 'error' else ''}, or raise data.max_length",
         )
         if not self.num_samples:
             raise UserError(
@@ -205,7 +205,7 @@ class Tokeniser:
         self._renderer = Renderer(
             tokenizer,
             plain_prompts=True,
-            template_arguments=data.template_arguments,
+            chat_template_kwargs=data.chat_template_kwargs,
             train_on=data.train_on,
             date=data.date,
         )

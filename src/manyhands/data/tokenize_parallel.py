@@ -28,7 +28,7 @@ from manyhands.config.schema import RunConfig, Source
 from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.data.rows import Part
 from manyhands.data.sources import split_source
-from manyhands.data.template import template_arguments_of
+from manyhands.data.template import chat_template_kwargs_of
 from manyhands.data.template_bounds import try_apart
 from manyhands.data.tokenize import Outcome, Tokeniser, choose_format
 from manyhands.data.tokenizer import load_tokenizer, note_plain_markers, widen_cache
@@ -172,7 +172,7 @@ def _open(job: Job, chunk_characters: int) -> tuple[Tokeniser, list[str]]:
     if getattr(tokenizer, "is_fast", False):
         widen_cache(tokenizer)
     if config.task != "cpt" and tokenizer.chat_template:
-        try_apart(partial(tokenizer.apply_chat_template, tokenize=False, **template_arguments_of(config)))
+        try_apart(partial(tokenizer.apply_chat_template, tokenize=False, **chat_template_kwargs_of(config)))
     formats = [choose_format(source, config, bool(tokenizer.chat_template)) for source in job.sources]
     notes = [] if config.task == "cpt" else note_plain_markers(tokenizer)
     if "prompt" in formats and not tokenizer.chat_template:

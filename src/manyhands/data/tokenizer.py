@@ -219,7 +219,7 @@ def read_chat_template(chat_template: str | None) -> str | None:
 def tokenizer_digest(model_folder: str | Path, chat_template: str | None = None, new_tokens: Sequence[str] = ()) -> str:
     """Hash of all that decides about ids: the tokenizer's files, the template in use, the libraries' versions.
 
-    What a run hands to the template (``data.template_arguments``, ``data.date``) is the run's, not the tokenizer's.
+    What a run hands to the template (``data.chat_template_kwargs``, ``data.date``) is the run's, not the tokenizer's.
     """
     folder, digest = Path(model_folder), hashlib.sha256()
     found = [path for pattern in MORE_PATTERNS for path in sorted(folder.glob(pattern))]

@@ -102,7 +102,7 @@ def plain_evaluation(model: nn.Module) -> Iterator[None]:
 
 
 def end_token_ids(
-    model_folder: str | Path, tokenizer: Any, template_arguments: Mapping[str, Any] | None = None
+    model_folder: str | Path, tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None
 ) -> frozenset[int]:
     """Every token that ends a turn.
 
@@ -116,7 +116,7 @@ def end_token_ids(
         if stated is not None:
             ends |= {stated} if isinstance(stated, int) else set(stated)
             break
-    template_end = end_of_turn(tokenizer, template_arguments)
+    template_end = end_of_turn(tokenizer, chat_template_kwargs)
     if template_end is not None:
         ends.add(template_end)
     if not ends and tokenizer.eos_token_id is not None:
@@ -124,12 +124,12 @@ def end_token_ids(
     return frozenset(ends)
 
 
-def end_of_turn(tokenizer: Any, template_arguments: Mapping[str, Any] | None = None) -> int | None:
+def end_of_turn(tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> int | None:
     """The special token right after an assistant's content, if the template writes one."""
     if not getattr(tokenizer, "chat_template", None):
         return None
     messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": SENTINEL}]
-    text = ChatTemplate(tokenizer, template_arguments or {}).render(messages)
+    text = ChatTemplate(tokenizer, chat_template_kwargs or {}).render(messages)
     _, found, tail = text.rpartition(SENTINEL)
     ids = tokenizer.encode(tail.strip(), add_special_tokens=False) if found else []
     special = set(tokenizer.all_special_ids) | {

@@ -18,7 +18,7 @@ from manyhands.convert.quantize import round_to_nf4
 from manyhands.convert.resize_embeddings import grow_embeddings
 from manyhands.core.errors import UserError
 from manyhands.core.files import refuse_outside_links
-from manyhands.data.template import ChatTemplate, template_arguments_of
+from manyhands.data.template import ChatTemplate, chat_template_kwargs_of
 from manyhands.facts.adapter import describe_method, needed_tokens, read_adapter_config
 from manyhands.infer.generate import end_token_ids, generate
 from manyhands.model.auto import auto_class_of
@@ -33,12 +33,12 @@ class Answerer:
     model: nn.Module
     tokenizer: Any
     end_ids: frozenset[int]
-    template_arguments: dict[str, Any] = field(default_factory=dict)
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def answer(self, messages: Sequence[dict[str, str]], max_new_tokens: int) -> str:
         """Greedy answer to a conversation; a model without a chat template continues the last message's text."""
         if self.tokenizer.chat_template:
-            text = ChatTemplate(self.tokenizer, self.template_arguments).render(messages, generation=True)
+            text = ChatTemplate(self.tokenizer, self.chat_template_kwargs).render(messages, generation=True)
             ids = self.tokenizer.encode(text, add_special_tokens=False)  # the template writes its own
         else:
             ids = self.tokenizer.encode(messages[-1]["content"])
@@ -56,7 +56,7 @@ class Found:
     weights: Path
     adapter: Path | None = None
     chat_template: str | None = None
-    template_arguments: dict[str, Any] = field(default_factory=dict)
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 def open_answerer(folder: Path, base: str | None = None) -> Answerer:
@@ -69,7 +69,7 @@ def open_answerer(folder: Path, base: str | None = None) -> Answerer:
         found.adapter if found.adapter and (found.adapter / "tokenizer_config.json").is_file() else found.weights
     )
     tokenizer = load_tokenizer(with_tokenizer, found.chat_template)
-    arguments = found.template_arguments
+    arguments = found.chat_template_kwargs
     return Answerer(model, tokenizer, end_token_ids(found.weights, tokenizer, arguments), arguments)
 
 
@@ -103,7 +103,7 @@ def _find_run(folder: Path, base: str | None) -> Found:
 
     run = RunFolder(folder)
     config = run.read_config()
-    template, arguments = config.model.chat_template, template_arguments_of(config)
+    template, arguments = config.model.chat_template, chat_template_kwargs_of(config)
     if (folder / "model" / "config.json").is_file():
         return Found(folder / "model", None, template, arguments)
     adapter = folder / "adapter"

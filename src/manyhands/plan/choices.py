@@ -283,7 +283,7 @@ def choose_linear(config: RunConfig, device: Device, gpus: tuple[GpuFacts, ...])
     """What is said of products in fp8. UserError where the GPUs have none; a CPU emulates them if it was asked for by
     name.
     """
-    if config.kernels.linear == "reference":
+    if config.kernels.linear == "compute_dtype":
         return ()
     old = next((gpu for gpu in gpus if gpu.compute_capability and gpu.compute_capability < MIN_FP8_CAPABILITY), None)
     if old is not None or (device == "cpu" and config.parallel.device != "cpu"):
@@ -293,7 +293,7 @@ def choose_linear(config: RunConfig, device: Device, gpus: tuple[GpuFacts, ...])
             why=f"{old.name} has compute capability {'.'.join(map(str, old.compute_capability or ()))}, and 8.9 is the first with fp8"
             if old is not None
             else "there is no GPU, and a CPU would only emulate it, slowly",
-            fix="set kernels.linear: reference"
+            fix="set kernels.linear: compute_dtype"
             + ("" if old is not None else ", or parallel.device: cpu to emulate it"),
         )
     emulated = ", emulated in float32, as asked by parallel.device: cpu" if device == "cpu" else ""

@@ -112,7 +112,7 @@ class DivergenceGuard(Hook):
         return loss > max(self.stop.divergence_factor * mark, mark + MIN_RISE)
 
     def _found(self, state: TrainState, what: str, why: str) -> None:
-        if self.stop.divergence == "end":
+        if self.stop.divergence == "fail":
             state.divergence = f"{what}: {why}"
             raise self._error(what, why)
         if not state.divergence:

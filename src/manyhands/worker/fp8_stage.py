@@ -30,7 +30,7 @@ def begin_fp8(rank: Rank, model: Any) -> None:
             f"{torch.cuda.get_device_name(device)} does not multiply in fp8 with a scale a row",
             where="kernels.linear: fp8",
             why=f"torch._scaled_mm failed its test; it needs compute capability {'.'.join(map(str, MIN_CAPABILITY))} and a new cuBLAS",
-            fix="set kernels.linear: reference",
+            fix="set kernels.linear: compute_dtype",
         )
     swapped, left = use_fp8(model)
     beside = f"; {len(left)} stay plain, as their sides are no multiples of 16" if left else ""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from manyhands.data.template import template_arguments_of
+from manyhands.data.template import chat_template_kwargs_of
 from manyhands.infer.generate import end_token_ids, generate, greedy
 from manyhands.worker.rank import Rank
 
@@ -56,7 +56,7 @@ def answer_prompts(rank: Rank, prompts: list[Prompt]) -> tuple[tuple[str, str], 
     ranks go through the same forwards.
     """
     max_new_tokens = rank.config.evaluate.max_new_tokens
-    ends = end_token_ids(rank.plan.model_folder, rank.tokenizer, template_arguments_of(rank.config))
+    ends = end_token_ids(rank.plan.model_folder, rank.tokenizer, chat_template_kwargs_of(rank.config))
     if rank.parallel.is_whole and not rank.is_first:
         return ()
     answers = []

@@ -18,12 +18,12 @@ RESERVED = frozenset({
 
 
 def find_argument_faults(arguments: Mapping[str, Any], date: str) -> Iterator[str]:
-    """One sentence for each name that ``data.template_arguments`` may not hold, and one for a date that is none."""
+    """One sentence for each name that ``data.chat_template_kwargs`` may not hold, and one for a date that is none."""
     for name in arguments:
         if name in RESERVED:
-            yield f"`data.template_arguments.{name}` is decided by the row and the tokenizer: remove it"
+            yield f"`data.chat_template_kwargs.{name}` is decided by the row and the tokenizer: remove it"
         elif not name.isidentifier():
-            yield f"`data.template_arguments` has {name!r}, which no template can name: use letters, digits and _"
+            yield f"`data.chat_template_kwargs` has {name!r}, which no template can name: use letters, digits and _"
     try:
         Date.fromisoformat(date)
     except ValueError:
