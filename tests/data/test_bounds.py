@@ -17,7 +17,7 @@ import pytest
 
 from manyhands.core.errors import UserError
 from manyhands.data import arrow_rows, files, text_rows
-from manyhands.data import tokenize as tokenise
+from manyhands.data import tokenize as tokenize
 from manyhands.data.prepare import prepare
 from manyhands.data.sources import read_rows
 
@@ -141,7 +141,7 @@ def test_a_conversation_too_long_to_be_tokenized_at_once_is_refused(
     tools: bool, write_rows, make_config, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tokenizer needs some 140 bytes of memory a character: 200 MB ended the process."""
-    monkeypatch.setattr(tokenise, "MAX_CONVERSATION_CHARACTERS", 10_000)
+    monkeypatch.setattr(tokenize, "MAX_CONVERSATION_CHARACTERS", 10_000)
     messages = [
         {"role": "user", "content": "why?"},
         {"role": "assistant", "content": "because " * (100 if tools else 2_000)},
@@ -160,7 +160,7 @@ def test_a_conversation_too_long_to_be_tokenized_at_once_is_refused(
 def test_a_long_text_is_tokenized_in_windows_and_has_no_such_limit(
     write_rows, make_config, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenise, "MAX_CONVERSATION_CHARACTERS", 10_000)
+    monkeypatch.setattr(tokenize, "MAX_CONVERSATION_CHARACTERS", 10_000)
     path = write_rows([{"text": "some words " * 5_000}] * 30)
     facts = prepare(make_config(path, task="cpt", too_long="truncate"), model_folder, lambda line: None)
     assert facts.num_truncated == 30

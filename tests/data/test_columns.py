@@ -122,10 +122,10 @@ def test_a_column_that_fields_names_is_read(write_rows, make_config, model_folde
     rows = numbered({"prompt": "a", "chosen": "b", "rejected": "c"})
     config = make_config(write_rows(rows), fields={"completion": "chosen"}, ignore=["rejected"])
     assert run(config, model_folder)[0].unread == {"train": ("n",)}
-    labelled = make_config(
+    labeled = make_config(
         write_rows(numbered({"text": "x", "label": "b"}), "l.jsonl"), fields={"question": "text", "answer": "label"}
     )
-    assert run(labelled, model_folder)[0].num_samples == 18
+    assert run(labeled, model_folder)[0].num_samples == 18
 
 
 def test_empty_values_carry_nothing() -> None:

@@ -87,7 +87,7 @@ def test_every_beginning_of_an_epoch_holds_each_sources_share_within_one_row(
             assert (
                 abs(of_source.sum() - (epoch + 1) * weight * sizes[source]) <= 0.5 + 1e-6
             )  # fractions are carried over
-            assert len(of_source) == 0 or of_source.max() - of_source.min() <= 1  # no row is favoured
+            assert len(of_source) == 0 or of_source.max() - of_source.min() <= 1  # no row is favored
 
 
 @settings(max_examples=60, deadline=None)

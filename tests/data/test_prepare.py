@@ -47,7 +47,7 @@ def test_rows_are_held_out_counted_and_cached(write_rows, make_config, model_fol
     assert facts.num_loss_tokens == sum(int(store.train.row(index)[1][1:].sum()) for index in range(180))
     assert facts.max_length == max(store.train.lengths.max(), store.validation.lengths.max())
     assert facts.num_loss_tokens / 200 < facts.steps_of_epochs[0] <= facts.num_loss_tokens / 100 + 1
-    assert any(line.startswith("tokenised 200 rows") for line in lines)
+    assert any(line.startswith("tokenized 200 rows") for line in lines)
     again, _, lines = run(config, model_folder)
     assert again == facts and lines[0].startswith("tokens cached: 180 rows")
     line = store.line(0)
@@ -251,7 +251,7 @@ def test_a_killed_preparation_leaves_nothing_that_counts(
     (left,) = cache.iterdir()
     assert left.name.startswith(UNFINISHED) and next(left.rglob("ids.bin")).stat().st_size > 0
     facts, _, lines = run(config, model_folder)
-    assert facts.num_samples == 180 and "tokenised 200 rows" in lines[0]
+    assert facts.num_samples == 180 and "tokenized 200 rows" in lines[0]
     assert left.exists()  # too young to be taken for abandoned
     for path in (*left.rglob("*"), left):
         os.utime(path, (time.time() - 7200,) * 2)
@@ -308,7 +308,7 @@ def test_damaged_tokens_are_not_taken_over_by_another_choice_of_rows(
     flip_a_bit(Path(facts.folder) / "ids.bin")
     _, _, lines = run(make_config(path, max_samples=30), model_folder)
     assert not any("tokens cached" in line for line in lines) and any(
-        line.startswith("tokenised 200 rows") for line in lines
+        line.startswith("tokenized 200 rows") for line in lines
     )
 
 
@@ -316,13 +316,13 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
     write_rows, make_config, model_folder: Path, monkeypatch
 ) -> None:
     path = write_rows(QUESTIONS)
-    tokenise = prepare_module.tokenise_parts
+    tokenize = prepare_module.tokenize_parts
 
     def change(*arguments):
         os.utime(path, (1, 1))
-        return tokenise(*arguments)
+        return tokenize(*arguments)
 
-    monkeypatch.setattr(prepare_module, "tokenise_parts", change)
+    monkeypatch.setattr(prepare_module, "tokenize_parts", change)
     with pytest.raises(UserError, match="changed while it was read"):
         run(make_config(path), model_folder)
     assert list((path.parent / "cache").iterdir()) == []
@@ -335,7 +335,7 @@ def test_no_room_for_the_cache(write_rows, make_config, model_folder: Path, tmp_
 
 
 def test_the_planning_side_needs_no_torch() -> None:
-    rooms = "sources, formats, render, prepare, store, order, pack, tokenizer, tokenise, findings, tokenise_parallel, naming"
+    rooms = "sources, formats, render, prepare, store, order, pack, tokenizer, tokenize, findings, tokenize_parallel, naming"
     code = f"import sys\nfrom manyhands.data import {rooms}\nassert not {{'torch', 'transformers'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from manyhands.core.errors import UserError
-from manyhands.data import tokenize_parallel as tokenise_parallel
+from manyhands.data import tokenize_parallel as tokenize_parallel
 from manyhands.data.prepare import UNFINISHED, prepare
 from manyhands.data.store import TokenStore
 from manyhands.data.tokenize_parallel import MIN_PARALLEL_BYTES, choose_num_processes
@@ -151,7 +151,7 @@ def test_a_killed_child_is_a_clear_error(victim: int, slow_rows: Path, start, tm
     below = wait_for_workers(process, tmp_path / "cache")
     below[victim].send_signal(signal.SIGKILL)
     _, told = process.communicate(timeout=60)
-    assert process.returncode == 1 and "UserError: error: a process that tokenises the data was killed" in told
+    assert process.returncode == 1 and "UserError: error: a process that tokenizes the data was killed" in told
     wait_for_end(below)
     assert list((tmp_path / "cache").iterdir()) == []
 
@@ -184,6 +184,6 @@ def test_as_many_processes_as_cores_and_memory_allow(
 ) -> None:
     free = int(free_gib * 2**30)
     host = HostFacts(gpus=(), num_cores=num_cores, memory_bytes=2 * free, free_memory_bytes=free)
-    monkeypatch.setattr(tokenise_parallel, "read_host_facts", lambda: host)
+    monkeypatch.setattr(tokenize_parallel, "read_host_facts", lambda: host)
     assert choose_num_processes(MIN_PARALLEL_BYTES - 1) == 1
     assert choose_num_processes(MIN_PARALLEL_BYTES) == choose_num_processes(1 << 40) == expected

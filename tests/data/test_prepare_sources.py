@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from manyhands.core.errors import UserError
-from manyhands.data import tokenize as tokenise_module
+from manyhands.data import tokenize as tokenize_module
 from manyhands.data.divide import divide_rows
 from manyhands.data.long_text import LongText, read_documents
 from manyhands.data.prepare import prepare
@@ -247,7 +247,7 @@ def test_windows_of_a_real_tokenizer(smollm2: Path) -> None:
 
 
 @pytest.mark.parametrize("too_long", ["split", "truncate", "error"])
-def test_long_documents_are_as_if_tokenised_whole(
+def test_long_documents_are_as_if_tokenized_whole(
     too_long: str, tmp_path: Path, make_config, plain_folder: Path, monkeypatch
 ) -> None:
     draw = random.Random(2)
@@ -264,9 +264,9 @@ def test_long_documents_are_as_if_tokenised_whole(
         return [store.train.row(index)[0].tolist() for index in range(store.train.num_samples)]
 
     whole = rows("whole")
-    for module in ("tokenise", "long_text"):
+    for module in ("tokenize", "long_text"):
         monkeypatch.setattr(f"manyhands.data.{module}.LONG_CHARACTERS", 300)
-    monkeypatch.setattr(tokenise_module, "LongText", lambda tokenizer: LongText(tokenizer, 400, 150))
+    monkeypatch.setattr(tokenize_module, "LongText", lambda tokenizer: LongText(tokenizer, 400, 150))
     assert rows("windows") == whole
     if too_long == "split":
         assert len(whole) > 50 and max(map(len, whole)) == 50

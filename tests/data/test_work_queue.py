@@ -19,7 +19,7 @@ import pytest
 from manyhands.config.schema import Source
 from manyhands.core.errors import UserError
 from manyhands.data import sources
-from manyhands.data import tokenize_parallel as tokenise_parallel
+from manyhands.data import tokenize_parallel as tokenize_parallel
 from manyhands.data.prepare import prepare
 from manyhands.data.rows import Row
 from manyhands.data.sources import read_rows, split_source
@@ -59,8 +59,8 @@ WRITERS: dict[str, Callable[[Path, list[dict[str, str]]], object]] = {
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenise_parallel, "PART_BYTES", 1 << 14)
-    monkeypatch.setattr(tokenise_parallel, "BATCH_CHARACTERS", 20_000)
+    monkeypatch.setattr(tokenize_parallel, "PART_BYTES", 1 << 14)
+    monkeypatch.setattr(tokenize_parallel, "BATCH_CHARACTERS", 20_000)
     monkeypatch.setattr(sources, "MIN_PART_BYTES", 1)
 
 
@@ -68,9 +68,9 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def num_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """How many segments each preparation joined."""
     seen: list[int] = []
-    whole = tokenise_parallel.Job.segments
+    whole = tokenize_parallel.Job.segments
     monkeypatch.setattr(
-        tokenise_parallel.Job,
+        tokenize_parallel.Job,
         "segments",
         lambda job, number: seen.append(len(whole(job, number))) or whole(job, number),
     )
@@ -148,7 +148,7 @@ def test_a_killed_process_ends_all_and_leaves_nothing(victim: int | None, start,
     else:
         below[victim].send_signal(signal.SIGKILL)
     _, told = process.communicate(timeout=60)
-    assert victim is None or "UserError: error: a process that tokenises the data was killed" in told
+    assert victim is None or "UserError: error: a process that tokenizes the data was killed" in told
     wait_for_end(below)
     assert list((tmp_path / "cache").iterdir()) == []
 
@@ -186,9 +186,9 @@ def test_batches_hold_all_rows_in_order() -> None:
     lines = []
     for batch in cut_batches(7, read(), 10):
         assert batch.part == 7 and batch.number == len(lines)
-        lines.append([row.line for row in batch.samples])
+        lines.append([row.line for row in batch.rows])
         if batch.num_characters == float("inf"):
-            taken += list(batch.samples[0].fields["text"])
+            taken += list(batch.rows[0].fields["text"])
     assert lines == [[1, 2], [3], [4], [5], [6]]
 
 

@@ -21,7 +21,7 @@ def fill_evenly(sizes: Sequence[int], num_groups: int, group: int, capacity: int
     bins.
 
     The tiles that all items need are dealt evenly to the groups, and every bin of a group has the same target. Where
-    the labels cannot be held, one tile more is dealt, until no more tiles are paid for than were dealt.
+    the targets cannot be held, one tile more is dealt, until no more tiles are paid for than were dealt.
     """
     fewest = max(-(-sum(sizes) // (group * tile)), -(-least_load(sizes, group) // tile))
     best, best_tiles = None, 0
@@ -44,11 +44,11 @@ def least_load(sizes: Sequence[int], num_bins: int) -> int:
     return max(sum(sizes[k * num_bins - k : k * num_bins + 1]) for k in range(-(-len(sizes) // num_bins)))
 
 
-def _fill(sizes: Sequence[int], labels: list[int], capacity: int) -> np.ndarray | None:
+def _fill(sizes: Sequence[int], targets: list[int], capacity: int) -> np.ndarray | None:
     """Each item into the bin that is farthest below its target; then repairs."""
-    heap = [(-target, number) for number, target in enumerate(labels)]
+    heap = [(-target, number) for number, target in enumerate(targets)]
     heapq.heapify(heap)
-    limits = [target - capacity for target in labels]  # room below which the capacity is passed
+    limits = [target - capacity for target in targets]  # room below which the capacity is passed
     placed = []
     for size in sizes:
         room, number = heap[0]
@@ -58,7 +58,7 @@ def _fill(sizes: Sequence[int], labels: list[int], capacity: int) -> np.ndarray 
         placed.append(number)
     bins = np.array(placed, dtype=np.int64)
     if any(room > 0 for room, _ in heap):
-        _repair(np.asarray(sizes, dtype=np.int64), bins, np.array(labels))
+        _repair(np.asarray(sizes, dtype=np.int64), bins, np.array(targets))
     return bins
 
 
@@ -78,12 +78,12 @@ def fill_fullest(sizes: Sequence[int], num_bins: int, capacity: int) -> np.ndarr
     return np.array(placed, dtype=np.int64)
 
 
-def _repair(sizes: np.ndarray, bins: np.ndarray, labels: np.ndarray) -> None:
+def _repair(sizes: np.ndarray, bins: np.ndarray, targets: np.ndarray) -> None:
     """Moves items out of bins over their target, or swaps them for shorter ones, in place; no other bin comes over its
     own.
     """
-    rooms = labels - np.bincount(bins, weights=sizes, minlength=len(labels)).astype(np.int64)
-    for _ in range(MAX_REPAIRS * len(labels)):
+    rooms = targets - np.bincount(bins, weights=sizes, minlength=len(targets)).astype(np.int64)
+    for _ in range(MAX_REPAIRS * len(targets)):
         over = int(rooms.argmin())
         if rooms[over] >= 0:
             return

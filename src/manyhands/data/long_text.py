@@ -1,6 +1,6 @@
-"""Tokenises a text of any length in windows, so that memory holds one window, to the ids that the whole text has.
+"""Tokenizes a text of any length in windows, so that memory holds one window, to the ids that the whole text has.
 
-Neighbouring windows overlap. Both are tokenised alone, and joined in the overlap where they agree on several tokens in
+Neighbouring windows overlap. Both are tokenized alone, and joined in the overlap where they agree on several tokens in
 a row: there, the tokens no longer depend on where a window begins or ends. Knows no store and no length policy.
 """
 
@@ -19,10 +19,10 @@ from manyhands.data.findings import Findings
 from manyhands.data.messages import RowRefused
 from manyhands.data.sources import Part, Row
 
-LONG_CHARACTERS = 1 << 20  # shorter texts are tokenised whole
+LONG_CHARACTERS = 1 << 20  # shorter texts are tokenized whole
 WINDOW_CHARACTERS = 1 << 18
 OVERLAP_CHARACTERS = 1 << 12
-NUM_WINDOWS = 8  # tokenised at once, by as many threads as the tokenizer has
+NUM_WINDOWS = 8  # tokenized at once, by as many threads as the tokenizer has
 NUM_AGREEING = 8  # tokens in a row
 
 
@@ -104,7 +104,7 @@ class LongText:
         ]
         if not met:
             raise RowRefused(
-                "the text is too long to be tokenised whole, and its parts give other tokens: divide it by blank lines"
+                "the text is too long to be tokenized whole, and its parts give other tokens: divide it by blank lines"
             )
         _, taken, left_out = min(met)
         return taken + NUM_AGREEING // 2, left_out + NUM_AGREEING // 2

@@ -1,4 +1,4 @@
-"""Tokenises the data of a run once and caches the result by content. Knows the files and the cache, not how rows look.
+"""Tokenizes the data of a run once and caches the result by content. Knows the files and the cache, not how rows look.
 
 The cache folder's name is a hash of all that decides about the rows and how often each is taken; it appears by one
 rename of a finished folder, so whatever has the name is whole. Two preparations at once both work; the second finds the
@@ -32,7 +32,7 @@ from manyhands.data.segment import finish_store, join_segments, link_tokens
 from manyhands.data.sources import list_files, resolve_sources
 from manyhands.data.store import FORMAT_VERSION, TokenStore
 from manyhands.data.tokenize import Outcome
-from manyhands.data.tokenize_parallel import cannot_write, plan_job, tokenise_parts
+from manyhands.data.tokenize_parallel import cannot_write, plan_job, tokenize_parts
 from manyhands.facts.types import DataFacts
 
 FIRST_ROWS = 65_536  # of the first epoch, whose lengths the plan gets to know
@@ -64,7 +64,7 @@ def prepare(
 ) -> DataFacts:
     """Tokens of all rows of ``config.data``, from the cache or made now, and what they add up to.
 
-    ``report`` gets one line of progress at a time. ``num_processes`` tokenise; None takes one for little data, else all
+    ``report`` gets one line of progress at a time. ``num_processes`` tokenize; None takes one for little data, else all
     cores. The tokens do not depend on it. Raises UserError for data that cannot be used.
     """
     if config.task == "sft" and config.data.too_long == "split":
@@ -87,7 +87,7 @@ def prepare(
         )
     for line in store.meta["notes"]:
         report(line)
-    return summarise(config, store)
+    return summarize(config, store)
 
 
 def _find_inputs(config: RunConfig) -> Inputs:
@@ -140,7 +140,7 @@ def _make(
     try:
         made = _link_other(tokens, unfinished, report)
         if made is None:
-            made = _tokenise(config, model_folder, inputs, unfinished, report, num_processes)
+            made = _tokenize(config, model_folder, inputs, unfinished, report, num_processes)
             if changed := [str(path) for path, stamp in inputs.stamps.items() if _stamp(path) != stamp]:
                 raise UserError(
                     "a data file changed while it was read", where=changed[0], fix="start again when it is complete"
@@ -172,7 +172,7 @@ def _link_other(tokens: str, unfinished: Path, report: Report) -> list[dict[str,
     return None
 
 
-def _tokenise(
+def _tokenize(
     config: RunConfig, model_folder: Path, inputs: Inputs, folder: Path, report: Report, num_processes: int | None
 ) -> list[dict[str, Any]]:
     """Writes the tokens of all sources; returns for each what became of its rows."""
@@ -180,7 +180,7 @@ def _tokenise(
     job = plan_job(config, model_folder, inputs.sources, inputs.num_bytes, folder, num_processes)
     outcomes = [Outcome() for _ in inputs.sources]
     rows_of_files: list[dict[str, int]] = [{} for _ in inputs.sources]  # what leads from a row back to its file
-    for (index, part), outcome in zip(job.parts, tokenise_parts(job, report), strict=True):
+    for (index, part), outcome in zip(job.parts, tokenize_parts(job, report), strict=True):
         outcomes[index].add(outcome)
         rows_of_files[index][part.file] = rows_of_files[index].get(part.file, 0) + outcome.num_samples
     for source, outcome in zip(inputs.sources, outcomes, strict=True):
@@ -194,7 +194,7 @@ def _tokenise(
     )
     with_how_many = f" by {job.num_processes} processes" if job.num_processes > 1 else ""
     report(
-        f"tokenised {num_samples:,} rows, {_millions(num_tokens)} tokens in {time.monotonic() - start:.1f} s{with_how_many}"
+        f"tokenized {num_samples:,} rows, {_millions(num_tokens)} tokens in {time.monotonic() - start:.1f} s{with_how_many}"
     )
     return [
         outcome.to_meta() | {"rows_of_files": list(files.values())}
@@ -353,7 +353,7 @@ def _clean_unfinished(cache: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def summarise(config: RunConfig, store: TokenStore) -> DataFacts:
+def summarize(config: RunConfig, store: TokenStore) -> DataFacts:
     """What the rows of a store add up to. Raises UserError where the weights leave none."""
     train, validation, meta = store.train, store.validation, store.meta
     try:

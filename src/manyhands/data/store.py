@@ -1,4 +1,4 @@
-"""Tokenised rows on disk: written once in segments, then read row by row by every rank. Knows no tokenizer, no torch.
+"""Tokenized rows on disk: written once in segments, then read row by row by every rank. Knows no tokenizer, no torch.
 
 A store is a folder. End to end for all rows: ``ids.bin`` (int32), ``trained.bin`` (bool, one byte) and, only where some
 trained token weighs other than 1, ``weights.bin`` (float32). One entry a row: ``offsets.npy`` (int64, rows + 1) bounds

@@ -3,8 +3,7 @@
 | kind | a row is |
 |---|---|
 | jsonl | one JSON object a line; blank lines are skipped |
-| csv | a record below the header; the separator is a tab in .tsv files, else the one that the header shows of ``, ; tab
-|`` |
+| csv | a record below the header; the separator is a tab in .tsv files, else the header's own of ``, ; tab |`` |
 | text | a document ``{"text": ...}``; documents are separated by blank lines |
 
 What is wrong with a line becomes a finding, and reading goes on. Knows no format of rows.

@@ -184,11 +184,11 @@ class Item:
     weight: float = 1.0
 
 
-class Tokeniser:
-    """Tokenises parts, one after the other, with one tokenizer. ``formats`` are those of the sources, by
+class PartTokenizer:
+    """Tokenizes parts, one after the other, with one tokenizer. ``formats`` are those of the sources, by
     ``choose_format``.
 
-    ``chunk_characters`` are tokenised at once: many keep the tokenizer's threads busy, few bound the memory.
+    ``chunk_characters`` are tokenized at once: many keep the tokenizer's threads busy, few bound the memory.
     """
 
     def __init__(
@@ -339,7 +339,7 @@ class Tokeniser:
     def _take_long(
         self, row: Row, pieces: str | Iterable[str], weight: float, outcome: Outcome, writer: SegmentWriter
     ) -> None:
-        """A text of which only a window is tokenised at one time: all its tokens are trained."""
+        """A text of which only a window is tokenized at one time: all its tokens are trained."""
         max_length, too_long = self._config.data.max_length, self._config.data.too_long
         encoded = self._refuse_placeholders(self._long_text.encode(pieces))
         if too_long == "split":
@@ -396,7 +396,7 @@ def _describe_placeholder(token: str) -> str:
 
 
 def is_long(content: object) -> TypeGuard[str | Iterator[str]]:
-    """Whether a text is too long to be tokenised whole; one that comes in pieces always is."""
+    """Whether a text is too long to be tokenized whole; one that comes in pieces always is."""
     return len(content) > LONG_CHARACTERS if isinstance(content, str) else isinstance(content, Iterator)
 
 

@@ -1,4 +1,4 @@
-"""Tokenises the parts of a run's sources, here or in as many processes as there are cores and memory for.
+"""Tokenizes the parts of a run's sources, here or in as many processes as there are cores and memory for.
 
 One fresh process loads the tokenizer and forks the others, which share its memory; files in the folder of the
 preparation pass between them and this one: ``job.json`` in, segments and outcomes out, ``error-N.json`` and a log where
@@ -30,7 +30,7 @@ from manyhands.data.rows import Part
 from manyhands.data.sources import split_source
 from manyhands.data.template import chat_template_kwargs_of
 from manyhands.data.template_bounds import try_apart
-from manyhands.data.tokenize import Outcome, Tokeniser, choose_format
+from manyhands.data.tokenize import Outcome, PartTokenizer, choose_format
 from manyhands.data.tokenizer import load_tokenizer, note_plain_markers, widen_cache
 from manyhands.data.work_queue import BATCH_CHARACTERS, Batch, WorkList, cut_batches
 from manyhands.facts.host import read_host_facts
@@ -50,7 +50,7 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be tokenised: ``parts`` are (position of the source, part), in the order of the rows. Output goes into
+    """What is to be tokenized: ``parts`` are (position of the source, part), in the order of the rows. Output goes into
     ``folder``.
     """
 
@@ -139,13 +139,13 @@ def choose_num_processes(num_bytes: int) -> int:
     return max(1, min(host.num_cores, room // WORKER_BYTES))
 
 
-def tokenise_parts(job: Job, report: Report) -> list[Outcome]:
+def tokenize_parts(job: Job, report: Report) -> list[Outcome]:
     """Writes the segment of every part; returns what became of each. Raises UserError."""
     if job.num_processes == 1:
-        tokeniser, notes = _open(job, CHUNK_CHARACTERS_HERE)
+        part_tokenizer, notes = _open(job, CHUNK_CHARACTERS_HERE)
         progress = _Progress(job, report)
         for number in range(len(job.parts)):
-            _tokenise_part(job, tokeniser, notes, number, progress.show)
+            _tokenize_part(job, part_tokenizer, notes, number, progress.show)
     else:
         _run_processes(job, report)
     return [job.read_outcome(number) for number in range(len(job.parts))]
@@ -162,11 +162,11 @@ class _Progress:
             return
         self._last = time.monotonic()
         num_tokens = sum(path.stat().st_size for path in self._job.folder.glob("segments/*/ids.bin")) // 4
-        self._report(f"tokenised {num_tokens / 1e6:.1f} M tokens so far")
+        self._report(f"tokenized {num_tokens / 1e6:.1f} M tokens so far")
 
 
-def _open(job: Job, chunk_characters: int) -> tuple[Tokeniser, list[str]]:
-    """The tokeniser of a job, and what is to be said about its tokenizer."""
+def _open(job: Job, chunk_characters: int) -> tuple[PartTokenizer, list[str]]:
+    """The part_tokenizer of a job, and what is to be said about its tokenizer."""
     config, model = job.config, job.config.model
     tokenizer = load_tokenizer(job.model_folder, model.chat_template, model.trust_remote_code, model.new_tokens)
     if getattr(tokenizer, "is_fast", False):
@@ -180,29 +180,33 @@ def _open(job: Job, chunk_characters: int) -> tuple[Tokeniser, list[str]]:
         notes.insert(
             0, "no chat template: prompt and completion are joined as they stand (model.chat_template gives one)"
         )
-    return Tokeniser(config, tokenizer, job.sources, formats, chunk_characters), notes
+    return PartTokenizer(config, tokenizer, job.sources, formats, chunk_characters), notes
 
 
-def _tokenise_large_part(job: Job, tokeniser: Tokeniser, notes: list[str], number: int, work: WorkList) -> None:
+def _tokenize_large_part(
+    job: Job, part_tokenizer: PartTokenizer, notes: list[str], number: int, work: WorkList
+) -> None:
     """Reads the rows of a part, and does those batches that nobody else is free for."""
     outcome = Outcome()
-    for batch in cut_batches(number, tokeniser.read(job.parts[number][1], outcome.unreadable), job.batch_characters):
+    for batch in cut_batches(
+        number, part_tokenizer.read(job.parts[number][1], outcome.unreadable), job.batch_characters
+    ):
         if not work.offer(batch):
-            _tokenise_batch(job, tokeniser, notes, batch)
+            _tokenize_batch(job, part_tokenizer, notes, batch)
     outcome.write(job.outcome(number))
 
 
-def _tokenise_batch(job: Job, tokeniser: Tokeniser, notes: list[str], batch: Batch) -> None:
-    outcome = tokeniser.run_rows(batch.rows, job.parts[batch.part][0], job.segment(batch.part, batch.number))
+def _tokenize_batch(job: Job, part_tokenizer: PartTokenizer, notes: list[str], batch: Batch) -> None:
+    outcome = part_tokenizer.run_rows(batch.rows, job.parts[batch.part][0], job.segment(batch.part, batch.number))
     outcome.notes = [*notes, *outcome.notes]
     outcome.write(job.outcome(batch.part, batch.number))
 
 
-def _tokenise_part(
-    job: Job, tokeniser: Tokeniser, notes: list[str], number: int, on_chunk: Callable[[], None] = lambda: None
+def _tokenize_part(
+    job: Job, part_tokenizer: PartTokenizer, notes: list[str], number: int, on_chunk: Callable[[], None] = lambda: None
 ) -> None:
     source, part = job.parts[number]
-    outcome = tokeniser.run(part, source, job.segment(number), on_chunk)
+    outcome = part_tokenizer.run(part, source, job.segment(number), on_chunk)
     outcome.notes = [*notes, *outcome.notes]
     outcome.write(job.outcome(number))
 
@@ -246,7 +250,7 @@ def _explain(job: Job, code: int) -> Exception:
     if code < 0:
         return _killed(-code)
     return RuntimeError(
-        "tokenising failed:\n" + (job.folder / "log").read_text(encoding="utf-8", errors="replace")[-10_000:]
+        "tokenizing failed:\n" + (job.folder / "log").read_text(encoding="utf-8", errors="replace")[-10_000:]
     )
 
 
@@ -260,7 +264,7 @@ def cannot_write(folder: Path, error: OSError) -> UserError:
 def _killed(number: int) -> UserError:
     why = f"it got signal {number} ({signal.Signals(number).name})"
     return UserError(
-        "a process that tokenises the data was killed",
+        "a process that tokenizes the data was killed",
         why=why + (", as the system does with processes when memory runs out" if number == signal.SIGKILL else ""),
         fix="start again when more memory is free",
         exit_code=EXIT_FAILED,
@@ -272,7 +276,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process above, which then closes the pipe
     job = Job.read(Path(sys.argv[1]))
     try:
-        tokeniser, notes = _open(job, CHUNK_CHARACTERS_FORKED)
+        part_tokenizer, notes = _open(job, CHUNK_CHARACTERS_FORKED)
     except UserError as error:
         _fail(job, error, 0)
     gc.collect()
@@ -280,7 +284,8 @@ def main() -> None:
     context = multiprocessing.get_context("fork")
     work = WorkList(context, len(job.parts), job.num_processes)
     processes = [
-        context.Process(target=_work, args=(job, tokeniser, notes, work), daemon=True) for _ in range(job.num_processes)
+        context.Process(target=_work, args=(job, part_tokenizer, notes, work), daemon=True)
+        for _ in range(job.num_processes)
     ]
     for process in processes:
         process.start()
@@ -299,19 +304,19 @@ def main() -> None:
                 sys.exit(EXIT_FAILED)
 
 
-def _work(job: Job, tokeniser: Tokeniser, notes: list[str], work: WorkList) -> None:
+def _work(job: Job, part_tokenizer: PartTokenizer, notes: list[str], work: WorkList) -> None:
     """One forked process: takes the next part, or batch of one, until there is none."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     while (item := work.take()) is not None:
         number = item.part if isinstance(item, Batch) else item
         try:
             if isinstance(item, Batch):
-                _tokenise_batch(job, tokeniser, notes, item)
+                _tokenize_batch(job, part_tokenizer, notes, item)
                 continue
             if job.parts[number][1].large:
-                _tokenise_large_part(job, tokeniser, notes, number, work)
+                _tokenize_large_part(job, part_tokenizer, notes, number, work)
             else:
-                _tokenise_part(job, tokeniser, notes, number)
+                _tokenize_part(job, part_tokenizer, notes, number)
         except UserError as error:
             work.abandon()
             _fail(job, error, number)

@@ -1,7 +1,7 @@
 """Who of several processes does what: parts one after the other, and batches of rows out of parts that are large.
 
 A large part (``rows.Part.large``) is read by one process, which hands its rows out in batches as long as others keep
-up, and tokenises a batch itself where enough of them wait: so all cores work, and memory holds no more than that. Knows
+up, and tokenizes a batch itself where enough of them wait: so all cores work, and memory holds no more than that. Knows
 no tokenizer.
 """
 

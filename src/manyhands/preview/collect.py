@@ -14,7 +14,7 @@ import numpy as np
 
 from manyhands.config.schema import RunConfig, Source
 from manyhands.core.errors import UserError
-from manyhands.data.prepare import UNFINISHED, prepare, summarise
+from manyhands.data.prepare import UNFINISHED, prepare, summarize
 from manyhands.data.sources import list_files, resolve_sources
 from manyhands.data.store import TokenStore
 from manyhands.data.tokenizer import load_tokenizer
@@ -80,7 +80,7 @@ def _collect_usable(
         if usable.store is None:
             return faults_alone
         try:
-            facts = summarise(config, usable.store)
+            facts = summarize(config, usable.store)
         except UserError:  # weights that leave no row
             return faults_alone
         return _collect(

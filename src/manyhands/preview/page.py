@@ -1,5 +1,5 @@
 """A preview as one page: no script, nothing from elsewhere, foreign text always escaped; told apart by more than
-colour.
+color.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from manyhands.preview.words import (
 
 MARK = '<meta name="generator" content="manyhands data">'  # a file that begins with it may be written again
 MARK_WITHIN = 1024  # characters
-# The colours reach a contrast of 4.5 with what is behind them, in both schemes.
+# The colors reach a contrast of 4.5 with what is behind them, in both schemes.
 STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --soft: #57606a; --paper: #fff; --line: #c4cad1; --on: #d3f5dc; --edge: #116329;
   --bar: #0a6bb5; --bad: #a40e26 }

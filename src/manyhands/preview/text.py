@@ -1,4 +1,4 @@
-"""A preview on a terminal: colour where there is some, brackets where there is none. Foreign text is never read as
+"""A preview on a terminal: color where there is some, brackets where there is none. Foreign text is never read as
 markup.
 """
 
@@ -27,22 +27,22 @@ from manyhands.preview.words import (
     weight_mark,
 )
 
-BRACKETS = ("⟦", "⟧")  # around trained tokens where there is no colour
+BRACKETS = ("⟦", "⟧")  # around trained tokens where there is no color
 MAX_BAR = 40  # columns
 
 
 def print_preview(preview: Preview, console: Console) -> None:
     """Rows, then counts, then faults."""
-    coloured = console.is_terminal and not console.no_color
+    colored = console.is_terminal and not console.no_color
     if preview.plan_error is not None:
         _say(console, describe_plan_error(preview.plan_error), style="yellow")
     if preview.batch is not None:
         _say(console, describe_batch(preview.batch))
     if preview.rows:
         _say(console, NUMBER_NOTE, style="dim")
-        _say(console, _legend(coloured, has_weights(preview)), style="dim")
+        _say(console, _legend(colored, has_weights(preview)), style="dim")
     for row in preview.rows:
-        _print_row(console, row, coloured)
+        _print_row(console, row, colored)
     if preview.rows:
         console.rule(style="dim")
     _say(console, describe_more(preview), style="dim")
@@ -58,21 +58,21 @@ def print_preview(preview: Preview, console: Console) -> None:
         _say(console, "\n" + describe_end(preview), style="bold red")
 
 
-def mark_trained(spans: Iterable[Span], *, coloured: bool) -> Text:
-    """Spans one after the other: trained ones green, or in brackets without colour; a weight other than 1 stands
+def mark_trained(spans: Iterable[Span], *, colored: bool) -> Text:
+    """Spans one after the other: trained ones green, or in brackets without color; a weight other than 1 stands
     behind.
     """
     text = Text()
     for span in spans:
         trained = span.weight != 0
-        shown = f"{BRACKETS[0]}{span.text}{BRACKETS[1]}" if trained and not coloured else span.text
-        text.append(shown, style="bold green" if trained and coloured else "")
-        text.append(weight_mark(span.weight), style="bold yellow" if coloured else "")
+        shown = f"{BRACKETS[0]}{span.text}{BRACKETS[1]}" if trained and not colored else span.text
+        text.append(shown, style="bold green" if trained and colored else "")
+        text.append(weight_mark(span.weight), style="bold yellow" if colored else "")
     return text
 
 
-def _legend(coloured: bool, weighted: bool) -> str:
-    trained = "green" if coloured else f"in {BRACKETS[0]} {BRACKETS[1]}"
+def _legend(colored: bool, weighted: bool) -> str:
+    trained = "green" if colored else f"in {BRACKETS[0]} {BRACKETS[1]}"
     weights = " ×0.5 behind them: their loss counts half." if weighted else ""
     return f"Trained tokens are {trained}; the model reads the others, but is not trained to write them.{weights}"
 
@@ -82,10 +82,10 @@ def _say(console: Console, text: str, style: str = "") -> None:
         console.print(Text(text, style=style))
 
 
-def _print_row(console: Console, row: ShownRow, coloured: bool) -> None:
+def _print_row(console: Console, row: ShownRow, colored: bool) -> None:
     head = f"── {head_row(row)} "
     console.print(Text(head + "─" * (console.width - len(head)), style="dim"), soft_wrap=True)
-    console.print(mark_trained(row.spans, coloured=coloured), soft_wrap=True)
+    console.print(mark_trained(row.spans, colored=colored), soft_wrap=True)
 
 
 def _print_sources(console: Console, sources: tuple[SourceCounts, ...]) -> None:

@@ -24,7 +24,7 @@ from manyhands.data.rows import Part, Row
 from manyhands.data.segment import join_segments
 from manyhands.data.sources import list_files, read_part, resolve_sources, split_source
 from manyhands.data.store import TokenStore
-from manyhands.data.tokenize import DETECT_ROWS, Outcome, Tokeniser, choose_format_by
+from manyhands.data.tokenize import DETECT_ROWS, Outcome, PartTokenizer, choose_format_by
 from manyhands.data.tokenize_parallel import CHUNK_CHARACTERS_HERE
 from manyhands.preview.types import Refused
 
@@ -43,7 +43,7 @@ class Usable:
 
 
 def prepare_usable(config: RunConfig, tokenizer: Any, folder: Path, report: Callable[[str], Any]) -> Usable:
-    """Tokenises into ``folder`` what can be used of ``config.data``, in this process. Raises no UserError for a fault
+    """Tokenizes into ``folder`` what can be used of ``config.data``, in this process. Raises no UserError for a fault
     of the data.
     """
     asked = [
@@ -57,7 +57,7 @@ def prepare_usable(config: RunConfig, tokenizer: Any, folder: Path, report: Call
     num_train = 0
     for number, source in enumerate((*asked[0], *asked[1])):
         report(f"reading {source.name} again, to list what is wrong with it")
-        outcome, errors, files = _tokenise_source(config, tokenizer, source, folder / f"{number:04d}")
+        outcome, errors, files = _tokenize_source(config, tokenizer, source, folder / f"{number:04d}")
         if errors:
             refused.append(Refused(source.name or source.path, tuple(errors)))
         if outcome is not None and outcome.num_samples:
@@ -76,7 +76,7 @@ def prepare_usable(config: RunConfig, tokenizer: Any, folder: Path, report: Call
         return Usable(None, (), tuple(refused))
 
 
-def _tokenise_source(
+def _tokenize_source(
     config: RunConfig, tokenizer: Any, source: Source, folder: Path
 ) -> tuple[Outcome | None, list[UserError], list[int]]:
     """(what became of its rows, what is wrong, rows of each file); the segments lie in ``folder``."""
@@ -84,9 +84,9 @@ def _tokenise_source(
     try:
         parts = split_source(source, 1)
         format, doubt = _choose_format(config, source, parts, bool(tokenizer.chat_template))
-        tokeniser = Tokeniser(config, tokenizer, (source,), (format,), CHUNK_CHARACTERS_HERE)
+        part_tokenizer = PartTokenizer(config, tokenizer, (source,), (format,), CHUNK_CHARACTERS_HERE)
         for number, part in enumerate(parts):
-            outcome = tokeniser.run(part, 0, folder / f"{number:06d}")
+            outcome = part_tokenizer.run(part, 0, folder / f"{number:06d}")
             files[part.file] = outcome.num_samples
             total.add(outcome)
     except UserError as error:
@@ -102,7 +102,7 @@ def _choose_format(
     against it.
     """
     first = list(islice((row for part in parts for row in read_part(part, Findings())), DETECT_ROWS))
-    if not first:  # none can be read, which is said when they are tokenised; nothing else speaks for a format
+    if not first:  # none can be read, which is said when they are tokenized; nothing else speaks for a format
         return ("messages" if source.format in (None, "auto") else source.format), None
     try:
         return choose_format_by(first, source, config, has_template), None
