@@ -7,7 +7,7 @@ import re
 import pytest
 import yaml
 
-from manyhands.config.dialects.other_tools import KEYS, NOTES, VALUES
+from manyhands.config.dialects.hints import KEYS, NOTES, VALUES
 from manyhands.config.explain import all_keys, commented_yaml, explain, json_schema
 from manyhands.config.keys import hint, nearest, sections, table
 from manyhands.config.load import load_config
@@ -76,6 +76,10 @@ def test_words_that_merely_look_alike_are_no_suggestion(key):
         ("optimizer.learning_rat", "did you mean `optimizer.learning_rate`"),
         ("optimizer.weight_deacy", "did you mean `optimizer.weight_decay`"),
         ("data.max_len", "did you mean `data.max_length`"),
+        ("num_samples", "here it is `data.max_samples`"),
+        ("evaluate.num_samples", "`evaluate.max_tokens` limits the validation tokens"),
+        ("evaluate.max_samples", "`evaluate.prompts` is the number of prompts"),
+        ("evaluate.num_prompts", "here it is `evaluate.prompts`"),
     ],
 )
 def test_words_of_other_tools_lead_to_ours(key, words):

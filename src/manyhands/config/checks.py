@@ -6,12 +6,13 @@ A key counts as asked for when its value is not the default: a ``run.json``, whi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from datetime import date as Date
+from typing import Any
 
-from manyhands.config.chat_template_kwargs import find_argument_faults
 from manyhands.config.keys import show, table
 from manyhands.config.schema import RunConfig
-from manyhands.config.source_checks import check_formats, check_sources
+from manyhands.config.sources import check_formats, check_sources
 
 Findings = Iterator[str]
 
@@ -22,6 +23,14 @@ LORA_KEYS = (
     ),
     "output.merge",
 )
+
+# What the row, the tokenizer or rendering itself decides: parameters of apply_chat_template, and names it gives every
+# template.
+RESERVED = frozenset({
+    "messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
+    "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "self",
+    "strftime_now", "raise_exception", "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
+})  # fmt: skip
 
 
 def check(config: RunConfig) -> list[str]:
@@ -175,9 +184,22 @@ def _check_task(config: RunConfig) -> Findings:
 
 
 def _check_template(config: RunConfig) -> Findings:
-    yield from find_argument_faults(config.data.chat_template_kwargs, config.data.date)
+    yield from check_template_kwargs(config.data.chat_template_kwargs, config.data.date)
     if "date_string" in config.data.chat_template_kwargs and _asked(config, "data.date"):
         yield "`data.chat_template_kwargs.date_string` and `data.date` both say today's date: keep one"
+
+
+def check_template_kwargs(kwargs: Mapping[str, Any], date: str) -> Findings:
+    """What ``data.chat_template_kwargs`` may not hold, and a ``data.date`` that is not a date."""
+    for name in kwargs:
+        if name in RESERVED:
+            yield f"`data.chat_template_kwargs.{name}` is decided by the row and the tokenizer: remove it"
+        elif not name.isidentifier():
+            yield f"`data.chat_template_kwargs` has {name!r}, which no template can name: use letters, digits and _"
+    try:
+        Date.fromisoformat(date)
+    except ValueError:
+        yield f"`data.date: {date}` is no day of the calendar: give one as year-month-day, such as 2026-01-31"
 
 
 def _check_parallel(config: RunConfig) -> Findings:

@@ -15,7 +15,8 @@ from typing import Any
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from manyhands.config.dialects.other_tools import KEYS, NOTES, VALUES
+from manyhands.config.dialects.hints import find_key, find_note, find_value
+from manyhands.config.renamed import RENAMED_KEYS, RENAMED_SOURCE_KEYS, describe_renamed_key, describe_renamed_value
 from manyhands.config.schema import RunConfig, Section, Source
 
 
@@ -102,9 +103,13 @@ def source_table() -> dict[str, Key]:
     return {name: Key(name, field, properties[name]) for name, field in Source.model_fields.items()}
 
 
-def nearest_in_source(name: str) -> str | None:
-    """The key of a source that a misspelt one most likely means."""
-    return nearest_name(name, source_table())
+def hint_in_source(place: str, name: str) -> str:
+    """What to write in place of an unknown key of the source at ``place``: a phrase that follows the key's name."""
+    if new := RENAMED_SOURCE_KEYS.get(name):
+        return f": renamed to `{place}.{new}`"
+    if near := nearest_name(name, source_table()):
+        return f": did you mean `{place}.{near}`? {source_table()[near].sentence}"
+    return f"; a source has {', '.join(source_table())}"
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
@@ -120,21 +125,24 @@ def wrong_value(path: str, key: Key, value: Any) -> str:
         if key.takes_text and isinstance(value, (int, float)) and not isinstance(value, bool)
         else ""
     )
-    known = VALUES.get(path, {}).get(show(value).lower())
+    known = describe_renamed_value(path, value) or find_value(path, show(value))
     return f"`{path}`: got {show(value)}{f' ({known})' if known else ''}, allowed: {key.allowed}.{quote} {key.sentence}"
 
 
 def nearest(path: str) -> str | None:
-    """The key or section that a misspelt dotted path, or another tool's word for it, means; None if nothing is near.
+    """The key or section that an old name, another tool's name or a misspelt one means; None if nothing is near.
 
-    Only a leaf that could be a slip of the keyboard is near: words that merely look alike mislead.
+    Only a leaf that could be a typing error is near: words that merely look alike mislead.
     """
-    parts = path.replace("-", "_").lower().split(".")
-    section, leaf = (parts[0] if len(parts) > 1 else ""), parts[-1]
-    if leaf in KEYS:
-        return KEYS[leaf]
-    if leaf in NOTES:
+    path = _normalize(path)
+    if path in RENAMED_KEYS:
+        return RENAMED_KEYS[path]
+    if find_note(path):
         return None
+    if theirs := find_key(path):
+        return theirs
+    parts = path.split(".")
+    section, leaf = (parts[0] if len(parts) > 1 else ""), parts[-1]
     known = [*table(), *sections()]
     same_leaf = [key for key in known if key.rsplit(".", 1)[-1] == leaf]
     if same_leaf:
@@ -150,6 +158,10 @@ def nearest(path: str) -> str | None:
     return None
 
 
+def _normalize(path: str) -> str:
+    return path.replace("-", "_").lower()
+
+
 def _count_slips(first: str, second: str) -> int:
     """Letters left out, added, exchanged, or swapped with the next one, that make one word of the other."""
     counts = [[i + j if not i * j else 0 for j in range(len(second) + 1)] for i in range(len(first) + 1)]
@@ -161,16 +173,18 @@ def _count_slips(first: str, second: str) -> int:
     return counts[-1][-1]
 
 
-def hint(path: str) -> str:
-    """What to write in place of a key that there is not: a phrase that follows its name."""
-    leaf = path.replace("-", "_").lower().rsplit(".", 1)[-1]
-    if leaf in NOTES:
-        return f": {NOTES[leaf]}"
+def hint(path: str, value: object = None) -> str:
+    """What to write in place of an unknown key (and its value): a phrase that follows the key's name."""
+    path = _normalize(path)
+    if renamed := describe_renamed_key(path, value):
+        return f": {renamed}"
+    if note := find_note(path):
+        return f": {note}"
     near = nearest(path)
     if near is None:
         return "; `manyhands config` lists all keys"
     sentence = table()[near].sentence if near in table() else "It is a section."
-    return f": here it is `{near}`. {sentence}" if KEYS.get(leaf) == near else f": did you mean `{near}`? {sentence}"
+    return f": here it is `{near}`. {sentence}" if find_key(path) else f": did you mean `{near}`? {sentence}"
 
 
 def show(value: Any) -> str:

@@ -18,8 +18,7 @@ from manyhands.config.checks import check
 from manyhands.config.keys import Key, hint, nearest, sections, show, table, wrong_value
 from manyhands.config.read import NO_TEXT, parse_yaml_value, read_source
 from manyhands.config.schema import RunConfig
-from manyhands.config.source_checks import list_sources
-from manyhands.config.source_list import drop_wrong_sources, list_paths, open_source
+from manyhands.config.sources import drop_wrong_sources, list_paths, list_sources, open_source
 from manyhands.core.errors import UserError
 
 PATH_KEYS = ("model.name", "model.chat_template", "method.adapter")
@@ -93,7 +92,7 @@ def _override_inside(mapping: dict[str, Any], path: str, text: str, origins: dic
         if target is None:
             return []
     else:
-        return [f"command line: {_unknown(path)}"]
+        return [f"command line: {_unknown(path, _parse(text))}"]
     target[leaf] = _parse(text)
     origins[path] = "command line"
     return []
@@ -245,7 +244,7 @@ def _drop_wrong_key(keys: dict[str, Any], leaf: str, path: str, origins: Mapping
     key = table().get(path) if isinstance(leaf, str) and "." not in leaf else None
     if key is None:
         value = keys.pop(leaf)
-        finding = _prefix(path, origins) + _unknown(path)
+        finding = _prefix(path, origins) + _unknown(path, value)
         if path in table():  # `batch.samples: 8` at the top
             section, _, inner = path.partition(".")
             finding += f": keys are nested, write `{section}:` and below it `{inner}: {show(value)}`"
@@ -285,5 +284,5 @@ def _prefix(path: str, origins: Mapping[str, str]) -> str:
     return f"{origins[path]}: " if path in origins else ""
 
 
-def _unknown(path: str) -> str:
-    return f"unknown key `{path}`" + ("" if path in table() else hint(path))
+def _unknown(path: str, value: object = None) -> str:
+    return f"unknown key `{path}`" + ("" if path in table() else hint(path, value))

@@ -11,7 +11,7 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any
 
-from manyhands.config.chat_template_kwargs import find_argument_faults
+from manyhands.config.checks import check_template_kwargs
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.data.messages import Message, RowRefused
@@ -47,7 +47,7 @@ def complete_arguments(arguments: Mapping[str, Any], date: str) -> dict[str, Any
     A template calls ``strftime_now(format)``, for which transformers would take the clock, or names ``date_string``.
     Raises UserError for reserved names and for a date that is none.
     """
-    faults = list(find_argument_faults(arguments, date))
+    faults = list(check_template_kwargs(arguments, date))
     if faults:
         raise UserError(
             "the arguments of the chat template cannot be used",

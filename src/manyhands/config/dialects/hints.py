@@ -1,13 +1,15 @@
 """What other tools call things: keys and values of Axolotl, LLaMA-Factory, TRL, transformers, torchtune and ms-swift.
 
-Only ever used to say what to write instead, never accepted. One table for keys, one for values. Knows no schema.
+For error messages only: these names are never accepted. A name is looked up with its section first
+(``evaluate.num_samples``), then without. Knows no schema.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import MappingProxyType
 
-# Keys that mean the same here under another name.
+# Our key, and what other tools call it.
 _SAME = {
     "model.name": "base_model model_name_or_path model_name model_id pretrained_model_name_or_path "
     "base_model_config tokenizer_name_or_path",
@@ -65,7 +67,7 @@ _SAME = {
     "kernels.lora": "lora_mlp_kernel lora_qkv_kernel lora_o_kernel",
     "kernels.linear": "fp8",
     "evaluate.every_steps": "eval_steps evals_per_epoch eval_strategy evaluation_strategy eval_interval do_eval",
-    "evaluate.prompts": "eval_table_size num_eval_samples",
+    "evaluate.prompts": "eval_table_size num_eval_samples evaluate.num_prompts",
     "checkpoint.every_steps": "save_steps saves_per_epoch save_strategy checkpoint_interval",
     "checkpoint.keep_last": "save_total_limit",
     "checkpoint.keep_best": "load_best_model_at_end",
@@ -96,8 +98,18 @@ _NO_HUB = "nothing is uploaded: the result lies in the run's folder, upload it w
 _QLORA = "weights in 4 bits are `method.name: qlora`"
 _NOTHING = "leave it out: nothing here depends on it"
 
-# Keys that need another sentence, or have no counterpart.
+_EVALUATED = (
+    "`evaluate.max_tokens` limits the validation tokens that are measured, and `evaluate.prompts` is the number of prompts "
+    "answered"
+)
+
+# Keys that need a sentence of their own, or have no counterpart.
 _NOTES = {
+    "max_eval_samples": _EVALUATED,
+    "eval_samples": _EVALUATED,
+    "evaluate.num_samples": _EVALUATED,
+    "evaluate.max_samples": _EVALUATED,
+    "evaluate.limit": _EVALUATED,
     "batch_size": _PER_GPU,
     "train_batch_size": _PER_GPU,
     "micro_batch_size": _PER_GPU,
@@ -176,7 +188,7 @@ _NOTES = {
     "neftune_noise_alpha": "NEFTune is not supported",
 }  # fmt: skip
 
-# Values of our keys that other tools, or other words, have for the same, and what they are here.
+# By our key: values of other tools, or everyday words, and what they are here.
 VALUES = MappingProxyType(
     {
         "task": {
@@ -211,12 +223,12 @@ VALUES = MappingProxyType(
             "warmup_stable_decay": "write wsd",
         },
         "parallel.strategy": {
-            **dict.fromkeys(("one", "none"), "write single"),
+            "none": "write single",
             **dict.fromkeys(("fsdp2", "full_shard", "zero3", "zero2", "deepspeed"), "write fsdp, which shards all three"),
-            **dict.fromkeys(("hybrid", "hybrid_shard"), "write hsdp"),
+            "hybrid_shard": "write hsdp",
         },
         "parallel.activation_checkpointing": {
-            **dict.fromkeys(("true", "True", "block"), "write full"),
+            **dict.fromkeys(("true", "True"), "write full"),
             **dict.fromkeys(("false", "False"), "write none"),
         },
         "data.train_on": {
@@ -228,3 +240,22 @@ VALUES = MappingProxyType(
 
 KEYS = MappingProxyType({name: key for key, names in _SAME.items() for name in names.split()})
 NOTES = MappingProxyType(_NOTES)
+
+
+def find_key(path: str) -> str | None:
+    """Our key for another tool's, given with or without its section; None if it is none of theirs or has a note."""
+    return None if find_note(path) else _look_up(path, KEYS)
+
+
+def find_note(path: str) -> str | None:
+    """What to say about another tool's key that has no single counterpart."""
+    return _look_up(path, NOTES)
+
+
+def find_value(key: str, value: str) -> str | None:
+    """What to write for another tool's value of our key."""
+    return VALUES.get(key, {}).get(value.lower())
+
+
+def _look_up(path: str, table: Mapping[str, str]) -> str | None:
+    return table.get(path) or table.get(path.rsplit(".", 1)[-1])
