@@ -5,6 +5,7 @@ itself.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -117,7 +118,8 @@ def test_a_raw_row_proves_its_run_its_machine_and_what_ran(tmp_path: Path) -> No
         "--results",
         str(file),
     ]
-    subprocess.run(command, check=True, capture_output=True, timeout=280)
+    environment = os.environ | {"TMPDIR": str(tmp_path)}  # its model folder and token store are new
+    subprocess.run(command, check=True, capture_output=True, timeout=280, env=environment)
     (row,) = [json.loads(line) for line in file.read_text().splitlines()]
     assert row["run"].startswith("20") and len(row["machine"]) == 12 and row["label"] == "manyhands"
     assert row["num_timed_steps"] == len(row["steps_s"]) == 3

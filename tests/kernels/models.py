@@ -79,7 +79,7 @@ def fp8_model(family: str, method: str) -> Any:
     return model
 
 
-def sharded_fp8_step(family: str, method: str, recompute: bool) -> dict[str, Any]:
+def sharded_fp8_step(family: str, method: str, activation_checkpointing: bool) -> dict[str, Any]:
     """One step of it, as ``sharded_step``"""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -90,7 +90,7 @@ def sharded_fp8_step(family: str, method: str, recompute: bool) -> dict[str, Any
     from manyhands.model.blocks import find_blocks
 
     model = fp8_model(family, method)
-    if recompute:
+    if activation_checkpointing:
         checkpoint_blocks(model, "full", compiled=False)
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     for block in find_blocks(model).values():
@@ -105,7 +105,7 @@ def sharded_fp8_step(family: str, method: str, recompute: bool) -> dict[str, Any
     }
 
 
-def sharded_step(family: str, recompute: bool, compiled: bool) -> dict[str, Any]:
+def sharded_step(family: str, activation_checkpointing: bool, compiled: bool) -> dict[str, Any]:
     """One step of a fused model, sharded over the ranks of the world, on the same rows on each: whole gradients."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -117,7 +117,7 @@ def sharded_step(family: str, recompute: bool, compiled: bool) -> dict[str, Any]
 
     model = adapted(tiny(family))
     report = fuse_lora(model)
-    if recompute:
+    if activation_checkpointing:
         checkpoint_blocks(model, "full", compiled=False)
     if compiled:
         compile_blocks(model, backend="aot_eager")

@@ -115,7 +115,7 @@ def test_a_batch_says_its_row_length_only_where_all_rows_have_it(
     lengths: tuple[int, ...], tokens: int, row_length: int | None, said: int | None
 ) -> None:
     batch = collated(lengths, tokens, row_length)
-    assert (batch.loss_tokens, batch.row_length) == (tokens, said)
+    assert (batch.tokens, batch.row_length) == (tokens, said)
 
 
 # -- the real kernels -----------------------------------------------------------------------------------------------------------

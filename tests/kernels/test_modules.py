@@ -125,7 +125,7 @@ def test_hooks_and_trained_weights_are_left() -> None:
 
 
 @pytest.mark.parametrize("activation_checkpointing", [False, True])
-def test_compiled_blocks_share_graphs_as_before(recompute: bool) -> None:
+def test_compiled_blocks_share_graphs_as_before(activation_checkpointing: bool) -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
     from torch._dynamo.utils import counters
 
@@ -137,7 +137,7 @@ def test_compiled_blocks_share_graphs_as_before(recompute: bool) -> None:
     for model in (plain, fused):
         torch._dynamo.reset()
         counters.clear()
-        if recompute:
+        if activation_checkpointing:
             checkpoint_blocks(model.train(), "full", compiled=False)
         counter = CompileCounterWithBackend("aot_eager")
         compile_blocks(model, backend=counter)
@@ -150,11 +150,15 @@ def test_compiled_blocks_share_graphs_as_before(recompute: bool) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    "recompute, compiled", [(False, False), (True, False), pytest.param(False, True, marks=pytest.mark.slow)]
+    "activation_checkpointing, compiled",
+    [(False, False), (True, False), pytest.param(False, True, marks=pytest.mark.slow)],
 )
-def test_sharded_ranks_give_the_gradients_of_one(world: Ranks, recompute: bool, compiled: bool) -> None:
+def test_sharded_ranks_give_the_gradients_of_one(world: Ranks, activation_checkpointing: bool, compiled: bool) -> None:
     expected = step(adapted(tiny("qwen3")), token_ids(2, 12))
-    for found in world.run("tests.kernels.models:sharded_step", "qwen3", recompute, compiled, world_size=2):
+    found_by_rank = world.run(
+        "tests.kernels.models:sharded_step", "qwen3", activation_checkpointing, compiled, world_size=2
+    )
+    for found in found_by_rank:
         assert found["fused"] == 6
         np.testing.assert_allclose(found["logits"], expected[0].numpy(), rtol=1e-5, atol=1e-5)
         assert found["gradients"].keys() == expected[1].keys()

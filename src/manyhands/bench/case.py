@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import json
 import os
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -153,7 +154,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warm", type=int, default=5)
     parser.add_argument("--label", default="manyhands")
     parser.add_argument("--run", default=new_run(), help="name of the call that this row belongs to")
-    parser.add_argument("--work", type=Path, default=Path("/tmp/manyhands-bench"))
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "manyhands-bench")
     parser.add_argument("--output", type=Path, help="JSONL file to append the row to")
     parser.add_argument(
         "--limit", type=float, metavar="GIB", help="memory of a GPU: for the plan, and for torch's allocator"
