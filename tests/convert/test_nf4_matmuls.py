@@ -15,7 +15,7 @@ from manyhands.convert import nf4
 from manyhands.convert.nf4 import Nf4Linear
 from manyhands.kernels.lora import Layer, lora_linears, lora_mlp
 from tests.kernels.test_lora import assert_close, draw_input, draw_layer, gradients, plain_linear, plain_mlp
-from tests.model.test_nf4 import saved_bytes
+from tests.convert.test_nf4 import saved_bytes
 
 pytest.importorskip("bitsandbytes")
 
