@@ -14,8 +14,8 @@ from torch import nn
 from manyhands.convert import nf4
 from manyhands.convert.nf4 import Nf4Linear
 from manyhands.kernels.lora import Layer, lora_linears, lora_mlp
-from tests.kernels.test_lora import assert_close, draw_input, draw_layer, gradients, plain_linear, plain_mlp
 from tests.convert.test_nf4 import saved_bytes
+from tests.kernels.test_lora import assert_close, draw_input, draw_layer, gradients, plain_linear, plain_mlp
 
 pytest.importorskip("bitsandbytes")
 
