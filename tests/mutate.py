@@ -172,7 +172,7 @@ def copied(work: Path) -> Path:
     """A copy of the sources and tests to put faults into."""
     tree = work / "tree"
     if not tree.exists():
-        for name in ("src", "tests", "bench", "examples", "docs"):
+        for name in ("src", "tests", "benchmarks", "examples", "docs"):
             shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
         for name in ("pyproject.toml", "Makefile", "constraints.txt", "README.md", "CONTRIBUTING.md"):
             shutil.copy(ROOT / name, tree / name)

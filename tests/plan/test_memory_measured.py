@@ -1,9 +1,9 @@
 """The estimate beside what was measured: every recorded row of the speed table, planned anew for the GPUs that it ran
 on.
 
-The rows are those of ``bench/results`` that today's paths made; each was measured with random weights of a published
-shape, by ``manyhands.bench.case``. Compared are the largest bytes that torch had allocated, which know nothing of the
-CUDA context.
+The rows are those of ``benchmarks/results`` that today's paths made; each was measured with random weights of a
+published shape, by ``manyhands.bench.case``. Compared are the largest bytes that torch had allocated, which know
+nothing of the CUDA context.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from manyhands.plan.search import plan
 from manyhands.plan.types import Plan
 from tests.plan.examples import GIB, data_facts, facts
 
-RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 FILES = (
     *("h200-beside-trl.jsonl", "h200-x4-beside-trl.jsonl", "h200-kernels.jsonl"),
     *("h200-x2-beside-trl.jsonl", "h200-side-by-side.jsonl", "h200-adamw.jsonl"),

@@ -1,6 +1,6 @@
 """A plain transformers.Trainer, with PEFT for LoRA, computes on the same rows what we compute.
 
-The short version of bench/reference.py, which runs the real model: a tiny one, 6 steps, accumulation 4, rows of 5 to
+The short version of benchmarks/reference.py, which runs the real model: a tiny one, 6 steps, accumulation 4, rows of 5 to
 100 tokens of which one to almost all are trained, clipping in some steps.
 """
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from bench import reference
-from bench.reference import Settings
+from benchmarks import reference
+from benchmarks.reference import Settings
 from tests.support import equality
 
 TIGHT = 1e-5  # held on a tiny model at every step; the bounds of the real one are wider

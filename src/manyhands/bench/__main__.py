@@ -1,247 +1,100 @@
-"""The table of speed: rows not measured yet, the most valuable first, ours beside the peers' in one run; then the
-table.
+"""``manyhands bench``: rows of the speed table measured on this machine's GPUs, beside what H200s did.
 
-    python -m manyhands.bench --results bench/results/speed.jsonl [ROW ...]
-    python -m manyhands.bench ROW --smallest                       # the smallest memory instead, see ``smallest.py``
+    python -m manyhands.bench [ROW ...] [--gpus N] [--output rows.jsonl]
 
-Each side of a row (ours, TRL, Unsloth) is a process group of its own with a limit of ten minutes, so that one that
-hangs costs only itself. A row is measured when one run has all its sides: what is missing is measured anew together
-with the others.
+Each row is a process group of its own with a limit of ten minutes.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import json
-import os
 import signal
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from manyhands.bench.records import append, new_run, read
+from manyhands.bench.processes import count_gpus, start_processes
+from manyhands.bench.records import append, new_run
 from manyhands.bench.rows import BY_NAME, TABLE, Row
-from manyhands.bench.smallest import Attempt, describe, judge, planned_smallest, search, smallest
-from manyhands.bench.table import OURS, check, is_measured, print_table
 
 LIMIT_S = 600
-SMALLEST_STEPS, SMALLEST_LIMIT_S = 4, 150
-MODULES = {
-    OURS: "manyhands.bench.case",
-    "trl": "manyhands.bench.peer",
-    "trl-packing": "manyhands.bench.peer",
-    "unsloth": "manyhands.bench.peer_unsloth",
-}
 
 
 def main() -> int:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what was started is ended, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the processes of a row, too
     options = parse()
-    results: Path = options.results
-    rows = [BY_NAME[name] for name in options.rows] or list(TABLE)
-    if options.list:
-        print_table(read(results), rows)
+    rows = [BY_NAME[name] for name in options.rows]
+    if options.list or not rows:
+        print_rows(rows or list(TABLE), {})
         return 0
-    num_gpus = count_gpus()
-    results.parent.mkdir(parents=True, exist_ok=True)
-    run = new_run()
+    num_gpus, run = count_gpus(), new_run()
+    measured: dict[str, dict[str, Any]] = {}
+    failed = False
     for row in rows:
         world_size = min(row.gpus, options.gpus or row.gpus)
         if world_size > num_gpus and not options.shape:
             print(f"{row.name}: needs {world_size} GPUs, {num_gpus} here (--gpus N measures it on fewer)")
+            failed = True
             continue
-        if options.smallest:
-            find_smallest(row, world_size, results, options, run)
-            continue
-        chosen = sides(row, options, world_size)
-        if not options.again and is_measured(read(results), row, chosen, world_size):
-            print(f"{row.name}: measured already ({', '.join(chosen)})")
-            continue
-        for side in chosen:
-            measure(row, side, world_size, results, options, run)
-    if options.smallest:
-        return 0
-    print_table(read(results), rows)
-    return check(read(results), read(options.check), rows) if options.check else 0
+        print(f"{row.name}: on {world_size} GPU(s) ...", flush=True)
+        found = measure(row, world_size, options, run)
+        failed = failed or found is None
+        if found is not None:
+            measured[row.name] = found
+    print_rows([row for row in rows if row.name in measured], measured)
+    return 1 if failed else 0
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="manyhands bench", description="Measure the speed table's rows, ours beside the peers'."
+        prog="manyhands bench", description="Measure rows of the speed table on this machine, beside H200s."
     )
     parser.add_argument("rows", nargs="*", metavar="ROW", choices=[[], *BY_NAME], help=", ".join(BY_NAME))
-    parser.add_argument(
-        "--results",
-        type=Path,
-        default=Path("bench/results/speed.jsonl"),
-        help="raw rows; what is there is not measured again",
-    )
-    parser.add_argument("--list", action="store_true", help="show the table and what is open, measure nothing")
-    parser.add_argument("--gpus", type=int, help="measure on at most so many GPUs; the row says so")
-    parser.add_argument("--again", action="store_true", help="measure what is there already, too")
-    parser.add_argument(
-        "--peer",
-        choices=["auto", "no"],
-        default="auto",
-        help="auto measures TRL where trl, peft and liger-kernel are installed, and Unsloth where it is",
-    )
-    parser.add_argument(
-        "--check",
-        type=Path,
-        help="compare the ratios to the best peer with those of this file; exit code 1 where one fell by 5 %%",
-    )
-    parser.add_argument(
-        "--smallest", action="store_true", help="find the smallest GPU memory in which the rows still run"
-    )
-    parser.add_argument("--max-runs", type=int, default=5, help="of one row with --smallest")
+    parser.add_argument("--list", action="store_true", help="show the rows and the recorded figures, measure nothing")
+    parser.add_argument("--gpus", type=int, help="measure on at most so many GPUs")
+    parser.add_argument("--output", type=Path, help="JSONL file to append the raw rows to")
     parser.add_argument("--steps", type=int, default=25)
-    parser.add_argument(
-        "--shape", help="another shape, such as tiny to try the command on a CPU; such rows count for nothing"
-    )
+    parser.add_argument("--shape", help="another shape, such as tiny to try the command on a CPU")
     return parser.parse_args()
 
 
-def sides(
-    row: Row,
-    options: argparse.Namespace,
-    world_size: int,
-    is_installed: Callable[[str], Any] = importlib.util.find_spec,
-) -> list[str]:
-    """Who is measured: ours, TRL, and Unsloth with rows of one GPU."""
-    chosen = [OURS]
-    if options.peer == "no" or options.shape:
-        return chosen
-    if all(is_installed(name) for name in ("trl", "peft", "liger_kernel")):
-        chosen += ["trl"] + (["trl-packing"] if row.data == "mix" else [])
-    if row.gpus == world_size == 1 and all(is_installed(name) for name in ("unsloth", "unsloth_zoo")):
-        chosen.append("unsloth")
-    return chosen
-
-
-def measure(row: Row, side: str, world_size: int, results: Path, options: argparse.Namespace, run: str) -> None:
-    """One side of one row in its own processes; its result, or that it had none, is appended under the name of the
-    run.
-    """
-    arguments = [
-        "--row",
-        row.name,
-        "--run",
-        run,
-        "--steps",
-        str(options.steps),
-        "--warm",
-        str(min(5, options.steps - 1)),
-    ]
-    if side == "trl-packing":
-        arguments.append("--packing")
-    arguments += shape_arguments(options)
-    print(f"{row.name} {side}: on {world_size} GPU(s) ...", flush=True)
-    start = time.monotonic()
-    output, found = start_processes(MODULES[side], arguments, world_size, LIMIT_S)
-    seconds = round(time.monotonic() - start)
+def measure(row: Row, world_size: int, options: argparse.Namespace, run: str) -> dict[str, Any] | None:
+    """The raw row; None and the reason on the terminal where there is none."""
+    arguments = ["--row", row.name, "--run", run]
+    arguments += ["--steps", str(options.steps), "--warm", str(min(5, options.steps - 1))]
+    arguments += ["--shape", options.shape, "--length", "128"] if options.shape else []
+    output, found = start_processes("manyhands.bench.case", arguments, world_size, LIMIT_S)
     if found is None:
-        log = results.parent / f"{row.name}-{side}.failed.log"
-        log.write_text(output)
+        with tempfile.NamedTemporaryFile(
+            "w", prefix=f"manyhands-bench-{row.name}-", suffix=".log", delete=False
+        ) as log:
+            log.write(output)
         reason = (output.strip().splitlines() or ["it wrote nothing"])[-1]
-        print(f"{row.name} {side}: no result: {reason}; see {log}")
-        found = {"run": run, "row": row.name, "label": side, "gpus": world_size, "failure": reason}
-    append(results, found | {"seconds": seconds})
+        print(f"{row.name}: no result: {reason}; see {log.name}")
+    elif options.output is not None:
+        append(options.output, found)
+    return found
 
 
-def find_smallest(row: Row, world_size: int, results: Path, options: argparse.Namespace, run: str) -> None:
-    """Every attempt becomes a raw row with its limit and outcome."""
-    from manyhands.bench.case import find_facts, folder_of, with_memory
-
-    own = replace(row, shape=options.shape, length=128) if options.shape else row
-    with tempfile.TemporaryDirectory() as work:
-        config, facts = find_facts(folder_of(Path(work), own), own, world_size, SMALLEST_STEPS, [])
-        planned = planned_smallest(config, facts, with_memory)
-    if planned is None:
-        print(f"{row.name}: the plan finds no way on {world_size} GPU(s) of any size")
+def print_rows(rows: list[Row], measured: dict[str, dict[str, Any]]) -> None:
+    """One line a row: what was measured here, and the record on as many H200s (else on the fewest it was made on)."""
+    if not rows:
         return
-    print(f"{row.name}: the plan's smallest GPU has {planned:.2f} GiB", flush=True)
-
-    def attempt(limit: float) -> Attempt:
-        start = time.monotonic()
-        arguments = [
-            "--row",
-            row.name,
-            "--run",
-            run,
-            "--label",
-            "smallest",
-            "--steps",
-            str(SMALLEST_STEPS),
-            "--warm",
-            "1",
-        ]
-        arguments += ["--limit", str(limit), "--plan-limit", str(planned), *shape_arguments(options)]
-        output, found = start_processes("manyhands.bench.case", arguments, world_size, SMALLEST_LIMIT_S)
-        made = judge(limit, output, found)
-        if made.outcome == "failed":
-            results.with_suffix(f".{row.name}-{limit}.failed.log").write_text(output)
-        known = found or {"run": run, "row": row.name, "label": "smallest", "gpus": world_size}
-        limits = {"limit_gib": limit, "plan_limit_gib": planned}
-        append(results, known | limits | {"seconds": round(time.monotonic() - start), "outcome": made.outcome})
-        print(f"{row.name}: {describe(made)}", flush=True)
-        return made
-
-    best = smallest(search(planned, attempt, max_runs=options.max_runs))
-    print(f"{row.name}: smallest {best.limit_gib:.2f} GiB" if best else f"{row.name}: ran in none of these", flush=True)
+    print("\n| row | work | GPUs | tokens/s a GPU | peak GiB | recorded on H200s: GPUs, tokens/s a GPU, peak GiB |")
+    print("|---|---|---|---|---|---|")
+    for row in rows:
+        here = measured.get(row.name)
+        own = f"{here['gpus']} | {here['tokens_per_s_gpu']:,} | {here['peak_allocated_gib']}" if here else "| |"
+        print(f"| {row.name} | {row.what} | {own} | {recorded(row, here['gpus'] if here else None)} |")
 
 
-def shape_arguments(options: argparse.Namespace) -> list[str]:
-    return ["--shape", options.shape, "--length", "128"] if options.shape else []
-
-
-def start_processes(
-    module: str, arguments: list[str], world_size: int, limit_s: float
-) -> tuple[str, dict[str, Any] | None]:
-    """All that one process group wrote, and its result, if there is one. One that takes longer than ``limit_s`` is
-    ended.
-    """
-    launcher = (
-        ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"] if world_size > 1 else []
-    )
-    command = [sys.executable, *launcher, "-m", module, *arguments]
-    environment = os.environ | {
-        "PYTORCH_CUDA_ALLOC_CONF": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    }
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
-    )
-    try:
-        output = process.communicate(timeout=limit_s)[0]
-    except subprocess.TimeoutExpired:
-        return f"{end(process)}\nended after {limit_s} s", None
-    except BaseException:
-        end(process)
-        raise
-    found = [json.loads(line.removeprefix("RESULT ")) for line in output.splitlines() if line.startswith("RESULT ")]
-    return output, found[-1] if found else None
-
-
-def end(process: subprocess.Popen[str]) -> str:
-    """End a launcher and its ranks, which would keep the device, and give what they wrote."""
-    for how, patience_s in ((signal.SIGTERM, 15), (signal.SIGKILL, None)):
-        os.killpg(process.pid, how)
-        try:
-            return process.communicate(timeout=patience_s)[0]
-        except subprocess.TimeoutExpired:
-            continue
-    return ""
-
-
-def count_gpus() -> int:
-    from manyhands.facts.host import read_host_facts
-
-    return len(read_host_facts().gpus)
+def recorded(row: Row, num_gpus: int | None) -> str:
+    if not row.recorded:
+        return "none"
+    num = num_gpus if num_gpus in row.recorded else min(row.recorded)
+    tokens_per_s, gib = row.recorded[num]
+    return f"{num}, {tokens_per_s:,}, {gib}"
 
 
 if __name__ == "__main__":

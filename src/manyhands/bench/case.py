@@ -1,4 +1,4 @@
-"""One measured row, on the processes that started this module: config, prepared rows, plan, loop; no checkpoint, no
+"""One measured row, on the processes that started this module: config, prepared data, plan, loop; no checkpoint, no
 export.
 
     torchrun --nproc_per_node=2 -m manyhands.bench.case --row 8b-lora --output rows.jsonl

@@ -10,7 +10,7 @@ they are transposed.
 
 On a GPU of compute capability 8.9 or newer products run by ``torch._scaled_mm`` and passes by Triton, each tried on
 small numbers first; elsewhere all of it is plain torch, the product in float32 of the very same codes (``describe``
-says which). Accumulation is the fast one: at 4,096 columns it moves the error from 3.769 to 3.771 % (``bench/fp8.py``).
+says which). Accumulation is the fast one: at 4,096 columns it moves the error from 3.769 to 3.771 % (``benchmarks/fp8.py``).
 Codes in e5m2 err by 5.9 %. Operators are opaque to torch.compile and have no gradients: use them inside autograd
 functions.
 

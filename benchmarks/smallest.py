@@ -1,7 +1,7 @@
 """The smallest GPU memory at which a row still runs: first by the plan alone, then tried with torch's allocator held to
 it.
 
-    manyhands bench 8b-lora --smallest
+    python -m benchmarks 8b-lora --smallest
 
 The plan says, without a GPU, for which smallest memory it finds a way; that way is the leanest. It is run for a few
 steps in that memory and then, in the same way, in less, or in more where it failed. Only memory in which it did run

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from manyhands.bench.records import read
+from manyhands.bench.rows import TABLE, Row
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "bench" / "results"
+RESULTS = ROOT / "benchmarks" / "results"
 TEXT = (ROOT / "docs" / "results.md").read_text()
 
 
@@ -44,6 +45,13 @@ def test_each_speed_is_that_of_a_raw_row(row: list[str]) -> None:
         assert any((is_ours, gpus, theirs) in known for gpus in (num_gpus, 1))
 
 
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+def test_the_figures_that_the_command_shows_are_those_of_raw_rows(row: Row) -> None:
+    rows = [found for file in RESULTS.glob("*.jsonl") for found in read(file) if found.get("row") == row.name]
+    known = {(r["gpus"], r["tokens_per_s_gpu"], round(r["peak_allocated_gib"], 1)) for r in rows if "planned_gib" in r}
+    assert {(gpus, *figures) for gpus, figures in row.recorded.items()} <= known
+
+
 def test_ratios_to_the_best_peer_are_those_of_their_line() -> None:
     rows = table("| work, one H200 | ours")
     assert rows
@@ -62,7 +70,7 @@ def test_the_demo_has_learned_what_is_said_of_it() -> None:
 
 
 def test_the_files_that_are_named_are_there() -> None:
-    named = re.findall(r"(?:bench/results/)?((?:h200|gsm8k|methods|packing|prepare|demo)[\w*.-]*\.jsonl?)", TEXT)
+    named = re.findall(r"(?:benchmarks/results/)?((?:h200|gsm8k|methods|packing|prepare|demo)[\w*.-]*\.jsonl?)", TEXT)
     assert len(named) > 10
     for name in named:
         assert list(RESULTS.glob(name)), name

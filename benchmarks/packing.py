@@ -1,6 +1,6 @@
 """How full packs are, and how long laying them out takes: real lengths of GSM8K, and the same with a long tail.
 
-    python bench/packing.py --model PATH_OF_SMOLLM2 --data PATH/gsm8k/train.jsonl > bench/results/packing.jsonl
+    python benchmarks/packing.py --model PATH_OF_SMOLLM2 --data PATH/gsm8k/train.jsonl > benchmarks/results/packing.jsonl
 
 One JSON line for each data set, batch, number of ranks and capacity, over one epoch's full steps (at most --steps),
 then one for laying out every step of a million rows. ``efficiency`` is tokens over ranks x the longest padded pack of

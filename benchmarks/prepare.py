@@ -1,7 +1,7 @@
 """What preparing 1 GB of conversations costs: rows and tokens a second, memory of all processes, and what a rank adds.
 
-    python bench/prepare.py --model FOLDER --folder SCRATCH [--megabytes 1000 --rows 500000 --output
-    bench/results/prepare.jsonl]
+    python benchmarks/prepare.py --model FOLDER --folder SCRATCH [--megabytes 1000 --rows 500000 --output
+    benchmarks/results/prepare.jsonl]
 
 Memory is the proportional set size (PSS) of all processes of the preparation, sampled every half second: a page that k
 k processes share counts 1/k in each. The tokenizer's own rate is ``encode_batch`` alone, with offsets and the list of

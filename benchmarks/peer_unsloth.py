@@ -1,6 +1,6 @@
 """The same work by Unsloth on one GPU: random weights of the same shape, all tokens trained. Prints one JSON line.
 
-    python -m manyhands.bench.peer_unsloth --row 8b-lora --output rows.jsonl
+    python -m benchmarks.peer_unsloth --row 8b-lora --output rows.jsonl
 
 Follows Unsloth's own notebooks: ``FastLanguageModel``, adapters on all linear layers, its trainer, 8-bit AdamW (fused
 AdamW where all weights are trained). Blocks are recomputed its way (``use_gradient_checkpointing="unsloth"``) where the
@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from manyhands.bench.peer import PACKS, Clock, add_common, count_tokens, read_row, row_lengths, summarise
+from benchmarks.peer_trl import PACKS, Clock, add_common, count_tokens, read_row, row_lengths, summarise
+from benchmarks.peers import peer_options
 from manyhands.bench.records import say
 from manyhands.bench.rows import Row
 from manyhands.bench.shapes import SHAPES
@@ -57,7 +58,7 @@ def main() -> None:
         command = [
             sys.executable,
             "-m",
-            "manyhands.bench.peer_unsloth",
+            "benchmarks.peer_unsloth",
             "--row",
             row.name,
             "--shape",
@@ -96,7 +97,7 @@ def measure(row: Row, options: argparse.Namespace, folder: Path) -> tuple[Clock,
         sys.exit(f"Unsloth cannot be imported: {type(error).__name__}: {error}")
     from trl import SFTTrainer
 
-    recompute = "unsloth" if row.peer.get("recompute") else False
+    recompute = "unsloth" if peer_options(row.name).get("recompute") else False
     model, tokenizer = FastLanguageModel.from_pretrained(
         str(folder),
         max_seq_length=row.length,

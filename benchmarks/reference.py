@@ -1,7 +1,7 @@
 """Our run and a plain ``transformers.Trainer``'s (LoRA: with PEFT) on the same rows, step by step. Prints one JSON
 line.
 
-    python bench/reference.py --model SMOLLM2 --data gsm8k/train.jsonl --method full --output rows.jsonl
+    python benchmarks/reference.py --model SMOLLM2 --data gsm8k/train.jsonl --method full --output rows.jsonl
 
 Ours goes through the product's own path: config, prepared rows, plan, model, loop. Theirs is built from the same model
 folder by transformers alone; it shares our rows in our order and, for LoRA, our first factors A, and no code. Both
@@ -134,7 +134,7 @@ def make_config(settings: Settings) -> RunConfig:
         "evaluate": {"at_start": False, "every_steps": 0},
         "output": {"dir": str(settings.work / "runs")},
     }
-    return config_from_mapping(mapping, where="bench/reference.py")
+    return config_from_mapping(mapping, where="benchmarks/reference.py")
 
 
 def choose_data(settings: Settings) -> Path:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The numbers of docs/results.md on a machine of two GPUs, under ten minutes; speed is measured by `manyhands bench`.
-#   bench/h200.sh RESULTS MODEL DATA   the reference against Trainer and PEFT, real learning, equality in bfloat16
+# The numbers of docs/results.md on a machine of two GPUs, under ten minutes; speed is measured by `python -m benchmarks`.
+#   benchmarks/h200.sh RESULTS MODEL DATA   the reference against Trainer and PEFT, real learning, equality in bfloat16
 # RESULTS is a folder for raw rows; MODEL is SmolLM2-135M-Instruct; DATA is GSM8K's train.jsonl.
 # Each case has its own time limit, so one that hangs costs only itself.
 set -uo pipefail

@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 import torch
 
-from manyhands.bench.peer import Clock, count_tokens
+from benchmarks.peer_trl import Clock, count_tokens
 from manyhands.bench.rows import BY_NAME
 from manyhands.bench.shapes import flops_per_token
 from manyhands.bench.summary import attention_kernels, dtypes, rates, watch
 from tests.support.tiny import tiny_model
 
+ROOT = Path(__file__).resolve().parents[2]
 ROW = BY_NAME["8b-lora"]
 
 
@@ -104,22 +105,12 @@ def test_kernels_of_attention_are_told_by_name_the_slowest_first() -> None:
     assert attention_kernels([event("gemm", 9.0)]) == ["none by name: attention ran as plain products"]
 
 
-def test_a_raw_row_proves_its_run_its_machine_and_what_ran(tmp_path: Path) -> None:
+@pytest.mark.parametrize("module, option", [("benchmarks", "--results"), ("manyhands.bench", "--output")])
+def test_a_raw_row_proves_its_run_its_machine_and_what_ran(tmp_path: Path, module: str, option: str) -> None:
     file = tmp_path / "rows.jsonl"
-    command = [
-        sys.executable,
-        "-m",
-        "manyhands.bench",
-        ROW.name,
-        "--shape",
-        "tiny",
-        "--steps",
-        "8",
-        "--results",
-        str(file),
-    ]
+    command = [sys.executable, "-m", module, ROW.name, "--shape", "tiny", "--steps", "8", option, str(file)]
     environment = os.environ | {"TMPDIR": str(tmp_path)}  # its model folder and token store are new
-    subprocess.run(command, check=True, capture_output=True, timeout=280, env=environment)
+    subprocess.run(command, check=True, capture_output=True, timeout=280, env=environment, cwd=ROOT)
     (row,) = [json.loads(line) for line in file.read_text().splitlines()]
     assert row["run"].startswith("20") and len(row["machine"]) == 12 and row["label"] == "manyhands"
     assert row["num_timed_steps"] == len(row["steps_s"]) == 3

@@ -1,7 +1,7 @@
 """Times the dequantisation of NF4 weights with double quantisation on one GPU: by bitsandbytes and by one Triton
 launch.
 
-    python bench/nf4.py [--output rows.jsonl] [--seconds 30] [--only 14336x4096]
+    python benchmarks/nf4.py [--output rows.jsonl] [--seconds 30] [--only 14336x4096]
 
 The weights of a block of Llama-8B, in bfloat16, as many of one shape as make 2**28 values, so that nothing is read from
 the L2 cache and nothing overwritten in it. Prints one JSON line a case: ``ms`` a weight of a captured graph, which no

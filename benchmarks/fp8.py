@@ -1,7 +1,7 @@
 """Times what fp8 linear layers are made of, on one GPU: scaled products at the shapes of Llama-8B, the passes that
 quantise, and the error of each product against float32.
 
-    python bench/fp8.py [--tokens 8192] [--output rows.jsonl] [--seconds 60] [--only product]
+    python benchmarks/fp8.py [--tokens 8192] [--output rows.jsonl] [--seconds 60] [--only product]
 
 Prints one JSON line a case: TFLOP/s of products, GB/s of passes (bytes that must be read and written). Operands are
 normal numbers; "heavy" errors are of inputs with a few channels 30 times as large, as language models have them. A case

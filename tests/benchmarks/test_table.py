@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from manyhands.bench import table
-from manyhands.bench.__main__ import sides
+from benchmarks import table
+from benchmarks.__main__ import sides
 from manyhands.bench.records import append, read
 from manyhands.bench.rows import BY_NAME, TABLE, mix_lengths
 from manyhands.bench.shapes import SHAPES, flops_per_token
 
 ROW = BY_NAME["8b-lora"]
-STORED = sorted((Path(__file__).resolve().parents[2] / "bench" / "results").glob("*.jsonl"))
+STORED = sorted((Path(__file__).resolve().parents[2] / "benchmarks" / "results").glob("*.jsonl"))
 
 
 def result(label: str, rate: int, run: str | None = "a", gpus: int = 1, **more: Any) -> dict[str, Any]:

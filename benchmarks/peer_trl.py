@@ -1,7 +1,7 @@
 """The same work by TRL with Liger kernels: random weights of the same shape, all tokens trained. Prints one JSON line.
 
-    torchrun --nproc_per_node=1 -m manyhands.bench.peer --row 8b-lora --output rows.jsonl
-    torchrun --nproc_per_node=1 -m manyhands.bench.peer --row 8b-lora-mix --packing --output rows.jsonl
+    torchrun --nproc_per_node=1 -m benchmarks.peer_trl --row 8b-lora --output rows.jsonl
+    torchrun --nproc_per_node=1 -m benchmarks.peer_trl --row 8b-lora-mix --packing --output rows.jsonl
 
 Follows TRL's own recommendations for speed: Liger kernels, fused AdamW, bfloat16, no padding where rows are full. Rows
 of mixed lengths are padded, ``--micro`` of them at a time, or laid into packs of the longest row's length by TRL's
@@ -17,6 +17,7 @@ import contextlib
 import itertools
 import math
 import os
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.peers import peer_options
 from manyhands.bench.records import new_run, say
 from manyhands.bench.rows import BY_NAME, Row, mix_lengths
 from manyhands.bench.shapes import NUM_WORDS, SHAPES
@@ -64,7 +66,7 @@ def measure_lengths_once() -> None:
 
 
 def is_sharded(row: Row, world_size: int) -> bool:
-    return bool(row.peer.get("fsdp")) and world_size > 1
+    return bool(peer_options(row.name).get("fsdp")) and world_size > 1
 
 
 def build_model(row: Row, device: torch.device, attention: str, world_size: int) -> Any:
@@ -162,7 +164,7 @@ def make_arguments(row: Row, num_steps: int, world_size: int, packing: bool, mic
     from trl import SFTConfig
 
     size, accumulation = batch_sizes(row, packing, micro)
-    recompute, fsdp = bool(row.peer.get("recompute")), is_sharded(row, world_size)
+    recompute, fsdp = bool(peer_options(row.name).get("recompute")), is_sharded(row, world_size)
     sharding: dict[str, Any] = {}
     if fsdp:
         sharding = {
@@ -179,7 +181,7 @@ def make_arguments(row: Row, num_steps: int, world_size: int, packing: bool, mic
             },
         }
     return SFTConfig(
-        output_dir="/tmp/manyhands-bench-peer",
+        output_dir=str(Path(tempfile.gettempdir()) / "manyhands-bench-peer"),
         per_device_train_batch_size=size,
         gradient_accumulation_steps=accumulation,
         max_steps=num_steps + 1,  # see Clock
@@ -368,7 +370,7 @@ def summarise(
         "length": row.length,
         "rows": row.rows,
         **decided,
-        **row.peer,
+        **peer_options(row.name),
         "failure": clock.failure,
         "versions": versions(
             *packages, "transformers", "torch", "bitsandbytes", "flash-attn-4", "flash-attn", "xformers"

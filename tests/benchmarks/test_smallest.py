@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.smallest import TOLERANCE, Attempt, judge, planned_smallest, search, smallest
 from manyhands.bench.case import with_memory
-from manyhands.bench.smallest import TOLERANCE, Attempt, judge, planned_smallest, search, smallest
 from manyhands.core.errors import UserError
 from manyhands.plan.search import plan
 from tests.plan.examples import GIB, data_facts, facts, llama_8b, run_config

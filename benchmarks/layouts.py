@@ -1,8 +1,8 @@
 """Ways of one row of the speed table beside each other: recomputation and offloading, peak memory and tokens/s of one
 GPU.
 
-    python bench/ways.py --output bench/results/ways.jsonl            # Llama-8B LoRA
-    python bench/ways.py --row 1b-full --output bench/results/ways.jsonl
+    python benchmarks/layouts.py --output benchmarks/results/ways.jsonl            # Llama-8B LoRA
+    python benchmarks/layouts.py --row 1b-full --output benchmarks/results/ways.jsonl
 
 Each way is a process of its own (``manyhands.bench.case``) and prints one JSON line, its row or how it failed. Ways
 that the output holds already are not measured again, and none is begun after ``--budget`` seconds, so that a second
@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from manyhands.bench.__main__ import start_processes
+from manyhands.bench.processes import start_processes
 from manyhands.bench.records import read, say
 
 # By what they tell first. The rest of the plan is its own.

@@ -1,7 +1,7 @@
 """Times the fused kernels against plain torch, eager and compiled: one Llama-8B layer with LoRA, its MLP alone, the
 head; and attention over a long-tailed pack, with and without a window, by torch's varlen and by FlashAttention 4.
 
-    python bench/kernels.py [--tokens 8192] [--output rows.jsonl] [--seconds 90] [--only head]
+    python benchmarks/kernels.py [--tokens 8192] [--output rows.jsonl] [--seconds 90] [--only head]
 
 Random weights of the published shape in bfloat16, LoRA r=16 in float32 on all linear layers, one row of ``--tokens``
 tokens, forward and backward, no optimizer. Prints one JSON line a case as it ends: the median of up to 20 runs after

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.peers import GOALS
 from manyhands.bench.rows import Row
 
 OURS = "manyhands"
@@ -79,12 +80,12 @@ def print_table(stored: list[Stored], rows: list[Row]) -> None:
     for row in rows:
         ours, peer = newest(stored, row, OURS), best_peer(stored, row)
         if ours is None:
-            print(f"| {row.what} | {row.gpus} | open | | | {row.goal:,} | | {show_smallest(stored, row)} |")
+            print(f"| {row.what} | {row.gpus} | open | | | {GOALS[row.name]:,} | | {show_smallest(stored, row)} |")
             continue
         theirs = f"{peer['label']} {peer['tokens_per_s_gpu']:,}" if peer else "open"
         print(
             f"| {row.what} | {ours['gpus']} | {ours['tokens_per_s_gpu']:,} | {theirs} | {show_ratio(ratio(stored, row))} | "
-            f"{row.goal:,} | {ours.get('peak_allocated_gib')} | {show_smallest(stored, row)} |"
+            f"{GOALS[row.name]:,} | {ours.get('peak_allocated_gib')} | {show_smallest(stored, row)} |"
         )
 
 

@@ -1,7 +1,7 @@
 """Matrix products of one Llama-8B block, alone: each projection by itself against q/k/v and gate/up as one product, at
 sustained power.
 
-    python bench/matmuls.py --output bench/results/h200-matmuls.jsonl
+    python benchmarks/matmuls.py --output benchmarks/results/h200-matmuls.jsonl
 
 What LoRA needs of a frozen base is timed: ``x @ W.T`` forward and ``dy @ W`` backward. A case is repeated for
 ``--seconds`` after one second of the same work, so that clocks and power have settled; products are enqueued without

@@ -1,0 +1,10 @@
+"""One row of the speed table measured on the processes that start this module, as ``manyhands.bench.case`` does it.
+
+torchrun --nproc_per_node=2 -m benchmarks.case --row 8b-lora --label after --output rows.jsonl
+python -m benchmarks.case --row 8b-lora --shape tiny --length 128        # a trial on a CPU
+"""
+
+from manyhands.bench.case import main
+
+if __name__ == "__main__":
+    main()
