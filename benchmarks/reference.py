@@ -29,7 +29,7 @@ from manyhands.convert.adapter import adapter_state
 from manyhands.core.errors import UserError
 from manyhands.core.world import World
 from manyhands.export.adapter import name_targets
-from manyhands.launch.external import Launcher
+from manyhands.launch.environment import Launcher
 from manyhands.launch.facts import gather_facts
 from manyhands.plan.search import plan as make_plan
 from manyhands.train.loop import Loop, train

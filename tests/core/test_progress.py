@@ -14,7 +14,7 @@ import torch
 from manyhands.checkpoint import load_checkpoint, save_checkpoint
 from manyhands.checkpoint.manifest import CHUNK_BYTES, hash_file
 from manyhands.core import progress
-from manyhands.export import fresh
+from manyhands.export import verify_process
 from manyhands.export.adapter import export_adapter
 from manyhands.export.model import export_model
 from manyhands.infer.generate import generate
@@ -86,9 +86,9 @@ def test_answering_a_prompt() -> None:
 
 
 def verify_by(monkeypatch: pytest.MonkeyPatch, command: list[str], stop: Callable[[], bool]) -> tuple[str, str] | None:
-    monkeypatch.setattr(fresh, "POLL_S", 0.05)
+    monkeypatch.setattr(verify_process, "POLL_S", 0.05)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    said = fresh._wait(process, stop)
+    said = verify_process._wait(process, stop)
     assert process.poll() is not None, "no process is left"
     return said
 

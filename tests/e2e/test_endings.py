@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from manyhands.core.errors import UserError
-from manyhands.launch.external import Launcher
+from manyhands.launch.environment import Launcher
 from tests.e2e.runs import (
     NO_VERIFY,
     NUM_STEPS,

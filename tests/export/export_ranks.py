@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import manyhands.export.stored as stored_module
+import manyhands.export.files as stored_module
 from manyhands.core.errors import UserError
 from manyhands.export.adapter import export_adapter
 from manyhands.export.model import export_model

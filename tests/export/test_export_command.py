@@ -12,7 +12,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-import manyhands.export.fresh as fresh_module
+import manyhands.export.verify_process as fresh_module
 from manyhands.checkpoint import save_checkpoint
 from manyhands.config.schema import RunConfig
 from manyhands.export.__main__ import main

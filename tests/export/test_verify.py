@@ -13,11 +13,10 @@ from safetensors.torch import load_file, save_file
 from manyhands.core.errors import UserError
 from manyhands.export import verify as verify_module
 from manyhands.export.adapter import export_adapter
-from manyhands.export.fresh import verify_in_fresh_process
 from manyhands.export.model import export_model
-from manyhands.export.probe import round_weights, save_probe
-from manyhands.export.reference import Reference
+from manyhands.export.reference import Reference, round_weights, save_probe
 from manyhands.export.verify import verify
+from manyhands.export.verify_process import verify_in_fresh_process
 from manyhands.facts.adapter import WEIGHTS
 from tests.export.tiny import METHOD, adapt, make_model, save_source
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from manyhands.config.load import config_from_mapping
 from manyhands.config.schema import RunConfig
 from manyhands.core.world import World
-from manyhands.launch.external import Launcher
+from manyhands.launch.environment import Launcher
 from manyhands.launch.prepare import Prepared, prepare_run
 from manyhands.train.types import Batch, TrainState
 from manyhands.worker import build, training

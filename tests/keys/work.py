@@ -21,7 +21,7 @@ from manyhands.engine import apply, mesh
 from manyhands.engine.activation_offload import ActivationStore
 from manyhands.engine.compile import compile_blocks as compile_all
 from manyhands.engine.optimizer_offload import StreamedOptimizer
-from manyhands.launch import local
+from manyhands.launch import start as launch_start
 from manyhands.launch.heartbeat import Beat
 from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.start import start
@@ -212,7 +212,7 @@ def timeout_s(lab: Lab) -> None:
         return 0
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local, "run", run_idle)
+        patch.setattr(launch_start, "run_workers", run_idle)
         patch.delenv("RANK", raising=False)
         for seconds in (1, 600):
             start(lab.config({"parallel.timeout_s": seconds}))

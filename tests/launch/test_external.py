@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from manyhands.core.errors import UserError
-from manyhands.launch.env import worker_environment
-from manyhands.launch.external import (
+from manyhands.launch.environment import (
     Launcher,
     check_accelerate_precision,
     detect_launcher,
     expand_hosts,
     refuse_silent_single,
+    worker_environment,
 )
 from tests.launch.builders import make_config, make_plan
 
@@ -105,11 +105,13 @@ def test_one_process_never_leaves_gpus_idle_silently():
 
 
 def test_ranks_share_the_cores_of_their_own_machine(monkeypatch):
-    monkeypatch.setattr("manyhands.launch.env.count_cores", lambda: 128)
+    monkeypatch.setattr("manyhands.launch.environment.count_cores", lambda: 128)
     plan = make_plan(64)
     torchrun = detect_launcher(TORCHRUN | {"WORLD_SIZE": "64", "LOCAL_WORLD_SIZE": "8"})
     assert worker_environment(plan, torchrun.num_sharing_cores, {})["OMP_NUM_THREADS"] == "16"
-    monkeypatch.setattr("manyhands.launch.env.count_cores", lambda: 16)  # what srun leaves to one of eight tasks
+    monkeypatch.setattr(
+        "manyhands.launch.environment.count_cores", lambda: 16
+    )  # what srun leaves to one of eight tasks
     bound = detect_launcher(
         SLURM | {"SLURM_NTASKS": "64", "SLURM_TASKS_PER_NODE": "8(x8)", "SLURM_CPUS_PER_TASK": "16"}
     )

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from manyhands.core.errors import UserError
-from manyhands.launch import local
+from manyhands.launch import start
 
 HERE = Path(__file__).parent
 WAIT_S = 240.0  # busy machines are slow
@@ -36,7 +36,7 @@ def launch(planned, *acts: str, timeout_s: float = 60.0) -> tuple[int, str]:
     folder, plan = planned(*acts)
     others = set(psutil.Process().children(recursive=True))  # the persistent world of other tests
     try:
-        code, text = local.run(folder, plan, timeout_s=timeout_s, module="fake_worker"), ""
+        code, text = start.run_workers(folder, plan, timeout_s=timeout_s, module="fake_worker"), ""
     except UserError as error:
         code, text = error.exit_code, str(error)
     assert set(psutil.Process().children(recursive=True)) == others
@@ -48,7 +48,7 @@ def test_workers_get_the_plans_environment_and_keep_the_users(planned, monkeypat
     before = dict(os.environ)
     folder, plan = planned("environment", "environment")
     plan = plan.model_copy(update={"environment": {"NCCL_DEBUG": "INFO", "MH_TEST": "1"}})
-    assert local.run(folder, plan, timeout_s=60, module="fake_worker") == 0
+    assert start.run_workers(folder, plan, timeout_s=60, module="fake_worker") == 0
     seen = json.loads((folder.path / "environment-1.json").read_text())
     assert (seen["NCCL_DEBUG"], seen["MH_TEST"], seen["TOKENIZERS_PARALLELISM"]) == ("WARN", "1", "false")
     assert (seen["RANK"], seen["WORLD_SIZE"], seen["MANYHANDS_LAUNCHER_PID"]) == ("1", "2", str(os.getpid()))
@@ -139,7 +139,7 @@ def test_slow_ranks_that_beat_are_left_alone(planned):
     folder, plan = planned("beat", "wait")
     (folder.path / "fake.json").write_text(json.dumps(["beat", "beat"]))
     timer = subprocess.Popen([sys.executable, "-c", f"import os, time; time.sleep(6); os.kill({os.getpid()}, 2)"])
-    assert local.run(folder, plan, timeout_s=2, module="fake_worker", report=lambda text: None) == 130
+    assert start.run_workers(folder, plan, timeout_s=2, module="fake_worker", report=lambda text: None) == 130
     timer.wait()
 
 
@@ -154,10 +154,10 @@ def lives(process: psutil.Process) -> bool:
 
 LAUNCHER = """
 import sys
-from manyhands.launch import local
+from manyhands.launch import start
 from manyhands.launch.run_folder import RunFolder
 folder = RunFolder(sys.argv[1])
-sys.exit(local.run(folder, folder.read_plan(), timeout_s=600, module="fake_worker"))
+sys.exit(start.run_workers(folder, folder.read_plan(), timeout_s=600, module="fake_worker"))
 """
 
 
@@ -201,7 +201,7 @@ def test_a_run_that_was_finished_when_the_signal_came_stays_finished(planned):
 def test_what_fails_after_the_end_takes_nothing_from_a_finished_run(planned):
     folder, plan = planned("fail when finished")
     with pytest.raises(UserError, match="the cat sat on the keyboard"):
-        local.run(folder, plan, timeout_s=60, module="fake_worker")
+        start.run_workers(folder, plan, timeout_s=60, module="fake_worker")
     assert folder.read_status()["state"] == "finished"
 
 

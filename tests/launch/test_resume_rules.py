@@ -40,7 +40,7 @@ def world(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "manyhands.launch.facts", SimpleNamespace(gather_facts=gather_facts))
     monkeypatch.setitem(sys.modules, "manyhands.plan.search", SimpleNamespace(plan=plan))
-    monkeypatch.setitem(sys.modules, "manyhands.launch.rehearsal", SimpleNamespace(rehearse=lambda config, plan: None))
+    monkeypatch.setattr("manyhands.launch.prepare.rehearse", lambda config, plan: None)
     monkeypatch.setitem(sys.modules, "manyhands.plan.explain", SimpleNamespace(explain_plan=lambda plan: "the plan"))
     return state
 
@@ -313,7 +313,7 @@ def test_a_resume_on_another_base_model_names_the_file(world, now, keeps_base, n
 def test_two_launches_at_once_are_refused_and_the_holder_named(world):
     held = prepare_run(make_config())
     code = (
-        "import sys; from manyhands.launch.lock import FolderLock; from manyhands.launch.run_folder import RunFolder\n"
+        "import sys; from manyhands.launch.run_folder import FolderLock, RunFolder\n"
         "try: FolderLock(RunFolder(sys.argv[1]))\n"
         "except Exception as error: print(error)"
     )

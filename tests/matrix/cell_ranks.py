@@ -26,7 +26,7 @@ from manyhands.checkpoint.tensors import reshard
 from manyhands.core.world import World
 from manyhands.engine import apply as applying
 from manyhands.engine.native import Parallel
-from manyhands.launch.external import Launcher
+from manyhands.launch.environment import Launcher
 from manyhands.launch.run_folder import RunFolder
 from manyhands.worker import export_stages as finish
 from manyhands.worker import run as worker

@@ -11,9 +11,10 @@ import pytest
 from rich.console import Console
 
 from manyhands.metrics import console as console_module
+from manyhands.metrics.console import ConsoleSink
 from manyhands.metrics.meters import Meter
 from manyhands.metrics.report import read_evaluations
-from manyhands.metrics.sinks import ConsoleSink, JsonlSink, TensorBoardSink
+from manyhands.metrics.sinks import JsonlSink, TensorBoardSink
 from manyhands.train.types import Evaluation, StepResult, TrainState
 
 

@@ -33,7 +33,7 @@ from manyhands.config.load import config_from_mapping
 from manyhands.config.schema import RunConfig
 from manyhands.core.world import World
 from manyhands.facts.types import Facts
-from manyhands.launch.external import detect_launcher
+from manyhands.launch.environment import detect_launcher
 from manyhands.launch.facts import gather_facts
 from manyhands.plan.search import plan as make_plan
 from manyhands.plan.types import Plan

@@ -59,9 +59,9 @@ def export_source(source: Path, output: Path, *, merge: bool = False) -> str:
     from manyhands.export.adapter import export_adapter, name_base
     from manyhands.export.card import make_card
     from manyhands.export.files import refuse_foreign
-    from manyhands.export.fresh import verify_in_fresh_process
     from manyhands.export.model import choose_dtype, export_model
-    from manyhands.export.probe import round_weights
+    from manyhands.export.reference import round_weights
+    from manyhands.export.verify_process import verify_in_fresh_process
     from manyhands.facts.identity import check_files
     from manyhands.launch.run_folder import RunFolder
 
@@ -176,7 +176,7 @@ def compute_probe(model: nn.Module, path: Path) -> None:
     """Logits of the model in memory on a few tokens spread over the vocabulary."""
     import torch
 
-    from manyhands.export.probe import save_probe
+    from manyhands.export.reference import save_probe
 
     weight = next(p for p in model.parameters() if p.is_floating_point())
     vocab_size = model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]

@@ -22,9 +22,8 @@ from manyhands.convert.towers import left_out
 from manyhands.core.collectives import run_on_first
 from manyhands.core.files import write_atomically, write_json
 from manyhands.export.card import CARD
-from manyhands.export.files import begin_folder, commit_folder, write_tokenizer
+from manyhands.export.files import begin_folder, commit_folder, write_tensors, write_tokenizer
 from manyhands.export.reference import Reference, describe_tensor
-from manyhands.export.stored import write_tensors
 from manyhands.facts.adapter import BESIDE_NF4, CONFIG, NF4_OPTIONS, QUANTIZED_BASE, WEIGHTS
 
 

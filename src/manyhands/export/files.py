@@ -1,12 +1,16 @@
-"""Folders that are written whole or not at all, and what goes into them from the source model's folder. Knows no
-tensors.
+"""Folders that are written whole or not at all, the files of tensors in them, and what is copied from the source model's
+folder. Knows no models.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
 
 from manyhands.config.schema import ModelSection
 from manyhands.core.errors import UserError
@@ -54,6 +58,16 @@ def commit_folder(partial: Path, folder: Path) -> None:
         folder.rename(old)
     rename_synced(partial, folder)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """A safetensors file with the mode that any new file gets here: safetensors (0.8.0) writes one that its owner alone
+    can read.
+    """
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata={"format": "pt", **(metadata or {})})
+    path.chmod(mode)
 
 
 def copy_config(source: Path, target: Path, dtype: str, vocab_size: int) -> None:

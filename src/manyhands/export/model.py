@@ -12,11 +12,9 @@ from manyhands.config.schema import ModelSection, RunConfig
 from manyhands.core.collectives import run_on_first
 from manyhands.core.files import write_atomically, write_json
 from manyhands.export.card import CARD
-from manyhands.export.files import begin_folder, commit_folder, copy_config, extend_ends, write_tokenizer
-from manyhands.export.gather import iterate_whole
-from manyhands.export.naming import lay_out
+from manyhands.export.files import begin_folder, commit_folder, copy_config, extend_ends, write_tensors, write_tokenizer
 from manyhands.export.reference import Reference, TensorReference, describe_tensor
-from manyhands.export.stored import write_tensors
+from manyhands.export.tensors import iterate_whole, lay_out
 from manyhands.plan.types import Plan
 
 SHARD_BYTES = 5 * 10**9

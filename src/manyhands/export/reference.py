@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors import SafetensorError, safe_open
 
 from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.core.files import write_atomically
 from manyhands.core.progress import advance
+from manyhands.export.files import write_tensors
 
 Kind = Literal["model", "adapter"]
 
@@ -80,3 +83,73 @@ def hash_values(tensor: torch.Tensor) -> str:
     """SHA-256 of the values' bytes, row-major."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
+
+
+# Root mean square of the difference of centred logits, as a share of theirs, that the dtype of the computation and the
+# rounding of saved weights (of a merged model; others are compared after it) may each cause. SmolLM2: computed in
+# bfloat16 2.1e-2, # float32 weights saved in bfloat16 5e-3.
+COMPUTED = {"float64": 1e-4, "float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
+SAVED = {"float64": 0.0, "float32": 0.0, "float16": 5e-3, "bfloat16": 2e-2}
+
+
+@dataclass(frozen=True)
+class Probe:
+    """``input_ids`` (1, t) int64; ``logits`` (1, t, v) float32; ``dtype`` that the logits were computed in."""
+
+    input_ids: torch.Tensor
+    logits: torch.Tensor
+    dtype: str
+
+    def tolerance(self, saved_dtype: str, reopened_dtype: str) -> float:
+        """Allowed ``deviation`` of a model saved in one dtype and computed, after reopening, in another."""
+        return max(COMPUTED[self.dtype], COMPUTED[reopened_dtype], SAVED[saved_dtype])
+
+    def deviation(self, logits: torch.Tensor) -> float:
+        """|c(logits) - c(expected)| / |c(expected)| with c(x) = x - its mean over the vocabulary; infinite if not
+        comparable.
+
+        Centred, because a softmax does not see a common offset, which may be most of the norm.
+        """
+        if logits.shape != self.logits.shape or not bool(logits.isfinite().all()):
+            return float("inf")
+        ours, expected = (x.double() - x.double().mean(-1, keepdim=True) for x in (logits, self.logits))
+        return ((ours - expected).norm() / expected.norm().clamp(min=1e-30)).item()
+
+
+@torch.no_grad()
+def round_weights(model: torch.nn.Module, dtype: str) -> None:
+    """Give each weight the value that a file in ``dtype`` holds, in place, shards too: logits then are those of what is
+    saved.
+
+    A weight that was saved in bfloat16 before its training moves by less than half a digit in many of its steps, so
+    rounding takes back a part of a short training. That is no fault of the file, and its logits are compared with what
+    it must give.
+    """
+    saved = getattr(torch, dtype)
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and parameter.dtype.itemsize > saved.itemsize:
+            parameter.copy_(parameter.to(saved).to(parameter.dtype))
+
+
+def save_probe(path: Path, input_ids: torch.Tensor, logits: torch.Tensor, dtype: str) -> None:
+    """``input_ids`` (t) or (1, t); ``logits`` (t, v) or (1, t, v), saved in float32; ``dtype``: the compute dtype."""
+    num_tokens = input_ids.numel()
+    tensors = {
+        "input_ids": input_ids.detach().reshape(1, num_tokens).to("cpu", torch.int64).contiguous(),
+        "logits": logits.detach().reshape(1, num_tokens, -1).to("cpu", torch.float32).contiguous(),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_tensors(path, tensors, {"dtype": dtype})
+
+
+def load_probe(path: Path) -> Probe:
+    """UserError if the file is missing or holds something else."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return Probe(
+                file.get_tensor("input_ids"), file.get_tensor("logits"), (file.metadata() or {}).get("dtype", "float32")
+            )
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            "the probe's logits cannot be read", where=str(path), why=str(error), exit_code=EXIT_FAILED
+        ) from None

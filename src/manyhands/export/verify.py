@@ -12,22 +12,23 @@ import functools
 import importlib.util
 import json
 import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from manyhands.convert.attention import plain_attention
 from manyhands.convert.resize_embeddings import grow_embeddings
 from manyhands.core.errors import EXIT_FAILED, UserError
-from manyhands.export.probe import Probe, load_probe
-from manyhands.export.reference import Reference, TensorReference, describe_tensor, name_dtype
-from manyhands.export.stored import StoredTensor, iterate_stored, weight_files
+from manyhands.export.reference import Kind, Probe, Reference, TensorReference, describe_tensor, load_probe, name_dtype
 from manyhands.facts.adapter import NF4_OPTIONS, WEIGHTS, needed_tokens
 from manyhands.model.auto import auto_class_of
 from manyhands.model.source import state_by_file_names
 
+INDEX = "model.safetensors.index.json"
 MAX_DETAILS = 20
 MEMORY_FACTOR = 1.3  # a reopened model needs its weights, and something to work with
 
@@ -75,6 +76,41 @@ def verify(
 # ---- files ---------------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class ReadTensor:
+    """``tensor`` is None if it cannot be read, and ``problem`` says why."""
+
+    name: str
+    tensor: torch.Tensor | None
+    problem: str = ""
+
+
+def weight_files(folder: Path, kind: Kind) -> list[Path]:
+    """The files that a loader would read. UserError if one of them, or all, are missing."""
+    if kind == "adapter":
+        paths = [folder / WEIGHTS]
+    elif (folder / INDEX).is_file():
+        weight_map = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        paths = [folder / name for name in sorted(set(weight_map.values()))]
+    else:
+        paths = [folder / "model.safetensors"]
+    for path in paths:
+        if not path.is_file():
+            raise UserError("a weights file is missing", where=str(path), exit_code=EXIT_FAILED)
+    return paths
+
+
+def iterate_stored(paths: Iterable[Path]) -> Iterator[ReadTensor]:
+    """Every tensor of the files, one in memory at a time; a file that cannot be opened gives one item of its name."""
+    for path in paths:
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118  (safe_open is no mapping)
+                    yield ReadTensor(name, file.get_tensor(name))
+        except (OSError, SafetensorError) as error:
+            yield ReadTensor(path.name, None, str(error))
+
+
 def compare_files(folder: Path, reference: Reference) -> list[str]:
     """Findings from the safetensors files alone."""
     try:
@@ -92,7 +128,7 @@ def compare_files(folder: Path, reference: Reference) -> list[str]:
     return findings
 
 
-def _compare_stored(item: StoredTensor, reference: Reference) -> list[str]:
+def _compare_stored(item: ReadTensor, reference: Reference) -> list[str]:
     if item.tensor is None:
         return [f"{item.name} cannot be read: {item.problem}"]
     expected = reference.tensors.get(item.name)

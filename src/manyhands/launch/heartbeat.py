@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 
 from manyhands.core.files import read_json
-from manyhands.launch.env import LAUNCHER_PID
+from manyhands.launch.environment import LAUNCHER_PID
 from manyhands.launch.run_folder import RunFolder
 
 TICK_S = 0.5

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
-from manyhands.launch.lock import FolderLock
 from manyhands.launch.resume_rules import find_run, folder_of, fresh_name
-from manyhands.launch.run_folder import RunFolder, refuse_unusable
+from manyhands.launch.run_folder import FolderLock, RunFolder, refuse_unusable
 from manyhands.launch.stopping import say_when_stopped
 from manyhands.plan.types import Cause, Plan
 
@@ -81,8 +84,6 @@ def prepare_run(
             folder.remove_temporaries()
         plan = _plan_launch(config, folder, world_size, local_world_size, report)
         if dry_run:
-            from manyhands.launch.rehearsal import rehearse
-
             rehearse(config, plan)
         with refuse_unusable(folder):
             folder.create()
@@ -189,3 +190,33 @@ def _remove_empty(folder: RunFolder) -> None:
     if {entry.name for entry in folder.path.iterdir()} <= {folder.lock_file.name}:
         folder.lock_file.unlink(missing_ok=True)
         folder.path.rmdir()
+
+
+TIMEOUT_S = 600.0  # importing torch from a cold disk takes the most of it
+
+
+def rehearse(config: RunConfig, plan: Plan) -> None:
+    """Raises the UserError that the run would end with before its weights are read."""
+    asked = json.dumps({"config": config.model_dump(mode="json"), "plan": plan.model_dump(mode="json")})
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "manyhands.model.rehearse"]
+    try:
+        done = subprocess.run(
+            command, input=asked, env=environment, capture_output=True, text=True, check=False, timeout=TIMEOUT_S
+        )
+        said = done.stderr.strip().splitlines()
+        if done.returncode == 0:
+            answer = json.loads(done.stdout.strip().splitlines()[-1])
+            if answer is None:
+                return
+            raise UserError(answer.pop("what"), **answer)
+        why = said[-1] if said else f"exit code {done.returncode}"
+    except subprocess.TimeoutExpired:
+        said, why = [], f"no answer within {TIMEOUT_S:.0f} s"
+    raise UserError(
+        "the model cannot be built as the run would build it",
+        where=plan.model_folder,
+        why=why,
+        fix="the last lines of the process that tried it stand above",
+        details=said[-10:],
+    )

@@ -1,22 +1,30 @@
 """A run's folder: where everything of one run lies, and how it is read and written. Decides nothing, imports no torch.
 
-run.json              what was asked (RunConfig)
-plans/001.json, ...   what was decided, one file a launch; the run.json a later launch replaced stands beside it as
-001.run.json plan.json             {"newest": "plans/001.json"}: a pointer file and no symlink, so that it survives
-every copy and file system status.json           {"state": "running" | "finished" | "failed" | "interrupted", "time":
-..., ...} logs/launcher.log     plans and messages, as the terminal had them; logs/rank-0.log: what rank 0 showed and
-printed metrics.jsonl, tensorboard/, checkpoints/step-000010/, model/ or adapter/, report.json
-.lock                 held by the launcher (flock), names its pid
-.ranks/               heartbeats and failures of the newest launch; gone after a run that ended well
+| file | contents |
+|---|---|
+| run.json | the configuration (RunConfig); one that a later launch replaces is kept as plans/001.run.json |
+| plans/001.json, ... | the decisions (Plan), one file a launch |
+| plan.json | {"newest": "plans/001.json"}: a pointer file, as symbolic links do not survive every copy and file system |
+| status.json | {"state": "running", "finished", "failed" or "interrupted", "time": ..., ...} |
+| logs/launcher.log | plans and messages, as shown on the terminal |
+| logs/rank-0.log | what rank 0 showed and printed |
+| metrics.jsonl, tensorboard/, report.json, report.md | what was measured |
+| checkpoints/step-000010/, model/ or adapter/ | what was trained |
+| .lock | held by the launcher (flock), with its process id |
+| .ranks/ | heartbeats and failures of the newest launch; removed after a run that ended well |
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import json
 import os
 import re
 import shutil
+import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -243,3 +251,39 @@ def refuse_unusable(folder: RunFolder) -> Iterator[None]:
 
 def _say(finding: Any) -> str:
     return f"{'.'.join(map(str, finding['loc'])) or 'file'}: {finding['msg']}"
+
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+class FolderLock:
+    """``flock`` on the folder's ``.lock``, held until ``release`` or the end of this process."""
+
+    def __init__(self, folder: RunFolder, report: Callable[[str], None] = print) -> None:
+        """Takes the lock. UserError naming the holder's pid if another launch has it."""
+        self._fd: int | None = os.open(folder.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.release()
+            holder = read_json(folder.lock_file) or {}
+            raise UserError(
+                "this run is already running",
+                where=str(folder.path),
+                why=f"process {holder.get('pid', '?')} on {holder.get('host', '?')} holds it",
+                fix="wait for it, end it, or start another run under another name=... (or --fresh)",
+            ) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            report(
+                f"note: {folder.path} lies on a file system without locks; a second launch of this run would not be noticed"
+            )
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+
+    def release(self) -> None:
+        """The file stays: removing a lock file lets two processes hold two locks of one name."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None

@@ -1,1 +1,40 @@
-"""What is measured, where it is written, and the report that sets it beside the plan. Listens; changes nothing."""
+"""What a run measures, and where that is shown and kept. Knows plan, config and training, and no model."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TextIO
+
+from manyhands.config.schema import RunConfig
+from manyhands.metrics.console import ConsoleSink
+from manyhands.metrics.sinks import JsonlSink, Sink, TensorBoardSink
+from manyhands.metrics.summary import read_evaluations
+from manyhands.plan.types import Plan
+
+
+def open_sinks(
+    folder: str | os.PathLike[str],
+    plan: Plan,
+    config: RunConfig,
+    terminal: TextIO,
+    resumed_at: int = 0,
+    evaluated_at: int | None = None,
+    log: TextIO | None = None,
+) -> list[Sink]:
+    """The sinks of a run; ``log`` keeps what ``terminal`` shows.
+
+    ``resumed_at`` is the last step that counts, and ``evaluated_at`` the last one whose evaluation does (by default the
+    same): what was written after them is taken back.
+    """
+    path = Path(folder)
+    sinks: list[Sink] = [
+        JsonlSink(
+            path / "metrics.jsonl", every_steps=config.log.every_steps, resumed_at=resumed_at, evaluated_at=evaluated_at
+        )
+    ]
+    if config.log.tensorboard:
+        sinks.append(TensorBoardSink(path / "tensorboard", every_steps=config.log.every_steps, resumed_at=resumed_at))
+    earlier = read_evaluations(path / "metrics.jsonl")
+    sinks.append(ConsoleSink(terminal, num_steps=plan.num_steps, first=earlier[0] if earlier else None, log=log))
+    return sinks

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from manyhands.metrics.sink import Devices, Sink
+from manyhands.metrics.sinks import Devices, Sink
 from manyhands.train.types import Evaluation, StepResult, TrainState
 
 PLAIN_PAUSE_S = 15.0  # at least this long between two plain lines, unless a tenth of the run has passed

@@ -9,49 +9,29 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from manyhands.config.schema import RunConfig
 from manyhands.core.files import write_atomically
-from manyhands.metrics.console import ConsoleSink
-from manyhands.metrics.sink import Devices, Sink
-from manyhands.metrics.summary import read_evaluations
-from manyhands.plan.types import Plan
-from manyhands.train.types import Evaluation, StepResult, TrainState
-
-__all__ = ["ConsoleSink", "JsonlSink", "Sink", "TensorBoardSink", "open_sinks"]
+from manyhands.train.types import Evaluation, Hook, StepResult, TrainState
 
 GIB = 2**30
+Devices = Sequence[Mapping[str, float]]  # what ``meters.Meter.read`` gave on each rank, in rank order
 
 
-def open_sinks(
-    folder: str | os.PathLike[str],
-    plan: Plan,
-    config: RunConfig,
-    terminal: TextIO,
-    resumed_at: int = 0,
-    evaluated_at: int | None = None,
-    log: TextIO | None = None,
-) -> list[Sink]:
-    """The sinks of a run; ``log`` keeps what ``terminal`` shows.
+class Sink(Hook):
+    def record_devices(self, step: int, devices: Devices) -> None:
+        """Called just before ``after_step`` of the same step, at steps that are logged."""
 
-    ``resumed_at`` is the last step that counts, and ``evaluated_at`` the last one whose evaluation does (by default the
-    same): what was written after them is taken back.
-    """
-    path = Path(folder)
-    sinks: list[Sink] = [
-        JsonlSink(
-            path / "metrics.jsonl", every_steps=config.log.every_steps, resumed_at=resumed_at, evaluated_at=evaluated_at
-        )
-    ]
-    if config.log.tensorboard:
-        sinks.append(TensorBoardSink(path / "tensorboard", every_steps=config.log.every_steps, resumed_at=resumed_at))
-    earlier = read_evaluations(path / "metrics.jsonl")
-    sinks.append(ConsoleSink(terminal, num_steps=plan.num_steps, first=earlier[0] if earlier else None, log=log))
-    return sinks
+    def show_progress(self, stage: str, done: int, total: int) -> None:
+        """What the run does between steps (evaluation, samples, checkpoint), and how much of it is done; ``done ==
+        total`` ends it.
+        """
+
+    def close(self) -> None:
+        """Called once, also when the run failed."""
 
 
 class JsonlSink(Sink):

@@ -351,7 +351,7 @@ def choose_output_dtype(config: RunConfig, model: ModelFacts, compute: ComputeDt
 
 
 def choose_environment(device: Device, num_cores: int, local_world_size: int) -> dict[str, str]:
-    """Variables that every worker gets; ``launch/env.py`` sets them. The cores are one machine's, for the processes on
+    """Variables that every worker gets; ``launch/environment.py`` sets them. The cores are one machine's, for the processes on
     it.
     """
     # Without the first a second attempt of torch's agent reads the first one's addresses.

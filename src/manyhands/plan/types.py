@@ -152,7 +152,7 @@ class Plan(Part):
     disk: DiskEstimate | None = None
     ran_out: RanOut | None = None  # the newest plan of the run that did, where this one is smaller for that
     step_s: float | None = None  # not predicted yet
-    environment: dict[str, str] = {}  # what launch/env.py sets for every worker
+    environment: dict[str, str] = {}  # what launch/environment.py sets for every worker
     candidates: tuple[Candidate, ...] = ()
     why: tuple[str, ...] = ()  # one sentence a decision, with its formula
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.core.files import explain_full_disk, is_disk_full
-from manyhands.launch.external import detect_launcher
+from manyhands.launch.environment import detect_launcher
 
 # Freeing a gloo group while its peer lives on was seen to hang (torch 2.13), so what a rank holds is left to the end of
 # the process.

@@ -14,9 +14,9 @@ from manyhands.convert.adapter import method_of
 from manyhands.core.collectives import run_on_first
 from manyhands.export.adapter import export_adapter, name_base
 from manyhands.export.card import make_card
-from manyhands.export.fresh import verify_in_fresh_process
 from manyhands.export.model import choose_dtype, export_model
-from manyhands.export.probe import round_weights, save_probe
+from manyhands.export.reference import round_weights, save_probe
+from manyhands.export.verify_process import verify_in_fresh_process
 from manyhands.metrics.report import write_report
 from manyhands.metrics.summary import describe_data, describe_versions
 from manyhands.worker.rank import Rank

@@ -19,7 +19,7 @@ from manyhands.data.order import SampleOrder
 from manyhands.data.store import TokenStore
 from manyhands.data.workers import BatchWorkers
 from manyhands.engine.native import Parallel
-from manyhands.launch.external import Launcher
+from manyhands.launch.environment import Launcher
 from manyhands.launch.failure import (
     claim_terminal,
     describe_failure,
@@ -30,9 +30,8 @@ from manyhands.launch.failure import (
     write_failure,
 )
 from manyhands.launch.heartbeat import Heartbeat
-from manyhands.launch.lock import FolderLock
-from manyhands.launch.run_folder import RunFolder
-from manyhands.metrics.sink import Sink
+from manyhands.launch.run_folder import FolderLock, RunFolder
+from manyhands.metrics.sinks import Sink
 from manyhands.plan.types import Plan
 from manyhands.train.types import TrainState
 from manyhands.worker.signals import StopSignal

@@ -14,8 +14,7 @@ from manyhands.config.load import load_config
 from manyhands.config.schema import RunConfig
 from manyhands.core import progress
 from manyhands.core.errors import EXIT_FAILED, UserError
-from manyhands.launch.env import set_worker_environment
-from manyhands.launch.external import check_accelerate_precision, refuse_silent_single
+from manyhands.launch.environment import check_accelerate_precision, refuse_silent_single, set_worker_environment
 from manyhands.launch.failure import is_lost
 from manyhands.launch.heartbeat import Heartbeat
 from manyhands.launch.prepare import prepare_run

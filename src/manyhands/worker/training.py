@@ -13,9 +13,10 @@ import torch
 from manyhands.checkpoint.retention import checkpoint_folder, prune
 from manyhands.checkpoint.save import save_checkpoint
 from manyhands.core.collectives import run_on_first
+from manyhands.metrics import open_sinks
 from manyhands.metrics.meters import Meter
 from manyhands.metrics.report import write_report
-from manyhands.metrics.sinks import Sink, open_sinks
+from manyhands.metrics.sinks import Sink
 from manyhands.train.evaluate import evaluate
 from manyhands.train.guards import Diverged, DivergenceGuard
 from manyhands.train.loop import Interrupted, Loop, train

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from manyhands.core.errors import EXIT_FAILED, PeerError, UserError
 from manyhands.core.world import World
-from manyhands.launch.external import Launcher
+from manyhands.launch.environment import Launcher
 
 POLL_S = 0.2
 
