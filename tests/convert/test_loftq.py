@@ -21,7 +21,7 @@ from manyhands.convert.loftq import best_low_rank, nf4_adapters
 from manyhands.convert.loftq_init import begin_at_loss
 from manyhands.convert.lora import LoraLinear
 from manyhands.convert.nf4 import Nf4Linear
-from manyhands.core.shards import named_generator
+from manyhands.core.seeds import named_generator
 from manyhands.core.world import World
 from manyhands.export.adapter import export_adapter
 from manyhands.infer.load import Found, load_model

@@ -10,11 +10,10 @@ from typing import Any
 from manyhands.checkpoint.load import load_checkpoint
 from manyhands.checkpoint.save import save_checkpoint
 from manyhands.config.schema import RunConfig
-from manyhands.core.shards import gather, local
+from manyhands.core.holding import first_index, gather, local
 from manyhands.kernels.adamw import FusedAdamW
 from manyhands.plan.types import Plan
 from manyhands.train.optimizer import make_optimizer
-from manyhands.train.sharded import first_index
 from manyhands.train.step import StepWork, compute_gradients, update_weights
 from tests.support.layouts import Documents, build, count_loss_tokens, pack
 

@@ -17,7 +17,7 @@ from manyhands.config.schema import RunConfig
 from manyhands.convert.adapter import adapt, load_adapter_state
 from manyhands.convert.loss import LossModel
 from manyhands.convert.nf4 import Nf4Linear
-from manyhands.core.shards import gather, local
+from manyhands.core.holding import gather, local
 from manyhands.engine.apply import shard
 from manyhands.model.load import build_meta, materialize
 from manyhands.plan.types import Plan

@@ -9,7 +9,7 @@ from torch import nn
 
 from manyhands.config.schema import MethodSection
 from manyhands.convert.lora import apply_lora
-from manyhands.core.shards import named_generator
+from manyhands.core.seeds import named_generator
 from manyhands.kernels.modules import fuse_lora
 from tests.support.tiny import tiny_model
 
@@ -85,7 +85,7 @@ def sharded_fp8_step(family: str, method: str, activation_checkpointing: bool) -
     from torch.distributed.fsdp import fully_shard
 
     from manyhands.convert.fp8 import code_frozen
-    from manyhands.core.shards import gather
+    from manyhands.core.holding import gather
     from manyhands.engine.activation_checkpointing import checkpoint_blocks
     from manyhands.model.blocks import find_blocks
 
@@ -110,7 +110,7 @@ def sharded_step(family: str, activation_checkpointing: bool, compiled: bool) ->
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from manyhands.core.shards import gather
+    from manyhands.core.holding import gather
     from manyhands.engine.activation_checkpointing import checkpoint_blocks
     from manyhands.engine.compile import compile_blocks
     from manyhands.model.blocks import find_blocks

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp_group
 from torch.nn.parallel import DistributedDataParallel
 
-from manyhands.checkpoint.tensors import reshard
+from manyhands.core.holding import reshard
 from manyhands.core.world import World
 from manyhands.engine import apply as applying
 from manyhands.engine.native import Parallel

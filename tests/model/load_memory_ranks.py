@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from manyhands.core.shards import local
+from manyhands.core.holding import local
 from tests.support.layouts import build
 from tests.support.tiny import tiny_plan, tiny_run
 
@@ -57,7 +57,7 @@ def load_sharded(folder: str) -> list[torch.Tensor]:
     plan = tiny_plan(
         folder, strategy="fsdp", world_size=dist.get_world_size(), master_dtype="float32", compute_dtype="bfloat16"
     )
-    return [local(parameter.detach()) for parameter in build(plan, tiny_run(folder)).model.parameters()]
+    return [local(parameter) for parameter in build(plan, tiny_run(folder)).model.parameters()]
 
 
 def load_whole(folder: str) -> list[torch.Tensor]:

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from manyhands.config.schema import RunConfig
 from manyhands.convert.adapter import adapt, adapter_state, load_adapter_state
 from manyhands.convert.loss import IGNORED, LossModel
-from manyhands.core.shards import gather, named_generator
+from manyhands.core.holding import gather
+from manyhands.core.seeds import named_generator
 from manyhands.core.world import World
 from manyhands.engine.apply import apply
 from manyhands.engine.native import Parallel

@@ -21,7 +21,8 @@ import manyhands.train.optimizer
 from manyhands.checkpoint import load_checkpoint, save_checkpoint
 from manyhands.config.schema import OptimizerSection
 from manyhands.core.errors import UserError
-from manyhands.core.shards import fill_from, gather, named_generator
+from manyhands.core.holding import fill_from, gather
+from manyhands.core.seeds import named_generator
 from manyhands.train.optimizer import make_optimizer, set_learning_rate
 
 PEAK = 1e-2

@@ -2,7 +2,7 @@
 files.
 
 ``model.NAME`` is a trained parameter; ``optim.KEY.NAME`` its optimizer state (``exp_avg``, ``exp_avg_sq``, and ``step``
-of shape (1,)). Frozen parameters are not saved: the model's source has them. Sharded parameters are DTensors.
+of shape (1,)). Frozen parameters are not saved: the model's source has them. What DCP takes: plain tensors and DTensors.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from manyhands.checkpoint.manifest import TensorEntry
+from manyhands.core.holding import reshard
 
 MODEL, OPTIMIZER, STEP = "model.", "optim.", "step"
 
@@ -30,16 +31,6 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters that are trained, by name; a tied one once, under its first name. Those of FSDP2 as shards."""
     reshard(model)
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-def reshard(model: nn.Module) -> None:
-    """Gives gathered parameters back to their shards.
-
-    After an evaluation FSDP2's root still holds its parameters gathered, as other objects than the optimizer's. The
-    root may be a wrapper outside ``model``; FSDP2's hooks on ``state_dict`` reach every module, so asking for it is
-    enough.
-    """
-    model.state_dict(keep_vars=True)
 
 
 def checkpoint_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:

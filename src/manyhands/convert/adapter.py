@@ -19,7 +19,7 @@ from manyhands.convert.modules_to_save import whole_modules
 from manyhands.convert.new_tokens import ROWS, token_modules
 from manyhands.convert.trainable import train_by_pattern
 from manyhands.core.errors import UserError
-from manyhands.core.shards import gather, local, local_slices
+from manyhands.core.holding import gather, local, local_slices
 from manyhands.facts.safetensors import read_headers
 from manyhands.plan.types import Plan
 
@@ -129,13 +129,11 @@ def _fill(
     parameters = adapter_parameters(model)
     aliases = {name: parameters[first] for name, first in tied_names(model).items()}
     for name, parameter in parameters.items():
-        if name in shapes and local(parameter.detach()).numel():
-            local(parameter.detach()).copy_(read(name, local_slices(parameter)))
+        if name in shapes and local(parameter).numel():
+            local(parameter).copy_(read(name, local_slices(parameter)))
     for name in shapes.keys() & aliases.keys():
         parameter = aliases[name]
-        if not torch.equal(
-            local(parameter.detach()), read(name, local_slices(parameter)).to(parameter.device, parameter.dtype)
-        ):
+        if not torch.equal(local(parameter), read(name, local_slices(parameter)).to(parameter.device, parameter.dtype)):
             raise UserError(
                 f"The adapter holds {name} apart from the weight that it is tied to.",
                 where=where,

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from manyhands.core.errors import UserError
+from manyhands.core.holding import is_full
 from manyhands.kernels.fp8 import ALIGNMENT, has_features
 from manyhands.kernels.fp8_linear import Coded, code_weights, count_coded_bytes, fp8_linears
 from manyhands.kernels.lora import Layer
@@ -105,4 +105,4 @@ def code_frozen(model: nn.Module) -> int:
 
 
 def _is_still(weight: torch.Tensor) -> bool:
-    return not weight.requires_grad and not isinstance(weight, DTensor)
+    return not weight.requires_grad and is_full(weight)

@@ -17,7 +17,7 @@ from torch import nn
 
 from manyhands.convert.fp8 import Fp8Linear, fp8_layers, set_products
 from manyhands.core.errors import UserError
-from manyhands.core.shards import local
+from manyhands.core.holding import local
 from manyhands.kernels.fp8_linear import fp8_linears
 from manyhands.kernels.lora import Layer
 from manyhands.model.blocks import find_blocks

@@ -15,7 +15,7 @@ import torch
 
 from manyhands.config.schema import RunConfig
 from manyhands.convert.lora import LoraNf4Linear, adapted_layers
-from manyhands.core.shards import fill_from, gather
+from manyhands.core.holding import fill_from, gather
 from manyhands.kernels.nf4 import dequantise
 from manyhands.model.load import ADDED, draw_module, match_checkpoint, with_owners
 from manyhands.model.source import read_converted, read_stored

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from manyhands.config.schema import RunConfig
 from manyhands.convert.loftq import best_low_rank, nf4_adapters, nf4_loss, put_factors, whole_weights
 from manyhands.convert.lora import LoraNf4Linear
-from manyhands.core.shards import gather, named_generator
+from manyhands.core.holding import gather
+from manyhands.core.seeds import named_generator
 from manyhands.core.world import World
 from manyhands.plan.types import Plan
 

@@ -26,8 +26,9 @@ from manyhands.convert.new_tokens import add_token_rows, fill_token_rows
 from manyhands.convert.nf4 import Nf4Linear
 from manyhands.convert.quantize import gather_weight
 from manyhands.core.errors import UserError
+from manyhands.core.holding import fill_from, local
 from manyhands.core.progress import advance
-from manyhands.core.shards import fill_from, local, named_generator
+from manyhands.core.seeds import named_generator
 from manyhands.model.blocks import block_linears, find_blocks
 
 MIN_REACH = 0.9  # share of the blocks' matrix elements that all-linear must adapt
@@ -189,7 +190,7 @@ def initialize_adapters(model: nn.Module, seed: int) -> None:
             -bound, bound, generator=named_generator(seed, f"{name}.lora_A.weight")
         )
         fill_from(factor, full)
-        local(layer.lora_B.weight.detach()).zero_()
+        local(layer.lora_B.weight).zero_()
         if layer.lora_magnitude_vector is not None:
             _fill_magnitudes(layer, layer.lora_magnitude_vector)
         advance()
@@ -203,5 +204,5 @@ def _fill_magnitudes(layer: LoraLinear, magnitudes: nn.Parameter) -> None:
     if isinstance(layer, Nf4Linear):
         fill_from(magnitudes, torch.linalg.vector_norm(gather_weight(layer), dim=1, dtype=magnitudes.dtype))
     else:
-        own = local(layer.weight.detach())
-        local(magnitudes.detach()).copy_(torch.linalg.vector_norm(own, dim=1, dtype=magnitudes.dtype))
+        own = local(layer.weight)
+        local(magnitudes).copy_(torch.linalg.vector_norm(own, dim=1, dtype=magnitudes.dtype))

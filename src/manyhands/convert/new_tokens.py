@@ -19,7 +19,7 @@ from torch import nn
 
 from manyhands.convert.modules_to_save import CastsItsMasters
 from manyhands.core.errors import UserError
-from manyhands.core.shards import fill_from, select_rows
+from manyhands.core.holding import fill_from, select_rows
 
 ROWS, IDS = "trainable_tokens_delta", "trainable_token_ids"  # the first is PEFT's name
 

@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from manyhands.core.errors import UserError
-from manyhands.core.shards import gather_parts, local, local_slices
+from manyhands.core.holding import gather_parts, local, local_slices
 from manyhands.kernels.lora import Products
 from manyhands.kernels.matmul import low_rank_linear, sum_of_products
 from manyhands.kernels.nf4 import (
@@ -101,7 +101,7 @@ class Nf4Linear(nn.Linear):
         float64).
         """
         functional = bitsandbytes().functional
-        codes, statistics = local(self.weight_codes.detach()), local(self.weight_statistics.detach())
+        codes, statistics = local(self.weight_codes), local(self.weight_statistics)
         flat = self._own_values(weight).to(codes.device, kernel_dtype(codes.dtype))
         codes.zero_()  # what pads the last row
         statistics.zero_()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from manyhands.convert.nf4 import Nf4Linear, bitsandbytes, dequantise
-from manyhands.core.shards import gather
+from manyhands.core.holding import gather
 from manyhands.model.blocks import block_linears
 
 STORED = ("weight_codes", "weight_statistics")

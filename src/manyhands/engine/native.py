@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from manyhands.convert.loss import LossModel, Terms
-from manyhands.core.shards import local
+from manyhands.core.holding import local
 from manyhands.core.world import World
 from manyhands.engine.masters import ComputeCopy
 from manyhands.engine.mesh import SHARD

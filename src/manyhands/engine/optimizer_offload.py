@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from manyhands.core.shards import local
+from manyhands.core.holding import local
 
 CHUNK_BYTES = 2**28  # of parameters; AdamW's states are twice that. plan/memory.py counts what is on the device
 CHUNKS_ON_DEVICE = 2  # one is fetched while one steps and is stored
@@ -131,7 +131,7 @@ def split_parameters(members: Sequence[Sequence[torch.Tensor]], chunk_bytes: int
     chunks: list[Chunk] = []
     room = 0
     for index, parameter in _enumerate(members):
-        part = local(parameter.detach())
+        part = local(parameter)
         size = part.numel() * part.element_size()
         if not chunks or size > room:
             chunks.append([[] for _ in members])

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from manyhands.checkpoint.tensors import reshard
 from manyhands.config.schema import MethodSection, ModelSection, RunConfig
 from manyhands.convert.adapter import PEFT_PREFIX, adapter_parameters, adapter_state, tied_names
 from manyhands.convert.lora import adapted_layers
@@ -21,6 +20,7 @@ from manyhands.convert.new_tokens import token_indices
 from manyhands.convert.towers import left_out
 from manyhands.core.collectives import run_on_first
 from manyhands.core.files import write_atomically, write_json
+from manyhands.core.holding import reshard
 from manyhands.export.card import CARD
 from manyhands.export.files import begin_folder, commit_folder, write_tensors, write_tokenizer
 from manyhands.export.reference import Reference, describe_tensor

@@ -13,13 +13,12 @@ import torch
 from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
 
-from manyhands.checkpoint.tensors import reshard
 from manyhands.convert.adapter import added_parameters
 from manyhands.convert.lora import LoraLinear, adapted_layers
 from manyhands.convert.new_tokens import IDS, ROWS, token_modules
 from manyhands.convert.quantize import gather_weight, quantised_layers, quantised_weights, stored_names
+from manyhands.core.holding import gather, reshard
 from manyhands.core.progress import advance
-from manyhands.core.shards import gather
 from manyhands.model.load import loaded_tensors
 from manyhands.model.source import (
     Checkpoint,

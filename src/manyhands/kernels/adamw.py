@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from manyhands.core.holding import local
 from manyhands.kernels.backend import Backend, beyond_bound, triton_or
 
 EAGER_ELEMENTS = 2**24  # that plain torch widens at once: 64 MiB in float32
@@ -118,7 +119,7 @@ class FusedAdamW(torch.optim.AdamW):
             copy = self._copies.get(parameter)
             part = Part(
                 weight=_flat(parameter),
-                gradient=_local(parameter.grad).reshape(-1),
+                gradient=local(parameter.grad).reshape(-1),
                 exp_avg=_flat(state["exp_avg"]),
                 exp_avg_sq=_flat(state["exp_avg_sq"]),
                 row=row,
@@ -220,10 +221,6 @@ def round_to_bfloat16(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
     return torch.where(values.isfinite(), rounded, values)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[no-any-return]
-
-
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's elements as one row that shares their memory; RuntimeError where they do not lie side by side."""
-    return _local(tensor.detach()).view(-1)
+    return local(tensor).view(-1)

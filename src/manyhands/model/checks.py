@@ -13,7 +13,7 @@ from torch import nn
 
 from manyhands.convert.loss import IGNORED, LossModel
 from manyhands.core.errors import UserError
-from manyhands.core.shards import local
+from manyhands.core.holding import local
 
 # Relative deviations that rounding alone may cause. The wider ones are for runs of other shapes, whose matrix products
 # may sum # in another order: 0.04 was seen on random weights of an 8B shape in bfloat16, after 32 blocks.
@@ -119,7 +119,7 @@ def _refuse_values(logits: torch.Tensor, loss_model: LossModel) -> None:
     """
     if torch.isfinite(logits).all():
         return
-    named = ((name, local(parameter.detach())) for name, parameter in loss_model.model.named_parameters())
+    named = ((name, local(parameter)) for name, parameter in loss_model.model.named_parameters())
     wrong = [
         name
         for name, own in named

@@ -25,8 +25,9 @@ from manyhands.convert.quantize import STORED, quantise_blocks, quantised_weight
 from manyhands.convert.resize_embeddings import read_grown, rows_by_token
 from manyhands.convert.towers import is_multimodal, leave_out_towers
 from manyhands.core.errors import UserError
+from manyhands.core.holding import fill_from, local, local_part, local_slices
 from manyhands.core.progress import advance
-from manyhands.core.shards import fill_from, local, local_slices, named_seed
+from manyhands.core.seeds import named_seed
 from manyhands.facts.model import shares_head
 from manyhands.facts.types import NewTokens
 from manyhands.model.auto import auto_class
@@ -132,7 +133,7 @@ def materialize(model: nn.Module, plan: Plan, config: RunConfig, device: torch.d
     """Give a meta model memory on ``device`` and its weights, then adapters theirs; frozen parameters stay frozen.
 
     ``model`` is the Hugging Face model or the ``LossModel`` around it: whichever is the root of the sharding.
-    Parameters may be DTensors. Raises ``UserError`` before reading if names or shapes in the files are not the model's.
+    Parameters may be held in parts (``core/holding.py``). Raises ``UserError`` before reading if names or shapes in the files are not the model's.
     """
     inner = hugging_face_model(model)
     pretrained = config.model.init == "pretrained"
@@ -271,13 +272,13 @@ class _Filling:
             self.quantised[name].fill(stored)
             return
         target = self.targets[name]
-        own = local(target.detach())
+        own = local(target)
         if target.dim() and own.numel() == 0:
             return  # more ranks than rows
         if self.new_tokens is not None and name in self.growing:
             part = read_grown(stored, local_slices(target), self.new_tokens)
         else:
-            part = stored[local_slices(target)]
+            part = local_part(target, stored)
         if id(target) not in self.filled:
             own.copy_(part)
             self.filled.add(id(target))

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from manyhands.train.sharded import gradients, local, shard_as, sum_over_shards
+from manyhands.core.holding import local, shard_like, sum_over_shards
 
 DECAY = -0.8  # the second moment's decay is 1 - t^DECAY at step t
 EPS = 1e-30  # added to squared gradients
@@ -59,12 +59,12 @@ class Adafactor(torch.optim.Optimizer):
             state["exp_avg_sq"] = torch.zeros_like(parameter)
         else:
             rows, columns = parameter.shape[0], parameter[:1].numel()
-            state["exp_avg_sq_row"] = shard_as(part.new_zeros(part.shape[0]), parameter, (rows,))
+            state["exp_avg_sq_row"] = shard_like(part.new_zeros(part.shape[0]), parameter, (rows,))
             state["exp_avg_sq_col"] = part.new_zeros(columns)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        parts = [self._open(parameter, group) for parameter, group in gradients(self.param_groups)]
+        parts = [self._open(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         row_means = self._advance(parts)
         squares = [part.direction(mean).double().square().sum() for part, mean in zip(parts, row_means, strict=True)]
         squares = sum_over_shards(squares, [part.parameter for part in parts])

@@ -14,10 +14,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from manyhands.core.errors import UserError
-from manyhands.train.sharded import gradients, local, num_shards, shard_as
+from manyhands.core.holding import local, num_shards, shard_like
 
 BLOCK = 256  # values that share a scale, fixed by the kernels
 MIN_QUANTISED = 4096  # smaller parameters keep float32 moments, as do vectors (norms)
@@ -69,13 +68,14 @@ class BlockwiseAdamW(torch.optim.Optimizer):
         self._moments[parameter] = {}
         for moment in MOMENTS:
             self._moments[parameter][moment] = self._allocate(part, torch.uint8 if quantised else torch.float32)
-            state[moment] = shard_as(self._moments[parameter][moment], parameter, parameter.shape)
+            state[moment] = shard_like(self._moments[parameter][moment], parameter, parameter.shape)
             if quantised:
                 state[f"{moment}_scale"] = create_scales(parameter)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for parameter, group in gradients(self.param_groups):
+        stepped = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for parameter, group in stepped:
             if not self.state[parameter]:
                 self.create_state(parameter)
             self.state[parameter]["step"] += 1
@@ -149,13 +149,12 @@ def create_scales(parameter: torch.Tensor) -> torch.Tensor:
     part, rows, shards = local(parameter), parameter.shape[0], num_shards(parameter)
     columns = parameter.numel() // rows
     if columns % BLOCK == 0:
-        return shard_as(_zeros(part, part.shape[0], columns // BLOCK), parameter, (rows, columns // BLOCK))
+        return shard_like(_zeros(part, part.shape[0], columns // BLOCK), parameter, (rows, columns // BLOCK))
     if shards == 1 or (rows % shards == 0 and part.numel() % BLOCK == 0):
         num_blocks = math.ceil(parameter.numel() / BLOCK)
-        return shard_as(_zeros(part, num_blocks // shards), parameter, (num_blocks,))
+        return shard_like(_zeros(part, num_blocks // shards), parameter, (num_blocks,))
     num_blocks = math.ceil(math.ceil(rows / shards) * columns / BLOCK)
-    assert isinstance(parameter, DTensor)
-    return shard_as(_zeros(part, 1, num_blocks), parameter, (shards, num_blocks))
+    return shard_like(_zeros(part, 1, num_blocks), parameter, (shards, num_blocks))
 
 
 def _zeros(like: torch.Tensor, *shape: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from manyhands.train.sharded import gather, gradients, local, take_part
+from manyhands.core.holding import gather_parts, local, local_part
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic a x + b x^3 + c x^5; singular values end between 0.7 and 1.2
 NUM_ITERATIONS = 5
@@ -51,8 +51,10 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for parameter, group in gradients(self.param_groups[: self._num_muon_groups]):
-            self._update(parameter, group)
+        for group in self.param_groups[: self._num_muon_groups]:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
         if self._adamw is not None:
             self._adamw.step()
 
@@ -64,12 +66,10 @@ class Muon(torch.optim.Optimizer):
         gradient, buffer = local(parameter.grad), local(state["momentum_buffer"])
         buffer.lerp_(gradient, 1 - momentum)
         ahead = gradient.lerp(buffer, momentum)  # Nesterov's
-        update = orthogonalise(gather(ahead.to(self.dtype), like=parameter))
+        update = orthogonalise(gather_parts(ahead.to(self.dtype), like=parameter))
         weight = local(parameter)
         weight.mul_(1 - group["lr"] * group["weight_decay"])
-        weight.add_(
-            take_part(update, like=parameter), alpha=-group["lr"] * RMS_OF_ADAMW * math.sqrt(max(parameter.shape))
-        )
+        weight.add_(local_part(parameter, update), alpha=-group["lr"] * RMS_OF_ADAMW * math.sqrt(max(parameter.shape)))
 
 
 def orthogonalise(matrix: torch.Tensor) -> torch.Tensor:

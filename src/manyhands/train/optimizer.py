@@ -1,7 +1,8 @@
 """Which optimizer, and its groups: every trained parameter in exactly one, weight decay only on matrices, rates by
 pattern.
 
-Must not know how a model is built or sharded; the optimizers beside this file see shards through ``train/sharded.py``.
+Must not know how a model is built or sharded; the optimizers beside this file ask ``core/holding.py`` what this rank
+has of a parameter.
 """
 
 from __future__ import annotations

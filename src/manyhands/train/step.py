@@ -16,6 +16,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from manyhands.core.holding import local
 from manyhands.train.types import Batch, ParallelModel
 
 
@@ -114,14 +115,14 @@ def clip_gradients(optimizer: torch.optim.Optimizer, grad_norm: torch.Tensor, ma
     the factor that digit reaches every weight. An optimizer that scales by itself gets the factor, and gradients stay.
     """
     grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    local = [g.to_local() if hasattr(g, "to_local") else g for g in grads]
-    if not local:
+    parts = [local(grad) for grad in grads]
+    if not parts:
         return
     factor = (max_norm / (grad_norm + 1e-6)).clamp(max=1.0)
     if isinstance(optimizer, ScalesGradients):
-        optimizer.gradient_factor = factor.to(local[0].device, torch.float32)
+        optimizer.gradient_factor = factor.to(parts[0].device, torch.float32)
     else:
-        torch._foreach_mul_(local, factor.to(local[0]))  # which may lie in host memory
+        torch._foreach_mul_(parts, factor.to(parts[0]))  # which may lie in host memory
 
 
 def _key(seed: int, step: int, index: int, rank: int) -> int:

@@ -12,7 +12,6 @@ import torch
 
 from manyhands.checkpoint.load import load_checkpoint, newest_checkpoint
 from manyhands.checkpoint.retention import clean_leftovers
-from manyhands.checkpoint.tensors import reshard
 from manyhands.convert.adapter import adapt
 from manyhands.convert.attention import choose_attention_kernels
 from manyhands.convert.loftq_init import begin_at_loss
@@ -20,6 +19,7 @@ from manyhands.convert.loss import LossModel
 from manyhands.convert.quantize import count_parameters
 from manyhands.core.collectives import run_on_first
 from manyhands.core.errors import EXIT_FAILED, UserError
+from manyhands.core.holding import first_index, reshard
 from manyhands.data.store import TokenStore
 from manyhands.data.tokenizer import load_tokenizer
 from manyhands.engine.apply import apply
@@ -34,7 +34,6 @@ from manyhands.model.blocks import find_blocks
 from manyhands.model.checks import check_loss, check_packing, check_padding
 from manyhands.model.load import build_meta, materialize
 from manyhands.train.optimizer import make_optimizer
-from manyhands.train.sharded import first_index
 from manyhands.train.types import TrainState
 from manyhands.worker.fp8_stage import begin_fp8, check_products, code_weights_once, fuse_trained
 from manyhands.worker.rank import Rank
