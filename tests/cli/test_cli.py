@@ -192,7 +192,7 @@ def test_a_port_in_use_is_an_error_that_names_another(tmp_path, processes):
 def test_config_explains(capsys):
     listing = call("config").stdout
     assert "batch.samples" in listing and "output.merge" in listing
-    assert "Samples of the global batch" in call("config", "batch.samples").stdout
+    assert "Samples in the global batch" in call("config", "batch.samples").stdout
     wrong = call("config", "batch.sample")
     assert wrong.exit_code == EXIT_USAGE and "did you mean `batch.samples`?" in wrong.stderr
     assert "model" in json.loads(call("config", "--schema").stdout)["properties"]

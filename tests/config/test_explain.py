@@ -24,7 +24,7 @@ def test_every_key_has_a_sentence():
 
 def test_a_key_is_explained():
     text = explain("batch.samples")
-    assert "Samples of the global batch" in text and "a whole number >= 1 or `auto`" in text and "default: auto" in text
+    assert "Samples in the global batch" in text and "an integer >= 1 or `auto`" in text and "default: auto" in text
     assert "required" in explain("model.name") and "run file's name" in explain("name")
 
 
@@ -93,7 +93,7 @@ def test_the_json_schema_tells_editors_what_we_accept():
     schema = json_schema()
     assert schema["required"] == ["model", "data"] and schema["additionalProperties"] is False
     assert schema["$defs"]["BatchSection"]["properties"]["samples"]["description"].startswith(
-        "Samples of the global batch"
+        "Samples in the global batch"
     )
 
 

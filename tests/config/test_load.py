@@ -81,8 +81,8 @@ def test_all_errors_of_a_file_at_once_with_their_lines(tmp_path):
     assert error.what == "the run file has 8 errors" and len(error.details) == 8 and str(path) in text
     assert "line 1: unknown key `modle`: did you mean `model`?" in text
     assert "line 5: unknown key `data.trian`: did you mean `data.train`?" in text
-    assert "`data.train` is missing. Training rows: a path" in text
-    assert "line 7: `batch.samples`: got 0, allowed: a whole number >= 1 or `auto`. Samples of the global batch" in text
+    assert "`data.train` is missing. Training data: a path" in text
+    assert "line 7: `batch.samples`: got 0, allowed: an integer >= 1 or `auto`. Samples in the global batch" in text
     assert "unknown key `optimizer.lr`: here it is `optimizer.learning_rate`." in text
     assert "`optimizer.learning_rate`: got fast, allowed: a number > 0 or `auto`" in text
     assert "command line: unknown key `stop.epoch`: did you mean `stop.epochs`?" in text
@@ -133,12 +133,12 @@ def test_many_errors_are_cut(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("batch: {samples: true}", "got true, allowed: a whole number"),
+        ("batch: {samples: true}", "got true, allowed: an integer"),
         ("batch: 3", "`batch` is a section with keys, got 3"),
         ("batch.samples: 3", "write `batch:` and below it `samples: 3`"),
         ("name: 2024", "Put it in quotes"),
         ("name: ../up", "`name`: got ../up"),
-        ("seed: -1", "`seed`: got -1, allowed: a whole number >= 0"),
+        ("seed: -1", "`seed`: got -1, allowed: an integer >= 0"),
         ("stop: {epochs: .inf}", "`stop.epochs`"),
         ("method: {target_modules: 3}", "`method.target_modules`: got 3, allowed: `all-linear` or a list"),
         ("task: stf", "`task`: got stf, allowed: `sft`, `cpt`"),

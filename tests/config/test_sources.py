@@ -47,9 +47,9 @@ def test_a_list_of_paths_and_sources_and_its_dump(tmp_path: Path) -> None:
         ("{path: b, wieght: 2}", "line 4: unknown key `data.train[0].wieght`: did you mean `data.train[0].weight`?"),
         (
             "{path: b, weight: 0}",
-            "line 4: `data.train[0].weight`: got 0, allowed: a number > 0. Times the rows are taken",
+            "line 4: `data.train[0].weight`: got 0, allowed: a number > 0. Passes over the source",
         ),
-        ("{path: b, max_samples: true}", "line 4: `data.train[0].max_samples`: got true, allowed: a whole number >= 1"),
+        ("{path: b, max_samples: true}", "line 4: `data.train[0].max_samples`: got true, allowed: an integer >= 1"),
         ("{path: b, format: xml}", "`data.train[0].format`: got xml, allowed: `auto`, `messages`"),
         ("{path: b, fields: [x]}", "`data.train[0].fields`: got"),
         ("{path: b, fields: {prompt: 3}}", "`data.train[0].fields`: got"),
@@ -113,7 +113,7 @@ def test_overrides_of_lists_sources_and_mappings(tmp_path: Path) -> None:
 
 def test_sources_are_explained() -> None:
     text = explain("data.train")
-    assert "a path" in text and "weight: Times the rows are taken in one epoch" in text and "subset: hub:" in text
+    assert "a path" in text and "weight: Passes over the source per epoch" in text and "subset: hub:" in text
     assert "a number > 0" in explain("data.train[1].weight")
     assert "default: train" in explain("data.validation.split")
     with pytest.raises(UserError):

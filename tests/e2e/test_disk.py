@@ -57,7 +57,7 @@ def test_a_disk_that_fills_up_is_named_and_the_run_goes_on_once_there_is_room(pl
     keys = (*FEW, f"output.dir={small_disk}")
     ended = place.train("filled", "--gpus", "1", *keys, plant=NO_VERIFY | at_step(3, fill(small_disk)), limit_s=LONG_S)
     assert ended.code == 1 and "error: the disk is full" in ended.output, ended.output
-    assert "No space left on device; " in ended.output and "do: free some space" in ended.output
+    assert "No space left on device; " in ended.output and "fix: free some space" in ended.output
     assert ended.output.count("error: ") == 1 and "Traceback" not in ended.output
     status = json.loads((small_disk / "filled" / "status.json").read_text())
     assert (status["state"], status["reason"], status["cause"]) == ("failed", "the disk is full", "disk_full")

@@ -11,7 +11,8 @@ WIDE = 110  # columns of a terminal that has room for all four columns of the ta
 
 def config(
     key: Annotated[
-        str | None, typer.Argument(metavar="[KEY]", help="A key or section, such as batch.samples.", show_default=False)
+        str | None,
+        typer.Argument(metavar="[KEY]", help="A key or section, such as batch.samples.", show_default=False),
     ] = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema, for editors.")] = False,
 ) -> None:

@@ -27,12 +27,14 @@ BYTES_PER_TOKEN = 4  # roughly, of text in any script
 UNKNOWN_COLUMN = "COLUMN"
 # What people call their columns; only ever offered, and said where nobody is asked.
 QUESTIONS = (
-    "question query prompt instruction input user frage anfrage eingabe demande entrée pregunta consulta entrada pergunta domanda vraag "
-    "pytanie fråga spørgsmål spørsmål kysymys otázka вопрос запит питання soru سؤال प्रश्न 问题 問題 提问 質問 질문"
+    "question query prompt instruction input user frage anfrage eingabe demande entrée pregunta consulta entrada "
+    "pergunta domanda vraag pytanie fråga spørgsmål spørsmål kysymys otázka вопрос запит питання soru سؤال प्रश्न "
+    "问题 問題 提问 質問 질문"
 )
 ANSWERS = (
-    "answer response completion output reply assistant antwort ausgabe réponse reponse respuesta salida resposta saída risposta antwoord "
-    "odpowiedź svar vastaus odpověď ответ відповідь cevap yanıt جواب إجابة उत्तर 答案 回答 答え 답변 답"
+    "answer response completion output reply assistant antwort ausgabe réponse reponse respuesta salida resposta saída "
+    "risposta antwoord odpowiedź svar vastaus odpověď ответ відповідь cevap yanıt جواب إجابة उत्तर 答案 回答 答え "
+    "답변 답"
 )
 
 
@@ -76,7 +78,9 @@ def init(
     fields: Annotated[
         list[str] | None,
         typer.Option(
-            "--fields", help="Columns by role, such as question=Frage,answer=Antwort (data.fields).", show_default=False
+            "--fields",
+            help="Columns by role, such as question=Frage,answer=Antwort (data.fields).",
+            show_default=False,
         ),
     ] = None,
     too_long: Annotated[
@@ -246,9 +250,15 @@ def _guess_columns(seen: Seen) -> Reading:
     print("\n".join(show_columns(seen)))
     question, answer = _guess(seen.columns)
     if question and answer:
-        note = f"guessed from the names: {question} is the question, {answer} the answer (data.fields, or --fields question=...,answer=...)"
+        note = (
+            f"guessed from the names: {question} is the question, {answer} the answer (data.fields, or --fields "
+            "question=...,answer=...)"
+        )
         return _of_columns(question, answer, note)
-    note = f"before it can run: name the columns in data.fields in place of {UNKNOWN_COLUMN} (or use --fields question=...,answer=...)"
+    note = (
+        f"before it can run: name the columns in data.fields in place of {UNKNOWN_COLUMN} (or use --fields "
+        "question=...,answer=...)"
+    )
     return Reading("question", {"question": question or UNKNOWN_COLUMN, "answer": answer or UNKNOWN_COLUMN}, note)
 
 

@@ -34,7 +34,9 @@ class _Group(TyperGroup):
 
 app = typer.Typer(
     cls=_Group,
-    help="Fine-tuning that is planned before it is launched: `init` writes a run file, `plan` shows it, `train` runs it.",
+    help=(
+        "Fine-tuning that is planned before it is launched: `init` writes a run file, `plan` shows it, `train` runs it."
+    ),
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

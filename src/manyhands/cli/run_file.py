@@ -23,7 +23,9 @@ Gpus = Annotated[
 Examples = Annotated[
     int | None,
     typer.Option(
-        "--examples", help="Train on at most N rows, for a quick try: short for data.max_samples=N.", show_default=False
+        "--examples",
+        help="Train on at most N rows, for a quick try: short for data.max_samples=N.",
+        show_default=False,
     ),
 ]
 

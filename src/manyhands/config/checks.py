@@ -65,13 +65,16 @@ def _check_batch(config: RunConfig) -> Findings:
     else:
         yield from _idle(config, ("batch.micro_tokens",), "data.packing", "set data.packing: true")
         yield from _idle(
-            config, ("batch.loss_tokens",), "data.packing", "set data.packing: true; without packing give batch.samples"
+            config,
+            ("batch.loss_tokens",),
+            "data.packing",
+            "set data.packing: true; without packing give batch.samples",
         )
         yield from _check_rows_divide(config)
     if batch.micro_tokens != "auto" and data.packing and batch.micro_tokens < data.max_length:
         yield (
-            f"`batch.micro_tokens: {batch.micro_tokens}` is less than `data.max_length: {data.max_length}`, so that the longest row "
-            f"does not fit: give at least {data.max_length}, or a smaller data.max_length"
+            f"`batch.micro_tokens: {batch.micro_tokens}` is less than `data.max_length: {data.max_length}`, so that "
+            f"the longest row does not fit: give at least {data.max_length}, or a smaller data.max_length"
         )
 
 
@@ -94,7 +97,9 @@ def _check_rows_divide(config: RunConfig) -> Findings:
             f" = {unit}" if len(given) > 1 else ""
         )
         near = f"{below} or {above}" if below else str(above)
-        yield f"`batch.samples: {batch.samples}` is not a multiple of {names}: the nearest batches that work are {near}"
+        yield (
+            f"`batch.samples: {batch.samples}` is not a multiple of {names}: the nearest batches that work are {near}"
+        )
 
 
 def _check_schedule(config: RunConfig) -> Findings:
@@ -104,7 +109,9 @@ def _check_schedule(config: RunConfig) -> Findings:
     if schedule.name != "wsd":
         yield from _idle(config, ("schedule.decay_ratio",), "schedule.name", "set schedule.name: wsd")
     elif schedule.warmup_ratio is not None and schedule.warmup_ratio + schedule.decay_ratio > 1:
-        yield "`schedule.warmup_ratio` and `schedule.decay_ratio` are more than the whole run together: make one smaller"
+        yield (
+            "`schedule.warmup_ratio` and `schedule.decay_ratio` are more than the whole run together: make one smaller"
+        )
     if schedule.name == "constant":
         yield from _idle(config, ("schedule.min_ratio",), "schedule.name", "choose a schedule that falls")
     if (
@@ -112,7 +119,9 @@ def _check_schedule(config: RunConfig) -> Findings:
         and config.stop.max_steps is not None
         and schedule.warmup_steps > config.stop.max_steps
     ):
-        yield "`schedule.warmup_steps` is more than `stop.max_steps`, so that the peak is never reached: make it smaller"
+        yield (
+            "`schedule.warmup_steps` is more than `stop.max_steps`, so that the peak is never reached: make it smaller"
+        )
 
 
 def _check_evaluation(config: RunConfig) -> Findings:
@@ -123,12 +132,15 @@ def _check_evaluation(config: RunConfig) -> Findings:
         asking = [*wanted, *(path for path in measures if _asked(config, path) and _value(config, path) != 0)]
         for path in asking:
             yield (
-                f"`{path}` needs validation rows, but there is no `data.validation` file and `data.validation_fraction` is 0: "
-                "give a file, or hold out a fraction"
+                f"`{path}` needs validation rows, but there is no `data.validation` file and "
+                "`data.validation_fraction` is 0: give a file, or hold out a fraction"
             )
     elif evaluate.every_steps == 0:
         for path in wanted:
-            yield f"`{path}` needs evaluations during the run, but `evaluate.every_steps` is 0: set it to auto or a number of steps"
+            yield (
+                f"`{path}` needs evaluations during the run, but `evaluate.every_steps` is 0: set it to auto or a "
+                "number of steps"
+            )
     if data.validation is not None and data.validation_fraction != 0:
         yield from _idle(
             config,
@@ -160,7 +172,9 @@ def _check_loftq(config: RunConfig) -> Findings:
     if config.method.dora:
         yield "`method.init: loftq` and `method.dora` both say how long the weights' rows are at first: keep one"
     if config.method.adapter is not None:
-        yield "`method.init: loftq` would replace the factors of `method.adapter`, from which the run goes on: keep one"
+        yield (
+            "`method.init: loftq` would replace the factors of `method.adapter`, from which the run goes on: keep one"
+        )
 
 
 def _check_optimizer(config: RunConfig) -> Findings:
@@ -170,14 +184,23 @@ def _check_optimizer(config: RunConfig) -> Findings:
         yield from _idle(config, moments, "optimizer.name", "choose an optimizer that has such moments: adamw")
     if name not in ("adamw", "adafactor", "muon"):
         if config.parallel.device == "cpu":
-            yield f"`optimizer.name: {name}` is of bitsandbytes, which has it on GPUs only, and `parallel.device` is cpu: use adamw"
+            yield (
+                f"`optimizer.name: {name}` is of bitsandbytes, which has it on GPUs only, and `parallel.device` is "
+                "cpu: use adamw"
+            )
         if config.model.dtype == "float64":
-            yield f"`optimizer.name: {name}` has no 64-bit weights, and `model.dtype` is float64: use adamw or another dtype"
+            yield (
+                f"`optimizer.name: {name}` has no 64-bit weights, and `model.dtype` is float64: use adamw or another "
+                "dtype"
+            )
 
 
 def _check_task(config: RunConfig) -> Findings:
     if config.task == "sft" and config.data.too_long == "split":
-        yield "`data.too_long: split` cuts text, but `task: sft` trains conversations: use error or truncate, or task: cpt or mixed"
+        yield (
+            "`data.too_long: split` cuts text, but `task: sft` trains conversations: use error or truncate, or task: "
+            "cpt or mixed"
+        )
     if config.task == "cpt":
         chat_only = ("model.chat_template", "data.train_on", "data.chat_template_kwargs", "data.date")
         yield from _idle(config, chat_only, "task", "set task: sft or mixed")
@@ -205,7 +228,10 @@ def check_template_kwargs(kwargs: Mapping[str, Any], date: str) -> Findings:
 def _check_parallel(config: RunConfig) -> Findings:
     parallel = config.parallel
     if parallel.strategy == "single" and parallel.gpus != "auto" and parallel.gpus > 1:
-        yield f"`parallel.strategy: single` is one process, but `parallel.gpus` is {parallel.gpus}: use strategy auto, ddp or fsdp, or gpus: 1"
+        yield (
+            f"`parallel.strategy: single` is one process, but `parallel.gpus` is {parallel.gpus}: use strategy auto, "
+            "ddp or fsdp, or gpus: 1"
+        )
     if parallel.strategy in ("single", "ddp") and parallel.offload != "all":
         yield from _idle(
             config, ("parallel.reshard_after_forward",), "parallel.strategy", "set parallel.strategy: fsdp"
@@ -213,12 +239,24 @@ def _check_parallel(config: RunConfig) -> Findings:
     if parallel.strategy != "hsdp":
         yield from _idle(config, ("parallel.shard_degree",), "parallel.strategy", "set parallel.strategy: hsdp")
     elif parallel.shard_degree != "auto" and parallel.gpus != "auto" and parallel.gpus % parallel.shard_degree:
-        yield f"`parallel.shard_degree: {parallel.shard_degree}` does not divide `parallel.gpus: {parallel.gpus}`: give a divisor"
+        yield (
+            f"`parallel.shard_degree: {parallel.shard_degree}` does not divide `parallel.gpus: {parallel.gpus}`: give "
+            "a divisor"
+        )
     if parallel.offload == "all" and parallel.strategy == "ddp":
-        yield "`parallel.offload: all` keeps shards in host memory, and `parallel.strategy: ddp` has none: use fsdp, hsdp or single"
+        yield (
+            "`parallel.offload: all` keeps shards in host memory, and `parallel.strategy: ddp` has none: use fsdp, "
+            "hsdp or single"
+        )
     if parallel.offload != "none" and config.optimizer.name != "adamw":
-        paged = "optimizer.name: paged_adamw_8bit, whose states move by themselves, and no parallel.offload, or optimizer.name: adamw"
-        yield f"`parallel.offload: {parallel.offload}` is for `optimizer.name: adamw`, not `{config.optimizer.name}`: use {paged}"
+        paged = (
+            "optimizer.name: paged_adamw_8bit, whose states move by themselves, and no parallel.offload, or "
+            "optimizer.name: adamw"
+        )
+        yield (
+            f"`parallel.offload: {parallel.offload}` is for `optimizer.name: adamw`, not `{config.optimizer.name}`: "
+            f"use {paged}"
+        )
 
 
 def _check_kernels(config: RunConfig) -> Findings:
@@ -230,13 +268,19 @@ def _check_kernels(config: RunConfig) -> Findings:
     }
     if config.method.name in reasons:
         yield (
-            f"`kernels.linear: fp8` does not go with `method.name: {config.method.name}`, {reasons[config.method.name]}, "
-            "or kernels.linear: compute_dtype"
+            f"`kernels.linear: fp8` does not go with `method.name: {config.method.name}`, "
+            f"{reasons[config.method.name]}, or kernels.linear: compute_dtype"
         )
     if config.model.dtype in ("float32", "float64") and config.parallel.device != "cpu":
-        yield f"`kernels.linear: fp8` computes beside bfloat16, and `model.dtype` is {config.model.dtype}: use bfloat16, or linear: compute_dtype"
+        yield (
+            f"`kernels.linear: fp8` computes beside bfloat16, and `model.dtype` is {config.model.dtype}: use bfloat16, "
+            "or linear: compute_dtype"
+        )
     elif config.model.dtype == "float64":
-        yield "`kernels.linear: fp8` sums in float32, and `model.dtype` is float64: use another dtype, or linear: compute_dtype"
+        yield (
+            "`kernels.linear: fp8` sums in float32, and `model.dtype` is float64: use another dtype, or linear: "
+            "compute_dtype"
+        )
 
 
 RULES: tuple[Callable[[RunConfig], Findings], ...] = (

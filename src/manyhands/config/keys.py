@@ -215,7 +215,7 @@ def _allowed(prop: dict[str, Any]) -> str:
     if kind == "string":
         return f"text that matches {prop['pattern']}" if "pattern" in prop else "text"
     if kind in ("integer", "number"):
-        noun = "a whole number" if kind == "integer" else "a number"
+        noun = "an integer" if kind == "integer" else "a number"
         bounds = (("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<="), ("exclusiveMaximum", "<"))
         limits = [f"{sign} {prop[name]:g}" for name, sign in bounds if name in prop]
         return " ".join((noun, " and ".join(limits))).strip()

@@ -77,7 +77,9 @@ class _Expression:
             raise UserError(
                 f"matching {_show(self._pattern)} takes too long",
                 where=f"at the name {name}",
-                why=f"it has taken more than {MAX_CPU_S:g} s: such patterns repeat what repeats already, as (a+)+ does",
+                why=(
+                    f"it has taken more than {MAX_CPU_S:g} s: such patterns repeat what repeats already, as (a+)+ does"
+                ),
                 fix="write it without nested repeats, or as names or a glob pattern",
             )
         return found is not None

@@ -1,7 +1,7 @@
-"""What a run can be: the schema of a run file. Knows no torch, reads no file, has no validator with a side effect.
+"""The schema of a run file. Knows no torch, reads no file, has no validator with a side effect.
 
-Every field carries one sentence with its unit; unknown keys are refused. Checks that concern more than one key stand in
-``checks.py``. A value ``auto`` is decided by the plan and stays ``auto`` here: the config says what was asked.
+Every key has a description with its unit; unknown keys are refused. Checks that involve more than one key are in
+``checks.py``. A value ``auto`` is decided by the plan and stays ``auto`` here: the config is what was asked for.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field
 Auto = Literal["auto"]
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt", "question", "text"]
 
@@ -27,33 +30,31 @@ class Section(BaseModel):
 class ModelSection(Section):
     """The model to start from."""
 
-    name: str = Field(
-        description="Hub name, or a folder with config.json, safetensors files and a tokenizer.", min_length=1
-    )
-    revision: str | None = Field(None, description="Hub branch, tag or commit; none takes the default branch.")
+    name: str = Field(description="Hub name, or folder with config.json, safetensors and tokenizer.", min_length=1)
+    revision: str | None = Field(None, description="Hub branch, tag or commit; null is the default branch.")
     init: Literal["pretrained", "random"] = Field(
         "pretrained",
-        description="`pretrained` loads the weights; `random` draws them from the seed (config.json suffices).",
+        description="`pretrained` loads the weights; `random` initializes them from the seed (needs only config.json).",
     )
     dtype: Literal["auto", "bfloat16", "float32", "float64"] = Field(
         "auto",
-        description="Compute dtype; auto is bfloat16 on GPUs that have it, else float32. For what trained weights keep see master_dtype.",
+        description="Compute dtype; auto is bfloat16 on GPUs that support it, else float32.",
     )
     master_dtype: Literal["float32", "bfloat16"] = Field(
         "float32",
-        description="full: dtype of trained weights and of their optimizer states. bfloat16 takes 8 bytes a weight in place of 16 or more, "
-        "rounds weights stochastically and gives other numbers; it needs optimizer adamw and computes in bfloat16.",
+        description="full: dtype of trained weights and optimizer states. bfloat16 takes 8 bytes per parameter, "
+        "not 16 or more, with stochastic rounding (different numerics); it needs optimizer adamw.",
     )
     chat_template: str | None = Field(
         None,
-        description="A Jinja chat template, a path to one, or the name of one (alpaca, chatml, gemma, llama3, mistral, mistral-v7, phi3, "
-        "phi4, zephyr), in place of the tokenizer's.",
+        description="Replaces the tokenizer's chat template: Jinja text, a path, or a name (alpaca, chatml, gemma, "
+        "llama3, mistral, mistral-v7, phi3, phi4, zephyr).",
     )
     new_tokens: tuple[str, ...] = Field(
         (),
-        description="Special tokens to add, such as the markers of a chat template; embeddings grow, are trained and saved.",
+        description="Special tokens to add; embeddings are resized, trained and saved.",
     )
-    trust_remote_code: bool = Field(False, description="Allow code from the model's repository to run on this machine.")
+    trust_remote_code: bool = Field(False, description="Run Python code from the model's repository.")
 
 
 class MethodSection(Section):
@@ -61,147 +62,134 @@ class MethodSection(Section):
 
     name: Literal["full", "lora", "qlora", "patterns"] = Field(
         "lora",
-        description="`full` trains every weight, `lora` low-rank adapters on frozen weights, `qlora` the same on weights in 4 bits (NF4), "
-        "`patterns` the weights that `train` and `freeze` name.",
+        description="`full` trains all weights, `lora` low-rank adapters on frozen weights, `qlora` the same on 4-bit "
+        "(NF4) weights, `patterns` the weights selected by `train` and `freeze`.",
     )
     train: tuple[str, ...] = Field(
-        (), description="patterns: names, glob patterns or `re:` expressions of weights that are trained; none is all."
+        (), description="patterns: weights to train, by name, glob pattern or `re:` expression; all if empty."
     )
-    freeze: tuple[str, ...] = Field(
-        (), description="patterns: names or patterns of weights that are not trained; they win over `train`."
-    )
-    rank: PositiveInt = Field(16, description="LoRA: rank r of the two factors, in dimensions.")
+    freeze: tuple[str, ...] = Field((), description="patterns: weights to freeze; takes precedence over `train`.")
+    rank: PositiveInt = Field(16, description="LoRA: rank r of the matrices A and B.")
     alpha: float = Field(32.0, gt=0, description="LoRA: the update is scaled by alpha / rank.")
-    dropout: Fraction = Field(0.0, description="LoRA: share of the adapter's inputs that is dropped in training.")
+    dropout: Fraction = Field(0.0, description="LoRA: dropout probability of the adapter's input.")
     target_modules: Literal["all-linear"] | tuple[str, ...] = Field(
         "all-linear",
-        description="LoRA: `all-linear` (every linear layer of the blocks), or names, glob patterns or `re:` expressions of modules.",
+        description="LoRA: modules by name, glob or `re:` expression; `all-linear`: all linear layers of the blocks.",
     )
-    rslora: bool = Field(False, description="LoRA: scale the update by alpha / sqrt(rank) in place of alpha / rank.")
-    dora: bool = Field(
-        False, description="LoRA: train the magnitude of each output's weights apart from their direction (DoRA)."
-    )
+    rslora: bool = Field(False, description="LoRA: scale by alpha / sqrt(rank) instead of alpha / rank.")
+    dora: bool = Field(False, description="LoRA: train magnitude and direction of the weights separately (DoRA).")
     init: Literal["zero", "loftq"] = Field(
         "zero",
-        description="qlora: what the factors add at first: nothing (zero), or the best low-rank part of what NF4 loses (loftq); such an "
-        "adapter belongs to the weights in 4 bits.",
+        description="qlora: initial LoRA matrices: B is zero, or A and B approximate the NF4 quantization error "
+        "(loftq; the adapter then needs the same 4-bit weights).",
     )
     modules_to_save: tuple[str, ...] = Field(
         (),
-        description="LoRA: names or patterns of modules that are trained whole and saved with the adapter, such as lm_head.",
+        description="LoRA: modules that are fully trained and saved with the adapter, such as lm_head.",
     )
     adapter: str | None = Field(
-        None, description="LoRA: go on from this adapter: a PEFT folder, or the folder of a finished run."
+        None, description="LoRA: continue from this PEFT adapter, or from a finished run's folder."
     )
 
     @property
     def trains_adapters(self) -> bool:
-        """Whether adapters are trained beside frozen weights; else weights of the model itself are, and a model is
-        saved.
-        """
+        """Whether adapters are trained on frozen weights; otherwise the model's own weights, and a model is saved."""
         return self.name in ("lora", "qlora")
 
 
 class Source(Section):
-    """Where rows come from: a file, a folder of files, or a data set of the hub."""
+    """Where rows come from: a file, a folder of files, or a dataset on the hub."""
 
     path: str = Field(
-        description="A .jsonl, .json, .csv, .tsv, .parquet or .txt file (also .gz), a folder of them, or hub:OWNER/NAME.",
+        description="A .jsonl, .json, .csv, .tsv, .parquet or .txt file (also .gz), a folder, or hub:OWNER/NAME.",
         min_length=1,
     )
-    name: str | None = Field(
-        None, description="What the source is called in counts; none takes the file's or data set's name."
-    )
-    subset: str | None = Field(None, description="hub: configuration of the data set.")
-    split: str = Field("train", description="hub: split of the data set.")
-    revision: str | None = Field(None, description="hub: branch, tag or commit; none takes the default branch.")
-    format: Format | None = Field(None, description="Fields of a row; none takes data.format.")
-    fields: dict[str, str] | None = Field(None, description="Field names by role; none takes data.fields.")
-    ignore: tuple[str, ...] | None = Field(None, description="Columns to leave out; none takes data.ignore.")
+    name: str | None = Field(None, description="The source's name in statistics; null is that of the file or dataset.")
+    subset: str | None = Field(None, description="hub: configuration (subset) of the dataset.")
+    split: str = Field("train", description="hub: split of the dataset.")
+    revision: str | None = Field(None, description="hub: branch, tag or commit; null is the default branch.")
+    format: Format | None = Field(None, description="Format of the rows; null is data.format.")
+    fields: dict[str, str] | None = Field(None, description="Column names by field; null is data.fields.")
+    ignore: tuple[str, ...] | None = Field(None, description="Columns to ignore; null is data.ignore.")
     weight: float = Field(
         1.0,
         gt=0,
-        description="Times the rows are taken in one epoch; with 0.5 another half each epoch, with 2 each row twice.",
+        description="Passes over the source per epoch: 0.5 takes a different half in each epoch, 2 every sample twice.",
     )
-    max_samples: PositiveInt | None = Field(
-        None, description="Use at most this many rows, the first ones of the seeded order."
-    )
+    max_samples: PositiveInt | None = Field(None, description="Use at most this many samples, chosen by the seed.")
 
 
 class DataSection(Section):
-    """The rows to train on."""
+    """Training and validation data."""
 
     train: str | tuple[str | Source, ...] = Field(
-        description="Training rows: a path (see Source.path), or a list of paths and sources with weights.",
+        description="Training data: a path (see Source.path), or a list of paths and sources with weights.",
         min_length=1,
     )
     validation: str | tuple[str | Source, ...] | None = Field(
-        None, description="Validation rows, as in `train`; without them a part of `train` is held out."
+        None, description="Validation data, as in `train`; without it a part of `train` is held out."
     )
     validation_fraction: Fraction = Field(
         0.02,
-        description="Share of the training rows held out when no validation rows are given: at least 20 rows, or a tenth where that is "
-        "fewer; 0 holds out none.",
+        description="Fraction of the training data held out if `validation` is not given: at least 20 samples, or a "
+        "tenth if that is fewer; 0 holds out none.",
     )
     format: Format = Field(
         "auto",
-        description="Fields of a row: messages; sharegpt (conversations); alpaca (instruction, input, output); prompt + completion; "
-        "question + answer; text. auto looks at the first rows.",
+        description="Format of the rows: messages; sharegpt (conversations); alpaca (instruction, input, output); "
+        "prompt + completion; question + answer; text. auto looks at the first rows.",
     )
     fields: dict[str, str] = Field(
         {},
-        description="Where a row's fields have other names: {our field: name in the row}, such as {prompt: frage, completion: antwort}.",
+        description="Columns by field where names differ, such as {prompt: frage, completion: antwort}.",
     )
     ignore: tuple[str, ...] = Field(
         (),
-        description="Columns of the rows to leave out as if they were not there, such as one that would be refused for what it says "
-        "(rejected, label, images).",
+        description="Columns to ignore, such as those that are refused otherwise (rejected, label, images).",
     )
     train_on: Literal["assistant", "last", "all"] = Field(
-        "assistant", description="Trained tokens of a conversation: every assistant turn, the last one, or all tokens."
+        "assistant", description="Loss tokens of a conversation: all assistant turns, the last one, or all tokens."
     )
     chat_template_kwargs: dict[str, Any] = Field(
-        {}, description="More arguments of the chat template, such as {enable_thinking: false}."
+        {}, description="Arguments of the chat template, such as {enable_thinking: false}."
     )
     date: str = Field(
-        "2026-01-01", description="Today's date for chat templates that ask for it.", pattern=r"^\d{4}-\d{2}-\d{2}$"
+        "2026-01-01",
+        description="The date shown by chat templates that include today's date.",
+        pattern=r"^\d{4}-\d{2}-\d{2}$",
     )
-    max_samples: PositiveInt | None = Field(
-        None, description="Use at most this many training rows, the first ones of the seeded order."
-    )
-    max_length: PositiveInt = Field(2048, description="Longest row in tokens.")
+    max_samples: PositiveInt | None = Field(None, description="Use at most this many samples, chosen by the seed.")
+    max_length: PositiveInt = Field(2048, description="Maximum length of a sample in tokens.")
     too_long: Literal["error", "truncate", "split"] = Field(
-        "error", description="Rows over max_length: an error, cut at the end, or (task cpt) split into several rows."
+        "error",
+        description="Samples over max_length: error, truncate at the end, or split into several (task cpt).",
     )
     packing: bool | Auto = Field(
         "auto",
-        description="Lay several rows side by side into one micro-batch; no row sees another. auto does where the model allows it.",
+        description="Pack samples into one sequence, without attention between them; auto: if the model allows.",
     )
     workers: NonNegativeInt | Auto = Field(
         "auto",
-        description="Processes of each rank that prepare batches ahead; 0 is one thread, auto takes what the batches need.",
+        description="Data loader processes per rank; 0 is one thread, auto takes as many as the batches need.",
     )
-    cache: str = Field(
-        "~/.cache/manyhands/data", description="Folder for tokenised data, shared between runs, named by content."
-    )
+    cache: str = Field("~/.cache/manyhands/data", description="Folder of tokenized data, shared between runs.")
 
 
 class BatchSection(Section):
-    """How many rows form a step. The global batch is the same for any number of GPUs."""
+    """The size of a step. The global batch is the same on any number of GPUs."""
 
     samples: PositiveInt | Auto = Field(
-        "auto", description="Samples of the global batch, over all GPUs and accumulation."
+        "auto", description="Samples in the global batch, over all GPUs and accumulation."
     )
     loss_tokens: PositiveInt | None = Field(
-        None, description="Instead of rows: trained tokens of the global batch (the row that reaches it is the last)."
+        None,
+        description="Instead of samples: loss tokens in the global batch, which ends with the sample that reaches it.",
     )
-    micro_samples: PositiveInt | Auto = Field("auto", description="Without packing: rows a GPU processes at once.")
+    micro_samples: PositiveInt | Auto = Field("auto", description="Without packing: samples per GPU and micro-batch.")
     micro_tokens: PositiveInt | Auto = Field(
-        "auto", description="With packing: tokens a GPU processes at once, at least data.max_length."
+        "auto", description="With packing: tokens per GPU and micro-batch, >= data.max_length."
     )
-    accumulation: PositiveInt | Auto = Field(
-        "auto", description="Without packing: micro-batches a GPU accumulates in one step."
-    )
+    accumulation: PositiveInt | Auto = Field("auto", description="Without packing: micro-batches per GPU and step.")
 
 
 class OptimizerSection(Section):
@@ -209,190 +197,174 @@ class OptimizerSection(Section):
 
     name: Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit", "adafactor", "muon"] = Field(
         "adamw",
-        description="adamw; 8bit keeps its states in 8 bits, paged lets them move to host memory (both of bitsandbytes); adafactor; "
-        "muon for matrices of the blocks, adamw for the rest.",
+        description="adamw; 8bit has 8-bit states, paged may move them to host memory (both from bitsandbytes); "
+        "adafactor; muon for matrices of the blocks and adamw for the rest.",
     )
-    learning_rates: dict[str, Annotated[float, Field(gt=0)]] = Field(
+    learning_rates: dict[str, PositiveFloat] = Field(
         {},
-        description="Peak learning rate of weights by name or pattern, in place of `learning_rate`; the first that fits.",
+        description="Peak learning rate by name or pattern of weights; the first match counts.",
     )
-    learning_rate: Annotated[float, Field(gt=0)] | Auto = Field(
+    learning_rate: PositiveFloat | Auto = Field(
         "auto", description="Peak learning rate; auto is 2e-4 for lora and 2e-5 for full."
     )
-    weight_decay: Annotated[float, Field(ge=0)] = Field(
-        0.0, description="Decoupled weight decay, on matrices only (no norms, biases, embeddings)."
+    weight_decay: NonNegativeFloat = Field(
+        0.0, description="Weight decay, on matrices only (not norms, biases or embeddings)."
     )
     beta1: Fraction = Field(0.9, description="Decay of the first moment.")
     beta2: Fraction = Field(0.999, description="Decay of the second moment.")
-    eps: float = Field(1e-8, gt=0, description="Added to the root of the second moment.")
-    max_grad_norm: Annotated[float, Field(ge=0)] = Field(
-        1.0, description="Gradients are scaled down to this 2-norm; 0 does not clip."
-    )
+    eps: float = Field(1e-8, gt=0, description="Added to the square root of the second moment.")
+    max_grad_norm: NonNegativeFloat = Field(1.0, description="Clip gradients to this 2-norm; 0 does not clip.")
 
 
 class ScheduleSection(Section):
-    """The learning rate over the run."""
+    """The learning rate schedule."""
 
     name: Literal["cosine", "linear", "constant", "wsd"] = Field(
-        "cosine", description="Shape after the warm-up; wsd is warm-up, stable, decay."
+        "cosine", description="Shape after the warmup; wsd is warmup-stable-decay."
     )
-    warmup_ratio: Fraction | None = Field(
-        None, description="Warm-up as a share of all steps; 0.03 when neither warm-up key is given."
-    )
-    warmup_steps: NonNegativeInt | None = Field(None, description="Warm-up in steps; excludes warmup_ratio.")
+    warmup_ratio: Fraction | None = Field(None, description="Warmup as a fraction of all steps; 0.03 if not given.")
+    warmup_steps: NonNegativeInt | None = Field(None, description="Warmup in steps; excludes warmup_ratio.")
     decay_ratio: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.2, description="wsd: last share of all steps in which the rate falls."
+        0.2, description="wsd: fraction of all steps in which the learning rate decays."
     )
-    min_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.0, description="Final learning rate as a share of the peak."
-    )
+    min_ratio: Share = Field(0.0, description="Final learning rate as a fraction of the peak.")
 
 
 class StopSection(Section):
-    """When the run ends: at whichever comes first."""
+    """When the run ends: at whichever limit comes first."""
 
-    epochs: Annotated[float, Field(gt=0)] = Field(1.0, description="Passes over the training rows.")
+    epochs: PositiveFloat = Field(1.0, description="Epochs over the training data.")
     max_steps: PositiveInt | None = Field(None, description="Optimizer steps.")
-    max_tokens: PositiveInt | None = Field(None, description="Tokens processed in training, untrained ones included.")
-    max_time_s: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="Seconds of training, resumed time included."
-    )
+    max_tokens: PositiveInt | None = Field(None, description="Tokens processed in training, with or without a loss.")
+    max_time_s: PositiveFloat | None = Field(None, description="Seconds of training, including those before a resume.")
     patience: PositiveInt | None = Field(None, description="Evaluations in a row without a lower validation loss.")
     divergence: Literal["fail", "warn"] = Field(
         "fail",
-        description="What follows where training has diverged: a gradient of exactly 0, the loss far above its best for "
-        "`divergence_steps` steps, the held-out loss far above what it was before training. fail ends the run, warn goes on and the "
-        "report says so. A loss that is not a finite number always ends it.",
+        description="If training diverges (a gradient of exactly 0, a loss far above its best for `divergence_steps` "
+        "steps, a validation loss far above the one before training): fail the run, or warn in log and report. A loss "
+        "that is not finite always fails it.",
     )
     divergence_factor: Annotated[float, Field(gt=1)] = Field(
-        3.0, description="Far above: more than this times as much, and more than 1 nat above."
+        3.0, description="Far above: by more than this factor and more than 1 nat."
     )
-    divergence_steps: PositiveInt = Field(
-        20, description="Steps in a row that the training loss must be far above its best."
-    )
+    divergence_steps: PositiveInt = Field(20, description="Steps in a row with a training loss far above its best.")
 
 
 class ParallelSection(Section):
-    """How the work is spread."""
+    """How the work is distributed over GPUs."""
 
     gpus: PositiveInt | Auto = Field(
-        "auto", description="Processes, one a GPU; auto takes every GPU. Without GPUs: CPU processes (auto: 1)."
+        "auto", description="Number of GPUs, one process each; auto is all. Without GPUs: CPU processes (auto: 1)."
     )
     device: Literal["auto", "cuda", "cpu"] = Field(
-        "auto", description="Where to train; auto takes GPUs if there are any."
+        "auto", description="Device to train on; auto is GPUs if there are any."
     )
     strategy: Literal["auto", "single", "ddp", "fsdp", "hsdp"] = Field(
         "auto",
-        description="one process, ddp (a copy a GPU), fsdp (weights, gradients and optimizer states sharded by FSDP2), hsdp (sharded "
-        "within groups of `shard_degree`, a copy a group).",
+        description="single (one process), ddp (replicated on each GPU), fsdp (weights, gradients and optimizer states "
+        "sharded by FSDP2), hsdp (sharded within groups of `shard_degree` ranks, replicated between them).",
     )
-    shard_degree: PositiveInt | Auto = Field(
-        "auto", description="hsdp: ranks that hold one copy together; auto is the ranks of one machine."
-    )
+    shard_degree: PositiveInt | Auto = Field("auto", description="hsdp: ranks per shard group; auto is one machine's.")
     offload: Literal["none", "optimizer", "all"] = Field(
         "none",
-        description="Held in host memory: nothing, optimizer states, or sharded weights, gradients and optimizer states.",
+        description="Keep in host memory: optimizer states, or all (weights, gradients and optimizer states).",
     )
     offload_activations: bool | Auto = Field(
         "auto",
-        description="Keep what the backward pass needs in host memory, copied while blocks compute; auto does on GPUs where blocks are "
-        "recomputed and the host has room.",
+        description="Keep saved activations in host memory, copied during compute; auto does on GPUs with activation "
+        "checkpointing if the host has enough memory.",
     )
     reshard_after_forward: bool | Auto = Field(
-        "auto", description="fsdp: free gathered parameters after the forward pass (less memory) or keep them."
+        "auto", description="fsdp: free unsharded parameters after the forward pass (less memory), or keep them."
     )
     activation_checkpointing: Literal["auto", "none", "selective", "full"] = Field(
         "auto",
-        description="Activations: kept; cheap operations recomputed (selective); or all of a block recomputed in the backward pass. "
-        "auto takes the first that fits, and the one before it for as many blocks as there is room for.",
+        description="Recompute activations in the backward pass: none, cheap operations (selective), or whole blocks "
+        "(full). auto takes the first that fits in memory, and the lighter one before it for as many blocks as "
+        "possible.",
     )
     compile: bool | Auto = Field("auto", description="Compile each block with torch.compile; auto does on GPUs.")
-    timeout_s: PositiveInt = Field(600, description="Seconds after which a rank that makes no progress ends the run.")
+    timeout_s: PositiveInt = Field(600, description="Seconds without progress of a rank after which the run fails.")
 
 
 class KernelsSection(Section):
-    """Fast paths; `auto` takes one on GPUs where it passes its check, the log says which ran. `reference` never does,
-    `fused` asks for it.
-    """
+    """Fast kernels: `auto` uses one on GPUs if it passes a self-test (see the log), `reference` never does."""
 
     lora: Literal["auto", "fused", "reference"] = Field(
         "auto",
-        description="Adapted layers of known attention and MLP modules as one function, or one layer after the other (reference).",
+        description="LoRA layers of an attention or MLP module as one autograd function, or layer by layer.",
     )
     loss: Literal["auto", "fused", "reference"] = Field(
         "auto",
-        description="Cross-entropy fused with the head, each logit computed once; or in chunks that are recomputed (reference).",
+        description="Cross-entropy fused with the LM head, or chunked with recomputed logits (reference).",
     )
     attention: Literal["auto", "reference"] = Field(
         "auto",
-        description="Packs and rows of one length by the fastest kernels that pass a self-test (FlashAttention 4 where it is installed, "
-        "cuDNN); or both by torch's varlen (reference).",
+        description="The fastest kernel that passes a self-test (FlashAttention 4 if installed, cuDNN), or torch's "
+        "varlen attention (reference).",
     )
     linear: Literal["compute_dtype", "fp8"] = Field(
         "compute_dtype",
-        description="Linear layers of the blocks, in training: in the compute dtype, or their products in fp8 (other numerics, checked "
-        "before step 1).",
+        description="Linear layers of the blocks in training: in model.dtype, or fp8 matmuls (different numerics, "
+        "checked before step 1).",
     )
     optimizer: Literal["auto", "reference"] = Field(
         "auto",
-        description="AdamW of full training in one process: gradient, states, weight and its bfloat16 copy in one pass; or torch's own, "
-        "with clipping and casts as passes of their own (reference).",
+        description="full, one process: AdamW with clipping and the cast to bfloat16 in one kernel; or torch's AdamW "
+        "(reference).",
     )
     nf4: Literal["auto", "reference"] = Field(
         "auto",
-        description="qlora: weights dequantised in one launch, with the very bits that bitsandbytes gives; or by bitsandbytes (reference).",
+        description="qlora: dequantization in one kernel, bit-identical to bitsandbytes' (reference).",
     )
 
 
 class EvaluateSection(Section):
-    """Measuring on validation rows."""
+    """Evaluation on validation data."""
 
     every_steps: NonNegativeInt | Auto = Field(
-        "auto", description="Steps between evaluations; auto is five times a run; 0 only at start and end."
+        "auto", description="Steps between evaluations; auto: five per run; 0: at start and end."
     )
     at_start: bool = Field(True, description="Evaluate once before the first step.")
     max_tokens: PositiveInt | None = Field(
-        None, description="Evaluate on at most this many tokens (whole rows, always the same ones)."
+        None, description="Evaluate on at most this many tokens, always the same samples."
     )
-    prompts: NonNegativeInt = Field(
-        2, description="Validation prompts answered in each evaluation, as text in the log."
-    )
-    max_new_tokens: PositiveInt = Field(64, description="Tokens generated for one sample.")
+    prompts: NonNegativeInt = Field(2, description="Validation prompts answered in each evaluation, in the log.")
+    max_new_tokens: PositiveInt = Field(64, description="Maximum tokens generated per prompt.")
 
 
 class CheckpointSection(Section):
-    """Saving the state of the run."""
+    """Checkpoints of the run."""
 
     every_steps: NonNegativeInt | Auto = Field(
-        "auto", description="Steps between checkpoints; auto is ten times a run; 0 only at the end."
+        "auto", description="Steps between checkpoints; auto: ten per run; 0: only at the end."
     )
-    keep_last: PositiveInt = Field(2, description="Newest checkpoints kept.")
-    keep_best: bool = Field(
-        False, description="Also keep the checkpoint with the lowest validation loss, and export that one."
-    )
+    keep_last: PositiveInt = Field(2, description="Number of newest checkpoints to keep.")
+    keep_best: bool = Field(False, description="Keep and export the checkpoint with the lowest validation loss.")
 
 
 class LogSection(Section):
-    """What is written while training."""
+    """Metrics written during training."""
 
-    every_steps: PositiveInt = Field(1, description="Steps between rows in metrics.jsonl and TensorBoard.")
-    tensorboard: bool = Field(True, description="Write TensorBoard event files into the run's folder.")
+    every_steps: PositiveInt = Field(1, description="Steps between entries in metrics.jsonl and TensorBoard.")
+    tensorboard: bool = Field(True, description="Write TensorBoard event files to the run's folder.")
 
 
 class OutputSection(Section):
-    """What is left at the end."""
+    """The files written at the end."""
 
-    dir: str = Field("runs", description="Folder that holds the runs' folders.")
+    dir: str = Field("runs", description="Folder in which the run's folder is created.")
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         "auto",
-        description="Dtype of saved weights, towers included. auto: of adapters float32; of a merged model the compute dtype "
-        "(model.dtype); of any other model the source's, or bfloat16 with model.master_dtype=bfloat16.",
+        description="Dtype of saved weights, including vision and audio towers. auto: float32 for adapters; "
+        "model.dtype for a merged model; for other models that of the source, or bfloat16 with "
+        "model.master_dtype=bfloat16.",
     )
     merge: bool = Field(False, description="lora: also write the model with the adapter merged into its weights.")
 
 
 class RunConfig(Section):
-    """One fine-tuning run: what was asked, never what was derived."""
+    """One fine-tuning run: what was asked for, never what was derived."""
 
     name: str = Field(
         description="The run's name; its folder is output.dir/name.",
@@ -401,9 +373,9 @@ class RunConfig(Section):
     )
     task: Literal["sft", "cpt", "mixed"] = Field(
         "sft",
-        description="sft: conversations, answers trained; cpt: text, every token trained; mixed: both, each row by its format.",
+        description="sft: conversations, loss on answers; cpt: text, loss on all tokens; mixed: both, by format.",
     )
-    seed: NonNegativeInt = Field(0, description="Seed of row order, held-out rows, new weights and dropout.")
+    seed: NonNegativeInt = Field(0, description="Seed of sample order, held-out samples, new weights and dropout.")
     model: ModelSection
     method: MethodSection = MethodSection()
     data: DataSection
@@ -420,5 +392,5 @@ class RunConfig(Section):
 
     @property
     def digest(self) -> str:
-        """Hash of everything asked; two runs with the same digest are the same run."""
+        """Hash of all keys; two runs with the same digest are the same run."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]

@@ -153,10 +153,15 @@ def check_sources(config: RunConfig) -> Iterator[str]:
     for place, source, *_ in list_sources(config):
         yield from _check_hub_keys(place, source)
         if place.startswith("data.validation") and source.weight != 1:
-            yield f"`{place}.weight` does nothing in `data.validation`: every validation row is measured once, remove it"
+            yield (
+                f"`{place}.weight` does nothing in `data.validation`: every validation row is measured once, remove it"
+            )
         if source.name is not None:
             if source.name in names:
-                yield f"`{place}.name` and `{names[source.name]}.name` are both {show(source.name)}: give each another name"
+                yield (
+                    f"`{place}.name` and `{names[source.name]}.name` are both {show(source.name)}: give each another "
+                    "name"
+                )
             names.setdefault(source.name, place)
 
 
@@ -173,7 +178,10 @@ def _check_hub_keys(place: str, source: Source) -> Iterator[str]:
         "split": source.split != "train" and is_file,
     }
     for name in (name for name, is_asked in asked.items() if is_asked):
-        yield f"`{place}.{name}` does nothing with `{place}.path: {show(source.path)}`, which is no data set of the hub: remove it"
+        yield (
+            f"`{place}.{name}` does nothing with `{place}.path: {show(source.path)}`, which is no data set of the hub: "
+            "remove it"
+        )
 
 
 def check_formats(config: RunConfig) -> Iterator[str]:
@@ -184,11 +192,13 @@ def check_formats(config: RunConfig) -> Iterator[str]:
     for asked in list_sources(config):
         if config.task == "sft" and asked.format == "text":
             found.append(
-                f"`{asked.format_key}: text` has no answers, but `task: sft` trains answers: use task: cpt or mixed, or another format"
+                f"`{asked.format_key}: text` has no answers, but `task: sft` trains answers: use task: cpt or mixed, "
+                "or another format"
             )
         if config.task == "cpt" and asked.format not in ("auto", "text"):
             found.append(
-                f"`{asked.format_key}: {asked.format}` is a conversation, but `task: cpt` trains text: use task: sft or mixed, or text"
+                f"`{asked.format_key}: {asked.format}` is a conversation, but `task: cpt` trains text: use task: sft "
+                "or mixed, or text"
             )
         known = known_fields(asked.format)
         for field in asked.fields:
@@ -196,8 +206,8 @@ def check_formats(config: RunConfig) -> Iterator[str]:
                 near = nearest_name(field, known)
                 meant = f"did you mean {near}? " if near else ""
                 found.append(
-                    f"`{asked.fields_key}` has the key {show(field)}, which `{asked.format_key}: {asked.format}` does not read: "
-                    f"{meant}Its fields are {', '.join(known)}"
+                    f"`{asked.fields_key}` has the key {show(field)}, which `{asked.format_key}: {asked.format}` does "
+                    f"not read: {meant}Its fields are {', '.join(known)}"
                 )
         needed = {asked.fields.get(field, field) for field in REQUIRED.get(asked.format, ())} | set(
             asked.fields.values()

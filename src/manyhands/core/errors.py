@@ -52,7 +52,7 @@ class UserError(Exception):
         lines = [f"error: {self.what}"]
         lines += [f"  - {detail}" for detail in self.details]
         lines += [
-            f"  {name}: {text}" for name, text in (("where", self.where), ("why", self.why), ("do", self.fix)) if text
+            f"  {name}: {text}" for name, text in (("where", self.where), ("why", self.why), ("fix", self.fix)) if text
         ]
         return "\n".join(lines)
 

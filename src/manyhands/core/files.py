@@ -82,7 +82,10 @@ def explain_full_disk(error: BaseException, folder: Path) -> UserError:
         "the disk is full",
         where=str(where),
         why=f"{why}; {free / 2**20:,.1f} MiB are free in {full}",
-        fix="free some space, or keep fewer checkpoints (checkpoint.keep_last); the same command goes on from the last one",
+        fix=(
+            "free some space, or keep fewer checkpoints (checkpoint.keep_last); the same command goes on from the "
+            "last one"
+        ),
         exit_code=EXIT_FAILED,
         kind=DISK_FULL,
     )

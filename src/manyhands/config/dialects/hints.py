@@ -86,21 +86,24 @@ _SAME = {
 }  # fmt: skip
 
 _PER_GPU = (
-    "in other tools it counts one GPU. Here `batch.samples` is the global batch, over all GPUs and accumulation steps, and "
-    "`batch.micro_samples` (without packing) what one GPU processes at once"
+    "in other tools it counts one GPU. Here `batch.samples` is the global batch, over all GPUs and accumulation steps, "
+    "and `batch.micro_samples` (without packing) what one GPU processes at once"
 )
 _NO_PREFERENCE = (
     "training on preferences (DPO, KTO, ORPO, reward models, RL) is not supported; `task` is sft, cpt or mixed"
 )
-_TRACKERS = "metrics are written to metrics.jsonl and, with `log.tensorboard`, to TensorBoard; other trackers are not supported yet"
+_TRACKERS = (
+    "metrics are written to metrics.jsonl and, with `log.tensorboard`, to TensorBoard; other trackers are not "
+    "supported yet"
+)
 _ATTENTION = "the attention kernel is chosen by what the GPU can; `kernels.attention: reference` takes torch's own"
 _NO_HUB = "nothing is uploaded: the result lies in the run's folder, upload it with `hf upload`"
 _QLORA = "weights in 4 bits are `method.name: qlora`"
 _NOTHING = "leave it out: nothing here depends on it"
 
 _EVALUATED = (
-    "`evaluate.max_tokens` limits the validation tokens that are measured, and `evaluate.prompts` is the number of prompts "
-    "answered"
+    "`evaluate.max_tokens` limits the validation tokens that are measured, and `evaluate.prompts` is the number of "
+    "prompts answered"
 )
 
 # Keys that need a sentence of their own, or have no counterpart.
