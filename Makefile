@@ -38,7 +38,7 @@ endif
 # The fast tests run file by file in as many processes as there are cores, four at most: PYTEST_ARGS='-n 0' runs them in one.
 SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadfile
 
-# The model of the tests that need a real one; see src/manyhands/smollm2.py.
+# The model of the tests that need a real one; see src/manyhands/demo/model.py.
 SMOLLM2 := .venv/smollm2
 export MANYHANDS_SMOLLM2 ?= $(if $(wildcard $(SMOLLM2)/model.safetensors),$(abspath $(SMOLLM2)))
 # torch takes all cores for each process otherwise; the worker sets its own number from the plan.
@@ -75,7 +75,7 @@ test: $(READY)
 	@$(PYTHON) -m pytest -q $(SIDE_BY_SIDE) -m "not slow and not real and not gpu" $(PYTEST_ARGS)
 
 test-all: $(READY)
-	@test -s $(SMOLLM2)/model.safetensors || $(PYTHON) -m manyhands.smollm2 $(SMOLLM2)
+	@test -s $(SMOLLM2)/model.safetensors || $(PYTHON) -m manyhands.demo.model $(SMOLLM2)
 	@MANYHANDS_SMOLLM2=$${MANYHANDS_SMOLLM2:-$(abspath $(SMOLLM2))} $(PYTHON) -m pytest -q $(PYTEST_ARGS)
 
 # On a machine without a network: python3 as it is. Packages that it lacks may be carried as .device/site.txz.

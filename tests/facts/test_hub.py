@@ -130,10 +130,8 @@ def test_what_the_hub_refuses_is_passed_on(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_the_demos_model_comes_from_a_package_if_no_hub_answers(home: Path, monkeypatch: pytest.MonkeyPatch):
-    from manyhands import smollm2
-
     written: list[Path] = []
-    monkeypatch.setattr(smollm2, "write_model", lambda folder, report: written.append(folder))
+    monkeypatch.setattr(hub, "_write_demo_model", lambda folder, report: written.append(folder))
     said: list[str] = []
     folder = locate("HuggingFaceTB/SmolLM2-135M-Instruct", said=said)
     assert folder == home / ".cache/manyhands/models/SmolLM2-135M-Instruct" == written[0]

