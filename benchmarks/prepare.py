@@ -54,8 +54,8 @@ before = memory()
 store = TokenStore.open(sys.argv[1])
 total = 0
 for index in np.random.default_rng(int(sys.argv[2])).integers(0, store.train.num_samples, 20_000):
-    ids, trained = store.train.row(int(index))
-    total += int(ids[trained].sum())
+    sample = store.train.sample(int(index))
+    total += int(sample["tokens"][sample["mask"]].sum())
 print("ready", flush=True)
 sys.stdin.readline()
 after = memory()

@@ -60,7 +60,7 @@ def test_sums_are_float32_and_rows_given_ahead_change_nothing() -> None:
     loss_sum, _ = model(batch)["lm"]
     rows = (batch["labels"].flatten() != IGNORED).nonzero().squeeze(1)
     assert loss_sum.dtype == torch.float32
-    assert torch.equal(loss_sum, model(batch | {"target_rows": rows})["lm"][0])
+    assert torch.equal(loss_sum, model(batch | {"label_positions": rows})["lm"][0])
     half = LossModel(tiny_model("llama", "bfloat16"))(batch)["lm"][0]
     assert half.dtype == torch.float32 and half.item() == pytest.approx(loss_sum.item(), rel=5e-2)
 
@@ -199,7 +199,7 @@ def test_a_router_loss_is_not_dropped_silently() -> None:
 
 def weigh(batch: dict[str, torch.Tensor], seed: int = 5) -> dict[str, torch.Tensor]:
     draw = torch.Generator().manual_seed(seed)
-    return batch | {"weights": torch.randint(0, 4, batch["labels"].shape, generator=draw) / 2}
+    return batch | {"loss_weights": torch.randint(0, 4, batch["labels"].shape, generator=draw) / 2}
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -208,7 +208,9 @@ def test_weighted_loss_and_gradients_equal_three_lines_in_float64(small_chunks: 
     batch = weigh(make_batch())
     log_p = model(batch["input_ids"], use_cache=False).logits.log_softmax(-1)
     kept = batch["labels"] != IGNORED
-    expected = -(log_p[kept].gather(1, batch["labels"][kept][:, None])[:, 0] * batch["weights"][kept].double()).sum()
+    expected = -(
+        log_p[kept].gather(1, batch["labels"][kept][:, None])[:, 0] * batch["loss_weights"][kept].double()
+    ).sum()
     expected.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
@@ -216,7 +218,7 @@ def test_weighted_loss_and_gradients_equal_three_lines_in_float64(small_chunks: 
     loss_sum, weight = terms["lm"]
     loss_sum.backward()
     assert loss_sum.item() == pytest.approx(expected.item(), rel=1e-12)
-    assert weight.item() == batch["weights"][kept].double().sum().item()
+    assert weight.item() == batch["loss_weights"][kept].double().sum().item()
     assert terms["correct"][1] == kept.sum()  # accuracy counts tokens
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-9, atol=1e-11, msg=name)
@@ -226,7 +228,7 @@ def test_weights_of_one_change_no_bit_and_without_them_the_weight_is_an_integer(
     model = LossModel(tiny_model("llama"))
     batch = make_batch()
     loss_sum, num_loss_tokens = model(batch)["lm"]
-    same, weight = model(batch | {"weights": torch.ones(batch["labels"].shape)})["lm"]
+    same, weight = model(batch | {"loss_weights": torch.ones(batch["labels"].shape)})["lm"]
     assert num_loss_tokens.dtype == torch.int64 and weight.dtype == torch.float64 and num_loss_tokens == weight
     assert same.item() == pytest.approx(loss_sum.item(), rel=1e-6)
 
@@ -236,7 +238,7 @@ def test_a_row_of_weight_two_is_the_row_twice() -> None:
     batch = make_batch(num_samples=2)
     weights = torch.ones(batch["labels"].shape)
     weights[1] = 2
-    heavy = model(batch | {"weights": weights})["lm"]
+    heavy = model(batch | {"loss_weights": weights})["lm"]
     twice = model({name: torch.cat([tensor, tensor[1:]]) for name, tensor in batch.items()})["lm"]
     assert heavy[0].item() == pytest.approx(twice[0].item(), rel=1e-12) and heavy[1] == twice[1]
 

@@ -14,8 +14,9 @@ from manyhands.data.batches import collate, collate_here, iterate
 from manyhands.data.collate import Shape
 from manyhands.data.pack import Layout, lay_out_rows
 from manyhands.data.prefetch import THREAD_NAME
-from manyhands.data.store import SampleSet, checksum_of
-from tests.data.fake_rows import SMALL, WEIGHTED
+from manyhands.data.store import SampleSet
+from manyhands.data.streams import prompt_of
+from tests.data.fake_samples import SMALL, WEIGHTED
 
 CPU = torch.device("cpu")
 PACKED, PADDED = Shape(packed=True), Shape(packed=False)
@@ -35,12 +36,12 @@ def test_packed_by_hand() -> None:
         "input_ids": [[1, 2, 3, 4, 5, 6, 7, 8, 9]],
         "position_ids": [[0, 1, 2, 3, 0, 1, 2, 0, 1]],
         "labels": [[2, -100, 4, -100, -100, 7, -100, 9, -100]],
-        "target_rows": [0, 2, 5, 7],
+        "label_positions": [0, 2, 5, 7],
         "cu_seq_lens": [0, 4, 7, 9],
         "max_length": 4,
     }
     assert batch["cu_seq_lens"].dtype == torch.int32
-    assert all(batch[name].dtype == torch.int64 for name in ("input_ids", "position_ids", "labels", "target_rows"))
+    assert all(batch[name].dtype == torch.int64 for name in ("input_ids", "position_ids", "labels", "label_positions"))
 
 
 def test_padded_by_hand() -> None:
@@ -48,18 +49,18 @@ def test_padded_by_hand() -> None:
         "input_ids": [[1, 2, 3, 4], [5, 6, 7, 0], [8, 9, 0, 0]],
         "position_ids": [[0, 1, 2, 3]] * 3,
         "labels": [[2, -100, 4, -100], [-100, 7, -100, -100], [9, -100, -100, -100]],
-        "target_rows": [0, 2, 5, 8],
+        "label_positions": [0, 2, 5, 8],
     }
 
 
 def test_weights_stand_where_the_targets_stand() -> None:
     packed = collate(WEIGHTED, np.array([2, 0, 1]), Shape(packed=True, tile=4))
-    assert packed["weights"].dtype == torch.float32
-    assert packed["weights"].tolist() == [[1.0, 0, 3.0, 0, 0, 0.5, 0, 2.0, 0, 0, 0, 0]]
-    assert ((packed["labels"] != -100) == (packed["weights"] > 0)).all()
-    assert collate(WEIGHTED, np.array([1, 0]), PADDED)["weights"].tolist() == [[2.0, 0, 0], [0, 0.5, 0]]
-    assert collate(WEIGHTED, np.array([], dtype=np.int64), PACKED)["weights"].tolist() == [[0, 0]]
-    assert "weights" not in collate(SMALL, np.array([0]), PACKED)
+    assert packed["loss_weights"].dtype == torch.float32
+    assert packed["loss_weights"].tolist() == [[1.0, 0, 3.0, 0, 0, 0.5, 0, 2.0, 0, 0, 0, 0]]
+    assert ((packed["labels"] != -100) == (packed["loss_weights"] > 0)).all()
+    assert collate(WEIGHTED, np.array([1, 0]), PADDED)["loss_weights"].tolist() == [[2.0, 0, 0], [0, 0.5, 0]]
+    assert collate(WEIGHTED, np.array([], dtype=np.int64), PACKED)["loss_weights"].tolist() == [[0, 0]]
+    assert "loss_weights" not in collate(SMALL, np.array([0]), PACKED)
 
 
 def test_packs_are_padded_to_whole_tiles_by_a_document_without_targets() -> None:
@@ -68,7 +69,7 @@ def test_packs_are_padded_to_whole_tiles_by_a_document_without_targets() -> None
         "input_ids": [[5, 6, 7, 8, 9, 0, 0, 0]],
         "position_ids": [[0, 1, 2, 0, 1, 0, 0, 0]],
         "labels": [[-100, 7, -100, 9, -100, -100, -100, -100]],
-        "target_rows": [1, 3],
+        "label_positions": [1, 3],
         "cu_seq_lens": [0, 3, 5, 8],
         "max_length": 3,
     }
@@ -101,7 +102,7 @@ def test_compiled_code_meets_few_shapes() -> None:
 def test_no_rows() -> None:
     none = np.array([], dtype=np.int64)
     packed = values(collate(SMALL, none, PACKED))
-    assert packed["input_ids"] == [[0, 0]] and packed["labels"] == [[-100, -100]] and packed["target_rows"] == []
+    assert packed["input_ids"] == [[0, 0]] and packed["labels"] == [[-100, -100]] and packed["label_positions"] == []
     assert packed["cu_seq_lens"] == [0, 2] and packed["max_length"] == 2
     padded = values(collate(SMALL, none, PADDED))
     assert padded["input_ids"] == [[0, 0]] and padded["labels"] == [[-100, -100]]
@@ -116,8 +117,8 @@ def test_targets_of_all_layouts_are_the_same_multiset() -> None:
 
 
 def test_rows_of_a_set() -> None:
-    sample_set = make_row_set()
-    assert sample_set.prompt(0).tolist() == [5, 6] and sample_set.prompt(2).tolist() == [1]
+    sample_set = make_sample_set()
+    assert prompt_of(SMALL.sample(0)).tolist() == [5, 6] and prompt_of(SMALL.sample(2)).tolist() == [1]
     assert sample_set.take_tokens(None).tolist() == [0, 1, 2]
     for limit in range(2, 12):
         taken = sample_set.take_tokens(limit)
@@ -126,20 +127,11 @@ def test_rows_of_a_set() -> None:
         sample_set.take_tokens(1)
 
 
-def make_row_set() -> SampleSet:
-    rows = SMALL.parts
-    lengths = np.array([len(ids) for ids, _ in rows], dtype=np.int32)
-    labels = np.array([sum(trained[1:]) for _, trained in rows], dtype=np.int32)
-    ids = np.concatenate([ids for ids, _ in rows]).astype(np.int32)
-    trained = np.concatenate([trained for _, trained in rows]).astype(bool)
-    checksums = np.array(
-        [checksum_of(np.array(ids, np.int32).data, np.array(trained, bool).data) for ids, trained in rows],
-        dtype=np.uint32,
-    )
-    starts = np.cumsum(lengths) - lengths
-    return SampleSet(
-        lengths, labels, labels.astype(np.float64), np.zeros(3, np.int16), 0, starts, checksums, ids, trained
-    )
+def make_sample_set() -> SampleSet:
+    """What choosing samples reads of a set; it has no files."""
+    lengths = np.array([len(ids) for ids, _ in SMALL.parts], dtype=np.int32)
+    counts = np.array([sum(mask[1:]) for _, mask in SMALL.parts], dtype=np.int32)
+    return SampleSet(lengths, counts, counts.astype(np.float64), np.zeros(3, np.int16), np.arange(3), 0, ())
 
 
 def num_threads() -> int:

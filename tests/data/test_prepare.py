@@ -18,6 +18,7 @@ from manyhands.core.errors import UserError
 from manyhands.data import prepare as prepare_module
 from manyhands.data.prepare import UNFINISHED, prepare
 from manyhands.data.store import TokenStore
+from manyhands.data.streams import prompt_of
 
 QUESTIONS: list[dict[str, Any]] = [
     {"question": f"what is {n}?", "answer": f"it is {n + 1}" + " indeed" * (n % 5)} for n in range(200)
@@ -34,7 +35,7 @@ def decoded(sample_set, folder: Path) -> list[str]:
     from manyhands.data.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(folder)
-    return [tokenizer.decode(sample_set.row(index)[0].tolist()) for index in range(sample_set.num_samples)]
+    return [tokenizer.decode(sample_set.sample(index)["tokens"].tolist()) for index in range(sample_set.num_samples)]
 
 
 def test_rows_are_held_out_counted_and_cached(write_rows, make_config, model_folder: Path) -> None:
@@ -44,7 +45,7 @@ def test_rows_are_held_out_counted_and_cached(write_rows, make_config, model_fol
     train, validation = decoded(store.train, model_folder), decoded(store.validation, model_folder)
     assert len(set(train) | set(validation)) == 200 and not set(train) & set(validation)
     assert facts.num_tokens == store.train.lengths.sum() and facts.num_loss_tokens == store.train.num_loss_tokens.sum()
-    assert facts.num_loss_tokens == sum(int(store.train.row(index)[1][1:].sum()) for index in range(180))
+    assert facts.num_loss_tokens == sum(int(store.train.sample(index)["mask"][1:].sum()) for index in range(180))
     assert facts.max_length == max(store.train.lengths.max(), store.validation.lengths.max())
     assert facts.num_loss_tokens / 200 < facts.steps_of_epochs[0] <= facts.num_loss_tokens / 100 + 1
     assert any(line.startswith("tokenized 200 rows") for line in lines)
@@ -175,7 +176,7 @@ def test_long_text_is_split_and_no_target_is_lost(tmp_path: Path, make_config, p
     facts, store, lines = run(
         make_config(path, task="cpt", max_length=64, too_long="split", validation_fraction=0), plain_folder
     )
-    tokenizer_ids = [store.train.row(index)[0] for index in range(store.train.num_samples)]
+    tokenizer_ids = [store.train.sample(index)["tokens"] for index in range(store.train.num_samples)]
     whole, _, _ = run(make_config(path, task="cpt", max_length=100_000, validation_fraction=0), plain_folder)
     assert whole.num_samples == 3 and facts.num_split == 1 and facts.num_loss_tokens == whole.num_loss_tokens
     assert facts.max_length == 64 and all(a[-1] == b[0] for a, b in pairwise(tokenizer_ids[:-2]))
@@ -249,7 +250,7 @@ def test_a_killed_preparation_leaves_nothing_that_counts(
     process.communicate()
     cache = Path(config.data.cache)
     (left,) = cache.iterdir()
-    assert left.name.startswith(UNFINISHED) and next(left.rglob("ids.bin")).stat().st_size > 0
+    assert left.name.startswith(UNFINISHED) and next(left.rglob("tokens.bin")).stat().st_size > 0
     facts, _, lines = run(config, model_folder)
     assert facts.num_samples == 180 and "tokenized 200 rows" in lines[0]
     assert left.exists()  # too young to be taken for abandoned
@@ -276,11 +277,11 @@ def flip_a_bit(path: Path) -> None:
 
 
 DAMAGES = {
-    "cut short": lambda folder: os.truncate(folder / "ids.bin", 100),
-    "another token": lambda folder: flip_a_bit(folder / "ids.bin"),
-    "another mask": lambda folder: flip_a_bit(folder / "trained.bin"),
+    "cut short": lambda folder: os.truncate(folder / "tokens.bin", 100),
+    "another token": lambda folder: flip_a_bit(folder / "tokens.bin"),
+    "another mask": lambda folder: flip_a_bit(folder / "mask.bin"),
     "other rows": lambda folder: flip_a_bit(folder / "train.npy"),
-    "other bounds": lambda folder: flip_a_bit(folder / "offsets.npy"),
+    "other bounds": lambda folder: flip_a_bit(folder / "tokens_offsets.npy"),
     "no rows": lambda folder: np.save(folder / "train.npy", np.empty(0, np.int64)),
     "another seed": lambda folder: (folder / "meta.json").write_text(
         (folder / "meta.json").read_text().replace('"seed": 0', '"seed": 1')
@@ -305,7 +306,7 @@ def test_damaged_tokens_are_not_taken_over_by_another_choice_of_rows(
 ) -> None:
     path = write_rows(QUESTIONS)
     facts, _, _ = run(make_config(path), model_folder)
-    flip_a_bit(Path(facts.folder) / "ids.bin")
+    flip_a_bit(Path(facts.folder) / "tokens.bin")
     _, _, lines = run(make_config(path, max_samples=30), model_folder)
     assert not any("tokens cached" in line for line in lines) and any(
         line.startswith("tokenized 200 rows") for line in lines
@@ -351,7 +352,8 @@ def test_gsm8k(make_config, smollm2: Path) -> None:
     assert facts.num_samples + facts.num_validation_samples == 7473 and facts.num_validation_samples == 149
     assert store.meta["num_straddling_tokens"] == 0
     for index in range(0, facts.num_samples, 500):
-        ids, trained = store.train.row(index)
+        sample = store.train.sample(index)
+        ids, trained = sample["tokens"], sample["mask"]
         first = int(np.argmax(trained))
         assert trained[first:-1].all() and not trained[-1]  # the answer and its marker, not the line end behind it
-        assert store.train.prompt(index).tolist() == ids[:first].tolist()
+        assert prompt_of(sample).tolist() == ids[:first].tolist()

@@ -120,7 +120,7 @@ def wait_for_workers(process: subprocess.Popen, cache: Path) -> list[psutil.Proc
     deadline = time.monotonic() + 280  # many others may want the cores
     while time.monotonic() < deadline and process.poll() is None:
         below = psutil.Process(process.pid).children(recursive=True)
-        if len(below) == 3 and any(path.stat().st_size for path in cache.glob("*/segments/*/ids.bin")):
+        if len(below) == 3 and any(path.stat().st_size for path in cache.glob("*/segments/*/tokens.bin")):
             return below
         time.sleep(0.05)
     pytest.fail("no tokens were written")

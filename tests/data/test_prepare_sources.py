@@ -20,6 +20,7 @@ from manyhands.data.long_text import LongText, read_documents
 from manyhands.data.prepare import prepare
 from manyhands.data.sources import Part
 from manyhands.data.store import TokenStore
+from manyhands.data.streams import weights_of
 from manyhands.data.tokenizer import load_tokenizer
 from tests.data.conftest import make_tokenizer
 
@@ -55,7 +56,7 @@ def test_text_is_trained_whole_and_conversations_by_their_mask(two, make_mixed, 
     facts, store, lines = run(make_mixed(two), model_folder)
     assert facts.num_samples == 162 and facts.num_validation_samples == 18 and facts.samples_per_epoch == 162
     for index in range(store.train.num_samples):
-        trained = store.train.row(index)[1]
+        trained = store.train.sample(index)["mask"]
         assert trained.all() if store.train.sources[index] == 1 else 0 < trained.sum() < len(trained)
     chat, prose = store.meta["sources"]
     assert (chat["name"], chat["format"], prose["name"], prose["format"]) == ("chat", "messages", "prose", "text")
@@ -74,7 +75,7 @@ def test_rows_of_both_kinds_in_one_file(write_rows, make_mixed, model_folder: Pa
     rows = [row for pair in zip(CHAT, TEXT, strict=False) for row in pair]
     path = str(write_rows(rows))
     facts, store, _ = run(make_mixed([path], validation_fraction=0), model_folder)
-    whole = [bool(store.train.row(index)[1].all()) for index in range(facts.num_samples)]
+    whole = [bool(store.train.sample(index)["mask"].all()) for index in range(facts.num_samples)]
     assert whole == [False, True] * 60 and store.meta["sources"][0]["format"] == "messages + text"
     with pytest.raises(UserError, match="no chat template"):
         run(make_mixed([path]), plain_folder)
@@ -89,7 +90,7 @@ def test_weights_decide_how_often_rows_are_taken_and_share_the_tokens(two, make_
     two[0]["weight"], two[1]["weight"] = 0.5, 3
     facts, store, lines = run(make_mixed(two, validation_fraction=0), model_folder)
     assert facts.digest != plain.digest and "tokens cached: the choice of rows is new" in lines
-    assert (Path(facts.folder) / "ids.bin").samefile(Path(plain.folder) / "ids.bin")
+    assert (Path(facts.folder) / "tokens.bin").samefile(Path(plain.folder) / "tokens.bin")
     assert (facts.num_samples, facts.samples_per_epoch) == (180, 60 + 180)
     assert [source["weight"] for source in store.meta["sources"]] == [0.5, 3.0]
     order = store.order_samples(0, batch_samples=8)
@@ -148,7 +149,9 @@ def test_split_divides_texts_and_refuses_long_conversations(write_rows, make_mix
     keys: dict[str, Any] = {"too_long": "split", "max_length": 64}
     facts, store, _ = run(make_mixed([str(write_rows([*CHAT, *text]))], **keys), model_folder)
     assert facts.num_split == 30 and facts.max_length == 64
-    sets = [{tuple(s.row(i)[0].tolist()) for i in range(s.num_samples)} for s in (store.train, store.validation)]
+    sets = [
+        {tuple(s.sample(i)["tokens"].tolist()) for i in range(s.num_samples)} for s in (store.train, store.validation)
+    ]
     assert not sets[0] & sets[1]
     with pytest.raises(UserError, match=r"1 row is longer than data.max_length") as caught:
         run(make_mixed([str(write_rows([*CHAT, *long_chat], "l.jsonl"))], **keys), model_folder)
@@ -192,11 +195,13 @@ def test_weights_of_rows_and_messages_are_kept(write_rows, make_mixed, model_fol
     facts, store, _ = run(make_mixed([str(write_rows(rows))], validation_fraction=0), model_folder)
     assert store.train.has_weights and facts.num_samples == 7
     for index in range(5):
-        _, trained = store.train.row(index)
-        weights = store.train.weights(index)
+        trained = store.train.sample(index)["mask"]
+        weights = weights_of(store.train.sample(index))
         assert set(weights[trained].tolist()) == {0.25, 1.0} and not weights[~trained].any()
         assert store.train.loss_weights[index] == pytest.approx(weights[1:].sum())
-    assert set(store.train.weights(5).tolist()) == {3.0} and set(store.train.weights(6).tolist()) == {1.0}
+    assert set(weights_of(store.train.sample(5)).tolist()) == {3.0} and set(
+        weights_of(store.train.sample(6)).tolist()
+    ) == {1.0}
     assert store.train.loss_weights[5] == 3 * store.train.num_loss_tokens[5]
     with pytest.raises(UserError, match="1 row cannot be trained"):
         run(make_mixed([str(write_rows([*rows, {"text": "a b", "weight": 0}], "zero.jsonl"))]), model_folder)
@@ -261,7 +266,7 @@ def test_long_documents_are_as_if_tokenized_whole(
             store = run(make_config(path, cache=str(tmp_path / cache), **keys), plain_folder)[1]
         except UserError as error:
             return str(error)
-        return [store.train.row(index)[0].tolist() for index in range(store.train.num_samples)]
+        return [store.train.sample(index)["tokens"].tolist() for index in range(store.train.num_samples)]
 
     whole = rows("whole")
     for module in ("tokenize", "long_text"):

@@ -12,6 +12,7 @@ import pytest
 from manyhands.core.errors import UserError
 from manyhands.data.segment import SegmentWriter, finish_store, join_segments, link_tokens
 from manyhands.data.store import TokenStore
+from manyhands.data.streams import make_sample, weights_of
 
 # (ids, trained, weights, line, continued)
 ROWS: list[tuple[list[int], list[int], list[float] | None, int, bool]] = [
@@ -29,7 +30,7 @@ def write_store(folder: Path, cuts: list[int], rows: list = ROWS, sources: list[
         writer = SegmentWriter(folder / "segments" / str(number))
         for ids, trained, weights, line, continued in rows[start:end]:
             given = None if weights is None else np.array(weights, np.float32)
-            writer.append(np.array(ids, np.int32), np.array(trained, bool), line, given, continued)
+            writer.append(make_sample(np.array(ids, np.int32), np.array(trained, bool), given), line, continued)
         writer.finish()
         segments.append(writer.folder)
     join_segments(folder, segments, sources or [0] * len(segments))
@@ -55,9 +56,9 @@ def test_rows_weights_and_sources_come_back(tmp_path: Path) -> None:
     store = TokenStore.open(write_store(tmp_path / "s", [2], sources=[0, 1]))
     train = store.train
     assert train.has_weights and train.num_samples == 3 and store.validation.num_samples == 1
-    assert [train.row(index)[0].tolist() for index in range(3)] == [[4, 5], [6, 7, 8, 9], [9, 10]]
-    assert [train.weights(index).tolist() for index in range(3)] == [[1, 1], [0, 0, 0.5, 2.0], [1, 1]]
-    assert train.weights(0).dtype == np.float32
+    assert [train.sample(index)["tokens"].tolist() for index in range(3)] == [[4, 5], [6, 7, 8, 9], [9, 10]]
+    assert [weights_of(train.sample(index)).tolist() for index in range(3)] == [[1, 1], [0, 0, 0.5, 2.0], [1, 1]]
+    assert weights_of(train.sample(0)).dtype == np.float32
     assert train.num_loss_tokens.tolist() == [1, 2, 1] and train.loss_weights.tolist() == [1.0, 2.5, 1.0]
     assert train.sources.tolist() == [0, 1, 1] and store.source_weights == (1.0, 2.0)
     assert [store.line(index) for index in range(3)] == [2, 4, 4]
@@ -68,17 +69,18 @@ def test_rows_weights_and_sources_come_back(tmp_path: Path) -> None:
 def test_without_weights_targets_count_one_each(tmp_path: Path) -> None:
     train = TokenStore.open(write_store(tmp_path / "s", [1], ROWS[:2])).train
     assert not train.has_weights and train.loss_weights.tolist() == [1.0]
-    assert train.loss_weights.dtype == np.float64 and train.weights(0).tolist() == [1, 1]
+    assert train.loss_weights.dtype == np.float64 and weights_of(train.sample(0)).tolist() == [1, 1]
 
 
-FILES = ["ids.bin", "trained.bin", "weights.bin", "meta.json"]
+FILES = ["tokens.bin", "mask.bin", "weights.bin", "meta.json"]
 TABLES = [
-    "offsets",
+    "tokens_offsets",
     "sources",
     "num_loss_tokens",
     "loss_weights",
-    "checksums",
-    "weight_checksums",
+    "tokens_checksums",
+    "mask_checksums",
+    "weights_checksums",
     "train",
     "validation",
     "lines",
@@ -138,14 +140,14 @@ def test_any_flipped_bit_of_the_description_is_seen(tmp_path: Path) -> None:
     assert TokenStore.open(folder).content == TokenStore.open(write_store(tmp_path / "t", [2])).content
 
 
-@pytest.mark.parametrize(("name", "place"), [("ids.bin", 13), ("trained.bin", 7), ("weights.bin", 40)])
+@pytest.mark.parametrize(("name", "place"), [("tokens.bin", 13), ("mask.bin", 7), ("weights.bin", 40)])
 def test_a_process_that_trains_sees_damage_when_it_reads_the_row(name: str, place: int, tmp_path: Path) -> None:
     """Another machine has its own copy; and a disk can go wrong after the store was checked."""
     folder = write_store(tmp_path / "s", [2])
     train = TokenStore.open(folder, check_tokens=True).train
 
     def read() -> list[object]:
-        return [(*train.row(index), train.weights(index)) for index in range(3)]
+        return [train.sample(index) for index in range(3)]
 
     assert len(read()) == 3
     flip(folder / name, place)
@@ -157,10 +159,10 @@ def test_a_process_that_trains_sees_damage_when_it_reads_the_row(name: str, plac
 def test_a_file_cut_while_it_is_open_is_an_error(tmp_path: Path) -> None:
     folder = write_store(tmp_path / "s", [])
     train = TokenStore.open(folder).train
-    with (folder / "ids.bin").open("r+b") as file:
+    with (folder / "tokens.bin").open("r+b") as file:
         file.truncate(8)
     with pytest.raises(UserError, match="token cache is damaged"):
-        train.row(2)
+        train.sample(2)
 
 
 def test_linked_tokens_are_the_same_and_outlive_the_first_store(tmp_path: Path) -> None:
@@ -168,9 +170,12 @@ def test_linked_tokens_are_the_same_and_outlive_the_first_store(tmp_path: Path) 
     second.mkdir()
     assert link_tokens(first, second)
     finish_store(second, np.array([0, 3]), np.array([1]), {"digest": "e", "seed": 0, "sources": [{"weight": 1.0}]})
-    assert (first / "ids.bin").stat().st_ino == (second / "ids.bin").stat().st_ino
+    assert (first / "tokens.bin").stat().st_ino == (second / "tokens.bin").stat().st_ino
     for path in first.iterdir():
         path.unlink()
-    assert [TokenStore.open(second).train.row(index)[0].tolist() for index in range(2)] == [[1, 2, 3], [9, 10]]
+    assert [TokenStore.open(second).train.sample(index)["tokens"].tolist() for index in range(2)] == [
+        [1, 2, 3],
+        [9, 10],
+    ]
     assert not link_tokens(tmp_path / "missing", second)
     assert TokenStore.open(second).train.num_samples == 2

@@ -20,7 +20,7 @@ from manyhands.data.batches import collate_here, iterate
 from manyhands.data.collate import Shape
 from manyhands.data.pack import lay_out_rows
 from manyhands.data.workers import BatchWorkers
-from tests.data.fake_rows import open_deadly, open_drawn
+from tests.data.fake_samples import open_deadly, open_drawn
 
 CPU = torch.device("cpu")
 SHAPE = Shape(packed=True, tile=16, longest=64)
@@ -51,7 +51,7 @@ def test_batches_are_bit_equal_to_the_threads(workers: BatchWorkers, name: str) 
     here = collate_here(open_drawn()[name], SHAPE)
     units = [unit % 50 for unit in UNITS] if name == "validation" else UNITS
     expected = list(here(units))
-    assert ("weights" in expected[0]) == (name == "validation")
+    assert ("loss_weights" in expected[0]) == (name == "validation")
     for _ in range(2):  # the same processes serve again
         assert_same(list(workers.collate(name, SHAPE, units)), expected)
 
@@ -119,7 +119,7 @@ def test_they_end_with_the_process_that_started_them() -> None:
     import sys
 
     code = (
-        "import sys, time; from tests.data.fake_rows import open_drawn; from manyhands.data.workers import BatchWorkers\n"
+        "import sys, time; from tests.data.fake_samples import open_drawn; from manyhands.data.workers import BatchWorkers\n"
         "workers = BatchWorkers(open_drawn, 2); print(*workers.pids, flush=True)\n"
         "assert 'torch' not in sys.modules\n"
         "time.sleep(60 if sys.argv[1] == 'killed' else 0)"

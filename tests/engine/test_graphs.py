@@ -19,7 +19,7 @@ from manyhands.data.batches import collate
 from manyhands.data.collate import Shape
 from manyhands.engine.activation_checkpointing import checkpoint_blocks
 from manyhands.engine.compile import compile_blocks
-from tests.data.fake_rows import FakeRows
+from tests.data.fake_samples import FakeSamples
 from tests.support.tiny import tiny_model
 
 SHAPE = Shape(packed=True, tile=16, longest=64)
@@ -27,10 +27,10 @@ PACKS = [[0, 1], [2], [3, 4, 5, 6], list(range(12)), [7, 8], [9, 10, 11], list(r
 KINDS = {"llama": 1, "gemma3": 2}  # gemma3 has blocks with a window and blocks without
 
 
-def make_rows(lengths: list[int] | None = None) -> FakeRows:
+def make_rows(lengths: list[int] | None = None) -> FakeSamples:
     draw = np.random.default_rng(0)
     each = lengths or draw.integers(5, 60, 40).tolist()
-    return FakeRows(tuple((draw.integers(0, 256, n).tolist(), [1] * n) for n in each))
+    return FakeSamples(tuple((draw.integers(0, 256, n).tolist(), [1] * n) for n in each))
 
 
 @pytest.fixture(autouse=True)
@@ -131,14 +131,14 @@ class Counted:
         self.num_graphs += 1
         return graph.forward
 
-    def train(self, rows: list[int], sample_set: FakeRows, shape: Shape = SHAPE) -> float:
+    def train(self, rows: list[int], sample_set: FakeSamples, shape: Shape = SHAPE) -> float:
         self.model.train()
         loss = self.model(collate(sample_set, np.array(rows, dtype=np.int64), shape))["lm"][0]
         loss.backward()
         return loss.item()
 
     @torch.no_grad()
-    def evaluate(self, rows: list[int], sample_set: FakeRows, shape: Shape = SHAPE) -> float:
+    def evaluate(self, rows: list[int], sample_set: FakeSamples, shape: Shape = SHAPE) -> float:
         self.model.eval()
         return self.model(collate(sample_set, np.array(rows, dtype=np.int64), shape))["lm"][0].item()
 

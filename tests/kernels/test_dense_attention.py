@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from manyhands.data.collate import Shape, collate_samples
+from manyhands.data.streams import MASK, TOKENS, Sample, make_sample
 from manyhands.kernels import dense_attention
 from manyhands.kernels.dense_attention import attend_dense, choose_dense, compare
 from manyhands.kernels.plain_attention import ALLOWED
@@ -78,25 +79,22 @@ def test_flash_agrees_with_float64_forward_and_backward(groups: int, dtype: torc
 # ----------------------------------------------------------------------------------------
 
 
-class RowsOf:
-    """Rows of the given lengths, all trained."""
+class SamplesOf:
+    """Samples of the given lengths, all trained."""
 
-    has_weights = False
+    streams = (TOKENS, MASK)
 
     def __init__(self, *lengths: int) -> None:
         self.lengths = lengths
 
-    def row(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+    def sample(self, index: int) -> Sample:
         length = self.lengths[index]
-        return np.arange(length, dtype=np.int32), np.ones(length, dtype=bool)
-
-    def weights(self, index: int) -> np.ndarray:
-        raise AssertionError("there are none")
+        return make_sample(np.arange(length, dtype=np.int32), np.ones(length, dtype=bool))
 
 
 def collated(lengths: tuple[int, ...], tokens: int, row_length: int | None) -> SimpleNamespace:
     shape = Shape(packed=True, tokens=tokens, longest=max(lengths, default=8), documents=4, row_length=row_length)
-    batch = collate_samples(RowsOf(*lengths), range(len(lengths)), shape)
+    batch = collate_samples(SamplesOf(*lengths), range(len(lengths)), shape)
     return SimpleNamespace(row_length=batch.get("row_length"), tokens=batch["input_ids"].shape[1])
 
 

@@ -75,7 +75,7 @@ class Ran:
         return first_batch(self.rank)
 
     def prompt_of(self, index: int) -> str:
-        return self.rank.tokenizer.decode(self.rank.store.train.row(index)[0].tolist())
+        return self.rank.tokenizer.decode(self.rank.store.train.sample(index)["tokens"].tolist())
 
 
 @dataclass

@@ -55,7 +55,9 @@ def pack(documents: Documents) -> dict[str, Any]:
         "max_length": max(lengths),
     }
     if any(isinstance(weight, float) for _, trained in documents for weight in trained):
-        batch["weights"] = torch.tensor([[float(weight) for _, trained in documents for weight in (*trained[1:], 0.0)]])
+        batch["loss_weights"] = torch.tensor(
+            [[float(weight) for _, trained in documents for weight in (*trained[1:], 0.0)]]
+        )
     return batch
 
 

@@ -22,6 +22,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from manyhands.convert.attention import attention_kwargs, count_positions
 from manyhands.core.errors import UserError
+from manyhands.data.collate import TEXT_ENTRIES
 from manyhands.kernels.head import Head, agrees, read_head
 from manyhands.kernels.loss import choose_backend
 
@@ -38,9 +39,10 @@ class LossModel(nn.Module):
 
     ``batch`` holds ``input_ids`` and ``labels`` (b, t) int64, ``labels`` already shifted and -100 where nothing is
     trained; if packed also ``position_ids`` (1, t), ``cu_seq_lens`` (documents + 1) int32 and ``max_length``. It may
-    hold ``target_rows`` (m) int64, the flat positions that have a target: on a GPU this spares a wait for the device.
-    It may hold ``weights`` (b, t) float32, aligned with ``labels``: then the loss is ``sum_i w_i ce_i`` and its weight
-    ``sum_i w_i``; without them every target weighs 1, and the weight is their exact number.
+    hold ``label_positions`` (m) int64, the flat positions that have a label: on a GPU this spares a wait for the device.
+    It may hold ``loss_weights`` (b, t) float32, aligned with ``labels``: then the loss is ``sum_i w_i ce_i`` and its weight
+    ``sum_i w_i``; without them every target weighs 1, and the weight is their exact number. Any entry that a batch of
+    text does not have (``TEXT_ENTRIES``) goes to the model under its own name.
     """
 
     model: Any  # a transformers causal model
@@ -88,17 +90,17 @@ class LossModel(nn.Module):
     def forward(self, batch: Mapping[str, Any], metrics: bool = False) -> Terms:
         """Loss terms of one micro-batch, 0-d tensors: sums in float32 (float64 for a float64 model).
 
-        The weight is int64 without ``weights``, else float64. ``metrics=True`` adds ``"correct"``: the number of labels
+        The weight is int64 without ``loss_weights``, else float64. ``metrics=True`` adds ``"correct"``: the number of labels
         that are the arg max of their logits, and of labels, whatever they weigh. A micro-batch without labels gives a
         zero that depends on every parameter, so that no rank leaves a collective out.
         """
         hidden = self._hidden_states(batch)  # (n, e)
         labels = batch["labels"].flatten()
-        rows = batch.get("target_rows")
+        rows = batch.get("label_positions")
         if rows is None:
             rows = (labels != IGNORED).nonzero().squeeze(1)
         num_loss_tokens = torch.tensor(rows.numel(), device=hidden.device)
-        weights = batch["weights"].flatten().index_select(0, rows) if "weights" in batch else None  # (m)
+        weights = batch["loss_weights"].flatten().index_select(0, rows) if "loss_weights" in batch else None  # (m)
         weight = num_loss_tokens if weights is None else weights.sum(dtype=torch.float64)
         if rows.numel() == 0:
             logits = self.logits_of(hidden[:1])
@@ -114,7 +116,7 @@ class LossModel(nn.Module):
 
     def logits(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """Logits (b, t, v) from the model's own forward pass, all positions at once: for checks on small batches."""
-        kwargs = self._attention_kwargs(batch)
+        kwargs = self._model_inputs(batch)
         return self.model(input_ids=batch["input_ids"], use_cache=False, **kwargs).logits
 
     def next_token_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -131,12 +133,13 @@ class LossModel(nn.Module):
     def _hidden_states(self, batch: Mapping[str, Any]) -> torch.Tensor:
         # use_cache=False is not for speed: with a cache transformers skips the detection of packed documents
         base = getattr(self.model, self.model.base_model_prefix)
-        kwargs = self._attention_kwargs(batch)
+        kwargs = self._model_inputs(batch)
         return base(input_ids=batch["input_ids"], use_cache=False, **kwargs)[0].flatten(0, 1)
 
-    def _attention_kwargs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+    def _model_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         config = self.model.config
-        return attention_kwargs(batch, config._attn_implementation, count_positions(config))
+        kwargs = attention_kwargs(batch, config._attn_implementation, count_positions(config))
+        return kwargs | {name: value for name, value in batch.items() if name not in TEXT_ENTRIES}
 
     def _checked_head(self, hidden: torch.Tensor) -> Head | None:
         """The head to fuse with; once, on a few rows, its logits are compared with the model's own (waits for the

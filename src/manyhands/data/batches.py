@@ -14,22 +14,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from manyhands.data.collate import Arrays, Rows, Shape, collate_samples
+from manyhands.data.collate import Arrays, Samples, Shape, collate_samples
 from manyhands.data.pack import Layout
 from manyhands.data.prefetch import Ahead
 
 NUM_PREFETCHED = 2  # double buffers: one is copied while the other is computed
 
 Batch = dict[str, Any]  # name -> tensor, or int
-Collate = Callable[[Iterable[np.ndarray]], Generator[Arrays, None, None]]  # units of row ids -> their batches, in order
+Collate = Callable[[Iterable[np.ndarray]], Generator[Arrays, None, None]]  # units of samples -> their batches, in order
 
 
-def collate(sample_set: Rows, rows: np.ndarray, shape: Shape) -> Batch:
+def collate(sample_set: Samples, numbers: np.ndarray, shape: Shape) -> Batch:
     """One micro-batch as tensors on the CPU; see ``collate_samples``."""
-    return _to_tensors(collate_samples(sample_set, rows, shape))
+    return _to_tensors(collate_samples(sample_set, numbers, shape))
 
 
-def collate_here(sample_set: Rows, shape: Shape) -> Collate:
+def collate_here(sample_set: Samples, shape: Shape) -> Collate:
     """Collation in the thread that reads ahead."""
     return lambda units: (collate_samples(sample_set, rows, shape) for rows in units)
 

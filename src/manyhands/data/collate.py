@@ -1,57 +1,72 @@
-"""From row ids to the arrays of one micro-batch. Pure numpy, so that processes without torch can prepare batches; knows
-no model.
+"""From numbers of samples to the arrays of one micro-batch. Pure numpy, so that processes without torch can prepare
+batches; knows no model, and no stream but by its declaration.
 
-Names in a batch (T: tokens of all rows laid end to end; B x L: rows x longest row):
+In a batch (T: tokens of all documents laid end to end; B x L: samples x longest sample):
 
-| name | packed | not packed |
+| name | packed | padded |
 |---|---|---|
 | input_ids | (1, T) int64 | (B, L) int64, padded on the right with 0 |
-| position_ids | (1, T) int64, from 0 in every row | (B, L) int64 |
-| labels | (1, T) int64: the next token of the same row where that is trained, else -100 | (B, L) int64 |
-| weights | (1, T) float32: of the labels, 0 where there is none; absent where every target weighs 1 | (B, L) float32 |
-| target_rows | (m) int64: flat positions that have a target; known here, they spare the GPU a wait | likewise |
-| cu_seq_lens | (rows + 1) int32: where rows begin, and T | absent |
-| max_length | int: no row is longer | absent |
-| row_length | int: every row, padding included, has this length; absent otherwise | absent |
+| position_ids | (1, T) int64, from 0 in every document | (B, L) int64 |
+| labels | (1, T) int64: the next token of the same document where that is a loss token, else -100 | (B, L) int64 |
+| loss_weights | (1, T) float32: of the labels, 0 where there is none; absent where every loss token weighs 1 | (B, L) float32 |
+| label_positions | (m) int64: flat positions that have a label | likewise |
+| any other entry of a stream along the packed one | (1, T, *item) | (B, L, *item) |
+| an entry of a stream with a length of its own | (items of all samples, *item) | likewise |
+| cu_ENTRY, beside such an entry | (samples + 1) int32: where the items of each sample begin, and their number | likewise |
+| cu_seq_lens | (documents + 1) int32: where documents begin, and T | absent |
+| max_length | int: no document is longer | absent |
+| row_length | int: every document, padding included, has this length; absent otherwise | absent |
 
-Not packed needs no attention mask: attention is causal and the padding stands behind every row.
+Padded needs no attention mask: attention is causal and the padding stands behind every sample.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
 
-IGNORED = -100
-PAD_ID = 0
+from manyhands.data.streams import PACKED_BY, BatchEntry, Sample, Stream, add_label_positions
+
 MIN_BOUNDS = 16  # entries of cu_seq_lens where their number is rounded up
 
 Arrays = dict[str, Any]  # name -> array, or int
+# What every batch of text may hold. Any other entry is an input of the model's forward pass, under its own name.
+TEXT_ENTRIES = frozenset(
+    {
+        "input_ids",
+        "position_ids",
+        "labels",
+        "loss_weights",
+        "label_positions",
+        "cu_seq_lens",
+        "max_length",
+        "row_length",
+    }
+)
 
 
-class Rows(Protocol):
+class Samples(Protocol):
     """What is read of a ``SampleSet``."""
 
     @property
-    def has_weights(self) -> bool: ...
+    def streams(self) -> tuple[Stream, ...]: ...
 
-    def row(self, index: int) -> tuple[np.ndarray, np.ndarray]: ...
-
-    def weights(self, index: int) -> np.ndarray: ...
+    def sample(self, index: int) -> Sample: ...
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What shape the rows of a micro-batch are given. The defaults add nothing to them.
+    """What shape the samples of a micro-batch are given. The defaults add nothing to them.
 
     ``tile``: a pack is padded to a multiple of so many tokens. ``tokens``: every pack has exactly so many. ``longest``:
-    no row of the run is longer; given, ``max_length`` is the same in every batch, and ``cu_seq_lens`` has a power of
-    two of entries (the last ones repeat T), at least as many as ``documents`` rows and the padding need, so that
-    compiled code meets few shapes. ``row_length``: all rows of the run have this length, which batches then say,
-    padding included.
+    no sample of the run is longer; given, ``max_length`` is the same in every batch, and ``cu_seq_lens`` has a power of
+    two of entries (the last ones repeat T), at least as many as ``documents`` and the padding need, so that compiled
+    code meets few shapes. ``row_length``: all samples of the run have this length, which batches then say, padding
+    included.
     """
 
     packed: bool
@@ -62,74 +77,80 @@ class Shape:
     row_length: int | None = None
 
 
-def collate_samples(sample_set: Rows, rows: Sequence[int] | np.ndarray, shape: Shape) -> Arrays:
-    """One micro-batch; no rows at all give one row of padding (two tokens, or what ``shape`` asks) without labels.
+def collate_samples(sample_set: Samples, numbers: Sequence[int] | np.ndarray, shape: Shape) -> Arrays:
+    """One micro-batch; no samples at all give one row of padding (two tokens, or what ``shape`` asks) without labels.
 
-    Padding of a pack is one more document, without labels, at position 0. ValueError where the rows do not fit.
+    Padding of a pack is one more document, without labels, at position 0. ValueError where the samples do not fit.
     """
-    parts = [sample_set.row(int(row)) for row in rows]
-    weights = [sample_set.weights(int(row)) for row in rows] if sample_set.has_weights else None
-    return _collate_packed(parts, weights, shape) if shape.packed else _collate_padded(parts, weights)
+    samples = [sample_set.sample(int(number)) for number in numbers]
+    lengths = [len(sample[PACKED_BY]) for sample in samples]
+    if shape.packed:
+        size, starts, batch = _size_pack(lengths, shape)
+    else:
+        size, batch = (max(1, len(lengths)), max(lengths, default=2)), {}
+        starts = [index * size[1] for index in range(len(lengths))]
+    batch["position_ids"] = _count_positions(size, lengths, starts, shape.packed)
+    for stream in sample_set.streams:
+        for entry in stream.entries:
+            if stream.owner == PACKED_BY:
+                batch[entry.name] = _place(stream, entry, samples, size, starts)
+            else:
+                parts = [sample[stream.name] for sample in samples]
+                blank = np.empty((0, *stream.item_shape), dtype=stream.dtype)
+                batch[entry.name] = np.concatenate([blank, *parts]).astype(entry.dtype)
+                batch[f"cu_{entry.name}"] = np.cumsum([0, *map(len, parts)], dtype=np.int32)
+    return add_label_positions(batch)
 
 
-class _Blank:
-    """The arrays before any row is put into them."""
-
-    def __init__(self, num_samples: int, width: int, weighted: bool) -> None:
-        size = (num_samples, width)
-        self.input_ids, self.positions = np.full(size, PAD_ID, dtype=np.int64), np.zeros(size, dtype=np.int64)
-        self.labels = np.full(size, IGNORED, dtype=np.int64)
-        self.weights = np.zeros(size, dtype=np.float32) if weighted else None
-
-    def put(self, index: int, start: int, part: tuple[np.ndarray, np.ndarray], weights: np.ndarray | None) -> None:
-        ids, trained = part
-        end = start + len(ids)
-        self.input_ids[index, start:end] = ids
-        self.positions[index, start:end] = np.arange(len(ids))
-        self.labels[index, start : end - 1] = np.where(trained[1:], ids[1:], IGNORED)
-        if self.weights is not None and weights is not None:
-            self.weights[index, start : end - 1] = np.where(trained[1:], weights[1:], 0)
-
-    def arrays(self) -> Arrays:
-        arrays: Arrays = {"input_ids": self.input_ids, "position_ids": self.positions, "labels": self.labels}
-        if self.weights is not None:
-            arrays["weights"] = self.weights
-        return arrays | {"target_rows": np.flatnonzero(self.labels != IGNORED)}
+def _place(
+    stream: Stream, entry: BatchEntry, samples: Sequence[Sample], size: tuple[int, int], starts: Sequence[int]
+) -> np.ndarray:
+    """An entry ``(*size, *item_shape)`` of a stream along the packed one; ``starts`` are the documents' first flat
+    positions."""
+    out = np.full((size[0] * size[1], *stream.item_shape), entry.fill, dtype=entry.dtype)
+    fill, wide = np.dtype(stream.dtype).type(entry.fill), (-1, *[1] * len(stream.item_shape))
+    skipped = int(entry.shifted)
+    # Document by document: what a step needs of one stays in the cache, which makes it faster than all at once.
+    for sample, start in zip(samples, starts, strict=True):
+        values = sample[stream.name][skipped:]
+        if entry.where:
+            kept = sample[entry.where][skipped:]
+            values = np.where(kept.reshape(wide) if stream.item_shape else kept, values, fill)
+        out[start : start + len(values)] = values
+    return out.reshape(*size, *stream.item_shape)
 
 
-def _collate_packed(
-    parts: list[tuple[np.ndarray, np.ndarray]], weights: list[np.ndarray] | None, shape: Shape
-) -> Arrays:
-    lengths = [len(ids) for ids, _ in parts]
-    num_tokens = sum(lengths)
+def _count_positions(size: tuple[int, int], lengths: list[int], starts: Sequence[int], packed: bool) -> np.ndarray:
+    """From 0 in every document, (*size) int64. The padding of a pack keeps position 0: positions beyond the longest
+    document could outgrow a table, or change a dynamic rotary scale."""
+    count = np.arange(max([*lengths, 0 if packed else size[1]], default=0), dtype=np.int64)
+    if not packed:
+        return np.tile(count, (size[0], 1))
+    positions = np.zeros(size, dtype=np.int64)
+    for length, start in zip(lengths, starts, strict=True):
+        positions[0, start : start + length] = count[:length]
+    return positions
+
+
+def _size_pack(lengths: list[int], shape: Shape) -> tuple[tuple[int, int], list[int], Arrays]:
+    """((1, T), where each document begins, the entries of the batch that say so)."""
+    bounds = [0, *accumulate(lengths)]
+    num_tokens = bounds[-1]
     total = shape.tokens if shape.tokens is not None else -(-max(num_tokens, 2) // shape.tile) * shape.tile
     if num_tokens > total:
         raise ValueError(f"{num_tokens} tokens do not fit into {total}")
-    blank = _Blank(1, total, weights is not None)
-    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    for index, part in enumerate(parts):
-        blank.put(0, int(starts[index]), part, weights[index] if weights is not None else None)
-    # Padding keeps position 0: positions beyond the longest row could outgrow a table, or change a dynamic rotary
-    # scale.
-    bounds = starts if num_tokens == total else np.append(starts, np.int32(total))
+    ends = bounds if num_tokens == total else [*bounds, total]
     max_length = max([*lengths, total - num_tokens])
     if shape.longest is not None:
         max_length = max(shape.longest, shape.tokens or shape.tile)
-        num_bounds = max(MIN_BOUNDS, 1 << (max(len(bounds), shape.documents + 2) - 1).bit_length())
-        bounds = np.concatenate([bounds, np.full(num_bounds - len(bounds), total, dtype=np.int32)])
-    equal = {"row_length": shape.row_length} if _all_equal(lengths, total, shape.row_length) else {}
-    return {**blank.arrays(), "cu_seq_lens": bounds, "max_length": max_length, **equal}
+        num_bounds = max(MIN_BOUNDS, 1 << (max(len(ends), shape.documents + 2) - 1).bit_length())
+        ends = ends + [total] * (num_bounds - len(ends))
+    batch: Arrays = {"cu_seq_lens": np.array(ends, dtype=np.int32), "max_length": max_length}
+    if _all_equal(lengths, total, shape.row_length):
+        batch["row_length"] = shape.row_length
+    return (1, total), bounds[:-1], batch
 
 
 def _all_equal(lengths: list[int], total: int, row_length: int | None) -> bool:
-    """Padding counts as rows too: nothing of it is trained, so that it may be cut anywhere."""
+    """Padding counts as documents too: nothing of it is trained, so that it may be cut anywhere."""
     return row_length is not None and total % row_length == 0 and all(length == row_length for length in lengths)
-
-
-def _collate_padded(parts: list[tuple[np.ndarray, np.ndarray]], weights: list[np.ndarray] | None) -> Arrays:
-    width = max((len(ids) for ids, _ in parts), default=2)
-    blank = _Blank(max(1, len(parts)), width, weights is not None)
-    blank.positions[:] = np.arange(width)
-    for index, part in enumerate(parts):
-        blank.put(index, 0, part, weights[index] if weights is not None else None)
-    return blank.arrays()

@@ -13,6 +13,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.hashing import hash_files
 from manyhands.data.files import kind_of
 from manyhands.data.store import FORMAT_VERSION
+from manyhands.data.streams import TEXT, describe_streams
 from manyhands.data.tokenizer import tokenizer_digest
 
 
@@ -41,6 +42,7 @@ def name_tokens(
     ]
     return _hash(
         version=FORMAT_VERSION,
+        streams=describe_streams(TEXT),
         sources=described,
         num_train=num_train,
         tokenizer=tokenizer_digest(model_folder, config.model.chat_template, config.model.new_tokens),

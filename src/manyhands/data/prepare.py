@@ -31,6 +31,7 @@ from manyhands.data.order import SampleOrder
 from manyhands.data.segment import finish_store, join_segments, link_tokens
 from manyhands.data.sources import list_files, resolve_sources
 from manyhands.data.store import FORMAT_VERSION, TokenStore
+from manyhands.data.streams import PACKED_BY
 from manyhands.data.tokenize import Outcome
 from manyhands.data.tokenize_parallel import cannot_write, plan_job, tokenize_parts
 from manyhands.facts.types import DataFacts
@@ -38,6 +39,7 @@ from manyhands.facts.types import DataFacts
 FIRST_ROWS = 65_536  # of the first epoch, whose lengths the plan gets to know
 MAX_COUNTED_EPOCHS = 100_000
 MAX_PAIRS = 5  # of repeated samples that are named
+OFFSETS = f"{PACKED_BY}_offsets"
 UNFINISHED = ".unfinished-"
 UNFINISHED_MAX_AGE_S = 3600.0  # since the last write into it
 
@@ -208,9 +210,9 @@ def finish(config: RunConfig, inputs: Inputs, folder: Path, meta: dict[str, Any]
     Raises UserError where every validation row is a training row too."""
     tables = {
         name: np.load(folder / f"{name}.npy", allow_pickle=False)
-        for name in ("sources", "continued", "offsets", "hashes", "lines")
+        for name in ("sources", "continued", OFFSETS, "hashes", "lines")
     }
-    sources, offsets = tables["sources"], tables["offsets"]
+    sources, offsets = tables["sources"], tables[OFFSETS]
     division = divide_rows(
         config.data, config.seed, sources, tables["continued"], inputs.sources, inputs.num_train, tables["hashes"]
     )

@@ -1,16 +1,18 @@
-"""Tokenized rows on disk: written once in segments, then read row by row by every rank. Knows no tokenizer, no torch.
+"""Samples on disk: written once in segments, then read one by one by every rank. Knows no tokenizer, no torch, and no
+stream but by its declaration.
 
-A store is a folder. End to end for all rows: ``ids.bin`` (int32), ``trained.bin`` (bool, one byte) and, only where some
-trained token weighs other than 1, ``weights.bin`` (float32). One entry a row: ``offsets.npy`` (int64, rows + 1) bounds
-them, ``num_loss_tokens.npy`` (int32), ``loss_weights.npy`` (float64, beside weights.bin), ``lines.npy`` (int32),
-``continued.npy`` (bool: the row goes on where the one before was cut), ``hashes.npy`` (uint64, of the ids) and
-``sources.npy`` (int16) describe them. ``train.npy`` and ``validation.npy`` (int64) say which rows belong to which set,
-``meta.json`` how it was made.
+A store is a folder. Each stream of the samples (``streams.py``) is a file ``NAME.bin`` of its items, end to end for all
+samples, and a table ``NAME_checksums.npy`` (uint32); one with a length of its own has ``NAME_offsets.npy`` (int64,
+samples + 1) besides, which bounds its samples. A stream with a default is there only where some sample carries it. One
+entry a sample: ``num_loss_tokens.npy`` (int32), ``loss_weights.npy`` (float64), ``lines.npy`` (int32),
+``continued.npy`` (bool: the sample goes on where the one before was cut), ``hashes.npy`` (uint64, of the streams with a
+length of their own) and ``sources.npy`` (int16). ``train.npy`` and ``validation.npy`` (int64) list the samples of each
+set, ``meta.json`` says how the store was made and declares its streams.
 
 Nothing is taken on trust. ``meta.json`` holds a hash of itself and of every file. Whoever prepares a run hashes them
-all (``check_tokens``); every process that opens the store hashes the tables it reads; and each row has a checksum
-(CRC-32; ``checksums.npy``, ``weight_checksums.npy``, uint32) that is compared whenever it is read, so that damage on
-another machine's disk, or while the run lasts, is an error and not another row.
+all (``check_tokens``); every process that opens the store hashes the tables it reads; and what a sample holds of a
+stream has a checksum (CRC-32) that is compared whenever it is read, so that damage on another machine's disk, or while
+the run lasts, is an error and not another sample.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import os
 import socket
 import zlib
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,90 +32,75 @@ import numpy as np
 from manyhands.core.errors import UserError
 from manyhands.core.hashing import hash_in_pieces
 from manyhands.data.order import EVALUATION_STREAM, SampleOrder, permute
+from manyhands.data.streams import PACKED_BY, Stream, is_weighted, read_streams
 
-FORMAT_VERSION = 5
-TOKEN_FILES = {"ids.bin": np.dtype("<i4"), "trained.bin": np.dtype("?"), "weights.bin": np.dtype("<f4")}
+FORMAT_VERSION = 6
+SAMPLE_TABLES = ("num_loss_tokens", "loss_weights", "sources", "train", "validation")  # that a process reads
 
 
-class TokenFile:
-    """A token file that is read by the slice.
+class StreamFile:
+    """The items of a stream, read by the sample.
 
-    Read, not mapped: the pages of a mapping count as this process's memory once it has been through the rows, a page
-    fault reads 4 KiB where a row has more, and a file that was cut short would be a bus error.
+    Read, not mapped: the pages of a mapping count as this process's memory once it has been through the samples, a page
+    fault reads 4 KiB where a sample has more, and a file that was cut short would be a bus error.
     """
 
-    def __init__(self, path: Path, dtype: np.dtype) -> None:
-        self.path, self._file, self._dtype = path, path.open("rb", buffering=0), dtype
+    def __init__(self, path: Path, stream: Stream, offsets: np.ndarray, checksums: np.ndarray) -> None:
+        """``offsets`` int64 (samples + 1) count items, ``checksums`` uint32 (samples); of all samples of the store."""
+        self.path, self.stream = path, stream
+        self._file, self._item_bytes = path.open("rb", buffering=0), stream.item_bytes
+        self._offsets, self._checksums = offsets, checksums
 
-    def __getitem__(self, tokens: slice) -> np.ndarray:
-        size = self._dtype.itemsize
-        raw = os.pread(
-            self._file.fileno(), (tokens.stop - tokens.start) * size, tokens.start * size
-        )  # safe in threads: no position
-        if len(raw) != (tokens.stop - tokens.start) * size:
-            raise damaged_while_open(self, "it was cut short")
-        return np.frombuffer(raw, dtype=self._dtype)
+    def read(self, index: int) -> np.ndarray:
+        """The items of one sample, not to be written to. UserError where they are not what was written."""
+        start = int(self._offsets[index]) * self._item_bytes
+        num_bytes = int(self._offsets[index + 1]) * self._item_bytes - start
+        raw = os.pread(self._file.fileno(), num_bytes, start)  # safe in threads: no position
+        if len(raw) != num_bytes:
+            raise damaged_while_open(self.path, "it was cut short")
+        if zlib.crc32(raw) != self._checksums[index]:
+            raise damaged_while_open(self.path, f"sample {index:,} of the file is not what was written")
+        return self.stream.from_bytes(raw)
 
 
 @dataclass(frozen=True, eq=False)
 class SampleSet:
-    """Some rows of a store, numbered from 0; one entry a row in each array.
+    """Some samples of a store, numbered from 0; one entry a sample in each array.
 
-    ``lengths`` int32 are tokens; ``num_loss_tokens`` int32 are trained tokens after the shift by one
-    (``trained[1:].sum()``); ``loss_weights`` float64 are the sums of their weights; ``sources`` int16 are positions in
-    ``meta["sources"]``.
+    ``lengths`` int32 are tokens; ``num_loss_tokens`` int32; ``loss_weights`` float64 are the sums of their weights;
+    ``sources`` int16 are positions in ``meta["sources"]``; ``places`` int64 are positions in the store.
     """
 
     lengths: np.ndarray
     num_loss_tokens: np.ndarray
     loss_weights: np.ndarray
     sources: np.ndarray
+    places: np.ndarray
     seed: int
-    _starts: np.ndarray
-    _checksums: np.ndarray
-    _ids: np.ndarray | TokenFile
-    _trained: np.ndarray | TokenFile
-    _weights: np.ndarray | TokenFile | None = None
-    _weight_checksums: np.ndarray | None = None
+    _files: tuple[StreamFile, ...]
 
     @property
     def num_samples(self) -> int:
         return len(self.lengths)
 
+    @cached_property
+    def streams(self) -> tuple[Stream, ...]:
+        """The streams that a sample has."""
+        return tuple(file.stream for file in self._files)
+
     @property
     def has_weights(self) -> bool:
-        """Whether some trained token of the store weighs other than 1."""
-        return self._weights is not None
+        """Whether some loss token of the store weighs other than 1."""
+        return is_weighted(self.streams)
 
-    def row(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """(ids int32, trained bool) of one row, not to be written to. UserError where they are not what was written."""
-        start = int(self._starts[index])
-        end = start + int(self.lengths[index])
-        ids, trained = self._ids[start:end], self._trained[start:end]
-        if checksum_of(ids.data, trained.data) != self._checksums[index]:
-            raise damaged_while_open(self._ids, f"{len(ids):,} tokens from token {start:,} on are not what was written")
-        return ids, trained
-
-    def weights(self, index: int) -> np.ndarray:
-        """float32, one a token of the row, 0 where it is not trained; made of the mask where nothing is weighted."""
-        if self._weights is None or self._weight_checksums is None:
-            return self.row(index)[1].astype(np.float32)
-        start = int(self._starts[index])
-        weights = self._weights[start : start + int(self.lengths[index])]
-        if zlib.crc32(weights.data) != self._weight_checksums[index]:
-            raise damaged_while_open(
-                self._weights, f"{len(weights):,} weights from token {start:,} on are not what was written"
-            )
-        return weights
-
-    def prompt(self, index: int) -> np.ndarray:
-        """The ids before the first trained token; of a row that is trained from its start, the first token."""
-        ids, trained = self.row(index)
-        return ids[: max(1, int(trained.argmax()))]
+    def sample(self, index: int) -> dict[str, np.ndarray]:
+        """The streams of one sample by name, not to be written to. UserError where they are not what was written."""
+        place = int(self.places[index])
+        return {file.stream.name: file.read(place) for file in self._files}
 
     def take_tokens(self, max_tokens: int | None) -> np.ndarray:
-        """Ids of rows, sorted, that together have at most ``max_tokens`` tokens: the rows of the seeded order, each
-        taken if it still fits. None takes all. Raises UserError where not even the shortest row fits."""
+        """Numbers of samples, sorted, that together have at most ``max_tokens`` tokens: the samples of the seeded
+        order, each taken if it still fits. None takes all. Raises UserError where not even the shortest fits."""
         if max_tokens is None:
             return np.arange(self.num_samples, dtype=np.int64)
         taken: list[int] = []
@@ -125,7 +113,7 @@ class SampleSet:
                 left -= int(self.lengths[index])
         if not taken and self.num_samples:
             raise UserError(
-                f"no validation row fits into evaluate.max_tokens = {max_tokens:,}",
+                f"no validation sample fits into evaluate.max_tokens = {max_tokens:,}",
                 why=f"the shortest has {shortest:,} tokens",
                 fix="raise evaluate.max_tokens",
             )
@@ -149,37 +137,37 @@ class TokenStore:
 
     @property
     def content(self) -> str:
-        """16 hex digits of the hashes of all files."""
-        return digest_of(self.meta["files"])[:16]
+        """16 hex digits of the hashes of all files and of what the streams become in a batch."""
+        return digest_of([self.meta["files"], self.meta["streams"]])[:16]
 
     @property
     def source_weights(self) -> tuple[float, ...]:
-        """How often the rows of each source are taken in an epoch."""
+        """How often the samples of each source are taken in an epoch."""
         return tuple(source["weight"] for source in self.meta["sources"])
 
     @staticmethod
     def open(folder: str | Path, *, check_tokens: bool = False) -> TokenStore:
-        """Opens a store; takes some 35 bytes of memory a row. Raises UserError where files are missing or not what was
-        written.
+        """Opens a store; takes some 45 bytes of memory a sample. Raises UserError where files are missing or not what
+        was written.
 
-        With ``check_tokens`` every file is hashed, else only the tables: rows are checked as they are read.
+        With ``check_tokens`` every file is hashed, else only the tables: samples are checked as they are read.
         """
         folder = Path(folder)
         try:
             meta = _read_meta(folder)
-            weighted = meta["weighted"]
-            names = ["offsets", "num_loss_tokens", "sources", "checksums", "train", "validation"]
-            names += ["loss_weights", "weight_checksums"] if weighted else []
-            _compare_hashes(
-                folder, meta["files"], list(meta["files"]) if check_tokens else [f"{name}.npy" for name in names]
-            )
-            tables = {name: _load(folder, name) for name in names}
-            offsets = tables["offsets"]
-            _check_sizes(folder, meta, int(offsets[-1]))
-            ids, trained, *weights = (
-                TokenFile(folder / name, dtype)
-                for name, dtype in TOKEN_FILES.items()
-                if weighted or name != "weights.bin"
+            streams = read_streams(meta["streams"])
+            names = [*SAMPLE_TABLES, *(name for stream in streams for name in tables_of(stream))]
+            read = list(meta["files"]) if check_tokens else [f"{name}.npy" for name in names]
+            _compare_hashes(folder, meta["files"], read)
+            tables = {name: np.array(_load(folder, name)) for name in names}
+            files = []
+            for stream in streams:
+                offsets, path = tables[f"{stream.owner}_offsets"], folder / f"{stream.name}.bin"
+                if path.stat().st_size != stream.item_bytes * int(offsets[-1]):
+                    raise ValueError(f"{path.name} was cut short")
+                files.append(StreamFile(path, stream, offsets, tables[f"{stream.name}_checksums"]))
+            train, validation = (
+                _take_samples(tables, tables[name], meta["seed"], tuple(files)) for name in ("train", "validation")
             )
         except (OSError, ValueError, IndexError, KeyError, TypeError) as error:
             raise UserError(
@@ -188,28 +176,12 @@ class TokenStore:
                 why=str(error),
                 fix="delete this folder; it is made again",
             ) from error
-        train, validation = (
-            SampleSet(
-                (offsets[rows + 1] - offsets[rows]).astype(np.int32),
-                tables["num_loss_tokens"][rows],
-                tables["loss_weights" if weighted else "num_loss_tokens"][rows].astype(np.float64),
-                tables["sources"][rows],
-                meta["seed"],
-                offsets[rows],
-                tables["checksums"][rows],
-                ids,
-                trained,
-                weights[0] if weighted else None,
-                tables["weight_checksums"][rows] if weighted else None,
-            )
-            for rows in (tables["train"][:], tables["validation"][:])
-        )
         return TokenStore(folder, train, validation, meta)
 
     def order_samples(
         self, seed: int, batch_samples: int | None = None, batch_loss_tokens: int | None = None
     ) -> SampleOrder:
-        """The order of the training rows over a run, each source as often as its weight says. Raises ValueError as
+        """The order of the training samples over a run, each source as often as its weight says. Raises ValueError as
         SampleOrder.
         """
         train = self.train
@@ -223,20 +195,29 @@ class TokenStore:
             weights=self.source_weights,
         )
 
-    def line(self, row: int) -> int:
-        """The source line of a training row."""
-        return int(_load(self.folder, "lines")[_load(self.folder, "train")[row]])
+    def line(self, number: int) -> int:
+        """The source line of a training sample."""
+        return int(_load(self.folder, "lines")[self.train.places[number]])
 
-    def file_number(self, row: int) -> int:
-        """Which file of its source, counted from 0, a training row is from."""
-        place, sources = int(_load(self.folder, "train")[row]), _load(self.folder, "sources")
+    def file_number(self, number: int) -> int:
+        """Which file of its source, counted from 0, a training sample is from."""
+        place, sources = int(self.train.places[number]), _load(self.folder, "sources")
         bounds = np.cumsum(self.meta["made"][int(sources[place])]["rows_of_files"])
         return int(np.searchsorted(bounds, place - int(np.searchsorted(sources, sources[place])), side="right"))
 
 
-def checksum_of(ids: bytes | memoryview, trained: bytes | memoryview) -> int:
-    """CRC-32 of one row's ids and mask, as they lie in the files."""
-    return zlib.crc32(trained, zlib.crc32(ids))
+def tables_of(stream: Stream) -> list[str]:
+    """Names of the tables that a stream has in a store."""
+    return [f"{stream.name}_checksums", *([] if stream.along else [f"{stream.name}_offsets"])]
+
+
+def _take_samples(
+    tables: dict[str, np.ndarray], places: np.ndarray, seed: int, files: tuple[StreamFile, ...]
+) -> SampleSet:
+    offsets = tables[f"{PACKED_BY}_offsets"]
+    lengths = (offsets[places + 1] - offsets[places]).astype(np.int32)
+    counts, weights, sources = (tables[name][places] for name in ("num_loss_tokens", "loss_weights", "sources"))
+    return SampleSet(lengths, counts, weights, sources, places, seed, files)
 
 
 def digest_of(value: Any) -> str:
@@ -244,13 +225,13 @@ def digest_of(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def damaged_while_open(tokens: np.ndarray | TokenFile, why: str) -> UserError:
-    """For a process that reads rows: only one that prepares a run can make the cache again."""
+def damaged_while_open(path: Path, why: str) -> UserError:
+    """For a process that reads samples: only one that prepares a run can make the cache again."""
     return UserError(
         "the token cache is damaged",
-        where=f"{tokens.path} on {socket.gethostname()}" if isinstance(tokens, TokenFile) else "",
+        where=f"{path} on {socket.gethostname()}",
         why=why,
-        fix="start again: the cache is checked, and made again where it is damaged; a copy on another machine is to be copied again",
+        fix="start again: the cache is checked, and made again where it is damaged; on another machine, copy it again",
     )
 
 
@@ -275,12 +256,3 @@ def _compare_hashes(folder: Path, written: dict[str, str], names: list[str]) -> 
     found = hash_in_pieces([folder / name for name in names])
     if wrong := [name for name in names if found[folder / name] != written[name]]:
         raise ValueError(f"{', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} not what was written")
-
-
-def _check_sizes(folder: Path, meta: dict[str, Any], num_tokens: int) -> None:
-    """Raises ValueError where a token file does not hold as many entries as there are tokens."""
-    for name, dtype in TOKEN_FILES.items():
-        if (meta["weighted"] or name != "weights.bin") and (
-            folder / name
-        ).stat().st_size != dtype.itemsize * num_tokens:
-            raise ValueError(f"{name} was cut short")

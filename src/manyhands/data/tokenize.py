@@ -33,6 +33,7 @@ from manyhands.data.long_text import LONG_CHARACTERS, LongText, read_documents
 from manyhands.data.render import MAX_WEIGHT, Rendered, Renderer
 from manyhands.data.segment import SegmentWriter
 from manyhands.data.sources import Part, Row, Source, raise_unreadable, read_part, read_rows
+from manyhands.data.streams import TOKENS, Sample, make_sample
 from manyhands.data.tokenizer import find_placeholders
 from manyhands.data.work_queue import count_characters
 
@@ -243,7 +244,7 @@ class PartTokenizer:
             writer.finish()
         finally:
             writer.close()
-        outcome.num_samples, outcome.num_tokens = writer.num_samples, writer.num_tokens
+        outcome.num_samples, outcome.num_tokens = writer.num_samples, writer.num_items[TOKENS.name]
         outcome.notes = self._renderer.notes()
         return outcome
 
@@ -315,20 +316,19 @@ class PartTokenizer:
             return
         outcome.num_straddling_tokens += result.num_straddling
         outcome.num_rows_with_markers += any(map(self._renderer.has_markers, texts_of(item.content)))
-        ids, trained, weights, max_length = result.ids, result.trained, result.weights, self._config.data.max_length
+        ids, weights, max_length = result.ids, result.weights, self._config.data.max_length
         if item.weight != 1:
-            weights = (trained if weights is None else weights) * np.float32(item.weight)
+            weights = (result.trained if weights is None else weights) * np.float32(item.weight)
+        sample = make_sample(ids, result.trained, weights)
         if len(ids) <= max_length:
-            writer.append(ids, trained, row.line, weights)
+            writer.append(sample, row.line)
         elif self._config.data.too_long == "truncate":
-            if not trained[1:max_length].any():
+            if not result.trained[1:max_length].any():
                 outcome.refused.add(
                     row.file, row.line, f"no trained token is left of {len(ids):,} after cutting at {max_length:,}"
                 )
                 return
-            writer.append(
-                ids[:max_length], trained[:max_length], row.line, None if weights is None else weights[:max_length]
-            )
+            writer.append({name: values[:max_length] for name, values in sample.items()}, row.line)
             outcome.num_truncated += 1
         elif self._config.data.too_long == "split" and isinstance(item.content, str):
             self._split(row, [ids], item.weight, outcome, writer)
@@ -352,7 +352,7 @@ class PartTokenizer:
             num_tokens += len(ids)
         if num_tokens <= max_length or too_long == "truncate":
             ids = np.concatenate(kept)[:max_length]
-            writer.append(ids, np.ones(len(ids), dtype=np.bool_), row.line, _weigh(len(ids), weight))
+            writer.append(_make_text(ids, weight), row.line)
             outcome.num_truncated += num_tokens > max_length
         else:
             outcome.longest = max(outcome.longest, num_tokens)
@@ -379,11 +379,13 @@ class PartTokenizer:
         outcome.num_split += num_blocks > 0
 
     def _append_block(self, row: Row, ids: np.ndarray, weight: float, writer: SegmentWriter, continued: bool) -> None:
-        writer.append(ids, np.ones(len(ids), dtype=np.bool_), row.line, _weigh(len(ids), weight), continued)
+        writer.append(_make_text(ids, weight), row.line, continued)
 
 
-def _weigh(num_tokens: int, weight: float) -> np.ndarray | None:
-    return None if weight == 1 else np.full(num_tokens, weight, dtype=np.float32)
+def _make_text(ids: np.ndarray, weight: float) -> Sample:
+    """A sample whose tokens are all trained, with one weight."""
+    weights = None if weight == 1 else np.full(len(ids), weight, dtype=np.float32)
+    return make_sample(ids, np.ones(len(ids), dtype=np.bool_), weights)
 
 
 def find_any(words: Iterable[str], content: Conversation | str) -> str | None:

@@ -28,6 +28,7 @@ from manyhands.config.schema import RunConfig, Source
 from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.data.rows import Part
 from manyhands.data.sources import split_source
+from manyhands.data.streams import TOKENS
 from manyhands.data.template import chat_template_kwargs_of
 from manyhands.data.template_bounds import try_apart
 from manyhands.data.tokenize import Outcome, PartTokenizer, choose_format
@@ -161,7 +162,8 @@ class _Progress:
         if time.monotonic() - self._last < REPORT_EVERY_S:
             return
         self._last = time.monotonic()
-        num_tokens = sum(path.stat().st_size for path in self._job.folder.glob("segments/*/ids.bin")) // 4
+        files = self._job.folder.glob(f"segments/*/{TOKENS.name}.bin")
+        num_tokens = sum(path.stat().st_size for path in files) // TOKENS.item_bytes
         self._report(f"tokenized {num_tokens / 1e6:.1f} M tokens so far")
 
 

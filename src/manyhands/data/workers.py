@@ -1,6 +1,6 @@
 """Processes that collate batches ahead. They import no torch, map the same files, and end when their pipe closes.
 
-A batch is a function of (rows, shape) alone, so it does not matter which process makes it, nor in which attempt of the
+A batch is a function of (samples, shape) alone, so it does not matter which process makes it, nor in which attempt of the
 run: results are taken in the order in which they were asked. Knows nothing of steps, ranks or devices.
 """
 
@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 
 from manyhands.core.errors import EXIT_FAILED, UserError
-from manyhands.data.collate import Arrays, Rows, Shape, collate_samples
+from manyhands.data.collate import Arrays, Samples, Shape, collate_samples
 
-OpenRows = Callable[[], Mapping[str, Rows]]  # called once in each process; pickled to get there
+OpenSamples = Callable[[], Mapping[str, Samples]]  # called once in each process; pickled to get there
 
 
-def open_store_rows(folder: str | Path) -> Mapping[str, Rows]:
-    """The row sets of a token store, by name."""
+def open_store_samples(folder: str | Path) -> Mapping[str, Samples]:
+    """The sample sets of a token store, by name."""
     from manyhands.data.store import TokenStore
 
     store = TokenStore.open(folder)
@@ -36,7 +36,7 @@ def open_store_rows(folder: str | Path) -> Mapping[str, Rows]:
 class BatchWorkers:
     """``num_workers`` processes, started once and used by every stream of batches until ``close``."""
 
-    def __init__(self, open_rows: OpenRows, num_workers: int) -> None:
+    def __init__(self, open_samples: OpenSamples, num_workers: int) -> None:
         context = multiprocessing.get_context("spawn")  # a fork would carry threads' locks and the device's state along
         self._lock = threading.Lock()
         self._pipes: list[Connection] = []
@@ -48,7 +48,7 @@ class BatchWorkers:
         for number in range(num_workers):
             mine, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(open_rows, theirs), name=f"{number}-manyhands-collate", daemon=True
+                target=_serve, args=(open_samples, theirs), name=f"{number}-manyhands-collate", daemon=True
             )
             process.start()
             theirs.close()
@@ -65,7 +65,7 @@ class BatchWorkers:
         return [process.pid for process in self._processes if process.pid is not None]
 
     def collate(self, name: str, shape: Shape, units: Iterable[np.ndarray]) -> Generator[Arrays, None, None]:
-        """The batches of row set ``name``, one for each unit of row ids, in order; ``num_workers`` units are in work at
+        """The batches of sample set ``name``, one for each unit of sample numbers, in order; ``num_workers`` units are in work at
         once.
 
         Raises what collation raised, and UserError where a process has died.
@@ -147,18 +147,18 @@ class BatchWorkers:
         )
 
 
-def _serve(open_rows: OpenRows, pipe: Connection) -> None:
+def _serve(open_samples: OpenSamples, pipe: Connection) -> None:
     # Ctrl-C and a cluster's SIGTERM reach the whole group; the rank finishes its step and saves, and needs its batches.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    sample_sets: Mapping[str, Rows] | None = None
+    sample_sets: Mapping[str, Samples] | None = None
     while True:
         try:
             name, rows, shape = pipe.recv()
         except (EOFError, OSError):
             return
         try:
-            sample_sets = open_rows() if sample_sets is None else sample_sets
+            sample_sets = open_samples() if sample_sets is None else sample_sets
             result: Any = collate_samples(sample_sets[name], rows, shape)
         except Exception as error:
             result = _portable(error)

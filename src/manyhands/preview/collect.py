@@ -17,6 +17,7 @@ from manyhands.core.errors import UserError
 from manyhands.data.prepare import UNFINISHED, prepare, summarize
 from manyhands.data.sources import list_files, resolve_sources
 from manyhands.data.store import TokenStore
+from manyhands.data.streams import TOKENS, weights_of
 from manyhands.data.tokenizer import load_tokenizer
 from manyhands.facts.hub import locate_model
 from manyhands.facts.types import DataFacts
@@ -194,7 +195,8 @@ def _decode(
     tokenizer: Any, store: TokenStore, sources: Sequence[Source], files: Sequence[Sequence[Path]], row: int
 ) -> ShownRow:
     train = store.train
-    ids, weights = train.row(row)[0], train.weights(row).copy()
+    sample = train.sample(row)
+    ids, weights = sample[TOKENS.name], weights_of(sample)
     weights[0] = 0  # nothing comes before the first token, so it is never a target
     number = int(train.sources[row])
     source, file = sources[number], files[number][store.file_number(row)]

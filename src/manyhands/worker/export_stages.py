@@ -12,6 +12,7 @@ from manyhands.checkpoint.load import load_checkpoint
 from manyhands.checkpoint.retention import checkpoint_folder
 from manyhands.convert.adapter import method_of
 from manyhands.core.collectives import run_on_first
+from manyhands.data.streams import TOKENS
 from manyhands.export.adapter import export_adapter, name_base
 from manyhands.export.card import make_card
 from manyhands.export.model import choose_dtype, export_model
@@ -133,7 +134,11 @@ def _probe(rank: Rank) -> Path:
 def _save_probe(rank: Rank) -> None:
     """Logits of the model in memory on the first tokens of the first training row."""
     rank.loss_model.eval()
-    ids = torch.from_numpy(rank.store.train.row(0)[0][:PROBE_TOKENS].copy()).long()[None].to(rank.world.device)
+    ids = (
+        torch.from_numpy(rank.store.train.sample(0)[TOKENS.name][:PROBE_TOKENS].copy())
+        .long()[None]
+        .to(rank.world.device)
+    )
     length = ids.shape[1]
     positions = torch.arange(length, device=ids.device)[None]
     bounds = torch.tensor([0, length], dtype=torch.int32, device=ids.device)

@@ -12,7 +12,7 @@ import torch
 
 from manyhands.data.batches import Collate, collate_here
 from manyhands.data.collate import Shape, collate_samples
-from manyhands.data.workers import BatchWorkers, open_store_rows
+from manyhands.data.workers import BatchWorkers, open_store_samples
 from manyhands.plan.layout import pack_tile
 from manyhands.worker.rank import Rank
 
@@ -35,7 +35,7 @@ def open_workers(rank: Rank) -> None:
     asked = rank.config.data.workers
     num_workers = count_workers(measure_collation(rank), _spare_cores(rank)) if asked == "auto" else asked
     if num_workers:
-        rank.workers = BatchWorkers(functools.partial(open_store_rows, rank.store.folder), num_workers)
+        rank.workers = BatchWorkers(functools.partial(open_store_samples, rank.store.folder), num_workers)
         rank.say(f"batches: {num_workers} processes a rank collate ahead")
 
 

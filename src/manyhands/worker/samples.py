@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from manyhands.data.streams import prompt_of
 from manyhands.data.template import chat_template_kwargs_of
 from manyhands.infer.generate import end_token_ids, generate, greedy
 from manyhands.worker.rank import Rank
@@ -26,7 +27,7 @@ def choose_prompts(rank: Rank, rows: np.ndarray) -> list[Prompt]:
     for row in rows:
         if len(prompts) == rank.config.evaluate.prompts:
             break
-        ids = rank.store.validation.prompt(int(row)).tolist()
+        ids = prompt_of(rank.store.validation.sample(int(row))).tolist()
         if ids:
             prompts.append(Prompt(ids, _question(ids, rank.tokenizer)))
     return prompts

@@ -1,0 +1,183 @@
+"""What a sample is made of: named streams, each declared once. Pure numpy; knows no files, no tokenizer, no model.
+
+A sample is a mapping from names of streams to arrays ``(n, *item_shape)``. A stream has a length of its own, or shares
+that of the stream it lies along. Its declaration says how it is stored (``store.py``) and which entries of a batch it
+becomes (``collate.py``); neither of them names a stream. What a language model needs stands at the end of this file,
+and only there: which stream decides how much fits into a pack, the streams of text, and the loss tokens of a sample.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+IGNORED = -100  # the label of a position that has none
+PAD_ID = 0
+
+Sample = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class BatchEntry:
+    """One entry of a batch, made of one stream.
+
+    A stream along the packed one: item p of a document stands at the document's position p, with ``shifted`` at
+    position p - 1 (that of its label; the last position of a document has none). Other positions, padding, and those
+    where the bool stream ``where`` is false, hold ``fill``. A stream with a length of its own: the items of all samples
+    end to end, and beside them ``cu_NAME`` (samples + 1) int32, where each sample's begin; nothing is padded.
+    """
+
+    name: str
+    dtype: str
+    fill: float = 0
+    shifted: bool = False
+    where: str = ""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A stream's name, its items on disk (little-endian ``dtype``, ``item_shape``), whose length it shares (``along``;
+    empty: its own), and what it becomes in a batch.
+
+    ``default_from``: written only where some sample carries it; the others then hold the values of that stream.
+    """
+
+    name: str
+    dtype: str
+    item_shape: tuple[int, ...] = ()
+    along: str = ""
+    default_from: str = ""
+    entries: tuple[BatchEntry, ...] = ()
+
+    @property
+    def owner(self) -> str:
+        """The stream whose length this one has."""
+        return self.along or self.name
+
+    @cached_property
+    def item_dtype(self) -> np.dtype:
+        return np.dtype(self.dtype)
+
+    @cached_property
+    def item_bytes(self) -> int:
+        return self.item_dtype.itemsize * math.prod(self.item_shape)
+
+    def to_bytes(self, values: np.ndarray) -> bytes:
+        """``values (n, *item_shape)`` as they lie on disk. Raises ValueError for items of another shape, TypeError for those
+        of another kind."""
+        if values.shape[1:] != self.item_shape:
+            raise ValueError(f"items of the stream {self.name} have shape {values.shape[1:]}, not {self.item_shape}")
+        return values.astype(self.dtype, casting="same_kind", copy=False).tobytes()
+
+    def from_bytes(self, raw: bytes) -> np.ndarray:
+        """The reverse: ``(n, *item_shape)``, not to be written to."""
+        values = np.frombuffer(raw, dtype=self.item_dtype)
+        return values.reshape(-1, *self.item_shape) if self.item_shape else values
+
+
+def check_streams(streams: Iterable[Stream]) -> tuple[Stream, ...]:
+    """The streams themselves; ValueError where their declarations contradict each other."""
+    streams = tuple(streams)
+    by_name = {stream.name: stream for stream in streams}
+    if len(by_name) < len(streams) or PACKED_BY not in by_name:
+        raise ValueError(f"streams need names of their own, and one of them is {PACKED_BY}")
+    names = [entry.name for stream in streams for entry in stream.entries]
+    if len(set(names)) < len(names):
+        raise ValueError(f"two streams become the same entry of a batch: {sorted(names)}")
+    for stream in streams:
+        if not stream.name.isidentifier():
+            raise ValueError(f"{stream.name!r} cannot name a stream: it becomes part of a file's name")
+        if stream.along and (stream.along not in by_name or by_name[stream.along].along):
+            raise ValueError(f"{stream.name} lies along {stream.along}, which is no stream with a length of its own")
+        for name in filter(None, [stream.default_from, *(entry.where for entry in stream.entries)]):
+            if name not in by_name or by_name[name].owner != stream.owner:
+                raise ValueError(f"{stream.name} refers to {name}, which is no stream of the same length")
+        if stream.default_from and (not stream.along or by_name[stream.default_from].default_from):
+            raise ValueError(f"{stream.name} cannot take its default from {stream.default_from}")
+        if stream.owner != PACKED_BY and any(entry.shifted or entry.where for entry in stream.entries):
+            raise ValueError(f"{stream.name} is not along {PACKED_BY}: its entries cannot be shifted or left out")
+    return streams
+
+
+def describe_streams(streams: Iterable[Stream]) -> list[dict[str, Any]]:
+    """The declarations as JSON values: they stand in a store's description, and in its name."""
+    return [asdict(stream) for stream in streams]
+
+
+def read_streams(described: Iterable[Mapping[str, Any]]) -> tuple[Stream, ...]:
+    """The reverse of ``describe_streams``. Raises ValueError or TypeError for what it did not write."""
+    return check_streams(
+        Stream(
+            **{
+                **values,
+                "item_shape": tuple(values["item_shape"]),
+                "entries": tuple(BatchEntry(**entry) for entry in values["entries"]),
+            }
+        )
+        for values in described
+    )
+
+
+PACKED_BY = "tokens"  # the stream whose length decides how much fits into a micro-batch
+
+TOKENS = Stream(
+    PACKED_BY,
+    "<i4",
+    entries=(
+        BatchEntry("input_ids", "int64", PAD_ID),
+        BatchEntry("labels", "int64", IGNORED, shifted=True, where="mask"),
+    ),
+)
+MASK = Stream("mask", "?", along=PACKED_BY)  # which tokens are loss tokens
+WEIGHTS = Stream(
+    "weights",
+    "<f4",
+    along=PACKED_BY,
+    default_from="mask",
+    entries=(BatchEntry("loss_weights", "float32", 0.0, shifted=True, where="mask"),),
+)
+TEXT = check_streams((TOKENS, MASK, WEIGHTS))
+
+
+def make_sample(ids: np.ndarray, mask: np.ndarray, weights: np.ndarray | None = None) -> Sample:
+    """A sample of text: ``ids`` int32, ``mask`` bool, ``weights`` float32 or None where every loss token weighs 1, all
+    (T).
+    """
+    return {TOKENS.name: ids, MASK.name: mask} | ({} if weights is None else {WEIGHTS.name: weights})
+
+
+def count_loss_tokens(sample: Sample) -> int:
+    """Loss tokens of a sample: the first token is predicted from nothing."""
+    return int(np.count_nonzero(sample[MASK.name][1:]))
+
+
+def sum_loss_weights(sample: Sample) -> float:
+    """What the loss tokens of a sample weigh together, summed in float64; their number where none is weighted."""
+    weights = sample.get(WEIGHTS.name)
+    return count_loss_tokens(sample) if weights is None else float(weights[1:].sum(dtype=np.float64))
+
+
+def is_weighted(streams: Iterable[Stream]) -> bool:
+    """Whether some loss token weighs other than 1."""
+    return any(stream.name == WEIGHTS.name for stream in streams)
+
+
+def weights_of(sample: Sample) -> np.ndarray:
+    """float32, the weight of each token's loss: 0 where it is no loss token."""
+    return sample.get(WEIGHTS.name, sample[MASK.name]).astype(np.float32)
+
+
+def prompt_of(sample: Sample) -> np.ndarray:
+    """The ids before the first loss token; of a sample that is trained from its start, the first token."""
+    return sample[TOKENS.name][: max(1, int(sample[MASK.name].argmax()))]
+
+
+def add_label_positions(batch: dict[str, Any]) -> dict[str, Any]:
+    """The batch with ``label_positions`` (m) int64: the flat positions that have a label. Known here, they spare the
+    GPU a wait."""
+    return {**batch, "label_positions": np.flatnonzero(batch["labels"] != IGNORED)}
