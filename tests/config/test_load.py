@@ -136,7 +136,7 @@ def test_many_errors_are_cut(tmp_path):
         ("batch: {samples: true}", "got true, allowed: an integer"),
         ("batch: 3", "`batch` is a section with keys, got 3"),
         ("batch.samples: 3", "write `batch:` and below it `samples: 3`"),
-        ("name: 2024", "Put it in quotes"),
+        ("name: 2024", "Quote it"),
         ("name: ../up", "`name`: got ../up"),
         ("seed: -1", "`seed`: got -1, allowed: an integer >= 0"),
         ("stop: {epochs: .inf}", "`stop.epochs`"),
@@ -160,9 +160,9 @@ def test_an_empty_section_is_its_defaults(tmp_path):
         (
             "a.yaml",
             BASE + "seed: 1\nseed: 2\nbatch:\n  samples: 1\n  samples: 2\n",
-            ["line 4, column 1: `seed` is given twice", "line 7, column 3: `samples`"],
+            ["line 4, column 1: duplicate key `seed`", "line 7, column 3: duplicate key `samples`"],
         ),
-        ("a.json", '{"name": "a", "name": "b"}', ["`name` is given twice"]),
+        ("a.json", '{"name": "a", "name": "b"}', ["duplicate key `name`"]),
         ("a.toml", 'name = "a"\nname = "b"\n', ["not valid TOML", "line 2"]),
         ("a.yaml", "model:\n\tname: x\n", ["not valid YAML", "line 2, column 1", "spaces"]),
         ("a.yaml", "model: [a\ndata: b\n", ["not valid YAML", "line 2"]),
@@ -175,7 +175,7 @@ def test_an_empty_section_is_its_defaults(tmp_path):
         ("a.yaml", "# only words\n", ["empty"]),
         ("a.json", " ", ["empty"]),
         ("a.json", "{}", ["empty"]),
-        ("a.yaml", "- model\n", ["holds a list"]),
+        ("a.yaml", "- model\n", ["the run file is a list"]),
         ("a.json", "3", ["single value"]),
         ("a.txt", "x", [".yaml, .yml, .toml, .json"]),
         ("a.yaml", "[" * 1500, ["not valid YAML", "nested"]),
@@ -183,13 +183,17 @@ def test_an_empty_section_is_its_defaults(tmp_path):
         ("a.json", '{"name": ' + "[" * 100 + "]" * 100 + "}", ["nested more than"]),
         ("a.toml", "a = " + "[" * 100 + "]" * 100, ["nested more than"]),
         ("a.toml", "seed = " + "9" * 5000, ["not valid TOML"]),
-        ("a.yaml", "model: &a {name: *a}\n", ["not valid YAML", "line 1, column 8", "inside of what it repeats"]),
-        ("a.yaml", "&a\nmodel: {name: m}\ndata: *a\n", ["line 1", "inside of what it repeats"]),
-        ("a.yaml", "model: &a {name: m, <<: *a}\n", ["line 1", "inside of what it repeats"]),
-        ("a.yaml", "seed: !!bool maybe\n", ["line 1, column 7", "'maybe' is no bool", "without a tag"]),
+        (
+            "a.yaml",
+            "model: &a {name: *a}\n",
+            ["not valid YAML", "line 1, column 8", "refers to a value that contains it"],
+        ),
+        ("a.yaml", "&a\nmodel: {name: m}\ndata: *a\n", ["line 1", "refers to a value that contains it"]),
+        ("a.yaml", "model: &a {name: m, <<: *a}\n", ["line 1", "refers to a value that contains it"]),
+        ("a.yaml", "seed: !!bool maybe\n", ["line 1, column 7", "'maybe' is not a bool", "without a tag"]),
         ("a.yaml", "seed: !!timestamp soon\n", ["line 1, column 7", "timestamp", "without a tag"]),
-        ("a.yaml", 'output: {dir: "a\\0b"}\n', ["holds the character '\\x00'"]),
-        ("a.json", '{"output": {"dir": "\\ud800"}}', ["holds the character '\\ud800'"]),
+        ("a.yaml", 'output: {dir: "a\\0b"}\n', ["contains the invalid character '\\x00'"]),
+        ("a.json", '{"output": {"dir": "\\ud800"}}', ["contains the invalid character '\\ud800'"]),
     ],
 )
 def test_broken_files_say_where(tmp_path, name, text, said):
@@ -209,7 +213,7 @@ def _fold(first: str, each: str, levels: int = 40) -> str:
 
 @pytest.mark.parametrize("text", [_fold("[x]", "[?]"), _fold("{x: 1}", "{<<: [?]}")], ids=["aliases", "merges"])
 def test_aliases_that_unfold_without_end_are_refused(tmp_path, text):
-    assert "aliases (*) unfold to more than" in str(refusal(write(tmp_path, text)))
+    assert "aliases (*) expand to more than" in str(refusal(write(tmp_path, text)))
     assert "`data.chat_template_kwargs`: got" in str(
         refusal(write(tmp_path, BASE), "data.chat_template_kwargs=" + "{x: &a [1], y: &b [*a, *b]}")
     )
@@ -223,10 +227,10 @@ def test_places_that_an_alias_shares_are_read_apart(tmp_path):
 
 def test_what_is_no_file_of_text_is_not_read(tmp_path):
     os.mkfifo(tmp_path / "pipe.yaml")
-    assert "no regular file" in str(refusal(tmp_path / "pipe.yaml"))
+    assert "not a regular file" in str(refusal(tmp_path / "pipe.yaml"))
     with open(tmp_path / "long.yaml", "wb") as file:
         file.truncate(1 << 40)
-    assert "too long" in str(refusal(tmp_path / "long.yaml")) and "data.train" in str(refusal(tmp_path / "long.yaml"))
+    assert "too large" in str(refusal(tmp_path / "long.yaml")) and "data.train" in str(refusal(tmp_path / "long.yaml"))
     assert "cannot be read" in str(refusal(Path("a\0b.yaml")))
 
 

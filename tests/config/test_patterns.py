@@ -72,7 +72,7 @@ def test_the_time_of_many_slow_names_adds_up(monkeypatch):
     ],
 )
 def test_an_expression_that_is_none_or_too_large_is_refused(pattern):
-    with pytest.raises(UserError, match="is no regular expression") as refused:
+    with pytest.raises(UserError, match="is not a valid regular expression") as refused:
         matches(NAME, pattern)
     assert len(refused.value.what) < 300
 

@@ -75,7 +75,7 @@ def test_a_tied_weight_is_one_weight_by_either_name() -> None:
         ({"freeze": ["model.layers.9"]}, "'model.layers.9' of method.freeze matches no weight"),
         ({"train": ["lm_head"], "freeze": ["embed_tokens"]}, "No weight is trained"),
         ({"freeze": ["*"]}, "No weight is trained"),
-        ({"train": ["re:("]}, "no regular expression"),
+        ({"train": ["re:("]}, "not a valid regular expression"),
     ],
 )
 def test_what_trains_nothing_is_refused(keys: dict[str, Any], text: str) -> None:

@@ -206,7 +206,7 @@ def test_on_a_cpu_nothing_moves():
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"parallel__shard_degree": 2}, "`parallel.shard_degree` does nothing with `parallel.strategy: auto`"),
+        ({"parallel__shard_degree": 2}, "`parallel.shard_degree` has no effect with `parallel.strategy: auto`"),
         (
             {"parallel__strategy": "hsdp", "parallel__shard_degree": 4, "parallel__gpus": 6},
             "does not divide `parallel.gpus: 6`",

@@ -1,4 +1,4 @@
-"""The schema for people and editors: one key in words, all keys, the JSON schema, a commented run file. Pure text."""
+"""The schema for people and editors: the description of a key, all keys, the JSON schema, a commented run file."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ def all_keys() -> list[str]:
 
 
 def explain(key: str) -> str:
-    """What a key (or every key of a section) does, takes and defaults to. Raises ``UserError`` with the nearest
-    name.
+    """Description, allowed values and default of a key, or of every key of a section.
+
+    Raises ``UserError`` with the most similar name.
     """
     if key in keys.sections():
         inner = [name for name in keys.table() if name.startswith(key + ".")]
@@ -47,7 +48,7 @@ def _explain_entry(key: str, entry: keys.Key) -> str:
 
 
 def default_text(key: str) -> str:
-    """A key's default as the run file would write it; ``required`` where there is none."""
+    """A key's default in the run file's syntax; ``required`` if it has none."""
     return _default(keys.table()[key])
 
 
@@ -74,8 +75,8 @@ def commented_yaml(values: Mapping[str, Any]) -> str:
     unknown = set(values) - set(keys.table())
     if unknown:
         raise KeyError(", ".join(sorted(unknown)))
-    lines = ["# A manyhands run. `manyhands plan FILE` shows what would happen, `manyhands train FILE` does it."]
-    lines += ["# A commented key shows its default.", ""]
+    lines = ["# A manyhands run: `manyhands plan FILE` shows what it would do, `manyhands train FILE` runs it."]
+    lines += ["# Commented keys show their defaults.", ""]
     lines += [line for name in ("name", "task", "seed") for line in _entry(name, values, "")]
     for section, kind in keys.sections().items():
         inner = [key for key in keys.table() if key.startswith(section + ".")]
@@ -101,6 +102,6 @@ def _entry(key: str, values: Mapping[str, Any], indent: str) -> list[str]:
 
 
 def _scalar(value: Any) -> str:
-    """One value in YAML's flow style, on one line, quoted where it must be."""
+    """One value in YAML's flow style, on one line, quoted if necessary."""
     text = yaml.safe_dump(value, default_flow_style=True, width=10**9, allow_unicode=True)
     return text.removesuffix("\n").removesuffix("\n...").strip()

@@ -1,4 +1,4 @@
-"""The schema as a flat table of dotted keys, in words: what each key allows, and which key somebody probably meant.
+"""The schema as a flat table of dotted keys: what each key allows, and which key an unknown one most likely means.
 
 Knows the schema only; reads no file.
 """
@@ -47,12 +47,12 @@ class Key:
 
     @property
     def kinds(self) -> list[dict[str, Any]]:
-        """The parts of the JSON schema that a value may fit."""
+        """The alternatives of the JSON schema."""
         return self.schema.get("anyOf", [self.schema])
 
     @property
     def takes_text(self) -> bool:
-        """True where any text is a value, so that ``name=2024`` on the command line means the text 2024."""
+        """Whether any text is a valid value, so that ``name=2024`` on the command line is the text 2024."""
         free_text = any(
             kind.get("type") == "string" and "enum" not in kind and "const" not in kind for kind in self.kinds
         )
@@ -113,26 +113,22 @@ def hint_in_source(place: str, name: str) -> str:
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
-    """The one of some names that a misspelt one most likely means; None if nothing is near."""
+    """The known name that a misspelled one most likely means; None if none is similar."""
     close = difflib.get_close_matches(name.replace("-", "_").lower(), list(known), n=1, cutoff=0.6)
     return close[0] if close else None
 
 
 def wrong_value(path: str, key: Key, value: Any) -> str:
-    """A finding: what was given, what is allowed, what the key means."""
-    quote = (
-        " Put it in quotes."
-        if key.takes_text and isinstance(value, (int, float)) and not isinstance(value, bool)
-        else ""
-    )
+    """A finding: the value, what is allowed, and the key's description."""
+    quote = " Quote it." if key.takes_text and isinstance(value, (int, float)) and not isinstance(value, bool) else ""
     known = describe_renamed_value(path, value) or find_value(path, show(value))
     return f"`{path}`: got {show(value)}{f' ({known})' if known else ''}, allowed: {key.allowed}.{quote} {key.sentence}"
 
 
 def nearest(path: str) -> str | None:
-    """The key or section that an old name, another tool's name or a misspelt one means; None if nothing is near.
+    """The key or section that an old name, another tool's name or a misspelled one means; None if none is similar.
 
-    Only a leaf that could be a typing error is near: words that merely look alike mislead.
+    Similar is only what could be a typo: words that merely look alike mislead.
     """
     path = _normalize(path)
     if path in RENAMED_KEYS:
@@ -148,12 +144,12 @@ def nearest(path: str) -> str | None:
     if same_leaf:
         return difflib.get_close_matches(path, same_leaf, n=1, cutoff=0.0)[0]
     here = [key for key in table() if key.startswith(section + ".")] if section in sections() else []
-    for choice in (here, known):  # a right section with a wrong key: look there first
+    for choice in (here, known):  # a wrong key in an existing section: look there first
         leaves = {key.rsplit(".", 1)[-1]: key for key in reversed(choice)}
-        slips = {name: _count_slips(leaf, name) for name in leaves}
-        slips |= {name: 1 for name in leaves if choice is here and len(leaf) >= 4 and name.startswith(leaf)}
-        best = min(slips, key=lambda name: slips[name], default="")
-        if best and slips[best] <= max(1, len(leaf) // 4):
+        typos = {name: _count_typos(leaf, name) for name in leaves}
+        typos |= {name: 1 for name in leaves if choice is here and len(leaf) >= 4 and name.startswith(leaf)}
+        best = min(typos, key=lambda name: typos[name], default="")
+        if best and typos[best] <= max(1, len(leaf) // 4):
             return leaves[best]
     return None
 
@@ -162,8 +158,8 @@ def _normalize(path: str) -> str:
     return path.replace("-", "_").lower()
 
 
-def _count_slips(first: str, second: str) -> int:
-    """Letters left out, added, exchanged, or swapped with the next one, that make one word of the other."""
+def _count_typos(first: str, second: str) -> int:
+    """Damerau-Levenshtein distance: insertions, deletions, substitutions and swaps of neighbors."""
     counts = [[i + j if not i * j else 0 for j in range(len(second) + 1)] for i in range(len(first) + 1)]
     for i, one in enumerate(first, 1):
         for j, other in enumerate(second, 1):
@@ -188,7 +184,7 @@ def hint(path: str, value: object = None) -> str:
 
 
 def show(value: Any) -> str:
-    """A value as the run file would write it, cut after 60 characters."""
+    """A value in the run file's syntax, cut after 60 characters."""
     try:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):

@@ -1,6 +1,6 @@
 """A run file and overrides to a ``RunConfig``, or one ``UserError`` with everything that is wrong.
 
-Knows the schema and the file; not what is true of the model, the data or the machine (that is ``facts``).
+Knows the schema and the file, not the model, the data or the machine (those are ``facts``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from manyhands.config.checks import check
 from manyhands.config.keys import Key, hint, nearest, sections, show, table, wrong_value
-from manyhands.config.read import NO_TEXT, parse_yaml_value, read_source
+from manyhands.config.read import NO_TEXT, parse_yaml_value, read_run_file
 from manyhands.config.schema import RunConfig
 from manyhands.config.sources import drop_wrong_sources, list_paths, list_sources, open_source
 from manyhands.core.errors import UserError
@@ -30,12 +30,12 @@ MAX_FINDINGS = 20
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:
     """Reads a YAML, TOML or JSON run file and applies ``section.key=value`` overrides, the later one winning.
 
-    Override values are read as YAML (``1e-4``, ``[q_proj, v_proj]``), except that keys which take any text take it as
-    it stands. ``name`` defaults to the file's stem. Relative paths are taken from the run file's folder where they
-    exist there, and else left as they are. Raises ``UserError`` with all findings at once.
+    Override values are read as YAML (``1e-4``, ``[q_proj, v_proj]``); keys that take any string take the text as
+    given. ``name`` defaults to the file's stem. Relative paths are resolved against the run file's folder if they exist
+    there, and otherwise left as they are. Raises ``UserError`` with all findings at once.
     """
     path = Path(path)
-    source = read_source(path)
+    source = read_run_file(path)
     mapping = deepcopy(source.mapping)
     origins = {key: f"line {line}" for key, line in source.lines.items()}
     findings = _apply_overrides(mapping, overrides, origins)
@@ -51,7 +51,7 @@ def config_from_mapping(mapping: Mapping[str, Any], where: str = "the given conf
 
 
 def _apply_overrides(mapping: dict[str, Any], overrides: Sequence[str], origins: dict[str, str]) -> list[str]:
-    """Writes the overrides into ``mapping``; returns what is wrong with them."""
+    """Writes the overrides into ``mapping``; returns the findings."""
     findings = []
     for override in overrides:
         path, equals, text = override.partition("=")
@@ -61,7 +61,7 @@ def _apply_overrides(mapping: dict[str, Any], overrides: Sequence[str], origins:
                 f"command line: {show(override)} is not an override; write section.key=value, such as batch.samples=32"
             )
         elif NO_TEXT.search(override):
-            findings.append(f"command line: {override[:60]!a} is not UTF-8 text, and a run file holds nothing else")
+            findings.append(f"command line: {override[:60]!a} is not UTF-8 text")
         elif path in sections():
             findings.append(
                 f"command line: `{path}` is a section; write {path}.key=value, `manyhands config {path}` lists its keys"
@@ -69,7 +69,7 @@ def _apply_overrides(mapping: dict[str, Any], overrides: Sequence[str], origins:
         elif path in table():
             section, _, leaf = path.rpartition(".")
             target = _open_section(mapping, section) if section else mapping
-            if target is not None:  # else the file's section is no mapping: that is reported
+            if target is not None:  # otherwise the file's section is not a mapping, which is reported
                 target[leaf] = _read_value(text, table()[path])
                 origins[path] = "command line"
         else:
@@ -78,7 +78,7 @@ def _apply_overrides(mapping: dict[str, Any], overrides: Sequence[str], origins:
 
 
 def _override_inside(mapping: dict[str, Any], path: str, text: str, origins: dict[str, str]) -> list[str]:
-    """``data.train[1].weight=2``, ``data.fields.prompt=frage``: one entry of a value that is a list or a mapping."""
+    """``data.train[1].weight=2``, ``data.fields.prompt=frage``: one entry of a list or mapping."""
     in_source = IN_SOURCE.fullmatch(path)
     base, _, leaf = path.rpartition(".")
     if in_source:
@@ -86,7 +86,7 @@ def _override_inside(mapping: dict[str, Any], path: str, text: str, origins: dic
         data = _open_section(mapping, "data")
         target = None if data is None else open_source(data, base.partition(".")[2], index)
         if target is None:
-            return [f"command line: `{path}`: `{base}` has no source of the number {index}; they are counted from 0"]
+            return [f"command line: `{path}`: `{base}` has no source {index} (the first is 0)"]
     elif base in table() and table()[base].takes_mapping:
         target = _open_section(mapping, *base.split("."))
         if target is None:
@@ -99,7 +99,7 @@ def _override_inside(mapping: dict[str, Any], path: str, text: str, origins: dic
 
 
 def _open_section(mapping: dict[str, Any], *names: str) -> dict[str, Any] | None:
-    """The mapping under these names, made where there is none; None where something else stands there."""
+    """The mapping at these names, created if missing; None if something else is there."""
     for name in names:
         if mapping.get(name) is None:
             mapping[name] = {}
@@ -124,7 +124,7 @@ def _parse(text: str) -> Any:
 
 
 def _resolve_paths(mapping: dict[str, Any], folder: Path) -> None:
-    """Makes paths absolute that exist beside the run file, so that the run means the same from every folder."""
+    """Makes paths absolute that exist in the run file's folder, so that the run is the same from every folder."""
     for path in PATH_KEYS:
         section, _, leaf = path.partition(".")
         if isinstance(keys := mapping.get(section), dict):
@@ -142,7 +142,7 @@ def _resolve_path(holder: Any, place: Any, folder: Path, must_be_folder: bool = 
         candidate = folder / Path(value).expanduser()
         if candidate.is_dir() if must_be_folder else candidate.exists():
             holder[place] = os.path.normpath(candidate)
-    except (OSError, ValueError, RuntimeError):  # a chat template's text is no file name
+    except (OSError, ValueError, RuntimeError):  # a chat template is not a file name
         return
 
 
@@ -154,7 +154,7 @@ def _validate(mapping: dict[str, Any], where: str, origins: Mapping[str, str], f
         findings += _drop_invalid(mapping, error, origins)
         try:
             config = RunConfig.model_validate(mapping)
-        except ValidationError:  # too broken to look for contradictions as well
+        except ValidationError:  # too broken for the checks of contradictions
             raise _error(findings, where) from None
     findings += [*check(config), *_check_paths(config)]
     if findings:
@@ -163,9 +163,7 @@ def _validate(mapping: dict[str, Any], where: str, origins: Mapping[str, str], f
 
 
 def _check_paths(config: RunConfig) -> list[str]:
-    """Paths that this machine cannot even look for: ``~name`` of a user it does not know, names too long, folders
-    without rights.
-    """
+    """Paths that cannot be looked up: ``~name`` of an unknown user, names that are too long, missing permissions."""
     places = {
         path: getattr(getattr(config, section), leaf)
         for path in HOME_KEYS
@@ -180,12 +178,10 @@ def _check_paths(config: RunConfig) -> list[str]:
             Path(value).expanduser().exists()
         except RuntimeError:
             user = Path(value).parts[0]
-            fix = f"write the whole path, or ./{user} for a folder of that name"
-            findings.append(f"`{path}: {show(value)}`: no home of the user {user[1:]!r} is known here: {fix}")
+            fix = f"write the full path, or ./{user} for a folder of that name"
+            findings.append(f"`{path}: {show(value)}`: the user {user[1:]!r} has no home folder here: {fix}")
         except OSError as error:
-            findings.append(
-                f"`{path}: {show(value)}`: this path cannot be looked for ({error.strerror}): name another one"
-            )
+            findings.append(f"`{path}: {show(value)}`: this path cannot be used ({error.strerror}): choose another one")
     return findings
 
 
@@ -194,14 +190,12 @@ def _error(findings: list[str], where: str) -> UserError:
     details = findings[:MAX_FINDINGS] + ([f"and {more} more"] if more > 0 else [])
     what = "the run file has an error" if len(findings) == 1 else f"the run file has {len(findings)} errors"
     return UserError(
-        what, where=where, details=details, fix="mend the keys above; `manyhands config KEY` explains a key"
+        what, where=where, details=details, fix="correct the keys above; `manyhands config KEY` explains a key"
     )
 
 
 def _drop_unknown(mapping: dict[str, Any], origins: Mapping[str, str]) -> list[str]:
-    """Removes what the schema does not know, and truth values where a number or text belongs (pydantic takes True for
-    1).
-    """
+    """Removes unknown keys, and booleans where a number or text belongs (pydantic takes True for 1)."""
     findings = []
     for name in list(mapping):
         if name not in sections():
@@ -221,13 +215,13 @@ def _drop_unknown(mapping: dict[str, Any], origins: Mapping[str, str]) -> list[s
             findings += _drop_wrong_key(keys, leaf, f"{name}.{leaf}", origins)
     if isinstance(mapping.get("data"), dict):
         findings += drop_wrong_sources(mapping["data"], origins)
-    for name in ("model", "data"):  # they hold required keys: each missing one is named, not its section
+    for name in ("model", "data"):  # so that each missing required key is named, not its section
         mapping.setdefault(name, {})
     return findings
 
 
 def _list_keys(keys: dict[str, Any], name: str, origins: Mapping[str, str]) -> list[str]:
-    """A section that there is not: each of its keys, and what it is called here."""
+    """An unknown section: each of its keys, and what it is called here."""
     meant = nearest(name)
     findings = [
         f"{_prefix(name, origins)}unknown section `{name}`"
@@ -258,7 +252,7 @@ def _drop_wrong_key(keys: dict[str, Any], leaf: str, path: str, origins: Mapping
 
 
 def _drop_invalid(mapping: dict[str, Any], error: ValidationError, origins: Mapping[str, str]) -> list[str]:
-    """Words for pydantic's findings, one for each key; takes the keys out so that the rest can still be checked."""
+    """Pydantic's findings in words, one for each key; removes the keys so that the rest can still be checked."""
     findings: dict[str, str] = {}
     for item in error.errors(include_url=False, include_context=False):
         parts = [str(part) for part in item["loc"][:2]]

@@ -1,8 +1,7 @@
-"""Names of modules and weights by pattern, the same for the plan, which counts, and for the model, which is changed.
-Pure.
+"""Selects modules and weights by name pattern; the plan counts with it and the converters apply it. Pure.
 
-A regular expression may take exponential time or room, and comes from a run file or an adapter of somebody else: what
-it may cost is bounded. Time is CPU time, so that a busy machine refuses no pattern that an idle one takes.
+A regular expression may take exponential time or memory, and may come from somebody else's run file or adapter: both
+are limited. The limit is CPU time, so that a busy machine refuses no pattern that an idle one accepts.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from manyhands.core.errors import UserError
 
 REGEX = "re:"
 MAX_CHARACTERS = 10_000
-MAX_REPEATS = 10_000  # the product of all counts: {1000}{1000} would be written out while it is compiled
+MAX_REPEATS = 10_000  # the product of all counts: compiling expands {1000}{1000}
 MAX_CPU_S = 5.0  # of one expression in one process, over all names
-COUNTED_FROM_S = 0.01  # what takes less is what matching takes anyway
+COUNTED_FROM_S = 0.01  # shorter matches are free
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether ``pattern`` means the module ``name``: its full name, the end of it after a dot, or a glob of either.
+    """Whether ``pattern`` matches the module ``name``: its full name, the end of it after a dot, or a glob of either.
 
-    After ``re:`` it is a regular expression for the full name from beginning to end, as PEFT reads a ``target_modules``
-    that is a string. UserError if that expression is broken, or takes too long.
+    After ``re:`` it is a regular expression for the full name, as PEFT reads a ``target_modules`` that is a string.
+    UserError if that expression is invalid or takes too long.
     """
     if not pattern.startswith(REGEX):
         return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
@@ -36,15 +35,13 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def reaches(parameter: str, pattern: str) -> bool:
-    """Whether ``pattern`` means the parameter of that name, or a module that holds it: ``lm_head``, ``layers.0``,
-    ``*_proj``.
-    """
+    """Whether ``pattern`` matches the parameter or a module that contains it: ``lm_head``, ``layers.0``, ``*_proj``."""
     parts = parameter.split(".")
     return any(matches(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1))
 
 
 class _Expression:
-    """A regular expression and the time it may still take."""
+    """A regular expression and its remaining CPU time."""
 
     def __init__(self, pattern: str) -> None:
         self._pattern, self._left_s = pattern, MAX_CPU_S
@@ -59,9 +56,9 @@ class _Expression:
             self._compiled = regex.compile(text)
         except (re.error, regex.error, ValueError, OverflowError, RecursionError) as error:
             raise UserError(
-                f"{_show(pattern)} is no regular expression",
+                f"{_show(pattern)} is not a valid regular expression",
                 why=str(error) or type(error).__name__,
-                fix="mend it, or write a name or a glob pattern",
+                fix="correct it, or use a name or a glob pattern",
             ) from error
 
     def matches(self, name: str) -> bool:
@@ -77,10 +74,8 @@ class _Expression:
             raise UserError(
                 f"matching {_show(self._pattern)} takes too long",
                 where=f"at the name {name}",
-                why=(
-                    f"it has taken more than {MAX_CPU_S:g} s: such patterns repeat what repeats already, as (a+)+ does"
-                ),
-                fix="write it without nested repeats, or as names or a glob pattern",
+                why=(f"it has taken more than {MAX_CPU_S:g} s: nested repeats such as (a+)+ take exponential time"),
+                fix="write it without nested repeats, or use names or a glob pattern",
             )
         return found is not None
 

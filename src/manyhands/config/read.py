@@ -1,8 +1,8 @@
-"""One run file (YAML, TOML or JSON) to a plain mapping. Knows the three syntaxes, not the schema.
+"""Reads a run file (YAML, TOML or JSON) into a mapping. Knows the three syntaxes, not the schema.
 
-YAML is read by the rules of YAML 1.2, as people expect it: ``1e-4`` is a number, ``no`` and ``on`` are text, ``010`` is
-ten, dates are text. A key given twice is an error in every syntax. What a file may cost is bounded: its size, the
-values that it unfolds to (YAML's aliases repeat whole branches), and how deep they are nested.
+YAML follows the rules of YAML 1.2, as people expect: ``1e-4`` is a number, ``no`` and ``on`` are strings, ``010`` is
+ten, dates are strings. A duplicate key is an error in every syntax. Size, number of values (YAML aliases repeat whole
+branches) and depth of nesting are limited.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from manyhands.core.errors import UserError
 from manyhands.core.files import describe_json_fault
 
 SUFFIXES = (".yaml", ".yml", ".toml", ".json")
-MAX_BYTES = 2 << 20  # PyYAML reads some 100 kB a second
-MAX_VALUES = 100_000  # with aliases written out
+MAX_BYTES = 2 << 20  # PyYAML reads about 100 kB per second
+MAX_VALUES = 100_000  # with aliases expanded
 MAX_DEPTH = 60
-NO_TEXT = re.compile("[\0\ud800-\udfff]")  # no file's name holds a zero, no file of text half a surrogate pair
+NO_TEXT = re.compile("[\0\ud800-\udfff]")  # not allowed in file names and in UTF-8 text
 CORE_TAGS = ("null", "bool", "int", "float", "str", "seq", "map")
 
 
 @dataclass(frozen=True)
-class Source:
-    """What a run file says. ``lines`` gives the line of each dotted key where the syntax tells (YAML)."""
+class ParsedFile:
+    """The content of a run file. ``lines``: the line of each dotted key (YAML only)."""
 
     mapping: dict[str, Any]
     where: str
@@ -38,7 +38,7 @@ class Source:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's scalars on PyYAML's safe loader; collects keys that are given twice."""
+    """PyYAML's safe loader with the scalars of YAML 1.2; collects duplicate keys."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
     yaml_constructors = {
@@ -62,13 +62,13 @@ class _Loader(yaml.SafeLoader):
             if key_node.value in seen:
                 mark = key_node.start_mark
                 self.duplicates.append(
-                    f"line {mark.line + 1}, column {mark.column + 1}: `{key_node.value}` is given twice"
+                    f"line {mark.line + 1}, column {mark.column + 1}: duplicate key `{key_node.value}`"
                 )
             seen.add(key_node.value)
         return super().construct_mapping(node, deep)
 
     def get_single_node(self) -> yaml.Node | None:
-        """The document, if what it unfolds to is bounded: merges (``<<``) copy what they name while values are made."""
+        """The document, if it has few enough values; merges (``<<``) copy values during construction."""
         node = super().get_single_node()
         if node is not None:
             _count_values(node, {})
@@ -76,14 +76,12 @@ class _Loader(yaml.SafeLoader):
 
 
 def _count_values(node: yaml.Node, counted: dict[int, int | None]) -> int:
-    """Values below a node, each alias as many as it stands for. ``counted`` holds None for a node that is being
-    counted.
-    """
+    """Values below a node, with aliases expanded. ``counted`` has None for a node that is being counted."""
     if id(node) in counted:
         number = counted[id(node)]
         if number is None:
             raise yaml.constructor.ConstructorError(
-                None, None, "an alias (*) stands inside of what it repeats", node.start_mark
+                None, None, "an alias (*) refers to a value that contains it", node.start_mark
             )
         return number
     counted[id(node)] = None
@@ -92,23 +90,21 @@ def _count_values(node: yaml.Node, counted: dict[int, int | None]) -> int:
         for item in node.value:
             number += sum(_count_values(part, counted) for part in (item if isinstance(item, tuple) else (item,)))
     if number > MAX_VALUES:
-        problem = f"its aliases (*) unfold to more than {MAX_VALUES:,} values"
+        problem = f"its aliases (*) expand to more than {MAX_VALUES:,} values"
         raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
     counted[id(node)] = number
     return number
 
 
 def _checked(kind: str, construct: Callable[[Any, Any], Any]) -> None:
-    """A scalar with a tag of its own (``!!bool maybe``) may hold any text: what is none of the kind is an error of the
-    file.
-    """
+    """Makes a tagged scalar with a wrong value (``!!bool maybe``) an error in the file."""
 
     def check(loader: _Loader, node: yaml.ScalarNode) -> Any:
         try:
             return construct(loader, node)
         except (KeyError, ValueError, AttributeError):
             raise yaml.constructor.ConstructorError(
-                None, None, f"{str(node.value)[:40]!r} is no {kind}", node.start_mark
+                None, None, f"{str(node.value)[:40]!r} is not a {kind}", node.start_mark
             ) from None
 
     _Loader.add_constructor(f"tag:yaml.org,2002:{kind}", check)
@@ -124,7 +120,8 @@ _resolve("null", "", "")
 _resolve("int", "[-+]?[0-9]+", "-+0123456789")
 _resolve(
     "float",
-    r"[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+    r"[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
+    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
     "-+.0123456789",
 )
 _resolve("merge", "<<", "<")
@@ -134,15 +131,15 @@ _checked("float", _Loader.construct_yaml_float)
 
 
 def parse_yaml_value(text: str) -> Any:
-    """One value as it could stand in the file (``1e-4``, ``[q_proj, v_proj]``, ``true``). Raises ``ValueError``."""
+    """One value in the file's syntax (``1e-4``, ``[q_proj, v_proj]``, ``true``). Raises ``ValueError``."""
     try:
         return _copy_plain(_Loader(text).get_single_data())
     except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(str(error)) from error
 
 
-def read_source(path: Path) -> Source:
-    """Reads a run file. Raises ``UserError`` with line and column where the syntax is broken."""
+def read_run_file(path: Path) -> ParsedFile:
+    """Reads a run file. Raises ``UserError`` with line and column of a syntax error."""
     text = _read_text(path)
     where = str(path)
     if path.suffix.lower() in (".yaml", ".yml"):
@@ -154,18 +151,18 @@ def read_source(path: Path) -> Source:
     if not isinstance(data, dict):
         kind = "list" if isinstance(data, list) else "single value"
         raise UserError(
-            f"the run file holds a {kind}, not sections with keys",
+            f"the run file is a {kind}, not sections with keys",
             where=where,
             fix="start it with `model:` and `data:`",
         )
     try:
-        return Source(_copy_plain(data), where, lines)
+        return ParsedFile(_copy_plain(data), where, lines)
     except ValueError as error:
         raise UserError("the run file cannot be used", where=where, why=str(error)) from None
 
 
 def _copy_plain(value: Any, depth: int = 1) -> Any:
-    """A copy in which no two places share a list or a mapping, as YAML's aliases do. Raises ``ValueError``."""
+    """A copy in which no list or mapping is shared, as they are with YAML aliases. Raises ``ValueError``."""
     if depth > MAX_DEPTH:
         raise ValueError(f"its values are nested more than {MAX_DEPTH} deep")
     if isinstance(value, dict):
@@ -173,30 +170,30 @@ def _copy_plain(value: Any, depth: int = 1) -> Any:
     if isinstance(value, list):
         return [_copy_plain(item, depth + 1) for item in value]
     if isinstance(value, str) and (bad := NO_TEXT.search(value)):
-        raise ValueError(f"{value[:40]!a} holds the character {bad[0]!a}, which no text has")
+        raise ValueError(f"{value[:40]!a} contains the invalid character {bad[0]!a}")
     return value
 
 
 def _read_text(path: Path) -> str:
     if path.is_dir():
-        raise UserError("this is a folder, not a run file", where=str(path), fix="name a .yaml, .toml or .json file")
+        raise UserError("this is a folder, not a run file", where=str(path), fix="give a .yaml, .toml or .json file")
     if path.suffix.lower() not in SUFFIXES:
         raise UserError(f"a run file ends in {', '.join(SUFFIXES)}", where=str(path), fix="rename it")
     try:
         if path.exists() and not path.is_file():
             raise UserError(
-                "this is no regular file",
+                "this is not a regular file",
                 where=str(path),
                 why="it is a pipe, a socket or a device",
-                fix="name a run file",
+                fix="give a run file",
             )
         if path.stat().st_size > MAX_BYTES:
-            why = f"it has {path.stat().st_size:,} bytes, a run file at most {MAX_BYTES:,}"
+            why = f"it has {path.stat().st_size:,} bytes, and the limit is {MAX_BYTES:,}"
             raise UserError(
-                "the run file is too long",
+                "the run file is too large",
                 where=str(path),
                 why=why,
-                fix="rows belong into a file that data.train names",
+                fix="put rows into a data file and name it in data.train",
             )
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
@@ -227,14 +224,16 @@ def _read_yaml(text: str, where: str) -> tuple[Any, dict[str, int]]:
         fix = (
             "indent with spaces, YAML allows no tabs"
             if mark is not None and "\\t" in why
-            else "see the lines just above as well"
+            else "check the lines above it, too"
         )
         if isinstance(error, yaml.constructor.ConstructorError):  # the syntax is right, a value is not
             fix = "write the value without a tag (!!) or alias (*)"
         raise UserError("the run file is not valid YAML", where=at, why=why, fix=fix) from None
     except yaml.reader.ReaderError as error:
         at = f"{where}, line {text.count(chr(10), 0, error.position) + 1}"
-        raise UserError("the run file holds a character that YAML does not allow", where=at, why=error.reason) from None
+        raise UserError(
+            "the run file contains a character that YAML does not allow", where=at, why=error.reason
+        ) from None
     except RecursionError:
         raise UserError("the run file is not valid YAML", where=where, why="it is nested too deeply") from None
     _refuse_duplicates(loader.duplicates, where)
@@ -242,7 +241,7 @@ def _read_yaml(text: str, where: str) -> tuple[Any, dict[str, int]]:
 
 
 def _key_lines(root: yaml.Node | None) -> dict[str, int]:
-    """Lines of the keys of the first two levels, and of the items of lists below them (``data.train[1].weight``)."""
+    """Lines of the keys on the first two levels, and of the items of lists below them (``data.train[1].weight``)."""
     lines: dict[str, int] = {}
     for key, value in root.value if isinstance(root, yaml.MappingNode) else ():
         lines[str(key.value)] = key.start_mark.line + 1
@@ -263,7 +262,7 @@ def _read_toml(text: str, where: str) -> Any:
         raise UserError("the run file is not valid TOML", where=where, why=str(error)) from None
     except RecursionError:
         raise UserError("the run file is not valid TOML", where=where, why="it is nested too deeply") from None
-    except ValueError as error:  # a number of thousands of digits, a day that no calendar has
+    except ValueError as error:  # a number with thousands of digits, an impossible date
         raise UserError("the run file is not valid TOML", where=where, why=str(error)) from None
 
 
@@ -272,7 +271,7 @@ def _read_json(text: str, where: str) -> Any:
 
     def keep_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
-        duplicates.extend(f"`{name}` is given twice" for name in dict.fromkeys(names) if names.count(name) > 1)
+        duplicates.extend(f"duplicate key `{name}`" for name in dict.fromkeys(names) if names.count(name) > 1)
         return dict(pairs)
 
     if not text.strip():
@@ -293,5 +292,5 @@ def _read_json(text: str, where: str) -> Any:
 def _refuse_duplicates(duplicates: list[str], where: str) -> None:
     if duplicates:
         raise UserError(
-            "a key is given twice in the run file", where=where, details=duplicates[:20], fix="keep one of them"
+            "the run file has duplicate keys", where=where, details=duplicates[:20], fix="remove one of each"
         )

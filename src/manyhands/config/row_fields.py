@@ -1,13 +1,13 @@
-"""What the fields of a row are called, format by format: the names that ``data.fields`` may give others for.
+"""The fields of a row in each format (``data.format``), and columns that change what a row means.
 
-Shared by the checks of a run file and the reading of rows. Knows no row.
+Shared by the checks of a run file and by reading rows.
 """
 
 from __future__ import annotations
 
 from types import MappingProxyType
 
-# Fields that a row of the format must have.
+# Fields that a row must have.
 REQUIRED = MappingProxyType(
     {
         "messages": ("messages",),
@@ -18,7 +18,7 @@ REQUIRED = MappingProxyType(
         "text": ("text",),
     }
 )
-# Fields that are read where a row has them.
+# Fields that are read if a row has them.
 OPTIONAL = MappingProxyType(
     {
         "messages": ("tools", "weight"),
@@ -29,15 +29,15 @@ OPTIONAL = MappingProxyType(
         "text": ("weight",),
     }
 )
-# Keys of one turn inside the list of turns.
+# Keys of a turn in the list of turns.
 INNER = MappingProxyType({"messages": ("role", "content"), "sharegpt": ("from", "value")})
-# Columns that change what a row means where nothing reads them, in lower case: one answer is better than another, ...
+# Columns that change what a row means although no format reads them, in lower case: preferences between answers, ...
 PREFERENCE = frozenset(
     {f"{name}{ending}" for name in ("chosen", "rejected") for ending in ("", "_messages", "_response")}
     | {"preferred_output", "non_preferred_output", "kto_tag"}
 )
 LABEL = "label"
-# ... or the text is about something else that the row holds: the name, and what it is called in a sentence.
+# ... and media that the text is about: the column, and what it is called in a message.
 MEDIA = MappingProxyType(
     {
         f"{name}{ending}": kind
@@ -48,7 +48,7 @@ MEDIA = MappingProxyType(
 
 
 def known_fields(format: str) -> tuple[str, ...]:
-    """Every name that ``data.fields`` may map for a format; all names of all formats for ``auto``."""
+    """The fields that ``data.fields`` may map for a format; those of all formats for ``auto``."""
     formats = REQUIRED if format == "auto" else (format,)
     names = [name for one in formats for group in (REQUIRED, OPTIONAL, INNER) for name in group.get(one, ())]
     return tuple(dict.fromkeys(names))

@@ -33,7 +33,7 @@ def list_paths(data: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
 
 
 def open_source(data: dict[str, Any], name: str, index: int) -> dict[str, Any] | None:
-    """The source at a place of ``data[name]`` as a mapping that can be written to; None where there is none."""
+    """The source at ``data[name][index]`` as a mapping that can be changed; None if there is none."""
     if isinstance(data.get(name), str):
         data[name] = [data[name]]
     items = data.get(name)
@@ -45,9 +45,7 @@ def open_source(data: dict[str, Any], name: str, index: int) -> dict[str, Any] |
 
 
 def drop_wrong_sources(data: dict[str, Any], origins: Mapping[str, str]) -> list[str]:
-    """Takes what is wrong out of the lists of sources; returns the findings. ``origins`` says where a place was
-    written.
-    """
+    """Removes what is wrong from the lists of sources; returns the findings. ``origins``: the line of each place."""
     findings: list[str] = []
     for path in SOURCE_LISTS:
         name = path.partition(".")[2]
@@ -61,9 +59,7 @@ def drop_wrong_sources(data: dict[str, Any], origins: Mapping[str, str]) -> list
         if isinstance(value, (list, tuple)):
             items = [_drop_wrong_item(item, f"{path}[{index}]", origins, findings) for index, item in enumerate(value)]
             if not items:
-                findings.append(
-                    _at(path, origins) + f"`{path}` is an empty list: name at least one path, or leave the key out"
-                )
+                findings.append(_at(path, origins) + f"`{path}` is an empty list: add a path, or remove the key")
             data[name] = items or [PLACEHOLDER]
     return findings
 
@@ -112,8 +108,8 @@ def _at(path: str, origins: Mapping[str, str]) -> str:
     return f"{origins[path]}: " if path in origins else ""
 
 
-class Asked(NamedTuple):
-    """A source, where it stands, and what decides about its rows: (key that says it, value)."""
+class SourceRules(NamedTuple):
+    """A source, its place in the run file, and what applies to its rows: each value after the key that sets it."""
 
     place: str
     source: Source
@@ -125,101 +121,99 @@ class Asked(NamedTuple):
     ignore: tuple[str, ...]
 
 
-def list_sources(config: RunConfig) -> list[Asked]:
-    """Every source of training and validation rows, with ``data.format`` and ``data.fields`` where it has none of its
-    own.
-    """
+def list_sources(config: RunConfig) -> list[SourceRules]:
+    """Every source of training and validation rows; what it does not set itself is taken from ``data``."""
     data, listed = config.data, []
     for name, value in (("data.train", data.train), ("data.validation", data.validation)):
         items = (value,) if isinstance(value, str) else value or ()
         for index, item in enumerate(items):
             source = Source(path=item) if isinstance(item, str) else item
             place = name if isinstance(value, str) else f"{name}[{index}]"
-            format_key, format = (
-                ("data.format", data.format) if source.format is None else (f"{place}.format", source.format)
-            )
-            fields_key, fields = (
-                ("data.fields", data.fields) if source.fields is None else (f"{place}.fields", source.fields)
-            )
-            ignore_key, ignore = (
-                ("data.ignore", data.ignore) if source.ignore is None else (f"{place}.ignore", source.ignore)
-            )
-            listed.append(Asked(place, source, format_key, format, fields_key, fields, ignore_key, ignore))
+
+            def rule(key: str, source: Source = source, place: str = place) -> tuple[str, Any]:
+                own = getattr(source, key)
+                return (f"data.{key}", getattr(data, key)) if own is None else (f"{place}.{key}", own)
+
+            listed.append(SourceRules(place, source, *rule("format"), *rule("fields"), *rule("ignore")))
     return listed
 
 
 def check_sources(config: RunConfig) -> Iterator[str]:
+    """Keys of sources that have no effect, and names that are given twice."""
     names: dict[str, str] = {}
     for place, source, *_ in list_sources(config):
         yield from _check_hub_keys(place, source)
         if place.startswith("data.validation") and source.weight != 1:
             yield (
-                f"`{place}.weight` does nothing in `data.validation`: every validation row is measured once, remove it"
+                f"`{place}.weight` has no effect in `data.validation`, where every sample is evaluated once: remove it"
             )
         if source.name is not None:
             if source.name in names:
-                yield (
-                    f"`{place}.name` and `{names[source.name]}.name` are both {show(source.name)}: give each another "
-                    "name"
-                )
+                yield f"`{place}.name` and `{names[source.name]}.name` are both {show(source.name)}: rename one"
             names.setdefault(source.name, place)
 
 
 def _check_hub_keys(place: str, source: Source) -> Iterator[str]:
-    """A folder may hold the splits of a saved data set; a file has none."""
+    """A folder may hold the splits of a saved dataset; a file has none."""
     if source.path.startswith("hub:"):
         if not source.path.removeprefix("hub:").strip("/ "):
-            yield f"`{place}.path: {source.path}` names no data set: write hub:OWNER/NAME"
+            yield f"`{place}.path: {source.path}` has no dataset name: write hub:OWNER/NAME"
         return
     is_file = source.path.lower().endswith(FILE_ENDINGS)
-    asked = {
+    is_set = {
         "subset": source.subset is not None,
         "revision": source.revision is not None,
         "split": source.split != "train" and is_file,
     }
-    for name in (name for name, is_asked in asked.items() if is_asked):
+    for name in (name for name, given in is_set.items() if given):
         yield (
-            f"`{place}.{name}` does nothing with `{place}.path: {show(source.path)}`, which is no data set of the hub: "
-            "remove it"
+            f"`{place}.{name}` has no effect with `{place}.path: {show(source.path)}`, which is not a dataset on the "
+            "hub: remove it"
         )
 
 
 def check_formats(config: RunConfig) -> Iterator[str]:
-    """Formats that the task cannot train, fields that the format does not have, and columns both read and left out;
-    each said once.
+    """Formats that do not fit the task, fields that the format does not have, columns that are both read and ignored.
+
+    Each finding comes once, however many sources it applies to.
     """
-    found = []
-    for asked in list_sources(config):
-        if config.task == "sft" and asked.format == "text":
-            found.append(
-                f"`{asked.format_key}: text` has no answers, but `task: sft` trains answers: use task: cpt or mixed, "
-                "or another format"
-            )
-        if config.task == "cpt" and asked.format not in ("auto", "text"):
-            found.append(
-                f"`{asked.format_key}: {asked.format}` is a conversation, but `task: cpt` trains text: use task: sft "
-                "or mixed, or text"
-            )
-        known = known_fields(asked.format)
-        for field in asked.fields:
-            if field not in known:
-                near = nearest_name(field, known)
-                meant = f"did you mean {near}? " if near else ""
-                found.append(
-                    f"`{asked.fields_key}` has the key {show(field)}, which `{asked.format_key}: {asked.format}` does "
-                    f"not read: {meant}Its fields are {', '.join(known)}"
-                )
-        needed = {asked.fields.get(field, field) for field in REQUIRED.get(asked.format, ())} | set(
-            asked.fields.values()
-        )
-        for column in asked.ignore:
-            if column in needed:
-                reader = (
-                    f"`{asked.fields_key}`"
-                    if column in asked.fields.values()
-                    else f"`{asked.format_key}: {asked.format}`"
-                )
-                found.append(
-                    f"`{asked.ignore_key}` leaves out the column {show(column)}, which {reader} reads: keep one"
-                )
+    found = [
+        finding for rules in list_sources(config) for check in FORMAT_CHECKS for finding in check(config.task, rules)
+    ]
     yield from dict.fromkeys(found)
+
+
+def _check_task(task: str, rules: SourceRules) -> Iterator[str]:
+    if task == "sft" and rules.format == "text":
+        yield (
+            f"`{rules.format_key}: text` has no answers, but `task: sft` trains on answers: use task: cpt or mixed, or "
+            "another format"
+        )
+    if task == "cpt" and rules.format not in ("auto", "text"):
+        yield (
+            f"`{rules.format_key}: {rules.format}` is a conversation, but `task: cpt` trains on text: use task: sft or "
+            "mixed, or format text"
+        )
+
+
+def _check_fields(task: str, rules: SourceRules) -> Iterator[str]:
+    known = known_fields(rules.format)
+    for field in rules.fields:
+        if field not in known:
+            near = nearest_name(field, known)
+            yield (
+                f"`{rules.fields_key}` has the field {show(field)}, which `{rules.format_key}: {rules.format}` does "
+                f"not have: {f'did you mean {near}? ' if near else ''}Its fields are {', '.join(known)}"
+            )
+
+
+def _check_ignored(task: str, rules: SourceRules) -> Iterator[str]:
+    mapped = set(rules.fields.values())
+    read = {rules.fields.get(field, field) for field in REQUIRED.get(rules.format, ())} | mapped
+    for column in rules.ignore:
+        if column in read:
+            reader = f"`{rules.fields_key}`" if column in mapped else f"`{rules.format_key}: {rules.format}`"
+            yield f"`{rules.ignore_key}` ignores the column {show(column)}, which {reader} reads: remove one"
+
+
+FORMAT_CHECKS = (_check_task, _check_fields, _check_ignored)
