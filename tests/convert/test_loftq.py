@@ -22,14 +22,12 @@ from manyhands.convert.loftq_init import begin_at_loss
 from manyhands.convert.lora import LoraLinear
 from manyhands.convert.nf4 import Nf4Linear
 from manyhands.core.seeds import named_generator
-from manyhands.core.world import World
 from manyhands.export.adapter import export_adapter
 from manyhands.infer.load import Found, load_model
 from tests.support.layouts import build
 from tests.support.tiny import tiny_plan, tiny_run, write_tiny_model
 
 pytest.importorskip("bitsandbytes")
-ALONE = World(0, 0, 1, torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +40,7 @@ def begun(folder: str, dtype: str = "float32", random: bool = False, **method_ke
     config = with_random_weights(tiny_run(folder, "qlora", **method_keys), random)
     plan = tiny_plan(folder, compute_dtype=dtype, frozen_dtype=dtype)
     model = build(plan, config).model
-    return model, begin_at_loss(model, plan, config, ALONE, lambda: None)
+    return model, begin_at_loss(model, plan, config, torch.device("cpu"))
 
 
 def with_random_weights(config: RunConfig, random: bool) -> RunConfig:

@@ -22,7 +22,7 @@ def begin(plan: Plan, config: RunConfig) -> dict[str, Any]:
 
     loftq.read_stored = recorded
     try:
-        share = begin_at_loss(parallel.model, plan, config, parallel.world, lambda: None)
+        share = begin_at_loss(parallel.model, plan, config, parallel.world.device)
     finally:
         loftq.read_stored = original
     return {

@@ -10,14 +10,13 @@ import numpy as np
 import torch
 
 from manyhands.config.schema import RunConfig
-from manyhands.convert.loss import LossModel
 from manyhands.core.world import World
 from manyhands.engine import apply as surgery
 from manyhands.engine.native import Parallel
-from manyhands.model.load import build_meta, materialize
 from manyhands.plan.types import Plan
 from manyhands.train.optimizer import make_optimizer
 from manyhands.train.step import StepWork, compute_gradients, update_weights
+from tests.support.building import on_meta
 from tests.support.layouts import Documents, count_loss_tokens, pack
 
 
@@ -26,10 +25,10 @@ def build(plan: Plan, config: RunConfig, *, sharded: bool = False) -> Parallel:
     chosen = surgery.keeps_compute_copy
     if sharded:
         surgery.keeps_compute_copy = lambda _: False
-    loss_model = LossModel(build_meta(plan, config), fuse=plan.fuse_loss)
+    loss_model, load = on_meta(plan, config)
     alone = World(0, 0, 1, torch.device("cpu"))
     try:
-        return surgery.apply(loss_model, plan, alone, lambda module, device: materialize(module, plan, config, device))
+        return surgery.apply(loss_model, plan, alone, load)
     finally:
         surgery.keeps_compute_copy = chosen
 

@@ -14,13 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from manyhands.config.schema import RunConfig
-from manyhands.convert.adapter import adapt, load_adapter_state
-from manyhands.convert.loss import LossModel
+from manyhands.convert.adapter import load_adapter_state
 from manyhands.convert.nf4 import Nf4Linear
 from manyhands.core.holding import gather, local
 from manyhands.engine.apply import shard
-from manyhands.model.load import build_meta, materialize
 from manyhands.plan.types import Plan
+from tests.support.building import on_meta
 from tests.support.layouts import Documents, count_loss_tokens, pack, random_adapter
 
 # rows of codes: 1 (fewer than ranks), 5 (of which the last is not full), 8, and 3 whose blocks run across rows of the
@@ -97,11 +96,10 @@ def make_mesh(replicas: int, shards: int) -> DeviceMesh:
 def step_on_a_mesh(plan: Plan, config: RunConfig, micro: list[Documents], replicas: int) -> dict[str, Any]:
     """``testing.layouts.measure`` of one micro-batch a rank, on (replicas, ranks / replicas)."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    model = build_meta(plan, config)
-    adapt(model, plan, config)
-    loss_model = LossModel(model)
+    loss_model, load = on_meta(plan, config)
+    model = loss_model.model
     shard(loss_model, make_mesh(replicas, world_size // replicas), mixed=False, reshard_after_forward=True)
-    materialize(loss_model, plan, config, CPU)
+    load(loss_model, CPU)
     load_adapter_state(model, random_adapter(model, start=True))
     num_loss_tokens = sum(count_loss_tokens(documents) for documents in micro)
     loss_sum = loss_model(pack(micro[rank]))["lm"][0]

@@ -65,11 +65,11 @@ def backward(parallel: Parallel, seed: int = 0) -> None:
     ("family", "accumulation", "max_grad_norm", "changes"),
     [
         ("llama", 1, 0.0, {}),
-        ("llama", 3, 1e-2, {"activation_checkpointing": "full", "fuse_loss": True}),
+        ("llama", 3, 1e-2, {"activation_checkpointing": "full", "converters": ("fused_loss",)}),
         ("llama", 3, 1.0, {"activation_checkpointing": "selective"}),
         ("gemma3", 3, 1e-2, {}),  # tied embeddings
         ("olmo2", 1, 0.0, {}),  # blocks are given rotary angles in float32
-        ("gemma3", 1, 1e-2, {"activation_checkpointing": "full", "fuse_loss": True}),
+        ("gemma3", 1, 1e-2, {"activation_checkpointing": "full", "converters": ("fused_loss",)}),
     ],
 )
 @pytest.mark.parametrize("weighted", [False, True])

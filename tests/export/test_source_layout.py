@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from manyhands.convert.lora import adapted_layers, apply_lora
+from manyhands.convert.lora import adapted_layers
 from manyhands.export.model import export_model
 from manyhands.export.verify import verify
 from manyhands.facts.packing import MEASURED
 from manyhands.facts.types import NewTokens
-from manyhands.model.load import build_meta, materialize
+from tests.support.building import load_model
 from tests.support.multimodal import write_tiny_multimodal
 from tests.support.tiny import tiny_plan, tiny_run, write_tiny_model
 
@@ -26,11 +26,7 @@ IDS = torch.arange(40)[None] % 256
 
 def load(folder: Path, method: str = "full") -> Any:
     plan, config = tiny_plan(folder), tiny_run(folder, method)
-    model = build_meta(plan, config)
-    if method != "full":
-        apply_lora(model, config.method, config.seed)
-    materialize(model, plan, config, torch.device("cpu"))
-    return model.eval()
+    return load_model(plan, config).eval()
 
 
 def layout(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -133,8 +129,7 @@ def test_a_multimodal_model_grows_in_its_text(tmp_path: Path) -> None:
         tiny_plan(source, new_tokens=NewTokens(ids=(260,), fresh_ids=(260,), vocab_size=264)),
         tiny_run(source),
     )
-    model: Any = build_meta(plan, config)
-    materialize(model, plan, config, torch.device("cpu"))
+    model: Any = load_model(plan, config)
     export_model(tmp_path / "saved", model, source, "float32", rank=0)
     opened, info = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved", output_loading_info=True)
     assert opened.config.text_config.vocab_size == 264 and not info["missing_keys"] and not info["mismatched_keys"]

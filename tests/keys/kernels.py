@@ -24,7 +24,8 @@ def lora(lab: Lab) -> None:
     assert fused == {"fused": 2, "reference": 0, "auto": 0}
     assert forward(ranks["fused"]).item() == pytest.approx(forward(ranks["reference"]).item(), rel=1e-5)
     assert [
-        plan(lab.config({"kernels.lora": asked, "parallel.device": "auto"}), facts(gpus=1)).fuse_lora
+        "fused_modules"
+        in plan(lab.config({"kernels.lora": asked, "parallel.device": "auto"}), facts(gpus=1)).converters
         for asked in ("auto", "reference")
     ] == [
         True,
@@ -55,7 +56,7 @@ def attention(lab: Lab) -> None:
         )
         assert made.attention == "varlen"
         rank = lab.start()
-        rank.plan = rank.plan.model_copy(update={"fast_attention": made.fast_attention})
+        rank.plan = rank.plan.model_copy(update={"converters": made.converters})
         build.build_model(rank)
         assert isinstance(rank.terminal, io.StringIO)
         said[asked] = [line for line in rank.terminal.getvalue().splitlines() if "attention: packs by" in line]
@@ -111,7 +112,7 @@ def nf4(lab: Lab) -> None:
             line.partition("nf4: ")[2] for line in rank.terminal.getvalue().splitlines() if "nf4: " in line
         ]
     assert said == {
-        ("qlora", "auto"): ["weights dequantised by bitsandbytes (the device is cpu)"],
-        ("qlora", "reference"): ["weights dequantised by bitsandbytes (as asked)"],
+        ("qlora", "auto"): ["weights dequantized by bitsandbytes (the device is cpu)"],
+        ("qlora", "reference"): ["weights dequantized by bitsandbytes (as asked)"],
         ("lora", "auto"): [],
     }

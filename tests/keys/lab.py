@@ -126,14 +126,16 @@ class Lab:
         prepared.release()
         return prepared
 
-    def start(self, keys: Mapping[str, Any] = {}) -> Rank:
-        """A rank with data, model and optimizer, before its first step."""
+    def start(self, keys: Mapping[str, Any] = {}, converters: tuple[str, ...] = ()) -> Rank:
+        """A rank with data, model and optimizer, before its first step; ``converters`` come after the plan's own."""
         prepared = self.prepare(keys)
         rank = Rank(Launcher("none"), terminal=io.StringIO())
         rank.config, rank.plan, rank.folder = prepared.config, prepared.plan, prepared.folder
+        rank.plan = rank.plan.model_copy(update={"converters": rank.plan.converters + converters})
         rank.stop = lambda: False  # type: ignore[assignment]
         rank.world = World(0, 0, 1, torch.device("cpu"))
         build.open_data(rank)
+        build.find_checkpoint(rank)
         build.build_model(rank)
         return rank
 
@@ -142,6 +144,10 @@ class Lab:
         if name not in self.done:
             self.done[name] = self.train(self.start(keys))
         return self.done[name]
+
+    def check(self, rank: Rank) -> None:
+        """Self-tests of the loaded model."""
+        build.check_model(rank)
 
     def train(self, rank: Rank) -> Ran:
         training.train_model(rank)

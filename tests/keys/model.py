@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import dynamic_module_utils
 
+from manyhands.convert.lora import adapted_layers
 from manyhands.convert.quantize import quantised_layers
 from manyhands.core.errors import UserError
 from manyhands.export.reference import Reference
@@ -143,13 +144,19 @@ def trust_remote_code(lab: Lab) -> None:
 def method(lab: Lab) -> None:
     full, lora = lab.start({"method.name": "full"}).model, lab.base.rank.model
     assert all(p.requires_grad for p in full.parameters())
-    assert {n.split(".lora_")[0] for n, p in lora.named_parameters() if p.requires_grad} == set(lab.base.rank.adapted)
+    assert {n.split(".lora_")[0] for n, p in lora.named_parameters() if p.requires_grad} == set(
+        adapted_layers(lab.base.rank.model)
+    )
     assert (lab.export({"method.name": "full", "stop.max_steps": 1}).folder / "model" / "model.safetensors").exists()
     assert (lab.export({}).folder / "adapter" / "adapter_model.safetensors").exists()
     patterns = lab.start({"method.name": "patterns"}).model
     assert all(p.requires_grad for p in patterns.parameters())
     qlora = lab.start({"method.name": "qlora"})
-    assert sorted(quantised_layers(qlora.model)) == sorted(qlora.adapted) == sorted(lab.base.rank.adapted)
+    assert (
+        sorted(quantised_layers(qlora.model))
+        == sorted(adapted_layers(qlora.model))
+        == sorted(adapted_layers(lab.base.rank.model))
+    )
 
 
 def trained_names(rank: Rank) -> list[str]:
@@ -232,6 +239,7 @@ def method_init(lab: Lab) -> None:
     begun = layer.lora_B.weight.detach().clone()
     lab.train(rank)  # saves its last step
     trained = layer.lora_B.weight.detach().clone()
+    build.find_checkpoint(rank)
     build.build_model(rank)
     build.resume(rank)
     resumed = rank.model.get_submodule(Q_PROJ).lora_B.weight
@@ -240,7 +248,7 @@ def method_init(lab: Lab) -> None:
 
 def said_of_factors(rank: Rank) -> int:
     assert isinstance(rank.terminal, io.StringIO)
-    return rank.terminal.getvalue().count("of what NF4 loses (squared) is taken up")
+    return rank.terminal.getvalue().count("of the squared quantization error of NF4 is made up for")
 
 
 def modules_to_save(lab: Lab) -> None:
@@ -258,5 +266,5 @@ def adapter(lab: Lab) -> None:
 
 
 def target_modules(lab: Lab) -> None:
-    assert lab.start({"method.target_modules": ["q_proj"]}).adapted == [Q_PROJ]
-    assert len(lab.base.rank.adapted) == 7  # all linear layers of the one block
+    assert list(adapted_layers(lab.start({"method.target_modules": ["q_proj"]}).model)) == [Q_PROJ]
+    assert len(adapted_layers(lab.base.rank.model)) == 7  # all linear layers of the one block

@@ -27,7 +27,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 def rehearse(place: Place, *arguments: str) -> str:
     """What the rehearsal's process says of a run, here without the process; "" where it has nothing against it."""
-    from manyhands.model.rehearse import rehearse
+    from manyhands.convert.rehearse import rehearse
 
     config = load_config(place.folder / "run.yaml", arguments)
     plan = make_plan(config, gather_facts(config, report=lambda _: None))

@@ -10,13 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from manyhands.convert.lora import apply_lora
 from manyhands.convert.loss import LossModel
 from manyhands.core.errors import UserError
 from manyhands.core.world import World
 from manyhands.engine.native import Parallel
 from manyhands.model.checks import check_loss, check_packing
-from manyhands.model.load import build_meta, materialize
+from tests.support.building import load_model, on_meta
 from tests.support.tiny import FAMILIES, VOCAB_SIZE, tiny_plan, tiny_run, tiny_tokenizer, write_tiny_model
 
 CPU = torch.device("cpu")
@@ -25,12 +24,10 @@ IDS = torch.arange(40)[None] % 256
 
 def load(folder: Path, method: str = "full", **plan_keys: str) -> torch.nn.Module:
     plan, config = tiny_plan(folder, **plan_keys), tiny_run(folder, method)
-    model = build_meta(plan, config)
-    if method == "lora":
-        apply_lora(model, config.method, config.seed)
-    assert all(p.is_meta for p in model.parameters())
-    materialize(model, plan, config, CPU)
-    return model
+    loss_model, load = on_meta(plan, config)
+    assert all(p.is_meta for p in loss_model.parameters())
+    load(loss_model.model, CPU)
+    return loss_model.model
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -110,9 +107,7 @@ def test_random_weights_follow_the_family_and_the_seed(tmp_path: Path) -> None:
     def draw(seed: int) -> torch.nn.Module:
         plan, config = tiny_plan(folder), tiny_run(folder)
         config = config.model_copy(update={"seed": seed, "model": config.model.model_copy(update={"init": "random"})})
-        model = build_meta(plan, config)
-        materialize(model, plan, config, CPU)
-        return model
+        return load_model(plan, config)
 
     first, again, other = draw(1).state_dict(), draw(1).state_dict(), draw(2).state_dict()
     assert all(torch.equal(first[name], again[name]) for name in first)

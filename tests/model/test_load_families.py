@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from manyhands.convert.lora import adapted_layers, apply_lora
+from manyhands.convert.lora import adapted_layers
 from manyhands.convert.loss import LossModel
 from manyhands.convert.quantize import quantised_layers
 from manyhands.convert.towers import left_out
@@ -20,8 +20,8 @@ from manyhands.core.errors import UserError
 from manyhands.facts.packing import MEASURED
 from manyhands.model.blocks import find_blocks
 from manyhands.model.checks import check_loss, check_packing, check_padding
-from manyhands.model.load import build_meta, materialize
 from manyhands.model.probe import Single
+from tests.support.building import load_model, on_meta
 from tests.support.families import LEAK
 from tests.support.multimodal import write_tiny_multimodal
 from tests.support.tiny import tiny_plan, tiny_run, write_tiny_model
@@ -33,11 +33,7 @@ RENAMED, CONVERTED = ("gpt_neox",), ("mixtral", "qwen3_moe")
 
 def load(folder: Path, method: str = "full", said: list[str] | None = None, **plan_keys: Any) -> Any:
     plan, config = tiny_plan(folder, **plan_keys), tiny_run(folder, method)
-    model = build_meta(plan, config, (said if said is not None else []).append)
-    if method != "full":
-        apply_lora(model, config.method, config.seed)
-    materialize(model, plan, config, CPU)
-    return model.eval()
+    return load_model(plan, config, (said if said is not None else []).append).eval()
 
 
 def assert_loaded_alike(model: Any, reference: Any) -> None:
@@ -118,12 +114,12 @@ def test_a_multimodal_model_from_new_weights_is_refused(tmp_path: Path) -> None:
     folder = write_tiny_multimodal(tmp_path)
     config = tiny_run(folder)
     with pytest.raises(UserError, match="cannot start from new weights"):
-        build_meta(
+        on_meta(
             tiny_plan(folder), config.model_copy(update={"model": config.model.model_copy(update={"init": "random"})})
         )
 
 
 def test_a_router_loss_is_refused_under_full_training(tmp_path: Path) -> None:
-    model = load(write_tiny_model(tmp_path, "qwen3_moe", with_tokenizer=False, output_router_logits=True))
+    folder = write_tiny_model(tmp_path, "qwen3_moe", with_tokenizer=False, output_router_logits=True)
     with pytest.raises(UserError, match="router loss"):
-        LossModel(model)
+        load(folder)

@@ -24,6 +24,7 @@ from manyhands.model.checks import check_packing, pack_documents
 from manyhands.model.load import build_meta
 from manyhands.model.probe import Single, probe
 from tests.model.test_load_families import CPU, assert_loaded_alike, load
+from tests.support.building import on_meta
 from tests.support.multimodal import LEAK, TRAINED, write_tiny_multimodal
 from tests.support.tiny import tiny_plan, tiny_run
 
@@ -113,7 +114,7 @@ def test_the_probe_says_the_same_of_a_shrunken_copy(tmp_path: Path, family: str)
 def test_what_reads_text_in_both_directions_is_refused_unpacked_too(tmp_path: Path) -> None:
     folder = write_tiny_multimodal(tmp_path, family="paligemma")
     with pytest.raises(UserError, match="PaliGemmaForConditionalGeneration reads its prompt in both directions"):
-        LossModel(build_meta(tiny_plan(folder), tiny_run(folder)))
+        on_meta(tiny_plan(folder), tiny_run(folder))
 
 
 def test_blocks_that_text_passes_by_are_refused(tmp_path: Path) -> None:

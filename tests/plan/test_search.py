@@ -10,7 +10,8 @@ import pytest
 
 from manyhands.core.errors import UserError
 from manyhands.facts.types import Facts, GpuFacts
-from manyhands.plan.choices import choose_kernels
+from manyhands.plan.choices import fuses_optimizer
+from manyhands.plan.converters import choose_converters
 from manyhands.plan.search import NothingSmaller, plan
 from manyhands.plan.types import Plan
 from tests.plan.examples import GIB, H200_BYTES, data_facts, facts, llama_8b, model_facts, run_config
@@ -377,14 +378,34 @@ def test_absurd_values_are_warned_of(keys, said):
 def test_fast_kernels_are_tried_where_asked_and_else_on_gpus(device, method):
     def chosen(**kernels):
         keys = {f"kernels__{key}": value for key, value in kernels.items()}
-        return choose_kernels(run_config(method__name=method, **keys), device, "varlen")
+        return choose_converters(run_config(method__name=method, **keys), device=device, attention="varlen")
 
     adapters, gpu = method != "full", device == "cuda"
-    assert chosen() == {"fuse_lora": adapters and gpu, "fuse_loss": gpu, "fuse_optimizer": gpu, "fast_attention": True}
-    assert [chosen(lora=asked)["fuse_lora"] for asked in ("fused", "reference")] == [adapters, False]
-    assert [chosen(loss=asked)["fuse_loss"] for asked in ("fused", "reference")] == [True, False]
-    assert not chosen(optimizer="reference")["fuse_optimizer"]
-    assert not choose_kernels(run_config(method__name=method), device, "sdpa")["fast_attention"]
+    names = ("fused_modules", "attention_kernels", "fused_loss")
+    assert [name in chosen() for name in names] == [adapters and gpu, True, gpu]
+    assert ["fused_modules" in chosen(lora=asked) for asked in ("fused", "reference")] == [adapters, False]
+    assert ["fused_loss" in chosen(loss=asked) for asked in ("fused", "reference")] == [True, False]
+    assert "attention_kernels" not in choose_converters(
+        run_config(method__name=method), device=device, attention="sdpa"
+    )
+    assert fuses_optimizer(run_config(method__name=method), device) == gpu
+    assert not fuses_optimizer(run_config(method__name=method, kernels__optimizer="reference"), device)
+
+
+def test_converters_are_named_in_the_order_of_their_changes():
+    def chosen(**keys):
+        return choose_converters(
+            run_config(**keys), device="cuda", attention="varlen", has_new_tokens=True, continues_adapter=True
+        )
+
+    assert chosen(method__name="qlora", method__init="loftq") == (
+        *("nf4", "lora", "new_tokens", "adapter", "loftq"),
+        *("fused_modules", "attention_kernels", "fused_loss"),
+    )
+    full = choose_converters(
+        run_config(method__name="full", kernels__linear="fp8"), device="cpu", attention="sdpa", has_towers=True
+    )
+    assert full == ("text_only", "fp8", "fused_modules")
 
 
 @pytest.mark.parametrize("keys", [{"checkpoint__keep_best": True}, {"stop__patience": 2}])

@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 
 from manyhands.config.schema import RunConfig
-from manyhands.convert.adapter import adapt, adapter_state, load_adapter_state
-from manyhands.convert.loss import IGNORED, LossModel
+from manyhands.convert.adapter import adapter_state, load_adapter_state
+from manyhands.convert.loss import IGNORED
 from manyhands.core.holding import gather
 from manyhands.core.seeds import named_generator
 from manyhands.core.world import World
 from manyhands.engine.apply import apply
 from manyhands.engine.native import Parallel
-from manyhands.model.load import build_meta, materialize
 from manyhands.plan.types import Plan
+from tests.support.building import on_meta
 
 Documents = Sequence[
     tuple[Sequence[int], Sequence[bool] | Sequence[float]]
@@ -32,10 +32,8 @@ def build(plan: Plan, config: RunConfig) -> Parallel:
     grouped = dist.is_initialized()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
     world = World(rank, rank, world_size, torch.device("cpu"))
-    model = build_meta(plan, config)
-    if config.method.name != "full":
-        adapt(model, plan, config)
-    return apply(LossModel(model), plan, world, lambda module, device: materialize(module, plan, config, device))
+    loss_model, load = on_meta(plan, config, resumes=True)
+    return apply(loss_model, plan, world, load)
 
 
 def pack(documents: Documents) -> dict[str, Any]:

@@ -13,15 +13,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from manyhands.config.schema import MethodSection, RunConfig
-from manyhands.convert.lora import adapted_layers, apply_lora
+from manyhands.convert.lora import adapted_layers
 from manyhands.convert.modules_to_save import whole_modules
 from manyhands.convert.new_tokens import ROWS, token_modules
-from manyhands.convert.trainable import train_by_pattern
+from manyhands.convert.protocol import BaseConverter
 from manyhands.core.errors import UserError
 from manyhands.core.holding import gather, local, local_slices
 from manyhands.facts.safetensors import read_headers
-from manyhands.plan.types import Plan
 
 PEFT_PREFIX = "base_model.model."
 PEFT_ROWS = f"token_adapter.{ROWS}"
@@ -29,21 +27,14 @@ WEIGHTS = "adapter_model.safetensors"
 FACTORS = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
 
 
-def method_of(plan: Plan, config: RunConfig) -> MethodSection:
-    """What is trained: as asked, or as the adapter says from which the run goes on."""
-    return config.method if plan.adapter is None else plan.adapter.method
+class StartingAdapter(BaseConverter):
+    """The values of the PEFT adapter from which the run continues, in the place of the first ones."""
 
+    name = "adapter"
 
-def adapt(model: nn.Module, plan: Plan, config: RunConfig) -> list[str]:
-    """Adapters, or the weights that patterns name: what is trained, on the model of ``build_meta``; the adapted layers'
-    names.
-    """
-    token_ids = () if plan.new_tokens is None else plan.new_tokens.ids
-    method = method_of(plan, config)
-    if method.name == "patterns":
-        train_by_pattern(model, method, token_ids)
-        return []
-    return apply_lora(model, method, config.seed, token_ids)
+    def after_load(self, model: nn.Module) -> None:
+        assert self.context.plan.adapter is not None
+        read_adapter(model, self.context.plan.adapter.folder)
 
 
 def added_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -6,18 +6,20 @@ Every rank computes the same passes in the same order, so it works where weights
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from manyhands.convert.fp8 import Fp8Linear, fp8_layers, set_products
+from manyhands.convert.fp8 import Fp8Linear, code_frozen, fp8_layers, set_products, use_fp8
+from manyhands.convert.protocol import BaseConverter, Context, Finding, TrainedModel
 from manyhands.core.errors import UserError
 from manyhands.core.holding import local
+from manyhands.kernels.fp8 import MIN_CAPABILITY, describe, has_products
 from manyhands.kernels.fp8_linear import fp8_linears
 from manyhands.kernels.lora import Layer
 from manyhands.model.blocks import find_blocks
@@ -33,18 +35,6 @@ LAYER_TOLERANCE = 2**-4
 SUBLAYER_ERROR, SLACK, GRADIENT_LIMIT = 0.065, 1.5, 1.0
 LOSS_TOLERANCE = 0.05  # measured: 0.15 % with random weights, 2 to 4 % of a few hundred tokens with SmolLM2-135M's
 NUM_SAMPLED = 2**16  # elements of each gradient that are compared: whole ones would be held twice
-
-
-class Trained(Protocol):
-    """What the gate calls: the model as it will be trained, under any strategy."""
-
-    def __call__(
-        self, batch: Mapping[str, Any], *, metrics: bool = False
-    ) -> Mapping[str, tuple[torch.Tensor, torch.Tensor]]: ...
-
-    def set_gradient_sync(self, on: bool) -> None: ...
-
-    def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -66,7 +56,7 @@ class Fp8Deviation:
         )
 
 
-def check_fp8(parallel: Trained, model: nn.Module, batch: Mapping[str, Any], seed: int) -> Fp8Deviation:
+def check_fp8(parallel: TrainedModel, model: nn.Module, batch: Mapping[str, Any], seed: int) -> Fp8Deviation:
     """Loss and gradients of ``batch`` (each rank its own), with products in fp8 and plain ones; UserError where they
     are too far apart.
 
@@ -134,7 +124,7 @@ Sample = dict[str, tuple[torch.Tensor, float]]  # elements of a gradient, and ho
 
 
 def _sample_gradients(
-    parallel: Trained, model: nn.Module, batch: Mapping[str, Any], seed: int
+    parallel: TrainedModel, model: nn.Module, batch: Mapping[str, Any], seed: int
 ) -> tuple[torch.Tensor, torch.Tensor, Sample]:
     """Loss sum and weight (float64), and elements of all gradients, evenly spread; of shards this rank's. No gradient
     is left.
@@ -158,3 +148,39 @@ def _sample_gradients(
         samples[name] = (sampled, flat.numel() / max(1, sampled.numel()))
         parameter.grad = None
     return loss.detach().double(), weight.double(), samples
+
+
+class Fp8Blocks(BaseConverter):
+    """Linear layers of the blocks in fp8 while they train; before the first step their accuracy is measured."""
+
+    name = "fp8"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.lines: list[str] = []
+
+    def on_meta(self, model: nn.Module) -> None:
+        device = self.context.device
+        if device.type == "cuda" and not has_products(device):
+            raise UserError(
+                f"{torch.cuda.get_device_name(device)} has no fp8 matmuls with a scale for each row",
+                where="kernels.linear: fp8",
+                why=f"torch._scaled_mm failed its test; it needs compute capability "
+                f"{'.'.join(map(str, MIN_CAPABILITY))} and a new cuBLAS",
+                fix="set kernels.linear: compute_dtype",
+            )
+        swapped, left = use_fp8(model)
+        beside = f"; {len(left)} do not, as their sides are no multiples of 16" if left else ""
+        self.lines.append(f"linear: {len(swapped)} layers in fp8 while training, {describe(device)}{beside}")
+
+    def after_load(self, model: nn.Module) -> None:
+        if num_bytes := code_frozen(model):
+            self.lines.append(f"linear: frozen weights quantized once, {num_bytes / 2**30:.1f} GiB beside them")
+
+    def before_first_step(self, model: nn.Module, trained: TrainedModel, batch: Mapping[str, Any]) -> Finding:
+        found = check_fp8(trained, model, batch, self.context.seed)
+        measured = {"fp8_loss_deviation": found.loss, "fp8_gradient_deviation": found.gradient}
+        return Finding(f"linear: {found}", measured)
+
+    def describe(self) -> Sequence[str]:
+        return tuple(self.lines)

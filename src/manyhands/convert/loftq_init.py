@@ -7,7 +7,7 @@ sharded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,51 +16,82 @@ import torch.distributed as dist
 from manyhands.config.schema import RunConfig
 from manyhands.convert.loftq import best_low_rank, nf4_adapters, nf4_loss, put_factors, whole_weights
 from manyhands.convert.lora import LoraNf4Linear
+from manyhands.convert.protocol import BaseConverter, Context
+from manyhands.core.collectives import this_rank
 from manyhands.core.holding import gather
+from manyhands.core.progress import advance
 from manyhands.core.seeds import named_generator
-from manyhands.core.world import World
 from manyhands.plan.types import Plan
 
 
 @torch.no_grad()
-def begin_at_loss(model: Any, plan: Plan, config: RunConfig, world: World, beat: Callable[[], object]) -> float:
+def begin_at_loss(model: Any, plan: Plan, config: RunConfig, device: torch.device) -> float:
     """Fill the factors beside every weight in NF4 as ``convert/loftq.py`` says; returns the share of its squared error
     taken up.
 
     ``model`` is the transformers model, filled, its parameters sharded or not. All ranks must call it. In each round
     every rank has one weight: its codes are gathered, which makes the values the stored ones; the file is read by this
-    rank alone; and the factors are sent to all in float32. ``beat`` is called after each round.
+    rank alone, computed on ``device``; and the factors are sent to all in float32.
     """
+    rank, world_size = this_rank()
     layers, weight_of = list(nf4_adapters(model).items()), whole_weights(model, plan, config)
     whole = rest = 0.0
-    for begin in range(0, len(layers), world.world_size):
-        together = layers[begin : begin + world.world_size]
+    for begin in range(0, len(layers), world_size):
+        together = layers[begin : begin + world_size]
         own: torch.Tensor | None = None
         pieces = None
         for index, (_, layer) in enumerate(together):
             gathered = gather(layer.weight_codes), gather(layer.weight_statistics)
-            pieces = gathered if index == world.rank else pieces
+            pieces = gathered if index == rank else pieces
         if pieces is not None:
-            name, layer = together[world.rank]
-            loss = nf4_loss(layer, *pieces, weight_of(name), world.device)
+            name, layer = together[rank]
+            loss = nf4_loss(layer, *pieces, weight_of(name), device)
             found = best_low_rank(loss, layer.lora_A.out_features, named_generator(config.seed, f"{name}.loftq"))
             own = torch.cat([part.reshape(-1) for part in found])
             del loss, found
         for index, (_, layer) in enumerate(together):
-            whole_one, rest_one = _receive(layer, own if index == world.rank else None, index, world)
+            whole_one, rest_one = _receive(layer, own if index == rank else None, index, device)
             whole, rest = whole + whole_one, rest + rest_one
-        beat()
+        advance()
     return 1 - rest / whole if whole else 0.0
 
 
-def _receive(layer: LoraNf4Linear, own: torch.Tensor | None, source: int, world: World) -> tuple[float, float]:
+def _receive(layer: LoraNf4Linear, own: torch.Tensor | None, source: int, device: torch.device) -> tuple[float, float]:
     """Put the factors that rank ``source`` has found into ``layer``; the two squared norms of ``LowRank``."""
     num_out, num_in = layer.out_features, layer.in_features
     size = min(layer.lora_A.out_features, num_out, num_in)
     sizes = [num_out * size, size * num_in, 1, 1]
-    sent = torch.empty(sum(sizes), device=world.device) if own is None else own
-    if world.world_size > 1:
+    sent = torch.empty(sum(sizes), device=device) if own is None else own
+    if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast(sent, source)
     b, a, whole, rest = sent.split(sizes)
     put_factors(layer, b.view(num_out, size), a.view(size, num_in))
     return whole.item(), rest.item()
+
+
+class LoftQ(BaseConverter):
+    """The first values of LoRA's A and B, for a run that begins; a resumed one has them in its checkpoint."""
+
+    name = "loftq"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.share: float | None = None
+
+    def after_load(self, model: Any) -> None:
+        context = self.context
+        if context.resumes:
+            return
+        self.share = begin_at_loss(model, context.plan, context.config, context.device)
+        if context.device.type == "cuda":  # what training takes is measured from here
+            torch.cuda.empty_cache()
+
+    def describe(self) -> Sequence[str]:
+        if self.share is None:
+            return ()
+        rank = self.context.config.method.rank
+        return (
+            f"adapters: LoftQ, rank {rank}: {self.share:.0%} of the squared quantization error of NF4 is made up for",
+            "adapters: the adapter belongs to the weights in 4 bits; beside those in 16 bits, which have no such error, "
+            "it would be wrong",
+        )

@@ -24,6 +24,7 @@ from manyhands.convert.fp8 import Fp8Linear
 from manyhands.convert.modules_to_save import find_whole, inside, train_whole
 from manyhands.convert.new_tokens import add_token_rows, fill_token_rows
 from manyhands.convert.nf4 import Nf4Linear
+from manyhands.convert.protocol import BaseConverter
 from manyhands.convert.quantize import gather_weight
 from manyhands.core.errors import UserError
 from manyhands.core.holding import fill_from, local
@@ -127,6 +128,7 @@ def apply_lora(model: nn.Module, method: MethodSection, seed: int, token_ids: It
         setattr(model.get_submodule(parent), child, adapted)
     if not any(parameter.is_meta for parameter in model.parameters()):
         initialize_adapters(model, seed)
+        fill_token_rows(model)
     return targets
 
 
@@ -147,6 +149,18 @@ def find_targets(candidates: Mapping[str, nn.Linear], targets: str | tuple[str, 
             )
         chosen |= hits
     return [name for name in candidates if name in chosen]
+
+
+class Lora(BaseConverter):
+    """Low-rank adapters, with or without DoRA and rsLoRA, and modules that are trained fully beside them."""
+
+    name = "lora"
+
+    def on_meta(self, model: nn.Module) -> None:
+        apply_lora(model, self.context.method, self.context.seed)
+
+    def after_load(self, model: nn.Module) -> None:
+        initialize_adapters(model, self.context.seed)
 
 
 def _check_reach(model: nn.Module, targets: list[str]) -> None:
@@ -180,7 +194,7 @@ def initialize_adapters(model: nn.Module, seed: int) -> None:
     """A from U(-1/sqrt(i), 1/sqrt(i)), which is PEFT's kaiming_uniform(a=sqrt(5)); B zero, so training starts at the
     base model.
 
-    Magnitudes and rows of tokens start at the weights, which are loaded already; a collective where these are sharded.
+    Magnitudes start at the weights, which are loaded already; a collective where these are sharded.
     A is drawn on the CPU from (seed, name), so it is the same for any device, sharding and number of processes.
     """
     for name, layer in adapted_layers(model).items():
@@ -194,7 +208,6 @@ def initialize_adapters(model: nn.Module, seed: int) -> None:
         if layer.lora_magnitude_vector is not None:
             _fill_magnitudes(layer, layer.lora_magnitude_vector)
         advance()
-    fill_token_rows(model)
 
 
 def _fill_magnitudes(layer: LoraLinear, magnitudes: nn.Parameter) -> None:

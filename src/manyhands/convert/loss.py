@@ -72,10 +72,17 @@ class LossModel(nn.Module):
                 fix="Use a causal language model.",
             )
         self.model = model
-        head = read_head(model) if fuse else "as asked"
+        object.__setattr__(self, "_head", None)
+        self._head_agrees = False
+        self.why_chunked = "as asked"
+        if fuse:
+            self.fuse_head()
+
+    def fuse_head(self) -> None:
+        """Fuse cross-entropy with the head from now on, if the head is one that can be; else ``why_chunked`` is set."""
+        head = read_head(self.model)
         # not a child: its weight is the model's. It is compared with the model's own logits at the first micro-batch.
         object.__setattr__(self, "_head", None if isinstance(head, str) else head)
-        self._head_agrees = False
         self.why_chunked = head if isinstance(head, str) else ""
 
     @property

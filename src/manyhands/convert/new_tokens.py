@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from manyhands.convert.modules_to_save import CastsItsMasters
+from manyhands.convert.protocol import BaseConverter
 from manyhands.core.errors import UserError
 from manyhands.core.holding import fill_from, select_rows
 
@@ -105,3 +106,16 @@ def token_modules(model: nn.Module) -> dict[str, nn.Module]:
 def token_indices(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Ids of the trained rows, by the name of the module that holds them."""
     return {name: getattr(module, IDS) for name, module in token_modules(model).items()}
+
+
+class TrainedTokenRows(BaseConverter):
+    """The rows of the run's new tokens, beside adapters."""
+
+    name = "new tokens"
+
+    def on_meta(self, model: Any) -> None:
+        new_tokens = self.context.plan.new_tokens
+        add_token_rows(model, () if new_tokens is None else new_tokens.ids)
+
+    def after_load(self, model: nn.Module) -> None:
+        fill_token_rows(model)

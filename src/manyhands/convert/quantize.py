@@ -6,11 +6,16 @@ dtype.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
 from manyhands.convert.nf4 import Nf4Linear, bitsandbytes, dequantise
+from manyhands.convert.protocol import BaseConverter, Context
 from manyhands.core.holding import gather
+from manyhands.kernels import nf4 as kernels_nf4
+from manyhands.kernels.backend import Backend
 from manyhands.model.blocks import block_linears
 
 STORED = ("weight_codes", "weight_statistics")
@@ -65,3 +70,25 @@ def count_parameters(model: nn.Module) -> int:
     stored = stored_names(model)
     plain = sum(parameter.numel() for name, parameter in model.named_parameters() if name not in stored)
     return plain + sum(layer.in_features * layer.out_features for layer in quantised_layers(model).values())
+
+
+class Nf4Blocks(BaseConverter):
+    """Weights of the blocks' linear layers in NF4, and what dequantizes them in this process."""
+
+    name = "nf4"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.backend: Backend | None = None
+
+    def on_meta(self, model: nn.Module) -> None:
+        quantise_blocks(model)
+        context = self.context
+        if context.config.kernels.nf4 == "reference":
+            self.backend = Backend("bitsandbytes", "as asked")
+        else:
+            self.backend = kernels_nf4.choose_backend(context.device, context.dtype)
+        kernels_nf4.use(self.backend, context.dtype)
+
+    def describe(self) -> Sequence[str]:
+        return () if self.backend is None else (f"nf4: weights dequantized by {kernels_nf4.describe(self.backend)}",)

@@ -15,6 +15,7 @@ from torch import nn
 from manyhands.config.patterns import reaches
 from manyhands.config.schema import MethodSection
 from manyhands.convert.modules_to_save import train_parameters
+from manyhands.convert.protocol import BaseConverter
 from manyhands.core.errors import UserError
 
 
@@ -77,3 +78,13 @@ def _check_rows_of_tokens(model: Any, chosen: set[int]) -> None:
             where="model.new_tokens",
             fix="let method.train reach embeddings and head (embed_tokens, lm_head), or leave model.new_tokens out",
         )
+
+
+class TrainedPatterns(BaseConverter):
+    """The weights that ``method.train`` and ``method.freeze`` choose."""
+
+    name = "patterns"
+
+    def on_meta(self, model: Any) -> None:
+        new_tokens = self.context.plan.new_tokens
+        train_by_pattern(model, self.context.method, () if new_tokens is None else new_tokens.ids)

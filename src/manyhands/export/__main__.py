@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
 def export_source(source: Path, output: Path, *, merge: bool = False) -> str:
     """Writes ``output`` and verifies it in a fresh process; returns the line that says so."""
     from manyhands.checkpoint.manifest import TRAIN_STATE
-    from manyhands.convert.adapter import method_of
+    from manyhands.convert.protocol import method_of
     from manyhands.export.adapter import export_adapter, name_base
     from manyhands.export.card import make_card
     from manyhands.export.files import refuse_foreign
@@ -161,13 +161,13 @@ def load_trained(plan: Plan, config: RunConfig, checkpoint: Path) -> nn.Module:
     import torch
 
     from manyhands.checkpoint import load_checkpoint
-    from manyhands.convert.adapter import adapt
-    from manyhands.model.load import build_meta, materialize
+    from manyhands.convert.build import build_on_meta, load_weights, make_all
+    from manyhands.convert.protocol import Context
 
-    model = build_meta(plan, config)
-    if config.method.name != "full":
-        adapt(model, plan, config)
-    materialize(model, plan, config, torch.device("cpu"))
+    context = Context(config, plan, torch.device("cpu"), resumes=True)
+    converters = make_all(context)
+    model: nn.Module = build_on_meta(context, converters).model
+    load_weights(context, converters, model, context.device)
     load_checkpoint(checkpoint, model, None)
     return model.eval()
 

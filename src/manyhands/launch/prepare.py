@@ -199,7 +199,7 @@ def rehearse(config: RunConfig, plan: Plan) -> None:
     """Raises the UserError that the run would end with before its weights are read."""
     asked = json.dumps({"config": config.model_dump(mode="json"), "plan": plan.model_dump(mode="json")})
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "manyhands.model.rehearse"]
+    command = [sys.executable, "-m", "manyhands.convert.rehearse"]
     try:
         done = subprocess.run(
             command, input=asked, env=environment, capture_output=True, text=True, check=False, timeout=TIMEOUT_S

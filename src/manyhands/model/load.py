@@ -16,14 +16,13 @@ import torch
 from torch import nn
 
 from manyhands.config.schema import RunConfig
-from manyhands.convert.adapter import added_parameters, read_adapter
+from manyhands.convert.adapter import added_parameters
 from manyhands.convert.attention import IMPLEMENTATIONS, register_attention
-from manyhands.convert.lora import initialize_adapters
 from manyhands.convert.new_tokens import ROWS
 from manyhands.convert.nf4 import Nf4Linear
-from manyhands.convert.quantize import STORED, quantise_blocks, quantised_weights, stored_names
+from manyhands.convert.quantize import STORED, quantised_weights, stored_names
 from manyhands.convert.resize_embeddings import read_grown, rows_by_token
-from manyhands.convert.towers import is_multimodal, leave_out_towers
+from manyhands.convert.towers import is_multimodal
 from manyhands.core.errors import UserError
 from manyhands.core.holding import fill_from, local, local_part, local_slices
 from manyhands.core.progress import advance
@@ -41,9 +40,8 @@ MARK = "_is_hf_initialized"  # transformers' initialisation passes tensors with 
 def build_meta(plan: Plan, config: RunConfig, say: Callable[[str], object] = lambda _: None) -> nn.Module:
     """The Hugging Face model on meta, in training mode, every parameter in the dtype it will be kept in.
 
-    That is ``plan.master_dtype`` for full training and ``plan.frozen_dtype`` for adapters, which ``apply_lora`` adds;
-    with qlora the blocks' linear layers hold it in NF4. Of a multimodal model the text's part alone is there
-    (``towers.py``).
+    That is ``plan.master_dtype`` for full training and ``plan.frozen_dtype`` where weights stay frozen. What changes the
+    model after that are the plan's converters.
     """
     from transformers import AutoConfig
 
@@ -80,21 +78,10 @@ def build_meta(plan: Plan, config: RunConfig, say: Callable[[str], object] = lam
             why=(str(error).strip().splitlines() or [""])[0].split(". ")[0] or type(error).__name__,
             fix="use a model that transformers' AutoModelForCausalLM or AutoModelForMultimodalLM opens",
         ) from error
-    if towers := leave_out_towers(model):
-        if config.model.init == "random":
-            raise UserError(
-                "A multimodal model cannot start from new weights.",
-                where="model.init",
-                why=f"Text alone is trained, and {', '.join(towers)} would stay random.",
-                fix="Set model.init=pretrained, or name a text model.",
-            )
-        say(f"text alone is trained: {', '.join(towers)} stay on disk and are saved with the model as they are")
     if config.model.init == "pretrained" and needs_conversion(model):
         say(
             "weights are laid out anew while they are read, by transformers' rules: every rank reads these whole, one group at a time"
         )
-    if config.method.name == "qlora":
-        quantise_blocks(model)
     return model.train()
 
 
@@ -130,7 +117,7 @@ def untie_as_stored(model_config: Any, folder: Path) -> None:
 
 
 def materialize(model: nn.Module, plan: Plan, config: RunConfig, device: torch.device) -> None:
-    """Give a meta model memory on ``device`` and its weights, then adapters theirs; frozen parameters stay frozen.
+    """Give a meta model memory on ``device`` and its weights; what no file holds is left for converters to fill.
 
     ``model`` is the Hugging Face model or the ``LossModel`` around it: whichever is the root of the sharding.
     Parameters may be held in parts (``core/holding.py``). Raises ``UserError`` before reading if names or shapes in the files are not the model's.
@@ -145,9 +132,6 @@ def materialize(model: nn.Module, plan: Plan, config: RunConfig, device: torch.d
         read_weights(inner, checkpoint, plan.new_tokens)
     else:
         initialize_randomly(inner, config.seed)
-    initialize_adapters(inner, config.seed)
-    if plan.adapter is not None:
-        read_adapter(inner, plan.adapter.folder)
 
 
 def hugging_face_model(model: Any) -> Any:

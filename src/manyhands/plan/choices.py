@@ -265,18 +265,9 @@ def choose_attention(
     return "sdpa", f"attention: sdpa, as {obstacle}"
 
 
-def choose_kernels(config: RunConfig, device: Device, attention: Attention) -> dict[str, bool]:
-    """Fields of the plan: which fast paths are tried. ``auto`` tries them on GPUs; each passes a check there before it
-    runs.
-    """
-    asked, gpu = config.kernels, device == "cuda"
-    adapters = config.method.name in ("lora", "qlora")
-    return {
-        "fuse_lora": adapters and (asked.lora == "fused" or (asked.lora == "auto" and gpu)),
-        "fuse_loss": asked.loss == "fused" or (asked.loss == "auto" and gpu),
-        "fuse_optimizer": config.optimizer.name == "adamw" and asked.optimizer == "auto" and gpu,
-        "fast_attention": asked.attention == "auto" and attention == "varlen",
-    }
+def fuses_optimizer(config: RunConfig, device: Device) -> bool:
+    """Whether AdamW in one pass is tried."""
+    return config.optimizer.name == "adamw" and config.kernels.optimizer == "auto" and device == "cuda"
 
 
 def choose_linear(config: RunConfig, device: Device, gpus: tuple[GpuFacts, ...]) -> tuple[str, ...]:

@@ -16,12 +16,13 @@ from manyhands.plan.choices import (
     Decisions,
     Device,
     choose_environment,
-    choose_kernels,
     choose_packing,
     count_adapter_parameters,
     decide,
+    fuses_optimizer,
     ranks_per_machine,
 )
+from manyhands.plan.converters import choose_converters
 from manyhands.plan.layout import with_efficiency
 from manyhands.plan.memory import GIB
 from manyhands.plan.setup import Setup
@@ -100,7 +101,8 @@ def plan(
         micro_samples=split.micro_samples,
         micro_tokens=split.micro_tokens,
         pack_tokens=pack_tokens,
-        **choose_kernels(config, made.device, made.attention),
+        converters=_converters(config, facts, made),
+        fuse_optimizer=fuses_optimizer(config, made.device),
         accumulation=split.accumulation,
         steps_per_epoch=steps.per_epoch,
         num_steps=steps.total,
@@ -155,7 +157,7 @@ def _choose(
 
 def _base_setup(config: RunConfig, facts: Facts, made: Decisions) -> Setup:
     """What all ways share; the rest is put in for each."""
-    kernels = choose_kernels(config, made.device, made.attention)
+    converters = _converters(config, facts, made)
     rows_alone = has_one_length(facts.data) and facts.model.sliding_window is None
     return Setup(
         model=facts.model,
@@ -179,10 +181,21 @@ def _base_setup(config: RunConfig, facts: Facts, made: Decisions) -> Setup:
         optimizer_name=config.optimizer.name,
         shard_degree=made.shard_degree,
         offload=config.parallel.offload,
-        fuse_loss=kernels["fuse_loss"],
-        fuse_optimizer=kernels["fuse_optimizer"] and config.parallel.offload == "none",
-        mixed_lengths=made.attention == "varlen" and not (kernels["fast_attention"] and rows_alone),
+        fuse_loss="fused_loss" in converters,
+        fuse_optimizer=fuses_optimizer(config, made.device) and config.parallel.offload == "none",
+        mixed_lengths=made.attention == "varlen" and not ("attention_kernels" in converters and rows_alone),
         adapter_dora=config.method.dora,
+    )
+
+
+def _converters(config: RunConfig, facts: Facts, made: Decisions) -> tuple[str, ...]:
+    return choose_converters(
+        config,
+        device=made.device,
+        attention=made.attention,
+        has_towers=facts.model.num_tower_parameters > 0,
+        has_new_tokens=facts.new_tokens is not None,
+        continues_adapter=facts.adapter is not None,
     )
 
 

@@ -120,10 +120,8 @@ class Plan(Part):
     offload: Offload = "none"
     offload_activations: bool = False
     compile: bool
-    fuse_lora: bool = False  # adapted modules of known families as one function
-    fuse_loss: bool = False  # cross-entropy fused with the head
+    converters: tuple[str, ...] = ()  # what changes the model, in order: names of convert/build.py, or ``module:Class``
     fuse_optimizer: bool = False  # AdamW that clips, steps and writes the compute copy in one pass, where there is one
-    fast_attention: bool = False  # varlen: packs, and rows of one length, by the fastest kernels that pass a self-test
     dynamic: bool = True  # compiled blocks take micro-batches of any shape; not where all rows have one length
     compute_dtype: Literal["bfloat16", "float32", "float64"]
     master_dtype: Literal[

@@ -8,35 +8,35 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from manyhands.checkpoint.load import load_checkpoint, newest_checkpoint
 from manyhands.checkpoint.retention import clean_leftovers
-from manyhands.convert.adapter import adapt
-from manyhands.convert.attention import choose_attention_kernels
-from manyhands.convert.loftq_init import begin_at_loss
-from manyhands.convert.loss import LossModel
+from manyhands.convert.build import build_on_meta, describe_new, load_weights, make_all
+from manyhands.convert.protocol import Context
 from manyhands.convert.quantize import count_parameters
 from manyhands.core.collectives import run_on_first
 from manyhands.core.errors import EXIT_FAILED, UserError
-from manyhands.core.holding import first_index, reshard
+from manyhands.core.holding import first_index
+from manyhands.data.batches import collate
+from manyhands.data.collate import Shape
 from manyhands.data.store import TokenStore
 from manyhands.data.tokenizer import load_tokenizer
 from manyhands.engine.apply import apply
 from manyhands.engine.optimizer_offload import StreamedOptimizer
 from manyhands.facts.identity import check_files
-from manyhands.kernels import nf4
 from manyhands.kernels.adamw import FusedAdamW
 from manyhands.kernels.adamw import choose_backend as choose_adamw
 from manyhands.kernels.backend import Backend
-from manyhands.kernels.modules import fuse_lora
 from manyhands.model.blocks import find_blocks
 from manyhands.model.checks import check_loss, check_packing, check_padding
-from manyhands.model.load import build_meta, materialize
 from manyhands.train.optimizer import make_optimizer
 from manyhands.train.types import TrainState
-from manyhands.worker.fp8_stage import begin_fp8, check_products, code_weights_once, fuse_trained
+from manyhands.worker.loading import shape_of
 from manyhands.worker.rank import Rank
+
+PROBE_TOKENS = 2048  # of the micro-batch for self-tests, which run uncompiled; one sample at least
 
 
 def open_data(rank: Rank) -> None:
@@ -74,29 +74,27 @@ def check_base(rank: Rank) -> None:
         check_files(Path(rank.plan.model_folder), rank.config, rank.plan.model_files, progress=lambda _: rank.beat())
 
 
+def find_checkpoint(rank: Rank) -> None:
+    """Whether the run resumes: converters leave first values alone where a checkpoint brings others."""
+    checkpoints = rank.folder.checkpoints
+    run_on_first(lambda: clean_leftovers(checkpoints))  # the others wait: it may rename what they would list
+    rank.checkpoint = newest_checkpoint(checkpoints)
+
+
 def build_model(rank: Rank) -> None:
-    """Meta model, adapters, surgery, weights onto their shards, optimizer."""
+    """The model on meta, changed by the plan's converters; weights onto their shards; the optimizer."""
     plan, config, world = rank.plan, rank.config, rank.world
-    model = build_meta(plan, config, say=rank.say)
-    in_fp8 = config.kernels.linear == "fp8"
-    if in_fp8:
-        begin_fp8(rank, model)
-    if config.method.name != "full":
-        rank.adapted = adapt(model, plan, config)
-        if config.method.name == "qlora":
-            _choose_dequantisation(rank)
-        if plan.fuse_lora:
-            _fuse_adapters(rank, model)
-    elif in_fp8:
-        fuse_trained(rank, model)
-    if plan.fast_attention:
-        _choose_attention(rank, model)
-    rank.loss_model = LossModel(model, fuse=plan.fuse_loss)
+    context = Context(config, plan, world.device, resumes=rank.checkpoint is not None)
+    converters = rank.converters = make_all(context)
+    reported: set[str] = set()
+    rank.loss_model = build_on_meta(context, converters, rank.say)
+    for line in describe_new(converters, reported):
+        rank.say(line)
     rank.parallel = apply(
-        rank.loss_model, plan, world, lambda module, device: materialize(module, plan, config, device)
+        rank.loss_model, plan, world, lambda module, device: load_weights(context, converters, module, device)
     )
-    if in_fp8:
-        code_weights_once(rank)
+    for line in describe_new(converters, reported):
+        rank.say(line)
     rank.optimizer = _make_optimizer(rank)
     if plan.offload == "optimizer":
         rank.optimizer = StreamedOptimizer(rank.optimizer, world.device)
@@ -132,74 +130,36 @@ def _make_optimizer(rank: Rank) -> torch.optim.Optimizer:
     return make(make_adamw=make_adamw)
 
 
-def _fuse_adapters(rank: Rank, model: Any) -> None:
-    """Known attention and MLP modules on fused layers; what stays as it is, and why, is said."""
-    report = fuse_lora(model)
-    if rank.config.kernels.lora == "fused" and not report.fused:
-        raise UserError(
-            "no adapted module can be fused", where="kernels.lora", why=str(report), fix="set kernels.lora: auto"
-        )
-    rank.say(f"adapters: {report}")
-
-
-def _choose_dequantisation(rank: Rank) -> None:
-    """What makes weights from NF4, for all layers of this process; which, and why not a faster one, is said."""
-    device, dtype = rank.world.device, getattr(torch, rank.plan.compute_dtype)
-    asked = rank.config.kernels.nf4
-    backend = Backend("bitsandbytes", "as asked") if asked == "reference" else nf4.choose_backend(device, dtype)
-    nf4.use(backend, dtype)
-    rank.say(f"nf4: weights dequantised by {nf4.describe(backend)}")
-
-
-def _choose_attention(rank: Rank, model: Any) -> None:
-    """Kernels for packs, and for rows of one length where all have it; which ones, and why not faster ones, is said."""
-    plan, dtype = rank.plan, getattr(torch, rank.plan.compute_dtype)
-    kernels = choose_attention_kernels(model.config, rank.world.device, dtype, one_length=plan.pack_tokens is not None)
-    rank.say(f"attention: {kernels.describe()}")
-
-
 def check_model(rank: Rank) -> None:
     """What the fast paths claim is compared with the loaded model itself, before the first step."""
     check_loss(rank.parallel, rank.loss_model, rank.world.device)
     check_rows = check_packing if rank.plan.packing else check_padding
     check_rows(rank.parallel, rank.loss_model, rank.world.device)
-    if rank.config.kernels.loss == "fused" and rank.loss_model.why_chunked:
-        raise UserError(
-            "the loss cannot be fused",
-            where="kernels.loss",
-            why=rank.loss_model.why_chunked,
-            fix="set kernels.loss: auto",
-        )
+    batch = probe_batch(rank)
+    for converter in rank.converters:
+        found = converter.before_first_step(rank.model, rank.parallel, batch)
+        if found is not None:
+            rank.say(found.text)
+            rank.measured |= found.measured
     rank.say(f"loss: {rank.loss_model.how_loss}")
-    if rank.config.kernels.linear == "fp8":
-        check_products(rank)
     if rank.world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(rank.world.device)
 
 
 def resume(rank: Rank) -> None:
-    """From the newest whole checkpoint, on whatever number of ranks there is now; without one, factors get their first
-    values.
+    """From the newest complete checkpoint, on whatever number of ranks there is now."""
+    if rank.checkpoint is not None:
+        rank.state = TrainState(**load_checkpoint(rank.checkpoint, rank.model, rank.optimizer))
+        rank.say(f"resumed after step {rank.state.step} from {rank.checkpoint.name}")
+
+
+def probe_batch(rank: Rank) -> dict[str, Any]:
+    """This rank's samples of the first step, the shortest first, up to ``PROBE_TOKENS``; where there are more ranks
+    than samples they share.
     """
-    checkpoints = rank.folder.checkpoints
-    run_on_first(lambda: clean_leftovers(checkpoints))  # the others wait: it may rename what they would list
-    newest = newest_checkpoint(checkpoints)
-    if newest is None:
-        if rank.config.method.init == "loftq":
-            _begin_at_loss(rank)
-        return
-    rank.state = TrainState(**load_checkpoint(newest, rank.model, rank.optimizer))
-    rank.say(f"resumed after step {rank.state.step} from {newest.name}")
-
-
-def _begin_at_loss(rank: Rank) -> None:
-    """LoftQ's factors, for a run that begins; a resumed one has them in its checkpoint."""
-    reshard(rank.model)
-    share = begin_at_loss(rank.model, rank.plan, rank.config, rank.world, rank.beat)
-    if rank.world.device.type == "cuda":  # what training takes is measured from here
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(rank.world.device)
-    rank.say(f"factors: LoftQ, rank {rank.config.method.rank}: {share:.0%} of what NF4 loses (squared) is taken up")
-    rank.say(
-        "factors: the adapter belongs to the weights in 4 bits; those in 16 bits lack nothing, and would get that part twice"
-    )
+    samples, world, lengths = rank.order.rows(0, 0), rank.world, rank.store.train.lengths
+    mine = samples[world.rank % len(samples) :: world.world_size]
+    mine = mine[np.argsort(lengths[mine], kind="stable")]
+    count = int(np.searchsorted(np.cumsum(lengths[mine]), PROBE_TOKENS, side="right"))
+    batch = collate(rank.store.train, mine[: max(1, count)], Shape(packed=rank.plan.packing, tile=shape_of(rank).tile))
+    return {name: value.to(world.device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}

@@ -10,7 +10,7 @@ import torch
 
 from manyhands.checkpoint.load import load_checkpoint
 from manyhands.checkpoint.retention import checkpoint_folder
-from manyhands.convert.adapter import method_of
+from manyhands.convert.protocol import method_of
 from manyhands.core.collectives import run_on_first
 from manyhands.data.streams import TOKENS
 from manyhands.export.adapter import export_adapter, name_base

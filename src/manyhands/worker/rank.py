@@ -7,12 +7,14 @@ import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 
 from manyhands.config.schema import RunConfig
 from manyhands.convert.loss import LossModel
+from manyhands.convert.protocol import Converter
 from manyhands.core.errors import PeerError, UserError
 from manyhands.core.world import World
 from manyhands.data.order import SampleOrder
@@ -70,7 +72,8 @@ class Rank:
     workers: BatchWorkers | None = None  # processes that collate, while there are any
     # model
     loss_model: LossModel = None  # type: ignore[assignment]
-    adapted: list[str] = field(default_factory=list)
+    checkpoint: Path | None = None  # the newest, which the run resumes from
+    converters: Sequence[Converter] = ()
     parallel: Parallel = None  # type: ignore[assignment]
     optimizer: torch.optim.Optimizer = None  # type: ignore[assignment]
     state: TrainState = field(default_factory=TrainState)

@@ -21,6 +21,7 @@ from manyhands.worker.rendezvous import agree
 NOT_OF_MICRO_BATCHES = (
     "open data",
     "check base model",
+    "find checkpoint",
     "build model",
     "resume",
     "checkpoint",
@@ -38,6 +39,7 @@ def run_rank(rank: Rank, arguments: argparse.Namespace) -> int:
     stages: tuple[tuple[str, Callable[[Rank], None]], ...] = (
         ("open data", build.open_data),
         ("check base model", build.check_base),
+        ("find checkpoint", build.find_checkpoint),
         ("build model", build.build_model),
         ("check model", build.check_model),
         ("resume", build.resume),

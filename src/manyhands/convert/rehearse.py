@@ -1,7 +1,7 @@
-"""``python -m manyhands.model.rehearse``: would the workers accept this run? Asked by ``--dry-run``, before a GPU is
+"""``python -m manyhands.convert.rehearse``: would the workers accept this run? Asked by ``--dry-run``, before a GPU is
 held.
 
-Builds the model on meta, adapts it, and compares names and shapes with the files, by the very functions that the
+Builds the model on meta, applies the plan's converters, and compares names and shapes with the files, by the very functions that the
 workers call; reads headers and no weight. A family that no probe has tried yet is probed. Run and plan come as one JSON
 object on standard input; the answer is the last line of standard output: ``null``, or the ``UserError`` as JSON.
 """
@@ -12,14 +12,16 @@ import json
 import sys
 from typing import Any
 
+import torch
+
 from manyhands.config.schema import RunConfig
-from manyhands.convert.adapter import adapt, check_adapter
-from manyhands.convert.loss import LossModel
+from manyhands.convert.adapter import check_adapter
+from manyhands.convert.build import build_on_meta, make_all
+from manyhands.convert.protocol import Context
 from manyhands.core.errors import UserError
 from manyhands.facts.packing import was_measured
-from manyhands.kernels.modules import fuse_lora
 from manyhands.model.blocks import find_blocks
-from manyhands.model.load import build_meta, match_checkpoint
+from manyhands.model.load import match_checkpoint
 from manyhands.model.probe import probe
 from manyhands.plan.types import Plan
 from manyhands.train.optimizer import group_parameters, split_matrices
@@ -27,10 +29,8 @@ from manyhands.train.optimizer import group_parameters, split_matrices
 
 def rehearse(config: RunConfig, plan: Plan) -> None:
     """Raises the UserError that the workers would raise before they read a weight."""
-    model: Any = build_meta(plan, config)
-    original = model.config
-    if config.method.name != "full":
-        adapt(model, plan, config)
+    context = Context(config, plan, torch.device("cpu"))
+    model: Any = build_on_meta(context, make_all(context)).model
     if config.model.init == "pretrained":
         match_checkpoint(model, plan.model_folder, plan.new_tokens)
     if plan.adapter is not None:
@@ -38,20 +38,13 @@ def rehearse(config: RunConfig, plan: Plan) -> None:
     groups = group_parameters(model, config.optimizer, plan.learning_rate)
     if config.optimizer.name == "muon":
         split_matrices(groups, list(find_blocks(model)))
-    if config.kernels.lora == "fused" and plan.fuse_lora:
-        report = fuse_lora(model)
-        if not report.fused:
-            raise UserError(
-                "no adapted module can be fused", where="kernels.lora", why=str(report), fix="set kernels.lora: auto"
-            )
-    LossModel(model, fuse=plan.fuse_loss)
     if config.data.packing is False and not was_measured(
-        original.get_text_config().model_type
+        model.config.get_text_config().model_type
     ):  # else facts have asked
-        verdict = probe(original, trust_remote_code=config.model.trust_remote_code)
+        verdict = probe(model.config, trust_remote_code=config.model.trust_remote_code)
         if not verdict["trains"]:
             raise UserError(
-                f"{original.model_type} cannot be trained here", where=plan.model_folder, why=verdict["reason"]
+                f"{model.config.model_type} cannot be trained here", where=plan.model_folder, why=verdict["reason"]
             )
 
 

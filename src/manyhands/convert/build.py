@@ -1,0 +1,86 @@
+"""Build the model that a plan names: on meta, changed by the plan's converters in their order, then filled.
+
+No feature is named here but in ``CONVERTERS``, which says where each one is. Must not know how parameters are sharded.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from manyhands.convert.loss import LossModel
+from manyhands.convert.protocol import Context, Converter
+from manyhands.core.errors import UserError
+from manyhands.model.load import build_meta, hugging_face_model, materialize
+
+# Name in a plan -> module and class, imported when a plan names it. A plan may also name ``module:Class`` itself.
+CONVERTERS = {
+    "text_only": "manyhands.convert.text_only:TextOnly",
+    "nf4": "manyhands.convert.quantize:Nf4Blocks",
+    "fp8": "manyhands.convert.fp8_check:Fp8Blocks",
+    "lora": "manyhands.convert.lora:Lora",
+    "patterns": "manyhands.convert.trainable:TrainedPatterns",
+    "new_tokens": "manyhands.convert.new_tokens:TrainedTokenRows",
+    "adapter": "manyhands.convert.adapter:StartingAdapter",
+    "loftq": "manyhands.convert.loftq_init:LoftQ",
+    "fused_modules": "manyhands.convert.fused_modules:FusedModules",
+    "attention_kernels": "manyhands.convert.attention_kernels:FastAttention",
+    "fused_loss": "manyhands.convert.fused_loss:FusedLoss",
+}
+
+
+def make(spec: str, context: Context) -> Converter:
+    """The converter that ``spec`` names: one of ``CONVERTERS``, or ``module:Class`` for a class that takes a
+    ``Context``.
+    """
+    path = CONVERTERS.get(spec, spec)
+    module_name, _, class_name = path.partition(":")
+    try:
+        kind = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(
+            f"no converter is called {spec!r}",
+            where="the plan's converters",
+            why=str(error),
+            fix=f"name one of {', '.join(CONVERTERS)}, or a class as module:Class",
+        ) from error
+    converter: Converter = kind(context)
+    return converter
+
+
+def make_all(context: Context) -> list[Converter]:
+    """The converters of the plan, in its order."""
+    return [make(spec, context) for spec in context.plan.converters]
+
+
+def build_on_meta(
+    context: Context, converters: Sequence[Converter], report: Callable[[str], object] = lambda _: None
+) -> LossModel:
+    """The model of the plan on meta, in training mode, changed by ``converters``, with its loss around it."""
+    model: Any = build_meta(context.plan, context.config, report)
+    for converter in converters:
+        converter.on_meta(model)
+    loss_model = LossModel(model)
+    for converter in converters:
+        converter.on_loss(loss_model)
+    return loss_model
+
+
+def load_weights(context: Context, converters: Sequence[Converter], module: nn.Module, device: torch.device) -> None:
+    """Give ``module``, the loss model or the transformers model, memory on ``device`` and its weights; then converters
+    fill what no file holds.
+    """
+    materialize(module, context.plan, context.config, device)
+    for converter in converters:
+        converter.after_load(hugging_face_model(module))
+
+
+def describe_new(converters: Sequence[Converter], reported: set[str]) -> list[str]:
+    """Lines for the log that are not among ``reported``, to which they are added."""
+    lines = [line for converter in converters for line in converter.describe() if line not in reported]
+    reported.update(lines)
+    return lines

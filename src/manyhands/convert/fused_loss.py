@@ -1,0 +1,36 @@
+"""Cross-entropy fused with the head (``kernels/loss.py``), where the head is one that can be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from manyhands.convert.loss import LossModel
+from manyhands.convert.protocol import BaseConverter, Context, TrainedModel
+from manyhands.core.errors import UserError
+
+
+class FusedLoss(BaseConverter):
+    """Whether the head can be fused is known after the first forward pass, which compares logits."""
+
+    name = "fused loss"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.loss_model: LossModel | None = None
+
+    def on_loss(self, loss_model: LossModel) -> None:
+        self.loss_model = loss_model
+        loss_model.fuse_head()
+
+    def before_first_step(self, model: nn.Module, trained: TrainedModel, batch: Mapping[str, Any]) -> None:
+        assert self.loss_model is not None
+        if self.context.config.kernels.loss == "fused" and self.loss_model.why_chunked:
+            raise UserError(
+                "the loss cannot be fused",
+                where="kernels.loss",
+                why=self.loss_model.why_chunked,
+                fix="set kernels.loss: auto",
+            )

@@ -1,0 +1,37 @@
+"""Leave out what the text of a multimodal model never passes through, as ``towers.py`` does it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from manyhands.convert.protocol import BaseConverter, Context
+from manyhands.convert.towers import leave_out_towers
+from manyhands.core.errors import UserError
+
+
+class TextOnly(BaseConverter):
+    """Vision and audio towers of a multimodal model stay on disk."""
+
+    name = "text only"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.left_out: list[str] = []
+
+    def on_meta(self, model: Any) -> None:
+        self.left_out = leave_out_towers(model)
+        if self.left_out and self.context.config.model.init == "random":
+            raise UserError(
+                "a multimodal model cannot start from new weights",
+                where="model.init",
+                why=f"text alone is trained, and {', '.join(self.left_out)} would stay random",
+                fix="set model.init=pretrained, or name a text model",
+            )
+
+    def describe(self) -> Sequence[str]:
+        if not self.left_out:
+            return ()
+        return (
+            f"text alone is trained: {', '.join(self.left_out)} stay on disk and are saved with the model as they are",
+        )

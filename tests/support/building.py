@@ -1,0 +1,53 @@
+"""Models of hand-made plans, built as the worker builds them: the plan's converters on meta, weights, first values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from transformers import AutoConfig
+
+from manyhands.config.schema import RunConfig
+from manyhands.convert.build import build_on_meta, describe_new, load_weights, make_all
+from manyhands.convert.loss import LossModel
+from manyhands.convert.protocol import Context
+from manyhands.convert.towers import is_multimodal
+from manyhands.plan.converters import choose_converters
+from manyhands.plan.types import Plan
+
+Load = Callable[[nn.Module, torch.device], None]
+
+
+def with_converters(plan: Plan, config: RunConfig) -> Plan:
+    """``plan`` with the converters that the planner would name, unless it names some."""
+    if plan.converters:
+        return plan
+    names = choose_converters(
+        config,
+        device=plan.device,
+        attention=plan.attention,
+        has_towers=is_multimodal(AutoConfig.from_pretrained(plan.model_folder)),
+        has_new_tokens=plan.new_tokens is not None,
+        continues_adapter=plan.adapter is not None,
+    )
+    return plan.model_copy(update={"converters": names})
+
+
+def on_meta(
+    plan: Plan, config: RunConfig, report: Callable[[str], object] = lambda _: None, *, resumes: bool = False
+) -> tuple[LossModel, Load]:
+    """The model of ``plan`` on meta with its loss around it, and what gives it its weights."""
+    context = Context(config, with_converters(plan, config), torch.device("cpu"), resumes)
+    converters = make_all(context)
+    loss_model = build_on_meta(context, converters, report)
+    for line in describe_new(converters, set()):
+        report(line)
+    return loss_model, lambda module, device: load_weights(context, converters, module, device)
+
+
+def load_model(plan: Plan, config: RunConfig, report: Callable[[str], object] = lambda _: None) -> nn.Module:
+    """The transformers model of ``plan`` with its weights, on the CPU, in training mode."""
+    loss_model, load = on_meta(plan, config, report)
+    load(loss_model.model, torch.device("cpu"))
+    return loss_model.model
