@@ -7,12 +7,10 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
-import manyhands.worker
 from manyhands.convert.build import CONVERTERS, make
 from manyhands.convert.protocol import BaseConverter, Context
 from manyhands.core.errors import UserError
@@ -55,7 +53,7 @@ def test_a_converter_from_outside_is_named_by_the_plan_and_trained_with(
 
 
 def test_a_converter_that_is_not_there_is_named() -> None:
-    context = Context(tiny_run(""), tiny_plan(""), torch.device("cpu"))
+    context = Context(tiny_run("model"), tiny_plan("model"), torch.device("cpu"))
     for spec in ("sparse", "tests.support.toy:Shift", "no.such:Thing", ":"):
         with pytest.raises(UserError, match="no converter is called") as caught:
             make(spec, context)
@@ -63,7 +61,7 @@ def test_a_converter_that_is_not_there_is_named() -> None:
 
 
 def test_each_converter_is_one_class_with_a_name_of_its_own() -> None:
-    context = Context(tiny_run(""), tiny_plan(""), torch.device("cpu"))
+    context = Context(tiny_run("model"), tiny_plan("model"), torch.device("cpu"))
     made = [make(name, context) for name in CONVERTERS]
     assert all(isinstance(converter, BaseConverter) for converter in made)
     assert all(type(converter).__doc__ and list(converter.describe()) == [] for converter in made)
@@ -74,14 +72,3 @@ def test_features_that_a_plan_does_not_name_are_not_imported() -> None:
     code = "import sys, manyhands.convert.build as b; print([p for p in b.CONVERTERS.values() if p.split(':')[0] in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "loftq_init" not in done.stdout and "fused_modules" not in done.stdout and "fp8_check" not in done.stdout
-
-
-def test_the_worker_names_no_feature() -> None:
-    folder = Path(manyhands.worker.__file__).parent
-    found = [
-        f"{path.name}:{number}: {line.strip()}"
-        for path in sorted(folder.rglob("*.py"))
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-        if FEATURES.search(line)
-    ]
-    assert found == []
