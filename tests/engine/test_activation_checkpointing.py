@@ -15,6 +15,7 @@ from manyhands.convert.quantize import quantise_blocks, quantised_layers
 from manyhands.engine.activation_checkpointing import checkpoint_blocks
 from manyhands.engine.compile import compile_blocks
 from manyhands.facts.model import read_model_facts
+from manyhands.families import known_modules
 from manyhands.kernels.modules import fuse_lora
 from manyhands.plan.activations import linear_bytes_per_token
 from manyhands.plan.types import Checkpointing
@@ -33,7 +34,7 @@ def build(
         put_in_nf4(model)
     if fused_rank:
         apply_lora(model, MethodSection(rank=fused_rank), seed=0)
-        fuse_lora(model)
+        fuse_lora(model, known_modules())
     checkpoint_blocks(model, mode, lighter_layers=lighter, compiled=compiled)
     if compiled:
         torch._dynamo.reset()

@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from manyhands.convert.lora import adapted_layers
 from manyhands.export.model import export_model
 from manyhands.export.verify import verify
-from manyhands.facts.packing import MEASURED
 from manyhands.facts.types import NewTokens
+from manyhands.families import measured_types
 from tests.support.building import load_model
 from tests.support.multimodal import write_tiny_multimodal
 from tests.support.tiny import tiny_plan, tiny_run, write_tiny_model
 
-FAMILIES = (*MEASURED, "gpt_neox", "qwen3_5_text", "mixtral", "qwen3_moe")
+FAMILIES = (*measured_types(), "gpt_neox", "qwen3_5_text", "mixtral", "qwen3_moe")
 IDS = torch.arange(40)[None] % 256
 
 

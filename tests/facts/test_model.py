@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 from pathlib import Path
 
 import pytest
 
 from manyhands.core.errors import UserError
-from manyhands.facts.model import FAMILIES as KNOWN
-from manyhands.facts.model import block_shapes, count_parameters, read_model_facts
+from manyhands.facts.model import parameter_shapes, read_model_facts
+from manyhands.families import block_shapes, find, measured_types
 
 SIZES = {
     "hidden_size": 32,
@@ -20,14 +21,6 @@ SIZES = {
     "num_key_value_heads": 2,
     "vocab_size": 64,
     "max_position_embeddings": 128,
-}
-FAMILIES = {
-    "llama": {},
-    "llama, biased": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
-    "mistral": {"sliding_window": 16},
-    "qwen2": {},
-    "qwen3": {"head_dim": 16},
-    "gemma3_text": {"head_dim": 16, "sliding_window": 8},
 }
 
 
@@ -54,7 +47,7 @@ def write_config(folder: Path, **more: object) -> dict:
 def folder(tmp_path: Path) -> Path:
     """A whole tiny model, as headers and zeros."""
     config = write_config(tmp_path)
-    shapes = block_shapes(config)
+    shapes = block_shapes(find(config), config)
     tensors = {f"model.layers.{layer}.{name}": ("BF16", shape) for layer in range(3) for name, shape in shapes.items()}
     tensors |= {
         "model.embed_tokens.weight": ("BF16", (64, 32)),
@@ -65,33 +58,41 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_the_formula_counts_what_transformers_saves(name: str, tmp_path: Path):
+# Measured families, and what else their config.json may say.
+VARIANTS: dict[str, tuple[str, dict[str, object]]] = {kind: (kind, {}) for kind in measured_types()} | {
+    "llama, biased": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "mistral, windows": ("mistral", {"sliding_window": 16}),
+    "gemma3_text, windows": ("gemma3_text", {"head_dim": 16, "sliding_window": 8}),
+    "qwen3, narrow heads": ("qwen3", {"head_dim": 16}),
+    "cohere, norms of queries": ("cohere", {"use_qk_norm": True}),
+    "glm4, unbiased": ("glm4", {"attention_bias": False}),
+    "starcoder2, unbiased": ("starcoder2", {"use_bias": False}),
+}
+TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_shapes_follow_from_a_config_that_says_no_more_than_it_must(name: str, tmp_path: Path):
+    """By name and exactly what transformers saves, for every measured family."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(name.split(",")[0], **SIZES, **FAMILIES[name])
+    kind, more = VARIANTS[name]
+    config = AutoConfig.for_model(kind, **SIZES, **TOKENS, **more)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(tmp_path)
-    formula, headers = (read_model_facts(tmp_path, "tiny", init) for init in ("random", "pretrained"))
-    assert formula.num_parameters == headers.num_parameters == sum(p.numel() for p in model.parameters())
-    assert (
-        formula.num_block_parameters
-        == headers.num_block_parameters
-        == sum(p.numel() for p in model.model.layers[0].parameters())
-    )
-    linears = {
-        k: (m.out_features, m.in_features)
-        for k, m in model.model.layers[0].named_modules()
-        if isinstance(m, torch.nn.Linear)
-    }
-    assert formula.block_linear_shapes == headers.block_linear_shapes == linears
-    assert formula.block_norm_elements == headers.block_norm_elements
+    headers = read_model_facts(tmp_path, "tiny", "pretrained")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "dtype": "bfloat16"} | SIZES | more))
+    formula = read_model_facts(tmp_path, "tiny", "random")
+    assert formula.model_copy(update={"sliding_window": headers.sliding_window}) == headers
+    block = model.model.layers[0]
+    assert headers.num_parameters == sum(p.numel() for p in model.parameters())
+    assert headers.num_block_parameters == sum(p.numel() for p in block.parameters())
+    linears = {k: (m.out_features, m.in_features) for k, m in block.named_modules() if isinstance(m, torch.nn.Linear)}
+    assert headers.block_linear_shapes == linears
     assert headers.tied_embeddings == (model.lm_head.weight is model.model.embed_tokens.weight)
     assert headers.stored_dtype == "bfloat16"
-    assert headers.head_dim == model.model.layers[0].self_attn.head_dim
-    text = json.loads((tmp_path / "config.json").read_text())
-    assert count_parameters(text) == headers.num_parameters
+    assert headers.head_dim == block.self_attn.head_dim
 
 
 def test_a_familys_defaults_stand_in_for_keys_that_are_not_there():
@@ -99,7 +100,7 @@ def test_a_familys_defaults_stand_in_for_keys_that_are_not_there():
     facts = {"model_type": "gemma3_text"} | SIZES
     q_norm, norms = 256, 4 * 32
     block = 4 * 256 * 32 * 2 + 2 * 256 * 32 * 2 + 3 * 48 * 32 + 2 * q_norm + norms
-    assert count_parameters(facts) == 3 * block + 64 * 32 + 32
+    assert sum(map(math.prod, parameter_shapes(facts).values())) == 3 * block + 64 * 32 + 32
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -149,15 +150,6 @@ def test_what_a_published_gemma_3_leaves_out_is_transformers_default(tmp_path: P
         assert getattr(facts, name) == getattr(default, name)
     assert (facts.num_heads, facts.num_kv_heads) == (default.num_attention_heads, default.num_key_value_heads)
     assert facts.max_positions == default.max_position_embeddings and facts.tied_embeddings
-
-
-@pytest.mark.parametrize("kind", sorted(kind for kind, family in KNOWN.items() if family.defaults))
-def test_defaults_of_text_within_another_model_are_transformers_own(kind: str):
-    """A published LLaVA 1.5 says of its text no more than its vocabulary and its positions."""
-    from transformers import AutoConfig
-
-    default = AutoConfig.for_model(kind)
-    assert KNOWN[kind].defaults == {key: getattr(default, key) for key in KNOWN[kind].defaults}
 
 
 def test_text_fields_beside_the_towers_are_the_texts(tmp_path: Path):
@@ -228,28 +220,28 @@ def test_sharded_weights(folder: Path):
     [
         ({"num_local_experts": 8}, "mixture of experts, which is not supported yet"),
         ({"num_experts": 64, "model_type": "qwen3_moe"}, "qwen3_moe is a mixture of experts"),
-        ({"vision_config": {}, "model_type": "git"}, "git is multimodal, and does not say which part"),
+        ({"vision_config": {}, "model_type": "git"}, "git is multimodal, and its config.json does not say which part"),
         (
             {"text_config": {"model_type": "gemma3_text"}, "vision_config": {}},
-            "no decoder of a kind that is known here",
+            "not a known kind of decoder",
         ),
         ({"text_config": SIZES | {"num_local_experts": 8}, "model_type": "llama4"}, "llama4 is a mixture of experts"),
         (
             {"text_config": SIZES | {"cross_attention_layers": [3]}, "model_type": "mllama"},
             "mllama has blocks that attend to images only",
         ),
-        ({"quantization_config": {"bits": 4}}, "quantised, which is not supported yet"),
+        ({"quantization_config": {"bits": 4}}, "quantized, which is not supported yet"),
         ({"is_encoder_decoder": True}, "has an encoder"),
         (
             {"architectures": ["LlamaForSequenceClassification"]},
-            "its head is for SequenceClassification, and predicts no tokens",
+            "its head is for SequenceClassification and predicts no tokens",
         ),
         (
             {"architectures": ["BertForMaskedLM"], "model_type": "bert"},
-            "BertForMaskedLM is no language model.*it is an encoder",
+            "BertForMaskedLM is not a causal language model.*it is an encoder",
         ),
-        ({"hidden_size": None}, "no decoder of a kind that is known here"),
-        ({"vocab_size": "many"}, "vocab_size: .many. is not a whole number of at least 1"),
+        ({"hidden_size": None}, "not a known kind of decoder"),
+        ({"vocab_size": "many"}, "vocab_size: .many. is not a positive integer"),
     ],
 )
 def test_models_that_are_not_supported(more: dict, words: str, tmp_path: Path):
@@ -267,17 +259,17 @@ def test_window_layers_are_dense_attention(tmp_path: Path):
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"model_type": ["llama"]}, "model_type: \"['llama']\" is not text"),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers: '1000000000' is not a whole number from 1 to 10,000"),
+        ({"model_type": ["llama"]}, "model_type: \"['llama']\" is not a string"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers: '1000000000' is not an integer from 1 to 10,000"),
         ({"num_hidden_layers": True}, "num_hidden_layers: 'True'"),
         ({"vocab_size": 10**30}, "vocab_size"),
         ({"hidden_size": 2.5, "head_dim": "x", "num_key_value_heads": -1}, "num_key_value_heads"),
-        ({"num_attention_heads": 3}, "3 is no multiple of num_key_value_heads: 2"),
+        ({"num_attention_heads": 3}, "3 is not a multiple of num_key_value_heads: 2"),
         ({"max_position_embeddings": "many"}, "max_position_embeddings"),
         ({"sliding_window": {}}, "sliding_window"),
         ({"attn_logit_softcapping": "x"}, "attn_logit_softcapping: 'x' is not a number"),
-        ({"tie_word_embeddings": "maybe"}, "tie_word_embeddings: 'maybe' is not a truth value"),
-        ({"layer_types": 3}, "layer_types: '3' is not a list of texts"),
+        ({"tie_word_embeddings": "maybe"}, "tie_word_embeddings: 'maybe' is not true or false"),
+        ({"layer_types": 3}, "layer_types: '3' is not a list of strings"),
         ({"layer_types": [["full_attention"]]}, "layer_types"),
         ({"per_layer_config": [1]}, "per_layer_config"),
         ({"text_config": 3}, "text_config: '3' is not a mapping"),

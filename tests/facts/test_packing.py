@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from manyhands import families
 from manyhands.config.load import config_from_mapping
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
@@ -54,6 +55,8 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_a_measured_family_starts_no_process(tmp_path: Path, answers: list[Any]) -> None:
     facts = judge(tmp_path, "qwen3", layer_types=["full_attention", "sliding_attention"])
     assert facts.packs and "measured" in facts.packing_reason and not (tmp_path / "cache").exists()
+    facts = judge(tmp_path, "lfm2", layer_types=["conv", "full_attention"])
+    assert not facts.packs and "convolutions" in facts.packing_reason
 
 
 def test_what_is_around_measured_text_must_be_measured_too(tmp_path: Path, answers: list[Any]) -> None:
@@ -76,11 +79,11 @@ def test_what_was_not_measured_is_probed_once(
     tmp_path: Path, answers: list[Any], monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     answers.append({"trains": True, "packs": False, "reason": "it leaks"})
-    family, fields = ("lfm2", {}) if why == "another family" else ("llama", {})
+    family, fields = ("unheard_of", {}) if why == "another family" else ("llama", {})
     if why == "other layers":
         fields = {"layer_types": ["full_attention", "linear_attention"]}
     if why == "another transformers":
-        monkeypatch.setattr(packing, "MEASURED_WITH", "4.")
+        monkeypatch.setattr(families, "MEASURED_WITH", "4.")
     said: list[str] = []
     for _ in range(2):  # the second time the answer is on disk
         facts = judge(tmp_path, family, said, **fields)
@@ -106,9 +109,10 @@ def test_a_family_that_cannot_be_trained_is_refused_before_the_data_is_touched(
     assert "router loss" in caught.value.why
 
 
-def test_the_real_probe_answers_in_seconds(tmp_path: Path) -> None:
+def test_the_real_probe_answers_in_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.support.tiny import tiny_config
 
+    monkeypatch.setattr(families, "MEASURED_WITH", "4.")
     tiny_config("lfm2").save_pretrained(tmp_path)
     facts = model_facts().model_copy(update={"model_type": "lfm2", "folder": str(tmp_path)})
     judged = judge_packing(make_config(tmp_path), facts, lambda _: None)

@@ -10,6 +10,7 @@ from torch import nn
 from manyhands.config.schema import MethodSection
 from manyhands.convert.lora import apply_lora
 from manyhands.core.seeds import named_generator
+from manyhands.families import known_modules
 from manyhands.kernels.modules import fuse_lora
 from tests.support.tiny import tiny_model
 
@@ -75,7 +76,7 @@ def fp8_model(family: str, method: str) -> Any:
     use_fp8(model)
     if method == "lora":
         model = adapted(model)
-    fuse_lora(model)
+    fuse_lora(model, known_modules())
     return model
 
 
@@ -116,7 +117,7 @@ def sharded_step(family: str, activation_checkpointing: bool, compiled: bool) ->
     from manyhands.model.blocks import find_blocks
 
     model = adapted(tiny(family))
-    report = fuse_lora(model)
+    report = fuse_lora(model, known_modules())
     if activation_checkpointing:
         checkpoint_blocks(model, "full", compiled=False)
     if compiled:

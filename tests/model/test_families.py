@@ -11,10 +11,9 @@ from transformers import AutoConfig
 from manyhands.config.schema import MethodSection
 from manyhands.convert.lora import apply_lora
 from manyhands.core.errors import UserError
-from manyhands.facts.packing import MEASURED
 from manyhands.model.load import silence_dropout
 from manyhands.model.probe import choose_layers, probe, shrink
-from tests.support.families import LEAK, measure
+from tests.support.families import LEAK, MEASURED, measure
 from tests.support.tiny import tiny_config, tiny_model
 
 

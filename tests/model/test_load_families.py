@@ -17,12 +17,11 @@ from manyhands.convert.loss import LossModel
 from manyhands.convert.quantize import quantised_layers
 from manyhands.convert.towers import left_out
 from manyhands.core.errors import UserError
-from manyhands.facts.packing import MEASURED
 from manyhands.model.blocks import find_blocks
 from manyhands.model.checks import check_loss, check_packing, check_padding
 from manyhands.model.probe import Single
 from tests.support.building import load_model, on_meta
-from tests.support.families import LEAK
+from tests.support.families import LEAK, MEASURED
 from tests.support.multimodal import write_tiny_multimodal
 from tests.support.tiny import tiny_plan, tiny_run, write_tiny_model
 

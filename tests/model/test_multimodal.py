@@ -17,7 +17,7 @@ from manyhands.convert.quantize import quantised_layers
 from manyhands.convert.towers import LeftOut, is_left_out, leave_out_towers, left_out
 from manyhands.core.errors import UserError
 from manyhands.facts.model import read_model_facts
-from manyhands.facts.packing import MEASURED_AROUND
+from manyhands.families import measured_types
 from manyhands.model.auto import auto_class_of
 from manyhands.model.blocks import find_blocks
 from manyhands.model.checks import check_packing, pack_documents
@@ -149,7 +149,7 @@ def test_text_that_asks_a_tower_for_something_is_refused_and_whoever_only_looks_
 
 
 def test_what_is_packed_without_a_probe_is_measured_here() -> None:
-    assert set(MEASURED_AROUND) <= set(PACKED)
+    assert set(measured_types(multimodal=True)) <= set(PACKED)
 
 
 def test_a_text_model_keeps_all_its_parts() -> None:

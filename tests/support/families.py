@@ -19,18 +19,15 @@ from torch.nn.functional import cross_entropy
 from manyhands.convert.attention import IMPLEMENTATIONS, plain_attention, register_attention
 from manyhands.convert.loss import IGNORED, LossModel
 from manyhands.core.errors import UserError
-from manyhands.facts.packing import MEASURED
+from manyhands.families import measured_types
 from manyhands.model.checks import check_loss, check_packing, check_padding, pack_documents
 from manyhands.model.probe import Single
 from tests.support.equality import put_between_marks
 from tests.support.tiny import tiny_model
 
 BOUND = 1e-5  # relative, of the loss and of all gradients as one vector
-LEAK = (
-    "qwen3_5_text",
-    "qwen3_next",
-    "lfm2",
-)  # linear attention, convolution: a state runs on from document to document
+MEASURED = measured_types()
+LEAK = measured_types(packs=False)  # a state runs on from document to document
 LENGTHS = (23, 2, 64, 7, 41)  # tokens; some shorter than the windows of 8, some longer
 
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from manyhands.convert.protocol import BaseConverter, Context
 from manyhands.core.errors import UserError
+from manyhands.families import known_modules
 from manyhands.kernels.modules import FuseReport, fuse_lora
 
 
@@ -21,7 +22,7 @@ class FusedModules(BaseConverter):
         self.report: FuseReport | None = None
 
     def on_meta(self, model: nn.Module) -> None:
-        self.report = fuse_lora(model)
+        self.report = fuse_lora(model, known_modules())
         adapters = self.context.config.method.trains_adapters
         if adapters and self.context.config.kernels.lora == "fused" and not self.report.fused:
             raise UserError(

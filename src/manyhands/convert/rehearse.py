@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
+from manyhands import families
 from manyhands.config.schema import RunConfig
 from manyhands.convert.adapter import check_adapter
 from manyhands.convert.build import build_on_meta, make_all
 from manyhands.convert.protocol import Context
 from manyhands.core.errors import UserError
-from manyhands.facts.packing import was_measured
 from manyhands.model.blocks import find_blocks
 from manyhands.model.load import match_checkpoint
 from manyhands.model.probe import probe
@@ -38,9 +38,8 @@ def rehearse(config: RunConfig, plan: Plan) -> None:
     groups = group_parameters(model, config.optimizer, plan.learning_rate)
     if config.optimizer.name == "muon":
         split_matrices(groups, list(find_blocks(model)))
-    if config.data.packing is False and not was_measured(
-        model.config.get_text_config().model_type
-    ):  # else facts have asked
+    family = families.find(model.config.get_text_config().model_type)
+    if config.data.packing is False and not families.was_measured(family):  # else facts have asked
         verdict = probe(model.config, trust_remote_code=config.model.trust_remote_code)
         if not verdict["trains"]:
             raise UserError(

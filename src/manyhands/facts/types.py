@@ -10,6 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from manyhands.config.schema import MethodSection
 
+StoredDtype = Literal["bfloat16", "float16", "float32", "float64"]
+
 
 class Fact(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -37,19 +39,17 @@ class ModelFacts(Fact):
     tied_embeddings: bool
     max_positions: int
     sliding_window: int | None
-    attention_softcap: float | None = None  # Gemma 2: scores are squashed, which few attention kernels can
-    stored_dtype: Literal["bfloat16", "float16", "float32", "float64"]
+    attention_softcap: float | None = None  # scores are soft-capped, which few attention kernels can compute
+    stored_dtype: StoredDtype
     num_parameters: int
     num_tower_parameters: int = 0  # vision, audio and projectors of a multimodal model: they stay on disk
     num_block_parameters: int  # of one block
     block_linear_shapes: dict[str, tuple[int, int]]
-    block_norm_elements: int  # elements a token that the norms of one block read: 2 hidden_size for Llama
-    parameter_shapes: dict[
-        str, tuple[int, ...]
-    ] = {}  # of every tensor by its name in the files; by Llama's names for random weights
+    block_norm_elements: int  # elements a token that the norms of one block read: hidden_size for each
+    parameter_shapes: dict[str, tuple[int, ...]] = {}  # of every tensor by its name in the files, or in the model
     files: dict[str, str] = {}  # SHA-256 of config.json and, unless weights are random, of each weights file
-    packs: bool = True  # whether rows side by side are as if alone
-    packing_reason: str = ""  # how that is known, or what speaks against it
+    packs: bool = True  # whether samples of one pack train as if each was alone
+    packing_reason: str = ""  # how that is known, or why not
 
 
 class DataFacts(Fact):
@@ -72,9 +72,8 @@ class DataFacts(Fact):
     num_split: int = 0
     # Filled when batch.loss_tokens is asked: steps of each epoch the run begins, as far as stop.max_steps lets it come.
     steps_of_epochs: tuple[int, ...] = ()
-    first_lengths: tuple[
-        int, ...
-    ] = ()  # of the rows that the first epoch begins with, in its order: all of it, or some ten thousands
+    # of the samples that the first epoch begins with, in its order: all of it, or some ten thousands
+    first_lengths: tuple[int, ...] = ()
     first_labels: tuple[int, ...] = ()  # trained tokens of the same; filled when batch.loss_tokens is asked
     # (rows, weight) of each source: an epoch takes the rows of each as often as its weight says
     sources: tuple[tuple[int, float], ...] = Field(default_factory=lambda fields: ((fields["num_samples"], 1.0),))

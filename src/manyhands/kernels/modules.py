@@ -1,6 +1,6 @@
 """Attention and MLP modules on fused layers, in the place of a family's own: same children, same names, same numbers.
 
-``fuse_lora`` looks at classes by name, and at adapted layers by what they hold: a frozen ``weight`` (and ``bias``),
+``fuse_lora`` is told which classes it may replace, and looks at adapted layers by what they hold: a frozen ``weight`` (and ``bias``),
 trained ``lora_A.weight`` and ``lora_B.weight``, ``scaling`` and ``dropout``. A layer whose weight is quantised offers
 ``fused_base() -> (pieces, products)``, see ``lora.Layer``; one whose products may be in fp8, adapted or not, says by
 ``in_fp8`` whether they are now. Whatever does not fit stays as it is, and is reported. Knows nothing of how adapters
@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -24,8 +24,10 @@ from torch import nn
 from manyhands.kernels.fp8_linear import Coded, fp8_linears, fp8_mlp
 from manyhands.kernels.lora import Layer, activate, lora_linears, lora_mlp
 
-ATTENTION = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention", "Gemma3Attention")
-MLP = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "Gemma3MLP")
+PROJECTIONS = {
+    "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "mlp": ("gate_proj", "up_proj", "down_proj"),
+}
 ACTIVATION_NAMES = {
     "silu": "silu",
     "swish": "silu",
@@ -51,8 +53,24 @@ class FuseReport:
         return text + (f"; generic path: {', '.join(reasons)}" if reasons else "")
 
 
-def fuse_lora(model: nn.Module) -> FuseReport:
-    """Replace attention and MLP modules that hold adapters, or layers that may be in fp8.
+class KnownModule(Protocol):
+    """A class whose forward pass a fused module repeats."""
+
+    @property
+    def kind(self) -> str: ...  # of PROJECTIONS
+
+    @property
+    def package(self) -> str: ...  # the name of its module begins so
+
+    @property
+    def activation_field(self) -> str: ...  # of the model's configuration
+
+    @property
+    def window_in_config(self) -> bool: ...  # its sliding window is its configuration's, not an attribute
+
+
+def fuse_lora(model: nn.Module, known: Mapping[str, KnownModule]) -> FuseReport:
+    """Replace attention and MLP modules that hold adapters, or layers that may be in fp8, if their class is ``known``.
 
     ``model`` may be on meta; do so before it is compiled or sharded.
 
@@ -63,12 +81,13 @@ def fuse_lora(model: nn.Module) -> FuseReport:
     holders = [(name, module) for name, module in model.named_modules() if any(map(_can_fuse, module.children()))]
     for name, module in holders:
         kind = type(module).__name__
-        reason = _why_not(module)
+        reason = _why_not(module, known.get(kind))
         if reason:
             report.left[name] = reason
             continue
         parent, _, child = name.rpartition(".")
-        fused = FusedAttention(module) if kind in ATTENTION else FusedMlp(module)
+        form: Any = FusedAttention if known[kind].kind == "attention" else FusedMlp
+        fused = form(module, known[kind])
         setattr(model.get_submodule(parent), child, fused)
         report.fused[name] = kind
     return report
@@ -88,7 +107,7 @@ class FusedAttention(nn.Module):
     q_norm: Any
     k_norm: Any
 
-    def __init__(self, original: nn.Module) -> None:
+    def __init__(self, original: nn.Module, known: KnownModule) -> None:
         super().__init__()
         _take_over(self, original)
         self.coded: dict[str, Coded] = {}  # frozen weights in fp8, by the first name of their group
@@ -99,7 +118,7 @@ class FusedAttention(nn.Module):
         self._window: dict[str, Any] = {}
         if hasattr(original, "sliding_window"):
             self._window = {"sliding_window": original.sliding_window}
-        elif type(original).__name__ == "MistralAttention":
+        elif known.window_in_config:
             self._window = {"sliding_window": getattr(original.config, "sliding_window", None)}
 
     def forward(
@@ -137,11 +156,11 @@ class FusedMlp(nn.Module):
 
     GROUPS = (("gate_proj", "up_proj"), ("down_proj",))
 
-    def __init__(self, original: nn.Module) -> None:
+    def __init__(self, original: nn.Module, known: KnownModule) -> None:
         super().__init__()
         _take_over(self, original)
         self.coded: dict[str, Coded] = {}
-        self._activation = ACTIVATION_NAMES[_activation_name(original)]
+        self._activation = ACTIVATION_NAMES[_activation_name(original, known)]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up, down = self.gate_proj, self.up_proj, self.down_proj
@@ -208,16 +227,16 @@ def _has_fp8(module: nn.Module) -> bool:
     return hasattr(module, "in_fp8")
 
 
-def _why_not(module: nn.Module) -> str:
+def _why_not(module: nn.Module, known: KnownModule | None) -> str:
     """Why a module that holds adapted layers cannot be replaced; empty where it can."""
     kind = type(module).__name__
-    if kind not in ATTENTION + MLP or not type(module).__module__.startswith("transformers.models."):
+    if known is None or not type(module).__module__.startswith(known.package):
         return f"no fused form of {kind}"
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return f"{kind} has hooks"
-    if kind in MLP and _activation_name(module) not in ACTIVATION_NAMES:
-        return f"activation {_activation_name(module)}"
-    names = ("q_proj", "k_proj", "v_proj", "o_proj") if kind in ATTENTION else ("gate_proj", "up_proj", "down_proj")
+    if known.kind == "mlp" and _activation_name(module, known) not in ACTIVATION_NAMES:
+        return f"activation {_activation_name(module, known)}"
+    names = PROJECTIONS[known.kind]
     for name in names:
         reason = _why_not_layer(getattr(module, name, None))
         if reason:
@@ -252,6 +271,5 @@ def _why_not_layer(module: Any) -> str:
     return ""
 
 
-def _activation_name(mlp: Any) -> str:
-    config = mlp.config
-    return str(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", ""))
+def _activation_name(mlp: Any, known: KnownModule) -> str:
+    return str(getattr(mlp.config, known.activation_field, ""))

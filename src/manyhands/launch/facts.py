@@ -6,15 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from manyhands.config.schema import RunConfig
+from manyhands.config.schema import ModelSection, RunConfig
 from manyhands.facts.adapter import find_adapter
 from manyhands.facts.host import free_disk_bytes, read_host_facts
 from manyhands.facts.hub import locate_model
 from manyhands.facts.identity import identify_files
-from manyhands.facts.model import read_model_facts
+from manyhands.facts.model import read_model_facts, resize_vocabulary
 from manyhands.facts.packing import judge_packing
-from manyhands.facts.tokens import find_new_tokens, grow
-from manyhands.facts.types import DataFacts, Facts
+from manyhands.facts.types import DataFacts, Facts, NewTokens
 
 
 def gather_facts(
@@ -53,7 +52,7 @@ def gather_facts(
     adapter = find_adapter(config, report)
     data = prepare(config, folder, report) if data is None else data
     return Facts(
-        model=grow(model, new_tokens),
+        model=resize_vocabulary(model, new_tokens),
         data=data,
         host=read_host_facts(),
         new_tokens=new_tokens,
@@ -61,4 +60,24 @@ def gather_facts(
         free_disk_bytes=free_disk_bytes(Path(config.output.dir).expanduser() / config.name) if saves else None,
         world_size=world_size,
         local_world_size=local_world_size,
+    )
+
+
+def find_new_tokens(model: ModelSection, folder: Path, vocab_size: int) -> NewTokens | None:
+    """Ids of ``model.new_tokens``, and the rows of embeddings they need; None where none are asked.
+
+    The vocabulary is resized to exactly what is needed. Models with more rows than the tokenizer has tokens (padded to
+    a multiple that is fast) keep their size as long as that is enough. Imports transformers.
+    """
+    if not model.new_tokens:
+        return None
+    from manyhands.data.tokenizer import load_tokenizer
+
+    known = load_tokenizer(folder, trust_remote_code=model.trust_remote_code).get_vocab()
+    tokenizer = load_tokenizer(folder, trust_remote_code=model.trust_remote_code, new_tokens=model.new_tokens)
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in model.new_tokens}
+    return NewTokens(
+        ids=tuple(ids.values()),
+        fresh_ids=tuple(number for token, number in ids.items() if token not in known),
+        vocab_size=max(vocab_size, 1 + max(ids.values())),
     )

@@ -11,6 +11,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import nn
 
+from manyhands import families
 from manyhands.convert.loss import IGNORED, LossModel
 from manyhands.core.errors import UserError
 from manyhands.core.holding import local
@@ -155,7 +156,7 @@ def _refuse_encoder(parallel: Probed, loss_model: LossModel, ids: torch.Tensor, 
             f"{type(loss_model.model).__name__} is an encoder: its tokens see those behind them.",
             where="model.name",
             why=f"Another last token changes the logits before it (relative deviation {deviation:.1e}): there is no next one to learn.",
-            fix="Use a model that generates text, such as Llama, Qwen3, Mistral or Gemma 3.",
+            fix=f"Use a model that generates text, such as {families.EXAMPLES}.",
         )
 
 

@@ -1,0 +1,85 @@
+"""Model families, one file each: what is true of a family and stands in no config.json.
+
+A new family is one file here with a tuple ``FAMILIES``. Nothing outside this package names a family or a class of its
+implementation. Imports no torch and no transformers, and nothing of the product.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+
+from manyhands.families.family import (
+    Config,
+    Family,
+    KnownModule,
+    block_shapes,
+    head_dim,
+    is_tied,
+    norm_shapes,
+    num_heads,
+)
+
+__all__ = [
+    "Family",
+    "KnownModule",
+    "block_shapes",
+    "find",
+    "head_dim",
+    "is_tied",
+    "known_modules",
+    "measured_types",
+    "norm_shapes",
+    "num_heads",
+]
+
+MEASURED_WITH = "5.17."  # the transformers with which ``packs`` was measured (docs/equality.md)
+EXAMPLES = "Llama, Qwen3, Mistral or Gemma 3"  # for messages that ask for another model
+UNKNOWN = Family(name="unknown", model_types=())
+"""What a family without a file is taken for: Llama's structure, its packing not measured."""
+
+
+def _read_files() -> tuple[Family, ...]:
+    names = sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name != "family")
+    return tuple(family for name in names for family in import_module(f"{__name__}.{name}").FAMILIES)
+
+
+FAMILIES = _read_files()
+
+
+def find(config: Config | str) -> Family:
+    """The family of a config.json, or of a ``model_type``; ``UNKNOWN`` where no file describes it.
+
+    Of a multimodal model's config.json the family around its text: ask for the text's own with the text's config.
+    """
+    model_type = config if isinstance(config, str) else config.get("model_type")
+    return next((family for family in FAMILIES if model_type in family.model_types), UNKNOWN)
+
+
+def known_modules() -> dict[str, KnownModule]:
+    """Module classes that may be replaced by fused ones, by name. A family may use another's."""
+    return {module.name: module for family in FAMILIES for module in family.known_modules}
+
+
+def measured_types(*, packs: bool = True, multimodal: bool = False) -> tuple[str, ...]:
+    """Model types whose packing was measured with this verdict, of text alone or of models around one."""
+    return tuple(
+        model_type
+        for family in FAMILIES
+        if family.packs is packs and family.is_multimodal is multimodal
+        for model_type in family.model_types
+    )
+
+
+def was_measured(family: Family) -> bool:
+    """Whether ``family.packs`` is known for the transformers that is installed."""
+    return family.packs is not None and installed_version("transformers").startswith(MEASURED_WITH)
+
+
+def installed_version(package: str) -> str:
+    """The version of an installed distribution, "" where there is none; nothing is imported."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""

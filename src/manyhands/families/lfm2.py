@@ -1,0 +1,13 @@
+"""LFM2: most layers are short convolutions."""
+
+from manyhands.families.family import Family
+
+LFM2 = Family(
+    name="LFM2",
+    model_types=("lfm2",),
+    tied=True,
+    packs=False,
+    packing_reason="its convolutions reach from one document into the next",
+)
+
+FAMILIES = (LFM2,)

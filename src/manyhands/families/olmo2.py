@@ -1,0 +1,14 @@
+"""OLMo 2: norms behind attention and MLP, and of all heads of queries and keys at once."""
+
+from manyhands.families.family import Family
+
+OLMO2 = Family(
+    name="OLMo 2",
+    model_types=("olmo2",),
+    norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+    mlp_bias=False,
+    qk_norm="all heads",
+    packs=True,
+)
+
+FAMILIES = (OLMO2,)

@@ -1,0 +1,46 @@
+"""Qwen 2 and 2.5, and their models of images and video (positions of three axes in the text)."""
+
+from manyhands.families.family import Family, KnownModule
+
+QWEN2 = Family(
+    name="Qwen2",
+    model_types=("qwen2",),
+    sizes={
+        "vocab_size": 151_936,
+        "hidden_size": 4096,
+        "intermediate_size": 22_016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 32_768,
+    },
+    qkv_bias=True,
+    output_bias=False,
+    mlp_bias=False,
+    known_modules=(KnownModule("attention", "Qwen2Attention"), KnownModule("mlp", "Qwen2MLP")),
+    packs=True,
+)
+QWEN2_VL_TEXT = Family(
+    name="Qwen2-VL",
+    model_types=("qwen2_vl_text", "qwen2_5_vl_text"),
+    qkv_bias=True,
+    output_bias=False,
+    mlp_bias=False,
+    known_modules=(KnownModule("mlp", "Qwen2MLP"),),
+)
+QWEN2_VL = Family(
+    name="Qwen2-VL",
+    model_types=("qwen2_vl",),
+    text_model_type="qwen2_vl_text",
+    towers=("model.visual",),
+    projectors=("model.visual.merger",),
+)
+QWEN2_5_VL = Family(
+    name="Qwen2.5-VL",
+    model_types=("qwen2_5_vl",),
+    text_model_type="qwen2_5_vl_text",
+    towers=("model.visual",),
+    projectors=("model.visual.merger",),
+)
+
+FAMILIES = (QWEN2, QWEN2_VL_TEXT, QWEN2_VL, QWEN2_5_VL)

@@ -1,0 +1,23 @@
+"""Qwen 3, and Qwen3-VL with images and video (positions of three axes in the text)."""
+
+from manyhands.families.family import Family, KnownModule
+
+QWEN3 = Family(
+    name="Qwen3",
+    model_types=("qwen3",),
+    head_dim=128,
+    qk_norm="shared",
+    mlp_bias=False,
+    known_modules=(KnownModule("attention", "Qwen3Attention"), KnownModule("mlp", "Qwen3MLP")),
+    packs=True,
+)
+QWEN3_VL_TEXT = Family(name="Qwen3-VL", model_types=("qwen3_vl_text",), head_dim=128, qk_norm="shared", mlp_bias=False)
+QWEN3_VL = Family(
+    name="Qwen3-VL",
+    model_types=("qwen3_vl",),
+    text_model_type="qwen3_vl_text",
+    towers=("model.visual",),
+    projectors=("model.visual.merger",),
+)
+
+FAMILIES = (QWEN3, QWEN3_VL_TEXT, QWEN3_VL)

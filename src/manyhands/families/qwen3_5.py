@@ -1,0 +1,20 @@
+"""Qwen3-Next and Qwen 3.5: most layers are linear attention."""
+
+from manyhands.families.family import Family
+
+_REASON = "its linear attention carries a state from one document to the next"
+
+QWEN3_5_TEXT = Family(
+    name="Qwen3.5", model_types=("qwen3_5_text", "qwen3_next"), head_dim=256, packs=False, packing_reason=_REASON
+)
+QWEN3_5 = Family(
+    name="Qwen3.5",
+    model_types=("qwen3_5",),
+    packs=False,
+    packing_reason=_REASON,
+    text_model_type="qwen3_5_text",
+    towers=("model.visual",),
+    projectors=("model.visual.merger",),
+)
+
+FAMILIES = (QWEN3_5_TEXT, QWEN3_5)

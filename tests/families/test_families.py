@@ -1,0 +1,118 @@
+"""What is said of a family is transformers' own, and nothing outside ``families/`` knows one by name."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import re
+import tokenize
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import manyhands
+from manyhands import families
+from manyhands.families import FAMILIES, UNKNOWN, find
+
+SOURCES = Path(manyhands.__file__).parent
+# Files that name a family for another reason, and the reason.
+EXEMPT = {
+    "data/named_templates.py": "chat formats are named after the models that use them",
+    "config/schema.py": "lists the names of these chat formats",
+    "data/template_bounds.py": "names one of these chat formats as an example",
+    "config/dialects/other_tools.py": "LLaMA-Factory is a tool",
+    "smollm2.py": "the demo's model",
+    "facts/hub.py": "the demo's model",
+    "cli/init.py": "the demo's model",
+}
+
+
+def names_of_families() -> re.Pattern[str]:
+    """Model types, titles and prefixes of class names, without version numbers: llama, Qwen, Phi, ..."""
+    types = {model_type for family in FAMILIES for model_type in family.model_types}
+    words = {re.match("[a-z]+", kind)[0] for kind in types} | {family.name.split()[0] for family in FAMILIES}
+    stems = {re.match("[A-Za-z]+", word)[0].lower() for word in words} - {"command"}
+    return re.compile(rf"(?<![a-z])(?:{'|'.join(sorted(stems, key=len, reverse=True))})(?![a-z])", re.IGNORECASE)
+
+
+def places(source: str, pattern: re.Pattern[str]) -> list[tuple[int, str]]:
+    """Lines of names, texts and comments that the pattern finds; class names are taken apart at their capitals."""
+    found = []
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        apart = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", token.string).replace("_", " ")
+        found += [(token.start[0], match[0]) for text in (token.string, apart) for match in pattern.finditer(text)]
+    return found
+
+
+def test_no_family_is_named_outside() -> None:
+    pattern = names_of_families()
+    found = [
+        f"{path.relative_to(SOURCES)}:{line}: {name}"
+        for path in sorted(SOURCES.rglob("*.py"))
+        if path.parent.name != "families" and str(path.relative_to(SOURCES)) not in EXEMPT
+        for line, name in places(path.read_text(), pattern)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "kind = 'qwen2_vl'",
+        "# as Llama-8B",
+        "# SmolLM2's",
+        "isinstance(m, Gemma3MLP)",
+        "from x import modeling_phi3",
+        "Olmo2",
+    ],
+)
+def test_names_are_found_wherever_they_stand(line: str) -> None:
+    assert places(line, names_of_families())
+    assert not places("philosophy = mistrals + Philox", names_of_families())
+
+
+def test_exemptions_are_needed() -> None:
+    pattern = names_of_families()
+    assert [name for name in EXEMPT if not places((SOURCES / name).read_text(), pattern)] == []
+
+
+def test_each_model_type_is_described_once() -> None:
+    counts = Counter(model_type for family in FAMILIES for model_type in family.model_types)
+    assert [model_type for model_type, count in counts.items() if count > 1] == []
+
+
+def test_an_unknown_family_has_llamas_structure_and_is_not_measured() -> None:
+    for config in ({"model_type": "unheard_of"}, {}, "unheard_of"):
+        assert find(config) is UNKNOWN
+    assert UNKNOWN.packs is None and not families.was_measured(UNKNOWN)
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2}
+    assert families.block_shapes(UNKNOWN, sizes) == families.block_shapes(find("llama"), sizes)
+
+
+@pytest.mark.parametrize(
+    "kind", [kind for family in FAMILIES if not family.is_multimodal for kind in family.model_types]
+)
+def test_what_a_config_leaves_out_is_transformers_default(kind: str) -> None:
+    """A published LLaVA 1.5 says of its text no more than its vocabulary and its positions."""
+    from transformers import AutoConfig
+
+    family, default = find(kind), AutoConfig.for_model(kind)
+    assert dict(family.sizes) == {key: getattr(default, key) for key in family.sizes}
+    assert dict(family.flags) == {key: getattr(default, key) for key in family.flags}
+    assert family.tied == getattr(default, "tie_word_embeddings", family.tied)
+    assert family.attention_softcap == getattr(default, "attn_logit_softcapping", None)
+    width = family.head_dim or default.hidden_size // default.num_attention_heads
+    assert width == (getattr(default, "head_dim", None) or width)
+
+
+@pytest.mark.parametrize("name", families.known_modules())
+def test_known_modules_are_in_transformers(name: str) -> None:
+    known, owners = families.known_modules()[name], [f for f in FAMILIES for m in f.known_modules if m.name == name]
+    kinds = {kind.removesuffix("_text") for family in owners for kind in family.model_types}
+    homes = [importlib.import_module(f"{known.package}{kind}.modeling_{kind}") for kind in kinds]
+    assert homes and all(isinstance(getattr(home, name), type) for home in homes)
+
+
+def test_a_reason_is_given_wherever_documents_are_not_packed() -> None:
+    assert all(bool(family.packing_reason) == (family.packs is False) for family in FAMILIES)
