@@ -2,7 +2,7 @@
 
 ``manyhands_varlen`` computes each document on its own from the cumulative lengths: by ``torch.nn.attention.varlen``, or
 by the faster kernels that ``choose_attention_kernels`` found, one for packs and one for documents that all have one
-length. ``manyhands_blockwise`` is plain torch, for soft-capped scores (Gemma 2), which neither varlen nor transformers'
+length. ``manyhands_blockwise`` is plain torch, for soft-capped scores, which neither varlen nor transformers'
 ``sdpa`` can compute; transformers' ``sdpa`` drops the cap without a word. No mask is ever built for these two, so they
 fail closed: without lengths they raise. The lengths travel as keyword arguments of the model's forward pass under
 transformers' own names (``cu_seq_lens_q``, ...). Knows nothing of data files, ranks or losses.
@@ -121,7 +121,7 @@ def count_positions(config: Any) -> int:
     """Position ids of one token: 1, or 4 where a model of images and text rotates by time, height and width.
 
     These three are equal in text; the first of the four is the token's place in its document, by which transformers
-    tells packed documents apart (``transformers/models/qwen2_vl/modeling_qwen2_vl.py``).
+    tells packed documents apart (``position_ids[0]`` in the text models whose ``rope_parameters`` have sections).
     """
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
     return 4 if "mrope_section" in rope else 1

@@ -28,12 +28,11 @@ from manyhands.model.blocks import find_blocks
 # than the # worst code does, 2**-4, has outliers that leave the rest too few codes, or is not computed right.
 LAYER_TOLERANCE = 2**-4
 # The error of an attention or MLP, some 0.065 of its result, adds to those of the others in squares: over L blocks,
-# forward and # backward, 0.065 sqrt(4 L) of a gradient where no block makes up for another's error. Measured: 0.29 at 4
-# blocks, 0.46 at 8 and 0.88 # at all 32 of Llama-8B's shape with random weights, 0.39 at 30 of SmolLM2-135M, which is
-# trained; 0.07 there for bfloat16. Half as # much again is let pass, but no error that is longer than the gradient
-# itself.
+# forward and backward, 0.065 sqrt(4 L) of a gradient where no block makes up for another's error. Measured: 0.29 at 4
+# blocks, 0.46 at 8 and 0.88 at all 32 of an 8B shape with random weights, 0.39 at the 30 of a trained model of 135M
+# (the demo's); 0.07 there for bfloat16. Half as much again is let pass, but no error longer than the gradient itself.
 SUBLAYER_ERROR, SLACK, GRADIENT_LIMIT = 0.065, 1.5, 1.0
-LOSS_TOLERANCE = 0.05  # measured: 0.15 % with random weights, 2 to 4 % of a few hundred tokens with SmolLM2-135M's
+LOSS_TOLERANCE = 0.05  # measured: 0.15 % with random weights, 2 to 4 % of a few hundred tokens with the demo's model
 NUM_SAMPLED = 2**16  # elements of each gradient that are compared: whole ones would be held twice
 
 

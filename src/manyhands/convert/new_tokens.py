@@ -78,7 +78,7 @@ class _Rows:
         ids = self._ids_on(output.device)
         position = torch.searchsorted(ids, args[0]).clamp(max=len(ids) - 1)
         vectors = F.embedding(position, getattr(self.holder, ROWS).to(output.dtype))
-        scale = getattr(module, "embed_scale", None)  # Gemma scales in its embedding's forward pass
+        scale = getattr(module, "embed_scale", None)  # some families scale in their embedding's forward pass
         if scale is not None:
             vectors = vectors * (scale.to(output.dtype) if isinstance(scale, torch.Tensor) else scale)
         return torch.where((ids[position] == args[0])[..., None], vectors, output)

@@ -22,7 +22,7 @@ class TextNeedsTower(UserError, AttributeError):
     def __init__(self, name: str) -> None:
         super().__init__(
             f"Text of this model passes through {name}, which is left out where a model is trained on text alone.",
-            fix="Use a model of a family whose text needs its decoder only, such as Gemma 3.",
+            fix="use a model of a family whose text needs its decoder only",
         )
 
 

@@ -28,8 +28,8 @@ BLOCK_VALUES, ROW_BLOCKS, ROW_VALUES = (
 STATISTICS_BYTES = tl.constexpr(nf4.STATISTICS_BYTES)
 
 
-# Of pieces of 1,024 to 16,384 values and 4 to 16 warps the fastest by 2 % for Llama-8B's weights on an H200
-# (``benchmarks/nf4.py``); a # table in the L1 cache was 2 % slower than one in shared memory.
+# Of pieces of 1,024 to 16,384 values and 4 to 16 warps the fastest by 2 % for weights of an 8B model on an H200
+# (``benchmarks/nf4.py``); a table in the L1 cache was 2 % slower than one in shared memory.
 PIECE = 2048  # values a program, a part of a row
 NUM_WARPS = 4
 

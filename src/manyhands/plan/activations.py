@@ -86,7 +86,7 @@ def block_bytes_per_token(s: Setup) -> int:
     ===================================================================================== tensor
      bytes a token (q = heads * head_dim, k = kv_heads * head_dim) ==============================
      =====================================================================================
-    inputs of the norms             c n compiled; n: 2 H for Llama. Eager 4 n, as transformers' norms keep a float32
+    inputs of the norms             c n compiled; n: 2 H for two norms. Eager 4 n, as transformers' norms keep a float32
     copy,
                                     and c n more for the gradient of the norms' own weights where those are trained
     inputs of q, k, v and gate, up  2 c H
