@@ -55,12 +55,9 @@ def main(argv: list[str]) -> int:
 def export_source(source: Path, output: Path, *, merge: bool = False) -> str:
     """Writes ``output`` and verifies it in a fresh process; returns the line that says so."""
     from manyhands.checkpoint.manifest import TRAIN_STATE
-    from manyhands.convert.protocol import method_of
-    from manyhands.export.adapter import export_adapter, name_base
     from manyhands.export.card import make_card
     from manyhands.export.files import refuse_foreign
-    from manyhands.export.model import choose_dtype, export_model
-    from manyhands.export.reference import round_weights
+    from manyhands.export.outputs import choose_output_dtype, write_output
     from manyhands.export.verify_process import verify_in_fresh_process
     from manyhands.facts.identity import check_files
     from manyhands.launch.run_folder import RunFolder
@@ -81,7 +78,7 @@ def export_source(source: Path, output: Path, *, merge: bool = False) -> str:
     model = load_trained(plan, config, checkpoint)
     base = Path(plan.model_folder)
     kind: Literal["adapter", "model", "merged"] = "adapter" if is_adapter else "merged" if merge else "model"
-    dtype = plan.output_dtype if is_adapter else choose_dtype(plan, config, merge=merge)
+    dtype = choose_output_dtype(kind, plan, config)
     state = json.loads((checkpoint / TRAIN_STATE).read_text(encoding="utf-8"))
     step, divergence = state["step"], state.get("divergence", "")
     versions = (read_json(run.report_json) or {}).get("versions")
@@ -90,24 +87,7 @@ def export_source(source: Path, output: Path, *, merge: bool = False) -> str:
     )
     with tempfile.TemporaryDirectory() as scratch:
         reference, probe = Path(scratch) / "reference.json", Path(scratch) / "probe.safetensors"
-        if is_adapter:
-            export_adapter(
-                output,
-                model,
-                method_of(plan, config),
-                name_base(config),
-                rank=0,
-                dtype=dtype,
-                source=base,
-                asked=config.model,
-                reference_path=reference,
-                card=card,
-            )
-        else:
-            options: dict[str, Any] = {"merge": merge, "asked": config.model, "reference_path": reference, "card": card}
-            export_model(output, model, base, dtype, rank=0, **options)
-            if not merge:
-                round_weights(model, dtype)
+        write_output(kind, output, model, plan, config, rank=0, reference_path=reference, card=card)
         compute_probe(model, probe)
         del model
         return verify_in_fresh_process(output, reference, base=base if is_adapter else None, probe_path=probe) or ""
@@ -145,12 +125,21 @@ def find_checkpoint(source: Path) -> tuple[Path, Path]:
 
 def plan_one_process(plan: Plan, config: RunConfig) -> Plan:
     """The run's plan for this process alone, on the CPU, with the base model where it lies now."""
+    from manyhands.plan.converters import ONLY_WHILE_TRAINING
+
     folder = plan.model_folder
     if not Path(folder).is_dir():
         from manyhands.facts.hub import locate_model
 
         folder = str(locate_model(config.model.name, config.model.revision, config.model.init == "pretrained"))
-    changes = {"device": "cpu", "world_size": 1, "strategy": "single", "compile": False, "attention": "sdpa"}
+    changes: dict[str, Any] = {
+        "device": "cpu",
+        "world_size": 1,
+        "strategy": "single",
+        "compile": False,
+        "attention": "sdpa",
+    }
+    changes |= {"converters": tuple(name for name in plan.converters if name not in ONLY_WHILE_TRAINING)}
     return plan.model_copy(
         update=changes | {"activation_checkpointing": "none", "lighter_layers": 0, "model_folder": folder}
     )

@@ -10,6 +10,9 @@ from typing import Literal
 
 from manyhands.config.schema import RunConfig
 
+# How a run is carried out, and first values: not needed where a trained checkpoint is opened.
+ONLY_WHILE_TRAINING = ("fp8", "adapter", "loftq", "fused_modules", "attention_kernels", "fused_loss")
+
 
 def choose_converters(
     config: RunConfig,

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from manyhands.checkpoint.load import load_checkpoint
 from manyhands.checkpoint.retention import checkpoint_folder
-from manyhands.convert.protocol import method_of
 from manyhands.core.collectives import run_on_first
 from manyhands.data.streams import TOKENS
-from manyhands.export.adapter import export_adapter, name_base
 from manyhands.export.card import make_card
-from manyhands.export.model import choose_dtype, export_model
-from manyhands.export.reference import round_weights, save_probe
+from manyhands.export.outputs import Output, base_of, choose_output_dtype, list_outputs, write_output
+from manyhands.export.reference import save_probe
 from manyhands.export.verify_process import verify_in_fresh_process
 from manyhands.metrics.report import write_report
 from manyhands.metrics.summary import describe_data, describe_versions
@@ -27,7 +24,7 @@ PROBE_TOKENS = 32
 
 
 def export(rank: Rank) -> None:
-    """Writes model/ or adapter/ (and merged/ if asked), with the hashes and logits that verification compares with."""
+    """Writes what the run leaves, with the hashes and logits that verification compares with."""
     config, plan, folder = rank.config, rank.plan, rank.folder
     if config.checkpoint.keep_best and rank.state.best_step not in (None, rank.state.step):
         assert rank.state.best_step is not None
@@ -35,52 +32,26 @@ def export(rank: Rank) -> None:
         rank.say(
             f"exporting the best checkpoint: step {rank.state.best_step}, validation loss {rank.state.best_loss:.4f}"
         )
-    source = Path(plan.model_folder)
-    adapters = config.method.trains_adapters
-    if not adapters or config.output.merge:
-        name: Literal["merged", "model"] = "merged" if adapters else "model"
-        dtype = choose_dtype(plan, config, merge=adapters)
-        export_model(
-            folder.path / name,
+    for output in list_outputs(config):
+        write_output(
+            output,
+            folder.path / output,
             rank.model,
-            source,
-            dtype,
+            plan,
+            config,
             rank=rank.world.rank,
-            merge=adapters,
-            asked=config.model,
+            reference_path=_reference(rank, output),
+            card=partial(_card, rank, output),
             replace=True,
-            reference_path=_reference(rank, name),
-            card=partial(_card, rank, name, dtype),
         )
-    if adapters:
-        export_adapter(
-            folder.path / "adapter",
-            rank.model,
-            method_of(plan, config),
-            name_base(config),
-            rank=rank.world.rank,
-            dtype=plan.output_dtype,
-            source=source,
-            asked=config.model,
-            replace=True,
-            reference_path=_reference(rank, "adapter"),
-            card=partial(_card, rank, "adapter", plan.output_dtype),
-        )
-    else:
-        round_weights(rank.model, plan.output_dtype)  # written; nothing trains them further
     _save_probe(rank)
 
 
 def verify(rank: Rank) -> None:
     """Everything that was written is reopened by a fresh process; a difference fails the run."""
-    plan = rank.plan
     stop_if_asked(rank)
-    pretrained = rank.config.model.init == "pretrained"
-    for name in ("model", "merged", "adapter"):
-        folder = rank.folder.path / name
-        if not _reference(rank, name).exists():
-            continue
-        base = Path(plan.model_folder) if name == "adapter" and pretrained else None
+    for name in list_outputs(rank.config):
+        folder, base = rank.folder.path / name, base_of(name, rank.plan, rank.config)
         said = run_on_first(
             lambda folder=folder, name=name, base=base: verify_in_fresh_process(  # type: ignore[misc]
                 folder, _reference(rank, name), base=base, probe_path=_probe(rank), stop=rank.stop
@@ -109,12 +80,13 @@ def report(rank: Rank) -> None:
     rank.say(f"finished: {rank.folder.path}")
 
 
-def _card(rank: Rank, kind: Literal["adapter", "model", "merged"], dtype: str) -> str:
+def _card(rank: Rank, output: Output) -> str:
     state, run = rank.state, rank.folder.path
     step = state.best_step if rank.config.checkpoint.keep_best and state.best_step is not None else state.step
+    dtype = choose_output_dtype(output, rank.plan, rank.config)
     versions, divergence = describe_versions(), state.divergence
     return make_card(
-        kind, rank.config, rank.plan, run, step=step, dtype=dtype, versions=versions, divergence=divergence
+        output, rank.config, rank.plan, run, step=step, dtype=dtype, versions=versions, divergence=divergence
     )
 
 
