@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from manyhands.data.collate import Shape, collate_samples
+from manyhands.data.collate import BatchShape, collate_samples
 from manyhands.data.segment import SegmentWriter, finish_store, join_segments
 from manyhands.data.store import TokenStore
 from manyhands.data.streams import make_sample
@@ -69,7 +69,7 @@ def main() -> None:
             lengths = draw_lengths(kind, num_tokens)
             train = write_store(Path(folder) / "store", lengths, weighted).train
             for packed in (True, False):
-                shape, units, seconds = Shape(packed=packed, tile=128 if packed else 1), cut(lengths, packed), []
+                shape, units, seconds = BatchShape(packed=packed, tile=128 if packed else 1), cut(lengths, packed), []
                 for _ in range(PASSES):
                     begin = time.thread_time()
                     for numbers in units:

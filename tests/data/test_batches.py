@@ -10,23 +10,22 @@ import numpy as np
 import pytest
 import torch
 
-from manyhands.data.batches import collate, collate_here, iterate
-from manyhands.data.collate import Shape
-from manyhands.data.pack import Layout, lay_out_rows
-from manyhands.data.prefetch import THREAD_NAME
+from manyhands.data.batches import THREAD_NAME, collate, collate_here, iterate
+from manyhands.data.collate import BatchShape
+from manyhands.data.pack import StepLayout, lay_out_rows
 from manyhands.data.store import SampleSet
 from manyhands.data.streams import prompt_of
 from tests.data.fake_samples import SMALL, WEIGHTED
 
 CPU = torch.device("cpu")
-PACKED, PADDED = Shape(packed=True), Shape(packed=False)
+PACKED, PADDED = BatchShape(packed=True), BatchShape(packed=False)
 
 
 def values(batch: dict[str, Any]) -> dict[str, Any]:
     return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
 
 
-def run(layouts: Any, rank: int = 0, shape: Shape = PACKED, device: torch.device = CPU) -> Any:
+def run(layouts: Any, rank: int = 0, shape: BatchShape = PACKED, device: torch.device = CPU) -> Any:
     return iterate(layouts, rank, device, collate_here(SMALL, shape))
 
 
@@ -54,7 +53,7 @@ def test_padded_by_hand() -> None:
 
 
 def test_weights_stand_where_the_targets_stand() -> None:
-    packed = collate(WEIGHTED, np.array([2, 0, 1]), Shape(packed=True, tile=4))
+    packed = collate(WEIGHTED, np.array([2, 0, 1]), BatchShape(packed=True, tile=4))
     assert packed["loss_weights"].dtype == torch.float32
     assert packed["loss_weights"].tolist() == [[1.0, 0, 3.0, 0, 0, 0.5, 0, 2.0, 0, 0, 0, 0]]
     assert ((packed["labels"] != -100) == (packed["loss_weights"] > 0)).all()
@@ -64,7 +63,7 @@ def test_weights_stand_where_the_targets_stand() -> None:
 
 
 def test_packs_are_padded_to_whole_tiles_by_a_document_without_targets() -> None:
-    batch = values(collate(SMALL, np.array([0, 1]), Shape(packed=True, tile=4)))
+    batch = values(collate(SMALL, np.array([0, 1]), BatchShape(packed=True, tile=4)))
     assert batch == {
         "input_ids": [[5, 6, 7, 8, 9, 0, 0, 0]],
         "position_ids": [[0, 1, 2, 0, 1, 0, 0, 0]],
@@ -73,14 +72,14 @@ def test_packs_are_padded_to_whole_tiles_by_a_document_without_targets() -> None
         "cu_seq_lens": [0, 3, 5, 8],
         "max_length": 3,
     }
-    assert collate(SMALL, np.array([2]), Shape(packed=True, tile=4))["cu_seq_lens"].tolist() == [
+    assert collate(SMALL, np.array([2]), BatchShape(packed=True, tile=4))["cu_seq_lens"].tolist() == [
         0,
         4,
     ]  # full: nothing is added
 
 
 def test_compiled_code_meets_few_shapes() -> None:
-    shape = Shape(packed=True, tile=8, longest=10)
+    shape = BatchShape(packed=True, tile=8, longest=10)
     batches = [collate(SMALL, np.array(rows, dtype=np.int64), shape) for rows in ([], [0], [0, 1], [0, 1, 2], [2, 1])]
     assert [batch["input_ids"].shape[1] for batch in batches] == [8, 8, 8, 16, 8]
     assert {len(batch["cu_seq_lens"]) for batch in batches} == {16} and {batch["max_length"] for batch in batches} == {
@@ -89,14 +88,14 @@ def test_compiled_code_meets_few_shapes() -> None:
     assert batches[3]["cu_seq_lens"].tolist() == [0, 3, 5, 9] + [16] * 12
     many = collate(SMALL, np.array([1] * 20), shape)
     assert len(many["cu_seq_lens"]) == 32
-    constant = Shape(packed=True, tokens=64, longest=4, documents=16)
+    constant = BatchShape(packed=True, tokens=64, longest=4, documents=16)
     shapes = {
         (tuple(batch["input_ids"].shape), tuple(batch["cu_seq_lens"].shape), batch["max_length"])
         for batch in (collate(SMALL, np.array([2] * n), constant) for n in (0, 1, 15, 16))
     }
     assert shapes == {((1, 64), (32,), 64)}
     with pytest.raises(ValueError, match="do not fit"):
-        collate(SMALL, np.array([0, 1, 2]), Shape(packed=True, tokens=8))
+        collate(SMALL, np.array([0, 1, 2]), BatchShape(packed=True, tokens=8))
 
 
 def test_no_rows() -> None:
@@ -110,7 +109,7 @@ def test_no_rows() -> None:
 
 def test_targets_of_all_layouts_are_the_same_multiset() -> None:
     counted = []
-    for shape in (PACKED, PADDED, Shape(packed=True, tile=32)):
+    for shape in (PACKED, PADDED, BatchShape(packed=True, tile=32)):
         labels = collate(SMALL, np.arange(3), shape)["labels"]
         counted.append(sorted(labels[labels != -100].tolist()))
     assert counted[0] == counted[1] == counted[2] == [2, 4, 7, 9]
@@ -171,7 +170,7 @@ def test_thread_works_ahead_but_not_far_and_ends_with_the_consumer() -> None:
 
 
 def test_an_error_in_the_thread_is_raised_in_the_consumer() -> None:
-    broken = Layout(((np.array([99]),),))
+    broken = StepLayout(((np.array([99]),),))
     batches = run([lay_out_rows(np.array([0]), 1, 1), broken])
     next(batches)
     with pytest.raises(IndexError):

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from manyhands.core.errors import UserError
-from manyhands.data import arrow_rows, files, text_rows
+from manyhands.data import arrow_files, files, text_files
 from manyhands.data import tokenize as tokenize
 from manyhands.data.prepare import prepare
 from manyhands.data.sources import read_rows
@@ -75,7 +75,7 @@ def test_a_bomb_takes_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_one_row_of_millions_of_values_is_not_parsed(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(text_rows, "MAX_VALUES", 100_000)
+    monkeypatch.setattr(text_files, "MAX_VALUES", 100_000)
     first, bomb = '{"question": "a", "answer": "b"}', '{"messages": [' + "{}," * 600_000 + "{}]}"
     text = f"[{first},\n{bomb}]" if name == "a.json" else f"{first}\n{bomb}\n"
     (tmp_path / name).write_text(text)
@@ -89,7 +89,7 @@ def test_one_row_of_millions_of_values_is_not_parsed(
 def test_lines_of_nothing_but_separators_and_documents_of_nothing_but_line_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(text_rows, "MAX_VALUES", 100_000)
+    monkeypatch.setattr(text_files, "MAX_VALUES", 100_000)
     (tmp_path / "a.csv").write_text("question,answer\na,b\n" + "," * 200_000 + "\nc,d\n")
     assert "a.csv:3: more than 100,000 fields in one line" in refusal(tmp_path / "a.csv")
     (tmp_path / "a.txt").write_text("a\n\n" + "b\n" * 200_000)
@@ -98,7 +98,7 @@ def test_lines_of_nothing_but_separators_and_documents_of_nothing_but_line_ends(
 
 def test_parquet_rows_that_are_nowhere_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run of equal values takes no room in the file: millions of rows in some kilobytes."""
-    monkeypatch.setattr(arrow_rows, "FREE_ROWS", 1000)
+    monkeypatch.setattr(arrow_files, "FREE_ROWS", 1000)
     table = pa.table({"question": ["what?"] * 500_000, "answer": ["this"] * 500_000})
     pq.write_table(table, tmp_path / "a.parquet", compression="zstd")
     text = refusal(tmp_path / "a.parquet")
@@ -112,8 +112,8 @@ def test_a_large_value_that_many_rows_repeat_is_not_in_memory_many_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """8 MiB in a dictionary, in 64 rows: 512 MiB if they were decoded at once."""
-    monkeypatch.setattr(arrow_rows, "MAX_BATCH_BYTES", 32 * MIB)
-    monkeypatch.setattr(arrow_rows, "LARGE_BATCH_BYTES", 4 * MIB)
+    monkeypatch.setattr(arrow_files, "MAX_BATCH_BYTES", 32 * MIB)
+    monkeypatch.setattr(arrow_files, "LARGE_BATCH_BYTES", 4 * MIB)
     values = pa.DictionaryArray.from_arrays(pa.array([0] * 64, pa.int32()), pa.array(["a" * (8 * MIB)]))
     pq.write_table(pa.table({"text": values}), tmp_path / "a.parquet", compression="zstd")
     assert (tmp_path / "a.parquet").stat().st_size < 100_000
@@ -130,8 +130,8 @@ def test_a_large_value_that_many_rows_repeat_is_not_in_memory_many_times(
 
 
 def test_a_row_of_parquet_may_be_as_large_as_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrow_rows, "MAX_ROW_BYTES", MIB)
-    monkeypatch.setattr(arrow_rows, "LARGE_BATCH_BYTES", MIB // 2)
+    monkeypatch.setattr(arrow_files, "MAX_ROW_BYTES", MIB)
+    monkeypatch.setattr(arrow_files, "LARGE_BATCH_BYTES", MIB // 2)
     pq.write_table(pa.table({"text": ["a", "b" * 700_000, "c" * 2 * MIB, "d"]}), tmp_path / "a.parquet")
     assert "a.parquet:3: the row has 2,097," in refusal(tmp_path / "a.parquet")
 

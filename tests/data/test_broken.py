@@ -23,12 +23,11 @@ from hypothesis import strategies as st
 from manyhands.config.row_fields import INNER, OPTIONAL, REQUIRED
 from manyhands.config.schema import Source
 from manyhands.core.errors import UserError
-from manyhands.data import json_rows, long_text, sources
-from manyhands.data.findings import Findings
+from manyhands.data import long_text, sources, text_files
+from manyhands.data.files import Findings, Row
 from manyhands.data.formats import Conversation, RowRefused, settle_format, to_conversation
 from manyhands.data.long_text import read_documents
 from manyhands.data.messages import ROLES
-from manyhands.data.rows import Row
 from manyhands.data.sources import read_part, read_rows, split_source
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet", ".arrow")
@@ -204,7 +203,7 @@ def check_json(folder: Path, rows: list[dict], shape: str, chunk: int) -> None:
         )
     path.write_bytes(text.encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_rows, "CHUNK_BYTES", chunk)
+        patch.setattr(text_files, "CHUNK_BYTES", chunk)
         found = read_all(path)
     assert json.dumps([row.fields for row in found or []]) == json.dumps(rows)
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from manyhands.data.byte_bounds import ByteBounds, make_byte_bounds
+from manyhands.data.bounds import ByteBounds, make_byte_bounds
 from manyhands.data.formats import Conversation
 from manyhands.data.messages import RowRefused, check_messages
 from manyhands.data.render import MAX_UNTOLD, Rendered, Renderer, Text, TrainOn, _attempt

@@ -12,9 +12,9 @@ import pytest
 
 from manyhands.core.errors import UserError
 from manyhands.data.columns import Columns, carries
+from manyhands.data.files import Row
 from manyhands.data.messages import RowRefused
 from manyhands.data.prepare import prepare
-from manyhands.data.rows import Row
 from manyhands.data.store import TokenStore
 from tests.data.conftest import make_tokenizer
 

@@ -8,8 +8,8 @@ import pytest
 
 from manyhands.config.row_fields import REQUIRED, known_fields
 from manyhands.core.errors import UserError
+from manyhands.data.files import Row
 from manyhands.data.formats import Conversation, RowRefused, detect_format, row_weight, settle_format, to_conversation
-from manyhands.data.rows import Row
 
 USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 SYSTEM = {"role": "system", "content": "s"}

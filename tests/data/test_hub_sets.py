@@ -15,7 +15,7 @@ import pytest
 
 from manyhands.config.schema import Source
 from manyhands.core.errors import UserError
-from manyhands.data import hub_sets, sources
+from manyhands.data import sources
 from manyhands.data.sources import list_files, read_part, read_rows, split_source
 
 ROWS = [{"question": f"q{i}", "answer": str(i)} for i in range(9)]
@@ -55,7 +55,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
         )
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(__version__="4.1.0", load_dataset=load_dataset))
-    hub_sets._fetch.cache_clear()
+    sources._fetch.cache_clear()
     return asked
 
 

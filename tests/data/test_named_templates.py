@@ -11,9 +11,8 @@ import pytest
 from manyhands.config.keys import table
 from manyhands.core.errors import UserError
 from manyhands.data.formats import Conversation
-from manyhands.data.named_templates import TEMPLATES
 from manyhands.data.render import render
-from manyhands.data.tokenizer import load_tokenizer, read_chat_template
+from manyhands.data.tokenizer import TEMPLATES, load_tokenizer, read_chat_template
 from tests.support.tiny import tiny_tokenizer
 
 TURNS = [("user", "Hi"), ("assistant", "Yes."), ("user", "Why?"), ("assistant", "So.")]

@@ -12,14 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.core.errors import UserError
-from manyhands.data.balance import least_load
 from manyhands.data.order import SampleOrder, permute
-from manyhands.data.pack import TILE_TOKENS, Layout, lay_out_packed, lay_out_rows, packing_efficiency, padded_tokens
+from manyhands.data.pack import (
+    TILE_TOKENS,
+    StepLayout,
+    lay_out_packed,
+    lay_out_rows,
+    least_load,
+    packing_efficiency,
+    padded_tokens,
+)
 
 lengths_lists = st.lists(st.integers(2, 200), min_size=1, max_size=120)
 
 
-def parts(layout: Layout) -> list[np.ndarray]:
+def parts(layout: StepLayout) -> list[np.ndarray]:
     return [part for micro in layout.micro_batches for part in micro]
 
 
@@ -57,7 +64,7 @@ def test_nearly_full_packs_are_not_given_up_for_balance() -> None:
 
 def test_efficiency_by_hand() -> None:
     lengths = np.array([100, 128, 300])
-    layout = Layout(((np.array([0]), np.array([1])), (np.array([2]), np.array([], dtype=np.int64))))
+    layout = StepLayout(((np.array([0]), np.array([1])), (np.array([2]), np.array([], dtype=np.int64))))
     assert [padded_tokens(n) for n in (0, 1, 128, 129)] == [128, 128, 128, 256]
     assert packing_efficiency([layout], lengths) == 528 / (2 * 128 + 2 * 384)
 

@@ -18,7 +18,7 @@ from manyhands.data import tokenize as tokenize_module
 from manyhands.data.divide import divide_rows
 from manyhands.data.long_text import LongText, read_documents
 from manyhands.data.prepare import prepare
-from manyhands.data.sources import Part
+from manyhands.data.sources import FilePart
 from manyhands.data.store import TokenStore
 from manyhands.data.streams import weights_of
 from manyhands.data.tokenizer import load_tokenizer
@@ -279,12 +279,12 @@ def test_long_documents_are_as_if_tokenized_whole(
 
 
 def test_documents_of_a_text_file_come_as_the_reader_gives_them(tmp_path: Path, monkeypatch) -> None:
-    from manyhands.data.findings import Findings
+    from manyhands.data.files import Findings
     from manyhands.data.sources import read_part
 
     path = tmp_path / "a.txt"
     path.write_bytes(b"\n\none\r\ntwo\n \n\nthree" + b" more\nlines" * 100 + b"\n\n\n  four  \n")
-    part = Part(str(path), "text")
+    part = FilePart(str(path), "text")
     plain = list(read_part(part))
     monkeypatch.setattr("manyhands.data.long_text.LONG_CHARACTERS", 50)
     joined = []

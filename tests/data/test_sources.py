@@ -15,8 +15,8 @@ import pytest
 
 from manyhands.config.schema import DataSection, Source
 from manyhands.core.errors import UserError
-from manyhands.data import files, json_rows, sources
-from manyhands.data.findings import Findings
+from manyhands.data import files, sources, text_files
+from manyhands.data.files import Findings
 from manyhands.data.sources import Row, list_files, read_part, read_rows, resolve_sources, split_source
 
 
@@ -144,7 +144,7 @@ ROWS: list[dict[str, Any]] = [{"question": f"q{i}", "answer": "é\n" * i, "tags"
 def test_json_in_all_its_shapes_and_any_chunk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, chunk: int
 ) -> None:
-    monkeypatch.setattr(json_rows, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(text_files, "CHUNK_BYTES", chunk)
     assert [row.fields for row in read(tmp_path / "a.json", content.encode())] == ROWS
 
 

@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 from manyhands.convert.loss import LossModel
 from manyhands.core.errors import UserError
 from manyhands.data.batches import Batch, collate_here, iterate
-from manyhands.data.collate import Shape
+from manyhands.data.collate import BatchShape, BatchWorkers, open_store_samples
 from manyhands.data.pack import lay_out_packed, lay_out_rows
 from manyhands.data.segment import SegmentWriter, finish_store, join_segments
 from manyhands.data.store import TokenStore
@@ -33,7 +33,6 @@ from manyhands.data.streams import (
     make_sample,
     read_streams,
 )
-from manyhands.data.workers import BatchWorkers, open_store_samples
 
 # A value a token; one a label (that of the token which is predicted); patches of a picture, of any number.
 PITCH = Stream("pitch", "<f4", along="tokens", entries=(BatchEntry("pitch", "float32", fill=-1.0),))
@@ -135,7 +134,7 @@ def expected_at(number: int, position: int) -> tuple[float, list[float]]:
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 def test_new_streams_reach_the_model_by_their_declaration(folder: Path, packed: bool, in_workers: bool) -> None:
     store = TokenStore.open(folder)
-    shape, rows = Shape(packed=packed, tile=8 if packed else 1), np.array([3, 0, 5, 1, 4, 2])
+    shape, rows = BatchShape(packed=packed, tile=8 if packed else 1), np.array([3, 0, 5, 1, 4, 2])
     layout = lay_out_packed(rows, store.train.lengths, 2, 12) if packed else lay_out_rows(rows, 2, 2)
     workers = BatchWorkers(functools.partial(open_store_samples, folder), 1) if in_workers else None
     collate = (

@@ -11,11 +11,10 @@ import pytest
 
 from manyhands.config.load import config_from_mapping
 from manyhands.core.errors import UserError
-from manyhands.data import template_bounds
+from manyhands.data import template as template_module
 from manyhands.data.messages import RowRefused
 from manyhands.data.prepare import prepare
-from manyhands.data.template import ChatTemplate
-from manyhands.data.template_bounds import try_apart
+from manyhands.data.template import ChatTemplate, try_apart
 from tests.support.tiny import CHATML, tiny_tokenizer
 
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -39,7 +38,7 @@ def tokenizer_with(template: str):
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_template_without_bounds_is_refused_before_any_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_bounds, "TRIAL_CPU_S", 1)
+    monkeypatch.setattr(template_module, "TRIAL_CPU_S", 1)
     tokenizer = tokenizer_with(BOMBS[name] + CHATML)
     with pytest.raises(UserError, match="takes too long, or too much memory") as refused:
         try_apart(partial(tokenizer.apply_chat_template, tokenize=False))
@@ -47,7 +46,7 @@ def test_a_template_without_bounds_is_refused_before_any_row(name: str, monkeypa
 
 
 def test_a_run_with_such_a_template_ends_with_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_bounds, "TRIAL_CPU_S", 1)
+    monkeypatch.setattr(template_module, "TRIAL_CPU_S", 1)
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": HELLO}) + "\n")
     data = {"train": str(tmp_path / "rows.jsonl"), "cache": str(tmp_path / "cache"), "validation_fraction": 0.0}
@@ -71,8 +70,8 @@ def test_what_ends_is_left_to_the_rows(template: str) -> None:
 
 
 def test_a_row_that_sets_it_off_ends_the_run_and_others_are_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_bounds, "RENDER_CPU_S", 0.3)
-    monkeypatch.setattr(template_bounds, "CPU_S_A_CONVERSATION", 0.0)
+    monkeypatch.setattr(template_module, "RENDER_CPU_S", 0.3)
+    monkeypatch.setattr(template_module, "CPU_S_A_CONVERSATION", 0.0)
     tokenizer = tokenizer_with("{% if messages[0].content == 'bomb' %}" + LOOPS + "{% endif %}" + CHATML)
     template = ChatTemplate(tokenizer, {})
     try_apart(partial(tokenizer.apply_chat_template, tokenize=False))
@@ -84,7 +83,7 @@ def test_a_row_that_sets_it_off_ends_the_run_and_others_are_rendered(monkeypatch
 
 def test_the_time_of_other_threads_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread burns ten times the limit while a conversation that waits for it is rendered."""
-    monkeypatch.setattr(template_bounds, "RENDER_CPU_S", 0.1)
+    monkeypatch.setattr(template_module, "RENDER_CPU_S", 0.1)
     done = threading.Event()
 
     def burn() -> None:
@@ -92,7 +91,7 @@ def test_the_time_of_other_threads_does_not_count(monkeypatch: pytest.MonkeyPatc
         done.set()
 
     thread = threading.Thread(target=burn)
-    with template_bounds.limit_cpu():
+    with template_module.limit_cpu():
         thread.start()
         while not done.wait(0.005):
             pass

@@ -20,10 +20,10 @@ from manyhands.config.schema import Source
 from manyhands.core.errors import UserError
 from manyhands.data import sources
 from manyhands.data import tokenize_parallel as tokenize_parallel
+from manyhands.data.files import Row
 from manyhands.data.prepare import prepare
-from manyhands.data.rows import Row
 from manyhands.data.sources import read_rows, split_source
-from manyhands.data.work_queue import Batch, WorkList, cut_batches
+from manyhands.data.work_queue import RowBatch, WorkList, cut_batches
 from tests.data.test_prepare_parallel import read_store, start, wait_for_end, wait_for_workers
 
 __all__ = ["start"]  # a fixture
@@ -195,12 +195,12 @@ def test_batches_hold_all_rows_in_order() -> None:
 def take_all(work: WorkList, done, all_there) -> None:
     all_there.wait()
     while (item := work.take()) is not None:
-        if isinstance(item, Batch):
+        if isinstance(item, RowBatch):
             done.put((os.getpid(), item.number))
             continue
         for number in range(100):
             time.sleep(0.002)
-            if not work.offer(Batch(item, number, [], 1.0)):
+            if not work.offer(RowBatch(item, number, [], 1.0)):
                 done.put((os.getpid(), number))
         work.finish_part()
 
@@ -221,7 +221,7 @@ def test_every_batch_is_done_once_and_by_several() -> None:
 def test_a_large_batch_and_one_too_many_stay_with_the_reader() -> None:
     work = WorkList(multiprocessing.get_context("fork"), 1, 2)
     assert work.take() == 0
-    assert not work.offer(Batch(0, 0, [], float("inf")))
-    assert [work.offer(Batch(0, number, [], 1.0)) for number in range(3)] == [True, True, False]
+    assert not work.offer(RowBatch(0, 0, [], float("inf")))
+    assert [work.offer(RowBatch(0, number, [], 1.0)) for number in range(3)] == [True, True, False]
     work.finish_part()
     assert [getattr(work.take(), "number", None) for _ in range(3)] == [0, 1, None]

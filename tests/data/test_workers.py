@@ -17,13 +17,12 @@ import torch
 
 from manyhands.core.errors import UserError
 from manyhands.data.batches import collate_here, iterate
-from manyhands.data.collate import Shape
+from manyhands.data.collate import BatchShape, BatchWorkers
 from manyhands.data.pack import lay_out_rows
-from manyhands.data.workers import BatchWorkers
 from tests.data.fake_samples import open_deadly, open_drawn
 
 CPU = torch.device("cpu")
-SHAPE = Shape(packed=True, tile=16, longest=64)
+SHAPE = BatchShape(packed=True, tile=16, longest=64)
 UNITS = [np.array(rows) for rows in ([0, 5], [7], [], [11, 2, 3], [9, 9], [150], [199, 1])]
 
 
@@ -86,7 +85,7 @@ def test_what_collation_raises_is_raised_here_and_the_processes_live_on(workers:
     with pytest.raises(IndexError):
         list(workers.collate("train", SHAPE, [np.array([0]), np.array([1000])]))
     with pytest.raises(ValueError, match="do not fit"):
-        list(workers.collate("train", Shape(packed=True, tokens=2), [np.array([0, 1])]))
+        list(workers.collate("train", BatchShape(packed=True, tokens=2), [np.array([0, 1])]))
     assert len(list(workers.collate("train", SHAPE, UNITS))) == len(UNITS)
 
 
@@ -119,7 +118,7 @@ def test_they_end_with_the_process_that_started_them() -> None:
     import sys
 
     code = (
-        "import sys, time; from tests.data.fake_samples import open_drawn; from manyhands.data.workers import BatchWorkers\n"
+        "import sys, time; from tests.data.fake_samples import open_drawn; from manyhands.data.collate import BatchWorkers\n"
         "workers = BatchWorkers(open_drawn, 2); print(*workers.pids, flush=True)\n"
         "assert 'torch' not in sys.modules\n"
         "time.sleep(60 if sys.argv[1] == 'killed' else 0)"

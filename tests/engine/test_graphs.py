@@ -16,13 +16,13 @@ from manyhands.convert.attention import VARLEN, register_attention
 from manyhands.convert.lora import apply_lora
 from manyhands.convert.loss import LossModel
 from manyhands.data.batches import collate
-from manyhands.data.collate import Shape
+from manyhands.data.collate import BatchShape
 from manyhands.engine.activation_checkpointing import checkpoint_blocks
 from manyhands.engine.compile import compile_blocks
 from tests.data.fake_samples import FakeSamples
 from tests.support.tiny import tiny_model
 
-SHAPE = Shape(packed=True, tile=16, longest=64)
+SHAPE = BatchShape(packed=True, tile=16, longest=64)
 PACKS = [[0, 1], [2], [3, 4, 5, 6], list(range(12)), [7, 8], [9, 10, 11], list(range(5, 25)), [12, 13], []]
 KINDS = {"llama": 1, "gemma3": 2}  # gemma3 has blocks with a window and blocks without
 
@@ -131,14 +131,14 @@ class Counted:
         self.num_graphs += 1
         return graph.forward
 
-    def train(self, rows: list[int], sample_set: FakeSamples, shape: Shape = SHAPE) -> float:
+    def train(self, rows: list[int], sample_set: FakeSamples, shape: BatchShape = SHAPE) -> float:
         self.model.train()
         loss = self.model(collate(sample_set, np.array(rows, dtype=np.int64), shape))["lm"][0]
         loss.backward()
         return loss.item()
 
     @torch.no_grad()
-    def evaluate(self, rows: list[int], sample_set: FakeSamples, shape: Shape = SHAPE) -> float:
+    def evaluate(self, rows: list[int], sample_set: FakeSamples, shape: BatchShape = SHAPE) -> float:
         self.model.eval()
         return self.model(collate(sample_set, np.array(rows, dtype=np.int64), shape))["lm"][0].item()
 
@@ -187,7 +187,7 @@ def test_the_numbers_are_those_without_compilation() -> None:
 
 @pytest.mark.usefixtures("varlen_on_cpu")
 def test_rows_of_one_length_keep_one_static_shape() -> None:
-    rows, shape = make_rows([32] * 20), Shape(packed=True, tokens=128, longest=32, documents=4)
+    rows, shape = make_rows([32] * 20), BatchShape(packed=True, tokens=128, longest=32, documents=4)
     counted = Counted("llama", attention=VARLEN, dynamic=None)
     sizes: set[Any] = set()
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from manyhands.data.collate import Shape, collate_samples
+from manyhands.data.collate import BatchShape, collate_samples
 from manyhands.data.streams import MASK, TOKENS, Sample, make_sample
 from manyhands.kernels import dense_attention
 from manyhands.kernels.dense_attention import attend_dense, choose_dense, compare
@@ -93,7 +93,7 @@ class SamplesOf:
 
 
 def collated(lengths: tuple[int, ...], tokens: int, row_length: int | None) -> SimpleNamespace:
-    shape = Shape(packed=True, tokens=tokens, longest=max(lengths, default=8), documents=4, row_length=row_length)
+    shape = BatchShape(packed=True, tokens=tokens, longest=max(lengths, default=8), documents=4, row_length=row_length)
     batch = collate_samples(SamplesOf(*lengths), range(len(lengths)), shape)
     return SimpleNamespace(row_length=batch.get("row_length"), tokens=batch["input_ids"].shape[1])
 

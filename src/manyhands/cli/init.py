@@ -15,7 +15,7 @@ import typer
 from manyhands.core.errors import UserError
 
 if TYPE_CHECKING:
-    from manyhands.data.rows import Row
+    from manyhands.data.files import Row
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt")  # the likelier ones first

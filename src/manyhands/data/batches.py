@@ -1,22 +1,75 @@
 """From layouts to tensors on a device, prepared ahead. The only file of this room that knows torch; knows no model.
 
-One thread asks for the batches (of this process or of others, see workers.py), pins them and copies them on a stream of
+One thread asks for the batches (of this process or of others, see collate.py), pins them and copies them on a stream of
 its own, so that the device receives micro-batch k + 1 while it computes micro-batch k. For names and shapes see
 collate.py.
 """
 
 from __future__ import annotations
 
+import queue
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 
-from manyhands.data.collate import Arrays, Samples, Shape, collate_samples
-from manyhands.data.pack import Layout
-from manyhands.data.prefetch import Ahead
+from manyhands.data.collate import Arrays, BatchShape, Samples, collate_samples
+from manyhands.data.pack import StepLayout
+
+Item = TypeVar("Item")
+THREAD_NAME = "manyhands-batches"
+
+
+class Prefetcher(Generic[Item]):
+    """At most ``num_items`` ahead. ``waited_s``: seconds that ``get`` has waited, from the start."""
+
+    def __init__(self, source: Generator[Item, None, None], num_items: int) -> None:
+        self.waited_s = 0.0
+        self._source = source
+        self._items: queue.Queue[Item | BaseException | None] = queue.Queue(maxsize=num_items)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
+        self._thread.start()
+
+    def get(self) -> Item | None:
+        """The next item, None at the end; an exception of the generator is raised here."""
+        begin = time.monotonic()
+        item = self._items.get()
+        self.waited_s += time.monotonic() - begin
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def close(self) -> None:
+        """Ends the thread, and with it the generator."""
+        self._stopped.set()
+        self._thread.join(timeout=10.0)
+
+    def _run(self) -> None:
+        try:
+            for item in self._source:
+                if not self._put(item):
+                    break
+            else:
+                self._put(None)
+        except BaseException as error:  # handed to the consumer, whatever it is
+            self._put(error)
+        finally:
+            self._source.close()  # here, in the thread that ran it
+
+    def _put(self, item: Item | BaseException | None) -> bool:
+        while not self._stopped.is_set():
+            try:
+                self._items.put(item, timeout=0.1)
+                return True
+            except queue.Full:
+                continue
+        return False
+
 
 NUM_PREFETCHED = 2  # double buffers: one is copied while the other is computed
 
@@ -24,30 +77,30 @@ Batch = dict[str, Any]  # name -> tensor, or int
 Collate = Callable[[Iterable[np.ndarray]], Generator[Arrays, None, None]]  # units of samples -> their batches, in order
 
 
-def collate(sample_set: Samples, numbers: np.ndarray, shape: Shape) -> Batch:
+def collate(sample_set: Samples, numbers: np.ndarray, shape: BatchShape) -> Batch:
     """One micro-batch as tensors on the CPU; see ``collate_samples``."""
     return _to_tensors(collate_samples(sample_set, numbers, shape))
 
 
-def collate_here(sample_set: Samples, shape: Shape) -> Collate:
+def collate_here(sample_set: Samples, shape: BatchShape) -> Collate:
     """Collation in the thread that reads ahead."""
     return lambda units: (collate_samples(sample_set, rows, shape) for rows in units)
 
 
 def iterate(
-    layouts: Iterable[Layout],
+    layouts: Iterable[StepLayout],
     rank: int,
     device: torch.device,
     collate_units: Collate,
     *,
     num_prefetched: int = NUM_PREFETCHED,
-) -> Generator[tuple[Layout, MicroBatches], None, None]:
+) -> Generator[tuple[StepLayout, MicroBatches], None, None]:
     """For each layout, (layout, the micro-batches of one rank on ``device``); what is left of a layout is skipped.
 
     ``layouts`` may be lazy: the thread reads it ahead, ``num_prefetched`` micro-batches and across layouts. What fails
     there is raised here. Closing the generator, or dropping it, ends the thread.
     """
-    ahead = Ahead(_load(layouts, rank, device, collate_units), num_prefetched)
+    ahead = Prefetcher(_load(layouts, rank, device, collate_units), num_prefetched)
     try:
         while True:
             waited_before = ahead.waited_s
@@ -61,13 +114,13 @@ def iterate(
         ahead.close()
 
 
-_Loaded = tuple[Layout, Batch, Any]  # the event after which the batch has arrived on its device; None on the CPU
+_Loaded = tuple[StepLayout, Batch, Any]  # the event after which the batch has arrived on its device; None on the CPU
 
 
 class MicroBatches(Iterator[Batch]):
     """The micro-batches of one layout; ``first`` has already been taken."""
 
-    def __init__(self, first: _Loaded, ahead: Ahead[_Loaded], device: torch.device, waited_before: float) -> None:
+    def __init__(self, first: _Loaded, ahead: Prefetcher[_Loaded], device: torch.device, waited_before: float) -> None:
         self._next: _Loaded | None = first
         self._ahead, self._device, self._waited_before = ahead, device, waited_before
         self._left = first[0].num_micro_batches
@@ -94,10 +147,10 @@ class MicroBatches(Iterator[Batch]):
 
 
 def _load(
-    layouts: Iterable[Layout], rank: int, device: torch.device, collate_units: Collate
+    layouts: Iterable[StepLayout], rank: int, device: torch.device, collate_units: Collate
 ) -> Generator[_Loaded, None, None]:
     """Runs in the thread."""
-    coming: deque[Layout] = deque()  # one entry a micro-batch that has been asked for
+    coming: deque[StepLayout] = deque()  # one entry a micro-batch that has been asked for
 
     def units() -> Iterator[np.ndarray]:
         for layout in layouts:

@@ -20,8 +20,8 @@ from typing import Any
 
 from manyhands.config.row_fields import LABEL, MEDIA, OPTIONAL, PREFERENCE, REQUIRED
 from manyhands.core.errors import UserError
+from manyhands.data.files import Row
 from manyhands.data.messages import RowRefused
-from manyhands.data.rows import Row
 
 PLACEHOLDERS = ("<image>", "<video>", "<audio>")  # how data sets of several tools mark where the medium goes
 MAX_NAMES = 100  # of columns that are not read; more of them are values under names of their own
@@ -34,7 +34,7 @@ def carries(value: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Shape:
+class ColumnRule:
     """Rows of one format with the same columns: those that change the meaning, and the others that are not read."""
 
     telling: tuple[str, ...]
@@ -48,7 +48,7 @@ class Columns:
 
     def __init__(self, fields: Mapping[str, str], ignore: Collection[str] = ()) -> None:
         self._fields, self._ignore = fields, frozenset(ignore)
-        self._shapes: dict[tuple[str, ...], Shape] = {}
+        self._shapes: dict[tuple[str, ...], ColumnRule] = {}
         self.leaves_media = any(name.strip().casefold() in MEDIA for name in self._ignore)
 
     def keep(self, row: Row, left_out: set[str] | None = None) -> Row:
@@ -97,11 +97,11 @@ class Columns:
     def _read(self, format: str) -> set[str]:
         return {self._fields.get(field, field) for field in (*REQUIRED[format], *OPTIONAL[format])}
 
-    def _shape(self, format: str, names: Collection[str]) -> Shape:
+    def _shape(self, format: str, names: Collection[str]) -> ColumnRule:
         read = self._read(format)
         unread = [name for name in names if name not in read]
         telling = tuple(name for name in unread if is_telling(name, format))
-        return Shape(telling, tuple(name for name in unread if name not in telling))
+        return ColumnRule(telling, tuple(name for name in unread if name not in telling))
 
 
 def is_telling(name: str, format: str) -> bool:

@@ -1,23 +1,93 @@
-"""Data files as bytes and lines: which kind a file is, whether it can be read, its lines with their numbers, its parts.
-
-Every text is UTF-8, with or without a byte order mark; ``.gz`` is unpacked on the way. Knows no rows.
-"""
+"""Files of data as bytes and lines, what one row of them is, and the faults found in them. Knows no format of rows."""
 
 from __future__ import annotations
 
 import gzip
 import io
 import os
+import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from manyhands.core.errors import UserError
-from manyhands.data.findings import Findings
+
+MAX_SHOWN = 20
+
+
+class Findings:
+    """Counts faults and keeps the first 20 as ``file:line: reason``, in the order found. Travels between processes."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.shown: list[str] = []
+        self.stopped = ""  # the place that nothing was read after
+
+    def add(self, file: str, line: int, reason: str, *, stops: bool = False) -> None:
+        """``stops``: nothing of the file was read after it."""
+        self.count += 1
+        if stops and not self.stopped:
+            self.stopped = f"{file}:{line}"
+        if len(self.shown) < MAX_SHOWN:
+            self.shown.append(f"{file}:{line}: {reason}")
+
+    def extend(self, other: Findings) -> None:
+        """Takes in what was found in the part that follows."""
+        self.count += other.count
+        self.shown += other.shown[: MAX_SHOWN - len(self.shown)]
+        self.stopped = self.stopped or other.stopped
+
+    def raise_if_any(self, what: str, *, where: str = "", why: str = "", fix: str = "") -> None:
+        """Raises a UserError with every kept finding; ``{n}`` in ``what`` becomes the count."""
+        if not self.count:
+            return
+        details = list(self.shown)
+        if self.count > len(details):
+            details.append(f"and {self.count - len(details):,} more")
+        if self.stopped:
+            details.append(f"nothing after {self.stopped} was read: there may be more faults")
+        raise UserError(_count(what, self.count), where=where, why=why, fix=fix, details=details)
+
+
+def _count(what: str, count: int) -> str:
+    """``{n} rows are ...`` with its number: ``1 row is ...``."""
+    if count == 1:
+        what = re.sub(r"\{n\} (\w+)s( are)?\b", lambda found: f"1 {found[1]}" + " is" * bool(found[2]), what)
+    return what.replace("{n}", f"{count:,}")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a source. ``line`` counts from 1: the line where the row begins, in Parquet and Arrow files its
+    number.
+    """
+
+    fields: dict[str, Any]
+    file: str
+    line: int
+
+
+@dataclass(frozen=True)
+class FilePart:
+    """A stretch of one file that can be read alone, in another process too.
+
+    ``start`` and ``stop`` count bytes in line-based files, row groups in Parquet and record batches in Arrow files;
+    a ``stop`` of None is the end. ``first_line`` is the line, or row, that ``start`` lies at. ``large``: more than a
+    process should read alone, though nothing in it can be found without reading what is before.
+    """
+
+    file: str
+    kind: str
+    start: int = 0
+    stop: int | None = None
+    first_line: int = 1
+    large: bool = False
+
 
 UTF8_MARK = b"\xef\xbb\xbf"
 KINDS = {

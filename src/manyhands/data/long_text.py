@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 
 from manyhands.core.errors import UserError
-from manyhands.data.files import read_lines
-from manyhands.data.findings import Findings
+from manyhands.data.files import Findings, read_lines
 from manyhands.data.messages import RowRefused
-from manyhands.data.sources import Part, Row
+from manyhands.data.sources import FilePart, Row
 
 LONG_CHARACTERS = 1 << 20  # shorter texts are tokenized whole
 WINDOW_CHARACTERS = 1 << 18
@@ -116,10 +115,10 @@ class LongText:
         return encoding.ids[: inside[0]], encoding.ids[inside[-1] + 1 :]
 
 
-def read_documents(part: Part, findings: Findings) -> Iterator[Row]:
+def read_documents(part: FilePart, findings: Findings) -> Iterator[Row]:
     """The documents of a part of a text file, separated by blank lines. The text of a long one is an iterator over its
     pieces, to be used up before the next row is asked for. No row follows the first fault."""
-    lines = _Lines(read_lines(Path(part.file), findings, part.start, part.stop, part.first_line))
+    lines = _LinesAhead(read_lines(Path(part.file), findings, part.start, part.stop, part.first_line))
     while (number := lines.find_text()) is not None:
         pieces = lines.read_paragraph()
         text, num_characters = [], 0
@@ -141,7 +140,7 @@ def _chain(text: list[str], pieces: Iterator[str]) -> Iterator[str]:
     yield from pieces
 
 
-class _Lines:
+class _LinesAhead:
     """Lines with one of them looked at ahead."""
 
     def __init__(self, lines: Iterator[tuple[int, str]]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from manyhands.config.row_fields import MEDIA
 from manyhands.core.files import describe_json_fault
-from manyhands.data.text_rows import is_encodable
+from manyhands.data.text_files import is_encodable
 
 Message = dict[str, Any]
 

@@ -14,11 +14,9 @@ from typing import Any, Literal
 import numpy as np
 
 from manyhands.core.errors import UserError
-from manyhands.data.byte_bounds import Run, make_byte_bounds
+from manyhands.data.bounds import Span, TokenRun, compile_any, make_byte_bounds
 from manyhands.data.formats import Conversation
-from manyhands.data.markers import compile_any
 from manyhands.data.messages import Message, RowRefused, visible
-from manyhands.data.shapes import Span
 from manyhands.data.spans import SpanFinder
 from manyhands.data.template import ChatTemplate, complete_arguments
 
@@ -291,7 +289,7 @@ class Renderer:
     def _mask_by_ids(self, text: Text, encoding: Any) -> Rendered | None:
         """As ``_mask_by_offsets``; None where the ids do not tell which characters a token stands for."""
         ids = self._read_ids(encoding)
-        runs: list[Run] = []
+        runs: list[TokenRun] = []
         num_straddling = 0
         if text.spans:
             assert self._bounds is not None

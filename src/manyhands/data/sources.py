@@ -1,26 +1,134 @@
 """From what a run file says about its data to rows: which files, in which parts, row by row. Knows no tokenizer.
 
-A source is a file, a folder of files of one kind, or a data set of the hub. Its rows have one order, whatever the
-number of parts it is read in. What is wrong is gathered: up to 20 places as ``file:line: reason``.
+A source is a file, a folder of files of one kind, a folder that ``save_to_disk`` wrote, or a data set of the hub. Its
+rows have one order, whatever the number of parts it is read in. What is wrong is gathered: up to 20 places as
+``file:line: reason``. The library ``datasets`` is imported only to fetch a set: it leaves Arrow files in its own cache,
+and those are read like any others, in several processes and without the library.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from manyhands.config.schema import DataSection, Source
 from manyhands.core.errors import UserError
-from manyhands.data.arrow_rows import read_arrow, read_parquet, split_arrow, split_parquet
-from manyhands.data.files import BINARY_KINDS, KIND_NAMES, check_file, kind_of, split_lines, unpacked_bytes
-from manyhands.data.findings import Findings
-from manyhands.data.hub_sets import fetch_set, is_hub, list_saved_set
-from manyhands.data.json_rows import read_json
-from manyhands.data.rows import Part, Row
-from manyhands.data.text_rows import read_csv, read_jsonl, read_text
+from manyhands.data.arrow_files import read_arrow, read_parquet, split_arrow, split_parquet
+from manyhands.data.files import (
+    BINARY_KINDS,
+    KIND_NAMES,
+    FilePart,
+    Findings,
+    Row,
+    check_file,
+    kind_of,
+    split_lines,
+    unpacked_bytes,
+)
+from manyhands.data.text_files import read_csv, read_json, read_jsonl, read_text
+
+PREFIX = "hub:"
+MIN_MAJOR = 4  # before, a data set could bring code that was run
+
+
+def is_hub(path: str) -> bool:
+    return path.startswith(PREFIX)
+
+
+def fetch_set(source: Source) -> tuple[Path, ...]:
+    """The Arrow files of one split of a hub data set, fetched where the cache does not hold them. Raises UserError."""
+    if "[" in source.split or "%" in source.split:
+        raise UserError(
+            "a part of a split cannot be asked for",
+            where=f"{source.path}, split {source.split}",
+            fix="name the whole split, and set max_samples for a part of it",
+        )
+    return _fetch(source.path.removeprefix(PREFIX), source.subset, source.split, source.revision)
+
+
+@lru_cache(maxsize=64)
+def _fetch(name: str, subset: str | None, split: str, revision: str | None) -> tuple[Path, ...]:
+    where = PREFIX + name + (f", subset {subset}" if subset else "") + f", split {split}"
+    datasets = _import_datasets(where)
+    try:
+        found = datasets.load_dataset(name, subset, split=split, revision=revision, keep_in_memory=False)
+        files = tuple(Path(entry["filename"]) for entry in found.cache_files)
+    except Exception as error:  # the library, the network and the set's own files raise as they like
+        why = " ".join(str(error).split())[:400] or type(error).__name__
+        raise UserError("the data set cannot be loaded", where=where, why=why, fix=_advise(error, why)) from error
+    if not files:
+        raise UserError(
+            "the data set has no files in the cache", where=where, fix="unset HF_DATASETS_IN_MEMORY_MAX_SIZE"
+        )
+    return files
+
+
+def _import_datasets(where: str) -> Any:
+    fix = f"pip install 'datasets>={MIN_MAJOR}', or download the files and name their folder"
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(
+            "data sets of the hub need the package datasets", where=where, why=str(error), fix=fix
+        ) from error
+    if int(datasets.__version__.split(".")[0]) < MIN_MAJOR:
+        raise UserError(
+            "the package datasets is too old", where=where, why=f"it is version {datasets.__version__}", fix=fix
+        )
+    return datasets
+
+
+def _advise(error: Exception, why: str) -> str:
+    if "onfig name is missing" in why or "BuilderConfig" in why:
+        return "choose one with `subset`"
+    if "nknown split" in why:
+        return "choose one with `split`"
+    if type(error).__name__ == "DatasetNotFoundError":
+        return "check the name (hub:OWNER/NAME); a set that is not public needs a token: `hf auth login`"
+    return "check the network, or download the files and name their folder"
+
+
+def list_saved_set(folder: Path, split: str) -> tuple[Path, ...] | None:
+    """The Arrow files of a folder that ``save_to_disk`` wrote, those of ``split`` if it holds several; None for another
+    folder.
+    """
+    if (folder / "dataset_dict.json").is_file():
+        splits = _read_json(folder / "dataset_dict.json").get("splits", [])
+        if split not in splits or not isinstance(split, str):
+            raise UserError(
+                "the saved data set has no such split",
+                where=str(folder),
+                why=f"its splits: {splits}",
+                fix="set `split`",
+            )
+        folder = folder / split
+    if not (folder / "state.json").is_file():
+        return None
+    state = _read_json(folder / "state.json")
+    try:
+        names = [Path(entry["filename"]).name for entry in state["_data_files"]]
+    except (KeyError, TypeError) as error:
+        raise UserError(
+            "the saved data set is damaged", where=str(folder / "state.json"), why=f"no {error}", fix="save it again"
+        ) from None
+    return tuple(folder / name for name in names)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(
+            "the saved data set is damaged", where=str(path), why=str(error), fix="save it again"
+        ) from error
+    return value if isinstance(value, dict) else {}
+
 
 __all__ = [
-    "Part",
+    "FilePart",
     "Row",
     "Source",
     "check_file",
@@ -31,7 +139,7 @@ __all__ = [
     "split_source",
 ]
 
-READERS: dict[str, Callable[[Part, Findings], Iterator[Row]]] = {
+READERS: dict[str, Callable[[FilePart, Findings], Iterator[Row]]] = {
     "jsonl": read_jsonl,
     "json": read_json,
     "csv": read_csv,
@@ -146,7 +254,7 @@ def _splits_of(path: Path) -> set[str]:
     return {SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS}
 
 
-def split_source(source: Source, num_parts: int) -> list[Part]:
+def split_source(source: Source, num_parts: int) -> list[FilePart]:
     """Parts that hold every row of the source once, in order, about ``num_parts`` of a like size (one at least for each
     file).
 
@@ -163,33 +271,35 @@ def split_source(source: Source, num_parts: int) -> list[Part]:
     return parts
 
 
-def _split_file(file: Path, num_parts: int) -> list[Part]:
+def _split_file(file: Path, num_parts: int) -> list[FilePart]:
     kind = kind_of(file) or ""
     packed = file.name.lower().endswith(".gz")
     if num_parts == 1:
-        return [Part(str(file), kind)]
+        return [FilePart(str(file), kind)]
     if kind in ("jsonl", "text") and not packed:
-        return [Part(str(file), kind, *stretch) for stretch in split_lines(file, num_parts, after_blank=kind == "text")]
+        return [
+            FilePart(str(file), kind, *stretch) for stretch in split_lines(file, num_parts, after_blank=kind == "text")
+        ]
     if kind in BINARY_KINDS and not packed:
         return _group(file, kind, split_parquet(file) if kind == "parquet" else split_arrow(file), num_parts)
-    return [Part(str(file), kind, large=True)]
+    return [FilePart(str(file), kind, large=True)]
 
 
-def _group(file: Path, kind: str, pieces: list[tuple[int, int]], num_parts: int) -> list[Part]:
+def _group(file: Path, kind: str, pieces: list[tuple[int, int]], num_parts: int) -> list[FilePart]:
     """Neighbouring row groups or batches, as (rows, bytes), gathered into parts of a like number of bytes."""
     all_bytes = sum(num_bytes for _, num_bytes in pieces)
-    parts: list[Part] = []
+    parts: list[FilePart] = []
     start, first_row, row, num_bytes, taken_bytes = 0, 1, 1, 0, 0
     for index, (num_samples, size) in enumerate(pieces, start=1):
         row, num_bytes = row + num_samples, num_bytes + size
         if num_bytes * num_parts >= all_bytes * (len(parts) + 1) or index == len(pieces):
             large = (num_bytes - taken_bytes) * num_parts >= 2 * all_bytes
-            parts.append(Part(str(file), kind, start, index, first_row, large))
+            parts.append(FilePart(str(file), kind, start, index, first_row, large))
             start, first_row, taken_bytes = index, row, num_bytes
-    return parts or [Part(str(file), kind)]
+    return parts or [FilePart(str(file), kind)]
 
 
-def read_part(part: Part, findings: Findings | None = None) -> Iterator[Row]:
+def read_part(part: FilePart, findings: Findings | None = None) -> Iterator[Row]:
     """The rows of a part, in order. No row follows the first fault: the rest is only searched for more of them.
 
     Faults go into ``findings`` when the part ends; without it they are one UserError.
@@ -216,7 +326,7 @@ def read_rows(source: Source | str | Path) -> Iterator[Row]:
     findings, found_any = Findings(), False
     files = list_files(source)
     for file in files:
-        for row in read_part(Part(str(file), kind_of(file) or ""), findings):
+        for row in read_part(FilePart(str(file), kind_of(file) or ""), findings):
             found_any = True
             if not findings.count:
                 yield row

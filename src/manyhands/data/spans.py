@@ -27,9 +27,8 @@ from itertools import pairwise
 from typing import Any
 
 from manyhands.core.errors import UserError
-from manyhands.data.markers import Ending, Markers, measure_common
+from manyhands.data.bounds import Ending, Markers, Span, TurnShape, make_shape, measure_common
 from manyhands.data.messages import THINKING, Message, RowRefused, check_shown, fill, visible
-from manyhands.data.shapes import Shape, Span, make_shape
 from manyhands.data.template import ChatTemplate
 
 PRIVATE_USE = range(0xE000, 0xF8FF)  # code points that belong to no character
@@ -39,7 +38,7 @@ ANSWER: Message = {"role": "assistant", "content": "a"}
 
 
 @dataclass(frozen=True)
-class Whole:
+class WholeText:
     """A conversation and its text."""
 
     messages: Sequence[Message]
@@ -56,7 +55,7 @@ class SpanFinder:
         self._markers = Markers(added_tokens)
         self._ending: Ending | None = None
         self._ends_of_calls: set[str] = set()
-        self._shapes: dict[tuple[tuple[str, ...], tuple[int, ...]], Shape | None] = {}
+        self._shapes: dict[tuple[tuple[str, ...], tuple[int, ...]], TurnShape | None] = {}
 
     def find(
         self, messages: Sequence[Message], tools: list[Any] | None, text: str, turns: Sequence[int]
@@ -70,7 +69,7 @@ class SpanFinder:
             spans = None if shape is None else shape.place([message["content"] for message in messages], text)
             if spans is not None:
                 return spans
-        return self._find_each(Whole(messages, tools, text), turns)
+        return self._find_each(WholeText(messages, tools, text), turns)
 
     def notes(self) -> list[str]:
         """What a user should know about how the template ends turns, once rows were found."""
@@ -116,7 +115,7 @@ class SpanFinder:
                 continue
         return ""
 
-    def _find_each(self, whole: Whole, turns: Sequence[int]) -> tuple[Span, ...]:
+    def _find_each(self, whole: WholeText, turns: Sequence[int]) -> tuple[Span, ...]:
         for turn in turns:
             check_shown(whole.messages[turn], turn, whole.text)
         spans = [self._find_span(whole, turn) for turn in turns]
@@ -141,7 +140,7 @@ class SpanFinder:
         if marker and tokens and not part.endswith(marker):
             self._ends_of_calls.add(tokens[-1])
 
-    def _shape_of(self, roles: tuple[str, ...], turns: tuple[int, ...]) -> Shape | None:
+    def _shape_of(self, roles: tuple[str, ...], turns: tuple[int, ...]) -> TurnShape | None:
         key = (roles, turns)
         if key not in self._shapes:
             if len(self._shapes) >= MAX_SHAPES:
@@ -149,7 +148,7 @@ class SpanFinder:
             self._shapes[key] = self._make_shape(roles, turns)
         return self._shapes[key]
 
-    def _make_shape(self, roles: tuple[str, ...], turns: tuple[int, ...]) -> Shape | None:
+    def _make_shape(self, roles: tuple[str, ...], turns: tuple[int, ...]) -> TurnShape | None:
         if len(roles) > len(PRIVATE_USE) // 2:
             return None
         slots = [chr(PRIVATE_USE[index]) for index in range(len(roles))]
@@ -158,12 +157,12 @@ class SpanFinder:
         if text is None or any(text.count(slot) != 1 for slot in slots):
             return None
         try:
-            spans = self._find_each(Whole(messages, None, text), turns)
+            spans = self._find_each(WholeText(messages, None, text), turns)
         except RowRefused:
             return None
         return make_shape(text, slots, spans)
 
-    def _find_span(self, whole: Whole, turn: int) -> Span:
+    def _find_span(self, whole: WholeText, turn: int) -> Span:
         messages, tools, text = whole.messages, whole.tools, whole.text
         before = self._template.try_render(messages[:turn], tools, generation=True)
         start = len(before) if before is not None and text.startswith(before) else None
@@ -200,7 +199,7 @@ class SpanFinder:
             else None
         )
 
-    def _find_span_by_slot(self, whole: Whole, turn: int, start: int | None) -> Span:
+    def _find_span_by_slot(self, whole: WholeText, turn: int, start: int | None) -> Span:
         message, text = whole.messages[turn], whole.text
         private = _choose_private(text)
         filled, head, tail = self._fill_slot(whole, turn, private)
@@ -229,7 +228,7 @@ class SpanFinder:
             )
         return start, end
 
-    def _holds_next(self, whole: Whole, turn: int, private: str, end: int) -> bool:
+    def _holds_next(self, whole: WholeText, turn: int, private: str, end: int) -> bool:
         """Whether the content of the message behind a turn stands before ``end``."""
         following = [{**message, "content": private} for message in whole.messages[turn + 1 : turn + 2]]
         text = (
@@ -240,7 +239,7 @@ class SpanFinder:
         )
         return bool(following) and 0 <= text.find(private) < end
 
-    def _fill_slot(self, whole: Whole, turn: int, private: str) -> tuple[Message, str, str]:
+    def _fill_slot(self, whole: WholeText, turn: int, private: str) -> tuple[Message, str, str]:
         """(the turn with its content or its first call's name replaced, the text before, and after the replacement)."""
         times, refusal = 0, None
         for filled in fill(whole.messages[turn], private):
@@ -261,7 +260,9 @@ class SpanFinder:
             f"the chat template shows the content of message {turn + 1} {times} times: it cannot be masked"
         )
 
-    def _find_start(self, whole: Whole, turn: int, filled: Message, private: str, head: str, shown: str) -> int | None:
+    def _find_start(
+        self, whole: WholeText, turn: int, filled: Message, private: str, head: str, shown: str
+    ) -> int | None:
         """Where the turn begins in ``shown``, the text up to its end: where that first differs from the generation
         prompt.
         ``head``: the text up to the slot. None where that is not to be seen."""
@@ -278,7 +279,9 @@ class SpanFinder:
                 return len(head) - len(own)
         return None
 
-    def _find_gaps(self, whole: Whole, turn: int, rest: Sequence[Message], private: str) -> Iterator[tuple[str, str]]:
+    def _find_gaps(
+        self, whole: WholeText, turn: int, rest: Sequence[Message], private: str
+    ) -> Iterator[tuple[str, str]]:
         """(what stands between the message before the turn and ``private``, or the end, what the generation prompt has
         there).
         """
@@ -315,7 +318,7 @@ class SpanFinder:
             return header[next((found.start() for found in self._markers.find_all(header)), same) :]
         return header[tokens[0].end() :].lstrip() if len(tokens) > 1 else header[tokens[0].start() :]
 
-    def _measure_closing(self, whole: Whole, turn: int, filled: Message, private: str, tail: str) -> int:
+    def _measure_closing(self, whole: WholeText, turn: int, filled: Message, private: str, tail: str) -> int:
         """How many characters of ``tail``, the text behind the slot, belong to the turn."""
         other = (
             self._template.try_render([*whole.messages[:turn], filled, *self._followers(whole, turn)], whole.tools)
@@ -331,7 +334,7 @@ class SpanFinder:
         return len(closing) + self._measure_next_header(whole, turn, tail[len(closing) :])
 
     @staticmethod
-    def _followers(whole: Whole, turn: int) -> list[Message]:
+    def _followers(whole: WholeText, turn: int) -> list[Message]:
         """What may stand behind a turn in a second rendering: a question if it is the last one, nothing if it is
         not.
         """
@@ -366,7 +369,7 @@ class SpanFinder:
             return before + self._eos
         return closing[: closing.rindex(self._eos) + len(self._eos)]
 
-    def _find_span_by_neighbors(self, whole: Whole, turn: int) -> Span | None:
+    def _find_span_by_neighbors(self, whole: WholeText, turn: int) -> Span | None:
         """The span of a turn between the message before it and the one that follows, the turn itself as it is."""
         messages, text, private = whole.messages, whole.text, _choose_private(whole.text)
         ending, is_last = self._find_ending(), turn + 1 == len(messages)
@@ -405,7 +408,7 @@ class SpanFinder:
                 return begin + start, end + self._measure_next_header(whole, turn, text[end:])
         return None
 
-    def _measure_next_header(self, whole: Whole, turn: int, rest: str) -> int:
+    def _measure_next_header(self, whole: WholeText, turn: int, rest: str) -> int:
         """Length of the next turn's first token, where that alone ends a turn: the model stops by writing it."""
         ending = self._find_ending()
         if ending.marker or turn + 1 == len(whole.messages):

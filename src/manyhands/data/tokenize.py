@@ -18,7 +18,7 @@ import numpy as np
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.data.columns import PLACEHOLDERS, Columns
-from manyhands.data.findings import Findings
+from manyhands.data.files import Findings
 from manyhands.data.formats import (
     FIELDS,
     Conversation,
@@ -32,7 +32,7 @@ from manyhands.data.formats import (
 from manyhands.data.long_text import LONG_CHARACTERS, LongText, read_documents
 from manyhands.data.render import MAX_WEIGHT, Rendered, Renderer
 from manyhands.data.segment import SegmentWriter
-from manyhands.data.sources import Part, Row, Source, raise_unreadable, read_part, read_rows
+from manyhands.data.sources import FilePart, Row, Source, raise_unreadable, read_part, read_rows
 from manyhands.data.streams import TOKENS, Sample, make_sample
 from manyhands.data.tokenizer import find_placeholders
 from manyhands.data.work_queue import count_characters
@@ -177,7 +177,7 @@ def check_format(format: Format, config: RunConfig, has_template: bool, where: s
 
 
 @dataclass(frozen=True)
-class Item:
+class RowToRender:
     """A row on its way: what is rendered, and what its loss is multiplied by if it is a text."""
 
     row: Row
@@ -216,14 +216,14 @@ class PartTokenizer:
         self._placeholder_ids = np.array(tokenizer.convert_tokens_to_ids(list(self._placeholders)), dtype=np.int64)
         self._kinds: dict[tuple[int, frozenset[str]], Format | RowRefused] = {}
 
-    def run(self, part: Part, source: int, folder: Path, on_chunk: Callable[[], None] = lambda: None) -> Outcome:
+    def run(self, part: FilePart, source: int, folder: Path, on_chunk: Callable[[], None] = lambda: None) -> Outcome:
         """Writes the segment ``folder`` of all rows of a part. Faults of rows are gathered in what is returned."""
         unreadable = Findings()
         outcome = self.run_rows(self.read(part, unreadable), source, folder, on_chunk)
         outcome.unreadable = unreadable
         return outcome
 
-    def read(self, part: Part, unreadable: Findings) -> Iterator[Row]:
+    def read(self, part: FilePart, unreadable: Findings) -> Iterator[Row]:
         """The rows of a part. A text that is to be split may come in pieces, to be used up before the next row is asked
         for.
         """
@@ -250,7 +250,7 @@ class PartTokenizer:
 
     def _convert(
         self, rows: Iterable[Row], source: int, outcome: Outcome, writer: SegmentWriter
-    ) -> Iterator[Item | None]:
+    ) -> Iterator[RowToRender | None]:
         """Rows to be rendered in chunks. A long text takes another way, and its place in order: None goes before it."""
         fields, columns = self._sources[source].fields or {}, self._columns[source]
         unread: set[str] = set()
@@ -272,7 +272,7 @@ class PartTokenizer:
                     content = check_size(to_conversation(row, format, fields))
                     if columns.leaves_media:
                         outcome.num_rows_with_placeholders += find_any(PLACEHOLDERS, content) is not None
-                    yield Item(row, content, weight)
+                    yield RowToRender(row, content, weight)
             except RowRefused as refused:
                 outcome.refused.add(row.file, row.line, str(refused))
         outcome.unread, outcome.left_out = sorted(unread), sorted(left_out)
@@ -292,8 +292,8 @@ class PartTokenizer:
             raise RowRefused(str(kind))
         return kind
 
-    def _gather(self, items: Iterable[Item | None]) -> Iterator[list[Item]]:
-        chunk: list[Item] = []
+    def _gather(self, items: Iterable[RowToRender | None]) -> Iterator[list[RowToRender]]:
+        chunk: list[RowToRender] = []
         characters = 0
         for item in items:
             if item is not None:
@@ -305,7 +305,7 @@ class PartTokenizer:
         if chunk:
             yield chunk
 
-    def _take(self, item: Item, result: Rendered | RowRefused, outcome: Outcome, writer: SegmentWriter) -> None:
+    def _take(self, item: RowToRender, result: Rendered | RowRefused, outcome: Outcome, writer: SegmentWriter) -> None:
         """Applies the length policy to a rendered row."""
         row = item.row
         if isinstance(result, RowRefused):

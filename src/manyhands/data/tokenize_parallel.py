@@ -2,7 +2,7 @@
 
 One fresh process loads the tokenizer and forks the others, which share its memory; files in the folder of the
 preparation pass between them and this one: ``job.json`` in, segments and outcomes out, ``error-N.json`` and a log where
-it fails. Rows of what one alone can read go from one forked process to another (``hand_out.py``). Each process ends
+it fails. Rows of what one alone can read go from one forked process to another (``work_queue.py``). Each process ends
 when the one above it does, however that ended. Knows no cache.
 """
 
@@ -26,14 +26,13 @@ from typing import Any
 
 from manyhands.config.schema import RunConfig, Source
 from manyhands.core.errors import EXIT_FAILED, UserError
-from manyhands.data.rows import Part
+from manyhands.data.files import FilePart
 from manyhands.data.sources import split_source
 from manyhands.data.streams import TOKENS
-from manyhands.data.template import chat_template_kwargs_of
-from manyhands.data.template_bounds import try_apart
+from manyhands.data.template import chat_template_kwargs_of, try_apart
 from manyhands.data.tokenize import Outcome, PartTokenizer, choose_format
 from manyhands.data.tokenizer import load_tokenizer, note_plain_markers, widen_cache
-from manyhands.data.work_queue import BATCH_CHARACTERS, Batch, WorkList, cut_batches
+from manyhands.data.work_queue import BATCH_CHARACTERS, RowBatch, WorkList, cut_batches
 from manyhands.facts.host import read_host_facts
 
 MIN_PARALLEL_BYTES = 32 << 20  # less is done here before other processes would have started
@@ -59,7 +58,7 @@ class Job:
     config: RunConfig
     model_folder: Path
     sources: tuple[Source, ...]
-    parts: tuple[tuple[int, Part], ...]
+    parts: tuple[tuple[int, FilePart], ...]
     num_processes: int
     batch_characters: int
 
@@ -82,7 +81,7 @@ class Job:
             RunConfig.model_validate(values["config"]),
             Path(values["model_folder"]),
             tuple(map(Source.model_validate, values["sources"])),
-            tuple((source, Part(**part)) for source, part in values["parts"]),
+            tuple((source, FilePart(**part)) for source, part in values["parts"]),
             values["num_processes"],
             values["batch_characters"],
         )
@@ -198,7 +197,7 @@ def _tokenize_large_part(
     outcome.write(job.outcome(number))
 
 
-def _tokenize_batch(job: Job, part_tokenizer: PartTokenizer, notes: list[str], batch: Batch) -> None:
+def _tokenize_batch(job: Job, part_tokenizer: PartTokenizer, notes: list[str], batch: RowBatch) -> None:
     outcome = part_tokenizer.run_rows(batch.rows, job.parts[batch.part][0], job.segment(batch.part, batch.number))
     outcome.notes = [*notes, *outcome.notes]
     outcome.write(job.outcome(batch.part, batch.number))
@@ -310,9 +309,9 @@ def _work(job: Job, part_tokenizer: PartTokenizer, notes: list[str], work: WorkL
     """One forked process: takes the next part, or batch of one, until there is none."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     while (item := work.take()) is not None:
-        number = item.part if isinstance(item, Batch) else item
+        number = item.part if isinstance(item, RowBatch) else item
         try:
-            if isinstance(item, Batch):
+            if isinstance(item, RowBatch):
                 _tokenize_batch(job, part_tokenizer, notes, item)
                 continue
             if job.parts[number][1].large:

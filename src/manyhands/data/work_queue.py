@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from multiprocessing.context import BaseContext
 from typing import Any
 
-from manyhands.data.rows import Row
+from manyhands.data.files import Row
 
 BATCH_CHARACTERS = 1 << 20  # a quarter of a second's work: much to a process, little to memory
 MAX_HANDED_CHARACTERS = 4 << 20  # a batch is larger than asked where one row is: it stays with who read it
 
 
 @dataclass(frozen=True)
-class Batch:
+class RowBatch:
     """Neighbouring rows of a large part; ``part`` and ``number``, of the batch in it, count from 0."""
 
     part: int
@@ -28,7 +28,7 @@ class Batch:
     num_characters: float
 
 
-def cut_batches(part: int, rows: Iterable[Row], batch_characters: int) -> Iterator[Batch]:
+def cut_batches(part: int, rows: Iterable[Row], batch_characters: int) -> Iterator[RowBatch]:
     """All rows in order, in batches of at most so many characters or one row.
 
     A row whose text comes in pieces is a batch of its own, to be used up before the next is asked for.
@@ -38,15 +38,15 @@ def cut_batches(part: int, rows: Iterable[Row], batch_characters: int) -> Iterat
     for row in rows:
         size = count_characters(row.fields)
         if batch and characters + size > batch_characters:
-            yield Batch(part, number, batch, characters)
+            yield RowBatch(part, number, batch, characters)
             batch, number, characters = [], number + 1, 0.0
         batch.append(row)
         characters += size
         if characters >= batch_characters:
-            yield Batch(part, number, batch, characters)
+            yield RowBatch(part, number, batch, characters)
             batch, number, characters = [], number + 1, 0.0
     if batch:
-        yield Batch(part, number, batch, characters)
+        yield RowBatch(part, number, batch, characters)
 
 
 def count_characters(value: Any) -> float:
@@ -72,7 +72,7 @@ class WorkList:
         self._next, self._reading, self._waiting = (context.Value("i", 0, lock=False) for _ in range(3))
         self._batches: Any = context.Queue()
 
-    def take(self) -> int | Batch | None:
+    def take(self) -> int | RowBatch | None:
         """The number of the next part; else a batch; None once nobody reads a part that batches could come from."""
         with self._changed:
             while True:
@@ -88,7 +88,7 @@ class WorkList:
                 self._changed.wait()
         return self._batches.get()  # it was put there before it was counted, or is about to arrive
 
-    def offer(self, batch: Batch) -> bool:
+    def offer(self, batch: RowBatch) -> bool:
         """Hands a batch to whoever takes it; False where the caller is to do it himself."""
         if batch.num_characters > MAX_HANDED_CHARACTERS:
             return False

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from manyhands.data.order import bound_by_tokens
-from manyhands.data.pack import TILE_TOKENS, Layout, lay_out_packed, lay_out_rows, packing_efficiency, padded_tokens
+from manyhands.data.pack import TILE_TOKENS, StepLayout, lay_out_packed, lay_out_rows, packing_efficiency, padded_tokens
 from manyhands.facts.types import DataFacts, Facts
 from manyhands.plan.batch import Split, ceil_div, constant_pack_tokens
 from manyhands.plan.types import Plan
@@ -22,7 +22,7 @@ MAX_FACTOR = 64  # times the batch, in a proposal
 MIN_GAIN = 0.02  # less is not worth a proposal
 
 
-def lay_out_step(plan: Plan, rows: np.ndarray, lengths: np.ndarray) -> Layout:
+def lay_out_step(plan: Plan, rows: np.ndarray, lengths: np.ndarray) -> StepLayout:
     """The rows of one training step as micro-batches of all ranks; ``lengths`` by row id."""
     if plan.micro_tokens is not None:
         return lay_out_packed(rows, lengths, plan.world_size, plan.pack_tokens or plan.micro_tokens)

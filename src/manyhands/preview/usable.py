@@ -17,10 +17,9 @@ from typing import Any
 from manyhands.config.schema import RunConfig, Source
 from manyhands.core.errors import UserError
 from manyhands.data.columns import Columns
-from manyhands.data.findings import Findings
+from manyhands.data.files import FilePart, Findings, Row
 from manyhands.data.formats import detect_format
 from manyhands.data.prepare import Inputs, finish
-from manyhands.data.rows import Part, Row
 from manyhands.data.segment import join_segments
 from manyhands.data.sources import list_files, read_part, resolve_sources, split_source
 from manyhands.data.store import TokenStore
@@ -96,7 +95,7 @@ def _tokenize_source(
 
 
 def _choose_format(
-    config: RunConfig, source: Source, parts: list[Part], has_template: bool
+    config: RunConfig, source: Source, parts: list[FilePart], has_template: bool
 ) -> tuple[Any, UserError | None]:
     """The format as a run chooses it; where the first rows do not fit together, that of most of them, and what speaks
     against it.

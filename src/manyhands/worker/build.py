@@ -20,7 +20,7 @@ from manyhands.core.collectives import run_on_first
 from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.core.holding import first_index
 from manyhands.data.batches import collate
-from manyhands.data.collate import Shape
+from manyhands.data.collate import BatchShape
 from manyhands.data.store import TokenStore
 from manyhands.data.tokenizer import load_tokenizer
 from manyhands.engine.apply import apply
@@ -161,5 +161,7 @@ def probe_batch(rank: Rank) -> dict[str, Any]:
     mine = samples[world.rank % len(samples) :: world.world_size]
     mine = mine[np.argsort(lengths[mine], kind="stable")]
     count = int(np.searchsorted(np.cumsum(lengths[mine]), PROBE_TOKENS, side="right"))
-    batch = collate(rank.store.train, mine[: max(1, count)], Shape(packed=rank.plan.packing, tile=shape_of(rank).tile))
+    batch = collate(
+        rank.store.train, mine[: max(1, count)], BatchShape(packed=rank.plan.packing, tile=shape_of(rank).tile)
+    )
     return {name: value.to(world.device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}

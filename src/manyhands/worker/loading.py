@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from manyhands.data.batches import Collate, collate_here
-from manyhands.data.collate import Shape, collate_samples
-from manyhands.data.workers import BatchWorkers, open_store_samples
+from manyhands.data.collate import BatchShape, BatchWorkers, collate_samples, open_store_samples
 from manyhands.plan.layout import pack_tile
 from manyhands.worker.rank import Rank
 
@@ -68,7 +67,7 @@ def collation(rank: Rank, name: SetName) -> Collate:
     return collate_here(sample_set, shape_of(rank, name))
 
 
-def shape_of(rank: Rank, name: SetName = "train") -> Shape:
+def shape_of(rank: Rank, name: SetName = "train") -> BatchShape:
     """Packs are padded to whole tiles on a GPU and where blocks are compiled; nothing is on a CPU otherwise.
 
     Compiled blocks get batches that differ in as little as possible: in the number of tokens, and not even in that
@@ -76,15 +75,15 @@ def shape_of(rank: Rank, name: SetName = "train") -> Shape:
     """
     plan = rank.plan
     if not plan.packing:
-        return Shape(packed=False)
+        return BatchShape(packed=False)
     tile = pack_tile(plan)
     if not plan.compile:
-        return Shape(packed=True, tile=tile)
+        return BatchShape(packed=True, tile=tile)
     sets = (rank.store.train.lengths, rank.store.validation.lengths)
     longest = max(int(lengths.max()) for lengths in sets if len(lengths))
     if plan.pack_tokens is None:
-        return Shape(packed=True, tile=tile, longest=longest)
-    return Shape(
+        return BatchShape(packed=True, tile=tile, longest=longest)
+    return BatchShape(
         packed=True, tokens=plan.pack_tokens, longest=longest, documents=plan.pack_tokens // longest, row_length=longest
     )
 

@@ -17,9 +17,9 @@ from manyhands.convert.loss import LossModel
 from manyhands.convert.protocol import Converter
 from manyhands.core.errors import PeerError, UserError
 from manyhands.core.world import World
+from manyhands.data.collate import BatchWorkers
 from manyhands.data.order import SampleOrder
 from manyhands.data.store import TokenStore
-from manyhands.data.workers import BatchWorkers
 from manyhands.engine.native import Parallel
 from manyhands.launch.environment import Launcher
 from manyhands.launch.failure import (

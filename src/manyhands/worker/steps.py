@@ -10,7 +10,7 @@ import numpy as np
 
 from manyhands.core import progress
 from manyhands.data.batches import Batch, MicroBatches, iterate
-from manyhands.data.pack import Layout, lay_out_packed, lay_out_rows
+from manyhands.data.pack import StepLayout, lay_out_packed, lay_out_rows
 from manyhands.data.store import SampleSet
 from manyhands.plan.layout import lay_out_step
 from manyhands.train.step import StepWork
@@ -18,7 +18,7 @@ from manyhands.worker.loading import SetName, collation
 from manyhands.worker.rank import Rank
 
 
-def lay_out_evaluation(rank: Rank, sample_set: SampleSet, rows: np.ndarray) -> Layout:
+def lay_out_evaluation(rank: Rank, sample_set: SampleSet, rows: np.ndarray) -> StepLayout:
     """Rows of an evaluation, however many micro-batches that takes."""
     plan, world_size = rank.plan, rank.world.world_size
     if plan.micro_tokens is not None:
@@ -28,7 +28,9 @@ def lay_out_evaluation(rank: Rank, sample_set: SampleSet, rows: np.ndarray) -> L
     return lay_out_rows(rows, world_size, plan.micro_samples, -(-len(rows) // (plan.micro_samples * world_size)))
 
 
-def iterate_layouts(rank: Rank, name: SetName, layouts: Iterable[Layout]) -> Iterator[tuple[Layout, MicroBatches]]:
+def iterate_layouts(
+    rank: Rank, name: SetName, layouts: Iterable[StepLayout]
+) -> Iterator[tuple[StepLayout, MicroBatches]]:
     """Each layout of the set's rows with this rank's micro-batches, prepared ahead."""
     return iterate(layouts, rank.world.rank, rank.world.device, collation(rank, name))
 
@@ -37,7 +39,7 @@ def iterate_steps(rank: Rank) -> Iterator[StepWork]:
     """The remaining steps of the run, from ``rank.state.step`` on."""
     coming: deque[StepWork] = deque()  # laid out by the thread that reads ahead, not yet trained
 
-    def lay_out_steps() -> Iterator[Layout]:
+    def lay_out_steps() -> Iterator[StepLayout]:
         for step in range(rank.state.step, rank.plan.num_steps):
             epoch, index = rank.order.locate(step)
             rows = rank.order.rows(epoch, index)
@@ -56,7 +58,7 @@ def _advance_by_batch(micro_batches: MicroBatches) -> Iterator[Batch]:
         yield batch
 
 
-def _describe(rank: Rank, step: int, epoch: float, rows: np.ndarray, layout: Layout) -> StepWork:
+def _describe(rank: Rank, step: int, epoch: float, rows: np.ndarray, layout: StepLayout) -> StepWork:
     train, mine = rank.store.train, layout.rows_of_rank(rank.world.rank)
     return StepWork(
         step=step,

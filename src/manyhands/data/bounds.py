@@ -1,17 +1,17 @@
-"""Where the tokens of a byte-level tokenizer lie in a text, from their ids alone.
+"""Where tokens lie in a text, and where turns do: the tools that ``spans.py`` and ``render.py`` share. Knows no template.
 
-Such a tokenizer spells every byte of a text in exactly one token, so the lengths of the tokens, added up, are the ends
-that the ``tokenizers`` library would give as offsets, which cost it time and us two Python objects a token. That this
-holds is seen of the tokenizer's parts, each of a known kind, and of each text: where an added token swallowed blanks,
-or a normalizer changed a character, the sum is not the length of the text, and nothing is said about it. Knows neither
-spans nor masks.
+``ByteBounds`` tells from ids alone which bytes each token stands for; ``Markers`` tells the markers of a template apart
+from contents; conversations of the same roles have one ``TurnShape``: where the turns of one lie, they lie in all.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +21,7 @@ BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 UNKNOWN = 1 << 30  # the length of a token of which none is known: longer than any text, so that no sum fits
 
 
-class Run(NamedTuple):
+class TokenRun(NamedTuple):
     """Tokens [first, behind) that lie inside a span, or across its beginning with visible characters of it; whether
     they reach its end."""
 
@@ -48,7 +48,7 @@ class ByteBounds:
         self._normalizer, self._lengths = normalizer, lengths
         self._leading, self._trailing, self._keeps_first = leading, trailing, keeps_first
 
-    def cover(self, ids: np.ndarray, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[Run], int] | None:
+    def cover(self, ids: np.ndarray, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[TokenRun], int] | None:
         """The tokens inside each span of characters of ``text``, whose ids are ``ids``, and how many lie across the
         beginning of one. None where that does not follow from the ids."""
         bounds = self._find(ids, text)
@@ -73,7 +73,7 @@ class ByteBounds:
         for (start, end), last, first, (_, behind) in zip(borders.tolist(), lasts.tolist(), firsts, upto, strict=True):
             first = max(first, nothing)
             behind = max(first, behind)
-            runs.append(Run(first, behind, end <= start or (behind > first and ends[behind - 1] > last)))
+            runs.append(TokenRun(first, behind, end <= start or (behind > first and ends[behind - 1] > last)))
         return runs, num_straddling
 
     def _find(self, ids: np.ndarray, text: str) -> tuple[np.ndarray, np.ndarray] | None:
@@ -194,3 +194,165 @@ def _trimmers(post_processor: Any) -> list[bool] | None:
     if any(part["type"] not in ("ByteLevel", "TemplateProcessing") for part in parts):
         return None
     return [part["add_prefix_space"] for part in parts if part["type"] == "ByteLevel" and part["trim_offsets"]]
+
+
+def compile_any(words: Sequence[str], before: str = "") -> re.Pattern[str] | None:
+    """A pattern of any of the words, the longest that fits; None without words."""
+    longest_first = sorted({word for word in words if word.strip()}, key=lambda word: (-len(word), word))
+    return re.compile(f"{before}(?:{'|'.join(map(re.escape, longest_first))})") if longest_first else None
+
+
+def measure_common(one: str, other: str) -> int:
+    """Length of the common beginning."""
+    return next(
+        (index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+    )
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What a template writes after an assistant's words.
+
+    ``marker`` closes a turn at the end of a conversation, and ``trailer`` follows it there; ``inner`` closes a turn
+    before another message. Without either only what opens the next message tells that a turn is over, as in GLM's
+    templates.
+    """
+
+    marker: str
+    trailer: str
+    inner: str
+
+
+class Markers:
+    """Finds the spelling of ``added`` tokens in texts."""
+
+    def __init__(self, added: Sequence[str]) -> None:
+        self.added = tuple(added)
+        self._leading = compile_any(added, before=r"\s*")
+        self._token = compile_any(added)
+
+    def measure_first(self, text: str) -> int:
+        """Length of the first token of a text with the white space before it; 0 where something else comes first."""
+        found = self._leading.match(text) if self._leading is not None else None
+        return found.end() if found is not None else 0
+
+    def find_all(self, text: str) -> Iterator[re.Match[str]]:
+        return self._token.finditer(text) if self._token is not None else iter(())
+
+    def are_all(self, text: str) -> bool:
+        """Whether a text is one or more tokens and nothing else."""
+        return bool(text) and sum(len(found.group()) for found in self.find_all(text)) == len(text)
+
+    def cut_behind_last(self, text: str) -> str:
+        """A text up to its last token; "" without one."""
+        ends = [found.end() for found in self.find_all(text)]
+        return text[: ends[-1]] if ends else ""
+
+    def measure_common(self, one: str, other: str) -> int:
+        """Length of the common beginning, no token of either text divided."""
+        common = measure_common(one, other)
+        for text in (one, other):
+            for found in self.find_all(text):
+                if found.start() >= common:
+                    break
+                if found.end() > common:
+                    common = found.start()
+        return common
+
+    def measure_supplied(self, shown: str, supplied: str) -> int:
+        """How much of ``shown`` stands in ``supplied``, too, from the beginning and in whole tokens; white space that
+        only one of them has makes no difference."""
+        matched = index = other = 0
+        ours = self._cut(shown[: 2 * len(supplied) + 100])
+        theirs = self._cut(supplied)
+        while index < len(ours) and other < len(theirs):
+            if ours[index] == theirs[other]:
+                index, other = index + 1, other + 1
+                matched = index
+            elif ours[index].isspace():
+                index += 1
+            elif theirs[other].isspace():
+                other += 1
+            else:
+                break
+        return sum(map(len, ours[:matched]))
+
+    def _cut(self, text: str) -> list[str]:
+        """A text as its tokens and the single characters between them."""
+        pieces: list[str] = []
+        reached = 0
+        for found in self.find_all(text):
+            pieces += [*text[reached : found.start()], found.group()]
+            reached = found.end()
+        return [*pieces, *text[reached:]]
+
+    def make_ending(self, last: str, asked: str, answered: str) -> Ending | None:
+        """From what stands behind an answer at the end, before a question, and before another answer ("" if refused).
+        None where nothing does."""
+        if asked:
+            closing = self.cut_behind_last(last[: self.measure_common(last, asked)])
+            if closing:
+                return Ending(closing, last[len(closing) :], closing)
+        marker = last[: self.measure_first(last)]
+        if marker:
+            inner = asked[: self.measure_common(asked, answered)] if answered else asked
+            return Ending(marker, last[len(marker) :], inner[: self.measure_first(inner)] if asked else marker)
+        if asked and not last.strip() and self.measure_first(asked):
+            inner = asked[: self.measure_common(asked, answered)]
+            return Ending("", last, inner[: self.measure_first(inner)])
+        if not asked or asked.startswith(last):
+            return Ending(last, "", last) if last else None
+        closing = last[: measure_common(last, asked)].rstrip()
+        return Ending(closing, last[len(closing) :], closing) if closing else None
+
+
+Span = tuple[int, int]  # characters [start, end)
+
+
+@dataclass(frozen=True)
+class TurnShape:
+    """A conversation without its contents: ``literals[0] slot literals[1] slot ... literals[-1]``.
+
+    ``slots``: whose content stands in each slot, as an index of a message. ``borders``: for each span its two ends,
+    each as (position where every slot is one character long, number of slots before it).
+    """
+
+    literals: tuple[str, ...]
+    slots: tuple[int, ...]
+    borders: tuple[tuple[tuple[int, int], tuple[int, int]], ...]
+
+    def place(self, contents: Sequence[str], text: str) -> tuple[Span, ...] | None:
+        """The spans in ``text`` if it is the shape's literals around the contents, as they are or stripped; else
+        None.
+        """
+        if not text.startswith(self.literals[0]):
+            return None
+        position, grown = len(self.literals[0]), []
+        for index, literal in zip(self.slots, self.literals[1:], strict=True):
+            content = contents[index]
+            for shown in (content, content.strip()):
+                end = position + len(shown)
+                if text.startswith(shown, position) and text.startswith(literal, end):
+                    break
+            else:
+                return None
+            grown.append(len(shown) - 1)
+            position = end + len(literal)
+        if position != len(text):
+            return None
+        shifts = [0, *accumulate(grown)]
+        return tuple((start + shifts[before], end + shifts[upto]) for (start, before), (end, upto) in self.borders)
+
+
+def make_shape(text: str, slots: Sequence[str], spans: Sequence[Span]) -> TurnShape:
+    """The shape of a text in which each message's content is its own single character of ``slots``, and of its
+    turns.
+    """
+    places = sorted((text.index(slot), index) for index, slot in enumerate(slots))
+    positions = [position for position, _ in places]
+    edges = [-1, *positions, len(text)]
+    literals = tuple(text[left + 1 : right] for left, right in pairwise(edges))
+    borders = tuple(
+        ((start, bisect_left(positions, start)), (end, bisect_left(positions, end))) for start, end in spans
+    )
+    return TurnShape(literals, tuple(index for _, index in places), borders)

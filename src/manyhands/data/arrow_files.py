@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from manyhands.core.errors import UserError
-from manyhands.data.files import MAX_LINE_BYTES, open_data
-from manyhands.data.findings import Findings
-from manyhands.data.rows import Part, Row
+from manyhands.data.files import MAX_LINE_BYTES, FilePart, Findings, Row, open_data
 
 BATCH_SAMPLES = 32  # as fast as 512, and a sixteenth of the memory where a column repeats one large value
 MAX_BATCH_BYTES = 1 << 30
@@ -28,7 +26,7 @@ USUAL_PACKED_RATIO = 50  # of a column; beyond, a value may stand in the file on
 FREE_ROWS, MAX_ROWS_A_BYTE = 10_000_000, 20
 
 
-def read_parquet(part: Part, findings: Findings) -> Iterator[Row]:
+def read_parquet(part: FilePart, findings: Findings) -> Iterator[Row]:
     with _open_parquet(Path(part.file)) as file:
         groups = list(range(part.start, file.num_row_groups if part.stop is None else part.stop))
         batches = chain.from_iterable(
@@ -52,7 +50,7 @@ def split_parquet(path: Path) -> list[tuple[int, int]]:
         return [(group.num_rows, group.total_byte_size) for group in groups]
 
 
-def read_arrow(part: Part, findings: Findings) -> Iterator[Row]:
+def read_arrow(part: FilePart, findings: Findings) -> Iterator[Row]:
     with _open_arrow(Path(part.file)) as batches:
         wanted = (
             batch
@@ -161,7 +159,7 @@ def _check_columns(names: list[str], path: Path) -> None:
         )
 
 
-def _read_batches(part: Part, batches: Iterator[Any], findings: Findings) -> Iterator[Row]:
+def _read_batches(part: FilePart, batches: Iterator[Any], findings: Findings) -> Iterator[Row]:
     number = part.first_line
     for batch in chain.from_iterable(map(_cut_large, batches)):
         if batch.nbytes > MAX_ROW_BYTES:
