@@ -171,7 +171,7 @@ def convert(model: nn.Module, kind: str, method: str, device: torch.device) -> N
 
 def convert_ours(model: nn.Module, method: str, pairs: dict[str, tuple[Tensor, Tensor]]) -> None:
     from manyhands.config.schema import MethodSection
-    from manyhands.convert.fp8 import code_frozen, use_fp8
+    from manyhands.convert.fp8 import quantize_frozen, use_fp8
     from manyhands.convert.lora import apply_lora
     from manyhands.kernels.modules import fuse_lora
 
@@ -188,7 +188,7 @@ def convert_ours(model: nn.Module, method: str, pairs: dict[str, tuple[Tensor, T
     report = fuse_lora(model)
     assert len(report.fused) == 2, report
     if method == "lora":
-        code_frozen(model)
+        quantize_frozen(model)
 
 
 def block_of(model: Any, x: Tensor) -> Block:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.convert.fp8 import Fp8Linear, code_frozen, fp8_layers, set_products, use_fp8
+from manyhands.convert.fp8 import Fp8Linear, fp8_layers, quantize_frozen, set_matmuls, use_fp8
 from manyhands.convert.fp8_check import check_fp8
 from manyhands.convert.loss import LossModel
 from manyhands.core.errors import UserError
@@ -39,7 +39,7 @@ def in_fp8(family: str, method: str, *, fused: bool = True, **more: Any) -> nn.M
         model = adapted(model, **more)
     if fused:
         fuse_lora(model, known_modules())
-    code_frozen(model)
+    quantize_frozen(model)
     return model
 
 
@@ -75,7 +75,7 @@ def test_layers_by_themselves_compute_in_fp8_too(more: dict[str, Any]) -> None:
     """What no fused module takes: dropout, DoRA, other families."""
     ids = token_ids(2, 24)
     found, plain = in_fp8("llama", "lora", fused=False, **more), in_fp8("llama", "lora", fused=False, **more)
-    set_products(plain, "plain")
+    set_matmuls(plain, "plain")
     gradients = []
     for model in (found, plain):
         torch.manual_seed(3)
@@ -107,8 +107,8 @@ def test_weights_are_coded_once_where_they_are_frozen() -> None:
     lora, full = in_fp8("llama", "lora"), in_fp8("llama", "full")
     sizes = sum(layer.in_features * layer.out_features for layer in fp8_layers(lora).values())
     rows = sum(layer.out_features for layer in fp8_layers(lora).values())
-    assert code_frozen(lora) == 2 * sizes + 4 * rows
-    assert code_frozen(full) == 0
+    assert quantize_frozen(lora) == 2 * sizes + 4 * rows
+    assert quantize_frozen(full) == 0
     assert not any("coded" in name for name in lora.state_dict())
 
 
@@ -131,7 +131,7 @@ def test_compiled_blocks_share_one_graph_whatever_their_number_and_the_packs_len
 def test_sharded_ranks_give_the_gradients_of_one(world: Ranks, method: str, recompute: bool) -> None:
     """Weights are gathered and then coded: the same codes."""
     model = fp8_model("qwen3", method)
-    code_frozen(model)
+    quantize_frozen(model)
     logits, expected = step(model, token_ids(2, 12))
     for found in world.run("tests.kernels.models:sharded_fp8_step", "qwen3", method, recompute, world_size=2):
         assert found["coded_bytes"] == 0
@@ -201,7 +201,7 @@ def test_eighty_steps_end_within_one_percent_of_plain_ones(method: str) -> None:
     ends = {}
     for kind in ("plain", "fp8"):
         model = in_fp8("llama", method, rank=16)
-        set_products(model, kind)
+        set_matmuls(model, kind)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
         draw, losses = torch.Generator().manual_seed(4), []
         for _ in range(80):

@@ -18,7 +18,7 @@ from manyhands.config.schema import RunConfig
 from manyhands.convert import loftq
 from manyhands.convert.adapter import adapter_state
 from manyhands.convert.loftq import best_low_rank, nf4_adapters
-from manyhands.convert.loftq_init import begin_at_loss
+from manyhands.convert.loftq_init import initialize_with_loftq
 from manyhands.convert.lora import LoraLinear
 from manyhands.convert.nf4 import Nf4Linear
 from manyhands.core.seeds import named_generator
@@ -40,7 +40,7 @@ def begun(folder: str, dtype: str = "float32", random: bool = False, **method_ke
     config = with_random_weights(tiny_run(folder, "qlora", **method_keys), random)
     plan = tiny_plan(folder, compute_dtype=dtype, frozen_dtype=dtype)
     model = build(plan, config).model
-    return model, begin_at_loss(model, plan, config, torch.device("cpu"))
+    return model, initialize_with_loftq(model, plan, config, torch.device("cpu"))
 
 
 def with_random_weights(config: RunConfig, random: bool) -> RunConfig:

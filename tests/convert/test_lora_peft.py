@@ -14,7 +14,7 @@ from peft import PeftModel
 from manyhands.config.schema import MethodSection
 from manyhands.convert.adapter import PEFT_PREFIX, adapter_parameters, load_adapter_state, read_adapter
 from manyhands.convert.lora import adapted_layers, apply_lora
-from manyhands.convert.modules_to_save import whole_modules
+from manyhands.convert.modules_to_save import fully_trained_modules
 from manyhands.convert.new_tokens import token_modules
 from manyhands.core.errors import UserError
 from manyhands.export.adapter import export_adapter
@@ -147,7 +147,7 @@ def test_dora_with_dropout_is_peft_s(tmp_path: Path) -> None:
 
 def test_tied_weights_stay_one_parameter() -> None:
     model, _ = adapt("llama", {"modules_to_save": ("lm_head",)}, ())
-    assert model.lm_head.weight is model.model.embed_tokens.weight and len(whole_modules(model)) == 2
+    assert model.lm_head.weight is model.model.embed_tokens.weight and len(fully_trained_modules(model)) == 2
     model, _ = adapt("llama", {}, TOKENS)
     assert list(token_modules(model)) == ["model.embed_tokens"]
 
@@ -161,7 +161,7 @@ def test_what_is_trained_whole_is_not_adapted() -> None:
 @pytest.mark.parametrize(
     ("keys", "word"),
     [
-        ({"modules_to_save": ("model",)}, "whole blocks"),
+        ({"modules_to_save": ("model",)}, "complete blocks"),
         ({"modules_to_save": ("score",)}, "no module"),
         ({"target_modules": ("re:(",)}, "regular expression"),
         ({"target_modules": ("re:q_proj",)}, "No layer matches"),  # from beginning to end, as PEFT reads it

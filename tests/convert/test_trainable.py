@@ -71,10 +71,10 @@ def test_a_tied_weight_is_one_weight_by_either_name() -> None:
 @pytest.mark.parametrize(
     ("keys", "text"),
     [
-        ({"train": ["mlp.upproj"]}, "'mlp.upproj' of method.train matches no weight"),
-        ({"freeze": ["model.layers.9"]}, "'model.layers.9' of method.freeze matches no weight"),
-        ({"train": ["lm_head"], "freeze": ["embed_tokens"]}, "No weight is trained"),
-        ({"freeze": ["*"]}, "No weight is trained"),
+        ({"train": ["mlp.upproj"]}, "'mlp.upproj' in method.train matches no weight"),
+        ({"freeze": ["model.layers.9"]}, "'model.layers.9' in method.freeze matches no weight"),
+        ({"train": ["lm_head"], "freeze": ["embed_tokens"]}, "no weight is trained"),
+        ({"freeze": ["*"]}, "no weight is trained"),
         ({"train": ["re:("]}, "not a valid regular expression"),
     ],
 )

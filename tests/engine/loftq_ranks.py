@@ -7,7 +7,7 @@ from typing import Any
 from manyhands.config.schema import RunConfig
 from manyhands.convert import loftq
 from manyhands.convert.adapter import adapter_state
-from manyhands.convert.loftq_init import begin_at_loss
+from manyhands.convert.loftq_init import initialize_with_loftq
 from manyhands.plan.types import Plan
 from tests.support.layouts import build
 
@@ -22,7 +22,7 @@ def begin(plan: Plan, config: RunConfig) -> dict[str, Any]:
 
     loftq.read_stored = recorded
     try:
-        share = begin_at_loss(parallel.model, plan, config, parallel.world.device)
+        share = initialize_with_loftq(parallel.model, plan, config, parallel.world.device)
     finally:
         loftq.read_stored = original
     return {

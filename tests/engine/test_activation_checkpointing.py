@@ -11,7 +11,7 @@ from torch import nn
 
 from manyhands.config.schema import MethodSection
 from manyhands.convert.lora import apply_lora
-from manyhands.convert.quantize import quantise_blocks, quantised_layers
+from manyhands.convert.quantize import nf4_layers, quantize_blocks
 from manyhands.engine.activation_checkpointing import checkpoint_blocks
 from manyhands.engine.compile import compile_blocks
 from manyhands.facts.model import read_model_facts
@@ -45,8 +45,8 @@ def build(
 def put_in_nf4(model: nn.Module) -> None:
     pytest.importorskip("bitsandbytes")
     weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-    quantise_blocks(model)
-    for name, layer in quantised_layers(model).items():
+    quantize_blocks(model)
+    for name, layer in nf4_layers(model).items():
         layer.fill(weights[f"{name}.weight"])
 
 

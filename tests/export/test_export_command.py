@@ -20,6 +20,7 @@ from manyhands.export.reference import Reference
 from manyhands.export.verify import verify
 from manyhands.infer.__main__ import main as infer_main
 from manyhands.launch.run_folder import RunFolder
+from manyhands.plan.converters import choose_converters
 from manyhands.plan.types import MemoryEstimate, Plan
 from tests.export.tiny import adapt, make_model, save_source
 
@@ -83,6 +84,7 @@ def make_plan(config: RunConfig, source: Path) -> Plan:
         master_dtype="float32",
         frozen_dtype="float32",
         attention="varlen",
+        converters=choose_converters(config, device="cuda", attention="varlen"),
         packing=True,
         batch_samples=8,
         batch_loss_tokens=None,

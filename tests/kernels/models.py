@@ -85,7 +85,7 @@ def sharded_fp8_step(family: str, method: str, activation_checkpointing: bool) -
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from manyhands.convert.fp8 import code_frozen
+    from manyhands.convert.fp8 import quantize_frozen
     from manyhands.core.holding import gather
     from manyhands.engine.activation_checkpointing import checkpoint_blocks
     from manyhands.model.blocks import find_blocks
@@ -97,7 +97,7 @@ def sharded_fp8_step(family: str, method: str, activation_checkpointing: bool) -
     for block in find_blocks(model).values():
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    coded_bytes = code_frozen(model)
+    coded_bytes = quantize_frozen(model)
     logits, gradients = step(model, token_ids(2, 12))
     return {
         "coded_bytes": coded_bytes,

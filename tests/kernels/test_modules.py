@@ -178,11 +178,11 @@ def test_sharded_ranks_give_the_gradients_of_one(world: Ranks, activation_checkp
 def test_weights_in_nf4_through_their_own_products() -> None:
     pytest.importorskip("bitsandbytes")
     from manyhands.convert import nf4
-    from manyhands.convert.quantize import quantise_blocks
+    from manyhands.convert.quantize import quantize_blocks
 
     source = tiny("llama")
     weights = {name: p.detach().clone() for name, p in source.named_parameters()}
-    quantise_blocks(source)
+    quantize_blocks(source)
     for name, module in source.named_modules():
         if isinstance(module, nf4.Nf4Linear):
             module.fill(weights[f"{name}.weight"])

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import dynamic_module_utils
 
 from manyhands.convert.lora import adapted_layers
-from manyhands.convert.quantize import quantised_layers
+from manyhands.convert.quantize import nf4_layers
 from manyhands.core.errors import UserError
 from manyhands.export.reference import Reference
 from manyhands.export.verify import verify
@@ -153,7 +153,7 @@ def method(lab: Lab) -> None:
     assert all(p.requires_grad for p in patterns.parameters())
     qlora = lab.start({"method.name": "qlora"})
     assert (
-        sorted(quantised_layers(qlora.model))
+        sorted(nf4_layers(qlora.model))
         == sorted(adapted_layers(qlora.model))
         == sorted(adapted_layers(lab.base.rank.model))
     )

@@ -48,7 +48,7 @@ def changed_model(place: Place, folder: Path, **fields: object) -> str:
 def test_a_dry_run_asks_and_leaves_no_folder(place: Place, tmp_path: Path) -> None:
     run = ["train", str(place.folder / "run.yaml"), "--dry-run", "name=dry", f"output.dir={tmp_path}", *PATTERNS]
     refused = CliRunner().invoke(app, [*run, "method.train=[no_such_layer]"])
-    assert refused.exit_code == 2 and "'no_such_layer' of method.train matches no weight" in refused.stderr, (
+    assert refused.exit_code == 2 and "'no_such_layer' in method.train matches no weight" in refused.stderr, (
         refused.output
     )
     assert not (tmp_path / "dry").exists()
@@ -68,7 +68,7 @@ def test_a_process_that_cannot_answer_is_a_refusal(place: Place, monkeypatch: py
     [
         ((), ""),
         ((*PATTERNS, "method.train=[layers.1]"), ""),
-        ((*PATTERNS, "method.freeze=['re:model.*', lm_head]"), "No weight is trained"),
+        ((*PATTERNS, "method.freeze=['re:model.*', lm_head]"), "no weight is trained"),
         (("method.modules_to_save=[nothing]",), "'nothing' of method.modules_to_save"),
         (
             ("optimizer.learning_rates={nothing: 1e-4}",),

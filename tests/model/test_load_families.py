@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from manyhands.convert.lora import adapted_layers
 from manyhands.convert.loss import LossModel
-from manyhands.convert.quantize import quantised_layers
+from manyhands.convert.quantize import nf4_layers
 from manyhands.convert.towers import left_out
 from manyhands.core.errors import UserError
 from manyhands.model.blocks import find_blocks
@@ -83,7 +83,7 @@ def test_a_multimodal_model_is_loaded_without_its_tower(tmp_path: Path, method: 
     assert not any("vision" in name or "projector" in name for name, _ in model.named_parameters())
     assert len(find_blocks(model)) == 3 and all(".language_model.layers." in name for name in find_blocks(model))
     if method == "qlora":
-        assert len(quantised_layers(model)) == len(adapted_layers(model)) == 3 * 7
+        assert len(nf4_layers(model)) == len(adapted_layers(model)) == 3 * 7
         return
     assert_loaded_alike(
         model, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()

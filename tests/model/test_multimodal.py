@@ -13,7 +13,7 @@ import torch
 
 from manyhands.convert.lora import adapted_layers
 from manyhands.convert.loss import IGNORED, LossModel
-from manyhands.convert.quantize import quantised_layers
+from manyhands.convert.quantize import nf4_layers
 from manyhands.convert.towers import LeftOut, is_left_out, leave_out_towers, left_out
 from manyhands.core.errors import UserError
 from manyhands.facts.model import read_model_facts
@@ -87,7 +87,7 @@ def test_adapters_and_nf4_reach_the_text_alone(tmp_path: Path, family: str) -> N
     inside = [
         name for name, _ in model.named_modules() if any(name.startswith(f"{block}.") for block in find_blocks(model))
     ]
-    assert quantised_layers(model) and adapted_layers(model).keys() == quantised_layers(model).keys() <= set(inside)
+    assert nf4_layers(model) and adapted_layers(model).keys() == nf4_layers(model).keys() <= set(inside)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "blockwise"])

@@ -1,7 +1,6 @@
-"""What is trained beside a frozen model under PEFT's names: gathered to be saved, filled from a PEFT adapter's file.
+"""What is trained beside a frozen model, under PEFT's names: gathered to be saved, and filled from a PEFT adapter.
 
-PEFT's names are a prefix, ours, and for rows of tokens one word between. Must not know how parameters came to be
-sharded.
+PEFT's names are ours behind a prefix, with one more word for rows of tokens. Must not know how parameters were sharded.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from manyhands.convert.lora import adapted_layers
-from manyhands.convert.modules_to_save import whole_modules
+from manyhands.convert.modules_to_save import fully_trained_modules
 from manyhands.convert.new_tokens import ROWS, token_modules
 from manyhands.convert.protocol import BaseConverter
 from manyhands.core.errors import UserError
@@ -24,11 +23,11 @@ from manyhands.facts.safetensors import read_headers
 PEFT_PREFIX = "base_model.model."
 PEFT_ROWS = f"token_adapter.{ROWS}"
 WEIGHTS = "adapter_model.safetensors"
-FACTORS = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
+LORA_PARAMETERS = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
 
 
 class StartingAdapter(BaseConverter):
-    """The values of the PEFT adapter from which the run continues, in the place of the first ones."""
+    """Starts from the values of a PEFT adapter."""
 
     name = "adapter"
 
@@ -38,18 +37,18 @@ class StartingAdapter(BaseConverter):
 
 
 def added_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters that the frozen model does not have (factors, magnitudes, rows of tokens), by our names."""
+    """Parameters that the frozen model does not have (LoRA A and B, magnitudes, rows of tokens), by our names."""
     added = {
-        f"{name}.{factor}": parameter
+        f"{name}.{key}": parameter
         for name, layer in adapted_layers(model).items()
-        for factor, parameter in layer.named_parameters()
-        if factor in FACTORS
+        for key, parameter in layer.named_parameters()
+        if key in LORA_PARAMETERS
     }
     return added | {f"{name}.{ROWS}": module.get_parameter(ROWS) for name, module in token_modules(model).items()}
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """All that an adapter's file holds, by PEFT's names: what was added, and modules trained whole, a tied weight
+    """All that an adapter's file holds, by PEFT's names: what was added, and fully trained modules; a tied weight
     once.
     """
     found = {
@@ -57,7 +56,7 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
         for name, parameter in added_parameters(model).items()
     }
     seen: set[int] = set()
-    for name, module in whole_modules(model).items():
+    for name, module in fully_trained_modules(model).items():
         for key, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in seen:
                 seen.add(id(parameter))
@@ -66,18 +65,18 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def adapter_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The whole tensors under PEFT's names. Where they are sharded every rank must call this, in the same order."""
+    """The full tensors under PEFT's names. Where they are sharded every rank must call this."""
     return {name: gather(parameter) for name, parameter in adapter_parameters(model).items()}
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Further names of tied weights that are trained whole -> their names in ``adapter_state``. PEFT wants the weight
-    under each.
+    """Further names of fully trained tied weights -> their names in ``adapter_state``. PEFT expects the weight under
+    each.
     """
     first = {id(parameter): name for name, parameter in adapter_parameters(model).items()}
     return {
         name: first[id(parameter)]
-        for module_name, module in whole_modules(model).items()
+        for module_name, module in fully_trained_modules(model).items()
         for key, parameter in module.named_parameters(recurse=False)
         if (name := f"{PEFT_PREFIX}{module_name}.{key}") != first[id(parameter)]
     }
@@ -85,7 +84,7 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 @torch.no_grad()
 def load_adapter_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Put whole tensors, under PEFT's names, into the model, sharded or not. UserError unless names and shapes agree
+    """Copy full tensors, under PEFT's names, into the model, sharded or not. UserError unless names and shapes agree
     exactly.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
@@ -107,7 +106,7 @@ def read_adapter(model: nn.Module, folder: str | Path) -> None:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  (no iterator)
             _fill(model, shapes, lambda name, slices: file.get_slice(name)[slices], where=str(path))
     except (OSError, SafetensorError) as error:
-        raise UserError("The adapter's weights cannot be read.", where=str(path), why=str(error)) from error
+        raise UserError("the adapter's weights cannot be read", where=str(path), why=str(error)) from error
 
 
 def _fill(
@@ -126,17 +125,17 @@ def _fill(
         parameter = aliases[name]
         if not torch.equal(local(parameter), read(name, local_slices(parameter)).to(parameter.device, parameter.dtype)):
             raise UserError(
-                f"The adapter holds {name} apart from the weight that it is tied to.",
+                f"the adapter holds {name} and the weight that it is tied to with different values",
                 where=where,
-                why="It was trained untied; this model's embeddings and head share one weight.",
-                fix="Set tie_word_embeddings to false in the base model's config.json, or leave method.adapter out.",
+                why="it was trained untied; this model's embeddings and head share one weight",
+                fix="set tie_word_embeddings to false in the base model's config.json, or leave method.adapter out",
             )
 
 
 def _refuse_misfit(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
     parameters = adapter_parameters(model)
     aliases = {name: parameters[first] for name, first in tied_names(model).items()}
-    # Rows of tokens that the adapter has not stay at the frozen ones: a run may add tokens to an adapter.
+    # Rows of tokens that the adapter does not have keep the frozen values: a run may add tokens to an adapter.
     may_lack = (
         {name for name in parameters if name.endswith(PEFT_ROWS)}
         if not any(name.endswith(PEFT_ROWS) for name in shapes)
@@ -151,8 +150,8 @@ def _refuse_misfit(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], wher
     ]
     if wrong:
         raise UserError(
-            "The adapter does not fit the model.",
+            "the adapter does not fit the model",
             where=where,
-            fix="Use the same base model, rank and targets.",
+            fix="use the same base model, rank and target modules",
             details=wrong[:20],
         )

@@ -24,7 +24,7 @@ CONVERTERS = {
     "fp8": "manyhands.convert.fp8_check:Fp8Blocks",
     "lora": "manyhands.convert.lora:Lora",
     "patterns": "manyhands.convert.trainable:TrainedPatterns",
-    "new_tokens": "manyhands.convert.new_tokens:TrainedTokenRows",
+    "new_tokens": "manyhands.convert.new_tokens:TrainedTokens",
     "adapter": "manyhands.convert.adapter:StartingAdapter",
     "loftq": "manyhands.convert.loftq_init:LoftQ",
     "fused_modules": "manyhands.convert.fused_modules:FusedModules",

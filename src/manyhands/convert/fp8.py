@@ -25,7 +25,7 @@ from manyhands.model.blocks import block_linears
 class Fp8Linear(nn.Linear):
     """A linear layer whose products are in fp8 while it is trained: x W^T, and backward dY W and dY^T X."""
 
-    uses_fp8 = True  # the layer's own attribute is set by ``set_products``
+    uses_fp8 = True  # the layer's own attribute is set by ``set_matmuls``
     coded: Coded | None = None  # its frozen weight, coded once
 
     def __init__(self, base: nn.Linear) -> None:
@@ -76,14 +76,14 @@ def fp8_layers(model: nn.Module) -> dict[str, Fp8Linear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, Fp8Linear)}
 
 
-def set_products(model: nn.Module, kind: str) -> None:
+def set_matmuls(model: nn.Module, kind: str) -> None:
     """``fp8`` or ``plain`` products in training passes to come."""
     for layer in fp8_layers(model).values():
         layer.uses_fp8 = kind == "fp8"
 
 
 @torch.no_grad()
-def code_frozen(model: nn.Module) -> int:
+def quantize_frozen(model: nn.Module) -> int:
     """Code weights once that are frozen and whole on this rank, group by group; the bytes that this takes.
 
     What is sharded or trained is coded at each use. For a model that holds its weights already.

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from manyhands.convert.fp8 import Fp8Linear, code_frozen, fp8_layers, set_products, use_fp8
+from manyhands.convert.fp8 import Fp8Linear, fp8_layers, quantize_frozen, set_matmuls, use_fp8
 from manyhands.convert.protocol import BaseConverter, Context, Finding, TrainedModel
 from manyhands.core.errors import UserError
 from manyhands.core.holding import local
@@ -68,12 +68,12 @@ def check_fp8(parallel: TrainedModel, model: nn.Module, batch: Mapping[str, Any]
         hooks.append(layer.register_forward_hook(partial(_compare_layer, errors, name)))
     try:
         for kind in ("plain", "fp8"):
-            set_products(model, kind)
+            set_matmuls(model, kind)
             found[kind] = _sample_gradients(parallel, model, batch, seed)
             while hooks:
                 hooks.pop().remove()
     finally:
-        set_products(model, "fp8")
+        set_matmuls(model, "fp8")
     loss, weight, plain = found["plain"]
     loss_fp8, _, coded = found["fp8"]
     squares = torch.zeros(2, dtype=torch.float64, device=loss.device)
@@ -173,7 +173,7 @@ class Fp8Blocks(BaseConverter):
         self.lines.append(f"linear: {len(swapped)} layers in fp8 while training, {describe(device)}{beside}")
 
     def after_load(self, model: nn.Module) -> None:
-        if num_bytes := code_frozen(model):
+        if num_bytes := quantize_frozen(model):
             self.lines.append(f"linear: frozen weights quantized once, {num_bytes / 2**30:.1f} GiB beside them")
 
     def before_first_step(self, model: nn.Module, trained: TrainedModel, batch: Mapping[str, Any]) -> Finding:

@@ -45,7 +45,7 @@ def nf4_adapters(model: torch.nn.Module) -> dict[str, LoraNf4Linear]:
     return {name: layer for name, layer in adapted_layers(model).items() if isinstance(layer, LoraNf4Linear)}
 
 
-def nf4_loss(
+def quantization_error(
     layer: LoraNf4Linear, codes: torch.Tensor, statistics: torch.Tensor, weight: torch.Tensor, device: torch.device
 ) -> torch.Tensor:
     """W - NF4(W) (o, i), float32 on ``device``, of the whole stored pieces and the weight as its file has it.
@@ -77,7 +77,7 @@ def best_low_rank(matrix: torch.Tensor, rank: int, generator: torch.Generator) -
     return LowRank(b, a, whole, whole - values[:rank].square().sum())
 
 
-def put_factors(layer: LoraNf4Linear, b: torch.Tensor, a: torch.Tensor) -> None:
+def set_lora_weights(layer: LoraNf4Linear, b: torch.Tensor, a: torch.Tensor) -> None:
     """Let ``layer`` begin with s B A = ``b a``, each rank its part. A collective where the factors are sharded.
 
     Dimensions that a small weight leaves over keep their drawn rows of A beside zeros in B, so that they train.
@@ -91,7 +91,7 @@ def put_factors(layer: LoraNf4Linear, b: torch.Tensor, a: torch.Tensor) -> None:
     fill_from(layer.lora_B.weight, up)
 
 
-def whole_weights(model: Any, plan: Plan, config: RunConfig) -> Callable[[str], torch.Tensor]:
+def weight_reader(model: Any, plan: Plan, config: RunConfig) -> Callable[[str], torch.Tensor]:
     """What gives a layer's whole weight (o, i) by the layer's name, as the model was filled: from the files, or drawn
     anew.
     """

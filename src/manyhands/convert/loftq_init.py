@@ -1,8 +1,6 @@
-"""Share the work of LoftQ's factors among ranks: a weight is one rank's, and all ranks take their parts of what it
-finds.
+"""LoftQ's decompositions, distributed over ranks: one rank decomposes a weight, and all ranks take their parts of it.
 
-So no rank holds more than one weight whole, and the factors do not depend on how many ranks there are, nor on what is
-sharded.
+So no rank holds more than one full weight, and the result depends neither on the number of ranks nor on what is sharded.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from manyhands.config.schema import RunConfig
-from manyhands.convert.loftq import best_low_rank, nf4_adapters, nf4_loss, put_factors, whole_weights
+from manyhands.convert.loftq import best_low_rank, nf4_adapters, quantization_error, set_lora_weights, weight_reader
 from manyhands.convert.lora import LoraNf4Linear
 from manyhands.convert.protocol import BaseConverter, Context
 from manyhands.core.collectives import this_rank
@@ -25,31 +23,31 @@ from manyhands.plan.types import Plan
 
 
 @torch.no_grad()
-def begin_at_loss(model: Any, plan: Plan, config: RunConfig, device: torch.device) -> float:
-    """Fill the factors beside every weight in NF4 as ``convert/loftq.py`` says; returns the share of its squared error
-    taken up.
+def initialize_with_loftq(model: Any, plan: Plan, config: RunConfig, device: torch.device) -> float:
+    """Initialize LoRA A and B beside every weight in NF4 as ``convert/loftq.py`` does; returns the share of the squared
+    quantization error that they make up for.
 
     ``model`` is the transformers model, filled, its parameters sharded or not. All ranks must call it. In each round
-    every rank has one weight: its codes are gathered, which makes the values the stored ones; the file is read by this
-    rank alone, computed on ``device``; and the factors are sent to all in float32.
+    every rank has one weight: its NF4 codes are gathered, so the values are the stored ones; the file is read by this
+    rank alone, computed on ``device``; and A and B are sent to all in float32.
     """
     rank, world_size = this_rank()
-    layers, weight_of = list(nf4_adapters(model).items()), whole_weights(model, plan, config)
+    layers, weight_of = list(nf4_adapters(model).items()), weight_reader(model, plan, config)
     whole = rest = 0.0
     for begin in range(0, len(layers), world_size):
-        together = layers[begin : begin + world_size]
+        batch = layers[begin : begin + world_size]
         own: torch.Tensor | None = None
         pieces = None
-        for index, (_, layer) in enumerate(together):
+        for index, (_, layer) in enumerate(batch):
             gathered = gather(layer.weight_codes), gather(layer.weight_statistics)
             pieces = gathered if index == rank else pieces
         if pieces is not None:
-            name, layer = together[rank]
-            loss = nf4_loss(layer, *pieces, weight_of(name), device)
-            found = best_low_rank(loss, layer.lora_A.out_features, named_generator(config.seed, f"{name}.loftq"))
+            name, layer = batch[rank]
+            error = quantization_error(layer, *pieces, weight_of(name), device)
+            found = best_low_rank(error, layer.lora_A.out_features, named_generator(config.seed, f"{name}.loftq"))
             own = torch.cat([part.reshape(-1) for part in found])
-            del loss, found
-        for index, (_, layer) in enumerate(together):
+            del error, found
+        for index, (_, layer) in enumerate(batch):
             whole_one, rest_one = _receive(layer, own if index == rank else None, index, device)
             whole, rest = whole + whole_one, rest + rest_one
         advance()
@@ -57,7 +55,7 @@ def begin_at_loss(model: Any, plan: Plan, config: RunConfig, device: torch.devic
 
 
 def _receive(layer: LoraNf4Linear, own: torch.Tensor | None, source: int, device: torch.device) -> tuple[float, float]:
-    """Put the factors that rank ``source`` has found into ``layer``; the two squared norms of ``LowRank``."""
+    """Copy what rank ``source`` has computed into ``layer``; the two squared norms of ``LowRank``."""
     num_out, num_in = layer.out_features, layer.in_features
     size = min(layer.lora_A.out_features, num_out, num_in)
     sizes = [num_out * size, size * num_in, 1, 1]
@@ -65,7 +63,7 @@ def _receive(layer: LoraNf4Linear, own: torch.Tensor | None, source: int, device
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast(sent, source)
     b, a, whole, rest = sent.split(sizes)
-    put_factors(layer, b.view(num_out, size), a.view(size, num_in))
+    set_lora_weights(layer, b.view(num_out, size), a.view(size, num_in))
     return whole.item(), rest.item()
 
 
@@ -82,7 +80,7 @@ class LoftQ(BaseConverter):
         context = self.context
         if context.resumes:
             return
-        self.share = begin_at_loss(model, context.plan, context.config, context.device)
+        self.share = initialize_with_loftq(model, context.plan, context.config, context.device)
         if context.device.type == "cuda":  # what training takes is measured from here
             torch.cuda.empty_cache()
 

@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, Hu et al. 2021, https://arxiv.org/abs/2106.09685) in PEFT's names.
 
 An adapted layer keeps its weight, the same parameter under the same name, so that checkpoints and exports of the base
-need no renaming; what is trained lives beside it: ``lora_A.weight``, ``lora_B.weight``, with DoRA
+need no renaming; what is trained is beside it: ``lora_A.weight``, ``lora_B.weight``, with DoRA
 ``lora_magnitude_vector``. Knows nothing of files, ranks or the loop.
 
 Shapes: an adapted layer has weight W (o, i), A (r, i), B (o, r), magnitudes m (o). Its output is x V^T with V = W + s B
@@ -21,7 +21,7 @@ from torch import nn
 from manyhands.config.patterns import matches
 from manyhands.config.schema import MethodSection
 from manyhands.convert.fp8 import Fp8Linear
-from manyhands.convert.modules_to_save import find_whole, inside, train_whole
+from manyhands.convert.modules_to_save import find_modules_to_save, inside, train_fully
 from manyhands.convert.new_tokens import add_token_rows, fill_token_rows
 from manyhands.convert.nf4 import Nf4Linear
 from manyhands.convert.protocol import BaseConverter
@@ -36,10 +36,10 @@ MIN_REACH = 0.9  # share of the blocks' matrix elements that all-linear must ada
 
 
 class LoraLinear(nn.Linear):
-    """A frozen linear layer with trained low-rank factors, and with ``dora`` the lengths of its weight's rows.
+    """A frozen linear layer with trained LoRA A and B, and with ``dora`` the lengths of its weight's rows.
 
     What is trained is float32 (float64 beside a float64 weight) and cast to the input's dtype, so no autocast is needed
-    and gradients arrive in the factors' own dtype.
+    and gradients are in the parameters' own dtype.
     """
 
     lora_magnitude_vector: nn.Parameter | None
@@ -47,7 +47,7 @@ class LoraLinear(nn.Linear):
     def __init__(self, base: nn.Linear, method: MethodSection) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = base.in_features, base.out_features
-        for name, parameter in base._parameters.items():  # the weight, or what stands for it, and the bias
+        for name, parameter in base._parameters.items():  # the weight, or what holds its values, and the bias
             self.register_parameter(name, parameter)
         rank, self.dropout = method.rank, method.dropout
         self.scaling = method.alpha / (math.sqrt(rank) if method.rslora else rank)
@@ -64,20 +64,20 @@ class LoraLinear(nn.Linear):
         dropped = F.dropout(x, self.dropout) if drops else x
         low = F.linear(dropped, self.lora_A.weight.to(x.dtype)) * self.scaling  # scaled here, where it is r wide
         update = F.linear(low, self.lora_B.weight.to(x.dtype))
-        plain = super().forward(x)
+        base = super().forward(x)
         if self.lora_magnitude_vector is None:
-            return plain + update
+            return base + update
         scale = self.lora_magnitude_vector / self.row_lengths()  # near 1: in half precision it would not move
         offset = 0 if self.bias is None else self.bias
         if drops:  # as in the authors' code and PEFT, the change of length sees the dropped input too
-            out = plain + (scale - 1) * (super().forward(dropped) - offset) + scale * update
+            out = base + (scale - 1) * (super().forward(dropped) - offset) + scale * update
         else:
-            out = scale * (plain + update) + (1 - scale) * offset
+            out = scale * (base + update) + (1 - scale) * offset
         return out.to(x.dtype)
 
     @torch.no_grad()
     def row_lengths(self) -> torch.Tensor:
-        """Lengths of the rows of W + s B A, (o) in the factors' dtype; a constant to the backward pass (section 4.3 of
+        """Lengths of the rows of W + s B A, (o) in A's dtype; a constant to the backward pass (section 4.3 of
         DoRA).
 
         By |w|^2 + 2 s b (A w) + s^2 b (A A^T) b for each row w of W and b of B, so that B A is never made.
@@ -90,15 +90,15 @@ class LoraLinear(nn.Linear):
 
 
 class LoraNf4Linear(LoraLinear, Nf4Linear):
-    """The same beside a weight in NF4, whose product ``Nf4Linear.forward`` computes."""
+    """The same beside a weight in NF4, whose matmul ``Nf4Linear.forward`` computes."""
 
 
 class LoraFp8Linear(LoraLinear, Fp8Linear):
-    """The same beside a weight whose product ``Fp8Linear.forward`` computes in fp8."""
+    """The same beside a weight whose matmul ``Fp8Linear.forward`` computes in fp8."""
 
 
 def adapted_kind(linear: nn.Linear) -> type[LoraLinear]:
-    """The class that takes the place of ``linear``."""
+    """The class of the adapted layer that replaces ``linear``."""
     if isinstance(linear, Nf4Linear):
         return LoraNf4Linear
     return LoraFp8Linear if isinstance(linear, Fp8Linear) else LoraLinear
@@ -112,14 +112,14 @@ def apply_lora(model: nn.Module, method: MethodSection, seed: int, token_ids: It
     where it is filled at once. Raises ``UserError`` where a pattern matches nothing or ``all-linear`` does not reach
     the blocks' weights.
     """
-    saved = find_whole(model, method.modules_to_save)
+    saved = find_modules_to_save(model, method.modules_to_save)
     linears = block_linears(model)
     candidates = {name: linear for name, linear in linears.items() if not inside(name, saved)}
     targets = find_targets(candidates, method.target_modules)
     if method.target_modules == "all-linear":
         _check_reach(model, list(linears))
     model.requires_grad_(False)
-    train_whole(model, saved)
+    train_fully(model, saved)
     add_token_rows(model, token_ids)
     for name in targets:
         parent, _, child = name.rpartition(".")
@@ -142,9 +142,9 @@ def find_targets(candidates: Mapping[str, nn.Linear], targets: str | tuple[str, 
         if not hits:
             kinds = sorted({".".join(part for part in name.split(".")[-2:]) for name in candidates})
             raise UserError(
-                f"No layer matches the adapter target {pattern!r}.",
+                f"no layer matches the target module {pattern!r}",
                 where="method.target_modules",
-                fix="Name linear layers of the blocks, for example one of these, or use all-linear.",
+                fix="name linear layers of the blocks, for example one of these, or use all-linear",
                 details=kinds[:20],
             )
         chosen |= hits
@@ -176,10 +176,10 @@ def _check_reach(model: nn.Module, targets: list[str]) -> None:
     reached = sum(sizes[name] for name in targets)
     if reached < MIN_REACH * total:
         raise UserError(
-            f"Adapters on all linear layers reach only {reached / max(total, 1):.0%} of the blocks' weights.",
+            f"adapters on all linear layers reach only {reached / max(total, 1):.0%} of the blocks' weights",
             where="method.target_modules: all-linear",
-            why=f"{type(model).__name__} holds the rest in modules that are no linear layers (merged experts, for example).",
-            fix="Name the layers to adapt in method.target_modules, or use method.name=full.",
+            why=f"{type(model).__name__} holds the rest in modules that are not linear layers (merged experts, for example)",
+            fix="name the layers to adapt in method.target_modules, or use method.name=full",
             details=[f"{name}: {' x '.join(map(str, parameter.shape))}" for name, parameter in missed.items()][:20],
         )
 
@@ -198,12 +198,12 @@ def initialize_adapters(model: nn.Module, seed: int) -> None:
     A is drawn on the CPU from (seed, name), so it is the same for any device, sharding and number of processes.
     """
     for name, layer in adapted_layers(model).items():
-        factor = layer.lora_A.weight
+        a = layer.lora_A.weight
         bound = 1 / math.sqrt(layer.in_features)
-        full = torch.empty(factor.shape, dtype=factor.dtype).uniform_(
+        full = torch.empty(a.shape, dtype=a.dtype).uniform_(
             -bound, bound, generator=named_generator(seed, f"{name}.lora_A.weight")
         )
-        fill_from(factor, full)
+        fill_from(a, full)
         local(layer.lora_B.weight).zero_()
         if layer.lora_magnitude_vector is not None:
             _fill_magnitudes(layer, layer.lora_magnitude_vector)

@@ -1,8 +1,8 @@
-"""Weights trained beside frozen ones: modules whole beside adapters (PEFT's ``modules_to_save``), or any. Knows no
-files and no ranks.
+"""Weights trained beside frozen ones: full modules beside adapters (PEFT's ``modules_to_save``), or any parameters.
+Knows no files and no ranks.
 
-Their weights become float32 masters where they stand, under their own names; each use casts them to the dtype that the
-module computed in before, as adapters do. A tied weight is trained in every place that holds it, and stays tied.
+Trained weights become float32 masters under their own names; each use casts them to the dtype that the module computed
+in before, as adapters do. A tied weight is trained in every module that holds it, and remains tied.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from manyhands.model.blocks import find_blocks
 
 
 class CastsItsMasters:
-    """Put before a module's class: its forward pass computes on a copy of its own parameters in ``compute_dtype``.
+    """A base class put in front of a module's own: its forward pass uses its parameters cast to ``compute_dtype``.
 
-    The copies stand in the masters' place meanwhile. (torch.compile traces that; a copy of the module would break the
-    graph.)
+    The casts take the masters' place during the forward pass. (torch.compile traces that; a copy of the module would
+    break the graph.)
     """
 
     compute_dtype: torch.dtype
@@ -39,10 +39,10 @@ class CastsItsMasters:
             self._parameters.update(masters)
 
 
-def find_whole(model: nn.Module, patterns: Iterable[str]) -> list[str]:
-    """Names of the modules that ``patterns`` mean, outermost ones only.
+def find_modules_to_save(model: nn.Module, patterns: Iterable[str]) -> list[str]:
+    """Names of the modules that ``patterns`` match, outermost ones only.
 
-    UserError for a pattern that means none, or one that holds whole blocks: that would be full training.
+    UserError for a pattern that matches none, or one that includes complete blocks: that would be full training.
     """
     blocks = list(find_blocks(model))
     names = [
@@ -54,11 +54,11 @@ def find_whole(model: nn.Module, patterns: Iterable[str]) -> list[str]:
     for pattern in patterns:
         hits = [name for name in names if matches(name, pattern)]
         if not hits or any(block == name or inside(block, [name]) for name in hits for block in blocks):
-            what = "holds whole blocks" if hits else "matches no module with weights"
+            what = "includes complete blocks" if hits else "matches no module with weights"
             raise UserError(
-                f"{pattern!r} of method.modules_to_save {what}.",
+                f"{pattern!r} in method.modules_to_save {what}",
                 where="method.modules_to_save",
-                fix="Name the head, the embeddings, norms or parts of blocks; to train everything use method.name=full.",
+                fix="name the head, the embeddings, norms or parts of blocks; to train everything use method.name=full",
                 details=sorted({name.rpartition(".")[2] for name in names if not name[-1].isdigit()})[:20],
             )
         chosen += hits
@@ -70,7 +70,7 @@ def inside(name: str, modules: Iterable[str]) -> bool:
     return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
-def train_whole(model: nn.Module, names: Collection[str]) -> None:
+def train_fully(model: nn.Module, names: Collection[str]) -> None:
     """Make the parameters of the modules ``names`` trained masters, in float32 (float64 if they are).
 
     UserError for a layer in NF4, which has no weight to train.
@@ -78,17 +78,17 @@ def train_whole(model: nn.Module, names: Collection[str]) -> None:
     in_nf4 = [name for name, module in model.named_modules() if isinstance(module, Nf4Linear) and inside(name, names)]
     if in_nf4:
         raise UserError(
-            "Layers in 4 bits cannot be trained whole.",
+            "layers in 4 bits cannot be fully trained",
             where="method.modules_to_save",
-            fix="Leave them out, and let adapters reach them, or use method.name=lora.",
+            fix="leave them out, so that adapters train beside them, or use method.name=lora",
             details=in_nf4[:20],
         )
     train_parameters(model, {id(p) for name in names for p in model.get_submodule(name).parameters()})
 
 
 def train_parameters(model: nn.Module, wanted: Collection[int], *, cast: bool = True) -> None:
-    """Make the parameters of these ids trained masters. With ``cast`` each use casts them back, by the module that
-    holds them.
+    """Make the parameters of these ids trained masters. With ``cast`` the module that holds them casts them at
+    each use.
     """
     masters: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -103,6 +103,6 @@ def train_parameters(model: nn.Module, wanted: Collection[int], *, cast: bool = 
             module.__class__ = type(f"Trained{kind.__name__}", (CastsItsMasters, kind), {"compute_dtype": dtype})
 
 
-def whole_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that hold parameters which are trained whole, by name; both names of a tied weight."""
+def fully_trained_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules with parameters that are fully trained, by name; both names of a tied weight."""
     return {name: module for name, module in model.named_modules() if issubclass(type(module), CastsItsMasters)}

@@ -1,9 +1,9 @@
 """Rows of new tokens, trained beside adapters while the rest of embeddings and head stays frozen. Knows no files.
 
 PEFT's ``trainable_token_indices``: the embedding, and a head that is not tied to it, hold ``trainable_tokens_delta``
-(k, e) which REPLACES the weight's rows of k token ids. Training these matrices whole (``modules_to_save``) would take
+(k, e) which REPLACES the weight's rows of k token ids. Training the full matrices (``modules_to_save``) would take
 14 bytes more for each of their values, 4 GiB for 128,256 tokens of 2,048 dimensions, to change a handful of rows; and
-PEFT puts the trained rows onto a base of any size that has them, whatever stands there.
+PEFT puts the trained rows onto a base of any size that has them, whatever their values.
 
 Shapes: k trained tokens, e hidden size, v vocabulary.
 """
@@ -26,9 +26,9 @@ ROWS, IDS = "trainable_tokens_delta", "trainable_token_ids"  # the first is PEFT
 
 
 def add_token_rows(model: Any, token_ids: Iterable[int]) -> None:
-    """Let the rows of ``token_ids`` be trained in embedding and head, unless these are trained whole anyway.
+    """Let the rows of ``token_ids`` be trained in embedding and head, unless these are fully trained anyway.
 
-    Adds frozen values' own dtype or float32 masters, to be filled by ``fill_token_rows`` once the weights are there.
+    Adds parameters in float32 (float64 if the weights are), to be filled by ``fill_token_rows`` once the weights are there.
     UserError for a head with a bias, which PEFT would drop.
     """
     ids = tuple(sorted(set(token_ids)))
@@ -38,19 +38,19 @@ def add_token_rows(model: Any, token_ids: Iterable[int]) -> None:
     tied = head is not None and head.weight is embedding.weight
     if not isinstance(embedding, CastsItsMasters):
         _hold_rows(embedding, ids)
-        embedding.register_forward_hook(_Rows(ids, embedding).embed)
+        embedding.register_forward_hook(_ReplaceRows(ids, embedding).embed)
     if head is None or isinstance(head, CastsItsMasters):
         return
     if head.bias is not None:
         raise UserError(
-            f"New tokens cannot be trained beside adapters in {type(model).__name__}.",
+            f"new tokens cannot be trained beside adapters in {type(model).__name__}",
             where="model.new_tokens",
-            why="Its head has a bias, which PEFT's trained tokens leave out.",
-            fix="Train the head whole with method.modules_to_save=[lm_head], or use method.name=full.",
+            why="its head has a bias, which PEFT's trained tokens leave out",
+            fix="train the full head with method.modules_to_save=[lm_head], or use method.name=full",
         )
     if not tied:
         _hold_rows(head, ids)
-    head.register_forward_hook(_Rows(ids, embedding if tied else head).project)
+    head.register_forward_hook(_ReplaceRows(ids, embedding if tied else head).project)
 
 
 def _hold_rows(module: Any, ids: tuple[int, ...]) -> None:
@@ -62,8 +62,8 @@ def _hold_rows(module: Any, ids: tuple[int, ...]) -> None:
     setattr(module, IDS, ids)
 
 
-class _Rows:
-    """Forward hooks that put the trained rows of ``holder`` in the place of the frozen ones."""
+class _ReplaceRows:
+    """Forward hooks that replace the frozen rows by the trained ones of ``holder``."""
 
     def __init__(self, ids: tuple[int, ...], holder: nn.Module) -> None:
         self.ids, self.holder = torch.tensor(ids), holder
@@ -84,8 +84,8 @@ class _Rows:
         return torch.where((ids[position] == args[0])[..., None], vectors, output)
 
     def project(self, module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-        """Hidden states (..., e) and their logits (..., v), changed in place: a copy would be a chunk of logits
-        more.
+        """Hidden states (..., e) and their logits (..., v), changed in place: a copy would hold
+        another chunk of logits.
         """
         logits = F.linear(args[0], getattr(self.holder, ROWS).to(output.dtype))
         return output.index_copy_(-1, self._ids_on(output.device), logits)
@@ -93,7 +93,7 @@ class _Rows:
 
 @torch.no_grad()
 def fill_token_rows(model: nn.Module) -> None:
-    """Start the trained rows at the frozen ones. A collective where these are sharded."""
+    """Initialize the trained rows to the frozen ones. A collective where these are sharded."""
     for module in token_modules(model).values():
         fill_from(getattr(module, ROWS), select_rows(module.weight, getattr(module, IDS)))  # type: ignore[arg-type]
 
@@ -108,7 +108,7 @@ def token_indices(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: getattr(module, IDS) for name, module in token_modules(model).items()}
 
 
-class TrainedTokenRows(BaseConverter):
+class TrainedTokens(BaseConverter):
     """The rows of the run's new tokens, beside adapters."""
 
     name = "new tokens"

@@ -21,7 +21,7 @@ from manyhands.model.blocks import block_linears
 STORED = ("weight_codes", "weight_statistics")
 
 
-def quantise_blocks(model: nn.Module) -> list[str]:
+def quantize_blocks(model: nn.Module) -> list[str]:
     """Put an ``Nf4Linear`` in the place of every linear layer of the blocks; returns their names.
 
     For a model on meta: ``materialize`` fills the layers. UserError where bitsandbytes is missing.
@@ -44,19 +44,19 @@ def round_to_nf4(model: nn.Module) -> None:
         linear.weight.copy_(held.weight)
 
 
-def quantised_layers(model: nn.Module) -> dict[str, Nf4Linear]:
+def nf4_layers(model: nn.Module) -> dict[str, Nf4Linear]:
     """The layers in NF4 by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, Nf4Linear)}
 
 
-def quantised_weights(model: nn.Module) -> dict[str, Nf4Linear]:
+def nf4_weights(model: nn.Module) -> dict[str, Nf4Linear]:
     """The layers in NF4 by the name that their weight has in files."""
-    return {f"{name}.weight": layer for name, layer in quantised_layers(model).items()}
+    return {f"{name}.weight": layer for name, layer in nf4_layers(model).items()}
 
 
 def stored_names(model: nn.Module) -> set[str]:
     """Names of the parameters that hold weights in NF4, and that no file of a model knows."""
-    return {f"{name}.{kind}" for name in quantised_layers(model) for kind in STORED}
+    return {f"{name}.{kind}" for name in nf4_layers(model) for kind in STORED}
 
 
 def gather_weight(layer: Nf4Linear) -> torch.Tensor:
@@ -69,7 +69,7 @@ def count_parameters(model: nn.Module) -> int:
     """Parameters of the model; those in NF4 count as what they stand for."""
     stored = stored_names(model)
     plain = sum(parameter.numel() for name, parameter in model.named_parameters() if name not in stored)
-    return plain + sum(layer.in_features * layer.out_features for layer in quantised_layers(model).values())
+    return plain + sum(layer.in_features * layer.out_features for layer in nf4_layers(model).values())
 
 
 class Nf4Blocks(BaseConverter):
@@ -82,7 +82,7 @@ class Nf4Blocks(BaseConverter):
         self.backend: Backend | None = None
 
     def on_meta(self, model: nn.Module) -> None:
-        quantise_blocks(model)
+        quantize_blocks(model)
         context = self.context
         if context.config.kernels.nf4 == "reference":
             self.backend = Backend("bitsandbytes", "as asked")

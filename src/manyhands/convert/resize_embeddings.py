@@ -1,4 +1,4 @@
-"""Rows of embeddings and head for new tokens, while these are read. Must not know how parameters came to be sharded."""
+"""Embeddings and head with more rows than their files, for new tokens. Must not know how parameters were sharded."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def rows_by_token(model: Any) -> set[str]:
     }
 
 
-def grow_embeddings(model: Any, num_samples: int) -> None:
-    """Give a loaded transformers model at least ``num_samples`` rows in embedding and head; what stands in new ones is
+def resize_embeddings(model: Any, num_tokens: int) -> None:
+    """Give a loaded transformers model at least ``num_tokens`` rows in embedding and head; the values of new rows are
     undefined.
     """
-    if num_samples > model.get_input_embeddings().weight.shape[0]:
-        model.resize_token_embeddings(num_samples, mean_resizing=False)
+    if num_tokens > model.get_input_embeddings().weight.shape[0]:
+        model.resize_token_embeddings(num_tokens, mean_resizing=False)
 
 
-def read_grown(stored: Any, slices: tuple[slice, ...], new: NewTokens) -> torch.Tensor:
-    """This rank's part of a matrix with more rows than the file's: ``slices`` of the grown one.
+def read_resized(stored: Any, slices: tuple[slice, ...], new: NewTokens) -> torch.Tensor:
+    """This rank's part of a matrix with more rows than the file's: ``slices`` of the resized one.
 
     ``stored`` is a safetensors slice. Rows of tokens that the tokenizer did not know, and rows that the file has not,
     are the mean of the rows before the first new token: a token that is like every other, whose logit is no outlier
@@ -43,17 +43,19 @@ def read_grown(stored: Any, slices: tuple[slice, ...], new: NewTokens) -> torch.
     num_stored = stored.get_shape()[0]
     begin, end = slices[0].start, slices[0].stop
     part = stored[(slice(min(begin, num_stored), min(end, num_stored)), *slices[1:])]
-    fresh = sorted({token for token in new.fresh_ids if begin <= token < end} | set(range(max(begin, num_stored), end)))
-    if fresh:
+    new_rows = sorted(
+        {token for token in new.fresh_ids if begin <= token < end} | set(range(max(begin, num_stored), end))
+    )
+    if new_rows:
         mean = _mean_row(stored, slices[1:], min((num_stored, *new.fresh_ids))).to(part.dtype)
         part = torch.cat([part, mean.expand(end - begin - len(part), *mean.shape)])
-        part[torch.tensor(fresh) - begin] = mean
+        part[torch.tensor(new_rows) - begin] = mean
     return part
 
 
-def _mean_row(stored: Any, columns: tuple[slice, ...], num_samples: int) -> torch.Tensor:
+def _mean_row(stored: Any, columns: tuple[slice, ...], num_rows: int) -> torch.Tensor:
     total = sum(
-        stored[(slice(i, min(i + CHUNK_ROWS, num_samples)), *columns)].double().sum(0)
-        for i in range(0, num_samples, CHUNK_ROWS)
+        stored[(slice(i, min(i + CHUNK_ROWS, num_rows)), *columns)].double().sum(0)
+        for i in range(0, num_rows, CHUNK_ROWS)
     )
-    return torch.as_tensor(total) / num_samples
+    return torch.as_tensor(total) / num_rows

@@ -1,4 +1,4 @@
-"""Leave out what the text of a multimodal model never passes through, as ``towers.py`` does it."""
+"""The converter that leaves out what text never passes through in a multimodal model; ``towers.py`` has the parts."""
 
 from __future__ import annotations
 
@@ -33,5 +33,5 @@ class TextOnly(BaseConverter):
         if not self.left_out:
             return ()
         return (
-            f"text alone is trained: {', '.join(self.left_out)} stay on disk and are saved with the model as they are",
+            f"text alone is trained: {', '.join(self.left_out)} are not loaded, and are saved with the model unchanged",
         )

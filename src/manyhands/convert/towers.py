@@ -1,6 +1,6 @@
-"""A multimodal model that is trained on text alone: what its text never passes through is left out of memory.
+"""Train a multimodal model on text alone: what text never passes through is not loaded.
 
-Vision and audio towers and their projectors stay on disk: they are not loaded, adapted, quantised, sharded or saved in
+Vision and audio towers and their projectors stay on disk: they are not loaded, adapted, quantized, sharded or saved in
 checkpoints, and what is exported takes them from the source, byte for byte. Knows only the module tree, no family's
 name.
 """
@@ -17,19 +17,19 @@ from manyhands.core.errors import UserError
 
 
 class TextNeedsTower(UserError, AttributeError):
-    """Text met what is left out. An ``AttributeError`` too, so that whoever only asks what a module has is answered."""
+    """Text reached a part that is left out. An ``AttributeError`` too, so that ``hasattr`` works on such a part."""
 
     def __init__(self, name: str) -> None:
         super().__init__(
-            f"Text of this model passes through {name}, which is left out where a model is trained on text alone.",
+            f"text of this model passes through {name}, which is left out where a model is trained on text alone",
             fix="use a model of a family whose text needs its decoder only",
         )
 
 
 class LeftOut(nn.Module):
-    """Stands in the place of a tower, or of a parameter of the whole model's own; has no parameters."""
+    """A placeholder without parameters for a tower, or for a parameter of the multimodal model itself."""
 
-    device = torch.device("meta")  # asked by some families before they know that there is nothing to look at
+    device = torch.device("meta")  # some families read it before they know that there is no image
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -57,10 +57,10 @@ def text_modules(model: Any) -> set[nn.Module] | None:
 
 
 def leave_out_towers(model: Any) -> list[str]:
-    """Put a ``LeftOut`` in the place of every module with parameters that is neither decoder, embeddings nor head.
+    """Replace by a ``LeftOut`` every module with parameters that is neither decoder, embeddings nor head.
 
-    And of parameters of the modules around these (what marks an image's end of row, say). Returns their names; nothing
-    is done to a text model.
+    Parameters of the modules around these too (such as the token that ends a row of an image). Returns their names; a text
+    model is not changed.
     """
     if not is_multimodal(model.config):
         return []
@@ -83,7 +83,7 @@ def _leave_out(module: nn.Module, kept: set[int], prefix: str) -> None:
 
 
 def left_out(model: nn.Module) -> list[str]:
-    """Names of the parts that ``leave_out_towers`` took away."""
+    """Names of the parts that ``leave_out_towers`` replaced."""
     return [name for name, module in model.named_modules() if isinstance(module, LeftOut)]
 
 

@@ -1,8 +1,8 @@
 """Train some weights of a model and leave the others as they are, chosen by name. Knows no files and no ranks.
 
-Trained weights become float32 masters under their own names and are cast where they are used (``whole.py``); frozen
-ones stay in the dtype they compute in. Where everything is trained the model is as for full training: masters, and no
-casts.
+Trained weights become float32 masters under their own names and are cast where they are used
+(``modules_to_save.py``); frozen ones keep the dtype they compute in. Where everything is trained the model is as for
+full training: masters, and no casts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def train_by_pattern(model: nn.Module, method: MethodSection, token_ids: Iterabl
     chosen -= _reach(names, method.freeze, "method.freeze")
     if not chosen:
         raise UserError(
-            "No weight is trained.",
+            "no weight is trained",
             where="method.freeze",
             why="method.freeze reaches every weight that method.train does"
             if method.train
@@ -54,13 +54,13 @@ def name_parameters(model: nn.Module) -> dict[int, list[str]]:
 
 
 def _reach(names: dict[int, list[str]], patterns: Iterable[str], where: str) -> set[int]:
-    """Ids of the parameters that any of ``patterns`` means, itself or a module that holds it."""
+    """Ids of the parameters that any of ``patterns`` matches, by their own name or that of a module that holds them."""
     reached: set[int] = set()
     for pattern in patterns:
         hits = {key for key, own in names.items() if any(reaches(name, pattern) for name in own)}
         if not hits:
             raise UserError(
-                f"{pattern!r} of {where} matches no weight.",
+                f"{pattern!r} in {where} matches no weight",
                 where=where,
                 fix="name weights or modules of the model, or a pattern of them, for example model.layers.0 or *.mlp.*",
                 details=[own[0] for own in names.values()][:20],
@@ -74,7 +74,7 @@ def _check_rows_of_tokens(model: Any, chosen: set[int]) -> None:
     frozen = [what for what, module in modules.items() if module is not None and id(module.weight) not in chosen]
     if frozen:
         raise UserError(
-            f"The rows of model.new_tokens would not be trained in the {' and the '.join(frozen)}.",
+            f"the rows of model.new_tokens would not be trained in the {' and the '.join(frozen)}",
             where="model.new_tokens",
             fix="let method.train reach embeddings and head (embed_tokens, lm_head), or leave model.new_tokens out",
         )

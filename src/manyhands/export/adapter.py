@@ -15,7 +15,7 @@ from torch import nn
 from manyhands.config.schema import MethodSection, ModelSection, RunConfig
 from manyhands.convert.adapter import PEFT_PREFIX, adapter_parameters, adapter_state, tied_names
 from manyhands.convert.lora import adapted_layers
-from manyhands.convert.modules_to_save import whole_modules
+from manyhands.convert.modules_to_save import fully_trained_modules
 from manyhands.convert.new_tokens import token_indices
 from manyhands.convert.towers import left_out
 from manyhands.core.collectives import run_on_first
@@ -135,12 +135,12 @@ def name_saved(model: nn.Module) -> list[str]:
     embedding.
     """
     names = (name.removeprefix(PEFT_PREFIX).rpartition(".")[0] for name in adapter_parameters(model))
-    return list(dict.fromkeys(name for name in names if name in whole_modules(model)))
+    return list(dict.fromkeys(name for name in names if name in fully_trained_modules(model)))
 
 
 def _holds_tied(model: nn.Module, saved: list[str]) -> bool:
     """Whether a weight trained whole is that of another module too: PEFT would untie them unless told."""
-    return len(whole_modules(model)) > len(saved)
+    return len(fully_trained_modules(model)) > len(saved)
 
 
 def name_targets(model: nn.Module) -> list[str]:

@@ -16,7 +16,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from manyhands.convert.adapter import added_parameters
 from manyhands.convert.lora import LoraLinear, adapted_layers
 from manyhands.convert.new_tokens import IDS, ROWS, token_modules
-from manyhands.convert.quantize import gather_weight, quantised_layers, quantised_weights, stored_names
+from manyhands.convert.quantize import gather_weight, nf4_layers, nf4_weights, stored_names
 from manyhands.core.holding import gather, reshard
 from manyhands.core.progress import advance
 from manyhands.model.load import loaded_tensors
@@ -175,7 +175,7 @@ def saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _with_weights(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The same with a weight on meta in the place of what holds it in NF4."""
-    names = {f"{name}.weight_codes": (f"{name}.weight", layer) for name, layer in quantised_layers(model).items()}
+    names = {f"{name}.weight_codes": (f"{name}.weight", layer) for name, layer in nf4_layers(model).items()}
     held = stored_names(model)
     found: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
@@ -198,7 +198,7 @@ def iterate_whole(
     to TF32) and rounded once, and trained rows of tokens take their place; without it what adapters added is left out.
     """
     layers, tokens = (adapted_layers(model), token_modules(model)) if merge else ({}, {})
-    quantised = quantised_weights(model)
+    quantised = nf4_weights(model)
     for name, tensor in saved_tensors(model).items():
         whole = gather_weight(quantised[name]) if name in quantised else gather(tensor)
         layer = layers.get(name.removesuffix(".weight"))

@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from manyhands.convert.attention import plain_attention
-from manyhands.convert.resize_embeddings import grow_embeddings
+from manyhands.convert.resize_embeddings import resize_embeddings
 from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.export.reference import Kind, Probe, Reference, TensorReference, describe_tensor, load_probe, name_dtype
 from manyhands.facts.adapter import NF4_OPTIONS, WEIGHTS, needed_tokens
@@ -213,7 +213,7 @@ def _open_adapter(folder: Path, base: Path, dtype: str, kind: str) -> tuple[torc
     inner.set_attn_implementation(plain_attention(inner.config))
     if kind == "nf4":
         _dequantise_as_one_row(inner)
-    grow_embeddings(inner, needed_tokens(folder))
+    resize_embeddings(inner, needed_tokens(folder))
     model = PeftModel.from_pretrained(inner, str(folder))
     return model, get_peft_model_state_dict(model, save_embedding_layers=False)  # True adds a grown base's embeddings
 

@@ -15,7 +15,7 @@ from manyhands.convert.adapter import read_adapter
 from manyhands.convert.attention import plain_attention
 from manyhands.convert.lora import apply_lora
 from manyhands.convert.quantize import round_to_nf4
-from manyhands.convert.resize_embeddings import grow_embeddings
+from manyhands.convert.resize_embeddings import resize_embeddings
 from manyhands.core.errors import UserError
 from manyhands.core.files import refuse_outside_links
 from manyhands.data.template import ChatTemplate, chat_template_kwargs_of
@@ -158,7 +158,7 @@ def put_adapter(model: nn.Module, adapter: Path) -> None:
     Where the adapter belongs to a model in 4 bits, the weights beside it get the values that NF4 keeps of them.
     """
     fields = read_adapter_config(adapter)
-    grow_embeddings(model, needed_tokens(adapter))
+    resize_embeddings(model, needed_tokens(adapter))
     trained = fields.get("trainable_token_indices") or {}
     token_ids = {token for ids in (trained.values() if isinstance(trained, dict) else [trained]) for token in ids}
     method = describe_method(adapter, fields)

@@ -136,14 +136,14 @@ def _restore(tensors: Sequence[Tensor], form: _Form) -> _Group:
 # --------------------------------------------------------------------------------------------
 
 
-class _Rows(NamedTuple):
+class _ReplaceRows(NamedTuple):
     """Codes and scales of an input's rows."""
 
     codes: Tensor
     scales: Tensor
 
 
-def _forward(x: Tensor, rows: _Rows, group: _Group) -> tuple[Tensor, Tensor | None, Tensor]:
+def _forward(x: Tensor, rows: _ReplaceRows, group: _Group) -> tuple[Tensor, Tensor | None, Tensor]:
     """Outputs side by side (n, O), x A^T (n, R), and the scales of the weights (O, 1)"""
     layers = group.layers
     stacked = stack_a(layers, x.dtype)
@@ -178,13 +178,15 @@ def _low_gradient(low: Tensor | None, group: _Group, gradients: Sequence[Tensor]
     return lows[0] if len(lows) == 1 else torch.cat(lows, 1)
 
 
-def _code_gradients(gradients: Sequence[Tensor], scales: Tensor) -> _Rows:
+def _code_gradients(gradients: Sequence[Tensor], scales: Tensor) -> _ReplaceRows:
     """Rows of dY, the group's side by side, columns multiplied by the scales of the weights."""
     parts = gradients if len(gradients) <= MAX_PARTS else [torch.cat(list(gradients), 1)]
-    return _Rows(*quantise_rows(parts, scales.view(-1)))
+    return _ReplaceRows(*quantise_rows(parts, scales.view(-1)))
 
 
-def _input_gradient(rows: _Rows, group: _Group, scales: Tensor, dlow: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _input_gradient(
+    rows: _ReplaceRows, group: _Group, scales: Tensor, dlow: Tensor | None, dtype: torch.dtype
+) -> Tensor:
     """dY W + dL A (n, i)"""
     transposed = transpose(group.weights, scales, invert=True) if group.coded is None else group.coded.transposed
     stacked = stack_a(group.layers, dtype)
@@ -193,7 +195,7 @@ def _input_gradient(rows: _Rows, group: _Group, scales: Tensor, dlow: Tensor | N
 
 
 def _parameter_gradients(
-    kept: _Kept, group: _Group, gradients: Sequence[Tensor], rows: _Rows, dlow: Tensor | None
+    kept: _Kept, group: _Group, gradients: Sequence[Tensor], rows: _ReplaceRows, dlow: Tensor | None
 ) -> list[Tensor | None]:
     """Of each layer's tensors, in the order of ``_flatten``: none for what is frozen. ``rows``: of the gradients."""
     layers = group.layers
@@ -230,7 +232,7 @@ class _Kept(NamedTuple):
     code_scales: Tensor | None
 
 
-def _keep(x: Tensor, rows: _Rows, low: Tensor | None, scales: Tensor, group: _Group) -> _Kept:
+def _keep(x: Tensor, rows: _ReplaceRows, low: Tensor | None, scales: Tensor, group: _Group) -> _Kept:
     trained = any(form.trained for form in group.forms)
     return _Kept(scales, None if low is None else x, low, *(rows if trained else (None, None)))
 
@@ -239,7 +241,7 @@ class _Fp8Linears(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, form: _Form, *tensors: Tensor) -> tuple[Tensor, ...]:
         group = _restore(tensors, form)
-        rows = _Rows(*quantise_rows([x]))
+        rows = _ReplaceRows(*quantise_rows([x]))
         y, low, scales = _forward(x, rows, group)
         ctx.form = form
         ctx.save_for_backward(*_keep(x, rows, low, scales, group), *tensors)
@@ -259,11 +261,11 @@ class _Fp8Mlp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, forms: tuple[_Form, _Form, int], activation: str, *tensors: Tensor) -> Tensor:
         first, down = _restore_mlp(tensors, forms)
-        rows = _Rows(*quantise_rows([x]))
+        rows = _ReplaceRows(*quantise_rows([x]))
         y, low, scales = _forward(x, rows, first)
         g, u = _split(y, first.layers)
         h, codes, code_scales = gated_rows(g, u, activation)
-        h_rows = _Rows(codes, code_scales)
+        h_rows = _ReplaceRows(codes, code_scales)
         out, low_down, scales_down = _forward(h, h_rows, down)
         ctx.forms, ctx.activation = forms, activation
         kept_down = _keep(h, h_rows, low_down, scales_down, down)._replace(x=None)  # h is made again from y
@@ -282,7 +284,7 @@ class _Fp8Mlp(torch.autograd.Function):
         g, u = _split(y, first.layers)
         d, h, codes, code_scales = gated_rows_backward(dh, g, u, kept.scales.view(-1), ctx.activation, with_h=with_h)
         of_down = _parameter_gradients(kept_down._replace(x=h if with_h else None), down, [dy], rows, dlow)
-        rows, gradients = _Rows(codes, code_scales), _split(d, first.layers)
+        rows, gradients = _ReplaceRows(codes, code_scales), _split(d, first.layers)
         dlow = _low_gradient(kept.low, first, gradients)
         dx = _input_gradient(rows, first, kept.scales, dlow, dy.dtype) if ctx.needs_input_grad[0] else None
         return dx, None, None, *_parameter_gradients(kept, first, gradients, rows, dlow), *of_down

@@ -20,8 +20,8 @@ from manyhands.convert.adapter import added_parameters
 from manyhands.convert.attention import IMPLEMENTATIONS, register_attention
 from manyhands.convert.new_tokens import ROWS
 from manyhands.convert.nf4 import Nf4Linear
-from manyhands.convert.quantize import STORED, quantised_weights, stored_names
-from manyhands.convert.resize_embeddings import read_grown, rows_by_token
+from manyhands.convert.quantize import STORED, nf4_weights, stored_names
+from manyhands.convert.resize_embeddings import read_resized, rows_by_token
 from manyhands.convert.towers import is_multimodal
 from manyhands.core.errors import UserError
 from manyhands.core.holding import fill_from, local, local_part, local_slices
@@ -181,7 +181,7 @@ def loaded_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """
     left = stored_names(model).union(added_parameters(model))
     found = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in left}
-    for name, layer in quantised_weights(model).items():
+    for name, layer in nf4_weights(model).items():
         found[name] = torch.empty(layer.out_features, layer.in_features, device="meta")
     return found
 
@@ -241,7 +241,7 @@ class _Filling:
     def __init__(self, model: nn.Module, new_tokens: NewTokens | None) -> None:
         self.targets, self.quantised, self.new_tokens = (
             model.state_dict(keep_vars=True),
-            quantised_weights(model),
+            nf4_weights(model),
             new_tokens,
         )
         self.growing = rows_by_token(model) if new_tokens is not None else set()
@@ -260,7 +260,7 @@ class _Filling:
         if target.dim() and own.numel() == 0:
             return  # more ranks than rows
         if self.new_tokens is not None and name in self.growing:
-            part = read_grown(stored, local_slices(target), self.new_tokens)
+            part = read_resized(stored, local_slices(target), self.new_tokens)
         else:
             part = local_part(target, stored)
         if id(target) not in self.filled:
