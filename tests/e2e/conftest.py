@@ -1,20 +1,89 @@
-"""One place with a model and rows for all end-to-end tests, and the one uninterrupted run that others are compared
-with.
+"""One folder with a model and rows for all end-to-end tests, and the whole runs that several of them look at. All of it is
+made once a session, also where pytest-xdist shares the session out among processes.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import fcntl
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
-from tests.e2e.runs import Ended, Place, Run, write_place
+from tests.e2e.runs import Ended, Place, Run, Spec, train_command, write_place
+
+PLAIN = ("method.dropout=0",)
+MAX_TOKENS = 2000
+STILL = "optimizer.learning_rate=1e-30"  # no validation loss is lower than the first one
+# So few samples that knowing them by heart soon makes the others worse, at a rate low enough for that to show on any
+# processor.
+OVERFIT = (
+    "data.max_samples=3",
+    "stop.epochs=60",
+    "stop.max_steps=60",
+    "optimizer.learning_rate=0.01",
+    "schedule.name=constant",
+)
+BEST = (*PLAIN, *OVERFIT, "checkpoint.keep_best=true", "evaluate.every_steps=5", "checkpoint.every_steps=0")
+SEVERAL_PACKS = (
+    "batch.samples=40",
+    "batch.micro_tokens=auto",
+    "stop.max_steps=4",
+    "checkpoint.every_steps=2",
+    "evaluate.at_start=false",
+)
+MANY = (
+    Spec(2, "full", ("parallel.strategy=fsdp",), file="full.yaml"),
+    Spec(1, "full-one", file="full.yaml"),
+    Spec(1, "max-tokens", (*PLAIN, f"stop.max_tokens={MAX_TOKENS}")),
+    Spec(2, "max-tokens-2", (*PLAIN, f"stop.max_tokens={MAX_TOKENS}")),
+    Spec(2, "max-time", (*PLAIN, "stop.max_time_s=0.001")),
+    Spec(1, "patience", (*PLAIN, STILL, "evaluate.every_steps=2", "stop.patience=3")),
+    Spec(1, "best", BEST),
+    Spec(1, "never-better", (*PLAIN, STILL, "checkpoint.keep_best=true", "stop.max_steps=2")),
+    Spec(2, "roomy", SEVERAL_PACKS),
+    Spec(2, "elsewhere", SEVERAL_PACKS, {"memory": 3}),
+    Spec(2, "elsewhere", SEVERAL_PACKS),
+)
 
 
 @pytest.fixture(scope="session")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    return write_place(tmp_path_factory.mktemp("e2e"))
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "e2e"
+    once(folder, "place", lambda: (write_place(folder), "")[1])
+    return Place(folder)
 
 
 @pytest.fixture(scope="session")
 def whole(place: Place) -> tuple[Ended, Run]:
-    """``manyhands train --gpus 2``: DDP, LoRA with dropout, from the first step to the verified adapter."""
-    return place.train("whole", "--gpus", "2"), place.run("whole")
+    """``manyhands train --gpus 2`` in a process of its own: DDP, LoRA with dropout, from the first step to the verified
+    adapter.
+    """
+
+    def train() -> str:
+        ended = place.call(*train_command("whole", "--gpus", "2"))
+        return json.dumps(dataclasses.asdict(ended))
+
+    return Ended(**json.loads(once(place.folder, "whole", train))), place.run("whole")
+
+
+@pytest.fixture(scope="session")
+def many(place: Place) -> str:
+    """The output of ``MANY`` under torchrun, in one set of two processes."""
+    return once(place.folder, "many", lambda: place.many(*MANY))
+
+
+def once(folder: Path, name: str, make: Callable[[], str]) -> str:
+    """What ``make`` returned in the first process of the session that came here."""
+    folder.mkdir(exist_ok=True)
+    kept = folder / f"{name}.made"
+    with open(folder / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not kept.exists():
+            text = make()
+            kept.write_text(text)
+        return kept.read_text()

@@ -4,7 +4,7 @@ one.
 ``torchrun --nproc_per_node=2 many_runs.py SPECS.json``. A spec holds the worker's ``arguments``, ``ranks`` (2, or 1:
 rank 0 as a process that was started alone) and, if the run is to break off, ``break_at``: {"step": N} when step N is
 done but not yet written, {"saved": N} right after its checkpoint, {"saving": N} when its shards are written but not its
-manifest (with one rank only). Verification in a fresh process is left out.
+manifest (with one rank only); or {"memory": N} where every rank runs out of memory in place of step N's end. Verification in a fresh process is left out.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 import manyhands.checkpoint.save as saving
@@ -45,6 +46,8 @@ LAUNCHED = {
 def break_off(where: str, step: int) -> None:
     if BREAK.get(where) == step:
         raise BrokenOff
+    if where == "step" and BREAK.get("memory") == step:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. And so on")
 
 
 def plant() -> None:

@@ -11,14 +11,18 @@ import random
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import yaml
+
+from manyhands.cli.main import app
 
 HERE = Path(__file__).parent
 NUM_STEPS = 12
@@ -107,10 +111,23 @@ class Place:
     """A folder with a model, rows and a run file, where runs are started."""
 
     folder: Path
-    plants: int = field(default=0)
 
     def run(self, name: str) -> Run:
         return Run(self.folder / "runs" / name)
+
+    @property
+    def output(self) -> Path:
+        """Of the newest process; other processes of pytest-xdist use the folder too."""
+        return self.folder / f"output-{os.getpid()}.txt"
+
+    def variables(self, plant: Mapping[str, str] | None, environment: Mapping[str, str] | None) -> dict[str, str]:
+        """The environment of a process with ``plant``: code by the name of the module that it is added to."""
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
+        if plant:
+            site = Path(tempfile.mkdtemp(prefix="site-", dir=self.folder))
+            (site / "sitecustomize.py").write_text(SITECUSTOMIZE.format(plants=dict(plant)))
+            variables["PYTHONPATH"] = os.pathsep.join((str(site), variables["PYTHONPATH"]))
+        return variables
 
     @contextlib.contextmanager
     def start(
@@ -118,22 +135,15 @@ class Place:
         *command: str,
         plant: Mapping[str, str] | None = None,
         environment: Mapping[str, str] | None = None,
-        output_file: str = "output.txt",
+        output: Path | None = None,
     ) -> Iterator[subprocess.Popen[str]]:
         """A process that leads a session of its own, output in one file; whatever still lives at the end is killed."""
-        variables = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
-        if plant:
-            self.plants += 1
-            site = self.folder / f"site-{self.plants}"
-            site.mkdir()
-            (site / "sitecustomize.py").write_text(SITECUSTOMIZE.format(plants=dict(plant)))
-            variables["PYTHONPATH"] = os.pathsep.join((str(site), variables["PYTHONPATH"]))
-        with open(self.folder / output_file, "w+") as output:
+        with open(output or self.output, "w+") as output_file:
             process = subprocess.Popen(
                 [sys.executable, *command],
                 cwd=self.folder,
-                env=variables,
-                stdout=output,
+                env=self.variables(plant, environment),
+                stdout=output_file,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 text=True,
@@ -147,7 +157,7 @@ class Place:
 
     def wait(self, process: subprocess.Popen[str], begin: float, limit_s: float = WAIT_S) -> Ended:
         code = process.wait(limit_s)
-        return Ended(code, (self.folder / "output.txt").read_text(), time.monotonic() - begin)
+        return Ended(code, self.output.read_text(), time.monotonic() - begin)
 
     def call(self, *command: str, limit_s: float = WAIT_S, **options: Any) -> Ended:
         begin = time.monotonic()
@@ -167,26 +177,54 @@ class Place:
                     "SLURM_JOB_NODELIST": "localhost",
                 }
                 environment |= {"SLURM_TASKS_PER_NODE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-                start = self.start(
-                    *WORKER, *arguments, environment=environment, output_file=f"output-{rank}.txt", **options
-                )
+                output = self.output.with_suffix(f".{rank}.txt")
+                start = self.start(*WORKER, *arguments, environment=environment, output=output, **options)
                 processes.append(stack.enter_context(start))
             codes = [process.wait(WAIT_S) for process in processes]
-        texts = [(self.folder / f"output-{rank}.txt").read_text() for rank in range(2)]
+        texts = [self.output.with_suffix(f".{rank}.txt").read_text() for rank in range(2)]
         return [Ended(code, text, time.monotonic() - begin) for code, text in zip(codes, texts, strict=True)]
 
-    def train(self, name: str, *arguments: str, file: str = "run.yaml", **options: Any) -> Ended:
-        """``manyhands train run.yaml name=NAME ...``"""
-        return self.call(*train_command(name, *arguments, file=file), **options)
+    def train(
+        self, name: str, *arguments: str, file: str = "run.yaml", plant: Mapping[str, str] | None = None
+    ) -> Ended:
+        """``manyhands train run.yaml name=NAME ...`` with this process as the launcher, which has imported torch
+        already; the ranks are processes of their own.
+        """
+        command, begin = train_command(name, *arguments, file=file)[2:], time.monotonic()
+        with self._inside(self.variables(plant, None)), pytest.raises(SystemExit) as ended:
+            app(command, prog_name="manyhands")
+        return Ended(int(ended.value.code or 0), self.output.read_text(), time.monotonic() - begin)
+
+    @contextlib.contextmanager
+    def _inside(self, variables: Mapping[str, str]) -> Iterator[None]:
+        """This process as if it had been started in the folder, with these variables and its output in the file."""
+        kept_variables, kept_folder, kept_output = dict(os.environ), Path.cwd(), (os.dup(1), os.dup(2))
+        with open(self.output, "w") as output:
+            os.environ.update(variables)
+            os.chdir(self.folder)
+            for number in (1, 2):
+                os.dup2(output.fileno(), number)
+            try:
+                with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+                    yield
+            finally:
+                for number, kept in enumerate(kept_output, start=1):
+                    os.dup2(kept, number)
+                    os.close(kept)
+                os.chdir(kept_folder)
+                os.environ.clear()
+                os.environ.update(kept_variables)
 
     def wait_for(self, marks: list[Path], process: subprocess.Popen[str]) -> None:
         deadline = time.monotonic() + WAIT_S
         while not all(mark.exists() for mark in marks):
-            assert process.poll() is None and time.monotonic() < deadline, (self.folder / "output.txt").read_text()
+            assert process.poll() is None and time.monotonic() < deadline, self.output.read_text()
             time.sleep(0.02)
 
-    def many(self, *specs: Spec) -> None:
-        """Many runs of the worker in one set of two processes (see ``many_runs``); each must end as its spec says."""
+    def many(self, *specs: Spec) -> str:
+        """Many runs of the worker in one set of two processes (see ``many_runs``); each must end as its spec says.
+        Returns their output.
+        """
         path = self.folder / f"many-{specs[0].name}.json"
         fields = [
             {
@@ -202,6 +240,7 @@ class Place:
         codes = json.loads(path.with_suffix(".codes").read_text())
         wrong = [(spec, code) for spec, code in zip(specs, codes, strict=True) if code != (1 if spec.break_at else 0)]
         assert not wrong, ended.output
+        return ended.output
 
 
 WORKER = ("-m", "manyhands.worker", "run.yaml")

@@ -137,6 +137,8 @@ def test_too_long_rows_are_cut_or_split_where_that_is_asked(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(place.folder)
+    # the process that builds the model for a dry run: tests/launch/test_rehearsal.py
+    monkeypatch.setattr("manyhands.launch.prepare.rehearse", lambda config, plan: None)
     common = [
         "train",
         "run.yaml",

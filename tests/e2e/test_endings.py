@@ -211,7 +211,7 @@ def test_slow_work_lives_in_every_stage_and_none_of_it_ends_the_run(place: Place
         "Heartbeat.advance = _slow\n",
         "manyhands.export.verify": "import time\nend = time.process_time() + 6\nwhile time.process_time() < end: pass\n",
     }
-    ended = place.train("slow", "--gpus", "2", "parallel.timeout_s=5", plant=slowed, limit_s=2000)
+    ended = place.train("slow", "--gpus", "2", "parallel.timeout_s=5", plant=slowed)
     assert ended.code == 0, ended.output
     stages = (place.folder / "slow-0").read_text().splitlines()
     for stage in ("build model", "resume", "checkpoint", "export"):
@@ -247,9 +247,7 @@ def test_a_rank_that_is_stopped_is_named(place: Place) -> None:
 
 def test_a_run_that_diverges_fails_and_its_report_says_why(place: Place) -> None:
     """An absurd learning rate leaves a gradient of exactly 0: no success, nothing exported, one message."""
-    ended = place.train(
-        "diverged", "--gpus", "2", "optimizer.learning_rate=1000.0", "evaluate.at_start=false", limit_s=900
-    )
+    ended = place.train("diverged", "--gpus", "2", "optimizer.learning_rate=1000.0", "evaluate.at_start=false")
     assert ended.code == 1 and ended.output.count("error: ") == 1, ended.output
     assert (
         "error: training has diverged: the gradient of step" in ended.output and "stop.divergence=warn" in ended.output

@@ -4,36 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.runs import NUM_STEPS, Place, Spec
-
-MAX_TOKENS = 2000
-PLAIN = ("method.dropout=0",)
-STILL = "optimizer.learning_rate=1e-30"  # no validation loss is lower than the first one
-# So few rows that knowing them by heart soon makes the others worse, at a rate low enough for that to show on any
-# processor.
-OVERFIT = (
-    "data.max_samples=3",
-    "stop.epochs=60",
-    "stop.max_steps=60",
-    "optimizer.learning_rate=0.01",
-    "schedule.name=constant",
-)
+from tests.e2e.conftest import MAX_TOKENS
+from tests.e2e.runs import NUM_STEPS, Place
 
 
 @pytest.fixture(scope="module")
-def stopped(place: Place) -> Place:
-    place.many(
-        Spec(1, "max-tokens", (*PLAIN, f"stop.max_tokens={MAX_TOKENS}")),
-        Spec(2, "max-tokens-2", (*PLAIN, f"stop.max_tokens={MAX_TOKENS}")),
-        Spec(2, "max-time", (*PLAIN, "stop.max_time_s=0.001")),
-        Spec(1, "patience", (*PLAIN, STILL, "evaluate.every_steps=2", "stop.patience=3")),
-        Spec(
-            1,
-            "best",
-            (*PLAIN, *OVERFIT, "checkpoint.keep_best=true", "evaluate.every_steps=5", "checkpoint.every_steps=0"),
-        ),
-        Spec(1, "never-better", (*PLAIN, STILL, "checkpoint.keep_best=true", "stop.max_steps=2")),
-    )
+def stopped(place: Place, many: str) -> Place:
     return place
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.runs import NUM_STEPS, Ended, Place, Run, Spec
+from tests.e2e.runs import NUM_STEPS, Ended, Place, Run
 
 LEFT = {  # by a LoRA run with TensorBoard; event files are named by time and process
     ".lock",
@@ -139,19 +139,20 @@ def test_another_run_of_the_name_is_refused_with_the_changed_keys(place: Place, 
 
 
 def test_fresh_takes_a_new_folder_and_a_dry_run_leaves_run_and_plan_only(
-    place: Place, whole: tuple[Ended, Run]
+    place: Place, whole: tuple[Ended, Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # the process that builds the model for a dry run: tests/launch/test_rehearsal.py
+    monkeypatch.setattr("manyhands.launch.prepare.rehearse", lambda config, plan: None)
     ended = place.train("whole", "--fresh", "--dry-run")
     assert ended.code == 0 and "nothing was started" in ended.output
     assert place.run("whole-2").files() == {".lock", "run.json", "plan.json", "plans/001.json"}
     assert place.run("whole-2").read("run.json")["name"] == "whole-2"
 
 
-def test_full_weights_from_shards_open_with_transformers(place: Place) -> None:
+def test_full_weights_from_shards_open_with_transformers(place: Place, many: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    place.many(Spec(2, "full", ("parallel.strategy=fsdp",), file="full.yaml"), Spec(1, "full-one", file="full.yaml"))
     run, one = place.run("full"), place.run("full-one")
     check_files(run, 2, MODEL)
     check_metrics(run, 2)
