@@ -136,7 +136,7 @@ def test_a_template_that_takes_contents_in_parts_is_given_parts(template: str) -
     assert trained_texts(tokenizer, found) == ["Hello there<|im_end|>", "Fine.<|im_end|>"]
     parts = [message | {"content": [{"type": "text", "text": message["content"]}]} for message in TWO]
     assert list(found.ids) == tokenizer.apply_chat_template(parts, return_dict=False) == list(expected.ids)
-    assert end_of_turn(tokenizer) == end_of_turn(plain_tokenizer) is not None
+    assert end_of_turn(tokenizer) == end_of_turn(plain_tokenizer) != ()
 
 
 def test_a_processors_template_is_the_tokenizers_where_that_has_none(tmp_path: Path) -> None:

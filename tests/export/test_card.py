@@ -21,7 +21,7 @@ from safetensors import safe_open
 
 from manyhands.config.schema import RunConfig
 from manyhands.export.__main__ import main
-from manyhands.export.adapter import export_adapter
+from manyhands.export.adapter import export_adapter, name_base
 from manyhands.export.card import Card, find_license, name_on_hub
 from manyhands.facts.adapter import NF4_OPTIONS
 from manyhands.train.types import Evaluation
@@ -134,9 +134,27 @@ def test_a_run_that_diverged_says_so() -> None:
 def test_names_on_the_hub(tmp_path: Path) -> None:
     snapshot = tmp_path / "models--someone--a-base" / "snapshots" / "0123abcd"
     snapshot.mkdir(parents=True)
-    assert name_on_hub(str(snapshot)) == "someone/a-base"
-    assert name_on_hub(str(tmp_path)) is None
-    assert name_on_hub("someone/base") == "someone/base"
+    for name, folder, expected in (
+        (str(snapshot), snapshot, "someone/a-base"),
+        ("someone/a-base", snapshot, "someone/a-base"),
+        ("someone/base", tmp_path, "someone/base"),  # of a package, not of the cache
+        ("gpt2", tmp_path, "gpt2"),
+        (str(tmp_path), tmp_path, None),
+        ("models/mine", tmp_path / "models" / "mine", None),  # relative to where the run was started, not to here
+        ("./mine", tmp_path / "mine", None),
+        ("../mine", tmp_path / "mine", None),
+        ("~/mine", tmp_path / "mine", None),
+    ):
+        assert name_on_hub(name, str(folder)) == expected, name
+        whole = name if expected == name else str(folder)
+        assert name_base(name, str(folder)) == whole, name
+
+
+def test_code_of_the_base_is_asked_for_where_the_run_asked_for_it() -> None:
+    model = {"name": "someone/base", "trust_remote_code": True}
+    for kind, count in (("adapter", 2), ("model", 2)):
+        assert code(make_card(kind, config={"model": model})).count("trust_remote_code=True)") == count
+        assert "trust_remote_code" not in code(make_card(kind))
 
 
 @pytest.mark.parametrize(

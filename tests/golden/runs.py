@@ -3,13 +3,14 @@
 A change that is meant to leave the numbers as they are leaves ``losses.json`` as it is. Each run goes through the
 product's own path (see ``tests/support/equality``), and each loss is kept as a hexadecimal float, every bit of it.
 
-On a CPU the losses are equal bit for bit where the processor's make, its vector instructions and torch's version are those
-of an entry. Elsewhere, and on a GPU, whose kernels are chosen by timing, they agree within the bounds of ``equality``.
+On a CPU the losses are equal bit for bit where the processor's make, its vector instructions and torch's version are
+those of an entry. Elsewhere, and on a GPU, whose kernels are chosen by timing, they agree within the bounds of ``equality``.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import platform
 import re
 from collections.abc import Mapping
@@ -95,7 +96,7 @@ class Comparison:
 
     @property
     def agrees(self) -> bool:
-        return self.deviation == 0 if self.is_exact else self.deviation <= self.bound  # nan does not
+        return self.deviation == 0 if self.is_exact else self.deviation <= self.bound
 
 
 def compare(entries: Mapping[str, Losses], hardware: str, name: str, losses: list[float]) -> Comparison | None:
@@ -109,7 +110,7 @@ def compare(entries: Mapping[str, Losses], hardware: str, name: str, losses: lis
         return None
     expected = [float.fromhex(text) for text in entries[nearest[0]][name]]
     deviation = float("inf")
-    if len(expected) == len(losses):
+    if len(expected) == len(losses) and all(map(math.isfinite, losses)):
         deviation = max(abs(a - b) / abs(a) for a, b in zip(expected, losses, strict=True))
     bound = BOUNDS["float32" if kind else "bfloat16"]
     return Comparison(nearest[0], kind and nearest[0] == hardware, deviation, bound)

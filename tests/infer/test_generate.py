@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from manyhands.infer.generate import end_token_ids, generate, greedy
+from manyhands.infer.generate import end_of_turn, end_token_ids, generate, greedy
 from tests.export.tiny import make_model, make_tokenizer
 
 
@@ -62,6 +62,24 @@ def test_every_token_that_ends_a_turn_is_found(
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": config}))
     assert end_token_ids(tmp_path, make_tokenizer()) == expected  # 4 is <|im_end|>, from the chat template
+
+
+@pytest.mark.parametrize(
+    ("closing", "expected"),
+    [
+        ("<|im_end|>", ["<|im_end|>"]),
+        ("<|im_end|></s>", ["<|im_end|>"]),
+        ("{{ '</s>' if loop.last else '<|im_end|>' }}", ["</s>", "<|im_end|>"]),
+        ("\nw1\n</s>", ["</s>"]),
+        ("\n", []),
+    ],
+)
+def test_the_template_says_how_the_last_turn_closes_and_how_those_before_it(closing: str, expected: list[str]) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|> {{ m['role'] }} {{ m['content'] }} " + closing + "{% endfor %}"
+    )
+    assert end_of_turn(tokenizer) == tuple(tokenizer.convert_tokens_to_ids(expected))
 
 
 def test_without_a_template_the_tokenizers_end_counts(tmp_path: Path) -> None:

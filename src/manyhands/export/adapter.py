@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from manyhands.config.schema import MethodSection, ModelSection, RunConfig
+from manyhands.config.schema import MethodSection, ModelSection
 from manyhands.convert.adapter import PEFT_PREFIX, adapter_parameters, adapter_state, tied_names
 from manyhands.convert.lora import adapted_layers
 from manyhands.convert.modules_to_save import fully_trained_modules
@@ -21,7 +21,7 @@ from manyhands.convert.towers import left_out
 from manyhands.core.collectives import run_on_first
 from manyhands.core.files import write_atomically, write_json
 from manyhands.core.holding import reshard
-from manyhands.export.card import CARD
+from manyhands.export.card import CARD, name_on_hub
 from manyhands.export.files import begin_folder, commit_folder, write_tensors, write_tokenizer
 from manyhands.export.reference import Reference, describe_tensor
 from manyhands.facts.adapter import BESIDE_NF4, CONFIG, NF4_OPTIONS, QUANTIZED_BASE, WEIGHTS
@@ -124,10 +124,11 @@ def _describe_base(model: nn.Module) -> dict[str, Any]:
     return {"base_model_class": own.__name__, "parent_library": own.__module__, "base_quantization": NF4_OPTIONS}
 
 
-def name_base(config: RunConfig) -> str:
-    """What adapter_config.json calls the base: the hub name, or the whole path of a folder."""
-    folder = Path(config.model.name).expanduser()
-    return str(folder.resolve()) if folder.is_dir() else config.model.name
+def name_base(name: str, model_folder: str) -> str:
+    """What adapter_config.json calls the base: the hub name, or the whole path of a folder, wherever the process that
+    writes it was started.
+    """
+    return name if name_on_hub(name, model_folder) == name else model_folder
 
 
 def name_saved(model: nn.Module) -> list[str]:

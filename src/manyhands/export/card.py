@@ -29,6 +29,7 @@ TASKS = {
     "mixed": "supervised fine-tuning and continued pre-training on text",
 }
 CACHED = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/[0-9a-f]+$")
+HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 LICENSE_LINE = re.compile(r"^(license|license_name|license_link): *[\"']?([\w.:/\-]{1,200})[\"']? *$", re.MULTILINE)
 FRONT_MATTER_CHARACTERS = 20_000
 
@@ -65,7 +66,7 @@ class Card:
     @property
     def base(self) -> str | None:
         """The base's name on the hub; None for a folder that is no copy of one."""
-        return name_on_hub(self.config.model.name)
+        return name_on_hub(self.config.model.name, self.plan.model_folder)
 
     def _front_matter(self) -> dict[str, Any]:
         adapter = self.kind == "adapter"
@@ -157,15 +158,16 @@ class Card:
 
     def _code(self) -> list[str]:
         load = f"from transformers import {self.opener}, AutoTokenizer"
+        remote = ", trust_remote_code=True" if self.config.model.trust_remote_code else ""
         if self.kind != "adapter":
             return [
                 load,
                 "",
                 'folder = "path/to/this/folder"  # or its name on the hub',
-                f'model = {self.opener}.from_pretrained(folder, dtype="auto")',
-                "tokenizer = AutoTokenizer.from_pretrained(folder)",
+                f'model = {self.opener}.from_pretrained(folder, dtype="auto"{remote})',
+                f"tokenizer = AutoTokenizer.from_pretrained(folder{remote})",
             ]
-        base, dtype, more = self.base or f"path/to/{Path(self.config.model.name).name}", self.plan.compute_dtype, ""
+        base, dtype, more = self.base or f"path/to/{Path(self.config.model.name).name}", self.plan.compute_dtype, remote
         revision = self.config.model.revision
         more += f', revision="{revision}"' if revision else ""
         lines = ["import torch", "from peft import PeftModel", load]
@@ -181,7 +183,7 @@ class Card:
         lines.append('model = PeftModel.from_pretrained(base, "path/to/this/folder")')
         return [
             *lines,
-            f'tokenizer = AutoTokenizer.from_pretrained("{"path/to/this/folder" if self.has_tokenizer else base}")',
+            f'tokenizer = AutoTokenizer.from_pretrained("{"path/to/this/folder" if self.has_tokenizer else base}"{remote})',
         ]
 
 
@@ -220,13 +222,17 @@ def make_card(
     ).text()
 
 
-def name_on_hub(name: str) -> str | None:
-    """OWNER/NAME of a model that is named so, or by a folder of the hub's cache; None for any other folder."""
-    folder = Path(name).expanduser()
-    if not folder.is_dir():
-        return name
-    cached = CACHED.search(str(folder.resolve()))
-    return f"{cached[1]}/{cached[2]}" if cached else None
+def name_on_hub(name: str, model_folder: str) -> str | None:
+    """OWNER/NAME of a model of the hub, whether ``name`` is that or a folder of the hub's cache; None for any other folder.
+
+    ``model_folder`` is where the plan found it: a relative path is meant from where the run was started.
+    """
+    cached = CACHED.search(str(Path(model_folder).resolve()))
+    if cached:
+        return f"{cached[1]}/{cached[2]}"
+    parts = Path(name).parts
+    is_folder = HUB_NAME.fullmatch(name) is None or Path(model_folder).parts[-len(parts) :] == parts
+    return None if is_folder else name
 
 
 def find_license(source: Path) -> dict[str, str]:

@@ -122,15 +122,15 @@ def extend_ends(target: Path, asked: ModelSection) -> None:
     """
     if asked.chat_template is None and not asked.new_tokens:
         return
-    end = end_of_turn(load_tokenizer(target, trust_remote_code=asked.trust_remote_code))
+    closing = end_of_turn(load_tokenizer(target, trust_remote_code=asked.trust_remote_code))
     path = target / "generation_config.json"
     config = json.loads((target / "config.json").read_text(encoding="utf-8"))
     ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(key) is not None}
     fields = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else ids
     stated = fields.get("eos_token_id")
     ends = [stated] if isinstance(stated, int) else list(stated or ())
-    if end is not None and end not in ends:
-        write_json(path, fields | {"eos_token_id": [*ends, end]})
+    if not set(closing) <= set(ends):
+        write_json(path, fields | {"eos_token_id": list(dict.fromkeys((*ends, *closing)))})
 
 
 def _copy_tokenizer(source: Path, target: Path, chat_template: str | None) -> None:

@@ -55,9 +55,8 @@ def write_output(
     options: dict[str, Any] = {"asked": config.model, "reference_path": reference_path, "card": card}
     if output == "adapter":
         method = method_of(plan, config)
-        export_adapter(
-            folder, model, method, name_base(config), rank=rank, dtype=dtype, source=source, replace=replace, **options
-        )
+        base = name_base(config.model.name, plan.model_folder)
+        export_adapter(folder, model, method, base, rank=rank, dtype=dtype, source=source, replace=replace, **options)
         return
     export_model(folder, model, source, dtype, rank=rank, merge=output == "merged", replace=replace, **options)
     if output == "model":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -116,23 +117,31 @@ def end_token_ids(
         if stated is not None:
             ends |= {stated} if isinstance(stated, int) else set(stated)
             break
-    template_end = end_of_turn(tokenizer, chat_template_kwargs)
-    if template_end is not None:
-        ends.add(template_end)
+    ends |= set(end_of_turn(tokenizer, chat_template_kwargs))
     if not ends and tokenizer.eos_token_id is not None:
         ends.add(tokenizer.eos_token_id)
     return frozenset(ends)
 
 
-def end_of_turn(tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> int | None:
-    """The special token right after an assistant's content, if the template writes one."""
+def end_of_turn(tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> tuple[int, ...]:
+    """The special tokens that close an assistant's turn by the template: some close the last one otherwise than those
+    before it. Of several in a row the first, at which an answer is complete.
+    """
     if not getattr(tokenizer, "chat_template", None):
-        return None
-    messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": SENTINEL}]
-    text = ChatTemplate(tokenizer, chat_template_kwargs or {}).render(messages)
-    _, found, tail = text.rpartition(SENTINEL)
-    ids = tokenizer.encode(tail.strip(), add_special_tokens=False) if found else []
+        return ()
     special = set(tokenizer.all_special_ids) | {
         i for i, token in tokenizer.added_tokens_decoder.items() if token.special
     }
-    return ids[0] if ids and ids[0] in special else None
+    template = ChatTemplate(tokenizer, chat_template_kwargs or {})
+    user, assistant = {"role": "user", "content": "Hello"}, {"role": "assistant", "content": SENTINEL}
+    alone, tails = template.render([user]), []
+    for messages in ([user, assistant], [user, assistant, user]):
+        _, found, tail = template.render(messages).rpartition(SENTINEL)
+        tails.append(tail if found else "")
+    # what both end with is the second user's turn
+    pairs = zip(reversed(tails[1]), reversed(alone), strict=False)
+    num_common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    tails[1] = tails[1][: len(tails[1]) - num_common]
+    closing = [tokenizer.encode(tail.strip(), add_special_tokens=False) for tail in tails]
+    first = (next((token for token in ids if token in special), None) for ids in closing)
+    return tuple(dict.fromkeys(token for token in first if token is not None))
