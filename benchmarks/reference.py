@@ -166,8 +166,7 @@ def run_ours(settings: Settings) -> Ours:
     recorder = Recorder()
     rank.loss_model.train()
     loop = Loop(
-        parallel=rank.parallel,
-        optimizer=rank.optimizer,
+        engine=rank.engine,
         schedule=make_schedule(
             config.schedule.name, peak=plan.learning_rate, num_steps=plan.num_steps, warmup_steps=plan.warmup_steps
         ),

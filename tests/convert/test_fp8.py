@@ -18,7 +18,7 @@ from manyhands.convert.loss import LossModel
 from manyhands.core.errors import UserError
 from manyhands.core.world import World
 from manyhands.engine.compile import compile_blocks
-from manyhands.engine.native import Parallel
+from manyhands.engine.native import NativeEngine
 from manyhands.families import known_modules
 from manyhands.kernels.modules import fuse_lora
 from tests.kernels.models import adapted, fp8_model, step, tiny, token_ids
@@ -153,7 +153,7 @@ def test_sharded_ranks_give_the_gradients_of_one(world: Ranks, method: str, reco
 def gate(model: nn.Module) -> Any:
     ids = token_ids(1, 64)
     batch = {"input_ids": ids, "labels": ids.roll(-1, 1)}
-    return check_fp8(Parallel(LossModel(model), World(0, 0, 1, torch.device("cpu"))), model, batch, seed=0)
+    return check_fp8(NativeEngine(LossModel(model), World(0, 0, 1, torch.device("cpu"))), model, batch, seed=0)
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])

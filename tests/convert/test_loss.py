@@ -110,12 +110,12 @@ def test_right_padding_changes_nothing(family: str) -> None:
 
 
 class Alone:
-    """The simplest ParallelModel there is."""
+    """The simplest engine there is."""
 
     def __init__(self, model: LossModel) -> None:
         self.model, self.logits = model, model.logits
 
-    def __call__(self, batch: Any, *, metrics: bool = False) -> Any:
+    def forward(self, batch: Any, *, metrics: bool = False) -> Any:
         return self.model(batch, metrics=metrics)
 
 

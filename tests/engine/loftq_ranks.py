@@ -14,7 +14,7 @@ from tests.support.layouts import build
 
 def begin(plan: Plan, config: RunConfig) -> dict[str, Any]:
     """The whole factors, the share, and the names of the weights that this rank has read."""
-    parallel, read, original = build(plan, config), [], loftq.read_stored
+    engine, read, original = build(plan, config), [], loftq.read_stored
 
     def recorded(stored: Any) -> Any:
         read.append(stored.name)
@@ -22,11 +22,11 @@ def begin(plan: Plan, config: RunConfig) -> dict[str, Any]:
 
     loftq.read_stored = recorded
     try:
-        share = initialize_with_loftq(parallel.model, plan, config, parallel.world.device)
+        share = initialize_with_loftq(engine.model, plan, config, engine.world.device)
     finally:
         loftq.read_stored = original
     return {
-        "factors": {name: tensor.numpy() for name, tensor in adapter_state(parallel.model).items()},
+        "factors": {name: tensor.numpy() for name, tensor in adapter_state(engine.model).items()},
         "share": share,
         "read": read,
     }

@@ -12,15 +12,17 @@ import torch
 from manyhands.config.schema import RunConfig
 from manyhands.core.world import World
 from manyhands.engine import apply as surgery
-from manyhands.engine.native import Parallel
+from manyhands.engine.native import NativeEngine
 from manyhands.plan.types import Plan
 from manyhands.train.optimizer import make_optimizer
-from manyhands.train.step import StepWork, compute_gradients, update_weights
+from manyhands.train.step import StepWork, compute_gradients
 from tests.support.building import on_meta
 from tests.support.layouts import Documents, count_loss_tokens, pack
 
+LEARNING_RATE = 1e-2
 
-def build(plan: Plan, config: RunConfig, *, sharded: bool = False) -> Parallel:
+
+def build(plan: Plan, config: RunConfig, *, sharded: bool = False) -> NativeEngine:
     """The model of ``plan`` as a run builds it; ``sharded``: by ``fully_shard`` on a (1, 1) mesh all the same."""
     chosen = surgery.keeps_compute_copy
     if sharded:
@@ -37,9 +39,9 @@ def train(
     plan: Plan, config: RunConfig, steps: list[list[Documents]], max_grad_norm: float, sharded: bool
 ) -> dict[str, Any]:
     """``steps[step][micro]``; after each step an evaluation and the logits of the first documents."""
-    parallel = build(plan, config, sharded=sharded)
-    assert (parallel._copy is None) == sharded
-    optimizer = make_optimizer(parallel.model, config.optimizer, 1e-2)
+    engine = build(plan, config, sharded=sharded)
+    assert (engine._copy is None) == sharded
+    engine.optimizer = make_optimizer(engine.model, config.optimizer, LEARNING_RATE)
     probe = pack(steps[0][0])
     found: dict[str, list[float]] = {"losses": [], "norms": [], "evaluations": []}
     logits = []
@@ -55,19 +57,19 @@ def train(
             micro_batches=[pack(documents) for documents in micros],
             loss_weight=sum(count_loss_tokens(documents) for documents in micros),
         )
-        sums = compute_gradients(parallel, work, seed=0, rank=0)
-        update_weights(optimizer, sums, max_grad_norm=max_grad_norm)
+        sums = compute_gradients(engine, work, seed=0, rank=0)
+        engine.step(LEARNING_RATE, max_norm=max_grad_norm)
         found["losses"].append(sums.terms["lm"].item())
         found["norms"].append(sums.grad_norm.item())
         with torch.no_grad():
-            found["evaluations"].append(parallel(probe)["lm"][0].item())
-        logits.append(parallel.logits(probe).float().numpy())
-        logits.append(parallel.next_token_logits(probe["input_ids"]).float().numpy())
-    return found | {"logits": logits, "weights": weights_of(parallel)}
+            found["evaluations"].append(engine.forward(probe)["lm"][0].item())
+        logits.append(engine.logits(probe).float().numpy())
+        logits.append(engine.next_token_logits(probe["input_ids"]).float().numpy())
+    return found | {"logits": logits, "weights": weights_of(engine)}
 
 
-def weights_of(parallel: Parallel) -> dict[str, np.ndarray]:
-    parallel.model.state_dict(keep_vars=True)  # FSDP2 gives gathered weights back
-    whole = {name: p.detach() for name, p in parallel.model.named_parameters()}
+def weights_of(engine: NativeEngine) -> dict[str, np.ndarray]:
+    engine.model.state_dict(keep_vars=True)  # FSDP2 gives gathered weights back
+    whole = {name: p.detach() for name, p in engine.model.named_parameters()}
     assert {p.dtype for p in whole.values()} == {torch.float32}
     return {name: (p.full_tensor() if hasattr(p, "full_tensor") else p).numpy() for name, p in whole.items()}

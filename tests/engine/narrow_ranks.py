@@ -7,14 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from manyhands.checkpoint.load import load_checkpoint
-from manyhands.checkpoint.save import save_checkpoint
 from manyhands.config.schema import RunConfig
 from manyhands.core.holding import first_index, gather, local
 from manyhands.kernels.adamw import FusedAdamW
 from manyhands.plan.types import Plan
 from manyhands.train.optimizer import make_optimizer
-from manyhands.train.step import StepWork, compute_gradients, update_weights
+from manyhands.train.step import StepWork, compute_gradients
 from tests.support.layouts import Documents, build, count_loss_tokens, pack
 
 
@@ -28,31 +26,31 @@ def train(
     learning_rate: float = 1e-2,
 ) -> dict[str, Any]:
     """``layout[micro][rank]``, as in ``testing/layouts.py``; every step has the same documents."""
-    parallel = build(plan, config)
+    engine = build(plan, config)
     make = partial(FusedAdamW, backend="eager", seed=config.seed, first_index=first_index)
-    optimizer = make_optimizer(parallel.model, config.optimizer, learning_rate, make_adamw=make)
-    start = 0 if resume is None else int(load_checkpoint(resume, parallel.model, optimizer)["step"])
-    rank, world_size = parallel.world.rank, parallel.world.world_size
+    engine.optimizer = optimizer = make_optimizer(engine.model, config.optimizer, learning_rate, make_adamw=make)
+    start = 0 if resume is None else int(engine.load(resume)["step"])
+    rank, world_size = engine.world.rank, engine.world.world_size
     mine = [[document for r in range(rank, len(micro), world_size) for document in micro[r]] for micro in layout]
     weight = sum(count_loss_tokens(documents) for micro in layout for documents in micro)
     losses, norms, gradients = [], [], []
     optimizer.register_step_pre_hook(
-        lambda *_: gradients.append({str(p.grad.dtype) for p in parallel.model.parameters()})
+        lambda *_: gradients.append({str(p.grad.dtype) for p in engine.model.parameters()})
     )
     for step in range(start, start + num_steps):
         work = StepWork(step, 0.0, 0, 0, 0, len(mine), 0, [pack(documents) for documents in mine], loss_weight=weight)
-        sums = compute_gradients(parallel, work, seed=0, rank=rank)
-        update_weights(optimizer, sums, max_grad_norm=1.0)
-        losses.append(float(parallel.all_reduce_sum(sums.terms["lm"])) / weight)
+        sums = compute_gradients(engine, work, seed=0, rank=rank)
+        engine.step(learning_rate, max_norm=1.0)
+        losses.append(float(engine.all_reduce_sum(sums.terms["lm"])) / weight)
         norms.append(sums.grad_norm.item())
     if save is not None:
-        save_checkpoint(save, parallel.model, optimizer, {"step": start + num_steps}, rank=rank, world_size=world_size)
+        engine.save(save, {"step": start + num_steps})
     states = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
     return {
         "losses": losses,
         "norms": norms,
         "gradients": set.union(*gradients),
-        "dtypes": {str(tensor.dtype) for tensor in (*parallel.model.parameters(), *states)},
-        "weights": {name: gather(p).float().numpy() for name, p in parallel.model.named_parameters()},
-        "shares": {local(p).numel() / p.numel() for p in parallel.model.parameters()},
+        "dtypes": {str(tensor.dtype) for tensor in (*engine.model.parameters(), *states)},
+        "weights": {name: gather(p).float().numpy() for name, p in engine.model.named_parameters()},
+        "shares": {local(p).numel() / p.numel() for p in engine.model.parameters()},
     }

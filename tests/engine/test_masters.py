@@ -17,12 +17,12 @@ from manyhands.checkpoint.load import load_checkpoint
 from manyhands.checkpoint.save import save_checkpoint
 from manyhands.engine import apply as surgery
 from manyhands.engine.compile import compile_blocks
-from manyhands.engine.native import Parallel
+from manyhands.engine.native import NativeEngine
 from manyhands.infer.generate import generate
 from manyhands.kernels.adamw import FusedAdamW
 from manyhands.model.blocks import find_blocks
 from manyhands.train.optimizer import make_optimizer
-from manyhands.train.step import StepSums, StepWork, compute_gradients, update_weights
+from manyhands.train.step import StepSums, StepWork, compute_gradients
 from tests.engine.masters_ranks import build, weights_of
 from tests.support.layouts import pack
 from tests.support.ranks import Ranks
@@ -51,13 +51,13 @@ def steps(accumulation: int, weighted: bool = False) -> list[list[Any]]:
     return [[documents(micro, 9 + micro, 14, weighted=weighted) for micro in range(accumulation)]] * 4
 
 
-def start(folder: str, **changes: Any) -> Parallel:
+def start(folder: str, **changes: Any) -> NativeEngine:
     """The model as one process builds it, in this process and without a group."""
     return build(tiny_plan(folder, **{**BFLOAT16, **changes}), tiny_run(folder))
 
 
-def backward(parallel: Parallel, seed: int = 0) -> None:
-    (parallel(pack(documents(seed, 12, 7)))["lm"][0] / 19).backward()
+def backward(engine: NativeEngine, seed: int = 0, *, last: bool = True) -> None:
+    engine.backward(engine.forward(pack(documents(seed, 12, 7)))["lm"][0] / 19, last=last)
 
 
 @pytest.mark.distributed
@@ -98,87 +98,84 @@ def test_the_bits_are_those_of_fully_shard(
 
 
 def test_masters_stand_in_the_model_whenever_nothing_is_computed(folders: dict[str, str]) -> None:
-    parallel = start(folders["gemma3"])
-    masters = dict(parallel.model.named_parameters())
+    engine = start(folders["gemma3"])
+    masters = dict(engine.model.named_parameters())
     assert {p.dtype for p in masters.values()} == {torch.float32}
 
     def same() -> bool:
-        now = dict(parallel.model.named_parameters())
+        now = dict(engine.model.named_parameters())
         return now.keys() == masters.keys() and all(now[name] is masters[name] for name in masters)
 
-    loss = parallel(pack(documents(0, 12)))["lm"][0]
+    loss = engine.forward(pack(documents(0, 12)))["lm"][0]
     assert same()  # before the backward pass too
     loss.backward()
     assert same() and all(p.grad is not None and p.grad.dtype == torch.float32 for p in masters.values())
-    assert parallel.logits(pack(documents(0, 12))).dtype == torch.bfloat16 and same()
-    buffers = {name: b.dtype for name, b in parallel.model.named_buffers()}
+    assert engine.logits(pack(documents(0, 12))).dtype == torch.bfloat16 and same()
+    buffers = {name: b.dtype for name, b in engine.model.named_buffers()}
     assert all(dtype == torch.float32 for name, dtype in buffers.items() if "inv_freq" in name) and buffers
 
 
 def test_gradients_of_micro_batches_add_up_in_float32(folders: dict[str, str]) -> None:
-    parallel = start(folders["llama"])
+    engine = start(folders["llama"])
     parts = []
     for seed in range(3):
-        backward(parallel, seed)
-        parts.append({name: p.grad.clone() for name, p in parallel.model.named_parameters()})
-        parallel.model.zero_grad()
+        backward(engine, seed)
+        parts.append({name: p.grad.clone() for name, p in engine.model.named_parameters()})
+        engine.model.zero_grad()
     for seed in range(3):
-        backward(parallel, seed)
-    for name, p in parallel.model.named_parameters():
+        backward(engine, seed)
+    for name, p in engine.model.named_parameters():
         assert torch.equal(p.grad, parts[0][name] + parts[1][name] + parts[2][name]), name
 
 
 @pytest.mark.parametrize("bumps_versions", [True, False])
 def test_the_copy_follows_every_change_of_the_masters(folders: dict[str, str], bumps_versions: bool) -> None:
     """Fused and 8-bit optimizers write weights without raising their versions."""
-    parallel, batch = start(folders["llama"]), pack(documents(0, 12))
-    before = parallel.logits(batch)
-    parallel.set_gradient_sync(True)
-    backward(parallel)
-    for parameter in parallel.model.parameters():
+    engine, batch = start(folders["llama"]), pack(documents(0, 12))
+    before = engine.logits(batch)
+    backward(engine)
+    for parameter in engine.model.parameters():
         target = parameter.detach() if bumps_versions else parameter.data
         target.mul_(0.5)
-    after = parallel.logits(batch)
+    after = engine.logits(batch)
     assert not torch.equal(before, after)
-    for parameter in parallel.model.parameters():
+    for parameter in engine.model.parameters():
         parameter.detach().mul_(2)
-    assert torch.equal(parallel.logits(batch), before)
+    assert torch.equal(engine.logits(batch), before)
 
 
 def test_the_copy_is_not_made_again_between_micro_batches(folders: dict[str, str]) -> None:
-    parallel = start(folders["llama"])
-    parallel.set_gradient_sync(False)
-    backward(parallel)
-    versions = [p._version for p in parallel._copy._copies]
-    backward(parallel)
-    parallel.set_gradient_sync(True)
-    backward(parallel)
-    assert [p._version for p in parallel._copy._copies] == versions
-    backward(parallel)
-    assert all(p._version > version for p, version in zip(parallel._copy._copies, versions, strict=True))
+    engine = start(folders["llama"])
+    backward(engine, last=False)
+    versions = [p._version for p in engine._copy._copies]
+    backward(engine, last=False)
+    backward(engine)
+    assert [p._version for p in engine._copy._copies] == versions
+    backward(engine)
+    assert all(p._version > version for p, version in zip(engine._copy._copies, versions, strict=True))
 
 
 def test_a_checkpoint_of_the_masters_comes_back(folders: dict[str, str], tmp_path: Path) -> None:
-    parallel, batch = start(folders["gemma3"]), pack(documents(0, 12))
-    optimizer = torch.optim.AdamW(parallel.model.parameters(), lr=1e-2, fused=True)
-    backward(parallel)
+    engine, batch = start(folders["gemma3"]), pack(documents(0, 12))
+    optimizer = torch.optim.AdamW(engine.model.parameters(), lr=1e-2, fused=True)
+    backward(engine)
     optimizer.step()
     optimizer.zero_grad()
-    save_checkpoint(tmp_path / "step-1", parallel.model, optimizer, {"step": 1}, rank=0, world_size=1)
-    wanted, weights = parallel.logits(batch), {name: weight.copy() for name, weight in weights_of(parallel).items()}
-    backward(parallel)
+    save_checkpoint(tmp_path / "step-1", engine.model, optimizer, {"step": 1}, rank=0, world_size=1)
+    wanted, weights = engine.logits(batch), {name: weight.copy() for name, weight in weights_of(engine).items()}
+    backward(engine)
     optimizer.step()
-    assert not torch.equal(parallel.logits(batch), wanted)
-    load_checkpoint(tmp_path / "step-1", parallel.model, optimizer)
-    assert torch.equal(parallel.logits(batch), wanted)
-    assert all(np.array_equal(weight, weights[name]) for name, weight in weights_of(parallel).items())
+    assert not torch.equal(engine.logits(batch), wanted)
+    load_checkpoint(tmp_path / "step-1", engine.model, optimizer)
+    assert torch.equal(engine.logits(batch), wanted)
+    assert all(np.array_equal(weight, weights[name]) for name, weight in weights_of(engine).items())
 
 
 def test_a_failed_backward_pass_is_forgotten_by_the_next(folders: dict[str, str]) -> None:
-    parallel = start(folders["llama"], activation_checkpointing="full")
-    masters = [id(p) for p in parallel.model.parameters()]
-    batch, block = pack(documents(0, 12)), next(iter(find_blocks(parallel.model).values()))
-    loss = parallel(batch)["lm"][0]
+    engine = start(folders["llama"], activation_checkpointing="full")
+    masters = [id(p) for p in engine.model.parameters()]
+    batch, block = pack(documents(0, 12)), next(iter(find_blocks(engine.model).values()))
+    loss = engine.forward(batch)["lm"][0]
 
     def fail(*_: Any) -> None:
         raise RuntimeError("of no use")
@@ -187,13 +184,13 @@ def test_a_failed_backward_pass_is_forgotten_by_the_next(folders: dict[str, str]
     with pytest.raises(RuntimeError, match="of no use"):
         loss.backward()
     handle.remove()
-    backward(parallel)
-    assert [id(p) for p in parallel.model.parameters()] == masters
+    backward(engine)
+    assert [id(p) for p in engine.model.parameters()] == masters
 
 
 def test_generation_computes_with_the_copy(folders: dict[str, str]) -> None:
-    parallel, config = start(folders["llama"]), tiny_run(folders["llama"])
-    assert parallel.is_whole
+    engine, config = start(folders["llama"]), tiny_run(folders["llama"])
+    assert engine.is_local
     plain = build(tiny_plan(folders["llama"]), config).model
     for parameter in plain.parameters():
         parameter.data = parameter.data.bfloat16()
@@ -203,10 +200,10 @@ def test_generation_computes_with_the_copy(folders: dict[str, str]) -> None:
             return " ".join(map(str, ids))
 
     dtypes = set()
-    parallel.model.lm_head.register_forward_hook(lambda module, inputs, output: dtypes.add(output.dtype))
-    answers = [generate(model, Spelled(), [5, 9, 200, 31], 8, [0]) for model in (parallel.model, plain)]
+    engine.model.lm_head.register_forward_hook(lambda module, inputs, output: dtypes.add(output.dtype))
+    answers = [generate(model, Spelled(), [5, 9, 200, 31], 8, [0]) for model in (engine.model, plain)]
     assert answers[0] == answers[1] and dtypes == {torch.bfloat16}
-    assert {p.dtype for p in parallel.model.parameters()} == {torch.float32}
+    assert {p.dtype for p in engine.model.parameters()} == {torch.float32}
 
 
 class TestCompiled:
@@ -232,39 +229,40 @@ class TestCompiled:
             "compile_blocks",
             lambda model, **_: compile_blocks(model, dynamic=True, backend=count, fullgraph=True),
         )
-        parallel = start(folders[family], compile=True, activation_checkpointing=activation_checkpointing)
-        optimizer = torch.optim.AdamW(parallel.model.parameters(), lr=0.0, weight_decay=0.0, fused=True)
+        engine = start(folders[family], compile=True, activation_checkpointing=activation_checkpointing)
+        optimizer = torch.optim.AdamW(engine.model.parameters(), lr=0.0, weight_decay=0.0, fused=True)
         for seed in range(4):
-            backward(parallel, seed)
+            backward(engine, seed)
             optimizer.step()
             assert len(graphs) == 1  # with masks, blocks with a window are of no other kind
         with torch.no_grad():
-            parallel(pack(documents(1, 12, 7)))
-        backward(parallel, 5)
+            engine.forward(pack(documents(1, 12, 7)))
+        backward(engine, 5)
         assert len(graphs) == 2  # one more in evaluation
-        assert all(torch.isfinite(p.grad).all() for p in parallel.model.parameters())
+        assert all(torch.isfinite(p.grad).all() for p in engine.model.parameters())
 
 
 class TestHandedOver:
     """AdamW in one pass writes weights and their copy, and takes gradients as autograd left them."""
 
     @staticmethod
-    def fuse(parallel: Parallel, config: Any) -> FusedAdamW:
-        copy = parallel.compute_copy
+    def fuse(engine: NativeEngine, config: Any) -> FusedAdamW:
+        copy = engine._copy
         assert copy is not None
         make = functools.partial(FusedAdamW, backend="eager", copies=copy.hand_over(), written=copy.mark_written)
-        optimizer = make_optimizer(parallel.model, config.optimizer, 1e-2, make_adamw=make)
+        optimizer = make_optimizer(engine.model, config.optimizer, 1e-2, make_adamw=make)
         assert isinstance(optimizer, FusedAdamW)
         return optimizer
 
     @staticmethod
     def step(
-        parallel: Parallel, optimizer: torch.optim.Optimizer, number: int, accumulation: int, max_norm: float = 0.5
+        engine: NativeEngine, optimizer: torch.optim.Optimizer, number: int, accumulation: int, max_norm: float = 0.5
     ) -> StepSums:
         micros = [pack(documents(10 * number + micro, 9 + micro, 14)) for micro in range(accumulation)]
+        engine.optimizer = optimizer
         work = StepWork(number, 0.0, 0, 0, 19, accumulation, 19, micros)
-        sums = compute_gradients(parallel, work, seed=0, rank=0)
-        update_weights(optimizer, sums, max_grad_norm=max_norm)
+        sums = compute_gradients(engine, work, seed=0, rank=0)
+        engine.step(1e-2, max_norm=max_norm)
         return sums
 
     @pytest.mark.parametrize("accumulation", [1, 4])
@@ -296,44 +294,43 @@ class TestHandedOver:
             np.testing.assert_allclose(mine, other, rtol=3e-7, atol=1e-8, err_msg=name)
 
     def test_a_single_gradient_is_not_widened_and_a_sum_is(self, folders: dict[str, str]) -> None:
-        parallel = start(folders["gemma3"])
-        self.fuse(parallel, tiny_run(folders["gemma3"]))
-        parallel.set_gradient_sync(True)
-        backward(parallel, 0)
-        single = {name: p.grad for name, p in parallel.model.named_parameters()}
+        engine = start(folders["gemma3"])
+        self.fuse(engine, tiny_run(folders["gemma3"]))
+        backward(engine, 0)
+        single = {name: p.grad for name, p in engine.model.named_parameters()}
         assert {grad.dtype for grad in single.values()} == {torch.bfloat16}
         wide = torch.stack([grad.double().square().sum() for grad in single.values()]).sum().sqrt()
-        assert parallel.gradient_norm().item() == pytest.approx(wide.item(), rel=1e-12)
-        backward(parallel, 1)  # nobody said that more would follow: still summed in float32
-        summed = {name: p.grad for name, p in parallel.model.named_parameters()}
+        assert engine.gradient_norm().item() == pytest.approx(wide.item(), rel=1e-12)
+        backward(engine, 1)  # nobody said that more would follow: still summed in float32
+        summed = {name: p.grad for name, p in engine.model.named_parameters()}
         assert {grad.dtype for grad in summed.values()} == {torch.float32}
-        parallel.model.zero_grad()
-        backward(parallel, 1)
+        engine.model.zero_grad()
+        backward(engine, 1)
         assert all(
-            torch.equal(summed[name], single[name].float() + p.grad) for name, p in parallel.model.named_parameters()
+            torch.equal(summed[name], single[name].float() + p.grad) for name, p in engine.model.named_parameters()
         )
 
     def test_the_copy_is_the_optimizers_and_follows_what_is_loaded(
         self, folders: dict[str, str], tmp_path: Path
     ) -> None:
-        parallel = start(folders["gemma3"])
-        optimizer, copy = self.fuse(parallel, tiny_run(folders["gemma3"])), parallel.compute_copy
+        engine = start(folders["gemma3"])
+        optimizer, copy = self.fuse(engine, tiny_run(folders["gemma3"])), engine._copy
         assert copy is not None
-        self.step(parallel, optimizer, 0, 1)
+        self.step(engine, optimizer, 0, 1)
         versions = [c._version for c in copy._copies]
         assert all(torch.equal(c, m.bfloat16()) for c, m in zip(copy._copies, copy._masters, strict=True))
-        wanted = parallel.logits(pack(documents(0, 12)))
+        wanted = engine.logits(pack(documents(0, 12)))
         assert [c._version for c in copy._copies] == versions  # no cast
-        save_checkpoint(tmp_path / "step-1", parallel.model, optimizer, {"step": 1}, rank=0, world_size=1)
-        self.step(parallel, optimizer, 1, 1)
-        assert not torch.equal(parallel.logits(pack(documents(0, 12))), wanted)
-        load_checkpoint(tmp_path / "step-1", parallel.model, optimizer)
-        assert torch.equal(parallel.logits(pack(documents(0, 12))), wanted)
+        save_checkpoint(tmp_path / "step-1", engine.model, optimizer, {"step": 1}, rank=0, world_size=1)
+        self.step(engine, optimizer, 1, 1)
+        assert not torch.equal(engine.logits(pack(documents(0, 12))), wanted)
+        load_checkpoint(tmp_path / "step-1", engine.model, optimizer)
+        assert torch.equal(engine.logits(pack(documents(0, 12))), wanted)
 
     def test_a_resumed_run_has_the_same_bits(self, folders: dict[str, str], tmp_path: Path) -> None:
         config = tiny_run(folders["llama"])
         whole, cut, resumed = (start(folders["llama"]) for _ in range(3))
-        optimizers = [self.fuse(parallel, config) for parallel in (whole, cut, resumed)]
+        optimizers = [self.fuse(engine, config) for engine in (whole, cut, resumed)]
         for number in range(4):
             self.step(whole, optimizers[0], number, 1 + number % 2)
         for number in range(2):
@@ -348,8 +345,8 @@ class TestHandedOver:
         )
 
     def test_a_norm_that_is_no_number_is_seen(self, folders: dict[str, str]) -> None:
-        parallel = start(folders["llama"])
-        optimizer = self.fuse(parallel, tiny_run(folders["llama"]))
-        next(iter(parallel.model.parameters())).data.fill_(float("inf"))
-        sums = self.step(parallel, optimizer, 0, 1)
+        engine = start(folders["llama"])
+        optimizer = self.fuse(engine, tiny_run(folders["llama"]))
+        next(iter(engine.model.parameters())).data.fill_(float("inf"))
+        sums = self.step(engine, optimizer, 0, 1)
         assert not torch.isfinite(sums.grad_norm) or not torch.isfinite(sums.terms["lm"])

@@ -39,17 +39,15 @@ def test_one_process_holds_nothing_wider(folder: str) -> None:
 
 
 def test_micro_batches_are_summed_in_float32(folder: str) -> None:
-    parallel = build(tiny_plan(folder, **NARROW), tiny_run(folder))
+    engine = build(tiny_plan(folder, **NARROW), tiny_run(folder))
     parts: list[dict[str, torch.Tensor]] = []
     for number in range(4):
-        parallel.set_gradient_sync(True)
-        parallel(pack(documents(number, [12, 5 + number], 0.7)))["lm"][0].backward()
-        parts.append({name: p.grad for name, p in parallel.model.named_parameters()})
-        parallel.model.zero_grad()
+        engine.backward(engine.forward(pack(documents(number, [12, 5 + number], 0.7)))["lm"][0], last=True)
+        parts.append({name: p.grad for name, p in engine.model.named_parameters()})
+        engine.model.zero_grad()
     for number in range(4):
-        parallel.set_gradient_sync(number == 3)
-        parallel(pack(documents(number, [12, 5 + number], 0.7)))["lm"][0].backward()
-    for name, p in parallel.model.named_parameters():
+        engine.backward(engine.forward(pack(documents(number, [12, 5 + number], 0.7)))["lm"][0], last=number == 3)
+    for name, p in engine.model.named_parameters():
         assert parts[0][name].dtype == torch.bfloat16 and p.grad.dtype == torch.float32
         assert torch.equal(p.grad, sum(part[name].float() for part in parts)), name
 

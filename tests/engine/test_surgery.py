@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from manyhands.convert.loss import LossModel
 from manyhands.core.world import World
 from manyhands.engine.activation_checkpointing import checkpoint_blocks
 from manyhands.engine.compile import compile_blocks
-from manyhands.engine.native import Parallel
+from manyhands.engine.native import NativeEngine, clip_gradients
 from tests.support.tiny import FAMILIES, tiny_model
 
-CPU = World(0, 0, 1, torch.device("cpu"))
+ALONE = World(0, 0, 1, torch.device("cpu"))
 
 
 def step(change: Any, family: str = "llama") -> tuple[float, dict[str, torch.Tensor]]:
@@ -60,18 +62,42 @@ def test_compiled_blocks_are_whole_graphs_under_the_same_names() -> None:
 
 
 def test_norm_is_the_root_of_the_sum_of_squares_in_float64() -> None:
-    parallel = Parallel(LossModel(tiny_model("llama")), CPU)
-    first, second, *_ = parallel.model.parameters()
+    engine = NativeEngine(LossModel(tiny_model("llama")), ALONE)
+    first, second, *_ = engine.model.parameters()
     first.grad, second.grad = torch.zeros_like(first), torch.zeros_like(second)
     first.grad[0, 0], second.grad[0, 0] = 3.0, 4.0
-    norm = parallel.gradient_norm()
+    norm = engine.gradient_norm()
     assert norm.dtype == torch.float64 and norm.item() == 5.0  # sqrt(3^2 + 4^2)
     first.grad[0, 0], second.grad[0, 0] = 1.0, 2.0**-20
-    assert parallel.gradient_norm().item() ** 2 == pytest.approx(1 + 2.0**-40, rel=1e-15)  # lost in float32
+    assert engine.gradient_norm().item() ** 2 == pytest.approx(1 + 2.0**-40, rel=1e-15)  # lost in float32
 
 
 def test_one_process_without_a_group_has_its_own_sums() -> None:
-    parallel = Parallel(LossModel(tiny_model("llama")), CPU)
-    parallel.set_gradient_sync(False)
-    assert parallel.all_reduce_sum(torch.tensor(2.0)).item() == 2.0
-    assert [t.item() for t in parallel.all_gather(torch.tensor(2.0))] == [2.0]
+    engine = NativeEngine(LossModel(tiny_model("llama")), ALONE)
+    assert engine.all_reduce_sum(torch.tensor(2.0)).item() == 2.0
+    assert [t.item() for t in engine.all_gather(torch.tensor(2.0))] == [2.0]
+
+
+def test_clip_factor_keeps_float64_models_exact() -> None:
+    weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    weight.grad = torch.full((3,), 2.0, dtype=torch.float64)
+    norm = weight.grad.square().sum().sqrt()
+    clip_gradients(torch.optim.SGD([weight], lr=1.0), norm, 1.0)
+    assert weight.grad.norm().item() == pytest.approx(math.sqrt(12) / (math.sqrt(12) + 1e-6), rel=1e-15)
+
+
+def test_an_optimizer_that_scales_by_itself_gets_the_factor_and_gradients_stay() -> None:
+    class Scales(torch.optim.SGD):
+        gradient_factor: torch.Tensor | None = None
+
+    engine = NativeEngine(LossModel(tiny_model("llama")), ALONE)
+    weight = next(iter(engine.model.parameters()))
+    engine.optimizer = optimizer = Scales([weight], lr=1.0)
+    weight.grad = torch.zeros_like(weight)
+    weight.grad[0, 0] = 4.0
+    seen: list[tuple[torch.Tensor | None, torch.Tensor | None]] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append((optimizer.gradient_factor, weight.grad)))
+    engine.step(1.0, max_norm=0.5)
+    ((factor, gradient),) = seen
+    assert factor is not None and factor.dtype == torch.float32 and factor.item() == pytest.approx(0.5 / 4, rel=1e-5)
+    assert gradient is not None and gradient[0, 0].item() == 4.0

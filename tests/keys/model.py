@@ -68,7 +68,7 @@ def init(lab: Lab) -> None:
 def dtype(lab: Lab) -> None:
     for asked in ("float32", "bfloat16", "float64"):
         rank = lab.start({"model.dtype": asked})
-        logits = rank.parallel.logits({"input_ids": torch.arange(5)[None]})
+        logits = rank.engine.logits({"input_ids": torch.arange(5)[None]})
         assert logits.dtype == getattr(torch, asked)
         trained = {p.dtype for p in rank.model.parameters() if p.requires_grad}
         assert trained == {torch.float64 if asked == "float64" else torch.float32}  # masters
@@ -81,7 +81,7 @@ def master_dtype(lab: Lab) -> None:
     full = {"method.name": "full", "model.dtype": "bfloat16", "stop.max_steps": 3}
     for asked in ("bfloat16", "float32"):
         ran = lab.export({**full, "model.master_dtype": asked})
-        states = [value for state in ran.rank.optimizer.state.values() for value in state.values() if value.ndim]
+        states = [value for state in ran.rank.engine.optimizer.state.values() for value in state.values() if value.ndim]
         assert {tensor.dtype for tensor in (*ran.rank.model.parameters(), *states)} == {getattr(torch, asked)}
         assert ran.losses[-1] < ran.losses[0]
         saved = load_file(ran.folder / "model" / "model.safetensors")

@@ -22,9 +22,13 @@ def first_difference(lab: Lab, keys: dict[str, Any]) -> int:
 def optimizer_name(lab: Lab) -> None:
     for name in ("adafactor", "muon"):
         assert first_difference(lab, {"optimizer.name": name}) == 2
-    assert set(next(iter(lab.run({"optimizer.name": "muon"}).rank.optimizer.state.values()))) == {"momentum_buffer"}
+    assert set(next(iter(lab.run({"optimizer.name": "muon"}).rank.engine.optimizer.state.values()))) == {
+        "momentum_buffer"
+    }
     for dtype in ("float32", "bfloat16"):  # of its iterations: as the model computes
-        assert lab.run({"optimizer.name": "muon", "model.dtype": dtype}).rank.optimizer.dtype == getattr(torch, dtype)
+        assert lab.run({"optimizer.name": "muon", "model.dtype": dtype}).rank.engine.optimizer.dtype == getattr(
+            torch, dtype
+        )
     for name in ("adamw_8bit", "paged_adamw", "paged_adamw_8bit"):
         with pytest.raises(UserError, match="GPUs only"):
             lab.prepare({"optimizer.name": name})

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from manyhands.engine.optimizer_offload import StreamedOptimizer
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,7 +21,6 @@ from manyhands.core.world import World
 from manyhands.engine import apply, mesh
 from manyhands.engine.activation_offload import ActivationStore
 from manyhands.engine.compile import compile_blocks as compile_all
-from manyhands.engine.optimizer_offload import StreamedOptimizer
 from manyhands.launch import start as launch_start
 from manyhands.launch.heartbeat import Beat
 from manyhands.launch.run_folder import RunFolder
@@ -223,4 +223,4 @@ def timeout_s(lab: Lab) -> None:
 def forward(rank: Rank) -> torch.Tensor:
     """The loss sum of the first micro-batch."""
     rank.loss_model.train()
-    return rank.parallel(first_batch(rank))["lm"][0]
+    return rank.engine(first_batch(rank))["lm"][0]

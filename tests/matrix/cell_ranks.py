@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from manyhands.core.holding import reshard
 from manyhands.core.world import World
 from manyhands.engine import apply as applying
-from manyhands.engine.native import Parallel
+from manyhands.engine.native import NativeEngine
 from manyhands.launch.environment import Launcher
 from manyhands.launch.run_folder import RunFolder
 from manyhands.worker import export_stages as finish
@@ -79,17 +79,17 @@ def look(rank: Rank, seen: Seen) -> None:
     reshard(rank.model)
     names = {id(parameter): name for name, parameter in rank.model.named_parameters()}
     seen.num_values = {name: parameter.numel() for name, parameter in rank.model.named_parameters()}
-    seen.in_optimizer = {names[id(p)] for group in rank.optimizer.param_groups for p in group["params"]}
-    seen.with_state = {names[id(parameter)] for parameter, state in rank.optimizer.state.items() if state}
+    seen.in_optimizer = {names[id(p)] for group in rank.engine.optimizer.param_groups for p in group["params"]}
+    seen.with_state = {names[id(parameter)] for parameter, state in rank.engine.optimizer.state.items() if state}
 
 
 @contextlib.contextmanager
 def watch_gradients(seen: Seen) -> Iterator[None]:
     """Notes which parameters have gradients, and how many values go through DDP's hook or FSDP2's reduction."""
-    norm, sum_bucket, reduce = Parallel.gradient_norm, applying._sum_gradients, fsdp_group.foreach_reduce
+    norm, sum_bucket, reduce = NativeEngine.gradient_norm, applying._sum_gradients, fsdp_group.foreach_reduce
     reduced = 0
 
-    def watched_norm(self: Parallel) -> torch.Tensor:
+    def watched_norm(self: NativeEngine) -> torch.Tensor:
         nonlocal reduced
         seen.with_gradient |= {name for name, parameter in self.model.named_parameters() if parameter.grad is not None}
         seen.reduced.append(reduced)
@@ -111,7 +111,7 @@ def watch_gradients(seen: Seen) -> Iterator[None]:
         return reduce(*arguments, **options)
 
     with (
-        mock.patch.object(Parallel, "gradient_norm", watched_norm),
+        mock.patch.object(NativeEngine, "gradient_norm", watched_norm),
         mock.patch.object(applying, "_sum_gradients", watched_bucket),
         mock.patch.object(fsdp_group, "foreach_reduce", watched_reduce),
     ):
@@ -134,10 +134,10 @@ def plant(fault: Fault) -> Iterator[None]:
     """``averaged``: gradients are divided by the ranks, as DDP and FSDP2 do by default. ``apart``: copies are never
     summed.
     """
-    set_gradient_sync = Parallel.set_gradient_sync
+    choose = NativeEngine._reduce_in_backward
 
-    def keep_apart(self: Parallel, on: bool) -> None:
-        set_gradient_sync(self, on)
+    def keep_apart(self: NativeEngine, on: bool) -> None:
+        choose(self, on)
         assert isinstance(self.loss_model, FSDPModule)
         self.loss_model.set_requires_all_reduce(False)
 
@@ -149,5 +149,5 @@ def plant(fault: Fault) -> Iterator[None]:
             stack.enter_context(mock.patch.object(DistributedDataParallel, "register_comm_hook", as_it_is))
             stack.enter_context(mock.patch.object(FSDPModule, "set_gradient_divide_factor", as_it_is))
         elif fault == "apart":
-            stack.enter_context(mock.patch.object(Parallel, "set_gradient_sync", keep_apart))
+            stack.enter_context(mock.patch.object(NativeEngine, "_reduce_in_backward", keep_apart))
         yield

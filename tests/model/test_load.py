@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from manyhands.convert.loss import LossModel
 from manyhands.core.errors import UserError
 from manyhands.core.world import World
-from manyhands.engine.native import Parallel
+from manyhands.engine.native import NativeEngine
 from manyhands.model.checks import check_loss, check_packing
 from tests.support.building import load_model, on_meta
 from tests.support.tiny import FAMILIES, VOCAB_SIZE, tiny_plan, tiny_run, tiny_tokenizer, write_tiny_model
@@ -143,6 +143,6 @@ def test_the_real_model_is_loaded_bit_for_bit_and_passes_the_checks() -> None:
     with torch.no_grad():
         assert torch.equal(model(IDS, use_cache=False).logits, reference(IDS, use_cache=False).logits)
     del reference
-    parallel = Parallel(LossModel(model), World(0, 0, 1, CPU))
-    assert check_loss(parallel, parallel.loss_model, CPU) < 1e-5
-    assert check_packing(parallel, parallel.loss_model, CPU) < 1e-4
+    engine = NativeEngine(LossModel(model), World(0, 0, 1, CPU))
+    assert check_loss(engine, engine.loss_model, CPU) < 1e-5
+    assert check_packing(engine, engine.loss_model, CPU) < 1e-4

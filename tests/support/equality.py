@@ -209,14 +209,13 @@ def run_rank(config_json: str, plan_json: str, fault: Fault) -> Curve:
     build.check_model(rank)
     works = iterate_steps(rank)
     if fault:
-        faulty = Faulty(rank.parallel, fault)
-        rank.parallel, works = faulty, faulty.watch(works)  # type: ignore[assignment]
+        faulty = Faulty(rank.engine, fault)
+        rank.engine, works = faulty, faulty.watch(works)  # type: ignore[assignment]
     recorder = Recorder()
     rank.loss_model.train()
     train(
         Loop(
-            parallel=rank.parallel,
-            optimizer=rank.optimizer,
+            engine=rank.engine,
             schedule=make_schedule(
                 "constant", peak=rank.plan.learning_rate, num_steps=rank.plan.num_steps, warmup_steps=0
             ),
@@ -236,7 +235,7 @@ def run_rank(config_json: str, plan_json: str, fault: Fault) -> Curve:
 
 
 class Faulty:
-    """A parallel model with a planted mistake; everything else is passed on."""
+    """An engine with a planted mistake; everything else is passed on."""
 
     def __init__(self, inner: Any, fault: Fault) -> None:
         self._inner, self._fault = inner, fault
@@ -249,13 +248,13 @@ class Faulty:
         for self._work in works:
             yield self._work
 
-    def __call__(self, batch: Batch, *, metrics: bool = False) -> Terms:
+    def forward(self, batch: Batch, *, metrics: bool = False) -> Terms:
         if self._fault == "leak":  # one document from the first token to the last
             length = batch["input_ids"].shape[1]
             batch = {**batch, "position_ids": torch.arange(length, device=batch["input_ids"].device)[None]}
-            return self._inner(batch, metrics=metrics)
+            return self._inner.forward(batch, metrics=metrics)
         # sum(L_k / n_k) / K for K micro-batches, in place of sum(L_k) / sum(n_k); the step divides by sum(n_k)
-        loss_sum, num_loss_tokens = self._inner(batch, metrics=metrics)["lm"]
+        loss_sum, num_loss_tokens = self._inner.forward(batch, metrics=metrics)["lm"]
         work = self._work
         assert work is not None
         return {"lm": (loss_sum / num_loss_tokens * (work.num_loss_tokens / work.num_micro_batches), num_loss_tokens)}

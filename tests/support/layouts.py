@@ -18,7 +18,7 @@ from manyhands.core.holding import gather
 from manyhands.core.seeds import named_generator
 from manyhands.core.world import World
 from manyhands.engine.apply import apply
-from manyhands.engine.native import Parallel
+from manyhands.engine.native import NativeEngine
 from manyhands.plan.types import Plan
 from tests.support.building import on_meta
 
@@ -27,7 +27,7 @@ Documents = Sequence[
 ]  # token ids, and which are trained or what they weigh
 
 
-def build(plan: Plan, config: RunConfig) -> Parallel:
+def build(plan: Plan, config: RunConfig) -> NativeEngine:
     """The model of ``plan`` as the worker builds it; on one rank without a process group too."""
     grouped = dist.is_initialized()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
@@ -79,33 +79,32 @@ def measure(plan: Plan, config: RunConfig, layout: Sequence[Sequence[Documents]]
     Returns ``loss`` (mean over all labels), ``norm``, ``gradients`` (whole, by parameter name), ``dtypes`` and
     ``logits`` of the first documents, computed after the step's backward pass and again without one before it.
     """
-    parallel = build(plan, config)
+    engine = build(plan, config)
     load_adapter_state(
-        parallel.model, random_adapter(parallel.model, start=True)
+        engine.model, random_adapter(engine.model, start=True)
     )  # with B = 0 the gradient of A would be zero
-    rank, world_size = parallel.world.rank, parallel.world.world_size
+    rank, world_size = engine.world.rank, engine.world.world_size
     num_loss_tokens = sum(count_loss_tokens(documents) for micro in layout for documents in micro)
     probe = pack(layout[0][0])
-    before = parallel.logits(probe)
+    before = engine.logits(probe)
     loss_sum = torch.zeros((), dtype=torch.float64)
     for index, micro in enumerate(layout):
-        parallel.set_gradient_sync(index == len(layout) - 1)
-        terms = parallel(pack([document for r in range(rank, len(micro), world_size) for document in micro[r]]))
-        (terms["lm"][0] / num_loss_tokens).backward()
+        terms = engine.forward(pack([document for r in range(rank, len(micro), world_size) for document in micro[r]]))
+        engine.backward(terms["lm"][0] / num_loss_tokens, last=index == len(layout) - 1)
         loss_sum += terms["lm"][0].detach()
     gradients = {}
     dtypes = set()
-    for name, parameter in parallel.model.named_parameters():
+    for name, parameter in engine.model.named_parameters():
         if parameter.requires_grad:
             assert parameter.grad is not None, f"no gradient: {name}"
             gradients[name] = gather(parameter.grad).numpy()
             dtypes |= {str(parameter.dtype), str(parameter.grad.dtype)}
     return {
-        "loss": float(parallel.all_reduce_sum(loss_sum)) / num_loss_tokens,
-        "norm": float(parallel.gradient_norm()),
+        "loss": float(engine.all_reduce_sum(loss_sum)) / num_loss_tokens,
+        "norm": float(engine.gradient_norm()),
         "gradients": gradients,
         "dtypes": dtypes,
         "logits": before.float().numpy(),
-        "logits_after": parallel.logits(probe).float().numpy(),
-        "weights": {name: gather(p).float().numpy() for name, p in parallel.model.named_parameters()},
+        "logits_after": engine.logits(probe).float().numpy(),
+        "weights": {name: gather(p).float().numpy() for name, p in engine.model.named_parameters()},
     }

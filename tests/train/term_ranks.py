@@ -11,7 +11,7 @@ from torch import nn
 from manyhands.config.schema import StopSection
 from manyhands.core.world import World
 from manyhands.engine.apply import replicate
-from manyhands.engine.native import Parallel
+from manyhands.engine.native import NativeEngine
 from manyhands.train.evaluate import evaluate
 from manyhands.train.loop import Loop, train
 from manyhands.train.step import StepWork, TermWeight
@@ -25,7 +25,7 @@ class TwoTerms(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.w = nn.Parameter(torch.ones(1))
-        object.__setattr__(self, "model", self)  # what Parallel takes for the model inside
+        object.__setattr__(self, "model", self)  # what NativeEngine takes for the model inside
 
     def forward(self, batch: dict[str, Any], metrics: bool = False) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         terms = {name: ((self.w * value).sum(), torch.tensor(float(weight))) for name, (value, weight) in batch.items()}
@@ -40,17 +40,17 @@ class Keep(Hook):
 def train_and_evaluate() -> dict[str, float]:
     rank, device = dist.get_rank(), torch.device("cpu")
     model = TwoTerms()
-    parallel = Parallel(model, World(rank, rank, dist.get_world_size(), device), replica=replicate(model, "full"))  # type: ignore[arg-type]
+    engine = NativeEngine(model, World(rank, rank, dist.get_world_size(), device), replica=replicate(model, "full"))  # type: ignore[arg-type]
+    engine.optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     own = TOKENS[rank]
     batch = {"lm": (sum(own), len(own)), "router": ROUTER[rank]}
-    held_out = evaluate(parallel, nn.Identity(), [batch], TrainState(), num_samples=1, num_tokens=3, device=device)
+    held_out = evaluate(engine, nn.Identity(), [batch], TrainState(), num_samples=1, num_tokens=3, device=device)
     weights = {"router": TermWeight(100, ROUTER[rank][1])}
     work = StepWork(0, 1.0, 3, 3, 3, 1, len(own), [batch], other_weights=weights)
     keep = Keep()
     train(
         Loop(
-            parallel=parallel,
-            optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+            engine=engine,
             schedule=lambda step: 1.0,
             works=[work],
             state=TrainState(),

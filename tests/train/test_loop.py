@@ -15,11 +15,6 @@ from manyhands.train.types import Evaluation, Hook, TrainState
 from tests.train.test_step import Plain
 
 
-class OneRank(Plain):
-    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        return [tensor]
-
-
 class Log(Hook):
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -35,7 +30,6 @@ class Log(Hook):
 
 
 def make_loop(losses: list[float] | None = None, num_steps: int = 4, **kwargs) -> Loop:
-    parallel = OneRank()
     remaining = iter(losses or [])
 
     def evaluate(state: TrainState) -> Evaluation:
@@ -48,8 +42,7 @@ def make_loop(losses: list[float] | None = None, num_steps: int = 4, **kwargs) -
     state = kwargs.pop("state", TrainState())
     options = {"evaluate": evaluate, "evaluate_every": 2, "stop": StopSection()} | kwargs
     return Loop(
-        parallel=parallel,
-        optimizer=torch.optim.SGD(parallel.model.parameters(), lr=0.1),
+        engine=Plain(),
         schedule=lambda step: 0.1,
         works=works(),
         state=state,
@@ -121,15 +114,14 @@ def test_the_seconds_of_all_steps_are_the_time_it_took_without_evaluations_and_c
 def test_the_wait_for_a_steps_sums_comes_after_its_update_was_launched():
     events = []
 
-    class Gathers(OneRank):
+    class Gathers(Plain):
         def all_gather(self, tensor):
             events.append("gather")
             return super().all_gather(tensor)
 
     loop = make_loop(hooks=[(keep := Keep())], num_steps=2, evaluate=None)
-    loop.parallel = Gathers()
-    loop.optimizer = torch.optim.SGD(loop.parallel.model.parameters(), lr=0.1)
-    loop.optimizer.register_step_post_hook(lambda *_: events.append(f"update after {len(keep.results)} results"))
+    loop.engine = Gathers()
+    loop.engine.optimizer.register_step_post_hook(lambda *_: events.append(f"update after {len(keep.results)} results"))
     train(loop)
     assert events == ["gather", "update after 0 results", "gather", "update after 1 results"]
 

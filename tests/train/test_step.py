@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 
@@ -10,8 +11,9 @@ import torch
 from torch import nn
 
 from manyhands.train.evaluate import evaluate
-from manyhands.train.step import StepWork, TermWeight, clip_gradients, compute_gradients, update_weights
+from manyhands.train.step import StepWork, TermWeight, compute_gradients
 from manyhands.train.types import TrainState
+from tests.support.toy_engine import ToyEngine
 
 
 class OneWeight(nn.Module):
@@ -20,22 +22,15 @@ class OneWeight(nn.Module):
         self.w = nn.Parameter(torch.ones(()))
 
 
-class Plain:
-    """A ParallelModel of one rank."""
+class Plain(ToyEngine):
+    """The toy engine on it; the optimizer is SGD."""
 
     def __init__(self) -> None:
-        self.model = OneWeight()
-        self.syncs: list[bool] = []
+        super().__init__(None, OneWeight(), functools.partial(torch.optim.SGD, lr=1.0))
 
-    def __call__(self, batch, *, metrics=False):
+    def forward(self, batch, *, metrics=False):
         x = batch["x"]
         return {"lm": ((self.model.w * x).sum(), torch.tensor(float(x.numel())))}
-
-    def set_gradient_sync(self, on: bool) -> None:
-        self.syncs.append(on)
-
-    def gradient_norm(self) -> torch.Tensor:
-        return self.model.w.grad.double().abs()
 
 
 def work(*micro_batches: list[float]) -> StepWork:
@@ -44,20 +39,19 @@ def work(*micro_batches: list[float]) -> StepWork:
     return StepWork(0, 0.0, 1, num_loss_tokens, num_loss_tokens, len(tensors), num_loss_tokens, tensors)
 
 
-def step(parallel: Plain, *micro_batches: list[float], max_grad_norm: float = 0.0, lr: float = 1.0):
-    optimizer = torch.optim.SGD(parallel.model.parameters(), lr=lr)
-    sums = compute_gradients(parallel, work(*micro_batches), seed=0, rank=0)
-    update_weights(optimizer, sums, max_grad_norm=max_grad_norm)
+def step(engine: Plain, *micro_batches: list[float], max_grad_norm: float = 0.0, lr: float = 1.0):
+    sums = compute_gradients(engine, work(*micro_batches), seed=0, rank=0)
+    engine.step(lr, max_norm=max_grad_norm)
     return sums
 
 
 def test_ragged_micro_batches_weigh_by_tokens_not_by_micro_batch():
     # loss = (1 + 2 + 3 + 10) / 4 = 4, d/dw = 4, w = 1 - 4 = -3. The mean of means would be (2 + 10) / 2 = 6.
-    parallel = Plain()
-    sums = step(parallel, [1.0, 2.0, 3.0], [10.0])
+    engine = Plain()
+    sums = step(engine, [1.0, 2.0, 3.0], [10.0])
     assert sums.terms["lm"].item() == 16.0
     assert sums.grad_norm.item() == 4.0
-    assert parallel.model.w.item() == pytest.approx(-3.0)
+    assert engine.model.w.item() == pytest.approx(-3.0)
 
 
 def test_accumulation_does_not_change_the_update():
@@ -68,49 +62,27 @@ def test_accumulation_does_not_change_the_update():
 
 
 def test_only_the_last_micro_batch_reduces():
-    parallel = Plain()
-    step(parallel, [1.0], [2.0], [3.0])
-    assert parallel.syncs == [False, False, True]
+    engine = Plain()
+    step(engine, [1.0], [2.0], [3.0])
+    assert engine.lasts == [False, False, True]
 
 
 def test_clipping_scales_to_the_norm_and_never_up():
-    parallel = Plain()
-    step(parallel, [4.0], max_grad_norm=0.5)
-    assert parallel.model.w.item() == pytest.approx(1 - 0.5, abs=1e-5)
-    parallel = Plain()
-    step(parallel, [0.25], max_grad_norm=0.5)
-    assert parallel.model.w.item() == pytest.approx(1 - 0.25)
-
-
-def test_clip_factor_keeps_float64_models_exact():
-    weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
-    weight.grad = torch.full((3,), 2.0, dtype=torch.float64)
-    norm = weight.grad.square().sum().sqrt()
-    clip_gradients(torch.optim.SGD([weight], lr=1.0), norm, 1.0)
-    assert weight.grad.norm().item() == pytest.approx(math.sqrt(12) / (math.sqrt(12) + 1e-6), rel=1e-15)
-
-
-def test_an_optimizer_that_scales_by_itself_gets_the_factor_and_gradients_stay():
-    class Scales(torch.optim.SGD):
-        gradient_factor: torch.Tensor | None = None
-
-    parallel = Plain()
-    optimizer = Scales(parallel.model.parameters(), lr=1.0)
-    optimizer.register_step_pre_hook(lambda *_: seen.append((optimizer.gradient_factor, parallel.model.w.grad.clone())))
-    seen: list[tuple[torch.Tensor | None, torch.Tensor]] = []
-    update_weights(optimizer, compute_gradients(parallel, work([4.0]), seed=0, rank=0), max_grad_norm=0.5)
-    ((factor, gradient),) = seen
-    assert factor is not None and factor.dtype == torch.float32 and factor.item() == pytest.approx(0.5 / 4, rel=1e-5)
-    assert gradient.item() == 4.0
+    engine = Plain()
+    step(engine, [4.0], max_grad_norm=0.5)
+    assert engine.model.w.item() == pytest.approx(1 - 0.5, abs=1e-5)
+    engine = Plain()
+    step(engine, [0.25], max_grad_norm=0.5)
+    assert engine.model.w.item() == pytest.approx(1 - 0.25)
 
 
 def test_dropout_is_keyed_by_step_and_repeats():
     seen = []
 
     class Drops(Plain):
-        def __call__(self, batch, *, metrics=False):
+        def forward(self, batch, *, metrics=False):
             seen.append(torch.rand(()).item())
-            return super().__call__(batch)
+            return super().forward(batch)
 
     step(Drops(), [1.0], [1.0])
     torch.rand(7)  # whatever else consumed random numbers in between
@@ -121,12 +93,11 @@ def test_dropout_is_keyed_by_step_and_repeats():
 
 def test_the_sum_of_weights_divides_where_there_are_any():
     # sum(w x) with weights 2 and 1 for losses 3 and 6: (2 * 3 + 6) / 3 = 4 = d/dw, and w = 1 - 4
-    parallel = Plain()
+    engine = Plain()
     weighted = replace(work([6.0, 6.0]), loss_weight=3.0, rank_loss_weight=3.0)
-    optimizer = torch.optim.SGD(parallel.model.parameters(), lr=1.0)
-    sums = compute_gradients(parallel, weighted, seed=0, rank=0)
-    update_weights(optimizer, sums, max_grad_norm=0.0)
-    assert sums.terms["lm"].item() == 12.0 and parallel.model.w.item() == pytest.approx(-3.0)
+    sums = compute_gradients(engine, weighted, seed=0, rank=0)
+    engine.step(1.0, max_norm=0.0)
+    assert sums.terms["lm"].item() == 12.0 and engine.model.w.item() == pytest.approx(-3.0)
     assert weighted.weight_of("lm") == TermWeight(3.0, 3.0)
     assert work([1.0, 1.0]).weight_of("lm") == TermWeight(2, 2)
 
@@ -134,14 +105,11 @@ def test_the_sum_of_weights_divides_where_there_are_any():
 class TwoTerms(Plain):
     """w x over the loss tokens, and w y over whatever a second term counts: more of it, or less."""
 
-    def __call__(self, batch, *, metrics=False):
-        terms = super().__call__(batch) | {
+    def forward(self, batch, *, metrics=False):
+        terms = super().forward(batch) | {
             "router": ((self.model.w * batch["y"]).sum(), torch.tensor(float(batch["n"])))
         }
         return terms | ({"correct": (torch.tensor(1.0), torch.tensor(2.0))} if metrics else {})
-
-    def all_reduce_sum(self, tensor):
-        return tensor
 
 
 TWO_TERMS = [
@@ -156,26 +124,26 @@ def test_every_term_is_divided_by_its_own_weight():
     ((w * 1 + w * 2 + w * 0.5 + w * 0.5) / 4 + (w * 4 + w * 6) / 100).backward()
     assert w.grad.item() == pytest.approx(1.1)  # both over the loss tokens it would be 14 / 4 = 3.5
 
-    parallel = TwoTerms()
+    engine = TwoTerms()
     given = replace(
         work([1.0, 2.0, 0.5], [0.5]), micro_batches=TWO_TERMS, other_weights={"router": TermWeight(100, 100)}
     )
-    sums = compute_gradients(parallel, given, seed=0, rank=0)
-    assert parallel.model.w.grad.item() == pytest.approx(w.grad.item(), rel=1e-6)
+    sums = compute_gradients(engine, given, seed=0, rank=0)
+    assert engine.model.w.grad.item() == pytest.approx(w.grad.item(), rel=1e-6)
     assert {name: value.item() for name, value in sums.terms.items()} == {"lm": 4.0, "router": 10.0}
 
     found = evaluate(
-        parallel, parallel.model, TWO_TERMS, TrainState(), num_samples=2, num_tokens=4, device=torch.device("cpu")
+        engine, engine.model, TWO_TERMS, TrainState(), num_samples=2, num_tokens=4, device=torch.device("cpu")
     )
     assert found.loss == pytest.approx(1.1) and found.terms == pytest.approx({"lm": 1.0, "router": 0.1})
     assert found.perplexity == pytest.approx(math.exp(1.0)) and found.accuracy == 0.5
 
 
 def test_a_term_of_no_weight_adds_nothing_and_one_without_a_declared_weight_is_refused():
-    parallel = TwoTerms()
+    engine = TwoTerms()
     given = replace(work([1.0, 2.0, 0.5], [0.5]), micro_batches=TWO_TERMS, other_weights={"router": TermWeight(0, 0)})
-    compute_gradients(parallel, given, seed=0, rank=0)
-    assert parallel.model.w.grad.item() == pytest.approx(1.0)
+    compute_gradients(engine, given, seed=0, rank=0)
+    assert engine.model.w.grad.item() == pytest.approx(1.0)
     with pytest.raises(ValueError, match="loss term 'router' has no weight"):
         compute_gradients(TwoTerms(), replace(given, other_weights={}), seed=0, rank=0)
 
@@ -198,31 +166,23 @@ def test_a_hopeless_loss_has_no_perplexity_of_300_digits():
 
 def evaluate_once(loss: float):
     class Fixed(Plain):
-        def __call__(self, batch, *, metrics=False):
+        def forward(self, batch, *, metrics=False):
             one = torch.ones(())
             return {"lm": (one * loss, one), "correct": (one, one)}
 
-        def all_reduce_sum(self, tensor):
-            return tensor
-
-    parallel = Fixed()
-    return evaluate(
-        parallel, parallel.model, [{}], TrainState(), num_samples=1, num_tokens=1, device=torch.device("cpu")
-    )
+    engine = Fixed()
+    return evaluate(engine, engine.model, [{}], TrainState(), num_samples=1, num_tokens=1, device=torch.device("cpu"))
 
 
 def test_evaluation_divides_the_loss_by_weight_and_hits_by_tokens():
     class Weighted(Plain):
-        def __call__(self, batch, *, metrics=False):
+        def forward(self, batch, *, metrics=False):
             loss, weight, hits, tokens = batch["x"]
             return {"lm": (loss, weight), "correct": (hits, tokens)}
 
-        def all_reduce_sum(self, tensor):
-            return tensor
-
-    parallel = Weighted()
+    engine = Weighted()
     batches = [{"x": torch.tensor([6.0, 1.5, 1, 4])}, {"x": torch.tensor([3.0, 3.0, 2, 4])}]
     found = evaluate(
-        parallel, parallel.model, batches, TrainState(), num_samples=2, num_tokens=9, device=torch.device("cpu")
+        engine, engine.model, batches, TrainState(), num_samples=2, num_tokens=9, device=torch.device("cpu")
     )
     assert (found.loss, found.accuracy, found.num_loss_tokens) == (2.0, 3 / 8, 8)

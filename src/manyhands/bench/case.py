@@ -116,8 +116,7 @@ def main() -> None:
     timings = Timings()
     rank.loss_model.train()
     loop = Loop(
-        parallel=rank.parallel,
-        optimizer=rank.optimizer,
+        engine=rank.engine,
         schedule=make_schedule("constant", peak=rank.plan.learning_rate, num_steps=rank.plan.num_steps, warmup_steps=0),
         works=iterate_steps(rank),
         state=rank.state,
@@ -278,7 +277,7 @@ def summarise(
         "by_hand": options.keys,
         "lengths": options.lengths.name if options.lengths else None,
         **decided,
-        "dtypes": dtypes(rank.model, rank.optimizer),
+        "dtypes": dtypes(rank.model, rank.engine.optimizer),
         **rates([(r.seconds, r.num_tokens) for r in results], row, world_size, warm=options.warm),
         **memory(),
         "outside_gib": round(outside_allocator_gib(rank.world.device), 2) if cuda else None,

@@ -55,7 +55,7 @@ class Fp8Deviation:
         )
 
 
-def check_fp8(parallel: TrainedModel, model: nn.Module, batch: Mapping[str, Any], seed: int) -> Fp8Deviation:
+def check_fp8(engine: TrainedModel, model: nn.Module, batch: Mapping[str, Any], seed: int) -> Fp8Deviation:
     """Loss and gradients of ``batch`` (each rank its own), with products in fp8 and plain ones; UserError where they
     are too far apart.
 
@@ -69,7 +69,7 @@ def check_fp8(parallel: TrainedModel, model: nn.Module, batch: Mapping[str, Any]
     try:
         for kind in ("plain", "fp8"):
             set_matmuls(model, kind)
-            found[kind] = _sample_gradients(parallel, model, batch, seed)
+            found[kind] = _sample_gradients(engine, model, batch, seed)
             while hooks:
                 hooks.pop().remove()
     finally:
@@ -81,7 +81,7 @@ def check_fp8(parallel: TrainedModel, model: nn.Module, batch: Mapping[str, Any]
         pair = torch.stack([gradient.double().square().sum(), (coded[name][0] - gradient).double().square().sum()])
         squares += share * pair.to(squares.device)
     of_layers = torch.stack([errors.get(name, squares.new_zeros(2)) for name in layers])
-    sums = parallel.all_reduce_sum(torch.cat([torch.stack([loss, loss_fp8, weight]), squares, of_layers.flatten()]))
+    sums = engine.all_reduce_sum(torch.cat([torch.stack([loss, loss_fp8, weight]), squares, of_layers.flatten()]))
     loss_sum, loss_sum_fp8, num_loss_tokens, square, square_gap = sums[:5].tolist()
     of_layers = sums[5:].view(-1, 2)
     ratios = (of_layers[:, 0] / of_layers[:, 1].clamp(min=1e-300)).sqrt().nan_to_num(nan=math.inf)
@@ -123,7 +123,7 @@ Sample = dict[str, tuple[torch.Tensor, float]]  # elements of a gradient, and ho
 
 
 def _sample_gradients(
-    parallel: TrainedModel, model: nn.Module, batch: Mapping[str, Any], seed: int
+    engine: TrainedModel, model: nn.Module, batch: Mapping[str, Any], seed: int
 ) -> tuple[torch.Tensor, torch.Tensor, Sample]:
     """Loss sum and weight (float64), and elements of all gradients, evenly spread; of shards this rank's. No gradient
     is left.
@@ -134,9 +134,8 @@ def _sample_gradients(
         torch.compiler.set_stance("force_eager"),
     ):
         torch.manual_seed(seed)  # the same dropout both times
-        parallel.set_gradient_sync(True)
-        loss, weight = parallel(batch)["lm"]
-        (loss / weight.clamp(min=1)).backward()
+        loss, weight = engine.forward(batch)["lm"]
+        engine.backward(loss / weight.clamp(min=1), last=True)
     samples: Sample = {}
     for name, parameter in model.named_parameters():
         if parameter.grad is None:

@@ -55,11 +55,11 @@ def method_of(plan: Plan, config: RunConfig) -> MethodSection:
 class TrainedModel(Protocol):
     """The model as it will be trained, under any strategy; what self-tests call. Every rank makes the same calls."""
 
-    def __call__(
+    def forward(
         self, batch: Mapping[str, Any], *, metrics: bool = False
     ) -> Mapping[str, tuple[torch.Tensor, torch.Tensor]]: ...
 
-    def set_gradient_sync(self, on: bool) -> None: ...
+    def backward(self, loss: torch.Tensor, *, last: bool) -> None: ...
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor: ...
 

@@ -31,7 +31,7 @@ from manyhands.engine.activation_offload import offload_activations
 from manyhands.engine.compile import compile_blocks
 from manyhands.engine.masters import ComputeCopy
 from manyhands.engine.mesh import hybrid_mesh, replicate_mesh, shard_mesh
-from manyhands.engine.native import Parallel
+from manyhands.engine.native import NativeEngine
 from manyhands.model.blocks import find_blocks
 from manyhands.plan.types import Plan
 
@@ -40,7 +40,7 @@ BUCKET_MB = {"full": 100, "part": 4096}  # adapters travel in one flat bucket
 
 def apply(
     loss_model: LossModel, plan: Plan, world: World, materialize: Callable[[nn.Module, torch.device], None]
-) -> Parallel:
+) -> NativeEngine:
     """Checkpointing ▸ compile ▸ shard ▸ materialize ▸ offload activations ▸ replicate.
 
     ``loss_model`` is on meta, in training mode, adapters applied and the rest frozen; ``materialize`` gives it memory
@@ -88,10 +88,10 @@ def apply(
     if plan.offload_activations:
         offload_activations(loss_model.model, world.device)
     if mesh is not None:
-        return Parallel(loss_model, world, mesh=mesh, reduce_every=plan.reduce_every)
+        return NativeEngine(loss_model, world, mesh=mesh, reduce_every=plan.reduce_every)
     if world.world_size == 1:
-        return Parallel(loss_model, world, copy=keep_compute_copy(loss_model) if keeps_copy else None)
-    return Parallel(loss_model, world, replica=replicate(loss_model, "full" if trains_everything else "part"))
+        return NativeEngine(loss_model, world, copy=keep_compute_copy(loss_model) if keeps_copy else None)
+    return NativeEngine(loss_model, world, replica=replicate(loss_model, "full" if trains_everything else "part"))
 
 
 def keeps_compute_copy(plan: Plan) -> bool:

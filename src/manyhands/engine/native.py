@@ -1,11 +1,10 @@
-"""The model as the loop sees it: call it, say when gradients are reduced, ask for their norm. See
-``train/types.py``.
-"""
+"""The engine on torch's own parallelism: FSDP2, DDP or one plain process. Implements ``train.types.Engine``."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -14,20 +13,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from manyhands.checkpoint.load import load_checkpoint
+from manyhands.checkpoint.save import save_checkpoint
+from manyhands.config.schema import RunConfig
 from manyhands.convert.loss import LossModel, Terms
 from manyhands.core.holding import local
 from manyhands.core.world import World
 from manyhands.engine.masters import ComputeCopy
 from manyhands.engine.mesh import SHARD
+from manyhands.engine.optimizers import make_engine_optimizer
+from manyhands.plan.types import Plan
+from manyhands.train.optimizer import rates_by_pattern, set_learning_rate
 
 
-class Parallel:
-    """A loss model with its parallelism applied; implements ``train.types.ParallelModel``.
+class NativeEngine:
+    """A loss model with its parallelism applied (``engine/apply.py``), and its optimizer.
 
     ``mesh``: what FSDP2 shards over; every rank holds only its part of the gradients along its shard axis. ``replica``:
     the DDP module around the loss model. ``reduce_every``: shards are reduced after every micro-batch, not after the
-    last one.
-    ``copy``: what computes in place of the parameters, refreshed once a step.
+    last one. ``copy``: what computes in place of the parameters, refreshed once a step.
     """
 
     def __init__(
@@ -44,8 +48,12 @@ class Parallel:
         self.loss_model = loss_model
         self.world = world
         self._replica, self._copy = replica, copy
+        if replica is not None:
+            replica.require_backward_grad_sync = False  # ``backward`` prepares the reducer itself
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._norm: torch.Tensor | None = None  # of the gradients that are there
         self._reduce_every = reduce_every
-        # The axis over which gradients are in parts; with one rank on it they are whole.
+        # The axis over which gradients are sharded; with one rank on it there is nothing to sum.
         self._shard_group = mesh[SHARD].get_group() if mesh is not None and mesh[SHARD].size() > 1 else None
         self._units = [module for module in loss_model.modules() if isinstance(module, FSDPModule)]
         # Trained in bfloat16, whose gradients autograd would add up in bfloat16 if it were not given float32 to add to.
@@ -54,18 +62,28 @@ class Parallel:
             parameter.grad_dtype = None  # any
 
     @property
-    def is_whole(self) -> bool:
-        """Whether this rank can use the model by itself: no other rank, and no gathering, is needed for a forward
-        pass.
-        """
+    def is_local(self) -> bool:
+        """Whether this rank can run a forward pass without any other rank."""
         return not self._units
 
     @property
-    def compute_copy(self) -> ComputeCopy | None:
-        """What computes in place of the parameters, where something does."""
-        return self._copy
+    def optimizer(self) -> torch.optim.Optimizer:
+        """What ``make_optimizer`` has made."""
+        assert self._optimizer is not None, "make_optimizer comes first"
+        return self._optimizer
 
-    def __call__(self, batch: Mapping[str, Any], *, metrics: bool = False) -> Terms:
+    @optimizer.setter
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def make_optimizer(self, plan: Plan, config: RunConfig) -> str:
+        """The optimizer of the plan over the trained parameters; returns which kernels run it and why, if it is worth
+        a line.
+        """
+        self.optimizer, note = make_engine_optimizer(self.model, plan, config, self.world.device, self._copy)
+        return note
+
+    def forward(self, batch: Mapping[str, Any], *, metrics: bool = False) -> Terms:
         """Loss terms of a micro-batch; without gradients where autograd is off."""
         if torch.is_grad_enabled():
             return (self._replica or self.loss_model)(batch, metrics=metrics)
@@ -89,24 +107,32 @@ class Parallel:
         self._free_gathered()
         return logits
 
-    def set_gradient_sync(self, on: bool) -> None:
-        """Whether the next forward and backward reduce gradients over ranks.
+    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        """Adds the gradients of ``loss`` to those of the step's earlier micro-batches; ``last`` reduces them over
+        ranks.
 
-        Copies are summed up where ``on`` only. Shards too if whole gradients may wait on every rank (``reduce_every``
+        Shards are reduced after every micro-batch, unless full gradients may wait on every rank (``reduce_every``
         false). What earlier micro-batches gave is summed in float32, whatever dtype it came in.
         """
         for parameter in self._narrow:
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.float()
+        self._reduce_in_backward(last)
+        self._norm = None
+        loss.backward()
+
+    def _reduce_in_backward(self, last: bool) -> None:
+        """Whether the backward pass that follows reduces gradients over ranks."""
         if self._copy is not None:
-            self._copy.accumulates = not on
+            self._copy.accumulates = not last
         elif self._replica is not None:
-            self._replica.require_backward_grad_sync = on
+            if last:
+                prepare_reducer(self._replica)
         elif isinstance(self.loss_model, FSDPModule):
             if self._shard_group is not None and not self._reduce_every:
-                self.loss_model.set_requires_gradient_sync(on)
+                self.loss_model.set_requires_gradient_sync(last)
             else:
-                self.loss_model.set_requires_all_reduce(on)
+                self.loss_model.set_requires_all_reduce(last)
 
     @torch.no_grad()
     def gradient_norm(self) -> torch.Tensor:
@@ -124,7 +150,45 @@ class Parallel:
         total = total.to(self.world.device)
         if self._shard_group is not None:
             dist.all_reduce(total, group=self._shard_group)
-        return total.sqrt()
+        self._norm = total.sqrt()
+        return self._norm
+
+    def step(self, learning_rate: float, *, max_norm: float) -> None:
+        """Clips gradients to ``max_norm`` (0: does not), steps at the schedule's ``learning_rate`` and frees them."""
+        set_learning_rate(self.optimizer, learning_rate)
+        if max_norm > 0:
+            clip_gradients(self.optimizer, self.gradient_norm() if self._norm is None else self._norm, max_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._norm = None
+
+    def learning_rates(self) -> dict[str, float]:
+        """The present rate of each of ``optimizer.learning_rates``, by pattern."""
+        return rates_by_pattern(self.optimizer)
+
+    def save(
+        self,
+        folder: Path,
+        state: dict[str, Any],
+        *,
+        manifest_extra: dict[str, Any] | None = None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        """Saves trained parameters, optimizer states and ``state`` as the checkpoint ``folder``. Collective."""
+        save_checkpoint(
+            folder,
+            self.model,
+            self.optimizer,
+            state,
+            rank=self.world.rank,
+            world_size=self.world.world_size,
+            progress=progress,
+            manifest_extra=manifest_extra,
+        )
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Loads what ``save`` wrote, from any number of ranks, in place; returns the saved state. Collective."""
+        return load_checkpoint(folder, self.model, self.optimizer)
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over all ranks, in place; returns it."""
@@ -142,7 +206,7 @@ class Parallel:
 
     def _free_gathered(self) -> None:
         # Without a backward pass gathered weights would stay registered, and an optimizer or a checkpoint would find
-        # them # in place of the shards.
+        # them in place of the shards.
         for unit in self._units:
             unit.reshard()
 
@@ -157,3 +221,38 @@ def tensor_norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
     return [norm for alike in by_dtype.values() for norm in torch._foreach_norm(alike, 2, dtype=torch.float64)]
+
+
+@runtime_checkable
+class ScalesGradients(Protocol):
+    """An optimizer whose next step multiplies gradients by a factor while it reads them: clipping costs no pass over
+    them.
+    """
+
+    gradient_factor: torch.Tensor | None  # 0-d float32, on the gradients' device
+
+
+def clip_gradients(optimizer: torch.optim.Optimizer, grad_norm: torch.Tensor, max_norm: float) -> None:
+    """Scales all gradients by min(1, max_norm / (norm + 1e-6)), in place, without a host synchronisation.
+
+    The factor comes from a norm summed in float64: float32 norms differ in the last digit between layouts, and through
+    the factor that digit reaches every weight. An optimizer that scales by itself gets the factor, and gradients stay.
+    """
+    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    parts = [local(grad) for grad in grads]
+    if not parts:
+        return
+    factor = (max_norm / (grad_norm + 1e-6)).clamp(max=1.0)
+    if isinstance(optimizer, ScalesGradients):
+        optimizer.gradient_factor = factor.to(parts[0].device, torch.float32)
+    else:
+        torch._foreach_mul_(parts, factor.to(parts[0]))  # which may lie in host memory
+
+
+def prepare_reducer(replica: DistributedDataParallel) -> None:
+    """The next backward pass reduces gradients, whatever the forward pass was.
+
+    DDP itself decides in the forward pass (``no_sync`` has to be around both); PyTorch Lightning prepares the reducer
+    between the two as well (``lightning/pytorch/overrides/distributed.py: prepare_for_backward``).
+    """
+    replica.reducer.prepare_for_backward([])  # no parameter is unused

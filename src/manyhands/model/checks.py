@@ -28,7 +28,7 @@ PROBE_SEED = 2718
 class Probed(Protocol):
     """What the checks call: the model as it will be trained, under any strategy."""
 
-    def __call__(
+    def forward(
         self, batch: Mapping[str, Any], *, metrics: bool = False
     ) -> Mapping[str, tuple[torch.Tensor, torch.Tensor]]: ...
 
@@ -36,7 +36,7 @@ class Probed(Protocol):
 
 
 @torch.no_grad()
-def check_loss(parallel: Probed, loss_model: LossModel, device: torch.device) -> float:
+def check_loss(engine: Probed, loss_model: LossModel, device: torch.device) -> float:
     """Compare the chunked loss with cross-entropy of the model's own logits; returns the relative deviation.
 
     A family that caps, scales or shifts its logits in a way that the head view misses would show here. Raises
@@ -46,10 +46,10 @@ def check_loss(parallel: Probed, loss_model: LossModel, device: torch.device) ->
     batch = {"input_ids": ids, "labels": ids.roll(-1, dims=1)}
     batch["labels"][:, ::3] = IGNORED
     with _eager_evaluation(loss_model):
-        fast = parallel(batch)["lm"][0].double()
-        logits = parallel.logits(batch)
+        fast = engine.forward(batch)["lm"][0].double()
+        logits = engine.logits(batch)
         _refuse_values(logits, loss_model)
-        _refuse_encoder(parallel, loss_model, ids)
+        _refuse_encoder(engine, loss_model, ids)
     trained = batch["labels"] != IGNORED
     expected = torch.nn.functional.cross_entropy(logits[trained].double(), batch["labels"][trained], reduction="sum")
     deviation = float((fast - expected).abs() / expected.abs())
@@ -64,7 +64,7 @@ def check_loss(parallel: Probed, loss_model: LossModel, device: torch.device) ->
 
 
 @torch.no_grad()
-def check_packing(parallel: Probed, loss_model: LossModel, device: torch.device) -> float:
+def check_packing(engine: Probed, loss_model: LossModel, device: torch.device) -> float:
     """Pack two documents and compare the logits with those of each alone; returns the relative deviation.
 
     Alone means transformers' plain ``eager`` attention, so that a kernel which drops a soft-cap or a window shows here
@@ -73,14 +73,14 @@ def check_packing(parallel: Probed, loss_model: LossModel, device: torch.device)
     """
     first, second = _probe_tokens(loss_model, device).split(PROBE_LENGTHS, dim=1)
     with _eager_evaluation(loss_model):
-        packed = parallel.logits(pack_documents([first, second]))
-        changed = parallel.logits(pack_documents([first.flip(1), second]))
-        alone = _logits_alone(parallel, loss_model, [first, second])
+        packed = engine.logits(pack_documents([first, second]))
+        changed = engine.logits(pack_documents([first.flip(1), second]))
+        alone = _logits_alone(engine, loss_model, [first, second])
     num_first = PROBE_LENGTHS[0]
     leak = _deviation(changed[:, num_first:], packed[:, num_first:])
     deviation = _deviation(packed, torch.cat(alone, dim=1))
     if not (leak <= TOLERANCE[packed.dtype] and deviation <= WIDE_TOLERANCE[packed.dtype]):
-        _refuse_encoder(parallel, loss_model, second, eager=True)
+        _refuse_encoder(engine, loss_model, second, eager=True)
     if not leak <= TOLERANCE[packed.dtype]:
         _refuse_packing(f"Packed documents see each other in {type(loss_model.model).__name__}", leak)
     if not deviation <= WIDE_TOLERANCE[packed.dtype]:
@@ -91,7 +91,7 @@ def check_packing(parallel: Probed, loss_model: LossModel, device: torch.device)
 
 
 @torch.no_grad()
-def check_padding(parallel: Probed, loss_model: LossModel, device: torch.device) -> float:
+def check_padding(engine: Probed, loss_model: LossModel, device: torch.device) -> float:
     """The plain path: two documents as rows, the shorter one filled up on the right, against each alone. As
     ``check_packing``.
     """
@@ -100,12 +100,12 @@ def check_padding(parallel: Probed, loss_model: LossModel, device: torch.device)
     for row, document in zip(ids, documents, strict=True):
         row[: document.shape[1]] = document[0]
     with _eager_evaluation(loss_model):
-        rows = parallel.logits({"input_ids": ids})
-        alone = _logits_alone(parallel, loss_model, documents)
+        rows = engine.logits({"input_ids": ids})
+        alone = _logits_alone(engine, loss_model, documents)
     found = torch.cat([row[: document.shape[1]] for row, document in zip(rows, documents, strict=True)])
     deviation = _deviation(found, torch.cat(alone, dim=1)[0])
     if not deviation <= WIDE_TOLERANCE[rows.dtype]:
-        _refuse_encoder(parallel, loss_model, documents[0], eager=True)
+        _refuse_encoder(engine, loss_model, documents[0], eager=True)
         raise UserError(
             f"Attention of {type(loss_model.model).__name__} is not what the model's own code computes.",
             why=f"Relative deviation of the logits: {deviation:.1e}. The kernel leaves something out, or padding is seen.",
@@ -140,16 +140,16 @@ def _refuse_values(logits: torch.Tensor, loss_model: LossModel) -> None:
     )
 
 
-def _refuse_encoder(parallel: Probed, loss_model: LossModel, ids: torch.Tensor, *, eager: bool = False) -> None:
+def _refuse_encoder(engine: Probed, loss_model: LossModel, ids: torch.Tensor, *, eager: bool = False) -> None:
     """UserError where another last token changes the logits before it; with ``eager``, by the attention of the model's
     own code.
     """
     changed = ids.clone()
     changed[:, -1] = (ids[:, -1] + 1) % loss_model.model.config.get_text_config().vocab_size
     if eager:
-        first, second = _logits_alone(parallel, loss_model, [ids, changed])
+        first, second = _logits_alone(engine, loss_model, [ids, changed])
     else:
-        first, second = (parallel.logits({"input_ids": each}) for each in (ids, changed))
+        first, second = (engine.logits({"input_ids": each}) for each in (ids, changed))
     deviation = _deviation(second[:, :-1], first[:, :-1])
     if not deviation <= WIDE_TOLERANCE[first.dtype]:
         raise UserError(
@@ -160,13 +160,13 @@ def _refuse_encoder(parallel: Probed, loss_model: LossModel, ids: torch.Tensor, 
         )
 
 
-def _logits_alone(parallel: Probed, loss_model: LossModel, documents: list[torch.Tensor]) -> list[torch.Tensor]:
+def _logits_alone(engine: Probed, loss_model: LossModel, documents: list[torch.Tensor]) -> list[torch.Tensor]:
     """Logits (1, t, v) of each document by itself, with the attention that transformers writes out in full."""
     model = loss_model.model
     implementation = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
-        return [parallel.logits({"input_ids": document}) for document in documents]
+        return [engine.logits({"input_ids": document}) for document in documents]
     finally:
         model.set_attn_implementation(implementation)
 

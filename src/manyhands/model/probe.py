@@ -42,7 +42,7 @@ class Single:
     def __init__(self, loss_model: LossModel) -> None:
         self._loss_model = loss_model
 
-    def __call__(
+    def forward(
         self, batch: Mapping[str, Any], *, metrics: bool = False
     ) -> Mapping[str, tuple[torch.Tensor, torch.Tensor]]:
         return self._loss_model(batch, metrics=metrics)

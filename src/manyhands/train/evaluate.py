@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from manyhands.train.types import METRICS, Batch, Evaluation, ParallelModel, TrainState
+from manyhands.train.types import METRICS, Batch, Engine, Evaluation, TrainState
 
 MAX_EXPONENT = 700.0  # exp of more is beyond float64
 
 
 def evaluate(
-    parallel: ParallelModel,
+    engine: Engine,
     module: nn.Module,
     micro_batches: Iterable[Batch],
     state: TrainState,
@@ -38,11 +38,11 @@ def evaluate(
     try:
         with torch.no_grad():
             for batch in micro_batches:
-                terms = parallel(batch, metrics=True)
+                terms = engine.forward(batch, metrics=True)
                 names = sorted(terms)  # the same in every batch and on every rank
                 found = torch.stack([number.double() for name in names for number in terms[name]])
                 sums = found if len(sums) == 0 else sums + found
-            parallel.all_reduce_sum(sums)
+            engine.all_reduce_sum(sums)
             samples = sample() if sample is not None else ()
     finally:
         module.train(was_training)

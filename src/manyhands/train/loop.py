@@ -13,18 +13,16 @@ import torch
 from manyhands.config.schema import StopSection
 from manyhands.core.errors import UserError
 from manyhands.train.guards import check_finite, stop_reason
-from manyhands.train.optimizer import rates_by_pattern, set_learning_rate
 from manyhands.train.schedule import Schedule
-from manyhands.train.step import StepSums, StepWork, compute_gradients, update_weights
-from manyhands.train.types import Evaluate, Hook, ParallelModel, StepResult, TrainState
+from manyhands.train.step import StepSums, StepWork, compute_gradients
+from manyhands.train.types import Engine, Evaluate, Hook, StepResult, TrainState
 
 
 @dataclass
 class Loop:
     """Everything one training loop needs. ``works`` yields the remaining steps, from ``state.step`` on."""
 
-    parallel: ParallelModel
-    optimizer: torch.optim.Optimizer
+    engine: Engine
     schedule: Schedule
     works: Iterable[StepWork]
     state: TrainState
@@ -60,10 +58,9 @@ def train(loop: Loop) -> TrainState:
     started, elapsed_before = time.monotonic(), state.elapsed_s
     begin = started
     for work in _until_stop(loop):
-        set_learning_rate(loop.optimizer, loop.schedule(work.step))
-        sums = compute_gradients(loop.parallel, work, seed=loop.seed, rank=loop.rank)
+        sums = compute_gradients(loop.engine, work, seed=loop.seed, rank=loop.rank)
         told = _tell_all(loop, work, sums, elapsed_before + time.monotonic() - started)
-        update_weights(loop.optimizer, sums, max_grad_norm=loop.max_grad_norm)
+        loop.engine.step(loop.schedule(work.step), max_norm=loop.max_grad_norm)
         rows = told()  # the step's one wait: for its sums, while the device is still at work on the update
         end = time.monotonic()
         result = _make_result(loop, work, rows, end - begin)
@@ -128,7 +125,7 @@ def _tell_all(loop: Loop, work: StepWork, sums: StepSums, elapsed_s: float) -> C
     weights = [float(work.weight_of(name).own) for name in names]
     clocks = torch.tensor([*weights, elapsed_s, float(loop.interrupted()), work.waited_s()], dtype=torch.float64)
     mine = torch.stack([*(sums.terms[name] for name in names), sums.grad_norm.double()])
-    gathered = torch.stack(loop.parallel.all_gather(torch.cat([mine, clocks.to(mine.device, non_blocking=True)])))
+    gathered = torch.stack(loop.engine.all_gather(torch.cat([mine, clocks.to(mine.device, non_blocking=True)])))
     arrived = None
     if gathered.is_cuda:
         gathered = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=True).copy_(gathered, non_blocking=True)
@@ -167,7 +164,7 @@ def _make_result(loop: Loop, work: StepWork, rows: list[_Row], seconds: float) -
         seconds=seconds,
         tokens_per_s=work.num_tokens / seconds,
         input_wait_s=max(row.waited_s for row in rows),
-        learning_rates=rates_by_pattern(loop.optimizer),
+        learning_rates=loop.engine.learning_rates(),
         terms=terms if len(sums) > 1 else {},
     )
 

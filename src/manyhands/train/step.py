@@ -12,12 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Protocol, runtime_checkable
 
 import torch
 
-from manyhands.core.holding import local
-from manyhands.train.types import Batch, ParallelModel
+from manyhands.train.types import Batch, Engine
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ class StepSums:
     grad_norm: torch.Tensor  # global, before clipping, 0-d float64
 
 
-def compute_gradients(parallel: ParallelModel, work: StepWork, *, seed: int, rank: int) -> StepSums:
+def compute_gradients(engine: Engine, work: StepWork, *, seed: int, rank: int) -> StepSums:
     """Forward and backward over the rank's micro-batches; gradients are reduced once, and not clipped yet.
 
     Dropout is keyed by (seed, step, micro-batch, rank), so a resumed run repeats it without any stored random state.
@@ -71,17 +69,15 @@ def compute_gradients(parallel: ParallelModel, work: StepWork, *, seed: int, ran
     sums: dict[str, torch.Tensor] = {}
     for index, batch in enumerate(work.micro_batches):
         torch.manual_seed(_key(seed, work.step, index, rank))
-        parallel.set_gradient_sync(index == work.num_micro_batches - 1)
-        terms = parallel(batch)
-        reduce(
-            torch.add, [_share(term_sum, work.weight_of(name).total) for name, (term_sum, _) in terms.items()]
-        ).backward()
+        terms = engine.forward(batch)
+        shares = [_share(term_sum, work.weight_of(name).total) for name, (term_sum, _) in terms.items()]
+        engine.backward(reduce(torch.add, shares), last=index == work.num_micro_batches - 1)
         for name, (term_sum, _) in terms.items():
             detached = term_sum.detach().double()
             sums[name] = sums[name] + detached if name in sums else detached
     if not sums:
         raise ValueError("a step needs at least one micro-batch")
-    return StepSums(sums, parallel.gradient_norm())
+    return StepSums(sums, engine.gradient_norm())
 
 
 def _share(term_sum: torch.Tensor, weight: float) -> torch.Tensor:
@@ -89,40 +85,6 @@ def _share(term_sum: torch.Tensor, weight: float) -> torch.Tensor:
     stays in.
     """
     return term_sum / weight if weight else term_sum * 0
-
-
-def update_weights(optimizer: torch.optim.Optimizer, sums: StepSums, *, max_grad_norm: float) -> None:
-    """Clips (0: does not), steps, and lets the gradients go."""
-    if max_grad_norm > 0:
-        clip_gradients(optimizer, sums.grad_norm, max_grad_norm)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-
-
-@runtime_checkable
-class ScalesGradients(Protocol):
-    """An optimizer that multiplies gradients by a factor while its next step reads them: clipping needs no pass of its
-    own.
-    """
-
-    gradient_factor: torch.Tensor | None  # 0-d float32, on the gradients' device
-
-
-def clip_gradients(optimizer: torch.optim.Optimizer, grad_norm: torch.Tensor, max_norm: float) -> None:
-    """Scales all gradients by min(1, max_norm / (norm + 1e-6)), in place, without a host synchronisation.
-
-    The factor comes from a norm summed in float64: float32 norms differ in the last digit between layouts, and through
-    the factor that digit reaches every weight. An optimizer that scales by itself gets the factor, and gradients stay.
-    """
-    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    parts = [local(grad) for grad in grads]
-    if not parts:
-        return
-    factor = (max_norm / (grad_norm + 1e-6)).clamp(max=1.0)
-    if isinstance(optimizer, ScalesGradients):
-        optimizer.gradient_factor = factor.to(parts[0].device, torch.float32)
-    else:
-        torch._foreach_mul_(parts, factor.to(parts[0]))  # which may lie in host memory
 
 
 def _key(seed: int, step: int, index: int, rank: int) -> int:

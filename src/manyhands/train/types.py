@@ -1,9 +1,10 @@
-"""What the loop works with. Protocols instead of imports: the loop knows neither model nor parallel nor kernels."""
+"""What the loop works with. Protocols instead of imports: the loop knows no model, no process group and no kernel."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -15,21 +16,51 @@ Terms = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 METRICS = frozenset({"correct"})  # returned if asked for, and no part of the loss
 
 
-class ParallelModel(Protocol):
-    """A model with its parallelism applied; made by ``parallel.apply``."""
+class Engine(Protocol):
+    """A model with its parallelism and its optimizer: all that the loop knows of either.
+
+    ``engine/native.py`` implements it on FSDP2 and DDP. Every rank calls every method, in the same order. One step is
+    ``forward`` and ``backward`` for each micro-batch, then ``gradient_norm``, then ``step``.
+    """
 
     model: torch.nn.Module  # the Hugging Face model inside: its parameter names are the checkpoint's
 
-    def __call__(self, batch: Batch, *, metrics: bool = False) -> Terms: ...
+    def forward(self, batch: Batch, *, metrics: bool = False) -> Terms:
+        """Loss terms of a micro-batch; ``metrics`` adds those of ``METRICS``. Where autograd is off, no gradients."""
+        ...
 
-    def set_gradient_sync(self, on: bool) -> None:
-        """Whether the next forward and backward reduce gradients over ranks (only the last micro-batch of a step
-        does).
+    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        """Adds the gradients of ``loss``, a share of the step's loss, to those of earlier micro-batches.
+
+        ``last``: no further micro-batch follows, so gradients are summed (never averaged) over ranks.
         """
         ...
 
     def gradient_norm(self) -> torch.Tensor:
         """The global 2-norm of all gradients, summed in float64, as a 0-d float64 tensor, the same on every rank."""
+        ...
+
+    def step(self, learning_rate: float, *, max_norm: float) -> None:
+        """Clips gradients to the global 2-norm ``max_norm`` (0: does not), updates the weights and frees gradients."""
+        ...
+
+    def learning_rates(self) -> Mapping[str, float]:
+        """The rates of parameters that have their own, by pattern, as of the latest step."""
+        ...
+
+    def save(
+        self,
+        folder: Path,
+        state: dict[str, Any],
+        *,
+        manifest_extra: dict[str, Any] | None = None,
+        progress: Callable[[int, int], None] = ...,
+    ) -> None:
+        """Writes weights, optimizer states and ``state`` (JSON) as a checkpoint that exists when its manifest does."""
+        ...
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Takes up what ``save`` wrote, on any number of ranks, bit for bit; returns the state."""
         ...
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:

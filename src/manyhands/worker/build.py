@@ -4,34 +4,26 @@ resumed.
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from manyhands.checkpoint.load import load_checkpoint, newest_checkpoint
+from manyhands.checkpoint.load import newest_checkpoint
 from manyhands.checkpoint.retention import clean_leftovers
 from manyhands.convert.build import build_on_meta, describe_new, load_weights, make_all
 from manyhands.convert.protocol import Context
 from manyhands.convert.quantize import count_parameters
 from manyhands.core.collectives import run_on_first
 from manyhands.core.errors import EXIT_FAILED, UserError
-from manyhands.core.holding import first_index
 from manyhands.data.batches import collate
 from manyhands.data.collate import BatchShape
 from manyhands.data.store import TokenStore
 from manyhands.data.tokenizer import load_tokenizer
 from manyhands.engine.apply import apply
-from manyhands.engine.optimizer_offload import StreamedOptimizer
 from manyhands.facts.identity import check_files
-from manyhands.kernels.adamw import FusedAdamW
-from manyhands.kernels.adamw import choose_backend as choose_adamw
-from manyhands.kernels.backend import Backend
-from manyhands.model.blocks import find_blocks
 from manyhands.model.checks import check_loss, check_packing, check_padding
-from manyhands.train.optimizer import make_optimizer
 from manyhands.train.types import TrainState
 from manyhands.worker.loading import shape_of
 from manyhands.worker.rank import Rank
@@ -90,54 +82,27 @@ def build_model(rank: Rank) -> None:
     rank.loss_model = build_on_meta(context, converters, rank.say)
     for line in describe_new(converters, reported):
         rank.say(line)
-    rank.parallel = apply(
+    rank.engine = apply(
         rank.loss_model, plan, world, lambda module, device: load_weights(context, converters, module, device)
     )
     for line in describe_new(converters, reported):
         rank.say(line)
-    rank.optimizer = _make_optimizer(rank)
-    if plan.offload == "optimizer":
-        rank.optimizer = StreamedOptimizer(rank.optimizer, world.device)
+    if note := rank.engine.make_optimizer(plan, config):
+        rank.say(note)
     trained = sum(p.numel() for p in rank.model.parameters() if p.requires_grad)
     total = count_parameters(rank.model)
     rank.measured |= {"num_parameters": total, "num_trained_parameters": trained}
     rank.say(f"model: {total:,} parameters, {trained:,} trained ({trained / total:.2%})")
 
 
-def _make_optimizer(rank: Rank) -> torch.optim.Optimizer:
-    """The optimizer. AdamW in one pass where weights have a copy that computes, and for weights in bfloat16; which, and
-    why, is said.
-    """
-    plan, config, copy = rank.plan, rank.config, rank.parallel.compute_copy
-    blocks, compute_dtype = list(find_blocks(rank.model)), getattr(torch, plan.compute_dtype)
-    make = partial(
-        make_optimizer, rank.model, config.optimizer, plan.learning_rate, blocks, compute_dtype=compute_dtype
-    )
-    narrow = plan.master_dtype == "bfloat16"
-    if not narrow and (copy is None or not plan.fuse_optimizer or plan.offload != "none"):
-        return make()
-    backend = (
-        Backend("eager", "as asked") if config.kernels.optimizer == "reference" else choose_adamw(rank.world.device)
-    )
-    why = f" ({backend.reason})" if backend.reason else ""
-    if backend.name == "eager" and not narrow:
-        rank.say(f"optimizer: torch's own AdamW{why}")
-        return make()
-    make_adamw = partial(FusedAdamW, backend=backend.name, seed=config.seed, first_index=first_index)
-    if copy is not None:
-        make_adamw = partial(make_adamw, copies=copy.hand_over(), written=copy.mark_written)
-    rank.say(f"optimizer: AdamW with clipping{' and casts' if copy else ''} in one pass, {backend.name}{why}")
-    return make(make_adamw=make_adamw)
-
-
 def check_model(rank: Rank) -> None:
     """What the fast paths claim is compared with the loaded model itself, before the first step."""
-    check_loss(rank.parallel, rank.loss_model, rank.world.device)
+    check_loss(rank.engine, rank.loss_model, rank.world.device)
     check_rows = check_packing if rank.plan.packing else check_padding
-    check_rows(rank.parallel, rank.loss_model, rank.world.device)
+    check_rows(rank.engine, rank.loss_model, rank.world.device)
     batch = probe_batch(rank)
     for converter in rank.converters:
-        found = converter.before_first_step(rank.model, rank.parallel, batch)
+        found = converter.before_first_step(rank.model, rank.engine, batch)
         if found is not None:
             rank.say(found.text)
             rank.measured |= found.measured
@@ -149,7 +114,7 @@ def check_model(rank: Rank) -> None:
 def resume(rank: Rank) -> None:
     """From the newest complete checkpoint, on whatever number of ranks there is now."""
     if rank.checkpoint is not None:
-        rank.state = TrainState(**load_checkpoint(rank.checkpoint, rank.model, rank.optimizer))
+        rank.state = TrainState(**rank.engine.load(rank.checkpoint))
         rank.say(f"resumed after step {rank.state.step} from {rank.checkpoint.name}")
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from manyhands.checkpoint.load import load_checkpoint
 from manyhands.checkpoint.retention import checkpoint_folder
 from manyhands.core.collectives import run_on_first
 from manyhands.data.streams import TOKENS
@@ -28,7 +27,7 @@ def export(rank: Rank) -> None:
     config, plan, folder = rank.config, rank.plan, rank.folder
     if config.checkpoint.keep_best and rank.state.best_step not in (None, rank.state.step):
         assert rank.state.best_step is not None
-        load_checkpoint(checkpoint_folder(folder.checkpoints, rank.state.best_step), rank.model, rank.optimizer)
+        rank.engine.load(checkpoint_folder(folder.checkpoints, rank.state.best_step))
         rank.say(
             f"exporting the best checkpoint: step {rank.state.best_step}, validation loss {rank.state.best_loss:.4f}"
         )
@@ -66,7 +65,7 @@ def verify(rank: Rank) -> None:
 def report(rank: Rank) -> None:
     """Plan beside measurement; then the run is finished."""
     peak = torch.cuda.max_memory_allocated(rank.world.device) if rank.world.device.type == "cuda" else None
-    peaks = rank.parallel.all_gather(torch.tensor([peak or 0], dtype=torch.float64, device=rank.world.device))
+    peaks = rank.engine.all_gather(torch.tensor([peak or 0], dtype=torch.float64, device=rank.world.device))
     if not rank.is_first:
         return
     rank.measured |= {
@@ -114,7 +113,7 @@ def _save_probe(rank: Rank) -> None:
     length = ids.shape[1]
     positions = torch.arange(length, device=ids.device)[None]
     bounds = torch.tensor([0, length], dtype=torch.int32, device=ids.device)
-    logits = rank.parallel.logits(
+    logits = rank.engine.logits(
         {"input_ids": ids, "position_ids": positions, "cu_seq_lens": bounds, "max_length": length}
     )
     run_on_first(lambda: save_probe(_probe(rank), ids, logits, rank.plan.compute_dtype))

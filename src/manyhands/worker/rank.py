@@ -20,7 +20,7 @@ from manyhands.core.world import World
 from manyhands.data.collate import BatchWorkers
 from manyhands.data.order import SampleOrder
 from manyhands.data.store import TokenStore
-from manyhands.engine.native import Parallel
+from manyhands.engine.native import NativeEngine
 from manyhands.launch.environment import Launcher
 from manyhands.launch.failure import (
     claim_terminal,
@@ -74,8 +74,7 @@ class Rank:
     loss_model: LossModel = None  # type: ignore[assignment]
     checkpoint: Path | None = None  # the newest, which the run resumes from
     converters: Sequence[Converter] = ()
-    parallel: Parallel = None  # type: ignore[assignment]
-    optimizer: torch.optim.Optimizer = None  # type: ignore[assignment]
+    engine: NativeEngine = None  # type: ignore[assignment]
     state: TrainState = field(default_factory=TrainState)
     sinks: Sequence[Sink] = ()  # of rank 0, while it trains
     # results, for the report

@@ -58,17 +58,17 @@ def answer_prompts(rank: Rank, prompts: list[Prompt]) -> tuple[tuple[str, str], 
     """
     max_new_tokens = rank.config.evaluate.max_new_tokens
     ends = end_token_ids(rank.plan.model_folder, rank.tokenizer, chat_template_kwargs_of(rank.config))
-    if rank.parallel.is_whole and not rank.is_first:
+    if rank.engine.is_local and not rank.is_first:
         return ()
     answers = []
     with torch.compiler.set_stance("force_eager"):  # a length seen once is not worth a compilation
         for done, prompt in enumerate(prompts):
             rank.show_progress("samples", done, len(prompts))
-            if rank.parallel.is_whole:
+            if rank.engine.is_local:
                 answer = generate(rank.model, rank.tokenizer, prompt.ids, max_new_tokens, ends)
             else:
                 ids = greedy(
-                    rank.parallel.next_token_logits, prompt.ids, max_new_tokens, ends, rank.world.device, agree=_agree
+                    rank.engine.next_token_logits, prompt.ids, max_new_tokens, ends, rank.world.device, agree=_agree
                 )
                 answer = rank.tokenizer.decode(ids, skip_special_tokens=True).strip()
             answers.append((prompt.text, answer))

@@ -11,7 +11,6 @@ from dataclasses import asdict
 import torch
 
 from manyhands.checkpoint.retention import checkpoint_folder, prune
-from manyhands.checkpoint.save import save_checkpoint
 from manyhands.core.collectives import run_on_first
 from manyhands.metrics import open_sinks
 from manyhands.metrics.meters import Meter
@@ -40,8 +39,7 @@ def train_model(rank: Rank) -> None:
     )
     rank.sinks = sinks
     loop = Loop(
-        parallel=rank.parallel,
-        optimizer=rank.optimizer,
+        engine=rank.engine,
         schedule=make_schedule(
             config.schedule.name,
             peak=plan.learning_rate,
@@ -107,7 +105,7 @@ def make_evaluate(rank: Rank) -> Evaluate | None:
 
     def run(state: TrainState) -> Evaluation:
         return evaluate(
-            rank.parallel,
+            rank.engine,
             rank.loss_model,
             beat_by_batch(state),
             state,
@@ -123,7 +121,7 @@ def make_evaluate(rank: Rank) -> Evaluate | None:
 def stop_if_asked(rank: Rank) -> None:
     """Raises Interrupted on all ranks if any of them was asked to stop: whoever asks waits seconds before it kills."""
     asked = torch.tensor(float(rank.stop()))  # on the host: devices go on meanwhile
-    if rank.parallel.all_reduce_sum(asked).item():
+    if rank.engine.all_reduce_sum(asked).item():
         raise Interrupted
 
 
@@ -149,7 +147,7 @@ class DeviceHook(Hook):
             values = torch.tensor(
                 list(reading.values()), dtype=torch.float64
             )  # on the host: the device is at work on the update
-            rows = self.rank.parallel.all_gather(values)
+            rows = self.rank.engine.all_gather(values)
             devices = [dict(zip(reading, row.tolist(), strict=True)) for row in rows]
             self.rank.measured["devices"] = devices
             for sink in self.sinks:
@@ -185,13 +183,9 @@ class CheckpointHook(Hook):
         rank.stage = "checkpoint"
         rank.beat(state.step)
         folder = checkpoint_folder(rank.folder.checkpoints, state.step)
-        save_checkpoint(
+        rank.engine.save(
             folder,
-            rank.model,
-            rank.optimizer,
             asdict(state),
-            rank=rank.world.rank,
-            world_size=rank.world.world_size,
             progress=lambda done, total: rank.show_progress(f"checkpoint {state.step}", done, total),
             manifest_extra={
                 "config_digest": rank.config.digest,

@@ -1,21 +1,61 @@
-"""Optimizer states in host memory, streamed to the device while the optimizer steps. Must not know the model or the
-loop.
+"""The engine's optimizer: which kernels run it, and its states in host memory if the plan puts them there.
 
-The optimizer is torch's own: it is stepped a chunk of parameters at a time, each with its states on the device, so
-every number is the one it would have been. Whole and sharded parameters alike.
+``StreamedOptimizer`` streams states to the device while the optimizer steps. The optimizer is torch's own: it is
+stepped a chunk of parameters at a time, each with its states on the device, so every number is the one it would have
+been. Full and sharded parameters alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
-from manyhands.core.holding import local
+from manyhands.config.schema import RunConfig
+from manyhands.core.holding import first_index, local
+from manyhands.engine.masters import ComputeCopy
+from manyhands.kernels.adamw import FusedAdamW, choose_backend
+from manyhands.kernels.backend import Backend
+from manyhands.model.blocks import find_blocks
+from manyhands.plan.types import Plan
+from manyhands.train.optimizer import make_optimizer
 
 CHUNK_BYTES = 2**28  # of parameters; AdamW's states are twice that. plan/memory.py counts what is on the device
 CHUNKS_ON_DEVICE = 2  # one is fetched while one steps and is stored
+
+
+def make_engine_optimizer(
+    model: nn.Module, plan: Plan, config: RunConfig, device: torch.device, copy: ComputeCopy | None
+) -> tuple[torch.optim.Optimizer, str]:
+    """The optimizer of the plan; which kernels run AdamW, and why, or "".
+
+    Fused AdamW runs where weights have a ``copy`` that computes, and for weights in bfloat16.
+    """
+    optimizer, note = _make_optimizer(model, plan, config, device, copy)
+    return (StreamedOptimizer(optimizer, device) if plan.offload == "optimizer" else optimizer), note
+
+
+def _make_optimizer(
+    model: nn.Module, plan: Plan, config: RunConfig, device: torch.device, copy: ComputeCopy | None
+) -> tuple[torch.optim.Optimizer, str]:
+    blocks, compute_dtype = list(find_blocks(model)), getattr(torch, plan.compute_dtype)
+    make = partial(make_optimizer, model, config.optimizer, plan.learning_rate, blocks, compute_dtype=compute_dtype)
+    narrow = plan.master_dtype == "bfloat16"
+    if not narrow and (copy is None or not plan.fuse_optimizer or plan.offload != "none"):
+        return make(), ""
+    backend = Backend("eager", "as asked") if config.kernels.optimizer == "reference" else choose_backend(device)
+    why = f" ({backend.reason})" if backend.reason else ""
+    if backend.name == "eager" and not narrow:
+        return make(), f"optimizer: torch's own AdamW{why}"
+    make_adamw = partial(FusedAdamW, backend=backend.name, seed=config.seed, first_index=first_index)
+    if copy is not None:
+        make_adamw = partial(make_adamw, copies=copy.hand_over(), written=copy.mark_written)
+    parts = "clipping, update and casts" if copy else "clipping and update"
+    return make(make_adamw=make_adamw), f"optimizer: fused AdamW ({parts} in one kernel), {backend.name}{why}"
+
 
 Chunk = list[list[torch.Tensor]]  # parameters stepped together, by group
 States = dict[torch.Tensor, dict[str, torch.Tensor]]

@@ -1,0 +1,115 @@
+"""Two engines, one loop: the toy trains what the native engine trains, bit for bit, and resumes from what it saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from manyhands.config.schema import StopSection
+from manyhands.convert.loss import LossModel
+from manyhands.core.world import World
+from manyhands.engine.native import NativeEngine
+from manyhands.train.loop import Loop, train
+from manyhands.train.step import StepWork
+from manyhands.train.types import Engine, Evaluation, Hook, StepResult, TrainState
+from tests.support.layouts import Documents, count_loss_tokens, pack
+from tests.support.tiny import tiny_model
+from tests.support.toy_engine import ToyEngine
+
+CPU = torch.device("cpu")
+NUM_STEPS, CLIP = 6, 0.5
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "AdamW": partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1),
+}
+
+
+def make_toy(make: Callable[..., torch.optim.Optimizer]) -> Engine:
+    loss_model = LossModel(tiny_model("llama"))
+    return ToyEngine(loss_model, loss_model.model, make)
+
+
+def make_native(make: Callable[..., torch.optim.Optimizer]) -> Engine:
+    engine = NativeEngine(LossModel(tiny_model("llama")), World(0, 0, 1, CPU))
+    engine.optimizer = make(list(engine.model.parameters()))
+    return engine
+
+
+def documents(seed: int) -> Documents:
+    draw = np.random.default_rng(seed)
+    return [(draw.integers(0, 256, n).tolist(), [True] * n) for n in (7 + seed, 12)]
+
+
+def run(engine: Engine, first: int = 0, last: int = NUM_STEPS) -> tuple[list[StepResult], dict[str, torch.Tensor]]:
+    results: list[StepResult] = []
+
+    class Keep(Hook):
+        def after_step(self, state: TrainState, result: StepResult) -> None:
+            results.append(result)
+
+    def works() -> Any:
+        for step in range(first, last):
+            micro_batches = [documents(2 * step), documents(2 * step + 1)]
+            count = int(sum(map(count_loss_tokens, micro_batches)))
+            yield StepWork(step, 0.0, 4, count, count, 2, count, [pack(each) for each in micro_batches])
+
+    train(
+        Loop(
+            engine=engine,
+            schedule=lambda step: 1e-2 / (step + 1),
+            works=works(),
+            state=TrainState(step=first),
+            stop=StopSection(),
+            num_steps=last,
+            max_grad_norm=CLIP,
+            seed=0,
+            rank=0,
+            device=CPU,
+            hooks=[Keep()],
+        )
+    )
+    return results, {name: p.detach().clone() for name, p in engine.model.named_parameters()}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_toy_trains_the_losses_of_the_native_engine_bit_for_bit(optimizer: str) -> None:
+    (native, native_weights), (toy, toy_weights) = (
+        run(make(OPTIMIZERS[optimizer])) for make in (make_native, make_toy)
+    )
+    assert [result.loss for result in toy] == [result.loss for result in native]
+    norms = [result.grad_norm for result in toy]
+    assert norms == pytest.approx([result.grad_norm for result in native], rel=1e-12)  # summed in another order
+    assert min(norms) < CLIP < max(norms) or max(norms) > CLIP
+    assert native[-1].loss < native[0].loss
+    assert all(torch.equal(toy_weights[name], native_weights[name]) for name in native_weights)
+
+
+@pytest.mark.parametrize("make", [make_native, make_toy])
+def test_an_engine_resumes_from_what_it_saved(make: Callable[..., Engine], tmp_path: Path) -> None:
+    adamw = OPTIMIZERS["AdamW"]
+    results, weights = run(make(adamw))
+    first = make(adamw)
+    run(first, 0, 3)
+    first.save(tmp_path / "step-3", {"step": 3})
+    resumed = make(adamw)
+    assert resumed.load(tmp_path / "step-3") == {"step": 3}
+    later, later_weights = run(resumed, 3)
+    assert [result.loss for result in later] == [result.loss for result in results[3:]]
+    assert all(torch.equal(later_weights[name], weights[name]) for name in weights)
+
+
+def test_both_engines_evaluate_alike() -> None:
+    from manyhands.train.evaluate import evaluate
+
+    found: list[Evaluation] = []
+    for make in (make_native, make_toy):
+        engine = make(OPTIMIZERS["SGD"])
+        batches = [pack(documents(seed)) for seed in range(2)]
+        found.append(evaluate(engine, engine.model, batches, TrainState(), num_samples=4, num_tokens=39, device=CPU))
+    assert found[0].loss == found[1].loss and found[0].accuracy == found[1].accuracy
