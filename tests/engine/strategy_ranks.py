@@ -11,11 +11,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from manyhands.engine.optimizer_offload import StreamedOptimizer
 
 from manyhands.config.schema import RunConfig
 from manyhands.convert.adapter import load_adapter_state
 from manyhands.engine.native import NativeEngine
+from manyhands.engine.optimizers import StreamedOptimizer
 from manyhands.export.model import export_model
 from manyhands.model.blocks import find_blocks
 from manyhands.plan.types import Plan

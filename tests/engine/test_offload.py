@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from manyhands.engine.optimizer_offload import StreamedOptimizer, split_parameters
 from torch import nn
 
 from manyhands.checkpoint.load import load_checkpoint
@@ -16,6 +15,7 @@ from manyhands.checkpoint.save import save_checkpoint
 from manyhands.engine import activation_offload as activations
 from manyhands.engine.activation_offload import ActivationStore, Saved, offload_activations
 from manyhands.engine.compile import compile_blocks
+from manyhands.engine.optimizers import StreamedOptimizer, split_parameters
 from tests.support.tiny import tiny_model
 
 CPU = torch.device("cpu")

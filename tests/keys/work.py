@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from manyhands.engine.optimizer_offload import StreamedOptimizer
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,6 +20,7 @@ from manyhands.core.world import World
 from manyhands.engine import apply, mesh
 from manyhands.engine.activation_offload import ActivationStore
 from manyhands.engine.compile import compile_blocks as compile_all
+from manyhands.engine.optimizers import StreamedOptimizer
 from manyhands.launch import start as launch_start
 from manyhands.launch.heartbeat import Beat
 from manyhands.launch.run_folder import RunFolder

@@ -14,7 +14,7 @@ PINNED = 1 / math.log(2)  # torch rounds pinned blocks up to powers of 2: this m
 CHUNK_BYTES, CHUNKS_ON_DEVICE = (
     2**28,
     2,
-)  # of parameters whose states are on the device, as in engine/optimizer_offload.py
+)  # of parameters whose states are on the device, as in engine/optimizers.py
 
 
 def estimate_host_terms(s: Setup, terms: dict[str, int]) -> dict[str, int]:
