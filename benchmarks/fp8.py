@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from manyhands.bench import records
-from manyhands.kernels import triton_fp8
+from manyhands.kernels.fp8 import triton as triton_fp8
 
 Tensor = torch.Tensor
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -153,9 +153,9 @@ def pass_cases(n: int, device: torch.device) -> Iterator[tuple[str, str, Callabl
 
         def triton_rows(k: int = k) -> dict[str, Any]:
             x = torch.randn(n, k, device=device).bfloat16()
-            found, expected = triton_fp8.quantise_rows([x]), quantise(x)
+            found, expected = triton_fp8.quantize_rows([x]), quantise(x)
             other = float((found[0].view(torch.uint8) != expected[0].view(torch.uint8)).float().mean())
-            return rate(lambda: triton_fp8.quantise_rows([x]), 3 * n * k) | {"codes_unlike_torch": other}
+            return rate(lambda: triton_fp8.quantize_rows([x]), 3 * n * k) | {"codes_unlike_torch": other}
 
         def compiled_rows(k: int = k) -> dict[str, Any]:
             x = torch.randn(n, k, device=device).bfloat16()
@@ -166,14 +166,14 @@ def pass_cases(n: int, device: torch.device) -> Iterator[tuple[str, str, Callabl
 
     def three_parts() -> dict[str, Any]:
         parts = [torch.randn(n, k, device=device).bfloat16() for k in (4096, 1024, 1024)]
-        return rate(lambda: triton_fp8.quantise_rows(parts), 3 * n * 6144)
+        return rate(lambda: triton_fp8.quantize_rows(parts), 3 * n * 6144)
 
     yield "quantise rows of q, k, v", "triton", three_parts
     for k in (4096, 28672):
 
         def transposed(coded: bool, k: int = k) -> dict[str, Any]:
             x = torch.randn(n, k, device=device).bfloat16()
-            codes, scales = triton_fp8.quantise_rows([x])
+            codes, scales = triton_fp8.quantize_rows([x])
             if coded:
                 return rate(lambda: triton_fp8.transpose([codes], scales, False), 2 * n * k)
             found = triton_fp8.transpose([x], scales, True)

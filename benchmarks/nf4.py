@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from manyhands.bench import records
-from manyhands.kernels import nf4
-from manyhands.kernels.triton_nf4 import dequantise_triton
+from manyhands.kernels.nf4 import reference, select
+from manyhands.kernels.nf4.triton import dequantize_triton
 
 Shape = tuple[int, int]
 NUM_LAYERS = 32
@@ -37,7 +37,7 @@ SHAPES: dict[Shape, int] = {
     (1024, 4096): 2,
 }  # and how many a block has
 NUM_VALUES = 2**28
-WAYS: dict[str, nf4.Dequantise] = {"bitsandbytes": nf4.dequantise_plain, "triton": dequantise_triton}
+WAYS: dict[str, reference.Dequantize] = {"bitsandbytes": reference.dequantize_reference, "triton": dequantize_triton}
 
 
 def milliseconds(run: Callable[[], Any]) -> float:
@@ -52,14 +52,16 @@ def milliseconds(run: Callable[[], Any]) -> float:
 
 
 def measure(
-    dequantise: nf4.Dequantise, stored: list[tuple[torch.Tensor, torch.Tensor]], shape: Shape
+    dequantize: reference.Dequantize, stored: list[tuple[torch.Tensor, torch.Tensor]], shape: Shape
 ) -> dict[str, Any]:
     """One shape, one way."""
     given = (*stored[0], shape, torch.bfloat16)
-    unlike = int((dequantise(*given).view(torch.int16) != nf4.dequantise_plain(*given).view(torch.int16)).sum())
+    unlike = int(
+        (dequantize(*given).view(torch.int16) != reference.dequantize_reference(*given).view(torch.int16)).sum()
+    )
 
     def sweep() -> list[torch.Tensor]:
-        return [dequantise(codes, second, shape, torch.bfloat16) for codes, second in stored]
+        return [dequantize(codes, second, shape, torch.bfloat16) for codes, second in stored]
 
     eager_ms = milliseconds(sweep) / len(stored)
     graph = torch.cuda.CUDAGraph()
@@ -92,7 +94,7 @@ def main() -> None:
     device = torch.device("cuda", 0)
     say = partial(records.say, path=options.output)
     rate, clock = copy_rate(device), time.perf_counter()
-    backend = nf4.choose_backend(device, torch.bfloat16)
+    backend = select.choose_backend(device, torch.bfloat16)
     about = {"device": torch.cuda.get_device_name(device), "torch": torch.__version__, "copy_gb_s": round(rate, 1)}
     say(
         about
@@ -103,15 +105,15 @@ def main() -> None:
         name = "x".join(map(str, shape))
         if options.only not in name:
             continue
-        codes, second = nf4.draw_weight(shape, device)
+        codes, second = reference.draw_weight(shape, device)
         stored = [(codes.clone(), second.clone()) for _ in range(max(1, NUM_VALUES // (shape[0] * shape[1])))]
-        for case, dequantise in WAYS.items():
+        for case, dequantize in WAYS.items():
             row: dict[str, Any] = {"shape": name, "case": case}
             if time.perf_counter() - started > options.seconds - 1:
                 say(row | {"open": "no time left"})
                 continue
             try:
-                row |= measure(dequantise, stored, shape)
+                row |= measure(dequantize, stored, shape)
                 row["share_of_copy"] = round(row["gb_s"] / rate, 3)
                 model_ms.setdefault(case, []).append(NUM_LAYERS * count * row["ms"])
             except Exception as failure:

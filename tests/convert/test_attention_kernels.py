@@ -19,10 +19,10 @@ from manyhands.convert.attention import (
     attention_kwargs,
     choose_attention_kernels,
 )
-from manyhands.kernels import flash4
-from manyhands.kernels.dense_attention import DenseAttention
-from manyhands.kernels.flash4 import PackedAttention, bind
-from manyhands.kernels.plain_attention import attend_plain
+from manyhands.kernels.attention import flash4
+from manyhands.kernels.attention.dense import DenseAttention
+from manyhands.kernels.attention.flash4 import PackedAttention, bind
+from manyhands.kernels.attention.reference import attend_reference
 from tests.kernels.flash4_stub import interface
 
 HEADS, GROUPS, DIM = 4, 2, 16
@@ -47,7 +47,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False
     ):  # type: ignore[no-untyped-def]
         names.append("varlen")
-        return attend_plain(query, key, value, cu_seq_q, scale, window_size[0])
+        return attend_reference(query, key, value, cu_seq_q, scale, window_size[0])
 
     def noted(name: str, function: Any) -> None:
         monkeypatch.setattr(
@@ -90,7 +90,7 @@ def attend(
     del kwargs["position_ids"]
     found, _ = attend_varlen(torch.nn.Identity(), q, k, v, None, scaling=0.3, sliding_window=window, **kwargs)
     flat = [x[0].transpose(0, 1).double() for x in (q, k, v)]
-    return found, attend_plain(*flat, bounds, 0.3, window - 1 if window else -1)[None]
+    return found, attend_reference(*flat, bounds, 0.3, window - 1 if window else -1)[None]
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ def test_one_weight_at_a_time_is_dequantised(monkeypatch: pytest.MonkeyPatch) ->
     layers = [both_ways(layer)[0] for layer in draw_layers("q, k, v")]
     alive: list[int] = []
     made: list[weakref.ref[torch.Tensor]] = []
-    original = nf4.dequantise
+    original = nf4.dequantize
 
     def watched(*arguments: Any) -> torch.Tensor:
         alive.append(sum(reference() is not None for reference in made))
@@ -144,7 +144,7 @@ def test_one_weight_at_a_time_is_dequantised(monkeypatch: pytest.MonkeyPatch) ->
         made.append(weakref.ref(weight))
         return weight
 
-    monkeypatch.setattr(nf4, "dequantise", watched)
+    monkeypatch.setattr(nf4, "dequantize", watched)
     x = draw_input(4, 75)
     gradients(lora_linears(x, layers), x, layers)
     assert alive == [0] * 6  # three in each direction

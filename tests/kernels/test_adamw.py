@@ -15,16 +15,15 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.kernels.adamw import (
-    FusedAdamW,
+from manyhands.kernels.adamw import FusedAdamW, choose_backend
+from manyhands.kernels.adamw.reference import (
     Part,
     Rates,
-    choose_backend,
     make_key,
     make_rows,
     mix,
     round_to_bfloat16,
-    update_eager,
+    update_reference,
 )
 
 CPU = torch.device("cpu")
@@ -204,7 +203,7 @@ def rounded_step(seed: int = 0, index: int = 0, count: float = 1.0, first: int =
     key = torch.tensor(make_key(seed, index, first), dtype=torch.int32)
     row = make_rows(torch.tensor([count]), 1e-3, 0.0, 0.0)[0]
     part = Part(weight, gradient, torch.zeros_like(weight), torch.zeros_like(weight), row, key=key)
-    update_eager(part, Rates(0.0, 0.0, EPS, 0.0), None)
+    update_reference(part, Rates(0.0, 0.0, EPS, 0.0), None)
     return weight.clone()
 
 
@@ -232,8 +231,8 @@ def test_every_bit_of_the_index_reaches_every_random_bit() -> None:
 def test_the_kernel_is_the_reference_as_triton_interprets_it() -> None:
     """In a process of its own, as Triton decides at import. Its interpreter cuts bfloat16 off where a GPU rounds."""
     code = (
-        "import torch; from manyhands.kernels import adamw, triton_adamw; "
-        "print(triton_adamw.compare(torch.device('cpu'), adamw.update_eager))"
+        "import torch; from manyhands.kernels.adamw import reference, triton; "
+        "print(triton.compare(torch.device('cpu'), reference.update_reference))"
     )
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(
@@ -244,11 +243,11 @@ def test_the_kernel_is_the_reference_as_triton_interprets_it() -> None:
 
 @pytest.mark.gpu
 def test_a_gpu_takes_triton() -> None:
-    from manyhands.kernels import triton_adamw
+    from manyhands.kernels.adamw import triton
 
     device = torch.device("cuda")
     assert choose_backend(device).name == "triton", choose_backend(device).reason
-    assert triton_adamw.compare(device, update_eager) < 0.5
+    assert triton.compare(device, update_reference) < 0.5
 
 
 def test_a_cpu_takes_plain_torch() -> None:

@@ -12,9 +12,9 @@ import torch
 
 from manyhands.data.collate import BatchShape, collate_samples
 from manyhands.data.streams import MASK, TOKENS, Sample, make_sample
-from manyhands.kernels import dense_attention
-from manyhands.kernels.dense_attention import attend_dense, choose_dense, compare
-from manyhands.kernels.plain_attention import ALLOWED
+from manyhands.kernels.attention import dense as dense_attention
+from manyhands.kernels.attention.dense import attend_dense, choose_dense, compare
+from manyhands.kernels.attention.reference import ALLOWED
 
 CPU = torch.device("cpu")
 
@@ -25,7 +25,7 @@ def draw(
     return torch.randn(2, heads, length, dim, generator=torch.Generator().manual_seed(seed + heads)).to(dtype)
 
 
-def attend_plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
+def attend_reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
     """Three lines in float64."""
     key, value = (x.double().repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     hidden = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool).triu(1)
@@ -68,7 +68,7 @@ def test_flash_agrees_with_float64_forward_and_backward(groups: int, dtype: torc
     inputs = [draw(heads, dtype=dtype, seed=seed).requires_grad_() for seed, heads in enumerate((4, groups, groups))]
     given = draw(4, dtype=dtype, seed=9)
     out = attend_dense(*inputs, 0.3, "flash")
-    expected = attend_plain(*inputs, 0.3)
+    expected = attend_reference(*inputs, 0.3)
     found = [out, *torch.autograd.grad(out, inputs, given)]
     wanted = [expected, *torch.autograd.grad(expected, inputs, given.double())]
     for one, other in zip(found, wanted, strict=True):
@@ -129,5 +129,5 @@ def test_a_gpu_has_a_kernel_for_rows(heads: int, groups: int, dim: int) -> None:
     assert chosen.name, chosen.reason
     inputs = [draw(n, 300, dim, torch.bfloat16, seed).to(device) for seed, n in enumerate((heads, groups, groups))]
     out = attend_dense(*inputs, None, chosen.name)
-    expected = attend_plain(*(x.cpu() for x in inputs), dim**-0.5)
+    expected = attend_reference(*(x.cpu() for x in inputs), dim**-0.5)
     assert (out.cpu().double() - expected).norm() <= 5e-3 * expected.norm()

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from manyhands.kernels import flash4
-from manyhands.kernels.flash4 import attend_flash4, bind, choose_packed, compare, find_obstacle, try_flash4
-from manyhands.kernels.plain_attention import ALLOWED, attend_plain
+from manyhands.kernels.attention import flash4
+from manyhands.kernels.attention.flash4 import attend_flash4, bind, choose_packed, compare, find_obstacle, try_flash4
+from manyhands.kernels.attention.reference import ALLOWED, attend_reference
 from tests.kernels.flash4_stub import interface
 
 CPU = torch.device("cpu")
@@ -70,7 +70,7 @@ def test_the_measure_is_masked_attention(window: int) -> None:
     expected = torch.nn.functional.scaled_dot_product_attention(
         *heads_first, attn_mask=seen, scale=0.3, enable_gqa=True
     )[0].transpose(0, 1)
-    torch.testing.assert_close(attend_plain(q, k, v, bounds, 0.3, window), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(attend_reference(q, k, v, bounds, 0.3, window), expected, rtol=1e-12, atol=1e-12)
 
 
 # -- when it is chosen ------------------------------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ def test_unbound_operators_refuse() -> None:
 def test_gradients_pass_through_the_operators(bound: None, heads: tuple[int, int], window: int) -> None:
     inputs, given, bounds = pack(LENGTHS, heads, 8, torch.float64)
     found = with_gradients(lambda *qkv: attend_flash4(*qkv, bounds, 32, 0.3, window), inputs, given)
-    expected = with_gradients(lambda *qkv: attend_plain(*qkv, bounds, 0.3, window), inputs, given)
+    expected = with_gradients(lambda *qkv: attend_reference(*qkv, bounds, 0.3, window), inputs, given)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
@@ -198,7 +198,7 @@ def test_views_and_expanded_gradients_arrive_whole(bound: None) -> None:
     (q, k, v), _, bounds = pack(LENGTHS, (4, 2), 8, torch.float64)
     turned = [x.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_() for x in (q, k, v)]
     found = torch.autograd.grad(attend_flash4(*turned, bounds, 32, None, -1).sum(), turned)
-    expected = torch.autograd.grad(attend_plain(q, k, v, bounds, None, -1).sum(), (q, k, v))
+    expected = torch.autograd.grad(attend_reference(q, k, v, bounds, None, -1).sum(), (q, k, v))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
@@ -219,7 +219,7 @@ def test_packs_of_any_fill_run_one_graph(bound: None) -> None:
         for x in (*inputs, given):
             torch._dynamo.mark_dynamic(x, 0)
         found = with_gradients(lambda *qkv: compiled(*qkv, bounds), inputs, given)  # noqa: B023
-        expected = with_gradients(lambda q, k, v: attend_plain(q * 2, k, v, bounds, None, 4) * 3, inputs, given)  # noqa: B023
+        expected = with_gradients(lambda q, k, v: attend_reference(q * 2, k, v, bounds, None, 4) * 3, inputs, given)  # noqa: B023
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
     assert len(graphs) == 1
@@ -266,9 +266,9 @@ def test_the_real_kernels_agree_with_float64(
     torch._dynamo.reset()
     attend = torch.compile(attend_flash4, fullgraph=True, dynamic=True) if compiled else attend_flash4
     found = with_gradients(lambda *qkv: attend(*qkv, bounds, bound, None, window), inputs, given)
-    plain = with_gradients(lambda *qkv: attend_plain(*qkv, bounds, None, window), inputs, given)
+    plain = with_gradients(lambda *qkv: attend_reference(*qkv, bounds, None, window), inputs, given)
     wide = [x.detach().double().requires_grad_() for x in inputs]
-    exact = with_gradients(lambda *qkv: attend_plain(*qkv, bounds, None, window), wide, given)
+    exact = with_gradients(lambda *qkv: attend_reference(*qkv, bounds, None, window), wide, given)
     nothing = (
         1e-5 * given.double().norm()
     )  # a query that sees itself alone has no gradient, and the plain way none to the last bit

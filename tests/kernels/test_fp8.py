@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from manyhands.kernels import fp8
-from manyhands.kernels.fp8_linear import code_weights, fp8_linears, fp8_mlp
+from manyhands.kernels.fp8 import fp8_linears, fp8_mlp, ops, quantize_weights, reference, select
 from manyhands.kernels.lora import Layer
 
 ACTIVATIONS = {"silu": F.silu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "gelu": F.gelu}
@@ -36,7 +35,7 @@ def gap(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def test_a_row_is_scaled_by_a_power_of_two_so_that_its_largest_code_is_between_224_and_448() -> None:
     x = torch.cat([draw(40, 33, scale=10.0**power, seed=power + 9) for power in range(-9, 9, 3)])
-    codes, scales = fp8.quantise_rows([x])
+    codes, scales = ops.quantize_rows([x])
     assert torch.equal(torch.frexp(scales).mantissa, torch.full_like(scales, 0.5))
     top = codes.float().abs().amax(1)
     assert top.min() >= 224 and top.max() <= 448
@@ -46,7 +45,7 @@ def test_a_row_is_scaled_by_a_power_of_two_so_that_its_largest_code_is_between_2
 @pytest.mark.parametrize("value", [0.0, 1e-40, float("nan"), float("inf")])
 def test_zeros_stay_zero_and_what_is_no_number_stays_none(value: float) -> None:
     x = torch.tensor([[value, 0.0, value, 0.0] * 4, [1.0] * 16])
-    found = fp8.product(*fp8.quantise_rows([x]), *fp8.quantise_rows([torch.ones(16, 16)]), torch.float32)
+    found = ops.scaled_matmul(*ops.quantize_rows([x]), *ops.quantize_rows([torch.ones(16, 16)]), torch.float32)
     assert torch.equal(found[1], torch.full((16,), 16.0))
     assert found[0].isfinite().all() == (value in (0.0, 1e-40))
     assert value != 0 or not found[0].any()
@@ -55,7 +54,7 @@ def test_zeros_stay_zero_and_what_is_no_number_stays_none(value: float) -> None:
 def test_factors_multiply_columns_before_and_parts_are_one_row() -> None:
     parts = [draw(17, width, seed=width, dtype=torch.bfloat16) for width in (48, 16, 32)]
     factors = draw(96, seed=5).exp()
-    codes, scales = fp8.quantise_rows(parts, factors)
+    codes, scales = ops.quantize_rows(parts, factors)
     expected = torch.cat(parts, 1).float() * factors
     assert torch.equal(codes.float(), (expected / scales).to(torch.float8_e4m3fn).float())
 
@@ -63,7 +62,7 @@ def test_factors_multiply_columns_before_and_parts_are_one_row() -> None:
 def test_transposed_codes_are_the_same_codes() -> None:
     """So the backward pass multiplies with the very weights of the forward pass."""
     weights = [draw(48, 32), draw(16, 32, seed=1)]
-    codes, scales, transposed = code_weights(weights)
+    codes, scales, transposed = quantize_weights(weights)
     assert torch.equal(codes.float().t(), transposed.float())
     assert scales.shape == (64, 1)
 
@@ -72,9 +71,9 @@ def test_transposed_codes_are_the_same_codes() -> None:
 def test_a_sum_over_rows_of_any_scale_loses_nothing_but_the_codes_rounding(num_rows: int) -> None:
     spread = torch.logspace(-4, 4, num_rows)[:, None]
     a, b = draw(num_rows, 48) * spread, draw(num_rows, 16, seed=1) / spread.flip(0)
-    a_codes, b_codes = fp8.quantise_rows([a]), fp8.quantise_rows([b])
+    a_codes, b_codes = ops.quantize_rows([a]), ops.quantize_rows([b])
     out_scales = torch.full((48,), 4.0)
-    found = fp8.product_over_rows(*a_codes, *b_codes, out_scales, torch.float32)
+    found = ops.matmul_over_rows(*a_codes, *b_codes, out_scales, torch.float32)
     exact = (a_codes[0].double() * a_codes[1]).t() @ (b_codes[0].double() * b_codes[1]) / 4
     assert gap(found, exact) < 2e-3
 
@@ -128,7 +127,7 @@ def test_layers_on_one_input_err_by_their_codes_rounding(num_tokens: int, way: s
         draw_layer(o, 32, rank if o != 32 else 0, trained, bool(bias), seed=o, device=device) for o, bias in sizes
     ]
     x = draw(num_tokens, 32, seed=9, device=device, dtype=layers[0].base[0].dtype).requires_grad_()
-    coded = code_weights([layer.base[0] for layer in layers]) if once else None
+    coded = quantize_weights([layer.base[0] for layer in layers]) if once else None
     found = values_and_gradients(fp8_linears(x, layers, coded), [x, *wanted(layers)])
     wide = x.float()
     expected = values_and_gradients(tuple(plain(layer, wide) for layer in layers), [x, *wanted(layers)])
@@ -151,7 +150,7 @@ def test_a_gated_mlp_errs_by_the_rounding_of_three_products(
     ]
     x = draw(num_tokens, 32, seed=9, device=device, dtype=layers[0].base[0].dtype).requires_grad_()
     coded = (
-        [code_weights([layer.base[0] for layer in group]) for group in (layers[:2], layers[2:])]
+        [quantize_weights([layer.base[0] for layer in group]) for group in (layers[:2], layers[2:])]
         if once
         else [None, None]
     )
@@ -176,7 +175,7 @@ def test_one_compiled_graph_serves_every_number_of_tokens_and_gives_the_same_num
         draw_layer(48, 32, 4, False, False, seed=2),
         draw_layer(32, 48, 4, False, False),
     ]
-    coded = code_weights([layer.base[0] for layer in layers[:2]])
+    coded = quantize_weights([layer.base[0] for layer in layers[:2]])
 
     def block(x: torch.Tensor) -> torch.Tensor:
         g, u = fp8_linears(x, layers[:2], coded)
@@ -206,20 +205,20 @@ def test_one_compiled_graph_serves_every_number_of_tokens_and_gives_the_same_num
 @pytest.mark.gpu
 def test_triton_gives_the_codes_of_plain_torch() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    kernels, why = fp8.load_triton(device)
-    if torch.cuda.get_device_capability(device) < fp8.MIN_CAPABILITY:
+    kernels, why = select.load_triton(device)
+    if torch.cuda.get_device_capability(device) < select.MIN_CAPABILITY:
         pytest.skip("no fp8 on this GPU")
     assert kernels is not None, why
     for num_rows, width in ((1, 16), (17, 48), (129, 4096), (40, 14336), (9, 28672)):
         x, y = (draw(num_rows, width, seed=seed, dtype=torch.bfloat16, device="cuda") for seed in (0, 1))
         factors = draw(2 * width, seed=3, device="cuda").exp()
         both = torch.cat([x, y], 1)
-        scales = fp8._stacked_plain([x, y])[1]
+        scales = reference.stacked_reference([x, y])[1]
         pairs = [
-            (kernels.quantise_rows([x]), fp8._rows_plain([x])),
-            (kernels.quantise_rows([x, both[:, width:]], factors), fp8._rows_plain([x, y], factors)),
-            (kernels.quantise_stacked([x, y]), fp8._stacked_plain([x, y])),
-            ([kernels.transpose([x, y], scales, True)], [fp8._transpose_plain([x, y], scales, True)]),
+            (kernels.quantize_rows([x]), reference.rows_reference([x])),
+            (kernels.quantize_rows([x, both[:, width:]], factors), reference.rows_reference([x, y], factors)),
+            (kernels.quantize_stacked([x, y]), reference.stacked_reference([x, y])),
+            ([kernels.transpose([x, y], scales, True)], [reference.transpose_reference([x, y], scales, True)]),
         ]
         for found, expected in pairs:
             assert all(
@@ -227,13 +226,15 @@ def test_triton_gives_the_codes_of_plain_torch() -> None:
             )
         for activation in ACTIVATIONS:
             g, u = both[:, :width], both[:, width:]
-            near = [(kernels.gated_rows(g, u, activation)[0], fp8._gated_plain(g, u, activation)[0])]
+            near = [(kernels.gated_rows(g, u, activation)[0], reference.gated_reference(g, u, activation)[0])]
             back = (y, g, u, factors, activation, True)
-            near += zip(kernels.gated_rows_backward(*back)[:2], fp8._gated_backward_plain(*back)[:2], strict=True)
+            near += zip(
+                kernels.gated_rows_backward(*back)[:2], reference.gated_backward_reference(*back)[:2], strict=True
+            )
             assert all(gap(a, b) < 1e-3 for a, b in near)
             h, codes, scales_h = kernels.gated_rows(g, u, activation)
-            assert torch.equal(codes.float(), fp8._rows_plain([h])[0].float()) and torch.equal(
-                scales_h, fp8._rows_plain([h])[1]
+            assert torch.equal(codes.float(), reference.rows_reference([h])[0].float()) and torch.equal(
+                scales_h, reference.rows_reference([h])[1]
             )
 
 
@@ -241,11 +242,13 @@ def test_triton_gives_the_codes_of_plain_torch() -> None:
 @pytest.mark.parametrize("num_tokens", [1, 17, 512])
 def test_products_of_the_gpu_equal_the_emulation(num_tokens: int) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    if not fp8.has_products(device):
+    if not select.has_scaled_mm(device):
         pytest.skip("no fp8 with a scale a row on this GPU")
     x, w = (
         draw(num_tokens, 1024, device="cuda", dtype=torch.bfloat16),
         draw(48, 1024, seed=1, device="cuda", dtype=torch.bfloat16),
     )
-    given = (*fp8.quantise_rows([x]), *fp8.quantise_rows([w]), torch.bfloat16, w[:, 0].contiguous())
-    assert gap(fp8._scaled_mm(*given), fp8._emulated(*given)) < 4e-3  # a rounding to bfloat16, and the order of sums
+    given = (*ops.quantize_rows([x]), *ops.quantize_rows([w]), torch.bfloat16, w[:, 0].contiguous())
+    assert (
+        gap(select.scaled_mm(*given), reference.matmul_reference(*given)) < 4e-3
+    )  # a rounding to bfloat16, and the order of sums

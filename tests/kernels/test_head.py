@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from manyhands.convert.loss import LossModel
-from manyhands.kernels.head import Head, agrees, read_head
+from manyhands.kernels.loss.head import Head, agrees, read_head
 from tests.support.tiny import tiny_model
 
 SMALL = dict(

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from manyhands.kernels import loss
-from manyhands.kernels.loss import chunk_rows, linear_cross_entropy, softmax_rows
+from manyhands.kernels.backend import Backend
+from manyhands.kernels.loss import choose_backend, chunk_rows, cross_entropy, linear_cross_entropy
+from manyhands.kernels.loss.reference import softmax_rows
 
 
 def draw(num_rows: int, size: int, num_words: int, dtype: torch.dtype, device: str = "cpu") -> tuple[torch.Tensor, ...]:
@@ -134,7 +135,7 @@ def test_backward_twice_and_sums_of_losses() -> None:
 )
 def test_chunks_are_bounded_even_and_whole_tiles(num_rows: int, num_words: int, trained: bool) -> None:
     step = chunk_rows(num_rows, num_words, trained)
-    assert step * num_words <= (loss.MAX_LOGITS_TRAINED if trained else loss.MAX_LOGITS_FROZEN)
+    assert step * num_words <= (cross_entropy.MAX_LOGITS_TRAINED if trained else cross_entropy.MAX_LOGITS_FROZEN)
     last = num_rows % step or step
     assert step == num_rows or step % 128 == 0
     assert last >= step // 2
@@ -190,15 +191,15 @@ def test_wrong_tensors_are_refused() -> None:
 
 
 def test_backend_is_stated() -> None:
-    chosen = loss.choose_backend(torch.device("cpu"), torch.float32)
+    chosen = choose_backend(torch.device("cpu"), torch.float32)
     assert (chosen.name, chosen.reason) == ("eager", "the device is cpu")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_triton_agrees_with_plain_torch(dtype: torch.dtype) -> None:
-    assert loss.choose_backend(torch.device("cuda", 0), dtype) == loss.Backend("triton")
-    from manyhands.kernels.triton_loss import softmax_rows_triton
+    assert choose_backend(torch.device("cuda", 0), dtype) == Backend("triton")
+    from manyhands.kernels.loss.triton import softmax_rows_triton
 
     for num_words, cap, weighted, metrics in itertools.product(
         [1, 2, 63, 1000, 8192, 8193, 50257], [None, 5.0], [False, True], [False, True]

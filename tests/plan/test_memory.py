@@ -119,7 +119,7 @@ def test_gradients_are_there_while_activations_are_only_where_a_step_goes_on():
 def test_limits_of_what_moves_are_those_of_the_store():
     activations = pytest.importorskip("manyhands.engine.activation_offload")
     assert (memory.LEAVING_BYTES, memory.AHEAD_BYTES) == (activations.MAX_LEAVING_BYTES, activations.MAX_AHEAD_BYTES)
-    loss = pytest.importorskip("manyhands.kernels.loss")
+    loss = pytest.importorskip("manyhands.kernels.loss.cross_entropy")
     assert memory.FUSED_LOGITS == {"frozen": loss.MAX_LOGITS_FROZEN, "trained": loss.MAX_LOGITS_TRAINED}
 
 

@@ -22,8 +22,8 @@ from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
-from manyhands.kernels.dense_attention import DenseAttention, attend_dense, choose_dense
-from manyhands.kernels.flash4 import PackedAttention, attend_flash4, choose_packed
+from manyhands.kernels.attention.dense import DenseAttention, attend_dense, choose_dense
+from manyhands.kernels.attention.flash4 import PackedAttention, attend_flash4, choose_packed
 
 VARLEN, BLOCKWISE = "manyhands_varlen", "manyhands_blockwise"
 TAKES_GROUPS = (

@@ -15,8 +15,14 @@ from torch import nn
 
 from manyhands.core.errors import UserError
 from manyhands.core.holding import is_full
-from manyhands.kernels.fp8 import ALIGNMENT, has_features
-from manyhands.kernels.fp8_linear import Coded, code_weights, count_coded_bytes, fp8_linears
+from manyhands.kernels.fp8 import (
+    ALIGNMENT,
+    QuantizedWeights,
+    count_quantized_bytes,
+    fp8_linears,
+    has_features,
+    quantize_weights,
+)
 from manyhands.kernels.lora import Layer
 from manyhands.kernels.modules import FusedAttention, FusedMlp
 from manyhands.model.blocks import block_linears
@@ -26,7 +32,7 @@ class Fp8Linear(nn.Linear):
     """A linear layer whose products are in fp8 while it is trained: x W^T, and backward dY W and dY^T X."""
 
     uses_fp8 = True  # the layer's own attribute is set by ``set_matmuls``
-    coded: Coded | None = None  # its frozen weight, coded once
+    coded: QuantizedWeights | None = None  # its frozen weight, coded once
 
     def __init__(self, base: nn.Linear) -> None:
         nn.Module.__init__(self)
@@ -88,7 +94,7 @@ def quantize_frozen(model: nn.Module) -> int:
 
     What is sharded or trained is coded at each use. For a model that holds its weights already.
     """
-    coded: list[Coded] = []
+    coded: list[QuantizedWeights] = []
     grouped: set[int] = set()
     for module in model.modules():
         groups: list[tuple[Any, str, list[Any]]] = []
@@ -99,9 +105,9 @@ def quantize_frozen(model: nn.Module) -> int:
         for holder, key, layers in groups:
             grouped.update(map(id, layers))
             if all(isinstance(layer, Fp8Linear) and _is_still(layer.weight) for layer in layers):
-                holder[key] = code_weights([layer.weight for layer in layers])
+                holder[key] = quantize_weights([layer.weight for layer in layers])
                 coded.append(holder[key])
-    return count_coded_bytes(coded)
+    return count_quantized_bytes(coded)
 
 
 def _is_still(weight: torch.Tensor) -> bool:

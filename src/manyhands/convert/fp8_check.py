@@ -19,12 +19,11 @@ from manyhands.convert.fp8 import Fp8Linear, fp8_layers, quantize_frozen, set_ma
 from manyhands.convert.protocol import BaseConverter, Context, Finding, TrainedModel
 from manyhands.core.errors import UserError
 from manyhands.core.holding import local
-from manyhands.kernels.fp8 import MIN_CAPABILITY, describe, has_products
-from manyhands.kernels.fp8_linear import fp8_linears
+from manyhands.kernels.fp8 import MIN_CAPABILITY, describe, fp8_linears, has_scaled_mm
 from manyhands.kernels.lora import Layer
 from manyhands.model.blocks import find_blocks
 
-# What rounding alone can do. A product errs by 0.037 of itself (kernels/fp8.py), at random. A layer that errs by more
+# What rounding alone can do. A product errs by 0.037 of itself (kernels/fp8), at random. A layer that errs by more
 # than the # worst code does, 2**-4, has outliers that leave the rest too few codes, or is not computed right.
 LAYER_TOLERANCE = 2**-4
 # The error of an attention or MLP, some 0.065 of its result, adds to those of the others in squares: over L blocks,
@@ -159,7 +158,7 @@ class Fp8Blocks(BaseConverter):
 
     def on_meta(self, model: nn.Module) -> None:
         device = self.context.device
-        if device.type == "cuda" and not has_products(device):
+        if device.type == "cuda" and not has_scaled_mm(device):
             raise UserError(
                 f"{torch.cuda.get_device_name(device)} has no fp8 matmuls with a scale for each row",
                 where="kernels.linear: fp8",

@@ -16,7 +16,7 @@ import torch
 from manyhands.config.schema import RunConfig
 from manyhands.convert.lora import LoraNf4Linear, adapted_layers
 from manyhands.core.holding import fill_from, gather
-from manyhands.kernels.nf4 import dequantise
+from manyhands.kernels.nf4 import dequantize
 from manyhands.model.load import ADDED, draw_module, match_checkpoint, with_owners
 from manyhands.model.source import read_converted, read_stored
 from manyhands.plan.types import Plan
@@ -53,7 +53,7 @@ def quantization_error(
     Takes 10 bytes a value meanwhile.
     """
     shape = (layer.out_features, layer.in_features)
-    held = dequantise(codes.to(device), statistics.to(device), shape, codes.dtype)
+    held = dequantize(codes.to(device), statistics.to(device), shape, codes.dtype)
     return (weight.to(device, torch.float32) - held).float()
 
 

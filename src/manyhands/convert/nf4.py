@@ -1,7 +1,7 @@
 """Frozen linear layers in NF4 with double quantisation (QLoRA, Dettmers et al. 2023, https://arxiv.org/abs/2305.14314).
 
 What is stored is what bitsandbytes' ``quantize_4bit(weight, blocksize=64, quant_type="nf4", compress_statistics=True)``
-gives, byte for byte; its kernels quantise and dequantise. Only the layout is ours, made so that shards stand alone.
+gives, byte for byte; its kernels quantise and dequantize. Only the layout is ours, made so that shards stand alone.
 Knows nothing of adapters, files or ranks.
 
 Layout: the weight (o, i), flattened, is cut into ROWS of 256 blocks of 64 values, the last one padded. A row is one
@@ -43,7 +43,7 @@ from manyhands.kernels.nf4 import (
     ROW_VALUES,
     STATISTICS_BYTES,
     count_rows,
-    dequantise,
+    dequantize,
     kernel_dtype,
 )
 
@@ -88,7 +88,7 @@ class Nf4Linear(nn.Linear):
         shape, codes = (self.out_features, self.in_features), self.weight_codes
         if codes.is_meta:
             return torch.empty(shape, dtype=codes.dtype, device="meta")
-        return dequantise(codes.detach(), self.weight_statistics.detach(), shape, codes.dtype)
+        return dequantize(codes.detach(), self.weight_statistics.detach(), shape, codes.dtype)
 
     @torch.no_grad()
     def fill(self, weight: Rows) -> None:
@@ -131,7 +131,7 @@ class Nf4Linear(nn.Linear):
         return values[begin - first * self.in_features : end - first * self.in_features]
 
 
-# Operators of our own, opaque to torch.compile: it would see that both directions dequantise the same weight, do it
+# Operators of our own, opaque to torch.compile: it would see that both directions dequantize the same weight, do it
 # once and # keep the weight in 16 bits from the forward to the backward pass.
 @torch.library.custom_op(
     "manyhands::nf4_linear",
@@ -144,7 +144,7 @@ def nf4_linear(
     """``x W^T + bias``, (..., i) -> (..., o). The gradient of x dequantises again; that of the weight does not
     exist.
     """
-    return F.linear(x, dequantise(codes, statistics, (out_features, x.shape[-1]), x.dtype), bias)
+    return F.linear(x, dequantize(codes, statistics, (out_features, x.shape[-1]), x.dtype), bias)
 
 
 @torch.library.custom_op(
@@ -156,7 +156,7 @@ def nf4_linear_backward(
     gradient: torch.Tensor, codes: torch.Tensor, statistics: torch.Tensor, in_features: int
 ) -> torch.Tensor:
     """``gradient W``, (..., o) -> (..., i)"""
-    return gradient @ dequantise(codes, statistics, (gradient.shape[-1], in_features), gradient.dtype)
+    return gradient @ dequantize(codes, statistics, (gradient.shape[-1], in_features), gradient.dtype)
 
 
 @nf4_linear.register_fake
@@ -214,7 +214,7 @@ def nf4_low_rank_linear(
     b: torch.Tensor,
 ) -> torch.Tensor:
     """``kernels.matmul.low_rank_linear`` for x (n, i), low (n, r), b (o, r) -> (n, o), beside a weight in NF4"""
-    return low_rank_linear(x, dequantise(codes, statistics, (b.shape[0], x.shape[1]), x.dtype), bias, low, b)
+    return low_rank_linear(x, dequantize(codes, statistics, (b.shape[0], x.shape[1]), x.dtype), bias, low, b)
 
 
 @torch.library.custom_op(
@@ -235,7 +235,7 @@ def nf4_input_gradient(
     """
 
     def weight(j: int) -> torch.Tensor:
-        return dequantise(codes[j], statistics[j], (gradients[j].shape[1], in_features), gradients[j].dtype)
+        return dequantize(codes[j], statistics[j], (gradients[j].shape[1], in_features), gradients[j].dtype)
 
     total = sum_of_products(left, right) if left else gradients[0] @ weight(0)
     for j in range(0 if left else 1, len(gradients)):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from manyhands.convert.nf4 import Nf4Linear, bitsandbytes, dequantise
+from manyhands.convert.nf4 import Nf4Linear, bitsandbytes, dequantize
 from manyhands.convert.protocol import BaseConverter, Context
 from manyhands.core.holding import gather
 from manyhands.kernels import nf4 as kernels_nf4
@@ -62,7 +62,7 @@ def stored_names(model: nn.Module) -> set[str]:
 def gather_weight(layer: Nf4Linear) -> torch.Tensor:
     """The whole weight (o, i), dequantised. A collective where it is sharded."""
     shape, codes = (layer.out_features, layer.in_features), gather(layer.weight_codes)
-    return dequantise(codes, gather(layer.weight_statistics), shape, codes.dtype)
+    return dequantize(codes, gather(layer.weight_statistics), shape, codes.dtype)
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -19,7 +19,7 @@ KEPT = {
     "manyhands::nf4_linear",
     "manyhands::nf4_low_rank_linear",
     "manyhands::low_rank_linear",
-    "manyhands::fp8_product",
+    "manyhands::fp8_matmul",
     "manyhands::flash4_forward",
     "torch_attn::_varlen_attn",
     "aten::_scaled_dot_product_flash_attention",

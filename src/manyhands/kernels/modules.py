@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from manyhands.kernels.fp8_linear import Coded, fp8_linears, fp8_mlp
+from manyhands.kernels.fp8.linear import QuantizedWeights, fp8_linears, fp8_mlp
 from manyhands.kernels.lora import Layer, activate, lora_linears, lora_mlp
 
 PROJECTIONS = {
@@ -110,7 +110,7 @@ class FusedAttention(nn.Module):
     def __init__(self, original: nn.Module, known: KnownModule) -> None:
         super().__init__()
         _take_over(self, original)
-        self.coded: dict[str, Coded] = {}  # frozen weights in fp8, by the first name of their group
+        self.coded: dict[str, QuantizedWeights] = {}  # frozen weights in fp8, by the first name of their group
         home = sys.modules[type(original).__module__]
         self._rotate: Callable[..., Any] = home.apply_rotary_pos_emb
         self._eager: Callable[..., Any] = home.eager_attention_forward
@@ -159,7 +159,7 @@ class FusedMlp(nn.Module):
     def __init__(self, original: nn.Module, known: KnownModule) -> None:
         super().__init__()
         _take_over(self, original)
-        self.coded: dict[str, Coded] = {}
+        self.coded: dict[str, QuantizedWeights] = {}
         self._activation = ACTIVATION_NAMES[_activation_name(original, known)]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -173,7 +173,7 @@ class FusedMlp(nn.Module):
         return out
 
 
-def _compute(x: torch.Tensor, children: list[Any], coded: Coded | None) -> tuple[torch.Tensor, ...]:
+def _compute(x: torch.Tensor, children: list[Any], coded: QuantizedWeights | None) -> tuple[torch.Tensor, ...]:
     """Outputs of layers on one input: in fp8 where they say so, or by low-rank layers. Layers in fp8 are plain one by
     one.
     """

@@ -34,7 +34,7 @@ CHUNK_LOGITS, MIN_CHUNK_TOKENS = 2**27, 256  # elements and tokens of one chunk 
 FUSED_LOGITS = {
     "frozen": 2**28,
     "trained": 2**29,
-}  # elements of one chunk where the head is fused, as in kernels/loss.py
+}  # elements of one chunk where the head is fused, as in kernels/loss
 BLOCKS_IN_FLIGHT = 2  # FSDP2 gathers the next block while one computes
 GATHERED_BLOCKS = 3  # these two, and the buffer that the next one came in, until it is copied out of it
 CONTEXT_BYTES = {"cuda": int(0.6 * GIB), "cpu": int(0.6 * GIB)}  # CUDA context and loaded kernels; on CPU the imports
@@ -220,7 +220,7 @@ def dequantised(s: Setup) -> int:
 def logits(s: Setup) -> int:
     """What the loss holds beside the hidden states.
 
-    Fused (kernels/loss.py): a chunk of logits in compute dtype, in whose place their gradient comes, ``chunk V c``; of
+    Fused (kernels/loss): a chunk of logits in compute dtype, in whose place their gradient comes, ``chunk V c``; of
     a trained head also the sum of its gradient over the chunks, ``4 V H``, and then, in the logits' place, the same in
     compute dtype. Else a chunk's logits in compute dtype, in float32, and their gradient, ``chunk V (c + 4 + 4)``, and
     ``2 V H c`` of a trained head.

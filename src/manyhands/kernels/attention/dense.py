@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from manyhands.kernels.plain_attention import ALLOWED, error_ratio
+from manyhands.kernels.attention.reference import ALLOWED, error_ratio
 
 ORDER = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 PROBE_ROWS, PROBE_LENGTH = 2, 200

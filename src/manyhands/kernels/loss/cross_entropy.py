@@ -20,13 +20,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from manyhands.kernels.backend import Backend, beyond_bound, triton_or
+from manyhands.kernels.loss.reference import softmax_rows
+from manyhands.kernels.loss.select import choose_backend, compiled_softmax
 from manyhands.kernels.matmul import add_mm_, mm_wide, sum_dtype
 
 MAX_LOGITS_FROZEN = 2**28  # logits held at once: 0.5 GiB in bfloat16
@@ -35,8 +36,6 @@ MAX_LOGITS_TRAINED = (
 )  # 1 GiB: each chunk reads and writes the float32 sum of the weight's gradient, so chunks are few
 ROW_MULTIPLE = 128  # chunks are whole tiles of a matrix product
 COLUMN_MULTIPLE = 64  # rows of logits begin aligned, whatever the vocabulary
-EAGER_LOGITS = 2**24  # logits that plain torch widens at once: 64 MiB in float32
-BACKENDS = ("triton", "compile", "eager")
 
 
 def linear_cross_entropy(
@@ -90,18 +89,6 @@ def chunk_rows(num_rows: int, vocab_size: int, trained_head: bool, max_logits: i
     multiple = ROW_MULTIPLE if most >= ROW_MULTIPLE else 1
     even = math.ceil(num_rows / math.ceil(num_rows / most))
     return min(math.ceil(even / multiple), most // multiple) * multiple
-
-
-@lru_cache
-def choose_backend(device: torch.device, dtype: torch.dtype) -> Backend:
-    """Triton where it can be imported and passes a comparison with plain torch on ``device``, else plain torch, with
-    the reason.
-    """
-    if device.type == "cuda" and dtype == torch.float64:
-        return Backend("eager", "float64 is computed by plain torch")
-    return triton_or(
-        "eager", device, "triton_loss", lambda kernels: beyond_bound(kernels.compare(device, dtype, softmax_rows))
-    )
 
 
 @dataclass(frozen=True)
@@ -171,74 +158,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return None if hidden_grad is None else hidden_grad * grad_sum, scaled_weight, None, None, None
 
 
-def softmax_rows(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    weights: torch.Tensor | None,
-    losses: torch.Tensor,
-    hits: torch.Tensor | None,
-    *,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-    with_grad: bool = True,
-) -> None:
-    """The plain reference: fill ``losses`` (m) and ``hits`` (m) of ``logits`` (m, v), and put the gradient in their
-    place.
-
-    Everything is computed in ``sum_dtype``; the gradient is rounded to the logits' dtype once.
-    """
-    step = max(EAGER_LOGITS // max(logits.shape[1], 1), 1)
-    for start in range(0, logits.shape[0], step):
-        rows = slice(start, start + step)
-        _softmax_part(
-            logits[rows],
-            labels[rows],
-            None if weights is None else weights[rows],
-            losses[rows],
-            None if hits is None else hits[rows],
-            logit_scale,
-            softcap,
-            with_grad,
-        )
-
-
-def _softmax_part(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    weights: torch.Tensor | None,
-    losses: torch.Tensor,
-    hits: torch.Tensor | None,
-    logit_scale: float,
-    softcap: float | None,
-    with_grad: bool,
-) -> None:
-    x = logits.to(losses.dtype) * logit_scale
-    bent = None
-    if softcap is not None:
-        bent = torch.tanh(x / softcap)
-        x = bent * softcap
-    wanted = labels.clamp(min=0)[:, None]
-    factor = (labels >= 0).to(losses.dtype)
-    if weights is not None:
-        factor = factor * weights
-    log_sum = torch.logsumexp(x, 1, keepdim=True)
-    losses.copy_((log_sum - x.gather(1, wanted)).squeeze(1) * factor)
-    if hits is not None:
-        hits.copy_(x.argmax(1) == labels)
-    if not with_grad:
-        return
-    columns = torch.arange(x.shape[1], device=x.device)
-    gradient = torch.exp(x - log_sum) - (columns == wanted).to(x.dtype)
-    if bent is not None:
-        gradient = gradient * (1 - bent * bent)
-    logits.copy_(gradient * (factor * logit_scale)[:, None])
-
-
-@lru_cache
-def _compiled_softmax() -> Any:
-    return torch.compile(_softmax_part, dynamic=True, fullgraph=True)
-
-
 def _softmax(options: _Options) -> Any:
     settings: dict[str, Any] = dict(
         logit_scale=options.logit_scale,
@@ -246,11 +165,11 @@ def _softmax(options: _Options) -> Any:
         with_grad=options.hidden_grad or options.weight_grad,
     )
     if options.backend == "triton":
-        from manyhands.kernels.triton_loss import softmax_rows_triton
+        from manyhands.kernels.loss.triton import softmax_rows_triton
 
         return partial(softmax_rows_triton, **settings)
     if options.backend == "compile":
-        return partial(_compiled_softmax(), **settings)
+        return partial(compiled_softmax(), **settings)
     return partial(softmax_rows, **settings)
 
 
@@ -260,7 +179,7 @@ def _scale(options: _Options) -> Any:
     """
     if options.backend != "triton":
         return torch.mul
-    from manyhands.kernels.triton_loss import scale_triton
+    from manyhands.kernels.loss.triton import scale_triton
 
     return scale_triton
 

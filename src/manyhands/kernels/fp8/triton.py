@@ -13,13 +13,13 @@ import torch
 import triton
 import triton.language as tl
 
-from manyhands.kernels.triton_fp8_rows import (
+from manyhands.kernels.fp8.triton_rows import (
     STEP_COLUMNS,
     cast,
     load_wide,
     new_rows,
-    quantise_rows,
-    quantise_stacked,
+    quantize_rows,
+    quantize_stacked,
     scale_of,
     side_by_side,
     warps,
@@ -30,8 +30,8 @@ __all__ = [
     "add_low_rank",
     "gated_rows",
     "gated_rows_backward",
-    "quantise_rows",
-    "quantise_stacked",
+    "quantize_rows",
+    "quantize_stacked",
     "transpose",
 ]
 

@@ -1,5 +1,5 @@
 """AdamW's update as one Triton kernel: every tensor is read once and written once. The arithmetic is
-``adamw.update_eager``'s.
+``adamw.update_reference``'s.
 
 Importing this needs Triton; ``adamw.choose_backend`` does so only on a GPU, and compares with plain torch before use.
 """
@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from manyhands.kernels.adamw import Part, Rates, Update, make_key, make_rows
+from manyhands.kernels.adamw.reference import Part, Rates, Update, make_key, make_rows
 
 BLOCK = 1024  # elements a program
 NUM_WARPS = 4  # 8 elements a thread: 16 bytes of bfloat16 at a time
@@ -93,7 +93,7 @@ def _update_kernel(  # type: ignore[no-untyped-def]
 
 
 def update_triton(part: Part, rates: Rates, factor: torch.Tensor | None) -> None:
-    """What ``adamw.update_eager`` does. One launch, which waits for nothing."""
+    """What ``adamw.update_reference`` does. One launch, which waits for nothing."""
     num_elements = part.weight.numel()
     _update_kernel[(triton.cdiv(num_elements, BLOCK),)](
         part.weight,

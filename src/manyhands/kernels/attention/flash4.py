@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import torch
 
-from manyhands.kernels.plain_attention import ALLOWED, error_ratio
+from manyhands.kernels.attention.reference import ALLOWED, error_ratio
 
 CAPABILITIES = (9, 10)  # Hopper and Blackwell
 PROBE_LENGTHS = (

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from manyhands.kernels.loss import linear_cross_entropy
+from manyhands.kernels.loss.cross_entropy import linear_cross_entropy
 
 DIFFERS = 0.02  # root mean square of the difference of centred logits over that of the logits: bfloat16 gives 0.004
 

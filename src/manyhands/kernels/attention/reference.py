@@ -17,7 +17,7 @@ ALLOWED = 1.2  # a fast kernel's error, as a multiple of the plain way's in the 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def attend_plain(
+def attend_reference(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -64,7 +64,7 @@ def error_ratio(
     cu_seq_lens = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
 
     def plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return attend_plain(query, key, value, cu_seq_lens, None, window)
+        return attend_reference(query, key, value, cu_seq_lens, None, window)
 
     worst = 0.0
     found, allowed, exact = _run(attend, tensors), _run(plain, tensors), _run(plain, [x.double() for x in tensors])

@@ -12,13 +12,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache, lru_cache
-from types import ModuleType
+from functools import cache
 from typing import Any
 
 import torch
-
-from manyhands.kernels.backend import Backend, triton_or
 
 BLOCK_VALUES, ROW_BLOCKS = 64, 256
 ROW_VALUES = BLOCK_VALUES * ROW_BLOCKS
@@ -26,31 +23,10 @@ CODE_BYTES = ROW_VALUES // 2
 STATISTICS_BYTES = ROW_BLOCKS + 2 * 4
 # Of the self-test: whole rows, half a block at the end, an odd number of values, several rows with a padded one.
 TRIED_SHAPES = ((64, 256), (75, 96), (33, 75), (301, 256))
-
-Dequantise = Callable[[torch.Tensor, torch.Tensor, tuple[int, int], torch.dtype], torch.Tensor]
-
-
-def describe(backend: Backend) -> str:
-    """One line for the log."""
-    return "Triton, one launch a weight" if backend.name == "triton" else f"bitsandbytes ({backend.reason})"
+Dequantize = Callable[[torch.Tensor, torch.Tensor, tuple[int, int], torch.dtype], torch.Tensor]
 
 
-# What ``use`` chose, by dtype, for the whole process: weights are dequantised inside operators that are opaque to
-# torch.compile # and inside recomputed blocks, where nothing but tensors arrives. Both ways give the same bits, so
-# nothing else depends on it.
-_chosen: dict[torch.dtype, Dequantise] = {}
-
-
-def dequantise(
-    codes: torch.Tensor, statistics: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype
-) -> torch.Tensor:
-    """The weight (o, i), new, from whole codes and statistics, whatever dtype these are viewed as."""
-    computed = kernel_dtype(dtype)
-    way = _chosen.get(computed, dequantise_plain) if codes.is_cuda else dequantise_plain
-    return way(codes, statistics, shape, computed).to(dtype)
-
-
-def dequantise_plain(
+def dequantize_reference(
     codes: torch.Tensor, statistics: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype
 ) -> torch.Tensor:
     """The weight (o, i) in a ``kernel_dtype``, as bitsandbytes' ``dequantize_4bit`` gives it."""
@@ -72,30 +48,7 @@ def kernel_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float64 else dtype
 
 
-def use(backend: Backend, dtype: torch.dtype) -> None:
-    """From now on ``dequantise`` makes weights in ``dtype`` on GPUs by ``backend``; without this, by bitsandbytes."""
-    if backend.name == "triton":
-        from manyhands.kernels.triton_nf4 import dequantise_triton
-
-        _chosen[kernel_dtype(dtype)] = dequantise_triton
-    else:
-        _chosen.pop(kernel_dtype(dtype), None)
-
-
-@lru_cache
-def choose_backend(device: torch.device, dtype: torch.dtype) -> Backend:
-    """Triton where it can be imported and gives bitsandbytes' bits on ``device``, else bitsandbytes, with the
-    reason.
-    """
-
-    def find_fault(kernels: ModuleType) -> str:
-        unlike = count_unlike(kernels.dequantise_triton, device, kernel_dtype(dtype))
-        return f"gave {unlike} values of its self-test with other bits" if unlike else ""
-
-    return triton_or("bitsandbytes", device, "triton_nf4", find_fault)
-
-
-def count_unlike(candidate: Dequantise, device: torch.device, dtype: torch.dtype) -> int:
+def count_unlike(candidate: Dequantize, device: torch.device, dtype: torch.dtype) -> int:
     """Values with other bits than bitsandbytes', over random weights of ``TRIED_SHAPES`` in ``dtype`` and in float32.
 
     In float32 an absolute maximum shows that was rounded once in place of twice, which 16 bits hide.
@@ -104,7 +57,7 @@ def count_unlike(candidate: Dequantise, device: torch.device, dtype: torch.dtype
     for shape in TRIED_SHAPES:
         codes, statistics = draw_weight(shape, device)
         for tried in {dtype, torch.float32}:
-            found, wanted = (way(codes, statistics, shape, tried) for way in (candidate, dequantise_plain))
+            found, wanted = (way(codes, statistics, shape, tried) for way in (candidate, dequantize_reference))
             unlike += int((_bits(found) != _bits(wanted)).sum()) if found.shape == wanted.shape else wanted.numel()
     return unlike
 

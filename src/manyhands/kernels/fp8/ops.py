@@ -20,24 +20,26 @@ Shapes: n rows (tokens), k columns summed over, o columns of a result.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
-from types import ModuleType
 
 import torch
-import torch.nn.functional as F
 
-from manyhands.kernels.backend import triton_or
+from manyhands.kernels.fp8.reference import (
+    ALIGNMENT,
+    E4M3,
+    Tensor,
+    gated_backward_reference,
+    gated_reference,
+    matmul_reference,
+    rows_reference,
+    stacked_reference,
+    transpose_reference,
+)
+from manyhands.kernels.fp8.select import has_scaled_mm, load_triton, scaled_mm
 
-Tensor = torch.Tensor
-CODES = torch.float8_e4m3fn
-SCALE_OF_MAX = 1.0 / 448.0
-TINY = 2.0**-100  # the scale of a row of zeros is finite, and so is its inverse
-ALIGNMENT = 16  # of k and o, in elements: what the products of GPUs take
-MIN_CAPABILITY = (8, 9)
 MAX_PARTS = 3
 
 
-def quantise_rows(parts: Sequence[Tensor], factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def quantize_rows(parts: Sequence[Tensor], factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Codes (n, k) and scales (n, 1), float32, of one to three inputs (n, k_j) side by side: a row of all has one
     scale.
 
@@ -46,7 +48,7 @@ def quantise_rows(parts: Sequence[Tensor], factors: Tensor | None = None) -> tup
     return (_rows_op if torch.compiler.is_compiling() else _rows)(list(parts), factors)
 
 
-def quantise_stacked(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def quantize_stacked(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Codes (n, k) and scales (n, 1) of inputs (n_j, k) one above the other."""
     return (_stacked_op if torch.compiler.is_compiling() else _stacked)(list(parts))
 
@@ -75,7 +77,7 @@ def gated_rows_backward(
     )
 
 
-def product(
+def scaled_matmul(
     a: Tensor,
     a_scales: Tensor,
     b: Tensor,
@@ -90,11 +92,11 @@ def product(
     ``left`` (n, r_j) and ``right`` (o_j, r_j), in ``dtype``: left_j right_j^T is added to the j-th part of the columns,
     o_j wide. Parts follow one another; one with nothing to add (r_j = 0) is left as it is.
     """
-    function = _product_op if torch.compiler.is_compiling() else _product
+    function = _matmul_op if torch.compiler.is_compiling() else _matmul
     return function(a, a_scales, b, b_scales, dtype, bias, list(left), list(right))
 
 
-def product_over_rows(
+def matmul_over_rows(
     a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, out_scales: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """A^T B (o, k) in ``dtype``, row j over ``out_scales`` (o), for A (n, o) and B (n, k) as codes with a scale for
@@ -107,161 +109,42 @@ def product_over_rows(
     return function(a, a_scales, b, b_scales, out_scales, dtype)
 
 
-def describe(device: torch.device) -> str:
-    """How codes are made and multiplied on ``device``, and why not faster; one line for the log."""
-    products = "torch._scaled_mm" if has_products(device) else "float32 ones of codes (emulated)"
-    kernels, why = load_triton(device)
-    return f"products by {products}, codes by {'Triton' if kernels else f'plain torch ({why})'}"
-
-
 def has_features(in_features: int, out_features: int) -> bool:
     """Whether a layer's products, forward and backward, can be in fp8."""
     return in_features % ALIGNMENT == 0 and out_features % ALIGNMENT == 0 and in_features > 0 and out_features > 0
 
 
-# -- what runs where ----------------------------------------------------------------------------------------------------------
-
-
-@lru_cache
-def has_products(device: torch.device) -> bool:
-    """Whether ``torch._scaled_mm`` takes a scale a row on ``device``, tried on 17 x 32 numbers."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
-        return False
-    draw = torch.Generator().manual_seed(0)
-    x, w = (torch.randn(rows, 32, generator=draw).to(device, torch.bfloat16) for rows in (17, 48))
-    given = (*_rows_plain([x]), *_rows_plain([w]), torch.bfloat16, w[:, 0].contiguous())
-    expected = _emulated(*given)
-    try:
-        found = _scaled_mm(*given)
-    except (RuntimeError, TypeError, NotImplementedError, ValueError):
-        return False
-    return bool((found - expected).abs().max() <= 2**-6 * expected.abs().max())
-
-
-@lru_cache
-def load_triton(device: torch.device) -> tuple[ModuleType | None, str]:
-    """The Triton passes if they give on ``device`` what plain torch gives; else None and why not."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
-        return None, "the GPU has no fp8"
-    backend = triton_or(
-        "plain",
-        device,
-        "triton_fp8",
-        lambda kernels: "" if _agrees(kernels, device) else "gave other numbers in its test",
-    )
-    if backend.name != "triton":
-        return None, backend.reason
-    from manyhands.kernels import triton_fp8
-
-    return triton_fp8, ""
-
-
-def _agrees(kernels: ModuleType, device: torch.device) -> bool:
-    draw = torch.Generator().manual_seed(0)
-    x, y = (torch.randn(37, 272, generator=draw).to(device, torch.bfloat16) for _ in range(2))
-    factors = torch.arange(2 * 272, device=device) % 7 + 0.5
-    scales = _rows_plain([torch.cat([x, y])])[1]
-    pairs = [
-        (kernels.quantise_rows([x]), _rows_plain([x])),
-        (kernels.quantise_rows([x, y], factors), _rows_plain([x, y], factors)),
-        (kernels.quantise_stacked([x, y]), _stacked_plain([x, y])),
-        ([kernels.transpose([x, y], scales, True)], [_transpose_plain([x, y], scales, True)]),
-    ]
-    if not all(
-        torch.equal(a.float(), b.float()) for found, expected in pairs for a, b in zip(found, expected, strict=True)
-    ):
-        return False
-    near = [(kernels.gated_rows(x, y, "silu")[0], _gated_plain(x, y, "silu")[0])]
-    added = torch.cat([x, y], 1)
-    kernels.add_low_rank(added[:, 5:272], x[:, :20], y[:20, :267].t())
-    near.append(
-        (added[:, 5:272], torch.addmm(torch.cat([x, y], 1)[:, 5:272].float(), x[:, :20].float(), y[:20, :267].float()))
-    )
-    back = (x, x, y, factors, "silu", True)
-    near += zip(kernels.gated_rows_backward(*back)[:2], _gated_backward_plain(*back)[:2], strict=True)
-    return all(bool(((a - b).abs() <= 2**-7 * b.abs() + 2**-12).all()) for a, b in near)
-
-
-# -- passes -------------------------------------------------------------------------------------------------------------------
-
-
-def _scale(top: Tensor) -> tuple[Tensor, Tensor]:
-    """The power of two that codes are multiplied by to be values, and its inverse, from the largest magnitude."""
-    bits = (top.clamp(min=TINY) * SCALE_OF_MAX).view(torch.int32) + 0x7FFFFF & 0x7F800000
-    return bits.view(torch.float32), (0x7F000000 - bits).view(torch.float32)
+# -- what the operators do
 
 
 def _rows(parts: list[Tensor], factors: Tensor | None) -> tuple[Tensor, Tensor]:
     kernels = load_triton(parts[0].device)[0]
-    return kernels.quantise_rows(parts, factors) if kernels else _rows_plain(parts, factors)
-
-
-def _rows_plain(parts: list[Tensor], factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    x = torch.cat(parts, 1).float()
-    x = x if factors is None else x * factors
-    scales, inverse = _scale(x.abs().amax(1, keepdim=True))
-    return (x * inverse).to(CODES), scales
+    return kernels.quantize_rows(parts, factors) if kernels else rows_reference(parts, factors)
 
 
 def _stacked(parts: list[Tensor]) -> tuple[Tensor, Tensor]:
     kernels = load_triton(parts[0].device)[0]
-    return kernels.quantise_stacked(parts) if kernels else _stacked_plain(parts)
-
-
-def _stacked_plain(parts: list[Tensor]) -> tuple[Tensor, Tensor]:
-    return _rows_plain([torch.cat(parts)])
+    return kernels.quantize_stacked(parts) if kernels else stacked_reference(parts)
 
 
 def _transpose(parts: list[Tensor], factors: Tensor, invert: bool) -> Tensor:
     kernels = load_triton(parts[0].device)[0]
-    return kernels.transpose(parts, factors, invert) if kernels else _transpose_plain(parts, factors, invert)
-
-
-def _transpose_plain(parts: list[Tensor], factors: Tensor, invert: bool) -> Tensor:
-    x = torch.cat([part.float() for part in parts])
-    codes = (x / factors if invert else x * factors).t().to(CODES)
-    return F.pad(codes.view(torch.uint8), (0, -x.shape[0] % ALIGNMENT)).view(CODES)
+    return kernels.transpose(parts, factors, invert) if kernels else transpose_reference(parts, factors, invert)
 
 
 def _gated(g: Tensor, u: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
     kernels = load_triton(g.device)[0]
-    return kernels.gated_rows(g, u, activation) if kernels else _gated_plain(g, u, activation)
-
-
-def _gated_plain(g: Tensor, u: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
-    h = (_activate(g.float(), activation) * u.float()).to(g.dtype)
-    return h, *_rows_plain([h])
+    return kernels.gated_rows(g, u, activation) if kernels else gated_reference(g, u, activation)
 
 
 def _gated_backward(
     dh: Tensor, g: Tensor, u: Tensor, factors: Tensor, activation: str, with_h: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     kernels = load_triton(g.device)[0]
-    return (kernels.gated_rows_backward if kernels else _gated_backward_plain)(dh, g, u, factors, activation, with_h)
+    return (kernels.gated_rows_backward if kernels else gated_backward_reference)(dh, g, u, factors, activation, with_h)
 
 
-def _gated_backward_plain(
-    dh: Tensor, g: Tensor, u: Tensor, factors: Tensor, activation: str, with_h: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    wide, gate, up = dh.float(), g.float(), u.float()
-    active = _activate(gate, activation)
-    if activation == "silu":
-        dg = torch.ops.aten.silu_backward(wide * up, gate)
-    else:
-        dg = torch.ops.aten.gelu_backward(wide * up, gate, approximate="tanh" if activation == "gelu_tanh" else "none")
-    d = torch.cat([dg, wide * active], 1).to(g.dtype)
-    h = (active * up).to(g.dtype) if with_h else g.new_empty((0, g.shape[1]))
-    return d, h, *_rows_plain([d], factors)
-
-
-def _activate(g: Tensor, activation: str) -> Tensor:
-    return F.silu(g) if activation == "silu" else F.gelu(g, approximate="tanh" if activation == "gelu_tanh" else "none")
-
-
-# -- products -----------------------------------------------------------------------------------------------------------------
-
-
-def _product(
+def _matmul(
     a: Tensor,
     a_scales: Tensor,
     b: Tensor,
@@ -314,25 +197,12 @@ def _multiply(
 ) -> Tensor:
     if a.shape[0] == 0:
         return a_scales.new_zeros((0, b.shape[0]), dtype=dtype)
-    multiply: Callable[..., Tensor] = _scaled_mm if has_products(a.device) else _emulated
+    multiply: Callable[..., Tensor] = scaled_mm if has_scaled_mm(a.device) else matmul_reference
     return multiply(a, a_scales, b, b_scales, dtype, bias)
 
 
-def _scaled_mm(
-    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dtype: torch.dtype, bias: Tensor | None
-) -> Tensor:
-    return torch._scaled_mm(a, b.t(), a_scales, b_scales.t(), bias=bias, out_dtype=dtype, use_fast_accum=True)
-
-
-def _emulated(
-    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dtype: torch.dtype, bias: Tensor | None
-) -> Tensor:
-    y = (a.float() @ b.float().t()) * a_scales * b_scales.t()
-    return (y if bias is None else y + bias.float()).to(dtype)
-
-
 # -- the same as operators that torch.compile does not look into
-# ----------------------------------------------------------------
+
 
 _rows_op = torch.library.custom_op(
     "manyhands::fp8_rows", _rows, mutates_args=(), schema="(Tensor[] parts, Tensor? factors) -> (Tensor, Tensor)"
@@ -358,15 +228,15 @@ _gated_backward_op = torch.library.custom_op(
     mutates_args=(),
     schema="(Tensor dh, Tensor g, Tensor u, Tensor factors, str activation, bool with_h) -> (Tensor, Tensor, Tensor, Tensor)",
 )
-_product_op = torch.library.custom_op(
-    "manyhands::fp8_product",
-    _product,
+_matmul_op = torch.library.custom_op(
+    "manyhands::fp8_matmul",
+    _matmul,
     mutates_args=(),
     schema="(Tensor a, Tensor a_scales, Tensor b, Tensor? b_scales, ScalarType dtype, Tensor? bias, Tensor[] left, Tensor[] right) "
     "-> Tensor",
 )
 _over_rows_op = torch.library.custom_op(
-    "manyhands::fp8_product_over_rows",
+    "manyhands::fp8_matmul_over_rows",
     _over_rows,
     mutates_args=(),
     schema="(Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, Tensor out_scales, ScalarType dtype) -> Tensor",
@@ -374,7 +244,7 @@ _over_rows_op = torch.library.custom_op(
 
 
 def _fake_rows(like, num_rows, width):  # type: ignore[no-untyped-def]
-    return like.new_empty((num_rows, width), dtype=CODES), like.new_empty((num_rows, 1), dtype=torch.float32)
+    return like.new_empty((num_rows, width), dtype=E4M3), like.new_empty((num_rows, 1), dtype=torch.float32)
 
 
 @_rows_op.register_fake
@@ -390,7 +260,7 @@ def _(parts):  # type: ignore[no-untyped-def]
 @_transpose_op.register_fake
 def _(parts, factors, invert):  # type: ignore[no-untyped-def]
     num_rows = sum(part.shape[0] for part in parts)
-    return parts[0].new_empty((parts[0].shape[1], (num_rows + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT), dtype=CODES)
+    return parts[0].new_empty((parts[0].shape[1], (num_rows + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT), dtype=E4M3)
 
 
 @_gated_op.register_fake
@@ -408,7 +278,7 @@ def _(dh, g, u, factors, activation, with_h):  # type: ignore[no-untyped-def]
     )
 
 
-@_product_op.register_fake
+@_matmul_op.register_fake
 def _(a, a_scales, b, b_scales, dtype, bias, left, right):  # type: ignore[no-untyped-def]
     return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
 

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from manyhands.kernels import nf4
+from manyhands.kernels.nf4 import reference as nf4
 
 WORD_VALUES = tl.constexpr(8)  # in 32 bits
 BLOCK_VALUES, ROW_BLOCKS, ROW_VALUES = (
@@ -35,7 +35,7 @@ NUM_WARPS = 4
 
 
 @triton.jit
-def _dequantise_kernel(  # type: ignore[no-untyped-def]
+def _dequantize_kernel(  # type: ignore[no-untyped-def]
     codes_pointer,
     statistics_pointer,
     dynamic_pointer,
@@ -69,17 +69,17 @@ def _dequantise_kernel(  # type: ignore[no-untyped-def]
     )
 
 
-def dequantise_triton(
+def dequantize_triton(
     codes: torch.Tensor, statistics: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """As ``nf4.dequantise_plain``, bit for bit, on the current device. One launch, which waits for nothing.
+    """As ``nf4.dequantize_reference``, bit for bit, on the current device. One launch, which waits for nothing.
 
     Only where a result in bfloat16 or float32 is below 2**-126: bitsandbytes, compiled with fast arithmetic, makes it
     zero.
     """
     weight = torch.empty(shape, dtype=dtype, device=codes.device)
     num_values = math.prod(shape)
-    _dequantise_kernel[(triton.cdiv(num_values, PIECE),)](
+    _dequantize_kernel[(triton.cdiv(num_values, PIECE),)](
         codes.contiguous().view(torch.int32),
         statistics.contiguous().view(torch.float32),
         nf4.dynamic_code(codes.device),

@@ -114,10 +114,10 @@ def _rows_kernel(  # type: ignore[no-untyped-def]
         cast(x2, factors + width0 + width1, codes + width0 + width1, inverse, width2, SCALED, STEP2)
 
 
-def quantise_rows(
+def quantize_rows(
     parts: Sequence[torch.Tensor], factors: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ``fp8.quantise_rows``, of one to three parts."""
+    """As ``fp8.quantize_rows``, of one to three parts."""
     num_rows, widths = parts[0].shape[0], [part.shape[1] for part in parts]
     codes, scales = new_rows(num_rows, sum(widths), parts[0].device)
     if num_rows == 0:
@@ -144,8 +144,8 @@ def quantise_rows(
     return codes, scales
 
 
-def quantise_stacked(parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ``fp8.quantise_stacked``"""
+def quantize_stacked(parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """As ``fp8.quantize_stacked``"""
     num_rows, width = sum(part.shape[0] for part in parts), parts[0].shape[1]
     codes, scales = new_rows(num_rows, width, parts[0].device)
     start = 0
@@ -155,7 +155,7 @@ def quantise_stacked(parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch
         if width <= HELD_COLUMNS:
             _held_rows(part, None, codes[rows], scales[rows])
         else:
-            codes[rows], scales[rows] = quantise_rows([part])
+            codes[rows], scales[rows] = quantize_rows([part])
     return codes, scales
 
 

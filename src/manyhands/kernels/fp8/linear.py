@@ -8,7 +8,7 @@ product each way: its weights stand one above the other, its outputs side by sid
 compute dtype, and so do biases, activations and sums.
 
 Weights that are trained, or gathered from shards, are coded at each use. Frozen whole ones may be coded once
-(``code_weights``). Layers that are trained keep the codes of their inputs for the backward pass, a byte an element. One
+(``quantize_weights``). Layers that are trained keep the codes of their inputs for the backward pass, a byte an element. One
 source serves eager mode and torch.compile. Knows no modules, families or dropout.
 
 Shapes: n tokens, i inputs, o outputs, O the outputs of a group, R the sum of its ranks.
@@ -21,14 +21,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from manyhands.kernels.fp8 import (
+from manyhands.kernels.fp8.ops import (
     MAX_PARTS,
     gated_rows,
     gated_rows_backward,
-    product,
-    product_over_rows,
-    quantise_rows,
-    quantise_stacked,
+    matmul_over_rows,
+    quantize_rows,
+    quantize_stacked,
+    scaled_matmul,
     transpose,
 )
 from manyhands.kernels.lora import ACTIVATIONS, Layer, factor_columns, scaled_b, split_a, stack_a
@@ -37,7 +37,7 @@ from manyhands.kernels.matmul import mm_wide
 Tensor = torch.Tensor
 
 
-class Coded(NamedTuple):
+class QuantizedWeights(NamedTuple):
     """A group's weights in fp8: codes (O, i), their scales (O, 1), and the same codes transposed (i, O)."""
 
     codes: Tensor
@@ -46,13 +46,13 @@ class Coded(NamedTuple):
 
 
 @torch.no_grad()
-def code_weights(weights: Sequence[Tensor]) -> Coded:
+def quantize_weights(weights: Sequence[Tensor]) -> QuantizedWeights:
     """Weights (o_j, i) of a group, coded once: as many bytes as they have in 16 bits."""
-    codes, scales = quantise_stacked(weights)
-    return Coded(codes, scales, transpose(weights, scales, invert=True))
+    codes, scales = quantize_stacked(weights)
+    return QuantizedWeights(codes, scales, transpose(weights, scales, invert=True))
 
 
-def fp8_linears(x: Tensor, layers: Sequence[Layer], coded: Coded | None = None) -> tuple[Tensor, ...]:
+def fp8_linears(x: Tensor, layers: Sequence[Layer], coded: QuantizedWeights | None = None) -> tuple[Tensor, ...]:
     """Outputs (..., o) of each layer on the shared input x (..., i); ``base`` of each is its weight alone.
 
     Weights and biases that require gradients get them. ``coded``: of the same weights, all frozen.
@@ -68,8 +68,8 @@ def fp8_mlp(
     up: Layer,
     down: Layer,
     activation: str,
-    coded: Coded | None = None,
-    coded_down: Coded | None = None,
+    coded: QuantizedWeights | None = None,
+    coded_down: QuantizedWeights | None = None,
 ) -> Tensor:
     """down(act(gate(x)) * up(x)), (..., i) -> (..., o); ``coded``: of gate and up, and of down."""
     if activation not in ACTIVATIONS:
@@ -92,20 +92,20 @@ class _LayerForm(NamedTuple):
 
 class _Form(NamedTuple):
     layers: tuple[_LayerForm, ...]
-    is_coded: bool  # the four tensors of ``Coded`` come last
+    is_coded: bool  # the four tensors of ``QuantizedWeights`` come last
 
 
 class _Group(NamedTuple):
     layers: list[Layer]
     forms: tuple[_LayerForm, ...]
-    coded: Coded | None
+    coded: QuantizedWeights | None
 
     @property
     def weights(self) -> list[Tensor]:
         return [layer.base[0] for layer in self.layers]
 
 
-def _flatten(layers: Sequence[Layer], coded: Coded | None) -> tuple[list[Tensor], _Form]:
+def _flatten(layers: Sequence[Layer], coded: QuantizedWeights | None) -> tuple[list[Tensor], _Form]:
     tensors: list[Tensor] = []
     forms = []
     for layer in layers:
@@ -129,21 +129,21 @@ def _restore(tensors: Sequence[Tensor], form: _Form) -> _Group:
         bias = next(rest) if each.has_bias else None
         a, b = (next(rest), next(rest)) if each.adapted else (None, None)
         layers.append(Layer(base, bias, a, b, each.scaling))
-    return _Group(layers, form.layers, Coded(*rest) if form.is_coded else None)
+    return _Group(layers, form.layers, QuantizedWeights(*rest) if form.is_coded else None)
 
 
 # -- a group, forward and backward
 # --------------------------------------------------------------------------------------------
 
 
-class _ReplaceRows(NamedTuple):
+class _QuantizedRows(NamedTuple):
     """Codes and scales of an input's rows."""
 
     codes: Tensor
     scales: Tensor
 
 
-def _forward(x: Tensor, rows: _ReplaceRows, group: _Group) -> tuple[Tensor, Tensor | None, Tensor]:
+def _forward(x: Tensor, rows: _QuantizedRows, group: _Group) -> tuple[Tensor, Tensor | None, Tensor]:
     """Outputs side by side (n, O), x A^T (n, R), and the scales of the weights (O, 1)"""
     layers = group.layers
     stacked = stack_a(layers, x.dtype)
@@ -153,8 +153,8 @@ def _forward(x: Tensor, rows: _ReplaceRows, group: _Group) -> tuple[Tensor, Tens
         for layer, columns in zip(layers, factor_columns(layers), strict=True):
             left.append(low[:, columns])
             right.append(x.new_empty((layer.base[0].shape[0], 0)) if layer.b is None else scaled_b(layer, x.dtype))
-    codes, scales = quantise_stacked(group.weights) if group.coded is None else group.coded[:2]
-    return product(*rows, codes, scales, x.dtype, _stack_biases(layers, x.dtype), left, right), low, scales
+    codes, scales = quantize_stacked(group.weights) if group.coded is None else group.coded[:2]
+    return scaled_matmul(*rows, codes, scales, x.dtype, _stack_biases(layers, x.dtype), left, right), low, scales
 
 
 def _stack_biases(layers: Sequence[Layer], dtype: torch.dtype) -> Tensor | None:
@@ -178,31 +178,31 @@ def _low_gradient(low: Tensor | None, group: _Group, gradients: Sequence[Tensor]
     return lows[0] if len(lows) == 1 else torch.cat(lows, 1)
 
 
-def _code_gradients(gradients: Sequence[Tensor], scales: Tensor) -> _ReplaceRows:
+def _quantize_gradients(gradients: Sequence[Tensor], scales: Tensor) -> _QuantizedRows:
     """Rows of dY, the group's side by side, columns multiplied by the scales of the weights."""
     parts = gradients if len(gradients) <= MAX_PARTS else [torch.cat(list(gradients), 1)]
-    return _ReplaceRows(*quantise_rows(parts, scales.view(-1)))
+    return _QuantizedRows(*quantize_rows(parts, scales.view(-1)))
 
 
 def _input_gradient(
-    rows: _ReplaceRows, group: _Group, scales: Tensor, dlow: Tensor | None, dtype: torch.dtype
+    rows: _QuantizedRows, group: _Group, scales: Tensor, dlow: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """dY W + dL A (n, i)"""
     transposed = transpose(group.weights, scales, invert=True) if group.coded is None else group.coded.transposed
     stacked = stack_a(group.layers, dtype)
     left, right = ([], []) if dlow is None or stacked is None else ([dlow], [stacked.t()])
-    return product(*rows, transposed, None, dtype, None, left, right)
+    return scaled_matmul(*rows, transposed, None, dtype, None, left, right)
 
 
 def _parameter_gradients(
-    kept: _Kept, group: _Group, gradients: Sequence[Tensor], rows: _ReplaceRows, dlow: Tensor | None
+    kept: _Kept, group: _Group, gradients: Sequence[Tensor], rows: _QuantizedRows, dlow: Tensor | None
 ) -> list[Tensor | None]:
     """Of each layer's tensors, in the order of ``_flatten``: none for what is frozen. ``rows``: of the gradients."""
     layers = group.layers
     factors = [None] * len(layers) if kept.x is None else split_a(dlow, kept.x, layers)
     weights: Sequence[Tensor | None] = [None] * len(layers)
     if kept.codes is not None and kept.code_scales is not None:  # dW = dY^T X
-        whole = product_over_rows(*rows, kept.codes, kept.code_scales, kept.scales, layers[0].base[0].dtype)
+        whole = matmul_over_rows(*rows, kept.codes, kept.code_scales, kept.scales, layers[0].base[0].dtype)
         weights = [dw if form.trained else None for dw, form in zip(_split(whole, layers, 0), group.forms, strict=True)]
     flat: list[Tensor | None] = []
     for layer, form, dy, columns, da, dw in zip(
@@ -232,7 +232,7 @@ class _Kept(NamedTuple):
     code_scales: Tensor | None
 
 
-def _keep(x: Tensor, rows: _ReplaceRows, low: Tensor | None, scales: Tensor, group: _Group) -> _Kept:
+def _keep(x: Tensor, rows: _QuantizedRows, low: Tensor | None, scales: Tensor, group: _Group) -> _Kept:
     trained = any(form.trained for form in group.forms)
     return _Kept(scales, None if low is None else x, low, *(rows if trained else (None, None)))
 
@@ -241,7 +241,7 @@ class _Fp8Linears(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, form: _Form, *tensors: Tensor) -> tuple[Tensor, ...]:
         group = _restore(tensors, form)
-        rows = _ReplaceRows(*quantise_rows([x]))
+        rows = _QuantizedRows(*quantize_rows([x]))
         y, low, scales = _forward(x, rows, group)
         ctx.form = form
         ctx.save_for_backward(*_keep(x, rows, low, scales, group), *tensors)
@@ -251,7 +251,7 @@ class _Fp8Linears(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # read once: recomputation gives them once
         kept, group = _Kept(*saved[:5]), _restore(saved[5:], ctx.form)
-        rows = _code_gradients(gradients, kept.scales)
+        rows = _quantize_gradients(gradients, kept.scales)
         dlow = _low_gradient(kept.low, group, gradients)
         dx = _input_gradient(rows, group, kept.scales, dlow, gradients[0].dtype) if ctx.needs_input_grad[0] else None
         return dx, None, *_parameter_gradients(kept, group, gradients, rows, dlow)
@@ -261,11 +261,11 @@ class _Fp8Mlp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, forms: tuple[_Form, _Form, int], activation: str, *tensors: Tensor) -> Tensor:
         first, down = _restore_mlp(tensors, forms)
-        rows = _ReplaceRows(*quantise_rows([x]))
+        rows = _QuantizedRows(*quantize_rows([x]))
         y, low, scales = _forward(x, rows, first)
         g, u = _split(y, first.layers)
         h, codes, code_scales = gated_rows(g, u, activation)
-        h_rows = _ReplaceRows(codes, code_scales)
+        h_rows = _QuantizedRows(codes, code_scales)
         out, low_down, scales_down = _forward(h, h_rows, down)
         ctx.forms, ctx.activation = forms, activation
         kept_down = _keep(h, h_rows, low_down, scales_down, down)._replace(x=None)  # h is made again from y
@@ -277,14 +277,14 @@ class _Fp8Mlp(torch.autograd.Function):
         y, *saved = ctx.saved_tensors
         kept, kept_down = _Kept(*saved[:5]), _Kept(*saved[5:10])
         first, down = _restore_mlp(saved[10:], ctx.forms)
-        rows = _code_gradients([dy], kept_down.scales)
+        rows = _quantize_gradients([dy], kept_down.scales)
         dlow = _low_gradient(kept_down.low, down, [dy])
         dh = _input_gradient(rows, down, kept_down.scales, dlow, dy.dtype)
         with_h = kept_down.low is not None
         g, u = _split(y, first.layers)
         d, h, codes, code_scales = gated_rows_backward(dh, g, u, kept.scales.view(-1), ctx.activation, with_h=with_h)
         of_down = _parameter_gradients(kept_down._replace(x=h if with_h else None), down, [dy], rows, dlow)
-        rows, gradients = _ReplaceRows(codes, code_scales), _split(d, first.layers)
+        rows, gradients = _QuantizedRows(codes, code_scales), _split(d, first.layers)
         dlow = _low_gradient(kept.low, first, gradients)
         dx = _input_gradient(rows, first, kept.scales, dlow, dy.dtype) if ctx.needs_input_grad[0] else None
         return dx, None, None, *_parameter_gradients(kept, first, gradients, rows, dlow), *of_down
@@ -295,5 +295,5 @@ def _restore_mlp(tensors: Sequence[Tensor], forms: tuple[_Form, _Form, int]) -> 
     return _restore(tensors[:num_first], form), _restore(tensors[num_first:], form_down)
 
 
-def count_coded_bytes(coded: Iterable[Coded]) -> int:
+def count_quantized_bytes(coded: Iterable[QuantizedWeights]) -> int:
     return sum(tensor.numel() * tensor.element_size() for each in coded for tensor in each)

@@ -1,0 +1,102 @@
+"""AdamW in one pass: gradient, moments and weight are read once, and what computes the next step is written beside
+them.
+
+A kernel a parameter reads weight, moments and gradient, scales the gradient by the factor that clips it, and writes
+weight, moments and, where float32 weights have one, the bfloat16 copy that computes. In float32 with a gradient in
+bfloat16 that moves 28 bytes a weight, where clipping, AdamW and a cast apart move 42. Knows no model, no ranks and no
+run.
+
+Weights in bfloat16 are rounded stochastically: an update of less than half the distance of two neighbours, as most are,
+would vanish otherwise. So is the second moment, which moves by a thousandth a step. The random bits follow from (seed,
+parameter, step, index of the element) alone, so they are the same in every layout of ranks, and on CPU and GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from manyhands.core.holding import local
+from manyhands.kernels.adamw.reference import Part, Rates, make_key, make_rows
+from manyhands.kernels.adamw.select import find_update
+
+
+class FusedAdamW(torch.optim.AdamW):
+    """torch's AdamW with another kernel: the same groups, the same states under the same names, the same arithmetic in
+    float32.
+
+    ``gradient_factor``, 0-d float32 on the device, is what the next step multiplies gradients by while it reads them;
+    it is forgotten afterwards. ``copies`` maps a weight to its copy for computing, ``written`` is told when all are.
+    Gradients may be narrower than their weights (``grad_dtype``). Weights in bfloat16 have states in bfloat16; ``seed``
+    is that of their rounding and ``first_index`` says where this rank's part begins in the whole, counted in elements.
+    """
+
+    def __init__(
+        self,
+        groups: Any,
+        *,
+        backend: str,
+        copies: Mapping[torch.Tensor, torch.Tensor] | None = None,
+        written: Callable[[], None] = lambda: None,
+        seed: int = 0,
+        first_index: Callable[[torch.Tensor], int] = lambda _: 0,
+        **options: Any,
+    ) -> None:
+        super().__init__(groups, fused=True, **options)
+        self.gradient_factor: torch.Tensor | None = None
+        self._copies, self._written = copies or {}, written
+        self._update = find_update(backend)
+        self._keys: dict[torch.Tensor, torch.Tensor] = {}
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for index, parameter in enumerate(parameters):
+            if parameter.dtype == torch.bfloat16:
+                key = make_key(seed, index, first_index(parameter))
+                self._keys[parameter] = torch.tensor(key, dtype=torch.int32, device=parameter.device)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One update of every parameter that has a gradient. Waits for nothing."""
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if parameters:
+                self._step_group(group, parameters)
+        self.gradient_factor = None
+        self._written()
+
+    def _step_group(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+        # Rounded first, as torch's kernel does: what a moment keeps and what it takes up then add up to 1 in float32
+        # too.
+        (beta1, beta2), lr = torch.tensor(group["betas"], dtype=torch.float32).tolist(), group["lr"]
+        states = [self._state_of(parameter) for parameter in parameters]
+        counts = [state["step"] for state in states]
+        torch._foreach_add_(counts, 1)
+        rates = Rates(beta1, beta2, group["eps"], lr * group["weight_decay"])
+        rows = make_rows(torch.stack(counts), lr, beta1, beta2).unbind(0)
+        for parameter, state, row in zip(parameters, states, rows, strict=True):
+            assert parameter.grad is not None
+            copy = self._copies.get(parameter)
+            part = Part(
+                weight=_flat(parameter),
+                gradient=local(parameter.grad).reshape(-1),
+                exp_avg=_flat(state["exp_avg"]),
+                exp_avg_sq=_flat(state["exp_avg_sq"]),
+                row=row,
+                copy=None if copy is None else _flat(copy),
+                key=self._keys.get(parameter),
+            )
+            if part.weight.numel():
+                self._update(part, rates, self.gradient_factor)
+
+    def _state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        state: dict[str, torch.Tensor] = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+        return state
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's elements as one row that shares their memory; RuntimeError where they do not lie side by side."""
+    return local(tensor).view(-1)

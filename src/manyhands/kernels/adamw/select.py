@@ -1,0 +1,31 @@
+"""Which kernel updates a part: Triton where it passes its comparison with the reference on this device."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from manyhands.kernels.adamw.reference import Update, update_reference
+from manyhands.kernels.backend import Backend, beyond_bound, triton_or
+
+BACKENDS = ("triton", "eager")
+
+
+@lru_cache
+def choose_backend(device: torch.device) -> Backend:
+    """Triton where it can be imported and passes a comparison with plain torch on ``device``, else plain torch, with
+    the reason.
+    """
+    return triton_or(
+        "eager", device, "adamw.triton", lambda kernels: beyond_bound(kernels.compare(device, update_reference))
+    )
+
+
+def find_update(backend: str) -> Update:
+    """The function that updates a part, by one of ``BACKENDS``."""
+    if backend == "triton":
+        from manyhands.kernels.adamw.triton import update_triton
+
+        return update_triton
+    return update_reference

@@ -1,0 +1,1 @@
+"""Causal attention: over rows of one length, and over packs of documents."""

@@ -1,0 +1,19 @@
+"""Linear layers whose matmuls are in fp8."""
+
+from manyhands.kernels.fp8.linear import QuantizedWeights, count_quantized_bytes, fp8_linears, fp8_mlp, quantize_weights
+from manyhands.kernels.fp8.ops import has_features
+from manyhands.kernels.fp8.reference import ALIGNMENT
+from manyhands.kernels.fp8.select import MIN_CAPABILITY, describe, has_scaled_mm
+
+__all__ = [
+    "ALIGNMENT",
+    "MIN_CAPABILITY",
+    "QuantizedWeights",
+    "count_quantized_bytes",
+    "describe",
+    "fp8_linears",
+    "fp8_mlp",
+    "has_features",
+    "has_scaled_mm",
+    "quantize_weights",
+]

@@ -1,0 +1,65 @@
+"""fp8 values and matmuls of them in torch operations: what the kernels are compared with, and what runs without them."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+Tensor = torch.Tensor
+E4M3 = torch.float8_e4m3fn
+SCALE_OF_MAX = 1.0 / 448.0
+TINY = 2.0**-100  # the scale of a row of zeros is finite, and so is its inverse
+ALIGNMENT = 16  # of k and o, in elements: what the products of GPUs take
+
+
+def _scale(top: Tensor) -> tuple[Tensor, Tensor]:
+    """The power of two that codes are multiplied by to be values, and its inverse, from the largest magnitude."""
+    bits = (top.clamp(min=TINY) * SCALE_OF_MAX).view(torch.int32) + 0x7FFFFF & 0x7F800000
+    return bits.view(torch.float32), (0x7F000000 - bits).view(torch.float32)
+
+
+def rows_reference(parts: list[Tensor], factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    x = torch.cat(parts, 1).float()
+    x = x if factors is None else x * factors
+    scales, inverse = _scale(x.abs().amax(1, keepdim=True))
+    return (x * inverse).to(E4M3), scales
+
+
+def stacked_reference(parts: list[Tensor]) -> tuple[Tensor, Tensor]:
+    return rows_reference([torch.cat(parts)])
+
+
+def transpose_reference(parts: list[Tensor], factors: Tensor, invert: bool) -> Tensor:
+    x = torch.cat([part.float() for part in parts])
+    codes = (x / factors if invert else x * factors).t().to(E4M3)
+    return F.pad(codes.view(torch.uint8), (0, -x.shape[0] % ALIGNMENT)).view(E4M3)
+
+
+def gated_reference(g: Tensor, u: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
+    h = (_activate(g.float(), activation) * u.float()).to(g.dtype)
+    return h, *rows_reference([h])
+
+
+def gated_backward_reference(
+    dh: Tensor, g: Tensor, u: Tensor, factors: Tensor, activation: str, with_h: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    wide, gate, up = dh.float(), g.float(), u.float()
+    active = _activate(gate, activation)
+    if activation == "silu":
+        dg = torch.ops.aten.silu_backward(wide * up, gate)
+    else:
+        dg = torch.ops.aten.gelu_backward(wide * up, gate, approximate="tanh" if activation == "gelu_tanh" else "none")
+    d = torch.cat([dg, wide * active], 1).to(g.dtype)
+    h = (active * up).to(g.dtype) if with_h else g.new_empty((0, g.shape[1]))
+    return d, h, *rows_reference([d], factors)
+
+
+def _activate(g: Tensor, activation: str) -> Tensor:
+    return F.silu(g) if activation == "silu" else F.gelu(g, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+def matmul_reference(
+    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dtype: torch.dtype, bias: Tensor | None
+) -> Tensor:
+    y = (a.float() @ b.float().t()) * a_scales * b_scales.t()
+    return (y if bias is None else y + bias.float()).to(dtype)

@@ -1,0 +1,94 @@
+"""What quantizes and multiplies on a device: Triton and ``torch._scaled_mm`` where they pass their tests."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from types import ModuleType
+
+import torch
+
+from manyhands.kernels.backend import triton_or
+from manyhands.kernels.fp8.reference import (
+    Tensor,
+    gated_backward_reference,
+    gated_reference,
+    matmul_reference,
+    rows_reference,
+    stacked_reference,
+    transpose_reference,
+)
+
+MIN_CAPABILITY = (8, 9)
+
+
+def describe(device: torch.device) -> str:
+    """How codes are made and multiplied on ``device``, and why not faster; one line for the log."""
+    products = "torch._scaled_mm" if has_scaled_mm(device) else "float32 ones of codes (emulated)"
+    kernels, why = load_triton(device)
+    return f"products by {products}, codes by {'Triton' if kernels else f'plain torch ({why})'}"
+
+
+@lru_cache
+def has_scaled_mm(device: torch.device) -> bool:
+    """Whether ``torch._scaled_mm`` takes a scale a row on ``device``, tried on 17 x 32 numbers."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
+        return False
+    draw = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(rows, 32, generator=draw).to(device, torch.bfloat16) for rows in (17, 48))
+    given = (*rows_reference([x]), *rows_reference([w]), torch.bfloat16, w[:, 0].contiguous())
+    expected = matmul_reference(*given)
+    try:
+        found = scaled_mm(*given)
+    except (RuntimeError, TypeError, NotImplementedError, ValueError):
+        return False
+    return bool((found - expected).abs().max() <= 2**-6 * expected.abs().max())
+
+
+@lru_cache
+def load_triton(device: torch.device) -> tuple[ModuleType | None, str]:
+    """The Triton passes if they give on ``device`` what plain torch gives; else None and why not."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
+        return None, "the GPU has no fp8"
+    backend = triton_or(
+        "plain",
+        device,
+        "fp8.triton",
+        lambda kernels: "" if _agrees(kernels, device) else "gave other numbers in its test",
+    )
+    if backend.name != "triton":
+        return None, backend.reason
+    from manyhands.kernels.fp8 import triton
+
+    return triton, ""
+
+
+def _agrees(kernels: ModuleType, device: torch.device) -> bool:
+    draw = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(37, 272, generator=draw).to(device, torch.bfloat16) for _ in range(2))
+    factors = torch.arange(2 * 272, device=device) % 7 + 0.5
+    scales = rows_reference([torch.cat([x, y])])[1]
+    pairs = [
+        (kernels.quantize_rows([x]), rows_reference([x])),
+        (kernels.quantize_rows([x, y], factors), rows_reference([x, y], factors)),
+        (kernels.quantize_stacked([x, y]), stacked_reference([x, y])),
+        ([kernels.transpose([x, y], scales, True)], [transpose_reference([x, y], scales, True)]),
+    ]
+    if not all(
+        torch.equal(a.float(), b.float()) for found, expected in pairs for a, b in zip(found, expected, strict=True)
+    ):
+        return False
+    near = [(kernels.gated_rows(x, y, "silu")[0], gated_reference(x, y, "silu")[0])]
+    added = torch.cat([x, y], 1)
+    kernels.add_low_rank(added[:, 5:272], x[:, :20], y[:20, :267].t())
+    near.append(
+        (added[:, 5:272], torch.addmm(torch.cat([x, y], 1)[:, 5:272].float(), x[:, :20].float(), y[:20, :267].float()))
+    )
+    back = (x, x, y, factors, "silu", True)
+    near += zip(kernels.gated_rows_backward(*back)[:2], gated_backward_reference(*back)[:2], strict=True)
+    return all(bool(((a - b).abs() <= 2**-7 * b.abs() + 2**-12).all()) for a, b in near)
+
+
+def scaled_mm(
+    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dtype: torch.dtype, bias: Tensor | None
+) -> Tensor:
+    return torch._scaled_mm(a, b.t(), a_scales, b_scales.t(), bias=bias, out_dtype=dtype, use_fast_accum=True)

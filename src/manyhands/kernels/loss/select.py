@@ -1,0 +1,30 @@
+"""Which kernels compute the softmax of the fused loss: Triton where it passes its comparison on this device."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from manyhands.kernels.backend import Backend, beyond_bound, triton_or
+from manyhands.kernels.loss.reference import softmax_part, softmax_rows
+
+BACKENDS = ("triton", "compile", "eager")
+
+
+@lru_cache
+def choose_backend(device: torch.device, dtype: torch.dtype) -> Backend:
+    """Triton where it can be imported and passes a comparison with plain torch on ``device``, else plain torch, with
+    the reason.
+    """
+    if device.type == "cuda" and dtype == torch.float64:
+        return Backend("eager", "float64 is computed by plain torch")
+    return triton_or(
+        "eager", device, "loss.triton", lambda kernels: beyond_bound(kernels.compare(device, dtype, softmax_rows))
+    )
+
+
+@lru_cache
+def compiled_softmax() -> Any:
+    return torch.compile(softmax_part, dynamic=True, fullgraph=True)
