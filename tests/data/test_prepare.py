@@ -16,7 +16,8 @@ import pytest
 
 from manyhands.core.errors import UserError
 from manyhands.data import prepare as prepare_module
-from manyhands.data.prepare import UNFINISHED, prepare
+from manyhands.data.cache import UNFINISHED
+from manyhands.data.prepare import prepare
 from manyhands.data.store import TokenStore
 from manyhands.data.streams import prompt_of
 
@@ -336,7 +337,9 @@ def test_no_room_for_the_cache(write_rows, make_config, model_folder: Path, tmp_
 
 
 def test_the_planning_side_needs_no_torch() -> None:
-    rooms = "sources, formats, render, prepare, store, order, pack, tokenizer, tokenize, findings, tokenize_parallel, naming"
+    rooms = (
+        "sources, formats, render, prepare, store, order, pack, tokenizer, tokenize, tokenize_parallel, cache, summary"
+    )
     code = f"import sys\nfrom manyhands.data import {rooms}\nassert not {{'torch', 'transformers'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
@@ -357,3 +360,30 @@ def test_gsm8k(make_config, smollm2: Path) -> None:
         first = int(np.argmax(trained))
         assert trained[first:-1].all() and not trained[-1]  # the answer and its marker, not the line end behind it
         assert prompt_of(sample).tolist() == ids[:first].tolist()
+
+
+def test_a_damaged_store_that_another_process_has_made_again_is_kept(
+    write_rows, make_config, model_folder: Path, monkeypatch
+) -> None:
+    """Two runs find the same damage; the slower one must not remove what the faster one has published."""
+    config = make_config(write_rows(QUESTIONS))
+    facts, _, _ = run(config, model_folder)
+    folder = Path(facts.folder)
+    whole = {path.name: path.read_bytes() for path in folder.iterdir()}
+    flip_a_bit(folder / "tokens.bin")
+    open_store, seen = TokenStore.open, []
+
+    def open_and_mend(path: Path, *, check_tokens: bool = False) -> TokenStore:
+        try:
+            return open_store(path, check_tokens=check_tokens)
+        except UserError:
+            if not seen:  # the other run is done just after this one has seen the damage
+                seen.append(path)
+                (folder / "tokens.bin").write_bytes(whole["tokens.bin"])
+            raise
+
+    monkeypatch.setattr(TokenStore, "open", staticmethod(open_and_mend))
+    again, _, lines = run(config, model_folder)
+    assert seen and again == facts and "made again" not in lines[0] and lines[0].startswith("tokens cached")
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == whole
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]

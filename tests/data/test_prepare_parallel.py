@@ -16,10 +16,10 @@ import pytest
 
 from manyhands.core.errors import UserError
 from manyhands.data import tokenize_parallel as tokenize_parallel
-from manyhands.data.prepare import UNFINISHED, prepare
+from manyhands.data.cache import UNFINISHED
+from manyhands.data.prepare import prepare
 from manyhands.data.store import TokenStore
 from manyhands.data.tokenize_parallel import MIN_PARALLEL_BYTES, choose_num_processes
-from manyhands.facts.types import HostFacts
 
 NUM_FILES = 5
 PREPARE = """
@@ -183,7 +183,7 @@ def test_as_many_processes_as_cores_and_memory_allow(
     num_cores: int, free_gib: float, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = int(free_gib * 2**30)
-    host = HostFacts(gpus=(), num_cores=num_cores, memory_bytes=2 * free, free_memory_bytes=free)
-    monkeypatch.setattr(tokenize_parallel, "read_host_facts", lambda: host)
+    monkeypatch.setattr(tokenize_parallel, "count_cores", lambda: num_cores)
+    monkeypatch.setattr(tokenize_parallel, "memory_bytes", lambda: (2 * free, free))
     assert choose_num_processes(MIN_PARALLEL_BYTES - 1) == 1
     assert choose_num_processes(MIN_PARALLEL_BYTES) == choose_num_processes(1 << 40) == expected

@@ -7,13 +7,13 @@ import pytest
 
 from manyhands.core.errors import UserError
 from manyhands.data.store import TokenStore
-from manyhands.facts.types import DataFacts
+from manyhands.data.summary import PreparedData
 from tests.keys.lab import NUM_STEPS, Lab, make_rows
 
 LONG = {"prompt": "alpha", "completion": "beta " * 80}  # 400 tokens and more
 
 
-def facts_of(lab: Lab, **keys: object) -> DataFacts:
+def facts_of(lab: Lab, **keys: object) -> PreparedData:
     from manyhands.data.prepare import prepare
 
     return prepare(

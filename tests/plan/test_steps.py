@@ -7,9 +7,9 @@ import pytest
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
-from manyhands.data import prepare
+from manyhands.data import summary
 from manyhands.data.order import SampleOrder
-from manyhands.data.prepare import _steps_of_epochs
+from manyhands.data.summary import _steps_of_epochs
 from manyhands.facts.types import DataFacts
 from manyhands.plan.steps import count_steps
 from tests.plan.examples import data_facts, run_config
@@ -94,7 +94,7 @@ def test_seventeen_rows_of_half_weight():
 
 
 def test_epochs_that_each_have_to_be_laid_out_are_counted_up_to_a_limit(monkeypatch):
-    monkeypatch.setattr(prepare, "MAX_COUNTED_EPOCHS", 50)
+    monkeypatch.setattr(summary, "MAX_COUNTED_EPOCHS", 50)
     order = SampleOrder(9, 0, None, 100, np.full(9, 30))
     assert _steps_of_epochs(run_config(batch__loss_tokens=100, stop__epochs=49.5), order) == (3,) * 50
     assert (

@@ -8,10 +8,6 @@ linked, not made again.
 
 from __future__ import annotations
 
-import errno
-import json
-import math
-import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,25 +19,20 @@ import numpy as np
 
 from manyhands.config.schema import RunConfig, Source
 from manyhands.core.errors import UserError
-from manyhands.core.files import make_folder, sync
+from manyhands.core.files import make_folder
+from manyhands.data.cache import UNFINISHED, clean_unfinished, link_other, name_store, name_tokens, open_cached, publish
 from manyhands.data.divide import Division, divide_rows, find_repeated
 from manyhands.data.files import unpacked_bytes
-from manyhands.data.naming import name_store, name_tokens
-from manyhands.data.order import SampleOrder
-from manyhands.data.segment import finish_store, join_segments, link_tokens
+from manyhands.data.outcome import Outcome
+from manyhands.data.segment import finish_store, join_segments
 from manyhands.data.sources import list_files, resolve_sources
-from manyhands.data.store import FORMAT_VERSION, TokenStore
+from manyhands.data.store import TokenStore
 from manyhands.data.streams import PACKED_BY
-from manyhands.data.tokenize import Outcome
+from manyhands.data.summary import PreparedData, summarize
 from manyhands.data.tokenize_parallel import cannot_write, plan_job, tokenize_parts
-from manyhands.facts.types import DataFacts
 
-FIRST_ROWS = 65_536  # of the first epoch, whose lengths the plan gets to know
-MAX_COUNTED_EPOCHS = 100_000
 MAX_PAIRS = 5  # of repeated samples that are named
 OFFSETS = f"{PACKED_BY}_offsets"
-UNFINISHED = ".unfinished-"
-UNFINISHED_MAX_AGE_S = 3600.0  # since the last write into it
 
 Report = Callable[[str], None]
 
@@ -63,7 +54,7 @@ class Inputs:
 
 def prepare(
     config: RunConfig, model_folder: str | Path, report: Report = print, *, num_processes: int | None = None
-) -> DataFacts:
+) -> PreparedData:
     """Tokens of all rows of ``config.data``, from the cache or made now, and what they add up to.
 
     ``report`` gets one line of progress at a time. ``num_processes`` tokenize; None takes one for little data, else all
@@ -80,7 +71,7 @@ def prepare(
     inputs = _find_inputs(config)
     tokens = name_tokens(config, model_folder, inputs.sources, inputs.files, inputs.num_train)
     folder = Path(config.data.cache).expanduser() / name_store(config, tokens, inputs.sources)
-    store = _open_cached(folder, report)
+    store = open_cached(folder, report)
     if store is None:
         store = _make(config, Path(model_folder), inputs, tokens, folder, report, num_processes)
     else:
@@ -100,28 +91,6 @@ def _find_inputs(config: RunConfig) -> Inputs:
     return Inputs(sources, len(train), files, {path: _stamp(path) for group in files for path in group})
 
 
-def _open_cached(folder: Path, report: Report) -> TokenStore | None:
-    if not folder.exists():
-        return None
-    try:
-        store = TokenStore.open(folder, check_tokens=True)
-        if store.digest != folder.name:
-            raise UserError("the token cache is damaged", why="it is that of other data")
-        return store
-    except UserError as error:
-        cause = error.__cause__
-        if isinstance(cause, OSError) and cause.errno not in (
-            None,
-            errno.ENOENT,
-        ):  # not damaged: the system could not read it now
-            raise UserError(
-                "the token cache cannot be read", where=str(folder), why=str(cause), fix="start again"
-            ) from error
-        report(f"{error.what} ({error.why}): made again")
-        shutil.rmtree(folder, ignore_errors=True)
-        return None
-
-
 def _make(
     config: RunConfig,
     model_folder: Path,
@@ -133,14 +102,14 @@ def _make(
 ) -> TokenStore:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        _clean_unfinished(folder.parent)
+        clean_unfinished(folder.parent)
         unfinished = make_folder(folder.parent, f"{UNFINISHED}{folder.name[:16]}-")
     except OSError as error:
         raise UserError(
             "the token cache cannot be written", where="data.cache", why=str(error), fix="name another folder"
         ) from error
     try:
-        made = _link_other(tokens, unfinished, report)
+        made = link_other(tokens, unfinished, report)
         if made is None:
             made = _tokenize(config, model_folder, inputs, unfinished, report, num_processes)
             if changed := [str(path) for path, stamp in inputs.stamps.items() if _stamp(path) != stamp]:
@@ -148,30 +117,12 @@ def _make(
                     "a data file changed while it was read", where=changed[0], fix="start again when it is complete"
                 )
         finish(config, inputs, unfinished, {"digest": folder.name, "tokens": tokens, "made": made})
-        published = _publish(unfinished, folder)
+        published = publish(unfinished, folder)
     except OSError as error:
         raise cannot_write(unfinished, error) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return TokenStore.open(folder, check_tokens=not published)
-
-
-def _link_other(tokens: str, unfinished: Path, report: Report) -> list[dict[str, Any]] | None:
-    """Takes the tokens of another store of the same ones; returns what its sources gave, or None where there is
-    none.
-    """
-    for path in unfinished.parent.glob("[0-9a-f]*/meta.json"):
-        try:
-            meta = json.loads(path.read_text(encoding="utf-8"))
-            if meta.get("version") != FORMAT_VERSION or meta.get("tokens") != tokens:
-                continue
-            TokenStore.open(path.parent, check_tokens=True)
-        except (OSError, ValueError, UserError):
-            continue
-        if link_tokens(path.parent, unfinished):
-            report("tokens cached: the choice of rows is new")
-            return meta["made"]
-    return None
 
 
 def _tokenize(
@@ -329,92 +280,6 @@ def _note_counts(config: RunConfig, totals: Mapping[str, int]) -> list[str]:
         "num_rows_with_markers": "rows contain the spelling of a special token, which the tokenizer takes for the token itself",
     }
     return [f"{totals[name]:,} {text}" for name, text in said.items() if totals[name]]
-
-
-def _publish(unfinished: Path, folder: Path) -> bool:
-    """Gives the folder its name. False where another preparation was first: its folder stays, both hold the same."""
-    sync(unfinished)
-    try:
-        os.rename(unfinished, folder)
-    except OSError:
-        if not folder.is_dir():
-            raise
-        return False
-    sync(folder.parent)
-    return True
-
-
-def _clean_unfinished(cache: Path) -> None:
-    """Removes what killed preparations left, once nothing was written into it for an hour."""
-    for folder in cache.glob(f"{UNFINISHED}*"):
-        try:
-            newest = max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
-        except OSError:  # its owner is just done with it
-            continue
-        if time.time() - newest > UNFINISHED_MAX_AGE_S:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def summarize(config: RunConfig, store: TokenStore) -> DataFacts:
-    """What the rows of a store add up to. Raises UserError where the weights leave none."""
-    train, validation, meta = store.train, store.validation, store.meta
-    try:
-        order = store.order_samples(
-            config.seed,
-            batch_samples=None if config.batch.loss_tokens else 1,
-            batch_loss_tokens=config.batch.loss_tokens,
-        )
-    except ValueError as error:
-        raise UserError(
-            "no row would be trained", where="data.train", why=str(error), fix="raise the weights, or give more rows"
-        ) from error
-    first = order.rows_of_epoch(0)[:FIRST_ROWS]
-    weighted = [
-        (source["weight"] * source["num_tokens"], source["weight"] * source["num_samples"])
-        for source in meta["sources"]
-    ]
-    num_tokens, num_samples = (sum(column) for column in zip(*weighted, strict=True))
-    return DataFacts(
-        folder=str(store.folder),
-        digest=store.digest,
-        content=store.content,
-        num_samples=train.num_samples,
-        samples_per_epoch=order.samples_in_epoch(0),
-        num_tokens=int(train.lengths.sum(dtype=np.int64)),
-        num_loss_tokens=int(train.num_loss_tokens.sum(dtype=np.int64)),
-        max_length=int(max(train.lengths.max(), validation.lengths.max(initial=0))),
-        mean_length=num_tokens / num_samples,
-        num_validation_samples=validation.num_samples,
-        num_validation_tokens=int(validation.lengths.sum(dtype=np.int64)),
-        num_repeated=meta["num_repeated"],
-        unread={source["name"]: tuple(source["unread"]) for source in meta["sources"] if source["unread"]},
-        num_dropped=meta["num_dropped"],
-        num_truncated=meta["num_truncated"],
-        num_split=meta["num_split"],
-        steps_of_epochs=_steps_of_epochs(config, order) if config.batch.loss_tokens is not None else (),
-        sources=tuple((source["num_samples"], source["weight"]) for source in meta["sources"]),
-        first_lengths=tuple(train.lengths[first].tolist()),
-        first_labels=tuple(train.num_loss_tokens[first].tolist()) if config.batch.loss_tokens is not None else (),
-    )
-
-
-def _steps_of_epochs(config: RunConfig, order: SampleOrder) -> tuple[int, ...]:
-    """Steps of each epoch that the run begins: each has its own, as its rows reach ``batch.loss_tokens`` in another
-    order.
-    """
-    steps: list[int] = []
-    left = config.stop.max_steps or math.inf
-    while len(steps) < config.stop.epochs and left >= 0:
-        if len(steps) == MAX_COUNTED_EPOCHS:
-            raise UserError(
-                f"stop.epochs: {config.stop.epochs:g} is more epochs than can be counted",
-                where="stop.epochs",
-                why=f"with batch.loss_tokens each epoch has its own number of steps; up to {MAX_COUNTED_EPOCHS:,} epochs are counted",
-                fix="set stop.max_steps, or fewer epochs",
-            )
-        steps.append(order.steps_per_epoch(len(steps)))
-        left -= steps[-1]
-    return tuple(steps)
 
 
 def _stamp(path: Path) -> tuple[int, int]:

@@ -30,11 +30,9 @@ from manyhands.core.errors import UserError
 from manyhands.data.bounds import Ending, Markers, Span, TurnShape, make_shape, measure_common
 from manyhands.data.messages import THINKING, Message, RowRefused, check_shown, fill, visible
 from manyhands.data.template import ChatTemplate
+from manyhands.data.turn_ends import PRIVATE_USE, PROMPT, TurnEnds
 
-PRIVATE_USE = range(0xE000, 0xF8FF)  # code points that belong to no character
 MAX_SHAPES = 512
-PROMPT: Message = {"role": "user", "content": "a"}
-ANSWER: Message = {"role": "assistant", "content": "a"}
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ class SpanFinder:
     def __init__(self, template: ChatTemplate, added_tokens: Sequence[str], eos: str | None = None) -> None:
         self._template, self._eos = template, eos
         self._markers = Markers(added_tokens)
-        self._ending: Ending | None = None
+        self._ends = TurnEnds(template, self._markers, eos)
         self._ends_of_calls: set[str] = set()
         self._shapes: dict[tuple[tuple[str, ...], tuple[int, ...]], TurnShape | None] = {}
 
@@ -73,7 +71,7 @@ class SpanFinder:
 
     def notes(self) -> list[str]:
         """What a user should know about how the template ends turns, once rows were found."""
-        ending = self._ending
+        ending = self._ends.known
         if ending is None:
             return []
         marker, notes = ending.marker.strip(), []
@@ -109,7 +107,7 @@ class SpanFinder:
         for name in self._template.find_arguments():
             finder = SpanFinder(self._template.replace(name, True), self._markers.added)
             try:
-                if finder._find_ending().marker:
+                if finder._ends.find().marker:
                     return f"; data.chat_template_kwargs: {{{name}: true}} makes it end that, too"
             except (RowRefused, UserError):
                 continue
@@ -136,7 +134,7 @@ class SpanFinder:
 
     def _note_end_of_calls(self, part: str) -> None:
         """Remembers by which token a turn with tool calls ends, where that is another than an answer's."""
-        marker, tokens = self._find_ending().marker.strip(), [found.group() for found in self._markers.find_all(part)]
+        marker, tokens = self._ends.find().marker.strip(), [found.group() for found in self._markers.find_all(part)]
         if marker and tokens and not part.endswith(marker):
             self._ends_of_calls.add(tokens[-1])
 
@@ -171,7 +169,7 @@ class SpanFinder:
             if through is not None and len(through) >= start and text.startswith(through):
                 end = self._find_end_of(through)
                 if end is not None and end >= start and _shows(messages[turn], text[start:end]):
-                    return start, end + self._measure_next_header(whole, turn, text[end:])
+                    return start, end + self._ends.measure_next_header(whole.messages, turn, text[end:])
         if not messages[turn].get("content") and not messages[turn].get("tool_calls"):
             span = self._find_span_by_neighbors(whole, turn)
             if span is None:
@@ -189,7 +187,7 @@ class SpanFinder:
 
     def _find_end_of(self, through: str) -> int | None:
         """Where the last turn of a text ends: before the trailer, behind a marker."""
-        ending = self._find_ending()
+        ending = self._ends.find()
         end = len(through.removesuffix(ending.trailer)) if ending.trailer else len(through)
         if ending.trailer and end == len(through):
             return None
@@ -324,14 +322,14 @@ class SpanFinder:
             self._template.try_render([*whole.messages[:turn], filled, *self._followers(whole, turn)], whole.tools)
             or ""
         )
-        closing = self._cut_closing(tail, other.partition(private)[2], turn + 1 == len(whole.messages))
-        ending = self._find_ending()
+        closing = self._ends.cut_closing(tail, other.partition(private)[2], turn + 1 == len(whole.messages))
+        ending = self._ends.find()
         marker = ending.marker if turn + 1 == len(whole.messages) else ending.inner
         if not closing and marker:
             closing = tail[: self._markers.measure_first(tail) or (len(marker) if tail.startswith(marker) else 0)]
         if not closing and marker:
             raise RowRefused(f"no end-of-turn marker follows message {turn + 1}: the model would not learn to stop")
-        return len(closing) + self._measure_next_header(whole, turn, tail[len(closing) :])
+        return len(closing) + self._ends.measure_next_header(whole.messages, turn, tail[len(closing) :])
 
     @staticmethod
     def _followers(whole: WholeText, turn: int) -> list[Message]:
@@ -340,39 +338,10 @@ class SpanFinder:
         """
         return [PROMPT] if turn + 1 == len(whole.messages) else []
 
-    def _cut_closing(self, tail: str, other: str, is_last: bool) -> str:
-        """What of ``tail`` closes a turn: what stands there in any case, whether the conversation ends with the turn or
-        goes on (``other``), up to the last token, or what closes an answer there."""
-        ending = self._find_ending()
-        common = self._markers.measure_common(tail, other)
-        closing = self._cut_opener(self._markers.cut_behind_last(tail[:common]))
-        behind = (tail if is_last else other)[common:]  # as the last turn
-        if not ending.trailer.strip().endswith(behind.strip()) and not self._markers.measure_first(behind):
-            return ""  # the turn itself is written otherwise
-        marker = ending.marker if is_last else ending.inner
-        if (
-            marker.strip()
-            and not closing.endswith(marker.strip())
-            and tail[len(closing) :].lstrip().startswith(marker.strip())
-        ):
-            return tail[: tail.index(marker.strip(), len(closing)) + len(marker.strip())]
-        return closing
-
-    def _cut_opener(self, closing: str) -> str:
-        """Without what follows the end-of-text token, as where a template opens an answer whether it is asked to or
-        not.
-        """
-        if self._eos is None or self._eos not in closing:
-            return closing
-        before, another, between = closing[: closing.rindex(self._eos)].rpartition(self._eos)
-        if another and self._markers.are_all(between):  # behind the first of two is no word
-            return before + self._eos
-        return closing[: closing.rindex(self._eos) + len(self._eos)]
-
     def _find_span_by_neighbors(self, whole: WholeText, turn: int) -> Span | None:
         """The span of a turn between the message before it and the one that follows, the turn itself as it is."""
         messages, text, private = whole.messages, whole.text, _choose_private(whole.text)
-        ending, is_last = self._find_ending(), turn + 1 == len(messages)
+        ending, is_last = self._ends.find(), turn + 1 == len(messages)
         follows = [] if is_last else [next(fill(messages[turn + 1], private)), *messages[turn + 2 :]]
         shown = self._template.try_render([*messages[: turn + 1], *follows], whole.tools) or ""
         head = text if is_last else shown.partition(private)[0]
@@ -391,7 +360,7 @@ class SpanFinder:
             if messages[turn].get("tool_calls") or messages[turn].get("content"):
                 for turn_alone in (messages[turn], plain):
                     for other, _ in self._find_gaps(whole, turn, [turn_alone, *self._followers(whole, turn)], private):
-                        closing = closing or self._cut_closing(
+                        closing = closing or self._ends.cut_closing(
                             own, other[self._markers.measure_supplied(other, supplied) :], is_last
                         )
             if not closing and marker in own:
@@ -405,35 +374,8 @@ class SpanFinder:
                 closing += marker
             if (closing or not marker) and (visible(messages[turn]) in closing or visible(messages[turn]) not in text):
                 end = begin + start + len(closing)
-                return begin + start, end + self._measure_next_header(whole, turn, text[end:])
+                return begin + start, end + self._ends.measure_next_header(whole.messages, turn, text[end:])
         return None
-
-    def _measure_next_header(self, whole: WholeText, turn: int, rest: str) -> int:
-        """Length of the next turn's first token, where that alone ends a turn: the model stops by writing it."""
-        ending = self._find_ending()
-        if ending.marker or turn + 1 == len(whole.messages):
-            return 0
-        if ending.inner:
-            return len(ending.inner) if rest.startswith(ending.inner) else 0
-        return 0 if whole.messages[turn + 1]["role"] == "assistant" else self._markers.measure_first(rest)
-
-    def _find_ending(self) -> Ending:
-        if self._ending is None:
-            private = chr(PRIVATE_USE[0])
-            answer = {"role": "assistant", "content": private}
-            _, shown, last = self._template.render([PROMPT, answer]).rpartition(private)
-            if not shown:
-                raise RowRefused("the chat template does not show an assistant's content: it cannot be masked")
-            follow = [
-                (self._template.try_render([PROMPT, answer, more]) or "").rpartition(private)[2]
-                for more in (PROMPT, ANSWER)
-            ]
-            ending = self._markers.make_ending(last, *follow)
-            if ending is None:
-                raise _no_ending()
-            marker, inner = self._cut_opener(ending.marker), self._cut_opener(ending.inner)
-            self._ending = Ending(marker, ending.marker[len(marker) :] + ending.trailer, inner)
-        return self._ending
 
 
 def _shows(message: Message, part: str) -> bool:
@@ -446,11 +388,3 @@ def _choose_private(text: str) -> str:
         if chr(code) not in text and chr(code + 1) not in text:
             return chr(code)
     raise RowRefused("the row holds every private-use character: it cannot be masked")
-
-
-def _no_ending() -> UserError:
-    return UserError(
-        "the chat template writes nothing after an assistant turn",
-        why="there is no end-of-turn token to train, so the model would not learn to stop",
-        fix="give model.chat_template one that ends assistant turns",
-    )

@@ -6,12 +6,11 @@ What a part gives depends on its rows alone, not on the process, the parts besid
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar, TypeGuard
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -30,9 +29,10 @@ from manyhands.data.formats import (
     to_conversation,
 )
 from manyhands.data.long_text import LONG_CHARACTERS, LongText, read_documents
+from manyhands.data.outcome import Outcome
 from manyhands.data.render import MAX_WEIGHT, Rendered, Renderer
 from manyhands.data.segment import SegmentWriter
-from manyhands.data.sources import FilePart, Row, Source, raise_unreadable, read_part, read_rows
+from manyhands.data.sources import FilePart, Row, Source, read_part, read_rows
 from manyhands.data.streams import TOKENS, Sample, make_sample
 from manyhands.data.tokenizer import find_placeholders
 from manyhands.data.work_queue import count_characters
@@ -43,94 +43,6 @@ MAX_CONVERSATION_CHARACTERS = (
     8 << 20
 )  # some 2 million tokens; the tokenizer takes some 140 bytes a character, all at once
 PLAIN_FORMATS = ("text", "prompt")  # which need no chat template
-
-
-@dataclass
-class Outcome:
-    """What became of the rows of one part; travels between processes as JSON."""
-
-    num_samples: int = 0
-    num_tokens: int = 0
-    num_truncated: int = 0  # rows cut at max_length
-    num_split: int = 0  # documents that became several rows
-    num_straddling_tokens: int = 0  # tokens across the border of a trained span
-    num_rows_with_markers: int = 0  # rows whose content spells an added token
-    num_rows_with_placeholders: int = (
-        0  # rows whose images, videos or audio are left out, but not the marks of where they stood
-    )
-    longest: int = 0  # tokens of the longest row that was too long
-    formats: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    unread: list[str] = field(default_factory=list)  # columns that hold something and are not read
-    left_out: list[str] = field(default_factory=list)  # those of data.ignore
-    unreadable: Findings = field(default_factory=Findings)
-    refused: Findings = field(default_factory=Findings)
-    too_long: Findings = field(default_factory=Findings)
-
-    COUNTS: ClassVar = (
-        "num_truncated",
-        "num_split",
-        "num_straddling_tokens",
-        "num_rows_with_markers",
-        "num_rows_with_placeholders",
-    )  # what stands in the store's description
-
-    def to_meta(self) -> dict[str, Any]:
-        """What a store remembers of it, once there are no faults."""
-        return {
-            name: getattr(self, name)
-            for name in ("num_samples", "num_tokens", *self.COUNTS, "formats", "notes", "unread", "left_out")
-        }
-
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(vars(self), default=vars), encoding="utf-8")
-
-    @staticmethod
-    def read(path: Path) -> Outcome:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        for name in ("unreadable", "refused", "too_long"):
-            findings = Findings()
-            findings.count, findings.shown, findings.stopped = (
-                values[name][key] for key in ("count", "shown", "stopped")
-            )
-            values[name] = findings
-        return Outcome(**values)
-
-    def add(self, other: Outcome) -> None:
-        """Takes in the part that follows."""
-        for name, value in vars(other).items():
-            mine = getattr(self, name)
-            if isinstance(mine, Findings):
-                mine.extend(value)
-            elif isinstance(mine, list):
-                mine += [entry for entry in value if entry not in mine]
-            else:
-                setattr(self, name, max(mine, value) if name == "longest" else mine + value)
-
-    def raise_if_any(self, config: RunConfig, where: str) -> None:
-        """A UserError with up to 20 faults of the rows, what cannot be read at all before what cannot be trained."""
-        raise_unreadable(self.unreadable, where)
-        self.refused.raise_if_any("{n} rows cannot be trained", where=where, fix="mend or remove these rows")
-        max_length, too_long = config.data.max_length, config.data.too_long
-        divides = (
-            ", split to make several rows of them"
-            if config.task == "cpt"
-            else ", split to divide texts" * (config.task == "mixed")
-        )
-        self.too_long.raise_if_any(
-            "{n} rows are longer than data.max_length",
-            where=where,
-            why=f"data.max_length is {max_length:,} tokens and data.too_long is {too_long}"
-            f"{', which cannot divide conversations' * (too_long == 'split')}; the longest row has {self.longest:,} tokens",
-            fix=f"set data.too_long to truncate to cut them{divides if too_long == 'error' else ''}, or raise data.max_length",
-        )
-        if not self.num_samples:
-            raise UserError(
-                "the file holds no rows",
-                where=where,
-                why="every line is blank",
-                fix="give a file with at least one row",
-            )
 
 
 def choose_format(source: Source, config: RunConfig, has_template: bool) -> Format | None:

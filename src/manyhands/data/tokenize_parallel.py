@@ -26,14 +26,15 @@ from typing import Any
 
 from manyhands.config.schema import RunConfig, Source
 from manyhands.core.errors import EXIT_FAILED, UserError
+from manyhands.core.machine import count_cores, memory_bytes
 from manyhands.data.files import FilePart
+from manyhands.data.outcome import Outcome
 from manyhands.data.sources import split_source
 from manyhands.data.streams import TOKENS
 from manyhands.data.template import chat_template_kwargs_of, try_apart
-from manyhands.data.tokenize import Outcome, PartTokenizer, choose_format
+from manyhands.data.tokenize import PartTokenizer, choose_format
 from manyhands.data.tokenizer import load_tokenizer, note_plain_markers, widen_cache
 from manyhands.data.work_queue import BATCH_CHARACTERS, RowBatch, WorkList, cut_batches
-from manyhands.facts.host import read_host_facts
 
 MIN_PARALLEL_BYTES = 32 << 20  # less is done here before other processes would have started
 PART_BYTES = 8 << 20  # many more parts than processes, so that all end at the same time
@@ -134,9 +135,9 @@ def choose_num_processes(num_bytes: int) -> int:
     """One for little data; else as many as there are cores, and memory for (at most 2 GiB together)."""
     if num_bytes < MIN_PARALLEL_BYTES:
         return 1
-    host = read_host_facts()
-    room = min(host.free_memory_bytes // 2, MAX_BYTES) - LOADED_BYTES
-    return max(1, min(host.num_cores, room // WORKER_BYTES))
+    _, free = memory_bytes()
+    room = min(free // 2, MAX_BYTES) - LOADED_BYTES
+    return max(1, min(count_cores(), room // WORKER_BYTES))
 
 
 def tokenize_parts(job: Job, report: Report) -> list[Outcome]:

@@ -11,19 +11,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from manyhands.core.files import nearest_folder
+from manyhands.core.machine import count_cores, memory_bytes
 from manyhands.facts.types import GpuFacts, HostFacts
-
-CGROUP = Path("/sys/fs/cgroup")
 
 
 def read_host_facts(environ: Mapping[str, str] = os.environ) -> HostFacts:
     """GPUs that ``CUDA_VISIBLE_DEVICES`` leaves visible (none without a driver), cores and memory of this process's
     share.
     """
-    memory, free = _memory_bytes()
+    memory, free = memory_bytes()
     return HostFacts(
         gpus=_gpus(environ.get("CUDA_VISIBLE_DEVICES")),
         num_cores=count_cores(),
@@ -116,31 +113,3 @@ def _gpu(index: int, handle: Any) -> GpuFacts:
 
 def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
-
-
-def count_cores() -> int:
-    """Cores this process may use: its affinity, and the container's quota if it is smaller."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _read(CGROUP / "cpu.max").split()
-    if len(quota) == 2 and quota[0].isdecimal():
-        cores = min(cores, max(1, int(quota[0]) // int(quota[1])))
-    return cores
-
-
-def _memory_bytes() -> tuple[int, int]:
-    """Total and free bytes: the host's, or the container's where its limit is nearer. Page cache counts as free."""
-    host = psutil.virtual_memory()
-    limit, used = _read(CGROUP / "memory.max").strip(), _read(CGROUP / "memory.current").strip()
-    if not limit.isdecimal() or not used.isdecimal():
-        return int(host.total), int(host.available)
-    pairs = (line.split() for line in _read(CGROUP / "memory.stat").splitlines())
-    stat = {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2}
-    free = int(limit) - int(used) + stat.get("inactive_file", 0)
-    return min(int(host.total), int(limit)), max(0, min(int(host.available), free))
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

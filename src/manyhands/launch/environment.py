@@ -14,7 +14,7 @@ from typing import Literal
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
-from manyhands.facts.host import count_cores
+from manyhands.core.machine import count_cores
 from manyhands.plan.types import Plan
 
 Kind = Literal["manyhands", "torchrun", "accelerate", "slurm", "none"]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.config.schema import ModelSection, RunConfig
+from manyhands.data.summary import PreparedData
 from manyhands.facts.adapter import find_adapter
 from manyhands.facts.host import free_disk_bytes, read_host_facts
 from manyhands.facts.hub import locate_model
@@ -21,7 +22,7 @@ def gather_facts(
     *,
     world_size: int | None = None,
     local_world_size: int | None = None,
-    data: DataFacts | None = None,
+    data: PreparedData | None = None,
     saves: bool = True,
     identify: bool = True,
     report: Callable[[str], Any] = print,
@@ -53,7 +54,7 @@ def gather_facts(
     data = prepare(config, folder, report) if data is None else data
     return Facts(
         model=resize_vocabulary(model, new_tokens),
-        data=data,
+        data=DataFacts(**vars(data)),
         host=read_host_facts(),
         new_tokens=new_tokens,
         adapter=adapter,

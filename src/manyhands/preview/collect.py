@@ -14,13 +14,14 @@ import numpy as np
 
 from manyhands.config.schema import RunConfig, Source
 from manyhands.core.errors import UserError
-from manyhands.data.prepare import UNFINISHED, prepare, summarize
+from manyhands.data.cache import UNFINISHED
+from manyhands.data.prepare import prepare
 from manyhands.data.sources import list_files, resolve_sources
 from manyhands.data.store import TokenStore
 from manyhands.data.streams import TOKENS, weights_of
+from manyhands.data.summary import PreparedData, summarize
 from manyhands.data.tokenizer import load_tokenizer
 from manyhands.facts.hub import locate_model
-from manyhands.facts.types import DataFacts
 from manyhands.plan.layout import lay_out_step
 from manyhands.plan.types import Plan
 from manyhands.preview.lengths import bin_lengths, describe_lengths
@@ -95,7 +96,7 @@ def _collect(
     config: RunConfig,
     folder: Path,
     tokenizer: Any,
-    facts: DataFacts,
+    facts: PreparedData,
     store: TokenStore,
     sources: Sequence[Source],
     refused: Sequence[Refused],
@@ -134,7 +135,7 @@ def _collect(
     )
 
 
-def make_plan(config: RunConfig, folder: Path, facts: DataFacts, report: Report) -> Plan | UserError:
+def make_plan(config: RunConfig, folder: Path, facts: PreparedData, report: Report) -> Plan | UserError:
     """What `manyhands plan` makes of these rows on this machine, or why it cannot. Downloads no weights: ``folder`` has
     them or not.
     """

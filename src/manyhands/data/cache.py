@@ -1,0 +1,170 @@
+"""The folder of prepared data: the names of stores, by content; opening, publishing and cleaning up. Knows files as bytes.
+
+Equal names, equal tokens or equal stores. A store appears by one rename of a finished folder, so that whatever has the
+name is complete.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from manyhands.config.schema import RunConfig, Source
+from manyhands.core.errors import UserError
+from manyhands.core.files import sync
+from manyhands.core.hashing import hash_files
+from manyhands.data.files import kind_of
+from manyhands.data.segment import link_tokens
+from manyhands.data.store import FORMAT_VERSION, TokenStore
+from manyhands.data.streams import TEXT, describe_streams
+from manyhands.data.tokenizer import tokenizer_digest
+
+UNFINISHED = ".unfinished-"
+UNFINISHED_MAX_AGE_S = 3600.0  # since the last write into it
+
+Report = Callable[[str], None]
+
+
+def name_tokens(
+    config: RunConfig,
+    model_folder: str | Path,
+    sources: Sequence[Source],
+    files: Sequence[Sequence[Path]],
+    num_train: int,
+) -> str:
+    """64 hex digits of all that decides about the tokens of every row and their order: the content of the files and the
+    rendering, not where the files are, how often a row is taken or which rows are held out."""
+    data = config.data
+    try:
+        hashes = hash_files([path for group in files for path in group])
+    except OSError as error:
+        raise UserError("the data file cannot be read", where=str(error.filename), why=str(error)) from error
+    described = [
+        {
+            "files": [(hashes[path], kind_of(path), path.name.lower().endswith((".tsv", ".tsv.gz"))) for path in group],
+            "format": source.format,
+            "fields": source.fields,
+            "ignore": sorted(source.ignore or ()),
+        }
+        for source, group in zip(sources, files, strict=True)
+    ]
+    return _hash(
+        version=FORMAT_VERSION,
+        streams=describe_streams(TEXT),
+        sources=described,
+        num_train=num_train,
+        tokenizer=tokenizer_digest(model_folder, config.model.chat_template, config.model.new_tokens),
+        task=config.task,
+        train_on=data.train_on,
+        chat_template_kwargs=data.chat_template_kwargs,
+        date=data.date,
+        max_length=data.max_length,
+        too_long=data.too_long,
+    )
+
+
+def name_store(config: RunConfig, tokens: str, sources: Sequence[Source]) -> str:
+    """64 hex digits of the tokens, which rows of them are trained and held out, and how often they are taken."""
+    data = config.data
+    return _hash(
+        tokens=tokens,
+        seed=config.seed,
+        validation_fraction=data.validation_fraction if data.validation is None else None,
+        max_samples=data.max_samples,
+        sources=[(source.name, source.weight, source.max_samples) for source in sources],
+    )
+
+
+def _hash(**named: Any) -> str:
+    return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
+
+
+def open_cached(folder: Path, report: Report) -> TokenStore | None:
+    if not folder.exists():
+        return None
+    try:
+        store = TokenStore.open(folder, check_tokens=True)
+        if store.digest != folder.name:
+            raise UserError("the token cache is damaged", why="it is that of other data")
+        return store
+    except UserError as error:
+        cause = error.__cause__
+        if isinstance(cause, OSError) and cause.errno not in (
+            None,
+            errno.ENOENT,
+        ):  # not damaged: the system could not read it now
+            raise UserError(
+                "the token cache cannot be read", where=str(folder), why=str(cause), fix="start again"
+            ) from error
+        if (remade := _remove_damaged(folder)) is None:
+            report(f"{error.what} ({error.why}): made again")
+        return remade
+
+
+def _remove_damaged(folder: Path) -> TokenStore | None:
+    """Removes a damaged store; the store where another process has made it again in the meantime."""
+    aside = folder.with_name(f"{UNFINISHED}{folder.name[:16]}-{secrets.token_hex(8)}")
+    try:
+        os.rename(folder, aside)  # at once: what is removed file by file could be what another process just published
+    except OSError:  # it is gone by now; or nothing can be written here, which is told when that is tried
+        return None
+    try:
+        made_again = TokenStore.open(aside, check_tokens=True).digest == folder.name
+    except UserError:
+        made_again = False
+    if not made_again:
+        shutil.rmtree(aside, ignore_errors=True)
+        return None
+    if not publish(aside, folder):
+        shutil.rmtree(aside, ignore_errors=True)
+    return TokenStore.open(folder, check_tokens=True)
+
+
+def link_other(tokens: str, unfinished: Path, report: Report) -> list[dict[str, Any]] | None:
+    """Takes the tokens of another store of the same ones; returns what its sources gave, or None where there is
+    none.
+    """
+    for path in unfinished.parent.glob("[0-9a-f]*/meta.json"):
+        try:
+            meta = json.loads(path.read_text(encoding="utf-8"))
+            if meta.get("version") != FORMAT_VERSION or meta.get("tokens") != tokens:
+                continue
+            TokenStore.open(path.parent, check_tokens=True)
+        except (OSError, ValueError, UserError):
+            continue
+        if link_tokens(path.parent, unfinished):
+            report("tokens cached: the choice of rows is new")
+            return meta["made"]
+    return None
+
+
+def publish(unfinished: Path, folder: Path) -> bool:
+    """Gives the folder its name. False where another preparation was first: its folder stays, both hold the same."""
+    sync(unfinished)
+    try:
+        os.rename(unfinished, folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
+        return False
+    sync(folder.parent)
+    return True
+
+
+def clean_unfinished(cache: Path) -> None:
+    """Removes what killed preparations left, once nothing was written into it for an hour."""
+    for folder in cache.glob(f"{UNFINISHED}*"):
+        try:
+            newest = max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
+        except OSError:  # its owner is just done with it
+            continue
+        if time.time() - newest > UNFINISHED_MAX_AGE_S:
+            shutil.rmtree(folder, ignore_errors=True)
