@@ -156,7 +156,7 @@ def run_ours(settings: Settings) -> Ours:
     plan = make_plan(config, gather_facts(config, saves=False, report=lambda text: print(text, file=sys.stderr)))
     rank = Rank(Launcher("manyhands", 0, 0, 1, 1), terminal=sys.stderr)
     rank.config, rank.plan = config, plan
-    rank.world = World(0, 0, 1, torch.device("cuda", 0) if plan.device == "cuda" else torch.device("cpu"))
+    rank.world = World(0, 0, 1, torch.device("cuda", 0) if plan.layout.device == "cuda" else torch.device("cpu"))
     check_precision(rank.world.device)
     build.open_data(rank)
     rows = list_rows(rank, settings)
@@ -187,7 +187,7 @@ def run_ours(settings: Settings) -> Ours:
         rows=rows,
         num_loss_tokens=tuple(r.num_loss_tokens for r in results),
         learning_rate=plan.learning_rate,
-        device=plan.device,
+        device=plan.layout.device,
         num_micro_batches=tuple(r.num_micro_batches for r in results),
         targets=name_targets(rank.model) if adapter else [],
         adapter=adapter,

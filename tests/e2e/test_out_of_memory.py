@@ -31,8 +31,8 @@ def plans(run: Run) -> list[Plan]:
 
 
 def check_smaller(made: list[Plan]) -> None:
-    assert all(later.micro_tokens < earlier.micro_tokens for earlier, later in itertools.pairwise(made))
-    assert {(plan.batch_samples, plan.num_steps, plan.learning_rate, plan.world_size) for plan in made} == {
+    assert all(later.layout.micro_tokens < earlier.layout.micro_tokens for earlier, later in itertools.pairwise(made))
+    assert {(plan.batch_samples, plan.num_steps, plan.learning_rate, plan.layout.world_size) for plan in made} == {
         (made[0].batch_samples, made[0].num_steps, made[0].learning_rate, made[0].world_size)
     }
     assert [plan.cause for plan in made[1:]] == ["out_of_memory"] * (len(made) - 1)
@@ -45,7 +45,7 @@ def test_the_run_goes_on_with_smaller_micro_batches_and_the_same_batches(place: 
     first, second = plans(run)
     check_smaller([first, second])
     assert ended.output.count("out of memory in stage 'train' at step 3") == 1, ended.output
-    said = f"plan 2: {second.micro_tokens:,} tokens a micro-batch in place of {first.micro_tokens:,}, the same global batch"
+    said = f"plan 2: {second.layout.micro_tokens:,} tokens a micro-batch in place of {first.layout.micro_tokens:,}, the same global batch"
     assert ended.output.count(said) == 1 and "going on from step 2" in ended.output and "error" not in ended.output
     assert run.seen() == alone.seen() and len(run.rows()) == 4
     # the same rows in the same steps; dropout is keyed by micro-batch, so that losses are near and not equal after step
@@ -63,7 +63,10 @@ def test_a_fault_that_smaller_plans_do_not_cure_ends_with_what_to_do(place: Plac
     ended = place.train("hopeless", *keys, plant=out_of_memory(99))
     assert ended.code == 1 and ended.output.count("error: ") == 1, ended.output
     made = plans(place.run("hopeless"))
-    assert [(plan.micro_tokens, plan.activation_checkpointing) for plan in made] == [(512, "none"), (512, "full")]
+    assert [(plan.layout.micro_tokens, plan.layout.activation_checkpointing) for plan in made] == [
+        (512, "none"),
+        (512, "full"),
+    ]
     assert "error: out of memory, and no smaller plan is left than plan 2" in ended.output
     assert "leave batch.micro_tokens to auto" in ended.output and "use a machine with more memory" in ended.output
     assert "Traceback" not in ended.output

@@ -4,6 +4,7 @@ FSDP2.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.world import World
-from manyhands.engine import apply as surgery
+from manyhands.engine.apply import apply
 from manyhands.engine.native import NativeEngine
 from manyhands.plan.types import Plan
 from manyhands.train.optimizer import make_optimizer
@@ -24,15 +25,10 @@ LEARNING_RATE = 1e-2
 
 def build(plan: Plan, config: RunConfig, *, sharded: bool = False) -> NativeEngine:
     """The model of ``plan`` as a run builds it; ``sharded``: by ``fully_shard`` on a (1, 1) mesh all the same."""
-    chosen = surgery.keeps_compute_copy
     if sharded:
-        surgery.keeps_compute_copy = lambda _: False
+        plan = plan.model_copy(update={"layout": replace(plan.layout, wrapper="fully_shard", compute_copy="gathered")})
     loss_model, load = on_meta(plan, config)
-    alone = World(0, 0, 1, torch.device("cpu"))
-    try:
-        return surgery.apply(loss_model, plan, alone, load)
-    finally:
-        surgery.keeps_compute_copy = chosen
+    return apply(loss_model, plan, World(0, 0, 1, torch.device("cpu")), load)
 
 
 def train(

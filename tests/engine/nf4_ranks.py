@@ -136,4 +136,4 @@ def write_merged(plan: Plan, config: RunConfig, folder: Path) -> None:
     model = build(plan, config).model
     load_adapter_state(model, random_adapter(model))
     rank = dist.get_rank() if dist.is_initialized() else 0
-    export_model(folder, model, Path(plan.model_folder), plan.frozen_dtype, rank=rank, merge=True)
+    export_model(folder, model, Path(plan.model_folder), plan.layout.frozen_dtype, rank=rank, merge=True)

@@ -43,7 +43,7 @@ def run_steps(
     engine = build(plan, config)
     load_adapter_state(engine.model, random_adapter(engine.model, start=True))
     optimizer = make_optimizer(engine.model, config.optimizer, LEARNING_RATE, list(find_blocks(engine.model)))
-    if plan.offload == "optimizer":
+    if plan.layout.offload == "optimizer":
         optimizer = StreamedOptimizer(optimizer, engine.world.device, CHUNK_BYTES)
     engine.optimizer = optimizer
     if resume is not None:

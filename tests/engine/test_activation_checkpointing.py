@@ -18,7 +18,7 @@ from manyhands.facts.model import read_model_facts
 from manyhands.families import known_modules
 from manyhands.kernels.modules import fuse_lora
 from manyhands.plan.activations import linear_bytes_per_token
-from manyhands.plan.types import Checkpointing
+from manyhands.plan.layout import Checkpointing
 from tests.plan.test_memory import FULL
 from tests.support.tiny import tiny_config, tiny_model
 

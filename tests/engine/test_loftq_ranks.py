@@ -41,7 +41,7 @@ def test_factors_do_not_depend_on_the_ranks(world: Ranks, folder: Path, way: str
         0.3 < one["share"] < 1 and len(one["factors"]) == 42 and all(factor.any() for factor in one["factors"].values())
     )
     plan = tiny_plan(folder, **(dtypes | WAYS[way]))
-    found = world.run("tests.engine.loftq_ranks:begin", plan, config, world_size=plan.world_size)
+    found = world.run("tests.engine.loftq_ranks:begin", plan, config, world_size=plan.layout.world_size)
     for result in found:
         assert result["share"] == pytest.approx(one["share"], rel=1e-6)
         for name, factor in one["factors"].items():

@@ -68,7 +68,7 @@ def test_every_layout_learns_the_same(world: Ranks, folder: str) -> None:
     one = train(tiny_plan(folder, **NARROW), config, merged(RAGGED), 5, learning_rate=1e-3)
     for name, keys in WAYS.items():
         plan = tiny_plan(folder, **{**NARROW, **keys})
-        results = world.run(TRAIN, plan, config, RAGGED, 5, None, None, 1e-3, world_size=plan.world_size)
+        results = world.run(TRAIN, plan, config, RAGGED, 5, None, None, 1e-3, world_size=plan.layout.world_size)
         for result in results:
             assert result["dtypes"] == {"torch.bfloat16"}, name
             np.testing.assert_allclose(result["losses"], one["losses"], rtol=2e-3, err_msg=name)
@@ -76,7 +76,7 @@ def test_every_layout_learns_the_same(world: Ranks, folder: str) -> None:
             assert all(
                 np.array_equal(results[0]["weights"][key], weight) for key, weight in result["weights"].items()
             ), name
-        assert (max(results[0]["shares"]) < 1) == (plan.strategy != "ddp"), name
+        assert (max(results[0]["shares"]) < 1) == (plan.layout.strategy != "ddp"), name
 
 
 @pytest.mark.distributed

@@ -73,7 +73,7 @@ def test_loaded_bytes_do_not_depend_on_the_sharding(world: Ranks, folder: str, i
     assert len(one) == 2 * 7 * 3
     for way in ("ddp 2", "fsdp 2", "fsdp 4"):
         plan = tiny_plan(folder, **(dtypes | WAYS[way]))
-        for found in world.run(f"{RANKS}:nf4_bytes", plan, config, world_size=plan.world_size):
+        for found in world.run(f"{RANKS}:nf4_bytes", plan, config, world_size=plan.layout.world_size):
             assert found == one, way
 
 
@@ -99,7 +99,7 @@ def test_a_step_is_that_of_one_process(world: Ranks, folder: str, way: str) -> N
     one = measure(tiny_plan(folder), config, merged(RAGGED))
     assert len(one["gradients"]) == 2 * 7 * 3 and min(np.abs(g).max() for g in one["gradients"].values()) > 0
     plan = tiny_plan(folder, **WAYS[way])
-    for result in world.run(LAYOUTS, plan, config, RAGGED, world_size=plan.world_size):
+    for result in world.run(LAYOUTS, plan, config, RAGGED, world_size=plan.layout.world_size):
         assert_equal_step(result, one, 2e-6)
 
 

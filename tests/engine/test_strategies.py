@@ -74,7 +74,7 @@ def test_every_way_gives_the_step_of_one_process(world: Ranks, folder: str, meth
     one = measure(tiny_plan(folder), config, merged(RAGGED))
     for name, keys in WAYS.items():
         plan = tiny_plan(folder, **keys)
-        for result in world.run(MEASURE, plan, config, RAGGED, world_size=plan.world_size):
+        for result in world.run(MEASURE, plan, config, RAGGED, world_size=plan.layout.world_size):
             assert_equal_step(result, one, 3e-6)
             assert np.array_equal(result["logits"], result["logits_after"]), name
 
@@ -131,7 +131,7 @@ def test_hybrid_saves_resumes_elsewhere_and_exports(world: Ranks, folder: str, m
     ]
     for keys in others:
         plan = tiny_plan(folder, **keys)
-        rest = world.run(f"{RANKS}:run_steps", plan, config, RAGGED, 2, saved, world_size=plan.world_size)[0]
+        rest = world.run(f"{RANKS}:run_steps", plan, config, RAGGED, 2, saved, world_size=plan.layout.world_size)[0]
         np.testing.assert_allclose(rest, whole[2:], rtol=2e-4)
     run_steps(tiny_plan(folder), config, merged(RAGGED), 2, export=tmp_path / "single")
     ours, theirs = (load_file(path / "model.safetensors") for path in (exported, tmp_path / "single"))
@@ -149,7 +149,7 @@ def test_offloaded_states_take_the_same_steps_and_are_saved(
     def steps(offload: str, num_steps: int, *folders: Path | None) -> list[tuple[float, float]]:
         plan = tiny_plan(folder, **way, offload=offload)
         return world.run(
-            f"{RANKS}:run_steps", plan, tiny_run(folder), RAGGED, num_steps, *folders, world_size=plan.world_size
+            f"{RANKS}:run_steps", plan, tiny_run(folder), RAGGED, num_steps, *folders, world_size=plan.layout.world_size
         )[0]
 
     plain = steps("none", 4)

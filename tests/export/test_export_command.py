@@ -21,8 +21,9 @@ from manyhands.export.verify import verify
 from manyhands.infer.__main__ import main as infer_main
 from manyhands.launch.run_folder import RunFolder
 from manyhands.plan.converters import choose_converters
-from manyhands.plan.types import MemoryEstimate, Plan
+from manyhands.plan.types import Plan
 from tests.export.tiny import adapt, make_model, save_source
+from tests.support import plans
 
 IDS = torch.arange(5, 25)[None]
 
@@ -69,36 +70,19 @@ def make_run(
 
 
 def make_plan(config: RunConfig, source: Path) -> Plan:
-    return Plan(
+    return plans.make_plan(
         config_digest=config.digest,
-        data_digest="0",
-        data_folder="nowhere",
         model_folder=str(source),
         device="cuda",
         world_size=8,
         strategy="fsdp",
-        reshard_after_forward=True,
         activation_checkpointing="full",
         compile=True,
-        compute_dtype="float32",
-        master_dtype="float32",
-        frozen_dtype="float32",
         attention="varlen",
         converters=choose_converters(config, device="cuda", attention="varlen"),
-        packing=True,
         batch_samples=8,
-        batch_loss_tokens=None,
-        micro_samples=None,
-        micro_tokens=64,
-        accumulation=None,
-        steps_per_epoch=7,
         num_steps=7,
-        warmup_steps=0,
-        learning_rate=1e-3,
-        evaluate_every=0,
-        checkpoint_every=0,
         output_dtype="float32" if config.output.dtype == "auto" else config.output.dtype,
-        memory=MemoryEstimate(terms={}, limit=0),
     )
 
 

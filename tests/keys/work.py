@@ -52,7 +52,9 @@ def gpus(lab: Lab) -> None:
 
 def device(lab: Lab) -> None:
     with_gpus = facts(gpus=2)
-    assert [plan(lab.config({"parallel.device": asked}), with_gpus).device for asked in ("auto", "cuda", "cpu")] == [
+    assert [
+        plan(lab.config({"parallel.device": asked}), with_gpus).layout.device for asked in ("auto", "cuda", "cpu")
+    ] == [
         "cuda",
         "cuda",
         "cpu",
@@ -60,7 +62,7 @@ def device(lab: Lab) -> None:
     with pytest.raises(UserError, match="no GPU is visible"):
         plan(lab.config({"parallel.device": "cuda"}), facts())
     chosen = plan(lab.config({"parallel.device": "cpu"}), with_gpus)
-    assert pick_device(chosen.device, 0) == torch.device("cpu")
+    assert pick_device(chosen.layout.device, 0) == torch.device("cpu")
     assert next(lab.base.rank.model.parameters()).device == torch.device("cpu")
 
 
@@ -72,7 +74,7 @@ def strategy(lab: Lab) -> None:
     axes = {name: {num_axes(p) for p in lab.start({"parallel.strategy": name}).model.parameters()} for name in names}
     assert axes == {"single": {0}, "fsdp": {1}, "hsdp": {2}}
     wishes = [lab.config({"parallel.strategy": name, "parallel.gpus": 2}) for name in ("ddp", "fsdp", "hsdp")]
-    assert [plan(wish, facts()).strategy for wish in wishes] == ["ddp", "fsdp", "hsdp"]
+    assert [plan(wish, facts()).layout.strategy for wish in wishes] == ["ddp", "fsdp", "hsdp"]
     assert lab.run({"parallel.strategy": "fsdp"}).losses == pytest.approx(lab.base.losses, rel=1e-6)
 
 
@@ -87,7 +89,7 @@ def shard_degree(lab: Lab) -> None:
         made = plan(lab.config({**hsdp, "parallel.shard_degree": asked}), facts())
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(mesh, "init_device_mesh", lambda device, shape, mesh_dim_names: shape)
-            assert apply.choose_mesh(made, World(0, 0, 4, torch.device("cpu")), mixed=False) == shape
+            assert apply.choose_mesh(made.layout, World(0, 0, 4, torch.device("cpu"))) == shape
 
 
 def offload(lab: Lab) -> None:

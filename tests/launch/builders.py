@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from manyhands.config.schema import RunConfig
 from manyhands.plan.types import MemoryEstimate, Plan
+from tests.support import plans
 
 
 def make_config(**changes: object) -> RunConfig:
@@ -25,29 +26,17 @@ def make_plan(world_size: int = 2, **changes: object) -> Plan:
         "data_content": "c",
         "data_folder": "/data",
         "model_folder": "/model",
-        "device": "cpu",
         "world_size": world_size,
         "strategy": "ddp",
         "reshard_after_forward": False,
-        "activation_checkpointing": "none",
-        "compile": False,
-        "compute_dtype": "float32",
-        "master_dtype": "float32",
-        "frozen_dtype": "float32",
-        "attention": "sdpa",
-        "packing": True,
         "batch_samples": 8,
-        "batch_loss_tokens": None,
-        "micro_samples": None,
         "micro_tokens": 2048,
-        "accumulation": None,
         "steps_per_epoch": 10,
         "num_steps": 10,
         "warmup_steps": 1,
         "learning_rate": 1e-4,
         "evaluate_every": 5,
         "checkpoint_every": 5,
-        "output_dtype": "float32",
         "memory": MemoryEstimate(terms={"weights": 1}, limit=2),
     }
-    return Plan(**(fields | changes))
+    return plans.make_plan(**(fields | changes))

@@ -34,7 +34,7 @@ def test_facts_of_a_run_and_its_plan(tmp_path: Path):
     assert facts.data.num_samples + facts.data.num_validation_samples == 100
     assert facts.world_size is None
     made = plan(config, facts)
-    assert (made.world_size, made.strategy, made.packing) == (2, "ddp", True)
+    assert (made.layout.world_size, made.layout.strategy, made.packing) == (2, "ddp", True)
     assert made.num_steps * (made.batch_samples or 0) >= facts.data.num_samples
     assert made.data_digest == facts.data.digest
     assert gather_facts(config, world_size=2, report=said.append).world_size == 2

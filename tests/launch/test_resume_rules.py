@@ -101,11 +101,7 @@ def test_after_a_launch_that_ran_out_of_memory_the_next_start_plans_smaller(worl
     world.run.write_failed(UserError("out of GPU memory", kind=OUT_OF_MEMORY), first)
     small = RanOut(
         number=1,
-        world_size=2,
-        strategy="ddp",
-        reshard_after_forward=False,
-        activation_checkpointing="none",
-        micro_tokens=2048,
+        layout=make_plan(full_micro_tokens=2048).layout,
         estimated_bytes=1,
         limit=2,
     )
@@ -327,7 +323,7 @@ def test_two_launches_at_once_are_refused_and_the_holder_named(world):
 
 
 def test_under_another_launcher_its_world_size_counts(world):
-    assert prepare(world_size=8).plan.world_size == 8
+    assert prepare(world_size=8).plan.layout.world_size == 8
 
 
 def test_train_under_torchrun_is_refused(world, monkeypatch):

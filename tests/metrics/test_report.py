@@ -11,39 +11,26 @@ from manyhands.config.schema import MethodSection, RunConfig
 from manyhands.metrics.report import write_report
 from manyhands.plan.types import MemoryEstimate, Plan
 from manyhands.train.types import TrainState
+from tests.support import plans
 
 CONFIG = RunConfig(name="demo", model={"name": "tiny"}, data={"train": "rows.jsonl"})
 
 
 def make_plan() -> Plan:
-    return Plan(
+    return plans.make_plan(
         config_digest=CONFIG.digest,
         data_digest="d",
-        data_folder="data",
-        model_folder="model",
         device="cuda",
         world_size=2,
         strategy="ddp",
         reshard_after_forward=False,
-        activation_checkpointing="none",
-        compile=False,
         compute_dtype="bfloat16",
-        master_dtype="float32",
         frozen_dtype="bfloat16",
         attention="varlen",
-        packing=True,
         batch_samples=8,
-        batch_loss_tokens=None,
-        micro_samples=None,
         micro_tokens=2048,
-        accumulation=None,
-        steps_per_epoch=10,
         num_steps=10,
         warmup_steps=1,
-        learning_rate=1e-3,
-        evaluate_every=0,
-        checkpoint_every=0,
-        output_dtype="float32",
         memory=MemoryEstimate(terms={"weights": 2**30, "activations": 2**29}, limit=2**36),
     )
 

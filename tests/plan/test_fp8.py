@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from manyhands.core.errors import UserError
 from manyhands.facts.types import GpuFacts, HostFacts
 from manyhands.plan import memory
-from manyhands.plan.memory import GIB, Setup
+from manyhands.plan.memory import GIB
 from manyhands.plan.search import plan
 from tests.plan.examples import facts, llama_1b, llama_8b, run_config
+from tests.support.plans import change_input, make_input
 
-LORA = Setup(
-    model=llama_8b(), num_adapter_parameters=1000, adapter_rank=16, adapter_dropout=False, device="cuda", world_size=1, strategy="single",
-    reshard_after_forward=False, activation_checkpointing="none", compile=True, compute_bytes=2, master_bytes=4, frozen_bytes=2, micro_tokens=10, builds_mask=False,
-)  # fmt: skip
+LORA = make_input(llama_8b(), num_adapter_parameters=1000, adapter_rank=16)
 LINEARS = 2 * 4096**2 + 2 * 1024 * 4096 + 3 * 4096 * 14336
 
 
 def test_frozen_whole_weights_have_two_bytes_of_codes_beside_them() -> None:
-    assert memory.weights(replace(LORA, fp8_blocks=True)) - memory.weights(LORA) == 2 * 32 * LINEARS
-    assert memory.dequantised(replace(LORA, fp8_blocks=True)) == 0
+    assert memory.weights(change_input(LORA, fp8_blocks=True)) - memory.weights(LORA) == 2 * 32 * LINEARS
+    assert memory.dequantised(change_input(LORA, fp8_blocks=True)) == 0
 
 
 @pytest.mark.parametrize(
     "change", [{"num_adapter_parameters": 0}, {"strategy": "fsdp", "world_size": 4}, {"offload": "all"}]
 )
 def test_weights_that_are_trained_or_in_shards_are_coded_where_they_are_used(change: dict[str, object]) -> None:
-    setup = replace(LORA, **change)  # type: ignore[arg-type]
-    assert memory.weights(replace(setup, fp8_blocks=True)) == memory.weights(setup)
-    assert memory.dequantised(replace(setup, fp8_blocks=True)) == 2 * 4096 * 14336  # gate and up, a byte each
+    setup = change_input(LORA, **change)  # type: ignore[arg-type]
+    assert memory.weights(change_input(setup, fp8_blocks=True)) == memory.weights(setup)
+    assert memory.dequantised(change_input(setup, fp8_blocks=True)) == 2 * 4096 * 14336  # gate and up, a byte each
 
 
 def test_an_old_gpu_and_no_gpu_are_refused_with_what_to_do() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +11,9 @@ from manyhands.plan import memory
 from manyhands.plan.search import plan
 from tests.plan.examples import facts, llama_1b, run_config
 from tests.plan.test_memory import BLOCK, FULL, ROOT, sharded
+from tests.support.plans import change_input
 
-NARROW = replace(FULL, master_bytes=2, accumulates=False)
+NARROW = change_input(FULL, master_dtype="bfloat16", accumulates=False)
 KEYS: dict[str, Any] = {"model__master_dtype": "bfloat16", "model__dtype": "bfloat16", "method__name": "full"}
 
 
@@ -24,15 +24,15 @@ def test_they_keep_8_bytes_a_parameter_and_no_copy():
 
 
 def test_sums_of_gradients_are_counted_in_float32():
-    several = replace(NARROW, accumulates=True)
+    several = change_input(NARROW, accumulates=True)
     assert memory.gradients(several) == 4 * 1448
     two = sharded(several, 2, reshard_after_forward=False)
-    assert memory.gradients(two) == 2 * 1448 and memory.unreduced(replace(two, reduce_every=False)) == 4 * 1448
+    assert memory.gradients(two) == 2 * 1448 and memory.unreduced(change_input(two, reduce_every=False)) == 4 * 1448
     assert memory.root_reduction(two) == 6 * ROOT and memory.reduction(two) == 2 * 6 * BLOCK + 2 * 32 * 8
 
 
 def test_copies_on_several_ranks_are_made_by_fully_shard():
-    ddp = replace(NARROW, strategy="ddp", world_size=2)
+    ddp = change_input(NARROW, strategy="ddp", world_size=2)
     assert memory.gathered(ddp) == 2 * 1448 and memory.root_reduction(ddp) == 6 * ROOT
 
 
@@ -42,7 +42,11 @@ def test_the_plan_says_so_and_counts_it():
         plan(config_, facts(model=llama_1b(), gpus=1))
         for config_ in (run_config(**KEYS | {"model__master_dtype": "float32"}), config)
     )
-    assert (wide.master_dtype, narrow.master_dtype, narrow.output_dtype) == ("float32", "bfloat16", "bfloat16")
+    assert (wide.layout.master_dtype, narrow.layout.master_dtype, narrow.output_dtype) == (
+        "float32",
+        "bfloat16",
+        "bfloat16",
+    )
     assert narrow.fuse_optimizer and any("rounded stochastically" in sentence for sentence in narrow.why)
     assert not any("float32 masters" in sentence for sentence in narrow.why)
     states = ("weights", "optimizer", "gathered")

@@ -4,28 +4,24 @@ vocabulary 32.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from manyhands.plan import memory
 from manyhands.plan.activations import block_bytes_per_token, kept_bytes_per_token, moved_bytes
-from manyhands.plan.setup import Setup
+from manyhands.plan.estimate_input import EstimateInput
 from tests.plan.examples import model_facts
+from tests.support.plans import change_input, make_input
 
 TINY = model_facts()
 # a block: q 8x8, k and v 4x8, o 8x8, gate, up and down 16x8, two norms of 8
 BLOCK = 64 + 32 + 32 + 64 + 3 * 128 + 16
 ROOT = 32 * 8 + 8  # tied embeddings and the last norm
-FULL = Setup(
-    model=TINY, num_adapter_parameters=0, adapter_rank=4, adapter_dropout=False, device="cuda", world_size=1, strategy="single", reshard_after_forward=False,
-    activation_checkpointing="none", compile=True, compute_bytes=2, master_bytes=4, frozen_bytes=2, micro_tokens=10, builds_mask=False,
-)  # fmt: skip
-LORA = replace(FULL, num_adapter_parameters=1000)
+FULL = make_input(TINY)
+LORA = change_input(FULL, num_adapter_parameters=1000)
 
 
-def sharded(setup: Setup, ranks: int, *, reshard_after_forward: bool) -> Setup:
-    return replace(setup, strategy="fsdp", world_size=ranks, reshard_after_forward=reshard_after_forward)
+def sharded(setup: EstimateInput, ranks: int, *, reshard_after_forward: bool) -> EstimateInput:
+    return change_input(setup, strategy="fsdp", world_size=ranks, reshard_after_forward=reshard_after_forward)
 
 
 def test_parameters_of_the_example():
@@ -41,18 +37,18 @@ def test_full_training_keeps_16_bytes_a_parameter_and_a_compute_copy():
 
 
 def test_float32_training_in_one_process_has_no_copy():
-    single = replace(FULL, compute_bytes=4)
+    single = change_input(FULL, compute_dtype="float32")
     assert memory.gathered(single) == 0
     assert memory.weights(single) + memory.gradients(single) + memory.optimizer(single) == 16 * 1448
 
 
 def test_fsdp_divides_states_by_ranks_and_holds_two_gathered_blocks_and_a_buffer():
-    four = sharded(replace(FULL, model=replace_layers(8)), 4, reshard_after_forward=True)
+    four = sharded(change_input(FULL, model=replace_layers(8)), 4, reshard_after_forward=True)
     parameters = 8 * BLOCK + ROOT
     assert memory.weights(four) == parameters
     assert memory.optimizer(four) == 2 * parameters
     assert memory.gathered(four) == 2 * (ROOT + 3 * BLOCK)
-    assert memory.gathered(replace(four, reshard_after_forward=False)) == 2 * (ROOT + 8 * BLOCK)
+    assert memory.gathered(change_input(four, reshard_after_forward=False)) == 2 * (ROOT + 8 * BLOCK)
 
 
 def replace_layers(layers: int):
@@ -68,7 +64,7 @@ def test_lora_keeps_frozen_weights_once_and_16_bytes_an_adapter_parameter():
 
 
 def test_lora_on_two_ranks_shards_frozen_weights_only_with_fsdp():
-    copy = replace(LORA, strategy="ddp", world_size=2)
+    copy = change_input(LORA, strategy="ddp", world_size=2)
     assert memory.weights(copy) == memory.weights(LORA)
     assert memory.weights(sharded(LORA, 2, reshard_after_forward=True)) == memory.weights(LORA) // 2
     assert memory.gathered(sharded(LORA, 2, reshard_after_forward=False)) == 2 * 1448
@@ -80,23 +76,23 @@ def test_bytes_a_token_of_one_block():
     mlp = 2 * 3 * 16
     assert block_bytes_per_token(FULL) == norms + linear_inputs + attention + mlp == 216
     # eager: norms in float32, their results again for the norms' own weights, and the activation's result
-    assert block_bytes_per_token(replace(FULL, compile=False)) == 216 + 2 * 2 * 8 + 2 * 2 * 8 + 2 * 16
-    assert block_bytes_per_token(replace(LORA, compile=False)) == 216 + 2 * 4 * 7 + 2 * 2 * 8 + 2 * 16
+    assert block_bytes_per_token(change_input(FULL, compile=False)) == 216 + 2 * 2 * 8 + 2 * 2 * 8 + 2 * 16
+    assert block_bytes_per_token(change_input(LORA, compile=False)) == 216 + 2 * 4 * 7 + 2 * 2 * 8 + 2 * 16
     # 7 layers' inner results of rank 4
     assert block_bytes_per_token(LORA) == 216 + 2 * 4 * 7
     dropped = 6 * 8 + 16  # inputs of six layers of width 8 and one of 16
-    assert block_bytes_per_token(replace(LORA, adapter_dropout=True)) == 216 + 2 * 4 * 7 + 3 * dropped
+    assert block_bytes_per_token(change_input(LORA, adapter_dropout=True)) == 216 + 2 * 4 * 7 + 3 * dropped
     # kernels for documents keep the queries once more
-    assert block_bytes_per_token(replace(FULL, mixed_lengths=True)) == 216 + 2 * 8
+    assert block_bytes_per_token(change_input(FULL, mixed_lengths=True)) == 216 + 2 * 8
     scaled = 8 + 4 + 4 + 8 + 16 + 16 + 8  # results of the seven layers, which DoRA scales
-    assert block_bytes_per_token(replace(LORA, adapter_dora=True)) == 216 + 2 * 4 * 7 + 2 * scaled
+    assert block_bytes_per_token(change_input(LORA, adapter_dora=True)) == 216 + 2 * 4 * 7 + 2 * scaled
 
 
 GRADIENTS = 2 * 10 * 2 * 8 + 2 * 10 * 2 * 16  # of a block's result and the residual stream; of gate and up
 
 
 def test_activations_kept_and_recomputed():
-    recomputed = replace(FULL, activation_checkpointing="full")
+    recomputed = change_input(FULL, activation_checkpointing="full")
     assert memory.at_the_loss(FULL)["activations"] == 10 * 2 * 216 + 3 * 10 * 2 * 8
     assert memory.in_the_backward_pass(FULL)["activations"] == 10 * 2 * 216 + GRADIENTS
     assert memory.at_the_loss(recomputed)["activations"] == 2 * 10 * 2 * 8 + 3 * 10 * 2 * 8
@@ -106,14 +102,14 @@ def test_activations_kept_and_recomputed():
 
 def test_gradients_are_there_while_activations_are_only_where_a_step_goes_on():
     """In one micro-batch gradients come as activations go; DDP's buckets are there all the time."""
-    alone = replace(LORA, accumulates=False)
+    alone = change_input(LORA, accumulates=False)
     assert memory.at_the_loss(LORA)["gradients"] == 4000
     assert memory.at_the_loss(alone)["gradients"] == memory.in_the_backward_pass(alone)["gradients"] == 0
     assert memory.at_its_end(alone)["gradients"] == 4000
-    assert memory.at_the_loss(replace(alone, strategy="ddp", world_size=2))["gradients"] == 4000
-    whole = replace(sharded(LORA, 2, reshard_after_forward=False), reduce_every=False)
+    assert memory.at_the_loss(change_input(alone, strategy="ddp", world_size=2))["gradients"] == 4000
+    whole = change_input(sharded(LORA, 2, reshard_after_forward=False), reduce_every=False)
     assert memory.at_the_loss(whole)["unreduced"] == 4000
-    assert memory.at_the_loss(replace(whole, accumulates=False))["unreduced"] == 0
+    assert memory.at_the_loss(change_input(whole, accumulates=False))["unreduced"] == 0
 
 
 def test_limits_of_what_moves_are_those_of_the_store():
@@ -124,8 +120,10 @@ def test_limits_of_what_moves_are_those_of_the_store():
 
 
 def test_the_worst_moment_is_estimated():
-    long = replace(FULL, micro_tokens=10**6)
-    wide = replace(FULL, micro_tokens=1, model=model_facts(vocab=10**7), reshard_after_forward=True, accumulates=False)
+    long = change_input(FULL, full_micro_tokens=10**6)
+    wide = change_input(
+        FULL, full_micro_tokens=1, model=model_facts(vocab=10**7), reshard_after_forward=True, accumulates=False
+    )
     assert memory.estimate_terms(long)["activations"] > 10**6 * 2 * 216
     assert memory.estimate_terms(wide)["reduction"] == (10**7 * 8 + 8) * 6  # the end, when the root is reduced
     for setup in (long, wide):
@@ -137,44 +135,47 @@ def test_the_worst_moment_is_estimated():
 
 def test_attention_mask_is_square_and_only_where_built():
     assert memory.attention_mask(FULL) == 0
-    assert memory.attention_mask(replace(FULL, compute_bytes=4, builds_mask=True)) == 100 * 5
+    assert memory.attention_mask(change_input(FULL, compute_dtype="float32", builds_mask=True)) == 100 * 5
 
 
 def test_logits_are_held_a_chunk_at_a_time():
     assert memory.logits(LORA) == 10 * 32 * 10  # few tokens: all of them
     assert memory.logits(FULL) == 10 * 32 * 10 + 2 * 32 * 8 * 2  # and the head's gradient, summed over chunks
-    wide = {"micro_tokens": 10**6, "model": model_facts(vocab=128256)}
-    assert memory.logits(replace(LORA, **wide)) == 2**27 // 128256 * 128256 * 10
-    assert memory.logits(replace(LORA, fuse_loss=True, **wide)) == 2**28 // 128256 * 128256 * 2
+    wide = {"full_micro_tokens": 10**6, "model": model_facts(vocab=128256)}
+    assert memory.logits(change_input(LORA, **wide)) == 2**27 // 128256 * 128256 * 10
+    assert memory.logits(change_input(LORA, fuse_loss=True, **wide)) == 2**28 // 128256 * 128256 * 2
     head = 128256 * 8
-    assert memory.logits(replace(FULL, fuse_loss=True, **wide)) == 2**29 // 128256 * 128256 * 2 + 4 * head
+    assert memory.logits(change_input(FULL, fuse_loss=True, **wide)) == 2**29 // 128256 * 128256 * 2 + 4 * head
     # one chunk needs no sum in float32; the gradient in compute dtype takes the place of few logits
-    assert memory.logits(replace(FULL, fuse_loss=True, model=wide["model"], micro_tokens=4)) == 2 * head + 2 * head
+    assert (
+        memory.logits(change_input(FULL, fuse_loss=True, model=wide["model"], full_micro_tokens=4))
+        == 2 * head + 2 * head
+    )
 
 
 def test_reduction_is_two_blocks_and_the_head_and_the_root_comes_last():
-    freed = replace(FULL, reshard_after_forward=True)
+    freed = change_input(FULL, reshard_after_forward=True)
     assert memory.reduction(freed) == 2 * BLOCK * 6 + 32 * 8 * 2
     assert memory.root_reduction(freed) == (32 * 8 + 8) * 6
 
 
 def test_gradients_of_a_kept_copy_are_one_block_and_the_head():
     assert memory.reduction(FULL) == BLOCK * 6 + 32 * 8 * 2  # tied: it waits for the embeddings
-    untied = replace(FULL, model=model_facts(tied=False))
+    untied = change_input(FULL, model=model_facts(tied=False))
     assert memory.reduction(untied) == BLOCK * 6 + 32 * 8 * 4
     assert memory.root_reduction(FULL) == 32 * 8 * 2
-    assert memory.reduction(replace(FULL, world_size=2, strategy="ddp")) == 2 * BLOCK * 6 + 32 * 8 * 2
+    assert memory.reduction(change_input(FULL, world_size=2, strategy="ddp")) == 2 * BLOCK * 6 + 32 * 8 * 2
 
 
 def test_gradients_stay_in_the_copys_dtype_where_the_optimizer_takes_them():
-    one_pass = replace(FULL, accumulates=False, fuse_optimizer=True)
+    one_pass = change_input(FULL, accumulates=False, fuse_optimizer=True)
     assert memory.gradients(one_pass) == 2 * 1448
     assert memory.reduction(one_pass) == BLOCK * 2 + 32 * 8 * 2
-    assert memory.gradients(replace(one_pass, accumulates=True)) == 4 * 1448  # summed over micro-batches
+    assert memory.gradients(change_input(one_pass, accumulates=True)) == 4 * 1448  # summed over micro-batches
     for without_copy in (
-        replace(one_pass, reshard_after_forward=True),
-        replace(one_pass, strategy="ddp", world_size=2),
-        replace(LORA, accumulates=False),
+        change_input(one_pass, reshard_after_forward=True),
+        change_input(one_pass, strategy="ddp", world_size=2),
+        change_input(LORA, accumulates=False),
     ):
         assert memory.gradients(without_copy) == 4 * without_copy.num_trained
 
@@ -185,29 +186,35 @@ def test_gradients_stay_in_the_copys_dtype_where_the_optimizer_takes_them():
 )
 def test_what_moves_to_host_memory_is_what_blocks_keep(activation_checkpointing, compiled):
     """Eager and selective only the block's input, 8 values of 2 bytes: the rest is in the checkpoint's own cache."""
-    setup = replace(FULL, activation_checkpointing=activation_checkpointing, compile=compiled, offload_activations=True)
+    setup = change_input(
+        FULL, activation_checkpointing=activation_checkpointing, compile=compiled, offload_activations=True
+    )
     kept = (
         2 * 8
         if activation_checkpointing == "selective" and not compiled
         else kept_bytes_per_token(setup, activation_checkpointing)
     )
     assert moved_bytes(setup) == 10 * 2 * kept > 0
-    assert moved_bytes(replace(setup, offload_activations=False)) == moved_bytes(replace(setup, device="cpu")) == 0
+    assert (
+        moved_bytes(change_input(setup, offload_activations=False))
+        == moved_bytes(change_input(setup, device="cpu"))
+        == 0
+    )
 
 
 def test_adafactor_keeps_a_row_and_a_column_of_each_matrix():
     sides = 2 * ((8 + 8) + 2 * (4 + 8) + (8 + 8) + 3 * (16 + 8)) + (32 + 8)
-    tied = replace(FULL, optimizer_name="adafactor")
+    tied = change_input(FULL, optimizer_name="adafactor")
     assert memory.optimizer(tied) == 4 * sides  # vectors are not counted
-    assert memory.optimizer(replace(tied, model=model_facts(tied=False))) == 4 * (sides + 32 + 8)
+    assert memory.optimizer(change_input(tied, model=model_facts(tied=False))) == 4 * (sides + 32 + 8)
     # adapters of rank 4: a side for each 4 elements, and 4 more for each of A and B, in 2 blocks of 7 layers
-    assert memory.optimizer(replace(LORA, optimizer_name="adafactor")) == 4 * (1000 // 4 + 2 * 4 * 2 * 7)
+    assert memory.optimizer(change_input(LORA, optimizer_name="adafactor")) == 4 * (1000 // 4 + 2 * 4 * 2 * 7)
 
 
 def test_overhead_counts_communication_only_between_ranks():
     alone = memory.overhead(FULL, moving=1000)
     assert alone == int(0.6 * 2**30) + 2**26 + 50
-    assert memory.overhead(replace(FULL, world_size=2, strategy="ddp"), moving=1000) == alone + 2**30
+    assert memory.overhead(change_input(FULL, world_size=2, strategy="ddp"), moving=1000) == alone + 2**30
 
 
 @pytest.mark.parametrize(
@@ -217,8 +224,8 @@ def test_overhead_counts_communication_only_between_ranks():
         (LORA, "loss"),
         (sharded(FULL, 4, reshard_after_forward=True), "backward"),
         (sharded(LORA, 4, reshard_after_forward=False), "loss"),
-        (replace(FULL, micro_tokens=1, accumulates=False), "end"),
-        (replace(FULL, micro_tokens=1, accumulates=False, offload="all"), "end"),
+        (change_input(FULL, full_micro_tokens=1, accumulates=False), "end"),
+        (change_input(FULL, full_micro_tokens=1, accumulates=False, offload="all"), "end"),
     ],
 )
 def test_the_estimate_is_what_always_stands_and_the_worst_moment(setup, worst):

@@ -4,7 +4,6 @@ dropout).
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,8 @@ from manyhands.config.schema import MethodSection
 from manyhands.convert.lora import apply_lora
 from manyhands.facts.model import read_model_facts
 from manyhands.plan.activations import block_bytes_per_token
-from manyhands.plan.setup import Setup
+from manyhands.plan.estimate_input import EstimateInput
+from tests.support.plans import change_input, make_input
 
 NUM_TOKENS = 256
 SIZES = {
@@ -68,29 +68,22 @@ def test_what_dora_scales_is_kept(dropout: float, tmp_path):
         kept_bytes(layers, "llama", torch.bfloat16, dora) - kept_bytes(layers, "llama", torch.bfloat16, plain)
         for layers in (2, 3)
     ]
-    setup = replace(make_setup("llama", torch.bfloat16, tmp_path), num_adapter_parameters=1, adapter_rank=4)
+    setup = change_input(make_setup("llama", torch.bfloat16, tmp_path), num_adapter_parameters=1, adapter_rank=4)
     counted = block_bytes_per_token(
-        replace(setup, adapter_dora=True, adapter_dropout=dropout > 0)
+        change_input(setup, adapter_dora=True, adapter_dropout=dropout > 0)
     ) - block_bytes_per_token(setup)
     assert counted * NUM_TOKENS == pytest.approx(more[1] - more[0], rel=0.1)
 
 
-def make_setup(family: str, dtype: torch.dtype, folder: Path) -> Setup:
+def make_setup(family: str, dtype: torch.dtype, folder: Path) -> EstimateInput:
     AutoConfig.for_model(family, **SIZES).save_pretrained(folder)
-    return Setup(
-        model=read_model_facts(folder, "tiny", "random"),
-        num_adapter_parameters=0,
+    name = "float32" if dtype == torch.float32 else "bfloat16"
+    return make_input(
+        read_model_facts(folder, "tiny", "random"),
         adapter_rank=0,
-        adapter_dropout=False,
         device="cpu",
-        world_size=1,
-        strategy="single",
-        reshard_after_forward=False,
-        activation_checkpointing="none",
         compile=False,
-        compute_bytes=dtype.itemsize,
-        master_bytes=4,
-        frozen_bytes=dtype.itemsize,
-        micro_tokens=NUM_TOKENS,
-        builds_mask=False,
+        compute_dtype=name,
+        frozen_dtype=name,
+        full_micro_tokens=NUM_TOKENS,
     )

@@ -105,11 +105,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("measured", recorded())
 def test_the_estimate_is_what_was_measured(measured: dict[str, Any], folder: Path) -> None:
     made = plan_again(measured, folder)
-    assert (made.strategy, made.activation_checkpointing, made.micro_tokens) == tuple(
+    assert (made.layout.strategy, made.layout.activation_checkpointing, made.layout.micro_tokens) == tuple(
         measured[key] for key in ("strategy", "activation_checkpointing", "micro_tokens")
     )
-    assert made.lighter_layers == measured.get("lighter_layers", 0)
-    if (measured["file"], measured["row"], made.activation_checkpointing) == NOT_COMPARABLE:
+    assert made.layout.lighter_layers == measured.get("lighter_layers", 0)
+    if (measured["file"], measured["row"], made.layout.activation_checkpointing) == NOT_COMPARABLE:
         pytest.skip("measured before selective recomputation kept fused adapters' products")
     peak = measured["peak_allocated_gib"] * GIB
     spared = queries_of_documents(measured, folder) if measured["file"] in WITH_FLASH4 else 0

@@ -7,30 +7,13 @@ compile.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
-from manyhands.plan.memory import CONTEXT_BYTES, GIB, Setup, at_the_loss, estimate_terms
+from manyhands.plan.memory import CONTEXT_BYTES, GIB, at_the_loss, estimate_terms
 from tests.plan.examples import llama_1b, llama_8b
+from tests.support.plans import change_input, make_input
 
-LORA_8B = Setup(
-    model=llama_8b(),
-    num_adapter_parameters=41_943_040,
-    adapter_rank=16,
-    adapter_dropout=False,
-    device="cuda",
-    world_size=1,
-    strategy="single",
-    reshard_after_forward=False,
-    activation_checkpointing="none",
-    compile=True,
-    compute_bytes=2,
-    master_bytes=4,
-    frozen_bytes=2,
-    micro_tokens=2 * 4096,
-    builds_mask=False,
-)
+LORA_8B = make_input(llama_8b(), num_adapter_parameters=41_943_040, adapter_rank=16, full_micro_tokens=2 * 4096)
 
 
 def test_published_sizes():
@@ -49,7 +32,7 @@ def test_published_sizes():
 )
 def test_8b_lora_is_within_a_quarter_of_peers(activation_checkpointing, peer, peak_gib):
     allocated = (
-        sum(estimate_terms(replace(LORA_8B, activation_checkpointing=activation_checkpointing)).values())
+        sum(estimate_terms(change_input(LORA_8B, activation_checkpointing=activation_checkpointing)).values())
         - CONTEXT_BYTES["cuda"]
     )  # not the allocator's
     assert allocated / GIB == pytest.approx(peak_gib, rel=0.25), peer
@@ -57,8 +40,13 @@ def test_8b_lora_is_within_a_quarter_of_peers(activation_checkpointing, peer, pe
 
 def test_1b_full_activations_are_within_a_quarter_of_trl():
     """TRL kept weights, gradients and moments in bfloat16 there, 8 bytes a parameter; only the rest can be compared."""
-    setup = replace(
-        LORA_8B, model=llama_1b(), num_adapter_parameters=0, micro_tokens=4 * 4096, accumulates=False, fuse_loss=True
+    setup = change_input(
+        LORA_8B,
+        model=llama_1b(),
+        num_adapter_parameters=0,
+        full_micro_tokens=4 * 4096,
+        accumulates=False,
+        fuse_loss=True,
     )
     ours = 8 * setup.model.num_parameters + sum(at_the_loss(setup).values())
     assert ours / GIB == pytest.approx(27.5, rel=0.25)
@@ -66,10 +54,10 @@ def test_1b_full_activations_are_within_a_quarter_of_trl():
 
 def test_8b_full_on_8_gpus_is_within_a_quarter_of_trl():
     """FSDP2, 8192 tokens, micro-batch 1, recomputed: 33.7 GiB."""
-    setup = replace(
+    setup = change_input(
         LORA_8B,
         num_adapter_parameters=0,
-        micro_tokens=8192,
+        full_micro_tokens=8192,
         world_size=8,
         strategy="fsdp",
         reshard_after_forward=True,

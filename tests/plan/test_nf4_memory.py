@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from manyhands.plan import memory
-from manyhands.plan.setup import NF4_ROW_BYTES, NF4_ROW_VALUES, Setup
+from manyhands.plan.estimate_input import NF4_ROW_BYTES, NF4_ROW_VALUES
 from tests.plan.examples import llama_8b
+from tests.support.plans import change_input, make_input
 
-QLORA = Setup(
-    model=llama_8b(), num_adapter_parameters=1000, adapter_rank=16, adapter_dropout=False, device="cuda", world_size=1, strategy="single",
-    reshard_after_forward=False, activation_checkpointing="none", compile=True, compute_bytes=2, master_bytes=4, frozen_bytes=2, micro_tokens=10, builds_mask=False,
-    nf4_blocks=True,
-)  # fmt: skip
-LORA = replace(QLORA, nf4_blocks=False)
+QLORA = make_input(llama_8b(), num_adapter_parameters=1000, adapter_rank=16, nf4_blocks=True)
+LORA = change_input(QLORA, nf4_blocks=False)
 IN_BLOCK = (
     2 * 4096**2 + 2 * 1024 * 4096 + 3 * 4096 * 14336
 )  # q and o, k and v, the MLP: each whole rows of 16,384 values
@@ -30,7 +25,7 @@ def test_blocks_take_little_over_half_a_byte_and_the_rest_two():
 
 
 def test_shards_are_gathered_as_codes():
-    shards = replace(QLORA, strategy="fsdp", world_size=4, reshard_after_forward=True)
+    shards = change_input(QLORA, strategy="fsdp", world_size=4, reshard_after_forward=True)
     assert memory.weights(shards) == memory.weights(QLORA) // 4
     assert memory.gathered(shards) == 2 * ROOT + 3 * BLOCK_BYTES
     assert memory.gathered(QLORA) == 0
@@ -44,7 +39,7 @@ def test_one_weight_at_a_time_is_dequantised():
 def test_an_odd_weight_fills_its_last_row():
     shapes = {"q_proj": (100, 100)}  # 10,000 values: one row
     model = llama_8b().model_copy(update={"block_linear_shapes": shapes, "num_block_parameters": 10_000})
-    assert replace(QLORA, model=model).frozen_block_bytes == 8192 + 264
+    assert change_input(QLORA, model=model).frozen_block_bytes == 8192 + 264
 
 
 def test_layout_of_a_row_is_that_of_the_layers():

@@ -35,13 +35,15 @@ def why(made: Plan, name: str) -> str:
 
 def test_auto_packs_where_the_model_allows_it_and_says_how_that_is_known() -> None:
     made = make_plan(packing_reason="llama was measured packed and alone")
-    assert made.packing and made.micro_tokens and made.micro_samples is None
+    assert made.packing and made.layout.micro_tokens and made.layout.micro_samples is None
     assert why(made, "packing") == "packing: rows side by side: llama was measured packed and alone"
 
 
 def test_auto_takes_the_plain_path_and_says_so() -> None:
     made = make_plan(**LEAKS)
-    assert not made.packing and made.micro_samples and made.micro_tokens is None and made.attention == "sdpa"
+    assert (
+        not made.packing and made.layout.micro_samples and made.layout.micro_tokens is None and made.attention == "sdpa"
+    )
     assert why(made, "packing") == "packing: no, one document a row: packed documents see each other"
 
 

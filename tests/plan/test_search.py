@@ -31,14 +31,18 @@ def chosen(made: Plan):
 @pytest.mark.parametrize("gpus", [1, 2, 8])
 def test_8b_lora_on_h200s_keeps_a_copy_and_its_activations(gpus):
     made = plan(run_config(), h200(gpus))
-    assert made.world_size == gpus
-    assert (made.strategy, made.activation_checkpointing, made.reshard_after_forward) == (
+    assert made.layout.world_size == gpus
+    assert (made.layout.strategy, made.layout.activation_checkpointing, made.layout.reshard_after_forward) == (
         "single" if gpus == 1 else "ddp",
         "none",
         False,
     )
-    assert made.compute_dtype == made.frozen_dtype == "bfloat16"
-    assert (made.attention, made.compile, made.micro_tokens) == ("varlen", True, 16_384 if gpus < 8 else 15_104)
+    assert made.layout.compute_dtype == made.layout.frozen_dtype == "bfloat16"
+    assert (made.attention, made.layout.compile, made.layout.micro_tokens) == (
+        "varlen",
+        True,
+        16_384 if gpus < 8 else 15_104,
+    )
     assert made.memory.total < 0.92 * made.memory.limit
     assert made.learning_rate == 2e-4
     assert made.output_dtype == "float32"
@@ -47,9 +51,13 @@ def test_8b_lora_on_h200s_keeps_a_copy_and_its_activations(gpus):
 def test_8b_full_fits_one_h200_in_one_way_only():
     """16 bytes of states a parameter are 119.7 GiB; the bfloat16 copy of all blocks beside them would be too much."""
     made = plan(run_config(method__name="full"), h200(1))
-    assert (made.strategy, made.reshard_after_forward, made.activation_checkpointing) == ("single", True, "full")
+    assert (made.layout.strategy, made.layout.reshard_after_forward, made.layout.activation_checkpointing) == (
+        "single",
+        True,
+        "full",
+    )
     assert made.memory.fits
-    kept = [c for c in made.candidates if not c.reshard_after_forward]
+    kept = [c for c in made.candidates if not c.layout.reshard_after_forward]
     assert kept and all(c.reason.startswith("needs ") for c in kept)
 
 
@@ -64,26 +72,30 @@ def test_8b_full_does_not_fit_a_smaller_gpu():
 
 def test_8b_full_is_sharded_over_2_and_8_h200s():
     two = plan(run_config(method__name="full"), h200(2))
-    assert two.strategy == "fsdp"
+    assert two.layout.strategy == "fsdp"
     assert two.memory.fits
     eight = plan(run_config(method__name="full"), h200(8))
-    assert (eight.strategy, eight.reshard_after_forward, eight.activation_checkpointing) == ("fsdp", False, "none")
+    assert (eight.layout.strategy, eight.layout.reshard_after_forward, eight.layout.activation_checkpointing) == (
+        "fsdp",
+        False,
+        "none",
+    )
     assert eight.memory.total < two.memory.total
-    ddp = [c for c in eight.candidates if c.strategy == "ddp"]
+    ddp = [c for c in eight.candidates if c.layout.strategy == "ddp"]
     assert ddp and all(c.reason.startswith("needs ") for c in ddp)
 
 
 def test_a_small_gpu_recomputes_before_it_gives_up():
     made = plan(run_config(), h200(1, gpu_bytes=24 * GIB))
-    assert (made.strategy, made.activation_checkpointing) == ("single", "full")
-    kept = [c for c in made.candidates if c.activation_checkpointing == "none"]
+    assert (made.layout.strategy, made.layout.activation_checkpointing) == ("single", "full")
+    kept = [c for c in made.candidates if c.layout.activation_checkpointing == "none"]
     assert kept and all("needs" in c.reason for c in kept)
 
 
 def test_every_candidate_but_the_chosen_one_has_a_reason():
     made = plan(run_config(), h200(2))
     assert all(bool(c.reason) != c.chosen for c in made.candidates)
-    assert {c.strategy for c in made.candidates} == {"ddp", "fsdp"}
+    assert {c.layout.strategy for c in made.candidates} == {"ddp", "fsdp"}
     assert chosen(made).memory == made.memory
 
 
@@ -122,7 +134,8 @@ def test_every_candidate_but_the_chosen_one_has_a_reason():
 )
 def test_explicit_keys_are_obeyed(keys, fields):
     made = plan(run_config(**keys), facts(gpus=2, data=LONG))
-    assert {name: getattr(made, name) for name in fields} == fields
+    decided = vars(made.layout) | dict(made) | {"world_size": made.layout.world_size}
+    assert {name: decided[name] for name in fields} == fields
 
 
 def test_an_explicit_strategy_may_fill_the_limit_but_not_pass_it():
@@ -144,7 +157,7 @@ def test_an_explicit_strategy_may_fill_the_limit_but_not_pass_it():
 
 def test_after_running_out_of_memory_micro_batches_are_halved_and_the_global_batch_stays():
     made = first = plan(run_config(batch__samples=64), h200(1))
-    sizes = [first.micro_tokens]
+    sizes = [first.layout.micro_tokens]
     while True:
         try:
             made = plan(
@@ -159,7 +172,7 @@ def test_after_running_out_of_memory_micro_batches_are_halved_and_the_global_bat
             first.learning_rate,
         )
         assert made.cause == "out_of_memory" and made.ran_out.number == made.number - 1
-        sizes.append(made.micro_tokens)
+        sizes.append(made.layout.micro_tokens)
     halved = [size for size in sizes if size > 4096]
     assert all(2 * fewer <= more for more, fewer in itertools.pairwise(halved)) and len(halved) > 1
     assert sizes[-1] == 4096, "the longest row, by the way that needs the least"
@@ -169,15 +182,15 @@ def test_a_plan_after_one_that_ran_out_stays_smaller_until_there_is_more_memory(
     first = plan(run_config(batch__samples=64), h200(1))
     second = plan(run_config(batch__samples=64), h200(1), number=2, cause="out_of_memory", before=first)
     third = plan(run_config(batch__samples=64), h200(1), number=3, cause="resume", before=second)
-    assert (third.micro_tokens, third.activation_checkpointing, third.ran_out) == (
-        second.micro_tokens,
-        second.activation_checkpointing,
+    assert (third.layout.micro_tokens, third.layout.activation_checkpointing, third.ran_out) == (
+        second.layout.micro_tokens,
+        second.layout.activation_checkpointing,
         second.ran_out,
     )
     assert any(sentence.startswith("smaller: ") and "as plan 1 ran out of memory" in sentence for sentence in third.why)
     larger = plan(run_config(batch__samples=64), h200(1, gpu_bytes=180 * GIB), number=3, cause="resume", before=second)
     two = plan(run_config(batch__samples=64), h200(2), number=3, cause="resume", before=second)
-    assert larger.ran_out is None and two.ran_out is None and larger.micro_tokens > second.micro_tokens
+    assert larger.ran_out is None and two.ran_out is None and larger.layout.micro_tokens > second.layout.micro_tokens
 
 
 def test_keys_that_fix_the_micro_batch_are_obeyed_after_running_out_too():
@@ -185,9 +198,9 @@ def test_keys_that_fix_the_micro_batch_are_obeyed_after_running_out_too():
     first = plan(config, h200(1))
     second = plan(config, h200(1), number=2, cause="out_of_memory", before=first)
     assert (
-        second.micro_tokens == 8192
+        second.layout.micro_tokens == 8192
         and second.memory.total < first.memory.total
-        and second.activation_checkpointing != "none"
+        and second.layout.activation_checkpointing != "none"
     )
     everything = run_config(
         batch__micro_tokens=8192, parallel__activation_checkpointing="full", parallel__offload_activations=False
@@ -274,7 +287,7 @@ def test_contradictions_with_the_facts_name_both(keys, the_facts, words):
 def test_bfloat16_where_the_gpu_has_none():
     old = GpuFacts(index=0, name="Tesla V100", memory_bytes=32 * GIB, free_bytes=32 * GIB, compute_capability=(7, 0))
     the_facts = facts().model_copy(update={"host": facts().host.model_copy(update={"gpus": (old,)})})
-    assert plan(run_config(), the_facts).compute_dtype == "float32"
+    assert plan(run_config(), the_facts).layout.compute_dtype == "float32"
     with pytest.raises(UserError, match="Tesla V100 does not have"):
         plan(run_config(model__dtype="bfloat16"), the_facts)
 
@@ -287,7 +300,13 @@ def test_soft_capped_scores_do_not_take_varlen():
 
 def test_on_cpu():
     made = plan(run_config(), facts())
-    assert (made.device, made.world_size, made.strategy, made.compute_dtype, made.compile) == (
+    assert (
+        made.layout.device,
+        made.layout.world_size,
+        made.layout.strategy,
+        made.layout.compute_dtype,
+        made.layout.compile,
+    ) == (
         "cpu",
         1,
         "single",
@@ -296,13 +315,13 @@ def test_on_cpu():
     )
     assert made.environment["OMP_NUM_THREADS"] == "8"
     two = plan(run_config(parallel__gpus=2), facts())
-    assert (two.strategy, two.environment["OMP_NUM_THREADS"]) == ("ddp", "4")
+    assert (two.layout.strategy, two.environment["OMP_NUM_THREADS"]) == ("ddp", "4")
     assert two.memory.limit == int(0.9 * 64 * GIB / 2)
 
 
 def test_foreign_launchers_say_how_many_processes():
     made = plan(run_config(), h200(8, world_size=16))
-    assert (made.world_size, made.strategy) == (16, "ddp")
+    assert (made.layout.world_size, made.layout.strategy) == (16, "ddp")
 
 
 def test_processes_share_the_cores_and_the_memory_of_their_own_machine():

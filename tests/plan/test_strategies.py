@@ -4,7 +4,6 @@ refused.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -18,6 +17,7 @@ from manyhands.plan.search import plan
 from manyhands.plan.types import Plan
 from tests.plan.examples import GIB, data_facts, facts, llama_8b, model_facts, run_config
 from tests.plan.test_memory import BLOCK, FULL, GRADIENTS, LORA, ROOT
+from tests.support.plans import change_input
 
 LONG = data_facts(num_samples=5000, mean=3000, longest=4096)
 WIDE = model_facts(
@@ -30,7 +30,7 @@ def sentence(made, name: str) -> str:
 
 
 def test_hybrid_divides_states_by_the_ranks_of_a_copy():
-    eight = replace(FULL, strategy="hsdp", world_size=8, shard_degree=2, reshard_after_forward=True)
+    eight = change_input(FULL, strategy="hsdp", world_size=8, shard_degree=2, reshard_after_forward=True)
     assert memory.weights(eight) == 4 * 1448 // 2
     assert memory.gathered(eight) == 2 * (ROOT + 2 * BLOCK)
 
@@ -38,21 +38,21 @@ def test_hybrid_divides_states_by_the_ranks_of_a_copy():
 def test_auto_takes_hybrid_across_machines_where_a_copy_fits_in_one():
     two_machines = facts(llama_8b(), gpus=8, data=LONG, world_size=16)
     made = plan(run_config(method__name="full"), two_machines)
-    assert (made.strategy, made.shard_degree) == ("hsdp", 8)
+    assert (made.layout.strategy, made.layout.mesh.shard) == ("hsdp", 8)
     assert "2 copies, each in shards over 8 of 16 GPUs" in sentence(made, "strategy")
-    assert {c.strategy for c in made.candidates} == {"ddp", "hsdp", "fsdp"}
-    assert any("a copy a machine fits" in c.reason for c in made.candidates if c.strategy == "fsdp")
+    assert {c.layout.strategy for c in made.candidates} == {"ddp", "hsdp", "fsdp"}
+    assert any("a copy a machine fits" in c.reason for c in made.candidates if c.layout.strategy == "fsdp")
     one_machine = plan(run_config(method__name="full"), facts(llama_8b(), gpus=8, data=LONG))
-    assert "hsdp" not in {c.strategy for c in one_machine.candidates}
+    assert "hsdp" not in {c.layout.strategy for c in one_machine.candidates}
     small = plan(
         run_config(method__name="full"), facts(llama_8b(), gpus=2, gpu_bytes=60 * GIB, data=LONG, world_size=16)
     )
-    assert small.strategy == "fsdp"
+    assert small.layout.strategy == "fsdp"
 
 
 def test_shard_ranks_must_divide_the_processes():
     made = plan(run_config(parallel__strategy="hsdp", parallel__shard_degree=2), facts(gpus=4, data=LONG))
-    assert (made.strategy, made.shard_degree, made.world_size) == ("hsdp", 2, 4)
+    assert (made.layout.strategy, made.layout.mesh.shard, made.layout.world_size) == ("hsdp", 2, 4)
     with pytest.raises(UserError, match="does not divide 6 processes") as caught:
         plan(run_config(parallel__strategy="hsdp", parallel__shard_degree=4), facts(gpus=6, data=LONG))
     assert "set parallel.shard_degree to 3 or 6" in caught.value.fix
@@ -62,9 +62,9 @@ def test_selective_keeps_inputs_linear_results_and_attention():
     # q 8, k and v 4, o 8, gate and up 16, attention 8, the input 8; compiled without the last layer's result
     kept = 2 * (8 + 8 + 4 + 4 + 8 + 16 + 16 + 8) + 4 * 2
     assert linear_bytes_per_token(FULL) == kept == 152
-    backward = memory.in_the_backward_pass(replace(FULL, activation_checkpointing="selective"))
+    backward = memory.in_the_backward_pass(change_input(FULL, activation_checkpointing="selective"))
     assert backward["activations"] == 10 * (2 * 152 + 216 - 152) + GRADIENTS
-    assert linear_bytes_per_token(replace(FULL, compile=False)) == kept + 2 * 8
+    assert linear_bytes_per_token(change_input(FULL, compile=False)) == kept + 2 * 8
     assert linear_bytes_per_token(LORA) == kept + 2 * 4 * 7
 
 
@@ -72,14 +72,14 @@ def test_recomputation_is_tried_from_the_cheapest_on():
     def recompute(gib: float) -> str:
         return plan(
             run_config(batch__micro_tokens=8192), facts(llama_8b(), gpus=1, gpu_bytes=int(gib * GIB), data=LONG)
-        ).activation_checkpointing
+        ).layout.activation_checkpointing
 
     assert [recompute(gib) for gib in (64, 50, 30)] == ["none", "selective", "full"]
     made = plan(run_config(batch__micro_tokens=8192), facts(llama_8b(), gpus=1, gpu_bytes=50 * GIB, data=LONG))
     assert sentence(made, "activation checkpointing").endswith(
         "are kept; of the last 8 of 32 blocks nothing, as more does not fit"
     )
-    reasons = {c.activation_checkpointing: c.reason for c in made.candidates}
+    reasons = {c.layout.activation_checkpointing: c.reason for c in made.candidates}
     assert "about a third more compute" in reasons["full"] and reasons["none"].startswith("needs ")
 
 
@@ -92,30 +92,38 @@ def test_what_memory_is_left_is_spent_on_blocks_that_are_recomputed_less():
         )
 
     mixed, uniform = made(), made(parallel__activation_checkpointing="full", parallel__offload_activations=False)
-    assert mixed.activation_checkpointing == "full" and 4 <= mixed.lighter_layers < 32 and uniform.lighter_layers == 0
-    assert mixed.micro_tokens < uniform.micro_tokens, "smaller packs leave room, and nothing travels with each"
-    assert not mixed.offload_activations and mixed.memory.total <= 0.92 * mixed.memory.limit
-    assert f"of the last {mixed.lighter_layers} of 32 blocks only norms" in sentence(mixed, "activation checkpointing")
+    assert (
+        mixed.layout.activation_checkpointing == "full"
+        and 4 <= mixed.layout.lighter_layers < 32
+        and uniform.layout.lighter_layers == 0
+    )
+    assert mixed.layout.micro_tokens < uniform.layout.micro_tokens, (
+        "smaller packs leave room, and nothing travels with each"
+    )
+    assert not mixed.layout.offload_activations and mixed.memory.total <= 0.92 * mixed.memory.limit
+    assert f"of the last {mixed.layout.lighter_layers} of 32 blocks only norms" in sentence(
+        mixed, "activation checkpointing"
+    )
     (chosen,) = (c for c in mixed.candidates if c.chosen)
-    assert chosen.lighter_layers == mixed.lighter_layers
+    assert chosen.layout.lighter_layers == mixed.layout.lighter_layers
     assert "slower: recomputes more blocks" in {c.reason for c in mixed.candidates}
-    assert made(parallel__offload_activations=True).lighter_layers == 0
-    assert made(25).lighter_layers > mixed.lighter_layers, "more memory, fewer recomputed blocks"
+    assert made(parallel__offload_activations=True).layout.lighter_layers == 0
+    assert made(25).layout.lighter_layers > mixed.layout.lighter_layers, "more memory, fewer recomputed blocks"
 
 
 @pytest.mark.parametrize("activation_checkpointing", ["selective", "full"])
 def test_lighter_layers_lie_between_two_uniform_ways(activation_checkpointing):
-    setup = replace(FULL, activation_checkpointing=activation_checkpointing, model=WIDE)
-    lighter = replace(
+    setup = change_input(FULL, activation_checkpointing=activation_checkpointing, model=WIDE)
+    lighter = change_input(
         setup, activation_checkpointing={"full": "selective", "selective": "none"}[activation_checkpointing]
     )
     num_layers = setup.model.num_layers
     activations = [
-        memory.at_the_loss(replace(setup, lighter_layers=count))["activations"] for count in range(num_layers)
+        memory.at_the_loss(change_input(setup, lighter_layers=count))["activations"] for count in range(num_layers)
     ]
     steps = {b - a for a, b in pairwise(activations)}
     assert len(steps) == 1 and activations[0] + num_layers * steps.pop() == memory.at_the_loss(lighter)["activations"]
-    one_light = replace(setup, lighter_layers=1)
+    one_light = change_input(setup, lighter_layers=1)
     assert memory.in_the_backward_pass(one_light)["activations"] < memory.in_the_backward_pass(lighter)["activations"]
 
 
@@ -124,13 +132,13 @@ def test_gradients_wait_for_the_last_micro_batch_where_whole_ones_fit():
         run_config(method__name="full", parallel__strategy="fsdp", batch__micro_tokens=4096),
         facts(llama_8b(), gpus=8, data=LONG),
     )
-    assert not roomy.reduce_every and roomy.memory.terms["unreduced"] == 4 * llama_8b().num_parameters
+    assert not roomy.layout.reduce_every and roomy.memory.terms["unreduced"] == 4 * llama_8b().num_parameters
     assert "once a step, as whole ones fit until then (29.9 GiB)" in sentence(roomy, "reduction")
     tight = plan(
         run_config(method__name="full", parallel__strategy="fsdp"),
         facts(llama_8b(), gpus=8, gpu_bytes=60 * GIB, data=LONG),
     )
-    assert tight.reduce_every and tight.memory.terms["unreduced"] == 0
+    assert tight.layout.reduce_every and tight.memory.terms["unreduced"] == 0
     assert "after every micro-batch" in sentence(tight, "reduction")
     assert not any(text.startswith("reduction") for text in plan(run_config(), facts(gpus=2, data=LONG)).why)
 
@@ -141,7 +149,7 @@ def test_offloaded_states_leave_the_gpu_for_host_memory():
     with pytest.raises(UserError, match="does not fit"):
         plan(run_config(**keys), the_facts)
     states = plan(run_config(parallel__offload="optimizer", **keys), the_facts)
-    assert states.strategy == "single" and states.memory.terms["optimizer"] < 10 * GIB
+    assert states.layout.strategy == "single" and states.memory.terms["optimizer"] < 10 * GIB
     assert states.memory.host_terms.keys() == {"optimizer"} and states.memory.host_limit == int(0.9 * 500 * GIB)
     assert "optimizer states in host memory" in sentence(states, "offload")
     everything = plan(run_config(parallel__offload="all", **keys), the_facts).memory
@@ -154,12 +162,12 @@ def test_offloaded_states_leave_the_gpu_for_host_memory():
 def test_of_states_in_host_memory_two_chunks_are_on_the_gpu(ranks, chunk):
     """A chunk holds the largest weight's shard, 256 MiB at least, in float32; AdamW has two states of that size."""
     model = llama_8b()
-    one = replace(FULL, model=model, offload="optimizer")
-    setup = one if ranks == 1 else replace(one, strategy="fsdp", world_size=ranks)
+    one = change_input(FULL, model=model, offload="optimizer")
+    setup = one if ranks == 1 else change_input(one, strategy="fsdp", world_size=ranks)
     terms = {"weights": 1, "gradients": 2, "optimizer": 8 * model.num_parameters // ranks}
     assert host.keep_on_device(setup, terms) == {"weights": 1, "gradients": 2, "optimizer": 2 * 2 * chunk}
     few = terms | {"optimizer": 100}  # never more than there are
-    assert host.keep_on_device(replace(setup, model=model_facts()), few)["optimizer"] == 100
+    assert host.keep_on_device(change_input(setup, model=model_facts()), few)["optimizer"] == 100
 
 
 def test_what_does_not_fit_into_host_memory_is_refused():
@@ -184,7 +192,7 @@ def test_auto_moves_activations_of_recomputed_blocks_where_the_host_has_room():
 
     block = {"parallel__activation_checkpointing": "full"}
     moved = made(**block)
-    assert moved.offload_activations and moved.memory.host_terms["activations"] > 0
+    assert moved.layout.offload_activations and moved.memory.host_terms["activations"] > 0
     assert "activations in host memory, whose copies hide behind recomputed blocks" in sentence(moved, "offload")
     for kept in (
         made(),
@@ -192,9 +200,9 @@ def test_auto_moves_activations_of_recomputed_blocks_where_the_host_has_room():
         made(gpus=0, **block),
         made(parallel__offload_activations=False, **block),
     ):
-        assert not kept.offload_activations and not kept.memory.host_terms
+        assert not kept.layout.offload_activations and not kept.memory.host_terms
         assert not any(text.startswith("offload: ") for text in kept.why)
-    assert made(parallel__offload_activations=True).offload_activations
+    assert made(parallel__offload_activations=True).layout.offload_activations
 
 
 def test_on_a_cpu_nothing_moves():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,14 @@ from manyhands.config.schema import MethodSection, OptimizerSection
 from manyhands.convert.trainable import train_by_pattern
 from manyhands.core.errors import UserError
 from manyhands.facts.model import read_model_facts
-from manyhands.plan.memory import Setup, estimate_terms, reduction, root_reduction
+from manyhands.plan.memory import estimate_terms, reduction, root_reduction
 from manyhands.plan.search import plan
 from manyhands.plan.trained import TrainedWeights, count_state_bytes, count_trained
 from tests.plan.examples import facts, llama_8b, run_config
+from tests.support.plans import change_input, make_input
 from tests.support.tiny import tiny_model, write_tiny_model
 
-SETUP = Setup(
-    model=llama_8b(), num_adapter_parameters=0, adapter_rank=16, adapter_dropout=False, device="cuda", world_size=1, strategy="single",
-    reshard_after_forward=False, activation_checkpointing="none", compile=True, compute_bytes=2, master_bytes=4, frozen_bytes=2, micro_tokens=1, builds_mask=False,
-)  # fmt: skip
+SETUP = make_input(llama_8b(), adapter_rank=16, full_micro_tokens=1)
 
 
 @pytest.mark.parametrize("init", ["pretrained", "random"])
@@ -62,13 +59,16 @@ def test_weights_are_masters_or_frozen() -> None:
     """
     block, total = llama_8b().num_block_parameters, llama_8b().num_parameters
     last_two = TrainedWeights(2 * block, block, 0)
-    terms = estimate_terms(replace(SETUP, in_place=last_two))
+    terms = estimate_terms(change_input(SETUP, partially_trained=last_two))
     assert terms["weights"] == 2 * (total - 2 * block) + 4 * 2 * block
     assert terms["gradients"] == 4 * 2 * block and terms["optimizer"] == 8 * 2 * block
     assert terms["gathered"] == 2 * 2 * block  # the bfloat16 copies that autograd keeps
-    assert estimate_terms(replace(SETUP, in_place=last_two, activation_checkpointing="full"))["gathered"] == 2 * block
+    assert (
+        estimate_terms(change_input(SETUP, partially_trained=last_two, activation_checkpointing="full"))["gathered"]
+        == 2 * block
+    )
     shared = estimate_terms(
-        replace(SETUP, in_place=last_two, world_size=4, strategy="fsdp", reshard_after_forward=True)
+        change_input(SETUP, partially_trained=last_two, world_size=4, strategy="fsdp", reshard_after_forward=True)
     )
     assert shared["weights"] == terms["weights"] // 4
     root = total - 32 * block
@@ -81,10 +81,10 @@ def test_gradients_of_a_trained_root_are_widened_only_to_be_reduced() -> None:
     shards.
     """
     head = 4096 * 128256
-    setup = replace(
-        SETUP, in_place=TrainedWeights(llama_8b().num_block_parameters, llama_8b().num_block_parameters, head)
+    setup = change_input(
+        SETUP, partially_trained=TrainedWeights(llama_8b().num_block_parameters, llama_8b().num_block_parameters, head)
     )
-    four = replace(setup, world_size=4, strategy="fsdp", reshard_after_forward=True)
+    four = change_input(setup, world_size=4, strategy="fsdp", reshard_after_forward=True)
     assert root_reduction(setup) == 2 * head
     assert root_reduction(four) == (2 + 4) * head
     block = llama_8b().num_block_parameters
@@ -95,7 +95,7 @@ def test_gradients_of_a_trained_root_are_widened_only_to_be_reduced() -> None:
 @pytest.mark.parametrize(("in_root", "in_head"), [(4096, 4096), (2 * 4096 * 128256, 4096 * 128256)])
 def test_of_the_root_the_head_alone_gets_a_gradient_from_the_loss(in_root: int, in_head: int) -> None:
     block = llama_8b().num_block_parameters
-    assert replace(SETUP, in_place=TrainedWeights(block, block, in_root)).num_trained_in_head == in_head
+    assert change_input(SETUP, partially_trained=TrainedWeights(block, block, in_root)).num_trained_in_head == in_head
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from manyhands.config.schema import RunConfig
 from manyhands.data.collate import collate_samples
 from manyhands.data.store import TokenStore
 from manyhands.launch.facts import gather_facts
-from manyhands.plan.layout import lay_out_step
+from manyhands.plan.efficiency import lay_out_step
 from manyhands.plan.search import plan
 from manyhands.preview.collect import collect
 from manyhands.preview.words import describe_counts
@@ -67,7 +67,7 @@ def test_plan_preview_and_batches_agree(
         (tmp_path / "a.jsonl").write_text(json.dumps({"text": "".join(f"{n:05d} " for n in range(400))}) + "\n")
     facts = gather_facts(config, report=lambda _: None)
     made = plan(config, facts)
-    assert made.world_size == num_processes and made.efficiency is not None
+    assert made.layout.world_size == num_processes and made.efficiency is not None
 
     store = TokenStore.open(made.data_folder)
     shape = shape_of(SimpleNamespace(plan=made, store=store))  # type: ignore[arg-type]

@@ -25,7 +25,7 @@ def with_converters(plan: Plan, config: RunConfig) -> Plan:
         return plan
     names = choose_converters(
         config,
-        device=plan.device,
+        device=plan.layout.device,
         attention=plan.attention,
         has_towers=is_multimodal(AutoConfig.from_pretrained(plan.model_folder)),
         has_new_tokens=plan.new_tokens is not None,

@@ -202,7 +202,7 @@ def run_rank(config_json: str, plan_json: str, fault: Fault) -> Curve:
     rank_index, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     rank = Rank(Launcher("manyhands", rank_index, rank_index, world_size, world_size))
     rank.config, rank.plan = RunConfig.model_validate_json(config_json), Plan.model_validate_json(plan_json)
-    device = torch.device("cuda", rank_index) if rank.plan.device == "cuda" else torch.device("cpu")
+    device = torch.device("cuda", rank_index) if rank.plan.layout.device == "cuda" else torch.device("cpu")
     rank.world = World(rank_index, rank_index, world_size, device)
     build.open_data(rank)
     build.build_model(rank)

@@ -21,6 +21,7 @@ from manyhands.engine.apply import apply
 from manyhands.engine.native import NativeEngine
 from manyhands.plan.types import Plan
 from tests.support.building import on_meta
+from tests.support.plans import change_plan
 
 Documents = Sequence[
     tuple[Sequence[int], Sequence[bool] | Sequence[float]]
@@ -33,7 +34,8 @@ def build(plan: Plan, config: RunConfig) -> NativeEngine:
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
     world = World(rank, rank, world_size, torch.device("cpu"))
     loss_model, load = on_meta(plan, config, resumes=True)
-    return apply(loss_model, plan, world, load)
+    everything = all(parameter.requires_grad for parameter in loss_model.parameters())
+    return apply(loss_model, change_plan(plan, trains_everything=everything), world, load)
 
 
 def pack(documents: Documents) -> dict[str, Any]:

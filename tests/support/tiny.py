@@ -9,6 +9,7 @@ from typing import Any
 
 from manyhands.config.schema import RunConfig
 from manyhands.plan.types import Plan
+from tests.support.plans import make_plan
 
 FAMILIES = ("llama", "qwen3", "mistral", "gemma3")
 _LINEAR_ATTENTION: dict[str, Any] = {
@@ -154,35 +155,5 @@ def tiny_run(folder: str | Path, method: str = "full", **method_keys: Any) -> Ru
 
 
 def tiny_plan(folder: str | Path, **changes: Any) -> Plan:
-    """A plan for one CPU process in float32 with packing; ``changes`` override single fields."""
-    values: dict[str, Any] = {
-        "config_digest": "",
-        "data_digest": "",
-        "data_folder": "",
-        "model_folder": str(folder),
-        "device": "cpu",
-        "world_size": 1,
-        "strategy": "single",
-        "reshard_after_forward": True,
-        "activation_checkpointing": "none",
-        "compile": False,
-        "compute_dtype": "float32",
-        "master_dtype": "float32",
-        "frozen_dtype": "float32",
-        "attention": "sdpa",
-        "packing": True,
-        "batch_samples": 4,
-        "batch_loss_tokens": None,
-        "micro_samples": None,
-        "micro_tokens": 64,
-        "accumulation": None,
-        "steps_per_epoch": 1,
-        "num_steps": 1,
-        "warmup_steps": 0,
-        "learning_rate": 1e-3,
-        "evaluate_every": 0,
-        "checkpoint_every": 0,
-        "output_dtype": "float32",
-        "memory": {"terms": {}, "limit": 2**30},
-    }
-    return Plan.model_validate(values | changes)
+    """A plan for one CPU process in float32 with packing; ``changes`` override single fields of it or its layout."""
+    return make_plan(model_folder=str(folder), **changes)

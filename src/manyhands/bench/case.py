@@ -99,7 +99,7 @@ def main() -> None:
     rank = Rank(launcher)
     rank.config, rank.plan = prepare(options, row, launcher.rank, launcher.world_size)
     os.environ.update(rank.plan.environment)
-    cuda = rank.plan.device == "cuda"
+    cuda = rank.plan.layout.device == "cuda"
     device = torch.device("cuda", launcher.local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -249,20 +249,12 @@ def summarise(
     assert results[-1].loss < results[0].loss or max(r.grad_norm for r in results) > 0, "nothing was trained"
     world_size, cuda = rank.world.world_size, rank.world.device.type == "cuda"
     plan = rank.plan
-    decided = {
-        name: getattr(plan, name)
-        for name in (
-            *(
-                "strategy",
-                "activation_checkpointing",
-                "lighter_layers",
-                "reshard_after_forward",
-                "offload",
-                "offload_activations",
-            ),
-            *("compile", "attention", "packing", "micro_tokens", "pack_tokens"),
-        )
-    }
+    of_layout = (
+        *("strategy", "activation_checkpointing", "lighter_layers", "reshard_after_forward", "offload"),
+        *("offload_activations", "compile", "micro_tokens", "pack_tokens"),
+    )
+    decided = {name: getattr(plan.layout, name) for name in of_layout}
+    decided |= {"attention": plan.attention, "packing": plan.packing}
     return {
         "run": options.run,
         **lease(),

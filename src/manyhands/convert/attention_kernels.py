@@ -20,7 +20,7 @@ class FastAttention(BaseConverter):
 
     def on_meta(self, model: Any) -> None:
         context = self.context
-        one_length = context.plan.pack_tokens is not None
+        one_length = context.plan.layout.pack_tokens is not None
         self.kernels = choose_attention_kernels(model.config, context.device, context.dtype, one_length=one_length)
 
     def describe(self) -> Sequence[str]:

@@ -35,7 +35,7 @@ class Context:
     @property
     def dtype(self) -> torch.dtype:
         """In which the model computes."""
-        dtype: torch.dtype = getattr(torch, self.plan.compute_dtype)
+        dtype: torch.dtype = getattr(torch, self.plan.layout.compute_dtype)
         return dtype
 
     @property

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from manyhands.model.blocks import find_blocks
-from manyhands.plan.types import LIGHTER, Checkpointing
+from manyhands.plan.layout import LIGHTER, Checkpointing
 
 LINEAR = {"aten::mm": 0, "aten::addmm": 1}  # which argument the inputs are; the weight (i, o) is the next one
 KEPT = {

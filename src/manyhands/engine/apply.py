@@ -30,9 +30,10 @@ from manyhands.engine.activation_checkpointing import checkpoint_blocks
 from manyhands.engine.activation_offload import offload_activations
 from manyhands.engine.compile import compile_blocks
 from manyhands.engine.masters import ComputeCopy
-from manyhands.engine.mesh import hybrid_mesh, replicate_mesh, shard_mesh
+from manyhands.engine.mesh import hybrid_mesh, shard_mesh
 from manyhands.engine.native import NativeEngine
 from manyhands.model.blocks import find_blocks
+from manyhands.plan.layout import Layout
 from manyhands.plan.types import Plan
 
 BUCKET_MB = {"full": 100, "part": 4096}  # adapters travel in one flat bucket
@@ -41,69 +42,43 @@ BUCKET_MB = {"full": 100, "part": 4096}  # adapters travel in one flat bucket
 def apply(
     loss_model: LossModel, plan: Plan, world: World, materialize: Callable[[nn.Module, torch.device], None]
 ) -> NativeEngine:
-    """Checkpointing ▸ compile ▸ shard ▸ materialize ▸ offload activations ▸ replicate.
+    """Checkpointing ▸ compile ▸ shard ▸ materialize ▸ offload activations ▸ replicate, as ``plan.layout`` has it.
 
     ``loss_model`` is on meta, in training mode, adapters applied and the rest frozen; ``materialize`` gives it memory
-    and weights on the device that it is told. Six ways, chosen by the plan and by what is trained:
-
-    ============================  =====================================================================================
-    plan                          way
-    ============================  =====================================================================================
-    fsdp                          ``fully_shard`` over all ranks; a bfloat16 policy if everything is trained in bfloat16
-    hybrid                        the same on a (replicate, shard) mesh
-    one / ddp, all, in bfloat16   the same on a (replicate, shard=1) mesh, and so whatever is offloaded: one numerics
-    one, all, in bfloat16, kept   the plain model, float32 masters beside a bfloat16 copy: the same numbers without
-    copies one, bfloat16 masters         the plain model: nothing is cast (``model.master_dtype``: other numbers, on any
-    layout) one / ddp, otherwise          the plain model / ``DistributedDataParallel`` whose hook sums
-    ============================  =====================================================================================
-
-    A process group is needed for all but the last way in one process.
+    and weights on the device that it is given. A process group is needed but where the layout has no wrapper.
     """
-    trains_everything = all(parameter.requires_grad for parameter in loss_model.parameters())
-    mixed = trains_everything and plan.compute_dtype == "bfloat16"
-
+    layout = plan.layout
     checkpoint_blocks(
-        loss_model.model, plan.activation_checkpointing, lighter_layers=plan.lighter_layers, compiled=plan.compile
+        loss_model.model,
+        layout.activation_checkpointing,
+        lighter_layers=layout.lighter_layers,
+        compiled=layout.compile,
     )
-    if plan.compile:
+    if layout.compile:
         # Inside the recomputed region (around it where that is selective), outside the gathering of shards.
-        compile_blocks(loss_model.model, dynamic=True if plan.dynamic else None)
+        compile_blocks(loss_model.model, dynamic=True if layout.dynamic else None)
 
-    keeps_copy = mixed and keeps_compute_copy(plan)
-    is_plain = keeps_copy or (
-        plan.strategy == "single" and plan.master_dtype == plan.compute_dtype and plan.offload != "all"
-    )
-    mesh = None if is_plain else choose_mesh(plan, world, mixed=mixed)
+    mesh = choose_mesh(layout, world)
     if mesh is not None:
         shard(
             loss_model,
             mesh,
-            mixed=mixed,
-            reshard_after_forward=plan.reshard_after_forward,
-            offload=plan.offload == "all",
+            mixed=layout.compute_copy == "gathered",
+            reshard_after_forward=layout.reshard_after_forward,
+            offload=layout.offload == "all",
         )
-    materialize(loss_model, torch.device("cpu") if plan.offload == "all" else world.device)
-    if plan.offload == "all":
+    materialize(loss_model, torch.device("cpu") if layout.offload == "all" else world.device)
+    if layout.offload == "all":
         _move_buffers(loss_model, world.device)
-    if plan.offload_activations:
+    if layout.offload_activations:
         offload_activations(loss_model.model, world.device)
     if mesh is not None:
-        return NativeEngine(loss_model, world, mesh=mesh, reduce_every=plan.reduce_every)
-    if world.world_size == 1:
-        return NativeEngine(loss_model, world, copy=keep_compute_copy(loss_model) if keeps_copy else None)
-    return NativeEngine(loss_model, world, replica=replicate(loss_model, "full" if trains_everything else "part"))
-
-
-def keeps_compute_copy(plan: Plan) -> bool:
-    """Whether one process that trains everything in bfloat16 can do without ``fully_shard``: nothing is freed or
-    offloaded.
-    """
-    return (
-        plan.strategy == "single"
-        and plan.master_dtype == "float32"
-        and not plan.reshard_after_forward
-        and plan.offload != "all"
-    )
+        return NativeEngine(loss_model, world, mesh=mesh, reduce_every=layout.reduce_every)
+    if layout.wrapper == "none":
+        copy = keep_compute_copy(loss_model) if layout.compute_copy == "kept" else None
+        return NativeEngine(loss_model, world, copy=copy)
+    trained = "full" if layout.trains_everything else "part"
+    return NativeEngine(loss_model, world, replica=replicate(loss_model, trained))
 
 
 def keep_compute_copy(loss_model: LossModel) -> ComputeCopy:
@@ -114,14 +89,11 @@ def keep_compute_copy(loss_model: LossModel) -> ComputeCopy:
     return ComputeCopy(loss_model, [loss_model, model, getattr(model, model.base_model_prefix)], torch.bfloat16)
 
 
-def choose_mesh(plan: Plan, world: World, *, mixed: bool) -> DeviceMesh | None:
-    """What ``fully_shard`` works on; None where the model stays plain."""
-    if plan.strategy == "fsdp":
-        return shard_mesh(world)
-    if plan.strategy == "hsdp":
-        assert plan.shard_degree is not None
-        return hybrid_mesh(world, plan.shard_degree)
-    return replicate_mesh(world) if mixed or plan.offload == "all" else None
+def choose_mesh(layout: Layout, world: World) -> DeviceMesh | None:
+    """What ``fully_shard`` works on; None where it wraps nothing."""
+    if layout.wrapper != "fully_shard":
+        return None
+    return shard_mesh(world) if layout.strategy == "fsdp" else hybrid_mesh(world, layout.mesh.shard)
 
 
 def shard(

@@ -16,13 +16,8 @@ def shard_mesh(world: World) -> DeviceMesh:
     return init_device_mesh(world.device.type, (world.world_size,), mesh_dim_names=(SHARD,))
 
 
-def replicate_mesh(world: World) -> DeviceMesh:
-    """Two axes, the shard axis of size 1: a whole copy on every rank, under the same code and numerics as sharding."""
-    return hybrid_mesh(world, 1)
-
-
 def hybrid_mesh(world: World, shard_degree: int) -> DeviceMesh:
-    """Two axes: ranks ``k shard_degree`` to ``(k + 1) shard_degree - 1`` hold copy k together.
+    """Two axes, (replicate, shard): ranks ``k shard_degree`` to ``(k + 1) shard_degree - 1`` hold copy k together.
 
     Launchers number the ranks of one machine side by side, so with a machine's ranks a copy only gradients leave it.
     """

@@ -35,16 +35,16 @@ def make_engine_optimizer(
     Fused AdamW runs where weights have a ``copy`` that computes, and for weights in bfloat16.
     """
     optimizer, note = _make_optimizer(model, plan, config, device, copy)
-    return (StreamedOptimizer(optimizer, device) if plan.offload == "optimizer" else optimizer), note
+    return (StreamedOptimizer(optimizer, device) if plan.layout.offload == "optimizer" else optimizer), note
 
 
 def _make_optimizer(
     model: nn.Module, plan: Plan, config: RunConfig, device: torch.device, copy: ComputeCopy | None
 ) -> tuple[torch.optim.Optimizer, str]:
-    blocks, compute_dtype = list(find_blocks(model)), getattr(torch, plan.compute_dtype)
+    blocks, compute_dtype = list(find_blocks(model)), getattr(torch, plan.layout.compute_dtype)
     make = partial(make_optimizer, model, config.optimizer, plan.learning_rate, blocks, compute_dtype=compute_dtype)
-    narrow = plan.master_dtype == "bfloat16"
-    if not narrow and (copy is None or not plan.fuse_optimizer or plan.offload != "none"):
+    narrow = plan.layout.master_dtype == "bfloat16"
+    if not narrow and (copy is None or not plan.fuse_optimizer or plan.layout.offload != "none"):
         return make(), ""
     backend = Backend("eager", "as asked") if config.kernels.optimizer == "reference" else choose_backend(device)
     why = f" ({backend.reason})" if backend.reason else ""

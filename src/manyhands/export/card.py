@@ -167,7 +167,8 @@ class Card:
                 f'model = {self.opener}.from_pretrained(folder, dtype="auto"{remote})',
                 f"tokenizer = AutoTokenizer.from_pretrained(folder{remote})",
             ]
-        base, dtype, more = self.base or f"path/to/{Path(self.config.model.name).name}", self.plan.compute_dtype, remote
+        base, dtype = self.base or f"path/to/{Path(self.config.model.name).name}", self.plan.layout.compute_dtype
+        more = remote
         revision = self.config.model.revision
         more += f', revision="{revision}"' if revision else ""
         lines = ["import torch", "from peft import PeftModel", load]

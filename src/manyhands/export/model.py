@@ -81,7 +81,7 @@ def export_model(
 
 def choose_dtype(plan: Plan, config: RunConfig, *, merge: bool) -> str:
     """What a model is saved in. Merged, with nothing asked: as the weights were computed with."""
-    return plan.frozen_dtype if merge and config.output.dtype == "auto" else plan.output_dtype
+    return plan.layout.frozen_dtype if merge and config.output.dtype == "auto" else plan.output_dtype
 
 
 class ShardWriter:

@@ -243,7 +243,7 @@ def worker_environment(plan: Plan, num_local: int, environ: Mapping[str, str] = 
     wanted = {
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "OMP_NUM_THREADS": str(threads if plan.device == "cpu" else min(threads, MAX_GPU_THREADS)),
+        "OMP_NUM_THREADS": str(threads if plan.layout.device == "cpu" else min(threads, MAX_GPU_THREADS)),
         **plan.environment,
     }
     return {name: value for name, value in wanted.items() if name not in environ}
@@ -255,7 +255,7 @@ def launcher_environment(plan: Plan) -> Iterator[None]:
     afterwards.
     """
     before = dict(os.environ)
-    os.environ.update(worker_environment(plan, plan.world_size))
+    os.environ.update(worker_environment(plan, plan.layout.world_size))
     os.environ[LAUNCHER_PID] = str(os.getpid())
     try:
         yield

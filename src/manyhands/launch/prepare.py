@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
@@ -26,9 +27,9 @@ COURSE = (
     "num_steps",
     "warmup_steps",
     "learning_rate",
-    "compute_dtype",
-    "master_dtype",
-    "frozen_dtype",
+    "layout.compute_dtype",
+    "layout.master_dtype",
+    "layout.frozen_dtype",
 )
 
 
@@ -140,7 +141,7 @@ def _plan_launch(
                 raise
     if after is None or after.ran_out is None:
         after = plan(config, facts, number=number, cause=cause, before=before)
-    if before is not None and step is not None and after.world_size != before.world_size:
+    if before is not None and step is not None and after.layout.world_size != before.layout.world_size:
         after = plan(config, facts, number=number, cause="resize")
     if before is not None and (step is not None or after.cause == "out_of_memory"):
         _check_course(before, after, folder)
@@ -156,7 +157,7 @@ def _check_course(before: Plan, after: Plan, folder: RunFolder) -> None:
         differing_files(before.model_files, after.model_files, weights=after.keeps_base) if before.model_files else []
     )
     pairs = [
-        (name, getattr(before, name), getattr(after, name))
+        (name, attrgetter(name)(before), attrgetter(name)(after))
         for name in COURSE
         if name != "data_content" or before.data_content
     ]
@@ -175,7 +176,7 @@ def _check_course(before: Plan, after: Plan, folder: RunFolder) -> None:
         )
         fix = "put the old files back (model.revision pins a commit of the hub)"
     else:
-        why = f"it was planned for {before.world_size} process(es) on {before.device}, now for {after.world_size} on {after.device}"
+        why = f"it was planned for {before.layout.world_size} process(es) on {before.layout.device}, now for {after.layout.world_size} on {after.layout.device}"
         fix = "start it as before (parallel.gpus, parallel.device, batch.micro_samples, batch.accumulation)"
     raise UserError(
         "this launch would not go on where the run stopped",

@@ -123,7 +123,7 @@ def run_workers(
     module: str = "manyhands.worker",
     report: Callable[[str], None] = print,
 ) -> int:
-    """Starts ``plan.world_size`` workers and waits for them. No worker is left when it returns, however it ends.
+    """Starts ``plan.layout.world_size`` workers and waits for them. No worker is left when it returns, however it ends.
 
     Returns 0, or 130 / 143 after Ctrl-C / SIGTERM (the workers get the same signal and 30 s to save) unless the run was
     finished by then. ``timeout_s``: a rank that others wait for and that does not go on for so long is ended.
@@ -136,9 +136,9 @@ def run_workers(
         with (
             launcher_environment(plan),
             raise_when_asked(*_SIGNALS),
-            Watch(folder, plan.world_size, timeout_s) as watch,
+            Watch(folder, plan.layout.world_size, timeout_s) as watch,
         ):
-            received = _run_agent(folder, plan.world_size, port, module, watch)
+            received = _run_agent(folder, plan.layout.world_size, port, module, watch)
     except Asked as asked:  # before the agent has taken the signal over: no worker was started
         received = asked.signal
     except UserError as error:

@@ -54,7 +54,11 @@ def describe_settings(config: RunConfig, plan: Plan) -> dict[str, Any]:
     found |= {
         f"stop.{key}": value for key in ("max_steps", "max_tokens") if (value := getattr(config.stop, key)) is not None
     }
-    found |= {"model.dtype": plan.compute_dtype, "model.master_dtype": plan.master_dtype, "seed": config.seed}
+    found |= {
+        "model.dtype": plan.layout.compute_dtype,
+        "model.master_dtype": plan.layout.master_dtype,
+        "seed": config.seed,
+    }
     return {key: list(value) if isinstance(value, tuple) else value for key, value in found.items()}
 
 

@@ -40,7 +40,7 @@ MARK = "_is_hf_initialized"  # transformers' initialisation passes tensors with 
 def build_meta(plan: Plan, config: RunConfig, say: Callable[[str], object] = lambda _: None) -> nn.Module:
     """The Hugging Face model on meta, in training mode, every parameter in the dtype it will be kept in.
 
-    That is ``plan.master_dtype`` for full training and ``plan.frozen_dtype`` where weights stay frozen. What changes the
+    That is ``plan.layout.master_dtype`` for full training and ``plan.layout.frozen_dtype`` where weights stay frozen. What changes the
     model after that are the plan's converters.
     """
     from transformers import AutoConfig
@@ -64,7 +64,7 @@ def build_meta(plan: Plan, config: RunConfig, say: Callable[[str], object] = lam
         untie_as_stored(model_config, Path(plan.model_folder))
     implementation = IMPLEMENTATIONS[plan.attention]
     register_attention()
-    dtype = getattr(torch, plan.master_dtype if config.method.name == "full" else plan.frozen_dtype)
+    dtype = getattr(torch, plan.layout.master_dtype if config.method.name == "full" else plan.layout.frozen_dtype)
     try:
         with torch.device("meta"):
             opener = auto_class(model_config)

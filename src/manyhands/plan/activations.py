@@ -6,8 +6,8 @@ The notation is that of ``memory.py``.
 
 from __future__ import annotations
 
-from manyhands.plan.setup import Setup
-from manyhands.plan.types import Checkpointing
+from manyhands.plan.estimate_input import EstimateInput
+from manyhands.plan.layout import Checkpointing
 
 BLOCK_SCORES = 2**25  # elements of one block of soft-capped attention, as in convert/attention.py
 LEAVING_BYTES = AHEAD_BYTES = (
@@ -15,21 +15,21 @@ LEAVING_BYTES = AHEAD_BYTES = (
 )  # of activations on their way to host memory, and back: as in engine/activation_offload.py
 
 
-def kept_activations(s: Setup, passing_bytes: int) -> int:
+def kept_activations(s: EstimateInput, passing_bytes: int) -> int:
     """What the blocks' graphs keep from forward to backward: ``T`` times ``kept_bytes_per_token`` of each.
 
     Of what moves to host memory one block's are on the device, and ``passing_bytes`` on their way out or back.
     """
     moved = moved_bytes(s)
     on_device = min(moved, passing_bytes + moved // s.model.num_layers)
-    heavy = s.model.num_layers - s.lighter_layers
-    kept = heavy * kept_bytes_per_token(s, s.activation_checkpointing) + s.lighter_layers * kept_bytes_per_token(
-        s, s.last_recompute
-    )
-    return s.micro_tokens * kept - moved + on_device
+    heavy = s.model.num_layers - s.layout.lighter_layers
+    kept = heavy * kept_bytes_per_token(
+        s, s.layout.activation_checkpointing
+    ) + s.layout.lighter_layers * kept_bytes_per_token(s, s.layout.last_checkpointing)
+    return s.layout.full_micro_tokens * kept - moved + on_device
 
 
-def block_at_work(s: Setup, recompute: Checkpointing) -> int:
+def block_at_work(s: EstimateInput, recompute: Checkpointing) -> int:
     """What one block that is recomputed so needs in its backward pass beyond what all keep.
 
     What is computed again of it: ``T k`` if all (k of ``block_bytes_per_token``), ``T (k - l)`` if selective. The
@@ -42,43 +42,45 @@ def block_at_work(s: Setup, recompute: Checkpointing) -> int:
         "selective": max(0, block_bytes_per_token(s) - linear_bytes_per_token(s)),
         "full": block_bytes_per_token(s),
     }
-    inner = (2 if s.compile else 3) * c * m.intermediate_size
-    return s.micro_tokens * (again[recompute] + 2 * c * m.hidden_size + inner)
+    inner = (2 if s.layout.compile else 3) * c * m.intermediate_size
+    return s.layout.full_micro_tokens * (again[recompute] + 2 * c * m.hidden_size + inner)
 
 
-def kept_bytes_per_token(s: Setup, recompute: Checkpointing) -> int:
+def kept_bytes_per_token(s: EstimateInput, recompute: Checkpointing) -> int:
     """Bytes a token that one block that is recomputed so keeps from its forward pass to its backward pass."""
     if recompute == "full":
         return s.compute_bytes * s.model.hidden_size
     return linear_bytes_per_token(s) if recompute == "selective" else block_bytes_per_token(s)
 
 
-def linear_bytes_per_token(s: Setup) -> int:
+def linear_bytes_per_token(s: EstimateInput) -> int:
     """What selective recomputation keeps: a block's input, the results of its linear layers, those of attention.
 
     ``c H``, ``c`` times the sum of the layers' outputs (compiled all but the last, which only the next block needs),
     ``c q + 4 heads``, and adapters' inner results.
     """
     m, c = s.model, s.compute_bytes
-    outputs = sum(out for out, _ in m.block_linear_shapes.values()) - (m.hidden_size if s.compile else 0)
+    outputs = sum(out for out, _ in m.block_linear_shapes.values()) - (m.hidden_size if s.layout.compile else 0)
     inner = c * s.adapter_rank * len(m.block_linear_shapes) if s.num_adapter_parameters else 0
     return c * (m.hidden_size + outputs + m.num_heads * m.head_dim) + 4 * m.num_heads + inner
 
 
-def moved_bytes(s: Setup) -> int:
+def moved_bytes(s: EstimateInput) -> int:
     """Activations that go to host memory: ``L T`` times what a block keeps; eager and selective only its input, as the
     rest is in the checkpoint's own cache. None on a CPU. Where activations move, all blocks are recomputed alike.
     """
-    if not s.offload_activations or s.device == "cpu":
+    if not s.layout.offload_activations or s.layout.device == "cpu":
         return 0
-    in_cache = s.activation_checkpointing == "selective" and not s.compile
+    in_cache = s.layout.activation_checkpointing == "selective" and not s.layout.compile
     per_token = (
-        s.compute_bytes * s.model.hidden_size if in_cache else kept_bytes_per_token(s, s.activation_checkpointing)
+        s.compute_bytes * s.model.hidden_size
+        if in_cache
+        else kept_bytes_per_token(s, s.layout.activation_checkpointing)
     )
-    return s.micro_tokens * s.model.num_layers * per_token
+    return s.layout.full_micro_tokens * s.model.num_layers * per_token
 
 
-def block_bytes_per_token(s: Setup) -> int:
+def block_bytes_per_token(s: EstimateInput) -> int:
     """Bytes a token that one block's autograd graph keeps, with FlashAttention (https://arxiv.org/abs/2205.14135): no T
     x T.
 
@@ -102,13 +104,13 @@ def block_bytes_per_token(s: Setup) -> int:
     """
     m, c = s.model, s.compute_bytes
     q, k = m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim
-    norms = m.block_norm_elements * (c if s.compile else max(c, 4) + c * (s.num_adapter_parameters == 0))
+    norms = m.block_norm_elements * (c if s.layout.compile else max(c, 4) + c * (s.num_adapter_parameters == 0))
     attention = c * (q + 2 * k) + c * q + 4 * m.num_heads + c * q * s.mixed_lengths
-    mlp = c * m.intermediate_size * (3 if s.compile else 4)
+    mlp = c * m.intermediate_size * (3 if s.layout.compile else 4)
     return norms + 2 * c * m.hidden_size + attention + mlp + adapter_bytes_per_token(s)
 
 
-def adapter_bytes_per_token(s: Setup) -> int:
+def adapter_bytes_per_token(s: EstimateInput) -> int:
     """``c r`` for each adapted layer of i inputs and o outputs; dropout adds its input once more, and a mask of a byte:
     ``(c + 1) i``.
 
@@ -122,17 +124,17 @@ def adapter_bytes_per_token(s: Setup) -> int:
     return c * s.adapter_rank * len(shapes) + dropped + scaled
 
 
-def attention_mask(s: Setup) -> int:
+def attention_mask(s: EstimateInput) -> int:
     """A dense mask as transformers builds it for packed rows without varlen: ``T^2`` booleans, and once more in compute
     dtype.
     """
-    return s.micro_tokens**2 * (1 + s.compute_bytes) if s.builds_mask else 0
+    return s.layout.full_micro_tokens**2 * (1 + s.compute_bytes) if s.builds_mask else 0
 
 
-def block_scores(s: Setup) -> int:
+def block_scores(s: EstimateInput) -> int:
     """Soft-capped scores, computed a block at a time (convert/attention.py): at most 2**25, each some 4 times in c
     bytes and 4 times in 4.
     """
     if s.model.attention_softcap is None:
         return 0
-    return min(s.model.num_heads * s.micro_tokens**2, BLOCK_SCORES) * (4 * s.compute_bytes + 16)
+    return min(s.model.num_heads * s.layout.full_micro_tokens**2, BLOCK_SCORES) * (4 * s.compute_bytes + 16)

@@ -7,7 +7,7 @@ Pure; sizes are rows unless they are called tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
@@ -20,25 +20,20 @@ MIN_AUTO_STEPS = 10  # an automatic batch leaves at least so many steps in an ep
 
 
 @dataclass(frozen=True)
-class Split:
-    """How a step is carried out. Exactly one of ``micro_tokens`` and ``micro_samples`` is set; tokens of a full
-    micro-batch.
-    """
+class BatchSplit:
+    """A global batch and how it is divided into micro-batches; all but the first two are fields of ``Layout``."""
 
     batch_samples: int | None
     batch_loss_tokens: int | None
     micro_samples: int | None
     micro_tokens: int | None
+    pack_tokens: int | None
     accumulation: int | None
     full_micro_tokens: int
-    is_single: bool = False  # every step is one micro-batch of each rank
-
-    @property
-    def micro(self) -> int:
-        return self.micro_tokens or self.micro_samples or 0
+    accumulates: bool  # not every step is one micro-batch of each rank
 
 
-def possible_splits(config: RunConfig, data: DataFacts, world_size: int, useful_tokens: int) -> list[Split]:
+def possible_splits(config: RunConfig, data: DataFacts, world_size: int, useful_tokens: int) -> list[BatchSplit]:
     """All ways to carry out the asked batch, the largest micro-batch first. UserError where there is none.
 
     ``useful_tokens``: beyond this a larger micro-batch gains nothing on the device.
@@ -59,7 +54,7 @@ def auto_samples(config: RunConfig, data: DataFacts) -> int:
     return rows
 
 
-def _packed_splits(config: RunConfig, data: DataFacts, world_size: int, useful_tokens: int) -> list[Split]:
+def _packed_splits(config: RunConfig, data: DataFacts, world_size: int, useful_tokens: int) -> list[BatchSplit]:
     batch = config.batch
     tokens = batch.loss_tokens
     rows = None if tokens is not None else auto_samples(config, data) if batch.samples == "auto" else batch.samples
@@ -78,19 +73,19 @@ def _packed_splits(config: RunConfig, data: DataFacts, world_size: int, useful_t
             else (rows or 1) * data.mean_length
         )
         sizes = pack_sizes(data.max_length, step_tokens / world_size, useful_tokens)
-    return [_with_known_steps(Split(rows, tokens, None, size, None, size), data, world_size) for size in sizes]
+    return [_packed_split(rows, tokens, size, data, world_size) for size in sizes]
 
 
-def _with_known_steps(split: Split, data: DataFacts, world_size: int) -> Split:
-    """What is certain of every step. Rows of one length are packed by their number, and never fill the quarter for
+def _packed_split(rows: int | None, tokens: int | None, size: int, data: DataFacts, world_size: int) -> BatchSplit:
+    """What is certain of every step. Samples of one length are packed by their number, and never fill the quarter for
     uneven steps.
     """
-    constant, rows = constant_pack_tokens(split, data, world_size), split.batch_samples
+    constant = constant_pack_tokens(rows, size, data, world_size)
     if constant is not None and rows is not None:
-        return replace(split, full_micro_tokens=constant, is_single=rows <= world_size * (constant // data.max_length))
-    return replace(
-        split, is_single=rows is not None and rows * padded_tokens(data.max_length) <= split.full_micro_tokens
-    )
+        one_each = rows <= world_size * (constant // data.max_length)
+    else:
+        one_each = rows is not None and rows * padded_tokens(data.max_length) <= size
+    return BatchSplit(rows, tokens, None, size, constant, None, constant or size, accumulates=not one_each)
 
 
 def pack_sizes(longest: int, rank_tokens: float, useful_tokens: int) -> list[int]:
@@ -116,18 +111,20 @@ def has_one_length(data: DataFacts) -> bool:
     )
 
 
-def constant_pack_tokens(split: Split, data: DataFacts, world_size: int) -> int | None:
+def constant_pack_tokens(
+    batch_samples: int | None, micro_tokens: int | None, data: DataFacts, world_size: int
+) -> int | None:
     """Tokens of every micro-batch of the run, where rows of one length are packed by their number; else None.
 
     As many rows a rank and micro-batch as the balanced layout of a whole step gives, padded to whole tiles.
     """
-    if split.micro_tokens is None or split.batch_samples is None or not has_one_length(data):
+    if micro_tokens is None or batch_samples is None or not has_one_length(data):
         return None
-    num_micro = ceil_div(split.batch_samples, world_size * (split.micro_tokens // data.max_length))
-    return padded_tokens(ceil_div(split.batch_samples, world_size * num_micro) * data.max_length)
+    num_micro = ceil_div(batch_samples, world_size * (micro_tokens // data.max_length))
+    return padded_tokens(ceil_div(batch_samples, world_size * num_micro) * data.max_length)
 
 
-def _row_splits(config: RunConfig, data: DataFacts, world_size: int, useful_tokens: int) -> list[Split]:
+def _row_splits(config: RunConfig, data: DataFacts, world_size: int, useful_tokens: int) -> list[BatchSplit]:
     batch = config.batch
     micro = None if batch.micro_samples == "auto" else batch.micro_samples
     accumulation = None if batch.accumulation == "auto" else batch.accumulation
@@ -148,7 +145,8 @@ def _row_splits(config: RunConfig, data: DataFacts, world_size: int, useful_toke
         divisors = [size for size in range(share, 0, -1) if share % size == 0]
         sizes = [size for size in divisors if size * data.max_length <= useful_tokens] or [1]
     return [
-        Split(rows, None, size, None, share // size, size * data.max_length, is_single=size == share) for size in sizes
+        BatchSplit(rows, None, size, None, None, share // size, size * data.max_length, accumulates=size != share)
+        for size in sizes
     ]
 
 

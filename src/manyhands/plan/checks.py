@@ -11,8 +11,9 @@ from manyhands.config.patterns import matches
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.facts.types import Facts, ModelFacts
+from manyhands.plan.estimate_input import EstimateInput
+from manyhands.plan.layout import Mesh, change
 from manyhands.plan.memory import GIB, optimizer
-from manyhands.plan.setup import Setup
 from manyhands.plan.steps import Steps
 from manyhands.plan.types import DiskEstimate
 
@@ -56,13 +57,17 @@ def _warn_of_rank(config: RunConfig, model: ModelFacts) -> tuple[str, ...]:
     )
 
 
-def estimate_disk(config: RunConfig, facts: Facts, setup: Setup, steps: Steps, output_bytes: int) -> DiskEstimate:
+def estimate_disk(
+    config: RunConfig, facts: Facts, setup: EstimateInput, steps: Steps, output_bytes: int
+) -> DiskEstimate:
     """A checkpoint holds masters and optimizer states of what is trained; ``keep_last`` of them stay, one more while it
     is written, and the best if asked. The result is the model, towers included, or the adapter, and the merged model
     too if asked.
     """
     alone = replace(
-        setup, strategy="single", optimizer_name=setup.optimizer_name.removeprefix("paged_"), offload="none"
+        setup,
+        layout=change(setup.layout, strategy="single", mesh=Mesh(), offload="none"),
+        optimizer_name=setup.optimizer_name.removeprefix("paged_"),
     )
     num_saves = math.ceil(steps.total / steps.checkpoint_every) if steps.checkpoint_every else 1
     kept = config.checkpoint.keep_last + 1 + config.checkpoint.keep_best

@@ -13,14 +13,10 @@ from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.facts.types import DataFacts, Facts, GpuFacts, ModelFacts, NewTokens
 from manyhands.plan.batch import has_one_length
+from manyhands.plan.layout import DTYPE_BYTES, ComputeDtype, Device, Dtype
 
-Device = Literal["cuda", "cpu"]
-Dtype = Literal["bfloat16", "float16", "float32", "float64"]
-ComputeDtype = Literal["bfloat16", "float32", "float64"]
-MasterDtype = Literal["bfloat16", "float32", "float64"]
 Attention = Literal["varlen", "sdpa", "blockwise"]
 
-DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 MAX_FLASH_HEAD_DIM = 256
 MIN_FLASH_CAPABILITY = (8, 0)
 MIN_FP8_CAPABILITY = (8, 9)
@@ -38,7 +34,7 @@ class Decisions:
     shard_degree: int  # hybrid: that hold one copy together
     gpus: tuple[GpuFacts, ...]
     compute: ComputeDtype
-    master: MasterDtype
+    master: ComputeDtype
     attention: Attention
     compile: bool
     learning_rate: float
@@ -184,7 +180,7 @@ def choose_compute_dtype(config: RunConfig, gpus: tuple[GpuFacts, ...]) -> tuple
     return "bfloat16", f"compute: bfloat16, {masters}reduced as float32 sums"
 
 
-def choose_master_dtype(config: RunConfig, compute: ComputeDtype) -> tuple[MasterDtype, tuple[str, ...]]:
+def choose_master_dtype(config: RunConfig, compute: ComputeDtype) -> tuple[ComputeDtype, tuple[str, ...]]:
     """Of trained weights and their optimizer states. UserError where bfloat16 was asked for and something else needs
     more.
     """

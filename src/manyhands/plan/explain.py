@@ -44,16 +44,21 @@ def _memory(plan: Plan) -> Table:
 def _candidates(plan: Plan) -> list[RenderableType]:
     table = _table()
     unit = "tokens" if plan.packing else "rows"
-    for title in ("strategy", "activation_checkpointing", f"micro {unit}", "GiB", ""):
+    for title in ("strategy", "activation checkpointing", f"micro {unit}", "GiB", ""):
         table.add_column(title, justify="right" if title in (f"micro {unit}", "GiB") else "left")
     table.show_header = True
     shown = _one_each(plan)
     for candidate in shown:
         style = "bold green" if candidate.chosen else "dim"
         total = f"{candidate.memory.total / GIB:.1f}"
-        recompute = describe_checkpointing(candidate.activation_checkpointing, candidate.lighter_layers)
+        checkpointing = describe_checkpointing(candidate.layout)
         table.add_row(
-            _name(candidate), recompute, f"{candidate.micro:,}", total, candidate.reason or "chosen", style=style
+            _name(candidate),
+            checkpointing,
+            f"{candidate.layout.micro:,}",
+            total,
+            candidate.reason or "chosen",
+            style=style,
         )
     if len(shown) < len(plan.candidates):
         return [table, Text(f"and {len(plan.candidates) - len(shown)} more in the plan's file", style="dim")]
@@ -65,17 +70,23 @@ def _one_each(plan: Plan) -> list[Candidate]:
     groups: dict[tuple[str, bool, str], list[Candidate]] = {}
     for candidate in plan.candidates:
         groups.setdefault(
-            (candidate.strategy, candidate.reshard_after_forward, candidate.activation_checkpointing), []
+            (
+                candidate.layout.strategy,
+                candidate.layout.reshard_after_forward,
+                candidate.layout.activation_checkpointing,
+            ),
+            [],
         ).append(candidate)
     best = [
-        max(group, key=lambda c: (c.chosen, c.memory.fits, c.micro if c.memory.fits else -c.micro))
+        max(group, key=lambda c: (c.chosen, c.memory.fits, c.layout.micro if c.memory.fits else -c.layout.micro))
         for group in groups.values()
     ]
     return sorted(best, key=lambda candidate: not candidate.chosen)
 
 
 def _name(candidate: Candidate) -> str:
-    return f"{candidate.strategy}, resharded" if candidate.reshard_after_forward else candidate.strategy
+    layout = candidate.layout
+    return f"{layout.strategy}, resharded" if layout.reshard_after_forward else layout.strategy
 
 
 def _table() -> Table:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from manyhands.plan.activations import moved_bytes
-from manyhands.plan.setup import Setup
+from manyhands.plan.estimate_input import EstimateInput
 
 PINNED = 1 / math.log(2)  # torch rounds pinned blocks up to powers of 2: this much on average
 CHUNK_BYTES, CHUNKS_ON_DEVICE = (
@@ -17,35 +17,35 @@ CHUNK_BYTES, CHUNKS_ON_DEVICE = (
 )  # of parameters whose states are on the device, as in engine/optimizers.py
 
 
-def estimate_host_terms(s: Setup, terms: dict[str, int]) -> dict[str, int]:
+def estimate_host_terms(s: EstimateInput, terms: dict[str, int]) -> dict[str, int]:
     """By name, what a rank holds in host memory; ``terms`` are the device's before anything moves.
 
     ``all``: shards of weights (pinned), gradients and optimizer states. ``optimizer``: the states, pinned. Activations:
     see ``moved_bytes``, pinned.
     """
     host: dict[str, int] = {}
-    if s.offload == "all":
+    if s.layout.offload == "all":
         host |= {
             "weights": int(PINNED * terms["weights"]),
             "gradients": terms["gradients"],
             "optimizer": terms["optimizer"],
         }
-    elif s.offload == "optimizer":
+    elif s.layout.offload == "optimizer":
         host["optimizer"] = int(PINNED * terms["optimizer"])
-    if s.offload_activations:
+    if s.layout.offload_activations:
         host["activations"] = int(PINNED * moved_bytes(s))
     return host
 
 
-def keep_on_device(s: Setup, terms: dict[str, int]) -> dict[str, int]:
+def keep_on_device(s: EstimateInput, terms: dict[str, int]) -> dict[str, int]:
     """The device's terms without what has moved. Activations have been counted so already.
 
     Of optimizer states two chunks are there while it steps: ``2 states/parameters max(2**28, largest parameter)``.
     """
     kept = dict(terms)
-    if s.offload == "all":
+    if s.layout.offload == "all":
         kept |= {"weights": 0, "gradients": 0, "optimizer": 0}
-    elif s.offload == "optimizer":
+    elif s.layout.offload == "optimizer":
         largest = (
             max(s.head_elements, *(out * into for out, into in s.model.block_linear_shapes.values())) * s.master_bytes
         )

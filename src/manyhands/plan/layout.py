@@ -1,172 +1,173 @@
-"""How the steps of a plan are carried out, and how much of what they compute is useful. Pure numpy; knows no files.
+"""How a run is laid out over processes: decided once by the plan, carried in estimate input, candidate and plan, and
+executed by ``engine/apply.py``, which derives nothing again. Plain frozen values; knows no torch and no model.
 
-Where less than 90 % is useful, the plan says why, and what would be better: each proposal is laid out before it is
-made.
+A *rank* is one process of the run. A *data-parallel rank* is a group of processes that sees samples of its own; with
+the axes that exist today every process is one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
-import numpy as np
+Device = Literal["cuda", "cpu"]
+Dtype = Literal["bfloat16", "float16", "float32", "float64"]
+ComputeDtype = Literal["bfloat16", "float32", "float64"]
+Strategy = Literal["single", "ddp", "fsdp", "hsdp"]
+Checkpointing = Literal["none", "selective", "full"]
+Offload = Literal["none", "optimizer", "all"]
+Wrapper = Literal["none", "ddp", "fully_shard"]
+ComputeCopy = Literal["none", "kept", "gathered"]
 
-from manyhands.data.order import bound_by_tokens
-from manyhands.data.pack import TILE_TOKENS, StepLayout, lay_out_packed, lay_out_rows, packing_efficiency, padded_tokens
-from manyhands.facts.types import DataFacts, Facts
-from manyhands.plan.batch import Split, ceil_div, constant_pack_tokens
-from manyhands.plan.types import Plan
-
-MAX_STEPS, MAX_ROWS = 20, 16_384  # laid out, spread over the epoch; one step in any case
-GOOD_SHARE = 0.9
-MAX_FACTOR = 64  # times the batch, in a proposal
-MIN_GAIN = 0.02  # less is not worth a proposal
-
-
-def lay_out_step(plan: Plan, rows: np.ndarray, lengths: np.ndarray) -> StepLayout:
-    """The rows of one training step as micro-batches of all ranks; ``lengths`` by row id."""
-    if plan.micro_tokens is not None:
-        return lay_out_packed(rows, lengths, plan.world_size, plan.pack_tokens or plan.micro_tokens)
-    assert plan.micro_samples is not None and plan.accumulation is not None
-    return lay_out_rows(rows, plan.world_size, plan.micro_samples, plan.accumulation)
+DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+# What keeps more and computes less again: the choice for the last layers where memory is left.
+LIGHTER: dict[Checkpointing, Checkpointing] = {"full": "selective", "selective": "none"}
 
 
-def pack_tile(plan: Plan) -> int:
-    """Packs are padded to multiples of so many tokens: whole tiles on a GPU and where blocks are compiled, else not at
-    all.
+@dataclass(frozen=True)
+class Mesh:
+    """Degrees of parallelism by axis. Degrees of the last three above 1 are refused: nothing carries them out yet."""
+
+    replicate: int = 1  # copies of the model
+    shard: int = 1  # ranks that hold one copy together
+    context: int = 1
+    tensor: int = 1
+    expert: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in fields(self):
+            degree = getattr(self, axis.name)
+            if degree < 1 or (degree > 1 and axis.name not in ("replicate", "shard")):
+                raise ValueError(f"mesh degree {axis.name}: {degree} is not supported")
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the run."""
+        return math.prod(getattr(self, axis.name) for axis in fields(self))
+
+    @property
+    def data_parallel_degree(self) -> int:
+        """Data-parallel ranks: each trains samples of its own."""
+        return self.replicate * self.shard
+
+
+def mesh_of(strategy: Strategy, world_size: int, shard_degree: int = 1) -> Mesh:
+    """``single`` and ``ddp``: a copy on each rank. ``fsdp``: shards over all. ``hsdp``: over groups of ``shard_degree``."""
+    shard = {"fsdp": world_size, "hsdp": shard_degree}.get(strategy, 1)
+    return Mesh(replicate=world_size // shard, shard=shard)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Who holds what, and how one step is carried out. Made by ``lay_out``; ``change`` makes another from one.
+
+    ``wrapper`` and ``compute_copy`` follow from the rest (``choose_holding``) and are carried, so that estimate and
+    engine cannot disagree.
     """
-    return TILE_TOKENS if plan.compile or plan.device == "cuda" else 1
+
+    device: Device
+    mesh: Mesh
+    strategy: Strategy
+    reshard_after_forward: bool  # gathered weights, or a bfloat16 copy, are freed after a block's forward pass
+    activation_checkpointing: Checkpointing
+    compute_dtype: ComputeDtype
+    master_dtype: ComputeDtype  # of trained weights and optimizer states; sums are float32 at least
+    frozen_dtype: ComputeDtype
+    trains_everything: bool  # no weight is frozen, and no adapter added
+    lighter_layers: int = 0  # of the last layers: the next lighter activation checkpointing, as there is room
+    reduce_every: bool = True  # sharded gradients after every micro-batch; else unsharded ones wait for the last
+    offload: Offload = "none"
+    offload_activations: bool = False
+    compile: bool = False
+    dynamic: bool = True  # compiled blocks take micro-batches of any shape; not where all samples have one length
+    wrapper: Wrapper = "none"  # what gathers weights and reduces gradients
+    compute_copy: ComputeCopy = "none"  # of masters: kept beside them by one process, or cast where they are gathered
+    # exactly one of the first two is set
+    micro_samples: int | None = None  # samples of a micro-batch, without packing
+    micro_tokens: int | None = None  # capacity of a pack
+    pack_tokens: int | None = None  # packs of samples of one length: tokens of every micro-batch
+    accumulation: int | None = None  # micro-batches of a step; with packing it follows from each step's samples
+    full_micro_tokens: int = 1  # tokens of a full micro-batch, padding included
+    accumulates: bool = True  # a step may have several micro-batches
+    data_workers: int = 0  # processes a rank that collate batches; 0: a thread
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the run."""
+        return self.mesh.world_size
+
+    @property
+    def data_parallel_degree(self) -> int:
+        return self.mesh.data_parallel_degree
+
+    @property
+    def micro(self) -> int:
+        """Size of a micro-batch in its own unit: tokens with packing, else samples."""
+        return self.micro_tokens or self.micro_samples or 0
+
+    @property
+    def last_checkpointing(self) -> Checkpointing:
+        """That of the last layer, the first of the backward pass."""
+        return LIGHTER[self.activation_checkpointing] if self.lighter_layers else self.activation_checkpointing
+
+    def checkpointing_by_layer(self, num_layers: int) -> tuple[Checkpointing, ...]:
+        """One entry a layer, first to last."""
+        heavy = num_layers - self.lighter_layers
+        return (self.activation_checkpointing,) * heavy + (self.last_checkpointing,) * self.lighter_layers
 
 
-def measure_efficiency(plan: Plan, data: DataFacts) -> tuple[float, int] | None:
-    """(tokens of rows over tokens that are computed, steps laid out); None where the facts hold no whole step.
+HOLDING = (
+    *("mesh", "strategy", "reshard_after_forward", "offload"),
+    *("compute_dtype", "master_dtype", "trains_everything"),
+)  # what ``choose_holding`` decides from
 
-    Computed is what the longest micro-batch of any rank has, padding included, times the ranks: the others wait for it.
+
+def choose_holding(
+    mesh: Mesh,
+    strategy: Strategy,
+    reshard_after_forward: bool,
+    offload: Offload,
+    compute_dtype: ComputeDtype,
+    master_dtype: ComputeDtype,
+    trains_everything: bool,
+) -> tuple[Wrapper, ComputeCopy]:
+    """What wraps the model, and how masters get to the dtype that computes.
+
+    ============================  =============================================================================
+    layout                        wrapper, compute copy
+    ============================  =============================================================================
+    fsdp, hsdp                    ``fully_shard``; casts as it gathers if everything is trained in bfloat16
+    all trained, in bfloat16      the same on a (replicate, shard=1) mesh, and so whatever is offloaded: one numerics
+    single, copy not freed        none: float32 masters beside a bfloat16 copy, the same numbers without collectives
+    single, bfloat16 masters      none: nothing is cast (``model.master_dtype``: other numbers, under any strategy)
+    single, otherwise             none
+    ddp, otherwise                ``DistributedDataParallel`` whose hook sums
+    ============================  =============================================================================
+
+    Adapters and partially trained models cast what they train by themselves. Masters in bfloat16 are cast too where
+    there are several ranks: gradients are reduced as float32 sums.
     """
-    steps = list(_sample_steps(plan, data))
-    if not steps:
-        return None
-    lengths = np.array(data.first_lengths, dtype=np.int64)
-    layouts = [lay_out_step(plan, rows, lengths) for rows in steps]
-    if plan.micro_tokens is not None:
-        return packing_efficiency(layouts, lengths, pack_tile(plan), plan.pack_tokens if plan.compile else None), len(
-            steps
-        )
-    useful = paid = 0
-    for micro in (micro for layout in layouts for micro in layout.micro_batches):
-        useful += sum(int(lengths[rows].sum()) for rows in micro)
-        paid += len(micro) * max(len(rows) * int(lengths[rows].max(initial=0)) for rows in micro)
-    return useful / paid, len(steps)
+    narrow = master_dtype == "bfloat16" and strategy != "single"
+    casts = trains_everything and (compute_dtype != master_dtype or narrow)
+    may_keep = strategy == "single" and not reshard_after_forward and offload != "all"
+    if casts and may_keep and (master_dtype, compute_dtype) == ("float32", "bfloat16"):
+        return "none", "kept"
+    if strategy in ("fsdp", "hsdp") or casts or offload == "all":
+        return "fully_shard", "gathered" if casts else "none"
+    return "ddp" if mesh.world_size > 1 else "none", "none"
 
 
-def _sample_steps(plan: Plan, data: DataFacts) -> Iterator[np.ndarray]:
-    """Rows, counted from 0 in the order of the first epoch, of steps that are spread over what the facts have of it."""
-    num_samples = len(data.first_lengths)
-    if plan.batch_loss_tokens is not None:
-        bounds = bound_by_tokens(np.array(data.first_labels, dtype=np.int64), plan.batch_loss_tokens)
-    else:
-        assert plan.batch_samples is not None
-        bounds = np.append(np.arange(0, num_samples, plan.batch_samples), num_samples)
-    if num_samples < data.samples_per_epoch:
-        bounds = bounds[:-1]  # the last step goes on beyond the sample
-    num_steps = min(len(bounds) - 1, plan.num_steps)
-    if num_steps < 1:
-        return
-    wanted = max(1, min(MAX_STEPS, MAX_ROWS * num_steps // int(bounds[num_steps])))
-    for step in np.unique(np.linspace(0, num_steps - 1, wanted).astype(np.int64)).tolist():
-        yield np.arange(bounds[step], bounds[step + 1])
+def lay_out(**values: Any) -> Layout:
+    """A layout of these fields; wrapper and compute copy are decided here."""
+    defaults = {"offload": "none"} | values
+    wrapper, compute_copy = choose_holding(**{name: defaults[name] for name in HOLDING})
+    return Layout(**values, wrapper=wrapper, compute_copy=compute_copy)
 
 
-def with_efficiency(plan: Plan, facts: Facts) -> Plan:
-    """The plan with the share of its computed tokens that is useful, and a sentence on it behind the one on the
-    batch.
-    """
-    measured = measure_efficiency(plan, facts.data)
-    if measured is None:
-        return plan
-    share, num_steps = measured
-    steps = "1 step" if num_steps == 1 else f"{num_steps} steps of the first epoch"
-    sentence = f"efficiency: {_percent(share)} of the computed tokens are useful ({steps} laid out)"
-    if share < 1:
-        sentence += f"; the rest is {_rest(plan)}"
-    if share < GOOD_SHARE:
-        sentence += f", as {_why(plan, facts.data)}; {_propose(plan, facts, share)}"
-    place = next((index for index, said in enumerate(plan.why, start=1) if said.startswith("batch: ")), len(plan.why))
-    return plan.model_copy(update={"efficiency": share, "why": (*plan.why[:place], sentence, *plan.why[place:])})
-
-
-def _percent(share: float) -> str:
-    return f"{share:.{0 if share <= GOOD_SHARE or share == 1 else 1}%}"
-
-
-def _rest(plan: Plan) -> str:
-    """What else is computed."""
-    if plan.micro_tokens is None:
-        return "padding up to the longest row of a micro-batch" + (" of any rank" if plan.world_size > 1 else "")
-    padding = pack_tile(plan) > 1 or plan.pack_tokens is not None
-    return " and ".join(["padding"] * padding + ["waiting for the fullest pack"] * (plan.world_size > 1))
-
-
-def _why(plan: Plan, data: DataFacts) -> str:
-    if plan.micro_tokens is None:
-        return "rows differ in length"
-    sizes = sorted(map(len, _sample_steps(plan, data)))
-    rows = sizes[len(sizes) // 2]
-    if rows < plan.world_size:
-        return f"a step has {rows} {'row' if rows == 1 else 'rows'} for {plan.world_size} ranks"
-    if plan.world_size > 1:
-        return f"the {rows} rows of a step cannot be dealt evenly to {plan.world_size} ranks"
-    return f"a step of {rows} {'row' if rows == 1 else 'rows'} leaves much of its packs empty"
-
-
-def _propose(plan: Plan, facts: Facts, share: float) -> str:
-    """The first change that reaches 90 %, or else the best; or what can be done without knowing how much it gives."""
-    tried: list[tuple[float, str]] = []
-    for change, other in _changes(plan, facts):
-        measured = measure_efficiency(other, facts.data)
-        if measured is not None:
-            tried.append((measured[0], change))
-            if measured[0] >= GOOD_SHARE:
-                break
-    best, change = max(tried, default=(0.0, ""))
-    if best > share + MIN_GAIN:
-        return f"{change} would reach {_percent(best)}"
-    return "rows of like length would help (data.max_length with data.too_long=truncate)"
-
-
-def _changes(plan: Plan, facts: Facts) -> Iterator[tuple[str, Plan]]:
-    """What could be set otherwise, and the plan with it; the pack's size, which the memory was estimated for, stays."""
-    data = facts.data
-    if plan.micro_tokens is None:
-        assert plan.micro_samples is not None and plan.batch_samples is not None
-        if facts.model.packs:
-            tokens = padded_tokens(plan.micro_samples * data.max_length)
-            yield "data.packing=true", plan.model_copy(update={"micro_samples": None, "micro_tokens": tokens})
-        if plan.micro_samples > 1:
-            yield (
-                "batch.micro_samples=1",
-                plan.model_copy(update={"micro_samples": 1, "accumulation": plan.batch_samples // plan.world_size}),
-            )
-        return
-    factor, step_rows = 1, max(map(len, _sample_steps(plan, data)))
-    while factor <= MAX_FACTOR and factor * step_rows <= MAX_ROWS:
-        if plan.batch_loss_tokens is not None:
-            tokens = factor * plan.batch_loss_tokens
-            yield f"batch.loss_tokens={tokens}", plan.model_copy(update={"batch_loss_tokens": tokens})
-        else:
-            assert plan.batch_samples is not None
-            rows = ceil_div(factor * plan.batch_samples, plan.world_size) * plan.world_size
-            if rows > data.samples_per_epoch:
-                break
-            yield f"batch.samples={rows}", _with_rows(plan, rows, plan.world_size, data)
-        factor *= 2
-    ranks = plan.world_size // 2
-    while ranks:
-        what = f"{ranks} {'process' if ranks == 1 else 'processes'} (parallel.gpus)"
-        yield what, _with_rows(plan, plan.batch_samples, ranks, data)
-        ranks //= 2
-
-
-def _with_rows(plan: Plan, rows: int | None, world_size: int, data: DataFacts) -> Plan:
-    split = Split(rows, plan.batch_loss_tokens, None, plan.micro_tokens, None, 0)
-    pack_tokens = constant_pack_tokens(split, data, world_size)
-    return plan.model_copy(update={"batch_samples": rows, "world_size": world_size, "pack_tokens": pack_tokens})
+def change(layout: Layout, **changes: Any) -> Layout:
+    """The same layout but for ``changes``; what follows from them is decided anew."""
+    values = {part.name: getattr(layout, part.name) for part in fields(layout)}
+    return lay_out(
+        **{name: value for name, value in (values | changes).items() if name not in ("wrapper", "compute_copy")}
+    )

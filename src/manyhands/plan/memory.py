@@ -1,6 +1,6 @@
 """Bytes a rank holds at its worst moment: one small function a term. Pure arithmetic; knows no torch and reads nothing.
 
-What is asked of it is a ``Setup`` (setup.py); what blocks keep and need stands in ``activations.py``.
+What is asked of it is a ``EstimateInput`` (estimate_input.py); what blocks keep and need stands in ``activations.py``.
 
 Notation, here and there: P parameters, A trained parameters of adapters, B parameters of one block, R of the rest
 (embeddings, last norm, head), L blocks, T tokens of a micro-batch, H hidden size, I inner size of the MLP, V
@@ -26,7 +26,7 @@ from manyhands.plan.activations import (
     kept_activations,
     kept_bytes_per_token,
 )
-from manyhands.plan.setup import Setup as Setup
+from manyhands.plan.estimate_input import EstimateInput
 from manyhands.plan.trained import TrainedWeights, count_state_bytes
 
 GIB = 2**30
@@ -43,7 +43,7 @@ COMMUNICATION_BYTES = {"cuda": 1 * GIB, "cpu": GIB // 16}  # NCCL's / gloo's buf
 FRAGMENTATION = 0.05  # share of what comes and goes that the allocator cannot use; expandable segments keep it small
 
 
-def estimate_terms(setup: Setup) -> dict[str, int]:
+def estimate_terms(setup: EstimateInput) -> dict[str, int]:
     """Every term in bytes, by name, at the worst moment. Their sum is the estimated peak of one rank."""
     standing = {"weights": weights(setup), "optimizer": optimizer(setup), "gathered": gathered(setup) + fetched(setup)}
     moments = (at_the_loss(setup), in_the_backward_pass(setup), at_its_end(setup))
@@ -53,31 +53,34 @@ def estimate_terms(setup: Setup) -> dict[str, int]:
     return terms
 
 
-def at_the_loss(s: Setup) -> dict[str, int]:
+def at_the_loss(s: EstimateInput) -> dict[str, int]:
     """The end of the forward pass: all that the blocks keep, and ``3 T c H`` of the last block's result, what the head
     gets of it and its gradient.
     """
-    hidden = 3 * s.micro_tokens * s.compute_bytes * s.model.hidden_size
+    hidden = 3 * s.layout.full_micro_tokens * s.compute_bytes * s.model.hidden_size
     kept = kept_activations(s, LEAVING_BYTES) + hidden + attention_mask(s)
     return earlier_gradients(s) | {"dequantised": 0, "activations": kept, "logits": logits(s), "reduction": 0}
 
 
-def in_the_backward_pass(s: Setup) -> dict[str, int]:
+def in_the_backward_pass(s: EstimateInput) -> dict[str, int]:
     """The last block's backward pass: all that the blocks keep, this block at work, and the gradients that it and the
     head give.
     """
     at_work = (
-        kept_activations(s, AHEAD_BYTES) + block_at_work(s, s.last_recompute) + attention_mask(s) + block_scores(s)
+        kept_activations(s, AHEAD_BYTES)
+        + block_at_work(s, s.layout.last_checkpointing)
+        + attention_mask(s)
+        + block_scores(s)
     )
     terms = {"dequantised": dequantised(s), "activations": at_work, "logits": 0, "reduction": reduction(s)}
     return earlier_gradients(s) | terms
 
 
-def at_its_end(s: Setup) -> dict[str, int]:
+def at_its_end(s: EstimateInput) -> dict[str, int]:
     """All gradients are there; the first block is at work, or those of the root are reduced, whichever is more."""
     first = (
-        s.micro_tokens * kept_bytes_per_token(s, s.activation_checkpointing)
-        + block_at_work(s, s.activation_checkpointing)
+        s.layout.full_micro_tokens * kept_bytes_per_token(s, s.layout.activation_checkpointing)
+        + block_at_work(s, s.layout.activation_checkpointing)
         + attention_mask(s)
         + block_scores(s)
     )
@@ -87,12 +90,12 @@ def at_its_end(s: Setup) -> dict[str, int]:
     return {"gradients": gradients(s), "unreduced": unreduced(s)} | terms
 
 
-def weights(s: Setup) -> int:
+def weights(s: EstimateInput) -> int:
     """Masters, or frozen weights and adapters: ``P m / S``, or ``P f / S + A m / S``; NF4 as in ``frozen_block_bytes``.
 
     By patterns each weight is one or the other: ``(P - trained) f / S + trained m / S``.
     """
-    if s.in_place is not None:
+    if s.partially_trained is not None:
         return (
             (s.model.num_parameters - s.num_trained) * s.frozen_bytes + s.num_trained * s.master_bytes
         ) // s.num_shards
@@ -102,46 +105,48 @@ def weights(s: Setup) -> int:
     return (frozen + s.num_adapter_parameters * s.master_bytes) // s.num_shards + coded_weights(s)
 
 
-def coded_weights(s: Setup) -> int:
+def coded_weights(s: EstimateInput) -> int:
     """Frozen whole weights in fp8, coded once beside themselves: a byte a value for y and one for dX, ``2 L (linear
     layers)``.
     """
-    if not s.fp8_blocks or s.trains_everything or s.num_shards > 1 or s.offload == "all":
+    if not s.fp8_blocks or s.trains_everything or s.num_shards > 1 or s.layout.offload == "all":
         return 0
     return 2 * s.model.num_layers * sum(out * into for out, into in s.model.block_linear_shapes.values())
 
 
-def gradients(s: Setup) -> int:
+def gradients(s: EstimateInput) -> int:
     """One gradient for each trained weight, reduced and kept until the step: ``trained m / S``, or as
     ``gradient_bytes`` has it.
     """
     return s.num_trained * s.gradient_bytes // s.num_shards
 
 
-def unreduced(s: Setup) -> int:
+def unreduced(s: EstimateInput) -> int:
     """Gradients that wait for the last micro-batch of a step, whole on every rank: ``trained m``; none if each one
     reduces.
     """
-    return 0 if s.reduce_every or s.num_shards == 1 else s.num_trained * s.sum_bytes
+    return 0 if s.layout.reduce_every or s.num_shards == 1 else s.num_trained * s.sum_bytes
 
 
-def earlier_gradients(s: Setup) -> dict[str, int]:
+def earlier_gradients(s: EstimateInput) -> dict[str, int]:
     """Of a step's earlier micro-batches: they are there while one is at work. None where a step is one micro-batch, as
     gradients are freed after each step, but in DDP's own buckets.
     """
-    in_buckets = s.strategy == "ddp" and not s.is_mixed
+    in_buckets = s.layout.strategy == "ddp" and not s.is_cast
     return {
-        "gradients": gradients(s) if s.accumulates or in_buckets else 0,
-        "unreduced": unreduced(s) if s.accumulates else 0,
+        "gradients": gradients(s) if s.layout.accumulates or in_buckets else 0,
+        "unreduced": unreduced(s) if s.layout.accumulates else 0,
     }
 
 
-def optimizer(s: Setup) -> int:
+def optimizer(s: EstimateInput) -> int:
     """States as ``count_state_bytes`` has them, over S: AdamW's two moments ``2 trained m / S``. Its fused kernel needs
     no copy.
     """
     model, linears = s.model, s.model.block_linear_shapes.values()
-    num_root = s.num_root_parameters if s.trains_everything else s.in_place.num_in_root if s.in_place else 0
+    num_root = (
+        s.num_root_parameters if s.trains_everything else s.partially_trained.num_in_root if s.partially_trained else 0
+    )
     matrices = 1 if model.tied_embeddings else 2
     sides = model.num_layers * sum(out + into for out, into in linears) + matrices * (
         model.vocab_size + model.hidden_size
@@ -161,51 +166,51 @@ def optimizer(s: Setup) -> int:
     )
 
 
-def gathered(s: Setup) -> int:
+def gathered(s: EstimateInput) -> int:
     """Whole weights in compute dtype that FSDP2, or engine/masters.py, makes from shards or masters.
 
     ``R c`` for the root, which stays gathered, plus ``min(3, L) B c`` if blocks are resharded after the forward pass,
     else ``L B c``. Frozen weights are gathered as they are kept. Nothing where the weights are whole and in compute
     dtype already. Weights trained by patterns are gathered as masters, and cast where they are used: see
-    ``_gathered_in_place``.
+    ``_gathered_partially_trained``.
     """
-    if s.in_place is not None:
-        return _gathered_in_place(s, s.in_place)
+    if s.partially_trained is not None:
+        return _gathered_partially_trained(s, s.partially_trained)
     if s.num_shards == 1 and not s.gathers_whole:
         return 0
-    num_blocks = min(GATHERED_BLOCKS, s.model.num_layers) if s.reshard_after_forward else s.model.num_layers
+    num_blocks = min(GATHERED_BLOCKS, s.model.num_layers) if s.layout.reshard_after_forward else s.model.num_layers
     if s.trains_everything:
         return (s.num_root_parameters + num_blocks * s.model.num_block_parameters) * s.compute_bytes
     return s.num_root_parameters * s.frozen_bytes + num_blocks * s.frozen_block_bytes
 
 
-def fetched(s: Setup) -> int:
+def fetched(s: EstimateInput) -> int:
     """Shards of two blocks that come from host memory, before they are gathered: ``2 B m / S``, or as frozen ones are
     kept.
     """
-    if s.offload != "all":
+    if s.layout.offload != "all":
         return 0
     block = s.model.num_block_parameters * s.master_bytes if s.trains_everything else s.frozen_block_bytes
     return min(BLOCKS_IN_FLIGHT, s.model.num_layers) * block // s.num_shards
 
 
-def _gathered_in_place(s: Setup, t: TrainedWeights) -> int:
+def _gathered_partially_trained(s: EstimateInput, t: TrainedWeights) -> int:
     """The same for patterns, and ``c`` for each trained weight: autograd keeps the cast copy until the backward pass is
     there.
 
     Of copies in recomputed blocks one block's are held.
     """
     casts = 0 if s.compute_bytes == s.master_bytes else s.compute_bytes
-    held = t.num_in_root + (t.num_in_blocks if s.last_recompute == "none" else t.num_in_largest_block)
+    held = t.num_in_root + (t.num_in_blocks if s.layout.last_checkpointing == "none" else t.num_in_largest_block)
     if s.num_shards == 1 and not s.gathers_whole:
         return held * casts
-    num_blocks = min(GATHERED_BLOCKS, s.model.num_layers) if s.reshard_after_forward else s.model.num_layers
+    num_blocks = min(GATHERED_BLOCKS, s.model.num_layers) if s.layout.reshard_after_forward else s.model.num_layers
     trained = t.num_in_root + min(num_blocks * t.num_in_largest_block, t.num_in_blocks)
     plain = s.num_root_parameters + num_blocks * s.model.num_block_parameters
     return plain * s.frozen_bytes + trained * (s.master_bytes - s.frozen_bytes) + held * casts
 
 
-def dequantised(s: Setup) -> int:
+def dequantised(s: EstimateInput) -> int:
     """The largest weight in NF4 while it is multiplied: ``n c``, and ``5 n / 64`` for the scales of its blocks. Codes
     in fp8.
     """
@@ -217,7 +222,7 @@ def dequantised(s: Setup) -> int:
     return largest * s.compute_bytes + 5 * largest // 64
 
 
-def logits(s: Setup) -> int:
+def logits(s: EstimateInput) -> int:
     """What the loss holds beside the hidden states.
 
     Fused (kernels/loss): a chunk of logits in compute dtype, in whose place their gradient comes, ``chunk V c``; of
@@ -230,14 +235,14 @@ def logits(s: Setup) -> int:
     vocabulary, trained, c = s.model.vocab_size, s.num_trained_in_head, s.compute_bytes
     if s.fuse_loss:
         most = FUSED_LOGITS["trained" if trained else "frozen"] // vocabulary
-        chunk = min(s.micro_tokens, max(1, most))
-        total = trained * (max(4, c) if chunk < s.micro_tokens else c)
+        chunk = min(s.layout.full_micro_tokens, max(1, most))
+        total = trained * (max(4, c) if chunk < s.layout.full_micro_tokens else c)
         return max(chunk * vocabulary, trained) * c + total
-    chunk = min(s.micro_tokens, max(MIN_CHUNK_TOKENS, CHUNK_LOGITS // vocabulary))
+    chunk = min(s.layout.full_micro_tokens, max(MIN_CHUNK_TOKENS, CHUNK_LOGITS // vocabulary))
     return chunk * vocabulary * (c + 4 + 4) + 2 * trained * c
 
 
-def reduction(s: Setup) -> int:
+def reduction(s: EstimateInput) -> int:
     """Gradients on their way during the backward pass, where the model's own weights are trained.
 
     By ``fully_shard``: two blocks, unsharded in compute dtype and in master dtype for the reduction, ``2 B (c + m)``,
@@ -247,12 +252,12 @@ def reduction(s: Setup) -> int:
     kept. By patterns the same of what is trained. Adapters' gradients are too small to count.
     """
     c, m, head = s.compute_bytes, s.sum_bytes, s.num_trained_in_head
-    if s.in_place is not None:
-        largest = s.in_place.num_in_largest_block
+    if s.partially_trained is not None:
+        largest = s.partially_trained.num_in_largest_block
         return head * c + (largest * c if s.num_shards == 1 else BLOCKS_IN_FLIGHT * largest * (c + m))
     if not s.trains_everything:
         return 0
-    if not s.is_mixed and s.num_shards == 1:
+    if not s.is_cast and s.num_shards == 1:
         return head * c
     if s.keeps_copy:
         narrow = s.gradient_bytes == c
@@ -262,22 +267,27 @@ def reduction(s: Setup) -> int:
     return BLOCKS_IN_FLIGHT * s.model.num_block_parameters * (c + m) + head * c
 
 
-def root_reduction(s: Setup) -> int:
+def root_reduction(s: EstimateInput) -> int:
     """Gradients of the root, reduced last of all: ``R (c + m)``. A kept copy's are widened one after the other: ``V H
     c``.
     """
-    if s.in_place is not None:
-        return s.in_place.num_in_root * (s.compute_bytes + (s.sum_bytes if s.num_shards > 1 else 0))
-    if not s.trains_everything or (not s.is_mixed and s.num_shards == 1):
+    if s.partially_trained is not None:
+        return s.partially_trained.num_in_root * (s.compute_bytes + (s.sum_bytes if s.num_shards > 1 else 0))
+    if not s.trains_everything or (not s.is_cast and s.num_shards == 1):
         return 0
     return (
         s.head_elements * s.compute_bytes if s.keeps_copy else s.num_root_parameters * (s.compute_bytes + s.sum_bytes)
     )
 
 
-def overhead(s: Setup, moving: int) -> int:
+def overhead(s: EstimateInput, moving: int) -> int:
     """Context, workspaces, communication buffers (more than one rank) and 5 % of what is allocated and freed in each
     step.
     """
-    communication = COMMUNICATION_BYTES[s.device] if s.world_size > 1 else 0
-    return CONTEXT_BYTES[s.device] + WORKSPACE_BYTES[s.device] + communication + math.ceil(FRAGMENTATION * moving)
+    communication = COMMUNICATION_BYTES[s.layout.device] if s.layout.world_size > 1 else 0
+    return (
+        CONTEXT_BYTES[s.layout.device]
+        + WORKSPACE_BYTES[s.layout.device]
+        + communication
+        + math.ceil(FRAGMENTATION * moving)
+    )

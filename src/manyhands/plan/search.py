@@ -1,20 +1,29 @@
-"""From a config and facts to a plan: every way to run is estimated, all are kept, the fastest that fits is chosen.
+"""From a config and facts to a plan: every layout is estimated, all are kept, the fastest that fits is chosen.
 
 ``plan`` is a pure function: the same input gives the same plan, to the byte. Knows no torch, no files and no network.
-The ways and their order stand in ``ways.py``.
+The candidates and their order stand in ``candidates.py``.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.facts.types import DataFacts, Facts
-from manyhands.plan.batch import Split, ceil_div, constant_pack_tokens, has_one_length, possible_splits
+from manyhands.plan.batch import BatchSplit, ceil_div, has_one_length, possible_splits
+from manyhands.plan.candidates import (
+    Limits,
+    choose_candidate,
+    lighten,
+    list_candidates,
+    memory_limits,
+    reduce_once,
+    slowness,
+)
 from manyhands.plan.checks import check_disk, estimate_disk, warn_of_values
 from manyhands.plan.choices import (
-    DTYPE_BYTES,
     Decisions,
-    Device,
     choose_environment,
     choose_packing,
     count_adapter_parameters,
@@ -23,15 +32,15 @@ from manyhands.plan.choices import (
     ranks_per_machine,
 )
 from manyhands.plan.converters import choose_converters
-from manyhands.plan.layout import with_efficiency
+from manyhands.plan.efficiency import with_efficiency
+from manyhands.plan.estimate_input import EstimateInput
+from manyhands.plan.layout import DTYPE_BYTES, Layout, lay_out, mesh_of
 from manyhands.plan.memory import GIB
-from manyhands.plan.setup import Setup
 from manyhands.plan.smaller import NothingSmaller as NothingSmaller
 from manyhands.plan.smaller import choose_smaller, explain_smaller, find_ran_out, nothing_smaller
 from manyhands.plan.steps import count_steps
 from manyhands.plan.trained import count_trained
 from manyhands.plan.types import Candidate, Cause, Plan, RanOut
-from manyhands.plan.ways import Limits, Way, choose_way, lighten, list_ways, memory_limits, reduce_once
 
 USEFUL_TOKENS = {"cuda": 16_384, "cpu": 2_048}  # a larger micro-batch gains nothing
 SAFE_SHARE = 0.92  # of the limit: what is planned for, as the estimate is one
@@ -58,14 +67,14 @@ def plan(
     limits = memory_limits(config, facts, made)
     num_local = ranks_per_machine(facts, made.device, made.world_size)
     num_machines = ceil_div(made.world_size, num_local)
-    ways = list_ways(config, _base_setup(config, facts, made), splits, limits, num_machines)
+    base = _base_input(config, facts, made)
+    candidates = list_candidates(config, base, splits, limits, made.shard_degree, num_machines)
     ran_out = find_ran_out(cause, before, facts, made, limits)
-    ways, chosen = _choose(config, ways, made, limits, ran_out)
-    split = chosen.split
-    pack_tokens = constant_pack_tokens(split, facts.data, made.world_size)
+    candidates, chosen = _choose(config, candidates, base, made, limits, ran_out)
+    split = splits[0]  # the batch is that of all
     steps = count_steps(config, facts.data, split.batch_samples)
-    why_way = _why_way(config, facts, chosen, made, SAFE_SHARE, limits.why)
-    disk = estimate_disk(config, facts, chosen.setup, steps, DTYPE_BYTES[made.output])
+    why_layout = _why_layout(config, facts, chosen, base, split, made, SAFE_SHARE, limits.why)
+    disk = estimate_disk(config, facts, replace(base, layout=chosen.layout), steps, DTYPE_BYTES[made.output])
     why_disk, warnings = check_disk(config, disk), warn_of_values(config, facts.model, made.learning_rate)
     whole = Plan(
         number=number,
@@ -79,31 +88,13 @@ def plan(
         keeps_base=config.method.name != "full" or facts.model.num_tower_parameters > 0,
         new_tokens=facts.new_tokens,
         adapter=facts.adapter,
-        device=made.device,
-        world_size=made.world_size,
-        strategy=chosen.strategy,
-        shard_degree=made.shard_degree if chosen.strategy == "hsdp" else None,
-        reshard_after_forward=chosen.reshard_after_forward,
-        reduce_every=chosen.setup.reduce_every,
-        activation_checkpointing=chosen.activation_checkpointing,
-        lighter_layers=chosen.setup.lighter_layers,
-        offload=config.parallel.offload,
-        offload_activations=chosen.setup.offload_activations,
-        compile=made.compile,
-        dynamic=not has_one_length(facts.data),
-        compute_dtype=made.compute,
-        master_dtype=made.master,
-        frozen_dtype=made.compute,
+        layout=chosen.layout,
         attention=made.attention,
         packing=packing,
         batch_samples=split.batch_samples,
         batch_loss_tokens=split.batch_loss_tokens,
-        micro_samples=split.micro_samples,
-        micro_tokens=split.micro_tokens,
-        pack_tokens=pack_tokens,
         converters=_converters(config, facts, made),
         fuse_optimizer=fuses_optimizer(config, made.device),
-        accumulation=split.accumulation,
         steps_per_epoch=steps.per_epoch,
         num_steps=steps.total,
         warmup_steps=steps.warmup,
@@ -115,12 +106,12 @@ def plan(
         disk=disk,
         ran_out=ran_out,
         environment=choose_environment(made.device, facts.host.num_cores, num_local),
-        candidates=tuple(_candidate(way, chosen, made.device, ran_out) for way in ways),
+        candidates=tuple(_with_reason(candidate, chosen, ran_out) for candidate in candidates),
         why=(
             *made.why_ranks,
             why_packing,
             *explain_smaller(chosen, ran_out),
-            *why_way,
+            *why_layout,
             *made.why_numerics,
             *_why_start(facts),
             *_why_samples(config, facts.data),
@@ -134,53 +125,63 @@ def plan(
 
 
 def _choose(
-    config: RunConfig, ways: list[Way], made: Decisions, limits: Limits, ran_out: RanOut | None
-) -> tuple[list[Way], Way]:
-    """The way to carry out the run, and all ways with it among them."""
+    config: RunConfig,
+    candidates: list[Candidate],
+    base: EstimateInput,
+    made: Decisions,
+    limits: Limits,
+    ran_out: RanOut | None,
+) -> tuple[list[Candidate], Candidate]:
+    """The chosen candidate, and all candidates with it among them."""
     if ran_out is not None:
-        smaller = choose_smaller(ways, ran_out)
-        if smaller is None and not any(way.memory.fits for way in ways):
-            raise _nothing_fits(config, ways, made, limits)
+        smaller = choose_smaller(candidates, ran_out)
+        if smaller is None and not any(candidate.memory.fits for candidate in candidates):
+            raise _nothing_fits(config, candidates, made, limits)
         if smaller is None:
             raise nothing_smaller(config, ran_out, made)
-        return ways, smaller
-    chosen = choose_way(ways, made.device, SAFE_SHARE)
+        return candidates, smaller
+    chosen = choose_candidate(candidates, SAFE_SHARE)
     if chosen is None:
-        raise _nothing_fits(config, ways, made, limits)
-    once = reduce_once(chosen, limits, SAFE_SHARE)
-    ways = [once if way is chosen else way for way in ways]
-    lighter = lighten(config, once, ways, limits, SAFE_SHARE)
+        raise _nothing_fits(config, candidates, made, limits)
+    once = reduce_once(chosen, base, limits, SAFE_SHARE)
+    candidates = [once if candidate is chosen else candidate for candidate in candidates]
+    lighter = lighten(config, once, candidates, base, limits, SAFE_SHARE)
     if lighter is not once:
-        ways.insert(ways.index(once), lighter)
-    return ways, lighter
+        candidates.insert(next(i for i, candidate in enumerate(candidates) if candidate is once), lighter)
+    return candidates, lighter
 
 
-def _base_setup(config: RunConfig, facts: Facts, made: Decisions) -> Setup:
-    """What all ways share; the rest is put in for each."""
+def _base_input(config: RunConfig, facts: Facts, made: Decisions) -> EstimateInput:
+    """What all candidates share; the layout is a copy on each rank, without micro-batches."""
     converters = _converters(config, facts, made)
     rows_alone = has_one_length(facts.data) and facts.model.sliding_window is None
-    return Setup(
-        model=facts.model,
-        num_adapter_parameters=count_adapter_parameters(config, facts.model, facts.new_tokens),
-        adapter_rank=config.method.rank,
-        adapter_dropout=config.method.dropout > 0,
+    num_adapter_parameters = count_adapter_parameters(config, facts.model, facts.new_tokens)
+    partially_trained = count_trained(config.method, facts.model)
+    layout = lay_out(
         device=made.device,
-        world_size=made.world_size,
+        mesh=mesh_of("single", made.world_size),
         strategy="single",
         reshard_after_forward=False,
         activation_checkpointing="none",
+        compute_dtype=made.compute,
+        master_dtype=made.master,
+        frozen_dtype=made.compute,
+        trains_everything=num_adapter_parameters == 0 and partially_trained is None,
+        offload=config.parallel.offload,
         compile=made.compile,
-        compute_bytes=DTYPE_BYTES[made.compute],
-        master_bytes=DTYPE_BYTES[made.master],
-        frozen_bytes=DTYPE_BYTES[made.compute],
+        dynamic=not has_one_length(facts.data),
+    )
+    return EstimateInput(
+        model=facts.model,
+        layout=layout,
+        num_adapter_parameters=num_adapter_parameters,
+        adapter_rank=config.method.rank,
+        adapter_dropout=config.method.dropout > 0,
         nf4_blocks=config.method.name == "qlora",
         fp8_blocks=config.kernels.linear == "fp8",
-        micro_tokens=1,
         builds_mask=made.attention == "sdpa" and config.data.packing is True,
-        in_place=count_trained(config.method, facts.model),
+        partially_trained=partially_trained,
         optimizer_name=config.optimizer.name,
-        shard_degree=made.shard_degree,
-        offload=config.parallel.offload,
         fuse_loss="fused_loss" in converters,
         fuse_optimizer=fuses_optimizer(config, made.device) and config.parallel.offload == "none",
         mixed_lengths=made.attention == "varlen" and not ("attention_kernels" in converters and rows_alone),
@@ -199,40 +200,34 @@ def _converters(config: RunConfig, facts: Facts, made: Decisions) -> tuple[str, 
     )
 
 
-def _candidate(way: Way, chosen: Way, device: Device, ran_out: RanOut | None) -> Candidate:
-    return Candidate(
-        strategy=way.strategy,
-        activation_checkpointing=way.activation_checkpointing,
-        lighter_layers=way.setup.lighter_layers,
-        reshard_after_forward=way.reshard_after_forward,
-        micro=way.split.micro,
-        memory=way.memory,
-        chosen=way is chosen,
-        reason="" if way is chosen else _why_lost(way, chosen, device, SAFE_SHARE, ran_out),
-    )
+def _with_reason(candidate: Candidate, chosen: Candidate, ran_out: RanOut | None) -> Candidate:
+    if candidate is chosen:
+        return candidate.model_copy(update={"chosen": True})
+    return candidate.model_copy(update={"reason": _why_lost(candidate, chosen, SAFE_SHARE, ran_out)})
 
 
-def _why_lost(way: Way, chosen: Way, device: Device, share: float, ran_out: RanOut | None) -> str:
-    total, limit = way.memory.total, way.memory.limit
+def _why_lost(candidate: Candidate, chosen: Candidate, share: float, ran_out: RanOut | None) -> str:
+    layout, memory = candidate.layout, candidate.memory
+    total, limit = memory.total, memory.limit
     if ran_out is not None and total <= limit:
         return f"not the next smaller one after plan {ran_out.number}, which ran out of memory"
     if total > limit:
         return f"needs {_gib(total)} of {_gib(limit)}"
-    if not way.memory.fits_host:
-        return f"needs {_gib(way.memory.host_total)} of {_gib(way.memory.host_limit or 0)} host memory"
+    if not memory.fits_host:
+        return f"needs {_gib(memory.host_total)} of {_gib(memory.host_limit or 0)} host memory"
     if total > share * limit:
         return f"needs {_gib(total)}, over {share:.0%} of {_gib(limit)}: too near the limit for an estimate"
-    mine, best = way.slowness(device), chosen.slowness(device)
+    mine, best = slowness(candidate), slowness(chosen)
     reasons = (
         "micro-batches too small to fill the device",
         "slower: recomputes "
         + (
             "activations, about a third more compute"
-            if way.activation_checkpointing == "full"
+            if layout.activation_checkpointing == "full"
             else "norms and activations"
         ),
         "slower: recomputes more blocks",
-        "slower: gathers shards, though a copy " + ("a machine " if chosen.strategy == "hsdp" else "") + "fits",
+        "slower: gathers shards, though a copy " + ("a machine " if chosen.layout.strategy == "hsdp" else "") + "fits",
         "slower: gathers weights once more in the backward pass",
         "slower: smaller micro-batches",
     )
@@ -241,26 +236,36 @@ def _why_lost(way: Way, chosen: Way, device: Device, share: float, ran_out: RanO
     )
 
 
-def _why_way(config: RunConfig, facts: Facts, way: Way, made: Decisions, share: float, why_limit: str) -> list[str]:
+def _why_layout(
+    config: RunConfig,
+    facts: Facts,
+    chosen: Candidate,
+    base: EstimateInput,
+    split: BatchSplit,
+    made: Decisions,
+    share: float,
+    why_limit: str,
+) -> list[str]:
+    layout = chosen.layout
     asked, ranks = config.parallel.strategy, made.ranks
     freed = "freed after the forward pass"
     meaning = {
         "single": "one process holds everything"
-        + (f", the bfloat16 copy {freed}" if way.reshard_after_forward else ""),
-        "ddp": f"a copy on each of {ranks}" + (f", in bfloat16 {freed}" if way.reshard_after_forward else ""),
-        "fsdp": f"shards over {ranks}, gathered weights " + (freed if way.reshard_after_forward else "kept"),
-        "hsdp": f"{made.world_size // made.shard_degree} copies, each in shards over {made.shard_degree} of {ranks}, gathered weights "
-        + (freed if way.reshard_after_forward else "kept"),
-    }[way.strategy]
-    memory = way.memory
+        + (f", the bfloat16 copy {freed}" if layout.reshard_after_forward else ""),
+        "ddp": f"a copy on each of {ranks}" + (f", in bfloat16 {freed}" if layout.reshard_after_forward else ""),
+        "fsdp": f"shards over {ranks}, gathered weights " + (freed if layout.reshard_after_forward else "kept"),
+        "hsdp": f"{layout.mesh.replicate} copies, each in shards over {layout.mesh.shard} of {ranks}, gathered weights "
+        + (freed if layout.reshard_after_forward else "kept"),
+    }[layout.strategy]
+    memory = chosen.memory
     tight = f"; over {share:.0%} of it, so little is to spare" if memory.total > share * memory.limit else ""
     why = [
-        f"strategy: {way.strategy}, {meaning}" + (", as asked" if asked != "auto" else ""),
-        _why_recompute(config, way),
-        *_why_reduction(way),
-        *_why_offload(config, way),
+        f"strategy: {layout.strategy}, {meaning}" + (", as asked" if asked != "auto" else ""),
+        _why_checkpointing(config, layout, base.model.num_layers),
+        *_why_reduction(chosen),
+        *_why_offload(config, chosen),
         f"memory: {_gib(memory.total)} of {_gib(memory.limit)} a rank ({why_limit}){tight}",
-        _why_batch(config, facts, way.split, made),
+        _why_batch(config, facts, layout, split, made),
     ]
     longest, positions = facts.data.max_length, facts.model.max_positions
     if positions and longest > positions:
@@ -270,36 +275,38 @@ def _why_way(config: RunConfig, facts: Facts, way: Way, made: Decisions, share: 
     return why
 
 
-def _why_recompute(config: RunConfig, way: Way) -> str:
+def _why_checkpointing(config: RunConfig, layout: Layout, num_layers: int) -> str:
     what = {
         "none": "nothing",
         "selective": "norms, activations and sums; results of linear layers and attention are kept",
         "full": "each block in the backward pass",
-    }[way.activation_checkpointing]
-    num_lighter = way.setup.lighter_layers
+    }[layout.activation_checkpointing]
+    num_lighter = layout.lighter_layers
     if num_lighter:
-        rest = {"selective": "only norms, activations and sums", "none": "nothing"}[way.setup.last_recompute]
-        what += f"; of the last {num_lighter} of {way.setup.model.num_layers} blocks {rest}"
-    auto = ", as activations fit" if way.activation_checkpointing == "none" else ", as more does not fit"
+        rest = {"selective": "only norms, activations and sums", "none": "nothing"}[layout.last_checkpointing]
+        what += f"; of the last {num_lighter} of {num_layers} blocks {rest}"
+    auto = ", as activations fit" if layout.activation_checkpointing == "none" else ", as more does not fit"
     return f"activation checkpointing: {what}" + (
         auto if config.parallel.activation_checkpointing == "auto" else ", as asked"
     )
 
 
-def _why_reduction(way: Way) -> list[str]:
-    if way.setup.num_shards == 1 or way.split.is_single:
+def _why_reduction(chosen: Candidate) -> list[str]:
+    if chosen.layout.mesh.shard == 1 or not chosen.layout.accumulates:
         return []
-    if way.setup.reduce_every:
+    if chosen.layout.reduce_every:
         return ["reduction: gradients after every micro-batch, as whole ones do not fit until the last"]
-    return [f"reduction: gradients once a step, as whole ones fit until then ({_gib(way.memory.terms['unreduced'])})"]
+    return [
+        f"reduction: gradients once a step, as whole ones fit until then ({_gib(chosen.memory.terms['unreduced'])})"
+    ]
 
 
-def _why_offload(config: RunConfig, way: Way) -> list[str]:
-    parallel, memory = config.parallel, way.memory
+def _why_offload(config: RunConfig, chosen: Candidate) -> list[str]:
+    parallel, memory = config.parallel, chosen.memory
     moved = {"none": [], "optimizer": ["optimizer states"], "all": ["weights", "gradients", "optimizer states"]}[
         parallel.offload
     ]
-    moved = moved + (["activations"] if way.setup.offload_activations else [])
+    moved = moved + (["activations"] if chosen.layout.offload_activations else [])
     if not moved:
         return []
     if memory.host_limit is None:
@@ -355,25 +362,25 @@ def _why_samples(config: RunConfig, data: DataFacts) -> list[str]:
     ]
 
 
-def _why_batch(config: RunConfig, facts: Facts, split: Split, made: Decisions) -> str:
+def _why_batch(config: RunConfig, facts: Facts, layout: Layout, split: BatchSplit, made: Decisions) -> str:
     auto = config.batch.samples == "auto" and config.batch.loss_tokens is None
-    if split.micro_samples:
-        text = f"batch: {split.batch_samples} rows = {split.micro_samples} micro × {made.ranks} × {split.accumulation} accumulation"
+    if layout.micro_samples:
+        text = f"batch: {split.batch_samples} rows = {layout.micro_samples} micro × {made.ranks} × {layout.accumulation} accumulation"
     elif split.batch_loss_tokens:
-        text = f"batch: at least {split.batch_loss_tokens:,} trained tokens, in packs of {split.micro_tokens:,} tokens over {made.ranks}"
+        text = f"batch: at least {split.batch_loss_tokens:,} trained tokens, in packs of {layout.micro_tokens:,} tokens over {made.ranks}"
     else:
         about = (split.batch_samples or 0) * facts.data.mean_length
-        text = f"batch: {split.batch_samples} rows ≈ {about:,.0f} tokens, in packs of {split.micro_tokens:,} over {made.ranks}"
+        text = f"batch: {split.batch_samples} rows ≈ {about:,.0f} tokens, in packs of {layout.micro_tokens:,} over {made.ranks}"
         if (split.batch_samples or 0) < made.world_size:
             text += " (fewer rows than ranks: some idle)"
     return text + (" (auto)" if auto else "")
 
 
-def _nothing_fits(config: RunConfig, ways: list[Way], made: Decisions, limits: Limits) -> UserError:
-    """The smallest way's bytes against the limit, its largest terms, and what would make it smaller."""
-    smallest = min(ways, key=lambda way: way.memory.total)
+def _nothing_fits(config: RunConfig, candidates: list[Candidate], made: Decisions, limits: Limits) -> UserError:
+    """The smallest candidate's bytes against the limit, its largest terms, and what would make it smaller."""
+    smallest = min(candidates, key=lambda candidate: candidate.memory.total)
     if smallest.memory.total <= smallest.memory.limit:
-        return _host_does_not_fit(min(ways, key=lambda way: way.memory.host_total), made)
+        return _host_does_not_fit(min(candidates, key=lambda candidate: candidate.memory.host_total), made)
     memory, parallel, batch = smallest.memory, config.parallel, config.batch
     advice = []
     explicit = (
@@ -395,7 +402,8 @@ def _nothing_fits(config: RunConfig, ways: list[Way], made: Decisions, limits: L
     advice.append(
         "use more GPUs or ones with more memory" if parallel.device != "cpu" else "use a machine with more memory"
     )
-    how = f"{smallest.strategy}, recompute {smallest.activation_checkpointing}, {smallest.split.full_micro_tokens:,} tokens a micro-batch"
+    layout = smallest.layout
+    how = f"{layout.strategy}, activation checkpointing {layout.activation_checkpointing}, {layout.full_micro_tokens:,} tokens a micro-batch"
     terms = sorted(memory.terms.items(), key=lambda term: -term[1])
     return UserError(
         f"the run does not fit: its smallest form needs {_gib(memory.total)} a rank, and there are {_gib(memory.limit)}",
@@ -406,7 +414,7 @@ def _nothing_fits(config: RunConfig, ways: list[Way], made: Decisions, limits: L
     )
 
 
-def _host_does_not_fit(smallest: Way, made: Decisions) -> UserError:
+def _host_does_not_fit(smallest: Candidate, made: Decisions) -> UserError:
     memory = smallest.memory
     return UserError(
         f"what is offloaded does not fit: {_gib(memory.host_total)} a rank, and there are {_gib(memory.host_limit or 0)} of host memory",

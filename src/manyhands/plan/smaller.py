@@ -5,10 +5,11 @@ from __future__ import annotations
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import EXIT_FAILED, OUT_OF_MEMORY, UserError
 from manyhands.facts.types import Facts
+from manyhands.plan.candidates import Limits, is_alike
 from manyhands.plan.choices import Decisions
+from manyhands.plan.layout import Layout
 from manyhands.plan.memory import GIB
-from manyhands.plan.types import Cause, Plan, RanOut
-from manyhands.plan.ways import Limits, Way
+from manyhands.plan.types import Candidate, Cause, Plan, RanOut
 
 ROOM_FOR_MORE = 1.1  # times as much memory as when a plan ran out of it: larger ones may be tried again
 
@@ -21,50 +22,48 @@ def find_ran_out(cause: Cause, before: Plan | None, facts: Facts, made: Decision
     """The plan that this one must be smaller than. None where another number of ranks, or more memory than by then,
     starts afresh.
     """
-    if before is None or before.world_size != made.world_size or before.device != made.device:
+    if before is None or before.layout.world_size != made.world_size or before.layout.device != made.device:
         return None
     if cause != "out_of_memory":
         kept = before.ran_out
         return kept if kept is not None and limits.device <= ROOM_FOR_MORE * kept.limit else None
     return RanOut(
-        number=before.number,
-        world_size=before.world_size,
-        strategy=before.strategy,
-        reshard_after_forward=before.reshard_after_forward,
-        activation_checkpointing=before.activation_checkpointing,
-        micro_tokens=before.pack_tokens or before.micro_tokens or (before.micro_samples or 1) * facts.data.max_length,
-        estimated_bytes=before.memory.total,
-        limit=before.memory.limit,
+        number=before.number, layout=before.layout, estimated_bytes=before.memory.total, limit=before.memory.limit
     )
 
 
-def choose_smaller(ways: list[Way], ran_out: RanOut) -> Way | None:
-    """What follows a plan that ran out of memory: the same way with at most half the tokens a micro-batch, or the next
-    fewer.
+def choose_smaller(candidates: list[Candidate], ran_out: RanOut) -> Candidate | None:
+    """What follows a plan that ran out of memory: the same layout with at most half the tokens a micro-batch, or the
+    next fewer.
 
     Where there are no fewer, whatever is estimated to need the least, if that is less than before; else None. The
     estimate has been proved too low, so what only the estimate says to be smaller comes last, and nothing is spent on
-    recomputing less.
+    computing less again.
     """
-    fitting = [way for way in ways if way.memory.fits and way.memory.total < ran_out.estimated_bytes]
-    same = (ran_out.strategy, ran_out.reshard_after_forward, ran_out.activation_checkpointing)
-    alike = [way for way in fitting if (way.strategy, way.reshard_after_forward, way.activation_checkpointing) == same]
-    for most in (ran_out.micro_tokens // 2, ran_out.micro_tokens - 1):
-        fewer = [way for way in alike if way.split.full_micro_tokens <= most]
+    fitting = [c for c in candidates if c.memory.fits and c.memory.total < ran_out.estimated_bytes]
+    alike = [c for c in fitting if is_alike(c.layout, ran_out.layout)]
+    before = ran_out.layout.full_micro_tokens
+    for most in (before // 2, before - 1):
+        fewer = [c for c in alike if c.layout.full_micro_tokens <= most]
         if fewer:
-            return max(fewer, key=lambda way: way.split.full_micro_tokens)
-    rest = [way for way in fitting if way.split.full_micro_tokens <= ran_out.micro_tokens]
-    return min(rest, key=lambda way: way.memory.total, default=None)
+            return max(fewer, key=lambda c: c.layout.full_micro_tokens)
+    rest = [c for c in fitting if c.layout.full_micro_tokens <= before]
+    return min(rest, key=lambda c: c.memory.total, default=None)
 
 
-def explain_smaller(way: Way, ran_out: RanOut | None) -> list[str]:
+def explain_smaller(chosen: Candidate, ran_out: RanOut | None) -> list[str]:
     if ran_out is None:
         return []
-    tokens = way.split.full_micro_tokens
-    fewer = f"{tokens:,} tokens a micro-batch in place of {ran_out.micro_tokens:,}, the same global batch"
-    if tokens >= ran_out.micro_tokens:
-        fewer = f"{way.strategy}, recompute {way.activation_checkpointing} in place of {ran_out.strategy}, recompute {ran_out.activation_checkpointing}, the same batch"
+    layout, before = chosen.layout, ran_out.layout
+    tokens = layout.full_micro_tokens
+    fewer = f"{tokens:,} tokens a micro-batch instead of {before.full_micro_tokens:,}, the same global batch"
+    if tokens >= before.full_micro_tokens:
+        fewer = f"{_describe(layout)} instead of {_describe(before)}, the same batch"
     return [f"smaller: {fewer}, as plan {ran_out.number} ran out of memory"]
+
+
+def _describe(layout: Layout) -> str:
+    return f"{layout.strategy}, activation checkpointing {layout.activation_checkpointing}"
 
 
 def nothing_smaller(config: RunConfig, ran_out: RanOut, made: Decisions) -> NothingSmaller:
@@ -89,7 +88,7 @@ def nothing_smaller(config: RunConfig, ran_out: RanOut, made: Decisions) -> Noth
     )
     return NothingSmaller(
         f"out of memory, and no smaller plan is left than plan {ran_out.number}",
-        where=f"{made.ranks}: {ran_out.strategy}, recompute {ran_out.activation_checkpointing}, {ran_out.micro_tokens:,} tokens a micro-batch, "
+        where=f"{made.ranks}: {_describe(ran_out.layout)}, {ran_out.layout.full_micro_tokens:,} tokens a micro-batch, "
         f"{format_gib(ran_out.estimated_bytes)} of {format_gib(ran_out.limit)} estimated",
         why="more was needed than the estimate says, or something else holds memory",
         fix=", or ".join(advice) + (shorter + method if method else shorter.removesuffix(" or take ")),

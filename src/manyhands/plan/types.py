@@ -8,21 +8,15 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from manyhands.facts.types import AdapterFacts, NewTokens
+from manyhands.plan.layout import Dtype, Layout
 
 Cause = Literal["first", "resume", "resize", "out_of_memory"]
-Strategy = Literal["single", "ddp", "fsdp", "hsdp"]
-Checkpointing = Literal["none", "selective", "full"]
-Offload = Literal["none", "optimizer", "all"]
-
-LIGHTER: dict[Checkpointing, Checkpointing] = {
-    "full": "selective",
-    "selective": "none",
-}  # what keeps more and repeats less
 
 
-def describe_checkpointing(recompute: Checkpointing, lighter_layers: int) -> str:
-    """``block``, or ``block, of the last 63 selective``."""
-    return f"{recompute}, of the last {lighter_layers} {LIGHTER[recompute]}" if lighter_layers else recompute
+def describe_checkpointing(layout: Layout) -> str:
+    """``full``, or ``full, the last 63 layers selective``."""
+    lighter = f", the last {layout.lighter_layers} layers {layout.last_checkpointing}" if layout.lighter_layers else ""
+    return layout.activation_checkpointing + lighter
 
 
 class Part(BaseModel):
@@ -55,16 +49,15 @@ class MemoryEstimate(Part):
 
 
 class Candidate(Part):
-    """One way that was considered; ``reason`` says why it lost (empty for the chosen one)."""
+    """One layout that was considered; ``reason`` says why it was not chosen (empty for the chosen one)."""
 
-    strategy: Strategy
-    activation_checkpointing: Checkpointing
-    lighter_layers: int = 0
-    reshard_after_forward: bool
-    micro: int  # tokens with packing, rows without
+    layout: Layout
     memory: MemoryEstimate
-    chosen: bool
-    reason: str
+    chosen: bool = False
+    reason: str = ""
+
+    def is_safe(self, share: float) -> bool:
+        return self.memory.total <= share * self.memory.limit and self.memory.fits_host
 
 
 class DiskEstimate(Part):
@@ -84,11 +77,7 @@ class RanOut(Part):
     """A plan that ran out of memory: those after it take less."""
 
     number: int
-    world_size: int
-    strategy: Strategy
-    reshard_after_forward: bool
-    activation_checkpointing: Checkpointing
-    micro_tokens: int  # of a full micro-batch, with packing or without
+    layout: Layout
     estimated_bytes: int
     limit: int  # bytes that a rank could use by then
 
@@ -109,41 +98,23 @@ class Plan(Part):
     new_tokens: NewTokens | None = None
     adapter: AdapterFacts | None = None  # to go on from; its method takes the place of the config's
 
-    device: Literal["cuda", "cpu"]
-    world_size: int
-    strategy: Strategy
-    shard_degree: int | None = None  # hybrid: ranks that hold one copy together
-    reshard_after_forward: bool
-    reduce_every: bool = True  # sharded gradients after every micro-batch; else whole ones wait for the last
-    activation_checkpointing: Checkpointing
-    lighter_layers: int = 0  # of the last blocks: recomputed the next lighter way, as there is room for what they keep
-    offload: Offload = "none"
-    offload_activations: bool = False
-    compile: bool
+    layout: Layout
     converters: tuple[str, ...] = ()  # what changes the model, in order: names of convert/build.py, or ``module:Class``
-    fuse_optimizer: bool = False  # AdamW that clips, steps and writes the compute copy in one pass, where there is one
-    dynamic: bool = True  # compiled blocks take micro-batches of any shape; not where all rows have one length
-    compute_dtype: Literal["bfloat16", "float32", "float64"]
-    master_dtype: Literal[
-        "bfloat16", "float32", "float64"
-    ]  # of trained weights and optimizer states; sums are float32 at least
-    frozen_dtype: Literal["bfloat16", "float32", "float64"]  # of frozen weights
+    fuse_optimizer: bool = (
+        False  # AdamW that clips, steps and writes the compute copy in one kernel, where there is one
+    )
     attention: Literal["varlen", "sdpa", "blockwise"]  # see convert/attention.py
 
     packing: bool
     batch_samples: int | None  # rows of the global batch, or
     batch_loss_tokens: int | None  # trained tokens of the global batch
-    micro_samples: int | None  # without packing
-    micro_tokens: int | None  # with packing: capacity of one micro-batch
-    pack_tokens: int | None = None  # with packing, all rows of one length: tokens of every micro-batch
-    accumulation: int | None  # without packing; with packing it follows from each step's rows
     steps_per_epoch: int
     num_steps: int
     warmup_steps: int
     learning_rate: float
     evaluate_every: int  # 0: only at start and end
     checkpoint_every: int  # 0: only at the end
-    output_dtype: Literal["bfloat16", "float16", "float32", "float64"]
+    output_dtype: Dtype
 
     efficiency: float | None = None  # expected share of the computed tokens that is useful
     memory: MemoryEstimate

@@ -22,7 +22,7 @@ from manyhands.data.streams import TOKENS, weights_of
 from manyhands.data.summary import PreparedData, summarize
 from manyhands.data.tokenizer import load_tokenizer
 from manyhands.facts.hub import locate_model
-from manyhands.plan.layout import lay_out_step
+from manyhands.plan.efficiency import lay_out_step
 from manyhands.plan.types import Plan
 from manyhands.preview.lengths import bin_lengths, describe_lengths
 from manyhands.preview.spans import decode_spans, harmless
@@ -172,8 +172,8 @@ def _lay_out(plan: Plan, store: TokenStore, seed: int, step: int) -> tuple[Shown
     of_step = order.rows(*order.locate(step - 1))
     layout = lay_out_step(plan, of_step, store.train.lengths)
     rows = layout.of_rank(0)[0]
-    packed = plan.micro_tokens is not None
-    capacity = (plan.pack_tokens or plan.micro_tokens) if packed else plan.micro_samples
+    packed = plan.layout.micro_tokens is not None
+    capacity = (plan.layout.pack_tokens or plan.layout.micro_tokens) if packed else plan.layout.micro_samples
     assert capacity is not None
     num_tokens = int(store.train.lengths[rows].sum())
     return (
@@ -181,7 +181,7 @@ def _lay_out(plan: Plan, store: TokenStore, seed: int, step: int) -> tuple[Shown
             step,
             plan.num_steps,
             len(of_step),
-            plan.world_size,
+            plan.layout.world_size,
             layout.num_micro_batches,
             len(rows),
             num_tokens,

@@ -116,4 +116,4 @@ def _save_probe(rank: Rank) -> None:
     logits = rank.engine.logits(
         {"input_ids": ids, "position_ids": positions, "cu_seq_lens": bounds, "max_length": length}
     )
-    run_on_first(lambda: save_probe(_probe(rank), ids, logits, rank.plan.compute_dtype))
+    run_on_first(lambda: save_probe(_probe(rank), ids, logits, rank.plan.layout.compute_dtype))

@@ -12,7 +12,7 @@ import torch
 
 from manyhands.data.batches import Collate, collate_here
 from manyhands.data.collate import BatchShape, BatchWorkers, collate_samples, open_store_samples
-from manyhands.plan.layout import pack_tile
+from manyhands.plan.efficiency import pack_tile
 from manyhands.worker.rank import Rank
 
 SetName = Literal["train", "validation"]
@@ -77,19 +77,23 @@ def shape_of(rank: Rank, name: SetName = "train") -> BatchShape:
     if not plan.packing:
         return BatchShape(packed=False)
     tile = pack_tile(plan)
-    if not plan.compile:
+    if not plan.layout.compile:
         return BatchShape(packed=True, tile=tile)
     sets = (rank.store.train.lengths, rank.store.validation.lengths)
     longest = max(int(lengths.max()) for lengths in sets if len(lengths))
-    if plan.pack_tokens is None:
+    if plan.layout.pack_tokens is None:
         return BatchShape(packed=True, tile=tile, longest=longest)
     return BatchShape(
-        packed=True, tokens=plan.pack_tokens, longest=longest, documents=plan.pack_tokens // longest, row_length=longest
+        packed=True,
+        tokens=plan.layout.pack_tokens,
+        longest=longest,
+        documents=plan.layout.pack_tokens // longest,
+        row_length=longest,
     )
 
 
 def _spare_cores(rank: Rank) -> int:
     """Cores of this machine for each of its GPUs, less the rank's own two threads; none on a CPU."""
-    if rank.plan.device == "cpu":
+    if rank.plan.layout.device == "cpu":
         return 0
     return len(os.sched_getaffinity(0)) // max(1, torch.cuda.device_count()) - 2

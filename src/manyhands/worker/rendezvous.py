@@ -72,11 +72,11 @@ def agree(rank: Rank, arguments: argparse.Namespace) -> bool:
     threads = rank.plan.environment.get("OMP_NUM_THREADS") or os.environ["OMP_NUM_THREADS"]
     if threads.isdecimal():
         torch.set_num_threads(int(threads))
-    device = worlds.pick_device(rank.plan.device, launcher.local_rank)
+    device = worlds.pick_device(rank.plan.layout.device, launcher.local_rank)
     # Longer than the watch's limit: a stuck rank is to be named by the watch, not by whichever peer waits for it.
     rank.world = worlds.form_group(store, launcher, device, rank.config.parallel.timeout_s + GROUP_SLACK_S)
     rank.heartbeat.count_collectives = worlds.count_collectives
-    worlds.check_world(rank.world, rank.plan.world_size)
+    worlds.check_world(rank.world, rank.plan.layout.world_size)
     return False
 
 

@@ -12,7 +12,7 @@ from manyhands.core import progress
 from manyhands.data.batches import Batch, MicroBatches, iterate
 from manyhands.data.pack import StepLayout, lay_out_packed, lay_out_rows
 from manyhands.data.store import SampleSet
-from manyhands.plan.layout import lay_out_step
+from manyhands.plan.efficiency import lay_out_step
 from manyhands.train.step import StepWork
 from manyhands.worker.loading import SetName, collation
 from manyhands.worker.rank import Rank
@@ -21,11 +21,13 @@ from manyhands.worker.rank import Rank
 def lay_out_evaluation(rank: Rank, sample_set: SampleSet, rows: np.ndarray) -> StepLayout:
     """Rows of an evaluation, however many micro-batches that takes."""
     plan, world_size = rank.plan, rank.world.world_size
-    if plan.micro_tokens is not None:
-        capacity = max(plan.pack_tokens or plan.micro_tokens, int(sample_set.lengths[rows].max()))
+    if plan.layout.micro_tokens is not None:
+        capacity = max(plan.layout.pack_tokens or plan.layout.micro_tokens, int(sample_set.lengths[rows].max()))
         return lay_out_packed(rows, sample_set.lengths, world_size, capacity)
-    assert plan.micro_samples is not None
-    return lay_out_rows(rows, world_size, plan.micro_samples, -(-len(rows) // (plan.micro_samples * world_size)))
+    assert plan.layout.micro_samples is not None
+    return lay_out_rows(
+        rows, world_size, plan.layout.micro_samples, -(-len(rows) // (plan.layout.micro_samples * world_size))
+    )
 
 
 def iterate_layouts(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from manyhands.plan.layout import measure_efficiency
+from manyhands.plan.efficiency import measure_efficiency
 from manyhands.plan.search import plan
 from manyhands.plan.types import Plan
 from tests.plan.examples import data_facts, facts, llama_1b, model_facts, run_config

@@ -1,0 +1,179 @@
+"""How the steps of a plan are carried out, and how much of what they compute is useful. Pure numpy; knows no files.
+
+Where less than 90 % is useful, the plan says why, and what would be better: each proposal is laid out before it is
+made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from manyhands.data.order import bound_by_tokens
+from manyhands.data.pack import TILE_TOKENS, StepLayout, lay_out_packed, lay_out_rows, packing_efficiency, padded_tokens
+from manyhands.facts.types import DataFacts, Facts
+from manyhands.plan.batch import ceil_div, constant_pack_tokens
+from manyhands.plan.layout import change, mesh_of
+from manyhands.plan.types import Plan
+
+MAX_STEPS, MAX_ROWS = 20, 16_384  # laid out, spread over the epoch; one step in any case
+GOOD_SHARE = 0.9
+MAX_FACTOR = 64  # times the batch, in a proposal
+MIN_GAIN = 0.02  # less is not worth a proposal
+
+
+def lay_out_step(plan: Plan, rows: np.ndarray, lengths: np.ndarray) -> StepLayout:
+    """The rows of one training step as micro-batches of all ranks; ``lengths`` by row id."""
+    if plan.layout.micro_tokens is not None:
+        return lay_out_packed(
+            rows, lengths, plan.layout.world_size, plan.layout.pack_tokens or plan.layout.micro_tokens
+        )
+    assert plan.layout.micro_samples is not None and plan.layout.accumulation is not None
+    return lay_out_rows(rows, plan.layout.world_size, plan.layout.micro_samples, plan.layout.accumulation)
+
+
+def pack_tile(plan: Plan) -> int:
+    """Packs are padded to multiples of so many tokens: whole tiles on a GPU and where blocks are compiled, else not at
+    all.
+    """
+    return TILE_TOKENS if plan.layout.compile or plan.layout.device == "cuda" else 1
+
+
+def measure_efficiency(plan: Plan, data: DataFacts) -> tuple[float, int] | None:
+    """(tokens of rows over tokens that are computed, steps laid out); None where the facts hold no whole step.
+
+    Computed is what the longest micro-batch of any rank has, padding included, times the ranks: the others wait for it.
+    """
+    steps = list(_sample_steps(plan, data))
+    if not steps:
+        return None
+    lengths = np.array(data.first_lengths, dtype=np.int64)
+    layouts = [lay_out_step(plan, rows, lengths) for rows in steps]
+    if plan.layout.micro_tokens is not None:
+        return packing_efficiency(
+            layouts, lengths, pack_tile(plan), plan.layout.pack_tokens if plan.layout.compile else None
+        ), len(steps)
+    useful = paid = 0
+    for micro in (micro for layout in layouts for micro in layout.micro_batches):
+        useful += sum(int(lengths[rows].sum()) for rows in micro)
+        paid += len(micro) * max(len(rows) * int(lengths[rows].max(initial=0)) for rows in micro)
+    return useful / paid, len(steps)
+
+
+def _sample_steps(plan: Plan, data: DataFacts) -> Iterator[np.ndarray]:
+    """Rows, counted from 0 in the order of the first epoch, of steps that are spread over what the facts have of it."""
+    num_samples = len(data.first_lengths)
+    if plan.batch_loss_tokens is not None:
+        bounds = bound_by_tokens(np.array(data.first_labels, dtype=np.int64), plan.batch_loss_tokens)
+    else:
+        assert plan.batch_samples is not None
+        bounds = np.append(np.arange(0, num_samples, plan.batch_samples), num_samples)
+    if num_samples < data.samples_per_epoch:
+        bounds = bounds[:-1]  # the last step goes on beyond the sample
+    num_steps = min(len(bounds) - 1, plan.num_steps)
+    if num_steps < 1:
+        return
+    wanted = max(1, min(MAX_STEPS, MAX_ROWS * num_steps // int(bounds[num_steps])))
+    for step in np.unique(np.linspace(0, num_steps - 1, wanted).astype(np.int64)).tolist():
+        yield np.arange(bounds[step], bounds[step + 1])
+
+
+def with_efficiency(plan: Plan, facts: Facts) -> Plan:
+    """The plan with the share of its computed tokens that is useful, and a sentence on it behind the one on the
+    batch.
+    """
+    measured = measure_efficiency(plan, facts.data)
+    if measured is None:
+        return plan
+    share, num_steps = measured
+    steps = "1 step" if num_steps == 1 else f"{num_steps} steps of the first epoch"
+    sentence = f"efficiency: {_percent(share)} of the computed tokens are useful ({steps} laid out)"
+    if share < 1:
+        sentence += f"; the rest is {_rest(plan)}"
+    if share < GOOD_SHARE:
+        sentence += f", as {_why(plan, facts.data)}; {_propose(plan, facts, share)}"
+    place = next((index for index, said in enumerate(plan.why, start=1) if said.startswith("batch: ")), len(plan.why))
+    return plan.model_copy(update={"efficiency": share, "why": (*plan.why[:place], sentence, *plan.why[place:])})
+
+
+def _percent(share: float) -> str:
+    return f"{share:.{0 if share <= GOOD_SHARE or share == 1 else 1}%}"
+
+
+def _rest(plan: Plan) -> str:
+    """What else is computed."""
+    if plan.layout.micro_tokens is None:
+        return "padding up to the longest row of a micro-batch" + (" of any rank" if plan.layout.world_size > 1 else "")
+    padding = pack_tile(plan) > 1 or plan.layout.pack_tokens is not None
+    return " and ".join(["padding"] * padding + ["waiting for the fullest pack"] * (plan.layout.world_size > 1))
+
+
+def _why(plan: Plan, data: DataFacts) -> str:
+    if plan.layout.micro_tokens is None:
+        return "rows differ in length"
+    sizes = sorted(map(len, _sample_steps(plan, data)))
+    rows = sizes[len(sizes) // 2]
+    if rows < plan.layout.world_size:
+        return f"a step has {rows} {'row' if rows == 1 else 'rows'} for {plan.layout.world_size} ranks"
+    if plan.layout.world_size > 1:
+        return f"the {rows} rows of a step cannot be dealt evenly to {plan.layout.world_size} ranks"
+    return f"a step of {rows} {'row' if rows == 1 else 'rows'} leaves much of its packs empty"
+
+
+def _propose(plan: Plan, facts: Facts, share: float) -> str:
+    """The first change that reaches 90 %, or else the best; or what can be done without knowing how much it gives."""
+    tried: list[tuple[float, str]] = []
+    for proposal, other in _changes(plan, facts):
+        measured = measure_efficiency(other, facts.data)
+        if measured is not None:
+            tried.append((measured[0], proposal))
+            if measured[0] >= GOOD_SHARE:
+                break
+    best, proposal = max(tried, default=(0.0, ""))
+    if best > share + MIN_GAIN:
+        return f"{proposal} would reach {_percent(best)}"
+    return "rows of like length would help (data.max_length with data.too_long=truncate)"
+
+
+def _changes(plan: Plan, facts: Facts) -> Iterator[tuple[str, Plan]]:
+    """What could be set otherwise, and the plan with it; the pack's size, which the memory was estimated for, stays."""
+    data = facts.data
+    if plan.layout.micro_tokens is None:
+        assert plan.layout.micro_samples is not None and plan.batch_samples is not None
+        if facts.model.packs:
+            tokens = padded_tokens(plan.layout.micro_samples * data.max_length)
+            yield "data.packing=true", _with_layout(plan, micro_samples=None, micro_tokens=tokens)
+        if plan.layout.micro_samples > 1:
+            accumulation = plan.batch_samples // plan.layout.world_size
+            yield "batch.micro_samples=1", _with_layout(plan, micro_samples=1, accumulation=accumulation)
+        return
+    factor, step_rows = 1, max(map(len, _sample_steps(plan, data)))
+    while factor <= MAX_FACTOR and factor * step_rows <= MAX_ROWS:
+        if plan.batch_loss_tokens is not None:
+            tokens = factor * plan.batch_loss_tokens
+            yield f"batch.loss_tokens={tokens}", plan.model_copy(update={"batch_loss_tokens": tokens})
+        else:
+            assert plan.batch_samples is not None
+            rows = ceil_div(factor * plan.batch_samples, plan.layout.world_size) * plan.layout.world_size
+            if rows > data.samples_per_epoch:
+                break
+            yield f"batch.samples={rows}", _with_rows(plan, rows, plan.layout.world_size, data)
+        factor *= 2
+    ranks = plan.layout.world_size // 2
+    while ranks:
+        what = f"{ranks} {'process' if ranks == 1 else 'processes'} (parallel.gpus)"
+        yield what, _with_rows(plan, plan.batch_samples, ranks, data)
+        ranks //= 2
+
+
+def _with_rows(plan: Plan, rows: int | None, world_size: int, data: DataFacts) -> Plan:
+    mesh = mesh_of("ddp", world_size)
+    pack_tokens = constant_pack_tokens(rows, plan.layout.micro_tokens, data, world_size)
+    changed = _with_layout(plan, strategy="ddp", mesh=mesh, pack_tokens=pack_tokens)
+    return changed.model_copy(update={"batch_samples": rows})
+
+
+def _with_layout(plan: Plan, **changes: Any) -> Plan:
+    return plan.model_copy(update={"layout": change(plan.layout, **changes)})
