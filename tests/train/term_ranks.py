@@ -21,6 +21,9 @@ TOKENS: list[list[float]] = [[1.0], [2.0, 3.0], []]  # the loss of each rank's t
 ROUTER = [(4.0, 30), (0.0, 0), (6.0, 70)]  # sum and weight of each rank's second term
 
 
+COEFFICIENTS = {"lm": 1.0, "router": 0.5}
+
+
 class TwoTerms(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +47,16 @@ def train_and_evaluate() -> dict[str, float]:
     engine.optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     own = TOKENS[rank]
     batch = {"lm": (sum(own), len(own)), "router": ROUTER[rank]}
-    held_out = evaluate(engine, nn.Identity(), [batch], TrainState(), num_samples=1, num_tokens=3, device=device)
+    held_out = evaluate(
+        engine,
+        nn.Identity(),
+        [batch],
+        TrainState(),
+        num_samples=1,
+        num_tokens=3,
+        device=device,
+        coefficients=COEFFICIENTS,
+    )
     weights = {"router": TermWeight(100, ROUTER[rank][1])}
     work = StepWork(0, 1.0, 3, 3, 3, 1, len(own), [batch], other_weights=weights)
     keep = Keep()
@@ -60,6 +72,7 @@ def train_and_evaluate() -> dict[str, float]:
             seed=0,
             rank=rank,
             device=device,
+            coefficients=COEFFICIENTS,
             hooks=[keep],
         )
     )

@@ -102,6 +102,9 @@ def test_the_sum_of_weights_divides_where_there_are_any():
     assert work([1.0, 1.0]).weight_of("lm") == TermWeight(2, 2)
 
 
+BOTH = {"lm": 1.0, "router": 1.0}
+
+
 class TwoTerms(Plain):
     """w x over the loss tokens, and w y over whatever a second term counts: more of it, or less."""
 
@@ -128,12 +131,19 @@ def test_every_term_is_divided_by_its_own_weight():
     given = replace(
         work([1.0, 2.0, 0.5], [0.5]), micro_batches=TWO_TERMS, other_weights={"router": TermWeight(100, 100)}
     )
-    sums = compute_gradients(engine, given, seed=0, rank=0)
+    sums = compute_gradients(engine, given, seed=0, rank=0, coefficients=BOTH)
     assert engine.model.w.grad.item() == pytest.approx(w.grad.item(), rel=1e-6)
     assert {name: value.item() for name, value in sums.terms.items()} == {"lm": 4.0, "router": 10.0}
 
     found = evaluate(
-        engine, engine.model, TWO_TERMS, TrainState(), num_samples=2, num_tokens=4, device=torch.device("cpu")
+        engine,
+        engine.model,
+        TWO_TERMS,
+        TrainState(),
+        num_samples=2,
+        num_tokens=4,
+        device=torch.device("cpu"),
+        coefficients=BOTH,
     )
     assert found.loss == pytest.approx(1.1) and found.terms == pytest.approx({"lm": 1.0, "router": 0.1})
     assert found.perplexity == pytest.approx(math.exp(1.0)) and found.accuracy == 0.5
@@ -142,10 +152,39 @@ def test_every_term_is_divided_by_its_own_weight():
 def test_a_term_of_no_weight_adds_nothing_and_one_without_a_declared_weight_is_refused():
     engine = TwoTerms()
     given = replace(work([1.0, 2.0, 0.5], [0.5]), micro_batches=TWO_TERMS, other_weights={"router": TermWeight(0, 0)})
-    compute_gradients(engine, given, seed=0, rank=0)
+    compute_gradients(engine, given, seed=0, rank=0, coefficients=BOTH)
     assert engine.model.w.grad.item() == pytest.approx(1.0)
     with pytest.raises(ValueError, match="loss term 'router' has no weight"):
-        compute_gradients(TwoTerms(), replace(given, other_weights={}), seed=0, rank=0)
+        compute_gradients(TwoTerms(), replace(given, other_weights={}), seed=0, rank=0, coefficients=BOTH)
+
+
+def test_a_coefficient_scales_its_term_in_training_and_evaluation():
+    # d/dw of sum(w x) / 4 + 0.25 sum(w y) / 100, by hand: 1 + 0.25 * 0.1
+    engine, coefficients = TwoTerms(), {"lm": 1.0, "router": 0.25}
+    weights = {"router": TermWeight(100, 100)}
+    given = replace(work([1.0, 2.0, 0.5], [0.5]), micro_batches=TWO_TERMS, other_weights=weights)
+    compute_gradients(engine, given, seed=0, rank=0, coefficients=coefficients)
+    assert engine.model.w.grad.item() == pytest.approx(1.025)
+    found = evaluate(
+        engine,
+        engine.model,
+        TWO_TERMS,
+        TrainState(),
+        num_samples=2,
+        num_tokens=4,
+        device=torch.device("cpu"),
+        coefficients=coefficients,
+    )
+    assert found.loss == pytest.approx(1.025) and found.terms == pytest.approx({"lm": 1.0, "router": 0.1})
+
+
+def test_a_term_without_a_coefficient_is_refused_by_name():
+    given = replace(work([1.0]), micro_batches=TWO_TERMS[:1], other_weights={"router": TermWeight(30, 30)})
+    with pytest.raises(ValueError, match="loss term 'router' has no coefficient"):
+        compute_gradients(TwoTerms(), given, seed=0, rank=0)
+    engine = TwoTerms()
+    with pytest.raises(ValueError, match="loss term 'router' has no coefficient"):
+        evaluate(engine, engine.model, TWO_TERMS, TrainState(), num_samples=2, num_tokens=4, device=torch.device("cpu"))
 
 
 @pytest.mark.distributed
@@ -155,8 +194,10 @@ def test_terms_are_divided_by_their_weights_over_all_ranks(world):
     """
     answers = world.run("tests.train.term_ranks:train_and_evaluate", world_size=3)
     assert answers == [answers[0]] * 3
-    # lm: (1 + 2 + 3) / 3 = 2; router: (4 + 0 + 6) / 100 = 0.1. The gradient is the loss where w is 1
-    assert answers[0] == pytest.approx({"gradient": 2.1, "loss": 2.1, "lm": 2.0, "router": 0.1, "held out": 2.1})
+    # lm: (1 + 2 + 3) / 3 = 2; router: (4 + 0 + 6) / 100 = 0.1, times its coefficient 0.5. The gradient is the loss where w
+    # is 1
+    wanted = {"gradient": 2.05, "loss": 2.05, "lm": 2.0, "router": 0.1, "held out": 2.05}
+    assert answers[0] == pytest.approx(wanted)
 
 
 def test_a_hopeless_loss_has_no_perplexity_of_300_digits():

@@ -112,6 +112,7 @@ class Plan(Part):
     num_steps: int
     warmup_steps: int
     learning_rate: float
+    loss_coefficients: dict[str, float] = {"lm": 1.0}  # of each loss term, by name
     evaluate_every: int  # 0: only at start and end
     checkpoint_every: int  # 0: only at the end
     output_dtype: Dtype

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import nn
 
+from manyhands.train.step import LM_ALONE, combine
 from manyhands.train.types import METRICS, Batch, Engine, Evaluation, TrainState
 
 MAX_EXPONENT = 700.0  # exp of more is beyond float64
@@ -23,6 +24,7 @@ def evaluate(
     num_samples: int,
     num_tokens: int,
     device: torch.device,
+    coefficients: Mapping[str, float] = LM_ALONE,
     sample: Callable[[], tuple[tuple[str, str], ...]] | None = None,
 ) -> Evaluation:
     """Each loss term by its weight and accuracy by tokens, over all ranks. Every rank must bring the same number of
@@ -52,7 +54,7 @@ def evaluate(
     losses = {name: total / weight for name, (total, weight) in by_name.items() if name not in METRICS and weight}
     return Evaluation(
         step=state.step,
-        loss=sum(losses.values()),
+        loss=combine(losses, coefficients),
         perplexity=math.exp(losses["lm"]) if losses["lm"] < MAX_EXPONENT else math.inf,
         accuracy=num_correct / num_loss_tokens,
         num_samples=num_samples,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ from manyhands.config.schema import StopSection
 from manyhands.core.errors import UserError
 from manyhands.train.guards import check_finite, stop_reason
 from manyhands.train.schedule import Schedule
-from manyhands.train.step import StepSums, StepWork, compute_gradients
+from manyhands.train.step import LM_ALONE, StepSums, StepWork, combine, compute_gradients
 from manyhands.train.types import Engine, Evaluate, Hook, StepResult, TrainState
 
 
@@ -32,6 +31,7 @@ class Loop:
     seed: int
     rank: int
     device: torch.device
+    coefficients: Mapping[str, float] = field(default_factory=lambda: dict(LM_ALONE))  # of loss terms, by name
     hooks: Sequence[Hook] = ()
     evaluate: Evaluate | None = None
     evaluate_every: int = 0
@@ -58,7 +58,7 @@ def train(loop: Loop) -> TrainState:
     started, elapsed_before = time.monotonic(), state.elapsed_s
     begin = started
     for work in _until_stop(loop):
-        sums = compute_gradients(loop.engine, work, seed=loop.seed, rank=loop.rank)
+        sums = compute_gradients(loop.engine, work, seed=loop.seed, rank=loop.rank, coefficients=loop.coefficients)
         told = _tell_all(loop, work, sums, elapsed_before + time.monotonic() - started)
         loop.engine.step(loop.schedule(work.step), max_norm=loop.max_grad_norm)
         rows = told()  # the step's one wait: for its sums, while the device is still at work on the update
@@ -153,8 +153,8 @@ def _make_result(loop: Loop, work: StepWork, rows: list[_Row], seconds: float) -
     return StepResult(
         step=work.step + 1,
         epoch=work.epoch,
-        loss=sum(terms.values()) if terms else math.nan,
-        rank_losses=tuple(sum(own.values()) if (own := _means(row.sums, row.weights)) else math.nan for row in rows),
+        loss=combine(terms, loop.coefficients),
+        rank_losses=tuple(combine(_means(row.sums, row.weights), loop.coefficients) for row in rows),
         grad_norm=rows[0].grad_norm,
         learning_rate=loop.schedule(work.step),
         num_samples=work.num_samples,

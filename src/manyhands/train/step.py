@@ -2,13 +2,15 @@
 
 Contract: a forward pass returns loss terms by name, each a (sum, weight). With L_t,k the sum and n_t,k the weight of
 term t in micro-batch k of a rank (for "lm" the number of loss tokens, or the sum of their weights), the step's loss is
-``sum_t sum(L_t) / sum(n_t)`` over all ranks and micro-batches: every term is divided by its own weight. ``N_t =
-sum(n_t)`` is known before the first backward pass, so each micro-batch contributes ``(sum_t L_t,k / N_t).backward()``
-and ranks add their gradients up. No mean is ever taken of means.
+``sum_t c_t sum(L_t) / sum(n_t)`` over all ranks and micro-batches: every term is divided by its own weight and then
+scaled by its coefficient c_t from the plan. ``N_t = sum(n_t)`` is known before the first backward pass, so each
+micro-batch contributes ``(sum_t c_t L_t,k / N_t).backward()`` and ranks add their gradients up. No mean is ever taken
+of means. Evaluation (``train/evaluate.py``) computes the same loss.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
@@ -16,6 +18,8 @@ from functools import reduce
 import torch
 
 from manyhands.train.types import Batch, Engine
+
+LM_ALONE: Mapping[str, float] = {"lm": 1.0}
 
 
 @dataclass(frozen=True)
@@ -61,8 +65,12 @@ class StepSums:
     grad_norm: torch.Tensor  # global, before clipping, 0-d float64
 
 
-def compute_gradients(engine: Engine, work: StepWork, *, seed: int, rank: int) -> StepSums:
+def compute_gradients(
+    engine: Engine, work: StepWork, *, seed: int, rank: int, coefficients: Mapping[str, float] = LM_ALONE
+) -> StepSums:
     """Forward and backward over the rank's micro-batches; gradients are reduced once, and not clipped yet.
+
+    ``coefficients`` scale each loss term, by name; ValueError for a term that has none, or no weight.
 
     Dropout is keyed by (seed, step, micro-batch, rank), so a resumed run repeats it without any stored random state.
     """
@@ -70,7 +78,10 @@ def compute_gradients(engine: Engine, work: StepWork, *, seed: int, rank: int) -
     for index, batch in enumerate(work.micro_batches):
         torch.manual_seed(_key(seed, work.step, index, rank))
         terms = engine.forward(batch)
-        shares = [_share(term_sum, work.weight_of(name).total) for name, (term_sum, _) in terms.items()]
+        shares = [
+            _share(term_sum, work.weight_of(name).total, coefficient_of(name, coefficients))
+            for name, (term_sum, _) in terms.items()
+        ]
         engine.backward(reduce(torch.add, shares), last=index == work.num_micro_batches - 1)
         for name, (term_sum, _) in terms.items():
             detached = term_sum.detach().double()
@@ -80,11 +91,27 @@ def compute_gradients(engine: Engine, work: StepWork, *, seed: int, rank: int) -
     return StepSums(sums, engine.gradient_norm())
 
 
-def _share(term_sum: torch.Tensor, weight: float) -> torch.Tensor:
-    """A micro-batch's part of the step's loss. A term that weighs nothing on any rank adds nothing, and every parameter
-    stays in.
+def coefficient_of(term: str, coefficients: Mapping[str, float]) -> float:
+    """What a term is scaled by. ValueError where the plan has none for it."""
+    if term not in coefficients:
+        raise ValueError(f"loss term {term!r} has no coefficient in Plan.loss_coefficients: {dict(coefficients)}")
+    return coefficients[term]
+
+
+def combine(means: Mapping[str, float], coefficients: Mapping[str, float]) -> float:
+    """The loss: each term's mean by its coefficient. nan where there is no term."""
+    scaled = [coefficient_of(name, coefficients) * mean for name, mean in means.items()]
+    return sum(scaled) if scaled else math.nan
+
+
+def _share(term_sum: torch.Tensor, weight: float, coefficient: float) -> torch.Tensor:
+    """A micro-batch's part of the step's loss. A term that weighs nothing on any rank adds a zero that depends on every
+    parameter, so that none leaves the reduction.
     """
-    return term_sum / weight if weight else term_sum * 0
+    if not weight:
+        return term_sum * 0
+    share = term_sum / weight
+    return share if coefficient == 1 else share * coefficient
 
 
 def _key(seed: int, step: int, index: int, rank: int) -> int:

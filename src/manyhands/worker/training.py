@@ -54,6 +54,7 @@ def train_model(rank: Rank) -> None:
         num_steps=plan.num_steps,
         max_grad_norm=config.optimizer.max_grad_norm,
         seed=config.seed,
+        coefficients=plan.loss_coefficients,
         rank=rank.world.rank,
         device=rank.world.device,
         hooks=[BeatHook(rank), DeviceHook(rank, sinks), *sinks, DivergenceGuard(config.stop, rank.say), checkpoints],
@@ -112,6 +113,7 @@ def make_evaluate(rank: Rank) -> Evaluate | None:
             num_samples=len(rows),
             num_tokens=int(sample_set.lengths[rows].sum()),
             device=rank.world.device,
+            coefficients=rank.plan.loss_coefficients,
             sample=functools.partial(answer_prompts, rank, prompts) if prompts else None,
         )
 
