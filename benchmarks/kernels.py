@@ -28,8 +28,6 @@ from torch.utils.checkpoint import checkpoint
 
 from manyhands.bench import records
 from manyhands.config.schema import MethodSection
-from manyhands.convert import attention
-from manyhands.convert.attention import AttentionKernels
 from manyhands.convert.lora import apply_lora
 from manyhands.families import known_modules
 from manyhands.kernels.attention.dense import DenseAttention
@@ -37,6 +35,8 @@ from manyhands.kernels.attention.flash4 import PackedAttention, choose_packed
 from manyhands.kernels.loss import choose_backend, chunk_rows, linear_cross_entropy
 from manyhands.kernels.matmul import has_mixed_mm
 from manyhands.kernels.modules import fuse_lora
+from manyhands.model import attention
+from manyhands.model.attention import AttentionKernels
 
 SHAPES = {  # hidden, intermediate, heads, key-value heads, vocabulary
     "8b": (4096, 14336, 32, 8, 128256),

@@ -11,18 +11,18 @@ import pytest
 import torch
 from transformers import LlamaConfig, MistralConfig
 
-from manyhands.convert import attention
-from manyhands.convert.attention import (
+from manyhands.kernels.attention import flash4
+from manyhands.kernels.attention.dense import DenseAttention
+from manyhands.kernels.attention.flash4 import PackedAttention, bind
+from manyhands.kernels.attention.reference import attend_reference
+from manyhands.model import attention
+from manyhands.model.attention import (
     VARLEN,
     AttentionKernels,
     attend_varlen,
     attention_kwargs,
     choose_attention_kernels,
 )
-from manyhands.kernels.attention import flash4
-from manyhands.kernels.attention.dense import DenseAttention
-from manyhands.kernels.attention.flash4 import PackedAttention, bind
-from manyhands.kernels.attention.reference import attend_reference
 from tests.kernels.flash4_stub import interface
 
 HEADS, GROUPS, DIM = 4, 2, 16

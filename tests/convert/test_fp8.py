@@ -14,13 +14,13 @@ from torch import nn
 
 from manyhands.convert.fp8 import Fp8Linear, fp8_layers, quantize_frozen, set_matmuls, use_fp8
 from manyhands.convert.fp8_check import check_fp8
-from manyhands.convert.loss import LossModel
 from manyhands.core.errors import UserError
 from manyhands.core.world import World
 from manyhands.engine.compile import compile_blocks
 from manyhands.engine.native import NativeEngine
 from manyhands.families import known_modules
 from manyhands.kernels.modules import fuse_lora
+from manyhands.model.loss import LossModel
 from tests.kernels.models import adapted, fp8_model, step, tiny, token_ids
 from tests.support.ranks import Ranks
 

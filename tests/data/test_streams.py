@@ -15,7 +15,6 @@ import pytest
 import torch
 from transformers import PretrainedConfig
 
-from manyhands.convert.loss import LossModel
 from manyhands.core.errors import UserError
 from manyhands.data.batches import Batch, collate_here, iterate
 from manyhands.data.collate import BatchShape, BatchWorkers, open_store_samples
@@ -33,6 +32,7 @@ from manyhands.data.streams import (
     make_sample,
     read_streams,
 )
+from manyhands.model.loss import LossModel
 
 # A value a token; one a label (that of the token which is predicted); patches of a picture, of any number.
 PITCH = Stream("pitch", "<f4", along="tokens", entries=(BatchEntry("pitch", "float32", fill=-1.0),))

@@ -17,7 +17,7 @@ from manyhands.convert.adapter import load_adapter_state
 from manyhands.engine.native import NativeEngine
 from manyhands.engine.optimizers import StreamedOptimizer
 from manyhands.export.model import export_model
-from manyhands.model.blocks import find_blocks
+from manyhands.model.structure import find_blocks
 from manyhands.plan.types import Plan
 from manyhands.train.optimizer import make_optimizer
 from tests.support.layouts import Documents, build, count_loss_tokens, pack, random_adapter

@@ -12,13 +12,13 @@ from torch.fx.experimental import _config as shapes
 from torch.nn.attention import varlen
 
 from manyhands.config.schema import MethodSection
-from manyhands.convert.attention import VARLEN, register_attention
 from manyhands.convert.lora import apply_lora
-from manyhands.convert.loss import LossModel
 from manyhands.data.batches import collate
 from manyhands.data.collate import BatchShape
 from manyhands.engine.activation_checkpointing import checkpoint_blocks
 from manyhands.engine.compile import compile_blocks
+from manyhands.model.attention import VARLEN, register_attention
+from manyhands.model.loss import LossModel
 from tests.data.fake_samples import FakeSamples
 from tests.support.tiny import tiny_model
 
@@ -44,7 +44,7 @@ def fresh_compiler() -> Iterator[None]:
 @pytest.fixture
 def varlen_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Documents one by one in place of the GPU kernel, behind an operator that dynamo does not look into, as there."""
-    monkeypatch.setattr("manyhands.convert.attention.varlen_attn", attend_by_document)
+    monkeypatch.setattr("manyhands.model.attention.varlen_attn", attend_by_document)
 
 
 @torch.library.custom_op("manyhands_tests::attend_by_document", mutates_args=())

@@ -20,7 +20,7 @@ from manyhands.engine.compile import compile_blocks
 from manyhands.engine.native import NativeEngine
 from manyhands.infer.generate import generate
 from manyhands.kernels.adamw import FusedAdamW
-from manyhands.model.blocks import find_blocks
+from manyhands.model.structure import find_blocks
 from manyhands.train.optimizer import make_optimizer
 from manyhands.train.step import StepSums, StepWork, compute_gradients
 from tests.engine.masters_ranks import build, weights_of

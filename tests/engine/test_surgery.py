@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.convert.loss import LossModel
 from manyhands.core.world import World
 from manyhands.engine.activation_checkpointing import checkpoint_blocks
 from manyhands.engine.compile import compile_blocks
 from manyhands.engine.native import NativeEngine, clip_gradients
+from manyhands.model.loss import LossModel
 from tests.support.tiny import FAMILIES, tiny_model
 
 ALONE = World(0, 0, 1, torch.device("cpu"))

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from manyhands.config.schema import StopSection
-from manyhands.convert.loss import LossModel
 from manyhands.core.world import World
 from manyhands.engine.native import NativeEngine
+from manyhands.model.loss import LossModel
 from manyhands.train.loop import Loop, train
 from manyhands.train.step import StepWork
 from manyhands.train.types import Engine, Evaluation, Hook, StepResult, TrainState

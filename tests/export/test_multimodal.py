@@ -18,7 +18,7 @@ from manyhands.export.model import export_model
 from manyhands.export.verify import verify
 from manyhands.facts.model import TEXT_TENSOR
 from manyhands.infer.load import Found, load_model
-from manyhands.model.auto import auto_class_of
+from manyhands.model.structure import auto_class_of
 from tests.export.test_source_layout import layout, load
 from tests.support.multimodal import TRAINED, write_tiny_multimodal
 

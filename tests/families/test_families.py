@@ -25,7 +25,7 @@ EXEMPT = {
     "config/dialects/hints.py": "LLaMA-Factory is a tool",
     "bench/rows.py": "published models that are measured",
     "bench/shapes.py": "shapes of published models that are measured",
-    "smollm2.py": "the demo's model",
+    "demo/model.py": "the demo's model",
     "facts/hub.py": "the demo's model",
     "cli/init.py": "the demo's model",
 }

@@ -88,7 +88,7 @@ def sharded_fp8_step(family: str, method: str, activation_checkpointing: bool) -
     from manyhands.convert.fp8 import quantize_frozen
     from manyhands.core.holding import gather
     from manyhands.engine.activation_checkpointing import checkpoint_blocks
-    from manyhands.model.blocks import find_blocks
+    from manyhands.model.structure import find_blocks
 
     model = fp8_model(family, method)
     if activation_checkpointing:
@@ -114,7 +114,7 @@ def sharded_step(family: str, activation_checkpointing: bool, compiled: bool) ->
     from manyhands.core.holding import gather
     from manyhands.engine.activation_checkpointing import checkpoint_blocks
     from manyhands.engine.compile import compile_blocks
-    from manyhands.model.blocks import find_blocks
+    from manyhands.model.structure import find_blocks
 
     model = adapted(tiny(family))
     report = fuse_lora(model, known_modules())

@@ -8,8 +8,8 @@ import pytest
 import torch
 import transformers
 
-from manyhands.convert.loss import LossModel
 from manyhands.kernels.loss.head import Head, agrees, read_head
+from manyhands.model.loss import LossModel
 from tests.support.tiny import tiny_model
 
 SMALL = dict(

@@ -14,7 +14,7 @@ from torch import nn
 from manyhands.convert.lora import LoraLinear, adapted_layers
 from manyhands.families import known_modules
 from manyhands.kernels.modules import FusedAttention, FusedMlp, fuse_lora
-from manyhands.model.blocks import find_blocks
+from manyhands.model.structure import find_blocks
 from tests.kernels.models import adapted, step, tiny, token_ids
 from tests.support.ranks import Ranks
 

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from manyhands.convert.loss import LossModel
 from manyhands.core.errors import UserError
 from manyhands.core.world import World
 from manyhands.engine.native import NativeEngine
 from manyhands.model.checks import check_loss, check_packing
+from manyhands.model.loss import LossModel
 from tests.support.building import load_model, on_meta
 from tests.support.tiny import FAMILIES, VOCAB_SIZE, tiny_plan, tiny_run, tiny_tokenizer, write_tiny_model
 

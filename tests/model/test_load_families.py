@@ -13,13 +13,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from manyhands.convert.lora import adapted_layers
-from manyhands.convert.loss import LossModel
 from manyhands.convert.quantize import nf4_layers
-from manyhands.convert.towers import left_out
 from manyhands.core.errors import UserError
-from manyhands.model.blocks import find_blocks
 from manyhands.model.checks import check_loss, check_packing, check_padding
+from manyhands.model.loss import LossModel
 from manyhands.model.probe import Single
+from manyhands.model.structure import find_blocks, left_out
 from tests.support.building import load_model, on_meta
 from tests.support.families import LEAK, MEASURED
 from tests.support.multimodal import write_tiny_multimodal

@@ -12,17 +12,15 @@ import pytest
 import torch
 
 from manyhands.convert.lora import adapted_layers
-from manyhands.convert.loss import IGNORED, LossModel
 from manyhands.convert.quantize import nf4_layers
-from manyhands.convert.towers import LeftOut, is_left_out, leave_out_towers, left_out
 from manyhands.core.errors import UserError
 from manyhands.facts.model import read_model_facts
 from manyhands.families import measured_types
-from manyhands.model.auto import auto_class_of
-from manyhands.model.blocks import find_blocks
 from manyhands.model.checks import check_packing, pack_documents
 from manyhands.model.load import build_meta
+from manyhands.model.loss import IGNORED, LossModel
 from manyhands.model.probe import Single, probe
+from manyhands.model.structure import LeftOut, auto_class_of, find_blocks, is_left_out, leave_out_towers, left_out
 from tests.model.test_load_families import CPU, assert_loaded_alike, load
 from tests.support.building import on_meta
 from tests.support.multimodal import LEAK, TRAINED, write_tiny_multimodal

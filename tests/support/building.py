@@ -10,9 +10,9 @@ from transformers import AutoConfig
 
 from manyhands.config.schema import RunConfig
 from manyhands.convert.build import build_on_meta, describe_new, load_weights, make_all
-from manyhands.convert.loss import LossModel
 from manyhands.convert.protocol import Context
-from manyhands.convert.towers import is_multimodal
+from manyhands.model.loss import LossModel
+from manyhands.model.structure import is_multimodal
 from manyhands.plan.converters import choose_converters
 from manyhands.plan.types import Plan
 

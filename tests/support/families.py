@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
-from manyhands.convert.attention import IMPLEMENTATIONS, plain_attention, register_attention
-from manyhands.convert.loss import IGNORED, LossModel
 from manyhands.core.errors import UserError
 from manyhands.families import measured_types
+from manyhands.model.attention import IMPLEMENTATIONS, plain_attention, register_attention
 from manyhands.model.checks import check_loss, check_packing, check_padding, pack_documents
+from manyhands.model.loss import IGNORED, LossModel
 from manyhands.model.probe import Single
 from tests.support.equality import put_between_marks
 from tests.support.tiny import tiny_model

@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 from manyhands.config.schema import RunConfig
 from manyhands.convert.adapter import adapter_state, load_adapter_state
-from manyhands.convert.loss import IGNORED
 from manyhands.core.holding import gather
 from manyhands.core.seeds import named_generator
 from manyhands.core.world import World
 from manyhands.engine.apply import apply
 from manyhands.engine.native import NativeEngine
+from manyhands.model.loss import IGNORED
 from manyhands.plan.types import Plan
 from tests.support.building import on_meta
 from tests.support.plans import change_plan

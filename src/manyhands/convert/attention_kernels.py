@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from manyhands.convert.attention import AttentionKernels, choose_attention_kernels
 from manyhands.convert.protocol import BaseConverter, Context
+from manyhands.model.attention import AttentionKernels, choose_attention_kernels
 
 
 class FastAttention(BaseConverter):

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from manyhands.convert.loss import LossModel
 from manyhands.convert.protocol import Context, Converter
 from manyhands.core.errors import UserError
 from manyhands.model.load import build_meta, hugging_face_model, materialize
+from manyhands.model.loss import LossModel
 
 # Name in a plan -> module and class, imported when a plan names it. A plan may also name ``module:Class`` itself.
 CONVERTERS = {

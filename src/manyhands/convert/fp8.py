@@ -25,7 +25,7 @@ from manyhands.kernels.fp8 import (
 )
 from manyhands.kernels.lora import Layer
 from manyhands.kernels.modules import FusedAttention, FusedMlp
-from manyhands.model.blocks import block_linears
+from manyhands.model.structure import block_linears
 
 
 class Fp8Linear(nn.Linear):

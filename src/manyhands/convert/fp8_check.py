@@ -21,7 +21,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.holding import local
 from manyhands.kernels.fp8 import MIN_CAPABILITY, describe, fp8_linears, has_scaled_mm
 from manyhands.kernels.lora import Layer
-from manyhands.model.blocks import find_blocks
+from manyhands.model.structure import find_blocks
 
 # What rounding alone can do. A product errs by 0.037 of itself (kernels/fp8), at random. A layer that errs by more
 # than the # worst code does, 2**-4, has outliers that leave the rest too few codes, or is not computed right.

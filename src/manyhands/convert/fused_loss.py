@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from manyhands.convert.loss import LossModel
 from manyhands.convert.protocol import BaseConverter, Context, TrainedModel
 from manyhands.core.errors import UserError
+from manyhands.model.loss import LossModel
 
 
 class FusedLoss(BaseConverter):

@@ -30,7 +30,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.holding import fill_from, local
 from manyhands.core.progress import advance
 from manyhands.core.seeds import named_generator
-from manyhands.model.blocks import block_linears, find_blocks
+from manyhands.model.structure import block_linears, find_blocks
 
 MIN_REACH = 0.9  # share of the blocks' matrix elements that all-linear must adapt
 

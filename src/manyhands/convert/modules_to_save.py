@@ -16,7 +16,7 @@ from torch import nn
 from manyhands.config.patterns import matches
 from manyhands.convert.nf4 import Nf4Linear
 from manyhands.core.errors import UserError
-from manyhands.model.blocks import find_blocks
+from manyhands.model.structure import find_blocks
 
 
 class CastsItsMasters:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from manyhands.config.schema import MethodSection, RunConfig
-from manyhands.convert.loss import LossModel
+from manyhands.model.loss import LossModel
 from manyhands.plan.types import Plan
 
 

@@ -16,7 +16,7 @@ from manyhands.convert.protocol import BaseConverter, Context
 from manyhands.core.holding import gather
 from manyhands.kernels import nf4 as kernels_nf4
 from manyhands.kernels.backend import Backend
-from manyhands.model.blocks import block_linears
+from manyhands.model.structure import block_linears
 
 STORED = ("weight_codes", "weight_statistics")
 

@@ -20,9 +20,9 @@ from manyhands.convert.adapter import check_adapter
 from manyhands.convert.build import build_on_meta, make_all
 from manyhands.convert.protocol import Context
 from manyhands.core.errors import UserError
-from manyhands.model.blocks import find_blocks
 from manyhands.model.load import match_checkpoint
 from manyhands.model.probe import probe
+from manyhands.model.structure import find_blocks
 from manyhands.plan.types import Plan
 from manyhands.train.optimizer import group_parameters, split_matrices
 

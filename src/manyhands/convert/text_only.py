@@ -1,4 +1,4 @@
-"""The converter that leaves out what text never passes through in a multimodal model; ``towers.py`` has the parts."""
+"""The converter that leaves out what text never passes through in a multimodal model; ``model/structure.py`` has the parts."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from manyhands.convert.protocol import BaseConverter, Context
-from manyhands.convert.towers import leave_out_towers
 from manyhands.core.errors import UserError
+from manyhands.model.structure import leave_out_towers
 
 
 class TextOnly(BaseConverter):

@@ -24,7 +24,6 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from manyhands.convert.loss import LossModel
 from manyhands.core.world import World
 from manyhands.engine.activation_checkpointing import checkpoint_blocks
 from manyhands.engine.activation_offload import offload_activations
@@ -32,7 +31,8 @@ from manyhands.engine.compile import compile_blocks
 from manyhands.engine.masters import ComputeCopy
 from manyhands.engine.mesh import hybrid_mesh, shard_mesh
 from manyhands.engine.native import NativeEngine
-from manyhands.model.blocks import find_blocks
+from manyhands.model.loss import LossModel
+from manyhands.model.structure import find_blocks
 from manyhands.plan.layout import Layout
 from manyhands.plan.types import Plan
 

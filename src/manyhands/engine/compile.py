@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.fx.experimental import _config as shapes
 
-from manyhands.model.blocks import find_blocks
+from manyhands.model.structure import find_blocks
 
 
 def compile_blocks(model: nn.Module, *, dynamic: bool | None = True, **options: object) -> None:

@@ -16,12 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 from manyhands.checkpoint.load import load_checkpoint
 from manyhands.checkpoint.save import save_checkpoint
 from manyhands.config.schema import RunConfig
-from manyhands.convert.loss import LossModel, Terms
 from manyhands.core.holding import local
 from manyhands.core.world import World
 from manyhands.engine.masters import ComputeCopy
 from manyhands.engine.mesh import SHARD
 from manyhands.engine.optimizers import make_engine_optimizer
+from manyhands.model.loss import LossModel, Terms
 from manyhands.plan.types import Plan
 from manyhands.train.optimizer import rates_by_pattern, set_learning_rate
 

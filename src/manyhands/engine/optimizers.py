@@ -19,7 +19,7 @@ from manyhands.core.holding import first_index, local
 from manyhands.engine.masters import ComputeCopy
 from manyhands.kernels.adamw import FusedAdamW, choose_backend
 from manyhands.kernels.backend import Backend
-from manyhands.model.blocks import find_blocks
+from manyhands.model.structure import find_blocks
 from manyhands.plan.types import Plan
 from manyhands.train.optimizer import make_optimizer
 

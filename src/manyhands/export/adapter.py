@@ -17,7 +17,6 @@ from manyhands.convert.adapter import PEFT_PREFIX, adapter_parameters, adapter_s
 from manyhands.convert.lora import adapted_layers
 from manyhands.convert.modules_to_save import fully_trained_modules
 from manyhands.convert.new_tokens import token_indices
-from manyhands.convert.towers import left_out
 from manyhands.core.collectives import run_on_first
 from manyhands.core.files import write_atomically, write_json
 from manyhands.core.holding import reshard
@@ -25,6 +24,7 @@ from manyhands.export.card import CARD, name_on_hub
 from manyhands.export.files import begin_folder, commit_folder, write_tensors, write_tokenizer
 from manyhands.export.reference import Reference, describe_tensor
 from manyhands.facts.adapter import BESIDE_NF4, CONFIG, NF4_OPTIONS, QUANTIZED_BASE, WEIGHTS
+from manyhands.model.structure import left_out
 
 
 def export_adapter(

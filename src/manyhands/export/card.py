@@ -202,7 +202,7 @@ def make_card(
     """The card's text, of the run in the folder ``run``. What is not at hand any more (the token cache, say) is left
     out.
     """
-    from manyhands.model.auto import auto_class_of
+    from manyhands.model.structure import auto_class_of
 
     meta = read_json(Path(plan.data_folder) / "meta.json")
     meta = meta if isinstance(meta, dict) and meta.get("digest") == plan.data_digest else None

@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from manyhands.convert.attention import plain_attention
-from manyhands.convert.resize_embeddings import resize_embeddings
 from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.export.reference import Kind, Probe, Reference, TensorReference, describe_tensor, load_probe, name_dtype
 from manyhands.facts.adapter import NF4_OPTIONS, WEIGHTS, needed_tokens
-from manyhands.model.auto import auto_class_of
+from manyhands.model.attention import plain_attention
+from manyhands.model.resize_embeddings import resize_embeddings
 from manyhands.model.source import state_by_file_names
+from manyhands.model.structure import auto_class_of
 
 INDEX = "model.safetensors.index.json"
 MAX_DETAILS = 20

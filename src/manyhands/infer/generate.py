@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from manyhands.convert.attention import plain_attention
 from manyhands.core.progress import advance
 from manyhands.data.template import ChatTemplate
+from manyhands.model.attention import plain_attention
 
 SENTINEL = "\ue000"  # private use: in no template and in no content
 

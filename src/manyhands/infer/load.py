@@ -12,16 +12,16 @@ import torch
 from torch import nn
 
 from manyhands.convert.adapter import read_adapter
-from manyhands.convert.attention import plain_attention
 from manyhands.convert.lora import apply_lora
 from manyhands.convert.quantize import round_to_nf4
-from manyhands.convert.resize_embeddings import resize_embeddings
 from manyhands.core.errors import UserError
 from manyhands.core.files import refuse_outside_links
 from manyhands.data.template import ChatTemplate, chat_template_kwargs_of
 from manyhands.facts.adapter import describe_method, needed_tokens, read_adapter_config
 from manyhands.infer.generate import end_token_ids, generate
-from manyhands.model.auto import auto_class_of
+from manyhands.model.attention import plain_attention
+from manyhands.model.resize_embeddings import resize_embeddings
+from manyhands.model.structure import auto_class_of
 
 ADAPTER_CONFIG = "adapter_config.json"
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from manyhands import families
-from manyhands.convert.loss import IGNORED, LossModel
 from manyhands.core.errors import UserError
 from manyhands.core.holding import local
+from manyhands.model.loss import IGNORED, LossModel
 
 # Relative deviations that rounding alone may cause. The wider ones are for runs of other shapes, whose matrix products
 # may sum # in another order: 0.04 was seen on random weights of an 8B shape in bfloat16, after 32 blocks.

@@ -17,20 +17,19 @@ from torch import nn
 
 from manyhands.config.schema import RunConfig
 from manyhands.convert.adapter import added_parameters
-from manyhands.convert.attention import IMPLEMENTATIONS, register_attention
 from manyhands.convert.new_tokens import ROWS
 from manyhands.convert.nf4 import Nf4Linear
 from manyhands.convert.quantize import STORED, nf4_weights, stored_names
-from manyhands.convert.resize_embeddings import read_resized, rows_by_token
-from manyhands.convert.towers import is_multimodal
 from manyhands.core.errors import UserError
 from manyhands.core.holding import fill_from, local, local_part, local_slices
 from manyhands.core.progress import advance
 from manyhands.core.seeds import named_seed
 from manyhands.facts.model import shares_head
 from manyhands.facts.types import NewTokens
-from manyhands.model.auto import auto_class
+from manyhands.model.attention import IMPLEMENTATIONS, register_attention
+from manyhands.model.resize_embeddings import read_resized, rows_by_token
 from manyhands.model.source import Checkpoint, needs_conversion, open_weights, read_checkpoint, read_converted
+from manyhands.model.structure import auto_class, is_multimodal
 from manyhands.plan.types import Plan
 
 ADDED = (ROWS, "lora_magnitude_vector")  # filled with the adapters

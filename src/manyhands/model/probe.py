@@ -17,12 +17,11 @@ from typing import Any
 
 import torch
 
-from manyhands.convert.attention import BLOCKWISE, plain_attention, register_attention
-from manyhands.convert.loss import LossModel
-from manyhands.convert.towers import is_multimodal, leave_out_towers
 from manyhands.core.errors import UserError
-from manyhands.model.auto import auto_class
+from manyhands.model.attention import BLOCKWISE, plain_attention, register_attention
 from manyhands.model.checks import check_loss, check_packing, check_padding
+from manyhands.model.loss import LossModel
+from manyhands.model.structure import auto_class, is_multimodal, leave_out_towers
 
 CPU = torch.device("cpu")
 SEED = 2718

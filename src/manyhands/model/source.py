@@ -28,11 +28,11 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from manyhands.convert.towers import is_left_out, left_out
 from manyhands.core.errors import UserError
 from manyhands.core.progress import advance
 from manyhands.facts.model import STORED_DTYPES
 from manyhands.facts.safetensors import DTYPE_BITS, find_weight_files, read_header
+from manyhands.model.structure import is_left_out, left_out
 
 OLD_BUFFERS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$")  # once saved, now computed
 

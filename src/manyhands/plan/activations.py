@@ -9,7 +9,7 @@ from __future__ import annotations
 from manyhands.plan.estimate_input import EstimateInput
 from manyhands.plan.layout import Checkpointing
 
-BLOCK_SCORES = 2**25  # elements of one block of soft-capped attention, as in convert/attention.py
+BLOCK_SCORES = 2**25  # elements of one block of soft-capped attention, as in model/attention.py
 LEAVING_BYTES = AHEAD_BYTES = (
     2**28
 )  # of activations on their way to host memory, and back: as in engine/activation_offload.py
@@ -132,7 +132,7 @@ def attention_mask(s: EstimateInput) -> int:
 
 
 def block_scores(s: EstimateInput) -> int:
-    """Soft-capped scores, computed a block at a time (convert/attention.py): at most 2**25, each some 4 times in c
+    """Soft-capped scores, computed a block at a time (model/attention.py): at most 2**25, each some 4 times in c
     bytes and 4 times in 4.
     """
     if s.model.attention_softcap is None:

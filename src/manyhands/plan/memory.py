@@ -30,7 +30,7 @@ from manyhands.plan.estimate_input import EstimateInput
 from manyhands.plan.trained import TrainedWeights, count_state_bytes
 
 GIB = 2**30
-CHUNK_LOGITS, MIN_CHUNK_TOKENS = 2**27, 256  # elements and tokens of one chunk of the loss, as in convert/loss.py
+CHUNK_LOGITS, MIN_CHUNK_TOKENS = 2**27, 256  # elements and tokens of one chunk of the loss, as in model/loss.py
 FUSED_LOGITS = {
     "frozen": 2**28,
     "trained": 2**29,

@@ -103,7 +103,7 @@ class Plan(Part):
     fuse_optimizer: bool = (
         False  # AdamW that clips, steps and writes the compute copy in one kernel, where there is one
     )
-    attention: Literal["varlen", "sdpa", "blockwise"]  # see convert/attention.py
+    attention: Literal["varlen", "sdpa", "blockwise"]  # see model/attention.py
 
     packing: bool
     batch_samples: int | None  # rows of the global batch, or

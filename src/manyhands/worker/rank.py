@@ -13,7 +13,6 @@ from typing import Any, TextIO
 import torch
 
 from manyhands.config.schema import RunConfig
-from manyhands.convert.loss import LossModel
 from manyhands.convert.protocol import Converter
 from manyhands.core.errors import PeerError, UserError
 from manyhands.core.world import World
@@ -34,6 +33,7 @@ from manyhands.launch.failure import (
 from manyhands.launch.heartbeat import Heartbeat
 from manyhands.launch.run_folder import FolderLock, RunFolder
 from manyhands.metrics.sinks import Sink
+from manyhands.model.loss import LossModel
 from manyhands.plan.types import Plan
 from manyhands.train.types import TrainState
 from manyhands.worker.signals import StopSignal

@@ -20,11 +20,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from manyhands.convert.attention import attention_kwargs, count_positions
 from manyhands.core.errors import UserError
 from manyhands.data.collate import TEXT_ENTRIES
 from manyhands.kernels.loss import choose_backend
 from manyhands.kernels.loss.head import Head, agrees, read_head
+from manyhands.model.attention import attention_kwargs, count_positions
 
 IGNORED = -100  # labels with this value are not trained
 MAX_CHUNK_LOGITS = 2**27  # elements: 0.5 GiB in float32

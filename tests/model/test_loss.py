@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from manyhands.convert import loss as loss_module
-from manyhands.convert.loss import IGNORED, LossModel, chunk_rows
 from manyhands.core.errors import UserError
+from manyhands.model import loss as loss_module
 from manyhands.model.checks import check_loss, check_packing, check_padding, pack_documents
+from manyhands.model.loss import IGNORED, LossModel, chunk_rows
 from tests.support.tiny import FAMILIES, tiny_model
 
 CPU = torch.device("cpu")
@@ -141,7 +141,7 @@ def test_an_encoder_is_named_as_one(implementation: str) -> None:
     """With sdpa its tokens see those behind them; our attention hides them, and differs from the model's own code."""
     from transformers import BertConfig, BertLMHeadModel
 
-    from manyhands.convert.attention import BLOCKWISE, register_attention
+    from manyhands.model.attention import BLOCKWISE, register_attention
 
     register_attention()
     sizes = {

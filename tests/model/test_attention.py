@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from manyhands.convert import attention
-from manyhands.convert.attention import VARLEN, attend_varlen, attention_kwargs, register_attention
-from manyhands.convert.loss import LossModel
+from manyhands.model import attention
+from manyhands.model.attention import VARLEN, attend_varlen, attention_kwargs, register_attention
 from manyhands.model.checks import pack_documents
+from manyhands.model.loss import LossModel
 from tests.support.tiny import FAMILIES, tiny_model
 
 LENGTHS = (3, 30, 1, 17)

@@ -1,0 +1,147 @@
+"""What a transformers model consists of: the class that opens it, its blocks, its text and the towers around that.
+
+Blocks and text are found by the module tree alone. A multimodal model is opened as a whole, so that the same model is
+trained, reopened and adapted: its tensors' names are those of the published files, and PEFT finds an adapter's layers in
+what a user loads. It is trained on text: what text never passes through (vision and audio towers, their projectors) is
+left out of memory, neither loaded nor adapted, quantized, sharded or saved in checkpoints, and what is exported takes it
+from the source, byte for byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from manyhands.core.errors import UserError
+
+
+def auto_class(config: Any) -> Any:
+    """``AutoModelForMultimodalLM`` for a transformers config of text and more that it knows, else
+    ``AutoModelForCausalLM``.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+
+    whole = is_multimodal(config) and config.model_type in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+    return AutoModelForMultimodalLM if whole else AutoModelForCausalLM
+
+
+def auto_class_of(folder: Any, *, trust_remote_code: bool = False) -> Any:
+    """The same for a model's folder."""
+    from transformers import AutoConfig
+
+    return auto_class(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code))
+
+
+def is_multimodal(config: Any) -> bool:
+    """Whether a transformers config holds that of a text model beside others."""
+    return config.get_text_config() is not config
+
+
+def text_modules(model: Any) -> set[nn.Module] | None:
+    """Every module of a multimodal model's text decoder; None for a model that is all text."""
+    config = getattr(model, "config", None)
+    return set(model.get_decoder().modules()) if config is not None and is_multimodal(config) else None
+
+
+def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The decoder blocks by their names in ``model``, in order.
+
+    A block is an outermost ``GradientCheckpointingLayer``: transformers gives that base to every layer that is
+    repeated. Of a multimodal model the text decoder's count, not those of its towers.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    blocks: dict[str, nn.Module] = {}
+    text = text_modules(model)
+    for name, module in model.named_modules():
+        if text is not None and module not in text:
+            continue
+        inside = any(name.startswith(f"{outer}.") for outer in blocks)
+        if isinstance(module, GradientCheckpointingLayer) and not inside:
+            blocks[name] = module
+    if not blocks:
+        raise UserError(
+            f"The model {type(model).__name__} has no blocks that can be found.",
+            why="None of its layers is a transformers GradientCheckpointingLayer.",
+            fix="Use a decoder family whose implementation comes with transformers.",
+        )
+    return blocks
+
+
+def block_linears(model: nn.Module) -> dict[str, nn.Linear]:
+    """Every linear layer inside a block, by its full name; neither embeddings nor the head."""
+    return {
+        f"{block_name}.{name}": module
+        for block_name, block in find_blocks(model).items()
+        for name, module in block.named_modules()
+        if isinstance(module, nn.Linear)
+    }
+
+
+class TextNeedsTower(UserError, AttributeError):
+    """Text reached a part that is left out. An ``AttributeError`` too, so that ``hasattr`` works on such a part."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"text of this model passes through {name}, which is left out where a model is trained on text alone",
+            fix="use a model of a family whose text needs its decoder only",
+        )
+
+
+class LeftOut(nn.Module):
+    """A placeholder without parameters for a tower, or for a parameter of the multimodal model itself."""
+
+    device = torch.device("meta")  # some families read it before they know that there is no image
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def forward(self, *_: Any, **__: Any) -> NoReturn:
+        raise TextNeedsTower(self.name)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            raise TextNeedsTower(f"{self.__dict__.get('name', 'a part')}.{name}") from None
+
+
+def leave_out_towers(model: Any) -> list[str]:
+    """Replace by a ``LeftOut`` every module with parameters that is neither decoder, embeddings nor head.
+
+    Parameters of the modules around these too (such as the token that ends a row of an image). Returns their names; a text
+    model is not changed.
+    """
+    if not is_multimodal(model.config):
+        return []
+    text = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
+    _leave_out(model, {id(module) for module in text if module is not None}, "")
+    return left_out(model)
+
+
+def _leave_out(module: nn.Module, kept: set[int], prefix: str) -> None:
+    for name, _ in list(module.named_parameters(recurse=False)):
+        delattr(module, name)
+        module.add_module(name, LeftOut(prefix + name))
+    for name, child in list(module.named_children()):
+        if id(child) in kept or next(child.parameters(), None) is None:
+            continue
+        if any(id(inner) in kept for inner in child.modules()):
+            _leave_out(child, kept, f"{prefix}{name}.")
+        else:
+            setattr(module, name, LeftOut(prefix + name))
+
+
+def left_out(model: nn.Module) -> list[str]:
+    """Names of the parts that ``leave_out_towers`` replaced."""
+    return [name for name, module in model.named_modules() if isinstance(module, LeftOut)]
+
+
+def is_left_out(name: str, parts: Iterable[str]) -> bool:
+    """Whether a tensor's name is that of one of ``parts``, or of something within it."""
+    return any(name == part or name.startswith(f"{part}.") for part in parts)
