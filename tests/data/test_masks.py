@@ -7,6 +7,9 @@ conversation.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -379,32 +382,66 @@ def test_the_table_is_whole() -> None:
         assert cases.keys() == CONVERSATIONS.keys(), family
 
 
+def check_all(check: Callable[[str, str], None]) -> None:
+    """``check`` of every cell of the table; all cells that fail are named in one failure."""
+    faults = []
+    for family, cases in EXPECTED.items():
+        for name in cases:
+            try:
+                check(family, name)
+            except Exception as error:  # whatever a cell raises is its fault, and must not hide the others'
+                faults.append(f"{family}, {name}: {type(error).__name__}: {error}")
+    assert not faults, f"{len(faults)} conversations:\n" + "\n".join(faults)
+
+
 @pytest.mark.parametrize("trim_offsets", [True, False])
-@pytest.mark.parametrize("name", CONVERSATIONS)
-@pytest.mark.parametrize("family", EXPECTED)
-def test_masks_written_by_hand(family: str, name: str, trim_offsets: bool) -> None:
-    tokenizer, expected = family_tokenizer(family, trim_offsets), EXPECTED[family][name]
-    conversation = Conversation(*CONVERSATIONS[name])
-    if isinstance(expected, str):
-        with pytest.raises(RowRefused, match=expected):
-            render(conversation, tokenizer, date=DATE)
-        return
-    rendered = render(conversation, tokenizer, date=DATE)
-    assert rendered.ids.tolist() == own_ids(family, name)
-    assert trained_texts(tokenizer, rendered) == expected
-    assert rendered.ids.dtype == np.int32 and rendered.trained.dtype == bool and rendered.weights is None
+def test_masks_written_by_hand(trim_offsets: bool) -> None:
+    def check(family: str, name: str) -> None:
+        tokenizer, expected = family_tokenizer(family, trim_offsets), EXPECTED[family][name]
+        conversation = Conversation(*CONVERSATIONS[name])
+        if isinstance(expected, str):
+            try:
+                render(conversation, tokenizer, date=DATE)
+            except RowRefused as refused:
+                assert re.search(expected, str(refused)), refused
+                return
+            raise AssertionError(f"not refused ({expected})")
+        rendered = render(conversation, tokenizer, date=DATE)
+        assert rendered.ids.tolist() == own_ids(family, name)
+        assert trained_texts(tokenizer, rendered) == expected
+        assert rendered.ids.dtype == np.int32 and rendered.trained.dtype == bool and rendered.weights is None
+
+    check_all(check)
 
 
-@pytest.mark.parametrize("name", CONVERSATIONS)
-@pytest.mark.parametrize("family", EXPECTED)
-def test_last_turn_only_and_all_tokens(family: str, name: str) -> None:
-    tokenizer, expected = family_tokenizer(family), EXPECTED[family][name]
-    if isinstance(expected, str):
-        return
-    conversation = Conversation(*CONVERSATIONS[name])
-    last = render(conversation, tokenizer, train_on="last", date=DATE)
-    whole = render(conversation, tokenizer, train_on="all", date=DATE)
-    assert last.ids.tolist() == whole.ids.tolist() == own_ids(family, name)
-    only = ["Fine." + STOP] if (family, name) == ("deepseek3", "two answers") else expected[-1:]
-    assert trained_texts(tokenizer, last) == only
-    assert whole.trained.all() and whole.weights is None
+def test_last_turn_only_and_all_tokens() -> None:
+    def check(family: str, name: str) -> None:
+        tokenizer, expected = family_tokenizer(family), EXPECTED[family][name]
+        if isinstance(expected, str):
+            return
+        conversation = Conversation(*CONVERSATIONS[name])
+        last = render(conversation, tokenizer, train_on="last", date=DATE)
+        whole = render(conversation, tokenizer, train_on="all", date=DATE)
+        assert last.ids.tolist() == whole.ids.tolist() == own_ids(family, name)
+        only = ["Fine." + STOP] if (family, name) == ("deepseek3", "two answers") else expected[-1:]
+        assert trained_texts(tokenizer, last) == only
+        assert whole.trained.all() and whole.weights is None
+
+    check_all(check)
+
+
+def test_every_cell_that_fails_is_named() -> None:
+    """A planted fault: two cells that expect another text are both named."""
+    wrong = {("qwen3", "single"), ("glm45", "blanks")}
+
+    def check(family: str, name: str) -> None:
+        if (family, name) in wrong:
+            expected = EXPECTED[family][name]
+            assert trained_texts(
+                family_tokenizer(family),
+                render(Conversation(*CONVERSATIONS[name]), family_tokenizer(family), date=DATE),
+            ) == [f"{text}!" for text in expected]
+
+    with pytest.raises(AssertionError, match="2 conversations") as caught:
+        check_all(check)
+    assert all(f"{family}, {name}" in str(caught.value) for family, name in wrong)

@@ -225,7 +225,7 @@ append = segment.SegmentWriter.append
 def slow(self, *arguments):
     append(self, *arguments)
     if self.num_samples == 100:
-        self._ids.flush()
+        self._files["tokens"].flush()
         print("half", flush=True)
         sys.stdin.read()
 segment.SegmentWriter.append = slow
