@@ -74,7 +74,7 @@ def test_a_failure_ctrl_c_and_a_kill_later_the_losses_are_those_of_a_run_left_al
 
     interrupted = start_and_pause(place, "ended", 5, signal.SIGINT)
     assert interrupted.code == 130, interrupted.output
-    assert "stopped after step 6; the same command goes on from there" in interrupted.output
+    assert "stopped after step 6; the same command resumes from there" in interrupted.output
     assert (
         "saved at step 6" in interrupted.output
         and "Traceback" not in interrupted.output
@@ -181,7 +181,7 @@ def test_sigterm_in_verification_is_an_interruption_and_the_next_start_verifies(
         process.send_signal(signal.SIGTERM)
         stopped = place.wait(process, time.monotonic())
     run = place.run("verifying")
-    assert stopped.code == 143 and "saved at step 12; the same command goes on from there" in stopped.output, (
+    assert stopped.code == 143 and "saved at step 12; the same command resumes from there" in stopped.output, (
         stopped.output
     )
     assert (

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from manyhands.facts.host import read_host_facts
 from manyhands.plan.types import Plan
 from tests.e2e.conftest import SEVERAL_PACKS
 from tests.e2e.runs import NO_VERIFY, NUM_STEPS, WORDS, Place, Run, at_step
@@ -57,8 +58,12 @@ def test_the_run_goes_on_with_smaller_micro_batches_and_the_same_batches(place: 
     )
 
 
-def test_a_fault_that_smaller_plans_do_not_cure_ends_with_what_to_do(place: Place) -> None:
+def test_a_fault_that_smaller_plans_do_not_cure_ends_with_what_to_do(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Micro-batches are as asked, so that the second plan, which recomputes whole blocks, is the smallest."""
+    host = read_host_facts()  # where more memory is free later on, larger plans are tried again
+    monkeypatch.setattr("manyhands.launch.facts.read_host_facts", lambda: host)
     keys = ("--gpus", "1", *SEVERAL_PACKS, "batch.micro_tokens=512")
     ended = place.train("hopeless", *keys, plant=out_of_memory(99))
     assert ended.code == 1 and ended.output.count("error: ") == 1, ended.output

@@ -143,3 +143,34 @@ def test_on_a_full_disk_the_cause_and_the_status_are_written_all_the_same(folder
 def test_a_rank_that_could_not_say_that_the_disk_is_full_is_spoken_for(folder, monkeypatch):
     monkeypatch.setattr("manyhands.launch.failure.shutil.disk_usage", lambda path: SimpleNamespace(free=0))
     assert "probably the disk is full: 0 bytes are free" in first_failure(folder, {0: ended(1)}).why
+
+
+@pytest.mark.parametrize(("limit_s", "moves"), [(3600.0, True), (0.0, False)])
+def test_processor_time_counts_as_progress_for_a_limited_time(folder, monkeypatch, limit_s, moves):
+    """While libraries are loaded or compile: a rank that only spins is stuck in the end."""
+    for name, value in (("TICK_S", 0.01), ("WORKING_CPU_S", 0.0), ("WORKING_LIMIT_S", limit_s)):
+        monkeypatch.setattr(f"manyhands.launch.heartbeat.{name}", value)
+    heartbeat = Heartbeat(folder, 0)
+    first, ticks = read_beat(folder, 0), set()
+    while len(ticks) < 5:
+        last = read_beat(folder, 0)
+        ticks.add(last.tick)
+    heartbeat.close()
+    assert (last.beat > first.beat) == moves
+
+
+@pytest.mark.parametrize("kind", ["torchrun", "manyhands"])
+def test_status_names_a_bug_where_another_launcher_has_started_the_rank(folder, capsys, kind):
+    from manyhands.launch.environment import Launcher
+    from manyhands.worker.rank import Rank
+
+    folder.create()
+    folder.write_status("running", pid=1, plan=1)
+    rank = Rank(Launcher(kind, rank=0, world_size=1), stage="train", folder=folder, plan=make_plan())
+    rank.report_failure(ValueError("the cat sat on the keyboard"))
+    status = folder.read_status()
+    if kind == "manyhands":  # its launcher writes it, which may know of an earlier cause
+        assert status["state"] == "running"
+        return
+    assert (status["state"], status["plan"]) == ("failed", 1)
+    assert status["reason"] == "rank 0 failed in stage 'train': ValueError: the cat sat on the keyboard"

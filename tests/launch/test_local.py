@@ -183,7 +183,7 @@ def test_a_signal_ends_all_and_says_how_to_go_on(planned, number, code):
     output, _ = launcher.communicate(timeout=WAIT_S)
     assert launcher.returncode == code
     assert output.splitlines() == [
-        f"{number.name}: the run has ended, saved at step 5; the same command goes on from there"
+        f"{number.name}: the run has ended, saved at step 5; the same command resumes from there"
     ]
     assert [worker for worker in workers if lives(worker)] == []
     assert folder.read_status()["state"] == "interrupted"

@@ -144,6 +144,19 @@ def test_tensorboard_has_every_curve_and_resume_purges(tmp_path):
     assert events.Scalars("utilisation_percent/rank1")[0].value == pytest.approx(90)
 
 
+def test_tensorboard_hides_a_launch_that_ended_before_its_first_checkpoint(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for steps in ([1, 2, 3], [1, 2]):
+        sink = TensorBoardSink(tmp_path)
+        sink.after_evaluation(TrainState(), evaluation(0))
+        feed(sink, steps)
+        sink.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [event.step for event in events.Scalars("loss/all")] == [1, 2]
+    assert [event.step for event in events.Scalars("validation/loss")] == [0]
+
+
 def test_a_pipe_gets_plain_lines_at_a_sensible_pace_and_both_answers():
     out = io.StringIO()
     sink = ConsoleSink(out, num_steps=1000)

@@ -33,6 +33,9 @@ TICK_S = 0.5
 ORPHAN_GRACE_S = 20.0
 START = "start"  # the stage in which a rank imports its libraries
 WORKING_CPU_S = 0.01  # between two ticks; waiting for others takes a tenth of it
+# Processor time alone counts as progress for so long: compilation of a large model takes minutes, and what spins for an
+# hour without another sign is stuck.
+WORKING_LIMIT_S = 3600.0
 RESERVE_BYTES = 32 * 1024  # for the reason of a failure, should the disk be full by then
 _RECORD_BYTES = 512  # fixed, so that one write replaces the whole record
 
@@ -84,6 +87,7 @@ class Heartbeat:
         self._fd = os.open(folder.beat(rank), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         self._now: tuple[str, int | None, float, int] = (START, None, time.monotonic(), 0)
         self._advanced = 0.0
+        self._worked = 0.0  # when processor time last counted as progress
         self.count_collectives: Callable[[], int] = lambda: 0
         self.counts_processor = (
             True  # its processor time is a sign of work: where libraries are at work, and no device is waited for
@@ -117,7 +121,7 @@ class Heartbeat:
         with self._writing:
             stage, step, beat, num_stages = self._now
             record: dict[str, Any] = {"rank": self.rank, "pid": os.getpid(), "stage": stage[:100], "step": step}
-            record["beat"] = max(beat, self._advanced)
+            record["beat"] = max(beat, self._advanced, self._worked)
             record |= {"tick": time.monotonic(), "done": self._done.is_set(), "host": this_host()}
             if not self._done.is_set():
                 self._num_collectives = self.count_collectives()
@@ -129,10 +133,16 @@ class Heartbeat:
         while not self._done.wait(TICK_S):
             before, self._cpu_s = self._cpu_s, time.process_time()
             if self.counts_processor and self._cpu_s - before > WORKING_CPU_S:
-                self.advance()
+                self._count_processor()
             self._write()
             if self._launcher and os.getppid() != self._launcher:
                 self._end_orphan()
+
+    def _count_processor(self) -> None:
+        """Libraries are at work; unless nothing else has moved for too long."""
+        last = max(self._now[2], self._advanced)
+        if time.monotonic() - last < WORKING_LIMIT_S:
+            self._worked = time.monotonic()
 
     def _end_orphan(self) -> None:
         """The launcher was killed and cannot end us: ask this rank to leave, then make it leave."""

@@ -152,7 +152,7 @@ def run_workers(
         return 0
     folder.write_status("interrupted", reason=received.name)
     step = folder.newest_step()
-    saved = f"saved at step {step}; the same command goes on from there"
+    saved = f"saved at step {step}; the same command resumes from there"
     if step is None:
         saved = "nothing was saved yet; the same command starts it again"
     report(f"{received.name}: the run has ended, {saved}")

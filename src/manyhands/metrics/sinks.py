@@ -104,8 +104,10 @@ class TensorBoardSink(Sink):
         from torch.utils.tensorboard import SummaryWriter
 
         self.every_steps = every_steps
-        # TensorBoard itself hides what older files say from the purge step on.
-        self._writer = SummaryWriter(str(folder), purge_step=resumed_at + 1 if resumed_at else None, flush_secs=10)
+        # TensorBoard hides what older files hold from the purge step on; before the first checkpoint that is all of it.
+        purge_step = resumed_at + 1 if resumed_at else 0
+        is_first = not any(folder.glob("events.out.tfevents.*"))
+        self._writer = SummaryWriter(str(folder), purge_step=None if is_first else purge_step, flush_secs=10)
 
     def after_step(self, state: TrainState, result: StepResult) -> None:
         if result.step % self.every_steps:

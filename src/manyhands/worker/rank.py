@@ -137,14 +137,8 @@ class Rank:
             record_for_torch(error, self.stage, rank)
         if self.folder is not None:
             write_failure(self.folder, rank, self.stage, error, world_size=world_size)
-        if (
-            self.launcher.kind != "manyhands"
-            and isinstance(error, UserError)
-            and self.folder is not None
-            and self.plan is not None
-        ):
-            with contextlib.suppress(OSError):
-                self.folder.write_failed(error, self.plan)  # our own launcher does it itself
+        if not is_consequence:
+            self._write_failed(describe_failure(error, self.stage, rank, None), error)
         if is_consequence:
             if self.folder is not None:
                 limit_s = self.config.parallel.timeout_s if self.config is not None else DEFAULT_TIMEOUT_S
@@ -155,7 +149,17 @@ class Rank:
     def show_lost(self, error: BaseException | None = None) -> None:
         """Where no rank has reported why the run ends, a surviving one shows what it knows."""
         if not self.folder.has_cause():
-            self._show(describe_lost(self.folder, self.launcher.rank, self.stage, error))
+            text = describe_lost(self.folder, self.launcher.rank, self.stage, error)
+            self._show(text)
+            self._write_failed(text, error)
+
+    def _write_failed(self, text: str, error: BaseException | None) -> None:
+        """Into status.json, where no launcher of ours does it."""
+        if self.launcher.kind == "manyhands" or self.folder is None or self.plan is None:
+            return
+        reason = error if isinstance(error, UserError) else UserError(text.removeprefix("error: "))
+        with contextlib.suppress(OSError):
+            self.folder.write_failed(reason, self.plan)
 
     def _show(self, text: str) -> None:
         if self.launcher.kind != "manyhands" and (self.folder is None or claim_terminal(self.folder)):

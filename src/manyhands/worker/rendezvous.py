@@ -115,6 +115,8 @@ def _prepare(rank: Rank, arguments: argparse.Namespace) -> str:
         )
         rank.lock = prepared.lock
         folder, config, plan, finished = prepared.folder, prepared.config, prepared.plan, prepared.finished
+        if not finished:
+            folder.write_status("running", pid=os.getpid(), plan=plan.number)
     fields = {"folder": str(folder.path.resolve()), "finished": finished}
     return json.dumps(fields | {"config": config.model_dump(mode="json"), "plan": plan.model_dump(mode="json")})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import signal
 from collections.abc import Callable
 
 import torch
@@ -58,7 +59,10 @@ def run_rank(rank: Rank, arguments: argparse.Namespace) -> int:
             stage(rank)
         except Interrupted:
             rank.close_heartbeat()
-            rank.say(f"stopped after step {rank.state.step}; the same command goes on from there")
+            if rank.is_first and rank.launcher.kind != "manyhands":  # our launcher does it itself
+                reason = signal.Signals(rank.stop.number).name if rank.stop.number else "a rank was asked to stop"
+                rank.folder.write_status("interrupted", reason=reason)
+            rank.say(f"stopped after step {rank.state.step}; the same command resumes from there")
             return rank.stop.exit_code if rank.stop.number else EXIT_INTERRUPTED
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -90,7 +94,7 @@ def explain_out_of_memory(rank: Rank, error: BaseException) -> UserError:
     helps = rank.stage not in NOT_OF_MICRO_BATCHES
     fix = "start it again: the next start plans a smaller micro-batch with the same global batch"
     if not helps:
-        fix = "use more GPUs with parallel.strategy=fsdp, or end other programs that hold memory; the same command goes on"
+        fix = "use more GPUs with parallel.strategy=fsdp, or end other programs that hold memory; the same command resumes"
     return UserError(
         f"out of {'GPU ' if device.type == 'cuda' else ''}memory in stage '{rank.stage}' at step {rank.state.step}",
         where=f"rank {rank.launcher.rank}: {had}planned {rank.plan.memory.total / gib:.1f} GiB",
