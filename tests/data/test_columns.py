@@ -16,6 +16,7 @@ from manyhands.data.files import Row
 from manyhands.data.messages import RowRefused
 from manyhands.data.prepare import prepare
 from manyhands.data.store import TokenStore
+from manyhands.data.tokenizer import tokenizer_digest
 from tests.data.conftest import make_tokenizer
 
 TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -149,15 +150,49 @@ def image_folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("token", ["<|vision_start|>", "[PATCH]"])
-def test_a_placeholder_of_the_model_in_a_text_is_refused(token, image_folder: Path, write_rows, make_config) -> None:
+def test_a_placeholder_of_the_model_in_a_text_is_refused(
+    token, image_folder: Path, write_rows, make_config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = numbered({"question": "a", "answer": "b"})
     run(make_config(write_rows([row | {"question": "a <image> b"} for row in rows], "other.jsonl")), image_folder)
     rows[7]["question"] = f"what is {token}?"
     with pytest.raises(UserError, match="1 row cannot be trained") as caught:
         run(make_config(write_rows(rows)), image_folder)
     assert f"train.jsonl:8: the text holds {token}, which stands for an image" in caught.value.details[0]
-    long = write_rows([{"text": "word " * 120_000 + token + " word" * 120_000}], "long.jsonl")
+    for module in ("tokenize", "long_text"):
+        monkeypatch.setattr(f"manyhands.data.{module}.LONG_CHARACTERS", 1000)
+    long = write_rows([{"text": "word " * 1000 + token + " word" * 1000}], "long.jsonl")
     with pytest.raises(UserError, match="1 row cannot be trained"):
         run(make_config(long, task="cpt", too_long="split"), image_folder)
     (image_folder / "config.json").write_text('{"model_type": "x"}')  # the same tokens, and a model of text alone
     run(make_config(write_rows(rows, "text.jsonl")), image_folder)
+
+
+@pytest.mark.parametrize("place", ["reasoning", "arguments", "tools"])
+def test_a_placeholder_beside_the_contents_is_refused(place, image_folder: Path, write_rows, make_config) -> None:
+    call = {"name": "look", "arguments": {"at": "[PATCH]" if place == "arguments" else "b"}}
+    answer = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]}
+    answer["reasoning_content"] = "hm [PATCH]" if place == "reasoning" else "hm"
+    tools = [{"name": "look", "description": "[PATCH]" if place == "tools" else "c", "parameters": {}}]
+    row = {"messages": [{"role": "user", "content": "a"}, answer], "tools": tools}
+    template = write_rows([], "t.jinja")
+    template.write_text(
+        "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{{ m.reasoning_content or '' }}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c | tojson }}{% endfor %}"
+        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    with pytest.raises(UserError, match="1 row cannot be trained") as caught:
+        run(make_config(write_rows([row]), model={"chat_template": str(template)}), image_folder)
+    assert "train.jsonl:1: the text holds [PATCH]" in caught.value.details[0]
+
+
+def test_placeholders_of_the_model_are_a_part_of_the_tokenizers_digest(image_folder: Path) -> None:
+    seen = {tokenizer_digest(image_folder)}
+    for config in (
+        {"model_type": "x"},
+        {"model_type": "x", "vision_config": {}},
+        {"model_type": "x", "image_token_id": 7},
+    ):
+        (image_folder / "config.json").write_text(json.dumps(config))
+        seen.add(tokenizer_digest(image_folder))
+    assert len(seen) == 4

@@ -131,7 +131,15 @@ def wait_for_end(processes: list[psutil.Process]) -> None:
     assert not [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+# The interrupt is in test_work_queue.py too; SIGTERM takes the way of SIGKILL.
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGKILL,
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+    ],
+)
 def test_a_killed_preparation_leaves_no_process_and_no_half_cache(
     number: signal.Signals, slow_rows: Path, start, tmp_path: Path
 ) -> None:
@@ -145,7 +153,7 @@ def test_a_killed_preparation_leaves_no_process_and_no_half_cache(
     assert left == [] or number != signal.SIGINT  # which Python can clean up after
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])  # 0: the one that forked the others
 def test_a_killed_child_is_a_clear_error(victim: int, slow_rows: Path, start, tmp_path: Path) -> None:
     process = start(slow_rows)
     below = wait_for_workers(process, tmp_path / "cache")
@@ -156,6 +164,7 @@ def test_a_killed_child_is_a_clear_error(victim: int, slow_rows: Path, start, tm
     assert list((tmp_path / "cache").iterdir()) == []
 
 
+@pytest.mark.slow  # test_prepare.py has it with one process each, where the folder is published by the same code
 def test_two_at_once_do_not_disturb_each_other(start, tmp_path: Path) -> None:
     rows = write_many(tmp_path / "rows", 3000)
     first, second = start(rows), start(rows)

@@ -77,7 +77,10 @@ def num_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     yield seen
 
 
-@pytest.mark.parametrize("name", WRITERS)
+# Reading each kind is test_sources.py's; what is new here, batches that travel between processes, is one code for all.
+@pytest.mark.parametrize(
+    "name", [name if name == "rows.jsonl.gz" else pytest.param(name, marks=pytest.mark.slow) for name in WRITERS]
+)
 def test_the_store_is_the_same_for_any_number_of_processes(
     name: str, make_config, model_folder: Path, tmp_path: Path, num_segments
 ) -> None:
@@ -138,7 +141,10 @@ def test_faults_have_the_lines_that_one_process_gives_them(make_config, model_fo
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2, None])
+# One forked process and the interrupt are enough for `make test`; the others differ only in who is hit.
+@pytest.mark.parametrize(
+    "victim", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow), None]
+)
 def test_a_killed_process_ends_all_and_leaves_nothing(victim: int | None, start, tmp_path: Path) -> None:
     write_csv(tmp_path / "rows.csv", [{"question": WORDS, "answer": "Indeed. " * 200}] * 10_000)  # more than one part
     process = start(tmp_path / "rows.csv")

@@ -1,5 +1,8 @@
 """Which rows of a store are trained and which are held out: seeded, in proportion to the sources. Pure numpy; knows no
 files.
+
+Copies are told by the tokens of the first sample of a document: two divided documents that begin with the same block are
+held out together, and copies that differ in their first block only are not seen as such.
 """
 
 from __future__ import annotations

@@ -223,7 +223,9 @@ class PartTokenizer:
         if isinstance(result, RowRefused):
             outcome.refused.add(row.file, row.line, str(result))
             return
-        if (placeholder := find_any(self._placeholders, item.content)) is not None:
+        # What a template shows besides contents (reasoning, tool calls, definitions of tools) is seen in the ids.
+        placeholder = find_any(self._placeholders, item.content) or self._find_placeholder(result.ids)
+        if placeholder is not None:
             outcome.refused.add(row.file, row.line, _describe_placeholder(placeholder))
             return
         outcome.num_straddling_tokens += result.num_straddling
@@ -272,9 +274,13 @@ class PartTokenizer:
 
     def _refuse_placeholders(self, stretches: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
         for ids in stretches:
-            if self._placeholders and (found := np.isin(self._placeholder_ids, ids)).any():
-                raise RowRefused(_describe_placeholder(self._placeholders[int(found.argmax())]))
+            if (placeholder := self._find_placeholder(ids)) is not None:
+                raise RowRefused(_describe_placeholder(placeholder))
             yield ids
+
+    def _find_placeholder(self, ids: np.ndarray) -> str | None:
+        found = np.isin(self._placeholder_ids, ids) if self._placeholders else np.zeros(1, dtype=np.bool_)
+        return self._placeholders[int(found.argmax())] if found.any() else None
 
     def _split(
         self, row: Row, stretches: Iterable[np.ndarray], weight: float, outcome: Outcome, writer: SegmentWriter

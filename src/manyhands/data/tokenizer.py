@@ -354,10 +354,15 @@ def tokenizer_digest(model_folder: str | Path, chat_template: str | None = None,
 
 
 def _read_class_hints(folder: Path) -> str:
-    """What transformers takes from config.json to choose a tokenizer's class, and to mend it."""
+    """What transformers takes from config.json to choose a tokenizer's class and to correct it, and what tells
+    placeholders (``find_placeholders``)."""
     try:
         fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return ""
     names = ("model_type", "tokenizer_class", "auto_map", "transformers_version")
-    return json.dumps({name: fields.get(name) for name in names} if isinstance(fields, dict) else {}, sort_keys=True)
+    if not isinstance(fields, dict):
+        return "{}"
+    media = {name: value for name, value in fields.items() if MEDIA_TOKEN_KEY.fullmatch(name)}
+    towers = [name for name in TOWER_CONFIGS if name in fields]
+    return json.dumps({name: fields.get(name) for name in names} | media | {"towers": towers}, sort_keys=True)
