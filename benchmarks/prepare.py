@@ -133,7 +133,7 @@ def _read_pss(pid: int) -> float:
     return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("Pss:")), 0.0)
 
 
-def run_together(code: str, arguments: list[list[str]], **environment: str) -> list[Any]:
+def run_on_all_ranks(code: str, arguments: list[list[str]], **environment: str) -> list[Any]:
     """What a process for each list of arguments prints, as JSON, after all have said that they are ready; none ends
     before the last.
     """
@@ -168,7 +168,7 @@ def measure_encoding(model: str, path: Path, num_samples: int) -> list[list[floa
     """
     cores = len(os.sched_getaffinity(0))
     share = min(ENCODED_ROWS, num_samples // cores)
-    return run_together(
+    return run_on_all_ranks(
         ENCODE,
         [[model, str(path), str(core * share), str(share)] for core in range(cores)],
         TOKENIZERS_PARALLELISM="false",
@@ -201,7 +201,7 @@ def measure_preparation(config: dict[str, Any], model: str) -> dict[str, Any]:
 
 def measure_readers(store: str) -> list[dict[str, float]]:
     """What each of several processes adds by opening the store and reading 20,000 rows of it, all at the same time."""
-    return run_together(READ, [[store, str(number)] for number in range(NUM_READERS)])
+    return run_on_all_ranks(READ, [[store, str(number)] for number in range(NUM_READERS)])
 
 
 def main() -> None:

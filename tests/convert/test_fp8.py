@@ -16,7 +16,7 @@ from manyhands.convert.fp8 import Fp8Linear, fp8_layers, quantize_frozen, set_ma
 from manyhands.convert.fp8_check import check_fp8
 from manyhands.core.errors import UserError
 from manyhands.core.world import World
-from manyhands.engine.compile import compile_blocks
+from manyhands.engine.apply import compile_blocks
 from manyhands.engine.native import NativeEngine
 from manyhands.families import known_modules
 from manyhands.kernels.modules import fuse_lora

@@ -123,7 +123,7 @@ def work(advancing):
     return "done"
 
 try:
-    print(together.run_on_first(lambda: work(sys.argv[3] == "advancing")), together.run_on_first(lambda: 7), flush=True)
+    print(together.run_on_rank_0(lambda: work(sys.argv[3] == "advancing")), together.run_on_rank_0(lambda: 7), flush=True)
 except RuntimeError as error:
     print("Timed out" in str(error) or "closed" in str(error), flush=True)
 os._exit(0)

@@ -13,7 +13,7 @@ from manyhands.config.schema import MethodSection
 from manyhands.convert.lora import apply_lora
 from manyhands.convert.quantize import nf4_layers, quantize_blocks
 from manyhands.engine.activation_checkpointing import checkpoint_blocks
-from manyhands.engine.compile import compile_blocks
+from manyhands.engine.apply import compile_blocks
 from manyhands.facts.model import read_model_facts
 from manyhands.families import known_modules
 from manyhands.kernels.modules import fuse_lora

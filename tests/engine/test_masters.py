@@ -16,7 +16,7 @@ import torch
 from manyhands.checkpoint.load import load_checkpoint
 from manyhands.checkpoint.save import save_checkpoint
 from manyhands.engine import apply as surgery
-from manyhands.engine.compile import compile_blocks
+from manyhands.engine.apply import compile_blocks
 from manyhands.engine.native import NativeEngine
 from manyhands.infer.generate import generate
 from manyhands.kernels.adamw import FusedAdamW

@@ -14,7 +14,7 @@ from manyhands.checkpoint.load import load_checkpoint
 from manyhands.checkpoint.save import save_checkpoint
 from manyhands.engine import activation_offload as activations
 from manyhands.engine.activation_offload import ActivationStore, Saved, offload_activations
-from manyhands.engine.compile import compile_blocks
+from manyhands.engine.apply import compile_blocks
 from manyhands.engine.optimizers import StreamedOptimizer, split_parameters
 from tests.support.tiny import tiny_model
 

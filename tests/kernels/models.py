@@ -113,7 +113,7 @@ def sharded_step(family: str, activation_checkpointing: bool, compiled: bool) ->
 
     from manyhands.core.holding import gather
     from manyhands.engine.activation_checkpointing import checkpoint_blocks
-    from manyhands.engine.compile import compile_blocks
+    from manyhands.engine.apply import compile_blocks
     from manyhands.model.structure import find_blocks
 
     model = adapted(tiny(family))

@@ -131,7 +131,7 @@ def test_compiled_blocks_share_graphs_as_before(activation_checkpointing: bool) 
     from torch._dynamo.utils import counters
 
     from manyhands.engine.activation_checkpointing import checkpoint_blocks
-    from manyhands.engine.compile import compile_blocks
+    from manyhands.engine.apply import compile_blocks
 
     plain, fused = pair("llama")
     num_graphs = []

@@ -19,7 +19,7 @@ from manyhands.core.files import write_json
 from manyhands.core.world import World
 from manyhands.engine import apply, mesh
 from manyhands.engine.activation_offload import ActivationStore
-from manyhands.engine.compile import compile_blocks as compile_all
+from manyhands.engine.apply import compile_blocks as compile_all
 from manyhands.engine.optimizers import StreamedOptimizer
 from manyhands.launch import start as launch_start
 from manyhands.launch.heartbeat import Beat

@@ -5,8 +5,14 @@ and the manifest last; then the folder is renamed. What a killed save leaves beh
 """
 
 from manyhands.checkpoint.load import load_checkpoint, newest_checkpoint
-from manyhands.checkpoint.manifest import Manifest, read_manifest
-from manyhands.checkpoint.retention import checkpoint_folder, clean_leftovers, list_checkpoints, prune
+from manyhands.checkpoint.manifest import (
+    Manifest,
+    checkpoint_folder,
+    clean_leftovers,
+    list_checkpoints,
+    prune,
+    read_manifest,
+)
 from manyhands.checkpoint.save import save_checkpoint
 
 __all__ = [

@@ -12,18 +12,25 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-from manyhands.checkpoint.manifest import TRAIN_STATE, Manifest, TensorEntry, check_hashes, check_sizes, read_manifest
-from manyhands.checkpoint.planners import LoadPlanner
-from manyhands.checkpoint.retention import list_checkpoints
+from manyhands.checkpoint.manifest import (
+    TRAIN_STATE,
+    Manifest,
+    TensorEntry,
+    check_hashes,
+    check_sizes,
+    list_checkpoints,
+    read_manifest,
+)
 from manyhands.checkpoint.tensors import (
     MODEL,
     OPTIMIZER,
+    LoadPlanner,
     checkpoint_tensors,
     create_optimizer_state,
     describe,
     trained_parameters,
 )
-from manyhands.core.collectives import run_together, this_rank
+from manyhands.core.collective_errors import run_on_all_ranks, this_rank
 from manyhands.core.errors import UserError
 
 MAX_DETAILS = 20
@@ -51,20 +58,20 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optim
     fit.
     """
     rank, world_size = this_rank()
-    manifest = run_together(lambda: read_manifest(folder))[rank]
+    manifest = run_on_all_ranks(lambda: read_manifest(folder))[rank]
 
     def check_files() -> None:
         check_sizes(folder, manifest)
         check_hashes(folder, manifest, part=rank, num_parts=world_size)
 
-    run_together(check_files)
+    run_on_all_ranks(check_files)
     trained = trained_parameters(model)
-    run_together(lambda: _check_fit(folder, trained, manifest.tensors, exact=optimizer is not None))
+    run_on_all_ranks(lambda: _check_fit(folder, trained, manifest.tensors, exact=optimizer is not None))
     if optimizer is not None:
         create_optimizer_state(optimizer, trained, manifest.tensors)
     tensors = checkpoint_tensors(model, optimizer)
     if optimizer is not None:
-        run_together(lambda: _check_states(folder, describe(tensors), manifest))
+        run_on_all_ranks(lambda: _check_states(folder, describe(tensors), manifest))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), planner=LoadPlanner())

@@ -1,8 +1,14 @@
-"""The manifest: what a checkpoint consists of, file by file and tensor by tensor. Written last; knows no tensors."""
+"""Checkpoints as folders: the manifest (what one consists of, file by file and tensor by tensor), names, retention.
+
+A checkpoint exists when its manifest does, which is written last. Knows no tensors.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import re
+import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,25 +21,28 @@ from manyhands.core.progress import advance
 MANIFEST = "manifest.json"
 TRAIN_STATE = "train_state.json"
 CHUNK_BYTES = 2**22
+PARTIAL = ".tmp"  # being written, or being deleted
+REPLACED = ".old"  # the same step saved again; complete, but a newer one takes its place
+_NAME = re.compile(r"step-(\d+)")
 
 
-class _Part(BaseModel):
+class _FrozenModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class FileEntry(_Part):
+class FileEntry(_FrozenModel):
     bytes: int
     sha256: str
 
 
-class TensorEntry(_Part):
+class TensorEntry(_FrozenModel):
     """A whole tensor, however many files hold its slices."""
 
     shape: tuple[int, ...]
     dtype: str  # torch's name without the prefix: float32
 
 
-class Manifest(_Part):
+class Manifest(_FrozenModel):
     """``extra`` is the caller's own JSON (digests of run and plan, versions); nothing here reads it."""
 
     version: Literal[1] = 1
@@ -115,3 +124,51 @@ def _advice(folder: Path) -> str:
     if older:
         return f"delete {folder.name} to resume from the previous checkpoint, {older[-1]}"
     return f"delete {folder.name} to start over: there is no earlier checkpoint"
+
+
+# -- the folder of a run's checkpoints
+
+
+def checkpoint_folder(checkpoints: Path, step: int) -> Path:
+    """``CHECKPOINTS/step-000010``."""
+    return checkpoints / f"step-{step:06d}"
+
+
+def list_checkpoints(checkpoints: Path) -> list[tuple[int, Path]]:
+    """Complete checkpoints as (step, folder), oldest first."""
+    if not checkpoints.is_dir():
+        return []
+    found = [
+        (int(m[1]), path)
+        for path in checkpoints.iterdir()
+        if (m := _NAME.fullmatch(path.name)) and (path / MANIFEST).is_file()
+    ]
+    return sorted(found)
+
+
+def clean_leftovers(checkpoints: Path) -> list[str]:
+    """Removes what killed saves and deletions left; names what it removed. For rank 0, before anything is saved."""
+    removed = []
+    for path in sorted(checkpoints.glob("step-*")) if checkpoints.is_dir() else ():
+        step, mark = path.with_suffix(""), path.suffix
+        if mark == REPLACED and not step.exists():
+            path.rename(step)  # killed between the two renames of a second save: the first one still counts
+        elif mark in (PARTIAL, REPLACED) or (_NAME.fullmatch(path.name) and not (path / MANIFEST).is_file()):
+            shutil.rmtree(path)
+            removed.append(path.name)
+    return removed
+
+
+def prune(checkpoints: Path, keep_last: int, keep: Collection[int] = ()) -> list[int]:
+    """Deletes all complete checkpoints but the newest ``keep_last`` and the steps in ``keep``; returns the steps
+    deleted.
+
+    For rank 0. A checkpoint stops counting by one rename, before its files go.
+    """
+    doomed = [(step, path) for step, path in list_checkpoints(checkpoints)[: -keep_last or None] if step not in keep]
+    for _, path in doomed:
+        partial = path.with_name(path.name + PARTIAL)
+        path.rename(partial)
+        shutil.rmtree(partial)
+        advance()
+    return [step for step, _ in doomed]

@@ -14,11 +14,9 @@ from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
-from manyhands.checkpoint.manifest import TRAIN_STATE, FileEntry, Manifest, hash_file, write_manifest
-from manyhands.checkpoint.planners import SavePlanner
-from manyhands.checkpoint.retention import PARTIAL, REPLACED
-from manyhands.checkpoint.tensors import checkpoint_tensors, describe
-from manyhands.core.collectives import run_on_first, run_together
+from manyhands.checkpoint.manifest import PARTIAL, REPLACED, TRAIN_STATE, FileEntry, Manifest, hash_file, write_manifest
+from manyhands.checkpoint.tensors import SavePlanner, checkpoint_tensors, describe
+from manyhands.core.collective_errors import run_on_all_ranks, run_on_rank_0
 from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.core.files import explain_full_disk, is_disk_full, rename_synced, sync, write_json
 
@@ -45,18 +43,18 @@ def save_checkpoint(
     """
     progress(0, 3)
     partial = folder.with_name(folder.name + PARTIAL)
-    run_on_first(lambda: _make_empty(partial))
+    run_on_rank_0(lambda: _make_empty(partial))
     tensors = checkpoint_tensors(model, optimizer)
     _write_tensors(partial, tensors, world_size)
     progress(1, 3)
     if rank == 0:
         write_json(partial / TRAIN_STATE, state)
     files: dict[str, FileEntry] = {}
-    for entries in run_together(lambda: _hash_own(partial, rank)):
+    for entries in run_on_all_ranks(lambda: _hash_own(partial, rank)):
         files.update(entries)
     progress(2, 3)
     manifest = Manifest(world_size=world_size, files=files, tensors=describe(tensors), extra=manifest_extra or {})
-    run_on_first(lambda: _commit(partial, folder, manifest))
+    run_on_rank_0(lambda: _commit(partial, folder, manifest))
     progress(3, 3)
 
 

@@ -15,7 +15,7 @@ from manyhands.config.schema import RunConfig
 from manyhands.convert.loftq import best_low_rank, nf4_adapters, quantization_error, set_lora_weights, weight_reader
 from manyhands.convert.lora import LoraNf4Linear
 from manyhands.convert.protocol import BaseConverter, Context
-from manyhands.core.collectives import this_rank
+from manyhands.core.collective_errors import this_rank
 from manyhands.core.holding import gather
 from manyhands.core.progress import advance
 from manyhands.core.seeds import named_generator

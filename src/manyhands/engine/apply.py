@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -22,20 +22,20 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.fx.experimental import _config as shapes
 from torch.nn.parallel import DistributedDataParallel
 
 from manyhands.core.world import World
 from manyhands.engine.activation_checkpointing import checkpoint_blocks
 from manyhands.engine.activation_offload import offload_activations
-from manyhands.engine.compile import compile_blocks
 from manyhands.engine.masters import ComputeCopy
-from manyhands.engine.mesh import hybrid_mesh, shard_mesh
-from manyhands.engine.native import NativeEngine
+from manyhands.engine.native import SHARD, NativeEngine
 from manyhands.model.loss import LossModel
 from manyhands.model.structure import find_blocks
 from manyhands.plan.layout import Layout
 from manyhands.plan.types import Plan
 
+REPLICATE = "replicate"  # the axis of a mesh along which ranks hold the same
 BUCKET_MB = {"full": 100, "part": 4096}  # adapters travel in one flat bucket
 
 
@@ -58,7 +58,7 @@ def apply(
         # Inside the recomputed region (around it where that is selective), outside the gathering of shards.
         compile_blocks(loss_model.model, dynamic=True if layout.dynamic else None)
 
-    mesh = choose_mesh(layout, world)
+    mesh = make_mesh(layout, world)
     if mesh is not None:
         shard(
             loss_model,
@@ -81,6 +81,24 @@ def apply(
     return NativeEngine(loss_model, world, replica=replicate(loss_model, trained))
 
 
+def compile_blocks(model: nn.Module, *, dynamic: bool | None = True, **options: object) -> None:
+    """Compile every block in place; names and state do not change. ``options`` go to ``torch.compile``.
+
+    ``dynamic=True`` makes every size symbolic from the first micro-batch on (those that meet a weight become numbers
+    again), so packs of any fill and any number of documents run one graph for each kind of block in training, and one
+    in evaluation. None makes sizes numbers, which is fastest where there is one shape; a second shape compiles once
+    more, with the sizes that changed as symbols. Kinds of blocks differ in what they compute: with and without a
+    window; under adapters the first block, whose input needs no gradient; with masks (``sdpa``) also a pack of one
+    single document, for which transformers builds none.
+    """
+    if dynamic:
+        # Sizes that happen to be equal in the first micro-batch (tokens and hidden size, documents and head size) would
+        # share a symbol, and a weight would then fix both. Read while tracing, that is at the first micro-batch.
+        shapes.use_duck_shape = False
+    for block in find_blocks(model).values():
+        block.compile(dynamic=dynamic, **options)  # type: ignore[operator]
+
+
 def keep_compute_copy(loss_model: LossModel) -> ComputeCopy:
     """Float32 masters and their bfloat16 copy, wherever a forward pass may begin: the loss, the logits, generation, the
     head.
@@ -89,11 +107,19 @@ def keep_compute_copy(loss_model: LossModel) -> ComputeCopy:
     return ComputeCopy(loss_model, [loss_model, model, getattr(model, model.base_model_prefix)], torch.bfloat16)
 
 
-def choose_mesh(layout: Layout, world: World) -> DeviceMesh | None:
-    """What ``fully_shard`` works on; None where it wraps nothing."""
+def make_mesh(layout: Layout, world: World) -> DeviceMesh | None:
+    """What ``fully_shard`` works on; None where it wraps nothing.
+
+    Axes (replicate, shard): of ``s`` shards ranks ``k s`` to ``(k + 1) s - 1`` hold copy k together. Launchers number
+    the ranks of one machine side by side, so with a machine's ranks a copy only gradients leave it. Where shards are
+    all there is, the mesh has their axis alone.
+    """
     if layout.wrapper != "fully_shard":
         return None
-    return shard_mesh(world) if layout.strategy == "fsdp" else hybrid_mesh(world, layout.mesh.shard)
+    replicate, shard = layout.mesh.replicate, layout.mesh.shard
+    if replicate == 1 and shard > 1:
+        return init_device_mesh(world.device.type, (shard,), mesh_dim_names=(SHARD,))
+    return init_device_mesh(world.device.type, (replicate, shard), mesh_dim_names=(REPLICATE, SHARD))
 
 
 def shard(
@@ -102,8 +128,7 @@ def shard(
     """FSDP2 on every block, then on the rest (embeddings, last norm, head), whose tied weights must share one unit.
 
     ``mixed``: float32 masters, bfloat16 compute, float32 reduction. Without it parameters compute in the dtype they
-    have:
-    adapters cast by themselves. ``reshard_after_forward`` frees a block's gathered weights after its forward pass.
+    have: adapters cast by themselves. ``reshard_after_forward`` frees a block's gathered weights after its forward pass.
     ``offload``: shards, frozen ones too, and their gradients lie in host memory, pinned where there is a GPU to copy
     to.
     """

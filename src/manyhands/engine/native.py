@@ -19,11 +19,12 @@ from manyhands.config.schema import RunConfig
 from manyhands.core.holding import local
 from manyhands.core.world import World
 from manyhands.engine.masters import ComputeCopy
-from manyhands.engine.mesh import SHARD
 from manyhands.engine.optimizers import make_engine_optimizer
 from manyhands.model.loss import LossModel, Terms
 from manyhands.plan.types import Plan
 from manyhands.train.optimizer import rates_by_pattern, set_learning_rate
+
+SHARD = "shard"  # the axis of a mesh along which parameters and gradients are cut
 
 
 class NativeEngine:

@@ -17,7 +17,7 @@ from manyhands.convert.adapter import PEFT_PREFIX, adapter_parameters, adapter_s
 from manyhands.convert.lora import adapted_layers
 from manyhands.convert.modules_to_save import fully_trained_modules
 from manyhands.convert.new_tokens import token_indices
-from manyhands.core.collectives import run_on_first
+from manyhands.core.collective_errors import run_on_rank_0
 from manyhands.core.files import write_atomically, write_json
 from manyhands.core.holding import reshard
 from manyhands.export.card import CARD, name_on_hub
@@ -71,7 +71,7 @@ def export_adapter(
         commit_folder(partial, folder)
         return reference
 
-    return run_on_first(write)
+    return run_on_rank_0(write)
 
 
 def _sort_metadata(path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from manyhands.config.schema import ModelSection, RunConfig
-from manyhands.core.collectives import run_on_first
+from manyhands.core.collective_errors import run_on_rank_0
 from manyhands.core.files import write_atomically, write_json
 from manyhands.export.card import CARD
 from manyhands.export.files import begin_folder, commit_folder, copy_config, extend_ends, write_tensors, write_tokenizer
@@ -45,7 +45,7 @@ def export_model(
     """
     saved_dtype, vocab_size = getattr(torch, dtype), model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
     partial = folder.with_name(folder.name + ".tmp")
-    run_on_first(lambda: begin_folder(folder, replace=replace))
+    run_on_rank_0(lambda: begin_folder(folder, replace=replace))
     layout = lay_out(model, source, saved_dtype)
     writer = ShardWriter(partial, layout.sizes, shard_bytes)
     failure: Exception | None = None
@@ -76,7 +76,7 @@ def export_model(
         commit_folder(partial, folder)
         return reference
 
-    return run_on_first(finish)
+    return run_on_rank_0(finish)
 
 
 def choose_dtype(plan: Plan, config: RunConfig, *, merge: bool) -> str:

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from manyhands.checkpoint.load import newest_checkpoint
-from manyhands.checkpoint.retention import clean_leftovers
+from manyhands.checkpoint.manifest import clean_leftovers
 from manyhands.convert.build import build_on_meta, describe_new, load_weights, make_all
 from manyhands.convert.protocol import Context
 from manyhands.convert.quantize import count_parameters
-from manyhands.core.collectives import run_on_first
+from manyhands.core.collective_errors import run_on_rank_0
 from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.data.batches import collate
 from manyhands.data.collate import BatchShape
@@ -69,7 +69,7 @@ def check_base(rank: Rank) -> None:
 def find_checkpoint(rank: Rank) -> None:
     """Whether the run resumes: converters leave first values alone where a checkpoint brings others."""
     checkpoints = rank.folder.checkpoints
-    run_on_first(lambda: clean_leftovers(checkpoints))  # the others wait: it may rename what they would list
+    run_on_rank_0(lambda: clean_leftovers(checkpoints))  # the others wait: it may rename what they would list
     rank.checkpoint = newest_checkpoint(checkpoints)
 
 

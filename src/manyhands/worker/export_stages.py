@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from manyhands.checkpoint.retention import checkpoint_folder
-from manyhands.core.collectives import run_on_first
+from manyhands.checkpoint.manifest import checkpoint_folder
+from manyhands.core.collective_errors import run_on_rank_0
 from manyhands.data.streams import TOKENS
 from manyhands.export.card import make_card
 from manyhands.export.outputs import Output, base_of, choose_output_dtype, list_outputs, write_output
@@ -51,7 +51,7 @@ def verify(rank: Rank) -> None:
     stop_if_asked(rank)
     for name in list_outputs(rank.config):
         folder, base = rank.folder.path / name, base_of(name, rank.plan, rank.config)
-        said = run_on_first(
+        said = run_on_rank_0(
             lambda folder=folder, name=name, base=base: verify_in_fresh_process(  # type: ignore[misc]
                 folder, _reference(rank, name), base=base, probe_path=_probe(rank), stop=rank.stop
             )
@@ -116,4 +116,4 @@ def _save_probe(rank: Rank) -> None:
     logits = rank.engine.logits(
         {"input_ids": ids, "position_ids": positions, "cu_seq_lens": bounds, "max_length": length}
     )
-    run_on_first(lambda: save_probe(_probe(rank), ids, logits, rank.plan.layout.compute_dtype))
+    run_on_rank_0(lambda: save_probe(_probe(rank), ids, logits, rank.plan.layout.compute_dtype))

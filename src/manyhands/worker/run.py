@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from manyhands.core.collectives import run_together
+from manyhands.core.collective_errors import run_on_all_ranks
 from manyhands.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, OUT_OF_MEMORY, PeerError, UserError
 from manyhands.train.loop import Interrupted
 from manyhands.worker import build, training
@@ -68,7 +68,7 @@ def run_rank(rank: Rank, arguments: argparse.Namespace) -> int:
             if not is_out_of_memory(error):
                 raise
             raise explain_out_of_memory(rank, error) from error
-    run_together(lambda: None)  # nobody leaves before all have come this far
+    run_on_all_ranks(lambda: None)  # nobody leaves before all have come this far
     dist.destroy_process_group()
     rank.close_heartbeat()
     if rank.is_first and rank.launcher.kind != "manyhands":  # our launcher does it itself

@@ -10,8 +10,8 @@ from dataclasses import asdict
 
 import torch
 
-from manyhands.checkpoint.retention import checkpoint_folder, prune
-from manyhands.core.collectives import run_on_first
+from manyhands.checkpoint.manifest import checkpoint_folder, prune
+from manyhands.core.collective_errors import run_on_rank_0
 from manyhands.metrics import open_sinks
 from manyhands.metrics.meters import Meter
 from manyhands.metrics.report import write_report
@@ -73,7 +73,7 @@ def train_model(rank: Rank) -> None:
         raise
     except Diverged as error:
         state.stop_reason, state.divergence = "training has diverged", state.divergence or error.what
-        run_on_first(
+        run_on_rank_0(
             lambda: write_report(rank.folder.path, plan, config, state, rank.measured)
         )  # all ranks have come here
         raise
@@ -196,7 +196,7 @@ class CheckpointHook(Hook):
             },
         )
         keep = {state.best_step} if rank.config.checkpoint.keep_best and state.best_step else set()
-        run_on_first(lambda: prune(rank.folder.checkpoints, rank.config.checkpoint.keep_last, keep))
+        run_on_rank_0(lambda: prune(rank.folder.checkpoints, rank.config.checkpoint.keep_last, keep))
         self.saved_at = state.step
         rank.measured["checkpoint_s"] = time.monotonic() - begin
         rank.stage = "train"

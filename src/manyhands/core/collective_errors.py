@@ -30,7 +30,7 @@ def this_rank() -> tuple[int, int]:
     return 0, 1
 
 
-def run_together(work: Callable[[], T]) -> list[T]:
+def run_on_all_ranks(work: Callable[[], T]) -> list[T]:
     """Calls ``work`` on every rank; returns all results in rank order. Collective.
 
     If it fails on any rank, every rank raises the first one's error: a UserError or OSError as a UserError, anything
@@ -59,7 +59,7 @@ def run_together(work: Callable[[], T]) -> list[T]:
     return [one for one, _ in gathered]
 
 
-def run_on_first(work: Callable[[], T]) -> T | None:
+def run_on_rank_0(work: Callable[[], T]) -> T | None:
     """Calls ``work`` on rank 0 alone while the others wait; its result on rank 0, None elsewhere. Collective.
 
     The others wait for as long as the work advances (``progress.py``), also longer than the process group's timeout.
@@ -79,7 +79,7 @@ def run_on_first(work: Callable[[], T]) -> T | None:
         if rank == 0:
             mine.append(outcome())
 
-    run_together(only_first)
+    run_on_all_ranks(only_first)
     return mine[0] if mine else None
 
 
