@@ -1,5 +1,6 @@
-"""How fast one thread collates: ``python -m benchmarks.collate [--tokens N]``. Samples of chat length (a median of some 350
-tokens) and of pre-training (2,048 tokens), packed to 16,384 tokens and padded by eights, from a store on disk.
+"""How fast one thread collates: ``python -m benchmarks.collate [--tokens N]``. Samples of chat length (a median of
+some 350 tokens) and of pre-training (2,048 tokens), packed to 16,384 tokens and padded by eights, from a store on
+disk.
 
 Prints tokens a second of the thread's own CPU time, the best of five passes over the same samples: what else the
 machine does only slows a pass down.

@@ -1,9 +1,9 @@
-"""Times what fp8 linear layers are made of, on one GPU: scaled products at the shapes of Llama-8B, the passes that
-quantise, and the error of each product against float32.
+"""Times what fp8 linear layers are made of, on one GPU: scaled matmuls at the shapes of Llama-8B, the kernels that
+quantize, and the error of each matmul against float32.
 
-    python benchmarks/fp8.py [--tokens 8192] [--output rows.jsonl] [--seconds 60] [--only product]
+    python benchmarks/fp8.py [--tokens 8192] [--output rows.jsonl] [--seconds 60] [--only matmul]
 
-Prints one JSON line a case: TFLOP/s of products, GB/s of passes (bytes that must be read and written). Operands are
+Prints one JSON line a case: TFLOP/s of matmuls, GB/s of kernels (bytes that must be read and written). Operands are
 normal numbers; "heavy" errors are of inputs with a few channels 30 times as large, as language models have them. A case
 that fails says so in its line; those that no longer fit into ``--seconds`` are listed as open. Needs a GPU of compute
 capability 8.9.
@@ -27,7 +27,7 @@ from manyhands.kernels.fp8 import triton as triton_fp8
 
 Tensor = torch.Tensor
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-PRODUCTS = {  # n tokens: k, columns of the result
+MATMULS = {  # n tokens: k, columns of the result
     "qkv": (4096, 6144),
     "o": (4096, 4096),
     "gate_up": (4096, 28672),
@@ -38,8 +38,8 @@ PRODUCTS = {  # n tokens: k, columns of the result
 }
 
 
-def quantise(x: Tensor, dtype: torch.dtype = E4M3, dim: int | None = 1) -> tuple[Tensor, Tensor]:
-    """Plain torch: codes and scales of rows (``dim`` 1), or of the whole (None)."""
+def quantize(x: Tensor, dtype: torch.dtype = E4M3, dim: int | None = 1) -> tuple[Tensor, Tensor]:
+    """fp8 values and scales of rows (``dim`` 1), or of the whole (None)."""
     top = (x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)).float().clamp(min=2.0**-100)
     scales = torch.exp2(torch.ceil(torch.log2(top / torch.finfo(dtype).max)))
     return (x.float() / scales).to(dtype), scales
@@ -62,8 +62,8 @@ def seconds(run: Callable[[], Any], limit_s: float = 0.4) -> float:
     return statistics.median(times)
 
 
-def product_cases(n: int, device: torch.device) -> Iterator[tuple[str, str, Callable[[], dict[str, Any]]]]:
-    for name, (k, o) in PRODUCTS.items():
+def matmul_cases(n: int, device: torch.device) -> Iterator[tuple[str, str, Callable[[], dict[str, Any]]]]:
+    for name, (k, o) in MATMULS.items():
 
         def made(k: int = k, o: int = o) -> tuple[Tensor, Tensor]:
             torch.manual_seed(0)
@@ -78,17 +78,17 @@ def product_cases(n: int, device: torch.device) -> Iterator[tuple[str, str, Call
             return rate(lambda: F.linear(x, w))
 
         def rows(fast: bool, made: Any = made, rate: Any = rate) -> dict[str, Any]:
-            (xq, xs), (wq, ws) = map(quantise, made())
+            (xq, xs), (wq, ws) = map(quantize, made())
             return rate(lambda: torch._scaled_mm(xq, wq.t(), xs, ws.t(), out_dtype=torch.bfloat16, use_fast_accum=fast))
 
         def whole(fast: bool, made: Any = made, rate: Any = rate) -> dict[str, Any]:
-            (xq, xs), (wq, ws) = (quantise(t, dim=None) for t in made())
+            (xq, xs), (wq, ws) = (quantize(t, dim=None) for t in made())
             return rate(lambda: torch._scaled_mm(xq, wq.t(), xs, ws, out_dtype=torch.bfloat16, use_fast_accum=fast))
 
-        yield "product " + name, "bfloat16", plain
+        yield "matmul " + name, "bfloat16", plain
         for fast in (True, False):
-            yield "product " + name, f"rows, fast {fast}", lambda fast=fast, rows=rows: rows(fast)
-            yield "product " + name, f"tensor, fast {fast}", lambda fast=fast, whole=whole: whole(fast)
+            yield "matmul " + name, f"rows, fast {fast}", lambda fast=fast, rows=rows: rows(fast)
+            yield "matmul " + name, f"tensor, fast {fast}", lambda fast=fast, whole=whole: whole(fast)
 
         if name in ("qkv", "gate_up", "gate_up dX"):
 
@@ -109,17 +109,17 @@ def product_cases(n: int, device: torch.device) -> Iterator[tuple[str, str, Call
                     lambda: torch._scaled_mm(xq, wq.t(), xs, ws, out_dtype=torch.bfloat16, use_fast_accum=False)
                 )
 
-            yield "product " + name, "rows, fast True, 48 more columns", longer
-            yield "product " + name, "1x128 x 128x128", lambda small_blocks=small_blocks: small_blocks(False)
-            yield "product " + name, "1x128 x 1x128", lambda small_blocks=small_blocks: small_blocks(True)
+            yield "matmul " + name, "rows, fast True, 48 more columns", longer
+            yield "matmul " + name, "1x128 x 128x128", lambda small_blocks=small_blocks: small_blocks(False)
+            yield "matmul " + name, "1x128 x 1x128", lambda small_blocks=small_blocks: small_blocks(True)
 
             def added(own: bool, o: int = o) -> dict[str, Any]:
                 low, b, y = (torch.randn(*shape, device=device).bfloat16() for shape in ((n, 16), (o, 16), (n, o)))
                 s = seconds(lambda: triton_fp8.add_low_rank(y, low, b) if own else y.addmm_(low, b.t()))
                 return {"ms": round(1e3 * s, 4), "gb_s": round(4e-9 * n * o / s, 1)}
 
-            yield "product " + name, "adding n x 16 x o to it, addmm", lambda added=added: added(False)
-            yield "product " + name, "adding n x 16 x o to it, triton", lambda added=added: added(True)
+            yield "matmul " + name, "adding n x 16 x o to it, addmm", lambda added=added: added(False)
+            yield "matmul " + name, "adding n x 16 x o to it, triton", lambda added=added: added(True)
 
 
 def weight_cases(n: int, device: torch.device) -> Iterator[tuple[str, str, Callable[[], dict[str, Any]]]]:
@@ -139,21 +139,21 @@ def weight_cases(n: int, device: torch.device) -> Iterator[tuple[str, str, Calla
             yq, ys = torch.randn(o, n, device=device).to(E4M3), torch.ones(o, 1, device=device)
             return rate(lambda: torch._scaled_mm(yq, xq.t(), ys, xs, out_dtype=torch.bfloat16, use_fast_accum=True))
 
-        yield "product " + name, "bfloat16", plain
-        yield "product " + name, "rows, fast True", rows
+        yield "matmul " + name, "bfloat16", plain
+        yield "matmul " + name, "rows, fast True", rows
 
 
-def pass_cases(n: int, device: torch.device) -> Iterator[tuple[str, str, Callable[[], dict[str, Any]]]]:
+def kernel_cases(n: int, device: torch.device) -> Iterator[tuple[str, str, Callable[[], dict[str, Any]]]]:
     def rate(run: Callable[[], Any], num_bytes: float) -> dict[str, Any]:
         s = seconds(run)
         return {"ms": round(1e3 * s, 4), "gb_s": round(1e-9 * num_bytes / s, 1)}
 
-    compiled = torch.compile(quantise)
+    compiled = torch.compile(quantize)
     for k in (4096, 14336, 28672):
 
         def triton_rows(k: int = k) -> dict[str, Any]:
             x = torch.randn(n, k, device=device).bfloat16()
-            found, expected = triton_fp8.quantize_rows([x]), quantise(x)
+            found, expected = triton_fp8.quantize_rows([x]), quantize(x)
             other = float((found[0].view(torch.uint8) != expected[0].view(torch.uint8)).float().mean())
             return rate(lambda: triton_fp8.quantize_rows([x]), 3 * n * k) | {"codes_unlike_torch": other}
 
@@ -161,14 +161,14 @@ def pass_cases(n: int, device: torch.device) -> Iterator[tuple[str, str, Callabl
             x = torch.randn(n, k, device=device).bfloat16()
             return rate(lambda: compiled(x), 3 * n * k)
 
-        yield f"quantise rows of {k}", "triton", triton_rows
-        yield f"quantise rows of {k}", "compiled torch", compiled_rows
+        yield f"quantize rows of {k}", "triton", triton_rows
+        yield f"quantize rows of {k}", "compiled torch", compiled_rows
 
     def three_parts() -> dict[str, Any]:
         parts = [torch.randn(n, k, device=device).bfloat16() for k in (4096, 1024, 1024)]
         return rate(lambda: triton_fp8.quantize_rows(parts), 3 * n * 6144)
 
-    yield "quantise rows of q, k, v", "triton", three_parts
+    yield "quantize rows of q, k, v", "triton", three_parts
     for k in (4096, 28672):
 
         def transposed(coded: bool, k: int = k) -> dict[str, Any]:
@@ -202,7 +202,7 @@ def pass_cases(n: int, device: torch.device) -> Iterator[tuple[str, str, Callabl
         @torch.compile
         def plain(g: Tensor, u: Tensor) -> tuple[Tensor, ...]:
             h = F.silu(g) * u
-            return h, *quantise(h)
+            return h, *quantize(h)
 
         return rate(lambda: plain(g, u), 7 * n * width)
 
@@ -228,7 +228,7 @@ def error_cases(device: torch.device) -> Iterator[tuple[str, str, Callable[[], d
         x, w, expected = operands(heavy)
         if dtype is None:
             return gap(F.linear(x, w), expected)
-        (xq, xs), (wq, ws) = quantise(x, dtype, dim), quantise(w, E4M3, dim)
+        (xq, xs), (wq, ws) = quantize(x, dtype, dim), quantize(w, E4M3, dim)
         ws = ws if dim is None else ws.t()
         return gap(torch._scaled_mm(xq, wq.t(), xs, ws, out_dtype=torch.bfloat16, use_fast_accum=fast), expected)
 
@@ -257,8 +257,8 @@ def main() -> None:
     device = torch.device("cuda", 0)
     say = partial(records.say, path=options.output)
     say({"device": torch.cuda.get_device_name(device), "torch": torch.__version__, "tokens": options.tokens})
-    cases = [*error_cases(device), *pass_cases(options.tokens, device)]
-    cases += [*product_cases(options.tokens, device), *weight_cases(options.tokens, device)]
+    cases = [*error_cases(device), *kernel_cases(options.tokens, device)]
+    cases += [*matmul_cases(options.tokens, device), *weight_cases(options.tokens, device)]
     for group, name, run in cases:
         if options.only not in group:
             continue

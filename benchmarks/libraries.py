@@ -67,7 +67,7 @@ def scaled_mm(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class ScaledMm(torch.autograd.Function):
-    """x W^T with all operands by rows; a frozen weight is quantized once for each direction, a trained one each time."""
+    """x W^T with operands by rows; a frozen weight is quantized once for each direction, a trained one each time."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, *frozen: Tensor) -> Tensor:

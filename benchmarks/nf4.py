@@ -1,4 +1,4 @@
-"""Times the dequantisation of NF4 weights with double quantisation on one GPU: by bitsandbytes and by one Triton
+"""Times the dequantization of NF4 weights with double quantization on one GPU: by bitsandbytes and by one Triton
 launch.
 
     python benchmarks/nf4.py [--output rows.jsonl] [--seconds 30] [--only 14336x4096]

@@ -1,11 +1,11 @@
 """How full packs are, and how long laying them out takes: real lengths of GSM8K, and the same with a long tail.
 
-    python benchmarks/packing.py --model PATH_OF_SMOLLM2 --data PATH/gsm8k/train.jsonl > benchmarks/results/packing.jsonl
+    python benchmarks/packing.py --model SMOLLM2 --data gsm8k/train.jsonl > benchmarks/results/packing.jsonl
 
 One JSON line for each data set, batch, number of ranks and capacity, over one epoch's full steps (at most --steps),
 then one for laying out every step of a million rows. ``efficiency`` is tokens over ranks x the longest padded pack of
-any rank, summed over micro-batches; ``possible`` bounds it for any layout (whole tiles, and the longest rows that share
-a rank). ``before`` is the same for packs that are all padded to the capacity.
+any rank, summed over micro-batches; ``possible`` bounds it for any layout (whole tiles, and the longest rows that
+share a rank). ``before`` is the same for packs that are all padded to the capacity.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def build_model(row: Row, device: torch.device, attention: str, world_size: int)
         for part in noise.split(len(some)):
             part.copy_(some[: len(part)])
         return _fill(model, torch.device("cpu"), lambda shape: noise[: math.prod(shape)].view(shape))
-    _quantise(model, device)
+    _quantize(model, device)
     return _fill(model, device, lambda shape: torch.randn(shape, device=device, dtype=torch.bfloat16).mul_(STD))
 
 
@@ -112,7 +112,7 @@ def _fill(model: Any, device: torch.device, make: Callable[[torch.Size], torch.T
     return model
 
 
-def _quantise(model: Any, device: torch.device) -> None:
+def _quantize(model: Any, device: torch.device) -> None:
     """Linear layers in NF4, and the model marked as one that was loaded so."""
     import bitsandbytes as bnb
     from transformers import BitsAndBytesConfig
@@ -121,21 +121,21 @@ def _quantise(model: Any, device: torch.device) -> None:
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, torch.nn.Linear) and name != "lm_head":
-                setattr(module, name, _quantised(bnb, child, device))
-    quantisation = BitsAndBytesConfig(
+                setattr(module, name, _quantized(bnb, child, device))
+    quantization = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_compute_dtype=torch.bfloat16,
         bnb_4bit_use_double_quant=True,
     )
-    model.config.quantization_config = quantisation
-    model.hf_quantizer = Bnb4BitHfQuantizer(quantisation)
+    model.config.quantization_config = quantization
+    model.hf_quantizer = Bnb4BitHfQuantizer(quantization)
     model.is_loaded_in_4bit = model.is_quantized = True
     model.quantization_method = "bitsandbytes"
     model.hf_device_map = {"": device.type if device.index is None else device.index}
 
 
-def _quantised(bnb: Any, linear: torch.nn.Linear, device: torch.device) -> Any:
+def _quantized(bnb: Any, linear: torch.nn.Linear, device: torch.device) -> Any:
     shape = (linear.out_features, linear.in_features)
     made = bnb.nn.Linear4bit(
         linear.in_features,

@@ -31,15 +31,17 @@ import psutil
 SAMPLE_EVERY_S = 0.5
 NUM_READERS = 4
 ENCODED_ROWS = 4000  # by each process
-COMMON = """the a of to and in that is was he for it with as his on be at by had not are but from or have an they which one you were
-all her she there would their we him been has when who will no more if out so up said what its about than into them can only other
-time new some could these two may first then do any like my now over such our man me even most made after also"""
+COMMON = """the a of to and in that is was he for it with as his on be at by had not are but from or have an they which
+one you
+were all her she there would their we him been has when who will no more if out so up said what its about than into them
+can only other time new some could these two may first then do any like my now over such our man me even most made after also"""
 PREPARE = """
 import sys, time
 from manyhands.config.schema import RunConfig
 from manyhands.data.prepare import prepare
 start = time.monotonic()
-facts = prepare(RunConfig.model_validate_json(sys.argv[1]), sys.argv[2], lambda line: print(line, file=sys.stderr, flush=True))
+config = RunConfig.model_validate_json(sys.argv[1])
+facts = prepare(config, sys.argv[2], lambda line: print(line, file=sys.stderr, flush=True))
 print(facts.model_dump_json())
 print(time.monotonic() - start)
 """
@@ -49,7 +51,8 @@ import numpy as np
 from manyhands.data.store import TokenStore
 def memory():
     lines = open("/proc/self/smaps_rollup").read().split("\\n")
-    return {name: int(line.split()[1]) / 1024 for line in lines for name in ("Pss", "Anonymous") if line.startswith(name + ":")}
+    names = ("Pss", "Anonymous")
+    return {name: int(line.split()[1]) / 1024 for line in lines for name in names if line.startswith(name + ":")}
 before = memory()
 store = TokenStore.open(sys.argv[1])
 total = 0

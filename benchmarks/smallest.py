@@ -117,7 +117,8 @@ def describe(attempt: Attempt) -> str:
     if attempt.row is None:
         return text
     row = attempt.row
-    way = f"{row['strategy']}, activation checkpointing {row['activation_checkpointing']}" + (
+    layout = f"{row['strategy']}, activation checkpointing {row['activation_checkpointing']}" + (
         ", activations offloaded" if row["offload_activations"] else ""
     )
-    return f"{text}, {row['tokens_per_s_gpu']:,} tokens/s, allocated {row['peak_allocated_gib']}, {way}, packs of {row['pack_tokens']}"
+    speed = f"{row['tokens_per_s_gpu']:,} tokens/s, allocated {row['peak_allocated_gib']}"
+    return f"{text}, {speed}, {layout}, packs of {row['pack_tokens']}"

@@ -84,8 +84,9 @@ def print_table(stored: list[Stored], rows: list[Row]) -> None:
             continue
         theirs = f"{peer['label']} {peer['tokens_per_s_gpu']:,}" if peer else "open"
         print(
-            f"| {row.what} | {ours['gpus']} | {ours['tokens_per_s_gpu']:,} | {theirs} | {show_ratio(ratio(stored, row))} | "
-            f"{GOALS[row.name]:,} | {ours.get('peak_allocated_gib')} | {show_smallest(stored, row)} |"
+            f"| {row.what} | {ours['gpus']} | {ours['tokens_per_s_gpu']:,} | {theirs} | "
+            f"{show_ratio(ratio(stored, row))} | {GOALS[row.name]:,} | "
+            f"{ours.get('peak_allocated_gib')} | {show_smallest(stored, row)} |"
         )
 
 

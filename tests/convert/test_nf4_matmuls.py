@@ -1,4 +1,4 @@
-"""Products of adapted layers in NF4: the numbers of their dequantised weights, written once, with no weight left
+"""Matmuls of adapted layers in NF4: the numbers of their dequantised weights, written once, with no weight left
 over.
 """
 
@@ -28,7 +28,7 @@ def both_ways(layer: Layer) -> tuple[Layer, Layer]:
     held = Nf4Linear(nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype))
     held.fill(weight)
     base, products = held.fused_base()
-    return layer._replace(base=base, products=products), layer._replace(base=(held.weight,))
+    return layer._replace(base=base, matmuls=products), layer._replace(base=(held.weight,))
 
 
 def draw_layers(kind: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> list[Layer]:

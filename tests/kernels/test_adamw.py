@@ -136,7 +136,6 @@ def test_a_weight_without_gradient_stays() -> None:
 
 
 # -- weights in bfloat16
-# --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -224,7 +223,7 @@ def test_every_bit_of_the_index_reaches_every_random_bit() -> None:
         assert (shares - 0.5).abs().max() < 0.06
 
 
-# -- the kernel -----------------------------------------------------------------------------------------------------------------
+# -- the kernel
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")

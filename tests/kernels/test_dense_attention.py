@@ -32,12 +32,15 @@ def attend_reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     return (query.double() @ key.mT * scaling).masked_fill(hidden, -torch.inf).softmax(-1) @ value
 
 
-# -- choice ---------------------------------------------------------------------------------------------------------------------
+# -- choice
 
 
 @pytest.mark.parametrize(
     "device, dtype, reason",
-    [("cpu", torch.bfloat16, "the device is cpu"), ("cuda", torch.float32, "float32 is computed by plain torch")],
+    [
+        ("cpu", torch.bfloat16, "the device is cpu"),
+        ("cuda", torch.float32, "float32 is computed by torch's own attention"),
+    ],
 )
 def test_where_none_is_tried_the_reason_is_given(device: str, dtype: torch.dtype, reason: str) -> None:
     chosen = choose_dense(torch.device(device), dtype, 4, 2, 16)
@@ -59,7 +62,7 @@ def test_the_self_test_sees_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> N
     assert compare("flash", CPU, torch.bfloat16, 2, 2, 64) > ALLOWED
 
 
-# -- computation ----------------------------------------------------------------------------------------------------------------
+# -- computation
 
 
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 5e-3)])
@@ -76,7 +79,6 @@ def test_flash_agrees_with_float64_forward_and_backward(groups: int, dtype: torc
 
 
 # -- which batches have rows of one length
-# ----------------------------------------------------------------------------------------
 
 
 class SamplesOf:
@@ -116,7 +118,7 @@ def test_a_batch_says_its_row_length_only_where_all_rows_have_it(
     assert (batch.tokens, batch.row_length) == (tokens, said)
 
 
-# -- the real kernels -----------------------------------------------------------------------------------------------------------
+# -- the real kernels
 
 
 @pytest.mark.gpu

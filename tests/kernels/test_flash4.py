@@ -57,7 +57,7 @@ def with_gradients(
     return [out.detach(), *torch.autograd.grad(out, inputs, given.to(out.dtype))]
 
 
-# -- the measure ----------------------------------------------------------------------------------------------------------------
+# -- the measure
 
 
 @pytest.mark.parametrize("window", [-1, 0, 4])
@@ -73,7 +73,7 @@ def test_the_measure_is_masked_attention(window: int) -> None:
     torch.testing.assert_close(attend_reference(q, k, v, bounds, 0.3, window), expected, rtol=1e-12, atol=1e-12)
 
 
-# -- when it is chosen ------------------------------------------------------------------------------------------------------------
+# -- when it is chosen
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,6 @@ def test_another_version_is_refused_before_it_runs() -> None:
 
 
 # -- the operators, on the stand-in
-# ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -226,7 +225,7 @@ def test_packs_of_any_fill_run_one_graph(bound: None) -> None:
     torch._dynamo.reset()
 
 
-# -- the real kernels -----------------------------------------------------------------------------------------------------------
+# -- the real kernels
 
 MANY = tuple(1 + i % 5 for i in range(300))  # above 256 documents the package finds them by other kernels
 RAGGED = (700, 1, 13, 0, 512, 129, 0, 0)

@@ -1,4 +1,4 @@
-"""Products in fp8: what a code is, errors against float32 forward and backward, edges, compiled graphs, and GPU kernels
+"""Matmuls in fp8: what a code is, errors against float32 forward and backward, edges, compiled graphs, and GPU kernels
 against the emulation that they stand for.
 """
 
@@ -30,7 +30,7 @@ def gap(found: torch.Tensor, expected: torch.Tensor) -> float:
     return ((found.double() - expected).norm() / expected.norm().clamp(min=1e-30)).item()
 
 
-# -- codes --------------------------------------------------------------------------------------------------------------------
+# -- fp8 values
 
 
 def test_a_row_is_scaled_by_a_power_of_two_so_that_its_largest_code_is_between_224_and_448() -> None:
@@ -78,7 +78,7 @@ def test_a_sum_over_rows_of_any_scale_loses_nothing_but_the_codes_rounding(num_r
     assert gap(found, exact) < 2e-3
 
 
-# -- layers -------------------------------------------------------------------------------------------------------------------
+# -- layers
 
 
 def draw_layer(
@@ -199,7 +199,6 @@ def test_one_compiled_graph_serves_every_number_of_tokens_and_gives_the_same_num
 
 
 # -- GPU kernels against the emulation
-# ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu

@@ -179,7 +179,7 @@ eighths_back.register_fake(lambda y, codes: y.new_empty((y.shape[0], codes.shape
 
 
 class Eighths(NamedTuple):
-    """Products of weights in int8 codes, of which 8 are one; as many passes as there are terms."""
+    """Matmuls of weights in int8 codes, of which 8 are one; as many passes as there are terms."""
 
     def linear(self, x: Any, pieces: Any, bias: Any, low: Any, b: Any) -> torch.Tensor:
         y = eighths(x, *pieces)
@@ -194,10 +194,10 @@ class Eighths(NamedTuple):
 def coded(layer: Layer) -> tuple[Layer, Layer]:
     """A layer in int8 codes, and the same with its weight whole."""
     codes = (layer.base[0] * 8).round().clamp(-127, 127).to(torch.int8)
-    return layer._replace(base=(codes,), products=Eighths()), layer._replace(base=(codes.double() / 8,))
+    return layer._replace(base=(codes,), matmuls=Eighths()), layer._replace(base=(codes.double() / 8,))
 
 
-def test_quantised_weights_come_as_pieces_and_are_not_kept() -> None:
+def test_quantized_weights_come_as_pieces_and_are_not_kept() -> None:
     pairs = [coded(draw_layer(20, 12, bias=True)), coded(draw_layer(20, 12, seed=1)), coded(draw_layer(12, 20))]
     packed, whole = [p for p, _ in pairs], [w for _, w in pairs]
     x = draw_input(6, 12)

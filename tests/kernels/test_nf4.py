@@ -125,7 +125,7 @@ def test_the_kernel_gives_bitsandbytes_bits_as_triton_interprets_it() -> None:
     assert done.stdout.splitlines()[-1] == "0"
 
 
-# -- on a GPU -----------------------------------------------------------------------------------------------------------------
+# -- on a GPU
 
 
 @pytest.mark.gpu

@@ -19,62 +19,125 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "tiny": (
         "llama",
         dict(
-            hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2, vocab_size=520,
+            hidden_size=64,
+            intermediate_size=128,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_hidden_layers=2,
+            vocab_size=520,
             max_position_embeddings=8192,
         ),
     ),
     "llama1b": (
         "llama",
-        _LLAMA | dict(
-            hidden_size=2048, intermediate_size=8192, num_attention_heads=32, head_dim=64, num_hidden_layers=16, tie_word_embeddings=True
+        _LLAMA
+        | dict(
+            hidden_size=2048,
+            intermediate_size=8192,
+            num_attention_heads=32,
+            head_dim=64,
+            num_hidden_layers=16,
+            tie_word_embeddings=True,
         ),
     ),
-    "llama8b": ("llama", _LLAMA | dict(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_hidden_layers=32)),
-    "llama70b": ("llama", _LLAMA | dict(hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_hidden_layers=80)),
+    "llama8b": (
+        "llama",
+        _LLAMA | dict(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_hidden_layers=32),
+    ),
+    "llama70b": (
+        "llama",
+        _LLAMA | dict(hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_hidden_layers=80),
+    ),
     "qwen32b": (
         "qwen3",
         dict(
-            hidden_size=5120, intermediate_size=25600, num_attention_heads=64, num_key_value_heads=8, head_dim=128, num_hidden_layers=64,
-            vocab_size=151936, max_position_embeddings=40960, rms_norm_eps=1e-6,
+            hidden_size=5120,
+            intermediate_size=25600,
+            num_attention_heads=64,
+            num_key_value_heads=8,
+            head_dim=128,
+            num_hidden_layers=64,
+            vocab_size=151936,
+            max_position_embeddings=40960,
+            rms_norm_eps=1e-6,
         ),
     ),
     "gemma27b": (
         "gemma3_text",
         dict(
-            hidden_size=5376, intermediate_size=21504, num_attention_heads=32, num_key_value_heads=16, head_dim=128, num_hidden_layers=62,
-            vocab_size=262208, max_position_embeddings=131072, sliding_window=1024, query_pre_attn_scalar=168,
+            hidden_size=5376,
+            intermediate_size=21504,
+            num_attention_heads=32,
+            num_key_value_heads=16,
+            head_dim=128,
+            num_hidden_layers=62,
+            vocab_size=262208,
+            max_position_embeddings=131072,
+            sliding_window=1024,
+            query_pre_attn_scalar=168,
         ),
     ),
     # Shapes that no row of the table has: the memory estimate is compared with what they take.
     "phi3mini": (
         "phi3",
         dict(
-            hidden_size=3072, intermediate_size=8192, num_attention_heads=32, num_key_value_heads=32, num_hidden_layers=32,
-            vocab_size=32064, max_position_embeddings=4096, original_max_position_embeddings=4096, rms_norm_eps=1e-5, pad_token_id=0,
+            hidden_size=3072,
+            intermediate_size=8192,
+            num_attention_heads=32,
+            num_key_value_heads=32,
+            num_hidden_layers=32,
+            vocab_size=32064,
+            max_position_embeddings=4096,
+            original_max_position_embeddings=4096,
+            rms_norm_eps=1e-5,
+            pad_token_id=0,
         ),
     ),
     "phi4": (
         "phi3",
         dict(
-            hidden_size=5120, intermediate_size=17920, num_attention_heads=40, num_key_value_heads=10, num_hidden_layers=40,
-            vocab_size=100352, max_position_embeddings=16384, original_max_position_embeddings=16384, rms_norm_eps=1e-5, pad_token_id=0,
+            hidden_size=5120,
+            intermediate_size=17920,
+            num_attention_heads=40,
+            num_key_value_heads=10,
+            num_hidden_layers=40,
+            vocab_size=100352,
+            max_position_embeddings=16384,
+            original_max_position_embeddings=16384,
+            rms_norm_eps=1e-5,
+            pad_token_id=0,
         ),
     ),
     "qwen14b": (
         "qwen3",
         dict(
-            hidden_size=5120, intermediate_size=17408, num_attention_heads=40, num_key_value_heads=8, head_dim=128, num_hidden_layers=40,
-            vocab_size=151936, max_position_embeddings=40960, rms_norm_eps=1e-6,
+            hidden_size=5120,
+            intermediate_size=17408,
+            num_attention_heads=40,
+            num_key_value_heads=8,
+            head_dim=128,
+            num_hidden_layers=40,
+            vocab_size=151936,
+            max_position_embeddings=40960,
+            rms_norm_eps=1e-6,
         ),
     ),
     "mistral7b": (
         "mistral",
         dict(
-            hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, head_dim=128, num_hidden_layers=32,
-            vocab_size=32768, max_position_embeddings=32768, sliding_window=None, rms_norm_eps=1e-5,
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            head_dim=128,
+            num_hidden_layers=32,
+            vocab_size=32768,
+            max_position_embeddings=32768,
+            sliding_window=None,
+            rms_norm_eps=1e-5,
         ),
     ),
-}  # fmt: skip
+}
 
 
 def write_model_folder(folder: Path, shape: str, num_layers: int | None = None) -> None:

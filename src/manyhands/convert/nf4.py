@@ -34,8 +34,8 @@ from torch import nn
 
 from manyhands.core.errors import UserError
 from manyhands.core.holding import gather_parts, local, local_slices
-from manyhands.kernels.lora import Products
-from manyhands.kernels.matmul import low_rank_linear, sum_of_products
+from manyhands.kernels.lora import Matmuls
+from manyhands.kernels.matmul import low_rank_linear, sum_of_matmuls
 from manyhands.kernels.nf4 import (
     BLOCK_VALUES,
     CODE_BYTES,
@@ -78,9 +78,9 @@ class Nf4Linear(nn.Linear):
         """(..., i) -> (..., o)"""
         return nf4_linear(x, self.weight_codes, self.weight_statistics, self.bias, self.out_features)
 
-    def fused_base(self) -> tuple[tuple[torch.Tensor, ...], Products]:
+    def fused_base(self) -> tuple[tuple[torch.Tensor, ...], Matmuls]:
         """What ``kernels.lora.Layer`` takes: the pieces of the weight, and their products."""
-        return (self.weight_codes, self.weight_statistics), Nf4Products(self.in_features, self.out_features)
+        return (self.weight_codes, self.weight_statistics), Nf4Matmuls(self.in_features, self.out_features)
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
@@ -169,8 +169,8 @@ def _(gradient, codes, statistics, in_features):  # type: ignore[no-untyped-def]
     return gradient.new_empty((*gradient.shape[:-1], in_features))
 
 
-class Nf4Products(NamedTuple):
-    """``kernels.lora.Products`` of weights (o, i) that are held as codes and statistics."""
+class Nf4Matmuls(NamedTuple):
+    """``kernels.lora.Matmuls`` of weights (o, i) that are held as codes and statistics."""
 
     in_features: int
     out_features: int
@@ -237,7 +237,7 @@ def nf4_input_gradient(
     def weight(j: int) -> torch.Tensor:
         return dequantize(codes[j], statistics[j], (gradients[j].shape[1], in_features), gradients[j].dtype)
 
-    total = sum_of_products(left, right) if left else gradients[0] @ weight(0)
+    total = sum_of_matmuls(left, right) if left else gradients[0] @ weight(0)
     for j in range(0 if left else 1, len(gradients)):
         total.addmm_(gradients[j], weight(j))
     return total

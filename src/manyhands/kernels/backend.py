@@ -1,4 +1,4 @@
-"""Whether a task goes to a Triton kernel or to its plain way, and why not to Triton. Knows no task."""
+"""Whether an operation runs in Triton or in torch, and why not in Triton. Knows no operation."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ class Backend:
     reason: str = ""
 
 
-def triton_or(plain: str, device: torch.device, module: str, find_fault: Callable[[ModuleType], str]) -> Backend:
-    """Triton where ``manyhands.kernels.<module>`` can be imported and passes its test on ``device``, else ``plain``,
+def triton_or(fallback: str, device: torch.device, module: str, find_fault: Callable[[ModuleType], str]) -> Backend:
+    """Triton where ``manyhands.kernels.<module>`` can be imported and passes its test on ``device``, else ``fallback``,
     with the reason.
 
     ``find_fault`` gets the module and says what is wrong with its results; nothing where nothing is.
     """
     if device.type != "cuda":
-        return Backend(plain, f"the device is {device.type}")
+        return Backend(fallback, f"the device is {device.type}")
     try:
         kernels = import_module(f"manyhands.kernels.{module}")
     except ImportError as error:
-        return Backend(plain, f"Triton cannot be imported: {error}")
+        return Backend(fallback, f"Triton cannot be imported: {error}")
     try:
         fault = find_fault(kernels)
     except Exception as error:  # a compiler that fails has many ways to say so
-        return Backend(plain, f"Triton failed on this device: {type(error).__name__}: {str(error)[:200]}")
-    return Backend(plain, f"Triton {fault}") if fault else Backend("triton")
+        return Backend(fallback, f"Triton failed on this device: {type(error).__name__}: {str(error)[:200]}")
+    return Backend(fallback, f"Triton {fault}") if fault else Backend("triton")
 
 
 def beyond_bound(worst: float) -> str:
-    """The fault of a deviation from plain torch, as a multiple of what is allowed; nothing below 1."""
-    return "" if worst < 1.0 else f"missed the comparison with plain torch by {worst:.1f} times its bound"
+    """The fault of a deviation from the reference, as a multiple of what is allowed; nothing below 1."""
+    return "" if worst < 1.0 else f"missed the comparison with the reference by {worst:.1f} times its bound"

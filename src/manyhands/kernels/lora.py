@@ -1,25 +1,24 @@
-"""Linear layers with low-rank factors, several on one input, and whole gated MLPs, as autograd functions of our own.
+"""Linear layers with LoRA adapters, several on one input, and gated MLPs, as autograd functions of our own.
 
-Against one layer after the other in plain autograd:
+Against one layer after the other in autograd:
 
-- the factors A of a group are one matrix, so its input is read once for x A^T and once for dA, not once a layer;
-- the narrow product with B (in dX: with A) is written first and the wide one adds to it as it stores its result
-  (``matmul.low_rank_linear``, ``sum_of_products``): no pass over the outputs is spent on adding. The scaling is folded
-  into B;
+- the A of a group are one matrix, so its input is read once for x A^T and once for dA, not once a layer;
+- the narrow matmul with B (in dX: with A) is written first and the wide one adds to it as it stores its result
+  (``matmul.low_rank_linear``, ``sum_of_matmuls``): no kernel reads the outputs again to add. The scaling is folded into
+  B;
 - an MLP keeps the outputs of gate and up alone; their product, the input of down, is computed again. (Compiled, the
-  partitioner sees one graph and decides: it keeps all three, which is the faster way. ``activation_memory_budget``
-  moves it.)
-- gradients of the factors leave in float32, unrounded where the device can (``matmul.mm_wide``).
+  partitioner sees one graph and decides: it keeps all three, which is faster. ``activation_memory_budget`` moves it.)
+- gradients of A and B leave in float32, unrounded where the device can (``matmul.mm_wide``).
 
-Frozen weights get no gradient and are taken as they come: a tensor, or the pieces of a quantised one with its
-``Products``. One source serves eager mode and torch.compile, which traces forward and backward into the block's graph.
+Frozen weights get no gradient and are taken as they come: a tensor, or the pieces of a quantized one with its
+``Matmuls``. One source serves eager mode and torch.compile, which traces forward and backward into the block's graph.
 Knows no modules, families or dropout.
 
-Bytes spared in a layer of an 8B model (4,096 wide), 8,192 tokens, r 16, all linear layers, bfloat16, against eager products and adds:
-outputs (43,008 wide) 6 in place of 10 bytes an element, 1.4 GB; dX 2.1 GB (q, k, v: 4 products that add in place of 6
-products and 5 adds); inputs read four times in place of seven for each of x A^T and dA, 0.4 GB. Over 32 layers that is
-124 GB, 29 ms at 4.3 TB/s; the compiler had fused a part of it before. Operations are the same. ``benchmarks/kernels.py``
-measures it.
+Bytes spared in a layer of an 8B model (4,096 wide), 8,192 tokens, r 16, all linear layers, bfloat16, against eager
+matmuls and adds: outputs (43,008 wide) 6 in place of 10 bytes an element, 1.4 GB; dX 2.1 GB (q, k, v: 4 matmuls that
+add in place of 6 matmuls and 5 adds); inputs read four times in place of seven for each of x A^T and dA, 0.4 GB. Over
+32 layers that is 124 GB, 29 ms at 4.3 TB/s; the compiler had fused a part of it before. Operations are the same.
+``benchmarks/kernels.py`` measures it.
 
 Shapes: n tokens, i inputs, o outputs, r rank, R the sum of the group's ranks; weight (o, i), A (r, i), B (o, r).
 """
@@ -32,17 +31,17 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 
-from manyhands.kernels.matmul import low_rank_linear, mm_wide, sum_of_products
+from manyhands.kernels.matmul import low_rank_linear, mm_wide, sum_of_matmuls
 
 Tensor = torch.Tensor
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 
 
-class Products(Protocol):
-    """The two products of weights that stand in pieces. Both write what is narrow first and let the wide products add
+class Matmuls(Protocol):
+    """The two matmuls of weights that are held in pieces. Both write what is narrow first and let the wide matmuls add
     to it.
 
-    Compiled graphs merge equal calls and would keep a dequantised weight from the forward to the backward pass: let
+    Compiled graphs merge equal calls and would keep a dequantized weight from the forward to the backward pass: let
     both be operators of their own (``torch.library.custom_op``).
     """
 
@@ -58,15 +57,15 @@ class Products(Protocol):
         left: Sequence[Tensor],
         right: Sequence[Tensor],
     ) -> Tensor:
-        """sum_j dY_j W_j + sum_k left_k right_k (n, i), over the layers of a group that stand in pieces and over whole
-        factors (n, r_k), (r_k, i), of which there may be none.
+        """sum_j dY_j W_j + sum_k left_k right_k (n, i), over the layers of a group that are held in pieces and over
+        A (n, r_k), (r_k, i), of which there may be none.
         """
 
 
 class Layer(NamedTuple):
     """One linear layer: x W^T + bias + scaling (x A^T) B^T. Only A and B get gradients, in their own dtype.
 
-    ``base`` holds the frozen weight, or the pieces that stand for it and that ``products`` multiplies; all such layers
+    ``base`` holds the frozen weight, or the pieces that stand for it and that ``matmuls`` multiplies; all such layers
     on one input stand in pieces of one kind.
     """
 
@@ -75,7 +74,7 @@ class Layer(NamedTuple):
     a: Tensor | None = None
     b: Tensor | None = None
     scaling: float = 1.0
-    products: Products | None = None
+    matmuls: Matmuls | None = None
 
 
 def lora_linears(x: Tensor, layers: Sequence[Layer]) -> tuple[Tensor, ...]:
@@ -103,7 +102,7 @@ class _Form(NamedTuple):
     has_bias: bool
     adapted: bool
     scaling: float
-    products: Products | None
+    matmuls: Matmuls | None
 
 
 def _flatten(layers: Sequence[Layer]) -> tuple[list[Tensor], tuple[_Form, ...]]:
@@ -116,7 +115,7 @@ def _flatten(layers: Sequence[Layer]) -> tuple[list[Tensor], tuple[_Form, ...]]:
         adapted = layer.a is not None and layer.b is not None
         if layer.a is not None and layer.b is not None:
             tensors += [layer.a, layer.b]
-        forms.append(_Form(len(layer.base), layer.bias is not None, adapted, layer.scaling, layer.products))
+        forms.append(_Form(len(layer.base), layer.bias is not None, adapted, layer.scaling, layer.matmuls))
     return tensors, tuple(forms)
 
 
@@ -133,12 +132,11 @@ def _restore(tensors: Sequence[Tensor], forms: Sequence[_Form]) -> list[Layer]:
         if form.adapted:
             a, b = tensors[start], tensors[start + 1]
             start += 2
-        layers.append(Layer(base, bias, a, b, form.scaling, form.products))
+        layers.append(Layer(base, bias, a, b, form.scaling, form.matmuls))
     return layers
 
 
 # -- a group, forward and backward
-# ------------------------------------------------------------------------------------------
 
 
 def stack_a(layers: Sequence[Layer], dtype: torch.dtype) -> Tensor | None:
@@ -179,8 +177,8 @@ def _forward(x: Tensor, layers: Sequence[Layer]) -> tuple[tuple[Tensor, ...], Te
 
 def _output(x: Tensor, layer: Layer, low: Tensor | None, b: Tensor | None) -> Tensor:
     """x W^T + bias + low b^T (n, o), for the layer's own x A^T (n, r) and scaled B (o, r), or for neither."""
-    if layer.products is not None:
-        return layer.products.linear(x, layer.base, layer.bias, low, b)
+    if layer.matmuls is not None:
+        return layer.matmuls.linear(x, layer.base, layer.bias, low, b)
     if low is None or b is None:
         return F.linear(x, layer.base[0], layer.bias)
     return low_rank_linear(x, layer.base[0], layer.bias, low, b)
@@ -211,19 +209,19 @@ def _backward(
 def _input_gradient(layers: Sequence[Layer], gradients: Sequence[Tensor], dlow: Tensor | None) -> Tensor:
     """sum_j dY_j W_j + dL A, (n, i)"""
     stacked = stack_a(layers, gradients[0].dtype)
-    # narrow first: the wide products then add to it while they run
+    # narrow first: the wide matmuls then add to it while they run
     left, right = ([], []) if dlow is None or stacked is None else ([dlow], [stacked])
     in_pieces = []
     for dy, layer in zip(gradients, layers, strict=True):
-        if layer.products is None:
+        if layer.matmuls is None:
             left.append(dy)
             right.append(layer.base[0])
         else:
-            in_pieces.append((dy, layer.base, layer.products))
+            in_pieces.append((dy, layer.base, layer.matmuls))
     if not in_pieces:
-        return sum_of_products(left, right)
-    products = in_pieces[0][2]
-    return products.input_gradient([dy for dy, _, _ in in_pieces], [base for _, base, _ in in_pieces], left, right)
+        return sum_of_matmuls(left, right)
+    matmuls = in_pieces[0][2]
+    return matmuls.input_gradient([dy for dy, _, _ in in_pieces], [base for _, base, _ in in_pieces], left, right)
 
 
 def split_a(dlow: Tensor | None, x: Tensor, layers: Sequence[Layer]) -> list[Tensor | None]:
@@ -247,7 +245,7 @@ def _flat_gradients(
     return flat
 
 
-# -- autograd ---------------------------------------------------------------------------------------------------------------
+# -- autograd
 
 
 class _LoraLinears(torch.autograd.Function):

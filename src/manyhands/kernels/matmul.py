@@ -1,11 +1,11 @@
-"""Matrix products that add to what is there, and that keep their float32 sums. Knows nothing of layers.
+"""Matmuls that add to what is there, and that keep their float32 sums. Knows nothing of layers.
 
-A GPU sums bfloat16 products in float32 and rounds at the end; ``torch.mm(out_dtype=float32)`` hands the sum out
-unrounded. Where the operator is missing (CPU, old builds) the same is done with a rounding in between, as plain
-autograd does.
+A GPU sums products of bfloat16 in float32 and rounds at the end; ``torch.mm(out_dtype=float32)`` hands the sum out
+unrounded. Where the operator is missing (CPU, old builds) the same is done with a rounding in between, as autograd
+does.
 
-``mm_wide``, ``low_rank_linear`` and ``sum_of_products`` are opaque to torch.compile, which would turn an in-place
-product into one with a copy before it. They have no gradients: use them inside autograd functions.
+``mm_wide``, ``low_rank_linear`` and ``sum_of_matmuls`` are opaque to torch.compile, which would turn an in-place
+matmul into one with a copy before it. They have no gradients: use them inside autograd functions.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def low_rank_linear(
     return function(x, weight, bias, low, b)
 
 
-def sum_of_products(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> torch.Tensor:
+def sum_of_matmuls(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> torch.Tensor:
     """sum_j left_j right_j for (n, k_j) x (k_j, i) -> (n, i), at least one: each product adds to the one before as it
     stores.
     """
-    function = _sum_of_products_op if torch.compiler.is_compiling() else _sum_of_products
+    function = _sum_of_matmuls_op if torch.compiler.is_compiling() else _sum_of_matmuls
     return function(list(left), list(right))
 
 
@@ -90,7 +90,7 @@ def _low_rank_linear(
     return F.linear(low, b, bias).addmm_(x, weight.t())
 
 
-def _sum_of_products(left: list[torch.Tensor], right: list[torch.Tensor]) -> torch.Tensor:
+def _sum_of_matmuls(left: list[torch.Tensor], right: list[torch.Tensor]) -> torch.Tensor:
     total = torch.mm(left[0], right[0])
     for a, b in zip(left[1:], right[1:], strict=True):
         total.addmm_(a, b)
@@ -98,7 +98,6 @@ def _sum_of_products(left: list[torch.Tensor], right: list[torch.Tensor]) -> tor
 
 
 # -- the same as operators that torch.compile does not look into
-# ----------------------------------------------------------------
 
 _mm_wide_op = torch.library.custom_op(
     "manyhands::mm_wide", _mm_wide, mutates_args=(), schema="(Tensor a, Tensor b) -> Tensor"
@@ -109,8 +108,8 @@ _low_rank_linear_op = torch.library.custom_op(
     mutates_args=(),
     schema="(Tensor x, Tensor weight, Tensor? bias, Tensor low, Tensor b) -> Tensor",
 )
-_sum_of_products_op = torch.library.custom_op(
-    "manyhands::sum_of_products", _sum_of_products, mutates_args=(), schema="(Tensor[] left, Tensor[] right) -> Tensor"
+_sum_of_matmuls_op = torch.library.custom_op(
+    "manyhands::sum_of_matmuls", _sum_of_matmuls, mutates_args=(), schema="(Tensor[] left, Tensor[] right) -> Tensor"
 )
 
 
@@ -124,6 +123,6 @@ def _(x, weight, bias, low, b):  # type: ignore[no-untyped-def]
     return x.new_empty((x.shape[0], weight.shape[0]))
 
 
-@_sum_of_products_op.register_fake
+@_sum_of_matmuls_op.register_fake
 def _(left, right):  # type: ignore[no-untyped-def]
     return left[0].new_empty((left[0].shape[0], right[0].shape[1]))

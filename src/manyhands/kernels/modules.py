@@ -1,10 +1,10 @@
 """Attention and MLP modules on fused layers, in the place of a family's own: same children, same names, same numbers.
 
-``fuse_lora`` is told which classes it may replace, and looks at adapted layers by what they hold: a frozen ``weight`` (and ``bias``),
-trained ``lora_A.weight`` and ``lora_B.weight``, ``scaling`` and ``dropout``. A layer whose weight is quantised offers
-``fused_base() -> (pieces, products)``, see ``lora.Layer``; one whose products may be in fp8, adapted or not, says by
-``in_fp8`` whether they are now. Whatever does not fit stays as it is, and is reported. Knows nothing of how adapters
-are made, of sharding or of runs.
+``fuse_lora`` is told which classes it may replace, and looks at adapted layers by what they hold: a frozen ``weight``
+(and ``bias``), trained ``lora_A.weight`` and ``lora_B.weight``, ``scaling`` and ``dropout``. A layer whose weight is
+quantised offers ``fused_base() -> (pieces, matmuls)``, see ``lora.Layer``; one whose matmuls may be in fp8, adapted
+or not, says by ``in_fp8`` whether they are now. Whatever does not fit stays as it is, and is reported. Knows nothing
+of how adapters are made, of sharding or of runs.
 
 Weights are read from the children in each forward pass, so what a sharded unit has gathered is what is used. Hooks on
 the children themselves do not run; a module whose children have some is left.
@@ -197,10 +197,10 @@ def _weight_of(module: Any) -> Layer:
 
 def layer_of(module: Any) -> Layer:
     """The tensors of a frozen linear layer with or without factors, as they are now."""
-    base, products = module.fused_base() if hasattr(module, "fused_base") else ((module.weight,), None)
+    base, matmuls = module.fused_base() if hasattr(module, "fused_base") else ((module.weight,), None)
     if not _is_adapted(module):
-        return Layer(base, module.bias, products=products)
-    return Layer(base, module.bias, module.lora_A.weight, module.lora_B.weight, module.scaling, products)
+        return Layer(base, module.bias, matmuls=matmuls)
+    return Layer(base, module.bias, module.lora_A.weight, module.lora_B.weight, module.scaling, matmuls)
 
 
 def _take_over(new: nn.Module, original: nn.Module) -> None:

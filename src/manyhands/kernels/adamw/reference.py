@@ -1,5 +1,6 @@
-"""AdamW's update of one parameter in torch operations, what the Triton kernel is compared with, and what both share: the
-step's numbers, and the random bits of stochastic rounding."""
+"""AdamW's update of one parameter in torch operations, what the Triton kernel is compared with, and what both share:
+the step's numbers, and the random bits of stochastic rounding.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 
-EAGER_ELEMENTS = 2**24  # that plain torch widens at once: 64 MiB in float32
+EAGER_ELEMENTS = 2**24  # widened at once: 64 MiB in float32
 WORD = 2**32 - 1
 GOLDEN = 0x9E3779B9  # 2**32 over the golden ratio: consecutive multiples are spread evenly (Knuth, vol. 3, 6.4)
 
@@ -57,7 +58,7 @@ def make_rows(counts: torch.Tensor, lr: float, beta1: float, beta2: float) -> to
 
 
 def update_reference(part: Part, rates: Rates, factor: torch.Tensor | None) -> None:
-    """The plain reference (Loshchilov and Hutter, https://arxiv.org/abs/1711.05101, algorithm 2): in float32, in
+    """The reference (Loshchilov and Hutter, https://arxiv.org/abs/1711.05101, algorithm 2): in float32, in
     place.
     """
     size, root, _, _ = part.row.unbind(0)

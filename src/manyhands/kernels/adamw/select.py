@@ -14,9 +14,7 @@ BACKENDS = ("triton", "eager")
 
 @lru_cache
 def choose_backend(device: torch.device) -> Backend:
-    """Triton where it can be imported and passes a comparison with plain torch on ``device``, else plain torch, with
-    the reason.
-    """
+    """Triton where it can be imported and agrees with the reference on ``device``; else torch, with the reason."""
     return triton_or(
         "eager", device, "adamw.triton", lambda kernels: beyond_bound(kernels.compare(device, update_reference))
     )

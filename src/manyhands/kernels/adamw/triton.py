@@ -1,7 +1,7 @@
 """AdamW's update as one Triton kernel: every tensor is read once and written once. The arithmetic is
-``adamw.update_reference``'s.
+``reference.update_reference``'s.
 
-Importing this needs Triton; ``adamw.choose_backend`` does so only on a GPU, and compares with plain torch before use.
+Importing this needs Triton; ``select`` does so only on a GPU, and compares with the reference before use.
 """
 
 from __future__ import annotations

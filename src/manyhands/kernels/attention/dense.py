@@ -3,7 +3,7 @@ self-test.
 
 On an H200 cuDNN takes half the time of FlashAttention 2 (1.9 against 3.7 ms for 2 x 4,096 tokens, 32 heads, forward and
 backward), and its gradients are as near to float32 (0.25 to 0.30 %). It wants rows of one length: packs of mixed
-lengths take another way. Knows nothing of models, packs or batches.
+lengths take another kernel. Knows nothing of models, packs or batches.
 
 Shapes: b rows, t positions, h query heads, g key-value heads (h a multiple of g), d dimensions a head.
 """
@@ -43,13 +43,13 @@ def attend_dense(
 
 @lru_cache
 def choose_dense(device: torch.device, dtype: torch.dtype, num_heads: int, num_groups: int, dim: int) -> DenseAttention:
-    """The first of ``ORDER`` that runs here and whose output and gradients are as near to float32 as the plain way's
-    are.
+    """The first of ``ORDER`` that runs here and whose output and gradients are as near to float32 as the
+    reference's are.
     """
     if device.type != "cuda":
         return DenseAttention("", f"the device is {device.type}")
     if dtype not in (torch.bfloat16, torch.float16):
-        return DenseAttention("", f"{str(dtype).removeprefix('torch.')} is computed by plain torch")
+        return DenseAttention("", f"{str(dtype).removeprefix('torch.')} is computed by torch's own attention")
     reasons = []
     for name in ORDER:
         try:
@@ -59,12 +59,12 @@ def choose_dense(device: torch.device, dtype: torch.dtype, num_heads: int, num_g
             continue
         if worst <= ALLOWED:
             return DenseAttention(name, "; ".join(reasons))
-        reasons.append(f"{name} deviates by {worst:.1f} times the plain way's error")
+        reasons.append(f"{name} deviates by {worst:.1f} times the reference's error")
     return DenseAttention("", "; ".join(reasons))
 
 
 def compare(name: str, device: torch.device, dtype: torch.dtype, num_heads: int, num_groups: int, dim: int) -> float:
-    """Error of output and gradients, as a multiple of the plain way's in ``dtype``; inf for nan."""
+    """Error of output and gradients, as a multiple of the reference's in ``dtype``; inf for nan."""
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         rows = [x.unflatten(0, (PROBE_ROWS, PROBE_LENGTH)).transpose(1, 2) for x in (query, key, value)]

@@ -1,11 +1,11 @@
 """Causal attention over packs of documents by FlashAttention 4, as operators that torch.compile takes into one graph.
 
-On an H200, 32 heads of 128 dimensions over 8 key-value heads, forward and backward: a long-tailed pack of 16,060 tokens
-takes 1.42 ms against 2.54 of torch's varlen (FlashAttention 2), 2 x 4,096 tokens 1.86 against 3.66; gradients are as
-near to float32 (benchmarks/results/h200-flash-attention-4.jsonl). It comes with the package flash-attn-4, which torch's own
-switch for it, ``activate_flash_attention_impl``, does not fit (4.0.0b36 with torch 2.11), so the package is called
-here. Its backward pass is not public: all that is known of it stands in ``bind``, and ``choose_packed`` uses nothing
-that fails the self-test. Knows nothing of models, packing or batches.
+On an H200, 32 heads of 128 dimensions over 8 key-value heads, forward and backward: a long-tailed pack of 16,060
+tokens takes 1.42 ms against 2.54 of torch's varlen (FlashAttention 2), 2 x 4,096 tokens 1.86 against 3.66; gradients
+are as near to float32 (benchmarks/results/h200-flash-attention-4.jsonl). It comes with the package flash-attn-4,
+which torch's own switch for it, ``activate_flash_attention_impl``, does not fit (4.0.0b36 with torch 2.11), so the
+package is called here. Its backward pass is not public: all that is known of it stands in ``bind``, and
+``choose_packed`` uses nothing that fails the self-test. Knows nothing of models, packing or batches.
 
 Shapes: t positions of all documents, h query heads, g key-value heads (h a multiple of g), d dimensions a head, n
 documents. ``cu_seq_lens`` (n + 1) int32 holds where documents begin, and t; empty documents are allowed. No document is
@@ -77,7 +77,7 @@ def attend_flash4(
     return flash4_forward(query, key, value, cu_seq_lens, max_length, scale, window)[0]
 
 
-# -- which kernel ---------------------------------------------------------------------------------------------------------------
+# -- which kernel
 
 
 @lru_cache
@@ -148,7 +148,7 @@ def try_flash4(
         except Exception as error:  # assertions on shapes, errors of its compiler
             return f"FlashAttention 4 does not run here{kind}: {type(error).__name__}: {_first_line(error)}"
         if worst > ALLOWED:
-            return f"FlashAttention 4 deviates{kind} by {worst:.1f} times the plain way's error"
+            return f"FlashAttention 4 deviates{kind} by {worst:.1f} times the reference's error"
     return ""
 
 
@@ -157,7 +157,7 @@ def _first_line(error: Exception) -> str:
 
 
 def compare(device: torch.device, dtype: torch.dtype, num_heads: int, num_groups: int, dim: int, window: int) -> float:
-    """Error of output and gradients on ragged documents, as a multiple of the plain way's in ``dtype``."""
+    """Error of output and gradients on ragged documents, as a multiple of the reference's in ``dtype``."""
     cu_seq_lens = torch.tensor([0, *PROBE_LENGTHS]).cumsum(0).to(device, torch.int32)
     bound = 1 << (max(PROBE_LENGTHS) - 1).bit_length()
 
@@ -168,7 +168,6 @@ def compare(device: torch.device, dtype: torch.dtype, num_heads: int, num_groups
 
 
 # -- the package's functions
-# ----------------------------------------------------------------------------------------------------
 
 # Arguments that are given by name. The second function is private: another version may change it.
 FORWARD = (
@@ -221,7 +220,9 @@ def bind(interface: Any) -> Calls | str:
             out, lse = varlen(q, k, v, **shared(cu_seq_lens, max_length, scale), window_size=sides, return_lse=True)[:2]
         return out, lse
 
-    def backward_pass(gradient, q, k, v, out, lse, cu_seq_lens, max_length, scale, window):  # type: ignore[no-untyped-def]
+    def backward_pass(  # type: ignore[no-untyped-def]
+        gradient, q, k, v, out, lse, cu_seq_lens, max_length, scale, window
+    ):
         left, right = (window, 0) if window >= 0 else (None, None)
         sides = {"window_size_left": left, "window_size_right": right}
         return backward(
@@ -238,13 +239,13 @@ def _bound() -> Calls:
 
 
 # -- operators of our own: torch.compile does not look into them, and gradients pass through
-# --------------------------------------
 
 
 @torch.library.custom_op(
     "manyhands::flash4_forward",
     mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor cu_seq_lens, SymInt max_length, float scale, SymInt window) -> (Tensor, Tensor)",
+    schema="(Tensor q, Tensor k, Tensor v, Tensor cu_seq_lens, SymInt max_length, float scale, SymInt window) "
+    "-> (Tensor, Tensor)",
 )
 def flash4_forward(
     q: torch.Tensor,

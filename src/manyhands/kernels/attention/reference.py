@@ -1,4 +1,4 @@
-"""Causal attention by products and a softmax, a document at a time: what the fast kernels are measured with before they
+"""Causal attention by matmuls and a softmax, a document at a time: the fast kernels are compared with it before they
 run.
 
 Shapes: t positions of all documents, h query heads, g key-value heads (h a multiple of g), d dimensions a head, n
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-ALLOWED = 1.2  # a fast kernel's error, as a multiple of the plain way's in the same dtype
+ALLOWED = 1.2  # a fast kernel's error, as a multiple of the reference's in the same dtype
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -25,7 +25,7 @@ def attend_reference(
     scale: float | None,
     window: int,
 ) -> torch.Tensor:
-    """``query`` (t, h, d), ``key`` and ``value`` (t, g, d) -> (t, h, d). Products in their dtype, the softmax in
+    """``query`` (t, h, d), ``key`` and ``value`` (t, g, d) -> (t, h, d). Matmuls in their dtype, the softmax in
     float32 at least.
 
     ``scale`` None is d ** -0.5. ``window``: positions that a query sees to its left, itself not counted; -1 for all.
@@ -53,7 +53,7 @@ def error_ratio(
     dtype: torch.dtype,
     device: torch.device,
 ) -> float:
-    """Error of ``attend`` against float64, as a multiple of the plain way's in ``dtype``; inf for nan.
+    """Error of ``attend`` against float64, as a multiple of the reference's in ``dtype``; inf for nan.
 
     The worst of output and gradients, each by its norm, over random documents of ``lengths``; ``heads`` are h and g.
     torch's own MATH attention is no measure: it widens half precision to float32 and rounds once, at the end.
@@ -63,14 +63,15 @@ def error_ratio(
     tensors = [torch.randn((sum(lengths), count, dim), generator=draw).to(device, dtype) for count in counts]
     cu_seq_lens = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
 
-    def plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return attend_reference(query, key, value, cu_seq_lens, None, window)
 
     worst = 0.0
-    found, allowed, exact = _run(attend, tensors), _run(plain, tensors), _run(plain, [x.double() for x in tensors])
-    for ours, theirs, reference in zip(found, allowed, exact, strict=True):
-        error, plain_error = (float((x.double() - reference).norm()) for x in (ours, theirs))
-        worst = max(worst, error / plain_error) if math.isfinite(error) else math.inf
+    found, allowed = _run(attend, tensors), _run(reference, tensors)
+    exact = _run(reference, [x.double() for x in tensors])
+    for ours, theirs, wanted in zip(found, allowed, exact, strict=True):
+        error, expected_error = (float((x.double() - wanted).norm()) for x in (ours, theirs))
+        worst = max(worst, error / expected_error) if math.isfinite(error) else math.inf
     return worst
 
 

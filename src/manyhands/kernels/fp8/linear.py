@@ -1,15 +1,16 @@
-"""Linear layers on one input, and whole gated MLPs, with products in fp8, as autograd functions: adapted and frozen, or
+"""Linear layers on one input, and gated MLPs, with matmuls in fp8, as autograd functions: adapted and frozen, or
 trained.
 
-What ``lora`` does in the compute dtype, with other numerics. Each wide product takes codes of both operands (``fp8``),
-one scale a row: y = x W^T from rows of x and W; dX = dY W from rows of dY, multiplied by the scales of W, and the same
-codes of W; dW = dY^T X from the codes of both that are there already. So every tensor is rounded once. A group is one
-product each way: its weights stand one above the other, its outputs side by side. What has low rank stays in the
-compute dtype, and so do biases, activations and sums.
+What ``lora`` does in the compute dtype, with other numerics. Each wide matmul takes fp8 values of both operands
+(``ops``), one scale a row: y = x W^T from rows of x and W; dX = dY W from rows of dY, multiplied by the scales of W,
+and the same fp8 values of W; dW = dY^T X from the fp8 values of both that are there already. So every tensor is
+rounded once. A group is one matmul in each direction: its weights stand one above the other, its outputs side by
+side. What has low rank stays in the compute dtype, and so do biases, activations and sums.
 
-Weights that are trained, or gathered from shards, are coded at each use. Frozen whole ones may be coded once
-(``quantize_weights``). Layers that are trained keep the codes of their inputs for the backward pass, a byte an element. One
-source serves eager mode and torch.compile. Knows no modules, families or dropout.
+Weights that are trained, or gathered from shards, are quantized at each use. Frozen ones that this rank holds in full
+may be quantized once (``quantize_weights``). Layers that are trained keep the fp8 values of their inputs for the
+backward pass, a byte an element. One source serves eager mode and torch.compile. Knows no modules, families or
+dropout.
 
 Shapes: n tokens, i inputs, o outputs, O the outputs of a group, R the sum of its ranks.
 """
@@ -38,26 +39,26 @@ Tensor = torch.Tensor
 
 
 class QuantizedWeights(NamedTuple):
-    """A group's weights in fp8: codes (O, i), their scales (O, 1), and the same codes transposed (i, O)."""
+    """A group's weights in fp8: values (O, i), their scales (O, 1), and the same values transposed (i, O)."""
 
-    codes: Tensor
+    values: Tensor
     scales: Tensor
     transposed: Tensor
 
 
 @torch.no_grad()
 def quantize_weights(weights: Sequence[Tensor]) -> QuantizedWeights:
-    """Weights (o_j, i) of a group, coded once: as many bytes as they have in 16 bits."""
-    codes, scales = quantize_stacked(weights)
-    return QuantizedWeights(codes, scales, transpose(weights, scales, invert=True))
+    """Weights (o_j, i) of a group, quantized once: as many bytes as they have in 16 bits."""
+    values, scales = quantize_stacked(weights)
+    return QuantizedWeights(values, scales, transpose(weights, scales, invert=True))
 
 
-def fp8_linears(x: Tensor, layers: Sequence[Layer], coded: QuantizedWeights | None = None) -> tuple[Tensor, ...]:
+def fp8_linears(x: Tensor, layers: Sequence[Layer], quantized: QuantizedWeights | None = None) -> tuple[Tensor, ...]:
     """Outputs (..., o) of each layer on the shared input x (..., i); ``base`` of each is its weight alone.
 
-    Weights and biases that require gradients get them. ``coded``: of the same weights, all frozen.
+    Weights and biases that require gradients get them. ``quantized``: of the same weights, all frozen.
     """
-    tensors, form = _flatten(layers, coded)
+    tensors, form = _flatten(layers, quantized)
     y = _Fp8Linears.apply(x.reshape(-1, x.shape[-1]), form, *tensors)
     return tuple(part.view(*x.shape[:-1], part.shape[-1]) for part in (y if isinstance(y, tuple) else (y,)))
 
@@ -68,14 +69,14 @@ def fp8_mlp(
     up: Layer,
     down: Layer,
     activation: str,
-    coded: QuantizedWeights | None = None,
-    coded_down: QuantizedWeights | None = None,
+    quantized: QuantizedWeights | None = None,
+    quantized_down: QuantizedWeights | None = None,
 ) -> Tensor:
-    """down(act(gate(x)) * up(x)), (..., i) -> (..., o); ``coded``: of gate and up, and of down."""
+    """down(act(gate(x)) * up(x)), (..., i) -> (..., o); ``quantized``: of gate and up, and of down."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation {activation!r} is none of {', '.join(ACTIVATIONS)}")
-    tensors, form = _flatten((gate, up), coded)
-    tensors_down, form_down = _flatten((down,), coded_down)
+    tensors, form = _flatten((gate, up), quantized)
+    tensors_down, form_down = _flatten((down,), quantized_down)
     y = _Fp8Mlp.apply(x.reshape(-1, x.shape[-1]), (form, form_down, len(tensors)), activation, *tensors, *tensors_down)
     return y.view(*x.shape[:-1], y.shape[-1])
 
@@ -92,20 +93,20 @@ class _LayerForm(NamedTuple):
 
 class _Form(NamedTuple):
     layers: tuple[_LayerForm, ...]
-    is_coded: bool  # the four tensors of ``QuantizedWeights`` come last
+    is_quantized: bool  # the four tensors of ``QuantizedWeights`` come last
 
 
 class _Group(NamedTuple):
     layers: list[Layer]
     forms: tuple[_LayerForm, ...]
-    coded: QuantizedWeights | None
+    quantized: QuantizedWeights | None
 
     @property
     def weights(self) -> list[Tensor]:
         return [layer.base[0] for layer in self.layers]
 
 
-def _flatten(layers: Sequence[Layer], coded: QuantizedWeights | None) -> tuple[list[Tensor], _Form]:
+def _flatten(layers: Sequence[Layer], quantized: QuantizedWeights | None) -> tuple[list[Tensor], _Form]:
     tensors: list[Tensor] = []
     forms = []
     for layer in layers:
@@ -118,7 +119,7 @@ def _flatten(layers: Sequence[Layer], coded: QuantizedWeights | None) -> tuple[l
             tensors += [layer.a, layer.b]
         trained_bias = layer.bias is not None and layer.bias.requires_grad
         forms.append(_LayerForm(layer.bias is not None, adapted, layer.scaling, weight.requires_grad, trained_bias))
-    return [*tensors, *(coded or ())], _Form(tuple(forms), coded is not None)
+    return [*tensors, *(quantized or ())], _Form(tuple(forms), quantized is not None)
 
 
 def _restore(tensors: Sequence[Tensor], form: _Form) -> _Group:
@@ -129,17 +130,16 @@ def _restore(tensors: Sequence[Tensor], form: _Form) -> _Group:
         bias = next(rest) if each.has_bias else None
         a, b = (next(rest), next(rest)) if each.adapted else (None, None)
         layers.append(Layer(base, bias, a, b, each.scaling))
-    return _Group(layers, form.layers, QuantizedWeights(*rest) if form.is_coded else None)
+    return _Group(layers, form.layers, QuantizedWeights(*rest) if form.is_quantized else None)
 
 
 # -- a group, forward and backward
-# --------------------------------------------------------------------------------------------
 
 
 class _QuantizedRows(NamedTuple):
-    """Codes and scales of an input's rows."""
+    """fp8 values and scales of an input's rows."""
 
-    codes: Tensor
+    values: Tensor
     scales: Tensor
 
 
@@ -153,8 +153,8 @@ def _forward(x: Tensor, rows: _QuantizedRows, group: _Group) -> tuple[Tensor, Te
         for layer, columns in zip(layers, factor_columns(layers), strict=True):
             left.append(low[:, columns])
             right.append(x.new_empty((layer.base[0].shape[0], 0)) if layer.b is None else scaled_b(layer, x.dtype))
-    codes, scales = quantize_stacked(group.weights) if group.coded is None else group.coded[:2]
-    return scaled_matmul(*rows, codes, scales, x.dtype, _stack_biases(layers, x.dtype), left, right), low, scales
+    values, scales = quantize_stacked(group.weights) if group.quantized is None else group.quantized[:2]
+    return scaled_matmul(*rows, values, scales, x.dtype, _stack_biases(layers, x.dtype), left, right), low, scales
 
 
 def _stack_biases(layers: Sequence[Layer], dtype: torch.dtype) -> Tensor | None:
@@ -188,7 +188,8 @@ def _input_gradient(
     rows: _QuantizedRows, group: _Group, scales: Tensor, dlow: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """dY W + dL A (n, i)"""
-    transposed = transpose(group.weights, scales, invert=True) if group.coded is None else group.coded.transposed
+    held = group.quantized
+    transposed = transpose(group.weights, scales, invert=True) if held is None else held.transposed
     stacked = stack_a(group.layers, dtype)
     left, right = ([], []) if dlow is None or stacked is None else ([dlow], [stacked.t()])
     return scaled_matmul(*rows, transposed, None, dtype, None, left, right)
@@ -201,8 +202,8 @@ def _parameter_gradients(
     layers = group.layers
     factors = [None] * len(layers) if kept.x is None else split_a(dlow, kept.x, layers)
     weights: Sequence[Tensor | None] = [None] * len(layers)
-    if kept.codes is not None and kept.code_scales is not None:  # dW = dY^T X
-        whole = matmul_over_rows(*rows, kept.codes, kept.code_scales, kept.scales, layers[0].base[0].dtype)
+    if kept.values is not None and kept.value_scales is not None:  # dW = dY^T X
+        whole = matmul_over_rows(*rows, kept.values, kept.value_scales, kept.scales, layers[0].base[0].dtype)
         weights = [dw if form.trained else None for dw, form in zip(_split(whole, layers, 0), group.forms, strict=True)]
     flat: list[Tensor | None] = []
     for layer, form, dy, columns, da, dw in zip(
@@ -214,22 +215,22 @@ def _parameter_gradients(
         if layer.b is not None:
             assert kept.low is not None
             flat += [da, (mm_wide(dy.t(), kept.low[:, columns]) * layer.scaling).to(layer.b.dtype)]
-    return flat + [None] * (0 if group.coded is None else len(group.coded))
+    return flat + [None] * (0 if group.quantized is None else len(group.quantized))
 
 
-# -- autograd -----------------------------------------------------------------------------------------------------------------
+# -- autograd
 
 
 class _Kept(NamedTuple):
     """What a group's backward pass needs of its forward pass: scales of the weights; of adapted layers the input and x
-    A^T, of trained ones the codes of the input.
+    A^T, of trained ones the values of the input.
     """
 
     scales: Tensor
     x: Tensor | None
     low: Tensor | None
-    codes: Tensor | None
-    code_scales: Tensor | None
+    values: Tensor | None
+    value_scales: Tensor | None
 
 
 def _keep(x: Tensor, rows: _QuantizedRows, low: Tensor | None, scales: Tensor, group: _Group) -> _Kept:
@@ -264,8 +265,8 @@ class _Fp8Mlp(torch.autograd.Function):
         rows = _QuantizedRows(*quantize_rows([x]))
         y, low, scales = _forward(x, rows, first)
         g, u = _split(y, first.layers)
-        h, codes, code_scales = gated_rows(g, u, activation)
-        h_rows = _QuantizedRows(codes, code_scales)
+        h, values, value_scales = gated_rows(g, u, activation)
+        h_rows = _QuantizedRows(values, value_scales)
         out, low_down, scales_down = _forward(h, h_rows, down)
         ctx.forms, ctx.activation = forms, activation
         kept_down = _keep(h, h_rows, low_down, scales_down, down)._replace(x=None)  # h is made again from y
@@ -282,9 +283,9 @@ class _Fp8Mlp(torch.autograd.Function):
         dh = _input_gradient(rows, down, kept_down.scales, dlow, dy.dtype)
         with_h = kept_down.low is not None
         g, u = _split(y, first.layers)
-        d, h, codes, code_scales = gated_rows_backward(dh, g, u, kept.scales.view(-1), ctx.activation, with_h=with_h)
+        d, h, values, value_scales = gated_rows_backward(dh, g, u, kept.scales.view(-1), ctx.activation, with_h=with_h)
         of_down = _parameter_gradients(kept_down._replace(x=h if with_h else None), down, [dy], rows, dlow)
-        rows, gradients = _QuantizedRows(codes, code_scales), _split(d, first.layers)
+        rows, gradients = _QuantizedRows(values, value_scales), _split(d, first.layers)
         dlow = _low_gradient(kept.low, first, gradients)
         dx = _input_gradient(rows, first, kept.scales, dlow, dy.dtype) if ctx.needs_input_grad[0] else None
         return dx, None, None, *_parameter_gradients(kept, first, gradients, rows, dlow), *of_down
@@ -295,5 +296,5 @@ def _restore_mlp(tensors: Sequence[Tensor], forms: tuple[_Form, _Form, int]) -> 
     return _restore(tensors[:num_first], form), _restore(tensors[num_first:], form_down)
 
 
-def count_quantized_bytes(coded: Iterable[QuantizedWeights]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for each in coded for tensor in each)
+def count_quantized_bytes(quantized: Iterable[QuantizedWeights]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for each in quantized for tensor in each)

@@ -1,18 +1,17 @@
-"""Matrix products of float8_e4m3fn codes with a scale a row, and the passes that make the codes. Knows no layers or
-modules.
+"""Matmuls of float8_e4m3fn values with a scale a row, and the kernels that quantize. Knows no layers or modules.
 
-A row x of an operand is held as codes x / s rounded to 3 mantissa bits; s is the smallest power of two with max |x| / s
-<= 448, the largest code. A rounding errs by at most 2**-4 of the value, 2.6 % in root mean square over all values, so a
-product of two codes by 3.7 %, and so does a sum of products of random signs, whatever its length. Values below 2**-15
-of their row's largest lose more, below 2**-19 all. Scales are powers of two, so that codes of one operand serve several
-products unrounded: scales over what is summed are multiplied into the other operand before it is coded, or into both as
-they are transposed.
+A row x of an operand is held as fp8 values x / s, rounded to 3 mantissa bits; s is the smallest power of two with max
+|x| / s <= 448, the largest value. A rounding errs by at most 2**-4 of the number, 2.6 % in root mean square over all
+numbers, so a product of two of them by 3.7 %, and so does a sum of products of random signs, whatever its length.
+Numbers below 2**-15 of their row's largest lose more, below 2**-19 all. Scales are powers of two, so that one
+operand's fp8 values serve several matmuls without another rounding: scales over what is summed are multiplied into
+the other operand before it is quantized, or into both as they are transposed.
 
-On a GPU of compute capability 8.9 or newer products run by ``torch._scaled_mm`` and passes by Triton, each tried on
-small numbers first; elsewhere all of it is plain torch, the product in float32 of the very same codes (``describe``
-says which). Accumulation is the fast one: at 4,096 columns it moves the error from 3.769 to 3.771 % (``benchmarks/fp8.py``).
-Codes in e5m2 err by 5.9 %. Operators are opaque to torch.compile and have no gradients: use them inside autograd
-functions.
+On a GPU of compute capability 8.9 or newer matmuls run by ``torch._scaled_mm`` and quantization by Triton, each tried
+on small numbers first (``select``); elsewhere all of it runs in torch operations, the matmul in float32 of the very
+same values (``describe`` says which). Accumulation is the fast one: at 4,096 columns it moves the error from 3.769 to
+3.771 % (``benchmarks/fp8.py``). Values in e5m2 err by 5.9 %. Operators are opaque to torch.compile and have no
+gradients: use them inside autograd functions.
 
 Shapes: n rows (tokens), k columns summed over, o columns of a result.
 """
@@ -40,7 +39,7 @@ MAX_PARTS = 3
 
 
 def quantize_rows(parts: Sequence[Tensor], factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Codes (n, k) and scales (n, 1), float32, of one to three inputs (n, k_j) side by side: a row of all has one
+    """fp8 values (n, k) and scales (n, 1), float32, of one to three inputs (n, k_j) side by side: a row of all has one
     scale.
 
     Columns are multiplied by ``factors`` (k) before, which are float32.
@@ -49,27 +48,27 @@ def quantize_rows(parts: Sequence[Tensor], factors: Tensor | None = None) -> tup
 
 
 def quantize_stacked(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Codes (n, k) and scales (n, 1) of inputs (n_j, k) one above the other."""
+    """fp8 values (n, k) and scales (n, 1) of inputs (n_j, k) one above the other."""
     return (_stacked_op if torch.compiler.is_compiling() else _stacked)(list(parts))
 
 
 def transpose(parts: Sequence[Tensor], factors: Tensor, *, invert: bool) -> Tensor:
-    """Codes (k, n') of X^T, for X (n, k) in parts (n_j, k) one above the other, codes or not, whose rows are multiplied
-    by powers of two (n, 1), or divided by them (``invert``). n' is n rounded up to a multiple of 16 by zeros, which add
-    nothing to a sum.
+    """fp8 values (k, n') of X^T, for X (n, k) in parts (n_j, k) one above the other, in fp8 or not, whose rows are
+    multiplied by powers of two (n, 1), or divided by them (``invert``). n' is n rounded up to a multiple of 16 by
+    zeros, which add nothing to a sum.
     """
     return (_transpose_op if torch.compiler.is_compiling() else _transpose)(list(parts), factors, invert)
 
 
 def gated_rows(g: Tensor, u: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
-    """h = act(g) u (n, k), rounded once, with its codes (n, k) and scales (n, 1)."""
+    """h = act(g) u (n, k), rounded once, with its values (n, k) and scales (n, 1)."""
     return (_gated_op if torch.compiler.is_compiling() else _gated)(g, u, activation)
 
 
 def gated_rows_backward(
     dh: Tensor, g: Tensor, u: Tensor, factors: Tensor, activation: str, *, with_h: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """From dh (n, k): dg and du side by side (n, 2k), h again (n, k) or nothing (0, k), and codes (n, 2k) and scales
+    """From dh (n, k): dg and du side by side (n, 2k), h again (n, k) or nothing (0, k), and values (n, 2k) and scales
     (n, 1) of the former, whose columns are multiplied by ``factors`` (2k) before.
     """
     return (_gated_backward_op if torch.compiler.is_compiling() else _gated_backward)(
@@ -87,7 +86,7 @@ def scaled_matmul(
     left: Sequence[Tensor] = (),
     right: Sequence[Tensor] = (),
 ) -> Tensor:
-    """A B^T + bias (n, o) in ``dtype``, from codes (n, k) and (o, k) and their scales (n, 1) and (o, 1), or 1 for b.
+    """A B^T + bias (n, o) in ``dtype``, from values (n, k) and (o, k) and their scales (n, 1) and (o, 1), or 1 for b.
 
     ``left`` (n, r_j) and ``right`` (o_j, r_j), in ``dtype``: left_j right_j^T is added to the j-th part of the columns,
     o_j wide. Parts follow one another; one with nothing to add (r_j = 0) is left as it is.
@@ -99,18 +98,18 @@ def scaled_matmul(
 def matmul_over_rows(
     a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, out_scales: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """A^T B (o, k) in ``dtype``, row j over ``out_scales`` (o), for A (n, o) and B (n, k) as codes with a scale for
+    """A^T B (o, k) in ``dtype``, row j over ``out_scales`` (o), for A (n, o) and B (n, k) as values with a scale for
     each row.
 
     The two scales of a row multiply each term of the sum. Relative to the largest product of both they are spread over
-    the codes of both, as powers of two: exact, but for terms some 2**-17 of the largest and smaller.
+    the values of both, as powers of two: exact, but for terms some 2**-17 of the largest and smaller.
     """
     function = _over_rows_op if torch.compiler.is_compiling() else _over_rows
     return function(a, a_scales, b, b_scales, out_scales, dtype)
 
 
 def has_features(in_features: int, out_features: int) -> bool:
-    """Whether a layer's products, forward and backward, can be in fp8."""
+    """Whether a layer's matmuls, forward and backward, can be in fp8."""
     return in_features % ALIGNMENT == 0 and out_features % ALIGNMENT == 0 and in_features > 0 and out_features > 0
 
 
@@ -226,14 +225,15 @@ _gated_backward_op = torch.library.custom_op(
     "manyhands::fp8_gated_backward",
     _gated_backward,
     mutates_args=(),
-    schema="(Tensor dh, Tensor g, Tensor u, Tensor factors, str activation, bool with_h) -> (Tensor, Tensor, Tensor, Tensor)",
+    schema="(Tensor dh, Tensor g, Tensor u, Tensor factors, str activation, bool with_h) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
 )
 _matmul_op = torch.library.custom_op(
     "manyhands::fp8_matmul",
     _matmul,
     mutates_args=(),
-    schema="(Tensor a, Tensor a_scales, Tensor b, Tensor? b_scales, ScalarType dtype, Tensor? bias, Tensor[] left, Tensor[] right) "
-    "-> Tensor",
+    schema="(Tensor a, Tensor a_scales, Tensor b, Tensor? b_scales, ScalarType dtype, Tensor? bias, Tensor[] left, "
+    "Tensor[] right) -> Tensor",
 )
 _over_rows_op = torch.library.custom_op(
     "manyhands::fp8_matmul_over_rows",

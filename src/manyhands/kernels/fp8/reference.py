@@ -1,4 +1,4 @@
-"""fp8 values and matmuls of them in torch operations: what the kernels are compared with, and what runs without them."""
+"""fp8 values and their matmuls in torch operations: what the kernels are compared with, and what runs without."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ Tensor = torch.Tensor
 E4M3 = torch.float8_e4m3fn
 SCALE_OF_MAX = 1.0 / 448.0
 TINY = 2.0**-100  # the scale of a row of zeros is finite, and so is its inverse
-ALIGNMENT = 16  # of k and o, in elements: what the products of GPUs take
+ALIGNMENT = 16  # of k and o, in elements: what matmuls on GPUs take
 
 
 def _scale(top: Tensor) -> tuple[Tensor, Tensor]:
-    """The power of two that codes are multiplied by to be values, and its inverse, from the largest magnitude."""
+    """The power of two that values are multiplied by to be values, and its inverse, from the largest magnitude."""
     bits = (top.clamp(min=TINY) * SCALE_OF_MAX).view(torch.int32) + 0x7FFFFF & 0x7F800000
     return bits.view(torch.float32), (0x7F000000 - bits).view(torch.float32)
 
@@ -31,8 +31,8 @@ def stacked_reference(parts: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 def transpose_reference(parts: list[Tensor], factors: Tensor, invert: bool) -> Tensor:
     x = torch.cat([part.float() for part in parts])
-    codes = (x / factors if invert else x * factors).t().to(E4M3)
-    return F.pad(codes.view(torch.uint8), (0, -x.shape[0] % ALIGNMENT)).view(E4M3)
+    values = (x / factors if invert else x * factors).t().to(E4M3)
+    return F.pad(values.view(torch.uint8), (0, -x.shape[0] % ALIGNMENT)).view(E4M3)
 
 
 def gated_reference(g: Tensor, u: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:

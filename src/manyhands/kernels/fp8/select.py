@@ -22,10 +22,10 @@ MIN_CAPABILITY = (8, 9)
 
 
 def describe(device: torch.device) -> str:
-    """How codes are made and multiplied on ``device``, and why not faster; one line for the log."""
-    products = "torch._scaled_mm" if has_scaled_mm(device) else "float32 ones of codes (emulated)"
+    """How values are quantized and multiplied on ``device``, and why not faster; one line for the log."""
+    matmuls = "torch._scaled_mm" if has_scaled_mm(device) else "float32 ones of the same values (emulated)"
     kernels, why = load_triton(device)
-    return f"products by {products}, codes by {'Triton' if kernels else f'plain torch ({why})'}"
+    return f"matmuls by {matmuls}, quantized by {'Triton' if kernels else f'torch ({why})'}"
 
 
 @lru_cache
@@ -46,11 +46,11 @@ def has_scaled_mm(device: torch.device) -> bool:
 
 @lru_cache
 def load_triton(device: torch.device) -> tuple[ModuleType | None, str]:
-    """The Triton passes if they give on ``device`` what plain torch gives; else None and why not."""
+    """The Triton kernels if they give on ``device`` what the reference gives; else None and why not."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
         return None, "the GPU has no fp8"
     backend = triton_or(
-        "plain",
+        "reference",
         device,
         "fp8.triton",
         lambda kernels: "" if _agrees(kernels, device) else "gave other numbers in its test",

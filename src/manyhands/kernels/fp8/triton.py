@@ -1,8 +1,7 @@
-"""Passes that write float8_e4m3fn, each one kernel: rows (``triton_fp8_rows``), rows of act(g) u and of its gradient,
-and transposed codes; and the adding of a product of low rank. What they compute stands in ``fp8``, in plain torch,
-codes bit for bit.
+"""Triton kernels that write float8_e4m3fn: rows (``triton_rows``), rows of act(g) u and of its gradient, transposed
+values; and one that adds a matmul of low rank. What they compute stands in ``reference``, fp8 values bit for bit.
 
-Importing this needs Triton; ``fp8`` does so only on a GPU, and compares before use. Knows nothing of layers.
+Importing this needs Triton; ``select`` does so only on a GPU, and compares before use. Knows nothing of layers.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ MAX_RANK = 64  # of what is added by a kernel of its own: above, the product is 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 
 
-# -- what has low rank --------------------------------------------------------------------------------------------------------------
+# -- what has low rank
 
 
 @triton.jit
@@ -103,7 +102,7 @@ def add_low_rank(y: torch.Tensor, low: torch.Tensor, wide: torch.Tensor) -> None
         )
 
 
-# -- transposed ------------------------------------------------------------------------------------------------------------------
+# -- transposed
 
 
 @triton.jit
@@ -111,7 +110,7 @@ def _transpose_kernel(  # type: ignore[no-untyped-def]
     x_pointer,
     x_stride,
     factors_pointer,
-    codes_pointer,
+    values_pointer,
     codes_stride,
     num_rows,
     num_written,
@@ -129,16 +128,16 @@ def _transpose_kernel(  # type: ignore[no-untyped-def]
     x = tl.load(
         x_pointer + rows[:, None] * x_stride + columns[None, :], mask=in_rows[:, None] & in_columns[None, :], other=0.0
     )
-    codes = tl.trans((x.to(tl.float32) * factors[:, None]).to(codes_pointer.dtype.element_ty))
+    values = tl.trans((x.to(tl.float32) * factors[:, None]).to(values_pointer.dtype.element_ty))
     written = in_columns[:, None] & (rows < num_written)[None, :]
-    tl.store(codes_pointer + columns[:, None] * codes_stride + rows[None, :], codes, mask=written)
+    tl.store(values_pointer + columns[:, None] * codes_stride + rows[None, :], values, mask=written)
 
 
 def transpose(parts: Sequence[torch.Tensor], factors: torch.Tensor, invert: bool) -> torch.Tensor:
     """As ``fp8.transpose``"""
     num_rows, num_columns = sum(part.shape[0] for part in parts), parts[0].shape[1]
     padded = triton.cdiv(num_rows, 16) * 16
-    codes, _ = new_rows(num_columns, padded, parts[0].device)
+    values, _ = new_rows(num_columns, padded, parts[0].device)
     parts = [side_by_side(part) for part in parts if part.shape[0]]
     start = 0
     for number, x in enumerate(parts):
@@ -147,7 +146,7 @@ def transpose(parts: Sequence[torch.Tensor], factors: torch.Tensor, invert: bool
             x,
             x.stride(0),
             factors[start:],
-            codes[:, start:],
+            values[:, start:],
             padded,
             x.shape[0],
             written,
@@ -158,10 +157,10 @@ def transpose(parts: Sequence[torch.Tensor], factors: torch.Tensor, invert: bool
             num_warps=4,
         )
         start += x.shape[0]
-    return codes
+    return values
 
 
-# -- act(g) u --------------------------------------------------------------------------------------------------------------------
+# -- act(g) u
 
 
 @triton.jit
@@ -186,7 +185,7 @@ def _gated_kernel(  # type: ignore[no-untyped-def]
     u_pointer,
     u_stride,
     h_pointer,
-    codes_pointer,
+    values_pointer,
     scales_pointer,
     width,
     ACTIVATION: tl.constexpr,
@@ -206,7 +205,7 @@ def _gated_kernel(  # type: ignore[no-untyped-def]
     scale, inverse = scale_of(tl.max(top, 0))
     tl.store(scales_pointer + row, scale)
     tl.debug_barrier()  # what other threads wrote is read below
-    cast(h_pointer, h_pointer, codes_pointer + row * width, inverse, width, False, STEP)
+    cast(h_pointer, h_pointer, values_pointer + row * width, inverse, width, False, STEP)
 
 
 @triton.jit
@@ -219,7 +218,7 @@ def _gated_backward_kernel(  # type: ignore[no-untyped-def]
     factors_pointer,
     d_pointer,
     h_pointer,
-    codes_pointer,
+    values_pointer,
     scales_pointer,
     width,
     ACTIVATION: tl.constexpr,
@@ -251,7 +250,7 @@ def _gated_backward_kernel(  # type: ignore[no-untyped-def]
     scale, inverse = scale_of(tl.max(top, 0))
     tl.store(scales_pointer + row, scale)
     tl.debug_barrier()
-    cast(d_pointer, factors_pointer, codes_pointer + row * 2 * width, inverse, 2 * width, True, STEP)
+    cast(d_pointer, factors_pointer, values_pointer + row * 2 * width, inverse, 2 * width, True, STEP)
 
 
 def gated_rows(g: torch.Tensor, u: torch.Tensor, activation: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -259,7 +258,7 @@ def gated_rows(g: torch.Tensor, u: torch.Tensor, activation: str) -> tuple[torch
     num_rows, width = g.shape
     g, u = side_by_side(g), side_by_side(u)
     h = torch.empty(num_rows, width, dtype=g.dtype, device=g.device)
-    codes, scales = new_rows(num_rows, width, g.device)
+    values, scales = new_rows(num_rows, width, g.device)
     step = min(STEP_COLUMNS, triton.next_power_of_2(width))
     if num_rows:
         _gated_kernel[(num_rows,)](
@@ -268,14 +267,14 @@ def gated_rows(g: torch.Tensor, u: torch.Tensor, activation: str) -> tuple[torch
             u,
             u.stride(0),
             h,
-            codes,
+            values,
             scales,
             width,
             ACTIVATION=ACTIVATIONS[activation],
             STEP=step,
             num_warps=warps(step),
         )
-    return h, codes, scales
+    return h, values, scales
 
 
 def gated_rows_backward(
@@ -286,7 +285,7 @@ def gated_rows_backward(
     dh, g, u = dh.contiguous(), side_by_side(g), side_by_side(u)
     d = torch.empty(num_rows, 2 * width, dtype=g.dtype, device=g.device)
     h = torch.empty(num_rows if with_h else 0, width, dtype=g.dtype, device=g.device)
-    codes, scales = new_rows(num_rows, 2 * width, g.device)
+    values, scales = new_rows(num_rows, 2 * width, g.device)
     step = min(STEP_COLUMNS // 2, triton.next_power_of_2(width))
     if num_rows:
         _gated_backward_kernel[(num_rows,)](
@@ -298,7 +297,7 @@ def gated_rows_backward(
             factors,
             d,
             h,
-            codes,
+            values,
             scales,
             width,
             ACTIVATION=ACTIVATIONS[activation],
@@ -306,4 +305,4 @@ def gated_rows_backward(
             STEP=step,
             num_warps=warps(2 * step),
         )
-    return d, h, codes, scales
+    return d, h, values, scales

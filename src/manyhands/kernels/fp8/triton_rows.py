@@ -1,7 +1,7 @@
-"""Rows of one or several inputs to float8_e4m3fn, each pass one kernel, and what other passes that write rows need.
+"""Rows of one or several inputs to float8_e4m3fn, each in one kernel, and what other kernels that write rows need.
 
 One program a row: what fits is held in registers and read once, longer rows are read again from cache. What is computed
-stands in ``fp8``, in plain torch, codes bit for bit. Importing this needs Triton. Knows nothing of layers.
+stands in ``reference``, fp8 values bit for bit. Importing this needs Triton. Knows nothing of layers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TINY = tl.constexpr(2.0**-100)
 
 @triton.jit
 def scale_of(top):  # type: ignore[no-untyped-def]
-    """The power of two that codes are multiplied by to be values, and its inverse."""
+    """The power of two that values are multiplied by to be values, and its inverse."""
     share = tl.maximum(top, TINY) * SCALE_OF_MAX
     bits = (share.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
     return bits.to(tl.float32, bitcast=True), (0x7F000000 - bits).to(tl.float32, bitcast=True)
@@ -35,7 +35,7 @@ def load_wide(pointer, factors_pointer, at, width, SCALED: tl.constexpr):  # typ
 
 
 @triton.jit
-def _store_codes(pointer, at, x, width):  # type: ignore[no-untyped-def]
+def _store_values(pointer, at, x, width):  # type: ignore[no-untyped-def]
     tl.store(pointer + at, x.to(pointer.dtype.element_ty), mask=at < width)
 
 
@@ -49,10 +49,12 @@ def _top(pointer, factors_pointer, width, SCALED: tl.constexpr, STEP: tl.constex
 
 
 @triton.jit
-def cast(pointer, factors_pointer, codes_pointer, inverse, width, SCALED: tl.constexpr, STEP: tl.constexpr):  # type: ignore[no-untyped-def]
+def cast(  # type: ignore[no-untyped-def]
+    pointer, factors_pointer, values_pointer, inverse, width, SCALED: tl.constexpr, STEP: tl.constexpr
+):
     for start in range(0, width, STEP):
         at = start + tl.arange(0, STEP)
-        _store_codes(codes_pointer, at, load_wide(pointer, factors_pointer, at, width, SCALED) * inverse, width)
+        _store_values(values_pointer, at, load_wide(pointer, factors_pointer, at, width, SCALED) * inverse, width)
 
 
 @triton.jit
@@ -60,7 +62,7 @@ def _held_rows_kernel(  # type: ignore[no-untyped-def]
     x_pointer,
     x_stride,
     factors_pointer,
-    codes_pointer,
+    values_pointer,
     scales_pointer,
     width,
     SCALED: tl.constexpr,
@@ -71,7 +73,7 @@ def _held_rows_kernel(  # type: ignore[no-untyped-def]
     x = load_wide(x_pointer + row * x_stride, factors_pointer, at, width, SCALED)
     scale, inverse = scale_of(tl.max(tl.abs(x), 0))
     tl.store(scales_pointer + row, scale)
-    _store_codes(codes_pointer + row * width, at, x * inverse, width)
+    _store_values(values_pointer + row * width, at, x * inverse, width)
 
 
 @triton.jit
@@ -86,7 +88,7 @@ def _rows_kernel(  # type: ignore[no-untyped-def]
     stride2,
     width2,
     factors,
-    codes,
+    values,
     scales,
     SCALED: tl.constexpr,
     PARTS: tl.constexpr,
@@ -99,7 +101,7 @@ def _rows_kernel(  # type: ignore[no-untyped-def]
     x0 += row * stride0
     x1 += row * stride1
     x2 += row * stride2
-    codes += row * (width0 + width1 + width2)
+    values += row * (width0 + width1 + width2)
     top = _top(x0, factors, width0, SCALED, STEP0)
     if PARTS > 1:
         top = tl.maximum(top, _top(x1, factors + width0, width1, SCALED, STEP1))
@@ -107,11 +109,11 @@ def _rows_kernel(  # type: ignore[no-untyped-def]
         top = tl.maximum(top, _top(x2, factors + width0 + width1, width2, SCALED, STEP2))
     scale, inverse = scale_of(top)
     tl.store(scales + row, scale)
-    cast(x0, factors, codes, inverse, width0, SCALED, STEP0)
+    cast(x0, factors, values, inverse, width0, SCALED, STEP0)
     if PARTS > 1:
-        cast(x1, factors + width0, codes + width0, inverse, width1, SCALED, STEP1)
+        cast(x1, factors + width0, values + width0, inverse, width1, SCALED, STEP1)
     if PARTS > 2:
-        cast(x2, factors + width0 + width1, codes + width0 + width1, inverse, width2, SCALED, STEP2)
+        cast(x2, factors + width0 + width1, values + width0 + width1, inverse, width2, SCALED, STEP2)
 
 
 def quantize_rows(
@@ -119,12 +121,12 @@ def quantize_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As ``fp8.quantize_rows``, of one to three parts."""
     num_rows, widths = parts[0].shape[0], [part.shape[1] for part in parts]
-    codes, scales = new_rows(num_rows, sum(widths), parts[0].device)
+    values, scales = new_rows(num_rows, sum(widths), parts[0].device)
     if num_rows == 0:
-        return codes, scales
+        return values, scales
     if len(parts) == 1 and widths[0] <= HELD_COLUMNS:
-        _held_rows(parts[0], factors, codes, scales)
-        return codes, scales
+        _held_rows(parts[0], factors, values, scales)
+        return values, scales
     parts = [side_by_side(part) for part in parts]
     given = [value for part in parts for value in (part, part.stride(0), part.shape[1])]
     given += [parts[0], 0, 0] * (3 - len(parts))
@@ -132,7 +134,7 @@ def quantize_rows(
     _rows_kernel[(num_rows,)](
         *given,
         scales if factors is None else factors,
-        codes,
+        values,
         scales,
         SCALED=factors is not None,
         PARTS=len(parts),
@@ -141,25 +143,25 @@ def quantize_rows(
         STEP2=steps[2],
         num_warps=warps(max(steps)),
     )
-    return codes, scales
+    return values, scales
 
 
 def quantize_stacked(parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """As ``fp8.quantize_stacked``"""
     num_rows, width = sum(part.shape[0] for part in parts), parts[0].shape[1]
-    codes, scales = new_rows(num_rows, width, parts[0].device)
+    values, scales = new_rows(num_rows, width, parts[0].device)
     start = 0
     for part in parts:
         rows = slice(start, start + part.shape[0])
         start += part.shape[0]
         if width <= HELD_COLUMNS:
-            _held_rows(part, None, codes[rows], scales[rows])
+            _held_rows(part, None, values[rows], scales[rows])
         else:
-            codes[rows], scales[rows] = quantize_rows([part])
-    return codes, scales
+            values[rows], scales[rows] = quantize_rows([part])
+    return values, scales
 
 
-def _held_rows(x: torch.Tensor, factors: torch.Tensor | None, codes: torch.Tensor, scales: torch.Tensor) -> None:
+def _held_rows(x: torch.Tensor, factors: torch.Tensor | None, values: torch.Tensor, scales: torch.Tensor) -> None:
     num_rows, width = x.shape
     x, block = side_by_side(x), triton.next_power_of_2(width)
     if num_rows:
@@ -167,7 +169,7 @@ def _held_rows(x: torch.Tensor, factors: torch.Tensor | None, codes: torch.Tenso
             x,
             x.stride(0),
             scales if factors is None else factors,
-            codes,
+            values,
             scales,
             width,
             SCALED=factors is not None,
@@ -181,8 +183,8 @@ def warps(columns: int) -> int:
 
 
 def new_rows(num_rows: int, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    codes = torch.empty(num_rows, width, dtype=torch.float8_e4m3fn, device=device)
-    return codes, torch.empty(num_rows, 1, dtype=torch.float32, device=device)
+    values = torch.empty(num_rows, width, dtype=torch.float8_e4m3fn, device=device)
+    return values, torch.empty(num_rows, 1, dtype=torch.float32, device=device)
 
 
 def side_by_side(x: torch.Tensor) -> torch.Tensor:

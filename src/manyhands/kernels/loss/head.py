@@ -52,7 +52,7 @@ def read_head(model: Any) -> Head | str:
     """
     module = model.get_output_embeddings()
     if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
-        return f"the head is a {type(module).__name__}, no plain linear layer"
+        return f"the head is a {type(module).__name__}, not a linear layer of torch"
     if module.bias is not None:
         return "the head has a bias"
     if module._forward_hooks or module._forward_pre_hooks:

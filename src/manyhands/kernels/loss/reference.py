@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-EAGER_LOGITS = 2**24  # logits that plain torch widens at once: 64 MiB in float32
+EAGER_LOGITS = 2**24  # logits widened at once: 64 MiB in float32
 
 
 def softmax_rows(
@@ -18,7 +18,7 @@ def softmax_rows(
     softcap: float | None = None,
     with_grad: bool = True,
 ) -> None:
-    """The plain reference: fill ``losses`` (m) and ``hits`` (m) of ``logits`` (m, v), and put the gradient in their
+    """The reference: fill ``losses`` (m) and ``hits`` (m) of ``logits`` (m, v), and put the gradient in their
     place.
 
     Everything is computed in ``sum_dtype``; the gradient is rounded to the logits' dtype once.

@@ -15,11 +15,9 @@ BACKENDS = ("triton", "compile", "eager")
 
 @lru_cache
 def choose_backend(device: torch.device, dtype: torch.dtype) -> Backend:
-    """Triton where it can be imported and passes a comparison with plain torch on ``device``, else plain torch, with
-    the reason.
-    """
+    """Triton where it can be imported and agrees with the reference on ``device``; else torch, with the reason."""
     if device.type == "cuda" and dtype == torch.float64:
-        return Backend("eager", "float64 is computed by plain torch")
+        return Backend("eager", "float64 is computed by torch")
     return triton_or(
         "eager", device, "loss.triton", lambda kernels: beyond_bound(kernels.compare(device, dtype, softmax_rows))
     )

@@ -1,7 +1,7 @@
 """The softmax of the fused loss as one Triton kernel: one program a row, two reads (the second mostly from cache), one
 write.
 
-Importing this needs Triton; ``loss.choose_backend`` does so only on a GPU, and compares with plain torch before use.
+Importing this needs Triton; ``select`` does so only on a GPU, and compares with the reference before use.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def softmax_rows_triton(
     softcap: float | None = None,
     with_grad: bool = True,
 ) -> None:
-    """What ``loss.softmax_rows`` does; ``logits`` (m, v) with columns side by side, ``losses`` float32."""
+    """What ``reference.softmax_rows`` does; ``logits`` (m, v) with columns side by side, ``losses`` float32."""
     num_rows, num_columns = logits.shape
     if num_rows == 0:
         return
@@ -123,7 +123,9 @@ def softmax_rows_triton(
 
 
 @triton.jit
-def _scale_kernel(values_pointer, factor_pointer, out_pointer, num_elements, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _scale_kernel(  # type: ignore[no-untyped-def]
+    values_pointer, factor_pointer, out_pointer, num_elements, BLOCK: tl.constexpr
+):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < num_elements
     values = tl.load(values_pointer + at, mask=inside, other=0.0).to(tl.float32) * tl.load(factor_pointer).to(

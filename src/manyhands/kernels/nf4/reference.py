@@ -1,4 +1,4 @@
-"""Weights in NF4 with double quantisation back to floating point, by bitsandbytes or by one Triton kernel with the same
+"""Weights in NF4 with double quantization back to floating point, by bitsandbytes or by one Triton kernel with the same
 bits.
 
 A weight (o, i), flattened, is R rows of 256 blocks of 64 values (``convert/nf4.py`` has the layout and fills it): codes

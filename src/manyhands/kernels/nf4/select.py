@@ -16,9 +16,9 @@ def describe(backend: Backend) -> str:
     return "Triton, one launch a weight" if backend.name == "triton" else f"bitsandbytes ({backend.reason})"
 
 
-# What ``use`` chose, by dtype, for the whole process: weights are dequantised inside operators that are opaque to
-# torch.compile # and inside recomputed blocks, where nothing but tensors arrives. Both ways give the same bits, so
-# nothing else depends on it.
+# What ``use`` chose, by dtype, for the whole process: weights are dequantized inside operators that are opaque to
+# torch.compile and inside layers under activation checkpointing, where nothing but tensors arrives. Both give the same
+# bits, so nothing else depends on it.
 _chosen: dict[torch.dtype, Dequantize] = {}
 
 
@@ -27,8 +27,8 @@ def dequantize(
 ) -> torch.Tensor:
     """The weight (o, i), new, from whole codes and statistics, whatever dtype these are viewed as."""
     computed = kernel_dtype(dtype)
-    way = _chosen.get(computed, dequantize_reference) if codes.is_cuda else dequantize_reference
-    return way(codes, statistics, shape, computed).to(dtype)
+    function = _chosen.get(computed, dequantize_reference) if codes.is_cuda else dequantize_reference
+    return function(codes, statistics, shape, computed).to(dtype)
 
 
 def use(backend: Backend, dtype: torch.dtype) -> None:

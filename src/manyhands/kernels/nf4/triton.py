@@ -1,4 +1,4 @@
-"""NF4 with double quantisation to floating point as one Triton kernel: each code is read once, each value written once.
+"""NF4 with double quantization to floating point as one Triton kernel: each code is read once, each value written once.
 
 A thread takes a word of eight codes, finds its block's absolute maximum, and writes eight values, 16 bytes of bfloat16,
 beside its neighbour's; nothing passes between threads but a table. Compiled for compute capability 9.0 that is 8
@@ -6,7 +6,7 @@ instructions a value. By its data sheet an H200 issues some 15 in the time that 
 bytes, so the way a level is found decides: from a table in shared memory (two instructions and a load, without bank
 conflicts, as 16 words lie in 16 banks) and not by a tree of 15 selections, which run at half rate.
 
-Importing this needs Triton; ``nf4.choose_backend`` does so only on a GPU, and compares with bitsandbytes before use.
+Importing this needs Triton; ``select`` does so only on a GPU, and compares with bitsandbytes before use.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _dequantize_kernel(  # type: ignore[no-untyped-def]
     start = piece.to(tl.int64) * PIECE  # an index may pass 2**31
     at = tl.arange(0, WORDS)
     # Told that words do not lie side by side, Triton gives a thread every n-th one and not four in a row, so that words
-    # come to # where their values are written, and a warp still reads 128 bytes at once. Else they pass through shared
+    # come to where their values are written, and a warp still reads 128 bytes at once. Else they pass through shared
     # memory.
     words = tl.load(codes_pointer.to(tl.pointer_type(tl.uint32)) + start // WORD_VALUES + tl.max_contiguous(at, 1))
     blocks_pointer = statistics_pointer.to(tl.pointer_type(tl.uint8)) + row * STATISTICS_BYTES + first_block
@@ -72,7 +72,7 @@ def _dequantize_kernel(  # type: ignore[no-untyped-def]
 def dequantize_triton(
     codes: torch.Tensor, statistics: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """As ``nf4.dequantize_reference``, bit for bit, on the current device. One launch, which waits for nothing.
+    """As ``reference.dequantize_reference``, bit for bit, on the current device. One launch, which waits for nothing.
 
     Only where a result in bfloat16 or float32 is below 2**-126: bitsandbytes, compiled with fast arithmetic, makes it
     zero.
