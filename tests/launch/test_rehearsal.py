@@ -84,7 +84,7 @@ def test_patterns_that_match_nothing(place: Place, arguments: tuple[str, ...], w
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"intermediate_size": 96}, "The weights do not fit LlamaForCausalLM"),
+        ({"intermediate_size": 96}, "the weights do not fit LlamaForCausalLM"),
         ({"hidden_act": "nonsense"}, "transformers cannot build a language model of llama"),
         ({"rms_norm_eps": "small"}, "transformers cannot"),
         ({"num_hidden_layers": 5}, "missing: model.layers.3"),

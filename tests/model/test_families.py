@@ -11,7 +11,7 @@ from transformers import AutoConfig
 from manyhands.config.schema import MethodSection
 from manyhands.convert.lora import apply_lora
 from manyhands.core.errors import UserError
-from manyhands.model.load import silence_dropout
+from manyhands.model.load import disable_dropout
 from manyhands.model.probe import choose_layers, probe, shrink
 from tests.support.families import LEAK, MEASURED, measure
 from tests.support.tiny import tiny_config, tiny_model
@@ -90,8 +90,8 @@ def test_adapters_that_would_miss_merged_experts_are_refused_with_the_list(famil
 def test_dropout_of_the_familys_own_is_off_and_said() -> None:
     config: Any = tiny_config("seed_oss")
     assert config.attention_dropout == 0.1
-    assert "attention_dropout=0.1" in silence_dropout(config)
-    assert config.attention_dropout == config.residual_dropout == 0.0 and silence_dropout(config) == []
+    assert "attention_dropout=0.1" in disable_dropout(config)
+    assert config.attention_dropout == config.residual_dropout == 0.0 and disable_dropout(config) == []
 
 
 def test_attention_without_lengths_raises_in_training() -> None:

@@ -17,7 +17,7 @@ from manyhands.config.schema import RunConfig
 from manyhands.convert.lora import LoraNf4Linear, adapted_layers
 from manyhands.core.holding import fill_from, gather
 from manyhands.kernels.nf4 import dequantize
-from manyhands.model.load import ADDED, draw_module, match_checkpoint, with_owners
+from manyhands.model.load import draw_weights, match_checkpoint
 from manyhands.model.source import read_converted, read_stored
 from manyhands.plan.types import Plan
 
@@ -96,14 +96,7 @@ def weight_reader(model: Any, plan: Plan, config: RunConfig) -> Callable[[str], 
     anew.
     """
     if config.model.init == "random":
-        modules = {name: (module, owner) for name, module, owner in with_owners(model)}
-
-        def draw(name: str) -> torch.Tensor:
-            module, owner = modules[name]
-            own = {key: p for key, p in module._parameters.items() if p is not None and key not in ADDED}
-            return draw_module(name, module, owner, own, config.seed).get_parameter("weight").detach()
-
-        return draw
+        return draw_weights(model, config.seed)
     checkpoint = match_checkpoint(model, plan.model_folder, plan.new_tokens)
     conversions = {name: conversion for conversion in checkpoint.conversions for name in conversion.shapes}
 

@@ -42,6 +42,7 @@ class LoraLinear(nn.Linear):
     and gradients are in the parameters' own dtype.
     """
 
+    unstored_parameters = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")  # model.load.UNSTORED
     lora_magnitude_vector: nn.Parameter | None
 
     def __init__(self, base: nn.Linear, method: MethodSection) -> None:

@@ -21,6 +21,7 @@ from manyhands.convert.modules_to_save import CastsItsMasters
 from manyhands.convert.protocol import BaseConverter
 from manyhands.core.errors import UserError
 from manyhands.core.holding import fill_from, select_rows
+from manyhands.model.load import UNSTORED
 
 ROWS, IDS = "trainable_tokens_delta", "trainable_token_ids"  # the first is PEFT's name
 
@@ -60,6 +61,7 @@ def _hold_rows(module: Any, ids: tuple[int, ...]) -> None:
     )
     module.register_parameter(ROWS, nn.Parameter(rows))
     setattr(module, IDS, ids)
+    setattr(module, UNSTORED, (ROWS,))
 
 
 class _ReplaceRows:

@@ -62,6 +62,7 @@ class Nf4Linear(nn.Linear):
     Its bias stays as it is. ``weight`` is no parameter here but the dequantised weight, made anew at each access.
     """
 
+    weight_pieces = ("weight_codes", "weight_statistics")  # what loading asks: model.load.FillsItself
     weight_codes: nn.Parameter
     weight_statistics: nn.Parameter
 

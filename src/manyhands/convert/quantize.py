@@ -18,8 +18,6 @@ from manyhands.kernels import nf4 as kernels_nf4
 from manyhands.kernels.backend import Backend
 from manyhands.model.structure import block_linears
 
-STORED = ("weight_codes", "weight_statistics")
-
 
 def quantize_blocks(model: nn.Module) -> list[str]:
     """Put an ``Nf4Linear`` in the place of every linear layer of the blocks; returns their names.
@@ -56,7 +54,7 @@ def nf4_weights(model: nn.Module) -> dict[str, Nf4Linear]:
 
 def stored_names(model: nn.Module) -> set[str]:
     """Names of the parameters that hold weights in NF4, and that no file of a model knows."""
-    return {f"{name}.{kind}" for name in nf4_layers(model) for kind in STORED}
+    return {f"{name}.{kind}" for name in nf4_layers(model) for kind in Nf4Linear.weight_pieces}
 
 
 def gather_weight(layer: Nf4Linear) -> torch.Tensor:

@@ -1,8 +1,10 @@
 """Build a model without memory, then fill it: from safetensors files, each rank reading only its slices, or from the
 seed.
 
-The model is made on meta, may be sharded there, and is materialised once its parameters know where they live. Names and
-shapes are compared before a weight is read. Must not know how parameters came to be sharded.
+The model is made on meta, may be changed and sharded there, and is materialized once its parameters know where they are
+held. Names and shapes are compared before a weight is read. Must not know how parameters came to be sharded, nor which
+features changed the model: a changed layer says itself what loading has to know of it (``FillsItself``,
+``UNSTORED``).
 """
 
 from __future__ import annotations
@@ -10,16 +12,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
 from manyhands.config.schema import RunConfig
-from manyhands.convert.adapter import added_parameters
-from manyhands.convert.new_tokens import ROWS
-from manyhands.convert.nf4 import Nf4Linear
-from manyhands.convert.quantize import STORED, nf4_weights, stored_names
 from manyhands.core.errors import UserError
 from manyhands.core.holding import fill_from, local, local_part, local_slices
 from manyhands.core.progress import advance
@@ -32,21 +30,70 @@ from manyhands.model.source import Checkpoint, needs_conversion, open_weights, r
 from manyhands.model.structure import auto_class, is_multimodal
 from manyhands.plan.types import Plan
 
-ADDED = (ROWS, "lora_magnitude_vector")  # filled with the adapters
-MARK = "_is_hf_initialized"  # transformers' initialisation passes tensors with this attribute by
+MARK = "_is_hf_initialized"  # transformers' initialization skips tensors with this attribute
+UNSTORED = "unstored_parameters"
+"""The attribute by which a module names parameters, its own or its children's, that no file of the model holds. They
+are left alone here; whoever added them fills them once the weights are there."""
 
 
-def build_meta(plan: Plan, config: RunConfig, say: Callable[[str], object] = lambda _: None) -> nn.Module:
+@runtime_checkable
+class FillsItself(Protocol):
+    """A linear layer that holds its weight in another form (quantized, say) and makes that from the weight itself."""
+
+    in_features: int
+    out_features: int
+    weight_pieces: tuple[str, ...]  # its parameters that hold the weight
+
+    def fill(self, weight: Any) -> None:
+        """Take ``weight`` (o, i), a tensor or a safetensors slice, of which each rank reads its part. Every rank calls
+        this.
+        """
+
+
+def build_meta(plan: Plan, config: RunConfig, report: Callable[[str], object] = lambda _: None) -> nn.Module:
     """The Hugging Face model on meta, in training mode, every parameter in the dtype it will be kept in.
 
-    That is ``plan.layout.master_dtype`` for full training and ``plan.layout.frozen_dtype`` where weights stay frozen. What changes the
-    model after that are the plan's converters.
+    That is ``master_dtype`` of the plan's layout for full training and its ``frozen_dtype`` where weights stay frozen. What
+    changes the model after that are the plan's converters.
     """
+    layout, model_config = plan.layout, read_transformers_config(plan, config)
+    if disabled := disable_dropout(model_config):
+        report(f"the model's own dropout is off: {', '.join(disabled)}; set method.dropout to train with dropout")
+    if plan.new_tokens is not None:
+        model_config.get_text_config().vocab_size = plan.new_tokens.vocab_size
+    if config.model.init == "pretrained":
+        untie_as_stored(model_config, Path(plan.model_folder))
+    register_attention()
+    try:
+        with torch.device("meta"):
+            model = auto_class(model_config).from_config(
+                model_config,
+                dtype=getattr(torch, layout.master_dtype if config.method.name == "full" else layout.frozen_dtype),
+                attn_implementation=IMPLEMENTATIONS[plan.attention],
+                trust_remote_code=config.model.trust_remote_code,
+            )
+    except Exception as error:  # whatever config.json holds: transformers raises many kinds
+        raise UserError(
+            f"transformers cannot build a language model of {model_config.model_type}",
+            where=plan.model_folder,
+            why=(str(error).strip().splitlines() or [""])[0].split(". ")[0] or type(error).__name__,
+            fix="use a model that transformers' AutoModelForCausalLM or AutoModelForMultimodalLM opens",
+        ) from error
+    if config.model.init == "pretrained" and needs_conversion(model):
+        report(
+            "weights are converted while they are loaded, by transformers' rules: every rank reads those in full, one group"
+            " at a time"
+        )
+    return model.train()
+
+
+def read_transformers_config(plan: Plan, config: RunConfig) -> Any:
+    """The transformers config of the plan's model. UserError where transformers cannot read it."""
     from transformers import AutoConfig
 
     trust = config.model.trust_remote_code
     try:
-        model_config = AutoConfig.from_pretrained(plan.model_folder, trust_remote_code=trust)
+        return AutoConfig.from_pretrained(plan.model_folder, trust_remote_code=trust)
     except Exception as error:  # whatever config.json holds: transformers raises many kinds
         code = "" if trust else "; if you trust the code that it brings, set model.trust_remote_code=true"
         raise UserError(
@@ -55,36 +102,9 @@ def build_meta(plan: Plan, config: RunConfig, say: Callable[[str], object] = lam
             why=str(error) or type(error).__name__,
             fix=f"use a model that the installed transformers knows{code}",
         ) from error
-    if silenced := silence_dropout(model_config):
-        say(f"dropout of the model's own is off: {', '.join(silenced)}; what is asked for is method.dropout")
-    if plan.new_tokens is not None:
-        model_config.get_text_config().vocab_size = plan.new_tokens.vocab_size
-    if config.model.init == "pretrained":
-        untie_as_stored(model_config, Path(plan.model_folder))
-    implementation = IMPLEMENTATIONS[plan.attention]
-    register_attention()
-    dtype = getattr(torch, plan.layout.master_dtype if config.method.name == "full" else plan.layout.frozen_dtype)
-    try:
-        with torch.device("meta"):
-            opener = auto_class(model_config)
-            model = opener.from_config(
-                model_config, dtype=dtype, attn_implementation=implementation, trust_remote_code=trust
-            )
-    except Exception as error:  # as above
-        raise UserError(
-            f"transformers cannot build a language model of {model_config.model_type}",
-            where=plan.model_folder,
-            why=(str(error).strip().splitlines() or [""])[0].split(". ")[0] or type(error).__name__,
-            fix="use a model that transformers' AutoModelForCausalLM or AutoModelForMultimodalLM opens",
-        ) from error
-    if config.model.init == "pretrained" and needs_conversion(model):
-        say(
-            "weights are laid out anew while they are read, by transformers' rules: every rank reads these whole, one group at a time"
-        )
-    return model.train()
 
 
-def silence_dropout(model_config: Any) -> list[str]:
+def disable_dropout(model_config: Any) -> list[str]:
     """Set every dropout of a transformers config to 0, in place; returns what was on, such as
     ``attention_dropout=0.1``.
 
@@ -170,19 +190,33 @@ def with_owners(model: Any) -> Iterator[tuple[str, nn.Module, Any]]:
         yield name, module, owners[name]
 
 
-# ---- pretrained ----------------------------------------------------------------------------------------------------------
+# ---- pretrained -------------------------------------------------------------------------------------------------------
 
 
 def loaded_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What files hold of a model, by its names: parameters and persistent buffers, without what adapters added.
+    """What files hold of a model, by its names: parameters and persistent buffers, without what converters added.
 
-    A weight in NF4 stands on meta under its own name; tied tensors stand under each of theirs.
+    A weight held in another form is there on meta under its own name; tied tensors are there under each of theirs.
     """
-    left = stored_names(model).union(added_parameters(model))
+    layers = layers_that_fill_themselves(model)
+    left = unstored_parameters(model).union(
+        f"{name}.{piece}" for name, x in layers.items() for piece in x.weight_pieces
+    )
     found = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in left}
-    for name, layer in nf4_weights(model).items():
-        found[name] = torch.empty(layer.out_features, layer.in_features, device="meta")
+    for name, layer in layers.items():
+        found[f"{name}.weight"] = torch.empty(layer.out_features, layer.in_features, device="meta")
     return found
+
+
+def layers_that_fill_themselves(model: nn.Module) -> dict[str, FillsItself]:
+    """Layers that hold their weight in another form, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, FillsItself)}
+
+
+def unstored_parameters(model: nn.Module) -> set[str]:
+    """Names of the parameters that modules say are in no file, and that the model has."""
+    named = {f"{name}.{key}" for name, module in model.named_modules() for key in getattr(module, UNSTORED, ())}
+    return named & {name for name, _ in model.named_parameters(remove_duplicate=False)}
 
 
 def match_checkpoint(model: nn.Module, folder: str, new_tokens: NewTokens | None = None) -> Checkpoint:
@@ -207,10 +241,10 @@ def match_checkpoint(model: nn.Module, folder: str, new_tokens: NewTokens | None
             wrong.append(f"shape of {name}: {stored} in the file, {needed} by config.json")
     if wrong:
         raise UserError(
-            f"The weights do not fit {type(model).__name__}: {len(wrong)} tensors disagree.",
+            f"the weights do not fit {type(model).__name__}: {len(wrong)} tensors disagree",
             where=folder,
-            why="config.json and the safetensors files belong to different models, or a download is incomplete.",
-            fix="Take both from the same model; nothing was loaded.",
+            why="config.json and the safetensors files belong to different models, or a download is incomplete",
+            fix="take both from the same model; nothing was loaded",
             details=sorted(wrong)[:20],
         )
     return checkpoint
@@ -220,8 +254,8 @@ def match_checkpoint(model: nn.Module, folder: str, new_tokens: NewTokens | None
 def read_weights(model: nn.Module, checkpoint: Checkpoint, new_tokens: NewTokens | None = None) -> None:
     """Copy this rank's slice of every stored tensor into the model, file by file, cast to the parameter's dtype.
 
-    What transformers converts is read whole, one conversion at a time. Weights in NF4 are quantised one after the
-    other, by all ranks together: a rank holds its slice of one of them at a time.
+    What transformers converts is read in full, one conversion at a time. Layers that fill themselves do so one after
+    the other, on all ranks together: a rank holds its slice of one weight at a time.
     """
     filling = _Filling(model, new_tokens)
     for path in sorted({stored.file for stored in checkpoint.plain.values()}):
@@ -238,12 +272,9 @@ class _Filling:
     """Fills a model's tensors by name from whatever can be sliced: a safetensors slice, or a whole tensor."""
 
     def __init__(self, model: nn.Module, new_tokens: NewTokens | None) -> None:
-        self.targets, self.quantised, self.new_tokens = (
-            model.state_dict(keep_vars=True),
-            nf4_weights(model),
-            new_tokens,
-        )
-        self.growing = rows_by_token(model) if new_tokens is not None else set()
+        self.targets, self.new_tokens = model.state_dict(keep_vars=True), new_tokens
+        self.layers = {f"{name}.weight": layer for name, layer in layers_that_fill_themselves(model).items()}
+        self.resized = rows_by_token(model) if new_tokens is not None else set()
         self.filled: set[int] = set()
 
     def fill(self, name: str, stored: Any) -> None:
@@ -251,14 +282,14 @@ class _Filling:
         advance()
 
     def _fill(self, name: str, stored: Any) -> None:
-        if name in self.quantised:
-            self.quantised[name].fill(stored)
+        if name in self.layers:
+            self.layers[name].fill(stored)
             return
         target = self.targets[name]
         own = local(target)
         if target.dim() and own.numel() == 0:
             return  # more ranks than rows
-        if self.new_tokens is not None and name in self.growing:
+        if self.new_tokens is not None and name in self.resized:
             part = read_resized(stored, local_slices(target), self.new_tokens)
         else:
             part = local_part(target, stored)
@@ -267,65 +298,85 @@ class _Filling:
             self.filled.add(id(target))
         elif not torch.equal(own, part.to(own.device, own.dtype)):
             raise UserError(
-                f"{name} is tied to another weight by config.json, but the files hold two different ones.",
-                fix="Set tie_word_embeddings to false in the model's config.json.",
+                f"{name} is tied to another weight by config.json, but the files hold two different ones",
+                fix="set tie_word_embeddings to false in the model's config.json",
             )
 
 
-# ---- random --------------------------------------------------------------------------------------------------------------
+# ---- random -----------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def initialize_randomly(model: Any, seed: int) -> None:
     """New weights by the family's own rule, drawn from (seed, name): the same for any sharding and number of processes.
 
-    One module's parameters at a time are made whole on the device they live on, initialised and cut to this rank's
-    part. (CPU and GPU draw different numbers from one seed.)
+    The full parameters of one module at a time are made on its device, initialized and cut to this rank's part. (CPU
+    and GPU draw different numbers from one seed.)
     """
     seen: set[int] = set()
+    unstored = unstored_parameters(model)
     for name, module, owner in with_owners(model):
         own = {
-            key: p for key, p in module._parameters.items() if p is not None and id(p) not in seen and key not in ADDED
+            key: p
+            for key, p in module._parameters.items()
+            if p is not None and id(p) not in seen and f"{name}.{key}" not in unstored
         }
-        if not own or ".lora_" in name:
+        if not own:
             continue
         seen |= {id(p) for p in own.values()}
-        stand_in = draw_module(name, module, owner, own, seed)
-        for key in own.keys() - set(STORED):
-            fill_from(own[key], stand_in.get_parameter(key))
-        if isinstance(module, Nf4Linear):
-            module.fill(stand_in.get_parameter("weight"))
+        drawn = draw_module(name, module, owner, own, seed)
+        for key in own.keys() - _pieces_of(module):
+            fill_from(own[key], drawn.get_parameter(key))
+        if isinstance(module, FillsItself):
+            module.fill(drawn.get_parameter("weight"))
         advance()
 
 
+def draw_weights(model: Any, seed: int) -> Callable[[str], torch.Tensor]:
+    """What gives the full ``weight`` of a module by the module's name, as ``initialize_randomly`` draws it."""
+    modules = {name: (module, owner) for name, module, owner in with_owners(model)}
+    unstored = unstored_parameters(model)
+
+    def draw(name: str) -> torch.Tensor:
+        module, owner = modules[name]
+        own = {k: p for k, p in module._parameters.items() if p is not None and f"{name}.{k}" not in unstored}
+        return draw_module(name, module, owner, own, seed).get_parameter("weight").detach()
+
+    return draw
+
+
 def draw_module(name: str, module: nn.Module, owner: Any, own: Mapping[str, torch.Tensor], seed: int) -> nn.Module:
-    """``module`` alone, its ``own`` parameters new and whole, by its ``owner``'s rule; of a layer in NF4, the plain
-    linear layer.
+    """``module`` alone with full, new values of its ``own`` parameters by its ``owner``'s rule; in the place of a layer
+    that fills itself an ``nn.Linear``.
     """
-    stand_in = _make_whole(module, own)
-    device = next(stand_in.parameters(recurse=False)).device
+    drawn = _with_zeros(module, own)
+    device = next(drawn.parameters(recurse=False)).device
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(named_seed(seed, name))
-        owner._init_weights(stand_in)
-    return stand_in
+        owner._init_weights(drawn)
+    return drawn
 
 
-def _make_whole(module: nn.Module, own: Mapping[str, torch.Tensor]) -> nn.Module:
-    """A copy of ``module`` alone whose ``own`` parameters are whole and zero; of a layer in NF4, the plain linear
-    layer.
-    """
+def _pieces_of(module: nn.Module) -> set[str]:
+    return set(module.weight_pieces) if isinstance(module, FillsItself) else set()
+
+
+def _with_zeros(module: nn.Module, own: Mapping[str, torch.Tensor]) -> nn.Module:
+    """A copy of ``module`` alone with zeros for its ``own`` parameters, unsharded; as ``draw_module``."""
 
     def zeros(shape: tuple[int, ...], like: torch.Tensor) -> nn.Parameter:
         return nn.Parameter(torch.zeros(shape, dtype=like.dtype, device=like.device), requires_grad=False)
 
-    whole = {key: zeros(p.shape, p) for key, p in own.items() if key not in STORED}
-    if isinstance(module, Nf4Linear):
-        stand_in: nn.Module = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
-        whole["weight"] = zeros((module.out_features, module.in_features), module.weight_codes)
+    full = {key: zeros(p.shape, p) for key, p in own.items() if key not in _pieces_of(module)}
+    copied: nn.Module
+    if isinstance(module, FillsItself):
+        shape = (module.out_features, module.in_features)
+        copied = nn.Linear(*reversed(shape), bias=False, device="meta")
+        full["weight"] = zeros(shape, own[module.weight_pieces[0]])
     else:
-        stand_in = copy.copy(module)
-        stand_in._parameters = dict(module._parameters)
-    stand_in._parameters.update(whole)
-    stand_in._non_persistent_buffers_set = set()
-    return stand_in
+        copied = copy.copy(module)
+        copied._parameters = dict(module._parameters)
+    copied._parameters.update(full)
+    copied._non_persistent_buffers_set = set()
+    return copied
