@@ -372,7 +372,7 @@ def _with_zeros(module: nn.Module, own: Mapping[str, torch.Tensor]) -> nn.Module
     copied: nn.Module
     if isinstance(module, FillsItself):
         shape = (module.out_features, module.in_features)
-        copied = nn.Linear(*reversed(shape), bias=False, device="meta")
+        copied = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
         full["weight"] = zeros(shape, own[module.weight_pieces[0]])
     else:
         copied = copy.copy(module)
