@@ -29,15 +29,14 @@ from manyhands.convert.adapter import adapter_state
 from manyhands.core.errors import UserError
 from manyhands.core.world import World
 from manyhands.export.adapter import name_targets
-from manyhands.launch.environment import Launcher
 from manyhands.launch.facts import gather_facts
 from manyhands.plan.search import plan as make_plan
 from manyhands.train.loop import Loop, train
 from manyhands.train.schedule import make_schedule
 from manyhands.train.types import TrainState
-from manyhands.worker import build
-from manyhands.worker.rank import Rank
-from manyhands.worker.steps import iterate_steps
+from manyhands.worker import stages
+from manyhands.worker.batches import iterate_steps
+from manyhands.worker.context import RankContext
 from tests.support.equality import Recorder
 
 IGNORED = -100
@@ -154,14 +153,14 @@ def run_ours(settings: Settings) -> Ours:
     """The product's stages in this process, without run folder, checkpoints and export."""
     config = make_config(settings)
     plan = make_plan(config, gather_facts(config, saves=False, report=lambda text: print(text, file=sys.stderr)))
-    rank = Rank(Launcher("manyhands", 0, 0, 1, 1), terminal=sys.stderr)
+    rank = RankContext(terminal=sys.stderr)
     rank.config, rank.plan = config, plan
     rank.world = World(0, 0, 1, torch.device("cuda", 0) if plan.layout.device == "cuda" else torch.device("cpu"))
     check_precision(rank.world.device)
-    build.open_data(rank)
+    stages.open_data(rank)
     rows = list_rows(rank, settings)
-    build.build_model(rank)
-    build.check_model(rank)
+    stages.build_model(rank)
+    stages.check_model(rank)
     adapter = {name: tensor.detach().cpu().clone() for name, tensor in adapter_state(rank.model).items()}
     recorder = Recorder()
     rank.loss_model.train()
@@ -203,7 +202,7 @@ def check_precision(device: torch.device) -> None:
         raise RuntimeError("products of float32 matrices are rounded (TF32?): the comparison would say nothing")
 
 
-def list_rows(rank: Rank, settings: Settings) -> list[dict[str, list[int]]]:
+def list_rows(rank: RankContext, settings: Settings) -> list[dict[str, list[int]]]:
     """The rows of all steps in our order, as the Trainer takes them: it shifts ``labels`` by one itself."""
     listed = []
     for step in range(rank.plan.num_steps):

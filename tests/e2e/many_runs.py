@@ -23,8 +23,7 @@ import manyhands.checkpoint.save as saving
 import manyhands.launch.prepare as preparing
 from manyhands.worker import __main__ as worker
 from manyhands.worker import export_stages as finish
-from manyhands.worker import training
-from manyhands.worker import world as worlds
+from manyhands.worker import rendezvous, training
 
 
 class BrokenOff(BaseException):
@@ -55,7 +54,7 @@ def plant() -> None:
     prepare, commit = preparing.prepare_run, saving._commit
     after_step, save = training.BeatHook.after_step, training.CheckpointHook.save
 
-    form_group = worlds.form_group
+    form_group = rendezvous.form_group
 
     def planted_group(store: Any, *arguments: Any) -> Any:
         world = form_group(store, *arguments)
@@ -79,7 +78,7 @@ def plant() -> None:
         break_off("saving", int(folder.name.removeprefix("step-")))
         commit(partial, folder, manifest)
 
-    worlds.form_group = planted_group  # type: ignore[assignment]
+    rendezvous.form_group = planted_group  # type: ignore[assignment]
     preparing.prepare_run, saving._commit = planted_prepare, planted_commit  # type: ignore[assignment]
     training.BeatHook.after_step, training.CheckpointHook.save = planted_step, planted_save  # type: ignore[method-assign]
 

@@ -30,7 +30,7 @@ WAIT_S = 240.0  # busy machines are slow; what is claimed of time is asserted wh
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa"]
 
 # One step takes milliseconds: what must happen at a certain step is planted into the worker, not timed from outside.
-NO_VERIFY = {"manyhands.worker.export_stages": "def verify(rank): rank.say('verification left out by the test')"}
+NO_VERIFY = {"manyhands.worker.export_stages": "def verify(rank): rank.print('verification left out by the test')"}
 
 
 def at_step(step: int, act: str, rank: int | None = None) -> dict[str, str]:

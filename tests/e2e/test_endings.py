@@ -114,7 +114,7 @@ def test_a_peer_that_never_comes_is_named_in_bounded_time(place: Place) -> None:
 
 
 def test_a_port_in_use_and_a_rank_0_that_never_comes_say_what_to_set() -> None:
-    from manyhands.worker.world import open_store
+    from manyhands.worker.rendezvous import open_store
 
     with socket.socket() as holder:
         holder.bind(("0.0.0.0", 0))
@@ -222,7 +222,7 @@ def test_slow_work_lives_in_every_stage_and_none_of_it_ends_the_run(place: Place
 @pytest.mark.parametrize(
     ("stage", "module", "function"),
     [
-        ("build model", "manyhands.worker.build", "materialize"),
+        ("build model", "manyhands.convert.build", "materialize"),
         ("verify", "manyhands.worker.export_stages", "verify_in_fresh_process"),
     ],
 )

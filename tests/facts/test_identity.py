@@ -141,17 +141,17 @@ def test_a_lora_run_does_not_go_on_on_other_weights(model: Path, monkeypatch: py
 
 def test_a_machine_with_other_weights_is_refused(model: Path) -> None:
     """Its first rank compares what lies there with the plan, which rank 0 of the run has made elsewhere."""
-    from manyhands.worker.build import check_base
+    from manyhands.worker.stages import check_base
 
     config = make_config(model.parent)
     plan = SimpleNamespace(model_folder=str(model), model_files=identify_files(model, config))
-    rank = SimpleNamespace(launcher=SimpleNamespace(local_rank=0), plan=plan, config=config, beat=lambda: None)
+    rank = SimpleNamespace(world=SimpleNamespace(local_rank=0), plan=plan, config=config, beat=lambda: None)
     check_base(rank)
     change_a_weight(model)
     with pytest.raises(UserError, match="base model is not the one") as refused:
         check_base(rank)
     assert "model.safetensors" in refused.value.details[0]
-    rank.launcher.local_rank = 1  # the first one of the machine does it
+    rank.world.local_rank = 1  # the first one of the machine does it
     check_base(rank)
     with pytest.raises(UserError, match="base model is not the one"):
         check_files(model, config, plan.model_files)

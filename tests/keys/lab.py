@@ -21,13 +21,12 @@ from safetensors.torch import load_file
 from manyhands.config.load import config_from_mapping
 from manyhands.config.schema import RunConfig
 from manyhands.core.world import World
-from manyhands.launch.environment import Launcher
 from manyhands.launch.prepare import Prepared, prepare_run
 from manyhands.train.types import Batch, TrainState
-from manyhands.worker import build, training
 from manyhands.worker import export_stages as finish
-from manyhands.worker.rank import Rank
-from manyhands.worker.steps import iterate_steps
+from manyhands.worker import stages, training
+from manyhands.worker.batches import iterate_steps
+from manyhands.worker.context import RankContext
 from tests.support.tiny import write_tiny_model
 
 WORDS = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta")
@@ -39,7 +38,7 @@ PEAK = 3e-3  # its learning rate
 class Ran:
     """A run that has ended."""
 
-    rank: Rank
+    rank: RankContext
 
     @property
     def folder(self) -> Path:
@@ -126,17 +125,16 @@ class Lab:
         prepared.release()
         return prepared
 
-    def start(self, keys: Mapping[str, Any] = {}, converters: tuple[str, ...] = ()) -> Rank:
+    def start(self, keys: Mapping[str, Any] = {}, converters: tuple[str, ...] = ()) -> RankContext:
         """A rank with data, model and optimizer, before its first step; ``converters`` come after the plan's own."""
         prepared = self.prepare(keys)
-        rank = Rank(Launcher("none"), terminal=io.StringIO())
+        rank = RankContext(terminal=io.StringIO())
         rank.config, rank.plan, rank.folder = prepared.config, prepared.plan, prepared.folder
         rank.plan = rank.plan.model_copy(update={"converters": rank.plan.converters + converters})
-        rank.stop = lambda: False  # type: ignore[assignment]
         rank.world = World(0, 0, 1, torch.device("cpu"))
-        build.open_data(rank)
-        build.find_checkpoint(rank)
-        build.build_model(rank)
+        stages.open_data(rank)
+        stages.find_checkpoint(rank)
+        stages.build_model(rank)
         return rank
 
     def run(self, keys: Mapping[str, Any] = {}) -> Ran:
@@ -145,11 +143,11 @@ class Lab:
             self.done[name] = self.train(self.start(keys))
         return self.done[name]
 
-    def check(self, rank: Rank) -> None:
+    def check(self, rank: RankContext) -> None:
         """Self-tests of the loaded model."""
-        build.check_model(rank)
+        stages.check_model(rank)
 
-    def train(self, rank: Rank) -> Ran:
+    def train(self, rank: RankContext) -> Ran:
         training.train_model(rank)
         return Ran(rank)
 
@@ -177,7 +175,7 @@ class Lab:
         return self.run()
 
 
-def first_batch(rank: Rank) -> Batch:
+def first_batch(rank: RankContext) -> Batch:
     fresh = replace(rank, state=TrainState())
     return next(iter(next(iterate_steps(fresh)).micro_batches))
 

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 
 from manyhands.train.types import Evaluation, TrainState
-from manyhands.worker import samples as worker_samples
+from manyhands.worker import prompts as worker_prompts
 from manyhands.worker import training
 from tests.keys.lab import Lab
 
@@ -53,11 +53,11 @@ def max_new_tokens(lab: Lab) -> None:
     counts = []
     for number in (1, 6):
         rank, calls = lab.start({"evaluate.prompts": 1, "evaluate.max_new_tokens": number}), []
-        prompts = worker_samples.choose_prompts(rank, rank.store.validation.take_tokens(None))
+        prompts = worker_prompts.choose_prompts(rank, rank.store.validation.take_tokens(None))
         rank.model.register_forward_hook(lambda *_, calls=calls: calls.append(1))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(worker_samples, "end_token_ids", lambda *_: frozenset())
-            worker_samples.answer_prompts(rank, prompts)
+            patch.setattr(worker_prompts, "end_token_ids", lambda *_: frozenset())
+            worker_prompts.answer_prompts(rank, prompts)
         counts.append(len(calls))
     assert counts == [1, 6]
 

@@ -18,8 +18,8 @@ from manyhands.convert.quantize import nf4_layers
 from manyhands.core.errors import UserError
 from manyhands.export.reference import Reference
 from manyhands.export.verify import verify
-from manyhands.worker import build
-from manyhands.worker.rank import Rank
+from manyhands.worker import stages
+from manyhands.worker.context import RankContext
 from tests.keys.lab import Lab
 from tests.support.tiny import write_tiny_model
 
@@ -159,7 +159,7 @@ def method(lab: Lab) -> None:
     )
 
 
-def trained_names(rank: Rank) -> list[str]:
+def trained_names(rank: RankContext) -> list[str]:
     return [name.removeprefix("model.layers.0.") for name, p in rank.model.named_parameters() if p.requires_grad]
 
 
@@ -229,7 +229,7 @@ def method_init(lab: Lab) -> None:
     left = {}
     for asked in ("zero", "loftq"):
         rank = lab.start({"method.name": "qlora", "method.init": asked, "stop.max_steps": 2})
-        build.resume(rank)
+        stages.resume(rank)
         layer = rank.model.get_submodule(Q_PROJ)
         left[asked] = float(
             (weight - layer.weight - layer.scaling * layer.lora_B.weight @ layer.lora_A.weight).detach().norm()
@@ -239,14 +239,14 @@ def method_init(lab: Lab) -> None:
     begun = layer.lora_B.weight.detach().clone()
     lab.train(rank)  # saves its last step
     trained = layer.lora_B.weight.detach().clone()
-    build.find_checkpoint(rank)
-    build.build_model(rank)
-    build.resume(rank)
+    stages.find_checkpoint(rank)
+    stages.build_model(rank)
+    stages.resume(rank)
     resumed = rank.model.get_submodule(Q_PROJ).lora_B.weight
     assert torch.equal(resumed, trained) and not torch.equal(resumed, begun) and said_of_factors(rank) == 1
 
 
-def said_of_factors(rank: Rank) -> int:
+def said_of_factors(rank: RankContext) -> int:
     assert isinstance(rank.terminal, io.StringIO)
     return rank.terminal.getvalue().count("of the squared quantization error of NF4 is made up for")
 

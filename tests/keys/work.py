@@ -28,9 +28,9 @@ from manyhands.launch.start import start
 from manyhands.launch.watch import Watch
 from manyhands.plan.search import plan
 from manyhands.plan.types import Plan
-from manyhands.worker.loading import close_workers, open_workers
-from manyhands.worker.rank import Rank
-from manyhands.worker.world import pick_device
+from manyhands.worker.batches import close_workers, open_workers
+from manyhands.worker.context import RankContext
+from manyhands.worker.rendezvous import pick_device
 from tests.keys.lab import Lab, first_batch
 from tests.plan.examples import facts
 
@@ -222,7 +222,7 @@ def timeout_s(lab: Lab) -> None:
     assert verdicts[1] is None
 
 
-def forward(rank: Rank) -> torch.Tensor:
+def forward(rank: RankContext) -> torch.Tensor:
     """The loss sum of the first micro-batch."""
     rank.loss_model.train()
     return rank.engine(first_batch(rank))["lm"][0]

@@ -30,7 +30,8 @@ from manyhands.launch.environment import Launcher
 from manyhands.launch.run_folder import RunFolder
 from manyhands.worker import export_stages as finish
 from manyhands.worker import run as worker
-from manyhands.worker.rank import Rank
+from manyhands.worker.context import RankContext
+from manyhands.worker.session import Session
 
 Fault = Literal["", "averaged", "apart"]
 StandIn = Literal["", "kernels"]
@@ -51,18 +52,18 @@ class Seen:
 def run_stages(folder: Path, fault: Fault = "", stand_in: StandIn = "") -> Seen:
     """Trains, evaluates, saves and exports, or goes on from the newest checkpoint of ``folder``."""
     index, world_size = dist.get_rank(), dist.get_world_size()
-    rank, seen, run = Rank(Launcher("manyhands", index, index, world_size, world_size)), Seen(), RunFolder(folder)
+    session, seen = Session(Launcher("manyhands", index, index, world_size, world_size)), Seen()
+    rank, run = session.context, RunFolder(folder)
 
-    def join(rank: Rank, arguments: argparse.Namespace) -> bool:
+    def join(session: Session, arguments: argparse.Namespace) -> bool:
         rank.folder, rank.config, rank.plan = run, run.read_config(), run.read_plan()
         rank.world = World(index, index, world_size, torch.device("cpu"))
-        rank.stop = lambda: False  # type: ignore[assignment]
         return False
 
     with contextlib.ExitStack() as stack:
         rank.terminal = stack.enter_context(open(run.log(index), "a"))
         stack.enter_context(contextlib.redirect_stdout(rank.terminal))
-        stack.enter_context(mock.patch.object(worker, "agree", join))
+        stack.enter_context(mock.patch.object(worker, "join", join))
         # The test world ends the group, after the model is gone: one that DDP is the last to hold was seen to hang when
         # freed.
         stack.enter_context(mock.patch.object(dist, "destroy_process_group", lambda: None))
@@ -70,11 +71,11 @@ def run_stages(folder: Path, fault: Fault = "", stand_in: StandIn = "") -> Seen:
         stack.enter_context(watch_gradients(seen))
         stack.enter_context(plant(fault))
         stack.enter_context(stand_in_for(stand_in))
-        seen.exit_code = worker.run_rank(rank, argparse.Namespace())
+        seen.exit_code = worker.run_rank(session, argparse.Namespace())
     return seen
 
 
-def look(rank: Rank, seen: Seen) -> None:
+def look(rank: RankContext, seen: Seen) -> None:
     """Which parameters the optimizer has, and which of them have a state."""
     reshard(rank.model)
     names = {id(parameter): name for name, parameter in rank.model.named_parameters()}

@@ -23,7 +23,6 @@ import torch
 from manyhands.config.load import config_from_mapping
 from manyhands.config.schema import RunConfig
 from manyhands.core.world import World
-from manyhands.launch.environment import Launcher
 from manyhands.launch.facts import gather_facts
 from manyhands.plan.search import plan as make_plan
 from manyhands.plan.types import Plan
@@ -31,9 +30,9 @@ from manyhands.train.loop import Loop, train
 from manyhands.train.schedule import make_schedule
 from manyhands.train.step import StepWork
 from manyhands.train.types import Batch, Hook, StepResult, Terms, TrainState
-from manyhands.worker import build
-from manyhands.worker.rank import Rank
-from manyhands.worker.steps import iterate_steps
+from manyhands.worker import stages
+from manyhands.worker.batches import iterate_steps
+from manyhands.worker.context import RankContext
 from tests.support.ranks import Ranks, ranks
 from tests.support.tiny import write_tiny_model
 
@@ -200,13 +199,13 @@ def run_rank(config_json: str, plan_json: str, fault: Fault) -> Curve:
     import torch.distributed as dist
 
     rank_index, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    rank = Rank(Launcher("manyhands", rank_index, rank_index, world_size, world_size))
+    rank = RankContext()
     rank.config, rank.plan = RunConfig.model_validate_json(config_json), Plan.model_validate_json(plan_json)
     device = torch.device("cuda", rank_index) if rank.plan.layout.device == "cuda" else torch.device("cpu")
     rank.world = World(rank_index, rank_index, world_size, device)
-    build.open_data(rank)
-    build.build_model(rank)
-    build.check_model(rank)
+    stages.open_data(rank)
+    stages.build_model(rank)
+    stages.check_model(rank)
     works = iterate_steps(rank)
     if fault:
         faulty = Faulty(rank.engine, fault)

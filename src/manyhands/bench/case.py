@@ -40,9 +40,9 @@ from manyhands.plan.types import Plan
 from manyhands.train.loop import Loop, train
 from manyhands.train.schedule import make_schedule
 from manyhands.train.types import Hook, StepResult, TrainState
-from manyhands.worker import build
-from manyhands.worker.rank import Rank
-from manyhands.worker.steps import iterate_steps
+from manyhands.worker import stages
+from manyhands.worker.batches import iterate_steps
+from manyhands.worker.context import RankContext
 
 
 def make_config(folder: Path, row: Row, world_size: int, num_steps: int, overrides: list[str]) -> RunConfig:
@@ -96,7 +96,7 @@ def main() -> None:
         row, shape=options.shape or row.shape, length=options.length or row.length, rows=options.rows or row.rows
     )
     launcher = detect_launcher()
-    rank = Rank(launcher)
+    rank = RankContext()
     rank.config, rank.plan = prepare(options, row, launcher.rank, launcher.world_size)
     os.environ.update(rank.plan.environment)
     cuda = rank.plan.layout.device == "cuda"
@@ -109,9 +109,9 @@ def main() -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", **alone)
     rank.world = World(launcher.rank, launcher.local_rank, launcher.world_size, device)
     start = time.monotonic()
-    build.open_data(rank)
-    build.build_model(rank)
-    build.check_model(rank)
+    stages.open_data(rank)
+    stages.build_model(rank)
+    stages.check_model(rank)
     built_s = time.monotonic() - start
     timings = Timings()
     rank.loss_model.train()
@@ -242,7 +242,7 @@ def row_lengths(row: Row, file: Path | None, world_size: int) -> list[int]:
 
 
 def summarise(
-    rank: Rank, row: Row, options: argparse.Namespace, results: list[StepResult], built_s: float
+    rank: RankContext, row: Row, options: argparse.Namespace, results: list[StepResult], built_s: float
 ) -> dict[str, Any]:
     """The raw row: what ran, how fast, how much memory, in which dtypes."""
     timed = results[options.warm :]
@@ -286,7 +286,7 @@ def summarise(
     }
 
 
-def more_steps(rank: Rank, loop: Loop, num_steps: int) -> None:
+def more_steps(rank: RankContext, loop: Loop, num_steps: int) -> None:
     """Goes on where the loop ended."""
     rank.plan = rank.plan.model_copy(update={"num_steps": loop.state.step + num_steps})
     loop.num_steps = rank.plan.num_steps
@@ -294,7 +294,7 @@ def more_steps(rank: Rank, loop: Loop, num_steps: int) -> None:
     train(loop)
 
 
-def profile(rank: Rank, loop: Loop, output: Path) -> None:
+def profile(rank: RankContext, loop: Loop, output: Path) -> None:
     """Three more steps under the profiler; the table of kernels by time goes into a file of rank 0."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as torch_profile

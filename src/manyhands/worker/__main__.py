@@ -33,9 +33,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str]) -> int:
     """Exit code of this rank. Errors are written where the launcher finds them, and shown by one rank only."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_DFL
-    )  # until there is something to save, Ctrl-C ends the rank without a word
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is something to save, Ctrl-C ends the rank silently
     arguments = parse_arguments(argv)
     terminal = sys.stderr
     try:
@@ -51,23 +49,27 @@ def main(argv: list[str]) -> int:
     if arguments.run_folder is not None and arguments.run_folder.is_dir():
         with contextlib.suppress(OSError):  # a full disk is met again, and reported, where failures are
             heartbeat = Heartbeat(RunFolder(arguments.run_folder), launcher.rank)
-    from manyhands.worker.rank import Rank
+    from manyhands.worker.rendezvous import FirstRankFailed
     from manyhands.worker.run import run_rank
-    from manyhands.worker.world import FirstRankFailed
+    from manyhands.worker.session import Session
 
-    rank = Rank(launcher, heartbeat=heartbeat)
-    _KEPT.append(rank)
+    session = Session(launcher, heartbeat=heartbeat)
+    _KEPT.append(session)
     try:
-        return run_rank(rank, arguments)
+        return run_rank(session, arguments)
     except (UserError, FirstRankFailed) as error:
-        rank.report_failure(error)
+        session.report_failure(error)
         return error.exit_code
     except BaseException as error:
-        full = explain_full_disk(error, rank.folder.path) if rank.folder is not None and is_disk_full(error) else None
+        full = (
+            explain_full_disk(error, session.folder.path)
+            if session.folder is not None and is_disk_full(error)
+            else None
+        )
         if full is not None:
             with contextlib.suppress(OSError):  # where it happened, for the log
                 traceback.print_exc()
-        rank.report_failure(full or error)
+        session.report_failure(full or error)
         return EXIT_FAILED
 
 

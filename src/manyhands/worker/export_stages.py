@@ -16,19 +16,19 @@ from manyhands.export.reference import save_probe
 from manyhands.export.verify_process import verify_in_fresh_process
 from manyhands.metrics.report import write_report
 from manyhands.metrics.summary import describe_data, describe_versions
-from manyhands.worker.rank import Rank
+from manyhands.worker.context import RankContext
 from manyhands.worker.training import stop_if_asked
 
 PROBE_TOKENS = 32
 
 
-def export(rank: Rank) -> None:
+def export(rank: RankContext) -> None:
     """Writes what the run leaves, with the hashes and logits that verification compares with."""
     config, plan, folder = rank.config, rank.plan, rank.folder
     if config.checkpoint.keep_best and rank.state.best_step not in (None, rank.state.step):
         assert rank.state.best_step is not None
         rank.engine.load(checkpoint_folder(folder.checkpoints, rank.state.best_step))
-        rank.say(
+        rank.print(
             f"exporting the best checkpoint: step {rank.state.best_step}, validation loss {rank.state.best_loss:.4f}"
         )
     for output in list_outputs(config):
@@ -46,7 +46,7 @@ def export(rank: Rank) -> None:
     _save_probe(rank)
 
 
-def verify(rank: Rank) -> None:
+def verify(rank: RankContext) -> None:
     """Everything that was written is reopened by a fresh process; a difference fails the run."""
     stop_if_asked(rank)
     for name in list_outputs(rank.config):
@@ -59,10 +59,10 @@ def verify(rank: Rank) -> None:
         stop_if_asked(rank)
         rank.measured.setdefault("verified", {})[name] = (said or "").partition(": ")[2]
         if said:
-            rank.say(said)
+            rank.print(said)
 
 
-def report(rank: Rank) -> None:
+def report(rank: RankContext) -> None:
     """Plan beside measurement; then the run is finished."""
     peak = torch.cuda.max_memory_allocated(rank.world.device) if rank.world.device.type == "cuda" else None
     peaks = rank.engine.all_gather(torch.tensor([peak or 0], dtype=torch.float64, device=rank.world.device))
@@ -76,10 +76,10 @@ def report(rank: Rank) -> None:
     rank.measured["peak_bytes_by_rank"] = [int(p.item()) for p in peaks] if peak is not None else None
     write_report(rank.folder.path, rank.plan, rank.config, rank.state, rank.measured)
     rank.folder.write_status("finished", step=rank.state.step, reason=rank.state.stop_reason)
-    rank.say(f"finished: {rank.folder.path}")
+    rank.print(f"finished: {rank.folder.path}")
 
 
-def _card(rank: Rank, output: Output) -> str:
+def _card(rank: RankContext, output: Output) -> str:
     state, run = rank.state, rank.folder.path
     step = state.best_step if rank.config.checkpoint.keep_best and state.best_step is not None else state.step
     dtype = choose_output_dtype(output, rank.plan, rank.config)
@@ -89,20 +89,20 @@ def _card(rank: Rank, output: Output) -> str:
     )
 
 
-def name_device(rank: Rank) -> str | None:
+def name_device(rank: RankContext) -> str | None:
     """What the GPU is called; None on a CPU."""
     return torch.cuda.get_device_name(rank.world.device) if rank.world.device.type == "cuda" else None
 
 
-def _reference(rank: Rank, name: str) -> Path:
+def _reference(rank: RankContext, name: str) -> Path:
     return rank.folder.path / "verify" / f"{name}.json"
 
 
-def _probe(rank: Rank) -> Path:
+def _probe(rank: RankContext) -> Path:
     return rank.folder.path / "verify" / "probe.safetensors"
 
 
-def _save_probe(rank: Rank) -> None:
+def _save_probe(rank: RankContext) -> None:
     """Logits of the model in memory on the first tokens of the first training row."""
     rank.loss_model.eval()
     ids = (

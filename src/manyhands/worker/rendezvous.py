@@ -1,11 +1,19 @@
-"""The first stage: every rank gets the same run and plan, its output goes into its log, and the process group forms."""
+"""The first stage: every expected rank is waited for by name, all get the same run and plan, and the process group forms.
+
+In bounded time, and before any model is built.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,70 +21,73 @@ import torch.distributed as dist
 from manyhands.config.load import load_config
 from manyhands.config.schema import RunConfig
 from manyhands.core import progress
-from manyhands.core.errors import EXIT_FAILED, UserError
-from manyhands.launch.environment import check_accelerate_precision, refuse_silent_single, set_worker_environment
+from manyhands.core.errors import EXIT_FAILED, PeerError, UserError
+from manyhands.core.world import World
+from manyhands.launch.environment import (
+    Launcher,
+    check_accelerate_precision,
+    refuse_silent_single,
+    set_worker_environment,
+)
 from manyhands.launch.failure import is_lost
 from manyhands.launch.heartbeat import Heartbeat
 from manyhands.launch.prepare import prepare_run
 from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.stopping import Stopped
 from manyhands.plan.types import Plan
-from manyhands.worker import world as worlds
-from manyhands.worker.output import redirect_output
-from manyhands.worker.rank import DEFAULT_TIMEOUT_S, Rank
-from manyhands.worker.signals import StopSignal
+from manyhands.worker.context import RankContext
+from manyhands.worker.session import DEFAULT_TIMEOUT_S, Session, redirect_output
 
 GROUP_SLACK_S = 60.0
 STOP_S = 5.0
 PREPARE_TIMEOUT_S = 24 * 3600.0  # rank 0 may tokenise for hours
 
 
-def agree(rank: Rank, arguments: argparse.Namespace) -> bool:
+def join(session: Session, arguments: argparse.Namespace) -> bool:
     """Store, run and plan from rank 0, output, process group. True if the run is finished already."""
-    launcher = rank.launcher
-    rank.stage = "join"
+    launcher, rank = session.launcher, session.context
     if arguments.run_folder is not None:
         rank.folder = RunFolder(arguments.run_folder)  # failures are reported there from here on
-    rank.beat()
+    session.enter("join")
     timeout_s = _join_timeout(arguments)
-    store = worlds.open_store(launcher, timeout_s)
-    worlds.gather_ranks(store, launcher, timeout_s)
-    rank.stage = "agree on run and plan"
-    rank.beat()
+    store = open_store(launcher, timeout_s)
+    gather_ranks(store, launcher, timeout_s)
+    session.enter("agree on run and plan")
     try:
-        text = worlds.from_first_rank(
-            store, launcher.rank, "run", lambda: _prepare_or_report(rank, arguments), PREPARE_TIMEOUT_S
+        text = from_first_rank(
+            store, launcher.rank, "run", lambda: _prepare_or_report(session, arguments), PREPARE_TIMEOUT_S
         )
     except BaseException as error:
         # Who was stopped does not wait long for others, which may have been stopped too.
-        worlds.leave_together(store, launcher, min(timeout_s, STOP_S) if isinstance(error, Stopped) else timeout_s)
+        leave_together(store, launcher, min(timeout_s, STOP_S) if isinstance(error, Stopped) else timeout_s)
         raise
     fields = json.loads(text)
     if fields["finished"]:
-        worlds.leave_together(store, launcher, timeout_s)
-        if rank.is_first:
-            rank.say(f"{fields['folder']} is finished; nothing to do (--fresh starts it again in a new folder)")
+        leave_together(store, launcher, timeout_s)
+        if session.is_first:
+            line = f"{fields['folder']} is finished; nothing to do (--fresh starts it again in a new folder)"
+            print(line, file=rank.terminal, flush=True)
         return True
     rank.config = RunConfig.model_validate(fields["config"])
     rank.plan = Plan.model_validate(fields["plan"])
-    _compare_digests(store, rank)
+    _compare_digests(store, launcher, rank)
     set_worker_environment(rank.plan, launcher.num_sharing_cores)  # before CUDA starts
-    rank.folder = RunFolder(Path(fields["folder"]))
-    rank.terminal = redirect_output(rank.folder.logs / f"rank-{launcher.rank}.log")
-    if rank.heartbeat is None:
-        rank.heartbeat = Heartbeat(rank.folder, launcher.rank)
-    progress.listen(rank.heartbeat.advance)
-    rank.stop = StopSignal(give_up=lambda: not rank.is_reporting and is_lost(rank.folder), before_exit=rank.show_lost)
+    folder = rank.folder = RunFolder(Path(fields["folder"]))
+    rank.terminal = redirect_output(folder.logs / f"rank-{launcher.rank}.log")
+    if session.heartbeat is None:
+        session.heartbeat = Heartbeat(folder, launcher.rank)
+    progress.listen(session.heartbeat.advance)
+    session.watch_signals(give_up=lambda: is_lost(folder))
     rank.beat()
     # Torch has read the variable when it was imported. The plan records it for a CPU, whose sums depend on it.
     threads = rank.plan.environment.get("OMP_NUM_THREADS") or os.environ["OMP_NUM_THREADS"]
     if threads.isdecimal():
         torch.set_num_threads(int(threads))
-    device = worlds.pick_device(rank.plan.layout.device, launcher.local_rank)
+    device = pick_device(rank.plan.layout.device, launcher.local_rank)
     # Longer than the watch's limit: a stuck rank is to be named by the watch, not by whichever peer waits for it.
-    rank.world = worlds.form_group(store, launcher, device, rank.config.parallel.timeout_s + GROUP_SLACK_S)
-    rank.heartbeat.count_collectives = worlds.count_collectives
-    worlds.check_world(rank.world, rank.plan.layout.world_size)
+    rank.world = form_group(store, launcher, device, rank.config.parallel.timeout_s + GROUP_SLACK_S)
+    session.heartbeat.count_collectives = count_collectives
+    check_world(rank.world, rank.plan.layout.world_size)
     return False
 
 
@@ -90,30 +101,30 @@ def _join_timeout(arguments: argparse.Namespace) -> float:
         return DEFAULT_TIMEOUT_S
 
 
-def _prepare_or_report(rank: Rank, arguments: argparse.Namespace) -> str:
+def _prepare_or_report(session: Session, arguments: argparse.Namespace) -> str:
     try:
-        return _prepare(rank, arguments)
+        return _prepare(session, arguments)
     except BaseException as error:
-        rank.report_failure(error)  # before the others are told, and end
+        session.report_failure(error)  # before the others are told, and end
         raise
 
 
-def _prepare(rank: Rank, arguments: argparse.Namespace) -> str:
+def _prepare(session: Session, arguments: argparse.Namespace) -> str:
     """On rank 0: the planned run as one JSON text. Under a foreign launcher this is where data and plan are made."""
     if arguments.run_folder is not None:
         folder = RunFolder(arguments.run_folder)
         config, plan, finished = folder.read_config(), folder.read_plan(), False
     else:
         config = load_config(arguments.run, arguments.overrides)
-        refuse_silent_single(rank.launcher, config)
+        refuse_silent_single(session.launcher, config)
         check_accelerate_precision(config)
         prepared = prepare_run(
             config,
-            world_size=rank.launcher.world_size,
-            local_world_size=rank.launcher.local_world_size,
+            world_size=session.launcher.world_size,
+            local_world_size=session.launcher.local_world_size,
             fresh=arguments.fresh,
         )
-        rank.lock = prepared.lock
+        session.lock = prepared.lock
         folder, config, plan, finished = prepared.folder, prepared.config, prepared.plan, prepared.finished
         if not finished:
             folder.write_status("running", pid=os.getpid(), plan=plan.number)
@@ -121,16 +132,200 @@ def _prepare(rank: Rank, arguments: argparse.Namespace) -> str:
     return json.dumps(fields | {"config": config.model_dump(mode="json"), "plan": plan.model_dump(mode="json")})
 
 
-def _compare_digests(store: dist.Store, rank: Rank) -> None:
+def _compare_digests(store: dist.Store, launcher: Launcher, rank: RankContext) -> None:
     """Every rank must have understood the same run and plan (another version of the program on one node would not)."""
     mine = f"{rank.config.digest} {rank.plan.digest}"
-    store.set(f"digest/{rank.launcher.rank}", mine)
-    for other in range(rank.launcher.world_size):
+    store.set(f"digest/{launcher.rank}", mine)
+    for other in range(launcher.world_size):
         theirs = store.get(f"digest/{other}").decode()
         if theirs != mine:
             raise UserError(
-                f"rank {rank.launcher.rank} and rank {other} read different runs or plans",
+                f"rank {launcher.rank} and rank {other} read different runs or plans",
                 why=f"digests {mine} and {theirs}",
                 fix="install the same version of manyhands everywhere",
                 exit_code=EXIT_FAILED,
             )
+
+
+POLL_S = 0.2
+
+
+def open_store(launcher: Launcher, timeout_s: float) -> dist.Store:
+    """The key-value store all ranks share: the launcher's own where there is one, else one that rank 0 serves."""
+    if launcher.world_size == 1:
+        return dist.HashStore()
+    agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    try:
+        store = dist.TCPStore(
+            launcher.master_addr,
+            launcher.master_port,
+            launcher.world_size,
+            is_master=launcher.rank == 0 and not agent_serves,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+        )
+    except (dist.DistNetworkError, dist.DistStoreError, RuntimeError) as error:
+        address = f"{launcher.master_addr}:{launcher.master_port}"
+        if launcher.rank == 0 and not agent_serves:
+            raise UserError(
+                f"rank 0 cannot listen on {address}",
+                why=str(error).splitlines()[0],
+                fix="the port is in use: set another MASTER_PORT for every rank, or end the process that holds it",
+            ) from error
+        raise UserError(
+            f"rank {launcher.rank} found no rank 0 at {address} within {timeout_s:g} s",
+            why=str(error).splitlines()[0],
+            fix="check MASTER_ADDR and MASTER_PORT, and that rank 0 was started and can be reached from here",
+            exit_code=EXIT_FAILED,
+        ) from error
+    prefix = f"manyhands/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return dist.PrefixStore(prefix, store)
+
+
+def gather_ranks(store: dist.Store, launcher: Launcher, timeout_s: float) -> None:
+    """Waits until all ranks have reported; a rank that never comes is named in the error."""
+    rank, world_size = launcher.rank, launcher.world_size
+    store.set(f"here/{rank}", str(os.getpid()))
+    deadline = time.monotonic() + timeout_s
+    missing = list(range(world_size))
+    while missing and time.monotonic() < deadline:
+        missing = [r for r in missing if not _is_there(store, f"here/{r}")]
+        if missing:
+            time.sleep(POLL_S)
+    if missing:
+        raise UserError(
+            f"{len(missing)} of {world_size} ranks never came: {', '.join(map(str, missing))}",
+            where=f"rank {rank} waited {timeout_s:g} s (parallel.timeout_s)",
+            why="they were not started, ended early, or look for another MASTER_ADDR:MASTER_PORT",
+            fix="read the missing ranks' output, or start as many processes as WORLD_SIZE says",
+            exit_code=EXIT_FAILED,
+        )
+
+
+def pick_device(kind: str, local_rank: int) -> torch.device:
+    """``cuda:LOCAL_RANK`` (made current), or the CPU."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise UserError(
+            f"local rank {local_rank} has no GPU: {torch.cuda.device_count()} visible",
+            fix="start at most one process a GPU, or widen CUDA_VISIBLE_DEVICES",
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def form_group(store: dist.Store, launcher: Launcher, device: torch.device, timeout_s: float) -> World:
+    """The default process group: NCCL for GPU tensors with gloo for CPU tensors beside it, or gloo alone."""
+    # Not bound to a device (device_id): bound, the axes of a mesh are split off NCCL's communicator. A pair of ranks so
+    # bound # once died at its first mesh of two axes (torch 2.11); that the binding was the cause is a guess.
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore("group", store),
+        rank=launcher.rank,
+        world_size=launcher.world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    return World(launcher.rank, launcher.local_rank, launcher.world_size, device)
+
+
+def check_world(world: World, expected: int) -> None:
+    """Counts the ranks by adding ones up over the wires that training will use: two nodes that train alone are caught
+    here.
+    """
+    ones = torch.ones(1, device=world.device)
+    dist.all_reduce(ones)
+    formed = int(ones.item())
+    if formed != expected:
+        raise UserError(
+            f"the plan is for {expected} processes, but {formed} formed a world",
+            fix="start the number of processes that the plan names, or plan again",
+            exit_code=EXIT_FAILED,
+        )
+
+
+def from_first_rank(store: dist.Store, rank: int, key: str, make: Callable[[], str], timeout_s: float) -> str:
+    """``make()`` runs on rank 0 alone; every rank gets its text. A failure of rank 0 reaches all ranks at once."""
+    if rank == 0:
+        try:
+            text = make()
+        except BaseException as error:
+            code = (
+                error.exit_code
+                if isinstance(error, UserError)
+                else error.code
+                if isinstance(error, SystemExit)
+                else EXIT_FAILED
+            )
+            store.set(key, f"error {code}")
+            raise
+        store.set(key, "value " + text)
+        return text
+    deadline = time.monotonic() + timeout_s
+    while not _is_there(store, key):
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"rank {rank} waited {timeout_s:g} s for rank 0's {key}",
+                why="rank 0 prepares data and plan for all; it is still busy, or it ended",
+                exit_code=EXIT_FAILED,
+            )
+        time.sleep(POLL_S)
+    kind, _, text = store.get(key).decode().partition(" ")
+    if kind == "error":
+        raise FirstRankFailed(int(text))
+    return text
+
+
+class FirstRankFailed(PeerError):
+    """Rank 0 has failed and reports it; this rank only ends, with the same exit code."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(f"rank 0 failed (exit code {exit_code})")
+        self.exit_code = exit_code
+
+
+def _is_there(store: dist.Store, key: str) -> bool:
+    """UserError where rank 0, which serves the store, has ended."""
+    try:
+        return store.check([key])
+    except (dist.DistError, RuntimeError) as error:
+        raise UserError(
+            "rank 0 ended before it had a plan for all",
+            why=str(error).splitlines()[0],
+            fix="read rank 0's output; the machine it runs on may have run out of memory",
+            exit_code=EXIT_FAILED,
+        ) from error
+
+
+def leave_together(store: dist.Store, launcher: Launcher, timeout_s: float) -> None:
+    """For an end before the process group forms: rank 0, which may serve the store, stays until the others have had its
+    answer.
+    """
+    deadline = time.monotonic() + timeout_s
+    with contextlib.suppress(
+        dist.DistError, RuntimeError
+    ):  # the store has ended, and with it all that is to be waited for
+        if launcher.rank != 0:
+            store.add("left", 1)
+            return
+        while store.add("left", 0) < launcher.world_size - 1 and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+
+
+def count_collectives() -> int:
+    """Collectives that this rank has entered, over all its groups; 0 where this torch does not count them.
+
+    All ranks enter the same ones in the same order, so a rank that waits in one has entered more than the rank it waits
+    for. Torch counts for its own debugging tools only: none of this is public.
+    """
+    try:
+        backends: dict[int, Any] = {}
+        for group in list(dist.distributed_c10d._world.pg_map):
+            for device in group._device_types:
+                backend = group._get_backend(device)
+                backends[id(backend)] = backend
+        return sum(backend._get_sequence_number_for_group() for backend in backends.values())
+    except Exception:  # whatever a version of torch may lack: then stages and steps alone tell how far a rank has come
+        return 0

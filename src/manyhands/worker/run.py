@@ -13,10 +13,10 @@ import torch.distributed as dist
 from manyhands.core.collective_errors import run_on_all_ranks
 from manyhands.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, OUT_OF_MEMORY, PeerError, UserError
 from manyhands.train.loop import Interrupted
-from manyhands.worker import build, training
-from manyhands.worker import export_stages as finish
-from manyhands.worker.rank import Rank
-from manyhands.worker.rendezvous import agree
+from manyhands.worker import export_stages, stages, training
+from manyhands.worker.context import RankContext
+from manyhands.worker.rendezvous import join
+from manyhands.worker.session import Session
 
 # A smaller micro-batch does not help these: they have none, or come after the last.
 NOT_OF_MICRO_BATCHES = (
@@ -35,45 +35,50 @@ NOT_OF_MICRO_BATCHES = (
 _OUT_OF_MEMORY = re.compile(r"out of memory|STATUS_ALLOC_FAILED|can't allocate memory", re.IGNORECASE)
 
 
-def run_rank(rank: Rank, arguments: argparse.Namespace) -> int:
+def run_rank(session: Session, arguments: argparse.Namespace) -> int:
     """Runs every stage; returns the exit code."""
-    stages: tuple[tuple[str, Callable[[Rank], None]], ...] = (
-        ("open data", build.open_data),
-        ("check base model", build.check_base),
-        ("find checkpoint", build.find_checkpoint),
-        ("build model", build.build_model),
-        ("check model", build.check_model),
-        ("resume", build.resume),
-        ("train", training.train_model),
-        ("export", finish.export),
-        ("verify", finish.verify),
-        ("report", finish.report),
-    )
-    if agree(rank, arguments):
-        rank.close_heartbeat()
+    if join(session, arguments):
+        session.close_heartbeat()
         return 0
-    for name, stage in stages:
-        rank.stage = name
-        rank.beat()
+    rank = session.context
+    for name, stage in list_stages():
+        session.enter(name)
         try:
             stage(rank)
         except Interrupted:
-            rank.close_heartbeat()
-            if rank.is_first and rank.launcher.kind != "manyhands":  # our launcher does it itself
-                reason = signal.Signals(rank.stop.number).name if rank.stop.number else "a rank was asked to stop"
+            session.close_heartbeat()
+            number = session.stop.number if session.stop is not None else 0
+            if session.is_first and session.launcher.kind != "manyhands":  # our launcher does it itself
+                reason = signal.Signals(number).name if number else "a rank was asked to stop"
                 rank.folder.write_status("interrupted", reason=reason)
-            rank.say(f"stopped after step {rank.state.step}; the same command resumes from there")
-            return rank.stop.exit_code if rank.stop.number else EXIT_INTERRUPTED
+            rank.print(f"stopped after step {rank.state.step}; the same command resumes from there")
+            return session.stop.exit_code if session.stop is not None and number else EXIT_INTERRUPTED
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             raise explain_out_of_memory(rank, error) from error
     run_on_all_ranks(lambda: None)  # nobody leaves before all have come this far
     dist.destroy_process_group()
-    rank.close_heartbeat()
-    if rank.is_first and rank.launcher.kind != "manyhands":  # our launcher does it itself
+    session.close_heartbeat()
+    if session.is_first and session.launcher.kind != "manyhands":  # our launcher does it itself
         rank.folder.clear_ranks()
     return 0
+
+
+def list_stages() -> tuple[tuple[str, Callable[[RankContext], None]], ...]:
+    """All stages by name, in order. Each works on what those before it have put into the context."""
+    return (
+        ("open data", stages.open_data),
+        ("check base model", stages.check_base),
+        ("find checkpoint", stages.find_checkpoint),
+        ("build model", stages.build_model),
+        ("check model", stages.check_model),
+        ("resume", stages.resume),
+        ("train", training.train_model),
+        ("export", export_stages.export),
+        ("verify", export_stages.verify),
+        ("report", export_stages.report),
+    )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -85,7 +90,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
 
 
-def explain_out_of_memory(rank: Rank, error: BaseException) -> UserError:
+def explain_out_of_memory(rank: RankContext, error: BaseException) -> UserError:
     """Sets the plan's estimate beside what was there when memory ran out. The launcher, or the next start, plans
     smaller.
     """
@@ -97,7 +102,7 @@ def explain_out_of_memory(rank: Rank, error: BaseException) -> UserError:
         fix = "use more GPUs with parallel.strategy=fsdp, or end other programs that hold memory; the same command resumes"
     return UserError(
         f"out of {'GPU ' if device.type == 'cuda' else ''}memory in stage '{rank.stage}' at step {rank.state.step}",
-        where=f"rank {rank.launcher.rank}: {had}planned {rank.plan.memory.total / gib:.1f} GiB",
+        where=f"rank {rank.world.rank}: {had}planned {rank.plan.memory.total / gib:.1f} GiB",
         why=str(error).split(". ")[0],
         fix=fix,
         details=[f"{name}: {size / gib:.1f} GiB estimated" for name, size in rank.plan.memory.terms.items()],

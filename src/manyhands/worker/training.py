@@ -21,13 +21,12 @@ from manyhands.train.guards import Diverged, DivergenceGuard
 from manyhands.train.loop import Interrupted, Loop, train
 from manyhands.train.schedule import make_schedule
 from manyhands.train.types import Batch, Evaluate, Evaluation, Hook, StepResult, TrainState
-from manyhands.worker.loading import close_workers, open_workers
-from manyhands.worker.rank import Rank
-from manyhands.worker.samples import answer_prompts, choose_prompts
-from manyhands.worker.steps import iterate_layouts, iterate_steps, lay_out_evaluation
+from manyhands.worker.batches import close_workers, iterate_layouts, iterate_steps, lay_out_evaluation, open_workers
+from manyhands.worker.context import RankContext
+from manyhands.worker.prompts import answer_prompts, choose_prompts
 
 
-def train_model(rank: Rank) -> None:
+def train_model(rank: RankContext) -> None:
     """Runs the loop to its end, or to a wish to stop, after which the state is saved."""
     config, plan = rank.config, rank.plan
     checkpoints = CheckpointHook(rank)
@@ -57,7 +56,7 @@ def train_model(rank: Rank) -> None:
         coefficients=plan.loss_coefficients,
         rank=rank.world.rank,
         device=rank.world.device,
-        hooks=[BeatHook(rank), DeviceHook(rank, sinks), *sinks, DivergenceGuard(config.stop, rank.say), checkpoints],
+        hooks=[BeatHook(rank), DeviceHook(rank, sinks), *sinks, DivergenceGuard(config.stop, rank.print), checkpoints],
         evaluate=make_evaluate(rank),
         evaluate_every=plan.evaluate_every,
         evaluate_at_start=config.evaluate.at_start,
@@ -83,10 +82,10 @@ def train_model(rank: Rank) -> None:
             for sink in sinks:
                 closing.callback(sink.close)
         rank.sinks = ()
-    rank.say(f"trained: {state.stop_reason}")
+    rank.print(f"trained: {state.stop_reason}")
 
 
-def make_evaluate(rank: Rank) -> Evaluate | None:
+def make_evaluate(rank: RankContext) -> Evaluate | None:
     """A function that evaluates on the held-out rows, or None where there are none."""
     sample_set = rank.store.validation
     rows = sample_set.take_tokens(rank.config.evaluate.max_tokens)
@@ -120,7 +119,7 @@ def make_evaluate(rank: Rank) -> Evaluate | None:
     return run
 
 
-def stop_if_asked(rank: Rank) -> None:
+def stop_if_asked(rank: RankContext) -> None:
     """Raises Interrupted on all ranks if any of them was asked to stop: whoever asks waits seconds before it kills."""
     asked = torch.tensor(float(rank.stop()))  # on the host: devices go on meanwhile
     if rank.engine.all_reduce_sum(asked).item():
@@ -130,7 +129,7 @@ def stop_if_asked(rank: Rank) -> None:
 class BeatHook(Hook):
     """Tells the launcher's watch that this rank goes forward."""
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: RankContext) -> None:
         self.rank = rank
 
     def after_step(self, state: TrainState, result: StepResult) -> None:
@@ -140,7 +139,7 @@ class BeatHook(Hook):
 class DeviceHook(Hook):
     """Memory and utilisation of every rank's device, gathered for the sinks of rank 0 at each logged step."""
 
-    def __init__(self, rank: Rank, sinks: Sequence[Sink]) -> None:
+    def __init__(self, rank: RankContext, sinks: Sequence[Sink]) -> None:
         self.rank, self.sinks, self.meter = rank, sinks, Meter(rank.world.device)
 
     def after_step(self, state: TrainState, result: StepResult) -> None:
@@ -166,7 +165,7 @@ class DeviceHook(Hook):
 class CheckpointHook(Hook):
     """Saves every so many steps, at a new best if asked, and at the end; then removes what is no longer kept."""
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: RankContext) -> None:
         self.rank = rank
         self.saved_at = rank.state.step if rank.state.step else -1
 

@@ -25,13 +25,13 @@ from manyhands.engine.apply import apply
 from manyhands.facts.identity import check_files
 from manyhands.model.checks import check_loss, check_packing, check_padding
 from manyhands.train.types import TrainState
-from manyhands.worker.loading import shape_of
-from manyhands.worker.rank import Rank
+from manyhands.worker.batches import shape_of
+from manyhands.worker.context import RankContext
 
 PROBE_TOKENS = 2048  # of the micro-batch for self-tests, which run uncompiled; one sample at least
 
 
-def open_data(rank: Rank) -> None:
+def open_data(rank: RankContext) -> None:
     """Opens the rows that rank 0 has prepared, and makes sure that they are the same rows."""
     plan = rank.plan
     if not Path(plan.data_folder).is_dir():
@@ -58,44 +58,44 @@ def open_data(rank: Rank) -> None:
     rank.tokenizer = load_tokenizer(plan.model_folder, model.chat_template, model.trust_remote_code, model.new_tokens)
 
 
-def check_base(rank: Rank) -> None:
+def check_base(rank: RankContext) -> None:
     """One rank of each machine makes sure that the model's files there are those of the plan, which holds another
     machine's.
     """
-    if rank.launcher.local_rank == 0:
+    if rank.world.local_rank == 0:
         check_files(Path(rank.plan.model_folder), rank.config, rank.plan.model_files, progress=lambda _: rank.beat())
 
 
-def find_checkpoint(rank: Rank) -> None:
+def find_checkpoint(rank: RankContext) -> None:
     """Whether the run resumes: converters leave first values alone where a checkpoint brings others."""
     checkpoints = rank.folder.checkpoints
     run_on_rank_0(lambda: clean_leftovers(checkpoints))  # the others wait: it may rename what they would list
     rank.checkpoint = newest_checkpoint(checkpoints)
 
 
-def build_model(rank: Rank) -> None:
+def build_model(rank: RankContext) -> None:
     """The model on meta, changed by the plan's converters; weights onto their shards; the optimizer."""
     plan, config, world = rank.plan, rank.config, rank.world
     context = Context(config, plan, world.device, resumes=rank.checkpoint is not None)
     converters = rank.converters = make_all(context)
     reported: set[str] = set()
-    rank.loss_model = build_on_meta(context, converters, rank.say)
+    rank.loss_model = build_on_meta(context, converters, rank.print)
     for line in describe_new(converters, reported):
-        rank.say(line)
+        rank.print(line)
     rank.engine = apply(
         rank.loss_model, plan, world, lambda module, device: load_weights(context, converters, module, device)
     )
     for line in describe_new(converters, reported):
-        rank.say(line)
+        rank.print(line)
     if note := rank.engine.make_optimizer(plan, config):
-        rank.say(note)
+        rank.print(note)
     trained = sum(p.numel() for p in rank.model.parameters() if p.requires_grad)
     total = count_parameters(rank.model)
     rank.measured |= {"num_parameters": total, "num_trained_parameters": trained}
-    rank.say(f"model: {total:,} parameters, {trained:,} trained ({trained / total:.2%})")
+    rank.print(f"model: {total:,} parameters, {trained:,} trained ({trained / total:.2%})")
 
 
-def check_model(rank: Rank) -> None:
+def check_model(rank: RankContext) -> None:
     """What the fast paths claim is compared with the loaded model itself, before the first step."""
     check_loss(rank.engine, rank.loss_model, rank.world.device)
     check_rows = check_packing if rank.plan.packing else check_padding
@@ -104,21 +104,21 @@ def check_model(rank: Rank) -> None:
     for converter in rank.converters:
         found = converter.before_first_step(rank.model, rank.engine, batch)
         if found is not None:
-            rank.say(found.text)
+            rank.print(found.text)
             rank.measured |= found.measured
-    rank.say(f"loss: {rank.loss_model.how_loss}")
+    rank.print(f"loss: {rank.loss_model.how_loss}")
     if rank.world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(rank.world.device)
 
 
-def resume(rank: Rank) -> None:
+def resume(rank: RankContext) -> None:
     """From the newest complete checkpoint, on whatever number of ranks there is now."""
     if rank.checkpoint is not None:
         rank.state = TrainState(**rank.engine.load(rank.checkpoint))
-        rank.say(f"resumed after step {rank.state.step} from {rank.checkpoint.name}")
+        rank.print(f"resumed after step {rank.state.step} from {rank.checkpoint.name}")
 
 
-def probe_batch(rank: Rank) -> dict[str, Any]:
+def probe_batch(rank: RankContext) -> dict[str, Any]:
     """This rank's samples of the first step, the shortest first, up to ``PROBE_TOKENS``; where there are more ranks
     than samples they share.
     """

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from manyhands.data.streams import prompt_of
 from manyhands.data.template import chat_template_kwargs_of
 from manyhands.infer.generate import end_token_ids, generate, greedy
-from manyhands.worker.rank import Rank
+from manyhands.worker.context import RankContext
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Prompt:
     text: str
 
 
-def choose_prompts(rank: Rank, rows: np.ndarray) -> list[Prompt]:
+def choose_prompts(rank: RankContext, rows: np.ndarray) -> list[Prompt]:
     """The first ``evaluate.prompts`` validation rows that have a prompt, up to their first trained token."""
     prompts: list[Prompt] = []
     for row in rows:
@@ -50,7 +50,7 @@ def _question(ids: list[int], tokenizer: Any) -> str:
     return text.removeprefix("user\n").strip()
 
 
-def answer_prompts(rank: Rank, prompts: list[Prompt]) -> tuple[tuple[str, str], ...]:
+def answer_prompts(rank: RankContext, prompts: list[Prompt]) -> tuple[tuple[str, str], ...]:
     """Greedy answers; () on ranks that did not need to help.
 
     A whole model answers on rank 0 with a cache. Sharded weights are gathered by all ranks or by none, so there all

@@ -1,0 +1,167 @@
+"""From (seed, epoch, step) to this rank's micro-batches: order, layout and collation joined, by a thread or by processes.
+
+Nothing is stored: what a step trains follows from the plan and the order.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+import torch
+
+from manyhands.core import progress
+from manyhands.data.batches import Batch, Collate, MicroBatches, collate_here, iterate
+from manyhands.data.collate import BatchShape, BatchWorkers, collate_samples, open_store_samples
+from manyhands.data.pack import StepLayout, lay_out_packed, lay_out_rows
+from manyhands.data.store import SampleSet
+from manyhands.plan.efficiency import lay_out_step, pack_tile
+from manyhands.train.step import StepWork
+from manyhands.worker.context import RankContext
+
+SetName = Literal["train", "validation"]
+
+# The fastest rank measured, a model of 135 million parameters on an H200, trains some 0.3 million tokens/s.
+ENOUGH_TOKENS_PER_S = 4_000_000  # so many leave the thread idle nine tenths of the time
+TRIAL_ROWS = 256
+MAX_AUTO_WORKERS = 8
+
+
+def open_workers(rank: RankContext) -> None:
+    """Starts the processes that the run asks for, once; they serve training and every evaluation until they are closed.
+
+    ``data.workers: auto`` tries how fast this process collates the first rows in their order: at
+    ``ENOUGH_TOKENS_PER_S`` or faster one thread does it, below that as many processes as make up for it, at most the
+    rank's share of the cores. On a CPU, where processes would take cores from the training itself, auto is always the
+    thread.
+    """
+    asked = rank.config.data.workers
+    num_workers = count_workers(measure_collation(rank), _spare_cores(rank)) if asked == "auto" else asked
+    if num_workers:
+        rank.workers = BatchWorkers(functools.partial(open_store_samples, rank.store.folder), num_workers)
+        rank.print(f"batches: {num_workers} processes a rank collate ahead")
+
+
+def close_workers(rank: RankContext) -> None:
+    if rank.workers is not None:
+        rank.workers.close()
+        rank.workers = None
+
+
+def count_workers(tokens_per_s: float, spare_cores: int) -> int:
+    """0 where one thread is fast enough."""
+    if tokens_per_s >= ENOUGH_TOKENS_PER_S:
+        return 0
+    return min(MAX_AUTO_WORKERS, max(0, spare_cores), int(np.ceil(ENOUGH_TOKENS_PER_S / max(tokens_per_s, 1.0))))
+
+
+def measure_collation(rank: RankContext) -> float:
+    """Tokens/s at which this process collates the first rows of the run."""
+    rows = rank.order.rows(0, 0)[:TRIAL_ROWS]
+    begin = time.perf_counter()
+    collate_samples(rank.store.train, rows, shape_of(rank))
+    return float(rank.store.train.lengths[rows].sum()) / (time.perf_counter() - begin)
+
+
+def collation(rank: RankContext, name: SetName) -> Collate:
+    """How the batches of a set are made."""
+    if rank.workers is not None:
+        return functools.partial(rank.workers.collate, name, shape_of(rank, name))
+    sample_set = rank.store.train if name == "train" else rank.store.validation
+    return collate_here(sample_set, shape_of(rank, name))
+
+
+def shape_of(rank: RankContext, name: SetName = "train") -> BatchShape:
+    """Packs are padded to whole tiles on a GPU and where blocks are compiled; nothing is on a CPU otherwise.
+
+    Compiled blocks get batches that differ in as little as possible: in the number of tokens, and not even in that
+    where all rows have one length.
+    """
+    plan = rank.plan
+    if not plan.packing:
+        return BatchShape(packed=False)
+    tile = pack_tile(plan)
+    if not plan.layout.compile:
+        return BatchShape(packed=True, tile=tile)
+    sets = (rank.store.train.lengths, rank.store.validation.lengths)
+    longest = max(int(lengths.max()) for lengths in sets if len(lengths))
+    if plan.layout.pack_tokens is None:
+        return BatchShape(packed=True, tile=tile, longest=longest)
+    return BatchShape(
+        packed=True,
+        tokens=plan.layout.pack_tokens,
+        longest=longest,
+        documents=plan.layout.pack_tokens // longest,
+        row_length=longest,
+    )
+
+
+def _spare_cores(rank: RankContext) -> int:
+    """Cores of this machine for each of its GPUs, less the rank's own two threads; none on a CPU."""
+    if rank.plan.layout.device == "cpu":
+        return 0
+    return len(os.sched_getaffinity(0)) // max(1, torch.cuda.device_count()) - 2
+
+
+def lay_out_evaluation(rank: RankContext, sample_set: SampleSet, rows: np.ndarray) -> StepLayout:
+    """Rows of an evaluation, however many micro-batches that takes."""
+    plan, world_size = rank.plan, rank.world.world_size
+    if plan.layout.micro_tokens is not None:
+        capacity = max(plan.layout.pack_tokens or plan.layout.micro_tokens, int(sample_set.lengths[rows].max()))
+        return lay_out_packed(rows, sample_set.lengths, world_size, capacity)
+    assert plan.layout.micro_samples is not None
+    return lay_out_rows(
+        rows, world_size, plan.layout.micro_samples, -(-len(rows) // (plan.layout.micro_samples * world_size))
+    )
+
+
+def iterate_layouts(
+    rank: RankContext, name: SetName, layouts: Iterable[StepLayout]
+) -> Iterator[tuple[StepLayout, MicroBatches]]:
+    """Each layout of the set's rows with this rank's micro-batches, prepared ahead."""
+    return iterate(layouts, rank.world.rank, rank.world.device, collation(rank, name))
+
+
+def iterate_steps(rank: RankContext) -> Iterator[StepWork]:
+    """The remaining steps of the run, from ``rank.state.step`` on."""
+    coming: deque[StepWork] = deque()  # laid out by the thread that reads ahead, not yet trained
+
+    def lay_out_steps() -> Iterator[StepLayout]:
+        for step in range(rank.state.step, rank.plan.num_steps):
+            epoch, index = rank.order.locate(step)
+            rows = rank.order.rows(epoch, index)
+            layout = lay_out_step(rank.plan, rows, rank.store.train.lengths)
+            coming.append(_describe(rank, step, epoch + (index + 1) / rank.order.steps_per_epoch(epoch), rows, layout))
+            yield layout
+
+    for _, micro_batches in iterate_layouts(rank, "train", lay_out_steps()):
+        yield replace(coming.popleft(), micro_batches=_advance_by_batch(micro_batches), waited_s=micro_batches.waited_s)
+
+
+def _advance_by_batch(micro_batches: MicroBatches) -> Iterator[Batch]:
+    """A step of many micro-batches is no standstill."""
+    for batch in micro_batches:
+        progress.advance()
+        yield batch
+
+
+def _describe(rank: RankContext, step: int, epoch: float, rows: np.ndarray, layout: StepLayout) -> StepWork:
+    train, mine = rank.store.train, layout.rows_of_rank(rank.world.rank)
+    return StepWork(
+        step=step,
+        epoch=epoch,
+        num_samples=len(rows),
+        num_tokens=int(train.lengths[rows].sum()),
+        num_loss_tokens=int(train.num_loss_tokens[rows].sum()),
+        num_micro_batches=layout.num_micro_batches,
+        num_rank_loss_tokens=int(train.num_loss_tokens[mine].sum()),
+        micro_batches=(),
+        loss_weight=float(train.loss_weights[rows].sum()) if train.has_weights else None,
+        rank_loss_weight=float(train.loss_weights[mine].sum()) if train.has_weights else None,
+    )

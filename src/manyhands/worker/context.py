@@ -1,0 +1,87 @@
+"""What the stages of one rank share. Knows no signals, no log files, no heartbeat and no exit codes: whoever runs the
+stages, a worker process or a program that imports them, hands in callables for these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from manyhands.config.schema import RunConfig
+from manyhands.convert.protocol import Converter
+from manyhands.core.world import World
+from manyhands.data.collate import BatchWorkers
+from manyhands.data.order import SampleOrder
+from manyhands.data.store import TokenStore
+from manyhands.engine.native import NativeEngine
+from manyhands.launch.run_folder import RunFolder
+from manyhands.metrics.sinks import Sink
+from manyhands.model.loss import LossModel
+from manyhands.plan.types import Plan
+from manyhands.train.types import TrainState
+
+
+@dataclass
+class RankContext:
+    """Fields are set in the order of the stages. The first four are needed by all of them."""
+
+    config: RunConfig = None  # type: ignore[assignment]
+    plan: Plan = None  # type: ignore[assignment]
+    folder: RunFolder = None  # type: ignore[assignment]
+    world: World = None  # type: ignore[assignment]
+    # of whoever runs the stages
+    stop: Callable[[], bool] = lambda: False  # whether the run shall end after this step
+    on_beat: Callable[[str, int | None], object] = lambda stage, step: None  # this rank advances: (stage, step)
+    terminal: TextIO = field(default_factory=lambda: sys.stdout)
+    stage: str = "start"
+    # data
+    store: TokenStore = None  # type: ignore[assignment]
+    order: SampleOrder = None  # type: ignore[assignment]
+    tokenizer: Any = None
+    workers: BatchWorkers | None = None  # processes that collate, while there are any
+    # model
+    checkpoint: Path | None = None  # the newest, which the run resumes from
+    converters: Sequence[Converter] = ()
+    loss_model: LossModel = None  # type: ignore[assignment]
+    engine: NativeEngine = None  # type: ignore[assignment]
+    state: TrainState = field(default_factory=TrainState)
+    sinks: Sequence[Sink] = ()  # of rank 0, while it trains
+    # results, for the report
+    measured: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The Hugging Face model inside every wrapper; its parameter names are the checkpoint's."""
+        return self.loss_model.model
+
+    @property
+    def is_first(self) -> bool:
+        return self.world.is_first
+
+    @property
+    def log(self) -> TextIO | None:
+        """This rank's log, once its output goes there and the terminal is kept apart."""
+        return sys.stdout if self.terminal is not sys.stdout else None
+
+    def print(self, text: str) -> None:
+        """A line for the terminal, also written to the log; ranks other than 0 write it to their logs alone."""
+        if self.is_first:
+            print(text, file=self.terminal, flush=True)
+        if self.log is not None or not self.is_first:
+            with contextlib.suppress(OSError):  # a full disk; what the run itself writes will raise
+                print(text, flush=True)
+
+    def show_progress(self, stage: str, done: int, total: int) -> None:
+        """How far the work between two steps is, for the sinks."""
+        for sink in self.sinks:
+            sink.show_progress(stage, done, total)
+
+    def beat(self, step: int | None = None) -> None:
+        """This rank advances."""
+        self.on_beat(self.stage, step)

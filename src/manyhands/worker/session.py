@@ -1,0 +1,192 @@
+"""One rank as a process: its log and terminal, its signals, its heartbeat, and why it ends. Stages know none of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
+
+from manyhands.core.errors import PeerError, UserError
+from manyhands.launch.environment import Launcher
+from manyhands.launch.failure import (
+    claim_terminal,
+    describe_failure,
+    describe_lost,
+    looks_like_consequence,
+    record_for_torch,
+    wait_for_cause,
+    write_failure,
+)
+from manyhands.launch.heartbeat import Heartbeat
+from manyhands.launch.run_folder import FolderLock, RunFolder
+from manyhands.worker.context import RankContext
+
+DEFAULT_TIMEOUT_S = 600.0  # until the run file is known
+HOST_STAGES = (
+    "join",
+    "agree on run and plan",
+    "open data",
+    "build model",
+    "check model",
+    "report",
+)  # mostly work of libraries
+
+
+class Session:
+    """The process around the stages of one rank. ``context`` is what these share; it is filled from rendezvous on."""
+
+    def __init__(self, launcher: Launcher, *, heartbeat: Heartbeat | None = None) -> None:
+        self.launcher, self.heartbeat = launcher, heartbeat
+        self.context = RankContext(on_beat=self._beat)
+        self.lock: FolderLock | None = None  # held while rank 0 lives, where another launcher has started it
+        self.stop: StopSignal | None = None
+        self.is_reporting = False  # why it ends, or has done so
+
+    @property
+    def folder(self) -> RunFolder | None:
+        return self.context.folder
+
+    @property
+    def is_first(self) -> bool:
+        return self.launcher.rank == 0
+
+    def enter(self, stage: str) -> None:
+        """``stage`` begins."""
+        self.context.stage = stage
+        self.context.beat()
+
+    def watch_signals(self, give_up: Callable[[], bool]) -> None:
+        """From now on SIGINT and SIGTERM end the run after its step; ``give_up()``: there is no point in waiting."""
+        self.stop = StopSignal(give_up=lambda: not self.is_reporting and give_up(), before_exit=self.show_lost)
+        self.context.stop = self.stop
+
+    def _beat(self, stage: str, step: int | None) -> None:
+        if self.heartbeat is not None:
+            # Before the first step libraries are loaded and blocks compiled.
+            self.heartbeat.counts_processor = stage in HOST_STAGES or (stage == "train" and not step)
+            self.heartbeat.beat(stage, step)
+
+    def close_heartbeat(self) -> None:
+        """This rank ends as planned: nobody need wait for it, or take it for lost."""
+        if self.heartbeat is not None:
+            self.heartbeat.close()
+
+    def report_failure(self, error: BaseException) -> None:
+        """Why this rank ends: for our launcher, which shows the cause. Under another launcher the rank that failed
+        first shows it, before the others learn of it: once they end, that launcher ends this rank too.
+        """
+        if self.is_reporting:
+            return
+        self.is_reporting = True
+        rank, world_size, stage = self.launcher.rank, self.launcher.world_size, self.context.stage
+        is_consequence = world_size > 1 and looks_like_consequence(error)
+        if not isinstance(error, UserError | PeerError):
+            with contextlib.suppress(OSError):  # into the log, whose disk may be full
+                traceback.print_exception(error)
+        if not is_consequence:
+            self._show(describe_failure(error, stage, rank, self.folder.log(rank) if self.folder is not None else None))
+            record_for_torch(error, stage, rank)
+        if self.folder is not None:
+            write_failure(self.folder, rank, stage, error, world_size=world_size)
+        if not is_consequence:
+            self._write_failed(describe_failure(error, stage, rank, None), error)
+        if is_consequence:
+            if self.folder is not None:
+                config = self.context.config
+                limit_s = config.parallel.timeout_s if config is not None else DEFAULT_TIMEOUT_S
+                wait_for_cause(self.folder, rank, world_size, limit_s)
+                self.show_lost(error)
+            record_for_torch(error, stage, rank)
+
+    def show_lost(self, error: BaseException | None = None) -> None:
+        """Where no rank has reported why the run ends, a surviving one shows what it knows."""
+        if self.folder is not None and not self.folder.has_cause():
+            text = describe_lost(self.folder, self.launcher.rank, self.context.stage, error)
+            self._show(text)
+            self._write_failed(text, error)
+
+    def _write_failed(self, text: str, error: BaseException | None) -> None:
+        """Into status.json, which our own launcher writes itself."""
+        plan = self.context.plan
+        if self.launcher.kind == "manyhands" or self.folder is None or plan is None:
+            return
+        reason = error if isinstance(error, UserError) else UserError(text.removeprefix("error: "))
+        with contextlib.suppress(OSError):
+            self.folder.write_failed(reason, plan)
+
+    def _show(self, text: str) -> None:
+        if self.launcher.kind != "manyhands" and (self.folder is None or claim_terminal(self.folder)):
+            print(text, file=self.context.terminal, flush=True)
+
+
+GRACE_S = 20.0  # below the 30 s after which torch's agent kills, so that the last checkpoint is our own doing
+
+
+class StopSignal:
+    """Set by the first SIGINT or SIGTERM.
+
+    Python runs signal handlers in the main thread only, and that thread may wait inside a collective for a peer that is
+    gone. The interpreter's wake-up pipe is written by the C handler itself, so a thread reading it notices at once.
+    """
+
+    def __init__(
+        self, give_up: Callable[[], bool] = lambda: False, before_exit: Callable[[], object] = lambda: None
+    ) -> None:
+        """``give_up()``: true when waiting is pointless, as another rank has failed; then ``before_exit()`` is
+        called.
+        """
+        self.number = 0
+        self._give_up, self._before_exit = give_up, before_exit
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._remember)
+        signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, name="stop-signal", daemon=True).start()
+
+    def __call__(self) -> bool:
+        return bool(self.number)
+
+    @property
+    def exit_code(self) -> int:
+        return 128 + self.number
+
+    def _remember(self, number: int, frame: object) -> None:
+        self.number = number
+
+    def _watch(self) -> None:
+        first = self._next()
+        deadline = threading.Event()
+        for _ in range(int(GRACE_S / 0.5)):
+            if self._give_up():
+                self._before_exit()
+                break
+            deadline.wait(0.5)
+        os._exit(128 + first)
+
+    def _next(self) -> int:
+        while True:
+            number = os.read(self._read, 1)[0]
+            if number in (signal.SIGINT, signal.SIGTERM):
+                return number
+
+
+def redirect_output(log: Path) -> TextIO:
+    """Sends file descriptors 1 and 2, so also what C++ libraries write, to ``log`` (appended); returns the old
+    stdout.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    terminal = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8", errors="replace")
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+    return terminal
