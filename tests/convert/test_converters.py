@@ -7,10 +7,12 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+import manyhands.worker
 from manyhands.convert.build import CONVERTERS, make
 from manyhands.convert.protocol import BaseConverter, Context
 from manyhands.core.errors import UserError
@@ -72,3 +74,14 @@ def test_features_that_a_plan_does_not_name_are_not_imported() -> None:
     code = "import sys, manyhands.convert.build as b; print([p for p in b.CONVERTERS.values() if p.split(':')[0] in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "loftq_init" not in done.stdout and "fused_modules" not in done.stdout and "fp8_check" not in done.stdout
+
+
+def test_the_worker_names_no_feature() -> None:
+    folder = Path(manyhands.worker.__file__).parent
+    found = [
+        f"{path.name}:{number}: {line.strip()}"
+        for path in sorted(folder.rglob("*.py"))
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if FEATURES.search(line)
+    ]
+    assert found == []

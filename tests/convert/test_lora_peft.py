@@ -164,7 +164,7 @@ def test_what_is_trained_whole_is_not_adapted() -> None:
         ({"modules_to_save": ("model",)}, "complete blocks"),
         ({"modules_to_save": ("score",)}, "no module"),
         ({"target_modules": ("re:(",)}, "regular expression"),
-        ({"target_modules": ("re:q_proj",)}, "No layer matches"),  # from beginning to end, as PEFT reads it
+        ({"target_modules": ("re:q_proj",)}, "no layer matches"),  # from beginning to end, as PEFT reads it
     ],
 )
 def test_patterns_that_cannot_be_meant_are_refused(keys: dict[str, Any], word: str) -> None:

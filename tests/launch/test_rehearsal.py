@@ -69,7 +69,7 @@ def test_a_process_that_cannot_answer_is_a_refusal(place: Place, monkeypatch: py
         ((), ""),
         ((*PATTERNS, "method.train=[layers.1]"), ""),
         ((*PATTERNS, "method.freeze=['re:model.*', lm_head]"), "no weight is trained"),
-        (("method.modules_to_save=[nothing]",), "'nothing' of method.modules_to_save"),
+        (("method.modules_to_save=[nothing]",), "'nothing' in method.modules_to_save"),
         (
             ("optimizer.learning_rates={nothing: 1e-4}",),
             "'nothing' of optimizer.learning_rates chooses no trained weight",
