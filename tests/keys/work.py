@@ -98,7 +98,7 @@ def offload(lab: Lab) -> None:
     groups = [fsdp_group(unit) for unit in rank.loss_model.modules() if isinstance(unit, FSDPModule)]
     assert groups and all(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups)
     streams = {
-        asked: isinstance(lab.start({"parallel.offload": asked}).optimizer, StreamedOptimizer)
+        asked: isinstance(lab.start({"parallel.offload": asked}).engine.optimizer, StreamedOptimizer)
         for asked in ("none", "optimizer")
     }
     assert streams == {"none": False, "optimizer": True}
@@ -225,4 +225,4 @@ def timeout_s(lab: Lab) -> None:
 def forward(rank: RankContext) -> torch.Tensor:
     """The loss sum of the first micro-batch."""
     rank.loss_model.train()
-    return rank.engine(first_batch(rank))["lm"][0]
+    return rank.engine.forward(first_batch(rank))["lm"][0]

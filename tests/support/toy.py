@@ -27,7 +27,7 @@ class Scale(BaseConverter):
 
     def before_first_step(self, model: nn.Module, trained: TrainedModel, batch: Mapping[str, Any]) -> Finding:
         with torch.no_grad():
-            loss, weight = trained(batch)["lm"]
+            loss, weight = trained.forward(batch)["lm"]
         return Finding(f"scale: the loss is {float(loss / weight):.3f}", {"scale_loss": float(loss / weight)})
 
     def describe(self) -> Sequence[str]:
