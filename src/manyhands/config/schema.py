@@ -34,9 +34,7 @@ class ModelSection(Section):
     revision: str | None = Field(None, description="Hub branch, tag or commit; null is the default branch.")
     init: Literal["pretrained", "random"] = Field(
         "pretrained",
-        description=(
-            "`pretrained` loads the weights; `random` initializes them from the seed (needs only config.json)."
-        ),
+        description="`pretrained` loads the weights; `random` initializes them from the seed (needs only config.json).",
     )
     dtype: Literal["auto", "bfloat16", "float32", "float64"] = Field(
         "auto",
@@ -44,17 +42,13 @@ class ModelSection(Section):
     )
     master_dtype: Literal["float32", "bfloat16"] = Field(
         "float32",
-        description=(
-            "full: dtype of trained weights and optimizer states. bfloat16 takes 8 bytes per parameter, "
-            "not 16 or more, with stochastic rounding (different numerics); it needs optimizer adamw."
-        ),
+        description="full: dtype of trained weights and optimizer states. bfloat16 takes 8 bytes per parameter, "
+        "not 16 or more, with stochastic rounding (different numerics); it needs optimizer adamw.",
     )
     chat_template: str | None = Field(
         None,
-        description=(
-            "Replaces the tokenizer's chat template: Jinja text, a path, or a name (alpaca, chatml, gemma, "
-            "llama3, mistral, mistral-v7, phi3, phi4, zephyr)."
-        ),
+        description="Replaces the tokenizer's chat template: Jinja text, a path, or a name (alpaca, chatml, gemma, "
+        "llama3, mistral, mistral-v7, phi3, phi4, zephyr).",
     )
     new_tokens: tuple[str, ...] = Field(
         (),
@@ -68,10 +62,8 @@ class MethodSection(Section):
 
     name: Literal["full", "lora", "qlora", "patterns"] = Field(
         "lora",
-        description=(
-            "`full` trains all weights, `lora` low-rank adapters on frozen weights, `qlora` the same on 4-bit "
-            "(NF4) weights, `patterns` the weights selected by `train` and `freeze`."
-        ),
+        description="`full` trains all weights, `lora` low-rank adapters on frozen weights, `qlora` the same on 4-bit "
+        "(NF4) weights, `patterns` the weights selected by `train` and `freeze`.",
     )
     train: tuple[str, ...] = Field(
         (), description="patterns: weights to train, by name, glob pattern or `re:` expression; all if empty."
@@ -88,10 +80,8 @@ class MethodSection(Section):
     dora: bool = Field(False, description="LoRA: train magnitude and direction of the weights separately (DoRA).")
     init: Literal["zero", "loftq"] = Field(
         "zero",
-        description=(
-            "qlora: initial LoRA matrices: B is zero, or A and B approximate the NF4 quantization error "
-            "(loftq; the adapter then needs the same 4-bit weights)."
-        ),
+        description="qlora: initial LoRA matrices: B is zero, or A and B approximate the NF4 quantization error "
+        "(loftq; the adapter then needs the same 4-bit weights).",
     )
     modules_to_save: tuple[str, ...] = Field(
         (),
@@ -124,9 +114,7 @@ class Source(Section):
     weight: float = Field(
         1.0,
         gt=0,
-        description=(
-            "Passes over the source per epoch: 0.5 takes a different half in each epoch, 2 every sample twice."
-        ),
+        description="Passes over the source per epoch: 0.5 takes a different half in each epoch, 2 every sample twice.",
     )
     max_samples: PositiveInt | None = Field(None, description="Use at most this many samples, chosen by the seed.")
 
@@ -143,17 +131,13 @@ class DataSection(Section):
     )
     validation_fraction: Fraction = Field(
         0.02,
-        description=(
-            "Fraction of the training data held out if `validation` is not given: at least 20 samples, or a "
-            "tenth if that is fewer; 0 holds out none."
-        ),
+        description="Fraction of the training data held out if `validation` is not given: at least 20 samples, or a "
+        "tenth if that is fewer; 0 holds out none.",
     )
     format: Format = Field(
         "auto",
-        description=(
-            "Format of the rows: messages; sharegpt (conversations); alpaca (instruction, input, output); "
-            "prompt + completion; question + answer; text. auto looks at the first rows."
-        ),
+        description="Format of the rows: messages; sharegpt (conversations); alpaca (instruction, input, output); "
+        "prompt + completion; question + answer; text. auto looks at the first rows.",
     )
     fields: dict[str, str] = Field(
         {},
@@ -213,10 +197,8 @@ class OptimizerSection(Section):
 
     name: Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit", "adafactor", "muon"] = Field(
         "adamw",
-        description=(
-            "adamw; 8bit has 8-bit states, paged may move them to host memory (both from bitsandbytes); "
-            "adafactor; muon for matrices of the blocks and adamw for the rest."
-        ),
+        description="adamw; 8bit has 8-bit states, paged may move them to host memory (both from bitsandbytes); "
+        "adafactor; muon for matrices of the blocks and adamw for the rest.",
     )
     learning_rates: dict[str, PositiveFloat] = Field(
         {},
@@ -258,11 +240,9 @@ class StopSection(Section):
     patience: PositiveInt | None = Field(None, description="Evaluations in a row without a lower validation loss.")
     divergence: Literal["fail", "warn"] = Field(
         "fail",
-        description=(
-            "If training diverges (a gradient of exactly 0, a loss far above its best for `divergence_steps` steps, a "
-            "validation loss far above the one before training): fail the run, or warn in log and report. A loss that "
-            "is not finite always fails it."
-        ),
+        description="If training diverges (a gradient of exactly 0, a loss far above its best for `divergence_steps` "
+        "steps, a validation loss far above the one before training): fail the run, or warn in log and report. A loss "
+        "that is not finite always fails it.",
     )
     divergence_factor: Annotated[float, Field(gt=1)] = Field(
         3.0, description="Far above: by more than this factor and more than 1 nat."
@@ -281,10 +261,8 @@ class ParallelSection(Section):
     )
     strategy: Literal["auto", "single", "ddp", "fsdp", "hsdp"] = Field(
         "auto",
-        description=(
-            "single (one process), ddp (replicated on each GPU), fsdp (weights, gradients and optimizer states "
-            "sharded by FSDP2), hsdp (sharded within groups of `shard_degree` ranks, replicated between them)."
-        ),
+        description="single (one process), ddp (replicated on each GPU), fsdp (weights, gradients and optimizer states "
+        "sharded by FSDP2), hsdp (sharded within groups of `shard_degree` ranks, replicated between them).",
     )
     shard_degree: PositiveInt | Auto = Field("auto", description="hsdp: ranks per shard group; auto is one machine's.")
     offload: Literal["none", "optimizer", "all"] = Field(
@@ -293,21 +271,17 @@ class ParallelSection(Section):
     )
     offload_activations: bool | Auto = Field(
         "auto",
-        description=(
-            "Keep saved activations in host memory, copied during compute; auto does on GPUs with activation "
-            "checkpointing if the host has enough memory."
-        ),
+        description="Keep saved activations in host memory, copied during compute; auto does on GPUs with activation "
+        "checkpointing if the host has enough memory.",
     )
     reshard_after_forward: bool | Auto = Field(
         "auto", description="fsdp: free unsharded parameters after the forward pass (less memory), or keep them."
     )
     activation_checkpointing: Literal["auto", "none", "selective", "full"] = Field(
         "auto",
-        description=(
-            "Recompute activations in the backward pass: none, cheap operations (selective), or whole blocks "
-            "(full). auto takes the first that fits in memory, and the lighter one before it for as many blocks as "
-            "possible."
-        ),
+        description="Recompute activations in the backward pass: none, cheap operations (selective), or whole blocks "
+        "(full). auto takes the first that fits in memory, and the lighter one before it for as many blocks as "
+        "possible.",
     )
     compile: bool | Auto = Field("auto", description="Compile each block with torch.compile; auto does on GPUs.")
     timeout_s: PositiveInt = Field(600, description="Seconds without progress of a rank after which the run fails.")
@@ -326,24 +300,18 @@ class KernelsSection(Section):
     )
     attention: Literal["auto", "reference"] = Field(
         "auto",
-        description=(
-            "The fastest kernel that passes a self-test (FlashAttention 4 if installed, cuDNN), or torch's "
-            "varlen attention (reference)."
-        ),
+        description="The fastest kernel that passes a self-test (FlashAttention 4 if installed, cuDNN), or torch's "
+        "varlen attention (reference).",
     )
     linear: Literal["compute_dtype", "fp8"] = Field(
         "compute_dtype",
-        description=(
-            "Linear layers of the blocks in training: in model.dtype, or fp8 matmuls (different numerics, "
-            "checked before step 1)."
-        ),
+        description="Linear layers of the blocks in training: in model.dtype, or fp8 matmuls (different numerics, "
+        "checked before step 1).",
     )
     optimizer: Literal["auto", "reference"] = Field(
         "auto",
-        description=(
-            "full, one process: AdamW with clipping and the cast to bfloat16 in one kernel; or torch's AdamW "
-            "(reference)."
-        ),
+        description="full, one process: AdamW with clipping and the cast to bfloat16 in one kernel; or torch's AdamW "
+        "(reference).",
     )
     nf4: Literal["auto", "reference"] = Field(
         "auto",
@@ -388,11 +356,9 @@ class OutputSection(Section):
     dir: str = Field("runs", description="Folder in which the run's folder is created.")
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         "auto",
-        description=(
-            "Dtype of saved weights, including vision and audio towers. auto: float32 for adapters; "
-            "model.dtype for a merged model; for other models that of the source, or bfloat16 with "
-            "model.master_dtype=bfloat16."
-        ),
+        description="Dtype of saved weights, including vision and audio towers. auto: float32 for adapters; "
+        "model.dtype for a merged model; for other models that of the source, or bfloat16 with "
+        "model.master_dtype=bfloat16.",
     )
     merge: bool = Field(False, description="lora: also write the model with the adapter merged into its weights.")
 
