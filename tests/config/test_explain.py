@@ -70,7 +70,7 @@ def test_words_that_merely_look_alike_are_no_suggestion(key):
         ("load_in_4bit", "`method.name: qlora`"),
         ("deepspeed", "not supported yet: `parallel.strategy: fsdp`"),
         ("rl", "DPO"),
-        ("resume_from_checkpoint", "resumes by itself"),
+        ("resume_from_checkpoint", "starting the same run again resumes it"),
         ("sample_packing", "here it is `data.packing`"),
         ("learning-rate", "did you mean `optimizer.learning_rate`"),
         ("optimizer.learning_rat", "did you mean `optimizer.learning_rate`"),

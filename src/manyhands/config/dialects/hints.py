@@ -28,14 +28,16 @@ _SAME = {
     "method.rslora": "use_rslora peft_use_rslora",
     "method.dora": "use_dora peft_use_dora lora_use_dora",
     "method.train": "unfrozen_parameters trainable_parameters freeze_trainable_modules freeze_trainable_layers",
-    "data.train": "dataset datasets train_file train_data dataset_name dataset_mixer dataset_mixture dataset_id pretraining_dataset "
-    "data_path data_files train_dataset",
+    "data.train": "dataset datasets train_file train_data dataset_name dataset_mixer dataset_mixture dataset_id "
+    "pretraining_dataset data_path data_files train_dataset",
     "data.validation": "val_file validation_file test_datasets eval_dataset val_dataset eval_file",
     "data.validation_fraction": "val_set_size val_size split_dataset_ratio test_split_size val_split",
-    "data.max_length": "cutoff_len max_seq_len max_seq_length sequence_len model_max_length seq_len block_size context_length",
+    "data.max_length": "cutoff_len max_seq_len max_seq_length sequence_len model_max_length seq_len block_size "
+    "context_length",
     "data.too_long": "excess_length_strategy truncation_strategy",
     "data.max_samples": "max_samples max_train_samples num_samples",
-    "data.train_on": "train_on_inputs train_on_prompt assistant_only_loss completion_only_loss mask_history roles_to_train loss_scale",
+    "data.train_on": "train_on_inputs train_on_prompt assistant_only_loss completion_only_loss mask_history "
+    "roles_to_train loss_scale",
     "data.packing": "sample_packing pack packed eval_packing neat_packing padding_free",
     "data.workers": "dataloader_num_workers num_workers",
     "data.cache": "dataset_prepared_path cache_dir tokenized_path",
@@ -60,7 +62,8 @@ _SAME = {
     "parallel.gpus": "num_gpus nproc_per_node num_processes n_gpus devices ray_num_workers",
     "parallel.strategy": "fsdp fsdp_config fsdp_version distributed_strategy",
     "parallel.shard_degree": "dp_shard_size",
-    "parallel.activation_checkpointing": "gradient_checkpointing activation_checkpointing enable_activation_checkpointing gradient_checkpointing_kwargs",
+    "parallel.activation_checkpointing": "gradient_checkpointing activation_checkpointing "
+    "enable_activation_checkpointing gradient_checkpointing_kwargs recompute_granularity",
     "parallel.offload_activations": "activation_offloading enable_activation_offloading",
     "parallel.compile": "torch_compile",
     "parallel.timeout_s": "ddp_timeout",
@@ -89,6 +92,12 @@ _PER_GPU = (
     "in other tools it counts one GPU. Here `batch.samples` is the global batch, over all GPUs and accumulation steps, "
     "and `batch.micro_samples` (without packing) what one GPU processes at once"
 )
+_SHARDED = "weights, gradients and optimizer states"
+_DEEPSPEED = f"DeepSpeed is not supported yet: `parallel.strategy: fsdp` shards {_SHARDED}, as ZeRO-3 does"
+_STRATEGIES = "is not supported: `parallel.strategy` is auto, single, ddp, fsdp or hsdp"
+_EVAL_BATCH = "evaluation uses the micro-batches of training; remove it"
+_FUSED = "fused kernels are used automatically if they pass a self-test, see `manyhands config kernels`"
+_RESUME = "starting the same run again resumes it; `--fresh` begins a new one"
 _NO_PREFERENCE = (
     "training on preferences (DPO, KTO, ORPO, reward models, RL) is not supported; `task` is sft, cpt or mixed"
 )
@@ -96,10 +105,10 @@ _TRACKERS = (
     "metrics are written to metrics.jsonl and, with `log.tensorboard`, to TensorBoard; other trackers are not "
     "supported yet"
 )
-_ATTENTION = "the attention kernel is chosen by what the GPU can; `kernels.attention: reference` takes torch's own"
-_NO_HUB = "nothing is uploaded: the result lies in the run's folder, upload it with `hf upload`"
-_QLORA = "weights in 4 bits are `method.name: qlora`"
-_NOTHING = "leave it out: nothing here depends on it"
+_ATTENTION = "the fastest attention kernel for the GPU is chosen; `kernels.attention: reference` is torch's own"
+_NO_HUB = "nothing is uploaded: the result is in the run's folder, upload it with `hf upload`"
+_QLORA = "for 4-bit weights set `method.name: qlora`"
+_NOTHING = "remove it: it has no effect here"
 
 _EVALUATED = (
     "`evaluate.max_tokens` limits the validation tokens that are measured, and `evaluate.prompts` is the number of "
@@ -118,14 +127,14 @@ _NOTES = {
     "micro_batch_size": _PER_GPU,
     "per_device_train_batch_size": _PER_GPU,
     "per_device_batch_size": _PER_GPU,
-    "per_device_eval_batch_size": "evaluation takes the micro-batches of training; leave it out",
-    "eval_batch_size": "evaluation takes the micro-batches of training; leave it out",
-    "adapter": "here `method.name: lora` (or qlora, full) chooses the method, and `method.adapter` names an adapter to continue from",
+    "per_device_eval_batch_size": _EVAL_BATCH,
+    "eval_batch_size": _EVAL_BATCH,
+    "adapter": "the method is `method.name: lora` (or qlora, full); `method.adapter` is an adapter to continue from",
     "load_in_4bit": _QLORA,
     "quantization_bit": _QLORA,
     "quant_config": _QLORA,
-    "bnb_4bit_quant_type": f"{_QLORA}, in NF4 with double quantization",
-    "load_in_8bit": "a frozen base in 8 bits is not supported: use `method.name: lora` (16 bits) or qlora (4 bits)",
+    "bnb_4bit_quant_type": f"{_QLORA}, which is NF4 with double quantization",
+    "load_in_8bit": "an 8-bit base model is not supported: use `method.name: lora` (16-bit) or qlora (4-bit)",
     "fp16": "float16 is not supported: `model.dtype` is bfloat16 on GPUs that have it, else float32",
     "float16": "float16 is not supported: `model.dtype` is bfloat16 on GPUs that have it, else float32",
     "tf32": _NOTHING,
@@ -136,13 +145,13 @@ _NOTES = {
     "beta": _NO_PREFERENCE,
     "reward_model": _NO_PREFERENCE,
     "ref_model": _NO_PREFERENCE,
-    "deepspeed": "DeepSpeed is not supported yet: `parallel.strategy: fsdp` shards weights, gradients and optimizer states as ZeRO-3 does",
-    "zero_stage": "DeepSpeed is not supported yet: `parallel.strategy: fsdp` shards weights, gradients and optimizer states as ZeRO-3 does",
-    "tensor_parallel_size": "tensor parallelism is not supported: `parallel.strategy` is auto, single, ddp, fsdp or hsdp",
-    "pipeline_model_parallel_size": "pipeline parallelism is not supported: `parallel.strategy` is auto, single, ddp, fsdp or hsdp",
-    "context_parallel_size": "context parallelism is not supported: `parallel.strategy` is auto, single, ddp, fsdp or hsdp",
-    "sequence_parallel_size": "sequence parallelism is not supported: `parallel.strategy` is auto, single, ddp, fsdp or hsdp",
-    "cp_size": "context parallelism is not supported: `parallel.strategy` is auto, single, ddp, fsdp or hsdp",
+    "deepspeed": _DEEPSPEED,
+    "zero_stage": _DEEPSPEED,
+    "tensor_parallel_size": f"tensor parallelism {_STRATEGIES}",
+    "pipeline_model_parallel_size": f"pipeline parallelism {_STRATEGIES}",
+    "context_parallel_size": f"context parallelism {_STRATEGIES}",
+    "sequence_parallel_size": f"sequence parallelism {_STRATEGIES}",
+    "cp_size": f"context parallelism {_STRATEGIES}",
     "report_to": _TRACKERS,
     "use_wandb": _TRACKERS,
     "wandb": _TRACKERS,
@@ -154,39 +163,39 @@ _NOTES = {
     "use_swanlab": _TRACKERS,
     "mlflow_tracking_uri": _TRACKERS,
     "trackio_project_name": _TRACKERS,
-    "logging_dir": "TensorBoard's files lie in the run's folder; `log.tensorboard: false` leaves them out",
+    "logging_dir": "TensorBoard files are in the run's folder; `log.tensorboard: false` turns them off",
     "attn_implementation": _ATTENTION,
     "flash_attention": _ATTENTION,
     "flash_attn": _ATTENTION,
     "use_flash_attention_2": _ATTENTION,
     "sdp_attention": _ATTENTION,
     "xformers_attention": _ATTENTION,
-    "use_liger_kernel": "fused kernels are on by themselves where they pass a check; see `manyhands config kernels`",
-    "liger_fused_linear_cross_entropy": "fused kernels are on by themselves where they pass a check; see `manyhands config kernels`",
-    "plugins": "there are no plugins; fused kernels are on by themselves where they pass a check, see `manyhands config kernels`",
+    "use_liger_kernel": _FUSED,
+    "liger_fused_linear_cross_entropy": _FUSED,
+    "plugins": f"there are no plugins; {_FUSED}",
     "push_to_hub": _NO_HUB,
     "push_dataset_to_hub": _NO_HUB,
     "hub_model_id": _NO_HUB,
-    "hf_use_auth_token": "log in with `hf auth login`; a run file holds no secrets",
-    "resume_from_checkpoint": "a second start of the same run resumes by itself; `--fresh` begins a new one",
-    "auto_resume_from_checkpoints": "a second start of the same run resumes by itself; `--fresh` begins a new one",
-    "overwrite_output_dir": "a run's folder is never overwritten; `--fresh` takes a new one",
-    "special_tokens": "special tokens are the tokenizer's own; `model.new_tokens` adds some",
-    "group_by_length": "packing fills micro-batches evenly in any order: `data.packing`",
+    "hf_use_auth_token": "log in with `hf auth login`; run files contain no secrets",
+    "resume_from_checkpoint": _RESUME,
+    "auto_resume_from_checkpoints": _RESUME,
+    "overwrite_output_dir": "a run's folder is never overwritten; `--fresh` starts in a new one",
+    "special_tokens": "special tokens are those of the tokenizer; `model.new_tokens` adds more",
+    "group_by_length": "packing fills micro-batches evenly in any order, see `data.packing`",
     "remove_unused_columns": _NOTHING,
-    "preprocessing_num_workers": "all cores prepare the data; leave it out",
-    "dataset_processes": "all cores prepare the data; leave it out",
-    "dataset_num_proc": "all cores prepare the data; leave it out",
-    "overwrite_cache": "the token cache is named by its content; leave it out",
+    "preprocessing_num_workers": "data is prepared on all cores; remove it",
+    "dataset_processes": "data is prepared on all cores; remove it",
+    "dataset_num_proc": "data is prepared on all cores; remove it",
+    "overwrite_cache": "the token cache is named by its content; remove it",
     "ddp_find_unused_parameters": _NOTHING,
     "local_rank": _NOTHING,
-    "device_map": "`parallel.strategy` decides where weights lie; leave it out",
-    "low_cpu_mem_usage": "weights are always read slice by slice; leave it out",
-    "model_type": "the model's config.json says it; leave it out",
-    "tokenizer_type": "the model's folder says it; leave it out",
-    "strict": "unknown keys are always an error; leave it out",
-    "do_train": "`manyhands train` trains; leave it out",
-    "plot_loss": "the report holds the curves; leave it out",
+    "device_map": "`parallel.strategy` decides where weights are placed; remove it",
+    "low_cpu_mem_usage": "weights are always read slice by slice; remove it",
+    "model_type": "it is taken from the model's config.json; remove it",
+    "tokenizer_type": "it is taken from the model's folder; remove it",
+    "strict": "unknown keys are always an error; remove it",
+    "do_train": "`manyhands train` trains; remove it",
+    "plot_loss": "the report contains the curves; remove it",
     "debug": _NOTHING,
     "neftune_noise_alpha": "NEFTune is not supported",
 }  # fmt: skip
@@ -195,16 +204,16 @@ _NOTES = {
 VALUES = MappingProxyType(
     {
         "task": {
-            **dict.fromkeys(("dpo", "kto", "orpo", "simpo", "ppo", "grpo", "rm", "rl", "rlhf", "reward"), _NO_PREFERENCE),
-            **dict.fromkeys(("pt", "pretrain", "pretraining", "completion", "clm"), "training on text is task: cpt"),
-            **dict.fromkeys(("chat", "instruct", "instruction", "finetune"), "training on conversations is task: sft"),
+            **dict.fromkeys("dpo kto orpo simpo ppo grpo rm rl rlhf reward".split(), _NO_PREFERENCE),
+            **dict.fromkeys(("pt", "pretrain", "pretraining", "completion", "clm"), "write cpt for training on text"),
+            **dict.fromkeys(("chat", "instruct", "instruction", "finetune"), "write sft for training on conversations"),
         },
         "method.name": {
-            "dora": "DoRA is name: lora with dora: true",
-            "rslora": "rsLoRA is name: lora with rslora: true",
-            "loftq": "LoftQ is name: qlora with init: loftq",
-            "freeze": "to train some weights only is name: patterns with train or freeze",
-            "fft": "to train all weights is name: full",
+            "dora": "write lora with dora: true",
+            "rslora": "write lora with rslora: true",
+            "loftq": "write qlora with init: loftq",
+            "freeze": "write patterns, with train or freeze",
+            "fft": "write full",
             "oft": "OFT is not supported",
             **dict.fromkeys(("dpo", "kto", "orpo"), _NO_PREFERENCE),
         },
@@ -212,7 +221,7 @@ VALUES = MappingProxyType(
             **dict.fromkeys(("bf16", "bfloat"), "write bfloat16"),
             **dict.fromkeys(("fp32", "float"), "write float32"),
             **dict.fromkeys(("fp16", "float16", "half"), "float16 is not supported: use bfloat16, or float32"),
-            "fp8": "fp8 is kernels.linear: fp8, beside bfloat16",
+            "fp8": "write bfloat16, with kernels.linear: fp8",
         },
         "optimizer.name": {
             **dict.fromkeys(("adam", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_bnb_32bit"), "write adamw"),
@@ -221,13 +230,13 @@ VALUES = MappingProxyType(
             "adamw_torch_8bit": "write adamw_8bit, which is bitsandbytes'",
         },
         "schedule.name": {
-            "constant_with_warmup": "write constant: its warm-up is warmup_ratio or warmup_steps",
+            "constant_with_warmup": "write constant, with warmup_ratio or warmup_steps",
             "cosine_with_min_lr": "write cosine, with min_ratio",
             "warmup_stable_decay": "write wsd",
         },
         "parallel.strategy": {
             "none": "write single",
-            **dict.fromkeys(("fsdp2", "full_shard", "zero3", "zero2", "deepspeed"), "write fsdp, which shards all three"),
+            **dict.fromkeys("fsdp2 full_shard zero3 zero2 deepspeed".split(), f"write fsdp, which shards {_SHARDED}"),
             "hybrid_shard": "write hsdp",
         },
         "parallel.activation_checkpointing": {
