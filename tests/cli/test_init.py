@@ -57,7 +57,7 @@ def test_init_never_overwrites(tmp_path, monkeypatch):
     Path("rows.jsonl").write_text('{"text": "a"}\n')
     Path("run.yaml").write_text("mine")
     result = call("init", "--data", "rows.jsonl", "--yes")
-    assert result.exit_code == EXIT_USAGE and "not overwritten" in result.stderr
+    assert result.exit_code == EXIT_USAGE and "the file already exists" in result.stderr
     assert Path("run.yaml").read_text() == "mine"
 
 
@@ -89,9 +89,9 @@ def test_init_without_data_says_what_to_give(tmp_path, monkeypatch):
 def test_init_asks_on_a_terminal(tmp_path):
     """The second question is answered with Ctrl-C first, which leaves nothing behind."""
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
-    assert _on_a_terminal(tmp_path, [("Model", "org/asked\n"), ("Training rows", "\x03")]) == EXIT_INTERRUPTED
+    assert _on_a_terminal(tmp_path, [("Model", "org/asked\n"), ("Training data", "\x03")]) == EXIT_INTERRUPTED
     assert not (tmp_path / "run.yaml").exists()
-    assert _on_a_terminal(tmp_path, [("Model", "org/asked\n"), ("Training rows", "\n"), ("Rows over", "split\n")]) == 0
+    assert _on_a_terminal(tmp_path, [("Model", "org/asked\n"), ("Training data", "\n"), ("Samples over", "split\n")]) == 0
     config = load_config(tmp_path / "run.yaml")
     assert config.model.name == "org/asked" and config.data.train == str(tmp_path / "rows.jsonl")
     assert (config.task, config.data.too_long) == ("cpt", "split")
@@ -101,11 +101,11 @@ def test_init_shows_columns_of_another_language_and_asks(tmp_path):
     (tmp_path / "fragen.csv").write_text(GERMAN)
     answers = [
         ("Model", "org/asked\n"),
-        ("Training rows", "\n"),
+        ("Training data", "\n"),
         ("the question", "nonsense\n"),
         ("choose one of: Nr, Frage", "\n"),
     ]
-    answers += [("the answer", "antwort\n"), ("Rows over", "truncate\n")]
+    answers += [("the answer", "antwort\n"), ("Samples over", "truncate\n")]
     assert _on_a_terminal(tmp_path, answers) == 0
     data = load_config(tmp_path / "run.yaml").data
     assert (data.format, data.fields, data.too_long) == (
@@ -186,15 +186,15 @@ def test_init_says_what_a_run_will_refuse(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("kto.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b " * 9000, "label": True}) + "\n")
     said = call("init", "--data", "kto.jsonl").output
-    assert "a run refuses these rows as they are: this is preference data: the column label would not be used" in said
-    assert "roughly 4,500 tokens" in said and "none of 1 rows will be held out" in said
+    assert "a run will refuse these rows: this is preference data: the column label would not be used" in said
+    assert "about 4,500 tokens" in said and "none of 1 rows will be held out" in said
 
 
 def test_init_counts_what_it_can(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "ab"}\n' * 150 + '{"text": "\u65e5"}\n')
     seen = look_at_rows(path)
-    assert (len(seen.rows), seen.num_samples, seen.is_all, seen.longest_bytes) == (100, 151, True, 3)
+    assert (len(seen.rows), seen.num_rows, seen.is_all, seen.longest_bytes) == (100, 151, True, 3)
     path.write_text('{"text": "ab"}\n' * 5 + "broken\n")
     assert not look_at_rows(path).is_all
     assert parse_fields(["question=a,b,answer=c", "system=d"]) == {"question": "a,b", "answer": "c", "system": "d"}

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-WIDE = 110  # columns of a terminal that has room for all four columns of the table
+WIDE = 110  # width of a terminal for all four columns of the table
 
 
 def config(
@@ -16,7 +16,7 @@ def config(
     ] = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema, for editors.")] = False,
 ) -> None:
-    """Explain a key of the run file, or list them all."""
+    """Explain a key of the run file, or list all keys."""
     from manyhands.config.explain import explain, json_schema
 
     if schema:
@@ -39,7 +39,7 @@ def _print_all_keys() -> None:
 
     console = Console()
     listing = Table(box=None, padding=(0, 2, 0, 0))
-    wide = console.width >= WIDE  # `manyhands config KEY` says what is allowed in any case
+    wide = console.width >= WIDE  # `manyhands config KEY` always shows what is allowed
     for title in ("key", "default", *(["allowed"] if wide else []), "meaning"):
         listing.add_column(title, overflow="fold", no_wrap=title == "key", ratio=2 if title == "meaning" else None)
     section = ""

@@ -1,4 +1,4 @@
-"""``manyhands init``: a commented run file, asked for on a terminal and inferred elsewhere. Never overwrites."""
+"""``manyhands init``: writes a commented run file; asks on a terminal, infers otherwise. Never overwrites."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from manyhands.data.files import Row
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt")  # the likelier ones first
+DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt")  # most likely first
 LOOK_AT_ROWS = 100
-COUNT_ROWS = 100_000  # of larger data only a share is named
+COUNT_ROWS = 100_000  # of larger data only a fraction is stated
 SHOW_CHARACTERS = 60
 MAX_LENGTH = 2048
 BYTES_PER_TOKEN = 4  # roughly, of text in any script
 UNKNOWN_COLUMN = "COLUMN"
-# What people call their columns; only ever offered, and said where nobody is asked.
+# Common column names; a guess from them is offered as a default, or reported.
 QUESTIONS = (
     "question query prompt instruction input user frage anfrage eingabe demande entrée pregunta consulta entrada "
     "pergunta domanda vraag pytanie fråga spørgsmål spørsmål kysymys otázka вопрос запит питання soru سؤال प्रश्न "
@@ -39,11 +39,11 @@ ANSWERS = (
 
 
 @dataclass(frozen=True)
-class Seen:
+class FirstRows:
     """The first rows, how many there are (all of them if ``is_all``), and the bytes of text in the longest."""
 
     rows: list[Row]
-    num_samples: int
+    num_rows: int
     is_all: bool
     longest_bytes: int
 
@@ -54,7 +54,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Reading:
-    """How the rows are to be read, and what to say about it."""
+    """How to read the rows, and a note for the user."""
 
     format: str
     fields: dict[str, str] = field(default_factory=dict)
@@ -73,7 +73,7 @@ def init(
     model: Annotated[str | None, typer.Option("--model", help="Hub name or folder.", show_default=False)] = None,
     data: Annotated[
         Path | None,
-        typer.Option("--data", help="File or folder of training rows, or hub:OWNER/NAME.", show_default=False),
+        typer.Option("--data", help="Training data: file, folder or hub:OWNER/NAME.", show_default=False),
     ] = None,
     fields: Annotated[
         list[str] | None,
@@ -85,18 +85,14 @@ def init(
     ] = None,
     too_long: Annotated[
         str | None,
-        typer.Option("--too-long", help="Rows over 2,048 tokens: error, truncate or split.", show_default=False),
+        typer.Option("--too-long", help="Samples over 2,048 tokens: error, truncate or split.", show_default=False),
     ] = None,
-    yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Ask nothing: take what was given or can be inferred.")
-    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask: use what is given or inferred.")] = False,
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")] = Path("run.yaml"),
 ) -> None:
-    """Write a commented run file; asks where there is a terminal."""
+    """Write a commented run file (asks questions on a terminal)."""
     if output.exists():
-        raise UserError(
-            "the file exists already and is not overwritten", where=str(output), fix="choose another name with -o"
-        )
+        raise UserError("the file already exists", where=str(output), fix="choose another name with -o")
     if output.suffix not in (".yaml", ".yml"):
         raise UserError("a commented run file is YAML", where=str(output), fix="choose a name that ends in .yaml")
     ask = sys.stdin.isatty() and not yes
@@ -105,12 +101,12 @@ def init(
         model = typer.prompt("Model (hub name or folder)", default=DEFAULT_MODEL) if ask else DEFAULT_MODEL
     if data is None and ask:
         data = Path(
-            typer.prompt("Training rows (a file, a folder or hub:OWNER/NAME)", default=str(found) if found else None)
+            typer.prompt("Training data (file, folder or hub:OWNER/NAME)", default=str(found) if found else None)
         )
     data = data or found
     if data is None:
         raise UserError(
-            "no training data was given, and no data file is here",
+            "no training data was given or found",
             where=str(Path.cwd()),
             fix="give it with --data FILE",
         )
@@ -127,15 +123,13 @@ def init(
 
 
 def make_values(model: str, data: Path, output: Path, reading: Reading, too_long: str) -> dict[str, Any]:
-    """The keys that differ from run to run. Paths are written as seen from the run file's folder where they lie in
-    it.
-    """
-    name = _seen_from(Path(model), output) if Path(model).is_dir() else model
+    """The keys to set. Paths inside the run file's folder are relative to it."""
+    name = _relative_to_output(Path(model), output) if Path(model).is_dir() else model
     return {
         "task": reading.task,
         "model.name": name,
         "method.name": "lora",
-        "data.train": _seen_from(data, output),
+        "data.train": _relative_to_output(data, output),
         "data.format": reading.format,
         **({"data.fields": reading.fields} if reading.fields else {}),
         "data.max_length": MAX_LENGTH,
@@ -146,29 +140,25 @@ def make_values(model: str, data: Path, output: Path, reading: Reading, too_long
     }
 
 
-def look_at_rows(path: Path) -> Seen:
-    """The first rows of training data, and what a count of the others shows. Raises ``UserError`` where not one can be
-    read.
-    """
+def look_at_rows(path: Path) -> FirstRows:
+    """The first rows of the training data and statistics of all. Raises ``UserError`` if not even one can be read."""
     from manyhands.data.sources import Source, read_rows
 
     rows: list[Row] = []
-    num_samples = longest = 0
+    num_rows = longest = 0
     try:
         for row in read_rows(Source(path=str(path))):
-            num_samples += 1
+            num_rows += 1
             longest = max(longest, _count_bytes(row.fields))
             if len(rows) < LOOK_AT_ROWS:
                 rows.append(row)
-            if num_samples > COUNT_ROWS:
+            if num_rows > COUNT_ROWS:
                 break
     except UserError:
         if not rows:
             raise
-        return Seen(
-            rows, num_samples, False, longest
-        )  # what cannot be read further down is for `manyhands data` to list
-    return Seen(rows, min(num_samples, COUNT_ROWS), num_samples <= COUNT_ROWS, longest)
+        return FirstRows(rows, num_rows, False, longest)  # `manyhands data` lists the rows that cannot be read
+    return FirstRows(rows, min(num_rows, COUNT_ROWS), num_rows <= COUNT_ROWS, longest)
 
 
 def _count_bytes(value: Any) -> int:
@@ -179,7 +169,7 @@ def _count_bytes(value: Any) -> int:
 
 
 def parse_fields(given: Sequence[str]) -> dict[str, str]:
-    """``question=Frage,answer=Antwort``, in one piece or several, as data.fields has it."""
+    """``question=Frage,answer=Antwort``, from one option or several, as data.fields."""
     pairs = [pair for text in given for pair in re.split(r",(?=\w+=)", text)]
     wrong = next((pair for pair in pairs if not re.fullmatch(r"\w+=.+", pair, re.DOTALL)), None)
     if wrong is not None:
@@ -189,17 +179,15 @@ def parse_fields(given: Sequence[str]) -> dict[str, str]:
     return {role: column for role, _, column in (pair.partition("=") for pair in pairs)}
 
 
-def choose_reading(seen: Seen, given: dict[str, str], ask: bool) -> Reading:
-    """The format and the columns: as given, as the names say, as asked for, or as guessed. UserError for columns that
-    are not there.
-    """
+def choose_reading(seen: FirstRows, given: dict[str, str], ask: bool) -> Reading:
+    """Format and columns: as given, detected, asked for or guessed. UserError for columns that do not exist."""
     from manyhands.config.row_fields import REQUIRED
     from manyhands.data.formats import detect_format, settle_format
 
     if given:
         return Reading(settle_format(seen.rows, "auto", given, "sft"), given)
     try:
-        return Reading(detect_format(seen.rows, task="sft"))  # rows that are both are conversations
+        return Reading(detect_format(seen.rows, task="sft"))  # rows that fit both tasks are conversations
     except UserError:
         pass
     fitting = [
@@ -208,7 +196,7 @@ def choose_reading(seen: Seen, given: dict[str, str], ask: bool) -> Reading:
         if all(row.fields.get(name) is not None for row in seen.rows for name in names)
     ]
     if len(fitting) > 1:
-        note = f"the rows fit several formats: {', '.join(fitting)}; data.format says which one is read"
+        note = f"the rows fit several formats: {', '.join(fitting)}; data.format sets the one to read"
         return Reading(_ask_one_of("Format of the rows", fitting, fitting[0]) if ask else fitting[0], note=note)
     turns = [(column, kind) for column in seen.columns if (kind := _kind_of_turns(seen.rows, column))]
     if len(turns) == 1:
@@ -222,7 +210,7 @@ def choose_reading(seen: Seen, given: dict[str, str], ask: bool) -> Reading:
 
 
 def _kind_of_turns(rows: Sequence[Row], column: str) -> str | None:
-    """The format of a column that holds lists of turns."""
+    """The format of a column of conversations; None for other columns."""
     first = next((row.fields[column] for row in rows if row.fields.get(column)), None)
     if not (isinstance(first, list) and all(isinstance(turn, dict) for turn in first)):
         return None
@@ -237,7 +225,7 @@ def _kind_of_turns(rows: Sequence[Row], column: str) -> str | None:
 
 
 def _guess(columns: Sequence[str]) -> tuple[str | None, str | None]:
-    """(question, answer) as far as the names say; of two columns the other one is the other."""
+    """(question, answer) as far as the names tell; if one of two columns is known, so is the other."""
     question = next((name for name in columns if name.strip().casefold() in QUESTIONS.split()), None)
     answer = next((name for name in columns if name.strip().casefold() in ANSWERS.split() and name != question), None)
     if len(columns) == 2 and (question is None) != (answer is None):
@@ -246,7 +234,7 @@ def _guess(columns: Sequence[str]) -> tuple[str | None, str | None]:
     return question, answer
 
 
-def _guess_columns(seen: Seen) -> Reading:
+def _guess_columns(seen: FirstRows) -> Reading:
     print("\n".join(show_columns(seen)))
     question, answer = _guess(seen.columns)
     if question and answer:
@@ -262,16 +250,16 @@ def _guess_columns(seen: Seen) -> Reading:
     return Reading("question", {"question": question or UNKNOWN_COLUMN, "answer": answer or UNKNOWN_COLUMN}, note)
 
 
-def _ask_columns(seen: Seen) -> Reading:
+def _ask_columns(seen: FirstRows) -> Reading:
     print("\n".join(show_columns(seen)))
     columns = seen.columns
     question, answer = _guess(columns)
-    question = _ask_one_of("Column with the question, or with plain text", columns, question or columns[0])
+    question = _ask_one_of("Column with the question, or with text", columns, question or columns[0])
     left = [name for name in columns if name != question]
     if not left:
         return Reading("text", {"text": question})
     default = answer if answer in left else left[0]
-    answer = _ask_one_of("Column with the answer (`-` for none: the other is text)", [*left, "-"], default)
+    answer = _ask_one_of("Column with the answer (`-` if there is none and the rows are text)", [*left, "-"], default)
     return Reading("text", {"text": question}) if answer == "-" else _of_columns(question, answer)
 
 
@@ -290,7 +278,7 @@ def _ask_one_of(text: str, allowed: Sequence[str], default: str) -> str:
         print(f"choose one of: {', '.join(allowed)}")
 
 
-def show_columns(seen: Seen) -> list[str]:
+def show_columns(seen: FirstRows) -> list[str]:
     """The columns with their values in the first two rows."""
     from manyhands.preview.spans import harmless
 
@@ -298,7 +286,7 @@ def show_columns(seen: Seen) -> list[str]:
         text = " ".join(harmless(str(value)).split())
         return text if len(text) <= SHOW_CHARACTERS else text[: SHOW_CHARACTERS - 1] + "…"
 
-    lines = ["no known names among the columns; the first rows are:"]
+    lines = ["unknown column names; the first rows are:"]
     for row in seen.rows[:2]:
         lines += [
             f"  {Path(row.file).name}:{row.line}",
@@ -307,7 +295,7 @@ def show_columns(seen: Seen) -> list[str]:
     return lines
 
 
-def choose_too_long(given: str | None, seen: Seen, task: str, ask: bool) -> str:
+def choose_too_long(given: str | None, seen: FirstRows, task: str, ask: bool) -> str:
     allowed = ["error", "truncate", *(["split"] if task == "cpt" else [])]
     if given is not None:
         if given not in allowed:
@@ -316,12 +304,12 @@ def choose_too_long(given: str | None, seen: Seen, task: str, ask: bool) -> str:
     if not ask:
         return "error"
     about = seen.longest_bytes // BYTES_PER_TOKEN
-    print(f"The longest row looked at has roughly {about:,} tokens.")
-    return _ask_one_of(f"Rows over {MAX_LENGTH:,} tokens ({', '.join(allowed)})", allowed, "error")
+    print(f"The longest row has about {about:,} tokens.")
+    return _ask_one_of(f"Samples over {MAX_LENGTH:,} tokens ({', '.join(allowed)})", allowed, "error")
 
 
-def describe(seen: Seen, reading: Reading, too_long: str) -> list[str]:
-    """What the file does not show: what is held out, what may be too long, what a run will refuse."""
+def describe(seen: FirstRows, reading: Reading, too_long: str) -> list[str]:
+    """What the file does not show: how much is held out, what may be too long, what a run will refuse."""
     from manyhands.config.schema import DataSection
     from manyhands.data.columns import Columns
     from manyhands.data.divide import count_held_out
@@ -329,25 +317,25 @@ def describe(seen: Seen, reading: Reading, too_long: str) -> list[str]:
     fraction = DataSection.model_fields["validation_fraction"].default
     lines = [reading.note] if reading.note else []
     if seen.is_all and too_long != "split":
-        held_out = count_held_out(fraction, seen.num_samples)
-        rows = f"{held_out:,} of {seen.num_samples:,} rows" if held_out else f"none of {seen.num_samples:,} rows"
+        held_out = count_held_out(fraction, seen.num_rows)
+        rows = f"{held_out:,} of {seen.num_rows:,} rows" if held_out else f"none of {seen.num_rows:,} rows"
         lines.append(f"{rows} will be held out for validation (data.validation_fraction)")
     else:
         lines.append(f"{100 * fraction:g} % of the rows will be held out for validation (data.validation_fraction)")
     about = seen.longest_bytes // BYTES_PER_TOKEN
     if about > MAX_LENGTH and too_long == "error":
         lines.append(
-            f"a row has roughly {about:,} tokens: over data.max_length ({MAX_LENGTH:,}) it is refused (data.too_long)"
+            f"a row has about {about:,} tokens: over data.max_length ({MAX_LENGTH:,}) it is an error (data.too_long)"
         )
     try:
         Columns(reading.fields).refuse(seen.rows, reading.format)
     except UserError as error:
-        lines.append(f"a run refuses these rows as they are: {error.what}; {error.fix}")
+        lines.append(f"a run will refuse these rows: {error.what}; {error.fix}")
     return lines
 
 
 def _find_data(folder: Path) -> Path | None:
-    """The likeliest training file in a folder or its data/: one named train, else the only one."""
+    """The most likely training file in a folder or its data/: one named train, or else the only one."""
     files = [
         file
         for place in (folder, folder / "data")
@@ -361,7 +349,7 @@ def _find_data(folder: Path) -> Path | None:
     return chosen.relative_to(folder) if chosen else None
 
 
-def _seen_from(path: Path, output: Path) -> str:
+def _relative_to_output(path: Path, output: Path) -> str:
     if str(path).startswith("hub:"):
         return str(path)
     absolute, folder = Path(os.path.abspath(path)), Path(os.path.abspath(output)).parent

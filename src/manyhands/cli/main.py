@@ -1,4 +1,4 @@
-"""All commands in one place, and the one handler of errors: a ``UserError`` is printed, a bug keeps its traceback."""
+"""All commands, and the one place that handles errors: a ``UserError`` is printed, a bug keeps its traceback."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ import typer
 from typer.core import TyperGroup
 
 from manyhands import __version__
-from manyhands.cli import bench, config, data, doctor, export, generate, gpu_info, init, plan, tensorboard, train
+from manyhands.cli.config import config
+from manyhands.cli.init import init
+from manyhands.cli.machine import doctor, gpu_info
+from manyhands.cli.process import bench, export, generate, tensorboard
+from manyhands.cli.run_file import data, plan, train
 from manyhands.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, UserError
 from manyhands.core.files import explain_full_disk, is_disk_full
 
@@ -27,7 +31,7 @@ class _Group(TyperGroup):
                 raise
             print(explain_full_disk(error, Path.cwd()), file=sys.stderr)
             raise typer.Exit(EXIT_FAILED) from None
-        except (KeyboardInterrupt, typer.Abort):  # Abort: Ctrl-C or Ctrl-D at a question
+        except (KeyboardInterrupt, typer.Abort):  # Abort: Ctrl-C or Ctrl-D at a prompt
             print("interrupted", file=sys.stderr)
             raise typer.Exit(EXIT_INTERRUPTED) from None
 
@@ -40,7 +44,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # rich's help costs a third of the start-up time
+    rich_markup_mode=None,  # rich's help takes a third of the start-up time
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -61,17 +65,17 @@ def _root(
 
 
 for _name, _command in (
-    ("train", train.train),
-    ("plan", plan.plan),
-    ("data", data.data),
-    ("generate", generate.generate),
-    ("export", export.export),
-    ("init", init.init),
-    ("config", config.config),
-    ("bench", bench.bench),
-    ("doctor", doctor.doctor),
-    ("gpu-info", gpu_info.gpu_info),
-    ("tensorboard", tensorboard.tensorboard),
+    ("train", train),
+    ("plan", plan),
+    ("data", data),
+    ("generate", generate),
+    ("export", export),
+    ("init", init),
+    ("config", config),
+    ("bench", bench),
+    ("doctor", doctor),
+    ("gpu-info", gpu_info),
+    ("tensorboard", tensorboard),
 ):
     app.command(_name)(_command)
 

@@ -1,22 +1,28 @@
-"""Starting a command that needs torch in a process of its own, so that this one stays light."""
+"""Commands that need torch: each starts its module in a process, so that the command line itself stays light."""
 
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from manyhands.core.errors import EXIT_FAILED, EXIT_TERMINATED, UserError
 
 GRACE_S = 10.0
+HOST = "127.0.0.1"
 
 
 def run_module(module: str, arguments: Sequence[str]) -> int:
     """Runs ``python -m module arguments`` on this terminal and returns its exit code.
 
-    Ctrl-C reaches the child as well (one process group): it gets ``GRACE_S`` seconds to end, and ``KeyboardInterrupt``
-    is raised then. SIGTERM is passed on. A child killed by a signal raises ``UserError`` with that signal's name.
+    Ctrl-C reaches the child too (same process group): after at most ``GRACE_S`` s ``KeyboardInterrupt`` is raised.
+    SIGTERM is passed on. A child killed by a signal raises ``UserError`` with that signal's name.
     """
     with subprocess.Popen([sys.executable, "-m", module, *arguments]) as child:
         before = signal.signal(signal.SIGTERM, lambda *_: child.terminate())
@@ -32,7 +38,134 @@ def run_module(module: str, arguments: Sequence[str]) -> int:
             signal.signal(signal.SIGTERM, before)
     if code < 0:
         name = signal.Signals(-code).name
-        why = "the machine ran out of memory, most likely" if name == "SIGKILL" else ""
+        why = "most likely the machine ran out of memory" if name == "SIGKILL" else ""
         exit_code = EXIT_TERMINATED if name == "SIGTERM" else EXIT_FAILED
         raise UserError(f"the process was ended by {name}", where=f"python -m {module}", why=why, exit_code=exit_code)
     return code
+
+
+def generate(
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="A run's folder, or its model/ or adapter/.", show_default=False)
+    ],
+    prompt: Annotated[
+        str | None,
+        typer.Option("--prompt", help="Answer this prompt; without it, chat on standard input.", show_default=False),
+    ] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            "--base", help="Base model of an adapter (default: the one in its configuration).", show_default=False
+        ),
+    ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", min=1, help="Maximum length of an answer in tokens.")
+    ] = 256,
+) -> None:
+    """Answer a prompt with a trained model, or chat."""
+    if not folder.is_dir():
+        raise UserError("the folder does not exist", where=str(folder), fix="give a run's folder, such as runs/NAME")
+    arguments = [str(folder), "--max-new-tokens", str(max_new_tokens)]
+    for option, value in (("--prompt", prompt), ("--base", base)):
+        if value is not None:
+            arguments.append(f"{option}={value}")  # joined, since the value may start with a dash
+    raise typer.Exit(run_module("manyhands.infer", arguments))
+
+
+def export(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN_FOLDER_OR_CHECKPOINT", help="A run's folder, or one of its checkpoints.", show_default=False
+        ),
+    ],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder to write; it must not exist.", show_default=False)
+    ] = None,
+    merge: Annotated[bool, typer.Option("--merge", help="Merge the adapter into the model's weights.")] = False,
+) -> None:
+    """Export a checkpoint as a model or adapter, and verify it."""
+    if not source.is_dir():
+        raise UserError(
+            "the folder does not exist",
+            where=str(source),
+            fix="give a run's folder, such as runs/NAME, or a checkpoint in it",
+        )
+    arguments = [str(source), "--output", str(output or default_output(source, merge))]
+    if merge:
+        arguments.append("--merge")
+    raise typer.Exit(run_module("manyhands.export", arguments))
+
+
+def default_output(source: Path, merge: bool) -> Path:
+    """``export`` or ``merged`` in the run's folder, followed by the step if one checkpoint is exported."""
+    kind = "merged" if merge else "export"
+    if (source / "run.json").is_file():
+        return source / kind
+    source = source.resolve()
+    return source.parent.parent / f"{kind}-{source.name}"
+
+
+def tensorboard(
+    folder: Annotated[
+        Path, typer.Argument(metavar="[RUN_FOLDER]", help="A run's folder, or the folder of all runs.")
+    ] = Path("runs"),
+    port: Annotated[
+        int, typer.Option("--port", min=1, max=65535, help="Port on this machine's loopback address.")
+    ] = 6006,
+) -> None:
+    """Start TensorBoard on a run, or on all runs."""
+    if not folder.is_dir():
+        raise UserError("the folder does not exist", where=str(folder), fix="give a run's folder, such as runs/NAME")
+    from importlib.util import find_spec
+
+    if find_spec("tensorboard") is None:
+        raise UserError("TensorBoard is not installed", fix="pip install tensorboard")
+    refuse_used_port(port)
+    print(f"TensorBoard on {folder}: http://{HOST}:{port}/ (Ctrl-C to stop)", flush=True)
+    raise typer.Exit(run_module("tensorboard.main", ["--logdir", str(folder), "--host", HOST, "--port", str(port)]))
+
+
+def refuse_used_port(port: int) -> None:
+    """Raises ``UserError`` if the port is in use, and suggests one that is free."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+            return
+        except PermissionError:
+            raise UserError(
+                f"no permission to use port {port}", where=f"{HOST}:{port}", fix="choose --port above 1023"
+            ) from None
+        except OSError as error:
+            why = error.strerror or str(error)
+    with socket.socket() as free:
+        free.bind((HOST, 0))
+        other = free.getsockname()[1]
+    raise UserError(
+        f"port {port} is in use",
+        where=f"{HOST}:{port}",
+        why=why,
+        fix=f"stop the program that uses it, or choose --port {other}",
+    )
+
+
+def bench(
+    rows: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="ROW", help="Rows to measure; without it, list them.", show_default=False),
+    ] = None,
+    list_rows: Annotated[bool, typer.Option("--list", help="List the rows and the recorded figures.")] = False,
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", help="Measure on at most this many GPUs.", show_default=False)
+    ] = None,
+    output: Annotated[
+        str | None, typer.Option("--output", help="JSONL file to append the raw rows to.", show_default=False)
+    ] = None,
+) -> None:
+    """Measure speed and memory on random weights of published sizes, next to figures recorded on H200s."""
+    arguments = [*(rows or ())]
+    arguments += ["--list"] if list_rows else []
+    arguments += ["--gpus", str(gpus)] if gpus is not None else []
+    arguments += ["--output", output] if output is not None else []
+    raise typer.Exit(run_module("manyhands.bench", arguments))

@@ -1,30 +1,34 @@
-"""The arguments that every command on a run file takes, and reading it with them."""
+"""Commands on a run file (``train``, ``plan``, ``data``): its arguments, and reading it with them."""
 
 from __future__ import annotations
 
+import io
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from manyhands.core.errors import UserError
+from manyhands.core.errors import EXIT_FAILED, UserError
 
 if TYPE_CHECKING:
     from manyhands.config.schema import RunConfig
 
+NUM_SAMPLES = 3  # on a terminal, by default
+
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="Run file: YAML, TOML or JSON.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="section.key=value", help="Keys that replace those of the file.", show_default=False),
+    typer.Argument(metavar="section.key=value", help="Overrides of the file's keys.", show_default=False),
 ]
 Gpus = Annotated[
-    int | None, typer.Option("--gpus", help="Processes, one a GPU: short for parallel.gpus=N.", show_default=False)
+    int | None, typer.Option("--gpus", help="Number of GPUs: short for parallel.gpus=N.", show_default=False)
 ]
 Examples = Annotated[
     int | None,
     typer.Option(
         "--examples",
-        help="Train on at most N rows, for a quick try: short for data.max_samples=N.",
+        help="Use at most N samples, for a quick try: short for data.max_samples=N.",
         show_default=False,
     ),
 ]
@@ -33,9 +37,7 @@ Examples = Annotated[
 def load_run(
     run: Path, overrides: list[str] | None, *, gpus: int | None = None, examples: int | None = None
 ) -> RunConfig:
-    """Reads the run file with its overrides; options are overrides too, and may not contradict one that is written
-    out.
-    """
+    """Reads the run file with its overrides. Options are overrides too; one that is given both ways is an error."""
     from manyhands.config.load import load_config
 
     overrides = list(overrides or ())
@@ -43,6 +45,99 @@ def load_run(
         if value is None:
             continue
         if any(override.split("=")[0].removeprefix("--") == key for override in overrides):
-            raise UserError(f"{option} and {key} are both given", where="command line", fix="keep one of them")
+            raise UserError(f"{option} and {key} are both given", where="command line", fix="remove one")
         overrides.append(f"{key}={value}")
     return load_config(run, overrides)
+
+
+def report_aside(text: str) -> None:
+    """Prints progress to standard error, so that standard output has only the result."""
+    print(text, file=sys.stderr)
+
+
+def train(
+    run: RunFile,
+    overrides: Overrides = None,
+    gpus: Gpus = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Make the plan, check that the run would start, and stop.")
+    ] = False,
+    examples: Examples = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start over in a new folder if a run of this name exists.")
+    ] = False,
+) -> None:
+    """Plan, launch, train, save and verify. Starting it again resumes."""
+    config = load_run(run, overrides, gpus=gpus, examples=examples)
+    from manyhands.launch.start import start
+
+    raise typer.Exit(start(config, dry_run=dry_run, fresh=fresh))
+
+
+def plan(
+    run: RunFile,
+    overrides: Overrides = None,
+    gpus: Gpus = None,
+    examples: Examples = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+) -> None:
+    """Show what `train` would do, and why."""
+    config = load_run(run, overrides, gpus=gpus, examples=examples)
+    from rich.console import Console
+
+    from manyhands.launch.facts import gather_facts
+    from manyhands.plan.explain import explain_plan
+    from manyhands.plan.search import plan as make_plan
+
+    made = make_plan(config, gather_facts(config, identify=False, report=report_aside))
+    if as_json:
+        print(made.model_dump_json(indent=2))
+    else:
+        Console().print(explain_plan(made))
+
+
+def data(
+    run: RunFile,
+    overrides: Overrides = None,
+    rows: Annotated[
+        int | None, typer.Option("--rows", min=0, help="Show at most N samples.  [default: 3]", show_default=False)
+    ] = None,
+    step: Annotated[
+        int | None,
+        typer.Option("--step", min=1, help="Show the complete first micro-batch of step S.", show_default=False),
+    ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            "--html",
+            help="Write an HTML page with a complete micro-batch instead.",
+            show_default=False,
+            dir_okay=False,
+        ),
+    ] = None,
+    examples: Examples = None,
+) -> None:
+    """Preview the samples of a step, with their loss tokens marked.
+
+    Also shows lengths, packing and tokens by source, and lists the rows that a run would refuse (exit code 1)."""
+    config = load_run(run, overrides, examples=examples)
+    from manyhands.preview.collect import collect
+    from manyhands.preview.page import refuse_foreign_file, write_page
+
+    if html is not None:
+        refuse_foreign_file(html)
+    max_samples = NUM_SAMPLES if rows is None and step is None and html is None else rows
+    preview = collect(config, step=step or 1, max_samples=max_samples, report=report_aside)
+    if html is not None:
+        write_page(preview, html)
+        print(f"wrote {html}: open it in a browser" + ("; it lists rows that a run refuses" if preview.refused else ""))
+    else:
+        from rich.console import Console
+
+        from manyhands.preview.text import print_preview
+
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # rows have any character, the terminal may not
+        print_preview(preview, Console(highlight=False))
+    if preview.refused:
+        raise typer.Exit(EXIT_FAILED)

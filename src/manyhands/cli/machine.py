@@ -1,4 +1,4 @@
-"""``manyhands doctor``: is this machine ready? One line a finding, with what to do; imports no torch itself."""
+"""``manyhands doctor`` and ``gpu-info``: whether this machine is ready, and what it has. Imports no torch itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Literal
 
 import typer
 
-from manyhands.cli.words import gib
 from manyhands.core.errors import EXIT_FAILED
 
 MIN_PYTHON = (3, 11)
@@ -34,7 +33,7 @@ TORCH_PROBE = (
 
 @dataclass(frozen=True)
 class Finding:
-    """``bad`` ends the command with exit code 1; a warning does not."""
+    """``bad`` leads to exit code 1, a warning does not."""
 
     state: Literal["ok", "warning", "bad"]
     text: str
@@ -42,9 +41,7 @@ class Finding:
 
 
 def doctor() -> None:
-    """Check Python, packages, GPUs, disk and the hub.
-
-    Exit code 1 if something is missing."""
+    """Check Python, packages, GPUs, disk and hub (exit code 1 if something is missing)."""
     from rich.console import Console
     from rich.text import Text
 
@@ -96,22 +93,22 @@ def _check_packages() -> Iterator[Finding]:
 
 
 def _check_torch() -> Iterator[Finding]:
-    """Asks torch itself, in a process of its own: an import may fail, and a driver may be too old."""
+    """In a process: the import may fail, and the driver may be too old."""
     from manyhands.facts.host import read_host_facts
 
     num_gpus = len(read_host_facts().gpus)
     try:
         probe = subprocess.run([sys.executable, "-c", TORCH_PROBE], capture_output=True, text=True, timeout=120)
     except subprocess.TimeoutExpired:
-        yield Finding("bad", "importing torch took over 120 s", "look at the disk and at the GPU driver (nvidia-smi)")
+        yield Finding("bad", "importing torch took over 120 s", "check the disk and the GPU driver (nvidia-smi)")
         return
     if probe.returncode:
         lines = probe.stderr.strip().splitlines()
-        yield Finding("bad", f"torch cannot be imported: {lines[-1] if lines else 'no message'}", "install torch again")
+        yield Finding("bad", f"torch cannot be imported: {lines[-1] if lines else 'no message'}", "reinstall torch")
         return
     cuda, _, usable = probe.stdout.strip().rpartition(" ")
     if not num_gpus:
-        yield Finding("warning", "no GPU is visible: runs take CPU processes", "")
+        yield Finding("warning", "no GPU found: runs use CPU processes", "")
     elif int(usable) < num_gpus:
         fix = "install a torch built for CUDA" if cuda == "none" else "update the GPU driver"
         yield Finding("bad", f"{num_gpus} GPUs, but torch (CUDA {cuda}) can use {usable}", fix)
@@ -126,16 +123,18 @@ def _check_memory() -> Iterator[Finding]:
     for gpu in host.gpus:
         busy = gpu.free_bytes < 0.9 * gpu.memory_bytes
         text = f"GPU {gpu.index} {gpu.name}: {gib(gpu.memory_bytes)}, {gib(gpu.free_bytes)} free"
-        yield Finding("warning" if busy else "ok", text, "another program holds memory, see nvidia-smi" if busy else "")
+        yield Finding(
+            "warning" if busy else "ok", text, "another program uses its memory, see nvidia-smi" if busy else ""
+        )
         if not gpu.has_bfloat16:
-            yield Finding("warning", f"GPU {gpu.index} has no bfloat16: runs compute in float32")
+            yield Finding("warning", f"GPU {gpu.index} does not support bfloat16: runs compute in float32")
     low = host.free_memory_bytes < 4 * 2**30
     text = f"memory {gib(host.memory_bytes)}, {gib(host.free_memory_bytes)} free, {host.num_cores} cores"
     yield Finding("warning" if low else "ok", text, "close other programs" if low else "")
 
 
 def _check_folders() -> Iterator[Finding]:
-    """Where runs, tokens and models are written: writable, with room."""
+    """Folders of runs, token cache and models: writable, with free space."""
     from manyhands.config.schema import DataSection
 
     hub = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or "~/.cache/huggingface") / "hub")
@@ -147,11 +146,15 @@ def _check_folders() -> Iterator[Finding]:
         folder = folder.expanduser()
         there = next(place for place in (folder, *folder.parents) if place.exists())
         if not os.access(there, os.W_OK):
-            yield Finding("bad", f"{purpose}: {folder} cannot be written", "change its owner, or choose another folder")
+            yield Finding(
+                "bad", f"{purpose}: no permission to write to {folder}", "change its owner, or choose another folder"
+            )
             continue
         free = shutil.disk_usage(there).free
         low = free < MIN_DISK_BYTES
-        yield Finding("warning" if low else "ok", f"{purpose}: {folder}, {gib(free)} free", "make room" if low else "")
+        yield Finding(
+            "warning" if low else "ok", f"{purpose}: {folder}, {gib(free)} free", "free some space" if low else ""
+        )
 
 
 def _check_hub() -> Iterator[Finding]:
@@ -160,10 +163,10 @@ def _check_hub() -> Iterator[Finding]:
     import urllib.request
 
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
-        yield Finding("warning", "HF_HUB_OFFLINE is set: models come from the cache or a folder only")
+        yield Finding("warning", "HF_HUB_OFFLINE is set: models are taken from the cache or a folder only")
         return
     address = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-    host = urllib.parse.urlsplit(address).hostname or "?"  # without a password that the address may hold
+    host = urllib.parse.urlsplit(address).hostname or "?"  # without a password in the address
     try:
         urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=HUB_TIMEOUT_S).close()
     except urllib.error.HTTPError:
@@ -171,7 +174,9 @@ def _check_hub() -> Iterator[Finding]:
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or error
         yield Finding(
-            "warning", f"the hub {host} does not answer: {reason}", "use a model folder, or set HF_ENDPOINT or a proxy"
+            "warning",
+            f"the hub {host} does not answer: {reason}",
+            "use a local model folder, or set HF_ENDPOINT or a proxy",
         )
         return
     yield Finding("ok", f"the hub {host} answers")
@@ -185,3 +190,36 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     _check_folders,
     _check_hub,
 )
+
+
+def gpu_info() -> None:
+    """List this machine's GPUs and their memory."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from manyhands.facts.host import read_host_facts
+
+    host = read_host_facts()
+    console = Console(highlight=False)
+    if not host.gpus:
+        console.print("no GPU found: runs use CPU processes")
+    else:
+        listing = Table(box=None, padding=(0, 2, 0, 0))
+        for title in ("GPU", "name", "memory", "free", "compute capability", "bfloat16"):
+            listing.add_column(title)
+        for gpu in host.gpus:
+            capability = ".".join(map(str, gpu.compute_capability)) if gpu.compute_capability else "unknown"
+            listing.add_row(
+                str(gpu.index),
+                gpu.name,
+                gib(gpu.memory_bytes),
+                gib(gpu.free_bytes),
+                capability,
+                "yes" if gpu.has_bfloat16 else "no",
+            )
+        console.print(listing)
+    console.print(f"CPU: {host.num_cores} cores, {gib(host.memory_bytes)} memory, {gib(host.free_memory_bytes)} free")
+
+
+def gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"
