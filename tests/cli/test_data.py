@@ -96,10 +96,10 @@ def test_a_packed_step_is_shown_as_the_plan_lays_it_out(write_run):
     preview = collect(load_config(run, []), step=2, max_samples=None, report=lambda _: None)
     batch = preview.batch
     assert batch and (batch.step, batch.num_step_samples, batch.num_steps) == (2, 8, 7) and batch.num_tokens <= 512
-    assert len(preview.rows) == batch.num_rows and sum(row.num_tokens for row in preview.rows) == batch.num_tokens
+    assert len(preview.rows) == batch.num_samples and sum(row.num_tokens for row in preview.rows) == batch.num_tokens
     assert "Step 2 of 7 trains 8 rows" in shown.stdout
     heads = re.findall(r"row (\d+) · a · a\.jsonl:(\d+) · (\d+) tokens, (\d+) trained ─", shown.stdout)
-    assert len(heads) == batch.num_rows
+    assert len(heads) == batch.num_samples
     for _, line, num_tokens, num_loss_tokens in heads:
         n = int(line) - 1
         assert f"q{n}{'?' * (n % 30)}<|im_end|>\n<|im_start|>assistant\n⟦a{n}<|im_end|>⟧" in shown.stdout
@@ -300,10 +300,10 @@ def test_trained_tokens_are_told_apart():
     tokenizer = types.SimpleNamespace(decode=lambda ids, **_: "".join(chr(i) for i in ids))
     ids = np.array([ord(c) for c in "Q:\x1b[2JA!"], dtype=np.int32)
     spans = list(decode_spans(tokenizer, ids, np.array([0] * 6 + [1] + [2.5], dtype=np.float32)))
-    assert mark_trained(spans, coloured=False).plain == "Q:\\x1b[2J⟦A⟧⟦!⟧×2.5"
-    coloured = mark_trained(spans, coloured=True)
-    assert coloured.plain == "Q:\\x1b[2JA!×2.5"
-    assert [str(span.style) for span in coloured.spans] == ["bold green", "bold green", "bold yellow"]
+    assert mark_trained(spans, colored=False).plain == "Q:\\x1b[2J⟦A⟧⟦!⟧×2.5"
+    colored = mark_trained(spans, colored=True)
+    assert colored.plain == "Q:\\x1b[2JA!×2.5"
+    assert [str(span.style) for span in colored.spans] == ["bold green", "bold green", "bold yellow"]
 
 
 @pytest.mark.parametrize(("no_color", "mark"), [(False, "\x1b[1;32ma1<|im_end|>\x1b[0m"), (True, "⟦a1<|im_end|>⟧")])

@@ -91,7 +91,9 @@ def test_init_asks_on_a_terminal(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
     assert _on_a_terminal(tmp_path, [("Model", "org/asked\n"), ("Training data", "\x03")]) == EXIT_INTERRUPTED
     assert not (tmp_path / "run.yaml").exists()
-    assert _on_a_terminal(tmp_path, [("Model", "org/asked\n"), ("Training data", "\n"), ("Samples over", "split\n")]) == 0
+    assert (
+        _on_a_terminal(tmp_path, [("Model", "org/asked\n"), ("Training data", "\n"), ("Samples over", "split\n")]) == 0
+    )
     config = load_config(tmp_path / "run.yaml")
     assert config.model.name == "org/asked" and config.data.train == str(tmp_path / "rows.jsonl")
     assert (config.task, config.data.too_long) == ("cpt", "split")
