@@ -149,13 +149,13 @@ def test_a_link_out_of_the_models_folder_is_refused_wherever_it_is_opened(tmp_pa
     (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to(secret)
-    with pytest.raises(UserError, match="is a link out of the model's folder"):
+    with pytest.raises(UserError, match="is a link that leaves the model's folder"):
         export_model(tmp_path / "model", make_model(), folder, "float32", rank=0)
     assert not any(
         "hunter2" in path.read_text(errors="replace") for path in tmp_path.glob("model*/*") if path.is_file()
     )
     for opened in (lambda: locate_model(str(folder), None, True), lambda: find_parts(folder)):
-        with pytest.raises(UserError, match="is a link out of the model's folder") as caught:
+        with pytest.raises(UserError, match="is a link that leaves the model's folder") as caught:
             opened()
         assert caught.value.where == str(folder / name) and str(secret) in caught.value.why
 
@@ -166,7 +166,7 @@ def test_an_adapters_links_are_refused_too(source: Path, tmp_path: Path) -> None
     weights.rename(tmp_path / "elsewhere.safetensors")
     weights.symlink_to("../elsewhere.safetensors")
     for opened in (locate_adapter, find_parts):
-        with pytest.raises(UserError, match="is a link out of the model's folder"):
+        with pytest.raises(UserError, match="is a link that leaves the model's folder"):
             opened(tmp_path / "adapter")
 
 

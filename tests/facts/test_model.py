@@ -296,7 +296,7 @@ def test_values_of_the_wrong_kind_are_named(more: dict, words: str, tmp_path: Pa
         ("[" * 100_000, "nested too deeply"),
         ("[]", "not an object"),
         ('{"a": 1, // one\n}', "line 1, column 10: JSON has no comments, and // begins one"),
-        ('{"a": 1,\n}', "a comma too many before }"),
+        ('{"a": 1,\n}', "there is a comma before }"),
         ("{'a': 1}", "double quotes"),
         ('{"a": True}', "JSON writes true, false and null, not True"),
         (b"\xff\xfe\x00", "not UTF-8"),

@@ -1,4 +1,4 @@
-"""One rank's error is everyone's: work that every rank does at once, and whose failure all ranks learn of.
+"""Collective calls with error exchange: if the work fails on one rank, every rank raises that error.
 
 Works the same in one process without a process group.
 """
@@ -41,7 +41,7 @@ def run_on_all_ranks(work: Callable[[], T]) -> list[T]:
     error: Exception | None = None
     try:
         result = work()
-    except Exception as caught:  # told to the others, then raised
+    except Exception as caught:  # sent to the others, then raised
         error = caught
     if world_size == 1:
         if error is not None:
@@ -84,7 +84,7 @@ def run_on_rank_0(work: Callable[[], T]) -> T | None:
 
 
 def _call(work: Callable[[], T]) -> Future[T]:
-    """What came of it, a result or an exception, to be told to the others in a moment."""
+    """The result or the exception, for the exchange that follows."""
     future: Future[T] = Future()
     try:
         future.set_result(work())

@@ -1,7 +1,7 @@
-"""Errors that speak to the user. Knows nothing but text: no torch, no files.
+"""Errors for the user. Knows neither torch nor files.
 
-A ``UserError`` is printed as four short lines (what, where, why, what to do) and ends the program with its exit code.
-Anything else that is raised is a bug and keeps its traceback.
+A ``UserError`` is printed in a few short lines (what, where, why, fix) and ends the program with its exit code. Any
+other exception is a bug and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ EXIT_TERMINATED = 143  # SIGTERM
 
 
 class PeerError(RuntimeError):
-    """Another rank has failed and reports it; this rank only ends. Never the cause of anything."""
+    """Another rank failed and reports its error; this rank just ends."""
 
 
 class UserError(Exception):
-    """Something the user can mend.
+    """An error that the user can fix. Parts have no capital at the start and no full stop at the end.
 
-    ``what`` is one sentence; ``where`` a file and line, a key or a folder; ``why`` the cause; ``fix`` the next thing to
-    do. ``details`` lists single findings (broken lines, wrong keys), at most some twenty of them. ``kind`` is for
-    programs.
+    ``what`` is one sentence; ``where`` a file and line, a key or a folder; ``why`` the cause; ``fix`` what to do.
+    ``details`` lists single findings (broken lines, wrong keys), about twenty at most. ``kind`` is for programs.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class UserError(Exception):
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """One line that carries the error from a rank to the launcher."""
+        """The error as one line, as a rank sends it to the launcher."""
         return json.dumps(
             {
                 "what": self.what,

@@ -1,6 +1,4 @@
-"""Writing files so that a reader, or a crash, never sees half of one, and what may be read of a folder. Knows nothing
-of runs.
-"""
+"""Atomic writes, JSON, full disks, and links that leave a model's folder. Knows nothing of runs."""
 
 from __future__ import annotations
 
@@ -17,14 +15,14 @@ from typing import Any
 from manyhands.core.errors import DISK_FULL, EXIT_FAILED, UserError
 from manyhands.core.progress import advance
 
-# What a model's or an adapter's folder is read for: configuration, weights, tokenizer, templates, code, license.
+# Files that are read from a model's or adapter's folder: configuration, weights, tokenizer, templates, code, license.
 MODEL_FILES = (".json", ".safetensors", ".jinja", ".model", ".txt", ".tiktoken", ".py", ".md")
 SHARED_MEMORY = "/dev/shm"
 _DISK_FULL_WORDS = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), "(os error 28)", "(os error 122)")
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Temporary file in the same folder, fsync, rename: afterwards the old text stands at ``path``, or the new one."""
+    """Writes a temporary file in the same folder, syncs and renames it: a crash leaves the old text or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "w", encoding="utf-8") as file:
@@ -42,10 +40,9 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_json_on_full_disk(path: Path, value: Any, reserve: Path | None = None) -> None:
-    """As ``write_json``; where the disk is full, into room that is already there: the file ``reserve``, renamed, or the
-    old ``path``.
+    """As ``write_json``, but on a full disk overwrites a file: ``reserve``, which is then renamed, or ``path``.
 
-    That is not atomic, but the only way to say why a run ended. OSError where there is no such room either.
+    Not atomic, but the only way to record why a run ended. OSError if neither file exists.
     """
     try:
         write_json(path, value)
@@ -65,12 +62,12 @@ def write_json_on_full_disk(path: Path, value: Any, reserve: Path | None = None)
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether a full disk, or a quota that is used up, is behind an error; libraries wrap the system's own."""
+    """Whether an error was caused by a full disk or an exhausted quota, also if a library has wrapped it."""
     return _find_disk_full(error) is not None
 
 
 def explain_full_disk(error: BaseException, folder: Path) -> UserError:
-    """``folder``: where the run writes, for errors that name no file."""
+    """The error for the user. ``folder``: where the run writes, for errors without a file name."""
     found = _find_disk_full(error) or error
     where, why = (
         getattr(found, "filename", None) or folder,
@@ -108,13 +105,13 @@ def _find_disk_full(error: BaseException | None) -> BaseException | None:
 
 
 def nearest_folder(path: Path) -> Path:
-    """``path``, or the nearest folder above it that exists."""
+    """``path``, or its nearest parent that exists."""
     path = Path(os.path.abspath(path))
     return next(parent for parent in (path, *path.parents) if parent.is_dir())
 
 
 def read_json(path: Path) -> Any | None:
-    """The value, or None where there is no such file or no complete JSON in it (another process may be writing)."""
+    """The value; None if there is no such file or its JSON is incomplete (another process may be writing)."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, IsADirectoryError, ValueError, RecursionError):
@@ -122,9 +119,7 @@ def read_json(path: Path) -> Any | None:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of JSON from outside. Raises ``ValueError`` with place and reason in words, also for nesting without
-    end.
-    """
+    """The value of untrusted JSON. Raises ``ValueError`` with place and reason, also if it is nested too deeply."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -136,7 +131,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def describe_json_fault(error: json.JSONDecodeError) -> str:
-    """What is wrong at the place where reading stopped; the library's words say what it expected there."""
+    """What is wrong where parsing stopped, in plain words for common mistakes."""
     before, rest = (
         error.doc[max(0, error.pos - 200) : error.pos].rstrip(),
         error.doc[error.pos : error.pos + 200].lstrip(),
@@ -144,18 +139,16 @@ def describe_json_fault(error: json.JSONDecodeError) -> str:
     if rest.startswith(("//", "/*", "#")):
         return f"JSON has no comments, and {rest[:2].strip()} begins one"
     if rest[:1] in ("}", "]") and before.endswith(","):
-        return f"a comma too many before {rest[0]}"
+        return f"there is a comma before {rest[0]}"
     if rest.startswith("'"):
-        return "JSON puts text into double quotes, not single ones"
+        return "JSON strings have double quotes, not single ones"
     if word := re.match(r"(True|False|None)\b", rest):
         return f"JSON writes true, false and null, not {word[0]}"
     return error.msg.removesuffix(" at")
 
 
 def sync(path: Path) -> None:
-    """Returns when a file's content, or a folder's list of names, is on the disk. Some file systems cannot sync
-    folders.
-    """
+    """Returns when a file's content, or a folder's entries, are on disk. Some file systems cannot sync folders."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -168,9 +161,7 @@ def sync(path: Path) -> None:
 
 
 def make_folder(parent: Path, prefix: str) -> Path:
-    """A new folder of a name that no other process takes, with the mode of any new folder; ``tempfile`` makes it for
-    its owner alone.
-    """
+    """A new folder with a unique name and the default mode (``tempfile`` would make it private to its owner)."""
     while True:
         folder = parent / f"{prefix}{secrets.token_hex(8)}"
         with contextlib.suppress(FileExistsError):
@@ -179,7 +170,7 @@ def make_folder(parent: Path, prefix: str) -> Path:
 
 
 def rename_synced(folder: Path, target: Path) -> None:
-    """Renames a folder once all that is in it is on the disk; returns when its new name is there too."""
+    """Renames a folder after syncing everything in it; returns when the new name is on disk too."""
     for parent, _, names in os.walk(folder):
         for name in names:
             sync(Path(parent, name))
@@ -190,17 +181,16 @@ def rename_synced(folder: Path, target: Path) -> None:
 
 
 def remove_temporaries(folder: Path) -> None:
-    """Removes what killed calls of ``write_atomically`` left in ``folder``. For whoever alone writes there."""
+    """Removes what killed calls of ``write_atomically`` left in ``folder``; only for its sole writer."""
     for path in folder.glob(".*.tmp"):
         if path.is_file():
             path.unlink(missing_ok=True)
 
 
 def refuse_outside_links(folder: Path) -> None:
-    """UserError for a file of a model's folder that is a link out of it: its content is not the model's, and may be a
-    secret.
+    """UserError for a file in a model's folder that is a link out of it: its content may be a secret.
 
-    A hub's cache consists of links: those of ``REPOSITORY/snapshots/COMMIT`` into ``REPOSITORY/blobs`` are its own.
+    The hub's cache consists of links: those from ``REPOSITORY/snapshots/COMMIT`` into ``REPOSITORY/blobs`` are allowed.
     """
     root = Path(os.path.realpath(folder))
     allowed = [
@@ -211,8 +201,8 @@ def refuse_outside_links(folder: Path) -> None:
         target = Path(os.path.realpath(path))
         if path.suffix in MODEL_FILES and not any(target.is_relative_to(place) for place in allowed):
             raise UserError(
-                f"{path.name} is a link out of the model's folder",
+                f"{path.name} is a link that leaves the model's folder",
                 where=str(path),
-                why=f"it points to {target}, and a link could bring any file of this machine into the exported model",
-                fix="put the file itself in place of the link, or name the folder that holds the files",
+                why=f"it points to {target}; such a link could copy any file of this machine into the exported model",
+                fix="replace the link by the file, or use the folder that contains the files",
             )

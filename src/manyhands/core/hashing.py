@@ -1,6 +1,7 @@
-"""Hashes of files, many at once. Knows neither data nor models.
+"""Hashes of files, several at a time. Knows neither data nor models.
 
-SHA-256: with the processor's own instructions 1.6 GB/s a core, twice BLAKE2b's rate, and what the hub names weights by.
+SHA-256: 1.6 GB/s per core with the processor's own instructions, twice BLAKE2b's rate, and what the hub names weights
+by.
 """
 
 from __future__ import annotations
@@ -21,8 +22,7 @@ Progress = Callable[[int], object]
 
 
 def hash_files(paths: Sequence[Path], progress: Progress = lambda num_bytes: None) -> dict[Path, str]:
-    """SHA-256 of each file in hex, as ``sha256sum`` has it. ``progress`` gets the bytes hashed so far, whenever there
-    are more.
+    """SHA-256 of each file in hex, as ``sha256sum`` prints it. ``progress`` is called with the bytes hashed so far.
 
     Raises OSError.
     """
@@ -31,9 +31,7 @@ def hash_files(paths: Sequence[Path], progress: Progress = lambda num_bytes: Non
 
 
 def hash_in_pieces(paths: Sequence[Path]) -> dict[Path, str]:
-    """For each file the SHA-256, in hex, of the SHA-256 digests of its pieces of 64 MiB: all cores hash one large file,
-    too.
-    """
+    """For each file the SHA-256, in hex, of the digests of its 64 MiB pieces, so that all cores share a large file."""
     pieces = [
         (path, start, PIECE_BYTES) for path in paths for start in range(0, max(1, path.stat().st_size), PIECE_BYTES)
     ]
@@ -46,7 +44,7 @@ def hash_in_pieces(paths: Sequence[Path]) -> dict[Path, str]:
 def _hash_stretches(
     stretches: Sequence[tuple[Path, int, int | None]], progress: Progress = lambda num_bytes: None
 ) -> list[bytes]:
-    """Digests of (file, first byte, number of bytes or None for all that follow)."""
+    """Digests of (file, first byte, number of bytes or None for the rest of the file)."""
     ended = threading.Event()
     hashed = [0] * len(stretches)
 
@@ -69,11 +67,13 @@ def _hash_stretches(
         futures = [threads.submit(run, index) for index in range(len(stretches))]
         waiting, reported = set(futures), 0
         while waiting:
-            _, waiting = wait(waiting, REPORT_EVERY_S, FIRST_EXCEPTION)  # each return costs as much as there are left
+            _, waiting = wait(
+                waiting, REPORT_EVERY_S, FIRST_EXCEPTION
+            )  # the cost of a return grows with the futures left
             if sum(hashed) > reported:
                 reported = sum(hashed)
                 progress(reported)
         return [future.result() for future in futures]
     finally:
-        ended.set()  # Ctrl-C does not wait for the rest
+        ended.set()  # so that Ctrl-C does not wait for the rest
         threads.shutdown(cancel_futures=True)

@@ -1,7 +1,7 @@
-"""Progress of long work: what takes long calls ``advance`` after each tensor, file or token.
+"""Progress of long work, which calls ``advance`` after each tensor, file or token.
 
-One listener a process, as with logging, so that functions need not hand it down. In a rank it is the heartbeat; the
-launcher's watch ends a rank that does not advance. Elsewhere there is none.
+One listener per process, as in logging, so that functions need not pass it on. In a rank it is the heartbeat: the
+launcher ends ranks that make no progress. Elsewhere there is none.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ _num_advances = 0
 
 
 def listen(listener: Callable[[], object] | None) -> None:
-    """``listener`` is called at each ``advance`` from now on, in the thread of the caller; None removes it."""
+    """Sets the function that each ``advance`` calls, in the caller's thread; None removes it."""
     global _listener
     _listener = listener
 
 
 def advance() -> None:
-    """One unit of work is done; costs next to nothing."""
+    """Reports one unit of work; costs next to nothing."""
     global _num_advances
     _num_advances += 1
     if _listener is not None:
@@ -27,5 +27,5 @@ def advance() -> None:
 
 
 def num_advances() -> int:
-    """Units of work done so far in this process, nearly: threads may count one for two."""
+    """Units of work so far in this process, approximately: two threads may count one."""
     return _num_advances

@@ -1,4 +1,4 @@
-"""Who we are among the ranks."""
+"""A rank's position in the run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class World:
-    """One rank's place. ``device`` is where its model lives."""
+    """A rank, its machine-local rank, the number of ranks, and the device of its model."""
 
     rank: int
     local_rank: int

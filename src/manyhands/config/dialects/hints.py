@@ -204,7 +204,7 @@ _NOTES = {
 VALUES = MappingProxyType(
     {
         "task": {
-            **dict.fromkeys("dpo kto orpo simpo ppo grpo rm rl rlhf reward".split(), _NO_PREFERENCE),
+            **dict.fromkeys(["dpo", "kto", "orpo", "simpo", "ppo", "grpo", "rm", "rl", "rlhf", "reward"], _NO_PREFERENCE),
             **dict.fromkeys(("pt", "pretrain", "pretraining", "completion", "clm"), "write cpt for training on text"),
             **dict.fromkeys(("chat", "instruct", "instruction", "finetune"), "write sft for training on conversations"),
         },
@@ -236,7 +236,7 @@ VALUES = MappingProxyType(
         },
         "parallel.strategy": {
             "none": "write single",
-            **dict.fromkeys("fsdp2 full_shard zero3 zero2 deepspeed".split(), f"write fsdp, which shards {_SHARDED}"),
+            **dict.fromkeys(["fsdp2", "full_shard", "zero3", "zero2", "deepspeed"], f"write fsdp, which shards {_SHARDED}"),
             "hybrid_shard": "write hsdp",
         },
         "parallel.activation_checkpointing": {
