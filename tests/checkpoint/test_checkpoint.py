@@ -105,7 +105,7 @@ def test_optimizer_states_of_another_layout_are_refused_by_name(tmp_path: Path) 
     name = next(name for name in manifest["tensors"] if "exp_avg" in name)
     manifest["tensors"][name]["shape"] = [99]
     file.write_text(json.dumps(manifest))
-    with pytest.raises(UserError, match="cannot be taken up by this layout") as caught:
+    with pytest.raises(UserError, match="cannot be loaded in this layout") as caught:
         load_checkpoint(tmp_path / "step-000001", *build(seed=1))
     assert list(caught.value.details) == [name.removeprefix("optim.")] and caught.value.why.startswith("1 of them")
 

@@ -37,13 +37,13 @@ def test_evaluation_of_ragged_rows_is_the_same_on_two_processes(stopped: Place) 
 
 def test_time_is_up_on_all_ranks_at_once(stopped: Place) -> None:
     run = stopped.run("max-time")
-    assert run.read("status.json")["reason"] == "stop.max_time_s = 0.001 is used up"
+    assert run.read("status.json")["reason"] == "stop.max_time_s = 0.001 is reached"
     assert len(run.rows()) == 1 and run.steps_saved() == [1] and run.evaluations()[-1][0] == 1
 
 
 def test_patience_counts_evaluations_without_a_lower_loss(stopped: Place) -> None:
     run = stopped.run("patience")
-    assert "3 evaluations in a row brought no lower validation loss" in run.read("status.json")["reason"]
+    assert "3 evaluations in a row did not lower the validation loss" in run.read("status.json")["reason"]
     assert len(run.rows()) == 6 < NUM_STEPS and len({loss for _, loss in run.evaluations()}) == 1
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from manyhands.kernels.modules import fuse_lora
 from manyhands.plan.activations import linear_bytes_per_token
 from manyhands.plan.layout import Checkpointing
 from tests.plan.test_memory import FULL
+from tests.support.plans import change_input
 from tests.support.tiny import tiny_config, tiny_model
 
 NUM_TOKENS = 64
@@ -77,10 +77,11 @@ def test_selective_keeps_the_results_of_linear_layers_and_attention_when_compile
     """What one more block adds is what the plan counts for it: fused adapters' products are operators of our own."""
     tiny_config("llama").save_pretrained(tmp_path)
     model = read_model_facts(tmp_path, "tiny", "random")
-    setup = replace(FULL, model=model, compute_bytes=4, num_adapter_parameters=fused_rank, adapter_rank=fused_rank)
+    changes = {"model": model, "num_adapter_parameters": fused_rank, "adapter_rank": fused_rank}
+    given = change_input(FULL, compute_dtype="float32", **changes)
     method: dict[str, Any] = {"fused_rank": fused_rank, "in_nf4": in_nf4}
     (two, gradients), (three, _) = (kept_bytes(build("selective", True, layers, **method)) for layers in (2, 3))
-    assert (three - two) / NUM_TOKENS == pytest.approx(linear_bytes_per_token(setup), rel=0.02)
+    assert (three - two) / NUM_TOKENS == pytest.approx(linear_bytes_per_token(given), rel=0.02)
     everything, plain = kept_bytes(build("none", True, 2, **method))
     inputs, _ = kept_bytes(build("full", True, 2, **method))
     assert inputs < two < 0.8 * everything

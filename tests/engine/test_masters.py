@@ -242,14 +242,14 @@ class TestCompiled:
         assert all(torch.isfinite(p.grad).all() for p in engine.model.parameters())
 
 
-class TestHandedOver:
-    """AdamW in one pass writes weights and their copy, and takes gradients as autograd left them."""
+class TestFusedAdamW:
+    """Fused AdamW writes weights and their copy, and takes gradients as autograd left them."""
 
     @staticmethod
     def fuse(engine: NativeEngine, config: Any) -> FusedAdamW:
         copy = engine._copy
         assert copy is not None
-        make = functools.partial(FusedAdamW, backend="eager", copies=copy.hand_over(), written=copy.mark_written)
+        make = functools.partial(FusedAdamW, backend="eager", copies=copy.share_copies(), written=copy.mark_written)
         optimizer = make_optimizer(engine.model, config.optimizer, 1e-2, make_adamw=make)
         assert isinstance(optimizer, FusedAdamW)
         return optimizer

@@ -13,7 +13,7 @@ from torch import nn
 from manyhands.checkpoint.load import load_checkpoint
 from manyhands.checkpoint.save import save_checkpoint
 from manyhands.engine import activation_offload as activations
-from manyhands.engine.activation_offload import ActivationStore, Saved, offload_activations
+from manyhands.engine.activation_offload import ActivationStore, SavedTensor, offload_activations
 from manyhands.engine.apply import compile_blocks
 from manyhands.engine.optimizers import StreamedOptimizer, split_parameters
 from tests.support.tiny import tiny_model
@@ -77,7 +77,7 @@ def test_activations_are_stored_once_and_come_back(monkeypatch: pytest.MonkeyPat
     tensors = [torch.randn(100) for _ in range(10)]
     packed = [store.pack(tensor) for tensor in tensors]
     again = store.pack(tensors[-1])
-    assert again is packed[-1] and all(isinstance(saved, Saved) for saved in packed)
+    assert again is packed[-1] and all(isinstance(saved, SavedTensor) for saved in packed)
     assert store.num_packed_bytes == 10 * 400
     copies = [tensor.clone() for tensor in tensors]
     for tensor in tensors[:2]:

@@ -9,7 +9,7 @@ from transformers.optimization import Adafactor as PublishedAdafactor
 
 from manyhands.config.schema import OptimizerSection
 from manyhands.core.errors import UserError
-from manyhands.train.muon import orthogonalise
+from manyhands.train.muon import orthogonalize
 from manyhands.train.optimizer import group_parameters, make_optimizer, rates_by_pattern, set_learning_rate
 from tests.train import optimizer_ranks
 
@@ -123,9 +123,9 @@ def test_a_gradients_last_digit_stays_one_in_float32(dtype: torch.dtype, least: 
     assert least <= apart < most
 
 
-def test_orthogonalised_singular_values_are_near_one() -> None:
+def test_orthogonalized_singular_values_are_near_one() -> None:
     for shape in ((16, 64), (64, 16)):
-        values = torch.linalg.svdvals(orthogonalise(optimizer_ranks.draw("m", torch.Size(shape)).bfloat16()).float())
+        values = torch.linalg.svdvals(orthogonalize(optimizer_ranks.draw("m", torch.Size(shape)).bfloat16()).float())
         assert values.min() > 0.6 and values.max() < 1.3
 
 

@@ -79,7 +79,7 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optim
 
 
 def _check_states(folder: Path, wanted: dict[str, TensorEntry], manifest: Manifest) -> None:
-    """Refuses optimizer states that this layout cannot take up, such as 8-bit blocks over the shards of other ranks."""
+    """Refuses optimizer states that cannot be loaded in this layout, such as 8-bit blocks over the shards of other ranks."""
 
     def of_optimizer(tensors: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
         return {name: entry for name, entry in tensors.items() if name.startswith(OPTIMIZER)}
@@ -88,7 +88,7 @@ def _check_states(folder: Path, wanted: dict[str, TensorEntry], manifest: Manife
     other = [name for name in sorted(here.keys() | there.keys()) if not _agree(here.get(name), there.get(name))]
     if other:
         raise UserError(
-            "the checkpoint's optimizer states cannot be taken up by this layout of ranks",
+            "the checkpoint's optimizer states cannot be loaded in this layout of ranks",
             where=str(folder),
             why=f"{len(other)} of them are kept in blocks over each rank's shard, as {manifest.world_size} ranks had them",
             fix=f"resume on {manifest.world_size} processes with the same parallel.strategy",
@@ -130,6 +130,6 @@ def _check_fit(folder: Path, trained: dict[str, nn.Parameter], saved: dict[str, 
         "the checkpoint does not fit this model",
         where=str(folder),
         why=f"{len(findings)} of its tensors differ from what this run trains",
-        fix="resume with the model, method, rank and targets that it was saved with",
+        fix="resume with the model, method, rank and target modules that it was saved with",
         details=findings[:MAX_DETAILS] + ([f"... and {hidden} more"] if hidden > 0 else []),
     )

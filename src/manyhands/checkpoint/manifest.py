@@ -36,7 +36,7 @@ class FileEntry(_FrozenModel):
 
 
 class TensorEntry(_FrozenModel):
-    """A whole tensor, however many files hold its slices."""
+    """A full tensor, however many files hold its slices."""
 
     shape: tuple[int, ...]
     dtype: str  # torch's name without the prefix: float32

@@ -108,11 +108,11 @@ def _commit(partial: Path, folder: Path, manifest: Manifest) -> None:
     seen = {path.name: path.stat().st_size for path in partial.iterdir()}
     wanted = {name: entry.bytes for name, entry in manifest.files.items()}
     if seen != wanted:
-        lacking = sorted(name for name in wanted if seen.get(name) != wanted[name]) or sorted(set(seen) - set(wanted))
+        missing = sorted(name for name in wanted if seen.get(name) != wanted[name]) or sorted(set(seen) - set(wanted))
         raise UserError(
             "the ranks do not see the same checkpoint folder",
             where=str(partial),
-            why=f"rank 0 does not find {lacking[0]} as another rank wrote it",
+            why=f"rank 0 does not find {missing[0]} as another rank wrote it",
             fix="set output.dir to a folder that all machines share",
             exit_code=EXIT_FAILED,
         )

@@ -2,7 +2,8 @@
 files.
 
 ``model.NAME`` is a trained parameter; ``optim.KEY.NAME`` its optimizer state (``exp_avg``, ``exp_avg_sq``, and ``step``
-of shape (1,)). Frozen parameters are not saved: the model's source has them. What DCP takes: plain tensors and DTensors.
+of shape (1,)). Frozen parameters are not saved: the model's source has them. The tensors are in the form that torch's
+distributed checkpoint (DCP) takes: plain tensors and DTensors.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def create_optimizer_state(
 
 
 def describe(tensors: dict[str, torch.Tensor]) -> dict[str, TensorEntry]:
-    """Whole (not local) shapes and dtypes."""
+    """Global (not local) shapes and dtypes."""
     return {
         name: TensorEntry(shape=tuple(t.shape), dtype=str(t.dtype).removeprefix("torch."))
         for name, t in tensors.items()

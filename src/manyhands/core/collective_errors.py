@@ -47,10 +47,10 @@ def run_on_all_ranks(work: Callable[[], T]) -> list[T]:
         if error is not None:
             raise _for_user(error, rank) or error
         return [result]  # type: ignore[list-item]
-    told = None if error is None else (_for_user(error, rank), f"rank {rank}: {error!r}")
+    failure = None if error is None else (_for_user(error, rank), f"rank {rank}: {error!r}")
     gathered: list[Any] = [None] * world_size
-    dist.all_gather_object(gathered, (result, told))
-    failures = [failure for _, failure in gathered if failure is not None]
+    dist.all_gather_object(gathered, (result, failure))
+    failures = [other for _, other in gathered if other is not None]
     if failures:
         shown, text = failures[0]
         if shown is None and error is not None:

@@ -1,4 +1,4 @@
-"""How a parameter is held: whole on every rank, or as this rank's part of it.
+"""How a parameter is held: in full on every rank, or a part of it on each.
 
 The one place that knows DTensor (besides the engine that makes them). Loading, converters, optimizers, checkpoints and
 export call the functions below with a tensor and never ask of which kind it is. An engine that partitions parameters in

@@ -1,5 +1,5 @@
-"""Checkpointing activations in the backward pass: all of a block, or only its cheap operations. Parameter names do not
-change.
+"""Activation checkpointing: the backward pass recomputes all of a block, or only its cheap operations. Parameter names
+do not change.
 """
 
 from __future__ import annotations
@@ -30,35 +30,34 @@ KEPT = {
     "aten::_flash_attention_forward",
     "aten::_efficient_attention_forward",
 }
-WIDEST = 16  # a product that is wider than so many times its inner dimension is cheaper to repeat than to keep
+WIDEST = 16  # a matmul whose result is wider than so many times its inner dimension is cheaper to repeat than to keep
 
 
-def checkpoint_blocks(model: nn.Module, how: Checkpointing, *, lighter_layers: int = 0, compiled: bool) -> None:
+def checkpoint_blocks(model: nn.Module, mode: Checkpointing, *, lighter_layers: int = 0, compiled: bool) -> None:
     """Keep less from the forward pass of training; gradients are bit-equal to keeping everything.
 
-    ``block`` keeps each block's input; ``selective`` also the results of its linear layers and attention, so that
-    norms, activations and sums are repeated. Of the last ``lighter_layers`` more is kept: those of ``block`` are
-    recomputed selectively, those of ``selective`` not at all.
+    ``full`` keeps each block's input; ``selective`` also the results of its linear layers and attention, so that norms,
+    activations and sums are repeated. The last ``lighter_layers`` blocks keep more: ``selective`` under ``full``,
+    everything under ``selective``.
 
     ``compiled``: whether ``compile_blocks`` follows. Then a selective checkpoint has to be *inside* the compiled
-    region:
-    around it, a compiled block is opaque, its operations are never seen, and selective would recompute everything.
+    region: around it, a compiled block is opaque, its operations are never seen, and selective would recompute everything.
     Inside, what is kept travels as marks on the nodes of the graph, which the partitioner of AOTAutograd obeys.
     ``torch._functorch.config.activation_memory_budget`` does something like it with a knapsack over guessed run times;
     it is one number for the process, knows nothing of operators of our own, and with symbolic sizes it works on hints,
     so that what is kept would depend on the first micro-batch.
     """
-    if how == "none":
+    if mode == "none":
         return
     blocks: list[Any] = list(find_blocks(model).values())
     num_heavy = len(blocks) - lighter_layers
     for index, block in enumerate(blocks):
-        mode = how if index < num_heavy else LIGHTER[how]
-        if mode == "selective" and compiled:
+        own = mode if index < num_heavy else LIGHTER[mode]
+        if own == "selective" and compiled:
             # The instance's own ``forward``: the only place between FSDP2's hooks and the block's operations.
             block.forward = functools.partial(_checkpoint_in_training, block, block.forward)
-        elif mode != "none":
-            options: dict[str, Any] = {"context_fn": selective_contexts} if mode == "selective" else {}
+        elif own != "none":
+            options: dict[str, Any] = {"context_fn": selective_contexts} if own == "selective" else {}
             block.gradient_checkpointing = True
             block._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False, **options)
 

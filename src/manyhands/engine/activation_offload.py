@@ -16,17 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-MIN_BYTES = {
-    "cuda": 2**20,
-    "cpu": 0,
-}  # smaller tensors are not worth a copy; on a CPU, where nothing is gained, all are
-MAX_LEAVING_BYTES = 2**28  # on their way out while the forward pass goes on; plan/activations.py counts both
-MAX_AHEAD_BYTES = (
-    2**28
-)  # fetched before the backward pass asks for them, and always one: 5 ms of copying, a block takes longer
+# Smaller tensors are not worth a copy; on a CPU, where nothing is gained, all are copied.
+MIN_BYTES = {"cuda": 2**20, "cpu": 0}
+MAX_LEAVING_BYTES = 2**28  # being copied out during the forward pass; plan/activations.py counts both
+# Fetched before the backward pass asks for them, and always one: 5 ms of copying, a block takes longer.
+MAX_AHEAD_BYTES = 2**28
 
 
-class Saved:
+class SavedTensor:
     """One saved tensor: on the host, on the device while it leaves or is wanted. Lives as long as the graph needs
     it.
     """
@@ -44,7 +41,7 @@ class ActivationStore:
 
     What is on its way out is bounded by ``MAX_LEAVING_BYTES``: past it the compute stream waits for the oldest copy.
     The backward pass asks in about the reverse order, so each request fetches the ones before it, up to
-    ``MAX_AHEAD_BYTES``. On a CPU the same bookkeeping runs with plain copies.
+    ``MAX_AHEAD_BYTES``. On a CPU the same bookkeeping runs with synchronous copies.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -52,23 +49,22 @@ class ActivationStore:
         self._min_bytes = MIN_BYTES[device.type]
         self._out: torch.cuda.Stream | None = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._in: torch.cuda.Stream | None = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._leaving: deque[tuple[Hashable, Saved, torch.Tensor]] = deque()
-        self._known: dict[
-            Hashable, Saved
-        ] = {}  # those that leave, whose memory is theirs as long as they are held here
+        self._leaving: deque[tuple[Hashable, SavedTensor, torch.Tensor]] = deque()
+        # Those being copied out, whose memory is not reused as long as they are held here.
+        self._known: dict[Hashable, SavedTensor] = {}
         self._leaving_bytes = 0
-        self._order: list[weakref.ref[Saved]] = []
+        self._order: list[weakref.ref[SavedTensor]] = []
         self.num_packed_bytes = 0  # since the start
 
     def begin(self) -> None:
         """Before a forward pass: forget what no graph holds any more."""
-        self._let_go(0)
+        self._release(0)
         alive = [saved for saved in (reference() for reference in self._order) if saved is not None]
         for place, saved in enumerate(alive):
             saved.place = place
         self._order = [weakref.ref(saved) for saved in alive]
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | Saved:
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | SavedTensor:
         size = tensor.numel() * tensor.element_size()
         if type(tensor) is not torch.Tensor or tensor.device.type != self._device.type or size < self._min_bytes:
             return tensor
@@ -77,8 +73,8 @@ class ActivationStore:
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
         if key in self._known:
             return self._known[key]  # q, k and v save the same input
-        self._let_go(MAX_LEAVING_BYTES - size)
-        saved = Saved(len(self._order), size)
+        self._release(MAX_LEAVING_BYTES - size)
+        saved = SavedTensor(len(self._order), size)
         self._copy_out(saved, tensor.detach())
         self._leaving.append((key, saved, tensor.detach()))
         self._known[key] = saved
@@ -87,12 +83,12 @@ class ActivationStore:
         self._order.append(weakref.ref(saved))
         return saved
 
-    def unpack(self, packed: torch.Tensor | Saved) -> torch.Tensor:
-        if not isinstance(packed, Saved):
+    def unpack(self, packed: torch.Tensor | SavedTensor) -> torch.Tensor:
+        if not isinstance(packed, SavedTensor):
             return packed
         for _, saved, tensor in self._leaving:
             saved.device = tensor  # the last ones are still here
-        self._let_go(0)
+        self._release(0)
         self._fetch(packed)
         ahead = 0
         for reference in reversed(self._order[: packed.place]):
@@ -107,7 +103,7 @@ class ActivationStore:
         assert packed.device is not None
         return packed.device
 
-    def _copy_out(self, saved: Saved, tensor: torch.Tensor) -> None:
+    def _copy_out(self, saved: SavedTensor, tensor: torch.Tensor) -> None:
         if self._out is None:
             saved.host = tensor.clone()
             return
@@ -120,7 +116,7 @@ class ActivationStore:
         saved.copied = torch.cuda.Event()
         saved.copied.record(self._out)
 
-    def _let_go(self, room: int) -> None:
+    def _release(self, room: int) -> None:
         """Holds no more than ``room`` bytes of what leaves. The compute stream uses their memory again, so it waits for
         the copies.
         """
@@ -131,7 +127,7 @@ class ActivationStore:
             if saved.copied is not None:
                 torch.cuda.current_stream(self._device).wait_event(saved.copied)
 
-    def _fetch(self, saved: Saved) -> None:
+    def _fetch(self, saved: SavedTensor) -> None:
         if saved.device is not None:
             return
         assert saved.host is not None
@@ -151,7 +147,7 @@ class ActivationStore:
 def offload_activations(model: Any, device: torch.device) -> ActivationStore:
     """Let the base of ``model`` (embeddings, blocks, last norm; not the head) keep its activations in host memory.
 
-    Weights stay: autograd saves parameters themselves or views of them, plain, gathered by FSDP2 and compiled alike.
+    Weights stay: autograd saves parameters themselves or views of them, whether gathered by FSDP2, compiled or neither.
     """
     base: nn.Module = getattr(model, model.base_model_prefix)
     store = ActivationStore(device)

@@ -1,4 +1,4 @@
-"""Turn a loss model on meta into one that many processes train as one. The order of surgery stands in ``apply``.
+"""Apply a layout to a loss model on meta, so that many processes train it as one. ``apply`` has the order.
 
 All collectives are float32 (or float64) *sums*: the loss is divided by the trained tokens of the global batch before
 the backward pass, so nothing is averaged here. Must not know data, the optimizer or the loop.
@@ -42,7 +42,7 @@ BUCKET_MB = {"full": 100, "part": 4096}  # adapters travel in one flat bucket
 def apply(
     loss_model: LossModel, plan: Plan, world: World, materialize: Callable[[nn.Module, torch.device], None]
 ) -> NativeEngine:
-    """Checkpointing ▸ compile ▸ shard ▸ materialize ▸ offload activations ▸ replicate, as ``plan.layout`` has it.
+    """Activation checkpointing ▸ compile ▸ shard ▸ materialize ▸ offload activations ▸ replicate, as ``plan.layout`` has it.
 
     ``loss_model`` is on meta, in training mode, adapters applied and the rest frozen; ``materialize`` gives it memory
     and weights on the device that it is given. A process group is needed but where the layout has no wrapper.

@@ -20,11 +20,10 @@ NO_BACKWARD = -1  # autograd's number of the present backward pass where there i
 
 
 class ComputeCopy:
-    """A copy of every parameter in ``dtype``, which stands in the modules while they compute, forward and backward.
+    """A copy of every parameter in ``dtype``, which replaces it in the modules while they compute, forward and backward.
 
     Outside of that the modules hold the masters, under the same names: optimizer, checkpoints and export see nothing
-    else. ``entrances`` are the modules whose forward passes may be called from outside; calls of one inside another are
-    one pass.
+    else. ``entrances`` are the modules whose forward passes may be called from outside; nested calls count as one pass.
 
     Gradients arrive at the copies and are added up in the masters' ``grad`` at once, in the masters' dtype. The copies
     are leaves that live as long as the model, so compiled graphs see the same tensors at every call; tied parameters
@@ -41,10 +40,10 @@ class ComputeCopy:
         self._copies: list[torch.Tensor] = []
         self._make(root, dtype)
         # An optimizer need not raise the version of what it writes (torch's fused ones and bitsandbytes do not), so the
-        # copy # is also stale after the backward pass of a step's last micro-batch. The versions tell of weights that
-        # were loaded.
+        # copy is also stale after the backward pass of a step's last micro-batch. Weights that were loaded show by their
+        # versions.
         self._is_stale, self._versions = True, 0
-        self._depth = 0  # passes that are inside one another; the copies stand in the modules where it is not 0
+        self._depth = 0  # of nested passes; the copies are in the modules while it is not 0
         self._backward: int | None = None  # the backward pass that holds them there
         for module in entrances:
             module.register_forward_pre_hook(self._before_forward)
@@ -63,7 +62,7 @@ class ComputeCopy:
                     self._copies.append(copy)
                 self._places.append((module._parameters, name, master, made[id(master)]))
 
-    def hand_over(self) -> dict[torch.Tensor, torch.Tensor]:
+    def share_copies(self) -> dict[torch.Tensor, torch.Tensor]:
         """The copy of each master, for an optimizer that writes both and then calls ``mark_written``.
 
         From here on the masters' ``grad`` is in the copies' dtype in steps of one micro-batch: the optimizer has to
@@ -108,7 +107,7 @@ class ComputeCopy:
         self._leave()
 
     def _add_to_master(self, master: nn.Parameter, copy: torch.Tensor) -> None:
-        """Autograd's hook on a copy whose gradient is whole: handed on to the master, mostly widened, and dropped."""
+        """Autograd's hook on a copy whose gradient is complete: moved to the master, mostly widened, and dropped."""
         gradient, copy.grad = copy.grad, None
         assert gradient is not None
         if master.grad is None:

@@ -1,4 +1,4 @@
-"""The engine on torch's own parallelism: FSDP2, DDP or one plain process. Implements ``train.types.Engine``."""
+"""The engine on torch's own parallelism: FSDP2, DDP or a single process. Implements ``train.types.Engine``."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ class NativeEngine:
 def tensor_norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The 2-norm of each tensor, 0-d float64, in any order.
 
-    Widened as they are read: ``torch.linalg.vector_norm`` would write whole float64 copies first, 20 bytes a float32
+    Widened as they are read: ``torch.linalg.vector_norm`` would write full float64 copies first, 20 bytes a float32
     value in place of 4. Apart by dtype, because the kernel that sums many tensors at once takes one.
     """
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
@@ -234,7 +234,7 @@ class ScalesGradients(Protocol):
 
 
 def clip_gradients(optimizer: torch.optim.Optimizer, grad_norm: torch.Tensor, max_norm: float) -> None:
-    """Scales all gradients by min(1, max_norm / (norm + 1e-6)), in place, without a host synchronisation.
+    """Scales all gradients by min(1, max_norm / (norm + 1e-6)), in place, without a host synchronization.
 
     The factor comes from a norm summed in float64: float32 norms differ in the last digit between layouts, and through
     the factor that digit reaches every weight. An optimizer that scales by itself gets the factor, and gradients stay.

@@ -52,7 +52,7 @@ def _make_optimizer(
         return make(), f"optimizer: torch's own AdamW{why}"
     make_adamw = partial(FusedAdamW, backend=backend.name, seed=config.seed, first_index=first_index)
     if copy is not None:
-        make_adamw = partial(make_adamw, copies=copy.hand_over(), written=copy.mark_written)
+        make_adamw = partial(make_adamw, copies=copy.share_copies(), written=copy.mark_written)
     parts = "clipping, update and casts" if copy else "clipping and update"
     return make(make_adamw=make_adamw), f"optimizer: fused AdamW ({parts} in one kernel), {backend.name}{why}"
 
@@ -65,7 +65,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
     """An optimizer whose states lie in pinned host memory between two steps; checkpoints save and load them there.
 
     Shares groups and states with the optimizer inside. Scalars (``step``) stay where that keeps them. On a CPU the same
-    chunks are stepped with plain copies, which gains nothing.
+    chunks are stepped with synchronous copies, which gains nothing.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, device: torch.device, chunk_bytes: int = CHUNK_BYTES) -> None:

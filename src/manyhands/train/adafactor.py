@@ -3,7 +3,7 @@ column.
 
 As it is used for fine-tuning (T5 and after): an absolute learning rate, no momentum, no scaling by the weights' size,
 which would keep a LoRA factor that starts at zero near it. ``torch.optim.Adafactor`` scales so, and waits for the
-device twice a parameter. Statistics are of whole matrices in every layout: sums over shards are float64 and travel
+device twice a parameter. Statistics are of full matrices in every layout: sums over shards are float64 and travel
 together, twice a step.
 """
 
@@ -22,7 +22,7 @@ MAX_RMS = 1.0  # updates are scaled down to this root mean square
 
 
 @dataclass(frozen=True)
-class _Part:
+class _LocalMatrix:
     """One parameter as this rank has it: ``n`` of ``rows`` rows, dimensions after the first laid together."""
 
     parameter: torch.Tensor
@@ -51,7 +51,7 @@ class Adafactor(torch.optim.Optimizer):
 
     def create_state(self, parameter: torch.Tensor) -> None:
         """Zeros: ``step`` (), and row (rows) and column (columns) of a matrix or all of a vector. Rows are sharded,
-        columns whole.
+        columns are not.
         """
         state, part = self.state[parameter], local(parameter)
         state["step"] = torch.zeros((), dtype=torch.float32)
@@ -74,16 +74,16 @@ class Adafactor(torch.optim.Optimizer):
             part.weight.mul_(1 - part.group["lr"] * part.group["weight_decay"])
             part.weight.sub_(part.direction(mean).mul_(factor.to(part.weight.dtype)))
 
-    def _open(self, parameter: torch.Tensor, group: dict[str, Any]) -> _Part:
+    def _open(self, parameter: torch.Tensor, group: dict[str, Any]) -> _LocalMatrix:
         if not self.state[parameter]:
             self.create_state(parameter)
         assert parameter.grad is not None
         weight, gradient = local(parameter), local(parameter.grad)
         if weight.ndim > 2:
             weight, gradient = weight.flatten(1), gradient.flatten(1)
-        return _Part(parameter, group, self.state[parameter], weight, gradient)
+        return _LocalMatrix(parameter, group, self.state[parameter], weight, gradient)
 
-    def _advance(self, parts: list[_Part]) -> list[torch.Tensor]:
+    def _advance(self, parts: list[_LocalMatrix]) -> list[torch.Tensor]:
         """Moves the second moments on; the mean of each matrix's row statistics, 0-d float64 (1 for a vector)."""
         sums = []
         for part in parts:

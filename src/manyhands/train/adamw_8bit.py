@@ -3,7 +3,7 @@ host.
 
 bitsandbytes' own classes do not know shards, so its kernels are called here on each rank's part. Moments in 8 bits
 (Dettmers et al. 2021, https://arxiv.org/abs/2110.02861) have one scale for each 256 values of that part: where blocks
-of a part are blocks of the whole, any number of ranks can load what another saved; elsewhere the layout must be the one
+of a part are blocks of the full tensor, any number of ranks can load what another saved; elsewhere the layout must be the one
 that saved it.
 """
 
@@ -19,7 +19,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.holding import local, num_shards, shard_like
 
 BLOCK = 256  # values that share a scale, fixed by the kernels
-MIN_QUANTISED = 4096  # smaller parameters keep float32 moments, as do vectors (norms)
+MIN_QUANTIZED = 4096  # smaller parameters keep float32 moments, as do vectors (norms)
 MIN_PAGED = 100_000  # smaller ones stay on the device
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -46,14 +46,14 @@ def check_blockwise(name: str, parameters: Iterable[torch.Tensor]) -> None:
 
 
 class BlockwiseAdamW(torch.optim.Optimizer):
-    """Groups say in ``bits`` (8 or 32) how their moments are kept. ``paged``: large ones lie in managed memory."""
+    """``bits`` of a group (8 or 32) is how its moments are kept. ``paged``: large ones are in managed memory."""
 
     def __init__(
         self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float, paged: bool = False
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0, "bits": 32})
         self._paged = paged
-        self._codes: dict[torch.device, dict[str, torch.Tensor]] = {}  # what the 256 codes mean
+        self._levels: dict[torch.device, dict[str, torch.Tensor]] = {}  # values of the 256 quantization levels
         # The kernels know managed memory by an attribute that views lose, so the tensors themselves are kept beside the
         # state.
         self._moments: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
@@ -63,13 +63,13 @@ class BlockwiseAdamW(torch.optim.Optimizer):
         scales.
         """
         state, part = self.state[parameter], local(parameter)
-        quantised = self._bits_of(parameter) == 8 and parameter.ndim > 1 and parameter.numel() >= MIN_QUANTISED
+        quantized = self._bits_of(parameter) == 8 and parameter.ndim > 1 and parameter.numel() >= MIN_QUANTIZED
         state["step"] = torch.zeros((), dtype=torch.float32)
         self._moments[parameter] = {}
         for moment in MOMENTS:
-            self._moments[parameter][moment] = self._allocate(part, torch.uint8 if quantised else torch.float32)
+            self._moments[parameter][moment] = self._allocate(part, torch.uint8 if quantized else torch.float32)
             state[moment] = shard_like(self._moments[parameter][moment], parameter, parameter.shape)
-            if quantised:
+            if quantized:
                 state[f"{moment}_scale"] = create_scales(parameter)
 
     @torch.no_grad()
@@ -109,12 +109,12 @@ class BlockwiseAdamW(torch.optim.Optimizer):
         if "exp_avg_scale" not in state:
             kernels.optimizer_update_32bit(**shared)
             return
-        codes = self._codes_on(weight.device)
+        levels = self._levels_on(weight.device)
         scales = {
             f"absmax{number}": local(state[f"{moment}_scale"]).view(-1)
             for number, moment in enumerate(MOMENTS, start=1)
         }
-        kernels.optimizer_update_8bit_blockwise(**shared, **scales, **codes, beta3=0.0, alpha=0.0)
+        kernels.optimizer_update_8bit_blockwise(**shared, **scales, **levels, beta3=0.0, alpha=0.0)
 
     def _bits_of(self, parameter: torch.Tensor) -> int:
         return next(group["bits"] for group in self.param_groups if any(parameter is p for p in group["params"]))
@@ -128,21 +128,21 @@ class BlockwiseAdamW(torch.optim.Optimizer):
         kernels.fill(paged, 0)
         return paged
 
-    def _codes_on(self, device: torch.device) -> dict[str, torch.Tensor]:
+    def _levels_on(self, device: torch.device) -> dict[str, torch.Tensor]:
         import bitsandbytes.functional as kernels
 
-        if device not in self._codes:
+        if device not in self._levels:
             maps = {"qmap1": kernels.create_dynamic_map(signed=True), "qmap2": kernels.create_dynamic_map(signed=False)}
-            self._codes[device] = {name: code.to(device) for name, code in maps.items()}
-        return self._codes[device]
+            self._levels[device] = {name: code.to(device) for name, code in maps.items()}
+        return self._levels[device]
 
 
 def create_scales(parameter: torch.Tensor) -> torch.Tensor:
-    """Zeros for the scales of a moment's blocks, in a shape that tells layouts apart unless their blocks are the same.
+    """Zeros for the scales of a moment's blocks, in a shape that differs between layouts unless their blocks are the same.
 
     ===================================  ==============================  ======================================
-    columns are whole blocks             (rows, columns / 256)           cut as the parameter, in any layout
-    shards are equal and whole blocks    (blocks)                        the same in every such layout
+    columns are full blocks              (rows, columns / 256)           cut as the parameter, in any layout
+    shards are equal and full blocks     (blocks)                        the same in every such layout
     otherwise                            (shards, blocks of the first)   of this number of shards alone
     ===================================  ==============================  ======================================
     """

@@ -1,7 +1,7 @@
 """What ends a run: limits that were asked for, numbers that are no longer numbers, a loss that only rises.
 
-Everything here looks at what each step's one gather has already told all ranks: nothing waits for a device, and all
-ranks judge alike.
+Everything here reads numbers that each step's one gather has already brought to all ranks: nothing waits for a device,
+and all ranks decide alike.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ def stop_reason(stop: StopSection, num_steps: int, state: TrainState, next_token
             f"stop.max_tokens = {stop.max_tokens} would be passed ({state.tokens} seen, {next_tokens} in the next step)"
         )
     if stop.max_time_s is not None and state.elapsed_s >= stop.max_time_s:
-        return f"stop.max_time_s = {stop.max_time_s:g} is used up"
+        return f"stop.max_time_s = {stop.max_time_s:g} is reached"
     if stop.patience is not None and state.evaluations_without_gain >= stop.patience:
-        return f"{state.evaluations_without_gain} evaluations in a row brought no lower validation loss (stop.patience)"
+        return (
+            f"{state.evaluations_without_gain} evaluations in a row did not lower the validation loss (stop.patience)"
+        )
     return ""
 
 
 class Diverged(UserError):
-    """Training has gone wrong in a way that more steps do not cure."""
+    """Training has diverged; more steps would not bring it back."""
 
 
 def check_finite(result: StepResult) -> None:
@@ -45,7 +47,7 @@ def check_finite(result: StepResult) -> None:
         f"step {result.step} gave loss {result.loss} and gradient norm {result.grad_norm}",
         where=f"rank {', '.join(ranks)}" if ranks else f"step {result.step}, learning rate {result.learning_rate:.3g}",
         why="the numbers overflowed; mostly the learning rate is too high, or the weights were broken before",
-        fix="lower optimizer.learning_rate or lengthen schedule.warmup_steps; the last checkpoint is untouched",
+        fix="lower optimizer.learning_rate or lengthen schedule.warmup_steps; the last checkpoint is unaffected",
         exit_code=EXIT_FAILED,
     )
 
@@ -55,8 +57,8 @@ class DivergenceGuard(Hook):
     description.
     """
 
-    def __init__(self, stop: StopSection, say: Callable[[str], None]) -> None:
-        self.stop, self.say = stop, say
+    def __init__(self, stop: StopSection, log: Callable[[str], None]) -> None:
+        self.stop, self.log = stop, log
 
     def after_step(self, state: TrainState, result: StepResult) -> None:
         rising = self._is_rising(state, result.loss)
@@ -84,7 +86,7 @@ class DivergenceGuard(Hook):
         if state.start_loss is None or not self._is_far_above(evaluation.loss, state.start_loss):
             return
         if state.start_level is not None and state.recent_losses and max(state.recent_losses) <= state.start_level:
-            self.say(  # patience and keep_best exist for this
+            self.log(  # patience and keep_best exist for this
                 f"warning: the held-out loss is {evaluation.loss:.4g} {_when(evaluation)}, and was {state.start_loss:.4g} before training, "
                 "while the training loss fell: the run overfits, or the held-out samples are of another kind"
             )
@@ -99,9 +101,8 @@ class DivergenceGuard(Hook):
         above = state.best_level is not None and self._is_far_above(loss, state.best_level)
         state.steps_above = state.steps_above + 1 if above else 0
         if not state.recent_losses and state.start_loss is not None:
-            state.start_level = max(
-                loss, state.start_loss
-            )  # held-out samples may be easier than those that are trained
+            # Held-out samples may be easier than those that are trained.
+            state.start_level = max(loss, state.start_loss)
         state.recent_losses = [*state.recent_losses, loss][-LEVEL_STEPS:]
         marks = [max(state.recent_losses)] if len(state.recent_losses) == LEVEL_STEPS else []
         marks += [mark for mark in (state.best_level, state.start_level) if mark is not None]
@@ -117,7 +118,7 @@ class DivergenceGuard(Hook):
             raise self._error(what, why)
         if not state.divergence:
             state.divergence = f"{what}: {why}"
-            self.say(f"warning: {state.divergence}; the run goes on (stop.divergence: warn)")
+            self.log(f"warning: {state.divergence}; training continues (stop.divergence: warn)")
 
     def _error(self, what: str, why: str) -> Diverged:
         return Diverged(
@@ -125,7 +126,7 @@ class DivergenceGuard(Hook):
             where="optimizer.learning_rate, or the data of the last steps (metrics.jsonl)",
             why=why,
             fix="start again with a lower optimizer.learning_rate or a longer schedule.warmup_steps (--fresh); the last checkpoint is "
-            "untouched. To go on all the same, set stop.divergence=warn",
+            "untouched. To continue anyway, set stop.divergence=warn",
             exit_code=EXIT_FAILED,
         )
 

@@ -1,4 +1,4 @@
-"""The loop. It knows steps, evaluations and hooks; no feature's name stands in it."""
+"""The loop. It knows steps, evaluations and hooks; no feature is named here."""
 
 from __future__ import annotations
 
@@ -59,25 +59,21 @@ def train(loop: Loop) -> TrainState:
     begin = started
     for work in _until_stop(loop):
         sums = compute_gradients(loop.engine, work, seed=loop.seed, rank=loop.rank, coefficients=loop.coefficients)
-        told = _tell_all(loop, work, sums, elapsed_before + time.monotonic() - started)
+        wait = _gather_reports(loop, work, sums, elapsed_before + time.monotonic() - started)
         loop.engine.step(loop.schedule(work.step), max_norm=loop.max_grad_norm)
-        rows = told()  # the step's one wait: for its sums, while the device is still at work on the update
+        reports = wait()  # the step's one wait: for its sums, while the device still runs the update
         end = time.monotonic()
-        result = _make_result(loop, work, rows, end - begin)
+        result = _make_result(loop, work, reports, end - begin)
         check_finite(result)
-        state.step, state.samples, state.tokens = (
-            work.step + 1,
-            state.samples + work.num_samples,
-            state.tokens + work.num_tokens,
-        )
-        state.loss_tokens, state.elapsed_s = (
-            state.loss_tokens + work.num_loss_tokens,
-            max(row.elapsed_s for row in rows),
-        )
+        state.step = work.step + 1
+        state.samples += work.num_samples
+        state.tokens += work.num_tokens
+        state.loss_tokens += work.num_loss_tokens
+        state.elapsed_s = max(report.elapsed_s for report in reports)
         for hook in loop.hooks:
             hook.after_step(state, result)
         pause = time.monotonic()
-        is_asked_to_stop = any(row.interrupted for row in rows)
+        is_asked_to_stop = any(report.interrupted for report in reports)
         if _is_due(loop) and not is_asked_to_stop:
             _evaluate(loop)
         for hook in loop.hooks:
@@ -106,20 +102,20 @@ def _until_stop(loop: Loop) -> Iterator[StepWork]:
     loop.state.stop_reason = stop_reason(loop.stop, loop.state.step, loop.state, 0)
 
 
-class _Row(NamedTuple):
-    """What one rank tells the others about a step."""
+class _RankReport(NamedTuple):
+    """What one rank knows of a step."""
 
     sums: dict[str, float]  # of each loss term
-    weights: dict[str, float]  # what they weigh on this rank, for its own mean
+    weights: dict[str, float]  # of each loss term on this rank, for its own mean
     grad_norm: float
     elapsed_s: float
     interrupted: float
     waited_s: float
 
 
-def _tell_all(loop: Loop, work: StepWork, sums: StepSums, elapsed_s: float) -> Callable[[], list[_Row]]:
-    """One small gather makes every rank know the same step. What is returned waits for it, and for nothing launched
-    later.
+def _gather_reports(loop: Loop, work: StepWork, sums: StepSums, elapsed_s: float) -> Callable[[], list[_RankReport]]:
+    """Every rank's report of the step, by one small gather. The function returned waits for it, and for nothing that
+    is launched later.
     """
     names = sorted(sums.terms)  # the same on every rank
     weights = [float(work.weight_of(name).own) for name in names]
@@ -132,30 +128,29 @@ def _tell_all(loop: Loop, work: StepWork, sums: StepSums, elapsed_s: float) -> C
         arrived = torch.cuda.Event()
         arrived.record()
 
-    def wait() -> list[_Row]:
+    def wait() -> list[_RankReport]:
         if arrived is not None:
             arrived.synchronize()
-        return [read(*row) for row in gathered.tolist()]
+        return [read(*values) for values in gathered.tolist()]
 
-    def read(*values: float) -> _Row:
+    def read(*values: float) -> _RankReport:
         num = len(names)
-        of_sums, of_weights = (
-            dict(zip(names, part, strict=True)) for part in (values[:num], values[num + 1 : 2 * num + 1])
-        )
-        return _Row(of_sums, of_weights, values[num], *values[2 * num + 1 :])
+        own_sums = dict(zip(names, values[:num], strict=True))
+        own_weights = dict(zip(names, values[num + 1 : 2 * num + 1], strict=True))
+        return _RankReport(own_sums, own_weights, values[num], *values[2 * num + 1 :])
 
     return wait
 
 
-def _make_result(loop: Loop, work: StepWork, rows: list[_Row], seconds: float) -> StepResult:
-    sums = {name: sum(row.sums[name] for row in rows) for name in rows[0].sums}
+def _make_result(loop: Loop, work: StepWork, reports: list[_RankReport], seconds: float) -> StepResult:
+    sums = {name: sum(report.sums[name] for report in reports) for name in reports[0].sums}
     terms = _means(sums, {name: work.weight_of(name).total for name in sums})
     return StepResult(
         step=work.step + 1,
         epoch=work.epoch,
         loss=combine(terms, loop.coefficients),
-        rank_losses=tuple(combine(_means(row.sums, row.weights), loop.coefficients) for row in rows),
-        grad_norm=rows[0].grad_norm,
+        rank_losses=tuple(combine(_means(report.sums, report.weights), loop.coefficients) for report in reports),
+        grad_norm=reports[0].grad_norm,
         learning_rate=loop.schedule(work.step),
         num_samples=work.num_samples,
         num_tokens=work.num_tokens,
@@ -163,7 +158,7 @@ def _make_result(loop: Loop, work: StepWork, rows: list[_Row], seconds: float) -
         num_micro_batches=work.num_micro_batches,
         seconds=seconds,
         tokens_per_s=work.num_tokens / seconds,
-        input_wait_s=max(row.waited_s for row in rows),
+        input_wait_s=max(report.waited_s for report in reports),
         learning_rates=loop.engine.learning_rates(),
         terms=terms if len(sums) > 1 else {},
     )

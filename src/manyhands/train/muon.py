@@ -2,7 +2,7 @@
 
 A matrix's update is its momentum with all singular values brought near 1, by Newton-Schulz iterations. Scaled to the
 length that AdamW's updates have (Liu et al. 2025, https://arxiv.org/abs/2502.16982, section 2.2), so one learning rate
-serves both. Momenta are sharded as the parameters are; an update needs the whole matrix, so that of one matrix at a
+serves both. Momenta are sharded as the parameters are; an update needs the full matrix, so that of one matrix at a
 time is gathered and every rank computes it: from the same gradients come the same bits in every layout.
 
 Layouts sum gradients in another order, though, and so differ in the last digit (1e-7). Iterations in float32 make at
@@ -66,13 +66,13 @@ class Muon(torch.optim.Optimizer):
         gradient, buffer = local(parameter.grad), local(state["momentum_buffer"])
         buffer.lerp_(gradient, 1 - momentum)
         ahead = gradient.lerp(buffer, momentum)  # Nesterov's
-        update = orthogonalise(gather_parts(ahead.to(self.dtype), like=parameter))
+        update = orthogonalize(gather_parts(ahead.to(self.dtype), like=parameter))
         weight = local(parameter)
         weight.mul_(1 - group["lr"] * group["weight_decay"])
         weight.add_(local_part(parameter, update), alpha=-group["lr"] * RMS_OF_ADAMW * math.sqrt(max(parameter.shape)))
 
 
-def orthogonalise(matrix: torch.Tensor) -> torch.Tensor:
+def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
     """(n, m) -> about U V^T for matrix = U S V^T, by iterating X <- a X + (b X X^T + c (X X^T)^2) X on the wide
     form.
     """

@@ -60,7 +60,7 @@ class Engine(Protocol):
         ...
 
     def load(self, folder: Path) -> dict[str, Any]:
-        """Takes up what ``save`` wrote, on any number of ranks, bit for bit; returns the state."""
+        """Loads what ``save`` wrote, on any number of ranks, bit for bit; returns the state."""
         ...
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
