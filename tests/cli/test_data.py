@@ -19,11 +19,9 @@ from manyhands.cli.main import app
 from manyhands.config.load import load_config
 from manyhands.core.errors import EXIT_FAILED, EXIT_USAGE
 from manyhands.preview.collect import collect
-from manyhands.preview.lengths import bin_lengths
+from manyhands.preview.contents import Preview, bin_lengths, decode_spans, harmless
 from manyhands.preview.page import MARK, render_page
-from manyhands.preview.spans import decode_spans, harmless
 from manyhands.preview.text import mark_trained, print_preview
-from manyhands.preview.types import Preview
 from tests.support.tiny import write_tiny_model
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(2)> [bold]b[/bold] \x1b[2J"
@@ -97,8 +95,8 @@ def test_a_packed_step_is_shown_as_the_plan_lays_it_out(write_run):
     batch = preview.batch
     assert batch and (batch.step, batch.num_step_samples, batch.num_steps) == (2, 8, 7) and batch.num_tokens <= 512
     assert len(preview.rows) == batch.num_samples and sum(row.num_tokens for row in preview.rows) == batch.num_tokens
-    assert "Step 2 of 7 trains 8 rows" in shown.stdout
-    heads = re.findall(r"row (\d+) · a · a\.jsonl:(\d+) · (\d+) tokens, (\d+) trained ─", shown.stdout)
+    assert "Step 2 of 7 trains 8 samples" in shown.stdout
+    heads = re.findall(r"sample (\d+) · a · a\.jsonl:(\d+) · (\d+) tokens, (\d+) loss tokens ─", shown.stdout)
     assert len(heads) == batch.num_samples
     for _, line, num_tokens, num_loss_tokens in heads:
         n = int(line) - 1
@@ -114,17 +112,17 @@ def test_without_packing_the_micro_batch_holds_its_rows(write_run):
         {"a.jsonl": [question(n) for n in range(60)]}, batch={"samples": 8, "micro_samples": 2}, data={"packing": False}
     )
     shown = call("data", run)
-    assert "This is the first micro-batch: 2 rows (micro-batches of at most 2 rows, not packed)" in " ".join(
+    assert "This is the first micro-batch: 2 samples (micro-batches of at most 2 samples, not packed)" in " ".join(
         shown.stdout.split()
     )
     assert (
-        shown.stdout.count(" trained ─") == 2
+        shown.stdout.count(" loss tokens ─") == 2
         and "not packed" in shown.stdout
         and "padding up to the longest row" in shown.stdout
     )
     one = call("data", run, "--rows", 1).stdout
-    assert one.count(" trained ─") == 1 and "this micro-batch holds 1 more row:" in one
-    assert call("data", run, "--rows", 0).stdout.count(" trained ─") == 0
+    assert one.count(" loss tokens ─") == 1 and "this micro-batch holds 1 more sample:" in one
+    assert call("data", run, "--rows", 0).stdout.count(" loss tokens ─") == 0
 
 
 def test_several_sources_are_counted_and_weighted(write_run):
@@ -145,7 +143,7 @@ def test_several_sources_are_counted_and_weighted(write_run):
     assert by_name["pair"].num_loss_tokens == 7 * 3
     shown = " ".join(call("data", run).stdout.split())
     assert re.search(r"a question 20 [\d,]+ [\d,]+ 0 0\.5 \d+ %", shown) and re.search(r"all 27 ", shown)
-    assert "left out 30 rows beyond max_samples" in shown and "validation none" in shown and "refused none" in shown
+    assert "left out 30 samples beyond max_samples" in shown and "validation none" in shown and "refused none" in shown
     whole = call("data", run, "batch.samples=24", "--rows", 99).stdout
     assert " · pair · two/y.jsonl:2 · " in whole, "the file of a folder, and the line in it"
 
@@ -190,8 +188,8 @@ def test_refused_rows_do_not_hide_the_others(write_run):
     )
     assert "faulty.jsonl:6: no field answer" in refused[0] and "faulty.jsonl:7: 3," in refused[0]
     assert "broken.jsonl:11: broken JSON" in refused[1] and "broken.jsonl:12: a row must be an object" in refused[1]
-    assert "no such data file" in refused[2] and "A run refuses this data: mend 3 sources first" in refused[2]
-    assert shown.stdout.count(" trained ─") == 3 and re.search(r"good +question +\d\d", shown.stdout)
+    assert "no such data file" in refused[2] and "A run refuses this data: correct 3 sources first" in refused[2]
+    assert shown.stdout.count(" loss tokens ─") == 3 and re.search(r"good +question +\d\d", shown.stdout)
     preview = collect(load_config(run, []), report=lambda _: None)
     counts = {entry.name: entry.num_samples + entry.num_validation_samples for entry in preview.sources}
     assert counts == {"good": 60, "faulty": 60 - 27, "broken": 10}
@@ -224,10 +222,10 @@ def test_without_a_plan_the_rows_stand_alone(write_run, model_folder, tmp_path):
             (bare / path.name).write_bytes(path.read_bytes())
     shown = call("data", write_run({"a.jsonl": [question(n) for n in range(40)]}), f"model.name={bare}")
     assert shown.exit_code == 0, shown.output
-    assert "cannot be planned here, so rows are shown in the order of the data" in " ".join(shown.stdout.split())
+    assert "cannot be planned here, so samples are shown in the order of the data" in " ".join(shown.stdout.split())
     assert (
-        "row 0 · a · a.jsonl:" in shown.stdout
-        and "33 more rows: --rows N shows more" in shown.stdout
+        "sample 0 · a · a.jsonl:" in shown.stdout
+        and "33 more samples: --rows N shows more" in shown.stdout
         and "packing" not in shown.stdout
     )
 
@@ -239,10 +237,10 @@ def test_truncated_and_split_rows_are_counted(write_run):
         data={"max_length": 128, "too_long": "split"},
     )
     split = call("data", run).stdout
-    assert re.search(r"split +\d+ documents into rows of data\.max_length = 128 tokens", split)
+    assert re.search(r"split +\d+ documents into samples of data\.max_length = 128 tokens", split)
     assert "⟦" in split and not re.search(r"trained ─+\n⟦", split), "the first token has nothing to be predicted from"
     cut = call("data", run, "data.too_long=truncate").stdout
-    assert re.search(r"cut +\d+ rows at data\.max_length = 128 tokens", cut)
+    assert re.search(r"cut +\d+ samples at data\.max_length = 128 tokens", cut)
 
 
 def test_hostile_rows_stay_text(write_run):
@@ -275,7 +273,7 @@ def test_the_page_says_what_the_terminal_says(write_run):
     page = Page(html)
     assert MARK in html[:1024] and not re.search(r"https?:|url\(|@import|<script", html)
     assert [tag for tag, _ in page.tags].count("article") == 8 and page.text.count("<|im_end|>") == 16
-    assert "Legend: trained tokens" in page.text and "Step 1 of " in page.text and "Rows by source" in page.text
+    assert "Legend: loss tokens" in page.text and "Step 1 of " in page.text and "Samples by source" in page.text
     assert "prefers-color-scheme: dark" in html and "@media print" in html and len(html) < 30_000
     assert ("html", {"lang": "en"}) in page.tags and all(attrs.get("scope") for tag, attrs in page.tags if tag == "th")
     widths = [float(attrs["style"][6:-1]) for tag, attrs in page.tags if "width" in attrs.get("style", "")]

@@ -17,7 +17,7 @@ from manyhands.launch.facts import gather_facts
 from manyhands.plan.efficiency import lay_out_step
 from manyhands.plan.search import plan
 from manyhands.preview.collect import collect
-from manyhands.preview.words import describe_counts
+from manyhands.preview.contents import describe_counts
 from manyhands.worker.batches import shape_of
 from tests.support.tiny import write_tiny_model
 

@@ -280,7 +280,7 @@ def _ask_one_of(text: str, allowed: Sequence[str], default: str) -> str:
 
 def show_columns(seen: FirstRows) -> list[str]:
     """The columns with their values in the first two rows."""
-    from manyhands.preview.spans import harmless
+    from manyhands.preview.contents import harmless
 
     def show(value: Any) -> str:
         text = " ".join(harmless(str(value)).split())

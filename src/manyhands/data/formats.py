@@ -150,7 +150,7 @@ def settle_format(
                 f"no row has the field {name}, which {field} is to be read from",
                 where=f"{rows[0].file}:{rows[0].line}",
                 why=f"fields found: {_list_fields(rows[0])}",
-                fix="mend data.fields",
+                fix="correct data.fields",
             )
     return detect_format(rows, fields, task) if format == "auto" else cast(Format, format)
 

@@ -78,7 +78,7 @@ class Outcome:
     def raise_if_any(self, config: RunConfig, where: str) -> None:
         """A UserError with up to 20 faults of the rows, what cannot be read at all before what cannot be trained."""
         raise_unreadable(self.unreadable, where)
-        self.refused.raise_if_any("{n} rows cannot be trained", where=where, fix="mend or remove these rows")
+        self.refused.raise_if_any("{n} rows cannot be trained", where=where, fix="correct or remove these rows")
         max_length, too_long = config.data.max_length, config.data.too_long
         divides = (
             ", split to make several rows of them"

@@ -24,9 +24,17 @@ from manyhands.data.tokenizer import load_tokenizer
 from manyhands.facts.hub import locate_model
 from manyhands.plan.efficiency import lay_out_step
 from manyhands.plan.types import Plan
-from manyhands.preview.lengths import bin_lengths, describe_lengths
-from manyhands.preview.spans import decode_spans, harmless
-from manyhands.preview.types import Preview, Refused, ShownBatch, ShownRow, SourceCounts
+from manyhands.preview.contents import (
+    Preview,
+    Refused,
+    ShownBatch,
+    ShownSample,
+    SourceCounts,
+    bin_lengths,
+    decode_spans,
+    describe_lengths,
+    harmless,
+)
 from manyhands.preview.usable import prepare_usable
 
 PROGRESS = ("token", "the token cache")  # what preparing says beside the notes that the preview has
@@ -194,14 +202,14 @@ def _lay_out(plan: Plan, store: TokenStore, seed: int, step: int) -> tuple[Shown
 
 def _decode(
     tokenizer: Any, store: TokenStore, sources: Sequence[Source], files: Sequence[Sequence[Path]], row: int
-) -> ShownRow:
+) -> ShownSample:
     train = store.train
     sample = train.sample(row)
     ids, weights = sample[TOKENS.name], weights_of(sample)
     weights[0] = 0  # nothing comes before the first token, so it is never a target
     number = int(train.sources[row])
     source, file = sources[number], files[number][store.file_number(row)]
-    return ShownRow(
+    return ShownSample(
         row,
         harmless(source.name or source.path),
         harmless(f"{_seen_from_here(file)}:{store.line(row)}"),

@@ -10,11 +10,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from manyhands.preview.types import Bin, Preview, Refused, ShownRow, SourceCounts, Span
-from manyhands.preview.words import (
+from manyhands.preview.contents import (
     NUMBER_NOTE,
     SHARE_NOTE,
     SOURCE_TITLES,
+    Bin,
+    Preview,
+    Refused,
+    ShownSample,
+    SourceCounts,
+    Span,
     describe_batch,
     describe_counts,
     describe_end,
@@ -74,7 +79,7 @@ def mark_trained(spans: Iterable[Span], *, colored: bool) -> Text:
 def _legend(colored: bool, weighted: bool) -> str:
     trained = "green" if colored else f"in {BRACKETS[0]} {BRACKETS[1]}"
     weights = " ×0.5 behind them: their loss counts half." if weighted else ""
-    return f"Trained tokens are {trained}; the model reads the others, but is not trained to write them.{weights}"
+    return f"Loss tokens are {trained}; the model reads the others, but is not trained to write them.{weights}"
 
 
 def _say(console: Console, text: str, style: str = "") -> None:
@@ -82,14 +87,14 @@ def _say(console: Console, text: str, style: str = "") -> None:
         console.print(Text(text, style=style))
 
 
-def _print_row(console: Console, row: ShownRow, colored: bool) -> None:
+def _print_row(console: Console, row: ShownSample, colored: bool) -> None:
     head = f"── {head_row(row)} "
     console.print(Text(head + "─" * (console.width - len(head)), style="dim"), soft_wrap=True)
     console.print(mark_trained(row.spans, colored=colored), soft_wrap=True)
 
 
 def _print_sources(console: Console, sources: tuple[SourceCounts, ...]) -> None:
-    table = Table(box=None, padding=(0, 2, 0, 0), title_justify="left", title_style="bold", title="\nRows by source")
+    table = Table(box=None, padding=(0, 2, 0, 0), title_justify="left", title_style="bold", title="\nSamples by source")
     table.add_column("source", overflow="fold")
     table.add_column("format", overflow="fold")
     for title in SOURCE_TITLES:
@@ -110,16 +115,18 @@ def _print_sources(console: Console, sources: tuple[SourceCounts, ...]) -> None:
 def _print_lengths(console: Console, bins: tuple[Bin, ...]) -> None:
     if not bins:
         return
-    _say(console, "\nLength of rows in tokens", style="bold")
+    _say(console, "\nLength of samples in tokens", style="bold")
     rows = tabulate_lengths(bins)
     label_width, count_width = max(len(label) for label, _, _ in rows), max(len(cells[0]) for _, _, cells in rows)
-    room = max(1, min(MAX_BAR, console.width - label_width - count_width - 17))
+    room = max(1, min(MAX_BAR, console.width - label_width - count_width - 20))
     for label, bar, (num_samples, share, _) in rows:
         line = Text(f"{label:>{label_width}}  ").append(
             f"{'█' * max(round(room * bar), bar > 0):<{room}}", style="cyan"
         )
         console.print(
-            line.append(f"  {num_samples:>{count_width}} {'row' if num_samples == '1' else 'rows':<4}  {share:>6}"),
+            line.append(
+                f"  {num_samples:>{count_width}} {'sample' if num_samples == '1' else 'samples':<7}  {share:>6}"
+            ),
             soft_wrap=True,
         )
 

@@ -26,7 +26,7 @@ from manyhands.data.sources import list_files, read_part, resolve_sources, split
 from manyhands.data.store import TokenStore
 from manyhands.data.tokenize import DETECT_ROWS, PartTokenizer, choose_format_by
 from manyhands.data.tokenize_parallel import CHUNK_CHARACTERS_HERE
-from manyhands.preview.types import Refused
+from manyhands.preview.contents import Refused
 
 KINDS = ("unreadable", "refused", "too_long")  # of faults
 
