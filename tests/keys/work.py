@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from manyhands.core.errors import UserError
 from manyhands.core.files import write_json
 from manyhands.core.world import World
-from manyhands.engine import apply, mesh
+from manyhands.engine import apply
 from manyhands.engine.activation_offload import ActivationStore
 from manyhands.engine.apply import compile_blocks as compile_all
 from manyhands.engine.optimizers import StreamedOptimizer
@@ -83,13 +83,13 @@ def num_axes(parameter: torch.Tensor) -> int:
 
 
 def shard_degree(lab: Lab) -> None:
-    """So many ranks hold a copy together: a mesh of (copies, ranks a copy)."""
+    """So many ranks hold a copy together: a mesh of (copies, ranks a copy), of one axis where there is one copy."""
     hsdp = {"parallel.strategy": "hsdp", "parallel.gpus": 4}
-    for asked, shape in ((2, (2, 2)), ("auto", (1, 4)), (1, (4, 1))):
+    for asked, shape in ((2, (2, 2)), ("auto", (4,)), (1, (4, 1))):
         made = plan(lab.config({**hsdp, "parallel.shard_degree": asked}), facts())
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(mesh, "init_device_mesh", lambda device, shape, mesh_dim_names: shape)
-            assert apply.choose_mesh(made.layout, World(0, 0, 4, torch.device("cpu"))) == shape
+            patch.setattr(apply, "init_device_mesh", lambda device, shape, mesh_dim_names: shape)
+            assert apply.make_mesh(made.layout, World(0, 0, 4, torch.device("cpu"))) == shape
 
 
 def offload(lab: Lab) -> None:
