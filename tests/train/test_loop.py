@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 
@@ -83,10 +81,27 @@ class Keep(Hook):
         self.results.append(result)
 
 
-def test_waiting_for_input_is_counted_and_belongs_to_the_step():
+class Clock:
+    """In place of the ``time`` module: it advances where a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("manyhands.train.loop.time", clock)
+    return clock
+
+
+def test_waiting_for_input_is_counted_and_belongs_to_the_step(clock: Clock):
     def works():
         for step in range(2):
-            time.sleep(0.2)
+            clock.now += 0.2
             yield StepWork(step, 1.0, 2, 10, 2, 1, 2, [{"x": torch.tensor([1.0, 2.0])}], waited_s=lambda: 0.2)
 
     keep = Keep()
@@ -94,21 +109,26 @@ def test_waiting_for_input_is_counted_and_belongs_to_the_step():
     loop.works = works()
     train(loop)
     for result in keep.results:
-        assert result.input_wait_s == 0.2 and 0.2 <= result.seconds < 0.4
+        assert result.input_wait_s == 0.2 and result.seconds == pytest.approx(0.2)
 
 
-def test_the_seconds_of_all_steps_are_the_time_it_took_without_evaluations_and_checkpoints():
+def test_the_seconds_of_all_steps_are_the_time_it_took_without_evaluations_and_checkpoints(clock: Clock):
+    class Computes(Plain):
+        def step(self, learning_rate, *, max_norm):
+            clock.now += 1.0
+
     class Saves(Keep):
         def after_step(self, state, result):
             super().after_step(state, result)
-            time.sleep(0.05)  # writing metrics keeps the next step waiting
+            clock.now += 0.25  # writing metrics keeps the next step waiting
 
         def between_steps(self, state):
-            time.sleep(0.3)
+            clock.now += 30.0
 
-    saves = Saves()
-    train(make_loop(hooks=[saves], num_steps=4, evaluate=None))
-    assert 0.15 <= sum(result.seconds for result in saves.results) < 0.3
+    loop = make_loop(hooks=[(saves := Saves())], num_steps=4, evaluate=None)
+    loop.engine = Computes()
+    train(loop)
+    assert [result.seconds for result in saves.results] == pytest.approx([1.0, 1.25, 1.25, 1.25])
 
 
 def test_the_wait_for_a_steps_sums_comes_after_its_update_was_launched():
