@@ -1,17 +1,17 @@
-# What one does with manyhands. Needs python3 (3.11 or newer) and make; everything else is installed into .venv at the first call.
+# Common tasks. Needs python3 (3.11 or newer) and make; everything else is installed into .venv on the first call.
 #
-# make train                              the embedded demo, on all GPUs or on two CPU processes
+# make train                              the demo, on all GPUs or in two CPU processes
 # make train CONFIG=run.yaml              your run, in one process; ARGS='stop.max_steps=10 ...' sets keys
 # make train-distributed CONFIG=run.yaml  your run, on all GPUs
 # make gpu-info                           the GPUs of this machine
 # make tensorboard                        curves of runs/; LOGDIR=runs/NAME for one run, PORT=6006
 # make test | test-all                    the fast tests | all of them
-# make test-device | test-gpu             those of several ranks | those that need a GPU, with python3 as it is
-# make check | fmt                        format, lint, types, imports | mends what can be mended
+# make test-device | test-gpu             tests of several ranks | tests that need a GPU, with the installed python3
+# make check | fmt                        format, lint, types, layers | fixes what can be fixed
 # make equality                           measures docs/equality.md
-# make clean                              removes .venv and all caches, and leaves runs/
+# make clean                              removes .venv and all caches, but not runs/
 #
-# MANYHANDS_PYTHON=/path/to/python uses an interpreter that has everything already, and installs nothing.
+# MANYHANDS_PYTHON=/path/to/python uses an interpreter in which everything is installed, and installs nothing.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -35,13 +35,13 @@ PYTHON := .venv/bin/python
 READY := .venv/.installed
 endif
 
-# The fast tests run file by file in as many processes as there are cores, four at most: PYTEST_ARGS='-n 0' runs them in one.
+# The fast tests run file by file in one process per core, four at most; PYTEST_ARGS='-n 0' runs them in one process.
 SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadfile
 
-# The model of the tests that need a real one; see src/manyhands/demo/model.py.
+# The model for tests that need a real one; see src/manyhands/demo/model.py.
 SMOLLM2 := .venv/smollm2
 export MANYHANDS_SMOLLM2 ?= $(if $(wildcard $(SMOLLM2)/model.safetensors),$(abspath $(SMOLLM2)))
-# torch takes all cores for each process otherwise; the worker sets its own number from the plan.
+# Otherwise each process of torch uses all cores; the worker sets its number from the plan.
 test test-all equality: export OMP_NUM_THREADS ?= 1
 
 .PHONY: help train train-distributed test test-all test-device test-gpu check fmt equality gpu-info tensorboard clean
@@ -49,7 +49,7 @@ test test-all equality: export OMP_NUM_THREADS ?= 1
 help:
 	@sed -n '3,15s/^# \{0,1\}//p' Makefile
 
-# torch comes first and by its exact version: asked for by a range, a resolver may choose a build of several GB more than once.
+# torch is installed first and by its exact version: with a range, pip may download builds of several GB more than once.
 .venv/.installed: pyproject.toml constraints.txt
 	@$(BOOTSTRAP) -c 'import sys; sys.exit("manyhands needs Python 3.11 or newer, $(BOOTSTRAP) is " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
 	@echo "creating .venv ($$($(BOOTSTRAP) --version))"
@@ -68,7 +68,7 @@ else
 endif
 
 train-distributed: $(READY)
-	@$(if $(CONFIG),,echo "say which run: make train-distributed CONFIG=run.yaml" >&2; exit 2;) \
+	@$(if $(CONFIG),,echo "which run? make train-distributed CONFIG=run.yaml" >&2; exit 2;) \
 	$(PYTHON) -m manyhands train $(CONFIG) parallel.gpus=auto $(ARGS)
 
 test: $(READY)
@@ -78,7 +78,7 @@ test-all: $(READY)
 	@test -s $(SMOLLM2)/model.safetensors || $(PYTHON) -m manyhands.demo.model $(SMOLLM2)
 	@MANYHANDS_SMOLLM2=$${MANYHANDS_SMOLLM2:-$(abspath $(SMOLLM2))} $(PYTHON) -m pytest -q $(PYTEST_ARGS)
 
-# On a machine without a network: python3 as it is. Packages that it lacks may be carried as .device/site.txz.
+# For a machine without a network: uses the installed python3. Missing packages may be supplied as .device/site.txz.
 test-device test-gpu: export OMP_NUM_THREADS := 1
 test-device test-gpu: export PYTHONPATH := src:/tmp/manyhands-site/site$(if $(PYTHONPATH),:$(PYTHONPATH))
 CARRIED := if test -s .device/site.txz; then mkdir -p /tmp/manyhands-site && tar xJf .device/site.txz -C /tmp/manyhands-site; fi
@@ -87,8 +87,8 @@ test-device:
 	@$(CARRIED)
 	@python3 -m pytest -q -p no:cacheprovider -m "distributed and not slow" $(PYTEST_ARGS)
 
-# All tests marked gpu and nothing else: they need a GPU, some need two and are skipped on one. PYTEST_ARGS='-k fp8' runs a part of them.
-# A test that hangs shows where it does after two minutes, also without pytest-timeout.
+# Only tests marked gpu; some need two GPUs and are skipped on one. PYTEST_ARGS='-k fp8' selects some of them.
+# A test that hangs prints its stack after two minutes, even without pytest-timeout.
 test-gpu:
 	@$(CARRIED)
 	@python3 -c 'import sys, time, torch, transformers as t; \
@@ -119,4 +119,4 @@ tensorboard: $(READY)
 clean:
 	@rm -rf .venv build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
-	@echo "removed .venv and all caches; runs/ is left as it is"
+	@echo "removed .venv and all caches, but not runs/"

@@ -80,7 +80,7 @@ def explain_full_disk(error: BaseException, folder: Path) -> UserError:
         where=str(where),
         why=f"{why}; {free / 2**20:,.1f} MiB are free in {full}",
         fix=(
-            "free some space, or keep fewer checkpoints (checkpoint.keep_last); the same command goes on from the "
+            "free some space, or keep fewer checkpoints (checkpoint.keep_last); the same command resumes from the "
             "last one"
         ),
         exit_code=EXIT_FAILED,

@@ -67,9 +67,8 @@ def _hash_stretches(
         futures = [threads.submit(run, index) for index in range(len(stretches))]
         waiting, reported = set(futures), 0
         while waiting:
-            _, waiting = wait(
-                waiting, REPORT_EVERY_S, FIRST_EXCEPTION
-            )  # the cost of a return grows with the futures left
+            # Not FIRST_COMPLETED: the cost of each return grows with the number of futures left.
+            _, waiting = wait(waiting, REPORT_EVERY_S, FIRST_EXCEPTION)
             if sum(hashed) > reported:
                 reported = sum(hashed)
                 progress(reported)

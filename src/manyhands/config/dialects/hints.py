@@ -204,7 +204,8 @@ _NOTES = {
 VALUES = MappingProxyType(
     {
         "task": {
-            **dict.fromkeys(["dpo", "kto", "orpo", "simpo", "ppo", "grpo", "rm", "rl", "rlhf", "reward"], _NO_PREFERENCE),
+            **dict.fromkeys(("dpo", "kto", "orpo", "simpo", "ppo", "grpo"), _NO_PREFERENCE),
+            **dict.fromkeys(("rm", "rl", "rlhf", "reward"), _NO_PREFERENCE),
             **dict.fromkeys(("pt", "pretrain", "pretraining", "completion", "clm"), "write cpt for training on text"),
             **dict.fromkeys(("chat", "instruct", "instruction", "finetune"), "write sft for training on conversations"),
         },
@@ -236,7 +237,8 @@ VALUES = MappingProxyType(
         },
         "parallel.strategy": {
             "none": "write single",
-            **dict.fromkeys(["fsdp2", "full_shard", "zero3", "zero2", "deepspeed"], f"write fsdp, which shards {_SHARDED}"),
+            **dict.fromkeys(("fsdp2", "full_shard", "zero3", "zero2"), f"write fsdp, which shards {_SHARDED}"),
+            "deepspeed": f"write fsdp, which shards {_SHARDED}",
             "hybrid_shard": "write hsdp",
         },
         "parallel.activation_checkpointing": {
