@@ -131,7 +131,7 @@ def test_a_lora_run_does_not_go_on_on_other_weights(model: Path, monkeypatch: py
     assert start().read_plan().cause == "resume"
     whole = (model / "model.safetensors").read_bytes()
     change_a_weight(model)
-    with pytest.raises(UserError, match="would not go on where the run stopped") as refused:
+    with pytest.raises(UserError, match="would not continue the run as it was") as refused:
         start()
     assert [line.split(":")[0] for line in refused.value.details] == ["model.safetensors"]
     (model / "model.safetensors").write_bytes(whole)

@@ -87,7 +87,7 @@ def test_the_cause_is_named_however_late_it_comes(planned, monkeypatch, late, wo
 def test_where_nobody_speaks_the_launch_ends_all_the_same(planned, monkeypatch):
     monkeypatch.setattr("manyhands.launch.watch.GRACE_S", 1.0)
     code, text = launch(planned, "lost peer", "lost peer")
-    assert code == 1 and "lost its peers in stage 'train', and none of them said why" in text
+    assert code == 1 and "lost its peers in stage 'train', and none of them reported a cause" in text
 
 
 def test_a_users_mistake_keeps_its_words_and_code(planned):
@@ -132,7 +132,7 @@ def test_of_ranks_that_stand_still_the_one_behind_is_named(planned, acts):
 
 def test_ranks_that_stand_still_at_one_place_are_all_named(planned):
     code, text = launch(planned, "wait", "wait", timeout_s=3)
-    assert code == 1 and "ranks 0, 1 made no progress" in text and "none of them alone is the cause" in text
+    assert code == 1 and "ranks 0, 1 made no progress" in text and "no single rank is the cause" in text
 
 
 def test_slow_ranks_that_beat_are_left_alone(planned):
@@ -194,7 +194,7 @@ def test_a_run_that_was_finished_when_the_signal_came_stays_finished(planned):
     launcher, _ = start_launcher(folder)
     launcher.send_signal(signal.SIGTERM)
     output, _ = launcher.communicate(timeout=WAIT_S)
-    assert launcher.returncode == 0 and output.splitlines() == ["SIGTERM came too late: the run is finished"]
+    assert launcher.returncode == 0 and output.splitlines() == ["SIGTERM arrived too late: the run is finished"]
     assert folder.read_status()["state"] == "finished"
 
 

@@ -113,7 +113,7 @@ def test_after_a_launch_that_ran_out_of_memory_the_next_start_plans_smaller(worl
     assert prepare().plan.cause == "first"
     world.run.write_failed(UserError("out of GPU memory", kind=OUT_OF_MEMORY), make_plan(number=4))
     world.plan = {"ran_out": small, "batch_samples": 7}
-    with pytest.raises(UserError, match="this launch would not go on where the run stopped"):
+    with pytest.raises(UserError, match="this launch would not continue the run as it was"):
         prepare()  # the global batch stays, or it is another run
 
 
@@ -264,7 +264,7 @@ def test_a_resume_that_would_compute_something_else_is_refused(world, change, wo
     prepare()
     pretend_checkpoint(world.run, 5)
     world.plan = change
-    with pytest.raises(UserError, match="would not go on where the run stopped") as refused:
+    with pytest.raises(UserError, match="would not continue the run as it was") as refused:
         prepare()
     assert word in str(refused.value) and next(iter(change)) in refused.value.details[0]
     assert world.run.newest_plan_number() == 1
@@ -301,7 +301,7 @@ def test_a_resume_on_another_base_model_names_the_file(world, now, keeps_base, n
     if named is None:
         assert prepare().resume
         return
-    with pytest.raises(UserError, match="would not go on where the run stopped") as refused:
+    with pytest.raises(UserError, match="would not continue the run as it was") as refused:
         prepare()
     assert refused.value.details == (named,) and "base model's files have changed" in refused.value.why
 

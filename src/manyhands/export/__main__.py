@@ -35,7 +35,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--output", type=Path, required=True, help="a new or empty folder")
     parser.add_argument(
-        "--merge", action="store_true", help="lora: write the whole model with the adapter merged into its weights"
+        "--merge", action="store_true", help="lora: write the full model with the adapter merged into its weights"
     )
     return parser.parse_args(argv)
 
@@ -71,7 +71,7 @@ def export_source(source: Path, output: Path, *, merge: bool = False) -> str:
         raise UserError(
             "--merge is for runs with method.name=lora or qlora",
             where=str(run_folder),
-            fix="leave --merge out: the model is whole already",
+            fix="leave --merge out: the run trained the model's own weights",
         )
     refuse_foreign(output, replace=False)
     check_files(Path(plan.model_folder), config, plan.model_files, weights=plan.keeps_base)

@@ -1,5 +1,5 @@
-"""The model card of a written folder: README.md as the hub reads it. Says what was trained, on what and with which
-result; no row of it.
+"""The model card of a written folder: README.md as the hub reads it. What was trained, on what data and with which
+result; none of the samples.
 
 Knows the run's files and values, and no tensors.
 """
@@ -153,7 +153,7 @@ class Card:
         text = "It was trained beside weights in 4 bits, NF4 **with double quantization**, which is not bitsandbytes' default: "
         text += "open the base as it is done here."
         if (self.config.method if self.plan.adapter is None else self.plan.adapter.method).init == "loftq":
-            text += " It began at what these 4 bits lose (LoftQ), so it is wrong beside weights in 16 bits."
+            text += " Its initial values are the quantization error of these 4 bits (LoftQ), so it is wrong beside weights in 16 bits."
         return [text, ""]
 
     def _code(self) -> list[str]:

@@ -38,8 +38,8 @@ def export_model(
 
     ``model`` is the Hugging Face model inside every wrapper, ``dtype`` the saved one. Tensors are named as in
     ``source``, the folder it was loaded from. What the model took no part of (towers) is copied from there, cast where
-    ``dtype`` is not the source's. ``merge`` adds adapters into the weights they adapt. ``asked`` says of a chat
-    template and new tokens. ``replace`` says that the caller owns what is there. ``reference_path`` is written too,
+    ``dtype`` is not the source's. ``merge`` adds adapters into the weights they adapt. ``asked`` has the chat
+    template and new tokens. ``replace``: the caller owns what is there. ``reference_path`` is written too,
     before any weight is. ``card`` makes the model card's text, on rank 0. UserError on every rank if the folder cannot
     be written.
     """
@@ -54,7 +54,7 @@ def export_model(
             try:
                 for stored_name, part in layout.parts_of(name, tensor):
                     writer.add(stored_name, part)
-            except Exception as error:  # the other ranks go on gathering, so this one must too
+            except Exception as error:  # the other ranks continue to gather, so this one must too
                 failure = error
 
     def finish() -> Reference:

@@ -1,6 +1,6 @@
 """``python -m manyhands.export.verify FOLDER --reference FILE``: does a written folder hold what was in memory?
 
-For a fresh process, so that nothing of the training one can help: the files are read tensor by tensor, then reopened by
+For a process of its own, so that nothing of the training one can hide a fault: the files are read tensor by tensor, then reopened by
 transformers' or PEFT's public API where they fit into memory, and compared bit for bit. Knows only files.
 """
 
@@ -52,7 +52,7 @@ def verify(
     found.notes.append(f"{len(reference.tensors)} tensors compared in the files")
     if found.findings:
         return found
-    obstacle = reopening_obstacle(folder, reference, base)
+    obstacle = reason_not_reopened(folder, reference, base)
     if obstacle:
         found.notes.append(f"not reopened, {obstacle}: compared tensor by tensor on the files only")
         return found
@@ -156,7 +156,7 @@ def compare_tensor(name: str, tensor: torch.Tensor, expected: TensorReference) -
 # ---- reopened ------------------------------------------------------------------------------------------------------------
 
 
-def reopening_obstacle(folder: Path, reference: Reference, base: Path | None) -> str:
+def reason_not_reopened(folder: Path, reference: Reference, base: Path | None) -> str:
     """Why the folder cannot be reopened here; empty if it can."""
     import psutil
 
@@ -212,7 +212,7 @@ def _open_adapter(folder: Path, base: Path, dtype: str, kind: str) -> tuple[torc
     inner: Any = auto_class_of(base).from_pretrained(base, dtype=dtype, **(_nf4_options() if kind == "nf4" else {}))
     inner.set_attn_implementation(plain_attention(inner.config))
     if kind == "nf4":
-        _dequantise_as_one_row(inner)
+        _dequantize_as_one_row(inner)
     resize_embeddings(inner, needed_tokens(folder))
     model = PeftModel.from_pretrained(inner, str(folder))
     return model, get_peft_model_state_dict(model, save_embedding_layers=False)  # True adds a grown base's embeddings
@@ -224,11 +224,11 @@ def _nf4_options() -> dict[str, Any]:
     """
     from transformers import BitsAndBytesConfig
 
-    quantised = BitsAndBytesConfig(**NF4_OPTIONS, bnb_4bit_compute_dtype=torch.float32)
-    return {"quantization_config": quantised, "device_map": {"": "cpu"}}
+    quantized = BitsAndBytesConfig(**NF4_OPTIONS, bnb_4bit_compute_dtype=torch.float32)
+    return {"quantization_config": quantized, "device_map": {"": "cpu"}}
 
 
-def _dequantise_as_one_row(model: torch.nn.Module) -> None:
+def _dequantize_as_one_row(model: torch.nn.Module) -> None:
     """Gives layers of bitsandbytes a forward pass that is right for rows of any length on every CPU.
 
     Its own (0.50.2) rounds scales to bfloat16 on CPUs that multiply in it, fails there for rows that are not whole

@@ -1,4 +1,4 @@
-"""Runs the verification in a process of its own, so that nothing in this one can help a broken folder."""
+"""Runs the verification in a process of its own, so that nothing of this one's memory can hide a broken folder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def verify_in_fresh_process(
     probe_path: Path | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> str | None:
-    """One line that says what was checked and how; None if ``stop()`` ended it. UserError (exit code 1) if anything is
+    """One line on what was checked and how; None if ``stop()`` ended it. UserError (exit code 1) if anything is
     wrong with ``folder``.
     """
     command = [sys.executable, "-m", "manyhands.export.verify", str(folder), "--reference", str(reference_path)]
@@ -37,10 +37,10 @@ def verify_in_fresh_process(
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
     )
-    said = _wait(process, stop)
-    if said is None:
+    written = _wait(process, stop)
+    if written is None:
         return None
-    output, errors = said
+    output, errors = written
     if process.returncode == 0:
         return output.strip().splitlines()[-1]
     lines = [line for line in errors.strip().splitlines() if line]
@@ -56,9 +56,7 @@ def verify_in_fresh_process(
 
 
 def _wait(process: subprocess.Popen[str], stop: Callable[[], bool]) -> tuple[str, str] | None:
-    """What the process said; None if it was stopped. While it uses its processor or reads, its work is ours that goes
-    on.
-    """
+    """Its output and errors; None if it was stopped. While it uses the processor or reads, that counts as progress here."""
     used: object = None
     try:
         while True:

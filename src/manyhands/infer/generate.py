@@ -1,4 +1,4 @@
-"""Greedy generation, and which tokens end it. Knows nothing of folders of runs, ranks or training."""
+"""Greedy generation, and which tokens end it. Independent of run folders, ranks and training."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def refuse_silent_single(launcher: Launcher, config: RunConfig, num_gpus: int | 
         where=f"parallel.gpus: {asked}; {num_gpus} GPU(s) visible",
         why="`python -m manyhands.worker` is one rank, and no launcher has started others",
         fix="use `manyhands train RUN.yaml`, or `torchrun --nproc_per_node=N -m manyhands.worker RUN.yaml`; "
-        "to mean one process, set parallel.gpus=1",
+        "for a single process set parallel.gpus=1",
     )
 
 
@@ -88,7 +88,7 @@ def check_accelerate_precision(config: RunConfig, environ: Mapping[str, str] = o
     if asked == "no" or (asked == "bf16" and dtype in ("auto", "bfloat16")):
         return
     raise UserError(
-        f"accelerate asks for mixed precision {asked!r}, the run file for model.dtype {dtype!r}",
+        f"accelerate's mixed precision is {asked!r}, the run file's model.dtype {dtype!r}",
         where="ACCELERATE_MIXED_PRECISION",
         why="numerics are decided by the run file alone",
         fix="start with `accelerate launch --mixed_precision no`"
@@ -134,7 +134,7 @@ def _from_torch_variables(environ: Mapping[str, str]) -> Launcher:
         raise UserError(
             "RANK is set, WORLD_SIZE is not",
             where=f"environment: RANK={environ['RANK']}",
-            why="how many processes belong together cannot be known",
+            why="the number of processes is not known",
             fix="start the processes with torchrun or accelerate, set WORLD_SIZE, or unset RANK to run alone",
         )
     if world_size > 1 and ("RANK" not in environ or "MASTER_ADDR" not in environ):
@@ -251,7 +251,7 @@ def worker_environment(plan: Plan, num_local: int, environ: Mapping[str, str] = 
 
 @contextlib.contextmanager
 def launcher_environment(plan: Plan) -> Iterator[None]:
-    """This process's environment while workers start, as torch's agent hands its own on to them; put back
+    """This process's environment while workers start, as torch's agent passes its own on to them; restored
     afterwards.
     """
     before = dict(os.environ)
@@ -265,5 +265,5 @@ def launcher_environment(plan: Plan) -> Iterator[None]:
 
 
 def set_worker_environment(plan: Plan, num_local: int) -> None:
-    """The same inside a rank that somebody else has started (torchrun, accelerate, SLURM)."""
+    """The same inside a rank that another launcher has started (torchrun, accelerate, SLURM)."""
     os.environ.update(worker_environment(plan, num_local))

@@ -1,7 +1,7 @@
 """Why a run failed: each rank writes its own reason, the launcher shows the first cause, once. Knows no torch.
 
-When one rank fails, the others fail too: their peer is gone. Such consequences are told from causes by what they say,
-and lose against any cause, whichever was written first. A rank that has only lost a peer does not end before the cause
+When one rank fails, the others fail too: their peer is gone. Such consequences are recognized by their text
+and rank below any cause, whichever was written first. A rank that has only lost a peer does not end before the cause
 is on disk: as soon as one rank ends, torch's agent ends all others, including one that has not reported its error yet.
 """
 
@@ -33,7 +33,7 @@ MAX_SUMMARY = 500  # characters of the one line
 PATIENCE_TICKS = 40
 REMOTE_SILENCE_S = 30.0  # without a tick: a rank of another machine is taken for gone
 
-# What gloo, NCCL and the store say where a peer has gone, on torch 2.11 and 2.13.
+# Messages of gloo, NCCL and the store when a peer is gone, on torch 2.11 and 2.13.
 _CONSEQUENCE = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|connectfullmesh|socket ?timeout|timed out|watchdog|"
     r"remote process exited|ncclremoteerror|nccl communicator was aborted|failed to (recv|send)|sendbytes|recvbytes|"
@@ -44,7 +44,7 @@ _ENDED_BY_OTHERS = (-signal.SIGTERM, -signal.SIGINT, EXIT_INTERRUPTED, EXIT_TERM
 
 
 class RankExit(Protocol):
-    """What torch's agent knows of a rank that failed."""
+    """What torch's agent reports about a failed rank."""
 
     @property
     def exitcode(self) -> int: ...  # negative: the signal
@@ -57,9 +57,7 @@ class RankExit(Protocol):
 
 
 def write_failure(folder: RunFolder, rank: int, stage: str, error: BaseException, *, world_size: int = 2) -> None:
-    """In a rank: why it ends, where the launcher finds it. The first reason stands; what fails after it does not
-    replace it.
-    """
+    """In a rank: writes why it ends, for the launcher. Only the first reason is kept."""
     path = folder.failure(rank)
     if path.exists():
         return
@@ -80,8 +78,7 @@ def write_failure(folder: RunFolder, rank: int, stage: str, error: BaseException
 
 
 def record_for_torch(error: BaseException, stage: str, rank: int, environ: Mapping[str, str] = os.environ) -> None:
-    """In a rank: the error file that torch's agent (torchrun, accelerate) asks for and shows; nothing where it asks for
-    none.
+    """In a rank: writes the error file that torch's agent (torchrun, accelerate) shows, if it has named one.
 
     In the format of ``torch.distributed.elastic.multiprocessing.errors.ErrorHandler``, which would give a user's
     mistake a traceback.
@@ -103,7 +100,7 @@ def record_for_torch(error: BaseException, stage: str, rank: int, environ: Mappi
 
 
 def claim_terminal(folder: RunFolder) -> bool:
-    """In a rank that somebody else started: whether this is the first that fails, and so the one to say why."""
+    """In a rank under another launcher: whether it is the first to fail, and so prints the cause."""
     try:
         folder.ranks.mkdir(parents=True, exist_ok=True)
         os.close(os.open(folder.ranks / "shown", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
@@ -115,7 +112,7 @@ def claim_terminal(folder: RunFolder) -> bool:
 
 
 def describe_failure(error: BaseException, stage: str, rank: int, log: Path | None) -> str:
-    """What the terminal shows of a rank that failed: a mistake in its four lines, a bug in one."""
+    """The terminal's text for a failed rank: a UserError in full, any other error in one line."""
     if isinstance(error, UserError):
         return str(error)
     return f"error: rank {rank} failed in stage '{stage}': {_summarize(error)}" + (
@@ -124,7 +121,7 @@ def describe_failure(error: BaseException, stage: str, rank: int, log: Path | No
 
 
 def describe_lost(folder: RunFolder, rank: int, stage: str, error: BaseException | None) -> str:
-    """One line for a launch of which no rank has written a cause: whose process is gone, else who lost its peers."""
+    """One line for a launch without a written cause: the ranks whose processes are gone, else the rank that lost its peers."""
     gone = [
         f"rank {other} ended without an error message in {beat}; log: {folder.log(other)}"
         for other, beat in _gone(folder).items()
@@ -132,13 +129,11 @@ def describe_lost(folder: RunFolder, rank: int, stage: str, error: BaseException
     if gone:
         return f"error: {'; '.join(gone)}"
     why = f": {_summarize(error)}" if error is not None else ""
-    return (
-        f"error: rank {rank} lost its peers in stage '{stage}', and none of them said why{why}; log: {folder.log(rank)}"
-    )
+    return f"error: rank {rank} lost its peers in stage '{stage}', and none of them reported a cause{why}; log: {folder.log(rank)}"
 
 
 def is_lost(folder: RunFolder) -> bool:
-    """Whether a rank has failed, or ended before its work was done: waiting for it is pointless."""
+    """Whether a rank has failed, or ended before its work was done, so that waiting is pointless."""
     return folder.has_cause() or bool(_gone(folder))
 
 
@@ -152,9 +147,8 @@ def _summarize(error: BaseException) -> str:
 
 
 def wait_for_cause(folder: RunFolder, rank: int, world_size: int, limit_s: float) -> None:
-    """In a rank that has lost a peer: returns once the cause is on disk, or a peer's process has ended, or no report is
-    to be expected:
-    each peer has lost another too, is done, or has ticked ``PATIENCE_TICKS`` times without failing.
+    """In a rank that has lost a peer: returns once the cause is on disk, a peer's process has ended, or no report can be
+    expected: each peer has lost another too, is done, or has ticked ``PATIENCE_TICKS`` times without failing.
 
     ``limit_s`` bounds it in any case (a peer that never started, or is stopped).
     """
@@ -176,7 +170,7 @@ def wait_for_cause(folder: RunFolder, rank: int, world_size: int, limit_s: float
 
 @dataclass
 class _Peer:
-    """What one rank sees of another while it waits for its report."""
+    """One rank's view of another while it waits for its report."""
 
     beat: Beat | None = None
     num_ticks: int = 0
@@ -205,7 +199,7 @@ def looks_like_consequence(error: BaseException) -> bool:
 
 
 def _is_of_torch(error: BaseException) -> bool:
-    """What torch raises of a broken collective, and of much else; any text may be new in a version of it."""
+    """Whether torch raised it, for a broken collective or anything else; texts change between versions."""
     return type(error).__module__.startswith("torch") or isinstance(error, RuntimeError)
 
 
@@ -222,7 +216,7 @@ def first_failure(folder: RunFolder, exits: Mapping[int, RankExit], ended_by_us:
         (_tier_of_exit(e, ended_by_us), e.timestamp + 1.0, rank) for rank, e in exits.items() if rank not in written
     ]
     if not candidates:
-        return UserError("the run failed, and no rank said why", where=str(folder.logs), exit_code=EXIT_FAILED)
+        return UserError("the run failed, and no rank reported a cause", where=str(folder.logs), exit_code=EXIT_FAILED)
     _, _, rank = min(candidates)
     if rank in written:
         return _explain_reason(folder, written[rank])
@@ -245,9 +239,9 @@ def _tier_of_reason(reason: Mapping[str, Any]) -> int:
 
 
 def _tier_of_exit(exited: RankExit, ended_by_us: Collection[int]) -> int:
-    """0: a cause, as nobody kills a rank for another's failure but by ``_ENDED_BY_OTHERS``; 2: an exit without a
+    """0: a cause, as a failure elsewhere ends a rank only by ``_ENDED_BY_OTHERS``; 2: an exit without a
     report; 3: perhaps a consequence (torch aborts when a collective breaks off), but nearer to the cause than a rank
-    that says so; 5: ended by others.
+    that reports so; 5: ended by others.
     """
     if exited.pid in ended_by_us or exited.exitcode in _ENDED_BY_OTHERS:
         return 5
@@ -262,18 +256,18 @@ def _explain_reason(folder: RunFolder, reason: Mapping[str, Any]) -> UserError:
         return UserError(**reason["user_error"])
     if reason["consequence"]:
         return UserError(
-            f"rank {rank} lost its peers in stage '{stage}', and none of them said why",
+            f"rank {rank} lost its peers in stage '{stage}', and none of them reported a cause",
             where=str(folder.log(rank)),
             why=reason["summary"],
-            fix="read the logs of the other ranks; the network or the machine of one may have failed. The same command resumes",
+            fix="read the logs of the other ranks; the network or the machine of one may have failed; the same command resumes",
             details=[f"rank {other} was last in {beat}" for other, beat in read_beats(folder).items() if other != rank],
             exit_code=EXIT_FAILED,
         )
     return UserError(
         f"rank {rank} failed in stage '{stage}': {reason['summary'].splitlines()[-1]}",
         where=str(folder.log(rank)),
-        why="not an error this program knows; the end of its traceback:\n" + _indent(reason["traceback"]),
-        fix="the log has the whole traceback; if it is a bug in manyhands, please report it with the log",
+        why="an unexpected error; the end of its traceback:\n" + _indent(reason["traceback"]),
+        fix="the log has the full traceback; if it is a bug in manyhands, please report it with the log",
         exit_code=EXIT_FAILED,
     )
 
@@ -281,7 +275,7 @@ def _explain_reason(folder: RunFolder, reason: Mapping[str, Any]) -> UserError:
 def _explain_exit(folder: RunFolder, rank: int, code: int) -> UserError:
     tail = log_tail(folder, rank)
     beat = read_beat(folder, rank)
-    what, why = f"rank {rank} ended with exit code {code} and said nothing", "unknown"
+    what, why = f"rank {rank} ended with exit code {code} and no message", "unknown"
     if code < 0:
         name = signal.Signals(-code).name
         what, why = (
@@ -303,11 +297,11 @@ def _explain_exit(folder: RunFolder, rank: int, code: int) -> UserError:
 _WHY_KILLED = {
     int(
         signal.SIGKILL
-    ): "often the host ran out of memory and the kernel chose this process (see `dmesg`); or somebody killed it",
+    ): "often the kernel's choice when the host runs out of memory (see `dmesg`); else a kill from outside",
     int(signal.SIGSEGV): "a crash inside a compiled library (driver, CUDA, NCCL, an extension)",
     int(signal.SIGBUS): "a file or shared memory that shrank, or a full /dev/shm",
-    int(signal.SIGABRT): "a compiled library gave up (a failed check, an uncaught C++ exception)",
-    int(signal.SIGTERM): "somebody asked it to end: a scheduler, or a person",
+    int(signal.SIGABRT): "an abort in a compiled library (a failed check, an uncaught C++ exception)",
+    int(signal.SIGTERM): "a request to end, by a scheduler or a person",
 }
 
 

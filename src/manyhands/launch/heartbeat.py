@@ -1,6 +1,6 @@
-"""A rank's sign of life: its stage and step in a small file that the launcher watches. Knows no torch.
+"""A rank's heartbeat: its stage and step in a small file that the launcher reads. Imports no torch.
 
-Two times are kept apart. ``beat`` is when the rank's own work last came by; ``tick`` is when a thread beside it last
+Two times are kept apart. ``beat`` is when the rank's own work last made progress; ``tick`` is when a background thread last
 ran. A rank that waits in a collective still ticks; one that is stopped, or stuck while holding the interpreter, does
 not.
 
@@ -42,7 +42,7 @@ _RECORD_BYTES = 512  # fixed, so that one write replaces the whole record
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank last said. Times are seconds of the machine's monotonic clock."""
+    """The last record of a rank. Times are seconds of the machine's monotonic clock."""
 
     rank: int
     pid: int
@@ -62,9 +62,7 @@ class Beat:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the rank's process has ended before its work was done. Of another machine's nothing is known:
-        False.
-        """
+        """Whether the rank's process has ended before its work was done. Always False for another machine's."""
         if self.done or self.host != this_host():
             return False
         try:
@@ -101,18 +99,18 @@ class Heartbeat:
         threading.Thread(target=self._tick, name="heartbeat", daemon=True).start()
 
     def beat(self, stage: str, step: int | None = None) -> None:
-        """The rank's work has come by here. A new stage is written at once, the rest with the next tick."""
+        """Records progress. A new stage is written at once, the rest with the next tick."""
         before, _, _, num_stages = self._now
         self._now = (stage, step, time.monotonic(), num_stages + (stage != before))
         if stage != before:
             self._write()
 
     def advance(self) -> None:
-        """The same for work within a stage that knows neither stage nor step."""
+        """Records progress in code that knows neither stage nor step."""
         self._advanced = time.monotonic()  # from any thread, so apart from what ``beat`` writes
 
     def close(self) -> None:
-        """This rank's work is done: nobody need wait for its next beat."""
+        """This rank's work is done: no further beat is expected."""
         if not self._done.is_set():
             self._done.set()
             self._write()
@@ -145,7 +143,7 @@ class Heartbeat:
             self._worked = time.monotonic()
 
     def _end_orphan(self) -> None:
-        """The launcher was killed and cannot end us: ask this rank to leave, then make it leave."""
+        """The launcher was killed and cannot end this rank: SIGTERM first, then an exit."""
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(ORPHAN_GRACE_S)
         os._exit(128 + signal.SIGTERM)
@@ -153,8 +151,8 @@ class Heartbeat:
 
 @functools.cache
 def this_host() -> str:
-    """What is the same for two processes exactly if each can see whether the other lives: a name alone is not, in
-    containers.
+    """An identifier that two processes share exactly if each can see whether the other lives; in containers a host name
+    is not enough.
     """
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -163,12 +161,12 @@ def this_host() -> str:
 
 
 def read_beat(folder: RunFolder, rank: int) -> Beat | None:
-    """What the rank last said, or None before its first word."""
+    """The rank's last record, or None before its first."""
     fields = read_json(folder.beat(rank))
     return Beat(**fields) if isinstance(fields, dict) else None
 
 
 def read_beats(folder: RunFolder) -> dict[int, Beat]:
-    """All ranks that have spoken."""
+    """The last record of each rank that has written one."""
     beats = (read_json(path) for path in sorted(folder.ranks.glob("beat-*.json")))
     return {fields["rank"]: Beat(**fields) for fields in beats if isinstance(fields, dict)}

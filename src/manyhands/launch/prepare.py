@@ -1,4 +1,4 @@
-"""Config to facts to plan to folder, in the one process a run that decides: our launcher, or rank 0 under another's."""
+"""Config to facts to plan to folder, in the one process of a run that plans: our launcher, or rank 0 under another's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.launch.resume_rules import find_run, folder_of, fresh_name
 from manyhands.launch.run_folder import FolderLock, RunFolder, refuse_unusable
-from manyhands.launch.stopping import say_when_stopped
+from manyhands.launch.stopping import raise_when_stopped
 from manyhands.plan.types import Cause, Plan
 
 # What a resumed run computes. Everything else in a plan may change from launch to launch.
@@ -42,17 +42,17 @@ class Prepared:
     folder: RunFolder
     config: RunConfig
     plan: Plan
-    resume: bool  # a checkpoint is there to go on from
+    resume: bool  # there is a checkpoint to resume from
     finished: bool  # nothing is left to do
     lock: FolderLock | None = None
 
     def release(self) -> None:
-        """Lets another launch have the folder."""
+        """Releases the folder for another launch."""
         if self.lock is not None:
             self.lock.release()
 
 
-@say_when_stopped()
+@raise_when_stopped()
 def prepare_run(
     config: RunConfig,
     *,
@@ -64,7 +64,7 @@ def prepare_run(
 ) -> Prepared:
     """Plans one launch and writes run.json and plan into the run's folder, which stays locked.
 
-    ``world_size``, and ``local_world_size`` of one machine, are given where somebody else started the processes. A dry
+    ``world_size``, and ``local_world_size`` of one machine, are given where another launcher started the processes. A dry
     run writes the same two files and nothing else. A start that fails here leaves no new folder behind.
     Raises UserError: another run stands in the folder, it is running, or anything that facts and plan refuse;
     ``Stopped`` after Ctrl-C or SIGTERM.
@@ -100,7 +100,7 @@ def prepare_run(
     return Prepared(folder, config, plan, resume=folder.newest_step() is not None, finished=False, lock=lock)
 
 
-@say_when_stopped()
+@raise_when_stopped()
 def plan_smaller(prepared: Prepared) -> Prepared:
     """The same run with the next smaller plan, written into its folder, after a launch that ran out of memory.
 
@@ -149,7 +149,7 @@ def _plan_launch(
 
 
 def _check_course(before: Plan, after: Plan, folder: RunFolder) -> None:
-    """A resumed run sees the same rows in the same steps with the same numerics, or it is another run."""
+    """UserError unless the resumed run has the same samples in the same steps with the same numerics."""
     from manyhands.facts.identity import differing_files
 
     # A plan of an earlier version names neither the base model's files nor the tokens.
@@ -171,18 +171,16 @@ def _check_course(before: Plan, after: Plan, folder: RunFolder) -> None:
         why = "the tokens differ from those it was trained on, though they were made of the same files, by the same versions"
         fix = "put the token cache of the run's first launch back (data.cache)"
     elif files:
-        why = (
-            "the base model's files have changed since: another model would go on, with what was trained for the first"
-        )
+        why = "the base model's files have changed since; what was trained belongs to the old ones"
         fix = "put the old files back (model.revision pins a commit of the hub)"
     else:
         why = f"it was planned for {before.layout.world_size} process(es) on {before.layout.device}, now for {after.layout.world_size} on {after.layout.device}"
         fix = "start it as before (parallel.gpus, parallel.device, batch.micro_samples, batch.accumulation)"
     raise UserError(
-        "this launch would not go on where the run stopped",
+        "this launch would not continue the run as it was",
         where=str(folder.path),
         why=why,
-        fix=f"{fix}, or take --fresh for a new run",
+        fix=f"{fix}, or use --fresh for a new run",
         details=changed,
     )
 
@@ -193,7 +191,7 @@ def _remove_empty(folder: RunFolder) -> None:
         folder.path.rmdir()
 
 
-TIMEOUT_S = 600.0  # importing torch from a cold disk takes the most of it
+TIMEOUT_S = 600.0  # most of it is importing torch from a cold disk
 
 
 def rehearse(config: RunConfig, plan: Plan) -> None:
@@ -218,6 +216,6 @@ def rehearse(config: RunConfig, plan: Plan) -> None:
         "the model cannot be built as the run would build it",
         where=plan.model_folder,
         why=why,
-        fix="the last lines of the process that tried it stand above",
+        fix="the last lines of the process that built it are above",
         details=said[-10:],
     )

@@ -39,14 +39,14 @@ def folder_of(config: RunConfig) -> RunFolder:
 
 
 def find_run(folder: RunFolder, config: RunConfig) -> Finding:
-    """What stands at ``folder``. Reads only. UserError if it is another run, or no run at all."""
+    """What ``folder`` holds. Reads only. UserError if it is another run, or no run at all."""
     if not folder.path.exists() or _is_empty(folder):
         return "new"
     if not folder.path.is_dir() or not folder.run_json.exists():
         raise UserError(
-            "the run's folder exists and holds something else",
+            "the run's folder exists and holds no run",
             where=str(folder.path),
-            why="it has no run.json, so manyhands did not make it; it was not touched",
+            why="it has no run.json, so manyhands did not create it; it was not changed",
             fix="choose another name=..., or move the folder away",
         )
     differences = differing_keys(folder.read_config(), config)
@@ -54,10 +54,10 @@ def find_run(folder: RunFolder, config: RunConfig) -> Finding:
         return "new"  # only planned (--dry-run): nothing can be lost
     if differences:
         raise UserError(
-            f"another run of the name {config.name!r} stands in this folder",
+            f"this folder holds another run of the name {config.name!r}",
             where=str(folder.path),
-            why=f"{len(differences)} key(s) differ from its run.json (there -> asked now)",
-            fix="set the keys back to go on with that run, choose another name=..., or take --fresh for a new folder",
+            why=f"{len(differences)} key(s) differ from its run.json (there -> now)",
+            fix="restore the keys to resume that run, choose another name=..., or use --fresh for a new folder",
             details=differences,
         )
     return "finished" if folder.is_finished else "unfinished"

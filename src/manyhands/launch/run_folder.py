@@ -1,4 +1,4 @@
-"""A run's folder: where everything of one run lies, and how it is read and written. Decides nothing, imports no torch.
+"""A run's folder: where everything of one run lies, and how it is read and written. Imports no torch.
 
 | file | contents |
 |---|---|
@@ -100,7 +100,7 @@ class RunFolder:
             ) from None
         except (ValidationError, UnicodeDecodeError) as error:
             reason = (
-                "; ".join(_say(finding) for finding in error.errors()[:5])
+                "; ".join(_format(finding) for finding in error.errors()[:5])
                 if isinstance(error, ValidationError)
                 else str(error)
             )
@@ -108,11 +108,11 @@ class RunFolder:
                 "run.json was not written by this version of manyhands",
                 where=str(self.run_json),
                 why=reason,
-                fix="use another name, or --fresh for a new folder; nothing in this one was touched",
+                fix="use another name, or --fresh for a new folder; nothing in this one was changed",
             ) from None
 
     def write_config(self, config: RunConfig) -> None:
-        """Writes run.json. One that says something else is first set aside beside the newest plan made from it."""
+        """Writes run.json. A different one is first kept beside the newest plan made from it."""
         text = config.model_dump_json(indent=2) + "\n"
         if self.run_json.exists():
             old = self.run_json.read_text(encoding="utf-8")
@@ -134,7 +134,7 @@ class RunFolder:
         return min((path.stat().st_mtime for path in self.plans.glob("[0-9]*.json")), default=time.time())
 
     def write_plan(self, plan: Plan) -> Path:
-        """Writes ``plans/NNN.json``, N being ``plan.number``, then turns the pointer to it. A plan is never
+        """Writes ``plans/NNN.json``, N being ``plan.number``, then updates the pointer. A plan is never
         overwritten.
         """
         path = self.plans / f"{plan.number:03d}.json"
@@ -151,7 +151,7 @@ class RunFolder:
         """
         number = self.newest_plan_number()
         path = self.plans / f"{number:03d}.json"
-        fix = "put the file back, or take --fresh for a new run; nothing in this folder was touched"
+        fix = "put the file back, or use --fresh for a new run; nothing in this folder was changed"
         if number == 0:
             started = "its files were removed; " if self.was_started() else "it was never planned; "
             raise UserError(
@@ -164,14 +164,14 @@ class RunFolder:
             return Plan.model_validate_json(path.read_text(encoding="utf-8"))
         except (ValidationError, UnicodeDecodeError, OSError) as error:
             reason = (
-                "; ".join(_say(finding) for finding in error.errors()[:5])
+                "; ".join(_format(finding) for finding in error.errors()[:5])
                 if isinstance(error, ValidationError)
                 else str(error)
             )
             what = "the run's plan is damaged, or was not written by this version of manyhands"
             raise UserError(what, where=str(path), why=reason, fix=fix) from None
 
-    # Where it stands.
+    # Its state.
 
     def write_status(self, state: State, **fields: Any) -> None:
         """Replaces status.json, on a full disk too; ``fields`` (step, reason, ...) stand beside the state."""
@@ -188,8 +188,8 @@ class RunFolder:
         return (status.get("state"), status.get("cause"), status.get("plan")) == ("failed", OUT_OF_MEMORY, plan.number)
 
     def write_failed(self, error: UserError, plan: Plan) -> None:
-        """What status.json says of a launch that failed; the next start reads it. A run that is finished stays so: what
-        fails after its report is written takes nothing from it.
+        """Writes status.json of a failed launch, for the next start. A finished run stays finished: a failure after its
+        report changes nothing.
         """
         if self.is_finished:
             return
@@ -212,10 +212,10 @@ class RunFolder:
         started = self.status_json.exists() or self.metrics.exists() or self.checkpoints.exists()
         return started or any(self.logs.glob("rank-*.log"))
 
-    # What the ranks say while they run.
+    # What the ranks write while they run.
 
     def read_failures(self) -> dict[int, dict[str, Any]]:
-        """What the ranks of this launch have written of why they failed."""
+        """The reasons that ranks of this launch have written."""
         found = (read_json(path) for path in self.ranks.glob("failure-*.json"))
         return {fields["rank"]: fields for fields in found if isinstance(fields, dict)}
 
@@ -229,7 +229,7 @@ class RunFolder:
             remove_temporaries(folder)
 
     def clear_ranks(self) -> None:
-        """Forgets heartbeats and failures of an earlier launch."""
+        """Removes heartbeats and failures of an earlier launch."""
         shutil.rmtree(self.ranks, ignore_errors=True)
 
 
@@ -249,7 +249,7 @@ def refuse_unusable(folder: RunFolder) -> Iterator[None]:
         ) from error
 
 
-def _say(finding: Any) -> str:
+def _format(finding: Any) -> str:
     return f"{'.'.join(map(str, finding['loc'])) or 'file'}: {finding['msg']}"
 
 
@@ -277,7 +277,7 @@ class FolderLock:
             if error.errno not in _NO_LOCKS:
                 raise
             report(
-                f"note: {folder.path} lies on a file system without locks; a second launch of this run would not be noticed"
+                f"note: {folder.path} is on a file system without locks; a second launch of this run would not be noticed"
             )
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)

@@ -20,7 +20,7 @@ from manyhands.launch.environment import detect_launcher, launcher_environment
 from manyhands.launch.failure import first_failure
 from manyhands.launch.prepare import Prepared, plan_smaller, prepare_run
 from manyhands.launch.run_folder import RunFolder
-from manyhands.launch.stopping import Asked, raise_when_asked
+from manyhands.launch.stopping import StopRequested, raise_when_asked
 from manyhands.launch.watch import Watch, end_all, worker_pids
 from manyhands.plan.types import Plan
 
@@ -29,7 +29,7 @@ MAX_SMALLER_PLANS = 4  # each has at most half the tokens a micro-batch
 
 
 def start(config: RunConfig, *, dry_run: bool = False, fresh: bool = False) -> int:
-    """Runs a run on this machine, or goes on with it. Returns the exit code; raises UserError."""
+    """Runs or resumes a run on this machine. Returns the exit code; raises UserError."""
     _refuse_nested()
     prepared = prepare_run(config, fresh=fresh, dry_run=dry_run)
     folder = prepared.folder
@@ -43,7 +43,7 @@ def start(config: RunConfig, *, dry_run: bool = False, fresh: bool = False) -> i
             return 0
         _show(prepared.plan, folder)
         if prepared.resume:
-            _say(f"resuming {folder.path} at step {folder.newest_step()}", folder)
+            _report(f"resuming {folder.path} at step {folder.newest_step()}", folder)
         return _launch(prepared)
     except UserError as error:
         _keep(str(error), folder)
@@ -60,7 +60,7 @@ def _launch(prepared: Prepared) -> int:
         try:
             timeout_s, folder = prepared.config.parallel.timeout_s, prepared.folder
             return run_workers(
-                folder, prepared.plan, timeout_s=timeout_s, report=functools.partial(_say, folder=folder)
+                folder, prepared.plan, timeout_s=timeout_s, report=functools.partial(_report, folder=folder)
             )
         except UserError as error:
             if error.kind != OUT_OF_MEMORY or not num_left:
@@ -74,7 +74,9 @@ def _launch(prepared: Prepared) -> int:
                 raise
             how = how.removeprefix("smaller: ")
             begin = f"from step {prepared.folder.newest_step()}" if prepared.resume else "from the start"
-            _say(f"{error.what} ({error.where})\nplan {prepared.plan.number}: {how}; going on {begin}", prepared.folder)
+            _report(
+                f"{error.what} ({error.where})\nplan {prepared.plan.number}: {how}; restarting {begin}", prepared.folder
+            )
     raise AssertionError("unreachable")
 
 
@@ -91,7 +93,7 @@ def _show(plan: Plan, folder: RunFolder | None = None) -> None:
         _keep(kept.getvalue().rstrip(), folder)
 
 
-def _say(text: str, folder: RunFolder) -> None:
+def _report(text: str, folder: RunFolder) -> None:
     print(text, flush=True)
     _keep(text, folder)
 
@@ -103,7 +105,7 @@ def _keep(text: str, folder: RunFolder) -> None:
 
 
 def _refuse_nested() -> None:
-    """Under torchrun each of its processes would start a whole run of its own."""
+    """Under torchrun each process would start a run of its own."""
     if "RANK" in os.environ and detect_launcher().world_size > 1:
         raise UserError(
             "`manyhands train` starts the processes itself, but another launcher has started this one",
@@ -126,7 +128,7 @@ def run_workers(
     """Starts ``plan.layout.world_size`` workers and waits for them. No worker is left when it returns, however it ends.
 
     Returns 0, or 130 / 143 after Ctrl-C / SIGTERM (the workers get the same signal and 30 s to save) unless the run was
-    finished by then. ``timeout_s``: a rank that others wait for and that does not go on for so long is ended.
+    finished by then. ``timeout_s``: a rank that others wait for is ended after so long without progress.
     UserError: the first cause of a failure, or a MASTER_PORT in use.
     """
     port = choose_port()
@@ -139,7 +141,7 @@ def run_workers(
             Watch(folder, plan.layout.world_size, timeout_s) as watch,
         ):
             received = _run_agent(folder, plan.layout.world_size, port, module, watch)
-    except Asked as asked:  # before the agent has taken the signal over: no worker was started
+    except StopRequested as asked:  # before the agent has taken the signal over: no worker was started
         received = asked.signal
     except UserError as error:
         with contextlib.suppress(OSError):  # the cause is to be shown, whatever the disk says
@@ -148,7 +150,7 @@ def run_workers(
     if received is None or folder.is_finished:
         folder.clear_ranks()
         if received is not None:
-            report(f"{received.name} came too late: the run is finished")
+            report(f"{received.name} arrived too late: the run is finished")
         return 0
     folder.write_status("interrupted", reason=received.name)
     step = folder.newest_step()

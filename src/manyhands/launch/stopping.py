@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from manyhands.core.errors import UserError
 
 
-class Asked(BaseException):
+class StopRequested(BaseException):
     """This process was asked to end."""
 
     def __init__(self, number: int) -> None:
@@ -21,9 +21,9 @@ class Asked(BaseException):
 
 
 class Stopped(UserError):
-    """The run was stopped before any rank had started: nobody's error, so it is not called one."""
+    """The run was stopped before any rank had started: not an error, so it is not printed as one."""
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: StopRequested) -> None:
         what = f"{asked.signal.name}: stopped while data and plan were being prepared, no rank has started"
         super().__init__(what, fix="the same command starts it again", exit_code=128 + asked.signal)
 
@@ -33,18 +33,16 @@ class Stopped(UserError):
 
 @contextlib.contextmanager
 def raise_when_asked(*numbers: int) -> Iterator[None]:
-    """Within, these signals raise ``Asked``; afterwards they do what they did before, whoever has changed them
-    meanwhile.
-    """
+    """Within, these signals raise ``StopRequested``; afterwards their handlers are those of before."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def ask(number: int, frame: object) -> None:
-        raise Asked(number)
+        raise StopRequested(number)
 
-    heard = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]  # as under nohup
-    before = {number: signal.signal(number, ask) for number in heard}
+    handled = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]  # as under nohup
+    before = {number: signal.signal(number, ask) for number in handled}
     try:
         yield
     finally:
@@ -53,10 +51,10 @@ def raise_when_asked(*numbers: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def say_when_stopped() -> Iterator[None]:
+def raise_when_stopped() -> Iterator[None]:
     """Within, Ctrl-C and SIGTERM raise ``Stopped``."""
     try:
         with raise_when_asked(signal.SIGINT, signal.SIGTERM):
             yield
-    except Asked as asked:
+    except StopRequested as asked:
         raise Stopped(asked) from None

@@ -1,4 +1,4 @@
-"""The launcher's eye on its ranks: ends, in bounded time, what would wait forever. Knows processes and files, no
+"""Watches the ranks of a launch and ends, in bounded time, what would wait forever. Works on processes and files, without
 torch.
 """
 
@@ -20,12 +20,12 @@ from manyhands.launch.heartbeat import Beat, read_beat
 from manyhands.launch.run_folder import RunFolder
 
 GRACE_S = 10.0  # from the first cause until ranks that have not ended are killed
-START_GRACE_S = 30.0  # ranks that wait for a missing one give up by themselves first, and say so better
+START_GRACE_S = 30.0  # ranks that wait for a missing one time out first, with a better message
 
 
 @dataclass
 class _Seen:
-    """How long one rank has not moved, in seconds during which we were looking."""
+    """How long one rank has made no progress, in seconds of observation."""
 
     beat: Beat | None = None
     still_s: float = 0.0
@@ -101,10 +101,10 @@ class Watch:
             self._caused_at = time.monotonic()
 
     def _judge(self, elapsed_s: float) -> None:
-        """Once nobody moves whom others may wait for: name the ranks that have come least far, and kill them.
+        """When no rank that others may wait for makes progress: names the ranks that are furthest behind, and kills them.
 
-        A rank that has come further waits for one that has not, so how long it stands still does not matter; it counts
-        from when the other has caught up. A rank that has lost its peers waits for their reports, and is not judged.
+        A rank that is ahead waits for one that is behind, so how long it makes no progress does not matter; the time
+        counts from when the other has caught up. A rank that has lost its peers waits for their reports, and is not judged.
         """
         failed = self.folder.read_failures()
         living = {
@@ -140,9 +140,9 @@ class Watch:
         several = len(culprits) > 1
         why = "it hangs, or waits for something outside"
         if several:
-            why = "all of them have come equally far, so none of them alone is the cause: they hang, or what connects them does"
+            why = "all of them are at the same point, so no single rank is the cause: they hang, or the connection between them does"
         elif seen.beat is None:
-            why = "it never said that it had started"
+            why = "it never reported a start"
         elif _is_stopped(seen.beat.pid):
             why = "its process is stopped (SIGSTOP)"
         tail = log_tail(self.folder, rank)
@@ -159,7 +159,7 @@ class Watch:
             f" and {'were' if several else 'was'} ended",
             where=f"{seen.beat or 'not started'}; log: {self.folder.log(rank)}",
             why=why + (f"; the end of its log:\n{tail}" if tail else ""),
-            fix="read that log; if the stage may take longer than that, raise parallel.timeout_s. The same command resumes",
+            fix="read that log; if the stage may take longer than that, raise parallel.timeout_s. the same command resumes",
             details=others,
             exit_code=EXIT_FAILED,
         )

@@ -1,4 +1,4 @@
-"""What the person at the terminal sees of a run: a bar that moves, or plain lines where the output is a file or a pipe.
+"""A run on the terminal: a progress bar, or plain lines where the output is a file or a pipe.
 
 A log gets the same text, with plain lines in place of the bar.
 """
@@ -38,12 +38,12 @@ class ConsoleSink(Sink):
         )
         self._progress: Progress | None = None
         self._stages: dict[str, TaskID] = {}
-        self._stage_said = 0.0
+        self._stage_shown = 0.0
         self._devices: Devices = ()
         self._first = first
         self._last: Evaluation | None = None
         self._begin_step, self._steps_s = 0, 0.0
-        self._said, self._said_step = 0.0, -1
+        self._shown, self._shown_step = 0.0, -1
 
     def before_training(self, state: TrainState) -> None:
         self._begin_step = state.step
@@ -70,19 +70,19 @@ class ConsoleSink(Sink):
         left = self._time_left(result.step)
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], completed=result.step, values=values, left=left)
-        if self._is_time_to_speak(result.step):
+        if self._is_due(result.step):
             text = f"step {result.step}/{self.num_steps}  {values}  lr {result.learning_rate:.2e}  grad norm {result.grad_norm:.3f}"
-            self._say(f"{text}  {left}", on_terminal=self._progress is None)
+            self._show(f"{text}  {left}", on_terminal=self._progress is None)
 
     def show_progress(self, stage: str, done: int, total: int) -> None:
         """A bar of its own below that of the steps; in plain text a line now and then."""
         if self._progress is None:
             now = time.monotonic()
             if done == 0:
-                self._stage_said = now
-            elif done < total and now - self._stage_said >= PLAIN_PAUSE_S:
-                self._say(f"{stage}: {done}/{total}")
-                self._stage_said = now
+                self._stage_shown = now
+            elif done < total and now - self._stage_shown >= PLAIN_PAUSE_S:
+                self._show(f"{stage}: {done}/{total}")
+                self._stage_shown = now
             return
         if stage not in self._stages and done < total:
             self._stages[stage] = self._progress.add_task(stage, total=total, values="", left="")
@@ -93,22 +93,22 @@ class ConsoleSink(Sink):
 
     def after_evaluation(self, state: TrainState, evaluation: Evaluation) -> None:
         self._first, self._last = self._first or evaluation, evaluation
-        self._say(
+        self._show(
             f"{_when(evaluation)}: held-out loss {evaluation.loss:.4f}, perplexity {_perplexity(evaluation)}, "
-            f"token accuracy {evaluation.accuracy:.1%} ({evaluation.num_samples} rows, {evaluation.num_loss_tokens:,} trained tokens, "
+            f"token accuracy {evaluation.accuracy:.1%} ({evaluation.num_samples} samples, {evaluation.num_loss_tokens:,} loss tokens, "
             f"{evaluation.seconds:.1f} s)"
         )
         for prompt, answer in evaluation.samples:
-            self._say(f"  {_one_line(prompt)}\n    -> {_one_line(answer)}")
+            self._show(f"  {_one_line(prompt)}\n    -> {_one_line(answer)}")
 
     def after_training(self, state: TrainState) -> None:
         self.close()
         first, last = self._first, self._last
         if first is None or last is None or first.step == last.step:
             return
-        self._say(f"held-out loss: {first.loss:.4f} {_when(first)}, {last.loss:.4f} {_when(last)}")
+        self._show(f"held-out loss: {first.loss:.4f} {_when(first)}, {last.loss:.4f} {_when(last)}")
         for (prompt, before), (_, after) in list(zip(first.samples, last.samples, strict=False))[:1]:
-            self._say(
+            self._show(
                 f"one question, before and after: {_one_line(prompt)}\n  before: {_one_line(before)}\n  after:  {_one_line(after)}"
             )
 
@@ -117,21 +117,21 @@ class ConsoleSink(Sink):
             self._progress.stop()
             self._progress = None
 
-    def _say(self, text: str, on_terminal: bool = True) -> None:
+    def _show(self, text: str, on_terminal: bool = True) -> None:
         if on_terminal:
             self._console.print(escape(text))
         if self._log is not None:
-            with contextlib.suppress(OSError):  # a full disk; the run's own files will say so
+            with contextlib.suppress(OSError):  # a full disk, which writing the run's own files reports
                 self._log.print(escape(text))
 
-    def _is_time_to_speak(self, step: int) -> bool:
+    def _is_due(self, step: int) -> bool:
         """The first and the last step; between them every tenth of the run, or more often where steps are slow."""
         now = time.monotonic()
-        tenth = step - self._said_step >= max(1, self.num_steps // 10)
-        due = now - self._said >= PLAIN_PAUSE_S or (tenth and now - self._said >= 1.0)
+        tenth = step - self._shown_step >= max(1, self.num_steps // 10)
+        due = now - self._shown >= PLAIN_PAUSE_S or (tenth and now - self._shown >= 1.0)
         if not (due or step in (self._begin_step + 1, self.num_steps)):
             return False
-        self._said, self._said_step = now, step
+        self._shown, self._shown_step = now, step
         return True
 
     def _time_left(self, step: int) -> str:

@@ -35,10 +35,10 @@ class Meter:
         return {
             "memory_allocated_bytes": float(allocated),
             "peak_bytes": float(peak),
-            "utilisation": self._read_utilisation(),
+            "utilisation": self._read_utilization(),
         }
 
-    def _read_utilisation(self) -> float:
+    def _read_utilization(self) -> float:
         if self._handle is None:
             return math.nan
         import pynvml

@@ -163,8 +163,8 @@ def format_report(report: Mapping[str, Any]) -> str:
     lines += _curve_lines(report.get("curve", []))
     lines += _evaluation_lines(report.get("evaluations", []))
     lines += _sample_lines(report.get("samples", []))
-    for name, said in report.get("verified", {}).items():
-        lines += ["", f"Verified `{name}/`: {said}"]
+    for name, found in report.get("verified", {}).items():
+        lines += ["", f"Verified `{name}/`: {found}"]
     lines += _setting_lines(report) + _next_lines(report.get("next", {}))
     return "\n".join(lines) + "\n"
 
@@ -242,10 +242,10 @@ def _sample_lines(samples: Sequence[Mapping[str, Any]]) -> list[str]:
     """Text of the data and of the model stands in blocks of code, where nothing of it is markup."""
     lines = ["", "## Held-out samples"] if samples else []
     for sample in samples:
-        said = [("prompt", sample["prompt"]), (f"after step {sample['step']}", sample["answer"])]
+        parts = [("prompt", sample["prompt"]), (f"after step {sample['step']}", sample["answer"])]
         if "before" in sample:
-            said.insert(1, (f"after step {sample['before_step']}", sample["before"]))
-        for name, text in said:
+            parts.insert(1, (f"after step {sample['before_step']}", sample["before"]))
+        for name, text in parts:
             shown = text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + " ..."
             lines += ["", f"{name}:", "", *(f"    {line}" for line in (shown.splitlines() or ["(nothing)"]))]
     return lines
@@ -311,9 +311,7 @@ def _pick(row: Mapping[str, Any], *names: str) -> dict[str, Any]:
 
 
 def _without_none(value: Any) -> Any:
-    """Leaves out what was not measured, and turns numbers that are not finite into nothing, which JSON has no word
-    for.
-    """
+    """Leaves out what was not measured, and numbers that are not finite, which JSON cannot hold."""
     if isinstance(value, Mapping):
         cleaned = {key: _without_none(item) for key, item in value.items()}
         return {key: item for key, item in cleaned.items() if item is not None}
