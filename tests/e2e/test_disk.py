@@ -70,7 +70,7 @@ def test_a_disk_that_fills_up_is_named_and_the_run_goes_on_once_there_is_room(pl
 
 def test_a_checkpoint_that_finds_no_room_names_it_too(place: Place, small_disk: Path) -> None:
     plant = NO_VERIFY | {
-        "manyhands.worker.training": "_save = save_checkpoint\n"
+        "manyhands.engine.native": "_save = save_checkpoint\n"
         "def save_checkpoint(*arguments, **options):\n"
         + "\n".join(f"    {line}" for line in fill(small_disk).splitlines())
         + "\n    _save(*arguments, **options)\n"

@@ -27,7 +27,7 @@ def test_two_processes_under_another_launcher(
     command = tuple(str(free_port()) if word == "PORT" else word for word in command)
     ended = place.call(*command, *WORKER, f"name={name}", plant=NO_VERIFY)
     assert ended.code == 0 and ended.output.count("finished: ") == 1, ended.output
-    assert place.run(name).read("plans/001.json")["world_size"] == 2
+    assert place.run(name).read("plans/001.json")["layout"]["mesh"]["replicate"] == 2
     assert place.run(name).course() == whole[1].course()
     again = place.call(*command, *WORKER, f"name={name}")
     assert again.code == 0 and place.run(name).course() == whole[1].course()

@@ -34,7 +34,7 @@ def plans(run: Run) -> list[Plan]:
 def check_smaller(made: list[Plan]) -> None:
     assert all(later.layout.micro_tokens < earlier.layout.micro_tokens for earlier, later in itertools.pairwise(made))
     assert {(plan.batch_samples, plan.num_steps, plan.learning_rate, plan.layout.world_size) for plan in made} == {
-        (made[0].batch_samples, made[0].num_steps, made[0].learning_rate, made[0].world_size)
+        (made[0].batch_samples, made[0].num_steps, made[0].learning_rate, made[0].layout.world_size)
     }
     assert [plan.cause for plan in made[1:]] == ["out_of_memory"] * (len(made) - 1)
 
