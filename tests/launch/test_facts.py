@@ -43,5 +43,5 @@ def test_facts_of_a_run_and_its_plan(tmp_path: Path):
 
 def test_a_broken_model_is_found_before_the_data_is_read(tmp_path: Path):
     (tmp_path / "model").mkdir()
-    with pytest.raises(UserError, match="the folder is not a model's"):
+    with pytest.raises(UserError, match="this is not a model's folder"):
         gather_facts(run_config(tmp_path), report=lambda _: None)
