@@ -18,10 +18,10 @@ from manyhands.families import FAMILIES, UNKNOWN, find
 SOURCES = Path(manyhands.__file__).parent
 # Files that name a family for another reason, and the reason.
 EXEMPT = {
-    "data/named_templates.py": "chat formats are named after the models that use them",
+    "data/tokenizer.py": "chat formats are named after the models that use them",
+    "data/template.py": "names one of these chat formats as an example",
+    "data/bounds.py": "describes what a chat template writes",
     "config/schema.py": "lists the names of these chat formats",
-    "data/template_bounds.py": "names one of these chat formats as an example",
-    "data/markers.py": "describes what chat templates write",
     "config/dialects/hints.py": "LLaMA-Factory is a tool",
     "bench/rows.py": "published models that are measured",
     "bench/shapes.py": "shapes of published models that are measured",
