@@ -181,7 +181,7 @@ def kernel_cases(n: int, device: torch.device) -> Iterator[tuple[str, str, Calla
             return rate(lambda: triton_fp8.transpose([x], scales, True), 3 * n * k) | {"codes_unlike_rows": other}
 
         for coded in (True, False):
-            kind = "triton, of codes" if coded else "triton, of bfloat16"
+            kind = "triton, of fp8 values" if coded else "triton, of bfloat16"
             yield f"transposed rows of {k}", kind, lambda coded=coded, transposed=transposed: transposed(coded)
     width = 14336
 
@@ -207,7 +207,7 @@ def kernel_cases(n: int, device: torch.device) -> Iterator[tuple[str, str, Calla
         return rate(lambda: plain(g, u), 7 * n * width)
 
     for kind in ("triton", "compiled torch", "triton backward", "triton backward without h"):
-        yield "silu(g) u and its codes", kind, lambda kind=kind: gated(kind)
+        yield "silu(g) u in fp8", kind, lambda kind=kind: gated(kind)
 
 
 def error_cases(device: torch.device) -> Iterator[tuple[str, str, Callable[[], dict[str, Any]]]]:

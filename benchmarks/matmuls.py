@@ -1,10 +1,10 @@
-"""Matrix products of one Llama-8B block, alone: each projection by itself against q/k/v and gate/up as one product, at
+"""Matmuls of one Llama-8B block, alone: each projection by itself against q/k/v and gate/up as one matmul, at
 sustained power.
 
     python benchmarks/matmuls.py --output benchmarks/results/h200-matmuls.jsonl
 
 What LoRA needs of a frozen base is timed: ``x @ W.T`` forward and ``dy @ W`` backward. A case is repeated for
-``--seconds`` after one second of the same work, so that clocks and power have settled; products are enqueued without
+``--seconds`` after one second of the same work, so that clocks and power have settled; matmuls are enqueued without
 waiting. Prints one JSON line a case:
 TFLOP/s (2 M N K over the time by CUDA events), mean SM clock in MHz and power in W.
 """
@@ -67,7 +67,7 @@ def forward(x: torch.Tensor, weights: list[torch.Tensor]) -> Callable[[], None]:
 
 
 def backward(tokens: int, weights: list[torch.Tensor]) -> Callable[[], None]:
-    """Gradient of the shared input: the first product writes, the others add to it."""
+    """Gradient of the shared input: the first matmul writes, the others add to it."""
     device, dtype, width = weights[0].device, weights[0].dtype, weights[0].shape[1]
     gradients = [torch.randn(tokens, len(w), device=device, dtype=dtype) for w in weights]
     dx = torch.empty(tokens, width, device=device, dtype=dtype)

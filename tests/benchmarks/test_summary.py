@@ -102,7 +102,7 @@ def test_kernels_of_attention_are_told_by_name_the_slowest_first() -> None:
 
     names = [("gemm", 9.0), ("flash_fwd_kernel", 2.0), ("flash_bwd_kernel", 4.0), ("fmha_unused", 0.0)]
     assert attention_kernels(event(*each) for each in names) == ["flash_bwd_kernel", "flash_fwd_kernel"]
-    assert attention_kernels([event("gemm", 9.0)]) == ["none by name: attention ran as plain products"]
+    assert attention_kernels([event("gemm", 9.0)]) == ["none by name: attention ran as separate matmuls"]
 
 
 @pytest.mark.parametrize("module, option", [("benchmarks", "--results"), ("manyhands.bench", "--output")])

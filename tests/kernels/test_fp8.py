@@ -14,7 +14,7 @@ from manyhands.kernels.fp8 import fp8_linears, fp8_mlp, ops, quantize_weights, r
 from manyhands.kernels.lora import Layer
 
 ACTIVATIONS = {"silu": F.silu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "gelu": F.gelu}
-ROUNDING = 0.037  # of a product of two codes: 2.6 % each, in root mean square
+ROUNDING = 0.037  # of a product of two fp8 values: 2.6 % each, in root mean square
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
@@ -114,7 +114,11 @@ def values_and_gradients(outputs: tuple[torch.Tensor, ...], inputs: list[torch.T
     return [y.detach() for y in outputs] + [g.detach() for g in torch.autograd.grad(outputs, inputs, given)]
 
 
-WAYS = {"adapters, weights coded once": (4, False, True), "adapters": (4, False, False), "trained": (0, True, False)}
+WAYS = {
+    "adapters, weights quantized once": (4, False, True),
+    "adapters": (4, False, False),
+    "trained": (0, True, False),
+}
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
@@ -140,7 +144,7 @@ def test_layers_on_one_input_err_by_their_codes_rounding(num_tokens: int, way: s
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("num_tokens", [0, 17, 300])
-def test_a_gated_mlp_errs_by_the_rounding_of_three_products(
+def test_a_gated_mlp_errs_by_the_rounding_of_three_matmuls(
     num_tokens: int, way: str, activation: str, device: str
 ) -> None:
     rank, trained, once = WAYS[way]

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from manyhands.kernels.lora import Layer, lora_linears, lora_mlp
 from manyhands.kernels.matmul import mm_wide
 
-PRODUCTS = {"silu": F.silu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "gelu": F.gelu}
+ACTIVATED = {"silu": F.silu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "gelu": F.gelu}
 
 
 def draw_layer(
@@ -43,7 +43,7 @@ def plain_linear(layer: Layer, x: torch.Tensor) -> torch.Tensor:
 
 
 def plain_mlp(x: torch.Tensor, gate: Layer, up: Layer, down: Layer, activation: str) -> torch.Tensor:
-    return plain_linear(down, PRODUCTS[activation](plain_linear(gate, x)) * plain_linear(up, x))
+    return plain_linear(down, ACTIVATED[activation](plain_linear(gate, x)) * plain_linear(up, x))
 
 
 def gradients(outputs: Any, x: torch.Tensor, layers: list[Layer]) -> list[torch.Tensor]:
@@ -86,7 +86,7 @@ def test_group_agrees_with_single_layers(shape: tuple[int, ...], wants_grad: boo
     assert_close(gradients(lora_linears(x, layers), x, layers), expected)
 
 
-@pytest.mark.parametrize("activation", PRODUCTS)
+@pytest.mark.parametrize("activation", ACTIVATED)
 @pytest.mark.parametrize("without", [None, 0, 2])
 def test_mlp_agrees_with_single_layers(activation: str, without: int | None) -> None:
     ranks = [0 if i == without else 3 for i in range(3)]

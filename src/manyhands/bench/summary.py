@@ -126,5 +126,5 @@ def attention_kernels(events: Iterable[Any]) -> list[str]:
             name = event.key[:NAME_LENGTH]
             found[name] = found.get(name, 0.0) + took
     return sorted(found, key=lambda name: -found[name])[:NUM_KERNELS] or [
-        "none by name: attention ran as plain products"
+        "none by name: attention ran as separate matmuls"
     ]
