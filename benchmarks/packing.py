@@ -53,7 +53,7 @@ def measure(
     name: str, lengths: np.ndarray, batch_samples: int, num_ranks: int, capacity: int, max_steps: int
 ) -> dict[str, object]:
     order = SampleOrder(len(lengths), 0, batch_samples=batch_samples)
-    steps = [order.rows(0, index) for index in range(min(max_steps, len(lengths) // batch_samples))]
+    steps = [order.samples(0, index) for index in range(min(max_steps, len(lengths) // batch_samples))]
     begin = time.process_time()
     layouts = [lay_out_packed(rows, lengths, num_ranks, capacity) for rows in steps]
     seconds = time.process_time() - begin
@@ -78,7 +78,7 @@ def measure_million(lengths: np.ndarray, num_ranks: int = 8, batch_samples: int 
     begin = time.process_time()
     order = SampleOrder(len(many), 0, batch_samples=batch_samples)
     layouts = [
-        lay_out_packed(order.rows(0, index), many, num_ranks, CAPACITIES[-1])
+        lay_out_packed(order.samples(0, index), many, num_ranks, CAPACITIES[-1])
         for index in range(order.steps_per_epoch(0))
     ]
     seconds = time.process_time() - begin

@@ -206,7 +206,7 @@ def list_rows(rank: RankContext, settings: Settings) -> list[dict[str, list[int]
     """The rows of all steps in our order, as the Trainer takes them: it shifts ``labels`` by one itself."""
     listed = []
     for step in range(rank.plan.num_steps):
-        rows = rank.order.rows(*rank.order.locate(step))
+        rows = rank.order.samples(*rank.order.locate(step))
         if len(rows) != settings.rows:  # the Trainer would fill up a short last step with rows of the next
             raise SystemExit(
                 f"step {step + 1} has {len(rows)} rows, not {settings.rows}: give more rows or fewer --steps"

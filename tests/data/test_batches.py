@@ -12,7 +12,7 @@ import torch
 
 from manyhands.data.batches import THREAD_NAME, collate, collate_here, iterate
 from manyhands.data.collate import BatchShape
-from manyhands.data.pack import StepLayout, lay_out_rows
+from manyhands.data.pack import StepLayout, lay_out_unpacked
 from manyhands.data.store import SampleSet
 from manyhands.data.streams import prompt_of
 from tests.data.fake_samples import SMALL, WEIGHTED
@@ -138,7 +138,7 @@ def num_threads() -> int:
 
 
 def test_iterate_gives_every_rank_its_batches_layout_by_layout() -> None:
-    layouts = [lay_out_rows(np.array([2, 0, 1]), 2, 1), lay_out_rows(np.array([1]), 2, 1)]
+    layouts = [lay_out_unpacked(np.array([2, 0, 1]), 2, 1), lay_out_unpacked(np.array([1]), 2, 1)]
     seen = []
     for layout, micro_batches in run(iter(layouts), rank=1):
         assert layout is layouts[len(seen)]
@@ -148,7 +148,7 @@ def test_iterate_gives_every_rank_its_batches_layout_by_layout() -> None:
 
 
 def test_what_is_left_of_a_layout_is_skipped() -> None:
-    layouts = [lay_out_rows(np.array([2, 0, 1]), 1, 1), lay_out_rows(np.array([1]), 1, 1)]
+    layouts = [lay_out_unpacked(np.array([2, 0, 1]), 1, 1), lay_out_unpacked(np.array([1]), 1, 1)]
     firsts = [next(micro_batches)["input_ids"].tolist() for _, micro_batches in run(layouts)]
     assert firsts == [[[1, 2, 3, 4]], [[8, 9]]]
 
@@ -159,7 +159,7 @@ def test_thread_works_ahead_but_not_far_and_ends_with_the_consumer() -> None:
     def layouts():
         for index in range(1000):
             laid_out.append(index)
-            yield lay_out_rows(np.array([index % 3]), 1, 1)
+            yield lay_out_unpacked(np.array([index % 3]), 1, 1)
 
     batches = run(layouts())
     next(batches)
@@ -171,7 +171,7 @@ def test_thread_works_ahead_but_not_far_and_ends_with_the_consumer() -> None:
 
 def test_an_error_in_the_thread_is_raised_in_the_consumer() -> None:
     broken = StepLayout(((np.array([99]),),))
-    batches = run([lay_out_rows(np.array([0]), 1, 1), broken])
+    batches = run([lay_out_unpacked(np.array([0]), 1, 1), broken])
     next(batches)
     with pytest.raises(IndexError):
         next(batches)
@@ -182,7 +182,7 @@ def test_the_time_spent_waiting_is_counted_for_each_layout() -> None:
     def layouts():
         for index in range(3):
             time.sleep(0.2 if index == 1 else 0.0)
-            yield lay_out_rows(np.array([0, 1]), 1, 1)
+            yield lay_out_unpacked(np.array([0, 1]), 1, 1)
 
     waits = []
     for _, micro_batches in run(layouts()):
@@ -197,7 +197,7 @@ def test_the_time_spent_waiting_is_counted_for_each_layout() -> None:
 def test_batches_arrive_on_the_gpu_whole_while_it_computes() -> None:
     device = torch.device("cuda", 0)
     busy = torch.randn(4096, 4096, device=device)
-    layouts = [lay_out_rows(np.array([2, 0, 1] * 20), 1, 3) for _ in range(3)]
+    layouts = [lay_out_unpacked(np.array([2, 0, 1] * 20), 1, 3) for _ in range(3)]
     expected = [collate(SMALL, rows, PADDED) for layout in layouts for rows in layout.of_rank(0)]
     found = []
     for _, micro_batches in run(layouts, shape=PADDED, device=device):

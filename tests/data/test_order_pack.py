@@ -24,7 +24,7 @@ def test_every_row_once_an_epoch(lengths: list[int], seed: int, epoch: int, batc
         seed,
         **({"batch_loss_tokens": 10 * batch, "num_loss_tokens": labels} if by_tokens else {"batch_samples": batch}),
     )
-    steps = [order.rows(epoch, index) for index in range(order.steps_per_epoch(epoch))]
+    steps = [order.samples(epoch, index) for index in range(order.steps_per_epoch(epoch))]
     assert sorted(np.concatenate(steps).tolist()) == list(range(len(lengths)))
     for rows in steps[:-1]:
         if by_tokens:  # reached with the last row, not before it
@@ -32,7 +32,7 @@ def test_every_row_once_an_epoch(lengths: list[int], seed: int, epoch: int, batc
         else:
             assert len(rows) == batch
     with pytest.raises(IndexError):
-        order.rows(epoch, len(steps))
+        order.samples(epoch, len(steps))
 
 
 def test_locate_counts_steps_over_epochs_of_different_length() -> None:
@@ -58,7 +58,7 @@ def make_sources(num_samples: int, weights: list[float], draw: int) -> np.ndarra
 
 
 def order_of_epoch(order: SampleOrder, epoch: int) -> np.ndarray:
-    return np.concatenate([order.rows(epoch, index) for index in range(order.steps_per_epoch(epoch))])
+    return np.concatenate([order.samples(epoch, index) for index in range(order.steps_per_epoch(epoch))])
 
 
 @settings(max_examples=100, deadline=None)
@@ -70,7 +70,7 @@ def test_every_beginning_of_an_epoch_holds_each_sources_share_within_one_row(
     try:
         order = SampleOrder(num_samples, seed, batch_samples=batch, sources=sources, weights=weights)
     except ValueError as error:
-        assert "leave no row" in str(error)
+        assert "leave no sample" in str(error)
         return
     sizes = np.bincount(sources, minlength=len(weights))
     taken = np.zeros(num_samples, dtype=np.int64)
@@ -113,10 +113,10 @@ def test_every_row_once_for_any_world_and_any_kill(
     for step in range(num_steps):
         if step == killed_after % num_steps:
             order = make()  # another process, which has nothing but the number of the step
-        rows = order.rows(*order.locate(step))
+        rows = order.samples(*order.locate(step))
         layout = lay_out_packed(rows, lengths, world_size, 128)
         assert {len(micro) for micro in layout.micro_batches} == {world_size}  # every rank has a part in each
-        of_ranks = np.concatenate([layout.rows_of_rank(rank) for rank in range(world_size)])
+        of_ranks = np.concatenate([layout.samples_of_rank(rank) for rank in range(world_size)])
         assert sorted(of_ranks.tolist()) == sorted(rows.tolist())
         seen += of_ranks.tolist()
     assert sorted(seen) == sorted(list(range(num_samples)) * 2)
@@ -165,5 +165,5 @@ def test_a_million_rows_take_seconds() -> None:
     sources = np.random.default_rng(0).choice(5, 1_000_000, p=[0.6, 0.3, 0.05, 0.04, 0.01]).astype(np.int16)
     start = time.process_time()
     order = SampleOrder(len(sources), 0, batch_samples=64, sources=sources, weights=[0.5, 1.0, 3.0, 2.5, 8.0])
-    rows = order.rows(0, 0)
+    rows = order.samples(0, 0)
     assert time.process_time() - start < 20 and len(rows) == 64  # some 2 s on an idle core

@@ -17,7 +17,7 @@ from manyhands.data.pack import (
     TILE_TOKENS,
     StepLayout,
     lay_out_packed,
-    lay_out_rows,
+    lay_out_unpacked,
     least_load,
     packing_efficiency,
     padded_tokens,
@@ -53,7 +53,7 @@ def test_rows_that_fit_into_one_micro_batch_take_one(lengths_list: list[int], nu
 
 
 def test_a_row_that_fits_nowhere_is_named() -> None:
-    with pytest.raises(UserError, match=r"row 2 has 50 tokens and does not fit into a micro-batch of 40"):
+    with pytest.raises(UserError, match=r"sample 2 has 50 tokens and does not fit into a micro-batch of 40"):
         lay_out_packed(np.array([1, 2]), np.array([1, 2, 50]), 2, 40)
 
 
@@ -96,7 +96,7 @@ def test_97_percent_of_what_is_paid_for_are_tokens(draw, batch_samples: int, num
     """
     lengths = draw(np.random.default_rng(0), 40 * batch_samples)
     order = SampleOrder(len(lengths), 0, batch_samples=batch_samples)
-    steps = [order.rows(0, index) for index in range(20)]
+    steps = [order.samples(0, index) for index in range(20)]
     best = np.array([best_efficiency(lengths[rows], num_ranks) for rows in steps])
     tokens = np.array([lengths[rows].sum() for rows in steps])
     possible = tokens.sum() / (tokens / best).sum()
@@ -137,7 +137,7 @@ def test_ranks_do_like_amounts_of_attention() -> None:
     lengths = long_tail(np.random.default_rng(0), 4096)
     layout = lay_out_packed(np.arange(4096), lengths, 8, 8192)
     for weights, bound in ((lengths, 1.01), (lengths**2, 1.05)):
-        per_rank = np.array([weights[layout.rows_of_rank(rank)].sum() for rank in range(8)])
+        per_rank = np.array([weights[layout.samples_of_rank(rank)].sum() for rank in range(8)])
         assert per_rank.max() / per_rank.mean() <= bound
 
 
@@ -147,9 +147,9 @@ def test_dealt_rows(num_samples: int, num_ranks: int, micro_samples: int, accumu
     rows = permute(num_samples, 1, 0)
     if num_samples > num_ranks * micro_samples * accumulation:
         with pytest.raises(ValueError, match="do not fit"):
-            lay_out_rows(rows, num_ranks, micro_samples, accumulation)
+            lay_out_unpacked(rows, num_ranks, micro_samples, accumulation)
         return
-    layout = lay_out_rows(rows, num_ranks, micro_samples, accumulation)
+    layout = lay_out_unpacked(rows, num_ranks, micro_samples, accumulation)
     assert np.concatenate(parts(layout)).tolist() == rows.tolist()
     assert layout.num_micro_batches == -(-num_samples // (num_ranks * micro_samples)) <= accumulation
     assert all(
@@ -164,7 +164,7 @@ def test_a_million_rows_are_planned_in_seconds() -> None:
     lengths = long_tail(np.random.default_rng(0), 1_000_000).astype(np.int32)
     begin = time.process_time()
     order = SampleOrder(len(lengths), 0, batch_samples=512)
-    layouts = [lay_out_packed(order.rows(0, index), lengths, 8, 16_384) for index in range(order.steps_per_epoch(0))]
+    layouts = [lay_out_packed(order.samples(0, index), lengths, 8, 16_384) for index in range(order.steps_per_epoch(0))]
     seconds = time.process_time() - begin
     assert packing_efficiency(layouts, lengths) >= 0.99
     assert seconds < 10

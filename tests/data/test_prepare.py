@@ -49,9 +49,9 @@ def test_rows_are_held_out_counted_and_cached(write_rows, make_config, model_fol
     assert facts.num_loss_tokens == sum(int(store.train.sample(index)["mask"][1:].sum()) for index in range(180))
     assert facts.max_length == max(store.train.lengths.max(), store.validation.lengths.max())
     assert facts.num_loss_tokens / 200 < facts.steps_of_epochs[0] <= facts.num_loss_tokens / 100 + 1
-    assert any(line.startswith("tokenized 200 rows") for line in lines)
+    assert any(line.startswith("tokenized 200 samples") for line in lines)
     again, _, lines = run(config, model_folder)
-    assert again == facts and lines[0].startswith("tokens cached: 180 rows")
+    assert again == facts and lines[0].startswith("tokens cached: 180 samples")
     line = store.line(0)
     assert f"what is {line - 1}?" in train[0]
 
@@ -166,7 +166,7 @@ def test_too_long_rows(write_rows, make_config, model_folder: Path) -> None:
     facts, _, lines = run(
         make_config(write_rows(rows[:51], "b.jsonl"), max_length=100, too_long="truncate"), model_folder
     )
-    assert facts.num_truncated == 1 and facts.max_length == 100 and "1 rows cut at 100 tokens" in lines
+    assert facts.num_truncated == 1 and facts.max_length == 100 and "1 samples cut at 100 tokens" in lines
     with pytest.raises(UserError, match="task: cpt"):
         run(make_config(path, too_long="split"), model_folder)
 
@@ -253,7 +253,7 @@ def test_a_killed_preparation_leaves_nothing_that_counts(
     (left,) = cache.iterdir()
     assert left.name.startswith(UNFINISHED) and next(left.rglob("tokens.bin")).stat().st_size > 0
     facts, _, lines = run(config, model_folder)
-    assert facts.num_samples == 180 and "tokenized 200 rows" in lines[0]
+    assert facts.num_samples == 180 and "tokenized 200 samples" in lines[0]
     assert left.exists()  # too young to be taken for abandoned
     for path in (*left.rglob("*"), left):
         os.utime(path, (time.time() - 7200,) * 2)
@@ -310,7 +310,7 @@ def test_damaged_tokens_are_not_taken_over_by_another_choice_of_rows(
     flip_a_bit(Path(facts.folder) / "tokens.bin")
     _, _, lines = run(make_config(path, max_samples=30), model_folder)
     assert not any("tokens cached" in line for line in lines) and any(
-        line.startswith("tokenized 200 rows") for line in lines
+        line.startswith("tokenized 200 samples") for line in lines
     )
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from manyhands.core.errors import UserError
 from manyhands.data import tokenize as tokenize_module
-from manyhands.data.divide import divide_rows
+from manyhands.data.divide import divide_samples
 from manyhands.data.long_text import LongText, read_documents
 from manyhands.data.prepare import prepare
 from manyhands.data.sources import FilePart
@@ -89,15 +89,15 @@ def test_weights_decide_how_often_rows_are_taken_and_share_the_tokens(two, make_
     plain, before, _ = run(make_mixed(two, validation_fraction=0), model_folder)
     two[0]["weight"], two[1]["weight"] = 0.5, 3
     facts, store, lines = run(make_mixed(two, validation_fraction=0), model_folder)
-    assert facts.digest != plain.digest and "tokens cached: the choice of rows is new" in lines
+    assert facts.digest != plain.digest and "tokens cached: the choice of samples is new" in lines
     assert (Path(facts.folder) / "tokens.bin").samefile(Path(plain.folder) / "tokens.bin")
     assert (facts.num_samples, facts.samples_per_epoch) == (180, 60 + 180)
     assert [source["weight"] for source in store.meta["sources"]] == [0.5, 3.0]
     order = store.order_samples(0, batch_samples=8)
-    taken = np.concatenate([order.rows(0, index) for index in range(order.steps_per_epoch(0))])
+    taken = np.concatenate([order.samples(0, index) for index in range(order.steps_per_epoch(0))])
     assert np.bincount(store.train.sources[taken]).tolist() == [60, 180]
     for index in range(order.steps_per_epoch(0)):
-        assert 1 <= (store.train.sources[order.rows(0, index)] == 0).sum() <= 3  # two in eight
+        assert 1 <= (store.train.sources[order.samples(0, index)] == 0).sum() <= 3  # two in eight
     means = [before.train.lengths[before.train.sources == source].mean() for source in (0, 1)]
     assert facts.mean_length == pytest.approx((60 * means[0] + 180 * means[1]) / 240)
     by_tokens, _, _ = run(make_mixed(two, validation_fraction=0, batch={"loss_tokens": 100}), model_folder)
@@ -107,7 +107,7 @@ def test_weights_decide_how_often_rows_are_taken_and_share_the_tokens(two, make_
 
 def test_weights_that_leave_nothing_are_refused(write_rows, make_mixed, model_folder: Path) -> None:
     source = {"path": str(write_rows(CHAT[:10])), "weight": 0.01}
-    with pytest.raises(UserError, match="no row would be trained"):
+    with pytest.raises(UserError, match="no sample would be trained"):
         run(make_mixed([source], validation_fraction=0), model_folder)
 
 
@@ -162,13 +162,13 @@ def test_documents_are_held_out_whole(make_config) -> None:
     data = make_config(Path("x")).data
     source = [data_source("x")]
     continued = np.array([n % 5 != 0 for n in range(300)])  # 60 documents of 5 rows
-    division = divide_rows(data, 0, np.zeros(300, np.int16), continued, source, 1, np.arange(300))
+    division = divide_samples(data, 0, np.zeros(300, np.int16), continued, source, 1, np.arange(300))
     assert len(division.validation) == 20 and len(division.train) == 280
     assert all(len(set(rows)) == 5 for rows in division.validation.reshape(-1, 5))
     assert {int(row) // 5 for row in division.validation}.isdisjoint({int(row) // 5 for row in division.train})
-    one_book = divide_rows(data, 0, np.zeros(300, np.int16), np.arange(300) > 0, source, 1, np.arange(300))
+    one_book = divide_samples(data, 0, np.zeros(300, np.int16), np.arange(300) > 0, source, 1, np.arange(300))
     assert (len(one_book.validation), len(one_book.train)) == (20, 280)
-    copies = divide_rows(
+    copies = divide_samples(
         data, 0, np.zeros(300, np.int16), continued, source, 1, np.arange(300) % 10
     )  # two documents, 30 times each
     assert len(copies.validation) == 0 and "so many copies" in copies.notes[-1]
@@ -306,7 +306,7 @@ def test_copies_in_another_source_are_held_out_with_the_sample(make_config) -> N
     data = make_config(Path("x")).data
     sources, hashes = np.repeat(np.array([0, 1], np.int16), 300), np.tile(np.arange(300), 2)
     for seed in range(4):
-        division = divide_rows(
+        division = divide_samples(
             data, seed, sources, np.zeros(600, bool), [data_source("x"), data_source("y")], 2, hashes
         )
         assert 20 <= len(division.validation) <= 60

@@ -63,7 +63,7 @@ def test_rows_weights_and_sources_come_back(tmp_path: Path) -> None:
     assert train.sources.tolist() == [0, 1, 1] and store.source_weights == (1.0, 2.0)
     assert [store.line(index) for index in range(3)] == [2, 4, 4]
     order = store.order_samples(0, batch_samples=5)
-    assert order.samples_in_epoch(0) == 5 and sorted(order.rows(0, 0).tolist()) == [0, 1, 1, 2, 2]
+    assert order.samples_in_epoch(0) == 5 and sorted(order.samples(0, 0).tolist()) == [0, 1, 1, 2, 2]
 
 
 def test_without_weights_targets_count_one_each(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 from manyhands.core.errors import UserError
 from manyhands.data.batches import Batch, collate_here, iterate
 from manyhands.data.collate import BatchShape, BatchWorkers, open_store_samples
-from manyhands.data.pack import lay_out_packed, lay_out_rows
+from manyhands.data.pack import lay_out_packed, lay_out_unpacked
 from manyhands.data.segment import SegmentWriter, finish_store, join_segments
 from manyhands.data.store import TokenStore
 from manyhands.data.streams import (
@@ -135,7 +135,7 @@ def expected_at(number: int, position: int) -> tuple[float, list[float]]:
 def test_new_streams_reach_the_model_by_their_declaration(folder: Path, packed: bool, in_workers: bool) -> None:
     store = TokenStore.open(folder)
     shape, rows = BatchShape(packed=packed, tile=8 if packed else 1), np.array([3, 0, 5, 1, 4, 2])
-    layout = lay_out_packed(rows, store.train.lengths, 2, 12) if packed else lay_out_rows(rows, 2, 2)
+    layout = lay_out_packed(rows, store.train.lengths, 2, 12) if packed else lay_out_unpacked(rows, 2, 2)
     workers = BatchWorkers(functools.partial(open_store_samples, folder), 1) if in_workers else None
     collate = (
         collate_here(store.train, shape) if workers is None else functools.partial(workers.collate, "train", shape)

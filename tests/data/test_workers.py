@@ -18,7 +18,7 @@ import torch
 from manyhands.core.errors import UserError
 from manyhands.data.batches import collate_here, iterate
 from manyhands.data.collate import BatchShape, BatchWorkers
-from manyhands.data.pack import lay_out_rows
+from manyhands.data.pack import lay_out_unpacked
 from tests.data.fake_samples import open_deadly, open_drawn
 
 CPU = torch.device("cpu")
@@ -69,7 +69,7 @@ def test_an_evaluation_amid_a_step_disturbs_neither(workers: BatchWorkers) -> No
 
 
 def test_a_run_that_goes_on_from_any_step_gets_the_same_batches(workers: BatchWorkers) -> None:
-    layouts = [lay_out_rows(np.arange(step, step + 6), 2, 2) for step in range(5)]
+    layouts = [lay_out_unpacked(np.arange(step, step + 6), 2, 2) for step in range(5)]
 
     def batches(first: int, collate_units: Any) -> list[list[dict[str, Any]]]:
         return [list(micro_batches) for _, micro_batches in iterate(layouts[first:], 1, CPU, collate_units)]
@@ -100,7 +100,10 @@ def test_a_killed_process_is_a_clear_error() -> None:
     for when in ("amid a batch", "between two"):
         workers = BatchWorkers(open_deadly if when == "amid a batch" else open_drawn, 1)
         batches = iterate(
-            [lay_out_rows(np.arange(6), 1, 1)] * 5, 0, CPU, lambda units, w=workers: w.collate("train", SHAPE, units)
+            [lay_out_unpacked(np.arange(6), 1, 1)] * 5,
+            0,
+            CPU,
+            lambda units, w=workers: w.collate("train", SHAPE, units),
         )
         with pytest.raises(
             UserError, match=r"a process that prepares batches was killed by signal 9 \(SIGKILL\)"

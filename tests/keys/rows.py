@@ -52,7 +52,7 @@ def train(lab: Lab) -> None:
     ran = lab.run({"data.train": sources, "data.validation_fraction": 0.0})
     store, order = ran.rank.store, ran.rank.order
     assert np.bincount(store.train.sources).tolist() == [36, 20] and store.meta["sources"][1]["name"] == "extra"
-    epoch = np.concatenate([order.rows(0, index) for index in range(order.steps_per_epoch(0))])
+    epoch = np.concatenate([order.samples(0, index) for index in range(order.steps_per_epoch(0))])
     assert np.bincount(store.train.sources[epoch]).tolist() == [18, 40]  # half of one, all of the other twice
     assert ran.column("num_samples") == [8] * 7 + [2]
     renamed = lab.write_rows("columns.jsonl", [{"a": row["prompt"], "b": row["completion"]} for row in make_rows(60)])
@@ -172,7 +172,7 @@ def accumulation(lab: Lab) -> None:
 
 def seed(lab: Lab) -> None:
     other, base = lab.run({"seed": 1}), lab.base
-    assert not np.array_equal(other.rank.order.rows(0, 0), base.rank.order.rows(0, 0))
+    assert not np.array_equal(other.rank.order.samples(0, 0), base.rank.order.samples(0, 0))
     assert {other.prompt_of(i) for i in range(40)} != {base.prompt_of(i) for i in range(40)}  # other rows are held out
     first, second = (
         lab.start({"seed": n}).model.get_parameter("model.layers.0.mlp.up_proj.lora_A.weight") for n in (0, 1)

@@ -53,7 +53,7 @@ def walk(order: SampleOrder, epochs: float) -> int:
     step = 0
     while True:
         epoch, index = order.locate(step)
-        assert len(order.rows(epoch, index))
+        assert len(order.samples(epoch, index))
         if epoch + Fraction(index, order.steps_per_epoch(epoch)) >= Fraction(repr(float(epochs))):
             return step
         step += 1

@@ -75,7 +75,7 @@ def test_plan_preview_and_batches_agree(
     num_steps = made.steps_per_epoch
     useful = computed = 0
     for step in np.unique(np.linspace(0, num_steps - 1, min(num_steps, 20)).astype(int)):
-        rows = order.rows(0, int(step))
+        rows = order.samples(0, int(step))
         useful += int(store.train.lengths[rows].sum())
         for micro in lay_out_step(made, rows, store.train.lengths).micro_batches:
             computed += num_processes * max(

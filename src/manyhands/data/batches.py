@@ -84,7 +84,7 @@ def collate(sample_set: Samples, numbers: np.ndarray, shape: BatchShape) -> Batc
 
 def collate_here(sample_set: Samples, shape: BatchShape) -> Collate:
     """Collation in the thread that reads ahead."""
-    return lambda units: (collate_samples(sample_set, rows, shape) for rows in units)
+    return lambda units: (collate_samples(sample_set, numbers, shape) for numbers in units)
 
 
 def iterate(
@@ -154,9 +154,9 @@ def _load(
 
     def units() -> Iterator[np.ndarray]:
         for layout in layouts:
-            for rows in layout.of_rank(rank):
+            for numbers in layout.of_rank(rank):
                 coming.append(layout)
-                yield rows
+                yield numbers
 
     on_gpu = device.type == "cuda"
     if on_gpu:

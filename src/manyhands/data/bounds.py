@@ -1,4 +1,5 @@
-"""Where tokens lie in a text, and where turns do: the tools that ``spans.py`` and ``render.py`` share. Knows no template.
+"""Where tokens lie in a text, and where turns do: the tools that ``spans.py`` and ``render.py`` share. Knows no
+template.
 
 ``ByteBounds`` tells from ids alone which bytes each token stands for; ``Markers`` tells the markers of a template apart
 from contents; conversations of the same roles have one ``TurnShape``: where the turns of one lie, they lie in all.

@@ -1,4 +1,5 @@
-"""The folder of prepared data: the names of stores, by content; opening, publishing and cleaning up. Knows files as bytes.
+"""The folder of prepared data: the names of stores, by content; opening, publishing and cleaning up. Knows files as
+bytes.
 
 Equal names, equal tokens or equal stores. A store appears by one rename of a finished folder, so that whatever has the
 name is complete.
@@ -141,7 +142,7 @@ def link_other(tokens: str, unfinished: Path, report: Report) -> list[dict[str, 
         except (OSError, ValueError, UserError):
             continue
         if link_tokens(path.parent, unfinished):
-            report("tokens cached: the choice of rows is new")
+            report("tokens cached: the choice of samples is new")
             return meta["made"]
     return None
 

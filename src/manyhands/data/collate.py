@@ -8,11 +8,11 @@ In a batch (T: tokens of all documents laid end to end; B x L: samples x longest
 | input_ids | (1, T) int64 | (B, L) int64, padded on the right with 0 |
 | position_ids | (1, T) int64, from 0 in every document | (B, L) int64 |
 | labels | (1, T) int64: the next token of the same document where that is a loss token, else -100 | (B, L) int64 |
-| loss_weights | (1, T) float32: of the labels, 0 where there is none; absent where every loss token weighs 1 | (B, L) float32 |
+| loss_weights | (1, T) float32, 0 where no label is; absent where every loss token weighs 1 | (B, L) float32 |
 | label_positions | (m) int64: flat positions that have a label | likewise |
 | any other entry of a stream along the packed one | (1, T, *item) | (B, L, *item) |
 | an entry of a stream with a length of its own | (items of all samples, *item) | likewise |
-| cu_ENTRY, beside such an entry | (samples + 1) int32: where the items of each sample begin, and their number | likewise |
+| cu_ENTRY, beside such an entry | (samples + 1) int32: where each sample begins, and the end | likewise |
 | cu_seq_lens | (documents + 1) int32: where documents begin, and T | absent |
 | max_length | int: no document is longer | absent |
 | row_length | int: every document, padding included, has this length; absent otherwise | absent |
@@ -21,8 +21,8 @@ Padded needs no attention mask: attention is causal and the padding stands behin
 
 Processes that collate batches ahead. They import no torch, map the same files, and end when their pipe closes.
 
-A batch is a function of (samples, shape) alone, so it does not matter which process makes it, nor in which attempt of the
-run: results are taken in the order in which they were asked. Knows nothing of steps, ranks or devices.
+A batch is a function of (samples, shape) alone, so it does not matter which process makes it, nor in which attempt of
+the run: results are taken in the order in which they were asked. Knows nothing of steps, ranks or devices.
 """
 
 from __future__ import annotations
@@ -213,8 +213,8 @@ class BatchWorkers:
         return [process.pid for process in self._processes if process.pid is not None]
 
     def collate(self, name: str, shape: BatchShape, units: Iterable[np.ndarray]) -> Generator[Arrays, None, None]:
-        """The batches of sample set ``name``, one for each unit of sample numbers, in order; ``num_workers`` units are in work at
-        once.
+        """The batches of sample set ``name``, one for each unit of sample numbers, in order; ``num_workers`` units
+        are in work at once.
 
         Raises what collation raised, and UserError where a process has died.
         """
@@ -290,7 +290,8 @@ class BatchWorkers:
             f"a process that prepares batches {how}",
             where=f"data.workers, process {process.pid}",
             why="something outside the run ended it; where memory is short, the system does",
-            fix="start again: the run goes on from its newest checkpoint; or lower data.workers (0: one thread of the rank itself)",
+            fix="start again: the run goes on from its newest checkpoint; or lower data.workers (0: one thread "
+            "of the rank itself)",
             exit_code=EXIT_FAILED,
         )
 

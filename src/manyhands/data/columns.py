@@ -74,7 +74,8 @@ class Columns:
         for name in shape.telling:
             if carries(row.fields[name]):
                 raise RowRefused(
-                    f"{describe(name, row.fields[name])}: the column {name} would not be used (data.ignore leaves it out)"
+                    f"{describe(name, row.fields[name])}: the column {name} would not be used (data.ignore "
+                    f"leaves it out)"
                 )
         for name in shape.unread:
             if name not in unread and carries(row.fields[name]) and len(unread) < MAX_NAMES:
@@ -134,13 +135,15 @@ def _refusal(row: Row, telling: Sequence[str], fields: Mapping[str, str]) -> Use
             f"these rows come with {kinds}, and only text can be trained",
             where=where,
             why=f"the column{'s' * (len(media) > 1)} {', '.join(media)} would not be used (columns found: {found})",
-            fix=f"give other rows; to train their text alone, {ignore}, and take placeholders such as <image> out of it",
+            fix=f"give other rows; to train their text alone, {ignore}, and take placeholders such as <image> "
+            f"out of it",
         )
     if any(plain[name] in PREFERENCE for name in telling):
         return UserError(
             f"this is preference data: the column{'s' * (len(telling) > 1)} {', '.join(telling)} would not be used",
             where=where,
-            why="preference methods (DPO, KTO) learn from good and bad answers; this run would train every answer as a good one "
+            why="preference methods (DPO, KTO) learn from good and bad answers; this run would train every "
+            "answer as a good one "
             f"(columns found: {found})",
             fix=_advise_preference(row, telling, ignore),
         )
@@ -149,7 +152,8 @@ def _refusal(row: Row, telling: Sequence[str], fields: Mapping[str, str]) -> Use
         return UserError(
             f"this is preference data: the column {name} would not be used",
             where=where,
-            why=f"{name} says whether an answer is good, as KTO takes it; this run would train bad answers as good ones",
+            why=f"{name} says whether an answer is good, as KTO takes it; this run would train bad answers as "
+            f"good ones",
             fix=f"remove the rows whose {name} is false, then {ignore}",
         )
     return UserError(

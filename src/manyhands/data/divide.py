@@ -1,8 +1,8 @@
-"""Which rows of a store are trained and which are held out: seeded, in proportion to the sources. Pure numpy; knows no
-files.
+"""Which samples of a store are trained and which are held out: seeded, in proportion to the sources. Pure numpy;
+knows no files.
 
-Copies are told by the tokens of the first sample of a document: two divided documents that begin with the same block are
-held out together, and copies that differ in their first block only are not seen as such.
+Copies are told by the tokens of the first sample of a document: two divided documents that begin with the same block
+are held out together, and copies that differ in their first block only are not seen as such.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from manyhands.config.schema import DataSection, Source
 from manyhands.data.order import HELD_OUT_STREAM, permute
 
-MIN_HELD_OUT = 20  # rows, where these are no more than one in ten
+MIN_HELD_OUT = 20  # samples, where these are no more than one in ten
 ONE_IN = 10
 
 
@@ -28,7 +28,7 @@ class Division:
     notes: list[str]
 
 
-def divide_rows(
+def divide_samples(
     data: DataSection,
     seed: int,
     sources: np.ndarray,
@@ -37,11 +37,11 @@ def divide_rows(
     num_train: int,
     hashes: np.ndarray,
 ) -> Division:
-    """``sources`` int16, ``continued`` bool and ``hashes`` uint64 (of the tokens) describe the rows of the store; the
-    first ``num_train`` sources are for training.
+    """``sources`` int16, ``continued`` bool and ``hashes`` uint64 (of the tokens) describe the samples of the store;
+    the first ``num_train`` sources are for training.
 
-    Without validation sources the first rows of a seeded permutation are held out, as many as ``count_held_out`` says,
-    of each source its share. Rows of one divided document stay together, and so do rows of the same tokens.
+    Without validation sources the first samples of a seeded permutation are held out, as many as ``count_held_out``
+    says, of each source its share. Samples of one divided document stay together, and so do samples of the same tokens.
     ``max_samples`` of a source, and then ``data.max_samples``, keep the next ones.
     """
     order = permute(int((sources < num_train).sum()), seed, HELD_OUT_STREAM)
@@ -49,9 +49,9 @@ def divide_rows(
     notes: list[str] = []
     held_out = np.empty(0, dtype=np.int64)
     if data.validation is None and data.validation_fraction > 0:
-        quotas = _share_out(data.validation_fraction, [len(rows) for rows in by_source], notes)
+        quotas = _share_out(data.validation_fraction, [len(samples) for samples in by_source], notes)
         held_out = np.concatenate(
-            [_hold_out(rows, quota, continued, hashes) for rows, quota in zip(by_source, quotas, strict=True)]
+            [_hold_out(samples, quota, continued, hashes) for samples, quota in zip(by_source, quotas, strict=True)]
         )
         held_out = _with_copies(
             held_out, sources < num_train, continued, hashes, max(sum(quotas), len(order) // ONE_IN)
@@ -70,21 +70,21 @@ def divide_rows(
     is_kept = np.ones(len(order), dtype=np.bool_)
     if data.validation is None:
         is_kept[held_out] = False
-    for source, rows in zip(all_sources, by_source, strict=False):
+    for source, samples in zip(all_sources, by_source, strict=False):
         if source.max_samples is not None:
-            is_kept[rows[is_kept[rows]][source.max_samples :]] = False
+            is_kept[samples[is_kept[samples]][source.max_samples :]] = False
     train = order[is_kept[order]][: data.max_samples]
     return Division(np.sort(train), np.sort(held_out), notes)
 
 
-def _first(rows: np.ndarray, max_samples: int | None, seed: int) -> np.ndarray:
-    """At most ``max_samples`` of the rows, the first ones of their own seeded order."""
-    return rows if max_samples is None else rows[permute(len(rows), seed, HELD_OUT_STREAM)[:max_samples]]
+def _first(samples: np.ndarray, max_samples: int | None, seed: int) -> np.ndarray:
+    """At most ``max_samples`` of the samples, the first ones of their own seeded order."""
+    return samples if max_samples is None else samples[permute(len(samples), seed, HELD_OUT_STREAM)[:max_samples]]
 
 
 def count_held_out(fraction: float, num_samples: int) -> int:
-    """Rows to hold out of ``num_samples``: the fraction, at most half of them; where that is less than 20, 20 or a
-    tenth of the rows.
+    """Samples to hold out of ``num_samples``: the fraction, at most half of them; where that is less than 20, 20 or a
+    tenth of the samples.
 
     A fraction of 0 holds out none.
     """
@@ -94,12 +94,13 @@ def count_held_out(fraction: float, num_samples: int) -> int:
 
 
 def _share_out(fraction: float, num_samples: Sequence[int], notes: list[str]) -> list[int]:
-    """Rows to hold out of each source: largest remainders of their exact shares, never all rows of a source."""
+    """Samples to hold out of each source: largest remainders of their exact shares, never all samples of a source."""
     total = sum(num_samples)
     wanted, asked = count_held_out(fraction, total), round(fraction * total)
     if not wanted:
         notes.append(
-            f"no sample is held out for validation: of {total:,}, a tenth is less than one (data.validation takes a file)"
+            f"no sample is held out for validation: of {total:,}, a tenth is less than one (data.validation "
+            f"takes a file)"
         )
     elif wanted < asked:
         notes.append(
@@ -107,7 +108,8 @@ def _share_out(fraction: float, num_samples: Sequence[int], notes: list[str]) ->
         )
     elif asked < wanted < MIN_HELD_OUT:
         notes.append(
-            f"only {_count(wanted)} held out for validation, a tenth of {total:,}; data.validation_fraction can ask for more"
+            f"only {_count(wanted)} held out for validation, a tenth of {total:,}; data.validation_fraction can "
+            f"ask for more"
         )
     quotas = [wanted * count // total if total else 0 for count in num_samples]
     by_remainder = sorted(
@@ -122,22 +124,22 @@ def _count(num_samples: int) -> str:
     return f"{num_samples:,} sample{'s' if num_samples != 1 else ''}"
 
 
-def _hold_out(rows: np.ndarray, quota: int, continued: np.ndarray, hashes: np.ndarray) -> np.ndarray:
-    """About ``quota`` of ``rows`` (in seeded order): whole groups until they are enough, none that would make it more
-    than a tenth of the rows and than the quota.
+def _hold_out(samples: np.ndarray, quota: int, continued: np.ndarray, hashes: np.ndarray) -> np.ndarray:
+    """About ``quota`` of ``samples`` (in seeded order): whole groups until they are enough, none that would make it
+    more than a tenth of the samples and than the quota.
 
     A group is a document, or all of the same tokens. Where every group is larger than that, documents that differ are
-    taken row by row; of copies none is taken, as others of it would be trained.
+    taken sample by sample; of copies none is taken, as others of it would be trained.
     """
     first_of = np.flatnonzero(~continued)[
-        (np.cumsum(~continued) - 1)[rows]
-    ]  # of each row: the one its document begins with
+        (np.cumsum(~continued) - 1)[samples]
+    ]  # of each sample: the one its document begins with
     ordered = np.sort(hashes[first_of])
     if quota == 0 or not (ordered[1:] == ordered[:-1]).any():
-        return rows[:quota]
+        return samples[:quota]
     found, groups = np.unique(hashes[first_of], return_inverse=True)
     sizes = np.bincount(groups)
-    room, taken, num_taken = max(quota, len(rows) // ONE_IN), [], 0
+    room, taken, num_taken = max(quota, len(samples) // ONE_IN), [], 0
     for group in dict.fromkeys(groups.tolist()):
         if num_taken >= quota:
             break
@@ -145,8 +147,8 @@ def _hold_out(rows: np.ndarray, quota: int, continued: np.ndarray, hashes: np.nd
             taken.append(group)
             num_taken += int(sizes[group])
     if taken:
-        return rows[np.isin(groups, taken)]
-    return rows[: quota if len(found) == len(np.unique(first_of)) else 0]
+        return samples[np.isin(groups, taken)]
+    return samples[: quota if len(found) == len(np.unique(first_of)) else 0]
 
 
 def _with_copies(
@@ -161,11 +163,11 @@ def _with_copies(
 
 
 def find_repeated(hashes: np.ndarray, division: Division) -> tuple[np.ndarray, np.ndarray]:
-    """Validation rows with the very tokens of a training row, and the first such training row of each; positions in the
-    store.
+    """Validation samples with the very tokens of a training sample, and the first such training sample of each;
+    positions in the store.
     """
     wanted, found = hashes[division.validation], hashes[division.train]
-    known = np.unique(wanted)  # few beside those of training rows, which need not be sorted so
+    known = np.unique(wanted)  # few beside those of training samples, which need not be sorted so
     if not len(known):
         return division.validation, division.validation
     twins = division.train[known[np.minimum(np.searchsorted(known, found), len(known) - 1)] == found]

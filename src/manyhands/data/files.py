@@ -207,7 +207,8 @@ class _Unpacking(io.RawIOBase):
             raise UserError(
                 f"the packed file unpacks to more than {self._max_bytes:,} bytes",
                 where=str(self._path),
-                why=f"the limit is {MAX_UNPACKED_RATIO} times its size, and {FREE_UNPACKED_BYTES >> 20:,} MiB in any case",
+                why=f"the limit is {MAX_UNPACKED_RATIO} times its size, and {FREE_UNPACKED_BYTES >> 20:,} MiB "
+                f"in any case",
                 fix="if it is meant to be so large, unpack it (gunzip) and name the unpacked file",
             )
         return count

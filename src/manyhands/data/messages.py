@@ -130,13 +130,15 @@ def _join_parts(parts: list[Any], rest: Message, where: str) -> tuple[str | None
         if kind not in PARTS:
             known = ", ".join((*PARTS, CALL_PART))
             raise RowRefused(
-                f"the content of {where} has a part of type {_quote(kind)}, and only text can be trained (types: {known})"
+                f"the content of {where} has a part of type {_quote(kind)}, and only text can be trained "
+                f"(types: {known})"
             )
         text = next((part[key] for key in PARTS[kind] if isinstance(part.get(key), str)), None)
         if text is None:
             keys = ", ".join(map(str, part))
             raise RowRefused(
-                f"a part of the content of {where} is {kind}, but none of its keys ({keys}) is {' or '.join(PARTS[kind])}"
+                f"a part of the content of {where} is {kind}, but none of its keys ({keys}) is "
+                f"{' or '.join(PARTS[kind])}"
             )
         (texts if kind == "text" else thoughts).append(text)
     if thoughts:

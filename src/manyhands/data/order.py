@@ -1,4 +1,5 @@
-"""Which rows form a step: a function of (seed, epoch, step) alone. Pure numpy; nothing is stored, no rank is known."""
+"""Which samples form a step: a function of (seed, epoch, step) alone. Pure numpy; nothing is stored, no rank is
+known."""
 
 from __future__ import annotations
 
@@ -60,16 +61,18 @@ def permute(num_samples: int, seed: int, stream: int) -> np.ndarray:
 
 
 class SampleOrder:
-    """The rows of every step of a run, steps never crossing epochs.
+    """The samples of every step of a run, steps never crossing epochs.
 
-    Without ``sources`` each row comes exactly once an epoch. With ``sources`` (of each row, counted from 0) and
-    ``weights`` (of each source), source s of n rows appears ``weight * n`` times an epoch, rounded so that the sum over
-    epochs is right to half a row. It goes through its rows in passes, each a permutation of its own, and an epoch
-    begins where the one before left off: no row comes twice more than another. Every beginning of an epoch holds each
-    source's share within one row.
+    Without ``sources`` each sample comes exactly once an epoch. With ``sources`` (of each sample, counted from 0) and
+    ``weights`` (of each source), source s of n samples appears ``weight * n`` times an epoch, rounded so that the sum
+    over
+    epochs is right to half a sample. It goes through its samples in passes, each a permutation of its own, and an epoch
+    begins where the one before left off: no sample comes twice more than another. Every beginning of an epoch holds
+    each source's share within one sample.
 
-    A step is ``batch_samples`` rows, or as many rows as it takes to reach ``batch_loss_tokens`` trained tokens (the row
-    that reaches it is the last); then ``num_loss_tokens`` gives the trained tokens of each row. The last step of an
+    A step is ``batch_samples`` samples, or as many samples as it takes to reach ``batch_loss_tokens`` loss tokens
+    (the sample
+    that reaches it is the last); then ``num_loss_tokens`` gives the loss tokens of each sample. The last step of an
     epoch may be short.
     """
 
@@ -84,20 +87,20 @@ class SampleOrder:
         weights: Sequence[float] | None = None,
     ) -> None:
         if num_samples < 1:
-            raise ValueError("an order needs at least one row")
+            raise ValueError("an order needs at least one sample")
         if (batch_samples is None) == (batch_loss_tokens is None):
             raise ValueError("give batch_samples or batch_loss_tokens, not both")
         if batch_loss_tokens is not None and (num_loss_tokens is None or len(num_loss_tokens) != num_samples):
-            raise ValueError("batch_loss_tokens needs num_loss_tokens, one for each row")
+            raise ValueError("batch_loss_tokens needs num_loss_tokens, one for each sample")
         if (batch_samples if batch_samples is not None else batch_loss_tokens or 0) < 1:
-            raise ValueError("a step needs at least one row or token")
+            raise ValueError("a step needs at least one sample or token")
         self.num_samples, self.seed = num_samples, seed
         self.batch_samples, self.batch_loss_tokens, self._num_loss_tokens = (
             batch_samples,
             batch_loss_tokens,
             num_loss_tokens,
         )
-        self._rows_of_source, self._shares = _divide(num_samples, sources, weights)
+        self._samples_of_source, self._shares = _divide(num_samples, sources, weights)
         self._pattern: tuple[tuple[int, ...], np.ndarray] = (
             (),
             np.empty(0),
@@ -106,8 +109,8 @@ class SampleOrder:
         self._first_steps = [0]  # of every epoch whose length is known, over the whole run
 
     def samples_in_epoch(self, epoch: int) -> int:
-        """Rows of one epoch, repeated ones counted each time; epochs differ where a weight times its rows is no whole
-        number.
+        """Samples of one epoch, repeated ones counted each time; epochs differ where a weight times its samples is no
+        whole number.
         """
         return sum(end - start for start, end in self._stretches(epoch))
 
@@ -119,11 +122,11 @@ class SampleOrder:
             return -(-self.samples_in_epoch(epoch) // self.batch_samples)
         return len(self._lay_out(epoch)[1]) - 1
 
-    def rows_of_epoch(self, epoch: int) -> np.ndarray:
+    def samples_of_epoch(self, epoch: int) -> np.ndarray:
         """Row ids of a whole epoch, int64, in seeded order."""
         return self._lay_out(epoch)[0]
 
-    def rows(self, epoch: int, index: int) -> np.ndarray:
+    def samples(self, epoch: int, index: int) -> np.ndarray:
         """Row ids of step ``index`` of an epoch, int64, in seeded order."""
         permutation, bounds = self._lay_out(epoch)
         if not 0 <= index < len(bounds) - 1:
@@ -161,35 +164,36 @@ class SampleOrder:
 
     def _order_epoch(self, epoch: int) -> np.ndarray:
         drawn = [self._draw(source, *stretch) for source, stretch in enumerate(self._stretches(epoch))]
-        if len(present := [rows for rows in drawn if len(rows)]) == 1:
+        if len(present := [samples for samples in drawn if len(samples)]) == 1:
             return present[0]
         counts = tuple(map(len, drawn))
         if self._pattern[0] != counts:
             self._pattern = (counts, interleave(counts))
         order = np.empty(sum(counts), dtype=np.int64)
-        for source, rows in enumerate(drawn):
-            order[self._pattern[1] == source] = rows
+        for source, samples in enumerate(drawn):
+            order[self._pattern[1] == source] = samples
         return order
 
     def _draw(self, source: int, start: int, end: int) -> np.ndarray:
-        """Places ``start`` to ``end`` in the endless passes over a source, as row ids."""
-        rows = self._rows_of_source[source]
+        """Places ``start`` to ``end`` in the endless passes over a source, as sample ids."""
+        samples = self._samples_of_source[source]
         if start == end:
-            return rows[:0]
-        first = start // len(rows)
+            return samples[:0]
+        first = start // len(samples)
         passes = [
-            permute(len(rows), self.seed, source << PASS_BITS | number) for number in range(first, -(-end // len(rows)))
+            permute(len(samples), self.seed, source << PASS_BITS | number)
+            for number in range(first, -(-end // len(samples)))
         ]
-        return rows[np.concatenate(passes)[start - first * len(rows) : end - first * len(rows)]]
+        return samples[np.concatenate(passes)[start - first * len(samples) : end - first * len(samples)]]
 
 
 def share_of(weight: float, num_samples: int) -> Fraction:
-    """Rows of a source an epoch, exactly. A weight counts as the decimal that it is written as: 0.1 is a tenth."""
+    """Samples of a source an epoch, exactly. A weight counts as the decimal that it is written as: 0.1 is a tenth."""
     return Fraction(repr(float(weight))) * num_samples
 
 
 def stretch_of(share: Fraction, epoch: int) -> tuple[int, int]:
-    """(start, end) of an epoch in the endless passes over a source, ``share`` rows of it an epoch."""
+    """(start, end) of an epoch in the endless passes over a source, ``share`` samples of it an epoch."""
     return _round(epoch * share), _round((epoch + 1) * share)
 
 
@@ -214,8 +218,8 @@ def sum_steps(epochs: float, steps_of: Callable[[int], int], period: int | None,
 
 
 def bound_by_tokens(num_loss_tokens: np.ndarray, batch_loss_tokens: int) -> np.ndarray:
-    """Where steps of at least ``batch_loss_tokens`` trained tokens begin, and the end, int64; ``num_loss_tokens`` of
-    rows in their order.
+    """Where steps of at least ``batch_loss_tokens`` loss tokens begin, and the end, int64; ``num_loss_tokens`` of
+    samples in their order.
     """
     sums = np.cumsum(num_loss_tokens, dtype=np.int64)
     bounds = [0]
@@ -228,18 +232,18 @@ def bound_by_tokens(num_loss_tokens: np.ndarray, batch_loss_tokens: int) -> np.n
 def _divide(
     num_samples: int, sources: np.ndarray | None, weights: Sequence[float] | None
 ) -> tuple[list[np.ndarray], list[Fraction]]:
-    """(row ids, rows an epoch) of each source."""
+    """(sample ids, samples an epoch) of each source."""
     if sources is None:
         sources, weights = np.zeros(num_samples, dtype=np.int16), (1.0,)
     if weights is None:
         weights = (1.0,) * (int(sources.max()) + 1)
     if len(sources) != num_samples or int(sources.max()) >= len(weights):
-        raise ValueError("an order needs a source for each row and a weight for each source")
-    rows = [np.flatnonzero(sources == source) for source in range(len(weights))]
-    shares = [share_of(weight, len(ids)) for weight, ids in zip(weights, rows, strict=True)]
+        raise ValueError("an order needs a source for each sample and a weight for each source")
+    samples = [np.flatnonzero(sources == source) for source in range(len(weights))]
+    shares = [share_of(weight, len(ids)) for weight, ids in zip(weights, samples, strict=True)]
     if sum(_round(share) for share in shares) < 1:
-        raise ValueError("the weights leave no row in the first epoch")
-    return rows, shares
+        raise ValueError("the weights leave no sample in the first epoch")
+    return samples, shares
 
 
 def _round(share: Fraction) -> int:

@@ -89,8 +89,10 @@ class Outcome:
             "{n} rows are longer than data.max_length",
             where=where,
             why=f"data.max_length is {max_length:,} tokens and data.too_long is {too_long}"
-            f"{', which cannot divide conversations' * (too_long == 'split')}; the longest row has {self.longest:,} tokens",
-            fix=f"set data.too_long to truncate to cut them{divides if too_long == 'error' else ''}, or raise data.max_length",
+            f"{', which cannot divide conversations' * (too_long == 'split')}; the longest row has "
+            f"{self.longest:,} tokens",
+            fix=f"set data.too_long to truncate to cut them{divides if too_long == 'error' else ''}, or raise "
+            f"data.max_length",
         )
         if not self.num_samples:
             raise UserError(

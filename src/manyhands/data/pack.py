@@ -117,9 +117,9 @@ def _find_change(
         shifts = sizes[mine][:, None] - sizes[others][None, :]  # tokens that a swap would carry over
         useful = np.where((shifts > 0) & (shifts <= rooms[bins[others]]), np.minimum(shifts, excess), 0)
         index = int(useful.argmax())
-        row, column = divmod(index, len(others))
-        if useful[row, column] > 0:
-            best = int(useful[row, column]), int(mine[row]), int(others[column]), int(bins[others[column]])
+        taken, given = divmod(index, len(others))
+        if useful[taken, given] > 0:
+            best = int(useful[taken, given]), int(mine[taken]), int(others[given]), int(bins[others[given]])
     roomiest = int(rooms.argmax())
     movable = mine[sizes[mine] <= rooms[roomiest]]
     if len(movable):
@@ -131,14 +131,14 @@ def _find_change(
 
 
 TILE_TOKENS = 128  # matrix products work in tiles of so many tokens: packs are padded to whole ones
-# A row of length n costs n + n^2 / ATTENTION_LENGTH: attention costs as much as all linear layers together at some
+# A sample of length n costs n + n^2 / ATTENTION_LENGTH: attention costs as much as all linear layers together at some
 # 12 x hidden_size tokens (24 h^2 against 2 n h FLOPs a token and layer, causal), 16k to 49k for 1B to 8B models.
 ATTENTION_LENGTH = 24576
 
 
 @dataclass(frozen=True)
 class StepLayout:
-    """``micro_batches[micro][rank]`` are row ids, int64, possibly none. Every rank has the same number of
+    """``micro_batches[micro][rank]`` are sample ids, int64, possibly none. Every rank has the same number of
     micro-batches.
     """
 
@@ -152,8 +152,8 @@ class StepLayout:
         """The micro-batches of one rank, in order."""
         return tuple(micro[rank] for micro in self.micro_batches)
 
-    def rows_of_rank(self, rank: int) -> np.ndarray:
-        """All row ids of one rank in this step."""
+    def samples_of_rank(self, rank: int) -> np.ndarray:
+        """All sample ids of one rank in this step."""
         return np.concatenate(self.of_rank(rank))
 
 
@@ -179,83 +179,92 @@ def packing_efficiency(
     return useful / paid
 
 
-def lay_out_packed(rows: np.ndarray, lengths: np.ndarray, num_ranks: int, micro_tokens: int) -> StepLayout:
-    """Lays rows into the fewest micro-batches of at most ``micro_tokens`` tokens that can be found, balanced over
+def lay_out_packed(samples: np.ndarray, lengths: np.ndarray, num_ranks: int, micro_tokens: int) -> StepLayout:
+    """Lays samples into the fewest micro-batches of at most ``micro_tokens`` tokens that can be found, balanced over
     ranks.
 
-    ``lengths`` holds the tokens of every row of the set, indexed by row id. Packs get equal sizes (data/pack.py);
-    where that leaves a row without room, each row goes into the fullest pack that has some; where that fails too, there
-    is one micro-batch more. Packs of like size and cost (``n + n^2 / ATTENTION_LENGTH`` over rows) share a micro-batch,
-    because its ranks wait for the dearest, and the dearer of them goes to the rank that has done least.
-    Raises UserError for a row longer than ``micro_tokens``.
+    ``lengths`` holds the tokens of every sample of the set, indexed by sample id. Packs get equal sizes (data/pack.py);
+    where that leaves a sample without room, each sample goes into the fullest pack that has some; where that fails
+    too, there
+    is one micro-batch more. Packs of like size and cost (``n + n^2 / ATTENTION_LENGTH`` over samples) share a
+    micro-batch, because its ranks wait for the dearest, and the dearer of them goes to the rank that has done least.
+    Raises UserError for a sample longer than ``micro_tokens``.
     """
-    rows = np.asarray(rows, dtype=np.int64)
-    row_lengths = np.asarray(lengths)[rows].astype(np.int64)
-    if len(rows) == 0:
-        raise ValueError("a step needs at least one row")
-    if row_lengths[longest := int(row_lengths.argmax())] > micro_tokens:
+    samples = np.asarray(samples, dtype=np.int64)
+    sample_lengths = np.asarray(lengths)[samples].astype(np.int64)
+    if len(samples) == 0:
+        raise ValueError("a step needs at least one sample")
+    if sample_lengths[longest := int(sample_lengths.argmax())] > micro_tokens:
         raise UserError(
-            f"row {rows[longest]} has {row_lengths[longest]:,} tokens and does not fit into a micro-batch of {micro_tokens:,}",
+            f"sample {samples[longest]} has {sample_lengths[longest]:,} tokens and does not fit into a "
+            f"micro-batch of {micro_tokens:,}",
             where="batch.micro_tokens",
             fix="raise batch.micro_tokens, or lower data.max_length",
         )
-    descending = np.argsort(-row_lengths, kind="stable")
-    sizes = row_lengths[descending].tolist()
-    num_micro = max(1, -(-int(row_lengths.sum()) // (micro_tokens * num_ranks)))
+    descending = np.argsort(-sample_lengths, kind="stable")
+    sizes = sample_lengths[descending].tolist()
+    num_micro = max(1, -(-int(sample_lengths.sum()) // (micro_tokens * num_ranks)))
     while True:
         bins = fill_evenly(sizes, num_micro, num_ranks, micro_tokens, TILE_TOKENS)
         bins = fill_fullest(sizes, num_micro * num_ranks, micro_tokens) if bins is None else bins
         if bins is not None:
-            bin_of_row = np.empty(len(rows), dtype=np.int64)
-            bin_of_row[descending] = bins
-            return _deal(rows, row_lengths, bin_of_row, num_micro, num_ranks)
+            bin_of_sample = np.empty(len(samples), dtype=np.int64)
+            bin_of_sample[descending] = bins
+            return _deal(samples, sample_lengths, bin_of_sample, num_micro, num_ranks)
         num_micro += 1
 
 
 def _deal(
-    rows: np.ndarray, row_lengths: np.ndarray, bin_of_row: np.ndarray, num_micro: int, num_ranks: int
+    samples: np.ndarray, sample_lengths: np.ndarray, bin_of_sample: np.ndarray, num_micro: int, num_ranks: int
 ) -> StepLayout:
     num_bins = num_micro * num_ranks
     costs = np.bincount(
-        bin_of_row, weights=row_lengths + row_lengths.astype(np.float64) ** 2 / ATTENTION_LENGTH, minlength=num_bins
+        bin_of_sample,
+        weights=sample_lengths + sample_lengths.astype(np.float64) ** 2 / ATTENTION_LENGTH,
+        minlength=num_bins,
     )
-    tiles = -(-np.bincount(bin_of_row, weights=row_lengths, minlength=num_bins).astype(np.int64) // TILE_TOKENS)
-    by_bin = np.argsort(bin_of_row, kind="stable")  # keeps the seeded order inside a pack
-    bounds = np.searchsorted(bin_of_row[by_bin], np.arange(num_bins + 1))
+    tiles = -(-np.bincount(bin_of_sample, weights=sample_lengths, minlength=num_bins).astype(np.int64) // TILE_TOKENS)
+    by_bin = np.argsort(bin_of_sample, kind="stable")  # keeps the seeded order inside a pack
+    bounds = np.searchsorted(bin_of_sample[by_bin], np.arange(num_bins + 1))
     dearest_first = np.lexsort((-costs, -tiles)).reshape(num_micro, num_ranks)
     done = np.zeros(num_ranks)
     micro_batches = []
     for group in dearest_first:
-        micro: list[np.ndarray] = [rows[:0]] * num_ranks
+        micro: list[np.ndarray] = [samples[:0]] * num_ranks
         for rank, number in zip(
             np.argsort(done, kind="stable"), group[np.argsort(-costs[group], kind="stable")], strict=True
         ):
-            micro[rank] = rows[by_bin[bounds[number] : bounds[number + 1]]]
+            micro[rank] = samples[by_bin[bounds[number] : bounds[number + 1]]]
             done[rank] += costs[number]
         if any(len(part) for part in micro):
             micro_batches.append(tuple(micro))
     return StepLayout(tuple(micro_batches))
 
 
-def lay_out_rows(rows: np.ndarray, num_ranks: int, micro_samples: int, accumulation: int | None = None) -> StepLayout:
-    """Deals rows in their order into micro-batches of ``micro_samples`` a rank, rank by rank, then the next
+def lay_out_unpacked(
+    samples: np.ndarray, num_ranks: int, micro_samples: int, accumulation: int | None = None
+) -> StepLayout:
+    """Deals samples in their order into micro-batches of ``micro_samples`` a rank, rank by rank, then the next
     micro-batch.
 
-    A short step leaves the last slots empty; micro-batches in which no rank has a row are left out.
+    A short step leaves the last slots empty; micro-batches in which no rank has a sample are left out.
     Without ``accumulation`` there are as many
-    as it takes; with it, more rows than ``micro_samples x num_ranks x accumulation`` are a ValueError.
+    as it takes; with it, more samples than ``micro_samples x num_ranks x accumulation`` are a ValueError.
     """
-    rows = np.asarray(rows, dtype=np.int64)
-    if len(rows) == 0:
-        raise ValueError("a step needs at least one row")
-    if accumulation is not None and len(rows) > micro_samples * num_ranks * accumulation:
+    samples = np.asarray(samples, dtype=np.int64)
+    if len(samples) == 0:
+        raise ValueError("a step needs at least one sample")
+    if accumulation is not None and len(samples) > micro_samples * num_ranks * accumulation:
         raise ValueError(
-            f"{len(rows)} rows do not fit into {micro_samples} rows x {num_ranks} ranks x {accumulation} micro-batches"
+            f"{len(samples)} samples do not fit into {micro_samples} samples x {num_ranks} ranks x "
+            f"{accumulation} micro-batches"
         )
     width = micro_samples * num_ranks
     return StepLayout(
         tuple(
-            tuple(rows[start + rank * micro_samples : start + (rank + 1) * micro_samples] for rank in range(num_ranks))
-            for start in range(0, len(rows), width)
+            tuple(
+                samples[start + rank * micro_samples : start + (rank + 1) * micro_samples] for rank in range(num_ranks)
+            )
+            for start in range(0, len(samples), width)
         )
     )

@@ -1,8 +1,8 @@
 """Tokenizes the data of a run once and caches the result by content. Knows the files and the cache, not how rows look.
 
-The cache folder's name is a hash of all that decides about the rows and how often each is taken; it appears by one
+The cache folder's name is a hash of all that decides about the samples and how often each is taken; it appears by one
 rename of a finished folder, so whatever has the name is whole. Two preparations at once both work; the second finds the
-first's and throws its own away. Where only the choice of rows differs from a store that is there, its tokens are
+first's and throws its own away. Where only the choice of samples differs from a store that is there, its tokens are
 linked, not made again.
 """
 
@@ -21,7 +21,7 @@ from manyhands.config.schema import RunConfig, Source
 from manyhands.core.errors import UserError
 from manyhands.core.files import make_folder
 from manyhands.data.cache import UNFINISHED, clean_unfinished, link_other, name_store, name_tokens, open_cached, publish
-from manyhands.data.divide import Division, divide_rows, find_repeated
+from manyhands.data.divide import Division, divide_samples, find_repeated
 from manyhands.data.files import unpacked_bytes
 from manyhands.data.outcome import Outcome
 from manyhands.data.segment import finish_store, join_segments
@@ -76,7 +76,8 @@ def prepare(
         store = _make(config, Path(model_folder), inputs, tokens, folder, report, num_processes)
     else:
         report(
-            f"tokens cached: {store.train.num_samples:,} rows, {_millions(int(store.train.lengths.sum(dtype=np.int64)))} tokens"
+            f"tokens cached: {store.train.num_samples:,} samples, "
+            f"{_millions(int(store.train.lengths.sum(dtype=np.int64)))} tokens"
         )
     for line in store.meta["notes"]:
         report(line)
@@ -132,10 +133,10 @@ def _tokenize(
     start = time.monotonic()
     job = plan_job(config, model_folder, inputs.sources, inputs.num_bytes, folder, num_processes)
     outcomes = [Outcome() for _ in inputs.sources]
-    rows_of_files: list[dict[str, int]] = [{} for _ in inputs.sources]  # what leads from a row back to its file
+    samples_of_files: list[dict[str, int]] = [{} for _ in inputs.sources]  # what leads from a sample back to its file
     for (index, part), outcome in zip(job.parts, tokenize_parts(job, report), strict=True):
         outcomes[index].add(outcome)
-        rows_of_files[index][part.file] = rows_of_files[index].get(part.file, 0) + outcome.num_samples
+        samples_of_files[index][part.file] = samples_of_files[index].get(part.file, 0) + outcome.num_samples
     for source, outcome in zip(inputs.sources, outcomes, strict=True):
         outcome.raise_if_any(config, source.path)
     segments = [(path, index) for number, (index, _) in enumerate(job.parts) for path in job.segments(number)]
@@ -147,24 +148,25 @@ def _tokenize(
     )
     with_how_many = f" by {job.num_processes} processes" if job.num_processes > 1 else ""
     report(
-        f"tokenized {num_samples:,} rows, {_millions(num_tokens)} tokens in {time.monotonic() - start:.1f} s{with_how_many}"
+        f"tokenized {num_samples:,} samples, {_millions(num_tokens)} tokens in {time.monotonic() - start:.1f} "
+        f"s{with_how_many}"
     )
     return [
-        outcome.to_meta() | {"rows_of_files": list(files.values())}
-        for outcome, files in zip(outcomes, rows_of_files, strict=True)
+        outcome.to_meta() | {"samples_of_files": list(files.values())}
+        for outcome, files in zip(outcomes, samples_of_files, strict=True)
     ]
 
 
 def finish(config: RunConfig, inputs: Inputs, folder: Path, meta: dict[str, Any]) -> None:
-    """Chooses the rows of each set and writes down how the store came about; ``meta["made"]`` has an entry a source.
+    """Chooses the samples of each set and writes down how the store came about; ``meta["made"]`` has an entry a source.
 
-    Raises UserError where every validation row is a training row too."""
+    Raises UserError where every validation sample is a training sample too."""
     tables = {
         name: np.load(folder / f"{name}.npy", allow_pickle=False)
         for name in ("sources", "continued", OFFSETS, "hashes", "lines")
     }
     sources, offsets = tables["sources"], tables[OFFSETS]
-    division = divide_rows(
+    division = divide_samples(
         config.data, config.seed, sources, tables["continued"], inputs.sources, inputs.num_train, tables["hashes"]
     )
     num_repeated, repeated = _check_repeated(config, inputs, meta["made"], tables, division)
@@ -207,18 +209,18 @@ def _check_repeated(
     tables: Mapping[str, np.ndarray],
     division: Division,
 ) -> tuple[int, list[str]]:
-    """(validation rows with the very tokens of a training row, a note that names some of them). UserError where all of
-    them are.
+    """(validation samples with the very tokens of a training sample, a note that names some of them). UserError where
+    all of them are.
     """
     repeated, twins = find_repeated(tables["hashes"], division)
     if not len(repeated):
         return 0, []
 
-    def place(row: int) -> str:
-        source = int(tables["sources"][row])
-        bounds = np.cumsum(made[source]["rows_of_files"])
-        file = int(np.searchsorted(bounds, row - int(np.searchsorted(tables["sources"], source)), side="right"))
-        return f"{inputs.files[source][file].name}:{tables['lines'][row]}"
+    def place(sample: int) -> str:
+        source = int(tables["sources"][sample])
+        bounds = np.cumsum(made[source]["samples_of_files"])
+        file = int(np.searchsorted(bounds, sample - int(np.searchsorted(tables["sources"], source)), side="right"))
+        return f"{inputs.files[source][file].name}:{tables['lines'][sample]}"
 
     pairs = [
         f"{place(row)} is {place(twin)}" for row, twin in zip(repeated[:MAX_PAIRS], twins[:MAX_PAIRS], strict=True)
@@ -248,9 +250,9 @@ def note_columns(source: Mapping[str, Any]) -> list[str]:
 def _describe(
     source: Source, made: Mapping[str, Any], train: np.ndarray, validation: np.ndarray, offsets: np.ndarray
 ) -> dict[str, Any]:
-    """A source as ``meta["sources"]`` has it: what was asked, and how many rows and tokens of it each set has.
+    """A source as ``meta["sources"]`` has it: what was asked, and how many samples and tokens of it each set has.
 
-    ``train`` and ``validation`` are the positions of its own rows.
+    ``train`` and ``validation`` are the positions of its own samples.
     """
     described = {
         "name": source.name,
@@ -259,25 +261,31 @@ def _describe(
         "weight": source.weight,
     }
     described |= {"unread": made["unread"], "left_out": made["left_out"]}
-    for kind, rows in (("", train), ("validation_", validation)):
-        described[f"num_{kind}samples"] = len(rows)
-        described[f"num_{kind}tokens"] = int((offsets[rows + 1] - offsets[rows]).sum())
+    for kind, samples in (("", train), ("validation_", validation)):
+        described[f"num_{kind}samples"] = len(samples)
+        described[f"num_{kind}tokens"] = int((offsets[samples + 1] - offsets[samples]).sum())
     return described
 
 
 def _note_source(source: Mapping[str, Any]) -> str:
     weight = f", weight {source['weight']:g}" if source["weight"] != 1 else ""
-    return f"source {source['name']} ({source['format']}): {source['num_samples']:,} rows, {_millions(source['num_tokens'])} tokens{weight}"
+    return (
+        f"source {source['name']} ({source['format']}): {source['num_samples']:,} samples, "
+        f"{_millions(source['num_tokens'])} tokens{weight}"
+    )
 
 
 def _note_counts(config: RunConfig, totals: Mapping[str, int]) -> list[str]:
     max_length = f"{config.data.max_length:,} tokens"
     said = {
-        "num_truncated": f"rows cut at {max_length}",
-        "num_split": f"documents split into rows of at most {max_length}",
-        "num_straddling_tokens": "tokens lie across the beginning of a trained part (answers that begin, or prompts that end, in blanks)",
-        "num_rows_with_placeholders": "rows hold <image>, <video> or <audio>, which is text like any other to this model",
-        "num_rows_with_markers": "rows contain the spelling of a special token, which the tokenizer takes for the token itself",
+        "num_truncated": f"samples cut at {max_length}",
+        "num_split": f"documents split into samples of at most {max_length}",
+        "num_straddling_tokens": "tokens lie across the beginning of a trained part (answers that begin, or "
+        "prompts that end, in blanks)",
+        "num_rows_with_placeholders": "rows hold <image>, <video> or <audio>, which is text like any other to "
+        "this model",
+        "num_rows_with_markers": "rows contain the spelling of a special token, which the tokenizer takes for "
+        "the token itself",
     }
     return [f"{totals[name]:,} {text}" for name, text in said.items() if totals[name]]
 

@@ -25,7 +25,10 @@ MAX_WEIGHT = float(np.finfo(np.float32).max)
 PLAIN_WRAPPER = "transformers.tokenization_utils_tokenizers"  # whose _encode_plus adds nothing to the backend's ids
 DEFAULT_DATE = "2026-01-01"
 ACROSS_THE_END = "a token lies across the end of an assistant turn: the chat template cannot be masked for this row"
-NO_CALLS = "the chat template knows no tool calls: leave out samples with tool calls, or give a model.chat_template that shows them"
+NO_CALLS = (
+    "the chat template knows no tool calls: leave out samples with tool calls, or give a "
+    "model.chat_template that shows them"
+)
 MAX_UNTOLD = 100  # by so many, rows whose ids do not tell where their tokens lie may outnumber the others
 
 

@@ -174,7 +174,8 @@ class SpanFinder:
             span = self._find_span_by_neighbors(whole, turn)
             if span is None:
                 raise RowRefused(
-                    f"message {turn + 1} is empty, and the chat template does not close it: give it a text, or leave it out"
+                    f"message {turn + 1} is empty, and the chat template does not close it: give it a text, or "
+                    f"leave it out"
                 )
             return span
         try:
@@ -212,7 +213,8 @@ class SpanFinder:
         if start is None or start > behind:
             if filled["content"] != private:
                 raise RowRefused(
-                    f"the tool call of message {turn + 1} cannot be told from what stands before it: it cannot be masked"
+                    f"the tool call of message {turn + 1} cannot be told from what stands before it: it cannot "
+                    f"be masked"
                 )
             # Without the prompt's end: a blank in front belongs to the answer's first token (`` Hello``).
             start = len(text[:common].rstrip(" "))

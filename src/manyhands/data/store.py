@@ -202,7 +202,7 @@ class TokenStore:
     def file_number(self, number: int) -> int:
         """Which file of its source, counted from 0, a training sample is from."""
         place, sources = int(self.train.places[number]), _load(self.folder, "sources")
-        bounds = np.cumsum(self.meta["made"][int(sources[place])]["rows_of_files"])
+        bounds = np.cumsum(self.meta["made"][int(sources[place])]["samples_of_files"])
         return int(np.searchsorted(bounds, place - int(np.searchsorted(sources, sources[place])), side="right"))
 
 

@@ -68,8 +68,8 @@ class Stream:
         return self.item_dtype.itemsize * math.prod(self.item_shape)
 
     def to_bytes(self, values: np.ndarray) -> bytes:
-        """``values (n, *item_shape)`` as they lie on disk. Raises ValueError for items of another shape, TypeError for those
-        of another kind."""
+        """``values (n, *item_shape)`` as they lie on disk. Raises ValueError for items of another shape, TypeError
+        for those of another kind."""
         if values.shape[1:] != self.item_shape:
             raise ValueError(f"items of the stream {self.name} have shape {values.shape[1:]}, not {self.item_shape}")
         return values.astype(self.dtype, casting="same_kind", copy=False).tobytes()

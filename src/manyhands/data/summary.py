@@ -46,7 +46,7 @@ class PreparedData:
 
 
 def summarize(config: RunConfig, store: TokenStore) -> PreparedData:
-    """What the rows of a store add up to. Raises UserError where the weights leave none."""
+    """What the samples of a store add up to. Raises UserError where the weights leave none."""
     train, validation, meta = store.train, store.validation, store.meta
     try:
         order = store.order_samples(
@@ -56,9 +56,12 @@ def summarize(config: RunConfig, store: TokenStore) -> PreparedData:
         )
     except ValueError as error:
         raise UserError(
-            "no row would be trained", where="data.train", why=str(error), fix="raise the weights, or give more rows"
+            "no sample would be trained",
+            where="data.train",
+            why=str(error),
+            fix="raise the weights, or give more samples",
         ) from error
-    first = order.rows_of_epoch(0)[:FIRST_SAMPLES]
+    first = order.samples_of_epoch(0)[:FIRST_SAMPLES]
     weighted = [
         (source["weight"] * source["num_tokens"], source["weight"] * source["num_samples"])
         for source in meta["sources"]
@@ -89,7 +92,7 @@ def summarize(config: RunConfig, store: TokenStore) -> PreparedData:
 
 
 def _steps_of_epochs(config: RunConfig, order: SampleOrder) -> tuple[int, ...]:
-    """Steps of each epoch that the run begins: each has its own, as its rows reach ``batch.loss_tokens`` in another
+    """Steps of each epoch that the run begins: each has its own, as its samples reach ``batch.loss_tokens`` in another
     order.
     """
     steps: list[int] = []
@@ -99,7 +102,8 @@ def _steps_of_epochs(config: RunConfig, order: SampleOrder) -> tuple[int, ...]:
             raise UserError(
                 f"stop.epochs: {config.stop.epochs:g} is more epochs than can be counted",
                 where="stop.epochs",
-                why=f"with batch.loss_tokens each epoch has its own number of steps; up to {MAX_COUNTED_EPOCHS:,} epochs are counted",
+                why=f"with batch.loss_tokens each epoch has its own number of steps; up to "
+                f"{MAX_COUNTED_EPOCHS:,} epochs are counted",
                 fix="set stop.max_steps, or fewer epochs",
             )
         steps.append(order.steps_per_epoch(len(steps)))

@@ -1,5 +1,5 @@
-"""A tokenizer's chat template as a function from messages to text, the same on every day, and what it may cost. Knows no
-spans and no tokens.
+"""A tokenizer's chat template as a function from messages to text, the same on every day, and what it may cost. Knows
+no spans and no tokens.
 
 A template is a program from outside: a loop, a recursion or a product of strings may never end. Two bounds, both of CPU
 time, so that a busy machine refuses nothing that an idle one takes: ``try_apart`` renders small conversations in a

@@ -9,8 +9,8 @@
 
 A .json file is read a value at a time: a list is never in memory whole. An object at the top is: it may be one row,
 rows under one key (``{"data": [...]}``), or columns (``{"question": [...], "answer": [...]}``), so it is bounded by
-``MAX_OBJECT_BYTES``. What is wrong with a line becomes a finding, and reading continues. Knows no format of rows, except
-that turns of one conversation are no rows.
+``MAX_OBJECT_BYTES``. What is wrong with a line becomes a finding, and reading continues. Knows no format of rows,
+except that turns of one conversation are no rows.
 """
 
 from __future__ import annotations
@@ -94,7 +94,10 @@ def read_text(part: FilePart, findings: Findings) -> Iterator[Row]:
             document.append(line.rstrip("\r\n"))
             num_characters += len(line)
             if num_characters > MAX_LINE_BYTES or len(document) > MAX_VALUES:
-                fault = f"the document is longer than {MAX_LINE_BYTES >> 20} MiB or {MAX_VALUES:,} lines: divide it by blank lines"
+                fault = (
+                    f"the document is longer than {MAX_LINE_BYTES >> 20} MiB or {MAX_VALUES:,} lines: "
+                    f"divide it by blank lines"
+                )
                 findings.add(part.file, begin, fault, stops=True)
                 return
         elif document:

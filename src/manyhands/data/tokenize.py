@@ -312,7 +312,10 @@ def find_any(words: Iterable[str], content: Conversation | str) -> str | None:
 
 
 def _describe_placeholder(token: str) -> str:
-    return f"the text holds {token}, which stands for an image, a video or a sound to this model, and only text can be trained: take it out"
+    return (
+        f"the text holds {token}, which stands for an image, a video or a sound to this model, and only text "
+        f"can be trained: take it out"
+    )
 
 
 def is_long(content: object) -> TypeGuard[str | Iterator[str]]:

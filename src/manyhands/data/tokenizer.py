@@ -62,7 +62,8 @@ _LLAMA3 = (
     "{{- bos_token }}{%- for message in messages %}"
     + _ROLES.replace("ROLES", "('system', 'user', 'assistant', 'ipython')")
     + "{{- '<|start_header_id|>' ~ message.role ~ '<|end_header_id|>\\n\\n' ~ message.content | trim ~ '<|eot_id|>' }}"
-    + "{%- endfor %}{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"
+    + "{%- endfor %}{%- if add_generation_prompt %}"
+    + "{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"
 )
 _GEMMA = f"""{{{{- bos_token }}}}{_FIRST_SYSTEM}
 {{%- for message in turns %}}{_ALTERNATE}
@@ -217,7 +218,8 @@ def _check_named(tokenizer: Any, name: str) -> None:
             f"the chat template {name} needs tokens that this tokenizer does not have",
             where=f"model.chat_template: {name}",
             why=f"{', '.join(missing)} would be cut into pieces",
-            fix=f"set model.new_tokens: {json.dumps(missing)}, which adds and trains them, or use the template alpaca, which needs none",
+            fix=f"set model.new_tokens: {json.dumps(missing)}, which adds and trains them, or use the template "
+            f"alpaca, which needs none",
         )
     if template.needs_end and not tokenizer.eos_token:
         raise UserError(
@@ -293,7 +295,8 @@ def note_plain_markers(tokenizer: Any) -> list[str]:
         return []
     names = ", ".join(markers)
     return [
-        f"note: the chat template's markers are no tokens but text to this tokenizer: {names}; model.new_tokens makes them tokens"
+        f"note: the chat template's markers are no tokens but text to this tokenizer: {names}; model.new_tokens "
+        f"makes them tokens"
     ]
 
 

@@ -12,7 +12,14 @@ from typing import Any
 import numpy as np
 
 from manyhands.data.order import bound_by_tokens
-from manyhands.data.pack import TILE_TOKENS, StepLayout, lay_out_packed, lay_out_rows, packing_efficiency, padded_tokens
+from manyhands.data.pack import (
+    TILE_TOKENS,
+    StepLayout,
+    lay_out_packed,
+    lay_out_unpacked,
+    packing_efficiency,
+    padded_tokens,
+)
 from manyhands.facts.types import DataFacts, Facts
 from manyhands.plan.batch import ceil_div, constant_pack_tokens
 from manyhands.plan.layout import change, mesh_of
@@ -31,7 +38,7 @@ def lay_out_step(plan: Plan, rows: np.ndarray, lengths: np.ndarray) -> StepLayou
             rows, lengths, plan.layout.world_size, plan.layout.pack_tokens or plan.layout.micro_tokens
         )
     assert plan.layout.micro_samples is not None and plan.layout.accumulation is not None
-    return lay_out_rows(rows, plan.layout.world_size, plan.layout.micro_samples, plan.layout.accumulation)
+    return lay_out_unpacked(rows, plan.layout.world_size, plan.layout.micro_samples, plan.layout.accumulation)
 
 
 def pack_tile(plan: Plan) -> int:

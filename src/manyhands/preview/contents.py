@@ -219,7 +219,8 @@ def describe_batch(batch: ShownBatch) -> str:
         else f" (micro-batches of at most {count(batch.capacity, 'sample')}, not packed)"
     )
     laid = (
-        f"{count(batch.num_samples, 'sample')}{' side by side' if batch.num_samples > 1 else ''}, {batch.num_tokens:,} tokens"
+        f"{count(batch.num_samples, 'sample')}{' side by side' if batch.num_samples > 1 else ''}, "
+        f"{batch.num_tokens:,} tokens"
         if batch.packed
         else count(batch.num_samples, "sample")
     )
@@ -229,7 +230,10 @@ def describe_batch(batch: ShownBatch) -> str:
         return f"{head}, in one micro-batch: {laid}."
     processes = f" on each of {batch.num_ranks:,} processes" if batch.num_ranks > 1 else ""
     first = "the first micro-batch" + (" of process 0" if batch.num_ranks > 1 else "")
-    return f"{head}, in {count(batch.num_micro_batches, 'micro-batch', 'micro-batches')}{processes}. This is {first}: {laid}."
+    return (
+        f"{head}, in {count(batch.num_micro_batches, 'micro-batch', 'micro-batches')}{processes}. This is "
+        f"{first}: {laid}."
+    )
 
 
 def describe_plan_error(error: UserError) -> str:
@@ -238,7 +242,10 @@ def describe_plan_error(error: UserError) -> str:
 
 
 def head_row(row: ShownSample) -> str:
-    return f"sample {row.number:,} · {row.source} · {row.place} · {count(row.num_tokens, 'token')}, {count(row.num_loss_tokens, 'loss token')}"
+    return (
+        f"sample {row.number:,} · {row.source} · {row.place} · {count(row.num_tokens, 'token')}, "
+        f"{count(row.num_loss_tokens, 'loss token')}"
+    )
 
 
 def describe_more(preview: Preview) -> str:
@@ -279,7 +286,10 @@ def describe_counts(preview: Preview) -> Iterator[tuple[str, str]]:
 
 def describe_end(preview: Preview) -> str:
     """The last line where there are faults."""
-    return f"A run refuses this data: correct {count(preview.num_refused, 'source')} first. Samples and counts are of what can be used of it."
+    return (
+        f"A run refuses this data: correct {count(preview.num_refused, 'source')} first. Samples and counts "
+        f"are of what can be used of it."
+    )
 
 
 def decode_spans(tokenizer: Any, ids: np.ndarray, weights: np.ndarray) -> Iterator[Span]:

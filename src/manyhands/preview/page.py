@@ -1,4 +1,5 @@
-"""A preview as one page: no script, nothing from elsewhere, foreign text always escaped; told apart by more than color."""
+"""A preview as one page: no script, nothing from elsewhere, foreign text always escaped; told apart by more than
+color."""
 
 from __future__ import annotations
 

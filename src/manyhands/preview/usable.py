@@ -63,7 +63,7 @@ def prepare_usable(config: RunConfig, tokenizer: Any, folder: Path, report: Call
         if outcome is not None and outcome.num_samples:
             segments += [(len(sources), path) for path in sorted((folder / f"{number:04d}").iterdir())]
             sources.append(source)
-            made.append(outcome.to_meta() | {"rows_of_files": files})
+            made.append(outcome.to_meta() | {"samples_of_files": files})
             num_train += number < len(asked[0])
     if not num_train:
         return Usable(None, (), tuple(refused))

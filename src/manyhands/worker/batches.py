@@ -19,7 +19,7 @@ import torch
 from manyhands.core import progress
 from manyhands.data.batches import Batch, Collate, MicroBatches, collate_here, iterate
 from manyhands.data.collate import BatchShape, BatchWorkers, collate_samples, open_store_samples
-from manyhands.data.pack import StepLayout, lay_out_packed, lay_out_rows
+from manyhands.data.pack import StepLayout, lay_out_packed, lay_out_unpacked
 from manyhands.data.store import SampleSet
 from manyhands.plan.efficiency import lay_out_step, pack_tile
 from manyhands.train.step import StepWork
@@ -63,7 +63,7 @@ def count_workers(tokens_per_s: float, spare_cores: int) -> int:
 
 def measure_collation(rank: RankContext) -> float:
     """Tokens/s at which this process collates the first rows of the run."""
-    rows = rank.order.rows(0, 0)[:TRIAL_ROWS]
+    rows = rank.order.samples(0, 0)[:TRIAL_ROWS]
     begin = time.perf_counter()
     collate_samples(rank.store.train, rows, shape_of(rank))
     return float(rank.store.train.lengths[rows].sum()) / (time.perf_counter() - begin)
@@ -116,7 +116,7 @@ def lay_out_evaluation(rank: RankContext, sample_set: SampleSet, rows: np.ndarra
         capacity = max(plan.layout.pack_tokens or plan.layout.micro_tokens, int(sample_set.lengths[rows].max()))
         return lay_out_packed(rows, sample_set.lengths, world_size, capacity)
     assert plan.layout.micro_samples is not None
-    return lay_out_rows(
+    return lay_out_unpacked(
         rows, world_size, plan.layout.micro_samples, -(-len(rows) // (plan.layout.micro_samples * world_size))
     )
 
@@ -135,7 +135,7 @@ def iterate_steps(rank: RankContext) -> Iterator[StepWork]:
     def lay_out_steps() -> Iterator[StepLayout]:
         for step in range(rank.state.step, rank.plan.num_steps):
             epoch, index = rank.order.locate(step)
-            rows = rank.order.rows(epoch, index)
+            rows = rank.order.samples(epoch, index)
             layout = lay_out_step(rank.plan, rows, rank.store.train.lengths)
             coming.append(_describe(rank, step, epoch + (index + 1) / rank.order.steps_per_epoch(epoch), rows, layout))
             yield layout
@@ -152,7 +152,7 @@ def _advance_by_batch(micro_batches: MicroBatches) -> Iterator[Batch]:
 
 
 def _describe(rank: RankContext, step: int, epoch: float, rows: np.ndarray, layout: StepLayout) -> StepWork:
-    train, mine = rank.store.train, layout.rows_of_rank(rank.world.rank)
+    train, mine = rank.store.train, layout.samples_of_rank(rank.world.rank)
     return StepWork(
         step=step,
         epoch=epoch,

@@ -122,7 +122,7 @@ def probe_batch(rank: RankContext) -> dict[str, Any]:
     """This rank's samples of the first step, the shortest first, up to ``PROBE_TOKENS``; where there are more ranks
     than samples they share.
     """
-    samples, world, lengths = rank.order.rows(0, 0), rank.world, rank.store.train.lengths
+    samples, world, lengths = rank.order.samples(0, 0), rank.world, rank.store.train.lengths
     mine = samples[world.rank % len(samples) :: world.world_size]
     mine = mine[np.argsort(lengths[mine], kind="stable")]
     count = int(np.searchsorted(np.cumsum(lengths[mine]), PROBE_TOKENS, side="right"))
