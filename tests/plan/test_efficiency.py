@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from manyhands.plan.efficiency import measure_efficiency
+from manyhands.plan.explain import explain_why
 from manyhands.plan.search import plan
 from manyhands.plan.types import Plan
 from tests.plan.examples import data_facts, facts, llama_1b, model_facts, run_config
@@ -20,7 +21,7 @@ def rows_of(lengths: list[int], **more: Any) -> Any:
 
 
 def said(made: Plan) -> str:
-    return next(sentence for sentence in made.why if sentence.startswith("efficiency: "))
+    return next(sentence for sentence in explain_why(made) if sentence.startswith("efficiency: "))
 
 
 def mixed_lengths(num_samples: int) -> list[int]:
@@ -51,7 +52,7 @@ def test_without_packing_rows_are_padded_to_the_longest() -> None:
     made = plan(config, facts(data=rows_of([10, 20, 30, 40])))
     assert made.efficiency == 100 / (2 * 20 + 2 * 40)
     assert (
-        "padding up to the longest row of a micro-batch, as rows differ in length; data.packing=true would reach 100%"
+        "padding up to the longest sample of a micro-batch, as samples differ in length; data.packing=true would reach 100%"
         in said(made)
     )
     cannot = model_facts(packs=False, packing_reason="rows see each other")
@@ -63,7 +64,7 @@ def test_one_row_a_rank_without_packing_can_only_be_shortened() -> None:
     cannot = model_facts(packs=False, packing_reason="rows see each other")
     made = plan(config, facts(cannot, gpus=2, data=rows_of([10, 1000])))
     assert made.efficiency == 1010 / 2000 and said(made).endswith(
-        "rows of like length would help (data.max_length with data.too_long=truncate)"
+        "samples of similar length would help (data.max_length with data.too_long=truncate)"
     )
 
 
@@ -73,7 +74,7 @@ def test_a_proposed_batch_holds_what_it_promises(gpus: int, rows: int) -> None:
     made = plan(run_config(batch__samples=rows), facts_)
     assert made.efficiency is not None and made.efficiency < 0.9
     assert (
-        f"a step has {rows} rows for {gpus} ranks" if rows < gpus else f"cannot be dealt evenly to {gpus} ranks"
+        f"a step has {rows} samples for {gpus} ranks" if rows < gpus else f"cannot be divided evenly among {gpus} ranks"
     ) in said(made)
     proposed = re.search(r"batch\.samples=(\d+) would reach ([\d.]+)%", said(made))
     assert proposed and float(proposed[2]) >= 90
@@ -96,9 +97,7 @@ def test_a_batch_of_tokens_is_proposed_in_tokens() -> None:
 
 def test_fewer_processes_are_proposed_where_there_are_no_more_rows() -> None:
     made = plan(run_config(batch__samples=6), facts(llama_1b(), gpus=8, data=rows_of([500, 510, 505, 500, 490, 512])))
-    assert "a step has 6 rows for 8 ranks" in said(made) and re.search(
-        r"\d process(es)? \(parallel\.gpus\) would reach", said(made)
-    )
+    assert "a step has 6 samples for 8 ranks" in said(made) and re.search(r"parallel\.gpus=\d would reach", said(made))
 
 
 def test_steps_beyond_the_sample_are_not_guessed() -> None:
@@ -108,4 +107,6 @@ def test_steps_beyond_the_sample_are_not_guessed() -> None:
     made = plan(run_config(batch__samples=64), facts(data=data))
     assert measure_efficiency(made, data) == (1.0, 1)
     made = plan(run_config(batch__samples=128), facts(data=data))
-    assert made.efficiency is None and not [sentence for sentence in made.why if sentence.startswith("efficiency")]
+    assert made.efficiency is None and not [
+        sentence for sentence in explain_why(made) if sentence.startswith("efficiency")
+    ]

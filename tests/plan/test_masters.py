@@ -8,6 +8,7 @@ import pytest
 
 from manyhands.core.errors import UserError
 from manyhands.plan import memory
+from manyhands.plan.explain import explain_why
 from manyhands.plan.search import plan
 from tests.plan.examples import facts, llama_1b, run_config
 from tests.plan.test_memory import BLOCK, FULL, ROOT, sharded
@@ -47,8 +48,8 @@ def test_the_plan_says_so_and_counts_it():
         "bfloat16",
         "bfloat16",
     )
-    assert narrow.fuse_optimizer and any("rounded stochastically" in sentence for sentence in narrow.why)
-    assert not any("float32 masters" in sentence for sentence in narrow.why)
+    assert narrow.fuse_optimizer and any("rounded stochastically" in sentence for sentence in explain_why(narrow))
+    assert not any("float32 masters" in sentence for sentence in explain_why(narrow))
     states = ("weights", "optimizer", "gathered")
     assert sum(narrow.memory.terms[name] for name in states) == 6 * llama_1b().num_parameters
     assert sum(wide.memory.terms[name] for name in states) == 14 * llama_1b().num_parameters

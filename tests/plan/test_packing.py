@@ -8,6 +8,7 @@ import pytest
 
 from manyhands.config.load import config_from_mapping
 from manyhands.core.errors import UserError
+from manyhands.plan.explain import explain_why
 from manyhands.plan.search import plan
 from manyhands.plan.types import Plan
 from tests.plan.examples import facts, model_facts
@@ -30,13 +31,13 @@ def make_plan(packing: Any = "auto", batch: dict[str, Any] | None = None, gpus: 
 
 
 def why(made: Plan, name: str) -> str:
-    return next(sentence for sentence in made.why if sentence.startswith(f"{name}: "))
+    return next(sentence for sentence in explain_why(made) if sentence.startswith(f"{name}: "))
 
 
 def test_auto_packs_where_the_model_allows_it_and_says_how_that_is_known() -> None:
     made = make_plan(packing_reason="llama was measured packed and alone")
     assert made.packing and made.layout.micro_tokens and made.layout.micro_samples is None
-    assert why(made, "packing") == "packing: rows side by side: llama was measured packed and alone"
+    assert why(made, "packing") == "packing: samples side by side: llama was measured packed and alone"
 
 
 def test_auto_takes_the_plain_path_and_says_so() -> None:
@@ -44,7 +45,7 @@ def test_auto_takes_the_plain_path_and_says_so() -> None:
     assert (
         not made.packing and made.layout.micro_samples and made.layout.micro_tokens is None and made.attention == "sdpa"
     )
-    assert why(made, "packing") == "packing: no, one document a row: packed documents see each other"
+    assert why(made, "packing") == "packing: no, one sample a row: packed documents see each other"
 
 
 def test_an_explicit_wish_is_refused_with_the_reason() -> None:

@@ -12,6 +12,7 @@ from manyhands.core.errors import UserError
 from manyhands.facts.types import Facts, GpuFacts
 from manyhands.plan.choices import fuses_optimizer
 from manyhands.plan.converters import choose_converters
+from manyhands.plan.explain import explain_why
 from manyhands.plan.search import NothingSmaller, plan
 from manyhands.plan.types import Plan
 from tests.plan.examples import GIB, H200_BYTES, data_facts, facts, llama_8b, model_facts, run_config
@@ -58,7 +59,7 @@ def test_8b_full_fits_one_h200_in_one_way_only():
     )
     assert made.memory.fits
     kept = [c for c in made.candidates if not c.layout.reshard_after_forward]
-    assert kept and all(c.reason.startswith("needs ") for c in kept)
+    assert kept and all(c.reason.code in ("exceeds_memory", "near_limit") for c in kept)
 
 
 def test_8b_full_does_not_fit_a_smaller_gpu():
@@ -82,14 +83,14 @@ def test_8b_full_is_sharded_over_2_and_8_h200s():
     )
     assert eight.memory.total < two.memory.total
     ddp = [c for c in eight.candidates if c.layout.strategy == "ddp"]
-    assert ddp and all(c.reason.startswith("needs ") for c in ddp)
+    assert ddp and all(c.reason.code in ("exceeds_memory", "near_limit") for c in ddp)
 
 
 def test_a_small_gpu_recomputes_before_it_gives_up():
     made = plan(run_config(), h200(1, gpu_bytes=24 * GIB))
     assert (made.layout.strategy, made.layout.activation_checkpointing) == ("single", "full")
     kept = [c for c in made.candidates if c.layout.activation_checkpointing == "none"]
-    assert kept and all("needs" in c.reason for c in kept)
+    assert kept and all(c.reason.code in ("exceeds_memory", "near_limit") for c in kept)
 
 
 def test_every_candidate_but_the_chosen_one_has_a_reason():
@@ -150,7 +151,7 @@ def test_an_explicit_strategy_may_fill_the_limit_but_not_pass_it():
     need = roomy.total - roomy.terms["unreduced"]  # whole gradients wait for the last micro-batch only where they fit
     tight = plan(config, h200(2, gpu_bytes=int(need / 0.97) + 2**20))
     assert tight.memory.total > 0.92 * tight.memory.limit
-    assert any("little is to spare" in sentence for sentence in tight.why)
+    assert any("little is to spare" in sentence for sentence in explain_why(tight))
     with pytest.raises(UserError, match="does not fit"):
         plan(config, h200(2, gpu_bytes=int(need / 0.97) - 2**20))
 
@@ -187,7 +188,10 @@ def test_a_plan_after_one_that_ran_out_stays_smaller_until_there_is_more_memory(
         second.layout.activation_checkpointing,
         second.ran_out,
     )
-    assert any(sentence.startswith("smaller: ") and "as plan 1 ran out of memory" in sentence for sentence in third.why)
+    assert any(
+        sentence.startswith("smaller: ") and "as plan 1 ran out of memory" in sentence
+        for sentence in explain_why(third)
+    )
     larger = plan(run_config(batch__samples=64), h200(1, gpu_bytes=180 * GIB), number=3, cause="resume", before=second)
     two = plan(run_config(batch__samples=64), h200(2), number=3, cause="resume", before=second)
     assert larger.ran_out is None and two.ran_out is None and larger.layout.micro_tokens > second.layout.micro_tokens
@@ -244,22 +248,25 @@ def test_a_batch_that_the_plan_chose_is_marked(keys, auto):
     made = plan(
         run_config(**keys), facts(llama_8b(), gpus=1, gpu_bytes=H200_BYTES, data=data_facts(steps_of_epochs=(10,)))
     )
-    assert next(sentence for sentence in made.why if sentence.startswith("batch: ")).endswith("(auto)") == auto
+    assert next(sentence for sentence in explain_why(made) if sentence.startswith("batch: ")).endswith("(auto)") == auto
 
 
 def test_the_batch_in_packs_is_told_in_tokens_and_idle_ranks_are_named():
     made = plan(
         run_config(batch__samples=4), facts(llama_8b(), gpus=8, gpu_bytes=H200_BYTES, data=data_facts(mean=300.0))
     )
-    said = next(sentence for sentence in made.why if sentence.startswith("batch: "))
-    assert "4 rows ≈ 1,200 tokens" in said and "(fewer rows than ranks: some idle)" in said
+    said = next(sentence for sentence in explain_why(made) if sentence.startswith("batch: "))
+    assert "4 samples ≈ 1,200 tokens" in said and "(fewer samples than ranks: some are idle)" in said
     as_many = plan(run_config(batch__samples=8), facts(llama_8b(), gpus=8, gpu_bytes=H200_BYTES, data=data_facts()))
-    assert not any("some idle" in sentence for sentence in as_many.why)
+    assert not any("some are idle" in sentence for sentence in explain_why(as_many))
 
 
 def test_what_was_asked_is_told_from_what_was_chosen():
     chosen, asked = (plan(run_config(parallel__strategy=strategy), h200(2)) for strategy in ("auto", "fsdp"))
-    said = [next(sentence for sentence in made.why if sentence.startswith("strategy: ")) for made in (chosen, asked)]
+    said = [
+        next(sentence for sentence in explain_why(made) if sentence.startswith("strategy: "))
+        for made in (chosen, asked)
+    ]
     assert [", as asked" in sentence for sentence in said] == [False, True]
 
 
@@ -388,7 +395,9 @@ def test_planning_needs_no_torch():
     ],
 )
 def test_absurd_values_are_warned_of(keys, said):
-    warnings = [sentence for sentence in plan(run_config(**keys), h200(8)).why if sentence.startswith("warning: ")]
+    warnings = [
+        sentence for sentence in explain_why(plan(run_config(**keys), h200(8))) if sentence.startswith("warning: ")
+    ]
     assert len(warnings) == bool(said) and said in "".join(warnings)
 
 

@@ -11,6 +11,7 @@ from manyhands.data import summary
 from manyhands.data.order import SampleOrder
 from manyhands.data.summary import _steps_of_epochs
 from manyhands.facts.types import DataFacts
+from manyhands.plan.explain import explain_why
 from manyhands.plan.steps import count_steps
 from tests.plan.examples import data_facts, run_config
 
@@ -88,8 +89,8 @@ def test_the_plan_ends_where_the_order_does(num_samples, weights, batch, epochs)
 def test_seventeen_rows_of_half_weight():
     counted = steps(8, num_samples=17, data={"sources": ((17, 0.5),), "samples_per_epoch": 9}, stop__epochs=4)
     assert (counted.per_epoch, counted.total) == (2, 2 + 1 + 2 + 1)  # 9, 8, 9 and 8 rows
-    assert "2 in the first epoch; 6 in 4 epochs, which differ" in counted.why[0].replace(
-        "ceil(9 rows / 8) = ", ""
+    assert "2 in the first epoch; 6 in 4 epochs, which differ" in explain_why(counted)[0].replace(
+        "ceil(9 samples / 8) = ", ""
     ).replace(", the 17 there are taken by their sources' weights", "")
 
 
@@ -136,7 +137,7 @@ def test_evaluations_and_checkpoints():
 
 
 def test_early_ends_are_said():
-    assert any("stop.max_tokens" in sentence for sentence in steps(stop__max_tokens=1000).why)
+    assert any("stop.max_tokens" in sentence for sentence in explain_why(steps(stop__max_tokens=1000)))
 
 
 def test_warm_up_and_decay_share_the_run():
@@ -149,13 +150,13 @@ def test_warm_up_and_decay_share_the_run():
 
 
 def test_what_ends_the_run_first_is_said():
-    assert "before stop.max_steps: 1,000 (raise stop.epochs" in steps(stop__max_steps=1000).why[0]
-    assert "ended by stop.max_steps: 7" in steps(stop__max_steps=7).why[0]
+    assert "before stop.max_steps: 1,000 (raise stop.epochs" in explain_why(steps(stop__max_steps=1000))[0]
+    assert "ended by stop.max_steps: 7" in explain_why(steps(stop__max_steps=7))[0]
 
 
 def test_a_batch_larger_than_the_data_is_said():
-    assert any("there are 20 training rows" in sentence for sentence in steps(64, num_samples=20).why)
-    assert not any("training rows" in sentence for sentence in steps(20, num_samples=20).why)
+    assert any("there are 20 training samples" in sentence for sentence in explain_why(steps(64, num_samples=20)))
+    assert not any("training samples" in sentence for sentence in explain_why(steps(20, num_samples=20)))
 
 
 def test_max_steps_may_end_a_part_of_an_epoch_that_was_never_laid_out():

@@ -13,6 +13,7 @@ from manyhands.config.checks import check
 from manyhands.core.errors import UserError
 from manyhands.plan import host, memory
 from manyhands.plan.activations import linear_bytes_per_token
+from manyhands.plan.explain import explain, explain_why
 from manyhands.plan.search import plan
 from manyhands.plan.types import Plan
 from tests.plan.examples import GIB, data_facts, facts, llama_8b, model_facts, run_config
@@ -26,7 +27,7 @@ WIDE = model_facts(
 
 
 def sentence(made, name: str) -> str:
-    return next(text for text in made.why if text.startswith(f"{name}: "))
+    return next(text for text in explain_why(made) if text.startswith(f"{name}: "))
 
 
 def test_hybrid_divides_states_by_the_ranks_of_a_copy():
@@ -41,7 +42,7 @@ def test_auto_takes_hybrid_across_machines_where_a_copy_fits_in_one():
     assert (made.layout.strategy, made.layout.mesh.shard) == ("hsdp", 8)
     assert "2 copies, each in shards over 8 of 16 GPUs" in sentence(made, "strategy")
     assert {c.layout.strategy for c in made.candidates} == {"ddp", "hsdp", "fsdp"}
-    assert any("a copy a machine fits" in c.reason for c in made.candidates if c.layout.strategy == "fsdp")
+    assert any("a copy a machine fits" in explain(c.reason) for c in made.candidates if c.layout.strategy == "fsdp")
     one_machine = plan(run_config(method__name="full"), facts(llama_8b(), gpus=8, data=LONG))
     assert "hsdp" not in {c.layout.strategy for c in one_machine.candidates}
     small = plan(
@@ -79,7 +80,7 @@ def test_recomputation_is_tried_from_the_cheapest_on():
     assert sentence(made, "activation checkpointing").endswith(
         "are kept; of the last 8 of 32 blocks nothing, as more does not fit"
     )
-    reasons = {c.layout.activation_checkpointing: c.reason for c in made.candidates}
+    reasons = {c.layout.activation_checkpointing: c.reason and explain(c.reason) for c in made.candidates}
     assert "about a third more compute" in reasons["full"] and reasons["none"].startswith("needs ")
 
 
@@ -106,7 +107,7 @@ def test_what_memory_is_left_is_spent_on_blocks_that_are_recomputed_less():
     )
     (chosen,) = (c for c in mixed.candidates if c.chosen)
     assert chosen.layout.lighter_layers == mixed.layout.lighter_layers
-    assert "slower: recomputes more blocks" in {c.reason for c in mixed.candidates}
+    assert "computes_more_again" in {c.reason.code for c in mixed.candidates if c.reason}
     assert made(parallel__offload_activations=True).layout.lighter_layers == 0
     assert made(25).layout.lighter_layers > mixed.layout.lighter_layers, "more memory, fewer recomputed blocks"
 
@@ -133,14 +134,14 @@ def test_gradients_wait_for_the_last_micro_batch_where_whole_ones_fit():
         facts(llama_8b(), gpus=8, data=LONG),
     )
     assert not roomy.layout.reduce_every and roomy.memory.terms["unreduced"] == 4 * llama_8b().num_parameters
-    assert "once a step, as whole ones fit until then (29.9 GiB)" in sentence(roomy, "reduction")
+    assert "once a step, as unsharded ones fit until then (29.9 GiB)" in sentence(roomy, "reduction")
     tight = plan(
         run_config(method__name="full", parallel__strategy="fsdp"),
         facts(llama_8b(), gpus=8, gpu_bytes=60 * GIB, data=LONG),
     )
     assert tight.layout.reduce_every and tight.memory.terms["unreduced"] == 0
     assert "after every micro-batch" in sentence(tight, "reduction")
-    assert not any(text.startswith("reduction") for text in plan(run_config(), facts(gpus=2, data=LONG)).why)
+    assert not any(text.startswith("reduction") for text in explain_why(plan(run_config(), facts(gpus=2, data=LONG))))
 
 
 def test_offloaded_states_leave_the_gpu_for_host_memory():
@@ -193,7 +194,9 @@ def test_auto_moves_activations_of_recomputed_blocks_where_the_host_has_room():
     block = {"parallel__activation_checkpointing": "full"}
     moved = made(**block)
     assert moved.layout.offload_activations and moved.memory.host_terms["activations"] > 0
-    assert "activations in host memory, whose copies hide behind recomputed blocks" in sentence(moved, "offload")
+    assert "activations in host memory, whose copies hide behind blocks that are computed again" in sentence(
+        moved, "offload"
+    )
     for kept in (
         made(),
         made(host_gib=2, **block),
@@ -201,7 +204,7 @@ def test_auto_moves_activations_of_recomputed_blocks_where_the_host_has_room():
         made(parallel__offload_activations=False, **block),
     ):
         assert not kept.layout.offload_activations and not kept.memory.host_terms
-        assert not any(text.startswith("offload: ") for text in kept.why)
+        assert not any(text.startswith("offload: ") for text in explain_why(kept))
     assert made(parallel__offload_activations=True).layout.offload_activations
 
 

@@ -15,6 +15,7 @@ from manyhands.data.collate import collate_samples
 from manyhands.data.store import TokenStore
 from manyhands.launch.facts import gather_facts
 from manyhands.plan.efficiency import lay_out_step
+from manyhands.plan.explain import explain_why
 from manyhands.plan.search import plan
 from manyhands.preview.collect import collect
 from manyhands.preview.contents import describe_counts
@@ -83,7 +84,7 @@ def test_plan_preview_and_batches_agree(
             )
     assert made.efficiency == pytest.approx(useful / computed, rel=0, abs=1e-12)
 
-    sentence = next(said for said in made.why if said.startswith("efficiency: ")).removeprefix("efficiency: ")
+    sentence = next(said for said in explain_why(made) if said.startswith("efficiency: ")).removeprefix("efficiency: ")
     shown = dict(describe_counts(collect(config, report=lambda _: None)))
     assert shown["not packed" if not made.packing else "packing"] == sentence
     share = float(sentence.split("%")[0])

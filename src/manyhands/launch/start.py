@@ -22,6 +22,7 @@ from manyhands.launch.prepare import Prepared, plan_smaller, prepare_run
 from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.stopping import StopRequested, raise_when_asked
 from manyhands.launch.watch import Watch, end_all, worker_pids
+from manyhands.plan.explain import sentence_of
 from manyhands.plan.types import Plan
 
 LOG_WIDTH = 180  # columns of a plan in the log
@@ -66,13 +67,12 @@ def _launch(prepared: Prepared) -> int:
             if error.kind != OUT_OF_MEMORY or not num_left:
                 raise
             prepared = plan_smaller(prepared)
-            how = next((sentence for sentence in prepared.plan.why if sentence.startswith("smaller: ")), None)
+            how = next((sentence_of(reason) for reason in prepared.plan.why if reason.code == "smaller"), None)
             if (
                 how is None
                 # the GPUs are no longer the same, or the cause could not be written: the same plan would only fail again
             ):
                 raise
-            how = how.removeprefix("smaller: ")
             begin = f"from step {prepared.folder.newest_step()}" if prepared.resume else "from the start"
             _report(
                 f"{error.what} ({error.where})\nplan {prepared.plan.number}: {how}; restarting {begin}", prepared.folder

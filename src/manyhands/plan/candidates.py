@@ -19,7 +19,7 @@ from manyhands.plan.choices import Decisions, ranks_per_machine
 from manyhands.plan.estimate_input import EstimateInput
 from manyhands.plan.host import estimate_host_terms, keep_on_device
 from manyhands.plan.layout import Checkpointing, Layout, Strategy, change, mesh_of
-from manyhands.plan.memory import GIB, estimate_terms
+from manyhands.plan.memory import estimate_terms
 from manyhands.plan.types import Candidate, MemoryEstimate
 
 ENOUGH_TOKENS = {"cuda": 2_048, "cpu": 256}  # a smaller micro-batch leaves the device idle
@@ -37,7 +37,8 @@ class Limits:
 
     device: int
     host: int | None
-    why: str
+    free_bytes: int
+    num_local: int  # ranks that share the host's memory
 
     def judge(self, base: EstimateInput, layout: Layout) -> Candidate:
         """The layout with what it needs; ``base`` is the estimate input of any layout of the run."""
@@ -68,25 +69,12 @@ def memory_limits(config: RunConfig, facts: Facts, made: Decisions) -> Limits:
     offloaded too.
     """
     free_host = facts.host.free_memory_bytes
-    usable_host, num_local = (
-        int(USABLE_SHARE["cpu"] * free_host),
-        ranks_per_machine(facts, made.device, made.world_size),
-    )
+    num_local = ranks_per_machine(facts, made.device, made.world_size)
     if made.device == "cuda":
         free = min(gpu.free_bytes for gpu in made.gpus)
-        return Limits(
-            int(USABLE_SHARE["cuda"] * free), usable_host // num_local, f"97 % of {free / GIB:.1f} GiB free on the GPU"
-        )
-    shared = (
-        ""
-        if num_local == 1
-        else f" / {made.ranks}"
-        if num_local == made.world_size
-        else f" / {num_local} of {made.ranks}"
-    )
-    return Limits(
-        int(USABLE_SHARE["cpu"] * free_host / num_local), None, f"90 % of {free_host / GIB:.1f} GiB free{shared}"
-    )
+        usable_host = int(USABLE_SHARE["cpu"] * free_host) // num_local
+        return Limits(int(USABLE_SHARE["cuda"] * free), usable_host, free, num_local)
+    return Limits(int(USABLE_SHARE["cpu"] * free_host / num_local), None, free_host, num_local)
 
 
 def list_candidates(

@@ -12,8 +12,10 @@ from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.facts.types import Facts, ModelFacts
 from manyhands.plan.estimate_input import EstimateInput
+from manyhands.plan.explain import describe_disk, format_size
 from manyhands.plan.layout import Mesh, change
-from manyhands.plan.memory import GIB, optimizer
+from manyhands.plan.memory import optimizer
+from manyhands.plan.reasons import Reason, reason
 from manyhands.plan.steps import Steps
 from manyhands.plan.types import DiskEstimate
 
@@ -24,19 +26,15 @@ ABSURD_RATE = (
 )
 
 
-def warn_of_values(config: RunConfig, model: ModelFacts, learning_rate: float) -> tuple[str, ...]:
-    """One sentence for each learning rate and LoRA rank that cannot be meant."""
+def warn_of_values(config: RunConfig, model: ModelFacts, learning_rate: float) -> tuple[Reason, ...]:
+    """A warning for each learning rate and LoRA rank that cannot be meant."""
     rates = {"optimizer.learning_rate": learning_rate}
     rates |= {f"optimizer.learning_rates, {pattern}": rate for pattern, rate in config.optimizer.learning_rates.items()}
-    absurd = [
-        f"warning: {key}: {rate:g} moves a weight by about that much in each step, more than most weights are; 1e-5 to 1e-3 are usual"
-        for key, rate in rates.items()
-        if rate >= ABSURD_RATE
-    ]
+    absurd = [reason("high_learning_rate", key=key, rate=rate) for key, rate in rates.items() if rate >= ABSURD_RATE]
     return (*absurd, *_warn_of_rank(config, model))
 
 
-def _warn_of_rank(config: RunConfig, model: ModelFacts) -> tuple[str, ...]:
+def _warn_of_rank(config: RunConfig, model: ModelFacts) -> tuple[Reason, ...]:
     """LoRA factors of rank r hold ``r (in + out)`` values; from the layer's smaller width on they add nothing that it
     has not itself.
     """
@@ -45,16 +43,12 @@ def _warn_of_rank(config: RunConfig, model: ModelFacts) -> tuple[str, ...]:
         return ()
     patterns = ("*",) if method.target_modules == "all-linear" else method.target_modules
     narrow = [
-        f"{name.rpartition('.')[2]} ({min(shape)})"
+        [name.rpartition(".")[2], min(shape)]
         for name, shape in model.block_linear_shapes.items()
         if method.rank >= min(shape)
         and any(matches(f"{model.decoder}.layers.0.{name}", pattern) for pattern in patterns)
     ]
-    if not narrow:
-        return ()
-    return (
-        f"warning: method.rank: {method.rank} is not below the width of {', '.join(narrow)}: such factors are larger than they need be",
-    )
+    return (reason("high_rank", rank=method.rank, layers=narrow),) if narrow else ()
 
 
 def estimate_disk(
@@ -84,24 +78,16 @@ def estimate_disk(
     )
 
 
-def check_disk(config: RunConfig, disk: DiskEstimate) -> str:
-    """One sentence for the plan. UserError where checkpoints and result do not fit on the disk."""
-    one, result = _size(disk.checkpoint_bytes), _size(disk.result_bytes)
-    parts = f"{disk.num_checkpoints} checkpoint{'s' * (disk.num_checkpoints != 1)} of {one} at once and a result of {result}"
-    if disk.free_bytes is None:
-        return f"disk: {_size(disk.total)}, {parts}"
-    if disk.total + LOG_BYTES <= disk.free_bytes:
-        return f"disk: {_size(disk.total)} of {_size(disk.free_bytes)} free, {parts}"
+def check_disk(config: RunConfig, disk: DiskEstimate) -> Reason:
+    """The reason for the plan. UserError where checkpoints and result do not fit on the disk."""
+    if disk.free_bytes is None or disk.total + LOG_BYTES <= disk.free_bytes:
+        return reason("disk", **disk.model_dump(), total=disk.total)
     advice = ["free some space", "choose an output.dir on a larger disk"]
     if disk.num_checkpoints > 1 + config.checkpoint.keep_best:
         advice.append("keep fewer checkpoints (checkpoint.keep_last=1, or checkpoint.every_steps=0 for one at the end)")
     raise UserError(
-        f"the disk has no room for this run: it needs {_size(disk.total + LOG_BYTES)}, and {_size(disk.free_bytes)} are free",
+        f"the disk has no room for this run: it needs {format_size(disk.total + LOG_BYTES)}, and {format_size(disk.free_bytes)} are free",
         where=f"output.dir: {config.output.dir}",
-        why=f"{parts}, and {_size(LOG_BYTES)} for logs",
+        why=f"{describe_disk(disk.model_dump())}, and {format_size(LOG_BYTES)} for logs",
         fix=", or ".join(advice),
     )
-
-
-def _size(number: int) -> str:
-    return f"{number / GIB:,.1f} GiB" if number >= GIB / 10 else f"{number / 2**20:,.1f} MiB"

@@ -1,10 +1,11 @@
 """Decisions that need no search: device, number of processes, dtypes, attention, compilation, environment. Pure.
 
-Each function returns its value and one sentence that says why; ``decide`` makes them all.
+Each function returns its value and the reason for it; ``decide`` makes them all.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,12 +15,19 @@ from manyhands.core.errors import UserError
 from manyhands.facts.types import DataFacts, Facts, GpuFacts, ModelFacts, NewTokens
 from manyhands.plan.batch import has_one_length
 from manyhands.plan.layout import DTYPE_BYTES, ComputeDtype, Device, Dtype
+from manyhands.plan.reasons import Reason, reason
 
 Attention = Literal["varlen", "sdpa", "blockwise"]
 
 MAX_FLASH_HEAD_DIM = 256
 MIN_FLASH_CAPABILITY = (8, 0)
 MIN_FP8_CAPABILITY = (8, 9)
+# The fastest rank measured, a model of 135 million parameters on an H200, trains some 0.3 million tokens/s.
+ENOUGH_TOKENS_PER_S = 4_000_000  # so many leave the collating thread idle nine tenths of the time
+# Of one thread, the slowest kind: weighted chats of 475 tokens on average at 28 million tokens/s, and blocks of 2,048 at
+# 106 million for what a token adds (`python -m benchmarks.collate`, docs/decisions.md).
+COLLATE_SAMPLE_S, COLLATE_TOKEN_S = 15e-6, 4e-9
+MAX_AUTO_WORKERS = 8
 AUTO_LEARNING_RATE = {"lora": 2e-4, "qlora": 2e-4, "full": 2e-5, "patterns": 2e-5}
 
 
@@ -37,11 +45,12 @@ class Decisions:
     master: ComputeDtype
     attention: Attention
     compile: bool
+    data_workers: int
     learning_rate: float
     output: Dtype
-    why_ranks: tuple[str, ...]
-    why_numerics: tuple[str, ...]
-    why_rate: tuple[str, ...]
+    why_ranks: tuple[Reason, ...]
+    why_numerics: tuple[Reason, ...]
+    why_rate: tuple[Reason, ...]
 
     @property
     def ranks(self) -> str:
@@ -57,16 +66,15 @@ def decide(config: RunConfig, facts: Facts) -> Decisions:
     compute, why_compute = choose_compute_dtype(config, gpus)
     attention, why_attention = choose_attention(config, facts.model, gpus, compute)
     compiled, why_compile = choose_compile(config, device, facts.data)
-    why_frozen: tuple[str, ...] = (describe_frozen(compute),) if config.method.name == "qlora" else ()
+    why_frozen: tuple[Reason, ...] = (reason("frozen", compute=compute),) if config.method.name == "qlora" else ()
     why_frozen += choose_linear(config, device, gpus)
     if facts.model.num_tower_parameters:
-        why_frozen += (
-            f"text alone is trained: towers of {facts.model.num_tower_parameters:,} parameters stay on disk",
-        )
+        why_frozen += (reason("towers", parameters=facts.model.num_tower_parameters),)
     rate, why_rate = choose_learning_rate(config)
     check_optimizer(config, device, compute)
     master, why_master = choose_master_dtype(config, compute)
     output, why_output = choose_output_dtype(config, facts.model, compute)
+    data_workers, why_workers = choose_data_workers(config, facts, device)
     return Decisions(
         device=device,
         world_size=world_size,
@@ -76,15 +84,16 @@ def decide(config: RunConfig, facts: Facts) -> Decisions:
         master=master,
         attention=attention,
         compile=compiled,
+        data_workers=data_workers,
         learning_rate=rate,
         output=output,
         why_ranks=(why_device, why_world),
-        why_numerics=(why_compute, *why_master, *why_frozen, why_attention, why_compile),
+        why_numerics=(why_compute, *why_master, *why_frozen, why_attention, why_compile, why_workers),
         why_rate=(why_rate, why_output),
     )
 
 
-def choose_device(config: RunConfig, facts: Facts) -> tuple[Device, str]:
+def choose_device(config: RunConfig, facts: Facts) -> tuple[Device, Reason]:
     asked, num_gpus = config.parallel.device, len(facts.host.gpus)
     if asked == "cuda" and not num_gpus:
         raise UserError(
@@ -94,13 +103,12 @@ def choose_device(config: RunConfig, facts: Facts) -> tuple[Device, str]:
             fix="set parallel.device=cpu, or look at `manyhands gpu-info`",
         )
     if asked == "auto":
-        return (
-            "cuda" if num_gpus else "cpu"
-        ), f"device: {'GPUs' if num_gpus else 'CPU'}, as {num_gpus or 'no'} GPUs are visible"
-    return asked, f"device: {asked}, as asked"
+        device: Device = "cuda" if num_gpus else "cpu"
+        return device, reason("device", device=device, num_gpus=num_gpus, asked=False)
+    return asked, reason("device", device=asked, num_gpus=num_gpus, asked=True)
 
 
-def choose_world_size(config: RunConfig, facts: Facts, device: Device) -> tuple[int, str]:
+def choose_world_size(config: RunConfig, facts: Facts, device: Device) -> tuple[int, Reason]:
     """Processes: given by whoever launched us, else as asked, else one a GPU, else one."""
     asked, given, num_gpus = config.parallel.gpus, facts.world_size, len(facts.host.gpus)
     if given is not None:
@@ -110,7 +118,7 @@ def choose_world_size(config: RunConfig, facts: Facts, device: Device) -> tuple[
                 where="parallel.gpus",
                 fix=f"set parallel.gpus to {given} or auto, or launch {asked} processes",
             )
-        size, why = given, f"processes: {given}, as launched"
+        size, source = given, "launched"
     elif asked != "auto":
         if device == "cuda" and asked > num_gpus:
             raise UserError(
@@ -118,17 +126,16 @@ def choose_world_size(config: RunConfig, facts: Facts, device: Device) -> tuple[
                 where="parallel.gpus",
                 fix=f"set parallel.gpus to {num_gpus} or auto, or parallel.device=cpu",
             )
-        size, why = asked, f"processes: {asked}, as asked"
+        size, source = asked, "asked"
     else:
-        size = num_gpus if device == "cuda" else 1
-        why = f"processes: {size}, one a GPU" if device == "cuda" else "processes: 1, as auto takes one on CPU"
+        size, source = (num_gpus, "gpus") if device == "cuda" else (1, "cpu")
     if config.parallel.strategy == "single" and size > 1:
         raise UserError(
             f"parallel.strategy: single is one process, but there are {size} (parallel.gpus: {asked})",
             where="parallel.strategy",
             fix="set parallel.strategy to auto, ddp or fsdp, or parallel.gpus to 1",
         )
-    return size, why
+    return size, reason("processes", size=size, source=source)
 
 
 def ranks_per_machine(facts: Facts, device: Device, world_size: int) -> int:
@@ -160,7 +167,7 @@ def choose_shard_ranks(config: RunConfig, facts: Facts, device: Device, world_si
     )
 
 
-def choose_compute_dtype(config: RunConfig, gpus: tuple[GpuFacts, ...]) -> tuple[ComputeDtype, str]:
+def choose_compute_dtype(config: RunConfig, gpus: tuple[GpuFacts, ...]) -> tuple[ComputeDtype, Reason]:
     """``gpus`` is empty on CPU."""
     asked = config.model.dtype
     without = next((gpu for gpu in gpus if not gpu.has_bfloat16), None)
@@ -171,16 +178,16 @@ def choose_compute_dtype(config: RunConfig, gpus: tuple[GpuFacts, ...]) -> tuple
             fix="set model.dtype to float32 or auto",
         )
     if asked != "auto":
-        return asked, f"compute: {asked}, as asked"
+        return asked, reason("compute", dtype=asked, source="asked")
     if not gpus:
-        return "float32", "compute: float32, as on every CPU"
+        return "float32", reason("compute", dtype="float32", source="cpu")
     if without is not None:
-        return "float32", f"compute: float32, as {without.name} has no bfloat16"
-    masters = "" if config.model.master_dtype == "bfloat16" else "float32 masters, "
-    return "bfloat16", f"compute: bfloat16, {masters}reduced as float32 sums"
+        return "float32", reason("compute", dtype="float32", source="gpu", gpu=without.name)
+    narrow = config.model.master_dtype == "bfloat16"
+    return "bfloat16", reason("compute", dtype="bfloat16", source="auto", narrow_masters=narrow)
 
 
-def choose_master_dtype(config: RunConfig, compute: ComputeDtype) -> tuple[ComputeDtype, tuple[str, ...]]:
+def choose_master_dtype(config: RunConfig, compute: ComputeDtype) -> tuple[ComputeDtype, tuple[Reason, ...]]:
     """Of trained weights and their optimizer states. UserError where bfloat16 was asked for and something else needs
     more.
     """
@@ -202,24 +209,16 @@ def choose_master_dtype(config: RunConfig, compute: ComputeDtype) -> tuple[Compu
             why="; ".join(found),
             fix="remove model.master_dtype, or train in full with model.dtype=bfloat16, optimizer.name=adamw and parallel.offload=none",
         )
-    return "bfloat16", (
-        "masters: bfloat16, as asked: weights rounded stochastically, states in bfloat16; sums of gradients in float32",
-    )
+    return "bfloat16", (reason("masters"),)
 
 
-def describe_frozen(compute: ComputeDtype) -> str:
-    """How qlora keeps the weights that are not trained."""
-    return f"frozen: linear layers of the blocks in NF4, 4.13 bits a weight, dequantised to {compute} for each product; the rest {compute}"
-
-
-def choose_packing(config: RunConfig, model: ModelFacts) -> tuple[bool, str]:
+def choose_packing(config: RunConfig, model: ModelFacts) -> tuple[bool, Reason]:
     """Rows side by side where the model allows it. UserError where that was asked for and the model does not."""
     asked = config.data.packing
     if asked is False:
-        return False, "packing: no, as asked"
+        return False, reason("packing", packed=False, asked=True, known="")
     if model.packs:
-        known = f": {model.packing_reason}" if model.packing_reason else ""
-        return True, "packing: rows side by side" + (", as asked" if asked is True else "") + known
+        return True, reason("packing", packed=True, asked=asked is True, known=model.packing_reason)
     batch = config.batch
     needing = [
         f"batch.{name}" for name in ("loss_tokens", "micro_tokens") if getattr(batch, name) not in (None, "auto")
@@ -232,33 +231,31 @@ def choose_packing(config: RunConfig, model: ModelFacts) -> tuple[bool, str]:
             why=model.packing_reason,
             fix="set data.packing=false (one document a row)" + "".join(f", and remove {name}" for name in needing),
         )
-    return False, f"packing: no, one document a row: {model.packing_reason}"
+    return False, reason("packing", packed=False, asked=False, known=model.packing_reason)
 
 
 def choose_attention(
     config: RunConfig, model: ModelFacts, gpus: tuple[GpuFacts, ...], compute: ComputeDtype
-) -> tuple[Attention, str]:
+) -> tuple[Attention, Reason]:
     """varlen where rows are packed and its kernel, FlashAttention 2, can: half precision, head_dim, Ampere or newer.
 
     Soft-capped scores are computed blockwise, packed or not: varlen cannot cap them, and sdpa leaves the cap out.
     """
     if model.attention_softcap is not None:
-        return (
-            "blockwise",
-            f"attention: blockwise in plain torch, as scores are soft-capped at {model.attention_softcap:g}",
-        )
+        return "blockwise", reason("attention", kind="blockwise", softcap=model.attention_softcap)
     old = next((gpu for gpu in gpus if gpu.compute_capability and gpu.compute_capability < MIN_FLASH_CAPABILITY), None)
     obstacles = {
-        "rows are not packed": not config.data.packing,
-        "there is no GPU": not gpus,
-        f"{compute} is no half precision": compute != "bfloat16",
-        f"a head has {model.head_dim} dimensions": model.head_dim > MAX_FLASH_HEAD_DIM or model.head_dim % 8 != 0,
-        f"{old.name if old else ''} is too old": old is not None,
+        "not_packed": not config.data.packing,
+        "no_gpu": not gpus,
+        "dtype": compute != "bfloat16",
+        "head_dim": model.head_dim > MAX_FLASH_HEAD_DIM or model.head_dim % 8 != 0,
+        "old_gpu": old is not None,
     }
-    obstacle = next((text for text, stands in obstacles.items() if stands), None)
+    obstacle = next((name for name, stands in obstacles.items() if stands), None)
     if obstacle is None:
-        return "varlen", "attention: varlen, each packed row by itself and no mask"
-    return "sdpa", f"attention: sdpa, as {obstacle}"
+        return "varlen", reason("attention", kind="varlen")
+    gpu = old.name if old else None
+    return "sdpa", reason("attention", kind="sdpa", obstacle=obstacle, dtype=compute, head_dim=model.head_dim, gpu=gpu)
 
 
 def fuses_optimizer(config: RunConfig, device: Device) -> bool:
@@ -266,7 +263,7 @@ def fuses_optimizer(config: RunConfig, device: Device) -> bool:
     return config.optimizer.name == "adamw" and config.kernels.optimizer == "auto" and device == "cuda"
 
 
-def choose_linear(config: RunConfig, device: Device, gpus: tuple[GpuFacts, ...]) -> tuple[str, ...]:
+def choose_linear(config: RunConfig, device: Device, gpus: tuple[GpuFacts, ...]) -> tuple[Reason, ...]:
     """What is said of products in fp8. UserError where the GPUs have none; a CPU emulates them if it was asked for by
     name.
     """
@@ -283,25 +280,39 @@ def choose_linear(config: RunConfig, device: Device, gpus: tuple[GpuFacts, ...])
             fix="set kernels.linear: compute_dtype"
             + ("" if old is not None else ", or parallel.device: cpu to emulate it"),
         )
-    emulated = ", emulated in float32, as asked by parallel.device: cpu" if device == "cpu" else ""
-    return (
-        f"linear: products of the blocks in fp8 while training{emulated}; plain where the model is evaluated or saved",
-    )
+    return (reason("linear", emulated=device == "cpu"),)
 
 
-def choose_compile(config: RunConfig, device: Device, data: DataFacts) -> tuple[bool, str]:
+def choose_compile(config: RunConfig, device: Device, data: DataFacts) -> tuple[bool, Reason]:
     asked = config.parallel.compile
     if asked != "auto":
-        return asked, f"compile: {'each block' if asked else 'no'}, as asked"
+        return asked, reason("compile", compile=asked, source="asked")
     if device == "cpu":
-        return False, "compile: no, as on CPU it costs more than it gains"
+        return False, reason("compile", compile=False, source="cpu")
     if has_one_length(data):
-        shapes = f"one shape, as all rows have {data.max_length:,} tokens"
-    else:
-        shapes = (
-            "packs of any fill run one graph" if config.data.packing else "dynamic shapes, as rows differ in length"
-        )
-    return True, f"compile: each block, {shapes}"
+        return True, reason("compile", compile=True, source="one_length", tokens=data.max_length)
+    return True, reason("compile", compile=True, source="packs" if config.data.packing else "lengths")
+
+
+def choose_data_workers(config: RunConfig, facts: Facts, device: Device) -> tuple[int, Reason]:
+    """Processes a rank that collate its batches, 0 where one thread is fast enough.
+
+    On a CPU, where processes would take cores from training, auto is always the thread. On GPUs one thread collates
+    ``n / (SAMPLE_S + n TOKEN_S)`` tokens/s of samples of n tokens; auto takes as many processes as make up for what is
+    missing of ``ENOUGH_TOKENS_PER_S``, at most the GPU's share of the cores less the rank's own two threads.
+    """
+    asked, mean = config.data.workers, max(1.0, facts.data.mean_length)
+    if asked != "auto":
+        return asked, reason("data_workers", workers=asked, asked=True)
+    if device == "cpu":
+        return 0, reason("data_workers", workers=0, asked=False, source="cpu")
+    tokens_per_s = mean / (COLLATE_SAMPLE_S + mean * COLLATE_TOKEN_S)
+    spare = max(0, facts.host.num_cores // max(1, len(facts.host.gpus)) - 2)
+    needed = 0 if tokens_per_s >= ENOUGH_TOKENS_PER_S else math.ceil(ENOUGH_TOKENS_PER_S / tokens_per_s)
+    workers = min(MAX_AUTO_WORKERS, spare, needed)
+    # Two digits: what is shown is an estimate.
+    about = int(float(f"{tokens_per_s:.2g}"))
+    return workers, reason("data_workers", workers=workers, asked=False, source="gpu", tokens_per_s=about)
 
 
 def check_optimizer(config: RunConfig, device: Device, compute: ComputeDtype) -> None:
@@ -316,25 +327,25 @@ def check_optimizer(config: RunConfig, device: Device, compute: ComputeDtype) ->
         )
 
 
-def choose_learning_rate(config: RunConfig) -> tuple[float, str]:
+def choose_learning_rate(config: RunConfig) -> tuple[float, Reason]:
     asked = config.optimizer.learning_rate
     if asked != "auto":
-        return asked, f"learning rate: {asked:g}, as asked"
+        return asked, reason("learning_rate", rate=asked, method=None)
     rate = AUTO_LEARNING_RATE[config.method.name]
-    return rate, f"learning rate: {rate:g}, the usual one for {config.method.name}"
+    return rate, reason("learning_rate", rate=rate, method=config.method.name)
 
 
-def choose_output_dtype(config: RunConfig, model: ModelFacts, compute: ComputeDtype) -> tuple[Dtype, str]:
+def choose_output_dtype(config: RunConfig, model: ModelFacts, compute: ComputeDtype) -> tuple[Dtype, Reason]:
     asked = config.output.dtype
     if asked != "auto":
-        return asked, f"saved weights: {asked}, as asked"
+        return asked, reason("output_dtype", dtype=asked, source="asked")
     if config.model.master_dtype == "bfloat16":
-        return "bfloat16", "saved weights: bfloat16, as trained"
+        return "bfloat16", reason("output_dtype", dtype="bfloat16", source="masters")
     if config.method.trains_adapters:
-        return "float32", "saved adapter: float32, as trained"
+        return "float32", reason("output_dtype", dtype="float32", source="adapter")
     narrowed = config.method.name == "patterns" and DTYPE_BYTES[compute] < DTYPE_BYTES[model.stored_dtype]
-    rounded = f"; frozen ones rounded to {compute}, in which they are kept" if narrowed else ""
-    return model.stored_dtype, f"saved weights: {model.stored_dtype}, as the source's{rounded}"
+    rounded = compute if narrowed else None
+    return model.stored_dtype, reason("output_dtype", dtype=model.stored_dtype, source="model", rounded=rounded)
 
 
 def choose_environment(device: Device, num_cores: int, local_world_size: int) -> dict[str, str]:

@@ -23,6 +23,7 @@ from manyhands.data.pack import (
 from manyhands.facts.types import DataFacts, Facts
 from manyhands.plan.batch import ceil_div, constant_pack_tokens
 from manyhands.plan.layout import change, mesh_of
+from manyhands.plan.reasons import reason
 from manyhands.plan.types import Plan
 
 MAX_STEPS, MAX_ROWS = 20, 16_384  # laid out, spread over the epoch; one step in any case
@@ -88,49 +89,29 @@ def _sample_steps(plan: Plan, data: DataFacts) -> Iterator[np.ndarray]:
 
 
 def with_efficiency(plan: Plan, facts: Facts) -> Plan:
-    """The plan with the share of its computed tokens that is useful, and a sentence on it behind the one on the
-    batch.
-    """
+    """The plan with the share of its computed tokens that is useful, and the reason behind that of the batch."""
     measured = measure_efficiency(plan, facts.data)
     if measured is None:
         return plan
     share, num_steps = measured
-    steps = "1 step" if num_steps == 1 else f"{num_steps} steps of the first epoch"
-    sentence = f"efficiency: {_percent(share)} of the computed tokens are useful ({steps} laid out)"
-    if share < 1:
-        sentence += f"; the rest is {_rest(plan)}"
+    layout = plan.layout
+    values: dict[str, Any] = {
+        "share": share,
+        "steps": num_steps,
+        "packed": layout.micro_tokens is not None,
+        "padded": pack_tile(plan) > 1 or layout.pack_tokens is not None,
+        "ranks": layout.world_size,
+    }
     if share < GOOD_SHARE:
-        sentence += f", as {_why(plan, facts.data)}; {_propose(plan, facts, share)}"
-    place = next((index for index, said in enumerate(plan.why, start=1) if said.startswith("batch: ")), len(plan.why))
-    return plan.model_copy(update={"efficiency": share, "why": (*plan.why[:place], sentence, *plan.why[place:])})
+        sizes = sorted(map(len, _sample_steps(plan, facts.data)))
+        values |= {"samples": sizes[len(sizes) // 2], **_propose(plan, facts, share)}
+    place = next((at for at, found in enumerate(plan.why, start=1) if found.code == "batch"), len(plan.why))
+    why = (*plan.why[:place], reason("efficiency", **values), *plan.why[place:])
+    return plan.model_copy(update={"efficiency": share, "why": why})
 
 
-def _percent(share: float) -> str:
-    return f"{share:.{0 if share <= GOOD_SHARE or share == 1 else 1}%}"
-
-
-def _rest(plan: Plan) -> str:
-    """What else is computed."""
-    if plan.layout.micro_tokens is None:
-        return "padding up to the longest row of a micro-batch" + (" of any rank" if plan.layout.world_size > 1 else "")
-    padding = pack_tile(plan) > 1 or plan.layout.pack_tokens is not None
-    return " and ".join(["padding"] * padding + ["waiting for the fullest pack"] * (plan.layout.world_size > 1))
-
-
-def _why(plan: Plan, data: DataFacts) -> str:
-    if plan.layout.micro_tokens is None:
-        return "rows differ in length"
-    sizes = sorted(map(len, _sample_steps(plan, data)))
-    rows = sizes[len(sizes) // 2]
-    if rows < plan.layout.world_size:
-        return f"a step has {rows} {'row' if rows == 1 else 'rows'} for {plan.layout.world_size} ranks"
-    if plan.layout.world_size > 1:
-        return f"the {rows} rows of a step cannot be dealt evenly to {plan.layout.world_size} ranks"
-    return f"a step of {rows} {'row' if rows == 1 else 'rows'} leaves much of its packs empty"
-
-
-def _propose(plan: Plan, facts: Facts, share: float) -> str:
-    """The first change that reaches 90 %, or else the best; or what can be done without knowing how much it gives."""
+def _propose(plan: Plan, facts: Facts, share: float) -> dict[str, Any]:
+    """The first change that reaches 90 %, or else the best, with its share; empty where nothing known gains enough."""
     tried: list[tuple[float, str]] = []
     for proposal, other in _changes(plan, facts):
         measured = measure_efficiency(other, facts.data)
@@ -139,9 +120,7 @@ def _propose(plan: Plan, facts: Facts, share: float) -> str:
             if measured[0] >= GOOD_SHARE:
                 break
     best, proposal = max(tried, default=(0.0, ""))
-    if best > share + MIN_GAIN:
-        return f"{proposal} would reach {_percent(best)}"
-    return "rows of like length would help (data.max_length with data.too_long=truncate)"
+    return {"proposal": proposal, "reaches": best} if best > share + MIN_GAIN else {}
 
 
 def _changes(plan: Plan, facts: Facts) -> Iterator[tuple[str, Plan]]:
@@ -170,8 +149,7 @@ def _changes(plan: Plan, facts: Facts) -> Iterator[tuple[str, Plan]]:
         factor *= 2
     ranks = plan.layout.world_size // 2
     while ranks:
-        what = f"{ranks} {'process' if ranks == 1 else 'processes'} (parallel.gpus)"
-        yield what, _with_rows(plan, plan.batch_samples, ranks, data)
+        yield f"parallel.gpus={ranks}", _with_rows(plan, plan.batch_samples, ranks, data)
         ranks //= 2
 
 

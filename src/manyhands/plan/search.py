@@ -34,8 +34,9 @@ from manyhands.plan.choices import (
 from manyhands.plan.converters import choose_converters
 from manyhands.plan.efficiency import with_efficiency
 from manyhands.plan.estimate_input import EstimateInput
-from manyhands.plan.layout import DTYPE_BYTES, Layout, lay_out, mesh_of
-from manyhands.plan.memory import GIB
+from manyhands.plan.explain import describe_limit, format_gib
+from manyhands.plan.layout import DTYPE_BYTES, lay_out, mesh_of
+from manyhands.plan.reasons import Reason, reason
 from manyhands.plan.smaller import NothingSmaller as NothingSmaller
 from manyhands.plan.smaller import choose_smaller, explain_smaller, find_ran_out, nothing_smaller
 from manyhands.plan.steps import count_steps
@@ -73,7 +74,7 @@ def plan(
     candidates, chosen = _choose(config, candidates, base, made, limits, ran_out)
     split = splits[0]  # the batch is that of all
     steps = count_steps(config, facts.data, split.batch_samples)
-    why_layout = _why_layout(config, facts, chosen, base, split, made, SAFE_SHARE, limits.why)
+    why_layout = _why_layout(config, facts, chosen, base, split, limits)
     disk = estimate_disk(config, facts, replace(base, layout=chosen.layout), steps, DTYPE_BYTES[made.output])
     why_disk, warnings = check_disk(config, disk), warn_of_values(config, facts.model, made.learning_rate)
     whole = Plan(
@@ -170,6 +171,7 @@ def _base_input(config: RunConfig, facts: Facts, made: Decisions) -> EstimateInp
         offload=config.parallel.offload,
         compile=made.compile,
         dynamic=not has_one_length(facts.data),
+        data_workers=made.data_workers,
     )
     return EstimateInput(
         model=facts.model,
@@ -206,136 +208,101 @@ def _with_reason(candidate: Candidate, chosen: Candidate, ran_out: RanOut | None
     return candidate.model_copy(update={"reason": _why_lost(candidate, chosen, SAFE_SHARE, ran_out)})
 
 
-def _why_lost(candidate: Candidate, chosen: Candidate, share: float, ran_out: RanOut | None) -> str:
+def _why_lost(candidate: Candidate, chosen: Candidate, share: float, ran_out: RanOut | None) -> Reason:
     layout, memory = candidate.layout, candidate.memory
     total, limit = memory.total, memory.limit
     if ran_out is not None and total <= limit:
-        return f"not the next smaller one after plan {ran_out.number}, which ran out of memory"
+        return reason("not_next_smaller", plan=ran_out.number)
     if total > limit:
-        return f"needs {_gib(total)} of {_gib(limit)}"
+        return reason("exceeds_memory", bytes=total, limit=limit)
     if not memory.fits_host:
-        return f"needs {_gib(memory.host_total)} of {_gib(memory.host_limit or 0)} host memory"
+        return reason("exceeds_host_memory", bytes=memory.host_total, limit=memory.host_limit)
     if total > share * limit:
-        return f"needs {_gib(total)}, over {share:.0%} of {_gib(limit)}: too near the limit for an estimate"
-    mine, best = slowness(candidate), slowness(chosen)
+        return reason("near_limit", bytes=total, limit=limit, share=share)
     reasons = (
-        "micro-batches too small to fill the device",
-        "slower: recomputes "
-        + (
-            "activations, about a third more compute"
-            if layout.activation_checkpointing == "full"
-            else "norms and activations"
-        ),
-        "slower: recomputes more blocks",
-        "slower: gathers shards, though a copy " + ("a machine " if chosen.layout.strategy == "hsdp" else "") + "fits",
-        "slower: gathers weights once more in the backward pass",
-        "slower: smaller micro-batches",
+        reason("idle_device"),
+        reason("computes_again", mode=layout.activation_checkpointing),
+        reason("computes_more_again"),
+        reason("shards_needlessly", chosen=chosen.layout.strategy),
+        reason("gathers_again"),
+        reason("smaller_micro_batch"),
     )
-    return next(
-        (reason for reason, a, b in zip(reasons, mine, best, strict=True) if a > b), "no faster than the chosen one"
-    )
+    pairs = zip(reasons, slowness(candidate), slowness(chosen), strict=True)
+    return next((found for found, mine, best in pairs if mine > best), reason("no_faster"))
 
 
 def _why_layout(
-    config: RunConfig,
-    facts: Facts,
-    chosen: Candidate,
-    base: EstimateInput,
-    split: BatchSplit,
-    made: Decisions,
-    share: float,
-    why_limit: str,
-) -> list[str]:
-    layout = chosen.layout
-    asked, ranks = config.parallel.strategy, made.ranks
-    freed = "freed after the forward pass"
-    meaning = {
-        "single": "one process holds everything"
-        + (f", the bfloat16 copy {freed}" if layout.reshard_after_forward else ""),
-        "ddp": f"a copy on each of {ranks}" + (f", in bfloat16 {freed}" if layout.reshard_after_forward else ""),
-        "fsdp": f"shards over {ranks}, gathered weights " + (freed if layout.reshard_after_forward else "kept"),
-        "hsdp": f"{layout.mesh.replicate} copies, each in shards over {layout.mesh.shard} of {ranks}, gathered weights "
-        + (freed if layout.reshard_after_forward else "kept"),
-    }[layout.strategy]
-    memory = chosen.memory
-    tight = f"; over {share:.0%} of it, so little is to spare" if memory.total > share * memory.limit else ""
+    config: RunConfig, facts: Facts, chosen: Candidate, base: EstimateInput, split: BatchSplit, limits: Limits
+) -> list[Reason]:
+    parallel, layout, memory = config.parallel, chosen.layout, chosen.memory
+    ranks = {"device": layout.device, "ranks": layout.world_size}
     why = [
-        f"strategy: {layout.strategy}, {meaning}" + (", as asked" if asked != "auto" else ""),
-        _why_checkpointing(config, layout, base.model.num_layers),
-        *_why_reduction(chosen),
-        *_why_offload(config, chosen),
-        f"memory: {_gib(memory.total)} of {_gib(memory.limit)} a rank ({why_limit}){tight}",
-        _why_batch(config, facts, layout, split, made),
+        reason(
+            "strategy",
+            strategy=layout.strategy,
+            replicate=layout.mesh.replicate,
+            shard=layout.mesh.shard,
+            reshard=layout.reshard_after_forward,
+            asked=parallel.strategy != "auto",
+            **ranks,
+        ),
+        reason(
+            "activation_checkpointing",
+            mode=layout.activation_checkpointing,
+            lighter_layers=layout.lighter_layers,
+            layers=base.model.num_layers,
+            last=layout.last_checkpointing,
+            asked=parallel.activation_checkpointing != "auto",
+        ),
+    ]
+    if layout.mesh.shard > 1 and layout.accumulates:
+        why.append(reason("reduction", every=layout.reduce_every, bytes=memory.terms["unreduced"]))
+    moved = {"none": [], "optimizer": ["optimizer"], "all": ["weights", "gradients", "optimizer"]}[parallel.offload]
+    if moved := moved + ["activations"] * layout.offload_activations:
+        hidden = parallel.offload_activations == "auto" and moved[-1] == "activations"
+        why.append(reason("offload", moved=moved, hidden=hidden, bytes=memory.host_total, limit=memory.host_limit))
+    why += [
+        reason(
+            "memory",
+            bytes=memory.total,
+            limit=memory.limit,
+            free=limits.free_bytes,
+            local_ranks=limits.num_local,
+            tight=SAFE_SHARE if memory.total > SAFE_SHARE * memory.limit else None,
+            **ranks,
+        ),
+        reason(
+            "batch",
+            samples=split.batch_samples,
+            loss_tokens=split.batch_loss_tokens,
+            micro_samples=layout.micro_samples,
+            micro_tokens=layout.micro_tokens,
+            accumulation=layout.accumulation,
+            mean_tokens=facts.data.mean_length,
+            auto=config.batch.samples == "auto" and config.batch.loss_tokens is None,
+            **ranks,
+        ),
     ]
     longest, positions = facts.data.max_length, facts.model.max_positions
     if positions and longest > positions:
-        why.append(
-            f"note: the longest row has {longest:,} tokens, more than the {positions:,} positions the model was made for"
-        )
+        why.append(reason("long_samples", tokens=longest, positions=positions))
     return why
 
 
-def _why_checkpointing(config: RunConfig, layout: Layout, num_layers: int) -> str:
-    what = {
-        "none": "nothing",
-        "selective": "norms, activations and sums; results of linear layers and attention are kept",
-        "full": "each block in the backward pass",
-    }[layout.activation_checkpointing]
-    num_lighter = layout.lighter_layers
-    if num_lighter:
-        rest = {"selective": "only norms, activations and sums", "none": "nothing"}[layout.last_checkpointing]
-        what += f"; of the last {num_lighter} of {num_layers} blocks {rest}"
-    auto = ", as activations fit" if layout.activation_checkpointing == "none" else ", as more does not fit"
-    return f"activation checkpointing: {what}" + (
-        auto if config.parallel.activation_checkpointing == "auto" else ", as asked"
-    )
-
-
-def _why_reduction(chosen: Candidate) -> list[str]:
-    if chosen.layout.mesh.shard == 1 or not chosen.layout.accumulates:
-        return []
-    if chosen.layout.reduce_every:
-        return ["reduction: gradients after every micro-batch, as whole ones do not fit until the last"]
-    return [
-        f"reduction: gradients once a step, as whole ones fit until then ({_gib(chosen.memory.terms['unreduced'])})"
-    ]
-
-
-def _why_offload(config: RunConfig, chosen: Candidate) -> list[str]:
-    parallel, memory = config.parallel, chosen.memory
-    moved = {"none": [], "optimizer": ["optimizer states"], "all": ["weights", "gradients", "optimizer states"]}[
-        parallel.offload
-    ]
-    moved = moved + (["activations"] if chosen.layout.offload_activations else [])
-    if not moved:
-        return []
-    if memory.host_limit is None:
-        return [f"offload: {', '.join(moved)} in host memory, where a CPU has them anyway"]
-    hidden = (
-        ", whose copies hide behind recomputed blocks"
-        if parallel.offload_activations == "auto" and moved[-1] == "activations"
-        else ""
-    )
-    return [
-        f"offload: {', '.join(moved)} in host memory{hidden}, {_gib(memory.host_total)} of {_gib(memory.host_limit)} a rank"
-    ]
-
-
-def _why_start(facts: Facts) -> list[str]:
+def _why_start(facts: Facts) -> list[Reason]:
     """What a run starts from besides the model."""
     why, tokens, adapter = [], facts.new_tokens, facts.adapter
     if tokens is not None:
         known = len(tokens.ids) - len(tokens.fresh_ids)
-        others = f" and {known} known before" if known else ""
-        why.append(f"new tokens: {len(tokens.fresh_ids)}{others}; embeddings of {tokens.vocab_size:,} rows")
+        why.append(reason("new_tokens", new=len(tokens.fresh_ids), known=known, vocabulary=tokens.vocab_size))
     if adapter is not None:
         method = adapter.method
-        kind = "".join(f", {name}" for name in ("rslora", "dora") if getattr(method, name))
-        why.append(f"adapter: goes on from {adapter.folder}, rank {method.rank}, alpha {method.alpha:g}{kind}")
+        kinds = [name for name in ("rslora", "dora") if getattr(method, name)]
+        why.append(reason("adapter", folder=adapter.folder, rank=method.rank, alpha=method.alpha, kinds=kinds))
     return why
 
 
-def _why_samples(config: RunConfig, data: DataFacts) -> list[str]:
+def _why_samples(config: RunConfig, data: DataFacts) -> list[Reason]:
     """What becomes of samples that are not trained. UserError where keys need validation samples and there are none."""
     if not data.num_validation_samples:
         asking = {
@@ -349,31 +316,16 @@ def _why_samples(config: RunConfig, data: DataFacts) -> list[str]:
                 why=f"of {data.num_samples:,} samples a tenth is less than one",
                 fix="give data.validation, or a larger data.validation_fraction, or remove the key",
             )
-        validation = "none"
-    elif config.data.validation is None:
-        validation = f"{data.num_validation_samples:,} of {data.num_validation_samples + data.num_samples + data.num_dropped:,} samples held out"
-    else:
-        validation = f"{data.num_validation_samples:,} samples of data.validation"
-    checked = f", {data.num_repeated:,} of them trained too" if data.num_repeated else ", none of them trained"
-    unread = "; ".join(f"{', '.join(names)} ({source})" for source, names in data.unread.items())
-    return [
-        f"validation: {validation}{checked if data.num_validation_samples else ''}",
-        *([f"not read: columns {unread}"] if unread else []),
+    held_out = config.data.validation is None
+    why = [
+        reason(
+            "validation",
+            samples=data.num_validation_samples,
+            of=data.num_validation_samples + data.num_samples + data.num_dropped if held_out else None,
+            repeated=data.num_repeated,
+        )
     ]
-
-
-def _why_batch(config: RunConfig, facts: Facts, layout: Layout, split: BatchSplit, made: Decisions) -> str:
-    auto = config.batch.samples == "auto" and config.batch.loss_tokens is None
-    if layout.micro_samples:
-        text = f"batch: {split.batch_samples} rows = {layout.micro_samples} micro × {made.ranks} × {layout.accumulation} accumulation"
-    elif split.batch_loss_tokens:
-        text = f"batch: at least {split.batch_loss_tokens:,} trained tokens, in packs of {layout.micro_tokens:,} tokens over {made.ranks}"
-    else:
-        about = (split.batch_samples or 0) * facts.data.mean_length
-        text = f"batch: {split.batch_samples} rows ≈ {about:,.0f} tokens, in packs of {layout.micro_tokens:,} over {made.ranks}"
-        if (split.batch_samples or 0) < made.world_size:
-            text += " (fewer rows than ranks: some idle)"
-    return text + (" (auto)" if auto else "")
+    return why + ([reason("unread", columns=data.unread)] if data.unread else [])
 
 
 def _nothing_fits(config: RunConfig, candidates: list[Candidate], made: Decisions, limits: Limits) -> UserError:
@@ -406,24 +358,20 @@ def _nothing_fits(config: RunConfig, candidates: list[Candidate], made: Decision
     how = f"{layout.strategy}, activation checkpointing {layout.activation_checkpointing}, {layout.full_micro_tokens:,} tokens a micro-batch"
     terms = sorted(memory.terms.items(), key=lambda term: -term[1])
     return UserError(
-        f"the run does not fit: its smallest form needs {_gib(memory.total)} a rank, and there are {_gib(memory.limit)}",
+        f"the run does not fit: its smallest form needs {format_gib(memory.total)} a rank, and there are {format_gib(memory.limit)}",
         where=f"{made.ranks}: {how}",
-        why=f"the limit is {limits.why}; the estimate by term:",
+        why=f"the limit is {describe_limit(made.device, made.world_size, limits.free_bytes, limits.num_local)}; the estimate by term:",
         fix=", or ".join(advice),
-        details=[f"{name}: {_gib(size)}" for name, size in terms if size],
+        details=[f"{name}: {format_gib(size)}" for name, size in terms if size],
     )
 
 
 def _host_does_not_fit(smallest: Candidate, made: Decisions) -> UserError:
     memory = smallest.memory
     return UserError(
-        f"what is offloaded does not fit: {_gib(memory.host_total)} a rank, and there are {_gib(memory.host_limit or 0)} of host memory",
+        f"what is offloaded does not fit: {format_gib(memory.host_total)} a rank, and there are {format_gib(memory.host_limit or 0)} of host memory",
         where=f"{made.ranks}: parallel.offload, parallel.offload_activations",
         why="the limit is 90 % of the machine's free memory over its ranks; pinned memory takes about 1.4 times what it holds",
         fix="offload less, recompute blocks (parallel.activation_checkpointing=full), or use more machines with parallel.strategy=fsdp",
-        details=[f"{name}: {_gib(size)}" for name, size in memory.host_terms.items() if size],
+        details=[f"{name}: {format_gib(size)}" for name, size in memory.host_terms.items() if size],
     )
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:.1f} GiB"

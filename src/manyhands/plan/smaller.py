@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import EXIT_FAILED, OUT_OF_MEMORY, UserError
 from manyhands.facts.types import Facts
 from manyhands.plan.candidates import Limits, is_alike
 from manyhands.plan.choices import Decisions
+from manyhands.plan.explain import format_gib
 from manyhands.plan.layout import Layout
-from manyhands.plan.memory import GIB
+from manyhands.plan.reasons import Reason, reason
 from manyhands.plan.types import Candidate, Cause, Plan, RanOut
 
 ROOM_FOR_MORE = 1.1  # times as much memory as when a plan ran out of it: larger ones may be tried again
@@ -51,15 +54,15 @@ def choose_smaller(candidates: list[Candidate], ran_out: RanOut) -> Candidate | 
     return min(rest, key=lambda c: c.memory.total, default=None)
 
 
-def explain_smaller(chosen: Candidate, ran_out: RanOut | None) -> list[str]:
+def explain_smaller(chosen: Candidate, ran_out: RanOut | None) -> tuple[Reason, ...]:
     if ran_out is None:
-        return []
-    layout, before = chosen.layout, ran_out.layout
-    tokens = layout.full_micro_tokens
-    fewer = f"{tokens:,} tokens a micro-batch instead of {before.full_micro_tokens:,}, the same global batch"
-    if tokens >= before.full_micro_tokens:
-        fewer = f"{_describe(layout)} instead of {_describe(before)}, the same batch"
-    return [f"smaller: {fewer}, as plan {ran_out.number} ran out of memory"]
+        return ()
+    return (reason("smaller", plan=ran_out.number, now=_values(chosen.layout), before=_values(ran_out.layout)),)
+
+
+def _values(layout: Layout) -> dict[str, Any]:
+    names = ("strategy", "activation_checkpointing", "full_micro_tokens")
+    return {name: getattr(layout, name) for name in names}
 
 
 def _describe(layout: Layout) -> str:
@@ -95,7 +98,3 @@ def nothing_smaller(config: RunConfig, ran_out: RanOut, made: Decisions) -> Noth
         exit_code=EXIT_FAILED,
         kind=OUT_OF_MEMORY,
     )
-
-
-def format_gib(size: int) -> str:
-    return f"{size / GIB:.1f} GiB"

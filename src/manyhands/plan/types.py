@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 from manyhands.facts.types import AdapterFacts, NewTokens
 from manyhands.plan.layout import Dtype, Layout
+from manyhands.plan.reasons import Reason
 
 Cause = Literal["first", "resume", "resize", "out_of_memory"]
 
@@ -49,12 +50,12 @@ class MemoryEstimate(Part):
 
 
 class Candidate(Part):
-    """One layout that was considered; ``reason`` says why it was not chosen (empty for the chosen one)."""
+    """One layout that was considered; ``reason`` says why it was not chosen (None for the chosen one)."""
 
     layout: Layout
     memory: MemoryEstimate
     chosen: bool = False
-    reason: str = ""
+    reason: Reason | None = None
 
     def is_safe(self, share: float) -> bool:
         return self.memory.total <= share * self.memory.limit and self.memory.fits_host
@@ -124,7 +125,7 @@ class Plan(Part):
     step_s: float | None = None  # not predicted yet
     environment: dict[str, str] = {}  # what launch/environment.py sets for every worker
     candidates: tuple[Candidate, ...] = ()
-    why: tuple[str, ...] = ()  # one sentence a decision, with its formula
+    why: tuple[Reason, ...] = ()  # of every decision, in the order in which they are shown; and warnings
 
     @property
     def digest(self) -> str:

@@ -23,6 +23,7 @@ from manyhands.data.summary import PreparedData, summarize
 from manyhands.data.tokenizer import load_tokenizer
 from manyhands.facts.hub import locate_model
 from manyhands.plan.efficiency import lay_out_step
+from manyhands.plan.explain import sentence_of
 from manyhands.plan.types import Plan
 from manyhands.preview.contents import (
     Preview,
@@ -131,7 +132,7 @@ def _collect(
         sources=_count_sources(store),
         lengths=bin_lengths(train.lengths),
         length_words=describe_lengths(train.lengths),
-        efficiency=_find_sentence(planned, "efficiency: ") if isinstance(planned, Plan) else "",
+        efficiency=_explain_efficiency(planned) if isinstance(planned, Plan) else "",
         num_validation_samples=facts.num_validation_samples,
         num_validation_tokens=facts.num_validation_tokens,
         num_repeated=facts.num_repeated,
@@ -162,9 +163,9 @@ def make_plan(config: RunConfig, folder: Path, facts: PreparedData, report: Repo
         return error
 
 
-def _find_sentence(plan: Plan, start: str) -> str:
-    """The rest of the plan's sentence that begins so; nothing where it has none."""
-    return next((sentence.removeprefix(start) for sentence in plan.why if sentence.startswith(start)), "")
+def _explain_efficiency(plan: Plan) -> str:
+    """The plan's sentence on it; empty where it could not be measured."""
+    return next((sentence_of(reason) for reason in plan.why if reason.code == "efficiency"), "")
 
 
 def _lay_out(plan: Plan, store: TokenStore, seed: int, step: int) -> tuple[ShownBatch, np.ndarray]:

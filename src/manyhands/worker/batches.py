@@ -6,19 +6,16 @@ Nothing is stored: what a step trains follows from the plan and the order.
 from __future__ import annotations
 
 import functools
-import os
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Literal
 
 import numpy as np
-import torch
 
 from manyhands.core import progress
 from manyhands.data.batches import Batch, Collate, MicroBatches, collate_here, iterate
-from manyhands.data.collate import BatchShape, BatchWorkers, collate_samples, open_store_samples
+from manyhands.data.collate import BatchShape, BatchWorkers, open_store_samples
 from manyhands.data.pack import StepLayout, lay_out_packed, lay_out_unpacked
 from manyhands.data.store import SampleSet
 from manyhands.plan.efficiency import lay_out_step, pack_tile
@@ -27,22 +24,10 @@ from manyhands.worker.context import RankContext
 
 SetName = Literal["train", "validation"]
 
-# The fastest rank measured, a model of 135 million parameters on an H200, trains some 0.3 million tokens/s.
-ENOUGH_TOKENS_PER_S = 4_000_000  # so many leave the thread idle nine tenths of the time
-TRIAL_ROWS = 256
-MAX_AUTO_WORKERS = 8
-
 
 def open_workers(rank: RankContext) -> None:
-    """Starts the processes that the run asks for, once; they serve training and every evaluation until they are closed.
-
-    ``data.workers: auto`` tries how fast this process collates the first rows in their order: at
-    ``ENOUGH_TOKENS_PER_S`` or faster one thread does it, below that as many processes as make up for it, at most the
-    rank's share of the cores. On a CPU, where processes would take cores from the training itself, auto is always the
-    thread.
-    """
-    asked = rank.config.data.workers
-    num_workers = count_workers(measure_collation(rank), _spare_cores(rank)) if asked == "auto" else asked
+    """Starts the processes that the plan names, once; they serve training and every evaluation until they are closed."""
+    num_workers = rank.plan.layout.data_workers
     if num_workers:
         rank.workers = BatchWorkers(functools.partial(open_store_samples, rank.store.folder), num_workers)
         rank.print(f"batches: {num_workers} processes a rank collate ahead")
@@ -52,21 +37,6 @@ def close_workers(rank: RankContext) -> None:
     if rank.workers is not None:
         rank.workers.close()
         rank.workers = None
-
-
-def count_workers(tokens_per_s: float, spare_cores: int) -> int:
-    """0 where one thread is fast enough."""
-    if tokens_per_s >= ENOUGH_TOKENS_PER_S:
-        return 0
-    return min(MAX_AUTO_WORKERS, max(0, spare_cores), int(np.ceil(ENOUGH_TOKENS_PER_S / max(tokens_per_s, 1.0))))
-
-
-def measure_collation(rank: RankContext) -> float:
-    """Tokens/s at which this process collates the first rows of the run."""
-    rows = rank.order.samples(0, 0)[:TRIAL_ROWS]
-    begin = time.perf_counter()
-    collate_samples(rank.store.train, rows, shape_of(rank))
-    return float(rank.store.train.lengths[rows].sum()) / (time.perf_counter() - begin)
 
 
 def collation(rank: RankContext, name: SetName) -> Collate:
@@ -100,13 +70,6 @@ def shape_of(rank: RankContext, name: SetName = "train") -> BatchShape:
         documents=plan.layout.pack_tokens // longest,
         row_length=longest,
     )
-
-
-def _spare_cores(rank: RankContext) -> int:
-    """Cores of this machine for each of its GPUs, less the rank's own two threads; none on a CPU."""
-    if rank.plan.layout.device == "cpu":
-        return 0
-    return len(os.sched_getaffinity(0)) // max(1, torch.cuda.device_count()) - 2
 
 
 def lay_out_evaluation(rank: RankContext, sample_set: SampleSet, rows: np.ndarray) -> StepLayout:
