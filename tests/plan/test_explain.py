@@ -75,7 +75,7 @@ def plans() -> tuple[Plan, ...]:
         plan(run_config(optimizer__learning_rate=1.5, method__rank=64), facts(narrow, new_tokens=tokens)),
         plan(run_config(), facts(model_facts(num_tower_parameters=5, attention_softcap=5.0), adapter=adapter)),
         plan(run_config(), facts(llama_8b(), gpus=1, data=data_facts(num_samples=5000, mean=400, longest=512))),
-        plan(run_config(batch__samples=8), facts(llama_8b(), gpus=2, data=EQUAL)),
+        plan(run_config(batch__samples=1), facts(llama_8b(), gpus=1, data=EQUAL)),
         plan(run_config(batch__samples=3), facts(gpus=8, data=with_lengths([7, 90, 4, 60] * 8))),
     )
 
