@@ -206,13 +206,13 @@ def test_a_misspelt_command_is_a_usage_error():
 
 
 def test_the_doctors_exit_code_is_real(monkeypatch):
-    Finding = machine.Finding
+    CheckResult = machine.CheckResult
     monkeypatch.setattr(
-        machine, "CHECKS", (lambda: iter([Finding("ok", "fine"), Finding("warning", "slow", "buy more")]),)
+        machine, "CHECKS", (lambda: iter([CheckResult("ok", "fine"), CheckResult("warning", "slow", "buy more")]),)
     )
     result = call("doctor")
     assert result.exit_code == 0 and "slow -> buy more" in result.stdout and "0 missing, 1 warnings" in result.stdout
-    monkeypatch.setattr(machine, "CHECKS", (lambda: iter([Finding("bad", "no torch", "pip install torch")]),))
+    monkeypatch.setattr(machine, "CHECKS", (lambda: iter([CheckResult("bad", "no torch", "pip install torch")]),))
     assert call("doctor").exit_code == EXIT_FAILED
 
 
@@ -242,7 +242,8 @@ def test_help_is_quick_and_light():
     probe = (
         "import sys; sys.argv = ['manyhands', '--help']\ntry:\n from manyhands.cli.main import main; main()\nfinally:\n"
     )
-    probe += " print(sorted({'torch', 'transformers', 'numpy', 'pydantic', 'rich.console'} & set(sys.modules)), file=sys.stderr)"
+    heavy = "{'torch', 'transformers', 'numpy', 'pydantic', 'rich.console'}"
+    probe += f" print(sorted({heavy} & set(sys.modules)), file=sys.stderr)"
     seconds = []
     for _ in range(2):
         begin = time.perf_counter()

@@ -73,7 +73,8 @@ def test_octal_dates_and_sixties_are_no_surprise(tmp_path):
 def test_all_errors_of_a_file_at_once_with_their_lines(tmp_path):
     path = write(
         tmp_path,
-        "modle: x\nmodel:\n  name: a\ndata:\n  trian: b\nbatch:\n  samples: 0\noptimizer:\n  lr: 1e-4\n  learning_rate: fast\n"
+        "modle: x\nmodel:\n  name: a\ndata:\n  trian: b\nbatch:\n  samples: 0\n"
+        "optimizer:\n  lr: 1e-4\n  learning_rate: fast\n"
         "schedule: {warmup_ratio: 0.1, warmup_steps: 5}\n",
     )
     error = refusal(path, "stop.epoch=3")

@@ -131,24 +131,47 @@ def test_the_json_schema_knows_sources() -> None:
 
 
 CONTRADICTIONS = [
-    ({"train": [{"path": "a.jsonl", "subset": "x"}]}, "`data.train[0].subset` has no effect with `data.train[0].path: a.jsonl`"),
+    (
+        {"train": [{"path": "a.jsonl", "subset": "x"}]},
+        "`data.train[0].subset` has no effect with `data.train[0].path: a.jsonl`",
+    ),
     ({"train": [{"path": "folder", "revision": "x"}]}, "`data.train[0].revision` has no effect"),
     ({"train": ["b.csv", {"path": "a.parquet", "split": "test"}]}, "`data.train[1].split` has no effect"),
     ({"train": ["hub:"]}, "has no dataset name"),
-    ({"train": [{"path": "a", "name": "n"}, {"path": "b", "name": "n"}]}, "`data.train[1].name` and `data.train[0].name`"),
-    ({"validation": [{"path": "a", "weight": 2}], "validation_fraction": 0.0}, "`data.validation[0].weight` has no effect"),
+    (
+        {"train": [{"path": "a", "name": "n"}, {"path": "b", "name": "n"}]},
+        "`data.train[1].name` and `data.train[0].name`",
+    ),
+    (
+        {"validation": [{"path": "a", "weight": 2}], "validation_fraction": 0.0},
+        "`data.validation[0].weight` has no effect",
+    ),
     ({"train": [{"path": "a", "format": "text"}]}, "`data.train[0].format: text` has no answers, but `task: sft`"),
-    ({"fields": {"promt": "x"}, "format": "prompt"},
-     "`data.fields` has the field promt, which `data.format: prompt` does not have: did you mean prompt?"),
-    ({"ignore": ["x"], "fields": {"prompt": "x"}}, "`data.ignore` ignores the column x, which `data.fields` reads: remove one"),
-    ({"ignore": ["text", "question"], "format": "question"}, "ignores the column question, which `data.format: question` reads"),
-    ({"train": [{"path": "a", "ignore": ["x"]}], "fields": {"prompt": "x"}}, "`data.train[0].ignore` ignores the column x"),
+    (
+        {"fields": {"promt": "x"}, "format": "prompt"},
+        "`data.fields` has the field promt, which `data.format: prompt` does not have: did you mean prompt?",
+    ),
+    (
+        {"ignore": ["x"], "fields": {"prompt": "x"}},
+        "`data.ignore` ignores the column x, which `data.fields` reads: remove one",
+    ),
+    (
+        {"ignore": ["text", "question"], "format": "question"},
+        "ignores the column question, which `data.format: question` reads",
+    ),
+    (
+        {"train": [{"path": "a", "ignore": ["x"]}], "fields": {"prompt": "x"}},
+        "`data.train[0].ignore` ignores the column x",
+    ),
     ({"fields": {"prompt": "x"}, "format": "messages"}, "which `data.format: messages` does not have"),
     ({"fields": {"asked": "x"}}, "which `data.format: auto` does not have"),
-    ({"train": [{"path": "a", "format": "alpaca", "fields": {"question": "x"}}]}, "`data.train[0].fields` has the field question"),
+    (
+        {"train": [{"path": "a", "format": "alpaca", "fields": {"question": "x"}}]},
+        "`data.train[0].fields` has the field question",
+    ),
     ({"chat_template_kwargs": {"tools": []}}, "`data.chat_template_kwargs.tools`"),
     ({"date": "2026-02-30"}, "`data.date: 2026-02-30`"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("data", "said"), CONTRADICTIONS)

@@ -1,4 +1,4 @@
-"""A way of holding parameters that the product has never seen, loaded, exported and optimized without a change in it."""
+"""A new way of holding parameters is loaded, exported and optimized without a change in the product."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ TWO_RANKS = """
 import datetime, os, sys, time
 import torch.distributed as dist
 from manyhands.core import progress
-from manyhands.core import collectives as together
+from manyhands.core import collective_errors
 
 rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 2)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=12))
@@ -123,7 +123,8 @@ def work(advancing):
     return "done"
 
 try:
-    print(together.run_on_rank_0(lambda: work(sys.argv[3] == "advancing")), together.run_on_rank_0(lambda: 7), flush=True)
+    first = collective_errors.run_on_rank_0(lambda: work(sys.argv[3] == "advancing"))
+    print(first, collective_errors.run_on_rank_0(lambda: 7), flush=True)
 except RuntimeError as error:
     print("Timed out" in str(error) or "closed" in str(error), flush=True)
 os._exit(0)

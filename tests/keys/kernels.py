@@ -80,7 +80,7 @@ def linear(lab: Lab) -> None:
 
 
 def optimizer(lab: Lab) -> None:
-    """Where weights have a copy that computes, AdamW in one pass is looked for, and the log says what was found; reference
+    """With a bfloat16 copy of the weights, auto looks for the fused AdamW and the log says what was found; reference
     does not look.
 
     tests/engine/test_masters.py has what then runs.

@@ -32,7 +32,7 @@ TORCH_PROBE = (
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """``bad`` leads to exit code 1, a warning does not."""
 
     state: Literal["ok", "warning", "bad"]
@@ -47,32 +47,32 @@ def doctor() -> None:
 
     console = Console(highlight=False)
     marks = {"ok": ("ok     ", "green"), "warning": ("warning", "yellow"), "bad": ("missing", "bold red")}
-    findings = []
+    results = []
     for check in CHECKS:
-        for finding in check():
-            findings.append(finding)
-            mark, style = marks[finding.state]
+        for result in check():
+            results.append(result)
+            mark, style = marks[result.state]
             console.print(
-                Text.assemble((mark, style), "  ", finding.text, (f" -> {finding.fix}" if finding.fix else "", "bold")),
+                Text.assemble((mark, style), "  ", result.text, (f" -> {result.fix}" if result.fix else "", "bold")),
                 soft_wrap=True,
             )
-    num_bad = sum(finding.state == "bad" for finding in findings)
-    num_warnings = sum(finding.state == "warning" for finding in findings)
+    num_bad = sum(result.state == "bad" for result in results)
+    num_warnings = sum(result.state == "warning" for result in results)
     console.print(f"{num_bad} missing, {num_warnings} warnings")
     raise typer.Exit(EXIT_FAILED if num_bad else 0)
 
 
-def _check_python() -> Iterator[Finding]:
+def _check_python() -> Iterator[CheckResult]:
     version = ".".join(map(str, sys.version_info[:3]))
     good = sys.version_info >= MIN_PYTHON
-    yield Finding(
+    yield CheckResult(
         "ok" if good else "bad",
         f"Python {version}",
         "" if good else f"use Python {'.'.join(map(str, MIN_PYTHON))} or newer",
     )
 
 
-def _check_packages() -> Iterator[Finding]:
+def _check_packages() -> Iterator[CheckResult]:
     from importlib import metadata
 
     for name, least in NEEDED.items():
@@ -80,19 +80,21 @@ def _check_packages() -> Iterator[Finding]:
         try:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:
-            yield Finding("bad", f"{name} is not installed", f"pip install '{name}>={wanted}'")
+            yield CheckResult("bad", f"{name} is not installed", f"pip install '{name}>={wanted}'")
             continue
         numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
         good = numbers >= least
-        yield Finding("ok" if good else "bad", f"{name} {version}", "" if good else f"pip install '{name}>={wanted}'")
+        yield CheckResult(
+            "ok" if good else "bad", f"{name} {version}", "" if good else f"pip install '{name}>={wanted}'"
+        )
     for name, purpose in OPTIONAL.items():
         try:
-            yield Finding("ok", f"{name} {metadata.version(name)}")
+            yield CheckResult("ok", f"{name} {metadata.version(name)}")
         except metadata.PackageNotFoundError:
-            yield Finding("warning", f"{name} is not installed: no {purpose}", f"pip install {name}")
+            yield CheckResult("warning", f"{name} is not installed: no {purpose}", f"pip install {name}")
 
 
-def _check_torch() -> Iterator[Finding]:
+def _check_torch() -> Iterator[CheckResult]:
     """In a process: the import may fail, and the driver may be too old."""
     from manyhands.facts.host import read_host_facts
 
@@ -100,40 +102,40 @@ def _check_torch() -> Iterator[Finding]:
     try:
         probe = subprocess.run([sys.executable, "-c", TORCH_PROBE], capture_output=True, text=True, timeout=120)
     except subprocess.TimeoutExpired:
-        yield Finding("bad", "importing torch took over 120 s", "check the disk and the GPU driver (nvidia-smi)")
+        yield CheckResult("bad", "importing torch took over 120 s", "check the disk and the GPU driver (nvidia-smi)")
         return
     if probe.returncode:
         lines = probe.stderr.strip().splitlines()
-        yield Finding("bad", f"torch cannot be imported: {lines[-1] if lines else 'no message'}", "reinstall torch")
+        yield CheckResult("bad", f"torch cannot be imported: {lines[-1] if lines else 'no message'}", "reinstall torch")
         return
     cuda, _, usable = probe.stdout.strip().rpartition(" ")
     if not num_gpus:
-        yield Finding("warning", "no GPU found: runs use CPU processes", "")
+        yield CheckResult("warning", "no GPU found: runs use CPU processes", "")
     elif int(usable) < num_gpus:
         fix = "install a torch built for CUDA" if cuda == "none" else "update the GPU driver"
-        yield Finding("bad", f"{num_gpus} GPUs, but torch (CUDA {cuda}) can use {usable}", fix)
+        yield CheckResult("bad", f"{num_gpus} GPUs, but torch (CUDA {cuda}) can use {usable}", fix)
     else:
-        yield Finding("ok", f"torch can use all {num_gpus} GPUs (CUDA {cuda})")
+        yield CheckResult("ok", f"torch can use all {num_gpus} GPUs (CUDA {cuda})")
 
 
-def _check_memory() -> Iterator[Finding]:
+def _check_memory() -> Iterator[CheckResult]:
     from manyhands.facts.host import read_host_facts
 
     host = read_host_facts()
     for gpu in host.gpus:
         busy = gpu.free_bytes < 0.9 * gpu.memory_bytes
         text = f"GPU {gpu.index} {gpu.name}: {gib(gpu.memory_bytes)}, {gib(gpu.free_bytes)} free"
-        yield Finding(
+        yield CheckResult(
             "warning" if busy else "ok", text, "another program uses its memory, see nvidia-smi" if busy else ""
         )
         if not gpu.has_bfloat16:
-            yield Finding("warning", f"GPU {gpu.index} does not support bfloat16: runs compute in float32")
+            yield CheckResult("warning", f"GPU {gpu.index} does not support bfloat16: runs compute in float32")
     low = host.free_memory_bytes < 4 * 2**30
     text = f"memory {gib(host.memory_bytes)}, {gib(host.free_memory_bytes)} free, {host.num_cores} cores"
-    yield Finding("warning" if low else "ok", text, "close other programs" if low else "")
+    yield CheckResult("warning" if low else "ok", text, "close other programs" if low else "")
 
 
-def _check_folders() -> Iterator[Finding]:
+def _check_folders() -> Iterator[CheckResult]:
     """Folders of runs, token cache and models: writable, with free space."""
     from manyhands.config.schema import DataSection
 
@@ -146,24 +148,24 @@ def _check_folders() -> Iterator[Finding]:
         folder = folder.expanduser()
         there = next(place for place in (folder, *folder.parents) if place.exists())
         if not os.access(there, os.W_OK):
-            yield Finding(
+            yield CheckResult(
                 "bad", f"{purpose}: no permission to write to {folder}", "change its owner, or choose another folder"
             )
             continue
         free = shutil.disk_usage(there).free
         low = free < MIN_DISK_BYTES
-        yield Finding(
+        yield CheckResult(
             "warning" if low else "ok", f"{purpose}: {folder}, {gib(free)} free", "free some space" if low else ""
         )
 
 
-def _check_hub() -> Iterator[Finding]:
+def _check_hub() -> Iterator[CheckResult]:
     import urllib.error
     import urllib.parse
     import urllib.request
 
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
-        yield Finding("warning", "HF_HUB_OFFLINE is set: models are taken from the cache or a folder only")
+        yield CheckResult("warning", "HF_HUB_OFFLINE is set: models are taken from the cache or a folder only")
         return
     address = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     host = urllib.parse.urlsplit(address).hostname or "?"  # without a password in the address
@@ -173,16 +175,16 @@ def _check_hub() -> Iterator[Finding]:
         pass  # it answered
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or error
-        yield Finding(
+        yield CheckResult(
             "warning",
             f"the hub {host} does not answer: {reason}",
             "use a local model folder, or set HF_ENDPOINT or a proxy",
         )
         return
-    yield Finding("ok", f"the hub {host} answers")
+    yield CheckResult("ok", f"the hub {host} answers")
 
 
-CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
+CHECKS: tuple[Callable[[], Iterator[CheckResult]], ...] = (
     _check_python,
     _check_packages,
     _check_torch,

@@ -19,7 +19,7 @@ from manyhands.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, UserError
 from manyhands.core.files import explain_full_disk, is_disk_full
 
 
-class _Group(TyperGroup):
+class _CommandGroup(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
@@ -37,7 +37,7 @@ class _Group(TyperGroup):
 
 
 app = typer.Typer(
-    cls=_Group,
+    cls=_CommandGroup,
     help=(
         "Fine-tuning that is planned before it is launched: `init` writes a run file, `plan` shows it, `train` runs it."
     ),
