@@ -8,7 +8,6 @@ repeat it, or be left at its default; another value is an error that names both.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from pydantic import ValidationError
 from manyhands.config.schema import MethodSection, RunConfig
 from manyhands.core.errors import UserError
 from manyhands.core.files import parse_json, refuse_outside_links
-from manyhands.facts.safetensors import read_header, read_headers
+from manyhands.facts.safetensors import read_headers, read_metadata
 from manyhands.facts.types import AdapterFacts
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -153,9 +152,7 @@ def describe_method(folder: Path, fields: Mapping[str, Any]) -> MethodSection:
 
 def belongs_to_nf4(folder: Path) -> bool:
     """Whether the adapter's weights say so."""
-    header, _ = read_header(folder / WEIGHTS)
-    metadata = json.loads(header).get("__metadata__")
-    return isinstance(metadata, dict) and BESIDE_NF4.items() <= metadata.items()
+    return BESIDE_NF4.items() <= read_metadata(folder / WEIGHTS).items()
 
 
 def needed_tokens(folder: Path) -> int:

@@ -7,16 +7,19 @@ https://huggingface.co/docs/safetensors/index#format
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+from safetensors import SafetensorError, safe_open
 
 from manyhands.core.errors import UserError
 from manyhands.core.files import parse_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 DTYPE_BITS = {"BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16}
 DTYPE_BITS |= {"I32": 32, "U32": 32, "F32": 32, "F64": 64, "I64": 64, "U64": 64}
 _LFS_POINTER = b"version https://git-lfs"
@@ -30,7 +33,6 @@ class TensorHeader:
 
     dtype: str
     shape: tuple[int, ...]
-    begin: int = field(default=0, compare=False)  # of its bytes in the file
 
     @property
     def num_elements(self) -> int:
@@ -98,7 +100,7 @@ def read_headers(files: list[Path]) -> dict[str, TensorHeader]:
     """All tensors by name. UserError for a broken, cut or doubled file."""
     tensors: dict[str, TensorHeader] = {}
     for path in files:
-        _, found = read_header(path)
+        found = read_header(path)
         doubled = tensors.keys() & found.keys()
         if doubled:
             raise UserError(f"the tensor {min(doubled)} is stored twice", where=str(path), fix=_DOWNLOAD_AGAIN)
@@ -106,68 +108,53 @@ def read_headers(files: list[Path]) -> dict[str, TensorHeader]:
     return tensors
 
 
-def read_header(path: Path) -> tuple[bytes, dict[str, TensorHeader]]:
-    """One file's header as bytes and read. Checks that the file is as long as its header says."""
-    with path.open("rb") as file:
-        start = file.read(8)
-        length = int.from_bytes(start, "little")
-        size = path.stat().st_size
-        if (start + file.read(len(_LFS_POINTER) - 8)).startswith(_LFS_POINTER):
-            raise _broken(path, "it is a git-lfs pointer, not the weights", "run `git lfs pull` in the model's folder")
-        if len(start) < 8 or length > min(MAX_HEADER_BYTES, size - 8):
-            raise _broken(path, f"its header should be {length:,} bytes long, and the file has {size:,}")
-        file.seek(8)
-        header = file.read(length)
-    try:
-        entries = parse_json(header)
-        entries.pop("__metadata__", None)
-        end = 0
-        for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
-            end = _check_entry(name, entry, end)
-        tensors = {
-            name: TensorHeader(entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
-            for name, entry in entries.items()
-        }
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise _broken(path, f"its header is not what the format asks for ({_say(error)})") from error
-    if 8 + length + end != size:
-        raise _broken(path, f"it should have {8 + length + end:,} bytes, and has {size:,}")
-    return header, tensors
-
-
-def _check_entry(name: str, entry: Any, begin: int) -> int:
-    """Where the tensor's bytes end. ValueError unless they begin at ``begin``, as they follow one another, and are as
-    many as it needs.
+def read_header(path: Path) -> dict[str, TensorHeader]:
+    """One file's tensors by name. UserError unless the header is what the format asks for, and the file as long as it
+    says.
     """
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    numbers = [*shape, *offsets]
-    if not isinstance(dtype, str) or not all(type(number) is int and number >= 0 for number in numbers):
-        raise ValueError(f"{name}: dtype {dtype!r}, shape {shape!r}, offsets {offsets!r}")
-    first, end = offsets
-    needed = math.prod(shape) * DTYPE_BITS[dtype] if dtype in DTYPE_BITS else 8 * (end - first)
-    if first != begin or 8 * (end - first) != needed:
-        raise ValueError(f"{name}: {dtype} of shape {shape} at the bytes {first:,} to {end:,}")
-    return end
+    with _open(path) as file:
+        slices = ((name, file.get_slice(name)) for name in file.keys())  # noqa: SIM118  (no iterator)
+        return {name: TensorHeader(part.get_dtype(), tuple(part.get_shape())) for name, part in slices}
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """What a file's writer said of it. UserError as ``read_header``."""
+    with _open(path) as file:
+        return file.metadata() or {}
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[Any]:
+    """A safetensors file whose tensors are not read: numpy, which has no bfloat16, is never asked for one."""
+    with path.open("rb") as file:
+        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise _broken(path, "it is a git-lfs pointer, not the weights", "run `git lfs pull` in the model's folder")
+    try:
+        with safe_open(path, framework="numpy") as opened:
+            yield opened
+    except SafetensorError as error:
+        raise _broken(path, str(error).removeprefix("Error while deserializing header: ")) from error
 
 
 def equal_bytes(files: list[Path], first: str, second: str) -> bool:
     """Whether two tensors have the same dtype, shape and bytes. Stops at the first difference; UserError as
     ``read_headers``.
     """
-    found = {
-        name: (path, header)
-        for path in files
-        for name, header in read_header(path)[1].items()
-        if name in (first, second)
-    }
-    (path, one), (other_path, other) = found[first], found[second]
+    tensors = {name: (path, header) for path in files for name, header in read_header(path).items()}
+    (path, one), (other_path, other) = tensors[first], tensors[second]
     if one != other:
         return False
     with path.open("rb") as file, other_path.open("rb") as other_file:
-        file.seek(one.begin)
-        other_file.seek(other.begin)
+        _seek(file, first)
+        _seek(other_file, second)
         sizes = (min(_CHUNK_BYTES, one.num_bytes - start) for start in range(0, one.num_bytes, _CHUNK_BYTES))
         return all(file.read(size) == other_file.read(size) for size in sizes)
+
+
+def _seek(file: BinaryIO, name: str) -> None:
+    """Go to the first byte of a tensor, in a file whose header was checked."""
+    length = int.from_bytes(file.read(8), "little")
+    file.seek(8 + length + parse_json(file.read(length))[name]["data_offsets"][0])
 
 
 def _broken(path: Path, why: str, fix: str = _DOWNLOAD_AGAIN) -> UserError:

@@ -136,7 +136,7 @@ def index_files(folder: Path) -> list[StoredTensor]:
     return [
         StoredTensor(name, path, header.shape, header.dtype)
         for path in find_weight_files(folder)
-        for name, header in read_header(path)[1].items()
+        for name, header in read_header(path).items()
     ]
 
 
