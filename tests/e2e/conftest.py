@@ -1,5 +1,6 @@
-"""One folder with a model and rows for all end-to-end tests, and the whole runs that several of them look at. All of it is
-made once a session, also where pytest-xdist shares the session out among processes.
+"""One folder with a model and rows for all end-to-end tests, and the runs that several of them look at.
+
+All of it is made once a session, also where pytest-xdist runs the session in several processes.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ one.
 ``torchrun --nproc_per_node=2 many_runs.py SPECS.json``. A spec holds the worker's ``arguments``, ``ranks`` (2, or 1:
 rank 0 as a process that was started alone) and, if the run is to break off, ``break_at``: {"step": N} when step N is
 done but not yet written, {"saved": N} right after its checkpoint, {"saving": N} when its shards are written but not its
-manifest (with one rank only); or {"memory": N} where every rank runs out of memory in place of step N's end. Verification in a fresh process is left out.
+manifest (with one rank only); or {"memory": N} where every rank runs out of memory in place of step N's end.
+Verification in a fresh process is left out.
 """
 
 from __future__ import annotations

@@ -122,5 +122,5 @@ def test_accelerates_precision_may_not_contradict():
     for asked, dtype in (("no", "bfloat16"), ("bf16", "auto"), ("bf16", "bfloat16")):
         check_accelerate_precision(make_config(**{"model.dtype": dtype}), {"ACCELERATE_MIXED_PRECISION": asked})
     for asked, dtype in (("fp16", "auto"), ("bf16", "float32"), ("fp8", "bfloat16")):
-        with pytest.raises(UserError, match=f"accelerate asks for mixed precision '{asked}'"):
+        with pytest.raises(UserError, match=f"accelerate's mixed precision is '{asked}'"):
             check_accelerate_precision(make_config(**{"model.dtype": dtype}), {"ACCELERATE_MIXED_PRECISION": asked})

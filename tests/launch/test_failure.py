@@ -161,14 +161,15 @@ def test_processor_time_counts_as_progress_for_a_limited_time(folder, monkeypatc
 
 @pytest.mark.parametrize("kind", ["torchrun", "manyhands"])
 def test_status_names_a_bug_where_another_launcher_has_started_the_rank(folder, capsys, kind):
-    from manyhands.worker.rank import Rank
+    from manyhands.worker.session import Session
 
     from manyhands.launch.environment import Launcher
 
     folder.create()
     folder.write_status("running", pid=1, plan=1)
-    rank = Rank(Launcher(kind, rank=0, world_size=1), stage="train", folder=folder, plan=make_plan())
-    rank.report_failure(ValueError("the cat sat on the keyboard"))
+    session = Session(Launcher(kind, rank=0, world_size=1))
+    session.context.folder, session.context.plan, session.context.stage = folder, make_plan(), "train"
+    session.report_failure(ValueError("the cat sat on the keyboard"))
     status = folder.read_status()
     if kind == "manyhands":  # its launcher writes it, which may know of an earlier cause
         assert status["state"] == "running"

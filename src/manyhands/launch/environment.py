@@ -1,5 +1,6 @@
-"""Environment variables of processes: who started this one, read from what launchers set; and those of our workers, which
-are written here alone. What the user has set is never overwritten. Starts nothing, knows no torch.
+"""Environment variables of processes: who started this one, read from what launchers set, and those of our workers.
+
+The latter are written here alone, and never over what the user has set. Starts nothing, imports no torch.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Watches the ranks of a launch and ends, in bounded time, what would wait forever. Works on processes and files, without
-torch.
+"""Watches the ranks of a launch and ends, in bounded time, what would wait forever.
+
+Works on processes and files, without torch.
 """
 
 from __future__ import annotations
