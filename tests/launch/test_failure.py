@@ -161,9 +161,8 @@ def test_processor_time_counts_as_progress_for_a_limited_time(folder, monkeypatc
 
 @pytest.mark.parametrize("kind", ["torchrun", "manyhands"])
 def test_status_names_a_bug_where_another_launcher_has_started_the_rank(folder, capsys, kind):
-    from manyhands.worker.session import Session
-
     from manyhands.launch.environment import Launcher
+    from manyhands.worker.session import Session
 
     folder.create()
     folder.write_status("running", pid=1, plan=1)
