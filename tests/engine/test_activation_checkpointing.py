@@ -134,7 +134,7 @@ def test_eager_selective_keeps_the_products_of_fused_adapters(in_nf4: bool) -> N
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("mode", ["selective", "full"])
-def test_lighter_blocks_keep_what_the_next_lighter_way_does(mode: Checkpointing, compiled: bool) -> None:
+def test_lighter_layers_keep_what_the_next_lighter_mode_does(mode: Checkpointing, compiled: bool) -> None:
     """Three blocks, the last one lighter: what is held lies a third of the way to the lighter mode; gradients stay."""
     lighter_mode: Checkpointing = "selective" if mode == "full" else "none"
     heavy, gradients = kept_bytes(build(mode, compiled, 3))

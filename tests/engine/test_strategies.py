@@ -24,12 +24,12 @@ RANKS = "tests.engine.strategy_ranks"
 HYBRID = {"strategy": "hsdp", "world_size": 4, "shard_degree": 2}
 WAYS: dict[str, dict[str, Any]] = {
     "hsdp": HYBRID,
-    "hybrid, reduced once": HYBRID | {"reduce_every": False},
-    "hybrid, offloaded": HYBRID | {"offload": "all", "reshard_after_forward": True},
+    "hsdp, reduced once": HYBRID | {"reduce_every": False},
+    "hsdp, offloaded": HYBRID | {"offload": "all", "reshard_after_forward": True},
     "fsdp, reduced once": {"strategy": "fsdp", "world_size": 2, "reduce_every": False},
     "fsdp, offloaded": {"strategy": "fsdp", "world_size": 2, "offload": "all"},
     "fsdp, selective": {"strategy": "fsdp", "world_size": 2, "activation_checkpointing": "selective"},
-    "fsdp, block, one selective": {
+    "fsdp, full, one layer selective": {
         "strategy": "fsdp",
         "world_size": 2,
         "activation_checkpointing": "full",
@@ -41,7 +41,7 @@ WAYS: dict[str, dict[str, Any]] = {
         "activation_checkpointing": "selective",
         "lighter_layers": 1,
     },
-    "fsdp, block, activations offloaded": {
+    "fsdp, full, activations offloaded": {
         "strategy": "fsdp",
         "world_size": 2,
         "activation_checkpointing": "full",

@@ -16,13 +16,13 @@ from tests.support.equality import Case, Curve
 from tests.support.ranks import Ranks, ranks
 
 FAST = (
-    "one 1, accumulation 8",
-    "one 1, packed 256",
+    "single 1, accumulation 8",
+    "single 1, packed 256",
     "ddp 2, accumulation 2",
     "ddp 4, packed 256",
     "fsdp 2, packed 256",
     "fsdp 4, accumulation 1",
-    "fsdp 4, packed 512, recompute block",
+    "fsdp 4, packed 512, activation_checkpointing full",
 )
 CASES = equality.cases()
 REFERENCE = CASES[0]
@@ -89,7 +89,7 @@ def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workspaces]:
     [
         ("ddp 2, packed 256", "full"),
         ("fsdp 2, packed 256", "full"),
-        ("fsdp 2, packed 512, recompute block", "full"),
+        ("fsdp 2, packed 512, activation_checkpointing full", "full"),
         ("ddp 2, accumulation 2", "lora"),
         ("fsdp 2, packed 256", "lora"),
     ],
