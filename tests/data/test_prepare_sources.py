@@ -68,7 +68,7 @@ def test_text_is_trained_whole_and_conversations_by_their_mask(two, make_mixed, 
         12,
         6,
     )  # 18 in proportion to 120 and 60
-    assert any(line.startswith("source chat (messages): 108 rows") for line in lines)
+    assert any(line.startswith("source chat (messages): 108 samples") for line in lines)
 
 
 def test_rows_of_both_kinds_in_one_file(write_rows, make_mixed, model_folder: Path, plain_folder: Path) -> None:
