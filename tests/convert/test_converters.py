@@ -73,7 +73,11 @@ def test_each_converter_is_one_class_with_a_name_of_its_own() -> None:
 def test_features_that_a_plan_does_not_name_are_not_imported() -> None:
     code = "import sys, manyhands.convert.build as b; print([p for p in b.CONVERTERS.values() if p.split(':')[0] in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "loftq_init" not in done.stdout and "fused_modules" not in done.stdout and "fp8_check" not in done.stdout
+    assert (
+        "convert.loftq" not in done.stdout
+        and "fused_modules" not in done.stdout
+        and "convert.attention_kernels" not in done.stdout
+    )
 
 
 def test_the_worker_names_no_feature() -> None:

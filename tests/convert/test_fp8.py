@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.convert.fp8 import Fp8Linear, fp8_layers, quantize_frozen, set_matmuls, use_fp8
-from manyhands.convert.fp8_check import check_fp8
+from manyhands.convert.fp8 import Fp8Linear, check_fp8, fp8_layers, quantize_frozen, set_matmuls, use_fp8
 from manyhands.core.errors import UserError
 from manyhands.core.world import World
 from manyhands.engine.apply import compile_blocks
@@ -75,7 +74,7 @@ def test_layers_by_themselves_compute_in_fp8_too(more: dict[str, Any]) -> None:
     """What no fused module takes: dropout, DoRA, other families."""
     ids = token_ids(2, 24)
     found, plain = in_fp8("llama", "lora", fused=False, **more), in_fp8("llama", "lora", fused=False, **more)
-    set_matmuls(plain, "plain")
+    set_matmuls(plain, "compute_dtype")
     gradients = []
     for model in (found, plain):
         torch.manual_seed(3)
@@ -199,7 +198,7 @@ def rows_of_a_chain(draw: torch.Generator) -> torch.Tensor:
 @pytest.mark.parametrize("method", ["lora", pytest.param("full", marks=pytest.mark.slow)])
 def test_eighty_steps_end_within_one_percent_of_plain_ones(method: str) -> None:
     ends = {}
-    for kind in ("plain", "fp8"):
+    for kind in ("compute_dtype", "fp8"):
         model = in_fp8("llama", method, rank=16)
         set_matmuls(model, kind)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
@@ -213,4 +212,4 @@ def test_eighty_steps_end_within_one_percent_of_plain_ones(method: str) -> None:
             losses.append(loss.item())
         ends[kind] = sum(losses[-10:]) / 10
         assert ends[kind] < 0.9 * losses[0]
-    assert ends["fp8"] == pytest.approx(ends["plain"], rel=0.01)
+    assert ends["fp8"] == pytest.approx(ends["compute_dtype"], rel=0.01)

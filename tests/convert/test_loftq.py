@@ -17,8 +17,7 @@ from torch import nn
 from manyhands.config.schema import RunConfig
 from manyhands.convert import loftq
 from manyhands.convert.adapter import adapter_state
-from manyhands.convert.loftq import best_low_rank, nf4_adapters
-from manyhands.convert.loftq_init import initialize_with_loftq
+from manyhands.convert.loftq import best_low_rank, initialize_with_loftq, nf4_adapters
 from manyhands.convert.lora import LoraLinear
 from manyhands.convert.nf4 import Nf4Linear
 from manyhands.core.seeds import named_generator
@@ -113,7 +112,7 @@ def test_subspace_iteration_leaves_what_the_exact_decomposition_leaves(
     def left() -> float:
         found = best_low_rank(loss, rank, named_generator(0, "x"))
         rest = float((loss - found.b @ found.a).square().sum())
-        assert rest == pytest.approx(float(found.rest), rel=1e-4)
+        assert rest == pytest.approx(float(found.residual), rel=1e-4)
         return rest
 
     assert left() == pytest.approx(optimum, rel=1e-3)
@@ -130,7 +129,7 @@ def test_no_draw_is_taken_from_the_global_generator() -> None:
 
 def test_a_weight_that_nf4_holds_exactly_gets_zeros() -> None:
     found = best_low_rank(torch.zeros(40, 30), 4, named_generator(0, "x"))
-    assert found.rest == 0 and not (found.b @ found.a).any() and found.a.isfinite().all()
+    assert found.residual == 0 and not (found.b @ found.a).any() and found.a.isfinite().all()
 
 
 def test_one_weight_at_a_time_is_held(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:

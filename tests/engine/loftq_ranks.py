@@ -7,7 +7,7 @@ from typing import Any
 from manyhands.config.schema import RunConfig
 from manyhands.convert import loftq
 from manyhands.convert.adapter import adapter_state
-from manyhands.convert.loftq_init import initialize_with_loftq
+from manyhands.convert.loftq import initialize_with_loftq
 from manyhands.plan.types import Plan
 from tests.support.layouts import build
 

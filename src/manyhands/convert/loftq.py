@@ -1,21 +1,27 @@
-"""Factors that begin at the best low-rank part of what NF4 loses (LoftQ, Li et al. 2023,
+"""LoRA A and B initialized to the best low-rank part of NF4's quantization error (LoftQ, Li et al. 2023,
 https://arxiv.org/abs/2310.08659).
 
-One iteration of it: the weight in NF4 stays as it is, and s B A is the truncated singular value decomposition of W -
-NF4(W), each factor with the root of the singular values. Knows which weights and how; which rank does it is
-``convert/loftq_init.py``'s.
+One iteration of it: the weight in NF4 is left as it is, and s B A is the truncated singular value decomposition of W -
+NF4(W), A and B each with the square roots of the singular values. One rank decomposes a weight and all ranks take their
+parts of it, so no rank holds more than one full weight, and the result depends neither on the number of ranks nor on
+what is sharded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from manyhands.config.schema import RunConfig
 from manyhands.convert.lora import LoraNf4Linear, adapted_layers
+from manyhands.convert.protocol import BaseConverter, Context
+from manyhands.core.collective_errors import this_rank
 from manyhands.core.holding import fill_from, gather
+from manyhands.core.progress import advance
+from manyhands.core.seeds import named_generator
 from manyhands.kernels.nf4 import dequantize
 from manyhands.model.load import draw_weights, match_checkpoint
 from manyhands.model.source import read_converted, read_stored
@@ -24,20 +30,20 @@ from manyhands.plan.types import Plan
 # Singular values of what NF4 loses fall slowly, so the subspace is twice as wide as the rank and multiplied often.
 # Measured with
 # 12 on the weights of the demo's model, and on random ones of 2048 x 2048: at least 0.985 of the share that the exact
-# decomposition takes up.
+# decomposition makes up for.
 NUM_ITERATIONS = 12
 MIN_OVERSAMPLING = 16
 
 
 class LowRank(NamedTuple):
-    """B (o, k) and A (k, i), float32, whose product approaches a matrix; squared Frobenius norms of the matrix and of
-    the rest.
+    """B (o, k) and A (k, i), float32, whose product approaches a matrix; squared Frobenius norms of the matrix and
+    of the residual.
     """
 
     b: torch.Tensor
     a: torch.Tensor
-    whole: torch.Tensor
-    rest: torch.Tensor
+    square: torch.Tensor
+    residual: torch.Tensor
 
 
 def nf4_adapters(model: torch.nn.Module) -> dict[str, LoraNf4Linear]:
@@ -48,7 +54,7 @@ def nf4_adapters(model: torch.nn.Module) -> dict[str, LoraNf4Linear]:
 def quantization_error(
     layer: LoraNf4Linear, codes: torch.Tensor, statistics: torch.Tensor, weight: torch.Tensor, device: torch.device
 ) -> torch.Tensor:
-    """W - NF4(W) (o, i), float32 on ``device``, of the whole stored pieces and the weight as its file has it.
+    """W - NF4(W) (o, i), float32 on ``device``, of the gathered NF4 pieces and the weight as its file has it.
 
     Takes 10 bytes a value meanwhile.
     """
@@ -72,13 +78,13 @@ def best_low_rank(matrix: torch.Tensor, rank: int, generator: torch.Generator) -
         basis = torch.linalg.qr(matrix @ (matrix.T @ basis)).Q
     other, triangle = torch.linalg.qr(matrix.T @ basis)  # matrix ~ basis triangle^T other^T
     left, values, right = torch.linalg.svd(triangle.T)
-    roots, whole = values[:rank].sqrt(), matrix.square().sum()
+    roots, square = values[:rank].sqrt(), matrix.square().sum()
     b, a = (basis @ left[:, :rank]) * roots, roots[:, None] * (right[:rank] @ other.T)
-    return LowRank(b, a, whole, whole - values[:rank].square().sum())
+    return LowRank(b, a, square, square - values[:rank].square().sum())
 
 
 def set_lora_weights(layer: LoraNf4Linear, b: torch.Tensor, a: torch.Tensor) -> None:
-    """Let ``layer`` begin with s B A = ``b a``, each rank its part. A collective where the factors are sharded.
+    """Initialize ``layer`` to s B A = ``b a``, each rank its part. A collective where A and B are sharded.
 
     Dimensions that a small weight leaves over keep their drawn rows of A beside zeros in B, so that they train.
     """
@@ -92,7 +98,7 @@ def set_lora_weights(layer: LoraNf4Linear, b: torch.Tensor, a: torch.Tensor) -> 
 
 
 def weight_reader(model: Any, plan: Plan, config: RunConfig) -> Callable[[str], torch.Tensor]:
-    """What gives a layer's whole weight (o, i) by the layer's name, as the model was filled: from the files, or drawn
+    """A function that returns a layer's full weight (o, i) by the layer's name, as the model was filled: from the files, or drawn
     anew.
     """
     if config.model.init == "random":
@@ -107,3 +113,76 @@ def weight_reader(model: Any, plan: Plan, config: RunConfig) -> Callable[[str], 
         return read_converted(model, conversions[weight])[weight]
 
     return read
+
+
+@torch.no_grad()
+def initialize_with_loftq(model: Any, plan: Plan, config: RunConfig, device: torch.device) -> float:
+    """Initialize LoRA A and B beside every weight in NF4 as the module's docstring has it; returns the share of the squared
+    quantization error that they make up for.
+
+    ``model`` is the transformers model, filled, its parameters sharded or not. All ranks must call it. In each round
+    every rank has one weight: its NF4 codes are gathered, so the values are the stored ones; the file is read by this
+    rank alone, computed on ``device``; and A and B are sent to all in float32.
+    """
+    rank, world_size = this_rank()
+    layers, weight_of = list(nf4_adapters(model).items()), weight_reader(model, plan, config)
+    square = residual = 0.0
+    for begin in range(0, len(layers), world_size):
+        batch = layers[begin : begin + world_size]
+        own: torch.Tensor | None = None
+        pieces = None
+        for index, (_, layer) in enumerate(batch):
+            gathered = gather(layer.weight_codes), gather(layer.weight_statistics)
+            pieces = gathered if index == rank else pieces
+        if pieces is not None:
+            name, layer = batch[rank]
+            error = quantization_error(layer, *pieces, weight_of(name), device)
+            found = best_low_rank(error, layer.lora_A.out_features, named_generator(config.seed, f"{name}.loftq"))
+            own = torch.cat([part.reshape(-1) for part in found])
+            del error, found
+        for index, (_, layer) in enumerate(batch):
+            one_square, one_residual = _receive(layer, own if index == rank else None, index, device)
+            square, residual = square + one_square, residual + one_residual
+        advance()
+    return 1 - residual / square if square else 0.0
+
+
+def _receive(layer: LoraNf4Linear, own: torch.Tensor | None, source: int, device: torch.device) -> tuple[float, float]:
+    """Copy what rank ``source`` has computed into ``layer``; the two squared norms of ``LowRank``."""
+    num_out, num_in = layer.out_features, layer.in_features
+    size = min(layer.lora_A.out_features, num_out, num_in)
+    sizes = [num_out * size, size * num_in, 1, 1]
+    sent = torch.empty(sum(sizes), device=device) if own is None else own
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast(sent, source)
+    b, a, square, residual = sent.split(sizes)
+    set_lora_weights(layer, b.view(num_out, size), a.view(size, num_in))
+    return square.item(), residual.item()
+
+
+class LoftQ(BaseConverter):
+    """The first values of LoRA's A and B, for a run that begins; a resumed one has them in its checkpoint."""
+
+    name = "loftq"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.share: float | None = None
+
+    def after_load(self, model: Any) -> None:
+        context = self.context
+        if context.resumes:
+            return
+        self.share = initialize_with_loftq(model, context.plan, context.config, context.device)
+        if context.device.type == "cuda":  # what training takes is measured from here
+            torch.cuda.empty_cache()
+
+    def describe(self) -> Sequence[str]:
+        if self.share is None:
+            return ()
+        rank = self.context.config.method.rank
+        return (
+            f"adapters: LoftQ, rank {rank}: {self.share:.0%} of the squared quantization error of NF4 is made up for",
+            "adapters: the adapter belongs to the weights in 4 bits; beside those in 16 bits, which have no such error, "
+            "it would be wrong",
+        )

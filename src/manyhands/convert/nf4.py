@@ -1,24 +1,22 @@
-"""Frozen linear layers in NF4 with double quantisation (QLoRA, Dettmers et al. 2023, https://arxiv.org/abs/2305.14314).
+"""Frozen linear layers in NF4 with double quantization (QLoRA, Dettmers et al. 2023, https://arxiv.org/abs/2305.14314).
 
 What is stored is what bitsandbytes' ``quantize_4bit(weight, blocksize=64, quant_type="nf4", compress_statistics=True)``
-gives, byte for byte; its kernels quantise and dequantize. Only the layout is ours, made so that shards stand alone.
-Knows nothing of adapters, files or ranks.
+gives, byte for byte; its kernels quantize and dequantize. Only the layout is ours, so that each shard can be
+dequantized by itself. Knows nothing of adapters, files or ranks.
 
 Layout: the weight (o, i), flattened, is cut into ROWS of 256 blocks of 64 values, the last one padded. A row is one
-block of the second level, so a shard of rows holds whole blocks of both levels:
+block of the second level, so a shard of rows holds complete blocks of both levels:
 
-===================  ===========
-========================================================================================== parameter            bytes a
-row  holds ===================  ===========
-========================================================================================== weight_codes         8192
-    a value in 4 bits, two a byte weight_statistics    264          256 codes of the blocks' absolute maxima, then two
-    float32: the scale of these codes, and
-                                  the offset added to them, which all rows share
-===================  ===========
-==========================================================================================
+===================  ===========  =====================================================================================
+parameter            bytes a row  holds
+===================  ===========  =====================================================================================
+weight_codes         8192         a value in 4 bits, two a byte
+weight_statistics    264          256 codes of the blocks' absolute maxima, then two float32: the scale of these codes,
+                                  and the offset added to them, which all rows share
+===================  ===========  =====================================================================================
 
 Both are stored VIEWED AS THE COMPUTE DTYPE: a mixed-precision policy casts what has another dtype, uint8 in torch 2.11
-and float32 in every version, and leaves these bytes alone. Nothing may compute on them as they stand.
+and float32 in every version, and leaves these bytes alone. Nothing may compute with them directly.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ from manyhands.kernels.nf4 import (
     kernel_dtype,
 )
 
-CHUNK_VALUES = 2**22  # quantised at once: on a CPU bitsandbytes takes some 20 bytes a value meanwhile
+CHUNK_VALUES = 2**22  # quantized at once: on a CPU bitsandbytes takes some 20 bytes a value meanwhile
 
 
 class Rows(Protocol):
@@ -57,7 +55,7 @@ class Rows(Protocol):
 
 
 class Nf4Linear(nn.Linear):
-    """A frozen linear layer that holds its weight in NF4 and dequantises it for each product. Empty until ``fill``.
+    """A frozen linear layer that holds its weight in NF4 and dequantizes it for each matmul. Empty until ``fill``.
 
     Its bias stays as it is. ``weight`` is no parameter here but the dequantised weight, made anew at each access.
     """
@@ -80,7 +78,7 @@ class Nf4Linear(nn.Linear):
         return nf4_linear(x, self.weight_codes, self.weight_statistics, self.bias, self.out_features)
 
     def fused_base(self) -> tuple[tuple[torch.Tensor, ...], Matmuls]:
-        """What ``kernels.lora.Layer`` takes: the pieces of the weight, and their products."""
+        """What ``kernels.lora.Layer`` takes: the pieces of the weight, and their matmuls."""
         return (self.weight_codes, self.weight_statistics), Nf4Matmuls(self.in_features, self.out_features)
 
     @property
@@ -93,11 +91,11 @@ class Nf4Linear(nn.Linear):
 
     @torch.no_grad()
     def fill(self, weight: Rows) -> None:
-        """Quantise ``weight`` (o, i), in any dtype and on any device: a tensor, or a file's, read as far as it is
+        """Quantize ``weight`` (o, i), in any dtype and on any device: a tensor, or a file's, read as far as it is
         needed.
 
-        Where the layer is sharded every rank calls this, takes the rows that its own shard stands for and quantises
-        them; one float32 a block of 64 values is gathered, as the offset is the mean over the whole weight. So the
+        Where the layer is sharded every rank calls this, takes the rows that its own shard holds and quantizes
+        them; one float32 a block of 64 values is gathered, as the offset is the mean over the full weight. So the
         bytes are the same for any sharding. The weight is cast to the compute dtype before (float32 where that is
         float64).
         """
@@ -122,7 +120,7 @@ class Nf4Linear(nn.Linear):
             view[:, ROW_BLOCKS:] = torch.stack([state.absmax, offset.expand(len(codes))], dim=1).view(torch.uint8)
 
     def _own_values(self, weight: Rows) -> torch.Tensor:
-        """The values of the flattened weight that this rank's rows of codes stand for."""
+        """The values of the flattened weight that this rank's rows of codes hold."""
         rows, total = local_slices(self.weight_codes)[0], self.in_features * self.out_features
         begin, end = min(rows.start * ROW_VALUES, total), min(rows.stop * ROW_VALUES, total)
         if begin == end:
@@ -142,7 +140,7 @@ class Nf4Linear(nn.Linear):
 def nf4_linear(
     x: torch.Tensor, codes: torch.Tensor, statistics: torch.Tensor, bias: torch.Tensor | None, out_features: int
 ) -> torch.Tensor:
-    """``x W^T + bias``, (..., i) -> (..., o). The gradient of x dequantises again; that of the weight does not
+    """``x W^T + bias``, (..., i) -> (..., o). The gradient of x dequantizes again; that of the weight does not
     exist.
     """
     return F.linear(x, dequantize(codes, statistics, (out_features, x.shape[-1]), x.dtype), bias)

@@ -58,16 +58,16 @@ def stored_names(model: nn.Module) -> set[str]:
 
 
 def gather_weight(layer: Nf4Linear) -> torch.Tensor:
-    """The whole weight (o, i), dequantised. A collective where it is sharded."""
+    """The full weight (o, i), dequantized. A collective where it is sharded."""
     shape, codes = (layer.out_features, layer.in_features), gather(layer.weight_codes)
     return dequantize(codes, gather(layer.weight_statistics), shape, codes.dtype)
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Parameters of the model; those in NF4 count as what they stand for."""
+    """Parameters of the model; those in NF4 count as the weights that they hold."""
     stored = stored_names(model)
-    plain = sum(parameter.numel() for name, parameter in model.named_parameters() if name not in stored)
-    return plain + sum(layer.in_features * layer.out_features for layer in nf4_layers(model).values())
+    others = sum(parameter.numel() for name, parameter in model.named_parameters() if name not in stored)
+    return others + sum(layer.in_features * layer.out_features for layer in nf4_layers(model).values())
 
 
 class Nf4Blocks(BaseConverter):
