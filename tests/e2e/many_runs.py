@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 import manyhands.checkpoint.save as saving
-import manyhands.launch.prepare as preparing
 from manyhands.worker import __main__ as worker
 from manyhands.worker import export_stages as finish
 from manyhands.worker import rendezvous, training
@@ -52,7 +51,7 @@ def break_off(where: str, step: int) -> None:
 
 def plant() -> None:
     finish.verify = lambda rank: None  # type: ignore[assignment]
-    prepare, commit = preparing.prepare_run, saving._commit
+    prepare, commit = rendezvous.prepare_run, saving._commit
     after_step, save = training.BeatHook.after_step, training.CheckpointHook.save
 
     form_group = rendezvous.form_group
@@ -80,7 +79,7 @@ def plant() -> None:
         commit(partial, folder, manifest)
 
     rendezvous.form_group = planted_group  # type: ignore[assignment]
-    preparing.prepare_run, saving._commit = planted_prepare, planted_commit  # type: ignore[assignment]
+    rendezvous.prepare_run, saving._commit = planted_prepare, planted_commit  # type: ignore[assignment]
     training.BeatHook.after_step, training.CheckpointHook.save = planted_step, planted_save  # type: ignore[method-assign]
 
 

@@ -1,1 +1,1 @@
-"""What makes a model trainable the way the plan names: adapters, quantization, kernels, fused loss."""
+"""What changes a model before it is trained, one converter a feature: adapters, quantization, fp8, fused kernels."""

@@ -57,7 +57,7 @@ class Rows(Protocol):
 class Nf4Linear(nn.Linear):
     """A frozen linear layer that holds its weight in NF4 and dequantizes it for each matmul. Empty until ``fill``.
 
-    Its bias stays as it is. ``weight`` is no parameter here but the dequantised weight, made anew at each access.
+    Its bias stays as it is. ``weight`` is no parameter here but the dequantized weight, computed at each access.
     """
 
     weight_pieces = ("weight_codes", "weight_statistics")  # what loading asks: model.load.FillsItself
@@ -131,7 +131,7 @@ class Nf4Linear(nn.Linear):
 
 
 # Operators of our own, opaque to torch.compile: it would see that both directions dequantize the same weight, do it
-# once and # keep the weight in 16 bits from the forward to the backward pass.
+# once and keep the weight in 16 bits from the forward to the backward pass.
 @torch.library.custom_op(
     "manyhands::nf4_linear",
     mutates_args=(),

@@ -1,6 +1,6 @@
 """Put the blocks of a model into NF4: which layers, and what their weights are called in files. Must not know ranks.
 
-Every linear layer of the blocks is quantised, adapted or not; embeddings, head, norms and biases stay in the compute
+Every linear layer of the blocks is quantized, adapted or not; embeddings, head, norms and biases stay in the compute
 dtype.
 """
 

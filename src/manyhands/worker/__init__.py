@@ -1,3 +1,4 @@
-"""One rank, from joining the world to the verified model. ``python -m manyhands.worker`` starts it, under any
-launcher.
+"""One rank, from rendezvous to the verified model: stages over a context, and the session of a process around them.
+
+``python -m manyhands.worker`` starts it, under any launcher.
 """

@@ -51,7 +51,7 @@ def shape_of(rank: RankContext, name: SetName = "train") -> BatchShape:
     """Packs are padded to whole tiles on a GPU and where blocks are compiled; nothing is on a CPU otherwise.
 
     Compiled blocks get batches that differ in as little as possible: in the number of tokens, and not even in that
-    where all rows have one length.
+    where all samples have one length.
     """
     plan = rank.plan
     if not plan.packing:

@@ -63,7 +63,7 @@ def verify(rank: RankContext) -> None:
 
 
 def report(rank: RankContext) -> None:
-    """Plan beside measurement; then the run is finished."""
+    """Writes the report, which compares the plan with what was measured; then the run is finished."""
     peak = torch.cuda.max_memory_allocated(rank.world.device) if rank.world.device.type == "cuda" else None
     peaks = rank.engine.all_gather(torch.tensor([peak or 0], dtype=torch.float64, device=rank.world.device))
     if not rank.is_first:

@@ -1,4 +1,4 @@
-"""A few validation prompts answered in each evaluation: what the numbers mean in words."""
+"""A few validation prompts, answered in each evaluation so that a person can read what the model has learned."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def answer_prompts(rank: RankContext, prompts: list[Prompt]) -> tuple[tuple[str,
                 answer = generate(rank.model, rank.tokenizer, prompt.ids, max_new_tokens, ends)
             else:
                 ids = greedy(
-                    rank.engine.next_token_logits, prompt.ids, max_new_tokens, ends, rank.world.device, agree=_agree
+                    rank.engine.next_token_logits, prompt.ids, max_new_tokens, ends, rank.world.device, agree=_broadcast
                 )
                 answer = rank.tokenizer.decode(ids, skip_special_tokens=True).strip()
             answers.append((prompt.text, answer))
@@ -76,6 +76,6 @@ def answer_prompts(rank: RankContext, prompts: list[Prompt]) -> tuple[tuple[str,
     return tuple(answers)
 
 
-def _agree(token: torch.Tensor) -> torch.Tensor:
+def _broadcast(token: torch.Tensor) -> torch.Tensor:
     dist.broadcast(token, src=0)
     return token

@@ -32,7 +32,7 @@ PROBE_TOKENS = 2048  # of the micro-batch for self-tests, which run uncompiled; 
 
 
 def open_data(rank: RankContext) -> None:
-    """Opens the rows that rank 0 has prepared, and makes sure that they are the same rows."""
+    """Opens the samples that rank 0 has prepared, and checks that they are the same."""
     plan = rank.plan
     if not Path(plan.data_folder).is_dir():
         raise UserError(
@@ -59,9 +59,7 @@ def open_data(rank: RankContext) -> None:
 
 
 def check_base(rank: RankContext) -> None:
-    """One rank of each machine makes sure that the model's files there are those of the plan, which holds another
-    machine's.
-    """
+    """One rank of each machine checks that the model's files there are those of the plan, which rank 0 has made."""
     if rank.world.local_rank == 0:
         check_files(Path(rank.plan.model_folder), rank.config, rank.plan.model_files, progress=lambda _: rank.beat())
 
@@ -96,7 +94,7 @@ def build_model(rank: RankContext) -> None:
 
 
 def check_model(rank: RankContext) -> None:
-    """What the fast paths claim is compared with the loaded model itself, before the first step."""
+    """Fast paths are compared with the loaded model itself, before the first step."""
     check_loss(rank.engine, rank.loss_model, rank.world.device)
     check_rows = check_packing if rank.plan.packing else check_padding
     check_rows(rank.engine, rank.loss_model, rank.world.device)

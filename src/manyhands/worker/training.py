@@ -27,7 +27,7 @@ from manyhands.worker.prompts import answer_prompts, choose_prompts
 
 
 def train_model(rank: RankContext) -> None:
-    """Runs the loop to its end, or to a wish to stop, after which the state is saved."""
+    """Runs the loop to its end, or until the run is asked to stop; then the state is saved."""
     config, plan = rank.config, rank.plan
     checkpoints = CheckpointHook(rank)
     state = rank.state
