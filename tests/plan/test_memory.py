@@ -112,13 +112,6 @@ def test_gradients_are_there_while_activations_are_only_where_a_step_goes_on():
     assert memory.at_the_loss(change_input(whole, accumulates=False))["unreduced"] == 0
 
 
-def test_limits_of_what_moves_are_those_of_the_store():
-    activations = pytest.importorskip("manyhands.engine.activation_offload")
-    assert (memory.LEAVING_BYTES, memory.AHEAD_BYTES) == (activations.MAX_LEAVING_BYTES, activations.MAX_AHEAD_BYTES)
-    loss = pytest.importorskip("manyhands.kernels.loss.cross_entropy")
-    assert memory.FUSED_LOGITS == {"frozen": loss.MAX_LOGITS_FROZEN, "trained": loss.MAX_LOGITS_TRAINED}
-
-
 def test_the_worst_moment_is_estimated():
     long = change_input(FULL, full_micro_tokens=10**6)
     wide = change_input(

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
 from manyhands.plan import memory
-from manyhands.plan.estimate_input import NF4_ROW_BYTES, NF4_ROW_VALUES
 from tests.plan.examples import llama_8b
 from tests.support.plans import change_input, make_input
 
@@ -40,8 +37,3 @@ def test_an_odd_weight_fills_its_last_row():
     shapes = {"q_proj": (100, 100)}  # 10,000 values: one row
     model = llama_8b().model_copy(update={"block_linear_shapes": shapes, "num_block_parameters": 10_000})
     assert change_input(QLORA, model=model).frozen_block_bytes == 8192 + 264
-
-
-def test_layout_of_a_row_is_that_of_the_layers():
-    nf4 = pytest.importorskip("manyhands.convert.nf4")
-    assert (NF4_ROW_VALUES, NF4_ROW_BYTES) == (nf4.ROW_VALUES, nf4.CODE_BYTES + nf4.STATISTICS_BYTES)

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from manyhands.core.limits import MAX_AHEAD_BYTES, MAX_LEAVING_BYTES
+
 # Smaller tensors are not worth a copy; on a CPU, where nothing is gained, all are copied.
 MIN_BYTES = {"cuda": 2**20, "cpu": 0}
-MAX_LEAVING_BYTES = 2**28  # being copied out during the forward pass; plan/activations.py counts both
-# Fetched before the backward pass asks for them, and always one: 5 ms of copying, a block takes longer.
-MAX_AHEAD_BYTES = 2**28
 
 
 class SavedTensor:

@@ -16,15 +16,13 @@ from torch import nn
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.holding import first_index, local
+from manyhands.core.limits import STATE_CHUNK_BYTES
 from manyhands.engine.masters import ComputeCopy
 from manyhands.kernels.adamw import FusedAdamW, choose_backend
 from manyhands.kernels.backend import Backend
 from manyhands.model.structure import find_blocks
 from manyhands.plan.types import Plan
 from manyhands.train.optimizer import make_optimizer
-
-CHUNK_BYTES = 2**28  # of parameters; AdamW's states are twice that. plan/memory.py counts what is on the device
-CHUNKS_ON_DEVICE = 2  # one is fetched while one steps and is stored
 
 
 def make_engine_optimizer(
@@ -68,7 +66,9 @@ class StreamedOptimizer(torch.optim.Optimizer):
     chunks are stepped with synchronous copies, which gains nothing.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, device: torch.device, chunk_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(
+        self, inner: torch.optim.Optimizer, device: torch.device, chunk_bytes: int = STATE_CHUNK_BYTES
+    ) -> None:
         # Not the base class's constructor: the same objects, so that a learning rate or a loaded state is the inner
         # one's too.
         self.defaults, self.param_groups, self.state = inner.defaults, inner.param_groups, inner.state

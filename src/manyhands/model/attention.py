@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
+from manyhands.core.limits import MAX_BLOCK_SCORES
 from manyhands.kernels.attention.dense import DenseAttention, attend_dense, choose_dense
 from manyhands.kernels.attention.flash4 import PackedAttention, attend_flash4, choose_packed
 
@@ -34,7 +35,6 @@ IMPLEMENTATIONS = {
     "varlen": VARLEN,
     "blockwise": BLOCKWISE,
 }  # Plan.attention -> transformers' attn_implementation
-MAX_BLOCK_SCORES = 2**25  # elements: 128 MiB in float32
 CAPS = ("attn_logit_softcapping",)  # config keys that change scores in a way that sdpa ignores
 
 

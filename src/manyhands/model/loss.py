@@ -21,14 +21,13 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from manyhands.core.errors import UserError
+from manyhands.core.limits import MAX_CHUNK_LOGITS, MIN_CHUNK_TOKENS
 from manyhands.data.collate import TEXT_ENTRIES
 from manyhands.kernels.loss import choose_backend
 from manyhands.kernels.loss.head import Head, agrees, read_head
 from manyhands.model.attention import attention_kwargs, count_positions
 
 IGNORED = -100  # labels with this value are not trained
-MAX_CHUNK_LOGITS = 2**27  # elements: 0.5 GiB in float32
-MIN_CHUNK_ROWS = 256
 PROBE_ROWS = 16
 
 Terms = dict[str, tuple[torch.Tensor, torch.Tensor]]
@@ -195,7 +194,7 @@ def chunk_rows(vocab_size: int) -> int:
     """Rows of one chunk: at most 2**27 logits (0.5 GiB in float32), but never under 256 rows, where the head would
     starve.
     """
-    return max(MIN_CHUNK_ROWS, MAX_CHUNK_LOGITS // vocab_size)
+    return max(MIN_CHUNK_TOKENS, MAX_CHUNK_LOGITS // vocab_size)
 
 
 def _sum_dtype(tensor: torch.Tensor) -> torch.dtype:

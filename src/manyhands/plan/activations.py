@@ -6,13 +6,9 @@ The notation is that of ``memory.py``.
 
 from __future__ import annotations
 
+from manyhands.core.limits import MAX_BLOCK_SCORES
 from manyhands.plan.estimate_input import EstimateInput
 from manyhands.plan.layout import Checkpointing
-
-BLOCK_SCORES = 2**25  # elements of one block of soft-capped attention, as in model/attention.py
-LEAVING_BYTES = AHEAD_BYTES = (
-    2**28
-)  # of activations on their way to host memory, and back: as in engine/activation_offload.py
 
 
 def kept_activations(s: EstimateInput, passing_bytes: int) -> int:
@@ -137,4 +133,4 @@ def block_scores(s: EstimateInput) -> int:
     """
     if s.model.attention_softcap is None:
         return 0
-    return min(s.model.num_heads * s.layout.full_micro_tokens**2, BLOCK_SCORES) * (4 * s.compute_bytes + 16)
+    return min(s.model.num_heads * s.layout.full_micro_tokens**2, MAX_BLOCK_SCORES) * (4 * s.compute_bytes + 16)

@@ -8,11 +8,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from manyhands.core.limits import NF4_ROW_BYTES, NF4_ROW_VALUES
 from manyhands.facts.types import ModelFacts
 from manyhands.plan.layout import DTYPE_BYTES, Layout
 from manyhands.plan.trained import TrainedWeights
-
-NF4_ROW_VALUES, NF4_ROW_BYTES = 16_384, 8_192 + 264  # of weights in NF4, as in convert/nf4.py
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import math
 
+from manyhands.core.limits import STATE_CHUNK_BYTES, STATE_CHUNKS_ON_DEVICE
 from manyhands.plan.activations import moved_bytes
 from manyhands.plan.estimate_input import EstimateInput
 
 PINNED = 1 / math.log(2)  # torch rounds pinned blocks up to powers of 2: this much on average
-CHUNK_BYTES, CHUNKS_ON_DEVICE = (
-    2**28,
-    2,
-)  # of parameters whose states are on the device, as in engine/optimizers.py
 
 
 def estimate_host_terms(s: EstimateInput, terms: dict[str, int]) -> dict[str, int]:
@@ -50,6 +47,6 @@ def keep_on_device(s: EstimateInput, terms: dict[str, int]) -> dict[str, int]:
             max(s.head_elements, *(out * into for out, into in s.model.block_linear_shapes.values())) * s.master_bytes
         )
         parameters = max(1, s.num_trained * s.master_bytes // s.num_shards)
-        chunk = max(CHUNK_BYTES, min(largest // s.num_shards, parameters))
-        kept["optimizer"] = min(terms["optimizer"], CHUNKS_ON_DEVICE * chunk * terms["optimizer"] // parameters)
+        chunk = max(STATE_CHUNK_BYTES, min(largest // s.num_shards, parameters))
+        kept["optimizer"] = min(terms["optimizer"], STATE_CHUNKS_ON_DEVICE * chunk * terms["optimizer"] // parameters)
     return kept

@@ -17,9 +17,15 @@ from __future__ import annotations
 
 import math
 
+from manyhands.core.limits import (
+    MAX_AHEAD_BYTES,
+    MAX_CHUNK_LOGITS,
+    MAX_LEAVING_BYTES,
+    MAX_LOGITS_FROZEN,
+    MAX_LOGITS_TRAINED,
+    MIN_CHUNK_TOKENS,
+)
 from manyhands.plan.activations import (
-    AHEAD_BYTES,
-    LEAVING_BYTES,
     attention_mask,
     block_at_work,
     block_scores,
@@ -30,11 +36,6 @@ from manyhands.plan.estimate_input import EstimateInput
 from manyhands.plan.trained import TrainedWeights, count_state_bytes
 
 GIB = 2**30
-CHUNK_LOGITS, MIN_CHUNK_TOKENS = 2**27, 256  # elements and tokens of one chunk of the loss, as in model/loss.py
-FUSED_LOGITS = {
-    "frozen": 2**28,
-    "trained": 2**29,
-}  # elements of one chunk where the head is fused, as in kernels/loss
 BLOCKS_IN_FLIGHT = 2  # FSDP2 gathers the next block while one computes
 GATHERED_BLOCKS = 3  # these two, and the buffer that the next one came in, until it is copied out of it
 CONTEXT_BYTES = {"cuda": int(0.6 * GIB), "cpu": int(0.6 * GIB)}  # CUDA context and loaded kernels; on CPU the imports
@@ -58,7 +59,7 @@ def at_the_loss(s: EstimateInput) -> dict[str, int]:
     gets of it and its gradient.
     """
     hidden = 3 * s.layout.full_micro_tokens * s.compute_bytes * s.model.hidden_size
-    kept = kept_activations(s, LEAVING_BYTES) + hidden + attention_mask(s)
+    kept = kept_activations(s, MAX_LEAVING_BYTES) + hidden + attention_mask(s)
     return earlier_gradients(s) | {"dequantised": 0, "activations": kept, "logits": logits(s), "reduction": 0}
 
 
@@ -67,7 +68,7 @@ def in_the_backward_pass(s: EstimateInput) -> dict[str, int]:
     head give.
     """
     at_work = (
-        kept_activations(s, AHEAD_BYTES)
+        kept_activations(s, MAX_AHEAD_BYTES)
         + block_at_work(s, s.layout.last_checkpointing)
         + attention_mask(s)
         + block_scores(s)
@@ -234,11 +235,11 @@ def logits(s: EstimateInput) -> int:
     """
     vocabulary, trained, c = s.model.vocab_size, s.num_trained_in_head, s.compute_bytes
     if s.fuse_loss:
-        most = FUSED_LOGITS["trained" if trained else "frozen"] // vocabulary
+        most = (MAX_LOGITS_TRAINED if trained else MAX_LOGITS_FROZEN) // vocabulary
         chunk = min(s.layout.full_micro_tokens, max(1, most))
         total = trained * (max(4, c) if chunk < s.layout.full_micro_tokens else c)
         return max(chunk * vocabulary, trained) * c + total
-    chunk = min(s.layout.full_micro_tokens, max(MIN_CHUNK_TOKENS, CHUNK_LOGITS // vocabulary))
+    chunk = min(s.layout.full_micro_tokens, max(MIN_CHUNK_TOKENS, MAX_CHUNK_LOGITS // vocabulary))
     return chunk * vocabulary * (c + 4 + 4) + 2 * trained * c
 
 

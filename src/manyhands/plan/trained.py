@@ -8,11 +8,12 @@ from math import prod
 
 from manyhands.config.patterns import reaches
 from manyhands.config.schema import MethodSection
+from manyhands.core.limits import BLOCK_VALUES_8BIT
 from manyhands.facts.model import BLOCK_TENSOR
 from manyhands.facts.types import ModelFacts
 
 HEAD, EMBEDDINGS = "lm_head.weight", "embed_tokens.weight"
-BLOCK_SCALE_BYTES = 4 / 256  # a float32 scale for each 256 values in 8 bits, as in train/adamw_8bit.py
+BLOCK_SCALE_BYTES = 4 / BLOCK_VALUES_8BIT  # a value
 
 
 @dataclass(frozen=True)

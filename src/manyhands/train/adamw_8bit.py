@@ -17,8 +17,8 @@ import torch
 
 from manyhands.core.errors import UserError
 from manyhands.core.holding import local, num_shards, shard_like
+from manyhands.core.limits import BLOCK_VALUES_8BIT as BLOCK
 
-BLOCK = 256  # values that share a scale, fixed by the kernels
 MIN_QUANTIZED = 4096  # smaller parameters keep float32 moments, as do vectors (norms)
 MIN_PAGED = 100_000  # smaller ones stay on the device
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -26,14 +26,11 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from manyhands.core.limits import MAX_LOGITS_FROZEN, MAX_LOGITS_TRAINED
 from manyhands.kernels.loss.reference import softmax_rows
 from manyhands.kernels.loss.select import choose_backend, compiled_softmax
 from manyhands.kernels.matmul import add_mm_, mm_wide, sum_dtype
 
-MAX_LOGITS_FROZEN = 2**28  # logits held at once: 0.5 GiB in bfloat16
-MAX_LOGITS_TRAINED = (
-    2**29
-)  # 1 GiB: each chunk reads and writes the float32 sum of the weight's gradient, so chunks are few
 ROW_MULTIPLE = 128  # chunks are whole tiles of a matrix product
 COLUMN_MULTIPLE = 64  # rows of logits begin aligned, whatever the vocabulary
 

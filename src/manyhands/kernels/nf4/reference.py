@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-BLOCK_VALUES, ROW_BLOCKS = 64, 256
-ROW_VALUES = BLOCK_VALUES * ROW_BLOCKS
-CODE_BYTES = ROW_VALUES // 2
-STATISTICS_BYTES = ROW_BLOCKS + 2 * 4
+from manyhands.core import limits
+
+BLOCK_VALUES, ROW_BLOCKS, ROW_VALUES = limits.NF4_BLOCK_VALUES, limits.NF4_ROW_BLOCKS, limits.NF4_ROW_VALUES
+CODE_BYTES, STATISTICS_BYTES = limits.NF4_CODE_BYTES, limits.NF4_STATISTICS_BYTES
 # Of the self-test: whole rows, half a block at the end, an odd number of values, several rows with a padded one.
 TRIED_SHAPES = ((64, 256), (75, 96), (33, 75), (301, 256))
 Dequantize = Callable[[torch.Tensor, torch.Tensor, tuple[int, int], torch.dtype], torch.Tensor]

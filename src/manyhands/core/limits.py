@@ -1,0 +1,29 @@
+"""Sizes that the plan counts and the runtime keeps to, each defined once. Plain numbers; imports nothing."""
+
+from __future__ import annotations
+
+# The loss, a chunk of tokens at a time.
+MAX_CHUNK_LOGITS = 2**27  # elements: 0.5 GiB in float32
+MIN_CHUNK_TOKENS = 256  # fewer would starve the head's matmul
+# The same fused with the head, in compute dtype.
+MAX_LOGITS_FROZEN = 2**28  # elements: 0.5 GiB in bfloat16
+MAX_LOGITS_TRAINED = 2**29  # each chunk reads and writes the float32 sum of the weight's gradient: few chunks
+
+# Attention with soft-capped scores, a block of queries at a time.
+MAX_BLOCK_SCORES = 2**25  # elements: 128 MiB in float32
+
+# Activations in host memory.
+MAX_LEAVING_BYTES = 2**28  # being copied out during the forward pass
+MAX_AHEAD_BYTES = 2**28  # fetched before the backward pass asks for them: 5 ms of copying, a block takes longer
+
+# Optimizer states in host memory.
+STATE_CHUNK_BYTES = 2**28  # of parameters whose states are on the device; AdamW's states are twice that
+STATE_CHUNKS_ON_DEVICE = 2  # one is fetched while one steps and is stored
+BLOCK_VALUES_8BIT = 256  # values in 8 bits that share a float32 scale, fixed by the kernels of bitsandbytes
+
+# Weights in NF4, in rows that shard evenly.
+NF4_BLOCK_VALUES, NF4_ROW_BLOCKS = 64, 256  # values that share a scale, and scales that are quantized together
+NF4_ROW_VALUES = NF4_BLOCK_VALUES * NF4_ROW_BLOCKS
+NF4_CODE_BYTES = NF4_ROW_VALUES // 2  # two values a byte
+NF4_STATISTICS_BYTES = NF4_ROW_BLOCKS + 2 * 4  # a byte a scale; their own scale and mean in float32
+NF4_ROW_BYTES = NF4_CODE_BYTES + NF4_STATISTICS_BYTES
