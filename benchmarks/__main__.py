@@ -25,7 +25,7 @@ from benchmarks.smallest import Attempt, describe, judge, planned_smallest, sear
 from benchmarks.table import OURS, check, is_measured, print_table
 from manyhands.bench.processes import count_gpus, start_processes
 from manyhands.bench.records import append, new_run, read
-from manyhands.bench.rows import BY_NAME, TABLE, Row
+from manyhands.bench.rows import BY_NAME, TABLE, BenchRow
 
 LIMIT_S = 600
 SMALLEST_STEPS, SMALLEST_LIMIT_S = 4, 150
@@ -105,7 +105,7 @@ def parse() -> argparse.Namespace:
 
 
 def sides(
-    row: Row,
+    row: BenchRow,
     options: argparse.Namespace,
     world_size: int,
     is_installed: Callable[[str], Any] = importlib.util.find_spec,
@@ -121,7 +121,7 @@ def sides(
     return chosen
 
 
-def measure(row: Row, side: str, world_size: int, results: Path, options: argparse.Namespace, run: str) -> None:
+def measure(row: BenchRow, side: str, world_size: int, results: Path, options: argparse.Namespace, run: str) -> None:
     """One side of one row in its own processes; its result, or that it had none, is appended under the name of the
     run.
     """
@@ -151,7 +151,7 @@ def measure(row: Row, side: str, world_size: int, results: Path, options: argpar
     append(results, found | {"seconds": seconds})
 
 
-def find_smallest(row: Row, world_size: int, results: Path, options: argparse.Namespace, run: str) -> None:
+def find_smallest(row: BenchRow, world_size: int, results: Path, options: argparse.Namespace, run: str) -> None:
     """Every attempt becomes a raw row with its limit and outcome."""
     from manyhands.bench.case import find_facts, folder_of, with_memory
 

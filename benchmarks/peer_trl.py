@@ -29,7 +29,7 @@ import torch
 
 from benchmarks.peers import peer_options
 from manyhands.bench.records import new_run, say
-from manyhands.bench.rows import BY_NAME, Row, mix_lengths
+from manyhands.bench.rows import BY_NAME, BenchRow, mix_lengths
 from manyhands.bench.shapes import NUM_WORDS, SHAPES
 from manyhands.bench.summary import dtypes, lease, memory, rates, watch
 
@@ -65,11 +65,11 @@ def measure_lengths_once() -> None:
     attention.prepare_fa_kwargs_from_position_ids = prepare_once
 
 
-def is_sharded(row: Row, world_size: int) -> bool:
+def is_sharded(row: BenchRow, world_size: int) -> bool:
     return bool(peer_options(row.name).get("fsdp")) and world_size > 1
 
 
-def build_model(row: Row, device: torch.device, attention: str, world_size: int) -> Any:
+def build_model(row: BenchRow, device: torch.device, attention: str, world_size: int) -> Any:
     """A bfloat16 model with random weights; for qlora its linear layers are made in NF4 one by one, and one that is
     sharded and mostly frozen is made in host memory, as it may be larger than a GPU.
     """
@@ -150,7 +150,7 @@ def _quantized(bnb: Any, linear: torch.nn.Linear, device: torch.device) -> Any:
     return made
 
 
-def batch_sizes(row: Row, packing: bool, micro: int | None) -> tuple[int, int]:
+def batch_sizes(row: BenchRow, packing: bool, micro: int | None) -> tuple[int, int]:
     """Rows, or packs, of a GPU at a time, and how often before a step."""
     if row.data == "full":
         return row.rows, 1
@@ -160,7 +160,7 @@ def batch_sizes(row: Row, packing: bool, micro: int | None) -> tuple[int, int]:
     return size, -(-row.rows // size)
 
 
-def make_arguments(row: Row, num_steps: int, world_size: int, packing: bool, micro: int | None) -> Any:
+def make_arguments(row: BenchRow, num_steps: int, world_size: int, packing: bool, micro: int | None) -> Any:
     from trl import SFTConfig
 
     size, accumulation = batch_sizes(row, packing, micro)
@@ -242,7 +242,7 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path)
 
 
-def read_row(options: argparse.Namespace) -> Row:
+def read_row(options: argparse.Namespace) -> BenchRow:
     row = BY_NAME[options.row]
     return replace(row, shape=options.shape or row.shape, length=options.length or row.length)
 
@@ -302,7 +302,7 @@ class Clock:
         return [(end - begin, after - before) for (begin, before), (end, after) in itertools.pairwise(times)]
 
 
-def measure(row: Row, options: argparse.Namespace, device: torch.device, world_size: int) -> Clock:
+def measure(row: BenchRow, options: argparse.Namespace, device: torch.device, world_size: int) -> Clock:
     from datasets import Dataset
     from peft import LoraConfig
     from tokenizers import Tokenizer, models
@@ -337,7 +337,7 @@ def measure(row: Row, options: argparse.Namespace, device: torch.device, world_s
     return clock
 
 
-def row_lengths(row: Row, options: argparse.Namespace, world_size: int) -> list[int]:
+def row_lengths(row: BenchRow, options: argparse.Namespace, world_size: int) -> list[int]:
     """Enough rows for all steps: as many as ours, or as fill TRL's packs."""
     size, accumulation = batch_sizes(row, options.packing, options.micro)
     count = size * accumulation * world_size * (options.steps + 2)
@@ -358,7 +358,7 @@ def count_tokens(inputs: Any, *, padded: bool) -> int:
 
 
 def summarise(
-    row: Row, options: argparse.Namespace, clock: Clock, decided: dict[str, Any], packages: Sequence[str]
+    row: BenchRow, options: argparse.Namespace, clock: Clock, decided: dict[str, Any], packages: Sequence[str]
 ) -> dict[str, Any]:
     """The raw row. The tokens are those that this GPU's batches held, padding left out."""
     result: dict[str, Any] = {

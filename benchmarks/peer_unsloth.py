@@ -24,7 +24,7 @@ import torch
 from benchmarks.peer_trl import PACKS, Clock, add_common, count_tokens, read_row, row_lengths, summarise
 from benchmarks.peers import peer_options
 from manyhands.bench.records import say
-from manyhands.bench.rows import Row
+from manyhands.bench.rows import BenchRow
 from manyhands.bench.shapes import SHAPES
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -90,7 +90,7 @@ def write_weights(folder: Path, shape: str) -> None:
     unfinished.rename(folder)
 
 
-def measure(row: Row, options: argparse.Namespace, folder: Path) -> tuple[Clock, dict[str, Any]]:
+def measure(row: BenchRow, options: argparse.Namespace, folder: Path) -> tuple[Clock, dict[str, Any]]:
     try:
         from unsloth import FastLanguageModel  # first: it changes what comes after it
     except Exception as error:  # it raises many kinds where a package does not fit
@@ -144,7 +144,7 @@ def measure(row: Row, options: argparse.Namespace, folder: Path) -> tuple[Clock,
     return clock, decided
 
 
-def make_arguments(row: Row, options: argparse.Namespace) -> Any:
+def make_arguments(row: BenchRow, options: argparse.Namespace) -> Any:
     from trl import SFTConfig
 
     mixed = row.data == "mix"
@@ -166,7 +166,7 @@ def make_arguments(row: Row, options: argparse.Namespace) -> Any:
     )
 
 
-def make_rows(row: Row, options: argparse.Namespace) -> Any:
+def make_rows(row: BenchRow, options: argparse.Namespace) -> Any:
     """Token ids where all rows are full, texts where Unsloth is to pack them."""
     from datasets import Dataset
 

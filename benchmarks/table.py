@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.peers import GOALS
-from manyhands.bench.rows import Row
+from manyhands.bench.rows import BenchRow
 
 OURS = "manyhands"
 PEERS = ("trl", "trl-packing", "unsloth")
@@ -18,7 +18,7 @@ NOT_OURS = ("by_hand", "lengths", "limit_gib", "layers")  # what makes a row of 
 Stored = dict[str, Any]
 
 
-def of_row(stored: list[Stored], row: Row) -> list[Stored]:
+def of_row(stored: list[Stored], row: BenchRow) -> list[Stored]:
     """Stored rows of this one, not those of another shape, length or number of rows."""
     return [
         r
@@ -37,7 +37,7 @@ def side_of(stored: Stored) -> str:
     return "" if any(stored.get(key) for key in NOT_OURS) else OURS
 
 
-def measured(stored: list[Stored], row: Row, side: str, num_gpus: int | None = None) -> list[Stored]:
+def measured(stored: list[Stored], row: BenchRow, side: str, num_gpus: int | None = None) -> list[Stored]:
     """Rows of one side that have a speed, in the order in which they were stored."""
     return [
         r
@@ -46,18 +46,18 @@ def measured(stored: list[Stored], row: Row, side: str, num_gpus: int | None = N
     ]
 
 
-def newest(stored: list[Stored], row: Row, side: str) -> Stored | None:
+def newest(stored: list[Stored], row: BenchRow, side: str) -> Stored | None:
     found = measured(stored, row, side)
     return found[-1] if found else None
 
 
-def is_measured(stored: list[Stored], row: Row, sides: list[str], num_gpus: int) -> bool:
+def is_measured(stored: list[Stored], row: BenchRow, sides: list[str], num_gpus: int) -> bool:
     """Whether one run has measured all these sides on so many GPUs: ratios hold within one run alone."""
     runs = [{r["run"] for r in measured(stored, row, side, num_gpus) if r.get("run")} for side in sides]
     return bool(set.intersection(*runs))
 
 
-def best_peer(stored: list[Stored], row: Row) -> Stored | None:
+def best_peer(stored: list[Stored], row: BenchRow) -> Stored | None:
     """The fastest peer of the run that our newest row is of, on as many GPUs. A row that names no run proves
     nothing.
     """
@@ -68,13 +68,13 @@ def best_peer(stored: list[Stored], row: Row) -> Stored | None:
     return max(beside, key=lambda r: float(r["tokens_per_s_gpu"]), default=None)
 
 
-def ratio(stored: list[Stored], row: Row) -> float | None:
+def ratio(stored: list[Stored], row: BenchRow) -> float | None:
     """Ours by the best peer's, where both were measured in one run on as many GPUs."""
     ours, peer = newest(stored, row, OURS), best_peer(stored, row)
     return float(ours["tokens_per_s_gpu"] / peer["tokens_per_s_gpu"]) if ours and peer else None
 
 
-def print_table(stored: list[Stored], rows: list[Row]) -> None:
+def print_table(stored: list[Stored], rows: list[BenchRow]) -> None:
     print("\n| row | GPUs | ours, tokens/s a GPU | best peer, same run | ratio | goal | peak GiB | smallest GPU, GiB |")
     print("|---|---|---|---|---|---|---|---|")
     for row in rows:
@@ -90,7 +90,7 @@ def print_table(stored: list[Stored], rows: list[Row]) -> None:
         )
 
 
-def show_smallest(stored: list[Stored], row: Row) -> str:
+def show_smallest(stored: list[Stored], row: BenchRow) -> str:
     ran = [r["limit_gib"] for r in of_row(stored, row) if r.get("outcome") == "ran"]
     return f"{min(ran):.1f}" if ran else ""
 
@@ -101,7 +101,7 @@ def show_ratio(against: float | None) -> str:
     return f"{against:.2f}" + (f", below {FLOOR}" if against < FLOOR else "")
 
 
-def check(stored: list[Stored], before: list[Stored], rows: list[Row]) -> int:
+def check(stored: list[Stored], before: list[Stored], rows: list[BenchRow]) -> int:
     """Exit code 1 where a ratio to the best peer fell, or none can be compared: machines differ, ratios within one run
     hardly do.
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from manyhands.bench.records import read
-from manyhands.bench.rows import TABLE, Row
+from manyhands.bench.rows import TABLE, BenchRow
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -46,7 +46,7 @@ def test_each_speed_is_that_of_a_raw_row(row: list[str]) -> None:
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
-def test_the_figures_that_the_command_shows_are_those_of_raw_rows(row: Row) -> None:
+def test_the_figures_that_the_command_shows_are_those_of_raw_rows(row: BenchRow) -> None:
     rows = [found for file in RESULTS.glob("*.jsonl") for found in read(file) if found.get("row") == row.name]
     known = {(r["gpus"], r["tokens_per_s_gpu"], round(r["peak_allocated_gib"], 1)) for r in rows if "planned_gib" in r}
     assert {(gpus, *figures) for gpus, figures in row.recorded.items()} <= known

@@ -16,7 +16,7 @@ from typing import Any
 
 from manyhands.bench.processes import count_gpus, start_processes
 from manyhands.bench.records import append, new_run
-from manyhands.bench.rows import BY_NAME, TABLE, Row
+from manyhands.bench.rows import BY_NAME, TABLE, BenchRow
 
 LIMIT_S = 600
 
@@ -59,7 +59,7 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(row: Row, world_size: int, options: argparse.Namespace, run: str) -> dict[str, Any] | None:
+def measure(row: BenchRow, world_size: int, options: argparse.Namespace, run: str) -> dict[str, Any] | None:
     """The raw row; None and the reason on the terminal where there is none."""
     arguments = ["--row", row.name, "--run", run]
     arguments += ["--steps", str(options.steps), "--warm", str(min(5, options.steps - 1))]
@@ -77,7 +77,7 @@ def measure(row: Row, world_size: int, options: argparse.Namespace, run: str) ->
     return found
 
 
-def print_rows(rows: list[Row], measured: dict[str, dict[str, Any]]) -> None:
+def print_rows(rows: list[BenchRow], measured: dict[str, dict[str, Any]]) -> None:
     """One line a row: what was measured here, and the record on as many H200s (else on the fewest it was made on)."""
     if not rows:
         return
@@ -89,7 +89,7 @@ def print_rows(rows: list[Row], measured: dict[str, dict[str, Any]]) -> None:
         print(f"| {row.name} | {row.what} | {own} | {recorded(row, here['gpus'] if here else None)} |")
 
 
-def recorded(row: Row, num_gpus: int | None) -> str:
+def recorded(row: BenchRow, num_gpus: int | None) -> str:
     if not row.recorded:
         return "none"
     num = num_gpus if num_gpus in row.recorded else min(row.recorded)

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from manyhands.bench.records import new_run, say
-from manyhands.bench.rows import BY_NAME, Row, mix_lengths
+from manyhands.bench.rows import BY_NAME, BenchRow, mix_lengths
 from manyhands.bench.shapes import write_model_folder, write_rows
 from manyhands.bench.summary import dtypes, lease, memory, rates, watch
 from manyhands.config.load import config_from_mapping
@@ -45,7 +45,7 @@ from manyhands.worker.batches import iterate_steps
 from manyhands.worker.context import RankContext
 
 
-def make_config(folder: Path, row: Row, world_size: int, num_steps: int, overrides: list[str]) -> RunConfig:
+def make_config(folder: Path, row: BenchRow, world_size: int, num_steps: int, overrides: list[str]) -> RunConfig:
     """The run of a row. Everything that tunes is left to the plan."""
     mapping: dict[str, Any] = {
         "name": "bench",
@@ -168,7 +168,7 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def prepare(options: argparse.Namespace, row: Row, rank: int, world_size: int) -> tuple[RunConfig, Plan]:
+def prepare(options: argparse.Namespace, row: BenchRow, rank: int, world_size: int) -> tuple[RunConfig, Plan]:
     """On rank 0; the others read what it wrote."""
     folder = folder_of(options.work, row, options.layers)
     handed = folder / f"case-{os.environ.get('MASTER_PORT', '0')}-{os.getppid()}.json"
@@ -188,13 +188,13 @@ def prepare(options: argparse.Namespace, row: Row, rank: int, world_size: int) -
     return RunConfig.model_validate(config_fields), Plan.model_validate(plan_fields)
 
 
-def folder_of(work: Path, row: Row, layers: int | None = None) -> Path:
+def folder_of(work: Path, row: BenchRow, layers: int | None = None) -> Path:
     return work / f"{row.shape}-{layers or 'all'}"
 
 
 def find_facts(
     folder: Path,
-    row: Row,
+    row: BenchRow,
     world_size: int,
     num_steps: int,
     keys: list[str],
@@ -232,7 +232,7 @@ def outside_allocator_gib(device: torch.device) -> float:
     return float(total - free - torch.cuda.memory_reserved(device)) / 2**30
 
 
-def row_lengths(row: Row, file: Path | None, world_size: int) -> list[int]:
+def row_lengths(row: BenchRow, file: Path | None, world_size: int) -> list[int]:
     """Lengths in tokens of all rows: those of ``file``, all alike, or the long-tailed mix."""
     if file is not None:
         return [int(length) for length in json.loads(file.read_text())]
@@ -242,7 +242,7 @@ def row_lengths(row: Row, file: Path | None, world_size: int) -> list[int]:
 
 
 def summarise(
-    rank: RankContext, row: Row, options: argparse.Namespace, results: list[StepResult], built_s: float
+    rank: RankContext, row: BenchRow, options: argparse.Namespace, results: list[StepResult], built_s: float
 ) -> dict[str, Any]:
     """The raw row: what ran, how fast, how much memory, in which dtypes."""
     timed = results[options.warm :]

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 
 @dataclass(frozen=True)
-class Row:
+class BenchRow:
     """One piece of work. ``rows`` is samples of one GPU in one step; micro-batches are the plan's (``auto``).
 
     ``keys`` are keys of the run that belong to the work itself (activation checkpointing, fp8), never tuning.
@@ -31,24 +31,24 @@ FP8 = {"kernels.linear": "fp8"}
 
 # The most valuable first: what most people run. The recorded figures are those of docs/results.md.
 TABLE = (
-    Row("8b-lora", "Llama-8B LoRA", "llama8b", "lora", 1, {1: (16_482, 50.4)}),
-    Row("8b-qlora", "Llama-8B QLoRA", "llama8b", "qlora", 1, {1: (16_302, 75.5)}, rows=4),
-    Row("1b-full", "Llama-1B full", "llama1b", "full", 1, {1: (65_082, 37.0)}, rows=4),
-    Row("8b-lora-recompute", "Llama-8B LoRA, full activation checkpointing", "llama8b", "lora", 1, {1: (11_474, 17.2)},
+    BenchRow("8b-lora", "Llama-8B LoRA", "llama8b", "lora", 1, {1: (16_482, 50.4)}),
+    BenchRow("8b-qlora", "Llama-8B QLoRA", "llama8b", "qlora", 1, {1: (16_302, 75.5)}, rows=4),
+    BenchRow("1b-full", "Llama-1B full", "llama1b", "full", 1, {1: (65_082, 37.0)}, rows=4),
+    BenchRow("8b-lora-recompute", "Llama-8B LoRA, full activation checkpointing", "llama8b", "lora", 1, {1: (11_474, 17.2)},
         keys=CHECKPOINTED),
-    Row("8b-qlora-recompute", "Llama-8B QLoRA, full activation checkpointing", "llama8b", "qlora", 1,
+    BenchRow("8b-qlora-recompute", "Llama-8B QLoRA, full activation checkpointing", "llama8b", "qlora", 1,
         {1: (11_281, 7.7)}, keys=CHECKPOINTED),
-    Row("8b-lora-mix", "Llama-8B LoRA, lengths 64 to 4,096, packed", "llama8b", "lora", 1, data="mix", rows=16),
-    Row("27b-qlora", "Gemma-3-27B QLoRA", "gemma27b", "qlora", 2, {1: (4_754, 69.2), 2: (4_782, 72.1)}, rows=1),
-    Row("32b-qlora", "Qwen3-32B QLoRA", "qwen32b", "qlora", 4,
+    BenchRow("8b-lora-mix", "Llama-8B LoRA, lengths 64 to 4,096, packed", "llama8b", "lora", 1, data="mix", rows=16),
+    BenchRow("27b-qlora", "Gemma-3-27B QLoRA", "gemma27b", "qlora", 2, {1: (4_754, 69.2), 2: (4_782, 72.1)}, rows=1),
+    BenchRow("32b-qlora", "Qwen3-32B QLoRA", "qwen32b", "qlora", 4,
         {1: (3_849, 81.4), 2: (3_871, 81.9), 4: (3_469, 81.9)}, rows=1),
-    Row("70b-qlora", "Llama-70B QLoRA", "llama70b", "qlora", 2, {1: (1_958, 120.0), 2: (1_836, 109.3)}, rows=1),
-    Row("8b-lora-ddp", "Llama-8B LoRA, replicated", "llama8b", "lora", 8, {2: (16_456, 50.5)}),
-    Row("8b-full", "Llama-8B full, 8,192 tokens a sample", "llama8b", "full", 8,
+    BenchRow("70b-qlora", "Llama-70B QLoRA", "llama70b", "qlora", 2, {1: (1_958, 120.0), 2: (1_836, 109.3)}, rows=1),
+    BenchRow("8b-lora-ddp", "Llama-8B LoRA, replicated", "llama8b", "lora", 8, {2: (16_456, 50.5)}),
+    BenchRow("8b-full", "Llama-8B full, 8,192 tokens a sample", "llama8b", "full", 8,
         {1: (9_542, 122.5), 2: (10_022, 97.6), 4: (10_038, 75.2)}, rows=1, length=8192),
-    Row("70b-lora", "Llama-70B LoRA", "llama70b", "lora", 8, {2: (1_517, 118.6), 4: (1_669, 117.5)}, rows=1),
-    Row("8b-lora-fp8", "Llama-8B LoRA, matmuls in fp8", "llama8b", "lora", 1, {1: (22_788, 59.3)}, keys=FP8),
-    Row("8b-full-fp8", "Llama-8B full, matmuls in fp8", "llama8b", "full", 8,
+    BenchRow("70b-lora", "Llama-70B LoRA", "llama70b", "lora", 8, {2: (1_517, 118.6), 4: (1_669, 117.5)}, rows=1),
+    BenchRow("8b-lora-fp8", "Llama-8B LoRA, matmuls in fp8", "llama8b", "lora", 1, {1: (22_788, 59.3)}, keys=FP8),
+    BenchRow("8b-full-fp8", "Llama-8B full, matmuls in fp8", "llama8b", "full", 8,
         {2: (13_001, 95.6), 4: (13_512, 73.2)}, rows=1, length=8192, keys=FP8),
 )  # fmt: skip
 

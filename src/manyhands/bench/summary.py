@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from manyhands.bench.rows import Row
+from manyhands.bench.rows import BenchRow
 from manyhands.bench.shapes import flops_per_token
 
 ATTENTION = re.compile(r"flash|fmha|sdpa|attention|attn", re.IGNORECASE)
@@ -23,7 +23,7 @@ NUM_KERNELS = 4  # of attention, the slowest first: forward and backward, and wh
 NAME_LENGTH = 120
 
 
-def rates(steps: Sequence[tuple[float, int]], row: Row, num_gpus: int, *, warm: int) -> dict[str, Any]:
+def rates(steps: Sequence[tuple[float, int]], row: BenchRow, num_gpus: int, *, warm: int) -> dict[str, Any]:
     """Speed of all steps but the first ``warm``, each ``(seconds, tokens)``; the tokens are those of ``num_gpus`` GPUs
     together.
 

@@ -69,14 +69,16 @@ def generate(
     )
     with plain_evaluation(model):
         mask = torch.ones_like(ids)
-        answer = causal.generate(input_ids=ids, attention_mask=mask, generation_config=settings, streamer=_Advancing())
+        answer = causal.generate(
+            input_ids=ids, attention_mask=mask, generation_config=settings, streamer=_ProgressStreamer()
+        )
     answer = answer[0, ids.shape[1] :].tolist()
     if answer and answer[-1] in end_ids:
         answer.pop()
     return tokenizer.decode(answer, skip_special_tokens=True).strip()
 
 
-class _Advancing:
+class _ProgressStreamer:
     """A streamer of transformers: called at each token."""
 
     def put(self, value: torch.Tensor) -> None:

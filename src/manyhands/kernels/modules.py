@@ -53,7 +53,7 @@ class FuseReport:
         return text + (f"; generic path: {', '.join(reasons)}" if reasons else "")
 
 
-class KnownModule(Protocol):
+class ModuleSpec(Protocol):
     """A class whose forward pass a fused module repeats."""
 
     @property
@@ -69,7 +69,7 @@ class KnownModule(Protocol):
     def window_in_config(self) -> bool: ...  # its sliding window is its configuration's, not an attribute
 
 
-def fuse_lora(model: nn.Module, known: Mapping[str, KnownModule]) -> FuseReport:
+def fuse_lora(model: nn.Module, known: Mapping[str, ModuleSpec]) -> FuseReport:
     """Replace attention and MLP modules that hold adapters, or layers that may be in fp8, if their class is ``known``.
 
     ``model`` may be on meta; do so before it is compiled or sharded.
@@ -107,7 +107,7 @@ class FusedAttention(nn.Module):
     q_norm: Any
     k_norm: Any
 
-    def __init__(self, original: nn.Module, known: KnownModule) -> None:
+    def __init__(self, original: nn.Module, known: ModuleSpec) -> None:
         super().__init__()
         _take_over(self, original)
         self.coded: dict[str, QuantizedWeights] = {}  # frozen weights in fp8, by the first name of their group
@@ -156,7 +156,7 @@ class FusedMlp(nn.Module):
 
     GROUPS = (("gate_proj", "up_proj"), ("down_proj",))
 
-    def __init__(self, original: nn.Module, known: KnownModule) -> None:
+    def __init__(self, original: nn.Module, known: ModuleSpec) -> None:
         super().__init__()
         _take_over(self, original)
         self.coded: dict[str, QuantizedWeights] = {}
@@ -227,7 +227,7 @@ def _has_fp8(module: nn.Module) -> bool:
     return hasattr(module, "in_fp8")
 
 
-def _why_not(module: nn.Module, known: KnownModule | None) -> str:
+def _why_not(module: nn.Module, known: ModuleSpec | None) -> str:
     """Why a module that holds adapted layers cannot be replaced; empty where it can."""
     kind = type(module).__name__
     if known is None or not type(module).__module__.startswith(known.package):
@@ -271,5 +271,5 @@ def _why_not_layer(module: Any) -> str:
     return ""
 
 
-def _activation_name(mlp: Any, known: KnownModule) -> str:
+def _activation_name(mlp: Any, known: ModuleSpec) -> str:
     return str(getattr(mlp.config, known.activation_field, ""))

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from manyhands.core.holding import local
-from manyhands.kernels.adamw.reference import Part, Rates, make_key, make_rows
+from manyhands.kernels.adamw.reference import AdamWTensors, Rates, make_key, make_rows
 from manyhands.kernels.adamw.select import find_update
 
 
@@ -77,7 +77,7 @@ class FusedAdamW(torch.optim.AdamW):
         for parameter, state, row in zip(parameters, states, rows, strict=True):
             assert parameter.grad is not None
             copy = self._copies.get(parameter)
-            part = Part(
+            part = AdamWTensors(
                 weight=_flat(parameter),
                 gradient=local(parameter.grad).reshape(-1),
                 exp_avg=_flat(state["exp_avg"]),

@@ -28,7 +28,7 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class Part:
+class AdamWTensors:
     """One parameter, or this rank's part of it: n elements each, side by side in memory.
 
     ``weight``, ``exp_avg`` and ``exp_avg_sq`` have one dtype, float32 or bfloat16, and are written; ``gradient`` is in
@@ -46,18 +46,18 @@ class Part:
     key: torch.Tensor | None = None
 
 
-Update = Callable[[Part, Rates, torch.Tensor | None], None]
+Update = Callable[[AdamWTensors, Rates, torch.Tensor | None], None]
 
 
 def make_rows(counts: torch.Tensor, lr: float, beta1: float, beta2: float) -> torch.Tensor:
-    """``Part.row`` of each parameter, from the steps that it has taken (n) -> (n, 4); in float64 until the end."""
+    """``AdamWTensors.row`` of each parameter, from the steps that it has taken (n) -> (n, 4); in float64 until the end."""
     wide = counts.double()
     size = lr / (1 - beta1**wide)
     root = (1 - beta2**wide).sqrt()
     return torch.stack([size, root, wide, torch.zeros_like(wide)], 1).float()
 
 
-def update_reference(part: Part, rates: Rates, factor: torch.Tensor | None) -> None:
+def update_reference(part: AdamWTensors, rates: Rates, factor: torch.Tensor | None) -> None:
     """The reference (Loshchilov and Hutter, https://arxiv.org/abs/1711.05101, algorithm 2): in float32, in
     place.
     """
@@ -80,7 +80,7 @@ def update_reference(part: Part, rates: Rates, factor: torch.Tensor | None) -> N
 
 
 def make_key(seed: int, parameter: int, first: int) -> tuple[int, int, int, int]:
-    """``Part.key`` as four signed words: 64 bits that differ for every (seed, parameter), and the first element's
+    """``AdamWTensors.key`` as four signed words: 64 bits that differ for every (seed, parameter), and the first element's
     index.
     """
     state = mix(mix(seed & WORD) ^ (seed >> 32 & WORD))

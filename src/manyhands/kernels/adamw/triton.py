@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from manyhands.kernels.adamw.reference import Part, Rates, Update, make_key, make_rows
+from manyhands.kernels.adamw.reference import AdamWTensors, Rates, Update, make_key, make_rows
 
 BLOCK = 1024  # elements a program
 NUM_WARPS = 4  # 8 elements a thread: 16 bytes of bfloat16 at a time
@@ -92,7 +92,7 @@ def _update_kernel(  # type: ignore[no-untyped-def]
         tl.store(copy_pointer + at, weight.to(copy_pointer.dtype.element_ty), mask=inside)
 
 
-def update_triton(part: Part, rates: Rates, factor: torch.Tensor | None) -> None:
+def update_triton(part: AdamWTensors, rates: Rates, factor: torch.Tensor | None) -> None:
     """What ``adamw.update_reference`` does. One launch, which waits for nothing."""
     num_elements = part.weight.numel()
     _update_kernel[(triton.cdiv(num_elements, BLOCK),)](
@@ -145,7 +145,9 @@ def _try(update: Update, device: torch.device, dtype: torch.dtype, gradient_dtyp
     for step in range(1, 4):
         gradient = torch.randn(size, generator=draw).to(device, gradient_dtype)
         row = make_rows(torch.tensor([float(step)], device=device), 1e-2, 0.9, 0.99)[0]
-        update(Part(weight, gradient, moments[0], moments[1], row, copy, key), Rates(0.9, 0.99, 1e-8, 1e-3), factor)
+        update(
+            AdamWTensors(weight, gradient, moments[0], moments[1], row, copy, key), Rates(0.9, 0.99, 1e-8, 1e-3), factor
+        )
     return [weight, *moments, *([] if copy is None else [copy])]
 
 
