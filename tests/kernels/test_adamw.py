@@ -17,7 +17,7 @@ from torch import nn
 
 from manyhands.kernels.adamw import FusedAdamW, choose_backend
 from manyhands.kernels.adamw.reference import (
-    Part,
+    AdamWTensors,
     Rates,
     make_key,
     make_rows,
@@ -201,7 +201,7 @@ def rounded_step(seed: int = 0, index: int = 0, count: float = 1.0, first: int =
     weight, gradient = torch.full((first + size,), 1.003).bfloat16()[first:], torch.ones(size)
     key = torch.tensor(make_key(seed, index, first), dtype=torch.int32)
     row = make_rows(torch.tensor([count]), 1e-3, 0.0, 0.0)[0]
-    part = Part(weight, gradient, torch.zeros_like(weight), torch.zeros_like(weight), row, key=key)
+    part = AdamWTensors(weight, gradient, torch.zeros_like(weight), torch.zeros_like(weight), row, key=key)
     update_reference(part, Rates(0.0, 0.0, EPS, 0.0), None)
     return weight.clone()
 
