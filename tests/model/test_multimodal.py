@@ -15,7 +15,7 @@ from manyhands.convert.lora import adapted_layers
 from manyhands.convert.quantize import nf4_layers
 from manyhands.core.errors import UserError
 from manyhands.facts.model import read_model_facts
-from manyhands.families import measured_types
+from manyhands.families import find, measured_types
 from manyhands.model.checks import check_packing, pack_documents
 from manyhands.model.load import build_meta
 from manyhands.model.loss import IGNORED, LossModel
@@ -52,7 +52,9 @@ def test_text_is_loaded_without_towers_and_its_loss_is_the_familys_own(tmp_path:
         load(folder, said=said),
         auto_class_of(folder).from_pretrained(folder, attn_implementation="sdpa").eval(),
     )
-    assert type(model) is type(whole) and any("are not loaded" in line for line in said)
+    assert type(model) is type(whole) and any("are not loaded" in line and "(tower)" in line for line in said)
+    assert find(family).towers[0] in left_out(model)
+    assert is_left_out(find(family).projectors[0], left_out(model))
     assert_loaded_alike(model, whole)
     names, parts = {name for name, _ in whole.named_parameters()}, left_out(model)
     assert (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from manyhands import families
 from manyhands.convert.protocol import BaseConverter, Context
 from manyhands.core.errors import UserError
 from manyhands.model.structure import leave_out_towers
@@ -18,9 +19,11 @@ class TextOnly(BaseConverter):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.left_out: list[str] = []
+        self.family = families.UNKNOWN
 
     def on_meta(self, model: Any) -> None:
         self.left_out = leave_out_towers(model)
+        self.family = families.find(model.config.model_type)
         if self.left_out and self.context.config.model.init == "random":
             raise UserError(
                 "a multimodal model cannot start from new weights",
@@ -32,6 +35,9 @@ class TextOnly(BaseConverter):
     def describe(self) -> Sequence[str]:
         if not self.left_out:
             return ()
-        return (
-            f"text alone is trained: {', '.join(self.left_out)} are not loaded, and are saved with the model unchanged",
-        )
+        parts = ", ".join(map(self._with_role, self.left_out))
+        return (f"text alone is trained: {parts} are not loaded, and are saved with the model unchanged",)
+
+    def _with_role(self, name: str) -> str:
+        roles = {"tower": self.family.towers, "projector": self.family.projectors}
+        return next((f"{name} ({role})" for role, names in roles.items() if name in names), name)

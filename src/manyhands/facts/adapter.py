@@ -36,7 +36,7 @@ UNSUPPORTED = (
 # quantization.
 NF4_OPTIONS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 # In the header of such an adapter's weights, as PEFT has no field for it. One that began at what NF4 loses says
-# BESIDE_NF4 too: it # does not fit a base in 16 bits.
+# BESIDE_NF4 too: it does not fit a base in 16 bits.
 QUANTIZED_BASE = {"base_quantization": "nf4, double quantization"}
 BESIDE_NF4 = {"base": "nf4"}
 SETTLED = ("rank", "alpha", "rslora", "dora", "target_modules", "modules_to_save")

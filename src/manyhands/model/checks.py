@@ -17,8 +17,8 @@ from manyhands.core.holding import local
 from manyhands.model.loss import IGNORED, LossModel
 
 # Relative deviations that rounding alone may cause. The wider ones are for runs of other shapes, whose matrix products
-# may sum # in another order: 0.04 was seen on random weights of an 8B shape in bfloat16, after 32 blocks.
-# (transformers' eager attention, # with which they compare, takes its softmax in float32 even in a float64 model.)
+# may sum in another order: 0.04 was seen on random weights of an 8B shape in bfloat16, after 32 blocks.
+# (transformers' eager attention, with which they compare, takes its softmax in float32 even in a float64 model.)
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 WIDE_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 5e-2}
 PROBE_LENGTHS = (23, 41)  # tokens of the two documents
