@@ -28,6 +28,7 @@ from manyhands.config.schema import RunConfig
 from manyhands.convert.adapter import adapter_state
 from manyhands.core.errors import UserError
 from manyhands.core.world import World
+from manyhands.data.streams import MASK, PACKED_BY
 from manyhands.export.adapter import name_targets
 from manyhands.launch.facts import gather_facts
 from manyhands.plan.search import plan as make_plan
@@ -211,8 +212,9 @@ def list_rows(rank: RankContext, settings: Settings) -> list[dict[str, list[int]
             raise SystemExit(
                 f"step {step + 1} has {len(rows)} rows, not {settings.rows}: give more rows or fewer --steps"
             )
-        for ids, trained in map(rank.store.train.row, rows):
-            labels = torch.where(torch.from_numpy(trained.copy()), torch.from_numpy(ids.copy()), IGNORED)
+        for sample in map(rank.store.train.sample, rows):
+            ids, mask = (torch.from_numpy(sample[stream].copy()) for stream in (PACKED_BY, MASK.name))
+            labels = torch.where(mask, ids, IGNORED)
             listed.append({"input_ids": ids.tolist(), "labels": labels.tolist()})
     if len(listed) != settings.rows * settings.steps:
         raise SystemExit(f"one pass over the data has {rank.plan.num_steps} steps only: lower --steps")
