@@ -19,7 +19,7 @@ LINEARS = 2 * 4096**2 + 2 * 1024 * 4096 + 3 * 4096 * 14336
 
 def test_frozen_whole_weights_have_two_bytes_of_codes_beside_them() -> None:
     assert memory.weights(change_input(LORA, fp8_blocks=True)) - memory.weights(LORA) == 2 * 32 * LINEARS
-    assert memory.dequantised(change_input(LORA, fp8_blocks=True)) == 0
+    assert memory.dequantized(change_input(LORA, fp8_blocks=True)) == 0
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_frozen_whole_weights_have_two_bytes_of_codes_beside_them() -> None:
 def test_weights_that_are_trained_or_in_shards_are_coded_where_they_are_used(change: dict[str, object]) -> None:
     setup = change_input(LORA, **change)  # type: ignore[arg-type]
     assert memory.weights(change_input(setup, fp8_blocks=True)) == memory.weights(setup)
-    assert memory.dequantised(change_input(setup, fp8_blocks=True)) == 2 * 4096 * 14336  # gate and up, a byte each
+    assert memory.dequantized(change_input(setup, fp8_blocks=True)) == 2 * 4096 * 14336  # gate and up, a byte each
 
 
 def test_an_old_gpu_and_no_gpu_are_refused_with_what_to_do() -> None:

@@ -234,6 +234,6 @@ def test_the_estimate_is_what_always_stands_and_the_worst_moment(setup, worst):
     assert max(moments, key=lambda name: moments[name]) == worst and all(size > 0 for size in moments.values())
     standing = memory.weights(setup) + memory.optimizer(setup) + memory.gathered(setup) + memory.fetched(setup)
     assert sum(terms.values()) - terms["overhead"] == standing + moments[worst]
-    moving = sum(terms[name] for name in ("gathered", "dequantised", "activations", "logits", "reduction"))
+    moving = sum(terms[name] for name in ("gathered", "dequantized", "activations", "logits", "reduction"))
     assert terms["overhead"] == memory.overhead(setup, moving)
     assert all(isinstance(size, int) and size >= 0 for size in terms.values())

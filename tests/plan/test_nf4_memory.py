@@ -28,9 +28,9 @@ def test_shards_are_gathered_as_codes():
     assert memory.gathered(QLORA) == 0
 
 
-def test_one_weight_at_a_time_is_dequantised():
-    assert memory.dequantised(QLORA) == 2 * 4096 * 14336 + 5 * 4096 * 14336 // 64
-    assert memory.dequantised(LORA) == 0
+def test_one_weight_at_a_time_is_dequantized():
+    assert memory.dequantized(QLORA) == 2 * 4096 * 14336 + 5 * 4096 * 14336 // 64
+    assert memory.dequantized(LORA) == 0
 
 
 def test_an_odd_weight_fills_its_last_row():

@@ -25,8 +25,8 @@ def kept_activations(s: EstimateInput, passing_bytes: int) -> int:
     return s.layout.full_micro_tokens * kept - moved + on_device
 
 
-def block_at_work(s: EstimateInput, recompute: Checkpointing) -> int:
-    """What one block that is recomputed so needs in its backward pass beyond what all keep.
+def block_at_work(s: EstimateInput, mode: Checkpointing) -> int:
+    """What one block under ``mode`` needs in its backward pass beyond what all keep.
 
     What is computed again of it: ``T k`` if all (k of ``block_bytes_per_token``), ``T (k - l)`` if selective. The
     gradients of its result and of the residual stream, ``2 T c H``. And of the MLP, the widest part, gradients of the
@@ -39,14 +39,14 @@ def block_at_work(s: EstimateInput, recompute: Checkpointing) -> int:
         "full": block_bytes_per_token(s),
     }
     inner = (2 if s.layout.compile else 3) * c * m.intermediate_size
-    return s.layout.full_micro_tokens * (again[recompute] + 2 * c * m.hidden_size + inner)
+    return s.layout.full_micro_tokens * (again[mode] + 2 * c * m.hidden_size + inner)
 
 
-def kept_bytes_per_token(s: EstimateInput, recompute: Checkpointing) -> int:
-    """Bytes a token that one block that is recomputed so keeps from its forward pass to its backward pass."""
-    if recompute == "full":
+def kept_bytes_per_token(s: EstimateInput, mode: Checkpointing) -> int:
+    """Bytes a token that one block under ``mode`` keeps from its forward pass to its backward pass."""
+    if mode == "full":
         return s.compute_bytes * s.model.hidden_size
-    return linear_bytes_per_token(s) if recompute == "selective" else block_bytes_per_token(s)
+    return linear_bytes_per_token(s) if mode == "selective" else block_bytes_per_token(s)
 
 
 def linear_bytes_per_token(s: EstimateInput) -> int:
@@ -63,7 +63,7 @@ def linear_bytes_per_token(s: EstimateInput) -> int:
 
 def moved_bytes(s: EstimateInput) -> int:
     """Activations that go to host memory: ``L T`` times what a block keeps; eager and selective only its input, as the
-    rest is in the checkpoint's own cache. None on a CPU. Where activations move, all blocks are recomputed alike.
+    rest is in the checkpoint's own cache. None on a CPU. Where activations move, all blocks have one mode.
     """
     if not s.layout.offload_activations or s.layout.device == "cpu":
         return 0
@@ -77,26 +77,24 @@ def moved_bytes(s: EstimateInput) -> int:
 
 
 def block_bytes_per_token(s: EstimateInput) -> int:
-    """Bytes a token that one block's autograd graph keeps, with FlashAttention (https://arxiv.org/abs/2205.14135): no T
-    x T.
+    """Bytes a token that one block's autograd graph keeps, with FlashAttention (https://arxiv.org/abs/2205.14135): no
+    T x T. With q = heads * head_dim and k = kv_heads * head_dim:
 
-    ==============================
-    ===================================================================================== tensor
-     bytes a token (q = heads * head_dim, k = kv_heads * head_dim) ==============================
-     =====================================================================================
-    inputs of the norms             c n compiled; n: 2 H for two norms. Eager 4 n, as transformers' norms keep a float32
-    copy,
-                                    and c n more for the gradient of the norms' own weights where those are trained
+    ==============================  ===================================================================================
+    tensor                          bytes a token
+    ==============================  ===================================================================================
+    inputs of the norms             c n compiled; n: 2 H for two norms. Eager 4 n, as transformers' norms keep a
+                                    float32 copy, and c n more for the gradient of the norms' own weights where those
+                                    are trained
     inputs of q, k, v and gate, up  2 c H
     q, k, v                         c (q + 2 k)
     attention output, log-sum-exp   c q + 4 heads; the output is also the input of the output projection
     queries as the kernel has them  c q more where packs of mixed lengths or windows need a kernel for documents:
-    measured, 3.1 GiB
-                                    of 32 blocks and 13,312 tokens beside the kernel for rows of one length
+                                    measured, 3.1 GiB of 32 blocks and 13,312 tokens beside the kernel for samples of
+                                    one length
     gate, up, product               3 c I compiled; eager 4 c I, with the activation's result apart
     adapters' inner results         c r for each adapted layer; with dropout also the dropped input and its mask
-    ==============================
-    =====================================================================================
+    ==============================  ===================================================================================
     """
     m, c = s.model, s.compute_bytes
     q, k = m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim

@@ -23,7 +23,9 @@ from manyhands.plan.memory import estimate_terms
 from manyhands.plan.types import Candidate, MemoryEstimate
 
 ENOUGH_TOKENS = {"cuda": 2_048, "cpu": 256}  # a smaller micro-batch leaves the device idle
-FULL_SPEED_TOKENS = 4_096  # no smaller micro-batch is chosen to recompute fewer blocks; a guess, not measured
+FULL_SPEED_TOKENS = (
+    4_096  # no smaller micro-batch is chosen so that fewer blocks are computed again; a guess, not measured
+)
 USABLE_SHARE = {"cuda": 0.97, "cpu": 0.9}  # of the free memory: the limit
 CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "full")  # the fastest first
 SHARDING: dict[Strategy, int] = {"single": 0, "ddp": 0, "hsdp": 1, "fsdp": 2}  # how far gathered weights travel

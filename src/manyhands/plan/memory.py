@@ -49,7 +49,7 @@ def estimate_terms(setup: EstimateInput) -> dict[str, int]:
     standing = {"weights": weights(setup), "optimizer": optimizer(setup), "gathered": gathered(setup) + fetched(setup)}
     moments = (at_the_loss(setup), in_the_backward_pass(setup), at_its_end(setup))
     terms = standing | max(moments, key=lambda moment: sum(moment.values()))
-    passing = ("gathered", "dequantised", "activations", "logits", "reduction")
+    passing = ("gathered", "dequantized", "activations", "logits", "reduction")
     terms["overhead"] = overhead(setup, moving=sum(terms[name] for name in passing))
     return terms
 
@@ -60,7 +60,7 @@ def at_the_loss(s: EstimateInput) -> dict[str, int]:
     """
     hidden = 3 * s.layout.full_micro_tokens * s.compute_bytes * s.model.hidden_size
     kept = kept_activations(s, MAX_LEAVING_BYTES) + hidden + attention_mask(s)
-    return earlier_gradients(s) | {"dequantised": 0, "activations": kept, "logits": logits(s), "reduction": 0}
+    return earlier_gradients(s) | {"dequantized": 0, "activations": kept, "logits": logits(s), "reduction": 0}
 
 
 def in_the_backward_pass(s: EstimateInput) -> dict[str, int]:
@@ -73,7 +73,7 @@ def in_the_backward_pass(s: EstimateInput) -> dict[str, int]:
         + attention_mask(s)
         + block_scores(s)
     )
-    terms = {"dequantised": dequantised(s), "activations": at_work, "logits": 0, "reduction": reduction(s)}
+    terms = {"dequantized": dequantized(s), "activations": at_work, "logits": 0, "reduction": reduction(s)}
     return earlier_gradients(s) | terms
 
 
@@ -85,8 +85,8 @@ def at_its_end(s: EstimateInput) -> dict[str, int]:
         + attention_mask(s)
         + block_scores(s)
     )
-    block = {"dequantised": dequantised(s), "activations": first, "logits": 0, "reduction": reduction(s)}
-    root = {"dequantised": 0, "activations": 0, "logits": 0, "reduction": root_reduction(s)}
+    block = {"dequantized": dequantized(s), "activations": first, "logits": 0, "reduction": reduction(s)}
+    root = {"dequantized": 0, "activations": 0, "logits": 0, "reduction": root_reduction(s)}
     terms = max(block, root, key=lambda terms: sum(terms.values()))
     return {"gradients": gradients(s), "unreduced": unreduced(s)} | terms
 
@@ -103,11 +103,11 @@ def weights(s: EstimateInput) -> int:
     if s.trains_everything:
         return s.model.num_parameters * s.master_bytes // s.num_shards
     frozen = s.num_root_parameters * s.frozen_bytes + s.model.num_layers * s.frozen_block_bytes
-    return (frozen + s.num_adapter_parameters * s.master_bytes) // s.num_shards + coded_weights(s)
+    return (frozen + s.num_adapter_parameters * s.master_bytes) // s.num_shards + quantized_weights(s)
 
 
-def coded_weights(s: EstimateInput) -> int:
-    """Frozen whole weights in fp8, coded once beside themselves: a byte a value for y and one for dX, ``2 L (linear
+def quantized_weights(s: EstimateInput) -> int:
+    """Frozen whole weights in fp8, quantized once beside themselves: a byte a value for y and one for dX, ``2 L (linear
     layers)``.
     """
     if not s.fp8_blocks or s.trains_everything or s.num_shards > 1 or s.layout.offload == "all":
@@ -196,10 +196,10 @@ def fetched(s: EstimateInput) -> int:
 
 
 def _gathered_partially_trained(s: EstimateInput, t: TrainedWeights) -> int:
-    """The same for patterns, and ``c`` for each trained weight: autograd keeps the cast copy until the backward pass is
+    """The same for partially trained models, and ``c`` for each trained weight: autograd keeps the cast copy until the backward pass is
     there.
 
-    Of copies in recomputed blocks one block's are held.
+    Of copies in blocks that are computed again one block's are held.
     """
     casts = 0 if s.compute_bytes == s.master_bytes else s.compute_bytes
     held = t.num_in_root + (t.num_in_blocks if s.layout.last_checkpointing == "none" else t.num_in_largest_block)
@@ -211,11 +211,11 @@ def _gathered_partially_trained(s: EstimateInput, t: TrainedWeights) -> int:
     return plain * s.frozen_bytes + trained * (s.master_bytes - s.frozen_bytes) + held * casts
 
 
-def dequantised(s: EstimateInput) -> int:
-    """The largest weight in NF4 while it is multiplied: ``n c``, and ``5 n / 64`` for the scales of its blocks. Codes
-    in fp8.
+def dequantized(s: EstimateInput) -> int:
+    """The largest weight in NF4 while it is multiplied: ``n c``, and ``5 n / 64`` for the scales of its blocks. In fp8
+    quantized values.
     """
-    if s.fp8_blocks and not coded_weights(s):  # the codes of gate and up, for y or for dX
+    if s.fp8_blocks and not quantized_weights(s):  # fp8 values of gate and up, for y or for dX
         return sum(sorted(out * into for out, into in s.model.block_linear_shapes.values())[-2:])
     if not s.nf4_blocks:
         return 0

@@ -372,6 +372,6 @@ def _host_does_not_fit(smallest: Candidate, made: Decisions) -> UserError:
         f"what is offloaded does not fit: {format_gib(memory.host_total)} a rank, and there are {format_gib(memory.host_limit or 0)} of host memory",
         where=f"{made.ranks}: parallel.offload, parallel.offload_activations",
         why="the limit is 90 % of the machine's free memory over its ranks; pinned memory takes about 1.4 times what it holds",
-        fix="offload less, recompute blocks (parallel.activation_checkpointing=full), or use more machines with parallel.strategy=fsdp",
+        fix="offload less, keep fewer activations (parallel.activation_checkpointing=full), or use more machines with parallel.strategy=fsdp",
         details=[f"{name}: {format_gib(size)}" for name, size in memory.host_terms.items() if size],
     )

@@ -65,15 +65,13 @@ def count_state_bytes(
     Of the ``num_trained`` parameters ``num_root`` are in no block, of which ``num_embedding`` are embeddings;
     ``num_sides`` is the sum of rows and columns of all matrices. Vectors are not told apart.
 
-    =====================
-    =============================================================================================== adamw
-      two moments in the masters' dtype: ``2 trained m`` adamw_8bit             two bytes, and two scales a block of
-      256; embeddings keep float32: ``(2 + 8/256) rest + 8 embedding``
-    paged_*                nothing: the driver moves them to the host when activations need the room
-    adafactor              a number for each row and column of a matrix: ``m sides``
-    muon                   one momentum in the blocks, AdamW's two for the root: ``m (trained + root)``
-    =====================
-    ===============================================================================================
+    ============  ==================================================================================================
+    adamw         two moments in the masters' dtype: ``2 trained m``
+    adamw_8bit    two bytes, and two scales a block of 256; embeddings keep float32: ``(2 + 8/256) rest + 8 embedding``
+    paged_*       nothing: the driver moves them to the host when activations need the room
+    adafactor     a number for each row and column of a matrix: ``m sides``
+    muon          one momentum in the blocks, AdamW's two for the root: ``m (trained + root)``
+    ============  ==================================================================================================
     """
     match name:
         case "paged_adamw" | "paged_adamw_8bit":
