@@ -95,7 +95,7 @@ def lora_mlp(x: Tensor, gate: Layer, up: Layer, down: Layer, activation: str) ->
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
-class _LayerForm(NamedTuple):
+class _LoraForm(NamedTuple):
     """A layer without its tensors, which travel flat: base pieces, then bias, then A and B."""
 
     num_pieces: int
@@ -105,7 +105,7 @@ class _LayerForm(NamedTuple):
     matmuls: Matmuls | None
 
 
-def _flatten(layers: Sequence[Layer]) -> tuple[list[Tensor], tuple[_LayerForm, ...]]:
+def _flatten(layers: Sequence[Layer]) -> tuple[list[Tensor], tuple[_LoraForm, ...]]:
     tensors: list[Tensor] = []
     forms = []
     for layer in layers:
@@ -115,11 +115,11 @@ def _flatten(layers: Sequence[Layer]) -> tuple[list[Tensor], tuple[_LayerForm, .
         adapted = layer.a is not None and layer.b is not None
         if layer.a is not None and layer.b is not None:
             tensors += [layer.a, layer.b]
-        forms.append(_LayerForm(len(layer.base), layer.bias is not None, adapted, layer.scaling, layer.matmuls))
+        forms.append(_LoraForm(len(layer.base), layer.bias is not None, adapted, layer.scaling, layer.matmuls))
     return tensors, tuple(forms)
 
 
-def _restore(tensors: Sequence[Tensor], forms: Sequence[_LayerForm]) -> list[Layer]:
+def _restore(tensors: Sequence[Tensor], forms: Sequence[_LoraForm]) -> list[Layer]:
     layers = []
     start = 0
     for form in forms:
@@ -234,7 +234,7 @@ def split_a(dlow: Tensor | None, x: Tensor, layers: Sequence[Layer]) -> list[Ten
 
 
 def _flat_gradients(
-    forms: Sequence[_LayerForm], for_a: Sequence[Tensor | None], for_b: Sequence[Tensor | None]
+    forms: Sequence[_LoraForm], for_a: Sequence[Tensor | None], for_b: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
     """Gradients in the order of ``_flatten``: none for what is frozen."""
     flat: list[Tensor | None] = []
@@ -250,7 +250,7 @@ def _flat_gradients(
 
 class _LoraLinears(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forms: tuple[_LayerForm, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, forms: tuple[_LoraForm, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
         outputs, low = _forward(x, _restore(tensors, forms))
         ctx.forms = forms
         ctx.save_for_backward(x, low, *tensors)
@@ -266,7 +266,7 @@ class _LoraLinears(torch.autograd.Function):
 
 class _LoraMlp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forms: tuple[_LayerForm, ...], activation: str, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, forms: tuple[_LoraForm, ...], activation: str, *tensors: Tensor) -> Tensor:
         gate, up, down = _restore(tensors, forms)
         (g, u), low = _forward(x, (gate, up))
         (y,), low_down = _forward(activate(g, activation) * u, (down,))
