@@ -12,9 +12,10 @@ from rich.console import Console
 
 from manyhands.facts.types import AdapterFacts, DataFacts, Facts, NewTokens
 from manyhands.plan import reasons
-from manyhands.plan.explain import SENTENCES, explain, explain_plan
+from manyhands.plan.explain import explain_plan
 from manyhands.plan.reasons import Code, Reason
 from manyhands.plan.search import plan
+from manyhands.plan.sentences import SENTENCES, explain
 from manyhands.plan.types import Plan
 from tests.plan.examples import GIB, data_facts, facts, llama_8b, model_facts, run_config
 
@@ -104,11 +105,11 @@ def test_every_reason_of_a_plan_is_a_code_and_json():
 
 
 @pytest.mark.parametrize("path", sorted(Path(reasons.__file__).parent.glob("*.py")), ids=lambda path: path.name)
-def test_prose_stands_in_explain_alone(path: Path) -> None:
+def test_prose_stands_in_sentences_alone(path: Path) -> None:
     """Elsewhere in the room a string of four words or more is a docstring, or stands in a function that makes errors,
     outside of its reasons.
     """
-    if path.name == "explain.py":
+    if path.name == "sentences.py":
         return
     tree = ast.parse(path.read_text())
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}

@@ -22,7 +22,7 @@ from manyhands.launch.prepare import Prepared, plan_smaller, prepare_run
 from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.stopping import StopRequested, raise_when_asked
 from manyhands.launch.watch import Watch, end_all, worker_pids
-from manyhands.plan.explain import sentence_of
+from manyhands.plan.sentences import sentence_of
 from manyhands.plan.types import Plan
 
 LOG_WIDTH = 180  # columns of a plan in the log

@@ -12,10 +12,10 @@ from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.facts.types import Facts, ModelFacts
 from manyhands.plan.estimate_input import EstimateInput
-from manyhands.plan.explain import describe_disk, format_size
 from manyhands.plan.layout import Mesh, change
 from manyhands.plan.memory import optimizer
 from manyhands.plan.reasons import Reason, reason
+from manyhands.plan.sentences import describe_disk, format_size
 from manyhands.plan.steps import Steps
 from manyhands.plan.types import DiskEstimate
 

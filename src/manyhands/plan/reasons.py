@@ -1,4 +1,4 @@
-"""Why a plan is as it is: a code with values for every decision, rejection and warning. No prose: ``explain.py`` turns
+"""Why a plan is as it is: a code with values for every decision, rejection and warning. No prose: ``sentences.py`` turns
 a reason into a sentence, and nothing reads a sentence.
 """
 

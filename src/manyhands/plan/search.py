@@ -34,9 +34,9 @@ from manyhands.plan.choices import (
 from manyhands.plan.converters import choose_converters
 from manyhands.plan.efficiency import with_efficiency
 from manyhands.plan.estimate_input import EstimateInput
-from manyhands.plan.explain import describe_limit, format_gib
 from manyhands.plan.layout import DTYPE_BYTES, lay_out, mesh_of
 from manyhands.plan.reasons import Reason, reason
+from manyhands.plan.sentences import describe_limit, format_gib
 from manyhands.plan.smaller import NothingSmaller as NothingSmaller
 from manyhands.plan.smaller import choose_smaller, explain_smaller, find_ran_out, nothing_smaller
 from manyhands.plan.steps import count_steps

@@ -23,7 +23,7 @@ from manyhands.data.summary import PreparedData, summarize
 from manyhands.data.tokenizer import load_tokenizer
 from manyhands.facts.hub import locate_model
 from manyhands.plan.efficiency import lay_out_step
-from manyhands.plan.explain import sentence_of
+from manyhands.plan.sentences import sentence_of
 from manyhands.plan.types import Plan
 from manyhands.preview.contents import (
     Preview,

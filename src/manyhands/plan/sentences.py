@@ -1,0 +1,398 @@
+"""Every reason's sentence. All prose about plans stands here (but for errors); nothing reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from manyhands.plan.memory import GIB
+from manyhands.plan.reasons import Code, Reason
+
+Values = Mapping[str, Any]
+
+
+def explain(reason: Reason) -> str:
+    """``topic: sentence``; of a rejected candidate the sentence alone."""
+    topic = SENTENCES[reason.code][0]
+    return f"{topic}: {sentence_of(reason)}" if topic else sentence_of(reason)
+
+
+def sentence_of(reason: Reason) -> str:
+    """Without the topic."""
+    return SENTENCES[reason.code][1](reason.values)
+
+
+def format_gib(size: int) -> str:
+    return f"{size / GIB:.1f} GiB"
+
+
+def format_size(size: int) -> str:
+    return f"{size / GIB:,.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:,.1f} MiB"
+
+
+def describe_ranks(device: str, world_size: int) -> str:
+    one, many = ("GPU", "GPUs") if device == "cuda" else ("process", "processes")
+    return f"{world_size} {one if world_size == 1 else many}"
+
+
+def describe_limit(device: str, world_size: int, free_bytes: int, num_local: int) -> str:
+    """Where the limit of a rank comes from."""
+    if device == "cuda":
+        return f"97 % of {format_gib(free_bytes)} free on the GPU"
+    of = "" if num_local == world_size else f"{num_local} of "
+    shared = f" / {of}{describe_ranks(device, world_size)}" if num_local > 1 else ""
+    return f"90 % of {format_gib(free_bytes)} free{shared}"
+
+
+def describe_disk(v: Values) -> str:
+    number = v["num_checkpoints"]
+    one, result = format_size(v["checkpoint_bytes"]), format_size(v["result_bytes"])
+    return f"{number} checkpoint{'s' * (number != 1)} of {one} at once and a result of {result}"
+
+
+def _asked(v: Values, otherwise: str = "") -> str:
+    return ", as asked" if v["asked"] else otherwise
+
+
+def _device(v: Values) -> str:
+    if v["asked"]:
+        return f"{v['device']}, as asked"
+    return f"{'GPUs' if v['num_gpus'] else 'CPU'}, as {v['num_gpus'] or 'no'} GPUs are visible"
+
+
+def _processes(v: Values) -> str:
+    sources = {"launched": "as launched", "asked": "as asked", "gpus": "one a GPU", "cpu": "as auto takes one on CPU"}
+    return f"{v['size']}, {sources[v['source']]}"
+
+
+def _packing(v: Values) -> str:
+    if not v["packed"]:
+        return "no, as asked" if v["asked"] else f"no, one sample a row: {v['known']}"
+    return "samples side by side" + _asked(v) + (f": {v['known']}" if v["known"] else "")
+
+
+def _smaller(v: Values) -> str:
+    now, before = v["now"], v["before"]
+    if now["full_micro_tokens"] < before["full_micro_tokens"]:
+        tokens = f"{now['full_micro_tokens']:,} tokens a micro-batch instead of {before['full_micro_tokens']:,}"
+        change = f"{tokens}, the same global batch"
+    else:
+        names = (f"{at['strategy']}, activation checkpointing {at['activation_checkpointing']}" for at in (now, before))
+        change = f"{' instead of '.join(names)}, the same batch"
+    return f"{change}, as plan {v['plan']} ran out of memory"
+
+
+def _strategy(v: Values) -> str:
+    ranks, freed = describe_ranks(v["device"], v["ranks"]), "freed after the forward pass"
+    gathered = "gathered weights " + (freed if v["reshard"] else "kept")
+    meaning = {
+        "single": "one process holds everything" + (f", the bfloat16 copy {freed}" if v["reshard"] else ""),
+        "ddp": f"a copy on each of {ranks}" + (f", in bfloat16 {freed}" if v["reshard"] else ""),
+        "fsdp": f"shards over {ranks}, {gathered}",
+        "hsdp": f"{v['replicate']} copies, each in shards over {v['shard']} of {ranks}, {gathered}",
+    }[v["strategy"]]
+    return f"{v['strategy']}, {meaning}{_asked(v)}"
+
+
+def _checkpointing(v: Values) -> str:
+    what = {
+        "none": "none, all activations are kept",
+        "selective": "selective, norms, activation functions and sums are computed again; "
+        "results of linear layers and attention are kept",
+        "full": "full, each block is computed again in the backward pass",
+    }[v["mode"]]
+    if v["lighter_layers"]:
+        last = {"selective": "only norms, activation functions and sums", "none": "nothing"}[v["last"]]
+        what += f"; of the last {v['lighter_layers']} of {v['layers']} blocks {last}"
+    return what + _asked(v, ", as they fit" if v["mode"] == "none" else ", as more does not fit")
+
+
+def _reduction(v: Values) -> str:
+    if v["every"]:
+        return "gradients after every micro-batch, as unsharded ones do not fit until the last"
+    return f"gradients once a step, as unsharded ones fit until then ({format_gib(v['bytes'])})"
+
+
+def _offload(v: Values) -> str:
+    moved = ", ".join("optimizer states" if name == "optimizer" else name for name in v["moved"])
+    if v["limit"] is None:
+        return f"{moved} in host memory, where a CPU has them anyway"
+    hidden = ", whose copies hide behind blocks that are computed again" if v["hidden"] else ""
+    return f"{moved} in host memory{hidden}, {format_gib(v['bytes'])} of {format_gib(v['limit'])} a rank"
+
+
+def _memory_total(v: Values) -> str:
+    why = describe_limit(v["device"], v["ranks"], v["free"], v["local_ranks"])
+    tight = f"; over {v['tight']:.0%} of it, so little is to spare" if v["tight"] else ""
+    return f"{format_gib(v['bytes'])} of {format_gib(v['limit'])} a rank ({why}){tight}"
+
+
+def _batch(v: Values) -> str:
+    ranks = describe_ranks(v["device"], v["ranks"])
+    if v["micro_samples"]:
+        text = f"{v['samples']} samples = {v['micro_samples']} micro × {ranks} × {v['accumulation']} accumulation"
+    elif v["loss_tokens"]:
+        text = f"at least {v['loss_tokens']:,} loss tokens, in packs of {v['micro_tokens']:,} tokens over {ranks}"
+    else:
+        about = v["samples"] * v["mean_tokens"]
+        text = f"{v['samples']} samples ≈ {about:,.0f} tokens, in packs of {v['micro_tokens']:,} over {ranks}"
+        if v["samples"] < v["ranks"]:
+            text += " (fewer samples than ranks: some are idle)"
+    return text + (" (auto)" if v["auto"] else "")
+
+
+def _percent(share: float) -> str:
+    return f"{share:.{0 if share <= 0.9 or share == 1 else 1}%}"
+
+
+def _efficiency(v: Values) -> str:
+    steps = "1 step" if v["steps"] == 1 else f"{v['steps']} steps of the first epoch"
+    text = f"{_percent(v['share'])} of the computed tokens are useful ({steps} laid out)"
+    if v["share"] < 1:
+        waiting = ["waiting for the fullest pack"] * (v["ranks"] > 1)
+        padding = "padding up to the longest sample of a micro-batch" + (" of any rank" if v["ranks"] > 1 else "")
+        text += f"; the rest is {' and '.join(['padding'] * v['padded'] + waiting) if v['packed'] else padding}"
+    if "samples" not in v:
+        return text
+    better = "samples of similar length would help (data.max_length with data.too_long=truncate)"
+    if "proposal" in v:
+        better = f"{v['proposal']} would reach {_percent(v['reaches'])}"
+    return f"{text}, as {_why_inefficient(v)}; {better}"
+
+
+def _why_inefficient(v: Values) -> str:
+    samples = f"{v['samples']} {'sample' if v['samples'] == 1 else 'samples'}"
+    if not v["packed"]:
+        return "samples differ in length"
+    if v["samples"] < v["ranks"]:
+        return f"a step has {samples} for {v['ranks']} ranks"
+    if v["ranks"] > 1:
+        return f"the {v['samples']} samples of a step cannot be divided evenly among {v['ranks']} ranks"
+    return f"a step of {samples} leaves much of its packs empty"
+
+
+def _compute(v: Values) -> str:
+    if v["source"] == "auto":
+        masters = "" if v["narrow_masters"] else "float32 masters, "
+        return f"bfloat16, {masters}reduced as float32 sums"
+    sources = {"asked": "as asked", "cpu": "as on every CPU", "gpu": f"as {v.get('gpu')} has no bfloat16"}
+    return f"{v['dtype']}, {sources[v['source']]}"
+
+
+def _attention(v: Values) -> str:
+    if v["kind"] == "blockwise":
+        return f"blockwise in plain torch, as scores are soft-capped at {v['softcap']:g}"
+    if v["kind"] == "varlen":
+        return "varlen, each packed sample by itself and no mask"
+    obstacles = {
+        "not_packed": "samples are not packed",
+        "no_gpu": "there is no GPU",
+        "dtype": f"{v['dtype']} is no half precision",
+        "head_dim": f"a head has {v['head_dim']} dimensions",
+        "old_gpu": f"{v['gpu']} is too old",
+    }
+    return f"sdpa, as {obstacles[v['obstacle']]}"
+
+
+def _compile(v: Values) -> str:
+    why = {
+        "asked": "as asked",
+        "cpu": "as on CPU it costs more than it gains",
+        "one_length": f"one shape, as all samples have {v.get('tokens', 0):,} tokens",
+        "packs": "packs of any fill run one graph",
+        "lengths": "dynamic shapes, as samples differ in length",
+    }[v["source"]]
+    return f"{'each block' if v['compile'] else 'no'}, {why}"
+
+
+def _linear(v: Values) -> str:
+    emulated = ", emulated in float32, as asked by parallel.device: cpu" if v["emulated"] else ""
+    return f"matmuls of the blocks in fp8 while training{emulated}; not where the model is evaluated or saved"
+
+
+def _data_workers(v: Values) -> str:
+    workers = "a thread" if not v["workers"] else f"{v['workers']} processes a rank"
+    if v["asked"]:
+        return f"{workers}, as asked"
+    if v["source"] == "cpu":
+        return f"{workers}, as processes would take cores from training"
+    return f"{workers}; one thread collates about {v['tokens_per_s']:,} tokens/s of samples this long"
+
+
+def _new_tokens(v: Values) -> str:
+    known = f" and {v['known']} known before" if v["known"] else ""
+    return f"{v['new']}{known}; embeddings of {v['vocabulary']:,} rows"
+
+
+def _adapter(v: Values) -> str:
+    kinds = "".join(f", {name}" for name in v["kinds"])
+    return f"continues {v['folder']}, rank {v['rank']}, alpha {v['alpha']:g}{kinds}"
+
+
+def _validation(v: Values) -> str:
+    if not v["samples"]:
+        return "none"
+    of = "samples of data.validation" if v["of"] is None else f"of {v['of']:,} samples held out"
+    checked = f"{v['repeated']:,} of them trained too" if v["repeated"] else "none of them trained"
+    return f"{v['samples']:,} {of}, {checked}"
+
+
+def _steps(v: Values) -> str:
+    if v["batch_samples"] is None:
+        first = f"{v['per_epoch']:,} {{}}, of at least {v['batch_loss_tokens']:,} loss tokens each"
+    else:
+        first = f"ceil({v['samples_per_epoch']:,} samples / {v['batch_samples']}) = {v['per_epoch']:,} {{}}"
+        if v["num_samples"] is not None:
+            first += f", the {v['num_samples']:,} there are taken by their sources' weights"
+    epochs = f"{v['epochs']:g} {'epoch' if v['epochs'] == 1 else 'epochs'}"
+    if v["of_epochs"] is None:
+        return f"{first.format('an epoch')}; ended by stop.max_steps: {v['total']:,}"
+    if v["differ"]:
+        text = f"{first.format('in the first epoch')}; {v['of_epochs']:,} in {epochs}, which differ by a few steps"
+    else:
+        text = f"{first.format('an epoch')}; × {epochs} = {v['of_epochs']:,}"
+    if v["max_steps"] is not None and v["max_steps"] > v["of_epochs"]:
+        text += f", before stop.max_steps: {v['max_steps']:,} (raise stop.epochs to reach it)"
+    return text
+
+
+def _warmup(v: Values) -> str:
+    if v["source"] == "ratio":
+        return f"{v['ratio']:g} × {v['total']:,} steps = {v['steps']:,}"
+    return f"{v['steps']:,} steps, {'as asked' if v['source'] == 'asked' else 'all that the decay leaves'}"
+
+
+def _every(steps: int) -> str:
+    if not steps:
+        return "not between the first and the last step"
+    return "after every step" if steps == 1 else f"every {steps:,} steps"
+
+
+def _evaluation(v: Values) -> str:
+    return _every(v["every"]) + ("" if v["has_samples"] else " (there are no validation samples)")
+
+
+def _disk(v: Values) -> str:
+    free = "" if v["free_bytes"] is None else f" of {format_size(v['free_bytes'])} free"
+    return f"{format_size(v['total'])}{free}, {describe_disk(v)}"
+
+
+def _output_dtype(v: Values) -> str:
+    if v["source"] == "model":
+        rounded = f"; frozen ones rounded to {v['rounded']}, in which they are kept" if v["rounded"] else ""
+        return f"{v['dtype']}, as the source's{rounded}"
+    what = "the adapter " if v["source"] == "adapter" else ""
+    return f"{what}{v['dtype']}, {'as asked' if v['source'] == 'asked' else 'as trained'}"
+
+
+def _high_rank(v: Values) -> str:
+    layers = ", ".join(f"{name} ({width})" for name, width in v["layers"])
+    return f"method.rank: {v['rank']} is not below the width of {layers}: LoRA A and B are larger than they need be"
+
+
+# By code: the topic that stands before the sentence, and the sentence.
+SENTENCES: dict[Code, tuple[str, Callable[[Values], str]]] = {
+    "device": ("device", _device),
+    "processes": ("processes", _processes),
+    "packing": ("packing", _packing),
+    "smaller": ("smaller", _smaller),
+    "strategy": ("strategy", _strategy),
+    "activation_checkpointing": ("activation checkpointing", _checkpointing),
+    "reduction": ("reduction", _reduction),
+    "offload": ("offload", _offload),
+    "memory": ("memory", _memory_total),
+    "batch": ("batch", _batch),
+    "efficiency": ("efficiency", _efficiency),
+    "compute": ("compute", _compute),
+    "masters": (
+        "masters",
+        lambda v: (
+            "bfloat16, as asked: weights rounded stochastically, states in bfloat16; sums of gradients in float32"
+        ),
+    ),
+    "frozen": (
+        "frozen",
+        lambda v: (
+            "linear layers of the blocks in NF4, 4.13 bits a weight, dequantized to "
+            f"{v['compute']} for each matmul; the rest {v['compute']}"
+        ),
+    ),
+    "linear": ("linear", _linear),
+    "towers": ("towers", lambda v: f"{v['parameters']:,} parameters stay on disk, as text alone is trained"),
+    "attention": ("attention", _attention),
+    "compile": ("compile", _compile),
+    "data_workers": ("data workers", _data_workers),
+    "new_tokens": ("new tokens", _new_tokens),
+    "adapter": ("adapter", _adapter),
+    "validation": ("validation", _validation),
+    "unread": (
+        "not read",
+        lambda v: "columns " + "; ".join(f"{', '.join(names)} ({source})" for source, names in v["columns"].items()),
+    ),
+    "steps": ("steps", _steps),
+    "warmup": ("warm-up", _warmup),
+    "evaluation": ("evaluation", _evaluation),
+    "checkpoints": ("checkpoints", lambda v: _every(v["every"])),
+    "early_end": (
+        "end",
+        lambda v: (
+            f"{', '.join(v['keys'])} may end the run before its last step; "
+            f"the schedule is laid over all {v['total']:,} steps"
+        ),
+    ),
+    "disk": ("disk", _disk),
+    "learning_rate": (
+        "learning rate",
+        lambda v: f"{v['rate']:g}, " + (f"the usual one for {v['method']}" if v["method"] else "as asked"),
+    ),
+    "output_dtype": ("saved weights", _output_dtype),
+    "long_samples": (
+        "note",
+        lambda v: (
+            f"the longest sample has {v['tokens']:,} tokens, more than the {v['positions']:,} positions "
+            "the model was made for"
+        ),
+    ),
+    "large_batch": (
+        "note",
+        lambda v: (
+            f"batch.samples is {v['batch']:,}, but there are {v['samples']:,} training samples an epoch: "
+            "each step has all of them"
+        ),
+    ),
+    "high_learning_rate": (
+        "warning",
+        lambda v: (
+            f"{v['key']}: {v['rate']:g} moves a weight by about that much in each step, "
+            "more than most weights are; 1e-5 to 1e-3 are usual"
+        ),
+    ),
+    "high_rank": ("warning", _high_rank),
+    "not_next_smaller": ("", lambda v: f"not the next smaller one after plan {v['plan']}, which ran out of memory"),
+    "exceeds_memory": ("", lambda v: f"needs {format_gib(v['bytes'])} of {format_gib(v['limit'])}"),
+    "exceeds_host_memory": ("", lambda v: f"needs {format_gib(v['bytes'])} of {format_gib(v['limit'])} host memory"),
+    "near_limit": (
+        "",
+        lambda v: (
+            f"needs {format_gib(v['bytes'])}, over {v['share']:.0%} of {format_gib(v['limit'])}: "
+            "too near the limit for an estimate"
+        ),
+    ),
+    "idle_device": ("", lambda v: "micro-batches too small to fill the device"),
+    "computes_again": (
+        "",
+        lambda v: (
+            "slower: computes blocks again, about a third more compute"
+            if v["mode"] == "full"
+            else "slower: computes norms and activation functions again"
+        ),
+    ),
+    "computes_more_again": ("", lambda v: "slower: computes more blocks again"),
+    "shards_needlessly": (
+        "",
+        lambda v: f"slower: gathers shards, though a copy {'a machine ' * (v['chosen'] == 'hsdp')}fits",
+    ),
+    "gathers_again": ("", lambda v: "slower: gathers weights once more in the backward pass"),
+    "smaller_micro_batch": ("", lambda v: "slower: smaller micro-batches"),
+    "no_faster": ("", lambda v: "no faster than the chosen one"),
+}
