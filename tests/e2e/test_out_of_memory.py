@@ -83,7 +83,7 @@ def test_a_fault_that_smaller_plans_do_not_cure_ends_with_what_to_do(
 
     again = place.train("hopeless", *keys, plant=NO_VERIFY)  # by hand, the smallest plan is tried once more
     assert again.code == 0, again.output
-    assert plans(place.run("hopeless"))[-1].activation_checkpointing == "full"
+    assert plans(place.run("hopeless"))[-1].layout.activation_checkpointing == "full"
 
 
 def test_under_torchrun_the_next_start_plans_smaller(place: Place, many: str) -> None:
