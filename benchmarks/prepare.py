@@ -32,9 +32,9 @@ SAMPLE_EVERY_S = 0.5
 NUM_READERS = 4
 ENCODED_ROWS = 4000  # by each process
 COMMON = """the a of to and in that is was he for it with as his on be at by had not are but from or have an they which
-one you
-were all her she there would their we him been has when who will no more if out so up said what its about than into them
-can only other time new some could these two may first then do any like my now over such our man me even most made after also"""
+one you were all her she there would their we him been has when who will no more if out so up said what its about than
+into them can only other time new some could these two may first then do any like my now over such our man me even most
+made after also"""
 PREPARE = """
 import sys, time
 from manyhands.config.schema import RunConfig

@@ -19,7 +19,7 @@ from manyhands.kernels.modules import fuse_lora
 from manyhands.plan.activations import linear_bytes_per_token
 from manyhands.plan.layout import Checkpointing
 from tests.plan.test_memory import FULL
-from tests.support.plans import change_input
+from tests.support.plans import change_input, make_layout
 from tests.support.tiny import tiny_config, tiny_model
 
 NUM_TOKENS = 64
@@ -35,7 +35,8 @@ def build(
     if fused_rank:
         apply_lora(model, MethodSection(rank=fused_rank), seed=0)
         fuse_lora(model, known_modules())
-    checkpoint_blocks(model, mode, lighter_layers=lighter, compiled=compiled)
+    layout = make_layout(activation_checkpointing=mode, lighter_layers=lighter)
+    checkpoint_blocks(model, layout.checkpointing_by_layer(layers), compiled=compiled)
     if compiled:
         torch._dynamo.reset()
         compile_blocks(model, dynamic=None, backend=BACKEND)

@@ -19,6 +19,7 @@ from manyhands.engine.activation_checkpointing import checkpoint_blocks
 from manyhands.engine.apply import compile_blocks
 from manyhands.model.attention import VARLEN, register_attention
 from manyhands.model.loss import LossModel
+from manyhands.model.structure import find_blocks
 from tests.data.fake_samples import FakeSamples
 from tests.support.tiny import tiny_model
 
@@ -123,7 +124,7 @@ class Counted:
         if method == "lora":
             apply_lora(model, MethodSection(rank=4, alpha=8.0, dropout=0.1), seed=0)
         if activation_checkpointing:
-            checkpoint_blocks(model, "full", compiled=False)
+            checkpoint_blocks(model, ("full",) * len(find_blocks(model)), compiled=False)
         compile_blocks(model, dynamic=dynamic, backend=self._count, fullgraph=True)
         self.model = LossModel(model)
 

@@ -14,6 +14,7 @@ from manyhands.engine.activation_checkpointing import checkpoint_blocks
 from manyhands.engine.apply import compile_blocks
 from manyhands.engine.native import NativeEngine, clip_gradients
 from manyhands.model.loss import LossModel
+from manyhands.model.structure import find_blocks
 from tests.support.tiny import FAMILIES, tiny_model
 
 ALONE = World(0, 0, 1, torch.device("cpu"))
@@ -29,7 +30,7 @@ def step(change: Any, family: str = "llama") -> tuple[float, dict[str, torch.Ten
 
 
 def recompute_all(model: Any) -> None:
-    checkpoint_blocks(model, "full", compiled=False)
+    checkpoint_blocks(model, ("full",) * len(find_blocks(model)), compiled=False)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -43,7 +44,7 @@ def test_recomputing_runs_each_block_twice() -> None:
     calls = []
 
     def count(model: Any) -> None:
-        checkpoint_blocks(model, "full", compiled=False)
+        checkpoint_blocks(model, ("full",) * len(find_blocks(model)), compiled=False)
         model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *_: calls.append(1))
 
     step(count)
@@ -52,7 +53,7 @@ def test_recomputing_runs_each_block_twice() -> None:
 
 def test_compiled_blocks_are_whole_graphs_under_the_same_names() -> None:
     def compile_recomputed(model: Any) -> None:
-        checkpoint_blocks(model, "full", compiled=False)
+        checkpoint_blocks(model, ("full",) * len(find_blocks(model)), compiled=False)
         compile_blocks(model, backend="aot_eager", fullgraph=True)
 
     (loss, gradients), (other_loss, other) = step(lambda model: None), step(compile_recomputed)

@@ -92,7 +92,7 @@ def sharded_fp8_step(family: str, method: str, activation_checkpointing: bool) -
 
     model = fp8_model(family, method)
     if activation_checkpointing:
-        checkpoint_blocks(model, "full", compiled=False)
+        checkpoint_blocks(model, ("full",) * len(find_blocks(model)), compiled=False)
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     for block in find_blocks(model).values():
         fully_shard(block, mesh=mesh)
@@ -119,7 +119,7 @@ def sharded_step(family: str, activation_checkpointing: bool, compiled: bool) ->
     model = adapted(tiny(family))
     report = fuse_lora(model, known_modules())
     if activation_checkpointing:
-        checkpoint_blocks(model, "full", compiled=False)
+        checkpoint_blocks(model, ("full",) * len(find_blocks(model)), compiled=False)
     if compiled:
         compile_blocks(model, backend="aot_eager")
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))

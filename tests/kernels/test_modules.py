@@ -139,7 +139,7 @@ def test_compiled_blocks_share_graphs_as_before(activation_checkpointing: bool) 
         torch._dynamo.reset()
         counters.clear()
         if activation_checkpointing:
-            checkpoint_blocks(model.train(), "full", compiled=False)
+            checkpoint_blocks(model.train(), ("full",) * len(find_blocks(model)), compiled=False)
         counter = CompileCounterWithBackend("aot_eager")
         compile_blocks(model, backend=counter)
         outcome = step(model, token_ids(2, 12))

@@ -79,7 +79,7 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optim
 
 
 def _check_states(folder: Path, wanted: dict[str, TensorEntry], manifest: Manifest) -> None:
-    """Refuses optimizer states that cannot be loaded in this layout, such as 8-bit blocks over the shards of other ranks."""
+    """Refuses optimizer states that cannot be loaded in this layout, such as 8-bit blocks cut for other shards."""
 
     def of_optimizer(tensors: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
         return {name: entry for name, entry in tensors.items() if name.startswith(OPTIMIZER)}
@@ -90,7 +90,8 @@ def _check_states(folder: Path, wanted: dict[str, TensorEntry], manifest: Manife
         raise UserError(
             "the checkpoint's optimizer states cannot be loaded in this layout of ranks",
             where=str(folder),
-            why=f"{len(other)} of them are kept in blocks over each rank's shard, as {manifest.world_size} ranks had them",
+            why=f"{len(other)} of them are kept in blocks over each rank's shard, as {manifest.world_size} ranks"
+            " had them",
             fix=f"resume on {manifest.world_size} processes with the same parallel.strategy",
             details=[name.removeprefix(OPTIMIZER) for name in other[:MAX_DETAILS]],
         )

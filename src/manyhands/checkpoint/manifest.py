@@ -76,7 +76,8 @@ def read_manifest(folder: Path) -> Manifest:
             "this folder is no complete checkpoint",
             where=str(folder),
             why=f"it has no {MANIFEST}, which is written last",
-            fix="give a folder like RUN/checkpoints/step-000010, or start the run again: it resumes from the newest complete one",
+            fix="give a folder like RUN/checkpoints/step-000010, or start the run again:"
+            " it resumes from the newest complete one",
         ) from None
     except ValidationError as error:
         first = error.errors()[0]

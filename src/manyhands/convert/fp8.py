@@ -126,7 +126,8 @@ def _is_still(weight: torch.Tensor) -> bool:
 
 
 # What rounding alone can do. A matmul errs by 0.037 of its result (kernels/fp8), at random. A layer that errs by more
-# than the largest rounding error of a value, 2**-4, has outliers that leave too few fp8 values to the rest, or is wrong.
+# than the largest rounding error of a value, 2**-4, has outliers that leave too few fp8 values to the rest, or is
+# wrong.
 LAYER_TOLERANCE = 2**-4
 # The error of an attention or MLP, some 0.065 of its result, adds to those of the others in squares: over L blocks,
 # forward and backward, 0.065 sqrt(4 L) of a gradient where errors of blocks do not cancel. Measured: 0.29 at 4
@@ -149,7 +150,8 @@ class Fp8Deviation:
 
     def __str__(self) -> str:
         return (
-            f"fp8 moves the loss of {self.num_loss_tokens:,.0f} tokens by {self.loss:.2%}, their gradient by {self.gradient:.1%} of its length,"
+            f"fp8 moves the loss of {self.num_loss_tokens:,.0f} tokens by {self.loss:.2%},"
+            f" their gradient by {self.gradient:.1%} of its length,"
             f" a layer's result by at most {self.layer:.1%} ({self.worst_layer})"
         )
 
@@ -158,8 +160,8 @@ def check_fp8(engine: TrainedModel, model: nn.Module, batch: Mapping[str, Any], 
     """Loss and gradients of ``batch`` (each rank its own), with matmuls in fp8 and in the compute dtype; UserError
     where they are too far apart.
 
-    Forward and backward both ways, as in training but uncompiled; of each gradient some elements are kept. In the pass in
-    the compute dtype each layer computes in fp8 too, on the same inputs. Leaves the layers in fp8.
+    Forward and backward both ways, as in training but uncompiled; of each gradient some elements are kept. In the pass
+    in the compute dtype each layer computes in fp8 too, on the same inputs. Leaves the layers in fp8.
     """
     found, layers, hooks = {}, fp8_layers(model), []
     errors: dict[str, torch.Tensor] = {}

@@ -1,4 +1,4 @@
-"""Known attention and MLP modules as one function each, over adapted layers or layers in fp8 (``kernels/modules.py``)."""
+"""Known attention and MLP modules as one function each, over adapted or fp8 layers (``kernels/modules.py``)."""
 
 from __future__ import annotations
 

@@ -98,8 +98,8 @@ def set_lora_weights(layer: LoraNf4Linear, b: torch.Tensor, a: torch.Tensor) -> 
 
 
 def weight_reader(model: Any, plan: Plan, config: RunConfig) -> Callable[[str], torch.Tensor]:
-    """A function that returns a layer's full weight (o, i) by the layer's name, as the model was filled: from the files, or drawn
-    anew.
+    """A function from a layer's name to its full weight (o, i), read from the files or drawn anew, as the model was
+    filled.
     """
     if config.model.init == "random":
         return draw_weights(model, config.seed)
@@ -117,8 +117,8 @@ def weight_reader(model: Any, plan: Plan, config: RunConfig) -> Callable[[str], 
 
 @torch.no_grad()
 def initialize_with_loftq(model: Any, plan: Plan, config: RunConfig, device: torch.device) -> float:
-    """Initialize LoRA A and B beside every weight in NF4 as the module's docstring has it; returns the share of the squared
-    quantization error that they make up for.
+    """Initialize LoRA A and B beside every weight in NF4 as the module's docstring has it; returns the share of the
+    squared quantization error that they make up for.
 
     ``model`` is the transformers model, filled, its parameters sharded or not. All ranks must call it. In each round
     every rank has one weight: its NF4 codes are gathered, so the values are the stored ones; the file is read by this
@@ -183,6 +183,6 @@ class LoftQ(BaseConverter):
         rank = self.context.config.method.rank
         return (
             f"adapters: LoftQ, rank {rank}: {self.share:.0%} of the squared quantization error of NF4 is made up for",
-            "adapters: the adapter belongs to the weights in 4 bits; beside those in 16 bits, which have no such error, "
-            "it would be wrong",
+            "adapters: the adapter belongs to the weights in 4 bits; beside those in 16 bits, which have no such error,"
+            " it would be wrong",
         )

@@ -179,7 +179,7 @@ def _check_reach(model: nn.Module, targets: list[str]) -> None:
         raise UserError(
             f"adapters on all linear layers reach only {reached / max(total, 1):.0%} of the blocks' weights",
             where="method.target_modules: all-linear",
-            why=f"{type(model).__name__} holds the rest in modules that are not linear layers (merged experts, for example)",
+            why=f"{type(model).__name__} holds the rest in modules that are not linear layers, such as merged experts",
             fix="name the layers to adapt in method.target_modules, or use method.name=full",
             details=[f"{name}: {' x '.join(map(str, parameter.shape))}" for name, parameter in missed.items()][:20],
         )

@@ -29,8 +29,8 @@ ROWS, IDS = "trainable_tokens_delta", "trainable_token_ids"  # the first is PEFT
 def add_token_rows(model: Any, token_ids: Iterable[int]) -> None:
     """Let the rows of ``token_ids`` be trained in embedding and head, unless these are fully trained anyway.
 
-    Adds parameters in float32 (float64 if the weights are), to be filled by ``fill_token_rows`` once the weights are there.
-    UserError for a head with a bias, which PEFT would drop.
+    Adds parameters in float32 (float64 if the weights are), to be filled by ``fill_token_rows`` once the weights are
+    there. UserError for a head with a bias, which PEFT would drop.
     """
     ids = tuple(sorted(set(token_ids)))
     if not ids:

@@ -219,7 +219,8 @@ def nf4_low_rank_linear(
 @torch.library.custom_op(
     "manyhands::nf4_input_gradient",
     mutates_args=(),
-    schema="(Tensor[] gradients, Tensor[] codes, Tensor[] statistics, Tensor[] left, Tensor[] right, int in_features) -> Tensor",
+    schema="(Tensor[] gradients, Tensor[] codes, Tensor[] statistics, Tensor[] left, Tensor[] right, int in_features)"
+    " -> Tensor",
 )
 def nf4_input_gradient(
     gradients: list[torch.Tensor],

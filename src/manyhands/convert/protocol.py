@@ -1,4 +1,4 @@
-"""What a converter is: one feature that changes the model before it is trained, such as an adapter or a quantized weight.
+"""What a converter is: one feature that changes the model before training, such as an adapter or a quantized weight.
 
 A converter is told when the model is on meta, when its weights are loaded and when the first step is near; it changes
 the module tree and its own parameters, and nothing else. It must not know ranks, files of the run or the loop; the

@@ -1,9 +1,10 @@
 """``python -m manyhands.convert.rehearse``: would the workers accept this run? Asked by ``--dry-run``, before a GPU is
 held.
 
-Builds the model on meta, applies the plan's converters, and compares names and shapes with the files, by the very functions that the
-workers call; reads headers and no weight. A family that no probe has tried yet is probed. Run and plan come as one JSON
-object on standard input; the answer is the last line of standard output: ``null``, or the ``UserError`` as JSON.
+Builds the model on meta, applies the plan's converters, and compares names and shapes with the files, by the very
+functions that the workers call; reads headers and no weight. A family that no probe has tried yet is probed. Run and
+plan come as one JSON object on standard input; the answer is the last line of standard output: ``null``, or the
+``UserError`` as JSON.
 """
 
 from __future__ import annotations

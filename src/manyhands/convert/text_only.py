@@ -1,4 +1,4 @@
-"""The converter that leaves out what text never passes through in a multimodal model; ``model/structure.py`` has the parts."""
+"""The converter that leaves out what text never passes through in a multimodal model (see ``model/structure.py``)."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ do not change.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from manyhands.model.structure import find_blocks
-from manyhands.plan.layout import LIGHTER, Checkpointing
+from manyhands.plan.layout import Checkpointing
 
 LINEAR = {"aten::mm": 0, "aten::addmm": 1}  # which argument the inputs are; the weight (i, o) is the next one
 KEPT = {
@@ -33,31 +34,28 @@ KEPT = {
 WIDEST = 16  # a matmul whose result is wider than so many times its inner dimension is cheaper to repeat than to keep
 
 
-def checkpoint_blocks(model: nn.Module, mode: Checkpointing, *, lighter_layers: int = 0, compiled: bool) -> None:
+def checkpoint_blocks(model: nn.Module, modes: Sequence[Checkpointing], *, compiled: bool) -> None:
     """Keep less from the forward pass of training; gradients are bit-equal to keeping everything.
 
-    ``full`` keeps each block's input; ``selective`` also the results of its linear layers and attention, so that norms,
-    activations and sums are repeated. The last ``lighter_layers`` blocks keep more: ``selective`` under ``full``,
-    everything under ``selective``.
+    ``modes`` has one entry a block, first to last (``Layout.checkpointing_by_layer``): ``full`` keeps the block's
+    input; ``selective`` also the results of its linear layers and attention, so that norms, activations and sums are
+    repeated; ``none`` keeps everything. ValueError for another number of entries.
 
     ``compiled``: whether ``compile_blocks`` follows. Then a selective checkpoint has to be *inside* the compiled
-    region: around it, a compiled block is opaque, its operations are never seen, and selective would recompute everything.
-    Inside, what is kept travels as marks on the nodes of the graph, which the partitioner of AOTAutograd obeys.
+    region: around it, a compiled block is opaque, its operations are never seen, and selective would recompute
+    everything. Inside, what is kept travels as marks on the nodes of the graph, which the partitioner of AOTAutograd
+    obeys.
     ``torch._functorch.config.activation_memory_budget`` does something like it with a knapsack over guessed run times;
     it is one number for the process, knows nothing of operators of our own, and with symbolic sizes it works on hints,
     so that what is kept would depend on the first micro-batch.
     """
-    if mode == "none":
-        return
     blocks: list[Any] = list(find_blocks(model).values())
-    num_heavy = len(blocks) - lighter_layers
-    for index, block in enumerate(blocks):
-        own = mode if index < num_heavy else LIGHTER[mode]
-        if own == "selective" and compiled:
+    for block, mode in zip(blocks, modes, strict=True):
+        if mode == "selective" and compiled:
             # The instance's own ``forward``: the only place between FSDP2's hooks and the block's operations.
             block.forward = functools.partial(_checkpoint_in_training, block, block.forward)
-        elif own != "none":
-            options: dict[str, Any] = {"context_fn": selective_contexts} if own == "selective" else {}
+        elif mode != "none":
+            options: dict[str, Any] = {"context_fn": selective_contexts} if mode == "selective" else {}
             block.gradient_checkpointing = True
             block._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False, **options)
 

@@ -42,18 +42,14 @@ BUCKET_MB = {"full": 100, "part": 4096}  # adapters travel in one flat bucket
 def apply(
     loss_model: LossModel, plan: Plan, world: World, materialize: Callable[[nn.Module, torch.device], None]
 ) -> NativeEngine:
-    """Activation checkpointing ▸ compile ▸ shard ▸ materialize ▸ offload activations ▸ replicate, as ``plan.layout`` has it.
+    """Activation checkpointing ▸ compile ▸ shard ▸ materialize ▸ offload activations ▸ replicate, by ``plan.layout``.
 
     ``loss_model`` is on meta, in training mode, adapters applied and the rest frozen; ``materialize`` gives it memory
     and weights on the device that it is given. A process group is needed but where the layout has no wrapper.
     """
     layout = plan.layout
-    checkpoint_blocks(
-        loss_model.model,
-        layout.activation_checkpointing,
-        lighter_layers=layout.lighter_layers,
-        compiled=layout.compile,
-    )
+    num_blocks = len(find_blocks(loss_model.model))
+    checkpoint_blocks(loss_model.model, layout.checkpointing_by_layer(num_blocks), compiled=layout.compile)
     if layout.compile:
         # Inside the recomputed region (around it where that is selective), outside the gathering of shards.
         compile_blocks(loss_model.model, dynamic=True if layout.dynamic else None)
@@ -128,9 +124,9 @@ def shard(
     """FSDP2 on every block, then on the rest (embeddings, last norm, head), whose tied weights must share one unit.
 
     ``mixed``: float32 masters, bfloat16 compute, float32 reduction. Without it parameters compute in the dtype they
-    have: adapters cast by themselves. ``reshard_after_forward`` frees a block's gathered weights after its forward pass.
-    ``offload``: shards, frozen ones too, and their gradients lie in host memory, pinned where there is a GPU to copy
-    to.
+    have: adapters cast by themselves. ``reshard_after_forward`` frees a block's gathered weights after its forward
+    pass. ``offload``: shards, frozen ones too, and their gradients lie in host memory, pinned where there is a GPU to
+    copy to.
     """
     # Inputs stay as they are: weights of tokens, and the rotary angles of families that have them in float32.
     dtypes: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if mixed else {}

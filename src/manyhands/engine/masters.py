@@ -20,7 +20,7 @@ NO_BACKWARD = -1  # autograd's number of the present backward pass where there i
 
 
 class ComputeCopy:
-    """A copy of every parameter in ``dtype``, which replaces it in the modules while they compute, forward and backward.
+    """A copy of every parameter in ``dtype``, which replaces it in the modules during forward and backward passes.
 
     Outside of that the modules hold the masters, under the same names: optimizer, checkpoints and export see nothing
     else. ``entrances`` are the modules whose forward passes may be called from outside; nested calls count as one pass.
@@ -40,8 +40,8 @@ class ComputeCopy:
         self._copies: list[torch.Tensor] = []
         self._make(root, dtype)
         # An optimizer need not raise the version of what it writes (torch's fused ones and bitsandbytes do not), so the
-        # copy is also stale after the backward pass of a step's last micro-batch. Weights that were loaded show by their
-        # versions.
+        # copy is also stale after the backward pass of a step's last micro-batch. Weights that were loaded show by
+        # their versions.
         self._is_stale, self._versions = True, 0
         self._depth = 0  # of nested passes; the copies are in the modules while it is not 0
         self._backward: int | None = None  # the backward pass that holds them there

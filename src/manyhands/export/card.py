@@ -86,10 +86,11 @@ class Card:
             if self.base
             else f"`{Path(self.config.model.name).name}`"
         )
+        extent = "all" if method == "full" and not self.plan.keeps_base else "some"
         what = {
             "adapter": f"A LoRA adapter for {shown}, trained",
             "merged": f"{shown} with a LoRA adapter merged into its weights, trained",
-            "model": f"{shown}, {'all' if method == 'full' and not self.plan.keeps_base else 'some'} of its weights trained",
+            "model": f"{shown}, {extent} of its weights trained",
         }[self.kind]
         if self.kind == "merged" and method == "qlora":
             what = what.replace("merged into its weights", "merged into its weights, which were rounded to NF4 before")
@@ -100,7 +101,8 @@ class Card:
         ours = " ".join(("manyhands", versions.get("manyhands", ""))).strip()
         tools = f" ({tools})" if tools else ""
         warning = f"\n**Training diverged: {self.divergence}.**\n" if self.divergence else ""
-        return f"# {self.config.name}\n\n{what} by {TASKS[self.config.task]} with {ours}{tools}. Saved in {self.dtype}.\n{warning}"
+        by = f"by {TASKS[self.config.task]} with {ours}{tools}"
+        return f"# {self.config.name}\n\n{what} {by}. Saved in {self.dtype}.\n{warning}"
 
     def _data(self) -> list[str]:
         if self.data is None:
@@ -136,7 +138,8 @@ class Card:
         row = shown[self.step]
         names = [source["name"] for source in self.data or () if source["num_validation_samples"]]
         of = f" of {', '.join(names)}" if names else ""
-        count = f"Measured during training on {row.num_samples:,} held-out samples{of} ({row.num_loss_tokens:,} loss tokens)"
+        measured = f"{row.num_samples:,} held-out samples{of} ({row.num_loss_tokens:,} loss tokens)"
+        count = f"Measured during training on {measured}"
         repeated = (
             f" {self.num_repeated:,} of all held-out samples have the tokens of a trained one."
             if self.num_repeated
@@ -150,10 +153,11 @@ class Card:
     def _nf4(self) -> list[str]:
         if self.kind != "adapter" or self.config.method.name != "qlora":
             return []
-        text = "It was trained beside weights in 4 bits, NF4 **with double quantization**, which is not bitsandbytes' default: "
-        text += "open the base as it is done here."
+        text = "It was trained beside weights in 4 bits, NF4 **with double quantization**,"
+        text += " which is not bitsandbytes' default: open the base as it is done here."
         if (self.config.method if self.plan.adapter is None else self.plan.adapter.method).init == "loftq":
-            text += " Its initial values are the quantization error of these 4 bits (LoftQ), so it is wrong beside weights in 16 bits."
+            text += " Its initial values are the quantization error of these 4 bits (LoftQ),"
+            text += " so it is wrong beside weights in 16 bits."
         return [text, ""]
 
     def _code(self) -> list[str]:
@@ -182,10 +186,8 @@ class Card:
         if self.plan.new_tokens is not None:
             lines.append(f"base.resize_token_embeddings({self.plan.new_tokens.vocab_size})")
         lines.append('model = PeftModel.from_pretrained(base, "path/to/this/folder")')
-        return [
-            *lines,
-            f'tokenizer = AutoTokenizer.from_pretrained("{"path/to/this/folder" if self.has_tokenizer else base}"{remote})',
-        ]
+        tokenizer = "path/to/this/folder" if self.has_tokenizer else base
+        return [*lines, f'tokenizer = AutoTokenizer.from_pretrained("{tokenizer}"{remote})']
 
 
 def make_card(
@@ -224,7 +226,7 @@ def make_card(
 
 
 def name_on_hub(name: str, model_folder: str) -> str | None:
-    """OWNER/NAME of a model of the hub, whether ``name`` is that or a folder of the hub's cache; None for any other folder.
+    """OWNER/NAME of a model of the hub, if ``name`` is that or a folder of the hub's cache; None for other folders.
 
     ``model_folder`` is where the plan found it: a relative path is meant from where the run was started.
     """

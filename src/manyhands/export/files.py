@@ -1,4 +1,4 @@
-"""Folders that are written whole or not at all, the files of tensors in them, and what is copied from the source model's
+"""Folders that are written whole or not at all, the tensor files in them, and what is copied from the source model's
 folder. Knows no models.
 """
 

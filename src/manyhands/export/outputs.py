@@ -1,4 +1,4 @@
-"""What a run leaves: an adapter, the model with the adapter merged, or the trained model; each written by one function."""
+"""What a run leaves: an adapter, the model with the adapter merged, or the trained model. One function writes each."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """``python -m manyhands.export.verify FOLDER --reference FILE``: does a written folder hold what was in memory?
 
-For a process of its own, so that nothing of the training one can hide a fault: the files are read tensor by tensor, then reopened by
-transformers' or PEFT's public API where they fit into memory, and compared bit for bit. Knows only files.
+For a process of its own, so that nothing of the training one can hide a fault: the files are read tensor by tensor,
+then reopened by transformers' or PEFT's public API where they fit into memory, and compared bit for bit. Knows only
+files.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def verify(
     return found
 
 
-# ---- files ---------------------------------------------------------------------------------------------------------------
+# ---- files -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ def compare_tensor(name: str, tensor: torch.Tensor, expected: TensorReference) -
     return []
 
 
-# ---- reopened ------------------------------------------------------------------------------------------------------------
+# ---- reopened --------------------------------------------------------------------------------------------------------
 
 
 def reason_not_reopened(folder: Path, reference: Reference, base: Path | None) -> str:
@@ -302,13 +303,14 @@ def _widen(model: torch.nn.Module, dtype: str) -> torch.nn.Module:
     return model.to(wide) if needed < psutil.virtual_memory().available else model
 
 
-# ---- command -------------------------------------------------------------------------------------------------------------
+# ---- command ---------------------------------------------------------------------------------------------------------
 
 
 def refuse(folder: Path, findings: list[str]) -> UserError:
     hidden = len(findings) - MAX_DETAILS
+    kind = "adapter" if (folder / WEIGHTS).exists() else "model"
     return UserError(
-        f"verification failed: the written {'adapter' if (folder / WEIGHTS).exists() else 'model'} is not what was trained",
+        f"verification failed: the written {kind} is not what was trained",
         where=str(folder),
         why=f"{len(findings)} findings",
         fix="do not use this folder; the run's checkpoints are untouched: `manyhands export RUN` writes it again",

@@ -56,7 +56,7 @@ def verify_in_fresh_process(
 
 
 def _wait(process: subprocess.Popen[str], stop: Callable[[], bool]) -> tuple[str, str] | None:
-    """Its output and errors; None if it was stopped. While it uses the processor or reads, that counts as progress here."""
+    """Its output and errors; None if it was stopped. Processor time and reading count as progress of this rank."""
     used: object = None
     try:
         while True:

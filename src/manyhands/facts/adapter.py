@@ -181,7 +181,8 @@ def settle(asked: MethodSection, adapter: MethodSection, folder: Path) -> Method
         raise UserError(
             "the adapter belongs to a model in 4 bits",
             where=str(folder),
-            why=f"it began at what NF4 loses (method.init: loftq), which is not missing where method.name is {asked.name}",
+            why="it began at what NF4 loses (method.init: loftq),"
+            f" which is not missing where method.name is {asked.name}",
             fix="set method.name: qlora",
         )
     taken: dict[str, Any] = {"init": adapter.init}

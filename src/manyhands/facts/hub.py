@@ -98,14 +98,16 @@ def _from_hub(name: str, revision: str | None, needs_weights: bool, trust_remote
     if revision is None and name.endswith(DEMO_MODEL):
         folder = Path(DEMO_FOLDER).expanduser()
         report(
-            f"{endpoint} does not answer ({trouble}): {DEMO_MODEL} is taken from the package {DEMO_PACKAGE}, dequantized from 4 bits"
+            f"{endpoint} does not answer ({trouble}): {DEMO_MODEL} is taken from the package {DEMO_PACKAGE},"
+            " dequantized from 4 bits"
         )
         _write_demo_model(folder, report)
         return folder
     raise UserError(
         f"the model {name!r} could not be had",
         where="model.name",
-        why=f"no such folder here, no complete copy in the cache {constants.HF_HUB_CACHE}, and {endpoint} did not answer: {trouble}",
+        why=f"no such folder here, no complete copy in the cache {constants.HF_HUB_CACHE},"
+        f" and {endpoint} did not answer: {trouble}",
         fix="check the network, or give a folder that holds the model",
     )
 

@@ -64,7 +64,7 @@ def find_weight_files(folder: Path) -> list[Path]:
             "the model's weights are pickles, which are not opened",
             where=f"{folder}: {', '.join(pickles[:3])}",
             why="reading a pickle runs code that it carries",
-            fix="take a revision with safetensors files, or convert them with transformers: save_pretrained writes safetensors",
+            fix="take a revision with safetensors files, or convert them: transformers' save_pretrained writes those",
         )
     raise UserError(
         "the model folder has no weights",

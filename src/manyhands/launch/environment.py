@@ -222,7 +222,8 @@ def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
 def _check(launcher: Launcher) -> Launcher:
     if not 0 <= launcher.rank < launcher.world_size or not 0 <= launcher.local_rank < launcher.local_world_size:
         raise UserError(
-            f"rank {launcher.rank} of {launcher.world_size}, local rank {launcher.local_rank} of {launcher.local_world_size}: not possible",
+            f"rank {launcher.rank} of {launcher.world_size}, local rank {launcher.local_rank}"
+            f" of {launcher.local_world_size}: not possible",
             where=f"environment, read as {launcher.kind}",
             fix="let one launcher set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, or unset them",
         )

@@ -121,7 +121,7 @@ def describe_failure(error: BaseException, stage: str, rank: int, log: Path | No
 
 
 def describe_lost(folder: RunFolder, rank: int, stage: str, error: BaseException | None) -> str:
-    """One line for a launch without a written cause: the ranks whose processes are gone, else the rank that lost its peers."""
+    """One line for a launch without a written cause: the ranks whose processes are gone, else the loss of this rank."""
     gone = [
         f"rank {other} ended without an error message in {beat}; log: {folder.log(other)}"
         for other, beat in _gone(folder).items()
@@ -129,7 +129,8 @@ def describe_lost(folder: RunFolder, rank: int, stage: str, error: BaseException
     if gone:
         return f"error: {'; '.join(gone)}"
     why = f": {_summarize(error)}" if error is not None else ""
-    return f"error: rank {rank} lost its peers in stage '{stage}', and none of them reported a cause{why}; log: {folder.log(rank)}"
+    lost = f"rank {rank} lost its peers in stage '{stage}', and none of them reported a cause"
+    return f"error: {lost}{why}; log: {folder.log(rank)}"
 
 
 def is_lost(folder: RunFolder) -> bool:
@@ -147,8 +148,8 @@ def _summarize(error: BaseException) -> str:
 
 
 def wait_for_cause(folder: RunFolder, rank: int, world_size: int, limit_s: float) -> None:
-    """In a rank that has lost a peer: returns once the cause is on disk, a peer's process has ended, or no report can be
-    expected: each peer has lost another too, is done, or has ticked ``PATIENCE_TICKS`` times without failing.
+    """In a rank that has lost a peer: returns once the cause is on disk, a peer's process has ended, or no report can
+    be expected: each peer has lost another too, is done, or has ticked ``PATIENCE_TICKS`` times without failing.
 
     ``limit_s`` bounds it in any case (a peer that never started, or is stopped).
     """
@@ -259,7 +260,8 @@ def _explain_reason(folder: RunFolder, reason: Mapping[str, Any]) -> UserError:
             f"rank {rank} lost its peers in stage '{stage}', and none of them reported a cause",
             where=str(folder.log(rank)),
             why=reason["summary"],
-            fix="read the logs of the other ranks; the network or the machine of one may have failed; the same command resumes",
+            fix="read the logs of the other ranks; the network or the machine of one may have failed;"
+            " the same command resumes",
             details=[f"rank {other} was last in {beat}" for other, beat in read_beats(folder).items() if other != rank],
             exit_code=EXIT_FAILED,
         )

@@ -1,8 +1,8 @@
 """A rank's heartbeat: its stage and step in a small file that the launcher reads. Imports no torch.
 
-Two times are kept apart. ``beat`` is when the rank's own work last made progress; ``tick`` is when a background thread last
-ran. A rank that waits in a collective still ticks; one that is stopped, or stuck while holding the interpreter, does
-not.
+Two times are kept apart. ``beat`` is when the rank's own work last made progress; ``tick`` is when a background thread
+last ran. A rank that waits in a collective still ticks; one that is stopped, or stuck while holding the interpreter,
+does not.
 
 What tells the rank that hangs from those that wait for it is no time at all, but its ``position`` in the program that
 all ranks run: who waits in a collective has entered one more than the rank it waits for.

@@ -1,4 +1,4 @@
-"""Config to facts to plan to folder, in the one process of a run that plans: our launcher, or rank 0 under another's."""
+"""Config to facts to plan to folder, in the one process that plans a run: our launcher, or rank 0 under another."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def prepare_run(
 ) -> Prepared:
     """Plans one launch and writes run.json and plan into the run's folder, which stays locked.
 
-    ``world_size``, and ``local_world_size`` of one machine, are given where another launcher started the processes. A dry
-    run writes the same two files and nothing else. A start that fails here leaves no new folder behind.
+    ``world_size``, and ``local_world_size`` of one machine, are given where another launcher started the processes. A
+    dry run writes the same two files and nothing else. A start that fails here leaves no new folder behind.
     Raises UserError: another run stands in the folder, it is running, or anything that facts and plan refuse;
     ``Stopped`` after Ctrl-C or SIGTERM.
     """
@@ -168,13 +168,15 @@ def _check_course(before: Plan, after: Plan, folder: RunFolder) -> None:
     if before.data_digest != after.data_digest:
         why, fix = "the data, the tokenizer or the chat template has changed since", "put the old data back"
     elif before.data_content and before.data_content != after.data_content:
-        why = "the tokens differ from those it was trained on, though they were made of the same files, by the same versions"
+        why = "the tokens differ from those it was trained on, though made of the same files by the same versions"
         fix = "put the token cache of the run's first launch back (data.cache)"
     elif files:
         why = "the base model's files have changed since; what was trained belongs to the old ones"
         fix = "put the old files back (model.revision pins a commit of the hub)"
     else:
-        why = f"it was planned for {before.layout.world_size} process(es) on {before.layout.device}, now for {after.layout.world_size} on {after.layout.device}"
+        old, new = before.layout, after.layout
+        why = f"it was planned for {old.world_size} process(es) on {old.device},"
+        why += f" now for {new.world_size} on {new.device}"
         fix = "start it as before (parallel.gpus, parallel.device, batch.micro_samples, batch.accumulation)"
     raise UserError(
         "this launch would not continue the run as it was",

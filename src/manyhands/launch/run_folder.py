@@ -4,7 +4,7 @@
 |---|---|
 | run.json | the configuration (RunConfig); one that a later launch replaces is kept as plans/001.run.json |
 | plans/001.json, ... | the decisions (Plan), one file a launch |
-| plan.json | {"newest": "plans/001.json"}: a pointer file, as symbolic links do not survive every copy and file system |
+| plan.json | {"newest": "plans/001.json"}: a pointer file, as some copies and file systems lose symbolic links |
 | status.json | {"state": "running", "finished", "failed" or "interrupted", "time": ..., ...} |
 | logs/launcher.log | plans and messages, as shown on the terminal |
 | logs/rank-0.log | what rank 0 showed and printed |
@@ -277,7 +277,8 @@ class FolderLock:
             if error.errno not in _NO_LOCKS:
                 raise
             report(
-                f"note: {folder.path} is on a file system without locks; a second launch of this run would not be noticed"
+                f"note: {folder.path} is on a file system without locks;"
+                " a second launch of this run would not be noticed"
             )
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)

@@ -68,10 +68,7 @@ def _launch(prepared: Prepared) -> int:
                 raise
             prepared = plan_smaller(prepared)
             how = next((sentence_of(reason) for reason in prepared.plan.why if reason.code == "smaller"), None)
-            if (
-                how is None
-                # the GPUs are no longer the same, or the cause could not be written: the same plan would only fail again
-            ):
+            if how is None:  # other GPUs, or an unwritten cause: the same plan would only fail again
                 raise
             begin = f"from step {prepared.folder.newest_step()}" if prepared.resume else "from the start"
             _report(

@@ -102,10 +102,10 @@ class Watch:
             self._caused_at = time.monotonic()
 
     def _judge(self, elapsed_s: float) -> None:
-        """When no rank that others may wait for makes progress: names the ranks that are furthest behind, and kills them.
+        """When no rank that others may wait for makes progress: names the ranks furthest behind, and kills them.
 
         A rank that is ahead waits for one that is behind, so how long it makes no progress does not matter; the time
-        counts from when the other has caught up. A rank that has lost its peers waits for their reports, and is not judged.
+        counts from when the other has caught up. A rank that has lost its peers waits for their reports: not judged.
         """
         failed = self.folder.read_failures()
         living = {
@@ -141,7 +141,8 @@ class Watch:
         several = len(culprits) > 1
         why = "it hangs, or waits for something outside"
         if several:
-            why = "all of them are at the same point, so no single rank is the cause: they hang, or the connection between them does"
+            why = "all of them are at the same point, so no single rank is the cause:"
+            why += " they hang, or the connection between them does"
         elif seen.beat is None:
             why = "it never reported a start"
         elif _is_stopped(seen.beat.pid):
@@ -160,7 +161,7 @@ class Watch:
             f" and {'were' if several else 'was'} ended",
             where=f"{seen.beat or 'not started'}; log: {self.folder.log(rank)}",
             why=why + (f"; the end of its log:\n{tail}" if tail else ""),
-            fix="read that log; if the stage may take longer than that, raise parallel.timeout_s. the same command resumes",
+            fix="read that log, and raise parallel.timeout_s if the stage may take longer; the same command resumes",
             details=others,
             exit_code=EXIT_FAILED,
         )

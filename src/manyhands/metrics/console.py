@@ -71,7 +71,8 @@ class ConsoleSink(Sink):
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], completed=result.step, values=values, left=left)
         if self._is_due(result.step):
-            text = f"step {result.step}/{self.num_steps}  {values}  lr {result.learning_rate:.2e}  grad norm {result.grad_norm:.3f}"
+            rates = f"lr {result.learning_rate:.2e}  grad norm {result.grad_norm:.3f}"
+            text = f"step {result.step}/{self.num_steps}  {values}  {rates}"
             self._show(f"{text}  {left}", on_terminal=self._progress is None)
 
     def show_progress(self, stage: str, done: int, total: int) -> None:
@@ -93,10 +94,10 @@ class ConsoleSink(Sink):
 
     def after_evaluation(self, state: TrainState, evaluation: Evaluation) -> None:
         self._first, self._last = self._first or evaluation, evaluation
+        counts = f"{evaluation.num_samples} samples, {evaluation.num_loss_tokens:,} loss tokens"
         self._show(
             f"{_when(evaluation)}: held-out loss {evaluation.loss:.4f}, perplexity {_perplexity(evaluation)}, "
-            f"token accuracy {evaluation.accuracy:.1%} ({evaluation.num_samples} samples, {evaluation.num_loss_tokens:,} loss tokens, "
-            f"{evaluation.seconds:.1f} s)"
+            f"token accuracy {evaluation.accuracy:.1%} ({counts}, {evaluation.seconds:.1f} s)"
         )
         for prompt, answer in evaluation.samples:
             self._show(f"  {_one_line(prompt)}\n    -> {_one_line(answer)}")
@@ -109,7 +110,9 @@ class ConsoleSink(Sink):
         self._show(f"held-out loss: {first.loss:.4f} {_when(first)}, {last.loss:.4f} {_when(last)}")
         for (prompt, before), (_, after) in list(zip(first.samples, last.samples, strict=False))[:1]:
             self._show(
-                f"one question, before and after: {_one_line(prompt)}\n  before: {_one_line(before)}\n  after:  {_one_line(after)}"
+                f"one question, before and after: {_one_line(prompt)}\n"
+                f"  before: {_one_line(before)}\n"
+                f"  after:  {_one_line(after)}"
             )
 
     def close(self) -> None:

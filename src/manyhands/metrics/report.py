@@ -148,8 +148,9 @@ def format_report(report: Mapping[str, Any]) -> str:
     lines.append(f"| share of time waiting for input | - | {_number(done, 'input_wait_share', '.2%')} |")
     lines += [
         "",
-        f"Training took {done['training_s']:.0f} s, evaluations, checkpoints and the first steps included, which the speed above "
-        f"leaves out: {done['samples']:,} samples, {done['tokens']:,} tokens, {done['loss_tokens']:,} of them in the loss.",
+        f"Training took {done['training_s']:.0f} s, evaluations, checkpoints and the first steps included, which the"
+        f" speed above leaves out: {done['samples']:,} samples, {done['tokens']:,} tokens, {done['loss_tokens']:,} of"
+        " them in the loss.",
     ]
     if "trained_parameters" in done and "parameters" in done:
         share = done["trained_parameters"] / done["parameters"]

@@ -57,7 +57,8 @@ def check_loss(engine: Probed, loss_model: LossModel, device: torch.device) -> f
     if not deviation <= tolerance:  # also refuses nan
         raise UserError(
             f"The loss of {type(loss_model.model).__name__} does not follow from its own logits.",
-            why=f"Relative deviation {deviation:.1e}, allowed {tolerance:.0e}: {float(fast):.6g} against {float(expected):.6g}.",
+            why=f"Relative deviation {deviation:.1e}, allowed {tolerance:.0e}:"
+            f" {float(fast):.6g} against {float(expected):.6g}.",
             fix="This family cannot be trained yet.",
         )
     return deviation
@@ -108,7 +109,8 @@ def check_padding(engine: Probed, loss_model: LossModel, device: torch.device) -
         _refuse_encoder(engine, loss_model, documents[0], eager=True)
         raise UserError(
             f"Attention of {type(loss_model.model).__name__} is not what the model's own code computes.",
-            why=f"Relative deviation of the logits: {deviation:.1e}. The kernel leaves something out, or padding is seen.",
+            why=f"Relative deviation of the logits: {deviation:.1e}."
+            " The kernel leaves something out, or padding is seen.",
             fix="This family cannot be trained yet.",
         )
     return deviation
@@ -155,7 +157,8 @@ def _refuse_encoder(engine: Probed, loss_model: LossModel, ids: torch.Tensor, *,
         raise UserError(
             f"{type(loss_model.model).__name__} is an encoder: its tokens see those behind them.",
             where="model.name",
-            why=f"Another last token changes the logits before it (relative deviation {deviation:.1e}): there is no next one to learn.",
+            why=f"Another last token changes the logits before it (relative deviation {deviation:.1e}):"
+            " there is no next one to learn.",
             fix=f"Use a model that generates text, such as {families.EXAMPLES}.",
         )
 

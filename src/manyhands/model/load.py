@@ -53,8 +53,8 @@ class FillsItself(Protocol):
 def build_meta(plan: Plan, config: RunConfig, report: Callable[[str], object] = lambda _: None) -> nn.Module:
     """The Hugging Face model on meta, in training mode, every parameter in the dtype it will be kept in.
 
-    That is ``master_dtype`` of the plan's layout for full training and its ``frozen_dtype`` where weights stay frozen. What
-    changes the model after that are the plan's converters.
+    That is ``master_dtype`` of the plan's layout for full training and its ``frozen_dtype`` where weights stay frozen.
+    What changes the model after that are the plan's converters.
     """
     layout, model_config = plan.layout, read_transformers_config(plan, config)
     if disabled := disable_dropout(model_config):
@@ -81,8 +81,8 @@ def build_meta(plan: Plan, config: RunConfig, report: Callable[[str], object] = 
         ) from error
     if config.model.init == "pretrained" and needs_conversion(model):
         report(
-            "weights are converted while they are loaded, by transformers' rules: every rank reads those in full, one group"
-            " at a time"
+            "weights are converted while they are loaded, by transformers' rules:"
+            " every rank reads those in full, one group at a time"
         )
     return model.train()
 
@@ -139,7 +139,8 @@ def materialize(model: nn.Module, plan: Plan, config: RunConfig, device: torch.d
     """Give a meta model memory on ``device`` and its weights; what no file holds is left for converters to fill.
 
     ``model`` is the Hugging Face model or the ``LossModel`` around it: whichever is the root of the sharding.
-    Parameters may be held in parts (``core/holding.py``). Raises ``UserError`` before reading if names or shapes in the files are not the model's.
+    Parameters may be held in parts (``core/holding.py``). Raises ``UserError`` before reading if names or shapes in
+    the files are not the model's.
     """
     inner = hugging_face_model(model)
     pretrained = config.model.init == "pretrained"
@@ -190,7 +191,7 @@ def with_owners(model: Any) -> Iterator[tuple[str, nn.Module, Any]]:
         yield name, module, owners[name]
 
 
-# ---- pretrained -------------------------------------------------------------------------------------------------------
+# ---- pretrained ------------------------------------------------------------------------------------------------------
 
 
 def loaded_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -303,7 +304,7 @@ class _Filling:
             )
 
 
-# ---- random -----------------------------------------------------------------------------------------------------------
+# ---- random ----------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()

@@ -38,10 +38,10 @@ class LossModel(nn.Module):
 
     ``batch`` holds ``input_ids`` and ``labels`` (b, t) int64, ``labels`` already shifted and -100 where nothing is
     trained; if packed also ``position_ids`` (1, t), ``cu_seq_lens`` (documents + 1) int32 and ``max_length``. It may
-    hold ``label_positions`` (m) int64, the flat positions that have a label: on a GPU this spares a wait for the device.
-    It may hold ``loss_weights`` (b, t) float32, aligned with ``labels``: then the loss is ``sum_i w_i ce_i`` and its weight
-    ``sum_i w_i``; without them every target weighs 1, and the weight is their exact number. Any entry that a batch of
-    text does not have (``TEXT_ENTRIES``) goes to the model under its own name.
+    hold ``label_positions`` (m) int64, the flat positions that have a label: on a GPU this spares a wait for the
+    device. It may hold ``loss_weights`` (b, t) float32, aligned with ``labels``: then the loss is ``sum_i w_i ce_i``
+    and its weight ``sum_i w_i``; without them every target weighs 1, and the weight is their exact number. Any entry
+    that a batch of text does not have (``TEXT_ENTRIES``) goes to the model under its own name.
     """
 
     model: Any  # a transformers causal model
@@ -96,9 +96,9 @@ class LossModel(nn.Module):
     def forward(self, batch: Mapping[str, Any], metrics: bool = False) -> Terms:
         """Loss terms of one micro-batch, 0-d tensors: sums in float32 (float64 for a float64 model).
 
-        The weight is int64 without ``loss_weights``, else float64. ``metrics=True`` adds ``"correct"``: the number of labels
-        that are the arg max of their logits, and of labels, whatever they weigh. A micro-batch without labels gives a
-        zero that depends on every parameter, so that no rank leaves a collective out.
+        The weight is int64 without ``loss_weights``, else float64. ``metrics=True`` adds ``"correct"``: the number of
+        labels that are the arg max of their logits, and of labels, whatever they weigh. A micro-batch without labels
+        gives a zero that depends on every parameter, so that no rank leaves a collective out.
         """
         hidden = self._hidden_states(batch)  # (n, e)
         labels = batch["labels"].flatten()

@@ -1,10 +1,10 @@
 """What a transformers model consists of: the class that opens it, its blocks, its text and the towers around that.
 
 Blocks and text are found by the module tree alone. A multimodal model is opened as a whole, so that the same model is
-trained, reopened and adapted: its tensors' names are those of the published files, and PEFT finds an adapter's layers in
-what a user loads. It is trained on text: what text never passes through (vision and audio towers, their projectors) is
-left out of memory, neither loaded nor adapted, quantized, sharded or saved in checkpoints, and what is exported takes it
-from the source, byte for byte.
+trained, reopened and adapted: its tensors' names are those of the published files, and PEFT finds an adapter's layers
+in what a user loads. It is trained on text: what text never passes through (vision and audio towers, their projectors)
+is left out of memory, neither loaded nor adapted, quantized, sharded or saved in checkpoints, and what is exported
+takes it from the source, byte for byte.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ class LeftOut(nn.Module):
 def leave_out_towers(model: Any) -> list[str]:
     """Replace by a ``LeftOut`` every module with parameters that is neither decoder, embeddings nor head.
 
-    Parameters of the modules around these too (such as the token that ends a row of an image). Returns their names; a text
-    model is not changed.
+    Parameters of the modules around these too (such as the token that ends a row of an image). Returns their names; a
+    text model is not changed.
     """
     if not is_multimodal(model.config):
         return []

@@ -63,7 +63,8 @@ def _packed_splits(config: RunConfig, data: DataFacts, world_size: int, useful_t
             raise UserError(
                 f"the longest row, {data.max_length} tokens, does not fit into a pack of {batch.micro_tokens}",
                 where="batch.micro_tokens",
-                fix=f"give batch.micro_tokens at least {data.max_length}, or a smaller data.max_length with data.too_long: truncate",
+                fix=f"give batch.micro_tokens at least {data.max_length},"
+                " or a smaller data.max_length with data.too_long: truncate",
             )
         sizes = [batch.micro_tokens]
     else:
@@ -168,11 +169,12 @@ def _check_divides(rows: int, world_size: int, micro: int | None, accumulation: 
     below, above = (unit, None) if exact else (rows // unit * unit, (rows // unit + 1) * unit)
     near = " and ".join(str(size) for size in (below, above) if size)
     formula = " × ".join(product) + (f" = {unit}" if len(product) > 1 else "")
+    several = not exact and below
     raise UserError(
         f"batch.samples: {rows} is not {'' if exact else 'a multiple of '}{formula}",
         where="batch.samples",
         why="without packing the global batch is micro-batch × processes × accumulation, exactly",
-        fix=f"the nearest batch{'es that work are' if not exact and below else ' that works is'} {near}; or set data.packing: true",
+        fix=f"the nearest batch{'es that work are' if several else ' that works is'} {near}; or set data.packing: true",
     )
 
 

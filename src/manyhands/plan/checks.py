@@ -1,6 +1,4 @@
-"""What a plan warns of although it can be carried out, values that hardly anybody means, and whether the disk has room.
-Pure.
-"""
+"""What a plan warns of although it can be carried out, and what is refused as disk or memory are too small. Pure."""
 
 from __future__ import annotations
 
@@ -11,13 +9,15 @@ from manyhands.config.patterns import matches
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.facts.types import Facts, ModelFacts
+from manyhands.plan.candidates import Limits
+from manyhands.plan.choices import Decisions
 from manyhands.plan.estimate_input import EstimateInput
 from manyhands.plan.layout import Mesh, change
 from manyhands.plan.memory import optimizer
 from manyhands.plan.reasons import Reason, reason
-from manyhands.plan.sentences import describe_disk, format_size
+from manyhands.plan.sentences import describe_disk, describe_limit, format_gib, format_size
 from manyhands.plan.steps import Steps
-from manyhands.plan.types import DiskEstimate
+from manyhands.plan.types import Candidate, DiskEstimate
 
 LOG_BYTES = 2**24  # logs, metrics, TensorBoard, reports: a few hundred bytes a step
 
@@ -85,9 +85,64 @@ def check_disk(config: RunConfig, disk: DiskEstimate) -> Reason:
     advice = ["free some space", "choose an output.dir on a larger disk"]
     if disk.num_checkpoints > 1 + config.checkpoint.keep_best:
         advice.append("keep fewer checkpoints (checkpoint.keep_last=1, or checkpoint.every_steps=0 for one at the end)")
+    needed, free = format_size(disk.total + LOG_BYTES), format_size(disk.free_bytes)
     raise UserError(
-        f"the disk has no room for this run: it needs {format_size(disk.total + LOG_BYTES)}, and {format_size(disk.free_bytes)} are free",
+        f"the disk has no room for this run: it needs {needed}, and {free} are free",
         where=f"output.dir: {config.output.dir}",
         why=f"{describe_disk(disk.model_dump())}, and {format_size(LOG_BYTES)} for logs",
         fix=", or ".join(advice),
+    )
+
+
+def nothing_fits(config: RunConfig, candidates: list[Candidate], made: Decisions, limits: Limits) -> UserError:
+    """The smallest candidate's bytes against the limit, its largest terms, and what would make it smaller."""
+    smallest = min(candidates, key=lambda candidate: candidate.memory.total)
+    if smallest.memory.total <= smallest.memory.limit:
+        return _host_does_not_fit(min(candidates, key=lambda candidate: candidate.memory.host_total), made)
+    memory, parallel, batch = smallest.memory, config.parallel, config.batch
+    advice = []
+    explicit = (
+        ("parallel.strategy", parallel.strategy),
+        ("parallel.activation_checkpointing", parallel.activation_checkpointing),
+        ("parallel.reshard_after_forward", parallel.reshard_after_forward),
+    )
+    freed = [f"{key}: auto" for key, value in explicit if value not in ("auto", "fsdp", "hsdp", "full", True)]
+    if freed:
+        advice.append("let the plan choose (" + ", ".join(freed) + ")")
+    if "auto" not in (batch.micro_tokens if config.data.packing else batch.micro_samples,):
+        advice.append("give a smaller micro-batch")
+    if config.method.name != "qlora":
+        advice.append("use method.name=lora" if config.method.name == "full" else "use method.name=qlora")
+    if config.data.max_length > 512:
+        advice.append("shorten the rows (data.max_length)")
+    if made.device == "cuda" and parallel.offload != "all" and config.optimizer.name == "adamw":
+        advice.append("keep states in host memory (parallel.offload)")
+    advice.append(
+        "use more GPUs or ones with more memory" if parallel.device != "cpu" else "use a machine with more memory"
+    )
+    layout = smallest.layout
+    how = f"{layout.strategy}, activation checkpointing {layout.activation_checkpointing}"
+    limit = describe_limit(made.device, made.world_size, limits.free_bytes, limits.num_local)
+    terms = sorted(memory.terms.items(), key=lambda term: -term[1])
+    return UserError(
+        f"the run does not fit: its smallest form needs {format_gib(memory.total)} a rank,"
+        f" and there are {format_gib(memory.limit)}",
+        where=f"{made.ranks}: {how}, {layout.full_micro_tokens:,} tokens a micro-batch",
+        why=f"the limit is {limit}; the estimate by term:",
+        fix=", or ".join(advice),
+        details=[f"{name}: {format_gib(size)}" for name, size in terms if size],
+    )
+
+
+def _host_does_not_fit(smallest: Candidate, made: Decisions) -> UserError:
+    memory = smallest.memory
+    return UserError(
+        f"what is offloaded does not fit: {format_gib(memory.host_total)} a rank,"
+        f" and there are {format_gib(memory.host_limit or 0)} of host memory",
+        where=f"{made.ranks}: parallel.offload, parallel.offload_activations",
+        why="the limit is 90 % of the machine's free memory over its ranks;"
+        " pinned memory takes about 1.4 times what it holds",
+        fix="offload less, keep fewer activations (parallel.activation_checkpointing=full),"
+        " or use more machines with parallel.strategy=fsdp",
+        details=[f"{name}: {format_gib(size)}" for name, size in memory.host_terms.items() if size],
     )

@@ -24,8 +24,8 @@ MIN_FLASH_CAPABILITY = (8, 0)
 MIN_FP8_CAPABILITY = (8, 9)
 # The fastest rank measured, a model of 135 million parameters on an H200, trains some 0.3 million tokens/s.
 ENOUGH_TOKENS_PER_S = 4_000_000  # so many leave the collating thread idle nine tenths of the time
-# Of one thread, the slowest kind: weighted chats of 475 tokens on average at 28 million tokens/s, and blocks of 2,048 at
-# 106 million for what a token adds (`python -m benchmarks.collate`, docs/decisions.md).
+# Of one thread, the slowest kind: weighted chats of 475 tokens on average at 28 million tokens/s, and blocks of 2,048
+# at 106 million for what a token adds (`python -m benchmarks.collate`, docs/decisions.md).
 COLLATE_SAMPLE_S, COLLATE_TOKEN_S = 15e-6, 4e-9
 MAX_AUTO_WORKERS = 8
 AUTO_LEARNING_RATE = {"lora": 2e-4, "qlora": 2e-4, "full": 2e-5, "patterns": 2e-5}
@@ -207,7 +207,8 @@ def choose_master_dtype(config: RunConfig, compute: ComputeDtype) -> tuple[Compu
             "model.master_dtype: bfloat16 does not go with other keys",
             where="model.master_dtype",
             why="; ".join(found),
-            fix="remove model.master_dtype, or train in full with model.dtype=bfloat16, optimizer.name=adamw and parallel.offload=none",
+            fix="remove model.master_dtype,"
+            " or train in full with model.dtype=bfloat16, optimizer.name=adamw and parallel.offload=none",
         )
     return "bfloat16", (reason("masters"),)
 
@@ -264,22 +265,18 @@ def fuses_optimizer(config: RunConfig, device: Device) -> bool:
 
 
 def choose_linear(config: RunConfig, device: Device, gpus: tuple[GpuFacts, ...]) -> tuple[Reason, ...]:
-    """What is said of products in fp8. UserError where the GPUs have none; a CPU emulates them if it was asked for by
-    name.
-    """
+    """What is said of fp8 matmuls. UserError where the GPUs have none; a CPU emulates them if it was asked for."""
     if config.kernels.linear == "compute_dtype":
         return ()
     old = next((gpu for gpu in gpus if gpu.compute_capability and gpu.compute_capability < MIN_FP8_CAPABILITY), None)
     if old is not None or (device == "cpu" and config.parallel.device != "cpu"):
-        raise UserError(
-            "kernels.linear: fp8 needs GPUs that multiply in fp8",
-            where="kernels.linear",
-            why=f"{old.name} has compute capability {'.'.join(map(str, old.compute_capability or ()))}, and 8.9 is the first with fp8"
-            if old is not None
-            else "there is no GPU, and a CPU would only emulate it, slowly",
-            fix="set kernels.linear: compute_dtype"
-            + ("" if old is not None else ", or parallel.device: cpu to emulate it"),
-        )
+        why, fix = "there is no GPU, and a CPU would only emulate it, slowly", "set kernels.linear: compute_dtype"
+        if old is None:
+            fix += ", or parallel.device: cpu to emulate it"
+        else:
+            capability = ".".join(map(str, old.compute_capability or ()))
+            why = f"{old.name} has compute capability {capability}, and 8.9 is the first with fp8"
+        raise UserError("kernels.linear: fp8 needs GPUs that multiply in fp8", where="kernels.linear", why=why, fix=fix)
     return (reason("linear", emulated=device == "cpu"),)
 
 
@@ -322,7 +319,7 @@ def check_optimizer(config: RunConfig, device: Device, compute: ComputeDtype) ->
         raise UserError(
             f"optimizer.name: {name} does not run on {'the CPU' if device == 'cpu' else 'weights of 64 bits'}",
             where="optimizer.name",
-            why="bitsandbytes has its kernels for 8-bit and paged optimizers on GPUs only, for weights of at most 32 bits",
+            why="bitsandbytes has 8-bit and paged optimizers for GPUs only, and for weights of at most 32 bits",
             fix="use optimizer.name=adamw, adafactor or muon",
         )
 
@@ -349,8 +346,8 @@ def choose_output_dtype(config: RunConfig, model: ModelFacts, compute: ComputeDt
 
 
 def choose_environment(device: Device, num_cores: int, local_world_size: int) -> dict[str, str]:
-    """Variables that every worker gets; ``launch/environment.py`` sets them. The cores are one machine's, for the processes on
-    it.
+    """Variables that every worker gets; ``launch/environment.py`` sets them. ``num_cores`` and ``local_world_size``
+    are those of one machine.
     """
     # Without the first a second attempt of torch's agent reads the first one's addresses.
     environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}

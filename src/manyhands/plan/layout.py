@@ -53,7 +53,7 @@ class Mesh:
 
 
 def mesh_of(strategy: Strategy, world_size: int, shard_degree: int = 1) -> Mesh:
-    """``single`` and ``ddp``: a copy on each rank. ``fsdp``: shards over all. ``hsdp``: over groups of ``shard_degree``."""
+    """``single``, ``ddp``: a copy on each rank. ``fsdp``: shards over all. ``hsdp``: in groups of ``shard_degree``."""
     shard = {"fsdp": world_size, "hsdp": shard_degree}.get(strategy, 1)
     return Mesh(replicate=world_size // shard, shard=shard)
 

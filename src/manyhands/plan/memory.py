@@ -196,8 +196,8 @@ def fetched(s: EstimateInput) -> int:
 
 
 def _gathered_partially_trained(s: EstimateInput, t: TrainedWeights) -> int:
-    """The same for partially trained models, and ``c`` for each trained weight: autograd keeps the cast copy until the backward pass is
-    there.
+    """The same for partially trained models, and ``c`` for each trained weight: autograd keeps the cast copy until the
+    backward pass is there.
 
     Of copies in blocks that are computed again one block's are held.
     """

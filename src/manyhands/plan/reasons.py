@@ -1,5 +1,5 @@
-"""Why a plan is as it is: a code with values for every decision, rejection and warning. No prose: ``sentences.py`` turns
-a reason into a sentence, and nothing reads a sentence.
+"""Why a plan is as it is: a code with values for every decision, rejection and warning. No prose: ``sentences.py``
+turns a reason into a sentence, and nothing reads a sentence.
 """
 
 from __future__ import annotations

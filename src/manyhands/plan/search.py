@@ -6,7 +6,8 @@ The candidates and their order stand in ``candidates.py``.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
@@ -21,7 +22,7 @@ from manyhands.plan.candidates import (
     reduce_once,
     slowness,
 )
-from manyhands.plan.checks import check_disk, estimate_disk, warn_of_values
+from manyhands.plan.checks import check_disk, estimate_disk, nothing_fits, warn_of_values
 from manyhands.plan.choices import (
     Decisions,
     choose_environment,
@@ -36,15 +37,26 @@ from manyhands.plan.efficiency import with_efficiency
 from manyhands.plan.estimate_input import EstimateInput
 from manyhands.plan.layout import DTYPE_BYTES, lay_out, mesh_of
 from manyhands.plan.reasons import Reason, reason
-from manyhands.plan.sentences import describe_limit, format_gib
 from manyhands.plan.smaller import NothingSmaller as NothingSmaller
 from manyhands.plan.smaller import choose_smaller, explain_smaller, find_ran_out, nothing_smaller
-from manyhands.plan.steps import count_steps
+from manyhands.plan.steps import Steps, count_steps
 from manyhands.plan.trained import count_trained
-from manyhands.plan.types import Candidate, Cause, Plan, RanOut
+from manyhands.plan.types import Candidate, Cause, DiskEstimate, Plan, RanOut
 
 USEFUL_TOKENS = {"cuda": 16_384, "cpu": 2_048}  # a larger micro-batch gains nothing
 SAFE_SHARE = 0.92  # of the limit: what is planned for, as the estimate is one
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What was compared and what was chosen. ``base`` is what all candidates share, ``split`` has their batch."""
+
+    base: EstimateInput
+    split: BatchSplit
+    limits: Limits
+    ran_out: RanOut | None
+    candidates: list[Candidate]
+    chosen: Candidate
 
 
 def plan(
@@ -57,26 +69,12 @@ def plan(
     (processes, batch, dtypes) or where nothing fits; NothingSmaller where nothing is left to try.
     """
     digest = config.digest
-    packing, why_packing = choose_packing(config, facts.model)
-    config = config.model_copy(
-        update={"data": config.data.model_copy(update={"packing": packing})}
-    )  # from here on no `auto`
-    if facts.adapter is not None:
-        config = config.model_copy(update={"method": facts.adapter.method})
+    config, why_packing = _settle(config, facts)  # from here on no `auto`
     made = decide(config, facts)
-    splits = possible_splits(config, facts.data, made.world_size, USEFUL_TOKENS[made.device])
-    limits = memory_limits(config, facts, made)
-    num_local = ranks_per_machine(facts, made.device, made.world_size)
-    num_machines = ceil_div(made.world_size, num_local)
-    base = _base_input(config, facts, made)
-    candidates = list_candidates(config, base, splits, limits, made.shard_degree, num_machines)
-    ran_out = find_ran_out(cause, before, facts, made, limits)
-    candidates, chosen = _choose(config, candidates, base, made, limits, ran_out)
-    split = splits[0]  # the batch is that of all
-    steps = count_steps(config, facts.data, split.batch_samples)
-    why_layout = _why_layout(config, facts, chosen, base, split, limits)
-    disk = estimate_disk(config, facts, replace(base, layout=chosen.layout), steps, DTYPE_BYTES[made.output])
-    why_disk, warnings = check_disk(config, disk), warn_of_values(config, facts.model, made.learning_rate)
+    found = _search(config, facts, made, cause, before)
+    steps = count_steps(config, facts.data, found.split.batch_samples)
+    asked = replace(found.base, layout=found.chosen.layout)
+    disk = estimate_disk(config, facts, asked, steps, DTYPE_BYTES[made.output])
     whole = Plan(
         number=number,
         cause=cause,
@@ -89,11 +87,11 @@ def plan(
         keeps_base=config.method.name != "full" or facts.model.num_tower_parameters > 0,
         new_tokens=facts.new_tokens,
         adapter=facts.adapter,
-        layout=chosen.layout,
+        layout=found.chosen.layout,
         attention=made.attention,
-        packing=packing,
-        batch_samples=split.batch_samples,
-        batch_loss_tokens=split.batch_loss_tokens,
+        packing=config.data.packing is True,
+        batch_samples=found.split.batch_samples,
+        batch_loss_tokens=found.split.batch_loss_tokens,
         converters=_converters(config, facts, made),
         fuse_optimizer=fuses_optimizer(config, made.device),
         steps_per_epoch=steps.per_epoch,
@@ -103,26 +101,34 @@ def plan(
         evaluate_every=steps.evaluate_every,
         checkpoint_every=steps.checkpoint_every,
         output_dtype=made.output,
-        memory=chosen.memory,
+        memory=found.chosen.memory,
         disk=disk,
-        ran_out=ran_out,
-        environment=choose_environment(made.device, facts.host.num_cores, num_local),
-        candidates=tuple(_with_reason(candidate, chosen, ran_out) for candidate in candidates),
-        why=(
-            *made.why_ranks,
-            why_packing,
-            *explain_smaller(chosen, ran_out),
-            *why_layout,
-            *made.why_numerics,
-            *_why_start(facts),
-            *_why_samples(config, facts.data),
-            *steps.why,
-            why_disk,
-            *made.why_rate,
-            *warnings,
-        ),
+        ran_out=found.ran_out,
+        environment=choose_environment(made.device, facts.host.num_cores, found.limits.num_local),
+        candidates=tuple(_with_reason(candidate, found.chosen, found.ran_out) for candidate in found.candidates),
+        why=_explain(config, facts, made, found, steps, disk, why_packing),
     )
     return with_efficiency(whole, facts)
+
+
+def _settle(config: RunConfig, facts: Facts) -> tuple[RunConfig, Reason]:
+    """The config with packing decided, and with the method of the adapter that the run goes on from."""
+    packing, why = choose_packing(config, facts.model)
+    update: dict[str, Any] = {"data": config.data.model_copy(update={"packing": packing})}
+    if facts.adapter is not None:
+        update["method"] = facts.adapter.method
+    return config.model_copy(update=update), why
+
+
+def _search(config: RunConfig, facts: Facts, made: Decisions, cause: Cause, before: Plan | None) -> SearchResult:
+    splits = possible_splits(config, facts.data, made.world_size, USEFUL_TOKENS[made.device])
+    limits = memory_limits(config, facts, made)
+    num_machines = ceil_div(made.world_size, ranks_per_machine(facts, made.device, made.world_size))
+    base = _base_input(config, facts, made)
+    candidates = list_candidates(config, base, splits, limits, made.shard_degree, num_machines)
+    ran_out = find_ran_out(cause, before, facts, made, limits)
+    candidates, chosen = _choose(config, candidates, base, made, limits, ran_out)
+    return SearchResult(base, splits[0], limits, ran_out, candidates, chosen)
 
 
 def _choose(
@@ -137,13 +143,13 @@ def _choose(
     if ran_out is not None:
         smaller = choose_smaller(candidates, ran_out)
         if smaller is None and not any(candidate.memory.fits for candidate in candidates):
-            raise _nothing_fits(config, candidates, made, limits)
+            raise nothing_fits(config, candidates, made, limits)
         if smaller is None:
             raise nothing_smaller(config, ran_out, made)
         return candidates, smaller
     chosen = choose_candidate(candidates, SAFE_SHARE)
     if chosen is None:
-        raise _nothing_fits(config, candidates, made, limits)
+        raise nothing_fits(config, candidates, made, limits)
     once = reduce_once(chosen, base, limits, SAFE_SHARE)
     candidates = [once if candidate is chosen else candidate for candidate in candidates]
     lighter = lighten(config, once, candidates, base, limits, SAFE_SHARE)
@@ -231,9 +237,34 @@ def _why_lost(candidate: Candidate, chosen: Candidate, share: float, ran_out: Ra
     return next((found for found, mine, best in pairs if mine > best), reason("no_faster"))
 
 
-def _why_layout(
-    config: RunConfig, facts: Facts, chosen: Candidate, base: EstimateInput, split: BatchSplit, limits: Limits
-) -> list[Reason]:
+def _explain(
+    config: RunConfig,
+    facts: Facts,
+    made: Decisions,
+    found: SearchResult,
+    steps: Steps,
+    disk: DiskEstimate,
+    why_packing: Reason,
+) -> tuple[Reason, ...]:
+    """All reasons, in the order in which they are shown. UserError where the disk or validation samples are lacking."""
+    why_disk = check_disk(config, disk)
+    return (
+        *made.why_ranks,
+        why_packing,
+        *explain_smaller(found.chosen, found.ran_out),
+        *_why_layout(config, facts, found),
+        *made.why_numerics,
+        *_why_start(facts),
+        *_why_samples(config, facts.data),
+        *steps.why,
+        why_disk,
+        *made.why_rate,
+        *warn_of_values(config, facts.model, made.learning_rate),
+    )
+
+
+def _why_layout(config: RunConfig, facts: Facts, found: SearchResult) -> list[Reason]:
+    chosen, split, limits = found.chosen, found.split, found.limits
     parallel, layout, memory = config.parallel, chosen.layout, chosen.memory
     ranks = {"device": layout.device, "ranks": layout.world_size}
     why = [
@@ -250,7 +281,7 @@ def _why_layout(
             "activation_checkpointing",
             mode=layout.activation_checkpointing,
             lighter_layers=layout.lighter_layers,
-            layers=base.model.num_layers,
+            layers=found.base.model.num_layers,
             last=layout.last_checkpointing,
             asked=parallel.activation_checkpointing != "auto",
         ),
@@ -326,52 +357,3 @@ def _why_samples(config: RunConfig, data: DataFacts) -> list[Reason]:
         )
     ]
     return why + ([reason("unread", columns=data.unread)] if data.unread else [])
-
-
-def _nothing_fits(config: RunConfig, candidates: list[Candidate], made: Decisions, limits: Limits) -> UserError:
-    """The smallest candidate's bytes against the limit, its largest terms, and what would make it smaller."""
-    smallest = min(candidates, key=lambda candidate: candidate.memory.total)
-    if smallest.memory.total <= smallest.memory.limit:
-        return _host_does_not_fit(min(candidates, key=lambda candidate: candidate.memory.host_total), made)
-    memory, parallel, batch = smallest.memory, config.parallel, config.batch
-    advice = []
-    explicit = (
-        ("parallel.strategy", parallel.strategy),
-        ("parallel.activation_checkpointing", parallel.activation_checkpointing),
-        ("parallel.reshard_after_forward", parallel.reshard_after_forward),
-    )
-    freed = [f"{key}: auto" for key, value in explicit if value not in ("auto", "fsdp", "hsdp", "full", True)]
-    if freed:
-        advice.append("let the plan choose (" + ", ".join(freed) + ")")
-    if "auto" not in (batch.micro_tokens if config.data.packing else batch.micro_samples,):
-        advice.append("give a smaller micro-batch")
-    if config.method.name != "qlora":
-        advice.append("use method.name=lora" if config.method.name == "full" else "use method.name=qlora")
-    if config.data.max_length > 512:
-        advice.append("shorten the rows (data.max_length)")
-    if made.device == "cuda" and parallel.offload != "all" and config.optimizer.name == "adamw":
-        advice.append("keep states in host memory (parallel.offload)")
-    advice.append(
-        "use more GPUs or ones with more memory" if parallel.device != "cpu" else "use a machine with more memory"
-    )
-    layout = smallest.layout
-    how = f"{layout.strategy}, activation checkpointing {layout.activation_checkpointing}, {layout.full_micro_tokens:,} tokens a micro-batch"
-    terms = sorted(memory.terms.items(), key=lambda term: -term[1])
-    return UserError(
-        f"the run does not fit: its smallest form needs {format_gib(memory.total)} a rank, and there are {format_gib(memory.limit)}",
-        where=f"{made.ranks}: {how}",
-        why=f"the limit is {describe_limit(made.device, made.world_size, limits.free_bytes, limits.num_local)}; the estimate by term:",
-        fix=", or ".join(advice),
-        details=[f"{name}: {format_gib(size)}" for name, size in terms if size],
-    )
-
-
-def _host_does_not_fit(smallest: Candidate, made: Decisions) -> UserError:
-    memory = smallest.memory
-    return UserError(
-        f"what is offloaded does not fit: {format_gib(memory.host_total)} a rank, and there are {format_gib(memory.host_limit or 0)} of host memory",
-        where=f"{made.ranks}: parallel.offload, parallel.offload_activations",
-        why="the limit is 90 % of the machine's free memory over its ranks; pinned memory takes about 1.4 times what it holds",
-        fix="offload less, keep fewer activations (parallel.activation_checkpointing=full), or use more machines with parallel.strategy=fsdp",
-        details=[f"{name}: {format_gib(size)}" for name, size in memory.host_terms.items() if size],
-    )

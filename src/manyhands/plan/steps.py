@@ -105,7 +105,8 @@ def _warmup(config: RunConfig, total: int) -> tuple[int, Reason]:
             )
         if schedule.warmup_steps > room:
             raise UserError(
-                f"schedule.warmup_steps: {schedule.warmup_steps} reaches into the decay, the last {total - room} of {total} steps",
+                f"schedule.warmup_steps: {schedule.warmup_steps} reaches into the decay,"
+                f" the last {total - room} of {total} steps",
                 where="schedule.warmup_steps, schedule.decay_ratio",
                 fix="make one of them smaller, or train for more steps (stop.epochs, stop.max_steps)",
             )

@@ -3,8 +3,8 @@ host.
 
 bitsandbytes' own classes do not know shards, so its kernels are called here on each rank's part. Moments in 8 bits
 (Dettmers et al. 2021, https://arxiv.org/abs/2110.02861) have one scale for each 256 values of that part: where blocks
-of a part are blocks of the full tensor, any number of ranks can load what another saved; elsewhere the layout must be the one
-that saved it.
+of a part are blocks of the full tensor, any number of ranks can load what another saved; elsewhere the layout must be
+the one that saved it.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ def check_blockwise(name: str, parameters: Iterable[torch.Tensor]) -> None:
         ) from error
     for parameter in parameters:
         if parameter.device.type != "cuda" or parameter.dtype == torch.float64:
+            dtype = str(parameter.dtype).removeprefix("torch.")
             raise UserError(
-                f"optimizer.name: {name} does not run on {parameter.device.type} in {str(parameter.dtype).removeprefix('torch.')}",
+                f"optimizer.name: {name} does not run on {parameter.device.type} in {dtype}",
                 where="optimizer.name",
-                why="bitsandbytes has its kernels for 8-bit and paged optimizers on GPUs only, for weights of at most 32 bits",
+                why="bitsandbytes has 8-bit and paged optimizers for GPUs only, and for weights of at most 32 bits",
                 fix="use optimizer.name=adamw, adafactor or muon",
             )
 
@@ -138,7 +139,7 @@ class BlockwiseAdamW(torch.optim.Optimizer):
 
 
 def create_scales(parameter: torch.Tensor) -> torch.Tensor:
-    """Zeros for the scales of a moment's blocks, in a shape that differs between layouts unless their blocks are the same.
+    """Zeros for the scales of a moment's blocks, in a shape that is equal in two layouts only if their blocks are.
 
     ===================================  ==============================  ======================================
     columns are full blocks              (rows, columns / 256)           cut as the parameter, in any layout

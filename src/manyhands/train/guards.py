@@ -72,7 +72,7 @@ class DivergenceGuard(Hook):
             self._found(
                 state,
                 f"the loss is {result.loss:.4g} at step {result.step}, and was {state.best_level:.4g}",
-                f"it has been above {self.stop.divergence_factor:g} times its best for {state.steps_above} steps in a row",
+                f"it was above {self.stop.divergence_factor:g} times its best for {state.steps_above} steps in a row",
             )
 
     def after_evaluation(self, state: TrainState, evaluation: Evaluation) -> None:
@@ -85,16 +85,19 @@ class DivergenceGuard(Hook):
             )
         if state.start_loss is None or not self._is_far_above(evaluation.loss, state.start_loss):
             return
+        what = f"the held-out loss is {evaluation.loss:.4g} {_when(evaluation)},"
+        what += f" and was {state.start_loss:.4g} before training"
         if state.start_level is not None and state.recent_losses and max(state.recent_losses) <= state.start_level:
             self.log(  # patience and keep_best exist for this
-                f"warning: the held-out loss is {evaluation.loss:.4g} {_when(evaluation)}, and was {state.start_loss:.4g} before training, "
-                "while the training loss fell: the run overfits, or the held-out samples are of another kind"
+                f"warning: {what}, while the training loss fell:"
+                " the run overfits, or the held-out samples are of another kind"
             )
         else:
             self._found(
                 state,
-                f"the held-out loss is {evaluation.loss:.4g} {_when(evaluation)}, and was {state.start_loss:.4g} before training",
-                f"it is more than {self.stop.divergence_factor:g} times what the untrained model has: training made it worse",
+                what,
+                f"it is more than {self.stop.divergence_factor:g} times what the untrained model has:"
+                " training made it worse",
             )
 
     def _is_rising(self, state: TrainState, loss: float) -> bool:
@@ -125,8 +128,8 @@ class DivergenceGuard(Hook):
             f"training has diverged: {what}",
             where="optimizer.learning_rate, or the data of the last steps (metrics.jsonl)",
             why=why,
-            fix="start again with a lower optimizer.learning_rate or a longer schedule.warmup_steps (--fresh); the last checkpoint is "
-            "untouched. To continue anyway, set stop.divergence=warn",
+            fix="start again with a lower optimizer.learning_rate or a longer schedule.warmup_steps (--fresh);"
+            " the last checkpoint is untouched. To continue anyway, set stop.divergence=warn",
             exit_code=EXIT_FAILED,
         )
 

@@ -1,4 +1,4 @@
-"""From (seed, epoch, step) to this rank's micro-batches: order, layout and collation joined, by a thread or by processes.
+"""From (seed, epoch, step) to this rank's micro-batches: order, layout and collation, by a thread or by processes.
 
 Nothing is stored: what a step trains follows from the plan and the order.
 """
@@ -26,7 +26,7 @@ SetName = Literal["train", "validation"]
 
 
 def open_workers(rank: RankContext) -> None:
-    """Starts the processes that the plan names, once; they serve training and every evaluation until they are closed."""
+    """Starts the processes that the plan names, once; they serve training and every evaluation until closed."""
     num_workers = rank.plan.layout.data_workers
     if num_workers:
         rank.workers = BatchWorkers(functools.partial(open_store_samples, rank.store.folder), num_workers)

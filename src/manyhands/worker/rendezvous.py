@@ -1,4 +1,4 @@
-"""The first stage: every expected rank is waited for by name, all get the same run and plan, and the process group forms.
+"""The first stage: every expected rank is waited for by name, all get the run and plan, the process group forms.
 
 In bounded time, and before any model is built.
 """

@@ -99,7 +99,8 @@ def explain_out_of_memory(rank: RankContext, error: BaseException) -> UserError:
     helps = rank.stage not in NOT_OF_MICRO_BATCHES
     fix = "start it again: the next start plans a smaller micro-batch with the same global batch"
     if not helps:
-        fix = "use more GPUs with parallel.strategy=fsdp, or end other programs that hold memory; the same command resumes"
+        fix = "use more GPUs with parallel.strategy=fsdp, or end other programs that hold memory;"
+        fix += " the same command resumes"
     return UserError(
         f"out of {'GPU ' if device.type == 'cuda' else ''}memory in stage '{rank.stage}' at step {rank.state.step}",
         where=f"rank {rank.world.rank}: {had}planned {rank.plan.memory.total / gib:.1f} GiB",

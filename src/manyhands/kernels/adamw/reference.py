@@ -50,7 +50,7 @@ Update = Callable[[AdamWTensors, Rates, torch.Tensor | None], None]
 
 
 def make_rows(counts: torch.Tensor, lr: float, beta1: float, beta2: float) -> torch.Tensor:
-    """``AdamWTensors.row`` of each parameter, from the steps that it has taken (n) -> (n, 4); in float64 until the end."""
+    """``AdamWTensors.row`` of each parameter, from the steps it has taken (n) -> (n, 4); in float64 until the end."""
     wide = counts.double()
     size = lr / (1 - beta1**wide)
     root = (1 - beta2**wide).sqrt()
@@ -80,8 +80,8 @@ def update_reference(part: AdamWTensors, rates: Rates, factor: torch.Tensor | No
 
 
 def make_key(seed: int, parameter: int, first: int) -> tuple[int, int, int, int]:
-    """``AdamWTensors.key`` as four signed words: 64 bits that differ for every (seed, parameter), and the first element's
-    index.
+    """``AdamWTensors.key`` as four signed words: 64 bits that differ for every (seed, parameter), and the index of the
+    first element.
     """
     state = mix(mix(seed & WORD) ^ (seed >> 32 & WORD))
     words = (mix(state + parameter * GOLDEN & WORD), mix(~state + parameter * GOLDEN & WORD), first & WORD, first >> 32)
