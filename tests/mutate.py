@@ -42,7 +42,8 @@ BUDGET_S = 8.0  # of tests for one fault, by the times of the traced run, the sh
 SWAPPED: dict[type, type] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
-    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv,
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.FloorDiv,
     ast.And: ast.Or, ast.Or: ast.And,
 }  # fmt: skip
 NAMES = {"min": "max", "max": "min", "any": "all", "all": "any"}
@@ -481,9 +482,8 @@ def report(options: argparse.Namespace) -> None:
     survived = [result for result in results if result["outcome"] == "survived"]
     print(f"{len(results)} faults, {len(results) - len(survived)} killed, {len(survived)} survived")
     for result in survived:
-        print(
-            f"\n{result['file']}:{result['line']} {result['what']} ({result['num_tests']} tests)\n{result['difference']}"
-        )
+        place = f"{result['file']}:{result['line']}"
+        print(f"\n{place} {result['what']} ({result['num_tests']} tests)\n{result['difference']}")
 
 
 def main() -> None:

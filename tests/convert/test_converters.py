@@ -1,4 +1,4 @@
-"""Converters: the plan names them, the worker is a loop over them, and one from outside needs no change of the product."""
+"""Converters: the plan names them, the worker loops over them, and one from outside needs no change of the product."""
 
 from __future__ import annotations
 
@@ -71,7 +71,10 @@ def test_each_converter_is_one_class_with_a_name_of_its_own() -> None:
 
 
 def test_features_that_a_plan_does_not_name_are_not_imported() -> None:
-    code = "import sys, manyhands.convert.build as b; print([p for p in b.CONVERTERS.values() if p.split(':')[0] in sys.modules])"
+    code = (
+        "import sys, manyhands.convert.build as b\n"
+        "print([p for p in b.CONVERTERS.values() if p.split(':')[0] in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (
         "convert.loftq" not in done.stdout

@@ -37,30 +37,33 @@ TOKEN = re.compile(
     r"|\[/?[A-Z][A-Z_]{1,40}\]|</?_?[a-zA-Z][a-zA-Z0-9_:]{0,30}>|<<?/?SYS>>?"
 )
 ENDS = (
-    "<|im_end|>", "<|eot_id|>", "<|END_OF_TURN_TOKEN|>", "<|return|>", "<end_of_turn>", "<turn|>", "<|end_of_text|>", "<|end|>",
-    "<｜end▁of▁sentence｜>", "<|end_of_turn|>", "<|eot|>", "[EOS]",
+    "<|im_end|>", "<|eot_id|>", "<|END_OF_TURN_TOKEN|>", "<|return|>", "<end_of_turn>", "<turn|>", "<|end_of_text|>",
+    "<|end|>", "<｜end▁of▁sentence｜>", "<|end_of_turn|>", "<|eot|>", "[EOS]",
 )  # fmt: skip
-WORDS = "Hello there how are you Fine user assistant system 42 43 Bye Hi \n\n Be kind Look it up get_weather city Paris sunny"
+WORDS = (
+    "Hello there how are you Fine user assistant system 42 43 Bye Hi \n\n Be kind Look it up"
+    " get_weather city Paris sunny"
+)
 RIGHT, REFUSES, OURS, WRONG = "right", "the template refuses", "refused", "wrong"
 
 
 HEAD = """# Chat templates
 
-What of a conversation is trained, tried on {templates} chat templates of public models and tools, each with the {conversations}
-conversations of `tests/data/test_masks.py`. Made by
+What of a conversation is trained, tried on {templates} chat templates of public models and tools, each with the
+{conversations} conversations of `tests/data/test_masks.py`. Made by
 
     python -m tests.data.corpus FOLDER --output docs/templates.md
 
-where FOLDER holds the templates; they are other people's files and not part of this repository. Files that differ in white
-space or quotes alone count once; {distinct} of them render these conversations in ways of their own. Each ran with a byte-level
-tokenizer made for it, whose added tokens are what looks like a token in the template, not with its model's own. *Right*: the
-ids are those of `apply_chat_template`, and trained is what the model must write itself, no more and no less (blanks aside), by
-`tests/data/oracle.py`, which shares no code with the masks: every word of a conversation is tagged with who says it, and the
-generation prompt and a second ending tell what surrounds them.
+where FOLDER holds the templates; they are other people's files and not part of this repository. Files that differ in
+white space or quotes alone count once; {distinct} of them render these conversations in ways of their own. Each ran
+with a byte-level tokenizer made for it, whose added tokens are what looks like a token in the template, not with its
+model's own. *Right*: the ids are those of `apply_chat_template`, and trained is what the model must write itself, no
+more and no less (blanks aside), by `tests/data/oracle.py`, which shares no code with the masks: every word of a
+conversation is tagged with who says it, and the generation prompt and a second ending tell what surrounds them.
 
-Of {cases} cases {right} are right, in {refuses} the template itself refuses the conversation (roles that do not alternate, no
-tools), {ours} are refused for a reason below, {wrong} are wrong. {unusable} templates write nothing after an answer, so that
-the model would not learn to stop: these are refused as a whole.
+Of {cases} cases {right} are right, in {refuses} the template itself refuses the conversation (roles that do not
+alternate, no tools), {ours} are refused for a reason below, {wrong} are wrong. {unusable} templates write nothing after
+an answer, so that the model would not learn to stop: these are refused as a whole.
 
 Why rows are refused:
 """

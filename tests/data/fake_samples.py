@@ -1,4 +1,4 @@
-"""Sample sets made by hand: what collation reads of a store, and nothing else. Picklable, for processes that collate."""
+"""Sample sets made by hand: what collation reads of a store, and no more. Picklable, for processes that collate."""
 
 from __future__ import annotations
 

@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 TEMPLATES = Path(__file__).parent / "templates"
-WORDS = "Hello there, how are you? Fine. user assistant system model 42 43 Bye Hi   \n\n Be kind. Look it up. get_weather city Paris sunny"
+WORDS = (
+    "Hello there, how are you? Fine. user assistant system model 42 43 Bye Hi   \n\n Be kind. Look it up."
+    " get_weather city Paris sunny"
+)
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,8 @@ PHI = Family(
     None,
     "<|endoftext|>",
     _list(
-        "<|endoftext|> <|system|> <|user|> <|assistant|> <|end|> <|tool|> <|/tool|> <|tool_call|> <|/tool_call|> <|tool_response|>"
+        "<|endoftext|> <|system|> <|user|> <|assistant|> <|end|> "
+        "<|tool|> <|/tool|> <|tool_call|> <|/tool_call|> <|tool_response|>"
     ),
 )
 DEEPSEEK = Family(
@@ -57,7 +61,8 @@ GLM = Family(
     "<|endoftext|>",
     _list("<|endoftext|> [gMASK] <sop> <|system|> <|user|> <|assistant|> <|observation|>"),
     _list(
-        "<think> </think> <tool_call> </tool_call> <tool_response> </tool_response> <arg_key> </arg_key> <arg_value> </arg_value>"
+        "<think> </think> <tool_call> </tool_call> <tool_response> </tool_response> "
+        "<arg_key> </arg_key> <arg_value> </arg_value>"
     ),
 )
 

@@ -80,8 +80,10 @@ calls = st.lists(
     max_size=2,
 )
 message = objects(
-    role=st.sampled_from((*ROLES, "function")), content=texts | st.lists(objects(type=st.just("text"), text=texts), max_size=2),
-    tool_calls=calls, reasoning_content=texts, thinking=texts, weight=st.floats(0, 2), train=st.booleans(), name=texts, function_call=calls,
+    role=st.sampled_from((*ROLES, "function")),
+    content=texts | st.lists(objects(type=st.just("text"), text=texts), max_size=2),
+    tool_calls=calls, function_call=calls, name=texts, reasoning_content=texts, thinking=texts,
+    weight=st.floats(0, 2), train=st.booleans(),
 )  # fmt: skip
 turn = objects(
     **{
@@ -91,8 +93,9 @@ turn = objects(
     }
 )
 field_values = {
-    "messages": st.lists(message, max_size=4), "conversations": st.lists(turn | message, max_size=4), "tools": calls, "weight": st.floats(),
-    "history": st.lists(st.lists(texts, min_size=1, max_size=3), max_size=2), "prompt": texts | st.lists(message, max_size=2),
+    "messages": st.lists(message, max_size=4), "conversations": st.lists(turn | message, max_size=4),
+    "tools": calls, "weight": st.floats(), "prompt": texts | st.lists(message, max_size=2),
+    "history": st.lists(st.lists(texts, min_size=1, max_size=3), max_size=2),
 }  # fmt: skip
 fields_of = {
     format: st.fixed_dictionaries(

@@ -62,31 +62,43 @@ CONVERSATIONS: dict[str, tuple[list[dict], list | None]] = {
     "tools": ([user("Paris?"), call("Paris"), result("sunny"), answer("Sunny.")], TOOLS),
     "tools, again": (
         [
-            system("Be kind."), user("Paris?"), call("Paris", "Look."), result("sunny"), call("Bonn"), result("42"), answer("Fine."),
-            user("Rome?"), call("Rome"), result("43"), answer("Bye"),
+            system("Be kind."), user("Paris?"), call("Paris", "Look."), result("sunny"), call("Bonn"), result("42"),
+            answer("Fine."), user("Rome?"), call("Rome"), result("43"), answer("Bye"),
         ],
         TOOLS,
     ),
     "tools, thinking": (
         [
-            user("Paris?"), call("Paris", reasoning_content="hm"), result("sunny"), call("Bonn", reasoning_content="so"), result("42"),
-            answer("Fine.", reasoning_content="ok"), user("Bye"), answer("Bye", reasoning_content="end"),
+            user("Paris?"), call("Paris", reasoning_content="hm"), result("sunny"),
+            call("Bonn", reasoning_content="so"), result("42"), answer("Fine.", reasoning_content="ok"),
+            user("Bye"), answer("Bye", reasoning_content="end"),
         ],
         TOOLS,
     ),
     "tools, thinking, last": (
-        [user("Paris?"), call("Paris", reasoning_content="hm"), result("sunny"), answer("Sunny.", reasoning_content="ok")], TOOLS,
+        [
+            user("Paris?"), call("Paris", reasoning_content="hm"), result("sunny"),
+            answer("Sunny.", reasoning_content="ok"),
+        ],
+        TOOLS,
     ),
     "thinking": (
-        [user("Hi"), answer("<think>\nhm\n</think>\n\nHello"), user("42?"), answer("<think>\nyes\n</think>\n\n43")], None,
+        [user("Hi"), answer("<think>\nhm\n</think>\n\nHello"), user("42?"), answer("<think>\nyes\n</think>\n\n43")],
+        None,
     ),
-    "thinking apart": ([user("Hi"), answer("Hello", reasoning_content="hm"), user("42?"), answer("43", reasoning_content="yes")], None),
+    "thinking apart": (
+        [user("Hi"), answer("Hello", reasoning_content="hm"), user("42?"), answer("43", reasoning_content="yes")],
+        None,
+    ),
     "empty": ([user("Hi"), answer(""), user("Bye"), answer("Fine.")], None),
     "empty last": ([user("Hi"), answer("")], None),
     "two answers": ([user("Hi"), answer("Hello"), answer("Fine.")], None),
     "answer first": ([answer("Hello"), user("Hi"), answer("Fine.")], None),
     "ends with user": ([user("Hi"), answer("Hello"), user("Bye")], None),
-    "markers": ([user("<|im_end|>\n<|im_start|>assistant\n[/INST]Hi<|user|><|end|>"), answer("Hi"), user("Hi"), answer("Hi")], None),
+    "markers": (
+        [user("<|im_end|>\n<|im_start|>assistant\n[/INST]Hi<|user|><|end|>"), answer("Hi"), user("Hi"), answer("Hi")],
+        None,
+    ),
     "blanks": ([user(" Hi\n"), answer("Hello\n\n"), user("Hi "), answer("Hello ")], None),
     "characters": ([user("¿Qué? 你好"), answer("naïve 🙂 ok\n\nBye")], None),
 }  # fmt: skip
@@ -149,7 +161,10 @@ def phi_call(city: str) -> str:
 
 
 def deepseek3_call(city: str) -> str:
-    return f'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{{"city": "{city}"}}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+    return (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
+        f'{{"city": "{city}"}}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+    )
 
 
 def deepseek1_call(city: str) -> str:

@@ -75,8 +75,12 @@ def messages() -> st.SearchStrategy[dict]:
         words(CYRILLIC),
         optional(reasoning_content=words(CYRILLIC), weight=st.just(1.0)),
     )
-    calling = st.builds(lambda c, t, m: {"role": "assistant", "content": c, "tool_calls": t, **m}, words(CYRILLIC) | st.none(), calls(),
-                        optional(reasoning_content=words(CYRILLIC)))  # fmt: skip
+    calling = st.builds(
+        lambda c, t, m: {"role": "assistant", "content": c, "tool_calls": t, **m},
+        words(CYRILLIC) | st.none(),
+        calls(),
+        optional(reasoning_content=words(CYRILLIC)),
+    )
     return st.one_of(others, answers, others, answers, calling, results)
 
 

@@ -20,16 +20,19 @@ BRIEF = ("system", "Be brief.")
 PREAMBLE = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
 )
-# What the public definitions give for BRIEF and TURNS. The assistant's own text, its end included, stands between { and
-# }.
+# What the public definitions give for BRIEF and TURNS. The assistant's own text, its end included, stands in braces.
 EXPECTED = {
-    "alpaca": "BOSBe brief.\n\n### Instruction:\nHi\n\n### Response:\n{Yes.EOS}\n\n### Instruction:\nWhy?\n\n### Response:\n{So.EOS}",
-    "chatml": "BOS<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n{Yes.<|im_end|>}\n"
+    "alpaca": "BOSBe brief.\n\n### Instruction:\nHi\n\n### Response:\n{Yes.EOS}\n\n"
+    "### Instruction:\nWhy?\n\n### Response:\n{So.EOS}",
+    "chatml": "BOS<|im_start|>system\nBe brief.<|im_end|>\n"
+    "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n{Yes.<|im_end|>}\n"
     "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n{So.<|im_end|>}\n",
     "gemma": "BOS<start_of_turn>user\nBe brief.\n\nHi<end_of_turn>\n<start_of_turn>model\n{Yes.<end_of_turn>}\n"
     "<start_of_turn>user\nWhy?<end_of_turn>\n<start_of_turn>model\n{So.<end_of_turn>}\n",
-    "llama3": "BOS<|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
-    "<|start_header_id|>assistant<|end_header_id|>\n\n{Yes.<|eot_id|>}<|start_header_id|>user<|end_header_id|>\n\nWhy?<|eot_id|>"
+    "llama3": "BOS<|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n{Yes.<|eot_id|>}"
+    "<|start_header_id|>user<|end_header_id|>\n\nWhy?<|eot_id|>"
     "<|start_header_id|>assistant<|end_header_id|>\n\n{So.<|eot_id|>}",
     "mistral": "BOS[INST] Be brief.\n\nHi[/INST]{ Yes.EOS}[INST] Why?[/INST]{ So.EOS}",
     "mistral-v7": "BOS[SYSTEM_PROMPT]Be brief.[/SYSTEM_PROMPT][INST]Hi[/INST]{Yes.EOS}[INST]Why?[/INST]{So.EOS}",
@@ -38,7 +41,8 @@ EXPECTED = {
     "phi4": "BOS<|im_start|>system<|im_sep|>Be brief.<|im_end|><|im_start|>user<|im_sep|>Hi<|im_end|>"
     "<|im_start|>assistant<|im_sep|>{Yes.<|im_end|>}<|im_start|>user<|im_sep|>Why?<|im_end|>"
     "<|im_start|>assistant<|im_sep|>{So.<|im_end|>}",
-    "zephyr": "BOS<|system|>\nBe brief.EOS\n<|user|>\nHiEOS\n<|assistant|>\n{Yes.EOS}\n<|user|>\nWhy?EOS\n<|assistant|>\n{So.EOS}\n",
+    "zephyr": "BOS<|system|>\nBe brief.EOS\n<|user|>\nHiEOS\n<|assistant|>\n{Yes.EOS}\n"
+    "<|user|>\nWhy?EOS\n<|assistant|>\n{So.EOS}\n",
 }
 
 

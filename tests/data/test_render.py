@@ -120,11 +120,14 @@ def test_template_that_hides_an_answer_is_refused() -> None:
 
 
 PARTS = (  # after SmolVLM's and LLaVA's: of a content that is a text they show nothing
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% for part in m['content'] %}{% if part['type'] == 'image' %}<image>"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% for part in m['content'] %}{% if part['type'] == 'image' %}<image>"
     "{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% for part in m['content'] | selectattr('type', 'equalto', 'text') %}"
-    "{{ part['text'] }}{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% for part in m['content'] | selectattr('type', 'equalto', 'text') %}"
+    "{{ part['text'] }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
 )
 
 

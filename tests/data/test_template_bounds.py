@@ -21,7 +21,8 @@ LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% en
 BOMBS = {
     "loops": LOOPS,
     "one text": "{{ ('x' * 5000000000) | length }}",
-    "doubled text": "{% set n = namespace(t='x') %}{% for i in range(60) %}{% set n.t = n.t ~ n.t %}{% endfor %}{{ n.t | length }}",
+    "doubled text": "{% set n = namespace(t='x') %}{% for i in range(60) %}{% set n.t = n.t ~ n.t %}{% endfor %}"
+    "{{ n.t | length }}",
     "a long text": "{% for i in range(9999) %}{{ 'x' * 9999 }}{% endfor %}",
     "format": "{{ '%5000000000d' | format(1) }}",
     "power": "{{ 9 ** (9 ** 9) > 1 }}",

@@ -53,7 +53,8 @@ def notes_of(template: str, messages: list[dict], tools: list[dict] | None = Non
 
 # after Cohere2: two tokens end a turn, and an answer opens otherwise than the prompt, whose thinking is empty
 SEVERAL = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<start_of_turn>{{ m.content }}<end_of_turn>"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' %}<start_of_turn>{{ m.content }}<end_of_turn>"
     "{% else %}{{ m.content }}{% endif %}</s>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n<think></think>{% endif %}"
 )
@@ -64,20 +65,27 @@ def test_every_token_that_ends_a_turn_is_trained_and_what_the_prompt_does_not_su
 
 
 def test_a_header_that_always_opens_the_next_answer_is_not_trained() -> None:
-    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}</s>{% endfor %}{{ '<|im_start|>assistant\n' }}"
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}</s>{% endfor %}"
+        "{{ '<|im_start|>assistant\n' }}"
+    )
     assert shown(template, TWO) == ["Hello</s>", "Fine.</s>"]
 
 
 def test_a_turn_may_end_otherwise_where_the_conversation_ends() -> None:
     """After gpt-oss: one token before a question, another at the end."""
     template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% if loop.last %}</s>{% else %}<|im_end|>{% endif %}{% endfor %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% if loop.last %}</s>{% else %}<|im_end|>{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     assert shown(template, TWO) == ["Hello<|im_end|>", "Fine.</s>"]
 
 
-CALLS = "{% for call in m.tool_calls %}[INST]{{ call.function.name }} {{ call.function.arguments | tojson }}[/INST]{% endfor %}"
+CALLS = (
+    "{% for call in m.tool_calls %}[INST]{{ call.function.name }} {{ call.function.arguments | tojson }}[/INST]"
+    "{% endfor %}"
+)
 HEADER = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
 FOOTER = "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 ONE_CALL = '[INST]look {"x": 1}[/INST]<|im_end|>'
@@ -162,7 +170,8 @@ def test_a_prompt_that_ends_in_a_blank_leaves_no_word_untrained(trim_offsets: bo
 def test_the_argument_that_ends_the_last_turn_is_named() -> None:
     """After Apertus and Apriel: without it the last turn of a sample has no end to train."""
     template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% if not loop.last or whole %}<|im_end|>{% endif %}{% endfor %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% if not loop.last or whole %}<|im_end|>{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     assert shown(template, TWO) == ["Hello<|im_end|>", "Fine."]
@@ -174,7 +183,8 @@ def test_the_argument_that_ends_the_last_turn_is_named() -> None:
 RESULT_NAMES = (
     "{% for m in messages %}{% if m.role == 'tool' %}[/INST]look {{ m.content }}<end_of_turn>{% else %}"
     "{% if not loop.first and loop.previtem.role != 'tool' or loop.first %}<|im_start|>{{ m.role }}\n{% endif %}"
-    "{% if m.reasoning_content and (messages | length < 5 or loop.last) %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{% if m.reasoning_content and (messages | length < 5 or loop.last) %}"
+    "<think>{{ m.reasoning_content }}</think>{% endif %}"
     "{% for call in m.tool_calls %}<start_of_turn>{{ call.function.name }}{% endfor %}"
     "{% if not m.tool_calls %}{{ m.content }}<|im_end|>{% else %}[INST]{% endif %}{% endif %}{% endfor %}"
     "{% if add_generation_prompt and messages[-1].role != 'tool' %}<|im_start|>assistant\n<think></think>{% endif %}"

@@ -121,7 +121,9 @@ def test_they_end_with_the_process_that_started_them() -> None:
     import sys
 
     code = (
-        "import sys, time; from tests.data.fake_samples import open_drawn; from manyhands.data.collate import BatchWorkers\n"
+        "import sys, time\n"
+        "from tests.data.fake_samples import open_drawn\n"
+        "from manyhands.data.collate import BatchWorkers\n"
         "workers = BatchWorkers(open_drawn, 2); print(*workers.pids, flush=True)\n"
         "assert 'torch' not in sys.modules\n"
         "time.sleep(60 if sys.argv[1] == 'killed' else 0)"

@@ -151,14 +151,20 @@ def test_sigterm_saves_and_ends_with_143(place: Place) -> None:
 def test_sigterm_in_preparation_says_so(place: Place, command: tuple[str, ...]) -> None:
     name = f"preparing-{len(command)}"
     mark = place.folder / name
-    plant = f"import pathlib, time\ndef gather_facts(*a, **o):\n    pathlib.Path({str(mark)!r}).touch()\n    time.sleep({WAIT_S})\n"
+    plant = (
+        "import pathlib, time\n"
+        "def gather_facts(*a, **o):\n"
+        f"    pathlib.Path({str(mark)!r}).touch()\n"
+        f"    time.sleep({WAIT_S})\n"
+    )
     with place.start(*command, f"name={name}", plant={"manyhands.launch.facts": plant}) as process:
         place.wait_for([mark], process)
         process.send_signal(signal.SIGTERM)
         stopped = place.wait(process, time.monotonic())
     assert stopped.code == 143 and not place.run(name).folder.exists()
     assert stopped.output.strip() == (
-        "SIGTERM: stopped while data and plan were being prepared, no rank has started; the same command starts it again"
+        "SIGTERM: stopped while data and plan were being prepared, no rank has started;"
+        " the same command starts it again"
     )
 
 
@@ -206,10 +212,13 @@ def test_slow_work_lives_in_every_stage_and_none_of_it_ends_the_run(place: Place
         "def _slow(self):\n"
         "    if threading.current_thread().name != 'heartbeat':\n"
         "        time.sleep(0.15)\n"
-        f"        with open({str(place.folder)!r} + f'/slow-{{self.rank}}', 'a') as file: file.write(self._now[0] + '\\n')\n"
+        f"        with open({str(place.folder)!r} + f'/slow-{{self.rank}}', 'a') as file:\n"
+        "            file.write(self._now[0] + '\\n')\n"
         "    _advance(self)\n"
         "Heartbeat.advance = _slow\n",
-        "manyhands.export.verify": "import time\nend = time.process_time() + 6\nwhile time.process_time() < end: pass\n",
+        "manyhands.export.verify": "import time\n"
+        "end = time.process_time() + 6\n"
+        "while time.process_time() < end: pass\n",
     }
     ended = place.train("slow", "--gpus", "2", "parallel.timeout_s=5", plant=slowed)
     assert ended.code == 0, ended.output

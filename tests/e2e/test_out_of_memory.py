@@ -114,7 +114,8 @@ LIMIT = """
 import json, torch
 _before = BeatHook.before_training
 def _limited(self, state):
-    # as if something else held the rest of the GPU: what is there now, and a share of what the first plan takes for a micro-batch
+    # As if something else held the rest of the GPU: what is there now, and a share of what the first plan takes for a
+    # micro-batch.
     first = json.loads((self.rank.folder.plans / "001.json").read_text())["memory"]["terms"]
     device = self.rank.world.device
     torch.cuda.empty_cache()

@@ -4,7 +4,8 @@ A change that is meant to leave the numbers as they are leaves ``losses.json`` a
 product's own path (see ``tests/support/equality``), and each loss is kept as a hexadecimal float, every bit of it.
 
 On a CPU the losses are equal bit for bit where the processor's make, its vector instructions and torch's version are
-those of an entry. Elsewhere, and on a GPU, whose kernels are chosen by timing, they agree within the bounds of ``equality``.
+those of an entry. Elsewhere, and on a GPU, whose kernels are chosen by timing, they agree within the bounds of
+``equality``.
 """
 
 from __future__ import annotations

@@ -51,10 +51,8 @@ def test_without_packing_rows_are_padded_to_the_longest() -> None:
     config = run_config(data__packing=False, batch__samples=4, batch__micro_samples=2)
     made = plan(config, facts(data=rows_of([10, 20, 30, 40])))
     assert made.efficiency == 100 / (2 * 20 + 2 * 40)
-    assert (
-        "padding up to the longest sample of a micro-batch, as samples differ in length; data.packing=true would reach 100%"
-        in said(made)
-    )
+    padded = "padding up to the longest sample of a micro-batch, as samples differ in length"
+    assert f"{padded}; data.packing=true would reach 100%" in said(made)
     cannot = model_facts(packs=False, packing_reason="rows see each other")
     assert "batch.micro_samples=1 would reach 100%" in said(plan(config, facts(cannot, data=rows_of([10, 20, 30, 40]))))
 

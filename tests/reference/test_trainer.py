@@ -1,7 +1,7 @@
 """A plain transformers.Trainer, with PEFT for LoRA, computes on the same rows what we compute.
 
-The short version of benchmarks/reference.py, which runs the real model: a tiny one, 6 steps, accumulation 4, rows of 5 to
-100 tokens of which one to almost all are trained, clipping in some steps.
+The short version of benchmarks/reference.py, which runs the real model: a tiny one, 6 steps, accumulation 4, rows of 5
+to 100 tokens of which one to almost all are trained, clipping in some steps.
 """
 
 from __future__ import annotations

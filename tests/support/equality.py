@@ -307,7 +307,8 @@ def table(world: Ranks, folder: Path, dtype: str, method: str, chosen: list[Case
         verdict = "yes" if deviation.within(dtype) else "**no**"
         if case.fault:
             verdict += " (a planted fault: must be no)"
-        yield f"| {case.name} | {deviation.loss:.1e} | {deviation.norm:.1e} | {curve.num_steps_with_idle_rank} | {verdict} |"
+        figures = f"{deviation.loss:.1e} | {deviation.norm:.1e} | {curve.num_steps_with_idle_rank}"
+        yield f"| {case.name} | {figures} | {verdict} |"
 
 
 FAMILY = {

@@ -194,8 +194,8 @@ def test_terms_are_divided_by_their_weights_over_all_ranks(world):
     """
     answers = world.run("tests.train.term_ranks:train_and_evaluate", world_size=3)
     assert answers == [answers[0]] * 3
-    # lm: (1 + 2 + 3) / 3 = 2; router: (4 + 0 + 6) / 100 = 0.1, times its coefficient 0.5. The gradient is the loss where w
-    # is 1
+    # lm: (1 + 2 + 3) / 3 = 2; router: (4 + 0 + 6) / 100 = 0.1, times its coefficient 0.5. The gradient is the loss
+    # where w is 1
     wanted = {"gradient": 2.05, "loss": 2.05, "lm": 2.0, "router": 0.1, "held out": 2.05}
     assert answers[0] == pytest.approx(wanted)
 
