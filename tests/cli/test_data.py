@@ -118,7 +118,7 @@ def test_without_packing_the_micro_batch_holds_its_rows(write_run):
     assert (
         shown.stdout.count(" loss tokens ─") == 2
         and "not packed" in shown.stdout
-        and "padding up to the longest row" in shown.stdout
+        and "padding up to the longest sample" in shown.stdout
     )
     one = call("data", run, "--rows", 1).stdout
     assert one.count(" loss tokens ─") == 1 and "this micro-batch holds 1 more sample:" in one
