@@ -83,9 +83,9 @@ def num_axes(parameter: torch.Tensor) -> int:
 
 
 def shard_degree(lab: Lab) -> None:
-    """So many ranks hold a copy together: a mesh of (copies, ranks a copy), of one axis where there is one copy."""
+    """So many ranks hold a copy together: a mesh of (copies, ranks a copy)."""
     hsdp = {"parallel.strategy": "hsdp", "parallel.gpus": 4}
-    for asked, shape in ((2, (2, 2)), ("auto", (4,)), (1, (4, 1))):
+    for asked, shape in ((2, (2, 2)), ("auto", (1, 4)), (1, (4, 1))):
         made = plan(lab.config({**hsdp, "parallel.shard_degree": asked}), facts())
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(apply, "init_device_mesh", lambda device, shape, mesh_dim_names: shape)
