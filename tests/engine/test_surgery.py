@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import nn
 
+from manyhands.core.errors import UserError
 from manyhands.core.world import World
 from manyhands.engine.activation_checkpointing import checkpoint_blocks
-from manyhands.engine.apply import compile_blocks
+from manyhands.engine.apply import check_trained, compile_blocks
 from manyhands.engine.native import NativeEngine, clip_gradients
 from manyhands.model.loss import LossModel
 from manyhands.model.structure import find_blocks
+from tests.support.plans import make_layout
 from tests.support.tiny import FAMILIES, tiny_model
 
 ALONE = World(0, 0, 1, torch.device("cpu"))
@@ -102,3 +104,14 @@ def test_an_optimizer_that_scales_by_itself_gets_the_factor_and_gradients_stay()
     ((factor, gradient),) = seen
     assert factor is not None and factor.dtype == torch.float32 and factor.item() == pytest.approx(0.5 / 4, rel=1e-5)
     assert gradient is not None and gradient[0, 0].item() == 4.0
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_a_plan_that_disagrees_about_what_is_trained_is_refused(planned: bool) -> None:
+    """Its layout would cast, or give gradients to frozen weights."""
+    loss_model = LossModel(tiny_model("llama"))
+    if planned:
+        next(loss_model.model.parameters()).requires_grad_(False)
+    with pytest.raises(UserError, match="disagree about what is trained"):
+        check_trained(loss_model, make_layout(trains_everything=planned))
+    check_trained(loss_model, make_layout(trains_everything=not planned))

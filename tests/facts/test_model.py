@@ -9,10 +9,13 @@ import struct
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from manyhands.core.errors import UserError
 from manyhands.facts.model import parameter_shapes, read_model_facts
 from manyhands.families import block_shapes, find, measured_types
+from tests.support.tiny import write_tiny_model
 
 SIZES = {
     "hidden_size": 32,
@@ -416,3 +419,13 @@ def test_quantised_weights(tmp_path: Path):
     write_header(tmp_path / "model.safetensors", {"model.layers.0.mlp.up_proj.weight": ("U8", (48, 16))})
     with pytest.raises(UserError, match="stored as U8"):
         read_model_facts(tmp_path, "tiny", "pretrained")
+
+
+def test_names_are_those_of_the_loaded_model(tmp_path: Path) -> None:
+    """Of a file that was saved without the head's prefix, and with frequencies that nothing loads."""
+    folder = Path(write_tiny_model(tmp_path / "model"))
+    known = read_model_facts(folder, "tiny", "pretrained").parameter_shapes
+    tensors = load_file(folder / "model.safetensors")
+    bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    save_file(bare | {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, folder / "model.safetensors")
+    assert read_model_facts(folder, "tiny", "pretrained").parameter_shapes == known

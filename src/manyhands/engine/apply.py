@@ -25,6 +25,7 @@ from torch.distributed.fsdp import (
 from torch.fx.experimental import _config as shapes
 from torch.nn.parallel import DistributedDataParallel
 
+from manyhands.core.errors import UserError
 from manyhands.core.world import World
 from manyhands.engine.activation_checkpointing import checkpoint_blocks
 from manyhands.engine.activation_offload import offload_activations
@@ -48,6 +49,7 @@ def apply(
     and weights on the device that it is given. A process group is needed but where the layout has no wrapper.
     """
     layout = plan.layout
+    check_trained(loss_model, layout)
     num_blocks = len(find_blocks(loss_model.model))
     checkpoint_blocks(loss_model.model, layout.checkpointing_by_layer(num_blocks), compiled=layout.compile)
     if layout.compile:
@@ -75,6 +77,23 @@ def apply(
         return NativeEngine(loss_model, world, copy=copy)
     trained = "full" if layout.trains_everything else "part"
     return NativeEngine(loss_model, world, replica=replicate(loss_model, trained))
+
+
+def check_trained(loss_model: LossModel, layout: Layout) -> None:
+    """UserError where the model disagrees with its layout about what is trained, which would change the numerics: the
+    plan knows the names in the model's files, the model itself what it loads of them.
+    """
+    frozen = [name for name, parameter in loss_model.model.named_parameters() if not parameter.requires_grad]
+    if layout.trains_everything == (not frozen):
+        return
+    raise UserError(
+        "the plan and the model disagree about what is trained",
+        where="method.train, method.freeze, or a converter",
+        why=f"by the names in the files everything is trained, but {frozen[0]} is frozen"
+        if frozen
+        else "by the names in the files some weights are frozen, but the model trains all of them",
+        fix="name the weights as the model does (model.layers.0. ...), or set method.name=full to train all of them",
+    )
 
 
 def compile_blocks(model: nn.Module, *, dynamic: bool | None = True, **options: object) -> None:

@@ -26,6 +26,7 @@ TEXT_TENSOR = re.compile(r"(?:^|\.)(?:language_model|text_model|lm_head)\.|^mode
 TEXT_PREFIX = re.compile(
     r"^(?:model\.)?(language_model|text_model)\.(?:model\.)*(?!lm_head)|^model\.(?=(?:layers|embed_tokens|norm)\.)"
 )
+BARE_TENSOR = re.compile(r"^(?=(?:layers|embed_tokens|norm)\.)")  # of a text model that was saved without its head
 HEAD_PREFIX = re.compile(r"^.*(?=\blm_head\.)")
 
 
@@ -48,6 +49,13 @@ def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "rando
             config |= {"tie_word_embeddings": shares_head(folder, config)}
             tensors = {name_in_model(name): tensor for name, tensor in tensors.items() if TEXT_TENSOR.search(name)}
             decoder = next((name.removesuffix(EMBEDDINGS) for name in tensors if name.endswith(EMBEDDINGS)), decoder)
+        else:
+            # transformers loads these so: without the prefix, and without frequencies that older versions stored.
+            tensors = {
+                BARE_TENSOR.sub("model.", name): tensor
+                for name, tensor in tensors.items()
+                if not name.endswith(".rotary_emb.inv_freq")
+            }
         if is_tied(config):
             tensors.pop(HEAD, None)
         stored = _stored_dtype(tensors, folder)
