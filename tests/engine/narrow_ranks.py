@@ -25,7 +25,7 @@ def train(
     save: Path | None = None,
     learning_rate: float = 1e-2,
 ) -> dict[str, Any]:
-    """``layout[micro][rank]``, as in ``testing/layouts.py``; every step has the same documents."""
+    """``layout[micro][rank]``, as in ``tests/support/layouts.py``; every step has the same documents."""
     engine = build(plan, config)
     make = partial(FusedAdamW, backend="eager", seed=config.seed, first_index=first_index)
     engine.optimizer = optimizer = make_optimizer(engine.model, config.optimizer, learning_rate, make_adamw=make)

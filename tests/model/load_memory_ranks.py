@@ -1,4 +1,4 @@
-"""On one rank: how much anonymous memory a load takes at its peak. Run in the processes of ``testing/ranks.py``."""
+"""On one rank: the peak of anonymous memory during a load. Runs in the processes of ``tests/support/ranks.py``."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What one rank does in the tests of layouts: build a tiny model under a plan and return whole gradients and logits.
 
-Runs inside a process of ``testing/ranks.py`` or, for one process, in the test itself.
+Runs inside a process of ``tests/support/ranks.py`` or, for one process, in the test itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Cross-entropy fused with the head (``kernels/loss.py``), where the head is one that can be."""
+"""Cross-entropy fused with the head (``kernels/loss``), where the head is one that can be."""
 
 from __future__ import annotations
 
