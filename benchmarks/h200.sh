@@ -14,7 +14,7 @@ numbers() {
     local model=$1 data=$2 gpu method learn
     gpu=0
     for method in full lora; do
-        CUDA_VISIBLE_DEVICES=$gpu timeout -k 10 200 python3 "$root/bench/reference.py" --model "$model" --data "$data" --method $method \
+        CUDA_VISIBLE_DEVICES=$gpu timeout -k 10 200 python3 "$root/benchmarks/reference.py" --model "$model" --data "$data" --method $method \
             --steps 50 --output "$results/reference.jsonl" --work "/tmp/reference-$method" >"/tmp/logs/reference-$method.log" 2>&1 &
         gpu=1
     done
