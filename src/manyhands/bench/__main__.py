@@ -46,11 +46,18 @@ def main() -> int:
     return 1 if failed else 0
 
 
+def known_row(name: str) -> str:
+    """``name`` if it is a row; else argparse shows what rows there are."""
+    if name not in BY_NAME:
+        raise argparse.ArgumentTypeError(f"there is no row called {name!r}; the rows are {', '.join(BY_NAME)}")
+    return name
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="manyhands bench", description="Measure rows of the speed table on this machine, beside H200s."
     )
-    parser.add_argument("rows", nargs="*", metavar="ROW", choices=[[], *BY_NAME], help=", ".join(BY_NAME))
+    parser.add_argument("rows", nargs="*", metavar="ROW", type=known_row, help=", ".join(BY_NAME))
     parser.add_argument("--list", action="store_true", help="show the rows and the recorded figures, measure nothing")
     parser.add_argument("--gpus", type=int, help="measure on at most so many GPUs")
     parser.add_argument("--output", type=Path, help="JSONL file to append the raw rows to")

@@ -58,7 +58,7 @@ def export_adapter(
         partial = begin_folder(folder, replace=replace)
         own = asked is not None and bool(asked.chat_template or asked.new_tokens)
         tokens = write_tokenizer(source, partial, asked) if own and source is not None else {}
-        base = "nf4" if method.name == "qlora" else "reference"
+        base = "nf4" if method.name == "qlora" else "unquantized"
         reference = Reference(kind="adapter", dtype=dtype, tensors=described, base=base, tokens=tokens)
         if reference_path is not None:
             reference.write(reference_path)

@@ -42,9 +42,7 @@ class Reference(_Part):
     tensors: dict[str, TensorReference]
     tokens: dict[str, int] = {}
     copied: tuple[str, ...] = ()  # of the tensors, those that no model in memory held: taken from the source's files
-    base: Literal["reference", "nf4"] = (
-        "reference"  # of an adapter: how its run held the weights that it was trained beside
-    )
+    base: Literal["unquantized", "nf4"] = "unquantized"  # of an adapter: how its run held the frozen weights
 
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -73,7 +73,7 @@ class LossModel(nn.Module):
         self.model = model
         object.__setattr__(self, "_head", None)
         self._head_agrees = False
-        self.why_chunked = "as asked"
+        self.why_chunked = "not fused by the plan"
         if fuse:
             self.fuse_head()
 
