@@ -70,7 +70,7 @@ def _candidates(plan: Plan) -> list[RenderableType]:
             style=style,
         )
     if len(shown) < len(plan.candidates):
-        return [table, Text(f"and {len(plan.candidates) - len(shown)} more (--json lists them)", style="dim")]
+        return [table, Text(f"and {len(plan.candidates) - len(shown)} more (--json)", style="dim")]
     return [table]
 
 
