@@ -128,6 +128,7 @@ def test_a_multimodal_model_is_its_text_decoder(dtype: str, tmp_path: Path):
     assert (
         facts.num_parameters == text and facts.num_tower_parameters == sum(p.numel() for p in model.parameters()) - text
     )
+    assert facts.is_multimodal and read_model_facts(tmp_path, "tiny", "random").is_multimodal
     assert facts.num_block_parameters == sum(p.numel() for p in model.model.language_model.layers[0].parameters())
     assert (
         set(facts.block_linear_shapes) >= {"self_attn.q_proj", "mlp.down_proj"}

@@ -82,6 +82,26 @@ def test_the_template_says_how_the_last_turn_closes_and_how_those_before_it(clos
     assert end_of_turn(tokenizer) == tuple(tokenizer.convert_tokens_to_ids(expected))
 
 
+@pytest.mark.parametrize("header", ["", "<|im_start|>"])
+def test_ends_are_told_apart_by_tokens_whose_spellings_end_alike(header: str) -> None:
+    """The first question follows ``<|im_start|>``, the second ``<|im_end|>``: both end in ``|>``."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "<|im_start|>{% for m in messages %}" + header + "{{ m['role'] }} {{ m['content'] }}"
+        "{{ '</s>' if loop.last else '<|im_end|>' }}{% endfor %}"
+    )
+    assert end_of_turn(tokenizer) == (2, 4)
+
+
+def test_a_template_that_refuses_a_third_message_says_how_the_last_turn_closes() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% if messages | length > 2 %}{{ raise_exception('one question only') }}{% endif %}"
+        "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} <|im_end|>{% endfor %}"
+    )
+    assert end_of_turn(tokenizer) == (4,)
+
+
 def test_without_a_template_the_tokenizers_end_counts(tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None

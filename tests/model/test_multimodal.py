@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from manyhands.convert.lora import adapted_layers
 from manyhands.convert.quantize import nf4_layers
 from manyhands.core.errors import UserError
-from manyhands.facts.model import read_model_facts
+from manyhands.facts.model import TEXT_TENSOR, read_model_facts
 from manyhands.families import find, measured_types
 from manyhands.model.checks import check_packing, pack_documents
 from manyhands.model.load import build_meta
@@ -79,6 +80,14 @@ def test_text_is_loaded_without_towers_and_its_loss_is_the_familys_own(tmp_path:
     if family in PACKED:
         batch = pack_documents(documents()) | {"labels": torch.cat([each["labels"] for each in alone], dim=1)}
         assert loss_of(loss_model, batch).item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_files_that_hold_the_text_alone_are_loaded_too(tmp_path: Path) -> None:
+    weights = write_tiny_multimodal(tmp_path) / "model.safetensors"
+    save_file({n: t for n, t in load_file(weights).items() if TEXT_TENSOR.search(n)}, weights, {"format": "pt"})
+    facts = read_model_facts(tmp_path, "tiny", "pretrained")
+    assert facts.is_multimodal and facts.num_tower_parameters == 0
+    assert sum(p.numel() for p in load(tmp_path).parameters()) == facts.num_parameters
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma4", "idefics3"])

@@ -436,6 +436,13 @@ def test_converters_are_named_in_the_order_of_their_changes():
     assert full == ("text_only", "fp8", "fused_modules")
 
 
+def test_towers_are_left_out_wherever_config_json_has_them_whatever_the_files_hold():
+    """Without weights, or with those of the text alone, no tower is counted; the model is built with towers still."""
+    made = plan(run_config(), facts(model_facts(is_multimodal=True, num_tower_parameters=0)))
+    assert "text_only" in made.converters
+    assert "text_only" not in plan(run_config(), facts()).converters
+
+
 @pytest.mark.parametrize("keys", [{"checkpoint__keep_best": True}, {"stop__patience": 2}])
 def test_keys_that_need_held_out_samples_are_refused_where_a_tenth_is_less_than_one(keys):
     few = facts(llama_8b(), gpus=1, data=data_facts(num_samples=9, num_validation_samples=0))

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoConfig
 
 from manyhands.config.schema import RunConfig
 from manyhands.convert.build import build_on_meta, describe_new, load_weights, make_all
 from manyhands.convert.protocol import Context
+from manyhands.facts.model import read_model_facts
 from manyhands.model.loss import LossModel
-from manyhands.model.structure import is_multimodal
 from manyhands.plan.converters import choose_converters
 from manyhands.plan.types import Plan
 
@@ -27,7 +27,7 @@ def with_converters(plan: Plan, config: RunConfig) -> Plan:
         config,
         device=plan.layout.device,
         attention=plan.attention,
-        has_towers=is_multimodal(AutoConfig.from_pretrained(plan.model_folder)),
+        has_towers=read_model_facts(Path(plan.model_folder), "tiny", config.model.init).is_multimodal,
         has_new_tokens=plan.new_tokens is not None,
         continues_adapter=plan.adapter is not None,
     )

@@ -80,6 +80,7 @@ def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "rando
         attention_softcap=config.get("attn_logit_softcapping", families.find(config).attention_softcap),
         stored_dtype=stored,
         num_parameters=sum(map(math.prod, shapes.values())),
+        is_multimodal=is_multimodal,
         num_tower_parameters=num_tower_parameters,
         num_block_parameters=sum(map(math.prod, block.values())),
         block_linear_shapes={

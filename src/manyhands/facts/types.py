@@ -42,6 +42,7 @@ class ModelFacts(Fact):
     attention_softcap: float | None = None  # scores are soft-capped, which few attention kernels can compute
     stored_dtype: StoredDtype
     num_parameters: int
+    is_multimodal: bool = False  # by config.json: the text decoder is one part among others, stored with it or not
     num_tower_parameters: int = 0  # vision, audio and projectors of a multimodal model: they stay on disk
     num_block_parameters: int  # of one block
     block_linear_shapes: dict[str, tuple[int, int]]

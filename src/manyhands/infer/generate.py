@@ -127,7 +127,8 @@ def end_token_ids(
 
 def end_of_turn(tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> tuple[int, ...]:
     """The special tokens that close an assistant's turn by the template: some close the last one otherwise than those
-    before it. Of several in a row the first, at which an answer is complete.
+    before it. Of several in a row the first, at which an answer is complete. None of a conversation that the template
+    refuses, such as one with a second question.
     """
     if not getattr(tokenizer, "chat_template", None):
         return ()
@@ -136,14 +137,17 @@ def end_of_turn(tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None =
     }
     template = ChatTemplate(tokenizer, chat_template_kwargs or {})
     user, assistant = {"role": "user", "content": "Hello"}, {"role": "assistant", "content": SENTINEL}
-    alone, tails = template.render([user]), []
-    for messages in ([user, assistant], [user, assistant, user]):
-        _, found, tail = template.render(messages).rpartition(SENTINEL)
-        tails.append(tail if found else "")
-    # what both end with is the second user's turn
-    pairs = zip(reversed(tails[1]), reversed(alone), strict=False)
+    asked, last, inner = map(template.try_render, ([user], [user, assistant], [user, assistant, user]))
+
+    def encode_tail(text: str | None) -> list[int]:
+        """The tokens behind the answer; none where the template refuses the conversation or does not show it."""
+        _, shown, tail = (text or "").rpartition(SENTINEL)
+        return list(tokenizer.encode(tail.strip(), add_special_tokens=False)) if shown else []
+
+    # What both end with is the second question. By tokens: ``<|im_start|>`` and ``<|im_end|>`` end in the same letters.
+    between, question = encode_tail(inner if asked else None), encode_tail(SENTINEL + (asked or ""))
+    pairs = zip(reversed(between), reversed(question), strict=False)
     num_common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-    tails[1] = tails[1][: len(tails[1]) - num_common]
-    closing = [tokenizer.encode(tail.strip(), add_special_tokens=False) for tail in tails]
+    closing = encode_tail(last), between[: len(between) - num_common]
     first = (next((token for token in ids if token in special), None) for ids in closing)
     return tuple(dict.fromkeys(token for token in first if token is not None))

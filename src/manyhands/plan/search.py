@@ -202,7 +202,7 @@ def _converters(config: RunConfig, facts: Facts, made: Decisions) -> tuple[str, 
         config,
         device=made.device,
         attention=made.attention,
-        has_towers=facts.model.num_tower_parameters > 0,
+        has_towers=facts.model.is_multimodal,
         has_new_tokens=facts.new_tokens is not None,
         continues_adapter=facts.adapter is not None,
     )
