@@ -105,7 +105,14 @@ def test_kernels_of_attention_are_told_by_name_the_slowest_first() -> None:
     assert attention_kernels([event("gemm", 9.0)]) == ["none by name: attention ran as separate matmuls"]
 
 
-@pytest.mark.parametrize("module, option", [("benchmarks", "--results"), ("manyhands.bench", "--output")])
+@pytest.mark.parametrize(
+    "module, option",
+    [
+        # the same processes below another command line
+        pytest.param("benchmarks", "--results", marks=pytest.mark.slow),
+        ("manyhands.bench", "--output"),
+    ],
+)
 def test_a_raw_row_proves_its_run_its_machine_and_what_ran(tmp_path: Path, module: str, option: str) -> None:
     file = tmp_path / "rows.jsonl"
     command = [sys.executable, "-m", module, ROW.name, "--shape", "tiny", "--steps", "8", option, str(file)]

@@ -52,6 +52,7 @@ def fill(disk: Path) -> str:
     )
 
 
+@pytest.mark.slow  # two runs; the test below has the message
 def test_a_disk_that_fills_up_is_named_and_the_run_goes_on_once_there_is_room(place: Place, small_disk: Path) -> None:
     keys = (*FEW, f"output.dir={small_disk}")
     ended = place.train("filled", "--gpus", "1", *keys, plant=NO_VERIFY | at_step(3, fill(small_disk)))

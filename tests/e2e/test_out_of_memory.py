@@ -61,6 +61,7 @@ def test_the_run_goes_on_with_smaller_micro_batches_and_the_same_batches(place: 
     )
 
 
+@pytest.mark.slow  # three launches; what is left to a user is tested in tests/plan too
 def test_a_fault_that_smaller_plans_do_not_cure_ends_with_what_to_do(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:

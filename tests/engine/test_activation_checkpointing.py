@@ -70,7 +70,9 @@ def kept_bytes(model: nn.Module) -> tuple[int, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize(
-    "fused_rank, in_nf4", [(0, False), (2, False), (2, True)], ids=["full", "fused adapters", "on NF4"]
+    "fused_rank, in_nf4",
+    [(0, False), pytest.param(2, False, marks=pytest.mark.slow), (2, True)],
+    ids=["full", "fused adapters", "on NF4"],
 )
 def test_selective_keeps_the_results_of_linear_layers_and_attention_when_compiled(
     fused_rank: int, in_nf4: bool, tmp_path

@@ -125,7 +125,7 @@ def test_hooks_and_trained_weights_are_left() -> None:
     }
 
 
-@pytest.mark.parametrize("activation_checkpointing", [False, True])
+@pytest.mark.parametrize("activation_checkpointing", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_compiled_blocks_share_graphs_as_before(activation_checkpointing: bool) -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
     from torch._dynamo.utils import counters
@@ -251,7 +251,7 @@ def gaps(
     return {name: float(gap.square().mean().sqrt()) for name, gap in apart.items()}
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_fifty_steps_stay_as_near_to_float32_as_plain_bfloat16(family: str) -> None:
     found = gaps(tiny(family), 1e-2, 256)
     assert found["fused"] <= 1.2 * found["plain"]
