@@ -198,7 +198,7 @@ def check_fp8(engine: TrainedModel, model: nn.Module, batch: Mapping[str, Any], 
     # written so that it also refuses nan
     if not (deviation.loss <= LOSS_TOLERANCE and deviation.gradient <= allowed and deviation.layer <= LAYER_TOLERANCE):
         raise UserError(
-            f"Matmuls in fp8 are not accurate enough for {type(model).__name__}.",
+            f"matmuls in fp8 are not accurate enough for {type(model).__name__}",
             where="kernels.linear: fp8",
             why=f"{deviation}; allowed are {LOSS_TOLERANCE:.0%}, {allowed:.0%} and {LAYER_TOLERANCE:.1%}",
             fix="set kernels.linear: compute_dtype",

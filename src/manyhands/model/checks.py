@@ -56,10 +56,11 @@ def check_loss(engine: Probed, loss_model: LossModel, device: torch.device) -> f
     tolerance = TOLERANCE[logits.dtype]
     if not deviation <= tolerance:  # also refuses nan
         raise UserError(
-            f"The loss of {type(loss_model.model).__name__} does not follow from its own logits.",
-            why=f"Relative deviation {deviation:.1e}, allowed {tolerance:.0e}:"
-            f" {float(fast):.6g} against {float(expected):.6g}.",
-            fix="This family cannot be trained yet.",
+            f"the loss of {type(loss_model.model).__name__} does not follow from its own logits",
+            where="model.name",
+            why=f"relative deviation {deviation:.1e}, allowed {tolerance:.0e}:"
+            f" {float(fast):.6g} against {float(expected):.6g}",
+            fix="use a model of another family: this one cannot be trained yet",
         )
     return deviation
 
@@ -83,10 +84,10 @@ def check_packing(engine: Probed, loss_model: LossModel, device: torch.device) -
     if not (leak <= TOLERANCE[packed.dtype] and deviation <= WIDE_TOLERANCE[packed.dtype]):
         _refuse_encoder(engine, loss_model, second, eager=True)
     if not leak <= TOLERANCE[packed.dtype]:
-        _refuse_packing(f"Packed documents see each other in {type(loss_model.model).__name__}", leak)
+        _refuse_packing(f"packed documents see each other in {type(loss_model.model).__name__}", leak)
     if not deviation <= WIDE_TOLERANCE[packed.dtype]:
         _refuse_packing(
-            f"Logits of packed documents differ from those alone in {type(loss_model.model).__name__}", deviation
+            f"logits of packed documents differ from those alone in {type(loss_model.model).__name__}", deviation
         )
     return deviation
 
@@ -108,10 +109,10 @@ def check_padding(engine: Probed, loss_model: LossModel, device: torch.device) -
     if not deviation <= WIDE_TOLERANCE[rows.dtype]:
         _refuse_encoder(engine, loss_model, documents[0], eager=True)
         raise UserError(
-            f"Attention of {type(loss_model.model).__name__} is not what the model's own code computes.",
-            why=f"Relative deviation of the logits: {deviation:.1e}."
-            " The kernel leaves something out, or padding is seen.",
-            fix="This family cannot be trained yet.",
+            f"attention of {type(loss_model.model).__name__} is not what the model's own code computes",
+            where="model.name",
+            why=f"relative deviation of the logits {deviation:.1e}: the kernel leaves something out, or padding is seen",
+            fix="use a model of another family: this one cannot be trained yet",
         )
     return deviation
 
@@ -134,10 +135,10 @@ def _refuse_values(logits: torch.Tensor, loss_model: LossModel) -> None:
         else "the weights of this rank are numbers: they overflow in its dtype"
     )
     raise UserError(
-        "The model's weights give no numbers: its logits are nan or inf.",
+        "the model's weights give no numbers: its logits are nan or inf",
         where="model.name",
         why=why,
-        fix="Take another checkpoint of the model" + ("." if wrong else ", or another model.dtype."),
+        fix="use another checkpoint of the model" + ("" if wrong else ", or another model.dtype"),
         details=wrong[:20],
     )
 
@@ -155,11 +156,11 @@ def _refuse_encoder(engine: Probed, loss_model: LossModel, ids: torch.Tensor, *,
     deviation = _deviation(second[:, :-1], first[:, :-1])
     if not deviation <= WIDE_TOLERANCE[first.dtype]:
         raise UserError(
-            f"{type(loss_model.model).__name__} is an encoder: its tokens see those behind them.",
+            f"{type(loss_model.model).__name__} is an encoder: its tokens attend to those after them",
             where="model.name",
-            why=f"Another last token changes the logits before it (relative deviation {deviation:.1e}):"
-            " there is no next one to learn.",
-            fix=f"Use a model that generates text, such as {families.EXAMPLES}.",
+            why=f"another last token changes the logits before it (relative deviation {deviation:.1e}):"
+            " there is no next one to learn",
+            fix=f"use a model that generates text, such as {families.EXAMPLES}",
         )
 
 
@@ -180,10 +181,10 @@ def _deviation(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def _refuse_packing(what: str, deviation: float) -> NoReturn:
     raise UserError(
-        f"{what}.",
+        what,
         where="data.packing",
-        why=f"Relative deviation of the logits: {deviation:.1e}.",
-        fix="Set data.packing=false.",
+        why=f"relative deviation of the logits: {deviation:.1e}",
+        fix="set data.packing=false",
     )
 
 

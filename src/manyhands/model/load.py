@@ -300,6 +300,7 @@ class _Filling:
         elif not torch.equal(own, part.to(own.device, own.dtype)):
             raise UserError(
                 f"{name} is tied to another weight by config.json, but the files hold two different ones",
+                where="config.json: tie_word_embeddings",
                 fix="set tie_word_embeddings to false in the model's config.json",
             )
 

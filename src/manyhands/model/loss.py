@@ -55,20 +55,22 @@ class LossModel(nn.Module):
         unfit = not base or base not in model._modules or getattr(config, "is_encoder_decoder", False)
         if unfit or hasattr(getattr(model, base), "decoder"):  # OPT's head asks its base for more than hidden states
             raise UserError(
-                f"{type(model).__name__} is not a decoder with a base model and a head.",
-                fix="Use a causal language model.",
+                f"{type(model).__name__} is not a decoder with a base model and a head",
+                where="model.name",
+                fix="use a causal language model",
             )
         if getattr(config, "output_router_logits", False):
             raise UserError(
-                f"{type(model).__name__} adds a router loss of its own, which would be dropped.",
+                f"{type(model).__name__} adds a router loss of its own, which would be dropped",
                 where="config.json: output_router_logits",
-                fix="Set output_router_logits to false in the model's config.json.",
+                fix="set output_router_logits to false in the model's config.json",
             )
         if getattr(config.get_text_config(), "use_bidirectional_attention", None) is True:
             raise UserError(
-                f"{type(model).__name__} reads its prompt in both directions, which causal training would break.",
-                why="use_bidirectional_attention is on in its text's configuration, by default or as config.json says.",
-                fix="Use a causal language model.",
+                f"{type(model).__name__} reads its prompt in both directions, which causal training would break",
+                where="config.json: use_bidirectional_attention",
+                why="it is on in the configuration of its text, by default or by config.json",
+                fix="use a causal language model",
             )
         self.model = model
         object.__setattr__(self, "_head", None)

@@ -119,7 +119,9 @@ def read_checkpoint(model: Any, names: Collection[str], folder: str | Path) -> C
             groups.setdefault(name, []).append((pattern, stored))
         elif name in plain:
             raise UserError(
-                f"Two tensors of the files are {name}.", where=str(folder), details=[plain[name].name, stored.name]
+                f"two tensors of the files have the name {name}",
+                where=str(folder),
+                details=[plain[name].name, stored.name],
             )
         else:
             plain[name] = stored
@@ -180,7 +182,7 @@ def open_weights(path: Path) -> Iterator[Any]:
             yield file
     except SafetensorError as error:
         raise UserError(
-            "A weights file cannot be read.", where=str(path), why=str(error), fix="Download the model again."
+            "a weights file cannot be read", where=str(path), why=str(error), fix="download the model again"
         ) from error
 
 
@@ -210,8 +212,9 @@ def revert(model: Any, conversion: Conversion, made: Mapping[str, torch.Tensor])
     expected = {part.name: part.shape for part in conversion.parts}
     if {name: tuple(tensor.shape) for name, tensor in parts.items()} != expected:
         raise UserError(
-            f"transformers cannot write {conversion.name} as it was stored.",
-            why="Its conversion of this family's weights cannot be undone.",
+            f"transformers cannot write {conversion.name} as it was stored",
+            where="model.name",
+            why="its conversion of this family's weights cannot be undone",
             details=sorted(set(parts) ^ set(expected))[:20],
         )
     return parts

@@ -65,9 +65,10 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
             blocks[name] = module
     if not blocks:
         raise UserError(
-            f"The model {type(model).__name__} has no blocks that can be found.",
-            why="None of its layers is a transformers GradientCheckpointingLayer.",
-            fix="Use a decoder family whose implementation comes with transformers.",
+            f"the model {type(model).__name__} has no blocks that can be found",
+            where="model.name",
+            why="none of its layers is a transformers GradientCheckpointingLayer",
+            fix="use a decoder family whose implementation comes with transformers",
         )
     return blocks
 
@@ -88,6 +89,7 @@ class TextNeedsTower(UserError, AttributeError):
     def __init__(self, name: str) -> None:
         super().__init__(
             f"text of this model passes through {name}, which is left out where a model is trained on text alone",
+            where="model.name",
             fix="use a model of a family whose text needs its decoder only",
         )
 

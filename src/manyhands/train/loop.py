@@ -94,6 +94,7 @@ def _until_stop(loop: Loop) -> Iterator[StepWork]:
         if loop.state.stop_reason and loop.state.step == 0:
             raise UserError(
                 f"no step can be taken: {loop.state.stop_reason}",
+                where="stop.max_tokens",
                 fix="raise stop.max_tokens, or make the batch smaller",
             )
         if loop.state.stop_reason:

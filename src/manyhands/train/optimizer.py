@@ -104,7 +104,7 @@ def choose_patterns(model: nn.Module, patterns: Mapping[str, float]) -> dict[int
         free = [key for key in hits if key not in chosen]
         if not free:
             raise UserError(
-                f"{pattern!r} of optimizer.learning_rates chooses no trained weight.",
+                f"{pattern!r} of optimizer.learning_rates chooses no trained weight",
                 where="optimizer.learning_rates",
                 why="patterns before it take all that it matches"
                 if hits
