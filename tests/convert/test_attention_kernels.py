@@ -158,7 +158,7 @@ def test_a_cpu_keeps_varlen_and_says_why(one_length: bool) -> None:
     config = LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
     kernels = choose_attention_kernels(config, torch.device("cpu"), torch.bfloat16, one_length=one_length)
     assert attention._kernels is kernels and (kernels.num_heads, kernels.num_groups, kernels.dim) == (4, 2, 16)
-    rows = ", rows of one length by varlen (the device is cpu)" if one_length else ""
+    rows = ", samples of one length by varlen (the device is cpu)" if one_length else ""
     assert kernels.describe() == "packs by varlen (the device is cpu)" + rows
 
 
@@ -177,5 +177,8 @@ def test_flash4_comes_first_for_rows_too(monkeypatch: pytest.MonkeyPatch) -> Non
         choose_attention_kernels(config, torch.device("cpu"), torch.bfloat16, one_length=True).describe()
         for _ in range(2)
     ]
-    assert said == ["packs by flash4", "packs by varlen (flash-attn-4 is not installed), rows of one length by cudnn"]
+    assert said == [
+        "packs by flash4",
+        "packs by varlen (flash-attn-4 is not installed), samples of one length by cudnn",
+    ]
     assert windows == [128, 128]

@@ -158,7 +158,7 @@ def test_a_placeholder_of_the_model_in_a_text_is_refused(
     rows[7]["question"] = f"what is {token}?"
     with pytest.raises(UserError, match="1 row cannot be trained") as caught:
         run(make_config(write_rows(rows)), image_folder)
-    assert f"train.jsonl:8: the text holds {token}, which stands for an image" in caught.value.details[0]
+    assert f"train.jsonl:8: the text holds {token}, this model's placeholder for an image" in caught.value.details[0]
     for module in ("tokenize", "long_text"):
         monkeypatch.setattr(f"manyhands.data.{module}.LONG_CHARACTERS", 1000)
     long = write_rows([{"text": "word " * 1000 + token + " word" * 1000}], "long.jsonl")

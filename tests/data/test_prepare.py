@@ -162,7 +162,7 @@ def test_too_long_rows(write_rows, make_config, model_folder: Path) -> None:
     assert "truncate" in str(caught.value) and "the longest row has" in str(caught.value)
     with pytest.raises(UserError, match="1 row cannot be trained") as caught:
         run(make_config(path, max_length=100, too_long="truncate"), model_folder)
-    assert "train.jsonl:52: no trained token is left" in str(caught.value)
+    assert "train.jsonl:52: no loss token is left" in str(caught.value)
     facts, _, lines = run(
         make_config(write_rows(rows[:51], "b.jsonl"), max_length=100, too_long="truncate"), model_folder
     )

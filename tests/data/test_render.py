@@ -220,8 +220,8 @@ def test_a_turn_of_weight_0_is_not_trained_and_need_not_be_found() -> None:
 @pytest.mark.parametrize(
     ("messages", "train_on", "reason"),
     [
-        ([TURN[0], TURN[1] | {"weight": 0}], "assistant", "no trained token"),
-        ([*TURN, TWO[2], TWO[3] | {"train": False}], "last", "no trained token"),
+        ([TURN[0], TURN[1] | {"weight": 0}], "assistant", "no loss token"),
+        ([*TURN, TWO[2], TWO[3] | {"train": False}], "last", "no loss token"),
         (TURN[:1], "assistant", "no assistant message"),
         ([TURN[0] | {"weight": 2}, TURN[1]], "assistant", "only assistant turns are trained"),
         ([TURN[0] | {"train": False}, TURN[1]], "all", "all tokens trained"),

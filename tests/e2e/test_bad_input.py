@@ -77,7 +77,7 @@ def test_a_row_without_a_trained_token_is_named(refuse, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     user, assistant = {"role": "user", "content": "alpha"}, {"role": "assistant", "content": "beta"}
     text = refuse(write(path, {"messages": [user, assistant]}, {"messages": [user]}, {"messages": [user, assistant]}))
-    assert f"{path}:2: no trained token" in text or (f"{path}:2" in text and "assistant" in text), text
+    assert f"{path}:2: no loss token" in text or (f"{path}:2" in text and "assistant" in text), text
     assert f"{path}:1" not in text and f"{path}:3" not in text
 
 

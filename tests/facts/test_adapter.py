@@ -56,7 +56,7 @@ def test_the_folder_of_a_finished_run_means_its_adapter(tmp_path: Path) -> None:
     assert found is not None and found.folder == str(tmp_path / "run" / "adapter")
     (tmp_path / "full" / "model").mkdir(parents=True)
     (tmp_path / "full" / "model" / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="whole model") as error:
+    with pytest.raises(UserError, match="full model") as error:
         find_adapter(ask(tmp_path / "full"))
     assert "model.name=" in str(error.value)
     with pytest.raises(UserError, match="no adapter"):

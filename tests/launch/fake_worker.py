@@ -51,7 +51,7 @@ def act(what: str, folder: RunFolder, rank: int, heartbeat: Heartbeat) -> None:
             time.sleep(4 if what == "raise late" else 0.3)
             raise ValueError("the cat sat on the keyboard")
         case "user error":
-            raise UserError("row 7 has no trained token", where="data.jsonl:7", fix="mend it")
+            raise UserError("row 7 has no loss token", where="data.jsonl:7", fix="mend it")
         case "lost peer":  # fails at once, as a consequence of what comes later
             raise RuntimeError("Connection closed by peer [127.0.0.1]:1234")
         case "exit 3":

@@ -93,7 +93,7 @@ def test_where_nobody_speaks_the_launch_ends_all_the_same(planned, monkeypatch):
 def test_a_users_mistake_keeps_its_words_and_code(planned):
     code, text = launch(planned, "wait", "user error")
     assert code == 2
-    assert text.splitlines()[:2] == ["error: row 7 has no trained token", "  where: data.jsonl:7"]
+    assert text.splitlines()[:2] == ["error: row 7 has no loss token", "  where: data.jsonl:7"]
 
 
 def test_a_silent_exit_is_named(planned):

@@ -9,6 +9,7 @@ import pytest
 from manyhands.plan.choices import ENOUGH_TOKENS_PER_S, MAX_AUTO_WORKERS, choose_data_workers
 from manyhands.plan.layout import HOLDING, Mesh, change, choose_holding, mesh_of
 from manyhands.plan.search import plan
+from manyhands.plan.sentences import explain
 from manyhands.plan.types import Plan
 from tests.plan.examples import data_facts, facts, llama_1b, llama_8b, run_config
 from tests.support.plans import make_layout
@@ -94,5 +95,7 @@ def test_data_workers_follow_from_facts(asked: Any, gpus: int, mean: float, num_
     given = facts(llama_8b(), gpus=gpus, data=data_facts(mean=mean, longest=64))
     found, why = choose_data_workers(run_config(data__workers=asked), given, "cuda" if gpus else "cpu")
     assert found == num_workers == why.values["workers"] <= MAX_AUTO_WORKERS and ENOUGH_TOKENS_PER_S == 4_000_000
+    scarce = asked == "auto" and (gpus, mean) in ((4, 20), (1, 1))
+    assert ("cores to spare" in explain(why)) == scarce
     made = plan(run_config(data__workers=asked), given)
     assert made.layout.data_workers == num_workers

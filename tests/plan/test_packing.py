@@ -49,7 +49,7 @@ def test_auto_takes_the_plain_path_and_says_so() -> None:
 
 
 def test_an_explicit_wish_is_refused_with_the_reason() -> None:
-    with pytest.raises(UserError, match=r"data.packing asks for packed rows, but llama cannot") as caught:
+    with pytest.raises(UserError, match=r"data.packing asks for packed samples, but llama cannot") as caught:
         make_plan(True, **LEAKS)
     assert "see each other" in caught.value.why and "data.packing=false" in caught.value.fix
     assert not make_plan(False, **LEAKS).packing
@@ -57,7 +57,7 @@ def test_an_explicit_wish_is_refused_with_the_reason() -> None:
 
 @pytest.mark.parametrize("batch", [{"loss_tokens": 4096}, {"micro_tokens": 4096}])
 def test_keys_that_need_packs_are_refused_too(batch: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=f"batch.{next(iter(batch))} asks for packed rows"):
+    with pytest.raises(UserError, match=f"batch.{next(iter(batch))} asks for packed samples"):
         make_plan(batch=batch, **LEAKS)
 
 

@@ -13,7 +13,10 @@ from manyhands.facts.types import Facts, GpuFacts
 from manyhands.plan.choices import fuses_optimizer
 from manyhands.plan.converters import choose_converters
 from manyhands.plan.explain import explain_why
+from manyhands.plan.reasons import reason
 from manyhands.plan.search import NothingSmaller, plan
+from manyhands.plan.sentences import explain
+from manyhands.plan.smaller import LAYOUT_FIELDS
 from manyhands.plan.types import Plan
 from tests.plan.examples import GIB, H200_BYTES, data_facts, facts, llama_8b, model_facts, run_config
 
@@ -197,6 +200,21 @@ def test_a_plan_after_one_that_ran_out_stays_smaller_until_there_is_more_memory(
     assert larger.ran_out is None and two.ran_out is None and larger.layout.micro_tokens > second.layout.micro_tokens
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"reshard_after_forward": True}, "weights freed after the forward pass"),
+        ({"offload": "optimizer"}, "optimizer states in host memory"),
+        ({"lighter_layers": 2}, "lighter in the last 2 layers"),
+    ],
+)
+def test_a_smaller_plan_names_what_differs(changes: dict, words: str):
+    layout = {name: getattr(plan(run_config(), h200(1)).layout, name) for name in LAYOUT_FIELDS}
+    sentence = explain(reason("smaller", plan=1, now=layout | changes, before=layout))
+    now, before = sentence.split(" instead of ")
+    assert words in now and words not in before
+
+
 def test_keys_that_fix_the_micro_batch_are_obeyed_after_running_out_too():
     config = run_config(batch__micro_tokens=8192)
     first = plan(config, h200(1))
@@ -230,7 +248,7 @@ def test_short_rows_are_not_to_be_shortened(max_length, advised):
     config = run_config(parallel__device="cpu", data__max_length=max_length)
     with pytest.raises(UserError, match="does not fit") as caught:
         plan(config, facts(llama_8b(), data=data_facts(longest=max_length), host_bytes=4 * GIB))
-    assert ("shorten the rows" in caught.value.fix) == advised
+    assert ("shorten the samples" in caught.value.fix) == advised
 
 
 @pytest.mark.parametrize(("keys", "advised"), [({"batch__micro_tokens": 4096}, True), ({}, False)])

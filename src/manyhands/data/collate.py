@@ -290,7 +290,7 @@ class BatchWorkers:
             f"a process that prepares batches {how}",
             where=f"data.workers, process {process.pid}",
             why="something outside the run ended it; where memory is short, the system does",
-            fix="start again: the run goes on from its newest checkpoint; or lower data.workers (0: one thread "
+            fix="start again: the run resumes from its newest checkpoint; or lower data.workers (0: one thread "
             "of the rank itself)",
             exit_code=EXIT_FAILED,
         )

@@ -152,8 +152,7 @@ def _refusal(row: Row, telling: Sequence[str], fields: Mapping[str, str]) -> Use
         return UserError(
             f"this is preference data: the column {name} would not be used",
             where=where,
-            why=f"{name} says whether an answer is good, as KTO takes it; this run would train bad answers as "
-            f"good ones",
+            why=f"{name} marks each answer as good or bad, as for KTO; this run would train bad answers as good ones",
             fix=f"remove the rows whose {name} is false, then {ignore}",
         )
     return UserError(

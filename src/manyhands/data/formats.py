@@ -192,7 +192,7 @@ def detect_format(rows: Sequence[Row], fields: Mapping[str, str] = NONE, task: s
             f"the rows fit several formats: {', '.join(sorted(candidates))}",
             where=f"{rows[0].file}:{rows[0].line}",
             why=f"fields found: {_list_fields(rows[0])}",
-            fix="say which one in data.format",
+            fix="set data.format to one of them",
         )
     return candidates.pop()
 
@@ -202,7 +202,7 @@ def _unknown_format(row: Row, differs: bool) -> UserError:
         "this row has other fields than the rows before it" if differs else "the format of the rows is not known",
         where=f"{row.file}:{row.line}",
         why=f"fields found: {_list_fields(row)}",
-        fix=f"say in data.fields, or in the rows, which fields belong to one of these formats: {_known()}",
+        fix=f"map the fields of one of these formats in data.fields, or rename them in the rows: {_known()}",
     )
 
 

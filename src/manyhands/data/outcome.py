@@ -81,7 +81,7 @@ class Outcome:
         self.refused.raise_if_any("{n} rows cannot be trained", where=where, fix="correct or remove these rows")
         max_length, too_long = config.data.max_length, config.data.too_long
         divides = (
-            ", split to make several rows of them"
+            ", split to make several samples of each"
             if config.task == "cpt"
             else ", split to divide texts" * (config.task == "mixed")
         )

@@ -360,7 +360,7 @@ def _finish(ids: np.ndarray, weights: np.ndarray, num_straddling: int) -> Render
     nothing to be predicted from."""
     trained = weights if weights.dtype == np.bool_ else weights > 0
     if not trained[1:].any():
-        raise RowRefused("no trained token")
+        raise RowRefused("no loss token")
     return Rendered(
         ids, trained, None if weights is trained or (weights[trained] == 1).all() else weights, num_straddling
     )

@@ -70,7 +70,7 @@ class SegmentWriter:
         digest = hashlib.blake2b(digest_size=8)
         for name, stream in self._streams.items():
             if name not in sample and not stream.default_from:
-                raise ValueError(f"the sample lacks the stream {name}")
+                raise ValueError(f"the sample has no stream {name}")
             if name in sample and len(sample[name]) != len(sample[stream.owner]):
                 raise ValueError(f"{name} has {len(sample[name])} items, {stream.owner} {len(sample[stream.owner])}")
         for name, stream in self._streams.items():

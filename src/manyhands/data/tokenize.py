@@ -239,7 +239,7 @@ class PartTokenizer:
         elif self._config.data.too_long == "truncate":
             if not result.trained[1:max_length].any():
                 outcome.refused.add(
-                    row.file, row.line, f"no trained token is left of {len(ids):,} after cutting at {max_length:,}"
+                    row.file, row.line, f"no loss token is left of {len(ids):,} after cutting at {max_length:,}"
                 )
                 return
             writer.append({name: values[:max_length] for name, values in sample.items()}, row.line)
@@ -313,8 +313,8 @@ def find_any(words: Iterable[str], content: Conversation | str) -> str | None:
 
 def _describe_placeholder(token: str) -> str:
     return (
-        f"the text holds {token}, which stands for an image, a video or a sound to this model, and only text "
-        f"can be trained: take it out"
+        f"the text holds {token}, this model's placeholder for an image, a video or a sound, and only text "
+        f"can be trained: remove it"
     )
 
 

@@ -180,7 +180,7 @@ def _open(job: Job, chunk_characters: int) -> tuple[PartTokenizer, list[str]]:
     if "prompt" in formats and not tokenizer.chat_template:
         # A chat model whose template got lost would train on rows that no chat ever shows it.
         notes.insert(
-            0, "no chat template: prompt and completion are joined as they stand (model.chat_template gives one)"
+            0, "no chat template: prompt and completion are concatenated unchanged (model.chat_template sets one)"
         )
     return PartTokenizer(config, tokenizer, job.sources, formats, chunk_characters), notes
 

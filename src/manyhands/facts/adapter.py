@@ -84,9 +84,9 @@ def locate_adapter(folder: Path) -> Path:
             return candidate
     if (folder / "model" / "config.json").is_file():
         raise UserError(
-            "the run has trained a whole model, not an adapter",
+            "the run has trained a full model, not an adapter",
             where=str(folder),
-            fix=f"go on from it with model.name={folder}/model",
+            fix=f"continue training it with model.name={folder}/model",
         )
     unfinished = "the run has written no adapter yet" if (folder / "run.json").is_file() else ""
     raise UserError(

@@ -177,7 +177,7 @@ def check_supported(config: Mapping[str, Any], path: Path) -> None:
         raise UserError(
             f"{kind} is not a known kind of decoder",
             where=str(path),
-            why=f"its config.json lacks {', '.join(missing)}",
+            why=f"its config.json has no {', '.join(missing)}",
             fix="use a model whose config.json has the usual field names",
         )
     _check_heads(config, path)

@@ -57,7 +57,7 @@ class AttentionKernels:
         parts = [f"packs by {packs.name}" + (f" ({packs.reason})" if packs.reason else "")]
         if rows.name or rows.reason:
             parts.append(
-                f"rows of one length by {rows.name or packs.name}" + (f" ({rows.reason})" if rows.reason else "")
+                f"samples of one length by {rows.name or packs.name}" + (f" ({rows.reason})" if rows.reason else "")
             )
         return ", ".join(parts)
 

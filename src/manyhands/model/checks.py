@@ -111,7 +111,8 @@ def check_padding(engine: Probed, loss_model: LossModel, device: torch.device) -
         raise UserError(
             f"attention of {type(loss_model.model).__name__} is not what the model's own code computes",
             where="model.name",
-            why=f"relative deviation of the logits {deviation:.1e}: the kernel leaves something out, or padding is seen",
+            why=f"relative deviation of the logits {deviation:.1e}:"
+            " the kernel leaves something out, or padding is seen",
             fix="use a model of another family: this one cannot be trained yet",
         )
     return deviation

@@ -61,7 +61,7 @@ def _packed_splits(config: RunConfig, data: DataFacts, world_size: int, useful_t
     if batch.micro_tokens != "auto":
         if batch.micro_tokens < data.max_length:
             raise UserError(
-                f"the longest row, {data.max_length} tokens, does not fit into a pack of {batch.micro_tokens}",
+                f"the longest sample, {data.max_length} tokens, does not fit into a pack of {batch.micro_tokens}",
                 where="batch.micro_tokens",
                 fix=f"give batch.micro_tokens at least {data.max_length},"
                 " or a smaller data.max_length with data.too_long: truncate",

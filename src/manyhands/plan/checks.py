@@ -114,7 +114,7 @@ def nothing_fits(config: RunConfig, candidates: list[Candidate], made: Decisions
     if config.method.name != "qlora":
         advice.append("use method.name=lora" if config.method.name == "full" else "use method.name=qlora")
     if config.data.max_length > 512:
-        advice.append("shorten the rows (data.max_length)")
+        advice.append("shorten the samples (data.max_length)")
     if made.device == "cuda" and parallel.offload != "all" and config.optimizer.name == "adamw":
         advice.append("keep states in host memory (parallel.offload)")
     advice.append(

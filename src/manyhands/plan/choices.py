@@ -227,10 +227,10 @@ def choose_packing(config: RunConfig, model: ModelFacts) -> tuple[bool, Reason]:
     if asked is True or needing:
         key = "data.packing" if asked is True else needing[0]
         raise UserError(
-            f"{key} asks for packed rows, but {model.model_type} cannot be packed",
+            f"{key} asks for packed samples, but {model.model_type} cannot be packed",
             where=key,
             why=model.packing_reason,
-            fix="set data.packing=false (one document a row)" + "".join(f", and remove {name}" for name in needing),
+            fix="set data.packing=false (one sample a row)" + "".join(f", and remove {name}" for name in needing),
         )
     return False, reason("packing", packed=False, asked=False, known=model.packing_reason)
 
@@ -306,10 +306,12 @@ def choose_data_workers(config: RunConfig, facts: Facts, device: Device) -> tupl
     tokens_per_s = mean / (COLLATE_SAMPLE_S + mean * COLLATE_TOKEN_S)
     spare = max(0, facts.host.num_cores // max(1, len(facts.host.gpus)) - 2)
     needed = 0 if tokens_per_s >= ENOUGH_TOKENS_PER_S else math.ceil(ENOUGH_TOKENS_PER_S / tokens_per_s)
-    workers = min(MAX_AUTO_WORKERS, spare, needed)
+    wanted = min(MAX_AUTO_WORKERS, needed)
+    workers = min(wanted, spare)
     # Two digits: what is shown is an estimate.
     about = int(float(f"{tokens_per_s:.2g}"))
-    return workers, reason("data_workers", workers=workers, asked=False, source="gpu", tokens_per_s=about)
+    values = {"tokens_per_s": about, "wanted": wanted, "cores": facts.host.num_cores}
+    return workers, reason("data_workers", workers=workers, asked=False, source="gpu", **values)
 
 
 def check_optimizer(config: RunConfig, device: Device, compute: ComputeDtype) -> None:

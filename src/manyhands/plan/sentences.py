@@ -44,6 +44,20 @@ def describe_limit(device: str, world_size: int, free_bytes: int, num_local: int
     return f"90 % of {format_gib(free_bytes)} free{shared}"
 
 
+def describe_layout(v: Values) -> str:
+    """Whatever of a layout takes or saves memory, but for the size of a micro-batch; ``v`` has its fields by name."""
+    text = f"{v['strategy']}, activation checkpointing {v['activation_checkpointing']}"
+    if v["lighter_layers"]:
+        text += f" (lighter in the last {v['lighter_layers']} layers)"
+    if v["reshard_after_forward"]:
+        text += ", weights freed after the forward pass"
+    if v["reduce_every"] and v["strategy"] in ("fsdp", "hsdp"):
+        text += ", gradients reduced after every micro-batch"
+    moved = {"none": [], "optimizer": ["optimizer states"], "all": ["weights, gradients and optimizer states"]}
+    offloaded = moved[v["offload"]] + ["activations"] * v["offload_activations"]
+    return text + (f", {' and '.join(offloaded)} in host memory" if offloaded else "")
+
+
 def describe_disk(v: Values) -> str:
     number = v["num_checkpoints"]
     one, result = format_size(v["checkpoint_bytes"]), format_size(v["result_bytes"])
@@ -73,13 +87,12 @@ def _packing(v: Values) -> str:
 
 def _smaller(v: Values) -> str:
     now, before = v["now"], v["before"]
+    changes = []
     if now["full_micro_tokens"] < before["full_micro_tokens"]:
-        tokens = f"{now['full_micro_tokens']:,} tokens a micro-batch instead of {before['full_micro_tokens']:,}"
-        change = f"{tokens}, the same global batch"
-    else:
-        names = (f"{at['strategy']}, activation checkpointing {at['activation_checkpointing']}" for at in (now, before))
-        change = f"{' instead of '.join(names)}, the same batch"
-    return f"{change}, as plan {v['plan']} ran out of memory"
+        changes.append(f"{now['full_micro_tokens']:,} tokens a micro-batch instead of {before['full_micro_tokens']:,}")
+    if (new := describe_layout(now)) != (old := describe_layout(before)):
+        changes.append(f"{new} instead of {old}")
+    return f"{', and '.join(changes)}, the same global batch, as plan {v['plan']} ran out of memory"
 
 
 def _strategy(v: Values) -> str:
@@ -181,7 +194,7 @@ def _compute(v: Values) -> str:
 
 def _attention(v: Values) -> str:
     if v["kind"] == "blockwise":
-        return f"blockwise in plain torch, as scores are soft-capped at {v['softcap']:g}"
+        return f"blockwise in PyTorch, as scores are soft-capped at {v['softcap']:g}"
     if v["kind"] == "varlen":
         return "varlen, each packed sample by itself and no mask"
     obstacles = {
@@ -211,12 +224,17 @@ def _linear(v: Values) -> str:
 
 
 def _data_workers(v: Values) -> str:
-    workers = "a thread" if not v["workers"] else f"{v['workers']} processes a rank"
+    workers = f"{v['workers']} process{'es' * (v['workers'] != 1)} a rank" if v["workers"] else "a thread"
     if v["asked"]:
         return f"{workers}, as asked"
     if v["source"] == "cpu":
         return f"{workers}, as processes would take cores from training"
-    return f"{workers}; one thread collates about {v['tokens_per_s']:,} tokens/s of samples this long"
+    speed = f"one thread collates about {v['tokens_per_s']:,} tokens/s of samples this long"
+    if v["workers"] >= v["wanted"]:
+        return f"{workers}; {speed}"
+    more = "more " * bool(v["workers"])
+    scarce = f"{v['wanted']} processes would be faster, but there are no {more}cores to spare ({v['cores']} in all)"
+    return f"{workers}; {speed}: {scarce}"
 
 
 def _new_tokens(v: Values) -> str:

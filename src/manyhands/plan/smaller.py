@@ -11,10 +11,20 @@ from manyhands.plan.candidates import Limits, is_alike
 from manyhands.plan.choices import Decisions
 from manyhands.plan.layout import Layout
 from manyhands.plan.reasons import Reason, reason
-from manyhands.plan.sentences import format_gib
+from manyhands.plan.sentences import describe_layout, format_gib
 from manyhands.plan.types import Candidate, Cause, Plan, RanOut
 
 ROOM_FOR_MORE = 1.1  # times as much memory as when a plan ran out of it: larger ones may be tried again
+LAYOUT_FIELDS = (  # that decide what memory a layout needs, as ``describe_layout`` reads them
+    "strategy",
+    "activation_checkpointing",
+    "lighter_layers",
+    "reshard_after_forward",
+    "reduce_every",
+    "offload",
+    "offload_activations",
+    "full_micro_tokens",
+)
 
 
 class NothingSmaller(UserError):
@@ -61,12 +71,7 @@ def explain_smaller(chosen: Candidate, ran_out: RanOut | None) -> tuple[Reason, 
 
 
 def _values(layout: Layout) -> dict[str, Any]:
-    names = ("strategy", "activation_checkpointing", "full_micro_tokens")
-    return {name: getattr(layout, name) for name in names}
-
-
-def _describe(layout: Layout) -> str:
-    return f"{layout.strategy}, activation checkpointing {layout.activation_checkpointing}"
+    return {name: getattr(layout, name) for name in LAYOUT_FIELDS}
 
 
 def nothing_smaller(config: RunConfig, ran_out: RanOut, made: Decisions) -> NothingSmaller:
@@ -85,13 +90,14 @@ def nothing_smaller(config: RunConfig, ran_out: RanOut, made: Decisions) -> Noth
     if parallel.offload == "none" and made.device == "cuda":
         advice.append("set parallel.offload=optimizer or all")
     advice.append("use more GPUs" if made.device == "cuda" else "use a machine with more memory")
-    shorter = "; a new run (--fresh) could also shorten the rows (data.max_length) or take "
+    shorter = "; a new run (--fresh) could also shorten the samples (data.max_length) or take "
     method = {"full": "method.name=lora", "patterns": "method.name=lora", "lora": "method.name=qlora"}.get(
         config.method.name
     )
     return NothingSmaller(
         f"out of memory, and no smaller plan is left than plan {ran_out.number}",
-        where=f"{made.ranks}: {_describe(ran_out.layout)}, {ran_out.layout.full_micro_tokens:,} tokens a micro-batch, "
+        where=f"{made.ranks}: {describe_layout(_values(ran_out.layout))}, "
+        f"{ran_out.layout.full_micro_tokens:,} tokens a micro-batch, "
         f"{format_gib(ran_out.estimated_bytes)} of {format_gib(ran_out.limit)} estimated",
         why="more was needed than the estimate says, or something else holds memory",
         fix=", or ".join(advice) + (shorter + method if method else shorter.removesuffix(" or take ")),

@@ -151,14 +151,14 @@ def bin_lengths(lengths: np.ndarray) -> tuple[Bin, ...]:
 def describe_lengths(lengths: np.ndarray) -> str:
     """Shortest, median, longest and the length that 90 % of the rows do not pass."""
     if not len(lengths):
-        return "no rows"
+        return "no samples"
     low, median, high, top = (int(value) for value in np.quantile(lengths, (0.0, 0.5, 0.9, 1.0)))
     return f"shortest {low:,}, median {median:,}, nine in ten up to {high:,}, longest {top:,} tokens"
 
 
 SOURCE_TITLES = ("samples", "tokens", "loss tokens", "held out", "weight", "share")
 LENGTH_TITLES = ("samples", "of all samples", "tokens")
-SHARE_NOTE = "share: of the tokens of one epoch, each source taken as often as its weight says"
+SHARE_NOTE = "share: of the tokens of one epoch, each source repeated by its weight"
 NUMBER_NOTE = "Each sample is headed by its number among the training samples, its source, file:line, and its tokens."
 
 

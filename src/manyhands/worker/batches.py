@@ -30,7 +30,9 @@ def open_workers(rank: RankContext) -> None:
     num_workers = rank.plan.layout.data_workers
     if num_workers:
         rank.workers = BatchWorkers(functools.partial(open_store_samples, rank.store.folder), num_workers)
-        rank.print(f"batches: {num_workers} processes a rank collate ahead")
+        rank.print(
+            f"batches: {num_workers} process{'es' * (num_workers != 1)} a rank collate{'s' * (num_workers == 1)} ahead"
+        )
 
 
 def close_workers(rank: RankContext) -> None:
