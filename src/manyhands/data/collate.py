@@ -19,10 +19,9 @@ In a batch (T: tokens of all documents laid end to end; B x L: samples x longest
 
 Padded needs no attention mask: attention is causal and the padding stands behind every sample.
 
-Processes that collate batches ahead. They import no torch, map the same files, and end when their pipe closes.
-
-A batch is a function of (samples, shape) alone, so it does not matter which process makes it, nor in which attempt of
-the run: results are taken in the order in which they were asked. Knows nothing of steps, ranks or devices.
+Processes may collate batches ahead (``BatchWorkers``). They import no torch, open the same store, and end when their
+pipe closes. A batch is a function of (samples, shape) alone, so it does not matter which process makes it, nor in which
+attempt of the run: results are taken in the order in which they were asked. Knows nothing of steps, ranks or devices.
 """
 
 from __future__ import annotations
@@ -122,15 +121,16 @@ def _place(
     """An entry ``(*size, *item_shape)`` of a stream along the packed one; ``starts`` are the documents' first flat
     positions."""
     out = np.full((size[0] * size[1], *stream.item_shape), entry.fill, dtype=entry.dtype)
-    fill, wide = np.dtype(stream.dtype).type(entry.fill), (-1, *[1] * len(stream.item_shape))
-    skipped = int(entry.shifted)
+    wide, skipped = (-1, *[1] * len(stream.item_shape)), int(entry.shifted)
     # Document by document: what a step needs of one stays in the cache, which makes it faster than all at once.
     for sample, start in zip(samples, starts, strict=True):
         values = sample[stream.name][skipped:]
+        part = out[start : start + len(values)]
         if entry.where:
             kept = sample[entry.where][skipped:]
-            values = np.where(kept.reshape(wide) if stream.item_shape else kept, values, fill)
-        out[start : start + len(values)] = values
+            np.copyto(part, values, where=kept.reshape(wide) if stream.item_shape else kept)
+        else:
+            part[:] = values
     return out.reshape(*size, *stream.item_shape)
 
 
