@@ -42,7 +42,7 @@ def evaluation(step: int, loss: float = 1.5) -> Evaluation:
     )
 
 
-DEVICES = [{"memory_allocated_bytes": 2.0**30, "peak_bytes": 2.0**31, "utilisation": 0.9}] * 2
+DEVICES = [{"memory_allocated_bytes": 2.0**30, "peak_bytes": 2.0**31, "utilization": 0.9}] * 2
 
 
 def feed(sink, steps, evaluations=()) -> None:
@@ -129,7 +129,7 @@ def test_tensorboard_has_every_curve_and_resume_purges(tmp_path):
         "loss/rank0",
         "memory_gib/rank0",
         "memory_gib/rank1",
-        "utilisation_percent/rank1",
+        "utilization_percent/rank1",
         "speed/input_wait_s",
     } <= tags
     assert {
@@ -141,7 +141,7 @@ def test_tensorboard_has_every_curve_and_resume_purges(tmp_path):
     } <= tags
     assert "loss/rank1" not in tags  # that rank had no trained token
     assert [event.step for event in events.Scalars("loss/all")] == [1, 2, 3]
-    assert events.Scalars("utilisation_percent/rank1")[0].value == pytest.approx(90)
+    assert events.Scalars("utilization_percent/rank1")[0].value == pytest.approx(90)
 
 
 def test_tensorboard_hides_a_launch_that_ended_before_its_first_checkpoint(tmp_path):
@@ -261,9 +261,9 @@ def test_the_meter_of_a_cpu_reads_the_memory_of_this_process():
     import torch
 
     reading = Meter(torch.device("cpu")).read()
-    assert list(reading) == ["memory_allocated_bytes", "peak_bytes", "utilisation"]
+    assert list(reading) == ["memory_allocated_bytes", "peak_bytes", "utilization"]
     assert 50e6 < reading["memory_allocated_bytes"] <= reading["peak_bytes"] < 1e12
-    assert math.isnan(reading["utilisation"])
+    assert math.isnan(reading["utilization"])
 
 
 @pytest.mark.gpu
@@ -276,4 +276,4 @@ def test_the_meter_of_a_gpu_sees_a_tensor():
     tensor = torch.empty(2**20, device=device)
     reading = meter.read()
     assert reading["memory_allocated_bytes"] - before >= tensor.numel() * 4
-    assert 0 <= reading["utilisation"] <= 1
+    assert 0 <= reading["utilization"] <= 1

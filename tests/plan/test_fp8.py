@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from manyhands.core.errors import UserError
+from manyhands.core.limits import GIB
 from manyhands.facts.types import GpuFacts, HostFacts
 from manyhands.plan import memory
 from manyhands.plan.explain import explain_why
-from manyhands.plan.memory import GIB
 from manyhands.plan.search import plan
 from tests.plan.examples import facts, llama_1b, llama_8b, run_config
 from tests.support.plans import change_input, make_input

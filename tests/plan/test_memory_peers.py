@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import pytest
 
-from manyhands.plan.memory import CONTEXT_BYTES, GIB, at_the_loss, estimate_terms
+from manyhands.core.limits import GIB
+from manyhands.plan.memory import CONTEXT_BYTES, at_the_loss, estimate_terms
 from tests.plan.examples import llama_1b, llama_8b
 from tests.support.plans import change_input, make_input
 

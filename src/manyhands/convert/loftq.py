@@ -27,10 +27,9 @@ from manyhands.model.load import draw_weights, match_checkpoint
 from manyhands.model.source import read_converted, read_stored
 from manyhands.plan.types import Plan
 
-# Singular values of what NF4 loses fall slowly, so the subspace is twice as wide as the rank and multiplied often.
-# Measured with
-# 12 on the weights of the demo's model, and on random ones of 2048 x 2048: at least 0.985 of the share that the exact
-# decomposition makes up for.
+# Singular values of NF4's quantization error fall slowly, so the subspace is twice as wide as the rank and multiplied
+# often. Measured with 12 on the weights of the demo's model, and on random ones of 2048 x 2048: at least 0.985 of the
+# share that the exact decomposition makes up for.
 NUM_ITERATIONS = 12
 MIN_OVERSAMPLING = 16
 

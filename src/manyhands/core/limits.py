@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+GIB = 2**30
+
 # The loss, a chunk of tokens at a time.
 MAX_CHUNK_LOGITS = 2**27  # elements: 0.5 GiB in float32
 MIN_CHUNK_TOKENS = 256  # fewer would starve the head's matmul

@@ -18,7 +18,7 @@ from typing import IO, Any
 from manyhands.core.errors import UserError
 from manyhands.data.files import MAX_LINE_BYTES, FilePart, Findings, Row, open_data
 
-BATCH_SAMPLES = 32  # as fast as 512, and a sixteenth of the memory where a column repeats one large value
+BATCH_ROWS = 32  # as fast as 512, and a sixteenth of the memory where a column repeats one large value
 MAX_BATCH_BYTES = 1 << 30
 LARGE_BATCH_BYTES = 64 << 20  # is taken row by row
 MAX_ROW_BYTES = MAX_LINE_BYTES
@@ -77,7 +77,7 @@ def _count_batch_rows(group: Any) -> int:
         if column.has_dictionary_page
         and column.total_uncompressed_size > USUAL_PACKED_RATIO * column.total_compressed_size
     ]
-    return max(1, min(BATCH_SAMPLES, MAX_BATCH_BYTES // max(1, sum(repeated))))
+    return max(1, min(BATCH_ROWS, MAX_BATCH_BYTES // max(1, sum(repeated))))
 
 
 def split_arrow(path: Path) -> list[tuple[int, int]]:

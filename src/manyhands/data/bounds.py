@@ -142,7 +142,7 @@ def make_byte_bounds(tokenizer: Any) -> ByteBounds | None:
         lengths[id] = UNKNOWN if is_blank or not is_told else count_bytes(token)
     if (
         not vocabulary.keys() >= letters
-    ):  # a byte that is no token is the unknown one, alone or with its neighbours, or tokens <0xC3>
+    ):  # a byte that is no token is the unknown one, alone or with its neighbors, or tokens <0xC3>
         lengths[[id for token, id in vocabulary.items() if token == model.unk_token or BYTE_TOKEN.fullmatch(token)]] = (
             UNKNOWN
         )

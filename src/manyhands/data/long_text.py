@@ -1,6 +1,6 @@
 """Tokenizes a text of any length in windows, so that memory holds one window, to the ids that the whole text has.
 
-Neighbouring windows overlap. Both are tokenized alone, and joined in the overlap where they agree on several tokens in
+Neighboring windows overlap. Both are tokenized alone, and joined in the overlap where they agree on several tokens in
 a row: there, the tokens no longer depend on where a window begins or ends. Knows no store and no length policy.
 """
 

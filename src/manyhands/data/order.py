@@ -64,16 +64,14 @@ class SampleOrder:
     """The samples of every step of a run, steps never crossing epochs.
 
     Without ``sources`` each sample comes exactly once an epoch. With ``sources`` (of each sample, counted from 0) and
-    ``weights`` (of each source), source s of n samples appears ``weight * n`` times an epoch, rounded so that the sum
-    over
-    epochs is right to half a sample. It goes through its samples in passes, each a permutation of its own, and an epoch
-    begins where the one before left off: no sample comes twice more than another. Every beginning of an epoch holds
-    each source's share within one sample.
+    ``weights`` (of each source), a source of n samples appears ``weight * n`` times an epoch, rounded so that the sum
+    over epochs is right to half a sample. It goes through its samples in passes, each a permutation of its own, and an
+    epoch begins where the one before left off: no sample comes twice more than another. Every beginning of an epoch
+    holds each source's share within one sample.
 
-    A step is ``batch_samples`` samples, or as many samples as it takes to reach ``batch_loss_tokens`` loss tokens
-    (the sample
-    that reaches it is the last); then ``num_loss_tokens`` gives the loss tokens of each sample. The last step of an
-    epoch may be short.
+    A step is ``batch_samples`` samples, or as many samples as it takes to reach ``batch_loss_tokens`` loss tokens (the
+    sample that reaches it is the last); then ``num_loss_tokens`` gives the loss tokens of each sample. The last step of
+    an epoch may be short.
     """
 
     def __init__(
@@ -123,11 +121,11 @@ class SampleOrder:
         return len(self._lay_out(epoch)[1]) - 1
 
     def samples_of_epoch(self, epoch: int) -> np.ndarray:
-        """Row ids of a whole epoch, int64, in seeded order."""
+        """Sample ids of a whole epoch, int64, in seeded order."""
         return self._lay_out(epoch)[0]
 
     def samples(self, epoch: int, index: int) -> np.ndarray:
-        """Row ids of step ``index`` of an epoch, int64, in seeded order."""
+        """Sample ids of step ``index`` of an epoch, int64, in seeded order."""
         permutation, bounds = self._lay_out(epoch)
         if not 0 <= index < len(bounds) - 1:
             raise IndexError(f"epoch {epoch} has {len(bounds) - 1} steps, not {index + 1}")

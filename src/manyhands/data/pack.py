@@ -183,12 +183,11 @@ def lay_out_packed(samples: np.ndarray, lengths: np.ndarray, num_ranks: int, mic
     """Lays samples into the fewest micro-batches of at most ``micro_tokens`` tokens that can be found, balanced over
     ranks.
 
-    ``lengths`` holds the tokens of every sample of the set, indexed by sample id. Packs get equal sizes (data/pack.py);
-    where that leaves a sample without room, each sample goes into the fullest pack that has some; where that fails
-    too, there
-    is one micro-batch more. Packs of like size and cost (``n + n^2 / ATTENTION_LENGTH`` over samples) share a
-    micro-batch, because its ranks wait for the dearest, and the dearer of them goes to the rank that has done least.
-    Raises UserError for a sample longer than ``micro_tokens``.
+    ``lengths`` holds the tokens of every sample of the set, indexed by sample id. Packs get equal sizes
+    (``fill_evenly``); where that leaves a sample without room, each sample goes into the fullest pack that has some
+    (``fill_fullest``); where that fails too, there is one micro-batch more. Packs of like size and cost
+    (``n + n^2 / ATTENTION_LENGTH`` over samples) share a micro-batch, because its ranks wait for the dearest, and the
+    dearer of them goes to the rank that has done least. Raises UserError for a sample longer than ``micro_tokens``.
     """
     samples = np.asarray(samples, dtype=np.int64)
     sample_lengths = np.asarray(lengths)[samples].astype(np.int64)
@@ -247,9 +246,9 @@ def lay_out_unpacked(
     """Deals samples in their order into micro-batches of ``micro_samples`` a rank, rank by rank, then the next
     micro-batch.
 
-    A short step leaves the last slots empty; micro-batches in which no rank has a sample are left out.
-    Without ``accumulation`` there are as many
-    as it takes; with it, more samples than ``micro_samples x num_ranks x accumulation`` are a ValueError.
+    A short step leaves the last slots empty; micro-batches in which no rank has a sample are left out. Without
+    ``accumulation`` there are as many as it takes; with it, more samples than
+    ``micro_samples x num_ranks x accumulation`` are a ValueError.
     """
     samples = np.asarray(samples, dtype=np.int64)
     if len(samples) == 0:

@@ -286,7 +286,7 @@ def _split_file(file: Path, num_parts: int) -> list[FilePart]:
 
 
 def _group(file: Path, kind: str, pieces: list[tuple[int, int]], num_parts: int) -> list[FilePart]:
-    """Neighbouring row groups or batches, as (rows, bytes), gathered into parts of a like number of bytes."""
+    """Neighboring row groups or batches, as (rows, bytes), gathered into parts of a like number of bytes."""
     all_bytes = sum(num_bytes for _, num_bytes in pieces)
     parts: list[FilePart] = []
     start, first_row, row, num_bytes, taken_bytes = 0, 1, 1, 0, 0

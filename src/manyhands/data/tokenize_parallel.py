@@ -168,7 +168,7 @@ class _Progress:
 
 
 def _open(job: Job, chunk_characters: int) -> tuple[PartTokenizer, list[str]]:
-    """The part_tokenizer of a job, and what is to be said about its tokenizer."""
+    """The ``PartTokenizer`` of a job, and notes for the user on its tokenizer."""
     config, model = job.config, job.config.model
     tokenizer = load_tokenizer(job.model_folder, model.chat_template, model.trust_remote_code, model.new_tokens)
     if getattr(tokenizer, "is_fast", False):

@@ -1,8 +1,8 @@
 """Who of several processes does what: parts one after the other, and batches of rows out of parts that are large.
 
-A large part (``rows.Part.large``) is read by one process, which hands its rows out in batches as long as others keep
-up, and tokenizes a batch itself where enough of them wait: so all cores work, and memory holds no more than that. Knows
-no tokenizer.
+A large part (``files.FilePart.large``) is read by one process, which hands its rows out in batches as long as others
+keep up, and tokenizes a batch itself where enough of them wait: so all cores work, and memory holds no more than that.
+Knows no tokenizer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_HANDED_CHARACTERS = 4 << 20  # a batch is larger than asked where one row is
 
 @dataclass(frozen=True)
 class RowBatch:
-    """Neighbouring rows of a large part; ``part`` and ``number``, of the batch in it, count from 0."""
+    """Neighboring rows of a large part; ``part`` and ``number``, of the batch in it, count from 0."""
 
     part: int
     number: int

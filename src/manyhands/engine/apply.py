@@ -1,6 +1,6 @@
 """Apply a layout to a loss model on meta, so that many processes train it as one. ``apply`` has the order.
 
-All collectives are float32 (or float64) *sums*: the loss is divided by the trained tokens of the global batch before
+All collectives are float32 (or float64) *sums*: the loss is divided by the loss tokens of the global batch before
 the backward pass, so nothing is averaged here. Must not know data, the optimizer or the loop.
 """
 

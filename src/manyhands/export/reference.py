@@ -83,7 +83,7 @@ def hash_values(tensor: torch.Tensor) -> str:
     return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
 
 
-# Root mean square of the difference of centred logits, as a share of theirs, that the dtype of the computation and the
+# Root mean square of the difference of centered logits, as a share of theirs, that the dtype of the computation and the
 # rounding of saved weights (of a merged model; others are compared after it) may each cause. Measured with the demo's
 # model: computed in bfloat16 2.1e-2, float32 weights saved in bfloat16 5e-3.
 COMPUTED = {"float64": 1e-4, "float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
@@ -106,7 +106,7 @@ class Probe:
         """|c(logits) - c(expected)| / |c(expected)| with c(x) = x - its mean over the vocabulary; infinite if not
         comparable.
 
-        Centred, because a softmax does not see a common offset, which may be most of the norm.
+        Centered, because a softmax does not see a common offset, which may be most of the norm.
         """
         if logits.shape != self.logits.shape or not bool(logits.isfinite().all()):
             return float("inf")

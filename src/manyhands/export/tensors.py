@@ -159,7 +159,7 @@ def _count(shape: tuple[int, ...]) -> int:
 def saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers by name, tied ones once under their first name, what adapters added left out.
 
-    A weight in NF4 stands on meta under its own name: ``iterate_whole`` dequantises it.
+    A weight in NF4 stands on meta under its own name: ``iterate_whole`` dequantizes it.
     """
     reshard(model)
     added = added_parameters(model)
@@ -198,9 +198,9 @@ def iterate_whole(
     to TF32) and rounded once, and trained rows of tokens take their place; without it what adapters added is left out.
     """
     layers, tokens = (adapted_layers(model), token_modules(model)) if merge else ({}, {})
-    quantised = nf4_weights(model)
+    quantized = nf4_weights(model)
     for name, tensor in saved_tensors(model).items():
-        whole = gather_weight(quantised[name]) if name in quantised else gather(tensor)
+        whole = gather_weight(quantized[name]) if name in quantized else gather(tensor)
         layer = layers.get(name.removesuffix(".weight"))
         if layer is not None:
             whole = _merge(layer, whole)

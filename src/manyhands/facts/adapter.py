@@ -1,8 +1,8 @@
-"""The adapter that a run goes on from: where it lies and how it was trained. Reads JSON and the header of its weights
-only.
+"""The adapter whose training a run continues: where it is and how it was trained. Reads JSON and the header of its
+weights only.
 
-``method.adapter`` names a PEFT folder, or the folder of a finished run, whose ``adapter/`` is meant. What the adapter's
-factors mean (rank, alpha, rslora, dora, targets, modules_to_save) is the adapter's to say: a key of the run file may
+``method.adapter`` names a PEFT folder, or the folder of a finished run, whose ``adapter/`` is meant. What LoRA A and B
+mean (rank, alpha, rslora, dora, target_modules, modules_to_save) is fixed by the adapter: a key of the run file may
 repeat it, or be left at its default; another value is an error that names both. Dropout is the run's own.
 """
 
@@ -21,8 +21,8 @@ from manyhands.facts.safetensors import read_headers, read_metadata
 from manyhands.facts.types import AdapterFacts
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PEFT_PREFIX, FACTOR = "base_model.model.", ".lora_A.weight"
-# Fields of PEFT's LoraConfig that change what the factors compute, and that are not computed here.
+PEFT_PREFIX, LORA_A = "base_model.model.", ".lora_A.weight"
+# Fields of PEFT's LoraConfig that change what LoRA A and B compute, and that are not computed here.
 UNSUPPORTED = (
     "rank_pattern",
     "alpha_pattern",
@@ -35,8 +35,8 @@ UNSUPPORTED = (
 # What weights in 4 bits are beside which adapters are trained, in BitsAndBytesConfig's words. Its default is no double
 # quantization.
 NF4_OPTIONS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-# In the header of such an adapter's weights, as PEFT has no field for it. One that began at what NF4 loses says
-# BESIDE_NF4 too: it does not fit a base in 16 bits.
+# In the header of such an adapter's weights, as PEFT has no field for it. One that began at NF4's quantization error
+# has BESIDE_NF4 too: it does not fit a base in 16 bits.
 QUANTIZED_BASE = {"base_quantization": "nf4, double quantization"}
 BESIDE_NF4 = {"base": "nf4"}
 SETTLED = ("rank", "alpha", "rslora", "dora", "target_modules", "modules_to_save")
@@ -121,8 +121,8 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 def describe_method(folder: Path, fields: Mapping[str, Any]) -> MethodSection:
     """How an adapter was trained, in our keys.
 
-    A list of targets means the same here as in PEFT, and a string is a regular expression. Where PEFT chose by other
-    fields too (layers, exclusions), the layers are those that the weights name.
+    A list of target modules means the same here as in PEFT, and a string is a regular expression. Where PEFT chose by
+    other fields too (layers, exclusions), the layers are those that the weights name.
     """
     targets = fields.get("target_modules")
     if not isinstance(targets, str | list | None):
@@ -167,21 +167,21 @@ def needed_tokens(folder: Path) -> int:
 def read_targets(folder: Path) -> list[str]:
     """Full names of the adapted layers, from the header of the weights."""
     tensors = read_headers([folder / WEIGHTS])
-    return sorted({name.removeprefix(PEFT_PREFIX).removesuffix(FACTOR) for name in tensors if name.endswith(FACTOR)})
+    return sorted({name.removeprefix(PEFT_PREFIX).removesuffix(LORA_A) for name in tensors if name.endswith(LORA_A)})
 
 
 def settle(asked: MethodSection, adapter: MethodSection, folder: Path) -> MethodSection:
     """``asked`` with what the adapter decides. UserError for a value that was asked for and is not the adapter's.
 
-    Targets and modules may be written in another way here than there: those asked for are kept, and the names of what
-    is trained are compared when the weights are read.
+    Target modules and modules to save may be written in another way here than there: those asked for are kept, and the
+    names of what is trained are compared when the weights are read.
     """
     defaults = MethodSection.model_fields
     if adapter.init == "loftq" and asked.name != "qlora":
         raise UserError(
             "the adapter belongs to a model in 4 bits",
             where=str(folder),
-            why="it began at what NF4 loses (method.init: loftq),"
+            why="it began at NF4's quantization error (method.init: loftq),"
             f" which is not missing where method.name is {asked.name}",
             fix="set method.name: qlora",
         )

@@ -19,12 +19,12 @@ from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.core.files import read_json, write_json
 from manyhands.core.hashing import Progress, hash_files
+from manyhands.core.limits import GIB
 from manyhands.facts.safetensors import find_weight_files
 
 SHA256 = re.compile("[0-9a-f]{64}")
 SETTLED_S = 2.0  # a file that changed later may change again without another time: it is not remembered
 LARGE_BYTES = 4 << 30  # takes seconds to hash, which is said
-GIB = 1 << 30
 SHOWN_DIGITS = 12
 
 Report = Callable[[str], Any]

@@ -54,19 +54,19 @@ class ModelFacts(Fact):
 
 
 class DataFacts(Fact):
-    """The prepared rows. Lengths are in tokens."""
+    """The prepared samples. Lengths are in tokens."""
 
     folder: str  # the token cache on this machine
-    digest: str  # names what the rows were made of
-    content: str = ""  # names the rows themselves: equal content, equal tokens
+    digest: str  # names what the samples were made of
+    content: str = ""  # names the samples themselves: equal content, equal tokens
     num_samples: int
-    num_tokens: int  # of all rows, each once
-    num_loss_tokens: int  # trained tokens of all rows, each once
-    max_length: int  # longest row
+    num_tokens: int  # of all samples, each once
+    num_loss_tokens: int  # loss tokens of all samples, each once
+    max_length: int  # longest sample
     mean_length: float  # of an epoch
     num_validation_samples: int
     num_validation_tokens: int
-    num_repeated: int = 0  # validation rows with the very tokens of a training row
+    num_repeated: int = 0  # validation samples with the very tokens of a training sample
     unread: dict[str, tuple[str, ...]] = {}  # columns that hold something and are not read, by source
     num_dropped: int = 0
     num_truncated: int = 0
@@ -75,8 +75,8 @@ class DataFacts(Fact):
     steps_of_epochs: tuple[int, ...] = ()
     # of the samples that the first epoch begins with, in its order: all of it, or some ten thousands
     first_lengths: tuple[int, ...] = ()
-    first_labels: tuple[int, ...] = ()  # trained tokens of the same; filled when batch.loss_tokens is asked
-    # (rows, weight) of each source: an epoch takes the rows of each as often as its weight says
+    first_labels: tuple[int, ...] = ()  # loss tokens of the same; filled when batch.loss_tokens is asked
+    # (samples, weight) of each source: an epoch takes the samples of each as often as its weight
     sources: tuple[tuple[int, float], ...] = Field(default_factory=lambda fields: ((fields["num_samples"], 1.0),))
     samples_per_epoch: int = Field(default_factory=lambda fields: fields["num_samples"])  # of the first epoch
 
@@ -111,10 +111,10 @@ class NewTokens(Fact):
 
 
 class AdapterFacts(Fact):
-    """The adapter that a run goes on from."""
+    """The adapter whose training a run continues."""
 
     folder: str
-    method: MethodSection  # as asked, with rank, alpha, targets, ... as the adapter has them
+    method: MethodSection  # as asked, with rank, alpha, target_modules, ... as the adapter has them
 
 
 class Facts(Fact):

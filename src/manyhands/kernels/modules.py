@@ -2,7 +2,7 @@
 
 ``fuse_lora`` is told which classes it may replace, and looks at adapted layers by what they hold: a frozen ``weight``
 (and ``bias``), trained ``lora_A.weight`` and ``lora_B.weight``, ``scaling`` and ``dropout``. A layer whose weight is
-quantised offers ``fused_base() -> (pieces, matmuls)``, see ``lora.Layer``; one whose matmuls may be in fp8, adapted
+quantized offers ``fused_base() -> (pieces, matmuls)``, see ``lora.Layer``; one whose matmuls may be in fp8, adapted
 or not, says by ``in_fp8`` whether they are now. Whatever does not fit stays as it is, and is reported. Knows nothing
 of how adapters are made, of sharding or of runs.
 

@@ -232,7 +232,7 @@ def _check(launcher: Launcher) -> Launcher:
 
 # The pid a worker's parent has as long as our launcher lives; also says that it was our launcher.
 LAUNCHER_PID = "MANYHANDS_LAUNCHER_PID"
-MAX_GPU_THREADS = 8  # a GPU rank computes little on the host; more threads only disturb its neighbours
+MAX_GPU_THREADS = 8  # a GPU rank computes little on the host; more threads only disturb its neighbors
 
 
 def worker_environment(plan: Plan, num_local: int, environ: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from manyhands.core.limits import GIB
 from manyhands.metrics.sinks import Devices, Sink
 from manyhands.train.types import Evaluation, StepResult, TrainState
 
 PLAIN_PAUSE_S = 15.0  # at least this long between two plain lines, unless a tenth of the run has passed
-GIB = 2**30
 
 
 class ConsoleSink(Sink):

@@ -1,4 +1,4 @@
-"""Reads one rank's device: memory in use, its peak, utilisation. Knows neither model nor run."""
+"""Reads one rank's device: memory in use, its peak, utilization. Knows neither model nor run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Meter:
 
         ``memory_allocated_bytes`` and ``peak_bytes``: held by tensors on a GPU, now and at most since the peak was last
         reset (caches and the CUDA context not included); on a CPU the process's resident memory, now and at most.
-        ``utilisation``: share in [0, 1] of the last sampling period (some 0.2 to 1 s, see
+        ``utilization``: share in [0, 1] of the last sampling period (some 0.2 to 1 s, see
         nvmlDeviceGetUtilizationRates) in which a kernel ran; nan where nothing can tell.
         """
         if self.device.type == "cuda":
@@ -35,7 +35,7 @@ class Meter:
         return {
             "memory_allocated_bytes": float(allocated),
             "peak_bytes": float(peak),
-            "utilisation": self._read_utilization(),
+            "utilization": self._read_utilization(),
         }
 
     def _read_utilization(self) -> float:

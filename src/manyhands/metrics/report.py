@@ -19,6 +19,7 @@ from typing import Any
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.files import write_atomically
+from manyhands.core.limits import GIB
 from manyhands.metrics.summary import (
     describe_settings,
     describe_versions,
@@ -31,7 +32,6 @@ from manyhands.metrics.summary import (
 from manyhands.plan.types import Plan, describe_checkpointing
 from manyhands.train.types import TrainState
 
-GIB = 2**30
 TABLE_ROWS = 6  # of the loss over steps
 SHOWN_CHARACTERS = 600  # of a sample's prompt and answer
 WARMUP_STEPS = 2  # left out of the speed where there are more: compilation, first allocations

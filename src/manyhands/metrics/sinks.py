@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.core.files import write_atomically
+from manyhands.core.limits import GIB
 from manyhands.train.types import Evaluation, Hook, StepResult, TrainState
 
-GIB = 2**30
 Devices = Sequence[Mapping[str, float]]  # what ``meters.Meter.read`` gave on each rank, in rank order
 
 
@@ -98,7 +98,7 @@ def _take_back(path: Path, last: Mapping[str, int]) -> None:
 
 
 class TensorBoardSink(Sink):
-    """Event files: loss over all ranks and of each, memory and utilisation of each device, speed, evaluations."""
+    """Event files: loss over all ranks and of each, memory and utilization of each device, speed, evaluations."""
 
     def __init__(self, folder: Path, *, every_steps: int = 1, resumed_at: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -134,7 +134,7 @@ class TensorBoardSink(Sink):
                 {
                     f"memory_gib/rank{rank}": device["memory_allocated_bytes"] / GIB,
                     f"peak_memory_gib/rank{rank}": device["peak_bytes"] / GIB,
-                    f"utilisation_percent/rank{rank}": device["utilisation"] * 100,
+                    f"utilization_percent/rank{rank}": device["utilization"] * 100,
                 },
                 step,
             )
@@ -152,5 +152,5 @@ class TensorBoardSink(Sink):
 
     def _add(self, values: Mapping[str, float], step: int) -> None:
         for tag, value in values.items():
-            if not math.isnan(value):  # a rank without a trained token has no loss, a CPU no utilisation
+            if not math.isnan(value):  # a rank without a loss token has no loss, a CPU no utilization
                 self._writer.add_scalar(tag, value, step)

@@ -165,7 +165,7 @@ def hugging_face_model(model: Any) -> Any:
 
 @torch.no_grad()
 def rebuild_buffers(model: Any) -> None:
-    """Compute buffers that no file holds (rotary frequencies, embedding scales) by the family's own initialisation.
+    """Compute buffers that no file holds (rotary frequencies, embedding scales) by the family's own initialization.
 
     The parameters beside them are marked, transformers' own way to leave them alone.
     """

@@ -1,11 +1,11 @@
 """The language-model loss as a sum and a weight. Nobody here divides: one place in ``train`` does, by the global batch.
 
-``LossModel`` wraps a Hugging Face causal model. Its base gives hidden states; only rows with a target pass through the
-head, a chunk at a time, so that logits of all positions are never held at once. The head is the family's own forward
-pass with the base replaced by the identity, so soft-caps and scales need no table. Knows nothing of ranks, packing or
-the loop.
+``LossModel`` wraps a Hugging Face causal model. Its base gives hidden states; only positions with a label pass through
+the head, a chunk at a time, so that logits of all positions are never held at once. The head is the family's own
+forward pass with the base replaced by the identity, so soft-caps and scales need no table. Knows nothing of ranks,
+packing or the loop.
 
-Shapes: b rows, t positions, n = b t, m trained positions, e hidden size, v vocabulary.
+Shapes: b samples or 1 pack, t positions, n = b t, m trained positions, e hidden size, v vocabulary.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class LossModel(nn.Module):
     trained; if packed also ``position_ids`` (1, t), ``cu_seq_lens`` (documents + 1) int32 and ``max_length``. It may
     hold ``label_positions`` (m) int64, the flat positions that have a label: on a GPU this spares a wait for the
     device. It may hold ``loss_weights`` (b, t) float32, aligned with ``labels``: then the loss is ``sum_i w_i ce_i``
-    and its weight ``sum_i w_i``; without them every target weighs 1, and the weight is their exact number. Any entry
+    and its weight ``sum_i w_i``; without them every label weighs 1, and the weight is their exact number. Any entry
     that a batch of text does not have (``TEXT_ENTRIES``) goes to the model under its own name.
     """
 
@@ -166,13 +166,13 @@ class LossModel(nn.Module):
         self, hidden: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None, metrics: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum of (weighted) cross-entropies over (m, e), (m,) and (m,), and the number of arg max hits."""
-        num_samples = chunk_rows(self.model.config.get_text_config().vocab_size)
-        chunks = hidden.split(num_samples)
+        num_rows = chunk_rows(self.model.config.get_text_config().vocab_size)
+        chunks = hidden.split(num_rows)
         no_weights: tuple[torch.Tensor | None, ...] = (None,) * len(chunks)
-        weight_chunks = no_weights if weights is None else weights.split(num_samples)
+        weight_chunks = no_weights if weights is None else weights.split(num_rows)
         recompute = torch.is_grad_enabled() and len(chunks) > 1  # one chunk of logits is held in any case
         sums = []
-        for arguments in zip(chunks, labels.split(num_samples), weight_chunks, strict=True):
+        for arguments in zip(chunks, labels.split(num_rows), weight_chunks, strict=True):
             if recompute:
                 sums.append(checkpoint(self._loss, *arguments, metrics, use_reentrant=False, preserve_rng_state=False))
             else:

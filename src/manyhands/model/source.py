@@ -170,8 +170,7 @@ def needs_conversion(model: Any) -> bool:
     return any(isinstance(rule, WeightConverter) for rule in get_model_conversion_mapping(model, add_legacy=False))
 
 
-# ---- reading and writing back
-# --------------------------------------------------------------------------------------------
+# ---- reading and writing back ----------------------------------------------------------------------------------------
 
 
 @contextmanager

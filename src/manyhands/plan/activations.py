@@ -119,8 +119,8 @@ def adapter_bytes_per_token(s: EstimateInput) -> int:
 
 
 def attention_mask(s: EstimateInput) -> int:
-    """A dense mask as transformers builds it for packed rows without varlen: ``T^2`` booleans, and once more in compute
-    dtype.
+    """A dense mask as transformers builds it for packed samples without varlen: ``T^2`` booleans, and once more in
+    compute dtype.
     """
     return s.layout.full_micro_tokens**2 * (1 + s.compute_bytes) if s.builds_mask else 0
 

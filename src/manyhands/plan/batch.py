@@ -1,8 +1,9 @@
 """The batch rule. Without packing ``global batch = micro-batch x ranks x accumulation`` holds exactly, or there is an
 error.
 
-With packing any batch works on any number of ranks: the rows of a step are laid into packs, and a rank may stay idle.
-Pure; sizes are rows unless they are called tokens.
+With packing any batch works on any number of ranks: the samples of a step are laid into packs, and a rank may stay
+idle. *Ranks* are data-parallel ranks here (``Layout.data_parallel_degree``). Pure; sizes are samples unless they are
+called tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from manyhands.data.pack import padded_tokens
 from manyhands.facts.types import DataFacts
 
 AUTO_SAMPLES = 32
-SHORT_ROW_TOKENS = 256  # packed rows shorter than this on average go 64 to a batch
+SHORT_SAMPLE_TOKENS = 256  # packed samples shorter than this on average go 64 to a batch
 MIN_AUTO_STEPS = 10  # an automatic batch leaves at least so many steps in an epoch
 
 
@@ -33,31 +34,31 @@ class BatchSplit:
     accumulates: bool  # not every step is one micro-batch of each rank
 
 
-def possible_splits(config: RunConfig, data: DataFacts, world_size: int, useful_tokens: int) -> list[BatchSplit]:
+def possible_splits(config: RunConfig, data: DataFacts, num_ranks: int, useful_tokens: int) -> list[BatchSplit]:
     """All ways to carry out the asked batch, the largest micro-batch first. UserError where there is none.
 
     ``useful_tokens``: beyond this a larger micro-batch gains nothing on the device.
     """
     if config.data.packing:
-        return _packed_splits(config, data, world_size, useful_tokens)
-    return _row_splits(config, data, world_size, useful_tokens)
+        return _packed_splits(config, data, num_ranks, useful_tokens)
+    return _unpacked_splits(config, data, num_ranks, useful_tokens)
 
 
 def auto_samples(config: RunConfig, data: DataFacts) -> int:
-    """32 rows; 64 where packed rows are short (under 256 tokens on average); halved until an epoch has 10 steps.
+    """32 samples; 64 where packed samples are short (under 256 tokens on average); halved until an epoch has 10 steps.
 
     Depends on the data alone, so that a run is the same on any number of processes.
     """
-    rows = 2 * AUTO_SAMPLES if config.data.packing and data.mean_length < SHORT_ROW_TOKENS else AUTO_SAMPLES
-    while rows > 1 and data.samples_per_epoch < rows * MIN_AUTO_STEPS:
-        rows //= 2
-    return rows
+    samples = 2 * AUTO_SAMPLES if config.data.packing and data.mean_length < SHORT_SAMPLE_TOKENS else AUTO_SAMPLES
+    while samples > 1 and data.samples_per_epoch < samples * MIN_AUTO_STEPS:
+        samples //= 2
+    return samples
 
 
-def _packed_splits(config: RunConfig, data: DataFacts, world_size: int, useful_tokens: int) -> list[BatchSplit]:
+def _packed_splits(config: RunConfig, data: DataFacts, num_ranks: int, useful_tokens: int) -> list[BatchSplit]:
     batch = config.batch
     tokens = batch.loss_tokens
-    rows = None if tokens is not None else auto_samples(config, data) if batch.samples == "auto" else batch.samples
+    samples = None if tokens is not None else auto_samples(config, data) if batch.samples == "auto" else batch.samples
     if batch.micro_tokens != "auto":
         if batch.micro_tokens < data.max_length:
             raise UserError(
@@ -71,29 +72,29 @@ def _packed_splits(config: RunConfig, data: DataFacts, world_size: int, useful_t
         step_tokens = (
             tokens * data.num_tokens / max(1, data.num_loss_tokens)
             if tokens is not None
-            else (rows or 1) * data.mean_length
+            else (samples or 1) * data.mean_length
         )
-        sizes = pack_sizes(data.max_length, step_tokens / world_size, useful_tokens)
-    return [_packed_split(rows, tokens, size, data, world_size) for size in sizes]
+        sizes = pack_sizes(data.max_length, step_tokens / num_ranks, useful_tokens)
+    return [_packed_split(samples, tokens, size, data, num_ranks) for size in sizes]
 
 
-def _packed_split(rows: int | None, tokens: int | None, size: int, data: DataFacts, world_size: int) -> BatchSplit:
+def _packed_split(samples: int | None, tokens: int | None, size: int, data: DataFacts, num_ranks: int) -> BatchSplit:
     """What is certain of every step. Samples of one length are packed by their number, and never fill the quarter for
     uneven steps.
     """
-    constant = constant_pack_tokens(rows, size, data, world_size)
-    if constant is not None and rows is not None:
-        one_each = rows <= world_size * (constant // data.max_length)
+    constant = constant_pack_tokens(samples, size, data, num_ranks)
+    if constant is not None and samples is not None:
+        one_each = samples <= num_ranks * (constant // data.max_length)
     else:
-        one_each = rows is not None and rows * padded_tokens(data.max_length) <= size
-    return BatchSplit(rows, tokens, None, size, constant, None, constant or size, accumulates=not one_each)
+        one_each = samples is not None and samples * padded_tokens(data.max_length) <= size
+    return BatchSplit(samples, tokens, None, size, constant, None, constant or size, accumulates=not one_each)
 
 
 def pack_sizes(longest: int, rank_tokens: float, useful_tokens: int) -> list[int]:
-    """Pack sizes in whole tiles of tokens, descending by 3/4 and 1/2 in turn to the longest row.
+    """Pack sizes in whole tiles of tokens, descending by 3/4 and 1/2 in turn to the longest sample.
 
     The largest holds a rank's share of a step (``rank_tokens``, and a quarter more for uneven steps), at most
-    ``useful_tokens``, and the longest row in any case.
+    ``useful_tokens``, and the longest sample in any case.
     """
     smallest = padded_tokens(longest)
     size = max(smallest, min(useful_tokens, padded_tokens(int(1.25 * rank_tokens) + 1)))
@@ -105,7 +106,7 @@ def pack_sizes(longest: int, rank_tokens: float, useful_tokens: int) -> list[int
 
 
 def has_one_length(data: DataFacts) -> bool:
-    """Whether all rows, the held-out ones too, are equally long: texts cut into blocks."""
+    """Whether all samples, the held-out ones too, are equally long: texts cut into blocks."""
     return (
         data.num_tokens == data.num_samples * data.max_length
         and data.num_validation_tokens == data.num_validation_samples * data.max_length
@@ -113,31 +114,31 @@ def has_one_length(data: DataFacts) -> bool:
 
 
 def constant_pack_tokens(
-    batch_samples: int | None, micro_tokens: int | None, data: DataFacts, world_size: int
+    batch_samples: int | None, micro_tokens: int | None, data: DataFacts, num_ranks: int
 ) -> int | None:
-    """Tokens of every micro-batch of the run, where rows of one length are packed by their number; else None.
+    """Tokens of every micro-batch of the run, where samples of one length are packed by their number; else None.
 
-    As many rows a rank and micro-batch as the balanced layout of a whole step gives, padded to whole tiles.
+    As many samples a rank and micro-batch as the balanced layout of a whole step gives, padded to whole tiles.
     """
     if micro_tokens is None or batch_samples is None or not has_one_length(data):
         return None
-    num_micro = ceil_div(batch_samples, world_size * (micro_tokens // data.max_length))
-    return padded_tokens(ceil_div(batch_samples, world_size * num_micro) * data.max_length)
+    num_micro = ceil_div(batch_samples, num_ranks * (micro_tokens // data.max_length))
+    return padded_tokens(ceil_div(batch_samples, num_ranks * num_micro) * data.max_length)
 
 
-def _row_splits(config: RunConfig, data: DataFacts, world_size: int, useful_tokens: int) -> list[BatchSplit]:
+def _unpacked_splits(config: RunConfig, data: DataFacts, num_ranks: int, useful_tokens: int) -> list[BatchSplit]:
     batch = config.batch
     micro = None if batch.micro_samples == "auto" else batch.micro_samples
     accumulation = None if batch.accumulation == "auto" else batch.accumulation
-    unit = world_size * (micro or 1) * (accumulation or 1)
+    unit = num_ranks * (micro or 1) * (accumulation or 1)
     if batch.samples != "auto":
-        rows = batch.samples
-        _check_divides(rows, world_size, micro, accumulation)
+        samples = batch.samples
+        _check_divides(samples, num_ranks, micro, accumulation)
     elif micro and accumulation:
-        rows = unit
+        samples = unit
     else:
-        rows = max(unit, round(auto_samples(config, data) / unit) * unit)
-    share = rows // world_size  # rows of a rank in one step
+        samples = max(unit, round(auto_samples(config, data) / unit) * unit)
+    share = samples // num_ranks  # samples of a rank in one step
     if micro:
         sizes = [micro]
     elif accumulation:
@@ -146,16 +147,16 @@ def _row_splits(config: RunConfig, data: DataFacts, world_size: int, useful_toke
         divisors = [size for size in range(share, 0, -1) if share % size == 0]
         sizes = [size for size in divisors if size * data.max_length <= useful_tokens] or [1]
     return [
-        BatchSplit(rows, None, size, None, None, share // size, size * data.max_length, accumulates=size != share)
+        BatchSplit(samples, None, size, None, None, share // size, size * data.max_length, accumulates=size != share)
         for size in sizes
     ]
 
 
-def _check_divides(rows: int, world_size: int, micro: int | None, accumulation: int | None) -> None:
+def _check_divides(samples: int, num_ranks: int, micro: int | None, accumulation: int | None) -> None:
     """UserError that names the nearest batches below and above which ``micro x ranks x accumulation`` can make."""
     factors = [
         (f"batch.micro_samples: {micro}", micro),
-        (f"{world_size} processes", world_size),
+        (f"{num_ranks} processes", num_ranks),
         (f"batch.accumulation: {accumulation}", accumulation),
     ]
     unit, product = 1, []
@@ -164,14 +165,14 @@ def _check_divides(rows: int, world_size: int, micro: int | None, accumulation: 
             unit *= factor
             product.append(name)
     exact = micro is not None and accumulation is not None
-    if rows == unit or (not exact and rows % unit == 0):
+    if samples == unit or (not exact and samples % unit == 0):
         return
-    below, above = (unit, None) if exact else (rows // unit * unit, (rows // unit + 1) * unit)
+    below, above = (unit, None) if exact else (samples // unit * unit, (samples // unit + 1) * unit)
     near = " and ".join(str(size) for size in (below, above) if size)
     formula = " × ".join(product) + (f" = {unit}" if len(product) > 1 else "")
     several = not exact and below
     raise UserError(
-        f"batch.samples: {rows} is not {'' if exact else 'a multiple of '}{formula}",
+        f"batch.samples: {samples} is not {'' if exact else 'a multiple of '}{formula}",
         where="batch.samples",
         why="without packing the global batch is micro-batch × processes × accumulation, exactly",
         fix=f"the nearest batch{'es that work are' if several else ' that works is'} {near}; or set data.packing: true",

@@ -126,8 +126,8 @@ def _move_activations(candidate: Candidate, base: EstimateInput, limits: Limits)
     has room.
 
     Then only the blocks' inputs travel, each while a block computes: 64 MiB in some 20 ms for 8B and 8,192 tokens.
-    Measured on one H200, 8B LoRA: 18.8 to 17.5 GiB at 0.7 % less speed, each beside the plain row of its lease
-    (docs/speed-log.md).
+    Measured on one H200, 8B LoRA: 18.8 to 17.5 GiB at 0.7 % less speed, each against the same run without it on the
+    same machine (docs/speed-log.md).
     """
     if candidate.layout.activation_checkpointing != "full" or limits.host is None:
         return candidate

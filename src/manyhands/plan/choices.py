@@ -39,7 +39,7 @@ class Decisions:
 
     device: Device
     world_size: int
-    shard_degree: int  # hybrid: that hold one copy together
+    shard_degree: int  # hsdp: ranks that hold one copy together
     gpus: tuple[GpuFacts, ...]
     compute: ComputeDtype
     master: ComputeDtype
@@ -148,7 +148,7 @@ def ranks_per_machine(facts: Facts, device: Device, world_size: int) -> int:
 
 
 def choose_shard_ranks(config: RunConfig, facts: Facts, device: Device, world_size: int) -> int:
-    """Ranks that hold one copy together where the strategy is hybrid: as asked, else those of one machine.
+    """Ranks that hold one copy together where the strategy is hsdp: as asked, else those of one machine.
 
     UserError, with the nearest numbers that work, where they do not divide the processes.
     """
@@ -361,7 +361,7 @@ def choose_environment(device: Device, num_cores: int, local_world_size: int) ->
 def count_adapter_parameters(config: RunConfig, model: ModelFacts, new_tokens: NewTokens | None = None) -> int:
     """``r (in + out)`` for each adapted layer of each block, with DoRA ``out`` more; 0 where everything is trained.
 
-    And what is trained whole (``modules_to_save``): linear layers of blocks, embeddings and head, of which a tied pair
+    And what is fully trained (``modules_to_save``): linear layers of blocks, embeddings and head, of which a tied pair
     counts once. Norms are not counted. Else, for new tokens, ``k H`` in embeddings and head. Patterns are matched as
     convert/lora.py does.
     """

@@ -26,20 +26,22 @@ from manyhands.plan.layout import change, mesh_of
 from manyhands.plan.reasons import reason
 from manyhands.plan.types import Plan
 
-MAX_STEPS, MAX_ROWS = 20, 16_384  # laid out, spread over the epoch; one step in any case
+MAX_STEPS, MAX_SAMPLES = 20, 16_384  # laid out, spread over the epoch; one step in any case
 GOOD_SHARE = 0.9
 MAX_FACTOR = 64  # times the batch, in a proposal
 MIN_GAIN = 0.02  # less is not worth a proposal
 
 
-def lay_out_step(plan: Plan, rows: np.ndarray, lengths: np.ndarray) -> StepLayout:
-    """The rows of one training step as micro-batches of all ranks; ``lengths`` by row id."""
+def lay_out_step(plan: Plan, samples: np.ndarray, lengths: np.ndarray) -> StepLayout:
+    """The samples of one training step as micro-batches of all data-parallel ranks; ``lengths`` by sample id."""
     if plan.layout.micro_tokens is not None:
         return lay_out_packed(
-            rows, lengths, plan.layout.world_size, plan.layout.pack_tokens or plan.layout.micro_tokens
+            samples, lengths, plan.layout.data_parallel_degree, plan.layout.pack_tokens or plan.layout.micro_tokens
         )
     assert plan.layout.micro_samples is not None and plan.layout.accumulation is not None
-    return lay_out_unpacked(rows, plan.layout.world_size, plan.layout.micro_samples, plan.layout.accumulation)
+    return lay_out_unpacked(
+        samples, plan.layout.data_parallel_degree, plan.layout.micro_samples, plan.layout.accumulation
+    )
 
 
 def pack_tile(plan: Plan) -> int:
@@ -50,7 +52,7 @@ def pack_tile(plan: Plan) -> int:
 
 
 def measure_efficiency(plan: Plan, data: DataFacts) -> tuple[float, int] | None:
-    """(tokens of rows over tokens that are computed, steps laid out); None where the facts hold no whole step.
+    """(tokens of samples over tokens that are computed, steps laid out); None where the facts hold no whole step.
 
     Computed is what the longest micro-batch of any rank has, padding included, times the ranks: the others wait for it.
     """
@@ -58,20 +60,20 @@ def measure_efficiency(plan: Plan, data: DataFacts) -> tuple[float, int] | None:
     if not steps:
         return None
     lengths = np.array(data.first_lengths, dtype=np.int64)
-    layouts = [lay_out_step(plan, rows, lengths) for rows in steps]
+    layouts = [lay_out_step(plan, samples, lengths) for samples in steps]
     if plan.layout.micro_tokens is not None:
         return packing_efficiency(
             layouts, lengths, pack_tile(plan), plan.layout.pack_tokens if plan.layout.compile else None
         ), len(steps)
     useful = paid = 0
     for micro in (micro for layout in layouts for micro in layout.micro_batches):
-        useful += sum(int(lengths[rows].sum()) for rows in micro)
-        paid += len(micro) * max(len(rows) * int(lengths[rows].max(initial=0)) for rows in micro)
+        useful += sum(int(lengths[samples].sum()) for samples in micro)
+        paid += len(micro) * max(len(samples) * int(lengths[samples].max(initial=0)) for samples in micro)
     return useful / paid, len(steps)
 
 
 def _sample_steps(plan: Plan, data: DataFacts) -> Iterator[np.ndarray]:
-    """Rows, counted from 0 in the order of the first epoch, of steps that are spread over what the facts have of it."""
+    """Samples, counted from 0 in the order of the first epoch, of steps spread over what the facts have of it."""
     num_samples = len(data.first_lengths)
     if plan.batch_loss_tokens is not None:
         bounds = bound_by_tokens(np.array(data.first_labels, dtype=np.int64), plan.batch_loss_tokens)
@@ -79,11 +81,11 @@ def _sample_steps(plan: Plan, data: DataFacts) -> Iterator[np.ndarray]:
         assert plan.batch_samples is not None
         bounds = np.append(np.arange(0, num_samples, plan.batch_samples), num_samples)
     if num_samples < data.samples_per_epoch:
-        bounds = bounds[:-1]  # the last step goes on beyond the sample
+        bounds = bounds[:-1]  # the last step continues beyond the known samples
     num_steps = min(len(bounds) - 1, plan.num_steps)
     if num_steps < 1:
         return
-    wanted = max(1, min(MAX_STEPS, MAX_ROWS * num_steps // int(bounds[num_steps])))
+    wanted = max(1, min(MAX_STEPS, MAX_SAMPLES * num_steps // int(bounds[num_steps])))
     for step in np.unique(np.linspace(0, num_steps - 1, wanted).astype(np.int64)).tolist():
         yield np.arange(bounds[step], bounds[step + 1])
 
@@ -100,7 +102,7 @@ def with_efficiency(plan: Plan, facts: Facts) -> Plan:
         "steps": num_steps,
         "packed": layout.micro_tokens is not None,
         "padded": pack_tile(plan) > 1 or layout.pack_tokens is not None,
-        "ranks": layout.world_size,
+        "ranks": layout.data_parallel_degree,
     }
     if share < GOOD_SHARE:
         sizes = sorted(map(len, _sample_steps(plan, facts.data)))
@@ -132,32 +134,33 @@ def _changes(plan: Plan, facts: Facts) -> Iterator[tuple[str, Plan]]:
             tokens = padded_tokens(plan.layout.micro_samples * data.max_length)
             yield "data.packing=true", _with_layout(plan, micro_samples=None, micro_tokens=tokens)
         if plan.layout.micro_samples > 1:
-            accumulation = plan.batch_samples // plan.layout.world_size
+            accumulation = plan.batch_samples // plan.layout.data_parallel_degree
             yield "batch.micro_samples=1", _with_layout(plan, micro_samples=1, accumulation=accumulation)
         return
-    factor, step_rows = 1, max(map(len, _sample_steps(plan, data)))
-    while factor <= MAX_FACTOR and factor * step_rows <= MAX_ROWS:
+    factor, step_samples = 1, max(map(len, _sample_steps(plan, data)))
+    while factor <= MAX_FACTOR and factor * step_samples <= MAX_SAMPLES:
         if plan.batch_loss_tokens is not None:
             tokens = factor * plan.batch_loss_tokens
             yield f"batch.loss_tokens={tokens}", plan.model_copy(update={"batch_loss_tokens": tokens})
         else:
             assert plan.batch_samples is not None
-            rows = ceil_div(factor * plan.batch_samples, plan.layout.world_size) * plan.layout.world_size
-            if rows > data.samples_per_epoch:
+            ranks = plan.layout.data_parallel_degree
+            samples = ceil_div(factor * plan.batch_samples, ranks) * ranks
+            if samples > data.samples_per_epoch:
                 break
-            yield f"batch.samples={rows}", _with_rows(plan, rows, plan.layout.world_size, data)
+            yield f"batch.samples={samples}", _with_samples(plan, samples, ranks, data)
         factor *= 2
-    ranks = plan.layout.world_size // 2
+    ranks = plan.layout.data_parallel_degree // 2
     while ranks:
-        yield f"parallel.gpus={ranks}", _with_rows(plan, plan.batch_samples, ranks, data)
+        yield f"parallel.gpus={ranks}", _with_samples(plan, plan.batch_samples, ranks, data)
         ranks //= 2
 
 
-def _with_rows(plan: Plan, rows: int | None, world_size: int, data: DataFacts) -> Plan:
-    mesh = mesh_of("ddp", world_size)
-    pack_tokens = constant_pack_tokens(rows, plan.layout.micro_tokens, data, world_size)
+def _with_samples(plan: Plan, samples: int | None, num_ranks: int, data: DataFacts) -> Plan:
+    mesh = mesh_of("ddp", num_ranks)
+    pack_tokens = constant_pack_tokens(samples, plan.layout.micro_tokens, data, num_ranks)
     changed = _with_layout(plan, strategy="ddp", mesh=mesh, pack_tokens=pack_tokens)
-    return changed.model_copy(update={"batch_samples": rows})
+    return changed.model_copy(update={"batch_samples": samples})
 
 
 def _with_layout(plan: Plan, **changes: Any) -> Plan:

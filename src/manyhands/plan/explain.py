@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from manyhands.plan.memory import GIB
+from manyhands.core.limits import GIB
 from manyhands.plan.reasons import Code
 from manyhands.plan.sentences import SENTENCES, explain
 from manyhands.plan.types import Candidate, Plan, describe_checkpointing

@@ -1,11 +1,11 @@
 """Bytes a rank holds at its worst moment: one small function a term. Pure arithmetic; knows no torch and reads nothing.
 
-What is asked of it is a ``EstimateInput`` (estimate_input.py); what blocks keep and need stands in ``activations.py``.
+Its input is an ``EstimateInput`` (estimate_input.py); what blocks keep and need stands in ``activations.py``.
 
 Notation, here and there: P parameters, A trained parameters of adapters, B parameters of one block, R of the rest
 (embeddings, last norm, head), L blocks, T tokens of a micro-batch, H hidden size, I inner size of the MLP, V
 vocabulary, c bytes of a compute element, m of a master's, f of a frozen one, S ranks that share one copy of the state
-(1 unless fsdp or hybrid).
+(1 unless fsdp or hsdp).
 
 The worst moment is one of three: the loss, when every block's activations are held beside a chunk of logits; the start
 of the backward pass, when the last block works on top of them; or its end, when all gradients are there and those of
@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 
 from manyhands.core.limits import (
+    GIB,
     MAX_AHEAD_BYTES,
     MAX_CHUNK_LOGITS,
     MAX_LEAVING_BYTES,
@@ -35,7 +36,6 @@ from manyhands.plan.activations import (
 from manyhands.plan.estimate_input import EstimateInput
 from manyhands.plan.trained import TrainedWeights, count_state_bytes
 
-GIB = 2**30
 BLOCKS_IN_FLIGHT = 2  # FSDP2 gathers the next block while one computes
 GATHERED_BLOCKS = 3  # these two, and the buffer that the next one came in, until it is copied out of it
 CONTEXT_BYTES = {"cuda": int(0.6 * GIB), "cpu": int(0.6 * GIB)}  # CUDA context and loaded kernels; on CPU the imports

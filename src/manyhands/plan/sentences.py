@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from manyhands.plan.memory import GIB
+from manyhands.core.limits import GIB
 from manyhands.plan.reasons import Code, Reason
 
 Values = Mapping[str, Any]

@@ -33,8 +33,8 @@ def count_steps(config: RunConfig, data: DataFacts, batch_samples: int | None) -
     """Steps of the run: those of each epoch, which may differ by a few. An epoch's last step may be short; a part of an
     epoch is rounded up to whole steps.
 
-    ``batch_samples`` is None where the batch is counted in trained tokens: the data then says how many steps each epoch
-    has. max_tokens, max_time_s and patience end the loop while it runs and change nothing here.
+    ``batch_samples`` is None where the batch is counted in loss tokens: the steps of each epoch then follow from
+    the data. max_tokens, max_time_s and patience end the loop while it runs and change nothing here.
     """
     per_epoch, by_epochs, of_epochs = _sum_epochs(config, data, batch_samples)
     total = min(by_epochs, config.stop.max_steps or by_epochs)

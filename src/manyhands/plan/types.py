@@ -97,7 +97,7 @@ class Plan(Part):
     model_files: dict[str, str] = {}  # SHA-256 of config.json and of each weights file, by name
     keeps_base: bool = True  # weights of these files are in what is trained or saved: not where all are trained
     new_tokens: NewTokens | None = None
-    adapter: AdapterFacts | None = None  # to go on from; its method takes the place of the config's
+    adapter: AdapterFacts | None = None  # that training continues; its method takes the place of the config's
 
     layout: Layout
     converters: tuple[str, ...] = ()  # what changes the model, in order: names of convert/build.py, or ``module:Class``
@@ -107,8 +107,8 @@ class Plan(Part):
     attention: Literal["varlen", "sdpa", "blockwise"]  # see model/attention.py
 
     packing: bool
-    batch_samples: int | None  # rows of the global batch, or
-    batch_loss_tokens: int | None  # trained tokens of the global batch
+    batch_samples: int | None  # samples of the global batch, or
+    batch_loss_tokens: int | None  # loss tokens of the global batch
     steps_per_epoch: int
     num_steps: int
     warmup_steps: int

@@ -17,7 +17,7 @@ from manyhands.core.errors import UserError
 
 @dataclass(frozen=True)
 class Span:
-    """Neighbouring tokens of one weight, decoded; weight 0 is not trained."""
+    """Neighboring tokens of one weight, decoded; weight 0 is not trained."""
 
     text: str
     weight: float
@@ -107,7 +107,7 @@ class Preview:
     efficiency: str = ""
     num_validation_samples: int = 0
     num_validation_tokens: int = 0
-    num_repeated: int = 0  # validation rows with the tokens of a training row
+    num_repeated: int = 0  # validation samples with the tokens of a training sample
     num_truncated: int = 0
     num_split: int = 0
     num_dropped: int = 0

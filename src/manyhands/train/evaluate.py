@@ -1,4 +1,4 @@
-"""A pass over validation rows: sums over all ranks first, then one division of each term by its own weight."""
+"""A pass over validation samples: sums over all ranks first, then one division of each term by its own weight."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class StepWork:
     num_tokens: int
     num_loss_tokens: int
     num_micro_batches: int  # of each rank
-    num_rank_loss_tokens: int  # trained tokens of this rank
+    num_rank_loss_tokens: int  # loss tokens of this rank
     micro_batches: Iterable[Batch]  # this rank's
     loss_weight: float | None = None  # sum of the weights of all ranks' labels; none: each weighs 1
     rank_loss_weight: float | None = None  # of this rank's
@@ -115,7 +115,7 @@ def _share(term_sum: torch.Tensor, weight: float, coefficient: float) -> torch.T
 
 
 def _key(seed: int, step: int, index: int, rank: int) -> int:
-    """A 63-bit mix of the four numbers (multiply and xor-shift, as in SplitMix64), so that neighbouring steps share
+    """A 63-bit mix of the four numbers (multiply and xor-shift, as in SplitMix64), so that neighboring steps share
     nothing.
     """
     value = seed & (2**64 - 1)

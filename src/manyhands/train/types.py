@@ -104,7 +104,7 @@ class StepResult:
     step: int  # 1 for the first
     epoch: float
     loss: float
-    rank_losses: tuple[float, ...]  # mean over each rank's own trained tokens (nan where it had none)
+    rank_losses: tuple[float, ...]  # mean over each rank's own loss tokens (nan where it had none)
     grad_norm: float
     learning_rate: float
     num_samples: int
@@ -122,14 +122,14 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A pass over validation rows. ``loss`` is the mean over all loss tokens of all ranks, in nats, further terms
+    """A pass over validation samples. ``loss`` is the mean over all loss tokens of all ranks, in nats, further terms
     included; ``perplexity`` is of the language-model term.
     """
 
     step: int
     loss: float
     perplexity: float
-    accuracy: float  # share of trained tokens that are the arg max
+    accuracy: float  # share of loss tokens that are the arg max
     num_samples: int
     num_tokens: int
     num_loss_tokens: int

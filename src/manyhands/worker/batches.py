@@ -74,22 +74,23 @@ def shape_of(rank: RankContext, name: SetName = "train") -> BatchShape:
     )
 
 
-def lay_out_evaluation(rank: RankContext, sample_set: SampleSet, rows: np.ndarray) -> StepLayout:
-    """Rows of an evaluation, however many micro-batches that takes."""
-    plan, world_size = rank.plan, rank.world.world_size
+def lay_out_evaluation(rank: RankContext, sample_set: SampleSet, samples: np.ndarray) -> StepLayout:
+    """Samples of an evaluation, however many micro-batches that takes."""
+    plan, num_ranks = rank.plan, rank.plan.layout.data_parallel_degree
     if plan.layout.micro_tokens is not None:
-        capacity = max(plan.layout.pack_tokens or plan.layout.micro_tokens, int(sample_set.lengths[rows].max()))
-        return lay_out_packed(rows, sample_set.lengths, world_size, capacity)
+        capacity = max(plan.layout.pack_tokens or plan.layout.micro_tokens, int(sample_set.lengths[samples].max()))
+        return lay_out_packed(samples, sample_set.lengths, num_ranks, capacity)
     assert plan.layout.micro_samples is not None
     return lay_out_unpacked(
-        rows, world_size, plan.layout.micro_samples, -(-len(rows) // (plan.layout.micro_samples * world_size))
+        samples, num_ranks, plan.layout.micro_samples, -(-len(samples) // (plan.layout.micro_samples * num_ranks))
     )
 
 
 def iterate_layouts(
     rank: RankContext, name: SetName, layouts: Iterable[StepLayout]
 ) -> Iterator[tuple[StepLayout, MicroBatches]]:
-    """Each layout of the set's rows with this rank's micro-batches, prepared ahead."""
+    """Each layout of the set's samples with this rank's micro-batches, prepared ahead."""
+    # every process is a data-parallel rank as long as the mesh has no other axes (``Mesh``)
     return iterate(layouts, rank.world.rank, rank.world.device, collation(rank, name))
 
 
@@ -100,9 +101,11 @@ def iterate_steps(rank: RankContext) -> Iterator[StepWork]:
     def lay_out_steps() -> Iterator[StepLayout]:
         for step in range(rank.state.step, rank.plan.num_steps):
             epoch, index = rank.order.locate(step)
-            rows = rank.order.samples(epoch, index)
-            layout = lay_out_step(rank.plan, rows, rank.store.train.lengths)
-            coming.append(_describe(rank, step, epoch + (index + 1) / rank.order.steps_per_epoch(epoch), rows, layout))
+            samples = rank.order.samples(epoch, index)
+            layout = lay_out_step(rank.plan, samples, rank.store.train.lengths)
+            coming.append(
+                _describe(rank, step, epoch + (index + 1) / rank.order.steps_per_epoch(epoch), samples, layout)
+            )
             yield layout
 
     for _, micro_batches in iterate_layouts(rank, "train", lay_out_steps()):
@@ -116,17 +119,17 @@ def _advance_by_batch(micro_batches: MicroBatches) -> Iterator[Batch]:
         yield batch
 
 
-def _describe(rank: RankContext, step: int, epoch: float, rows: np.ndarray, layout: StepLayout) -> StepWork:
+def _describe(rank: RankContext, step: int, epoch: float, samples: np.ndarray, layout: StepLayout) -> StepWork:
     train, mine = rank.store.train, layout.samples_of_rank(rank.world.rank)
     return StepWork(
         step=step,
         epoch=epoch,
-        num_samples=len(rows),
-        num_tokens=int(train.lengths[rows].sum()),
-        num_loss_tokens=int(train.num_loss_tokens[rows].sum()),
+        num_samples=len(samples),
+        num_tokens=int(train.lengths[samples].sum()),
+        num_loss_tokens=int(train.num_loss_tokens[samples].sum()),
         num_micro_batches=layout.num_micro_batches,
         num_rank_loss_tokens=int(train.num_loss_tokens[mine].sum()),
         micro_batches=(),
-        loss_weight=float(train.loss_weights[rows].sum()) if train.has_weights else None,
+        loss_weight=float(train.loss_weights[samples].sum()) if train.has_weights else None,
         rank_loss_weight=float(train.loss_weights[mine].sum()) if train.has_weights else None,
     )

@@ -22,7 +22,7 @@ class Prompt:
 
 
 def choose_prompts(rank: RankContext, rows: np.ndarray) -> list[Prompt]:
-    """The first ``evaluate.prompts`` validation rows that have a prompt, up to their first trained token."""
+    """The first ``evaluate.prompts`` validation samples that have a prompt, up to their first loss token."""
     prompts: list[Prompt] = []
     for row in rows:
         if len(prompts) == rank.config.evaluate.prompts:

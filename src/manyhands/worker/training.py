@@ -137,7 +137,7 @@ class BeatHook(Hook):
 
 
 class DeviceHook(Hook):
-    """Memory and utilisation of every rank's device, gathered for the sinks of rank 0 at each logged step."""
+    """Memory and utilization of every rank's device, gathered for the sinks of rank 0 at each logged step."""
 
     def __init__(self, rank: RankContext, sinks: Sequence[Sink]) -> None:
         self.rank, self.sinks, self.meter = rank, sinks, Meter(rank.world.device)

@@ -6,7 +6,7 @@ weight, moments and, where float32 weights have one, the bfloat16 copy that comp
 bfloat16 that moves 28 bytes a weight, where clipping, AdamW and a cast apart move 42. Knows no model, no ranks and no
 run.
 
-Weights in bfloat16 are rounded stochastically: an update of less than half the distance of two neighbours, as most are,
+Weights in bfloat16 are rounded stochastically: an update of less than half the distance of two neighbors, as most are,
 would vanish otherwise. So is the second moment, which moves by a thousandth a step. The random bits follow from (seed,
 parameter, step, index of the element) alone, so they are the same in every layout of ranks, and on CPU and GPU.
 """

@@ -107,7 +107,7 @@ def mix(word: Any) -> Any:
 
 
 def round_to_bfloat16(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """float32 values to one of their two neighbours in bfloat16, to the nearer more often: 16 random ``bits`` are added
+    """float32 values to one of their two neighbors in bfloat16, to the nearer more often: 16 random ``bits`` are added
     to the 16 that bfloat16 lacks. The mean is the value itself. Returns float32; what is no finite number stays.
     """
     rounded = ((values.view(torch.int32).long() + bits) & 0xFFFF0000).to(torch.int32).view(torch.float32)

@@ -14,7 +14,7 @@ from torch import nn
 
 from manyhands.kernels.loss.cross_entropy import linear_cross_entropy
 
-DIFFERS = 0.02  # root mean square of the difference of centred logits over that of the logits: bfloat16 gives 0.004
+DIFFERS = 0.02  # root mean square of the difference of centered logits over that of the logits: bfloat16 gives 0.004
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """NF4 with double quantization to floating point as one Triton kernel: each code is read once, each value written once.
 
 A thread takes a word of eight codes, finds its block's absolute maximum, and writes eight values, 16 bytes of bfloat16,
-beside its neighbour's; nothing passes between threads but a table. Compiled for compute capability 9.0 that is 8
+beside its neighbor's; nothing passes between threads but a table. Compiled for compute capability 9.0 that is 8
 instructions a value. By its data sheet an H200 issues some 15 in the time that its memory takes for a value's 2.5
 bytes, so the way a level is found decides: from a table in shared memory (two instructions and a load, without bank
 conflicts, as 16 words lie in 16 banks) and not by a tree of 15 selections, which run at half rate.
