@@ -62,6 +62,18 @@ def test_a_converter_that_is_not_there_is_named() -> None:
         assert spec in str(caught.value) and "loftq" in caught.value.fix
 
 
+@pytest.mark.parametrize("body", ["import no_such_package_at_all", "from json import no_such_name"])
+def test_a_converter_that_cannot_be_imported_is_not_called_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str
+) -> None:
+    (tmp_path / "broken_converter.py").write_text(f"{body}\nclass Thing: pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    context = Context(tiny_run("model"), tiny_plan("model"), torch.device("cpu"))
+    with pytest.raises(UserError, match="'broken_converter:Thing' cannot be imported") as caught:
+        make("broken_converter:Thing", context)
+    assert "no_such" in caught.value.why
+
+
 def test_each_converter_is_one_class_with_a_name_of_its_own() -> None:
     context = Context(tiny_run("model"), tiny_plan("model"), torch.device("cpu"))
     made = [make(name, context) for name in CONVERTERS]

@@ -15,12 +15,13 @@ from transformers import AutoModelForCausalLM
 import manyhands.export.verify_process as fresh_module
 from manyhands.checkpoint import save_checkpoint
 from manyhands.config.schema import RunConfig
-from manyhands.export.__main__ import main
+from manyhands.export.__main__ import main, plan_one_process
 from manyhands.export.reference import Reference
 from manyhands.export.verify import verify
 from manyhands.infer.__main__ import main as infer_main
 from manyhands.launch.run_folder import RunFolder
-from manyhands.plan.converters import choose_converters
+from manyhands.plan.converters import ONLY_WHILE_TRAINING, choose_converters
+from manyhands.plan.layout import change
 from manyhands.plan.types import Plan
 from tests.export.tiny import adapt, make_model, save_source
 from tests.support import plans
@@ -89,6 +90,19 @@ def make_plan(config: RunConfig, source: Path) -> Plan:
 def logits(model: torch.nn.Module) -> torch.Tensor:
     with torch.no_grad():
         return model.eval()(input_ids=IDS, use_cache=False).logits
+
+
+def test_whatever_trained_it_one_process_on_the_cpu_opens_it(tmp_path: Path) -> None:
+    """The layout is another one, and no field is set that a plan does not have."""
+    config = RunConfig.model_validate({"name": "tiny", "model": {"name": "base"}, "data": {"train": "x.jsonl"}})
+    trained = make_plan(config, tmp_path)
+    trained = trained.model_copy(update={"layout": change(trained.layout, offload="all")})
+    opened = plan_one_process(trained, config)
+    assert Plan.model_validate(opened.model_dump(mode="json")) == opened
+    layout = opened.layout
+    assert (layout.device, layout.world_size, layout.strategy, layout.wrapper) == ("cpu", 1, "single", "none")
+    assert (layout.compile, layout.activation_checkpointing, layout.offload) == (False, "none", "none")
+    assert opened.attention == "sdpa" and not set(opened.converters) & set(ONLY_WHILE_TRAINING)
 
 
 def test_the_newest_checkpoint_of_a_full_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

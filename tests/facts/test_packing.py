@@ -55,8 +55,18 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_a_measured_family_starts_no_process(tmp_path: Path, answers: list[Any]) -> None:
     facts = judge(tmp_path, "qwen3", layer_types=["full_attention", "sliding_attention"])
     assert facts.packs and "measured" in facts.packing_reason and not (tmp_path / "cache").exists()
-    facts = judge(tmp_path, "lfm2", layer_types=["conv", "full_attention"])
-    assert not facts.packs and "convolutions" in facts.packing_reason
+
+
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text", "qwen3_next"])
+def test_what_was_measured_not_to_pack_is_probed_for_whether_it_trains(
+    tmp_path: Path, answers: list[Any], family: str
+) -> None:
+    answers.append({"trains": True, "packs": False, "reason": "they see each other"})
+    facts = judge(tmp_path, family)
+    assert (facts.packs, facts.packing_reason) == (False, families.find(family).packing_reason) and not answers
+    answers.append({"trains": False, "packs": False, "reason": "a router loss would be dropped"})
+    with pytest.raises(UserError, match="cannot be trained here"):
+        judge(tmp_path, family, rope_theta=5.0)
 
 
 def test_what_is_around_measured_text_must_be_measured_too(tmp_path: Path, answers: list[Any]) -> None:

@@ -40,16 +40,31 @@ def make(spec: str, context: Context) -> Converter:
     path = CONVERTERS.get(spec, spec)
     module_name, _, class_name = path.partition(":")
     try:
-        kind = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, ValueError) as error:
+        module = importlib.import_module(module_name) if module_name else None
+    except ImportError as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and f"{module_name}.".startswith(f"{missing}."):  # itself, or a package around it
+            raise _no_converter(spec, str(error)) from error
         raise UserError(
-            f"no converter is called {spec!r}",
+            f"the converter {spec!r} cannot be imported",
             where="the plan's converters",
             why=str(error),
-            fix=f"name one of {', '.join(CONVERTERS)}, or a class as module:Class",
+            fix="install what is missing, or correct the module",
         ) from error
+    kind = getattr(module, class_name, None) if class_name else None
+    if kind is None:
+        raise _no_converter(spec, f"{module_name or 'no module'} has no class {class_name!r}")
     converter: Converter = kind(context)
     return converter
+
+
+def _no_converter(spec: str, why: str) -> UserError:
+    return UserError(
+        f"no converter is called {spec!r}",
+        where="the plan's converters",
+        why=why,
+        fix=f"name one of {', '.join(CONVERTERS)}, or a class as module:Class",
+    )
 
 
 def make_all(context: Context) -> list[Converter]:

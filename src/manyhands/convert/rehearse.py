@@ -40,7 +40,7 @@ def rehearse(config: RunConfig, plan: Plan) -> None:
     if config.optimizer.name == "muon":
         split_matrices(groups, list(find_blocks(model)))
     family = families.find(model.config.get_text_config().model_type)
-    if config.data.packing is False and not families.was_measured(family):  # else facts have asked
+    if config.data.packing is False and not (families.was_measured(family) and family.packs):  # else facts asked
         verdict = probe(model.config, trust_remote_code=config.model.trust_remote_code)
         if not verdict["trains"]:
             raise UserError(

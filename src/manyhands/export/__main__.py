@@ -12,7 +12,7 @@ import sys
 import tempfile
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from manyhands.core.errors import EXIT_INTERRUPTED, UserError
 from manyhands.core.files import read_json
@@ -126,22 +126,27 @@ def find_checkpoint(source: Path) -> tuple[Path, Path]:
 def plan_one_process(plan: Plan, config: RunConfig) -> Plan:
     """The run's plan for this process alone, on the CPU, with the base model where it lies now."""
     from manyhands.plan.converters import ONLY_WHILE_TRAINING
+    from manyhands.plan.layout import change, mesh_of
 
     folder = plan.model_folder
     if not Path(folder).is_dir():
         from manyhands.facts.hub import locate_model
 
         folder = str(locate_model(config.model.name, config.model.revision, config.model.init == "pretrained"))
-    changes: dict[str, Any] = {
-        "device": "cpu",
-        "world_size": 1,
-        "strategy": "single",
-        "compile": False,
-        "attention": "sdpa",
-    }
-    changes |= {"converters": tuple(name for name in plan.converters if name not in ONLY_WHILE_TRAINING)}
+    layout = change(
+        plan.layout,
+        device="cpu",
+        mesh=mesh_of("single", 1),
+        strategy="single",
+        compile=False,
+        offload="none",
+        offload_activations=False,
+        activation_checkpointing="none",
+        lighter_layers=0,
+    )
+    converters = tuple(name for name in plan.converters if name not in ONLY_WHILE_TRAINING)
     return plan.model_copy(
-        update=changes | {"activation_checkpointing": "none", "lighter_layers": 0, "model_folder": folder}
+        update={"layout": layout, "attention": "sdpa", "converters": converters, "model_folder": folder}
     )
 
 

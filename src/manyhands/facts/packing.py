@@ -1,9 +1,9 @@
 """Can samples of this model be packed without one seeing another? Known before the plan, which decides on it.
 
-Families that were measured (``Family.packs``, docs/equality.md) are taken at their word, as long as transformers is the
-version they were measured with. For any other a process of its own tries a shrunken copy of the configuration
-(``manyhands.model.probe``); its verdict is kept beside the token cache. This module starts that process and imports no
-torch.
+Families that were measured to pack (``Family.packs``, docs/equality.md) are taken at their word, as long as
+transformers is the version they were measured with. For any other a process of its own tries a shrunken copy of the
+configuration (``manyhands.model.probe``); its verdict is kept beside the token cache. This module starts that process
+and imports no torch.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def judge_packing(config: RunConfig, model: ModelFacts, report: Callable[[str], 
     fields = json.loads(raw)
     family = families.find(model.model_type)
     if _is_known(family, fields, config.model.trust_remote_code):
-        reason = family.packing_reason or f"{model.model_type} was measured packed and alone"
-        return model.model_copy(update={"packs": family.packs, "packing_reason": reason})
+        reason = f"{model.model_type} was measured packed and alone"
+        return model.model_copy(update={"packs": True, "packing_reason": reason})
     kept = Path(config.data.cache).expanduser() / "packing" / f"{_digest(raw)}.json"
     verdict = read_json(kept)
     if not isinstance(verdict, dict):
-        report(f"packing: {model.model_type} was not measured; trying a shrunken copy")
+        report(f"packing: {model.model_type} was not measured to pack; trying a shrunken copy")
         verdict = _probe(model.folder, config.model.trust_remote_code)
         if "crashed" not in verdict:
             try:
@@ -60,16 +60,21 @@ def judge_packing(config: RunConfig, model: ModelFacts, report: Callable[[str], 
             why=verdict["reason"],
             fix="use another model; these families were measured: " + ", ".join(families.measured_types()),
         )
-    return model.model_copy(update={"packs": verdict["packs"], "packing_reason": verdict["reason"]})
+    leaks = families.was_measured(family) and not family.packs and not verdict["packs"]
+    reason = family.packing_reason if leaks else verdict["reason"]
+    return model.model_copy(update={"packs": verdict["packs"], "packing_reason": reason})
 
 
 def _is_known(family: families.Family, fields: dict[str, Any], trust_remote_code: bool) -> bool:
-    """Whether what was measured of the text's family holds for this config.json, with code and layers of its own."""
-    if not families.was_measured(family) or (trust_remote_code and "auto_map" in fields):
+    """Whether this config.json is of a family that was measured to pack, with no code and no layers of its own.
+
+    Of one measured not to pack no run has shown here that it trains: the probe does.
+    """
+    if not (families.was_measured(family) and family.packs) or (trust_remote_code and "auto_map" in fields):
         return False
-    if "text_config" in fields and families.find(fields).packs is not family.packs:
+    if "text_config" in fields and not families.find(fields).packs:
         return False
-    return family.packs is False or not set(fields.get("layer_types") or ()) - ATTENTION_LAYERS
+    return not set(fields.get("layer_types") or ()) - ATTENTION_LAYERS
 
 
 def _probe(folder: str, trust_remote_code: bool) -> dict[str, Any]:
