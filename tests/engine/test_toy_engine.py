@@ -17,7 +17,8 @@ from manyhands.engine.native import NativeEngine
 from manyhands.model.loss import LossModel
 from manyhands.train.loop import Loop, train
 from manyhands.train.step import StepWork
-from manyhands.train.types import Engine, Evaluation, Hook, StepResult, TrainState
+from manyhands.train.types import Evaluation, Hook, StepResult, TrainState
+from manyhands.worker.context import RunEngine
 from tests.support.layouts import Documents, count_loss_tokens, pack
 from tests.support.tiny import tiny_model
 from tests.support.toy_engine import ToyEngine
@@ -30,12 +31,12 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-def make_toy(make: Callable[..., torch.optim.Optimizer]) -> Engine:
+def make_toy(make: Callable[..., torch.optim.Optimizer]) -> RunEngine:
     loss_model = LossModel(tiny_model("llama"))
     return ToyEngine(loss_model, loss_model.model, make)
 
 
-def make_native(make: Callable[..., torch.optim.Optimizer]) -> Engine:
+def make_native(make: Callable[..., torch.optim.Optimizer]) -> RunEngine:
     engine = NativeEngine(LossModel(tiny_model("llama")), World(0, 0, 1, CPU))
     engine.optimizer = make(list(engine.model.parameters()))
     return engine
@@ -46,7 +47,7 @@ def documents(seed: int) -> Documents:
     return [(draw.integers(0, 256, n).tolist(), [True] * n) for n in (7 + seed, 12)]
 
 
-def run(engine: Engine, first: int = 0, last: int = NUM_STEPS) -> tuple[list[StepResult], dict[str, torch.Tensor]]:
+def run(engine: RunEngine, first: int = 0, last: int = NUM_STEPS) -> tuple[list[StepResult], dict[str, torch.Tensor]]:
     results: list[StepResult] = []
 
     class Keep(Hook):
@@ -91,7 +92,7 @@ def test_the_toy_trains_the_losses_of_the_native_engine_bit_for_bit(optimizer: s
 
 
 @pytest.mark.parametrize("make", [make_native, make_toy])
-def test_an_engine_resumes_from_what_it_saved(make: Callable[..., Engine], tmp_path: Path) -> None:
+def test_an_engine_resumes_from_what_it_saved(make: Callable[..., RunEngine], tmp_path: Path) -> None:
     adamw = OPTIMIZERS["AdamW"]
     results, weights = run(make(adamw))
     first = make(adamw)
@@ -113,3 +114,21 @@ def test_both_engines_evaluate_alike() -> None:
         batches = [pack(documents(seed)) for seed in range(2)]
         found.append(evaluate(engine, engine.model, batches, TrainState(), num_samples=4, num_tokens=39, device=CPU))
     assert found[0].loss == found[1].loss and found[0].accuracy == found[1].accuracy
+
+
+def test_both_engines_give_the_same_logits_to_the_checks_and_to_generation() -> None:
+    native, toy = (make(OPTIMIZERS["SGD"]) for make in (make_native, make_toy))
+    assert native.is_local and toy.is_local
+    ids = torch.arange(20).reshape(2, 10)
+    logits = native.logits({"input_ids": ids})
+    assert logits.shape == (2, 10, 260) and not logits.requires_grad
+    assert torch.equal(toy.logits({"input_ids": ids}), logits)
+    assert torch.equal(toy.next_token_logits(ids), native.next_token_logits(ids))
+    assert torch.allclose(native.next_token_logits(ids), logits[:, -1])
+
+
+def test_every_engine_has_what_the_worker_calls() -> None:
+    asked = {name for name in dir(RunEngine) if not name.startswith("_")}
+    assert {"logits", "next_token_logits", "is_local", "make_optimizer", "optimizer", "forward", "save"} <= asked
+    for make in (make_native, make_toy):
+        assert asked <= set(dir(make(OPTIMIZERS["SGD"])))

@@ -15,6 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from manyhands.config.schema import RunConfig
+from manyhands.plan.types import Plan
 from manyhands.train.types import Batch, Terms
 
 
@@ -28,6 +30,21 @@ class ToyEngine:
         self.weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.optimizer = make_optimizer(list(self.weights.values()))
         self.lasts: list[bool] = []  # what ``backward`` was given
+
+    @property
+    def is_local(self) -> bool:
+        return True
+
+    def make_optimizer(self, plan: Plan, config: RunConfig) -> str:
+        return f"{type(self.optimizer).__name__}, made with the engine"
+
+    @torch.no_grad()
+    def logits(self, batch: Batch) -> torch.Tensor:
+        return self.loss_model.logits(batch)
+
+    @torch.no_grad()
+    def next_token_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.loss_model.next_token_logits(input_ids)
 
     def forward(self, batch: Batch, *, metrics: bool = False) -> Terms:
         return self.loss_model(batch, metrics=metrics)

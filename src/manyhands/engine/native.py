@@ -1,4 +1,6 @@
-"""The engine on torch's own parallelism: FSDP2, DDP or a single process. Implements ``train.types.Engine``."""
+"""The engine on torch's own parallelism: FSDP2, DDP or a single process. Implements ``train.types.Engine`` and what
+the worker asks beside it (``worker.context.RunEngine``).
+"""
 
 from __future__ import annotations
 

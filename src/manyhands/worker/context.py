@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 import torch
 
@@ -19,12 +19,42 @@ from manyhands.core.world import World
 from manyhands.data.collate import BatchWorkers
 from manyhands.data.order import SampleOrder
 from manyhands.data.store import TokenStore
-from manyhands.engine.native import NativeEngine
 from manyhands.launch.run_folder import RunFolder
 from manyhands.metrics.sinks import Sink
 from manyhands.model.loss import LossModel
 from manyhands.plan.types import Plan
-from manyhands.train.types import TrainState
+from manyhands.train.types import Batch, Engine, TrainState
+
+
+class RunEngine(Engine, Protocol):
+    """What the stages call of an engine beside what the loop does. ``engine.apply`` makes the one of the product.
+
+    Where weights are sharded (``is_local`` is false), every rank calls every method, in the same order.
+    """
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this rank can run a forward pass without any other rank."""
+        ...
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """What ``make_optimizer`` has made."""
+        ...
+
+    def make_optimizer(self, plan: Plan, config: RunConfig) -> str:
+        """Makes the plan's optimizer over the trained parameters, before the first ``step`` or ``load``; returns a note
+        for the user, or an empty text.
+        """
+        ...
+
+    def logits(self, batch: Batch) -> torch.Tensor:
+        """Logits (b, t, v) of a small batch, by the model's own forward pass, without gradients."""
+        ...
+
+    def next_token_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Logits (b, v) of the token after ``input_ids`` (b, t), without gradients."""
+        ...
 
 
 @dataclass
@@ -49,7 +79,7 @@ class RankContext:
     checkpoint: Path | None = None  # the newest, which the run resumes from
     converters: Sequence[Converter] = ()
     loss_model: LossModel = None  # type: ignore[assignment]
-    engine: NativeEngine = None  # type: ignore[assignment]
+    engine: RunEngine = None  # type: ignore[assignment]
     state: TrainState = field(default_factory=TrainState)
     sinks: Sequence[Sink] = ()  # of rank 0, while it trains
     # results, for the report
