@@ -28,13 +28,13 @@ from torch.utils.checkpoint import checkpoint
 
 from manyhands.bench import records
 from manyhands.config.schema import MethodSection
+from manyhands.convert.fused_modules import fuse_modules
 from manyhands.convert.lora import apply_lora
 from manyhands.families import known_modules
 from manyhands.kernels.attention.dense import DenseAttention
 from manyhands.kernels.attention.flash4 import PackedAttention, choose_packed
 from manyhands.kernels.loss import choose_backend, chunk_rows, linear_cross_entropy
 from manyhands.kernels.matmul import has_mixed_mm
-from manyhands.kernels.modules import fuse_lora
 from manyhands.model import attention
 from manyhands.model.attention import AttentionKernels
 
@@ -70,7 +70,7 @@ def make_layer(shape: str, device: torch.device, fused: bool) -> nn.Module:
             if "lora_B" in name:
                 parameter.normal_(0, 0.01)
     if fused:
-        report = fuse_lora(model, known_modules())
+        report = fuse_modules(model, known_modules())
         assert len(report.fused) == 2, report
     return model
 

@@ -172,9 +172,9 @@ def convert(model: nn.Module, kind: str, method: str, device: torch.device) -> N
 def convert_ours(model: nn.Module, method: str, pairs: dict[str, tuple[Tensor, Tensor]]) -> None:
     from manyhands.config.schema import MethodSection
     from manyhands.convert.fp8 import quantize_frozen, use_fp8
+    from manyhands.convert.fused_modules import fuse_modules
     from manyhands.convert.lora import apply_lora
     from manyhands.families import known_modules
-    from manyhands.kernels.modules import fuse_lora
 
     use_fp8(model)
     if method == "lora":
@@ -186,7 +186,7 @@ def convert_ours(model: nn.Module, method: str, pairs: dict[str, tuple[Tensor, T
                 assert len(found) == 2, found
                 for key in found:
                     parameters[key].copy_(a if "lora_A" in key else b)
-    report = fuse_lora(model, known_modules())
+    report = fuse_modules(model, known_modules())
     assert len(report.fused) == 2, report
     if method == "lora":
         quantize_frozen(model)

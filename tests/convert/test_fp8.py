@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from manyhands.convert.fp8 import Fp8Linear, check_fp8, fp8_layers, quantize_frozen, set_matmuls, use_fp8
+from manyhands.convert.fused_modules import fuse_modules
 from manyhands.core.errors import UserError
 from manyhands.core.world import World
 from manyhands.engine.apply import compile_blocks
 from manyhands.engine.native import NativeEngine
 from manyhands.families import known_modules
-from manyhands.kernels.modules import fuse_lora
 from manyhands.model.loss import LossModel
 from tests.kernels.models import adapted, fp8_model, step, tiny, token_ids
 from tests.support.ranks import Ranks
@@ -37,7 +37,7 @@ def in_fp8(family: str, method: str, *, fused: bool = True, **more: Any) -> nn.M
     if method == "lora":
         model = adapted(model, **more)
     if fused:
-        fuse_lora(model, known_modules())
+        fuse_modules(model, known_modules())
     quantize_frozen(model)
     return model
 
@@ -98,7 +98,7 @@ def test_layers_that_do_not_fit_stay_plain_and_are_named() -> None:
     swapped, left = use_fp8(model)
     assert left == ["model.layers.0.mlp.up_proj"] and len(swapped) == 7 * len(model.model.layers) - 1
     assert type(odd.up_proj) is nn.Linear and isinstance(odd.gate_proj, Fp8Linear)
-    report = fuse_lora(model, known_modules())
+    report = fuse_modules(model, known_modules())
     assert report.left["model.layers.0.mlp"] == "has layers in fp8 and others beside them"
 
 

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from manyhands.config.schema import MethodSection
+from manyhands.convert.fused_modules import fuse_modules
 from manyhands.convert.lora import apply_lora
 from manyhands.convert.quantize import nf4_layers, quantize_blocks
 from manyhands.engine.activation_checkpointing import checkpoint_blocks
 from manyhands.engine.apply import compile_blocks
 from manyhands.facts.model import read_model_facts
 from manyhands.families import known_modules
-from manyhands.kernels.modules import fuse_lora
 from manyhands.plan.activations import linear_bytes_per_token
 from manyhands.plan.layout import Checkpointing
 from tests.plan.test_memory import FULL
@@ -34,7 +34,7 @@ def build(
         put_in_nf4(model)
     if fused_rank:
         apply_lora(model, MethodSection(rank=fused_rank), seed=0)
-        fuse_lora(model, known_modules())
+        fuse_modules(model, known_modules())
     layout = make_layout(activation_checkpointing=mode, lighter_layers=lighter)
     checkpoint_blocks(model, layout.checkpointing_by_layer(layers), compiled=compiled)
     if compiled:

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from manyhands.config.schema import MethodSection
+from manyhands.convert.fused_modules import fuse_modules
 from manyhands.convert.lora import apply_lora
 from manyhands.core.seeds import named_generator
 from manyhands.families import known_modules
-from manyhands.kernels.modules import fuse_lora
 from tests.support.tiny import tiny_model
 
 
@@ -76,7 +76,7 @@ def fp8_model(family: str, method: str) -> Any:
     use_fp8(model)
     if method == "lora":
         model = adapted(model)
-    fuse_lora(model, known_modules())
+    fuse_modules(model, known_modules())
     return model
 
 
@@ -117,7 +117,7 @@ def sharded_step(family: str, activation_checkpointing: bool, compiled: bool) ->
     from manyhands.model.structure import find_blocks
 
     model = adapted(tiny(family))
-    report = fuse_lora(model, known_modules())
+    report = fuse_modules(model, known_modules())
     if activation_checkpointing:
         checkpoint_blocks(model, ("full",) * len(find_blocks(model)), compiled=False)
     if compiled:

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from manyhands.kernels.modules import FusedAttention, FusedMlp
+from manyhands.convert.fused_modules import FusedAttention, FusedMlp
 from manyhands.plan.search import plan
 from manyhands.worker import stages
 from tests.keys.lab import Lab

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from manyhands.convert.fused_modules import FusedAttention, FusedMlp
 from manyhands.convert.protocol import BaseConverter, Context, Finding, TrainedModel
 from manyhands.core.errors import UserError
 from manyhands.core.holding import is_full, local
@@ -35,7 +36,6 @@ from manyhands.kernels.fp8 import (
     quantize_weights,
 )
 from manyhands.kernels.lora import Layer
-from manyhands.kernels.modules import FusedAttention, FusedMlp
 from manyhands.model.structure import block_linears, find_blocks
 
 

@@ -1,15 +1,265 @@
-"""Known attention and MLP modules as one function each, over adapted or fp8 layers (``kernels/modules.py``)."""
+"""Attention and MLP modules on fused layers, in the place of a family's own: same children, same names, same numbers.
+
+``fuse_modules`` is told which classes it may replace, and looks at adapted layers by what they hold: a frozen
+``weight`` (and ``bias``), trained ``lora_A.weight`` and ``lora_B.weight``, ``scaling`` and ``dropout``. A layer whose
+weight is quantized offers ``fused_base() -> (pieces, matmuls)``, see ``lora.Layer``; one whose matmuls may be in fp8,
+adapted or not, says by ``in_fp8`` whether they are now. Whatever does not fit stays as it is, and is reported. Knows
+nothing of how adapters are made, of sharding or of runs.
+
+Weights are read from the children in each forward pass, so what a sharded unit has gathered is what is used. Hooks on
+the children themselves do not run; a module whose children have some is left.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import nn
 
 from manyhands.convert.protocol import BaseConverter, Context
 from manyhands.core.errors import UserError
-from manyhands.families import known_modules
-from manyhands.kernels.modules import FuseReport, fuse_lora
+from manyhands.families import KnownModule, known_modules
+from manyhands.kernels.fp8.linear import QuantizedWeights, fp8_linears, fp8_mlp
+from manyhands.kernels.lora import Layer, activate, lora_linears, lora_mlp
+
+PROJECTIONS = {
+    "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "mlp": ("gate_proj", "up_proj", "down_proj"),
+}
+ACTIVATION_NAMES = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu": "gelu",
+}  # transformers' -> ours
+FACTORS = ("lora_A", "lora_B")
+
+
+@dataclass(frozen=True)
+class FuseReport:
+    """Names of the modules that were replaced, with their former class, and of those that might have been, with the
+    reason.
+    """
+
+    fused: dict[str, str] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        parts = [f"{count} {kind}" for kind, count in Counter(self.fused.values()).items()]
+        text = f"fused: {', '.join(parts) or 'nothing'}"
+        reasons = [f"{count} modules ({reason})" for reason, count in Counter(self.left.values()).items()]
+        return text + (f"; generic path: {', '.join(reasons)}" if reasons else "")
+
+
+def fuse_modules(model: nn.Module, known: Mapping[str, KnownModule]) -> FuseReport:
+    """Replace attention and MLP modules that hold adapters, or layers that may be in fp8, if their class is ``known``.
+
+    ``model`` may be on meta; do so before it is compiled or sharded.
+
+    Parameters, buffers and their names do not change. A module is left where a layer has dropout, trained weights of
+    its own, parameters besides its factors (DoRA) or hooks, and where the family is not known.
+    """
+    report = FuseReport()
+    holders = [(name, module) for name, module in model.named_modules() if any(map(_can_fuse, module.children()))]
+    for name, module in holders:
+        kind = type(module).__name__
+        reason = _why_not(module, known.get(kind))
+        if reason:
+            report.left[name] = reason
+            continue
+        parent, _, child = name.rpartition(".")
+        form: Any = FusedAttention if known[kind].kind == "attention" else FusedMlp
+        fused = form(module, known[kind])
+        setattr(model.get_submodule(parent), child, fused)
+        report.fused[name] = kind
+    return report
+
+
+class FusedAttention(nn.Module):
+    """Grouped-query attention whose q, k and v share one pass over their input. Norms of queries and keys where the
+    family has them.
+
+    Called as transformers calls it: (b, t, e) -> (b, t, e) and the attention weights, if the implementation gives any.
+    """
+
+    GROUPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",))  # layers on one input
+
+    config: Any
+    head_dim: int
+    q_norm: Any
+    k_norm: Any
+
+    def __init__(self, original: nn.Module, known: KnownModule) -> None:
+        super().__init__()
+        _take_over(self, original)
+        self.coded: dict[str, QuantizedWeights] = {}  # frozen weights in fp8, by the first name of their group
+        home = sys.modules[type(original).__module__]
+        self._rotate: Callable[..., Any] = home.apply_rotary_pos_emb
+        self._eager: Callable[..., Any] = home.eager_attention_forward
+        self._functions: Any = home.ALL_ATTENTION_FUNCTIONS
+        self._window: dict[str, Any] = {}
+        if hasattr(original, "sliding_window"):
+            self._window = {"sliding_window": original.sliding_window}
+        elif known.window_in_config:
+            self._window = {"sliding_window": getattr(original.config, "sliding_window", None)}
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        rows, length, _ = hidden_states.shape
+        projected = _compute(hidden_states, [self.q_proj, self.k_proj, self.v_proj], self.coded.get("q_proj"))
+        query, key, value = (states.view(rows, length, -1, self.head_dim) for states in projected)
+        if "q_norm" in self._modules:  # over the last dimension: the order of norm and transposition is free
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        query, key = self._rotate(query, key, *position_embeddings)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        attend = self._functions.get_interface(self.config._attn_implementation, self._eager)
+        dropout = self.attention_dropout if self.training else 0.0
+        out, weights = attend(
+            self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **self._window, **kwargs
+        )
+        (out,) = _compute(out.reshape(rows, length, -1), [self.o_proj], self.coded.get("o_proj"))
+        return out, weights
+
+
+class FusedMlp(nn.Module):
+    """down(act(gate(x)) * up(x)) as one function, (..., e) -> (..., e)."""
+
+    gate_proj: Any
+    up_proj: Any
+    down_proj: Any
+
+    GROUPS = (("gate_proj", "up_proj"), ("down_proj",))
+
+    def __init__(self, original: nn.Module, known: KnownModule) -> None:
+        super().__init__()
+        _take_over(self, original)
+        self.coded: dict[str, QuantizedWeights] = {}
+        self._activation = ACTIVATION_NAMES[_activation_name(original, known)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up, down = self.gate_proj, self.up_proj, self.down_proj
+        if getattr(gate, "in_fp8", False):
+            coded, coded_down = self.coded.get("gate_proj"), self.coded.get("down_proj")
+            return fp8_mlp(x, _weight_of(gate), _weight_of(up), _weight_of(down), self._activation, coded, coded_down)
+        if _is_adapted_alone(gate, up, down):
+            return lora_mlp(x, layer_of(gate), layer_of(up), layer_of(down), self._activation)
+        out: torch.Tensor = down(activate(gate(x), self._activation) * up(x))
+        return out
+
+
+def _compute(x: torch.Tensor, children: list[Any], coded: QuantizedWeights | None) -> tuple[torch.Tensor, ...]:
+    """Outputs of layers on one input: in fp8 where they say so, or by low-rank layers. Layers in fp8 are plain one by
+    one.
+    """
+    if getattr(children[0], "in_fp8", False):
+        return fp8_linears(x, [_weight_of(child) for child in children], coded)
+    if _is_adapted_alone(*children):
+        return lora_linears(x, [layer_of(child) for child in children])
+    return tuple(child(x) for child in children)
+
+
+def _is_adapted_alone(*children: Any) -> bool:
+    return any(map(_is_adapted, children)) and not _has_fp8(children[0])
+
+
+def _weight_of(module: Any) -> Layer:
+    """The same of a layer in fp8, whose weight may be trained."""
+    if not _is_adapted(module):
+        return Layer((module.weight,), module.bias)
+    return Layer((module.weight,), module.bias, module.lora_A.weight, module.lora_B.weight, module.scaling)
+
+
+def layer_of(module: Any) -> Layer:
+    """The tensors of a frozen linear layer with or without factors, as they are now."""
+    base, matmuls = module.fused_base() if hasattr(module, "fused_base") else ((module.weight,), None)
+    if not _is_adapted(module):
+        return Layer(base, module.bias, matmuls=matmuls)
+    return Layer(base, module.bias, module.lora_A.weight, module.lora_B.weight, module.scaling, matmuls)
+
+
+def _take_over(new: nn.Module, original: nn.Module) -> None:
+    """The children, parameters, buffers, mode and plain attributes of ``original``; its class's code is all that is
+    left behind.
+    """
+    for name, value in vars(original).items():
+        if not name.startswith("_") and name != "training":
+            setattr(new, name, value)
+    for registry in ("_parameters", "_buffers", "_modules"):
+        getattr(new, registry).update(getattr(original, registry))
+    new.training = original.training
+
+
+def _is_adapted(module: nn.Module) -> bool:
+    return all(isinstance(getattr(module, factor, None), nn.Module) for factor in FACTORS)
+
+
+def _can_fuse(module: nn.Module) -> bool:
+    return _is_adapted(module) or _has_fp8(module)
+
+
+def _has_fp8(module: nn.Module) -> bool:
+    return hasattr(module, "in_fp8")
+
+
+def _why_not(module: nn.Module, known: KnownModule | None) -> str:
+    """Why a module that holds adapted layers cannot be replaced; empty where it can."""
+    kind = type(module).__name__
+    if known is None or not type(module).__module__.startswith(known.package):
+        return f"no fused form of {kind}"
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return f"{kind} has hooks"
+    if known.kind == "mlp" and _activation_name(module, known) not in ACTIVATION_NAMES:
+        return f"activation {_activation_name(module, known)}"
+    names = PROJECTIONS[known.kind]
+    for name in names:
+        reason = _why_not_layer(getattr(module, name, None))
+        if reason:
+            return f"{name} {reason}"
+    if len({_has_fp8(getattr(module, name)) for name in names}) > 1:
+        return "has layers in fp8 and others beside them"
+    return ""
+
+
+def _why_not_layer(module: Any) -> str:
+    if not isinstance(module, nn.Linear):
+        return f"is a {type(module).__name__}"
+    layer: Any = module  # what it holds is asked for, not known
+    adapted = _is_adapted(layer)
+    if not adapted and type(layer) is not nn.Linear and not hasattr(layer, "fused_base") and not _has_fp8(layer):
+        return f"is a {type(layer).__name__}"
+    if adapted and float(getattr(layer, "dropout", 0.0)):
+        return "has dropout"
+    if any(m._forward_hooks or m._forward_pre_hooks for m in layer.modules()):
+        return "has hooks"
+    if "weight" not in layer._parameters and not hasattr(layer, "fused_base"):
+        return "has a weight that is no parameter"
+    pieces = layer.fused_base()[0] if hasattr(layer, "fused_base") else (layer.weight,)
+    known = {
+        id(piece) for piece in (*pieces, layer.bias, *(getattr(layer, factor).weight for factor in FACTORS if adapted))
+    }
+    others = [name for name, parameter in layer.named_parameters() if id(parameter) not in known]
+    if others:
+        return f"has parameters of another method ({', '.join(others)})"
+    if not _has_fp8(layer) and any(piece.requires_grad for piece in (*pieces, layer.bias) if piece is not None):
+        return "has trained weights of its own"
+    return ""
+
+
+def _activation_name(mlp: Any, known: KnownModule) -> str:
+    return str(getattr(mlp.config, known.activation_field, ""))
 
 
 class FusedModules(BaseConverter):
@@ -22,7 +272,7 @@ class FusedModules(BaseConverter):
         self.report: FuseReport | None = None
 
     def on_meta(self, model: nn.Module) -> None:
-        self.report = fuse_lora(model, known_modules())
+        self.report = fuse_modules(model, known_modules())
         adapters = self.context.config.method.trains_adapters
         if adapters and self.context.config.kernels.lora == "fused" and not self.report.fused:
             raise UserError(

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from manyhands.convert.fused_modules import FusedAttention, FusedMlp, fuse_modules
 from manyhands.convert.lora import LoraLinear, adapted_layers
 from manyhands.families import known_modules
-from manyhands.kernels.modules import FusedAttention, FusedMlp, fuse_lora
 from manyhands.model.structure import find_blocks
 from tests.kernels.models import adapted, step, tiny, token_ids
 from tests.support.ranks import Ranks
@@ -25,7 +25,7 @@ def pair(family: str, dtype: str = "float32", **method: Any) -> tuple[Any, Any]:
     """A model with adapters, and the same fused."""
     plain = adapted(tiny(family, dtype), **method)
     fused = copy.deepcopy(plain)
-    fuse_lora(fused, known_modules())
+    fuse_modules(fused, known_modules())
     return plain, fused
 
 
@@ -52,7 +52,7 @@ def test_model_gives_the_same_logits_and_gradients(family: str, shape: tuple[int
 @pytest.mark.parametrize("family", FAMILIES)
 def test_everything_but_the_code_stays(family: str) -> None:
     plain, fused = pair(family)
-    report = fuse_lora(copy.deepcopy(plain), known_modules())
+    report = fuse_modules(copy.deepcopy(plain), known_modules())
     num_blocks = len(find_blocks(plain))
     assert len(report.fused) == 2 * num_blocks and not report.left
     assert str(report).startswith(f"fused: {num_blocks} ")
@@ -108,7 +108,7 @@ def test_partly_adapted_modules() -> None:
 def test_what_does_not_fit_is_left_and_said(family: str, method: dict[str, Any], reason: str) -> None:
     model = adapted(tiny(family), **method)
     kinds = [type(module) for module in model.modules()]
-    report = fuse_lora(model, known_modules())
+    report = fuse_modules(model, known_modules())
     assert not report.fused and len(report.left) == 2 * len(find_blocks(model))
     assert any(text.startswith(reason) for text in report.left.values())
     assert "generic path" in str(report) and [type(module) for module in model.modules()] == kinds
@@ -118,7 +118,7 @@ def test_hooks_and_trained_weights_are_left() -> None:
     model = adapted(tiny("llama"))
     model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: None)
     model.model.layers[1].self_attn.o_proj.weight.requires_grad_()
-    report = fuse_lora(model, known_modules())
+    report = fuse_modules(model, known_modules())
     assert report.left == {
         "model.layers.0.mlp": "up_proj has hooks",
         "model.layers.1.self_attn": "o_proj has trained weights of its own",
@@ -188,7 +188,7 @@ def test_weights_in_nf4_through_their_own_products() -> None:
             module.fill(weights[f"{name}.weight"])
     plain = adapted(source)
     fused = copy.deepcopy(plain)
-    assert not fuse_lora(fused, known_modules()).left
+    assert not fuse_modules(fused, known_modules()).left
     assert isinstance(fused.model.layers[2].mlp, FusedMlp)
     expected = step(plain, token_ids(2, 9))
     logits, gradients = step(fused, token_ids(2, 9))
@@ -231,7 +231,7 @@ def curves(
         "plain": adapted(copy.deepcopy(half)),
         "fused": adapted(half),
     }
-    assert fuse_lora(models["fused"], known_modules()).fused
+    assert fuse_modules(models["fused"], known_modules()).fused
     assert all(p.dtype == torch.float32 for model in models.values() for p in model.parameters() if p.requires_grad)
     for module in models["fused"].modules():
         if isinstance(module, LoraLinear):
