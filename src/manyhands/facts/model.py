@@ -27,6 +27,7 @@ TEXT_PREFIX = re.compile(
     r"^(?:model\.)?(language_model|text_model)\.(?:model\.)*(?!lm_head)|^model\.(?=(?:layers|embed_tokens|norm)\.)"
 )
 BARE_TENSOR = re.compile(r"^(?=(?:layers|embed_tokens|norm)\.)")  # of a text model that was saved without its head
+UNREAD = ".rotary_emb.inv_freq"  # older versions of transformers stored these frequencies; nothing loads them
 HEAD_PREFIX = re.compile(r"^.*(?=\blm_head\.)")
 
 
@@ -50,12 +51,7 @@ def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "rando
             tensors = {name_in_model(name): tensor for name, tensor in tensors.items() if TEXT_TENSOR.search(name)}
             decoder = next((name.removesuffix(EMBEDDINGS) for name in tensors if name.endswith(EMBEDDINGS)), decoder)
         else:
-            # transformers loads these so: without the prefix, and without frequencies that older versions stored.
-            tensors = {
-                BARE_TENSOR.sub("model.", name): tensor
-                for name, tensor in tensors.items()
-                if not name.endswith(".rotary_emb.inv_freq")
-            }
+            tensors = {BARE_TENSOR.sub("model.", n): t for n, t in tensors.items() if not n.endswith(UNREAD)}
         if is_tied(config):
             tensors.pop(HEAD, None)
         stored = _stored_dtype(tensors, folder)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from manyhands.config.patterns import matches
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
+from manyhands.core.units import format_gib, format_size
 from manyhands.facts.types import Facts, ModelFacts
 from manyhands.plan.candidates import Limits
 from manyhands.plan.choices import Decisions
@@ -15,7 +16,7 @@ from manyhands.plan.estimate_input import EstimateInput
 from manyhands.plan.layout import Mesh, change
 from manyhands.plan.memory import optimizer
 from manyhands.plan.reasons import Reason, reason
-from manyhands.plan.sentences import describe_disk, describe_limit, format_gib, format_size
+from manyhands.plan.sentences import describe_disk, describe_limit
 from manyhands.plan.steps import Steps
 from manyhands.plan.types import Candidate, DiskEstimate
 

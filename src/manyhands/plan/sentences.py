@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from manyhands.core.limits import GIB
+from manyhands.core.units import describe_ranks, format_gib, format_share, format_size
 from manyhands.plan.reasons import Code, Reason
 
 Values = Mapping[str, Any]
@@ -20,19 +20,6 @@ def explain(reason: Reason) -> str:
 def sentence_of(reason: Reason) -> str:
     """Without the topic."""
     return SENTENCES[reason.code][1](reason.values)
-
-
-def format_gib(size: int) -> str:
-    return f"{size / GIB:.1f} GiB"
-
-
-def format_size(size: int) -> str:
-    return f"{size / GIB:,.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:,.1f} MiB"
-
-
-def describe_ranks(device: str, world_size: int) -> str:
-    one, many = ("GPU", "GPUs") if device == "cuda" else ("process", "processes")
-    return f"{world_size} {one if world_size == 1 else many}"
 
 
 def describe_limit(device: str, world_size: int, free_bytes: int, num_local: int) -> str:
@@ -154,13 +141,9 @@ def _batch(v: Values) -> str:
     return text + (" (auto)" if v["auto"] else "")
 
 
-def _percent(share: float) -> str:
-    return f"{share:.{0 if share <= 0.9 or share == 1 else 1}%}"
-
-
 def _efficiency(v: Values) -> str:
     steps = "1 step" if v["steps"] == 1 else f"{v['steps']} steps of the first epoch"
-    text = f"{_percent(v['share'])} of the computed tokens are useful ({steps} laid out)"
+    text = f"{format_share(v['share'])} of the computed tokens are useful ({steps} laid out)"
     if v["share"] < 1:
         waiting = ["waiting for the fullest pack"] * (v["ranks"] > 1)
         padding = "padding up to the longest sample of a micro-batch" + (" of any rank" if v["ranks"] > 1 else "")
@@ -169,7 +152,7 @@ def _efficiency(v: Values) -> str:
         return text
     better = "samples of similar length would help (data.max_length with data.too_long=truncate)"
     if "proposal" in v:
-        better = f"{v['proposal']} would reach {_percent(v['reaches'])}"
+        better = f"{v['proposal']} would reach {format_share(v['reaches'])}"
     return f"{text}, as {_why_inefficient(v)}; {better}"
 
 

@@ -6,12 +6,13 @@ from typing import Any
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import EXIT_FAILED, OUT_OF_MEMORY, UserError
+from manyhands.core.units import format_gib
 from manyhands.facts.types import Facts
 from manyhands.plan.candidates import Limits, is_alike
 from manyhands.plan.choices import Decisions
 from manyhands.plan.layout import Layout
 from manyhands.plan.reasons import Reason, reason
-from manyhands.plan.sentences import describe_layout, format_gib
+from manyhands.plan.sentences import describe_layout
 from manyhands.plan.types import Candidate, Cause, Plan, RanOut
 
 ROOM_FOR_MORE = 1.1  # times as much memory as when a plan ran out of it: larger ones may be tried again

@@ -1,0 +1,23 @@
+"""Numbers with their units, as messages show them. Knows nothing but text."""
+
+from __future__ import annotations
+
+from manyhands.core.limits import GIB
+
+
+def format_gib(size: int) -> str:
+    return f"{size / GIB:.1f} GiB"
+
+
+def format_size(size: int) -> str:
+    return f"{size / GIB:,.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:,.1f} MiB"
+
+
+def describe_ranks(device: str, world_size: int) -> str:
+    one, many = ("GPU", "GPUs") if device == "cuda" else ("process", "processes")
+    return f"{world_size} {one if world_size == 1 else many}"
+
+
+def format_share(share: float) -> str:
+    """In per cent; with a decimal between 90 and 100 %, where it matters."""
+    return f"{share:.{0 if share <= 0.9 or share == 1 else 1}%}"
