@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from manyhands.config.schema import MethodSection
-from manyhands.convert.adapter import adapter_state, load_adapter_state
+from manyhands.convert.adapter import adapter_state
 from manyhands.convert.lora import LoraLinear, adapted_layers, apply_lora
 from manyhands.core.errors import UserError
+from tests.support.adapters import load_adapter_state
 from tests.support.layouts import random_adapter
 from tests.support.tiny import tiny_model
 

@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from manyhands.config.schema import RunConfig
-from manyhands.convert.adapter import load_adapter_state
 from manyhands.convert.nf4 import Nf4Linear
 from manyhands.core.holding import gather, local
 from manyhands.engine.apply import shard
 from manyhands.plan.types import Plan
+from tests.support.adapters import load_adapter_state
 from tests.support.building import on_meta
 from tests.support.layouts import Documents, count_loss_tokens, pack, random_adapter
 

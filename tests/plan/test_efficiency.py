@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from manyhands.plan.efficiency import measure_efficiency
-from manyhands.plan.explain import explain_why
 from manyhands.plan.search import plan
 from manyhands.plan.types import Plan
 from tests.plan.examples import data_facts, facts, llama_1b, model_facts, run_config
+from tests.support.plans import explain_why
 
 
 def rows_of(lengths: list[int], **more: Any) -> Any:

@@ -8,10 +8,9 @@ from manyhands.core.errors import UserError
 from manyhands.core.limits import GIB
 from manyhands.facts.types import GpuFacts, HostFacts
 from manyhands.plan import memory
-from manyhands.plan.explain import explain_why
 from manyhands.plan.search import plan
 from tests.plan.examples import facts, llama_1b, llama_8b, run_config
-from tests.support.plans import change_input, make_input
+from tests.support.plans import change_input, explain_why, make_input
 
 LORA = make_input(llama_8b(), num_adapter_parameters=1000, adapter_rank=16)
 LINEARS = 2 * 4096**2 + 2 * 1024 * 4096 + 3 * 4096 * 14336

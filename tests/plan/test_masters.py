@@ -8,11 +8,10 @@ import pytest
 
 from manyhands.core.errors import UserError
 from manyhands.plan import memory
-from manyhands.plan.explain import explain_why
 from manyhands.plan.search import plan
 from tests.plan.examples import facts, llama_1b, run_config
 from tests.plan.test_memory import BLOCK, FULL, ROOT, sharded
-from tests.support.plans import change_input
+from tests.support.plans import change_input, explain_why
 
 NARROW = change_input(FULL, master_dtype="bfloat16", accumulates=False)
 KEYS: dict[str, Any] = {"model__master_dtype": "bfloat16", "model__dtype": "bfloat16", "method__name": "full"}

@@ -8,10 +8,10 @@ import pytest
 
 from manyhands.config.load import config_from_mapping
 from manyhands.core.errors import UserError
-from manyhands.plan.explain import explain_why
 from manyhands.plan.search import plan
 from manyhands.plan.types import Plan
 from tests.plan.examples import facts, model_facts
+from tests.support.plans import explain_why
 
 LEAKS = {"packs": False, "packing_reason": "packed documents see each other"}
 

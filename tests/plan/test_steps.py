@@ -11,9 +11,9 @@ from manyhands.data import summary
 from manyhands.data.order import SampleOrder
 from manyhands.data.summary import _steps_of_epochs
 from manyhands.facts.types import DataFacts
-from manyhands.plan.explain import explain_why
 from manyhands.plan.steps import count_steps
 from tests.plan.examples import data_facts, run_config
+from tests.support.plans import explain_why
 
 
 def steps(batch_samples: int | None = 32, *, num_samples: int = 1000, data: dict | None = None, **keys: object):

@@ -13,13 +13,12 @@ from manyhands.config.checks import check
 from manyhands.core.errors import UserError
 from manyhands.plan import host, memory
 from manyhands.plan.activations import linear_bytes_per_token
-from manyhands.plan.explain import explain_why
 from manyhands.plan.search import plan
 from manyhands.plan.sentences import explain
 from manyhands.plan.types import Plan
 from tests.plan.examples import GIB, data_facts, facts, llama_8b, model_facts, run_config
 from tests.plan.test_memory import BLOCK, FULL, GRADIENTS, LORA, ROOT
-from tests.support.plans import change_input
+from tests.support.plans import change_input, explain_why
 
 LONG = data_facts(num_samples=5000, mean=3000, longest=4096)
 WIDE = model_facts(

@@ -15,11 +15,11 @@ from manyhands.data.collate import collate_samples
 from manyhands.data.store import TokenStore
 from manyhands.launch.facts import gather_facts
 from manyhands.plan.efficiency import lay_out_step
-from manyhands.plan.explain import explain_why
 from manyhands.plan.search import plan
 from manyhands.preview.collect import collect
 from manyhands.preview.contents import describe_counts
 from manyhands.worker.batches import shape_of
+from tests.support.plans import explain_why
 from tests.support.tiny import write_tiny_model
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from manyhands.config.schema import RunConfig
-from manyhands.convert.adapter import adapter_state, load_adapter_state
+from manyhands.convert.adapter import adapter_state
 from manyhands.core.holding import gather
 from manyhands.core.seeds import named_generator
 from manyhands.core.world import World
@@ -20,6 +20,7 @@ from manyhands.engine.apply import apply
 from manyhands.engine.native import NativeEngine
 from manyhands.model.loss import IGNORED
 from manyhands.plan.types import Plan
+from tests.support.adapters import load_adapter_state
 from tests.support.building import on_meta
 from tests.support.plans import change_plan
 

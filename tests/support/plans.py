@@ -12,6 +12,8 @@ from typing import Any
 from manyhands.facts.types import ModelFacts
 from manyhands.plan.estimate_input import EstimateInput
 from manyhands.plan.layout import Layout, change, lay_out, mesh_of
+from manyhands.plan.reasons import Code
+from manyhands.plan.sentences import explain
 from manyhands.plan.types import Plan
 
 LAYOUT: dict[str, Any] = {
@@ -44,6 +46,11 @@ PLAN: dict[str, Any] = {
     "memory": {"terms": {}, "limit": 2**30},
 }
 LAYOUT_KEYS = {part.name for part in fields(Layout)} | {"world_size", "shard_degree"}
+
+
+def explain_why(plan: Plan, *codes: Code) -> list[str]:
+    """The sentences of the plan's decisions; those of ``codes`` alone where there are some."""
+    return [explain(reason) for reason in plan.why if not codes or reason.code in codes]
 
 
 def make_layout(**changes: Any) -> Layout:

@@ -16,8 +16,6 @@ LAYER, FACTOR = "model.layers.0.mlp", 0.5
 class Scale(BaseConverter):
     """Multiplies the output of the first MLP, whose weights are halved once they are there."""
 
-    name = "scale"
-
     def on_meta(self, model: Any) -> None:
         model.get_submodule(LAYER).register_forward_hook(lambda module, _, output: output / FACTOR)
 

@@ -29,8 +29,6 @@ LORA_PARAMETERS = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
 class StartingAdapter(BaseConverter):
     """Starts from the values of a PEFT adapter."""
 
-    name = "adapter"
-
     def after_load(self, model: nn.Module) -> None:
         assert self.context.plan.adapter is not None
         read_adapter(model, self.context.plan.adapter.folder)
@@ -82,15 +80,6 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     }
 
 
-@torch.no_grad()
-def load_adapter_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Copy full tensors, under PEFT's names, into the model, sharded or not. UserError unless names and shapes agree
-    exactly.
-    """
-    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    _fill(model, shapes, lambda name, slices: state[name][slices], where="")
-
-
 def check_adapter(model: nn.Module, folder: str | Path) -> None:
     """UserError unless names and shapes of a PEFT adapter's folder are the model's. Reads the header only."""
     path = Path(folder) / WEIGHTS
@@ -99,7 +88,9 @@ def check_adapter(model: nn.Module, folder: str | Path) -> None:
 
 @torch.no_grad()
 def read_adapter(model: nn.Module, folder: str | Path) -> None:
-    """The same from a PEFT adapter's folder; each rank reads only its slices."""
+    """Copy the tensors of a PEFT adapter's folder into the model, sharded or not; each rank reads only its slices.
+    UserError unless names and shapes agree exactly.
+    """
     path = Path(folder) / WEIGHTS
     try:
         with safe_open(path, framework="pt", device="cpu") as file:

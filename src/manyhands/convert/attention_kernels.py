@@ -12,8 +12,6 @@ from manyhands.model.attention import AttentionKernels, choose_attention_kernels
 class FastAttention(BaseConverter):
     """Kernels for the process, chosen by the heads of the model's configuration."""
 
-    name = "attention kernels"
-
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.kernels: AttentionKernels | None = None

@@ -252,8 +252,6 @@ def _sample_gradients(
 class Fp8Blocks(BaseConverter):
     """Linear layers of the blocks in fp8 while they train; before the first step their accuracy is measured."""
 
-    name = "fp8"
-
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.lines: list[str] = []

@@ -15,8 +15,6 @@ from manyhands.model.loss import LossModel
 class FusedLoss(BaseConverter):
     """Whether the head can be fused is known after the first forward pass, which compares logits."""
 
-    name = "fused loss"
-
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.loss_model: LossModel | None = None

@@ -265,8 +265,6 @@ def _activation_name(mlp: Any, known: KnownModule) -> str:
 class FusedModules(BaseConverter):
     """What is fused, and what is left and why, is in the log."""
 
-    name = "fused modules"
-
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.report: FuseReport | None = None

@@ -162,8 +162,6 @@ def _receive(layer: LoraNf4Linear, own: torch.Tensor | None, source: int, device
 class LoftQ(BaseConverter):
     """The first values of LoRA's A and B, for a run that begins; a resumed one has them in its checkpoint."""
 
-    name = "loftq"
-
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.share: float | None = None

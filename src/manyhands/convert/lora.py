@@ -155,8 +155,6 @@ def find_targets(candidates: Mapping[str, nn.Linear], targets: str | tuple[str, 
 class Lora(BaseConverter):
     """Low-rank adapters, with or without DoRA and rsLoRA, and modules that are trained fully beside them."""
 
-    name = "lora"
-
     def on_meta(self, model: nn.Module) -> None:
         apply_lora(model, self.context.method, self.context.seed)
 

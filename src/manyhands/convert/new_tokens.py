@@ -113,8 +113,6 @@ def token_indices(model: nn.Module) -> dict[str, tuple[int, ...]]:
 class TrainedTokens(BaseConverter):
     """The rows of the run's new tokens, beside adapters."""
 
-    name = "new tokens"
-
     def on_meta(self, model: Any) -> None:
         new_tokens = self.context.plan.new_tokens
         add_token_rows(model, () if new_tokens is None else new_tokens.ids)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -75,8 +75,6 @@ class Finding:
 class Converter(Protocol):
     """The hooks, in the order in which they are called; of several converters in the order of the plan."""
 
-    name: ClassVar[str]  # of the feature, as error messages and the log have it
-
     def on_meta(self, model: Any) -> None:
         """Change the transformers model while it is on meta and not sharded. UserError where it cannot be done."""
 
@@ -99,8 +97,6 @@ class Converter(Protocol):
 
 class BaseConverter:
     """A converter that does nothing: each feature overrides the hooks that it needs."""
-
-    name: ClassVar[str] = ""
 
     def __init__(self, context: Context) -> None:
         self.context = context

@@ -73,8 +73,6 @@ def count_parameters(model: nn.Module) -> int:
 class Nf4Blocks(BaseConverter):
     """Weights of the blocks' linear layers in NF4, and what dequantizes them in this process."""
 
-    name = "nf4"
-
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.backend: Backend | None = None

@@ -14,8 +14,6 @@ from manyhands.model.structure import leave_out_towers
 class TextOnly(BaseConverter):
     """Vision and audio towers of a multimodal model stay on disk."""
 
-    name = "text only"
-
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.left_out: list[str] = []

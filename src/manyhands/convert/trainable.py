@@ -83,8 +83,6 @@ def _check_rows_of_tokens(model: Any, chosen: set[int]) -> None:
 class TrainedPatterns(BaseConverter):
     """The weights that ``method.train`` and ``method.freeze`` choose."""
 
-    name = "patterns"
-
     def on_meta(self, model: Any) -> None:
         new_tokens = self.context.plan.new_tokens
         train_by_pattern(model, self.context.method, () if new_tokens is None else new_tokens.ids)

@@ -4,15 +4,14 @@
 |---|---|---|
 | messages | messages: list of {role, content}; (tools, weight) | the conversation itself |
 | sharegpt | conversations: list of {from, value}; (system, tools, weight) | the conversation |
-| alpaca | instruction, output; (input, system, history, weight) | a user turn, instruction and input on lines of their
-own, and an answer |
+| alpaca | instruction, output; (input, system, history, weight) | a user turn, instruction then input, and an answer |
 | prompt | prompt, completion: strings or lists of messages; (system, tools, weight) | a user and an assistant turn |
 | question | question, answer: strings; (system, weight) | a user and an assistant turn |
 | text | text: string; (weight) | the text |
 
 ``data.fields`` says where they have other names. What becomes of other fields: ``columns.py``.
 
-Turns of {from, value} as messages. Knows no rows and no tokenizer.
+A sharegpt turn by its ``from``:
 
 | from | becomes |
 |---|---|

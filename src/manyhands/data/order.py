@@ -16,7 +16,14 @@ CHUNK = 1 << 16  # windows that are Python numbers at one time
 
 
 def interleave(counts: Sequence[int]) -> np.ndarray:
-    """Which source each of ``sum(counts)`` places belongs to, int16. A million places take about two seconds."""
+    """Which source each of ``sum(counts)`` places belongs to, int16, so that every beginning holds each source's share.
+    A million places take about two seconds.
+
+    The j-th place of a source that has c of N places may begin at floor((j - 1) N / c) and must be over at
+    ceil(j N / c): within these windows the source is ahead of its share, or behind it, by less than one place. Taking
+    the window that closes first meets all of them (Baruah, Cohen, Plaxton, Varvel: Proportionate progress, 1996; one
+    processor, load 1).
+    """
     common = gcd(*counts) or 1
     small = [count // common for count in counts]  # the same pattern again and again keeps every share as well
     return np.tile(_fill_places(small), common)

@@ -7,7 +7,6 @@ from rich.table import Table
 from rich.text import Text
 
 from manyhands.core.limits import GIB
-from manyhands.plan.reasons import Code
 from manyhands.plan.sentences import SENTENCES, explain
 from manyhands.plan.types import Candidate, Plan, describe_checkpointing
 
@@ -19,11 +18,6 @@ def explain_plan(plan: Plan) -> RenderableType:
     cause = "" if plan.cause == "first" else f" ({plan.cause.replace('_', ' ')})"
     title = Text(f"Plan {plan.number}{cause}  {plan.digest}", style="bold")
     return Group(title, _decisions(plan), Text(), _memory(plan), Text(), *_candidates(plan))
-
-
-def explain_why(plan: Plan, *codes: Code) -> list[str]:
-    """The sentences of the plan's decisions; those of ``codes`` alone where there are some."""
-    return [explain(reason) for reason in plan.why if not codes or reason.code in codes]
 
 
 def _decisions(plan: Plan) -> Table:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -156,4 +156,3 @@ class Hook:
 
 
 Evaluate = Callable[[TrainState], Evaluation]
-MicroBatches = Iterable[Batch]
