@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from manyhands.config.explain import all_keys
+from manyhands.config.keys import all_keys
 from manyhands.core.errors import UserError
 from tests.keys import kernels, left, model, rows, template, training, work
 from tests.keys.lab import Lab, open_lab

@@ -8,8 +8,7 @@ import pytest
 import yaml
 
 from manyhands.config.dialects.hints import KEYS, NOTES, VALUES
-from manyhands.config.explain import all_keys, commented_yaml, explain, json_schema
-from manyhands.config.keys import hint, nearest, sections, table
+from manyhands.config.keys import all_keys, commented_yaml, explain, hint, json_schema, nearest, sections, table
 from manyhands.config.load import load_config
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from manyhands.config.explain import all_keys, explain
-from manyhands.config.keys import source_table, table
+from manyhands.config.keys import all_keys, explain, source_table, table
 from manyhands.config.load import load_config
 from manyhands.config.renamed import RENAMED_KEYS, RENAMED_SOURCE_KEYS, RENAMED_VALUES
 from manyhands.core.errors import UserError

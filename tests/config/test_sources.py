@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from manyhands.config.checks import check
-from manyhands.config.explain import explain, json_schema
+from manyhands.config.keys import explain, json_schema
 from manyhands.config.load import load_config
 from manyhands.config.schema import RunConfig, Source
 from manyhands.core.errors import UserError

@@ -130,7 +130,7 @@ def test_compiled_blocks_share_graphs_as_before(activation_checkpointing: bool) 
     from torch._dynamo.testing import CompileCounterWithBackend
     from torch._dynamo.utils import counters
 
-    from manyhands.engine.activation_checkpointing import checkpoint_blocks
+    from manyhands.engine.activations import checkpoint_blocks
     from manyhands.engine.apply import compile_blocks
 
     plain, fused = pair("llama")
@@ -178,7 +178,7 @@ def test_sharded_ranks_give_the_gradients_of_one(world: Ranks, activation_checkp
 def test_weights_in_nf4_through_their_own_products() -> None:
     pytest.importorskip("bitsandbytes")
     from manyhands.convert import nf4
-    from manyhands.convert.quantize import quantize_blocks
+    from manyhands.convert.nf4 import quantize_blocks
 
     source = tiny("llama")
     weights = {name: p.detach().clone() for name, p in source.named_parameters()}

@@ -14,8 +14,8 @@ from peft import PeftModel
 from manyhands.config.schema import MethodSection
 from manyhands.convert.adapter import PEFT_PREFIX, adapter_parameters, read_adapter
 from manyhands.convert.lora import adapted_layers, apply_lora
-from manyhands.convert.modules_to_save import fully_trained_modules
 from manyhands.convert.new_tokens import token_modules
+from manyhands.convert.trainable import fully_trained_modules
 from manyhands.core.errors import UserError
 from manyhands.export.adapter import export_adapter
 from tests.support.adapters import load_adapter_state

@@ -11,8 +11,8 @@ from torch import nn
 from manyhands.config.schema import MethodSection
 from manyhands.convert.fused_modules import fuse_modules
 from manyhands.convert.lora import apply_lora
-from manyhands.convert.quantize import nf4_layers, quantize_blocks
-from manyhands.engine.activation_checkpointing import checkpoint_blocks
+from manyhands.convert.nf4 import nf4_layers, quantize_blocks
+from manyhands.engine.activations import checkpoint_blocks
 from manyhands.engine.apply import compile_blocks
 from manyhands.facts.model import read_model_facts
 from manyhands.families import known_modules

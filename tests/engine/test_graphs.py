@@ -15,7 +15,7 @@ from manyhands.config.schema import MethodSection
 from manyhands.convert.lora import apply_lora
 from manyhands.data.batches import collate
 from manyhands.data.collate import BatchShape
-from manyhands.engine.activation_checkpointing import checkpoint_blocks
+from manyhands.engine.activations import checkpoint_blocks
 from manyhands.engine.apply import compile_blocks
 from manyhands.model.attention import VARLEN, register_attention
 from manyhands.model.loss import LossModel

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from manyhands.config.schema import RunConfig
-from manyhands.convert.quantize import gather_weight, nf4_layers
+from manyhands.convert.nf4 import gather_weight, nf4_layers
 from tests.engine.nf4_ranks import SHAPES, Unit, nf4_bytes, write_merged
 from tests.engine.test_layouts import RAGGED, assert_equal_step, documents, merged
 from tests.support.adapters import load_adapter_state

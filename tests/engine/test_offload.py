@@ -12,8 +12,8 @@ from torch import nn
 
 from manyhands.checkpoint.load import load_checkpoint
 from manyhands.checkpoint.save import save_checkpoint
-from manyhands.engine import activation_offload as activations
-from manyhands.engine.activation_offload import ActivationStore, SavedTensor, offload_activations
+from manyhands.engine import activations as activations
+from manyhands.engine.activations import ActivationStore, SavedTensor, offload_activations
 from manyhands.engine.apply import compile_blocks
 from manyhands.engine.optimizers import StreamedOptimizer, split_parameters
 from tests.support.tiny import tiny_model

@@ -11,7 +11,7 @@ from torch import nn
 
 from manyhands.core.errors import UserError
 from manyhands.core.world import World
-from manyhands.engine.activation_checkpointing import checkpoint_blocks
+from manyhands.engine.activations import checkpoint_blocks
 from manyhands.engine.apply import check_trained, compile_blocks
 from manyhands.engine.native import NativeEngine, clip_gradients
 from manyhands.model.loss import LossModel

@@ -87,7 +87,7 @@ def sharded_fp8_step(family: str, method: str, activation_checkpointing: bool) -
 
     from manyhands.convert.fp8 import quantize_frozen
     from manyhands.core.holding import gather
-    from manyhands.engine.activation_checkpointing import checkpoint_blocks
+    from manyhands.engine.activations import checkpoint_blocks
     from manyhands.model.structure import find_blocks
 
     model = fp8_model(family, method)
@@ -112,7 +112,7 @@ def sharded_step(family: str, activation_checkpointing: bool, compiled: bool) ->
     from torch.distributed.fsdp import fully_shard
 
     from manyhands.core.holding import gather
-    from manyhands.engine.activation_checkpointing import checkpoint_blocks
+    from manyhands.engine.activations import checkpoint_blocks
     from manyhands.engine.apply import compile_blocks
     from manyhands.model.structure import find_blocks
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import manyhands.kernels
-from manyhands.engine import activation_checkpointing
+from manyhands.engine import activations as activation_checkpointing
 
 ROOT = Path(manyhands.kernels.__file__).parent
 FILES = sorted(ROOT.glob("*/*.py"))

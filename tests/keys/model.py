@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import dynamic_module_utils
 
 from manyhands.convert.lora import adapted_layers
-from manyhands.convert.quantize import nf4_layers
+from manyhands.convert.nf4 import nf4_layers
 from manyhands.core.errors import UserError
 from manyhands.export.reference import Reference
 from manyhands.export.verify import verify

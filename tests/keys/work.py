@@ -18,7 +18,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.files import write_json
 from manyhands.core.world import World
 from manyhands.engine import apply
-from manyhands.engine.activation_offload import ActivationStore
+from manyhands.engine.activations import ActivationStore
 from manyhands.engine.apply import compile_blocks as compile_all
 from manyhands.engine.optimizers import StreamedOptimizer
 from manyhands.launch import start as launch_start

@@ -12,9 +12,8 @@ from rich.console import Console
 
 from manyhands.metrics import console as console_module
 from manyhands.metrics.console import ConsoleSink
-from manyhands.metrics.meters import Meter
 from manyhands.metrics.report import read_evaluations
-from manyhands.metrics.sinks import JsonlSink, TensorBoardSink
+from manyhands.metrics.sinks import JsonlSink, Meter, TensorBoardSink
 from manyhands.train.types import Evaluation, StepResult, TrainState
 
 

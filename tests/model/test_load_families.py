@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from manyhands.convert.lora import adapted_layers
-from manyhands.convert.quantize import nf4_layers
+from manyhands.convert.nf4 import nf4_layers
 from manyhands.core.errors import UserError
 from manyhands.model.checks import check_loss, check_packing, check_padding
 from manyhands.model.loss import LossModel

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from manyhands.convert.lora import adapted_layers
-from manyhands.convert.quantize import nf4_layers
+from manyhands.convert.nf4 import nf4_layers
 from manyhands.core.errors import UserError
 from manyhands.facts.model import TEXT_TENSOR, read_model_facts
 from manyhands.families import find, measured_types

@@ -11,12 +11,11 @@ import pytest
 from rich.console import Console
 
 from manyhands.facts.types import AdapterFacts, DataFacts, Facts, NewTokens
-from manyhands.plan import reasons
+from manyhands.plan import types as reasons
 from manyhands.plan.explain import explain_plan
-from manyhands.plan.reasons import Code, Reason
 from manyhands.plan.search import plan
 from manyhands.plan.sentences import SENTENCES, explain
-from manyhands.plan.types import Plan
+from manyhands.plan.types import Code, Plan, Reason
 from tests.plan.examples import GIB, data_facts, facts, llama_8b, model_facts, run_config
 
 LONG = data_facts(num_samples=5000, mean=3000, longest=4096)

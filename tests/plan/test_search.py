@@ -12,11 +12,10 @@ from manyhands.core.errors import UserError
 from manyhands.facts.types import Facts, GpuFacts
 from manyhands.plan.choices import fuses_optimizer
 from manyhands.plan.converters import choose_converters
-from manyhands.plan.reasons import reason
 from manyhands.plan.search import NothingSmaller, plan
 from manyhands.plan.sentences import explain
 from manyhands.plan.smaller import LAYOUT_FIELDS
-from manyhands.plan.types import Plan
+from manyhands.plan.types import Plan, reason
 from tests.plan.examples import GIB, H200_BYTES, data_facts, facts, llama_8b, model_facts, run_config
 from tests.support.plans import explain_why
 

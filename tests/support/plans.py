@@ -12,9 +12,8 @@ from typing import Any
 from manyhands.facts.types import ModelFacts
 from manyhands.plan.estimate_input import EstimateInput
 from manyhands.plan.layout import Layout, change, lay_out, mesh_of
-from manyhands.plan.reasons import Code
 from manyhands.plan.sentences import explain
-from manyhands.plan.types import Plan
+from manyhands.plan.types import Code, Plan
 
 LAYOUT: dict[str, Any] = {
     "device": "cpu",

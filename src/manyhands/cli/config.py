@@ -17,7 +17,7 @@ def config(
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema, for editors.")] = False,
 ) -> None:
     """Explain a key of the run file, or list all keys."""
-    from manyhands.config.explain import explain, json_schema
+    from manyhands.config.keys import explain, json_schema
 
     if schema:
         import json
@@ -34,8 +34,7 @@ def _print_all_keys() -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from manyhands.config.explain import all_keys, default_text
-    from manyhands.config.keys import sections, table
+    from manyhands.config.keys import all_keys, default_text, sections, table
 
     console = Console()
     listing = Table(box=None, padding=(0, 2, 0, 0))

@@ -357,7 +357,7 @@ def _relative_to_output(path: Path, output: Path) -> str:
 
 
 def _write_new(output: Path, values: dict[str, Any]) -> None:
-    from manyhands.config.explain import commented_yaml
+    from manyhands.config.keys import commented_yaml
 
     try:
         with output.open("x", encoding="utf-8") as file:

@@ -13,9 +13,9 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from manyhands.convert.lora import adapted_layers
-from manyhands.convert.modules_to_save import fully_trained_modules
 from manyhands.convert.new_tokens import ROWS, token_modules
 from manyhands.convert.protocol import BaseConverter
+from manyhands.convert.trainable import fully_trained_modules
 from manyhands.core.errors import UserError
 from manyhands.core.holding import gather, local, local_slices
 from manyhands.facts.safetensors import read_headers

@@ -20,7 +20,7 @@ from manyhands.model.loss import LossModel
 # Name in a plan -> module and class, imported when a plan names it. A plan may also name ``module:Class`` itself.
 CONVERTERS = {
     "text_only": "manyhands.convert.text_only:TextOnly",
-    "nf4": "manyhands.convert.quantize:Nf4Blocks",
+    "nf4": "manyhands.convert.nf4:Nf4Blocks",
     "fp8": "manyhands.convert.fp8:Fp8Blocks",
     "lora": "manyhands.convert.lora:Lora",
     "patterns": "manyhands.convert.trainable:TrainedPatterns",

@@ -21,11 +21,10 @@ from torch import nn
 from manyhands.config.patterns import matches
 from manyhands.config.schema import MethodSection
 from manyhands.convert.fp8 import Fp8Linear
-from manyhands.convert.modules_to_save import find_modules_to_save, inside, train_fully
 from manyhands.convert.new_tokens import add_token_rows, fill_token_rows
-from manyhands.convert.nf4 import Nf4Linear
+from manyhands.convert.nf4 import Nf4Linear, gather_weight
 from manyhands.convert.protocol import BaseConverter
-from manyhands.convert.quantize import gather_weight
+from manyhands.convert.trainable import find_modules_to_save, inside, train_fully
 from manyhands.core.errors import UserError
 from manyhands.core.holding import fill_from, local
 from manyhands.core.progress import advance

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from manyhands.convert.modules_to_save import CastsItsMasters
 from manyhands.convert.protocol import BaseConverter
+from manyhands.convert.trainable import CastsItsMasters
 from manyhands.core.errors import UserError
 from manyhands.core.holding import fill_from, select_rows
 from manyhands.model.load import UNSTORED

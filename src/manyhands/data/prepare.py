@@ -23,12 +23,11 @@ from manyhands.core.files import make_folder
 from manyhands.data.cache import UNFINISHED, clean_unfinished, link_other, name_store, name_tokens, open_cached, publish
 from manyhands.data.divide import Division, divide_samples, find_repeated
 from manyhands.data.files import unpacked_bytes
-from manyhands.data.outcome import Outcome
 from manyhands.data.segment import finish_store, join_segments
 from manyhands.data.sources import list_files, resolve_sources
 from manyhands.data.store import TokenStore
 from manyhands.data.streams import PACKED_BY
-from manyhands.data.summary import PreparedData, summarize
+from manyhands.data.summary import Outcome, PreparedData, summarize
 from manyhands.data.tokenize_parallel import cannot_write, plan_job, tokenize_parts
 
 MAX_PAIRS = 5  # of repeated samples that are named

@@ -29,11 +29,11 @@ from manyhands.data.formats import (
     to_conversation,
 )
 from manyhands.data.long_text import LONG_CHARACTERS, LongText, read_documents
-from manyhands.data.outcome import Outcome
 from manyhands.data.render import MAX_WEIGHT, Rendered, Renderer
 from manyhands.data.segment import SegmentWriter
 from manyhands.data.sources import FilePart, Row, Source, read_part, read_rows
 from manyhands.data.streams import TOKENS, Sample, make_sample
+from manyhands.data.summary import Outcome
 from manyhands.data.tokenizer import find_placeholders
 from manyhands.data.work_queue import count_characters
 

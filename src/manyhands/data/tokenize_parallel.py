@@ -28,9 +28,9 @@ from manyhands.config.schema import RunConfig, Source
 from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.core.machine import count_cores, memory_bytes
 from manyhands.data.files import FilePart
-from manyhands.data.outcome import Outcome
 from manyhands.data.sources import split_source
 from manyhands.data.streams import TOKENS
+from manyhands.data.summary import Outcome
 from manyhands.data.template import chat_template_kwargs_of, try_apart
 from manyhands.data.tokenize import PartTokenizer, choose_format
 from manyhands.data.tokenizer import load_tokenizer, note_plain_markers, widen_cache

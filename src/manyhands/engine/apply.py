@@ -27,8 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from manyhands.core.errors import UserError
 from manyhands.core.world import World
-from manyhands.engine.activation_checkpointing import checkpoint_blocks
-from manyhands.engine.activation_offload import offload_activations
+from manyhands.engine.activations import checkpoint_blocks, offload_activations
 from manyhands.engine.masters import ComputeCopy
 from manyhands.engine.native import SHARD, NativeEngine
 from manyhands.model.loss import LossModel

@@ -15,8 +15,8 @@ from torch import nn
 from manyhands.config.schema import MethodSection, ModelSection
 from manyhands.convert.adapter import PEFT_PREFIX, adapter_parameters, adapter_state, tied_names
 from manyhands.convert.lora import adapted_layers
-from manyhands.convert.modules_to_save import fully_trained_modules
 from manyhands.convert.new_tokens import token_indices
+from manyhands.convert.trainable import fully_trained_modules
 from manyhands.core.collective_errors import run_on_rank_0
 from manyhands.core.files import write_atomically, write_json
 from manyhands.core.holding import reshard

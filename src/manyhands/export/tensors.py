@@ -16,7 +16,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from manyhands.convert.adapter import added_parameters
 from manyhands.convert.lora import LoraLinear, adapted_layers
 from manyhands.convert.new_tokens import IDS, ROWS, token_modules
-from manyhands.convert.quantize import gather_weight, nf4_layers, nf4_weights, stored_names
+from manyhands.convert.nf4 import gather_weight, nf4_layers, nf4_weights, stored_names
 from manyhands.core.holding import gather, reshard
 from manyhands.core.progress import advance
 from manyhands.model.load import loaded_tensors

@@ -13,7 +13,7 @@ from torch import nn
 
 from manyhands.convert.adapter import read_adapter
 from manyhands.convert.lora import apply_lora
-from manyhands.convert.quantize import round_to_nf4
+from manyhands.convert.nf4 import round_to_nf4
 from manyhands.core.errors import UserError
 from manyhands.core.files import refuse_outside_links
 from manyhands.data.template import ChatTemplate, chat_template_kwargs_of

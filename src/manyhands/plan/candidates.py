@@ -17,9 +17,8 @@ from manyhands.facts.types import Facts
 from manyhands.plan.batch import BatchSplit
 from manyhands.plan.choices import Decisions, ranks_per_machine
 from manyhands.plan.estimate_input import EstimateInput
-from manyhands.plan.host import estimate_host_terms, keep_on_device
 from manyhands.plan.layout import Checkpointing, Layout, Strategy, change, mesh_of
-from manyhands.plan.memory import estimate_terms
+from manyhands.plan.memory import estimate_host_terms, estimate_terms, keep_on_device
 from manyhands.plan.types import Candidate, MemoryEstimate
 
 ENOUGH_TOKENS = {"cuda": 2_048, "cpu": 256}  # a smaller micro-batch leaves the device idle

@@ -15,10 +15,9 @@ from manyhands.plan.choices import Decisions
 from manyhands.plan.estimate_input import EstimateInput
 from manyhands.plan.layout import Mesh, change
 from manyhands.plan.memory import optimizer
-from manyhands.plan.reasons import Reason, reason
 from manyhands.plan.sentences import describe_disk, describe_limit
 from manyhands.plan.steps import Steps
-from manyhands.plan.types import Candidate, DiskEstimate
+from manyhands.plan.types import Candidate, DiskEstimate, Reason, reason
 
 LOG_BYTES = 2**24  # logs, metrics, TensorBoard, reports: a few hundred bytes a step
 

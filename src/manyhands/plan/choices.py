@@ -15,7 +15,7 @@ from manyhands.core.errors import UserError
 from manyhands.facts.types import DataFacts, Facts, GpuFacts, ModelFacts, NewTokens
 from manyhands.plan.batch import has_one_length
 from manyhands.plan.layout import DTYPE_BYTES, ComputeDtype, Device, Dtype
-from manyhands.plan.reasons import Reason, reason
+from manyhands.plan.types import Reason, reason
 
 Attention = Literal["varlen", "sdpa", "blockwise"]
 

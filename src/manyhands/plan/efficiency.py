@@ -23,8 +23,7 @@ from manyhands.data.pack import (
 from manyhands.facts.types import DataFacts, Facts
 from manyhands.plan.batch import ceil_div, constant_pack_tokens
 from manyhands.plan.layout import change, mesh_of
-from manyhands.plan.reasons import reason
-from manyhands.plan.types import Plan
+from manyhands.plan.types import Plan, reason
 
 MAX_STEPS, MAX_SAMPLES = 20, 16_384  # laid out, spread over the epoch; one step in any case
 GOOD_SHARE = 0.9

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from manyhands.core.units import describe_ranks, format_gib, format_share, format_size
-from manyhands.plan.reasons import Code, Reason
+from manyhands.plan.types import Code, Reason
 
 Values = Mapping[str, Any]
 

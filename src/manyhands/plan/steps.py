@@ -10,7 +10,7 @@ from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.data.order import share_of, stretch_of, sum_steps
 from manyhands.facts.types import DataFacts
-from manyhands.plan.reasons import Reason, reason
+from manyhands.plan.types import Reason, reason
 
 AUTO_WARMUP_RATIO = 0.03
 AUTO_EVALUATIONS = 5  # a run
@@ -93,7 +93,7 @@ def _sum_epochs(config: RunConfig, data: DataFacts, batch_samples: int | None) -
 def _warmup(config: RunConfig, total: int) -> tuple[int, Reason]:
     """Steps as given, or a share of all steps rounded to the nearest, at least one if the run has ten; and why."""
     schedule = config.schedule
-    decay = max(1, round(total * schedule.decay_ratio)) if schedule.name == "wsd" else 0  # as train/schedule.py has it
+    decay = max(1, round(total * schedule.decay_ratio)) if schedule.name == "wsd" else 0  # as train/optimizer.py has it
     room = max(0, total - decay)
     if schedule.warmup_steps is not None:
         if schedule.warmup_steps > total:

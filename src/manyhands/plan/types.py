@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from manyhands.facts.types import AdapterFacts, NewTokens
 from manyhands.plan.layout import Dtype, Layout
-from manyhands.plan.reasons import Reason
 
 Cause = Literal["first", "resume", "resize", "out_of_memory"]
 
@@ -130,3 +129,28 @@ class Plan(Part):
     @property
     def digest(self) -> str:
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
+
+
+# Decisions, in the order of a plan's ``why``; then notes and warnings; then why a candidate was not chosen.
+Code = Literal[
+    "device", "processes", "packing", "smaller", "strategy", "activation_checkpointing", "reduction", "offload",
+    "memory", "batch", "efficiency", "compute", "masters", "frozen", "linear", "towers", "attention", "compile",
+    "data_workers", "new_tokens", "adapter", "validation", "unread", "steps", "warmup", "evaluation", "checkpoints",
+    "early_end", "disk", "learning_rate", "output_dtype",
+    "long_samples", "large_batch", "high_learning_rate", "high_rank",
+    "not_next_smaller", "exceeds_memory", "exceeds_host_memory", "near_limit", "idle_device", "computes_again",
+    "computes_more_again", "shards_needlessly", "gathers_again", "smaller_micro_batch", "no_faster",
+]  # fmt: skip
+
+
+class Reason(BaseModel):
+    """``values`` are plain JSON: what the sentence needs, in bytes, tokens, samples and names of keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    code: Code
+    values: dict[str, Any] = {}
+
+
+def reason(code: Code, **values: Any) -> Reason:
+    return Reason(code=code, values=values)

@@ -12,7 +12,7 @@ import torch
 from manyhands.config.schema import StopSection
 from manyhands.core.errors import UserError
 from manyhands.train.guards import check_finite, stop_reason
-from manyhands.train.schedule import Schedule
+from manyhands.train.optimizer import Schedule
 from manyhands.train.step import LM_ALONE, StepSums, StepWork, combine, compute_gradients
 from manyhands.train.types import Engine, Evaluate, Hook, StepResult, TrainState
 

@@ -13,13 +13,12 @@ import torch
 from manyhands.checkpoint.manifest import checkpoint_folder, prune
 from manyhands.core.collective_errors import run_on_rank_0
 from manyhands.metrics import open_sinks
-from manyhands.metrics.meters import Meter
 from manyhands.metrics.report import write_report
-from manyhands.metrics.sinks import Sink
+from manyhands.metrics.sinks import Meter, Sink
 from manyhands.train.evaluate import evaluate
 from manyhands.train.guards import Diverged, DivergenceGuard
 from manyhands.train.loop import Interrupted, Loop, train
-from manyhands.train.schedule import make_schedule
+from manyhands.train.optimizer import make_schedule
 from manyhands.train.types import Batch, Evaluate, Evaluation, Hook, StepResult, TrainState
 from manyhands.worker.batches import close_workers, iterate_layouts, iterate_steps, lay_out_evaluation, open_workers
 from manyhands.worker.context import RankContext
