@@ -23,9 +23,7 @@ from typing import Any
 
 from benchmarks.smallest import Attempt, describe, judge, planned_smallest, search, smallest
 from benchmarks.table import OURS, check, is_measured, print_table
-from manyhands.bench.processes import count_gpus, start_processes
-from manyhands.bench.records import append, new_run, read
-from manyhands.bench.rows import BY_NAME, TABLE, BenchRow
+from manyhands.bench.rows import BY_NAME, TABLE, BenchRow, append, count_gpus, new_run, read, start_processes
 
 LIMIT_S = 600
 SMALLEST_STEPS, SMALLEST_LIMIT_S = 4, 150

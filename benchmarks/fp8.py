@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from manyhands.bench import records
+from manyhands.bench import rows as records
 from manyhands.kernels.fp8 import triton as triton_fp8
 
 Tensor = torch.Tensor

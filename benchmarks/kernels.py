@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from manyhands.bench import records
+from manyhands.bench import rows as records
 from manyhands.config.schema import MethodSection
 from manyhands.convert.fused_modules import fuse_modules
 from manyhands.convert.lora import apply_lora

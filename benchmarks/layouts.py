@@ -19,8 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from manyhands.bench.processes import start_processes
-from manyhands.bench.records import read, say
+from manyhands.bench.rows import read, say, start_processes
 
 # By what they tell first. The rest of the plan is its own.
 WAYS = {

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from manyhands.bench import records
+from manyhands.bench import rows as records
 from manyhands.kernels.nf4 import reference, select
 from manyhands.kernels.nf4.triton import dequantize_triton
 

@@ -28,8 +28,7 @@ from typing import Any
 import torch
 
 from benchmarks.peers import peer_options
-from manyhands.bench.records import new_run, say
-from manyhands.bench.rows import BY_NAME, BenchRow, mix_lengths
+from manyhands.bench.rows import BY_NAME, BenchRow, mix_lengths, new_run, say
 from manyhands.bench.shapes import NUM_WORDS, SHAPES
 from manyhands.bench.summary import dtypes, lease, memory, rates, watch
 

@@ -23,8 +23,7 @@ import torch
 
 from benchmarks.peer_trl import PACKS, Clock, add_common, count_tokens, read_row, row_lengths, summarise
 from benchmarks.peers import peer_options
-from manyhands.bench.records import say
-from manyhands.bench.rows import BenchRow
+from manyhands.bench.rows import BenchRow, say
 from manyhands.bench.shapes import SHAPES
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

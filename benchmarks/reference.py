@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from manyhands.bench.records import say
+from manyhands.bench.rows import say
 from manyhands.config.load import config_from_mapping
 from manyhands.config.schema import RunConfig
 from manyhands.convert.adapter import adapter_state
@@ -30,7 +30,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.world import World
 from manyhands.data.streams import MASK, PACKED_BY
 from manyhands.export.adapter import name_targets
-from manyhands.launch.facts import gather_facts
+from manyhands.launch.prepare import gather_facts
 from manyhands.plan.search import plan as make_plan
 from manyhands.train.loop import Loop, train
 from manyhands.train.optimizer import make_schedule

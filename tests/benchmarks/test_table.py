@@ -13,8 +13,7 @@ import pytest
 
 from benchmarks import table
 from benchmarks.__main__ import sides
-from manyhands.bench.records import append, read
-from manyhands.bench.rows import BY_NAME, TABLE, mix_lengths
+from manyhands.bench.rows import BY_NAME, TABLE, append, mix_lengths, read
 from manyhands.bench.shapes import SHAPES, flops_per_token
 
 ROW = BY_NAME["8b-lora"]

@@ -127,7 +127,7 @@ def test_plan_prints_what_the_planner_says(run_file, monkeypatch):
     made = types.SimpleNamespace(model_dump_json=lambda indent: '{"number": 1}')
     monkeypatch.setitem(
         sys.modules,
-        "manyhands.launch.facts",
+        "manyhands.launch.prepare",
         types.SimpleNamespace(gather_facts=lambda config, identify, report: "facts"),
     )
     monkeypatch.setitem(sys.modules, "manyhands.plan.search", types.SimpleNamespace(plan=lambda config, facts: made))

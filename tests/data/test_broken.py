@@ -20,8 +20,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from manyhands.config.row_fields import INNER, OPTIONAL, REQUIRED
 from manyhands.config.schema import Source
+from manyhands.config.sources import INNER, OPTIONAL, REQUIRED
 from manyhands.core.errors import UserError
 from manyhands.data import long_text, sources, text_files
 from manyhands.data.files import Findings, Row

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from manyhands.config.row_fields import REQUIRED, known_fields
+from manyhands.config.sources import REQUIRED, known_fields
 from manyhands.core.errors import UserError
 from manyhands.data.files import Row
 from manyhands.data.formats import Conversation, RowRefused, detect_format, row_weight, settle_format, to_conversation

@@ -157,7 +157,7 @@ def test_sigterm_in_preparation_says_so(place: Place, command: tuple[str, ...]) 
         f"    pathlib.Path({str(mark)!r}).touch()\n"
         f"    time.sleep({WAIT_S})\n"
     )
-    with place.start(*command, f"name={name}", plant={"manyhands.launch.facts": plant}) as process:
+    with place.start(*command, f"name={name}", plant={"manyhands.launch.prepare": plant}) as process:
         place.wait_for([mark], process)
         process.send_signal(signal.SIGTERM)
         stopped = place.wait(process, time.monotonic())

@@ -12,7 +12,7 @@ from torch import nn
 
 from manyhands.checkpoint.load import load_checkpoint
 from manyhands.checkpoint.save import save_checkpoint
-from manyhands.engine import activations as activations
+from manyhands.engine import activations
 from manyhands.engine.activations import ActivationStore, SavedTensor, offload_activations
 from manyhands.engine.apply import compile_blocks
 from manyhands.engine.optimizers import StreamedOptimizer, split_parameters

@@ -106,7 +106,7 @@ def test_an_engine_resumes_from_what_it_saved(make: Callable[..., RunEngine], tm
 
 
 def test_both_engines_evaluate_alike() -> None:
-    from manyhands.train.evaluate import evaluate
+    from manyhands.train.loop import evaluate
 
     found: list[Evaluation] = []
     for make in (make_native, make_toy):

@@ -20,8 +20,7 @@ from manyhands.export.reference import Reference
 from manyhands.export.verify import verify
 from manyhands.infer.__main__ import main as infer_main
 from manyhands.launch.run_folder import RunFolder
-from manyhands.plan.converters import ONLY_WHILE_TRAINING, choose_converters
-from manyhands.plan.layout import change
+from manyhands.plan.layout import ONLY_WHILE_TRAINING, change, choose_converters
 from manyhands.plan.types import Plan
 from tests.export.tiny import adapt, make_model, save_source
 from tests.support import plans

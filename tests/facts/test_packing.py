@@ -15,8 +15,8 @@ from manyhands import families
 from manyhands.config.load import config_from_mapping
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
-from manyhands.facts import packing
-from manyhands.facts.packing import judge_packing
+from manyhands.facts import model_config as packing
+from manyhands.facts.model_config import judge_packing
 from tests.plan.examples import model_facts
 
 

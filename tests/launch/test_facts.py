@@ -9,7 +9,7 @@ import pytest
 
 from manyhands.config.load import config_from_mapping
 from manyhands.core.errors import UserError
-from manyhands.launch.facts import gather_facts
+from manyhands.launch.prepare import gather_facts
 from manyhands.plan.search import plan
 from tests.support.tiny import write_tiny_model
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from manyhands.cli.main import app
 from manyhands.config.load import load_config
 from manyhands.core.errors import UserError
-from manyhands.launch.facts import gather_facts
+from manyhands.launch.prepare import gather_facts
 from manyhands.launch.prepare import rehearse as rehearse_in_process
 from manyhands.plan.search import plan as make_plan
 from tests.e2e.runs import Place, write_place

@@ -11,7 +11,7 @@ import pytest
 from manyhands.core.errors import UserError
 from manyhands.facts.types import Facts, GpuFacts
 from manyhands.plan.choices import fuses_optimizer
-from manyhands.plan.converters import choose_converters
+from manyhands.plan.layout import choose_converters
 from manyhands.plan.search import NothingSmaller, plan
 from manyhands.plan.sentences import explain
 from manyhands.plan.smaller import LAYOUT_FIELDS
@@ -391,7 +391,7 @@ def test_planning_needs_no_torch():
         "config, facts = RunConfig.model_validate_json(sys.argv[1]), Facts.model_validate_json(sys.argv[2])\n"
         "made = plan(config, facts)\n"
         "explain_plan(made)\n"
-        "import manyhands.launch.facts, manyhands.facts.hub, manyhands.facts.host\n"
+        "import manyhands.launch.prepare, manyhands.facts.hub, manyhands.facts.host\n"
         "print(made.model_dump_json())\n"
     )
     config, the_facts = run_config(), h200(8)

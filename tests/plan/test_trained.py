@@ -11,9 +11,9 @@ from manyhands.config.schema import MethodSection, OptimizerSection
 from manyhands.convert.trainable import train_by_pattern
 from manyhands.core.errors import UserError
 from manyhands.facts.model import read_model_facts
+from manyhands.plan.estimate_input import TrainedWeights, count_state_bytes, count_trained
 from manyhands.plan.memory import estimate_terms, reduction, root_reduction
 from manyhands.plan.search import plan
-from manyhands.plan.trained import TrainedWeights, count_state_bytes, count_trained
 from tests.plan.examples import facts, llama_8b, run_config
 from tests.support.plans import change_input, make_input
 from tests.support.tiny import tiny_model, write_tiny_model

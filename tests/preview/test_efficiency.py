@@ -13,7 +13,7 @@ import pytest
 from manyhands.config.schema import RunConfig
 from manyhands.data.collate import collate_samples
 from manyhands.data.store import TokenStore
-from manyhands.launch.facts import gather_facts
+from manyhands.launch.prepare import gather_facts
 from manyhands.plan.efficiency import lay_out_step
 from manyhands.plan.search import plan
 from manyhands.preview.collect import collect

@@ -14,7 +14,7 @@ from manyhands.convert.build import build_on_meta, describe_new, load_weights, m
 from manyhands.convert.protocol import Context
 from manyhands.facts.model_config import text_part
 from manyhands.model.loss import LossModel
-from manyhands.plan.converters import choose_converters
+from manyhands.plan.layout import choose_converters
 from manyhands.plan.types import Plan
 
 Load = Callable[[nn.Module, torch.device], None]

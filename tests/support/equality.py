@@ -23,7 +23,7 @@ import torch
 from manyhands.config.load import config_from_mapping
 from manyhands.config.schema import RunConfig
 from manyhands.core.world import World
-from manyhands.launch.facts import gather_facts
+from manyhands.launch.prepare import gather_facts
 from manyhands.plan.search import plan as make_plan
 from manyhands.plan.types import Plan
 from manyhands.train.loop import Loop, train

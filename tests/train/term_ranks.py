@@ -12,8 +12,7 @@ from manyhands.config.schema import StopSection
 from manyhands.core.world import World
 from manyhands.engine.apply import replicate
 from manyhands.engine.native import NativeEngine
-from manyhands.train.evaluate import evaluate
-from manyhands.train.loop import Loop, train
+from manyhands.train.loop import Loop, evaluate, train
 from manyhands.train.step import StepWork, TermWeight
 from manyhands.train.types import Hook, TrainState
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.train.evaluate import evaluate
+from manyhands.train.loop import evaluate
 from manyhands.train.step import StepWork, TermWeight, compute_gradients
 from manyhands.train.types import TrainState
 from tests.support.toy_engine import ToyEngine

@@ -14,9 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from manyhands.bench.processes import count_gpus, start_processes
-from manyhands.bench.records import append, new_run
-from manyhands.bench.rows import BY_NAME, TABLE, BenchRow
+from manyhands.bench.rows import BY_NAME, TABLE, BenchRow, append, count_gpus, new_run, start_processes
 
 LIMIT_S = 600
 

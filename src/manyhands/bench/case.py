@@ -25,8 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from manyhands.bench.records import new_run, say
-from manyhands.bench.rows import BY_NAME, BenchRow, mix_lengths
+from manyhands.bench.rows import BY_NAME, BenchRow, mix_lengths, new_run, say
 from manyhands.bench.shapes import write_model_folder, write_rows
 from manyhands.bench.summary import dtypes, lease, memory, rates, watch
 from manyhands.config.load import config_from_mapping
@@ -34,7 +33,7 @@ from manyhands.config.schema import RunConfig
 from manyhands.core.world import World
 from manyhands.facts.types import Facts
 from manyhands.launch.environment import detect_launcher
-from manyhands.launch.facts import gather_facts
+from manyhands.launch.prepare import gather_facts
 from manyhands.plan.search import plan as make_plan
 from manyhands.plan.types import Plan
 from manyhands.train.loop import Loop, train

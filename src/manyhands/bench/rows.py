@@ -1,8 +1,18 @@
-"""The rows of the speed table: what is measured, and what H200s did. Plain values."""
+"""The rows of the speed table: what is measured, how a case runs in processes of its own, and where results are kept.
+
+A case that hangs costs only itself. Results are JSON, one a line, appended as they come. No torch.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 
@@ -61,3 +71,75 @@ def mix_lengths(num_samples: int, seed: int = 5) -> list[int]:
 
     choose = random.Random(seed)
     return [min(4096, max(64, round(choose.lognormvariate(6.0, 1.0)))) for _ in range(num_samples)]
+
+
+def new_run() -> str:
+    """A name for the rows that one call of ``manyhands bench`` measures."""
+    return time.strftime("%Y%m%dT%H%M%S")
+
+
+RUN = new_run()  # of rows that are of no other: one call of a script
+
+
+def append(path: Path, row: dict[str, Any]) -> None:
+    """Every row names the run that it is of."""
+    with path.open("a") as file:
+        file.write(json.dumps({"run": RUN} | row) + "\n")
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """All rows; none where there is no file yet."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+
+
+def say(row: dict[str, Any], path: Path | None, prefix: str = "") -> None:
+    """Prints a row, and appends it where a file is asked for."""
+    print(prefix + json.dumps(row), flush=True)
+    if path is not None:
+        append(path, row)
+
+
+def start_processes(
+    module: str, arguments: list[str], world_size: int, limit_s: float
+) -> tuple[str, dict[str, Any] | None]:
+    """All that one process group wrote, and its result, if there is one. One that takes longer than ``limit_s`` is
+    ended.
+    """
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"] if world_size > 1 else []
+    )
+    command = [sys.executable, *launcher, "-m", module, *arguments]
+    environment = os.environ | {
+        "PYTORCH_CUDA_ALLOC_CONF": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    }
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+    )
+    try:
+        output = process.communicate(timeout=limit_s)[0]
+    except subprocess.TimeoutExpired:
+        return f"{end(process)}\nended after {limit_s} s", None
+    except BaseException:
+        end(process)
+        raise
+    found = [json.loads(line.removeprefix("RESULT ")) for line in output.splitlines() if line.startswith("RESULT ")]
+    return output, found[-1] if found else None
+
+
+def end(process: subprocess.Popen[str]) -> str:
+    """End a launcher and its ranks, which would keep the device, and give what they wrote."""
+    for how, patience_s in ((signal.SIGTERM, 15), (signal.SIGKILL, None)):
+        os.killpg(process.pid, how)
+        try:
+            return process.communicate(timeout=patience_s)[0]
+        except subprocess.TimeoutExpired:
+            continue
+    return ""
+
+
+def count_gpus() -> int:
+    from manyhands.facts.host import read_host_facts
+
+    return len(read_host_facts().gpus)

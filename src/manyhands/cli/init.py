@@ -181,7 +181,7 @@ def parse_fields(given: Sequence[str]) -> dict[str, str]:
 
 def choose_reading(seen: FirstRows, given: dict[str, str], ask: bool) -> Reading:
     """Format and columns: as given, detected, asked for or guessed. UserError for columns that do not exist."""
-    from manyhands.config.row_fields import REQUIRED
+    from manyhands.config.sources import REQUIRED
     from manyhands.data.formats import detect_format, settle_format
 
     if given:

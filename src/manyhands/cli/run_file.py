@@ -85,7 +85,7 @@ def plan(
     config = load_run(run, overrides, gpus=gpus, examples=examples)
     from rich.console import Console
 
-    from manyhands.launch.facts import gather_facts
+    from manyhands.launch.prepare import gather_facts
     from manyhands.plan.explain import explain_plan
     from manyhands.plan.search import plan as make_plan
 

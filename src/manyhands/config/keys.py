@@ -1,4 +1,5 @@
-"""The schema as a flat table of dotted keys: what each key allows, and which key an unknown one most likely means.
+"""The schema as a flat table of dotted keys: what each key allows, which key an unknown one most likely means, and the
+explanations that people and editors read (one key, all keys, JSON schema, a commented run file).
 
 Knows the schema only; reads no file.
 """
@@ -17,7 +18,6 @@ import yaml
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from manyhands.config import keys
 from manyhands.config.dialects.hints import find_key, find_note, find_value
 from manyhands.config.renamed import RENAMED_KEYS, RENAMED_SOURCE_KEYS, describe_renamed_key, describe_renamed_value
 from manyhands.config.schema import RunConfig, Section, Source
@@ -227,7 +227,7 @@ _IN_SOURCE = re.compile(r"data\.(?:train|validation)(?:\[\d*\])?\.(\w+)")
 
 def all_keys() -> list[str]:
     """Dotted paths of every key, in the schema's order."""
-    return list(keys.table())
+    return list(table())
 
 
 def explain(key: str) -> str:
@@ -235,37 +235,37 @@ def explain(key: str) -> str:
 
     Raises ``UserError`` with the most similar name.
     """
-    if key in keys.sections():
-        inner = [name for name in keys.table() if name.startswith(key + ".")]
-        return "\n\n".join([f"{key}: {keys.sections()[key].__doc__}", *(explain(name) for name in inner)])
+    if key in sections():
+        inner = [name for name in table() if name.startswith(key + ".")]
+        return "\n\n".join([f"{key}: {sections()[key].__doc__}", *(explain(name) for name in inner)])
     in_source = _IN_SOURCE.fullmatch(key)
-    if in_source and in_source[1] in keys.source_table():
-        return _explain_entry(key, keys.source_table()[in_source[1]])
-    if key not in keys.table():
-        raise UserError(f"there is no key `{key}`", fix=keys.hint(key).removeprefix(": ").removeprefix("; "))
-    text = _explain_entry(key, keys.table()[key])
-    if key in keys.SOURCE_LISTS:
+    if in_source and in_source[1] in source_table():
+        return _explain_entry(key, source_table()[in_source[1]])
+    if key not in table():
+        raise UserError(f"there is no key `{key}`", fix=hint(key).removeprefix(": ").removeprefix("; "))
+    text = _explain_entry(key, table()[key])
+    if key in SOURCE_LISTS:
         inner = [
             f"    {name}: {entry.sentence} ({entry.allowed}; default: {_default(entry)})"
-            for name, entry in keys.source_table().items()
+            for name, entry in source_table().items()
         ]
         text = "\n".join([text, "  keys of a source in the list:", *inner])
     return text
 
 
-def _explain_entry(key: str, entry: keys.Key) -> str:
+def _explain_entry(key: str, entry: Key) -> str:
     return f"{key}\n  {entry.sentence}\n  allowed: {entry.allowed}\n  default: {_default(entry)}"
 
 
 def default_text(key: str) -> str:
     """A key's default in the run file's syntax; ``required`` if it has none."""
-    return _default(keys.table()[key])
+    return _default(table()[key])
 
 
-def _default(entry: keys.Key) -> str:
+def _default(entry: Key) -> str:
     if entry.path == "name" and entry.field is RunConfig.model_fields["name"]:
         return "the run file's name"
-    return "required" if entry.required else keys.show(entry.default)
+    return "required" if entry.required else show(entry.default)
 
 
 def json_schema() -> dict[str, Any]:
@@ -282,14 +282,14 @@ def commented_yaml(values: Mapping[str, Any]) -> str:
 
     Raises ``KeyError`` for a path that the schema does not know.
     """
-    unknown = set(values) - set(keys.table())
+    unknown = set(values) - set(table())
     if unknown:
         raise KeyError(", ".join(sorted(unknown)))
     lines = ["# A manyhands run: `manyhands plan FILE` shows what it would do, `manyhands train FILE` runs it."]
     lines += ["# Commented keys show their defaults.", ""]
     lines += [line for name in ("name", "task", "seed") for line in _entry(name, values, "")]
-    for section, kind in keys.sections().items():
-        inner = [key for key in keys.table() if key.startswith(section + ".")]
+    for section, kind in sections().items():
+        inner = [key for key in table() if key.startswith(section + ".")]
         used = any(key in values for key in inner)
         lines += ["", f"# {(kind.__doc__ or '').splitlines()[0]}", f"{section}:" if used else f"# {section}:"]
         lines += [line for key in inner for line in _entry(key, values, "  ")]
@@ -298,16 +298,10 @@ def commented_yaml(values: Mapping[str, Any]) -> str:
 
 def _entry(key: str, values: Mapping[str, Any], indent: str) -> list[str]:
     leaf = key.rsplit(".", 1)[-1]
-    sentence = keys.table()[key].sentence
+    sentence = table()[key].sentence
     if key in values:
         return [f"{indent}# {sentence}", f"{indent}{leaf}: {_scalar(values[key])}"]
-    default = (
-        ""
-        if key == "name"
-        else " null"
-        if keys.table()[key].default is None
-        else " " + _scalar(keys.table()[key].default)
-    )
+    default = "" if key == "name" else " null" if table()[key].default is None else " " + _scalar(table()[key].default)
     return [f"{indent}# {leaf}:{default}  # {sentence}"]
 
 

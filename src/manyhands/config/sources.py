@@ -1,18 +1,19 @@
-"""``data.train`` and ``data.validation``: a path, or a list of paths and sources; and what contradicts itself in them.
+"""``data.train`` and ``data.validation``: a path, or a list of paths and sources; what contradicts itself in them; and
+the fields of a row in each format (``data.format``).
 
-The first half works on the mapping of a run file before it is validated, so that every error names its place
-(``data.train[1].weight``); the second half on a ``RunConfig``, as ``checks`` does. Reads no file.
+Some functions work on the mapping of a run file before it is validated, so that every error names its place
+(``data.train[1].weight``), others on a ``RunConfig``, as ``checks`` does. Reads no file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
 from manyhands.config.keys import SOURCE_LISTS, hint_in_source, nearest_name, show, source_table, wrong_value
-from manyhands.config.row_fields import REQUIRED, known_fields
 from manyhands.config.schema import RunConfig, Source
 
 PLACEHOLDER = "placeholder"  # in place of what was wrong, while the rest is checked
@@ -217,3 +218,50 @@ def _check_ignored(task: str, rules: SourceRules) -> Iterator[str]:
 
 
 FORMAT_CHECKS = (_check_task, _check_fields, _check_ignored)
+
+
+# Fields that a row must have.
+REQUIRED = MappingProxyType(
+    {
+        "messages": ("messages",),
+        "sharegpt": ("conversations",),
+        "alpaca": ("instruction", "output"),
+        "prompt": ("prompt", "completion"),
+        "question": ("question", "answer"),
+        "text": ("text",),
+    }
+)
+# Fields that are read if a row has them.
+OPTIONAL = MappingProxyType(
+    {
+        "messages": ("tools", "weight"),
+        "sharegpt": ("system", "tools", "weight"),
+        "alpaca": ("input", "system", "history", "weight"),
+        "prompt": ("system", "tools", "weight"),
+        "question": ("system", "weight"),
+        "text": ("weight",),
+    }
+)
+# Keys of a turn in the list of turns.
+INNER = MappingProxyType({"messages": ("role", "content"), "sharegpt": ("from", "value")})
+# Columns that change what a row means although no format reads them, in lower case: preferences between answers, ...
+PREFERENCE = frozenset(
+    {f"{name}{ending}" for name in ("chosen", "rejected") for ending in ("", "_messages", "_response")}
+    | {"preferred_output", "non_preferred_output", "kto_tag"}
+)
+LABEL = "label"
+# ... and media that the text is about: the column, and what it is called in a message.
+MEDIA = MappingProxyType(
+    {
+        f"{name}{ending}": kind
+        for name, kind in (("image", "images"), ("video", "videos"), ("audio", "audio"))
+        for ending in ("", "s", "_path", "_paths", "_url", "_urls", "_file", "_files")
+    }
+)
+
+
+def known_fields(format: str) -> tuple[str, ...]:
+    """The fields that ``data.fields`` may map for a format; those of all formats for ``auto``."""
+    formats = REQUIRED if format == "auto" else (format,)
+    names = [name for one in formats for group in (REQUIRED, OPTIONAL, INNER) for name in group.get(one, ())]
+    return tuple(dict.fromkeys(names))

@@ -2,7 +2,8 @@
 
 What is stored is what bitsandbytes' ``quantize_4bit(weight, blocksize=64, quant_type="nf4", compress_statistics=True)``
 gives, byte for byte; its kernels quantize and dequantize. Only the layout is ours, so that each shard can be
-dequantized by itself. Knows nothing of adapters, files or ranks.
+dequantized by itself. Every linear layer of the blocks is quantized, adapted or not; embeddings, head, norms and biases
+stay in the compute dtype. Knows nothing of adapters and ranks.
 
 Layout: the weight (o, i), flattened, is cut into ROWS of 256 blocks of 64 values, the last one padded. A row is one
 block of the second level, so a shard of rows holds complete blocks of both levels:

@@ -1,8 +1,9 @@
-"""Train some weights of a model and leave the others as they are, chosen by name. Knows no files and no ranks.
+"""Train some weights of a model and leave the others as they are: chosen by name, or complete modules beside adapters
+(PEFT's ``modules_to_save``). Knows no files and no ranks.
 
-Trained weights become float32 masters under their own names and are cast where they are used
-(``modules_to_save.py``); frozen ones keep the dtype they compute in. Where everything is trained the model is as for
-full training: masters, and no casts.
+Trained weights become float32 masters under their own names; each use casts them to the dtype that the module computed
+in before, as adapters do. A tied weight is trained in every module that holds it, and remains tied. Frozen weights keep
+the dtype they compute in. Where everything is trained the model is as for full training: masters, and no casts.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from manyhands.config.row_fields import LABEL, MEDIA, OPTIONAL, PREFERENCE, REQUIRED
+from manyhands.config.sources import LABEL, MEDIA, OPTIONAL, PREFERENCE, REQUIRED
 from manyhands.core.errors import UserError
 from manyhands.data.files import Row
 from manyhands.data.messages import RowRefused

@@ -30,7 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from manyhands.config.row_fields import INNER, OPTIONAL, REQUIRED, known_fields
+from manyhands.config.sources import INNER, OPTIONAL, REQUIRED, known_fields
 from manyhands.core.errors import UserError
 from manyhands.data.files import Row
 from manyhands.data.messages import (

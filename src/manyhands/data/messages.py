@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from manyhands.config.row_fields import MEDIA
+from manyhands.config.sources import MEDIA
 from manyhands.core.files import describe_json_fault
 from manyhands.data.text_files import is_encodable
 

@@ -1,4 +1,6 @@
-"""What the samples of a store add up to: all that a plan needs to know of them. Knows no model and no plan."""
+"""What the samples of a store add up to: all that a plan needs to know of them; and what became of the rows of one part
+(counts, notes and faults, which travel between processes as JSON). Knows no model and no plan.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,9 @@
-"""Activation checkpointing: the backward pass recomputes all of a block, or only its cheap operations. Parameter names
-do not change.
+"""Activation checkpointing and offloading. Parameter names do not change.
+
+Checkpointing: the backward pass recomputes all of a block, or only its cheap operations. Offloading: what autograd
+saves in the blocks is copied to host memory during the forward pass and fetched back ahead, on two streams ordered by
+events, so that neither direction waits on the host. With recomputed blocks only their inputs are saved, and only these
+travel: the cheap, effective combination. Must not know the model's family, data or the optimizer.
 """
 
 from __future__ import annotations

@@ -125,8 +125,7 @@ def find_checkpoint(source: Path) -> tuple[Path, Path]:
 
 def plan_one_process(plan: Plan, config: RunConfig) -> Plan:
     """The run's plan for this process alone, on the CPU, with the base model where it lies now."""
-    from manyhands.plan.converters import ONLY_WHILE_TRAINING
-    from manyhands.plan.layout import change, mesh_of
+    from manyhands.plan.layout import ONLY_WHILE_TRAINING, change, mesh_of
 
     folder = plan.model_folder
     if not Path(folder).is_dir():

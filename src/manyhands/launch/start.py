@@ -20,8 +20,7 @@ from manyhands.launch.environment import detect_launcher, launcher_environment
 from manyhands.launch.failure import first_failure
 from manyhands.launch.prepare import Prepared, plan_smaller, prepare_run
 from manyhands.launch.run_folder import RunFolder
-from manyhands.launch.stopping import StopRequested, raise_when_asked
-from manyhands.launch.watch import Watch, end_all, worker_pids
+from manyhands.launch.watch import StopRequested, Watch, end_all, raise_when_asked, worker_pids
 from manyhands.plan.sentences import sentence_of
 from manyhands.plan.types import Plan
 

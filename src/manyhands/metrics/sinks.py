@@ -1,4 +1,5 @@
-"""Where measurements go: rows in metrics.jsonl, TensorBoard, a line or a bar for the person who waits.
+"""Where measurements go: rows in metrics.jsonl, TensorBoard, a line or a bar for the person who waits; and what one
+rank's device holds.
 
 Sinks are hooks of rank 0. They know results and never the model; ``open_sinks`` is the one place that chooses them.
 """

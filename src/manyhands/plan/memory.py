@@ -1,6 +1,7 @@
 """Bytes a rank holds at its worst moment: one small function a term. Pure arithmetic; knows no torch and reads nothing.
 
-Its input is an ``EstimateInput`` (estimate_input.py); what blocks keep and need stands in ``activations.py``.
+Its input is an ``EstimateInput`` (estimate_input.py); what blocks keep and need is in ``activations.py``. What is
+offloaded is counted in the machine's memory instead; on a CPU the device is the machine, and nothing moves.
 
 Notation, here and there: P parameters, A trained parameters of adapters, B parameters of one block, R of the rest
 (embeddings, last norm, head), L blocks, T tokens of a micro-batch, H hidden size, I inner size of the MLP, V
@@ -36,8 +37,7 @@ from manyhands.plan.activations import (
     kept_bytes_per_token,
     moved_bytes,
 )
-from manyhands.plan.estimate_input import EstimateInput
-from manyhands.plan.trained import TrainedWeights, count_state_bytes
+from manyhands.plan.estimate_input import EstimateInput, TrainedWeights, count_state_bytes
 
 BLOCKS_IN_FLIGHT = 2  # FSDP2 gathers the next block while one computes
 GATHERED_BLOCKS = 3  # these two, and the buffer that the next one came in, until it is copied out of it

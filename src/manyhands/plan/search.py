@@ -32,14 +32,12 @@ from manyhands.plan.choices import (
     fuses_optimizer,
     ranks_per_machine,
 )
-from manyhands.plan.converters import choose_converters
 from manyhands.plan.efficiency import with_efficiency
-from manyhands.plan.estimate_input import EstimateInput
-from manyhands.plan.layout import DTYPE_BYTES, lay_out, mesh_of
+from manyhands.plan.estimate_input import EstimateInput, count_trained
+from manyhands.plan.layout import DTYPE_BYTES, choose_converters, lay_out, mesh_of
 from manyhands.plan.smaller import NothingSmaller as NothingSmaller
 from manyhands.plan.smaller import choose_smaller, explain_smaller, find_ran_out, nothing_smaller
 from manyhands.plan.steps import Steps, count_steps
-from manyhands.plan.trained import count_trained
 from manyhands.plan.types import Candidate, Cause, DiskEstimate, Plan, RanOut, Reason, reason
 
 USEFUL_TOKENS = {"cuda": 16_384, "cpu": 2_048}  # a larger micro-batch gains nothing

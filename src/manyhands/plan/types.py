@@ -1,4 +1,8 @@
-"""The plan: what was decided for one launch, why, and what it will cost. Frozen; one JSON file. Knows no torch."""
+"""The plan: what was decided for one launch, why, and what it will cost. Frozen; one JSON file. Knows no torch.
+
+Every decision, rejection and warning is a code with values. ``sentences.py`` turns it into a sentence, and nothing
+reads a sentence.
+"""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def make_plan(config: RunConfig, folder: Path, facts: PreparedData, report: Repo
     """What `manyhands plan` makes of these rows on this machine, or why it cannot. Downloads no weights: ``folder`` has
     them or not.
     """
-    from manyhands.launch.facts import gather_facts
+    from manyhands.launch.prepare import gather_facts
     from manyhands.plan.search import plan
 
     model = config.model.model_copy(update={"name": str(folder), "revision": None})

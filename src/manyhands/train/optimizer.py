@@ -1,5 +1,5 @@
-"""Which optimizer, and its groups: every trained parameter in exactly one, weight decay only on matrices, rates by
-pattern.
+"""Which optimizer, its groups, and the learning rate of each step: every trained parameter in exactly one group, weight
+decay only on matrices, rates by pattern.
 
 Must not know how a model is built or sharded; the optimizers beside this file ask ``core/holding.py`` what this rank
 has of a parameter.

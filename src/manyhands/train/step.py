@@ -5,7 +5,7 @@ term t in micro-batch k of a rank (for "lm" the number of loss tokens, or the su
 ``sum_t c_t sum(L_t) / sum(n_t)`` over all ranks and micro-batches: every term is divided by its own weight and then
 scaled by its coefficient c_t from the plan. ``N_t = sum(n_t)`` is known before the first backward pass, so each
 micro-batch contributes ``(sum_t c_t L_t,k / N_t).backward()`` and ranks add their gradients up. No mean is ever taken
-of means. Evaluation (``train/evaluate.py``) computes the same loss.
+of means. Evaluation (``train/loop.py``) computes the same loss.
 """
 
 from __future__ import annotations

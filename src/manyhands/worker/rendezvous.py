@@ -33,7 +33,7 @@ from manyhands.launch.failure import is_lost
 from manyhands.launch.heartbeat import Heartbeat
 from manyhands.launch.prepare import prepare_run
 from manyhands.launch.run_folder import RunFolder
-from manyhands.launch.stopping import Stopped
+from manyhands.launch.watch import Stopped
 from manyhands.plan.types import Plan
 from manyhands.worker.context import RankContext
 from manyhands.worker.session import DEFAULT_TIMEOUT_S, Session, redirect_output

@@ -15,9 +15,8 @@ from manyhands.core.collective_errors import run_on_rank_0
 from manyhands.metrics import open_sinks
 from manyhands.metrics.report import write_report
 from manyhands.metrics.sinks import Meter, Sink
-from manyhands.train.evaluate import evaluate
 from manyhands.train.guards import Diverged, DivergenceGuard
-from manyhands.train.loop import Interrupted, Loop, train
+from manyhands.train.loop import Interrupted, Loop, evaluate, train
 from manyhands.train.optimizer import make_schedule
 from manyhands.train.types import Batch, Evaluate, Evaluation, Hook, StepResult, TrainState
 from manyhands.worker.batches import close_workers, iterate_layouts, iterate_steps, lay_out_evaluation, open_workers
