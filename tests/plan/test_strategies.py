@@ -11,7 +11,7 @@ import pytest
 
 from manyhands.config.checks import check
 from manyhands.core.errors import UserError
-from manyhands.plan import host, memory
+from manyhands.plan import memory
 from manyhands.plan.activations import linear_bytes_per_token
 from manyhands.plan.search import plan
 from manyhands.plan.sentences import explain
@@ -166,9 +166,9 @@ def test_of_states_in_host_memory_two_chunks_are_on_the_gpu(ranks, chunk):
     one = change_input(FULL, model=model, offload="optimizer")
     setup = one if ranks == 1 else change_input(one, strategy="fsdp", world_size=ranks)
     terms = {"weights": 1, "gradients": 2, "optimizer": 8 * model.num_parameters // ranks}
-    assert host.keep_on_device(setup, terms) == {"weights": 1, "gradients": 2, "optimizer": 2 * 2 * chunk}
+    assert memory.keep_on_device(setup, terms) == {"weights": 1, "gradients": 2, "optimizer": 2 * 2 * chunk}
     few = terms | {"optimizer": 100}  # never more than there are
-    assert host.keep_on_device(change_input(setup, model=model_facts()), few)["optimizer"] == 100
+    assert memory.keep_on_device(change_input(setup, model=model_facts()), few)["optimizer"] == 100
 
 
 def test_what_does_not_fit_into_host_memory_is_refused():

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from manyhands.convert.nf4 import nf4_layers, stored_names
 from manyhands.convert.protocol import Context, Converter
 from manyhands.core.errors import UserError
 from manyhands.model.load import build_meta, hugging_face_model, materialize
@@ -99,3 +100,10 @@ def describe_new(converters: Sequence[Converter], reported: set[str]) -> list[st
     lines = [line for converter in converters for line in converter.describe() if line not in reported]
     reported.update(lines)
     return lines
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Parameters of the model; those in NF4 count as the weights that they hold."""
+    stored = stored_names(model)
+    others = sum(parameter.numel() for name, parameter in model.named_parameters() if name not in stored)
+    return others + sum(layer.in_features * layer.out_features for layer in nf4_layers(model).values())

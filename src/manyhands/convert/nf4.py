@@ -341,13 +341,6 @@ def gather_weight(layer: Nf4Linear) -> torch.Tensor:
     return dequantize(codes, gather(layer.weight_statistics), shape, codes.dtype)
 
 
-def count_parameters(model: nn.Module) -> int:
-    """Parameters of the model; those in NF4 count as the weights that they hold."""
-    stored = stored_names(model)
-    others = sum(parameter.numel() for name, parameter in model.named_parameters() if name not in stored)
-    return others + sum(layer.in_features * layer.out_features for layer in nf4_layers(model).values())
-
-
 class Nf4Blocks(BaseConverter):
     """Weights of the blocks' linear layers in NF4, and what dequantizes them in this process."""
 

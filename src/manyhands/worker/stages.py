@@ -12,8 +12,7 @@ import torch
 
 from manyhands.checkpoint.load import newest_checkpoint
 from manyhands.checkpoint.manifest import clean_leftovers
-from manyhands.convert.build import build_on_meta, describe_new, load_weights, make_all
-from manyhands.convert.nf4 import count_parameters
+from manyhands.convert.build import build_on_meta, count_parameters, describe_new, load_weights, make_all
 from manyhands.convert.protocol import Context
 from manyhands.core.collective_errors import run_on_rank_0
 from manyhands.core.errors import EXIT_FAILED, UserError
