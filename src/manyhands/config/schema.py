@@ -1,30 +1,30 @@
 """The schema of a run file. Knows no torch, reads no file, has no validator with a side effect.
 
-Every key has a description with its unit; unknown keys are refused. Checks that involve more than one key are in
-``checks.py``. A value ``auto`` is decided by the plan and stays ``auto`` here: the config is what was asked for.
+Every key has a description with its unit; unknown keys are refused. Sources, ``data`` and ``batch`` are in
+``data_schema.py``. Checks that involve more than one key are in ``checks.py``. A value ``auto`` is decided by the plan
+and stays ``auto`` here: the config is what was asked for.
 """
 
 from __future__ import annotations
 
 import hashlib
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-Auto = Literal["auto"]
-PositiveInt = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
-Share = Annotated[float, Field(ge=0, le=1)]
-Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
-Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt", "question", "text"]
-
-
-class Section(BaseModel):
-    """A frozen group of keys; unknown keys are an error."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+from manyhands.config.data_schema import (
+    Auto,
+    BatchSection,
+    DataSection,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Share,
+)
+from manyhands.config.data_schema import Source as Source
 
 
 class ModelSection(Section):
@@ -95,101 +95,6 @@ class MethodSection(Section):
     def trains_adapters(self) -> bool:
         """Whether adapters are trained on frozen weights; otherwise the model's own weights, and a model is saved."""
         return self.name in ("lora", "qlora")
-
-
-class Source(Section):
-    """Where rows come from: a file, a folder of files, or a dataset on the hub."""
-
-    path: str = Field(
-        description="A .jsonl, .json, .csv, .tsv, .parquet or .txt file (also .gz), a folder, or hub:OWNER/NAME.",
-        min_length=1,
-    )
-    name: str | None = Field(None, description="The source's name in statistics; null is that of the file or dataset.")
-    subset: str | None = Field(None, description="hub: configuration (subset) of the dataset.")
-    split: str = Field("train", description="hub: split of the dataset.")
-    revision: str | None = Field(None, description="hub: branch, tag or commit; null is the default branch.")
-    format: Format | None = Field(None, description="Format of the rows; null is data.format.")
-    fields: dict[str, str] | None = Field(None, description="Column names by field; null is data.fields.")
-    ignore: tuple[str, ...] | None = Field(None, description="Columns to ignore; null is data.ignore.")
-    weight: float = Field(
-        1.0,
-        gt=0,
-        description="Passes over the source per epoch: 0.5 takes a different half in each epoch, 2 every sample twice.",
-    )
-    max_samples: PositiveInt | None = Field(None, description="Use at most this many samples, chosen by the seed.")
-
-
-class DataSection(Section):
-    """Training and validation data."""
-
-    train: str | tuple[str | Source, ...] = Field(
-        description="Training data: a path (see Source.path), or a list of paths and sources with weights.",
-        min_length=1,
-    )
-    validation: str | tuple[str | Source, ...] | None = Field(
-        None, description="Validation data, as in `train`; without it a part of `train` is held out."
-    )
-    validation_fraction: Fraction = Field(
-        0.02,
-        description="Fraction of the training data held out if `validation` is not given: at least 20 samples, or a "
-        "tenth if that is fewer; 0 holds out none.",
-    )
-    format: Format = Field(
-        "auto",
-        description="Format of the rows: messages; sharegpt (conversations); alpaca (instruction, input, output); "
-        "prompt + completion; question + answer; text. auto looks at the first rows.",
-    )
-    fields: dict[str, str] = Field(
-        {},
-        description="Columns by field where names differ, such as {prompt: frage, completion: antwort}.",
-    )
-    ignore: tuple[str, ...] = Field(
-        (),
-        description="Columns to ignore, such as those that are refused otherwise (rejected, label, images).",
-    )
-    train_on: Literal["assistant", "last", "all"] = Field(
-        "assistant", description="Loss tokens of a conversation: all assistant turns, the last one, or all tokens."
-    )
-    chat_template_kwargs: dict[str, Any] = Field(
-        {}, description="Arguments of the chat template, such as {enable_thinking: false}."
-    )
-    date: str = Field(
-        "2026-01-01",
-        description="The date shown by chat templates that include today's date.",
-        pattern=r"^\d{4}-\d{2}-\d{2}$",
-    )
-    max_samples: PositiveInt | None = Field(None, description="Use at most this many samples, chosen by the seed.")
-    max_length: PositiveInt = Field(2048, description="Maximum length of a sample in tokens.")
-    too_long: Literal["error", "truncate", "split"] = Field(
-        "error",
-        description="Samples over max_length: error, truncate at the end, or split into several (task cpt).",
-    )
-    packing: bool | Auto = Field(
-        "auto",
-        description="Pack samples into one sequence, without attention between them; auto: if the model allows.",
-    )
-    workers: NonNegativeInt | Auto = Field(
-        "auto",
-        description="Data loader processes per rank; 0 is one thread, auto takes as many as the batches need.",
-    )
-    cache: str = Field("~/.cache/manyhands/data", description="Folder of tokenized data, shared between runs.")
-
-
-class BatchSection(Section):
-    """The size of a step. The global batch is the same on any number of GPUs."""
-
-    samples: PositiveInt | Auto = Field(
-        "auto", description="Samples in the global batch, over all GPUs and accumulation."
-    )
-    loss_tokens: PositiveInt | None = Field(
-        None,
-        description="Instead of samples: loss tokens in the global batch, which ends with the sample that reaches it.",
-    )
-    micro_samples: PositiveInt | Auto = Field("auto", description="Without packing: samples per GPU and micro-batch.")
-    micro_tokens: PositiveInt | Auto = Field(
-        "auto", description="With packing: tokens per GPU and micro-batch, >= data.max_length."
-    )
-    accumulation: PositiveInt | Auto = Field("auto", description="Without packing: micro-batches per GPU and step.")
 
 
 class OptimizerSection(Section):
