@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.bench.records import read
-from manyhands.bench.rows import TABLE, BenchRow
+from manyhands.bench.rows import TABLE, BenchRow, read
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
