@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -299,7 +300,7 @@ def test_init_data_and_plan_on_the_real_model(tmp_path, monkeypatch):
     assert call("init", "--model", model).exit_code == 0
     shown = call("data", "run.yaml", f"data.cache={tmp_path / 'cache'}", "--rows", 1, "--examples", 5)
     assert shown.exit_code == 0 and "⟦It is" in shown.stdout and "<|im_end|>⟧" in "".join(shown.stdout.split("\n"))
-    assert "Step 1 of " in shown.stdout and shown.stdout.count("trained ─") == 1
+    assert "Step 1 of " in shown.stdout and len(re.findall(r"^── sample .* loss tokens ─", shown.stdout, re.M)) == 1
     planned = call("plan", "run.yaml", f"data.cache={tmp_path / 'cache'}", "--json")
     assert json.loads(planned.stdout)["num_steps"] > 0
 
