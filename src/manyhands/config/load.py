@@ -9,14 +9,17 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from manyhands.config.checks import check
+from manyhands.config.dialects.recognize import recognize, translate, translate_settings
+from manyhands.config.dialects.translation import Around, Translation, flatten
 from manyhands.config.keys import Key, hint, nearest, sections, show, table, wrong_value
-from manyhands.config.read import NO_TEXT, parse_yaml_value, read_run_file
+from manyhands.config.read import NO_TEXT, ParsedFile, parse_yaml_value, read_run_file
 from manyhands.config.schema import RunConfig
 from manyhands.config.sources import drop_wrong_sources, list_paths, list_sources, open_source
 from manyhands.core.errors import UserError
@@ -27,27 +30,101 @@ IN_SOURCE = re.compile(r"(data\.(?:train|validation))\[(\d+)\]\.(\w+)")
 MAX_FINDINGS = 20
 
 
+@dataclass(frozen=True)
+class LoadedRun:
+    """A run as it was asked for. ``translation`` and ``text``: the other tool's file that it came from, and that
+    file's content; None for a native file.
+    """
+
+    config: RunConfig
+    translation: Translation | None = None
+    text: str | None = None
+
+
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:
-    """Reads a YAML, TOML or JSON run file and applies ``section.key=value`` overrides, the later one winning.
+    """``load_run`` without its translation."""
+    return load_run(path, overrides).config
+
+
+def load_run(
+    path: str | os.PathLike[str],
+    overrides: Sequence[str] = (),
+    *,
+    around: Around | None = None,
+    settings: Mapping[str, Path] | None = None,
+) -> LoadedRun:
+    """Reads a YAML, TOML or JSON run file, ours or another tool's, and applies ``section.key=value`` overrides of our
+    keys, the later one winning.
 
     Override values are read as YAML (``1e-4``, ``[q_proj, v_proj]``); keys that take any string take the text as
     given. ``name`` defaults to the file's stem. Relative paths are resolved against the run file's folder if they exist
-    there, and otherwise left as they are. Raises ``UserError`` with all findings at once.
+    there, and otherwise left as they are. ``around``: what a translation may ask. ``settings``: files of other tools
+    that say how to distribute the run (``accelerate``, ``deepspeed``). Raises ``UserError`` with all findings at once.
     """
     path = Path(path)
     source = read_run_file(path)
-    mapping = deepcopy(source.mapping)
-    origins = {key: f"line {line}" for key, line in source.lines.items()}
+    around = replace(around or Around(), folder=Path(os.path.abspath(path)).parent)
+    asked = _asked_gpus(overrides)
+    if asked is not None:
+        around = replace(around, gpus=asked)
+    translation = translate_file(source, around)
+    mapping = deepcopy(translation.mapping if translation else source.mapping)
+    origins = dict(translation.origins) if translation else {k: f"line {line}" for k, line in source.lines.items()}
+    for kind, file in (settings or {}).items():
+        merge_settings(mapping, origins, translate_settings(read_run_file(file), kind, around))
+    foreign = dict(origins) if translation or settings else {}
     findings = _apply_overrides(mapping, overrides, origins)
     if "name" not in mapping:
-        mapping["name"] = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).lstrip("._-") or "run"
-    _resolve_paths(mapping, Path(os.path.abspath(path)).parent)
-    return _validate(mapping, source.where, origins, findings)
+        mapping["name"] = clean_name(path.stem)
+    _resolve_paths(mapping, around.folder)
+    config = _validate(mapping, source.where, origins, findings, foreign)
+    return LoadedRun(config, translation, path.read_text(encoding="utf-8-sig") if translation else None)
+
+
+def translate_file(source: ParsedFile, around: Around) -> Translation | None:
+    """Another tool's file as a native mapping, None for a native one. Raises ``UserError`` with all that is refused."""
+    dialect = recognize(source.mapping)
+    if dialect is None:
+        return None
+    translation = translate(source, dialect, around)
+    translation.refuse()
+    return translation
+
+
+def merge_settings(mapping: dict[str, Any], origins: dict[str, str], settings: Translation) -> None:
+    """Adds what a settings file asks for. Raises ``UserError`` where it refuses or contradicts the run file."""
+    settings.refuse()
+    flat, found = flatten(mapping), []
+    for native, value in flatten(settings.mapping).items():
+        if native in flat and flat[native] not in (value, "auto"):
+            place = f" ({origins[native]})" if native in origins else ""
+            found.append(
+                f"{settings.origins.get(native, native)} asks for `{native}: {show(value)}`, the run file for "
+                f"{show(flat[native])}{place}: keep one"
+            )
+            continue
+        *sections, leaf = native.split(".")
+        target = _open_section(mapping, *sections)
+        if target is not None:
+            target[leaf] = value
+            origins[native] = f"{settings.where}, {settings.origins.get(native, native)}"
+    if found:
+        raise UserError(f"{settings.tool}'s file contradicts the run file", where=settings.where, details=found)
+
+
+def clean_name(text: str) -> str:
+    """A run's name from a file's stem or another tool's name."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).lstrip("._-")[:100] or "run"
+
+
+def _asked_gpus(overrides: Sequence[str]) -> int | None:
+    asked = [override.partition("=")[2] for override in overrides if override.startswith("parallel.gpus=")]
+    return int(asked[-1]) if asked and asked[-1].isdecimal() else None
 
 
 def config_from_mapping(mapping: Mapping[str, Any], where: str = "the given configuration") -> RunConfig:
     """Validates nested keys (as in a run file, ``name`` included). Raises ``UserError`` with all findings at once."""
-    return _validate(deepcopy(dict(mapping)), where, {}, [])
+    return _validate(deepcopy(dict(mapping)), where, {}, [], {})
 
 
 def _apply_overrides(mapping: dict[str, Any], overrides: Sequence[str], origins: dict[str, str]) -> list[str]:
@@ -146,7 +223,10 @@ def _resolve_path(holder: Any, place: Any, folder: Path, must_be_folder: bool = 
         return
 
 
-def _validate(mapping: dict[str, Any], where: str, origins: Mapping[str, str], findings: list[str]) -> RunConfig:
+def _validate(
+    mapping: dict[str, Any], where: str, origins: Mapping[str, str], findings: list[str], foreign: Mapping[str, str]
+) -> RunConfig:
+    """``foreign``: where another tool's file set a native key; findings name that place too."""
     findings = findings + _drop_unknown(mapping, origins)
     try:
         config = RunConfig.model_validate(mapping)
@@ -156,10 +236,17 @@ def _validate(mapping: dict[str, Any], where: str, origins: Mapping[str, str], f
             config = RunConfig.model_validate(mapping)
         except ValidationError:  # too broken for the checks of contradictions
             raise _error(findings, where) from None
-    findings += [*check(config), *_check_paths(config)]
+    findings += [_name_origins(finding, foreign) for finding in (*check(config), *_check_paths(config))]
     if findings:
         raise _error(findings, where)
     return config
+
+
+def _name_origins(finding: str, foreign: Mapping[str, str]) -> str:
+    """The finding, and where the native keys that it names were set in another tool's file."""
+    named = dict.fromkeys(re.findall(r"`([a-z_]+(?:\.[a-z_0-9]+)+)", finding))
+    places = [f"{key} is {foreign[key]}" for key in named if key in foreign]
+    return f"{finding} ({'; '.join(places)})" if places else finding
 
 
 def _check_paths(config: RunConfig) -> list[str]:

@@ -1,4 +1,4 @@
-"""Reads a run file (YAML, TOML or JSON) into a mapping. Knows the three syntaxes, not the schema.
+"""Reads a run file (YAML, TOML, or JSON with comments) into a mapping. Knows the three syntaxes, not the schema.
 
 YAML follows the rules of YAML 1.2, as people expect: ``1e-4`` is a number, ``no`` and ``on`` are strings, ``010`` is
 ten, dates are strings. A duplicate key is an error in every syntax. Size, number of values (YAML aliases repeat whole
@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from manyhands.config.lines import blank_json_comments, json_lines, toml_lines, yaml_lines
 from manyhands.core.errors import UserError
 from manyhands.core.files import describe_json_fault
 
@@ -30,7 +31,7 @@ CORE_TAGS = ("null", "bool", "int", "float", "str", "seq", "map")
 
 @dataclass(frozen=True)
 class ParsedFile:
-    """The content of a run file. ``lines``: the line of each dotted key (YAML only)."""
+    """The content of a run file. ``lines``: the line of each dotted key (``data.train[1].weight``)."""
 
     mapping: dict[str, Any]
     where: str
@@ -145,7 +146,9 @@ def read_run_file(path: Path) -> ParsedFile:
     if path.suffix.lower() in (".yaml", ".yml"):
         data, lines = _read_yaml(text, where)
     else:
-        data, lines = (_read_toml(text, where) if path.suffix.lower() == ".toml" else _read_json(text, where)), {}
+        is_toml = path.suffix.lower() == ".toml"
+        data = _read_toml(text, where) if is_toml else _read_json(blank_json_comments(text), where)
+        lines = toml_lines(text) if is_toml else json_lines(text)
     if data is None or data == {}:
         raise UserError("the run file is empty", where=where, fix="`manyhands init` writes a commented one")
     if not isinstance(data, dict):
@@ -237,22 +240,7 @@ def _read_yaml(text: str, where: str) -> tuple[Any, dict[str, int]]:
     except RecursionError:
         raise UserError("the run file is not valid YAML", where=where, why="it is nested too deeply") from None
     _refuse_duplicates(loader.duplicates, where)
-    return data, _key_lines(node)
-
-
-def _key_lines(root: yaml.Node | None) -> dict[str, int]:
-    """Lines of the keys on the first two levels, and of the items of lists below them (``data.train[1].weight``)."""
-    lines: dict[str, int] = {}
-    for key, value in root.value if isinstance(root, yaml.MappingNode) else ():
-        lines[str(key.value)] = key.start_mark.line + 1
-        for inner, inner_value in value.value if isinstance(value, yaml.MappingNode) else ():
-            path = f"{key.value}.{inner.value}"
-            lines[path] = inner.start_mark.line + 1
-            for index, item in enumerate(inner_value.value if isinstance(inner_value, yaml.SequenceNode) else ()):
-                lines[f"{path}[{index}]"] = item.start_mark.line + 1
-                for leaf, _ in item.value if isinstance(item, yaml.MappingNode) else ():
-                    lines[f"{path}[{index}].{leaf.value}"] = leaf.start_mark.line + 1
-    return lines
+    return data, yaml_lines(node)
 
 
 def _read_toml(text: str, where: str) -> Any:

@@ -1,0 +1,89 @@
+"""Which tool a run file was written for, and its translation.
+
+A dialect is a module beside this one with
+
+- ``TOOL``: its name for messages; ``KEYS``: every key that the tool knows, dotted; ``OPEN``: keys whose mappings have
+  names of the user's own;
+- ``MARKS``: keys of which one at least is in every file of the tool and in no native file;
+- ``REFUSES_UNKNOWN``: whether the tool itself refuses keys that it does not know;
+- ``translate(t)``: gives every key of ``t.values`` a fate (``Translator``).
+
+A new dialect is one module, named here. ``FILES`` are run files, ``SETTINGS`` files that only say how to distribute
+one (``--accelerate-config``, ``--deepspeed``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any, Protocol, cast
+
+from manyhands.config.dialects.translation import Around, Translation, Translator, flatten
+from manyhands.config.keys import table
+from manyhands.config.read import ParsedFile
+from manyhands.core.errors import UserError
+
+FILES = ("trl",)
+SETTINGS: tuple[str, ...] = ()
+
+
+class Dialect(Protocol):
+    """What a module of a dialect has."""
+
+    TOOL: str
+    KEYS: frozenset[str]
+    MARKS: frozenset[str]
+    OPEN: frozenset[str]
+    REFUSES_UNKNOWN: bool
+
+    def translate(self, t: Translator) -> None: ...
+
+
+def load_dialect(name: str) -> Dialect:
+    """The module of a dialect."""
+    return cast(Dialect, import_module(f"manyhands.config.dialects.{name}"))
+
+
+def recognize(mapping: Mapping[str, Any]) -> Dialect | None:
+    """The tool whose keys the file has most of; None for a native run file."""
+    best, most = None, _count(mapping, frozenset(table()), frozenset(k for k, v in table().items() if v.takes_mapping))
+    for name in FILES:
+        dialect = load_dialect(name)
+        count = _count(mapping, dialect.KEYS, dialect.OPEN)
+        if count > most and any(key in dialect.MARKS for key in flatten(mapping, dialect.OPEN)):
+            best, most = dialect, count
+    return best
+
+
+def translate(source: ParsedFile, dialect: Dialect, around: Around) -> Translation:
+    """The file as a native mapping, with a fate for every key. Raises ``UserError`` for a file of two tools."""
+    t = Translator(source, around, tool=dialect.TOOL, known=dialect.KEYS, open=dialect.OPEN)
+    _refuse_mixed(t, dialect)
+    dialect.translate(t)
+    return t.finish(refuse_unknown=dialect.REFUSES_UNKNOWN)
+
+
+def translate_settings(source: ParsedFile, name: str, around: Around) -> Translation:
+    """A file of ``SETTINGS``. Raises ``UserError`` if it is another tool's."""
+    dialect = load_dialect(name)
+    t = Translator(source, around, tool=dialect.TOOL, known=dialect.KEYS, open=dialect.OPEN)
+    if not _count(source.mapping, dialect.KEYS, dialect.OPEN):
+        raise UserError(f"this is no {dialect.TOOL} file: it has none of its keys", where=source.where)
+    dialect.translate(t)
+    return t.finish(refuse_unknown=dialect.REFUSES_UNKNOWN)
+
+
+def _count(mapping: Mapping[str, Any], known: frozenset[str], open: frozenset[str]) -> int:
+    return sum(key in known for key in flatten(mapping, open))
+
+
+def _refuse_mixed(t: Translator, dialect: Dialect) -> None:
+    """Keys that this tool does not know and that mark files of another one, or are our own."""
+    for key in t.values:
+        if key in dialect.KEYS:
+            continue
+        others = [other.TOOL for other in map(load_dialect, FILES) if other is not dialect and key in other.MARKS]
+        if "." in key and key in table():
+            others.append("manyhands")
+        if others:
+            t.refuse(key, f"a key of {others[0]}, in a file that is read as {t.tool}'s: keep to one tool's keys")

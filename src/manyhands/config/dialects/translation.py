@@ -1,0 +1,329 @@
+"""What becomes of each key of another tool's file: a list of fates, and the run file that they add up to.
+
+A dialect (one module beside this one) names its tool and the keys that the tool knows, and translates with a
+``Translator``. Every key of a file ends with one fate; a key without one is unknown to the tool and reported or refused
+here. Pure: whatever a translation may ask of the world comes in as ``Around``. Knows no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from manyhands.config.keys import nearest_name, show
+from manyhands.config.read import ParsedFile
+from manyhands.core.errors import UserError
+
+Kind = Literal["mapped", "already", "unset", "ignored", "substituted", "refused", "contradicts"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+STOPS = ("refused", "contradicts")  # with one of these there is no run
+UNKNOWN_GPUS = (
+    "the file counts batches per GPU and names no number of GPUs, and none is known here: add parallel.gpus=N"
+)
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What becomes of one key (dotted, as in the file), and why. ``native``: the keys of ours that it sets."""
+
+    key: str
+    kind: Kind
+    why: str = ""
+    native: Mapping[str, Any] = field(default_factory=dict)
+    line: int | None = None
+    value: Any = None
+
+    @property
+    def place(self) -> str:
+        """``line 12, `sequence_len```: where the user finds it."""
+        return (f"line {self.line}, " if self.line else "") + f"`{self.key}`"
+
+
+@dataclass(frozen=True)
+class Around:
+    """What a translation may ask beside the file itself; None where nobody can say.
+
+    ``gpus``: asked for on the command line or recorded by the run's first start. ``count_gpus``: those of this machine.
+    ``columns``: column names of a data file or data set. ``model_config``: config.json of a model that is at hand.
+    ``strict``: refuse substitutions.
+    """
+
+    folder: Path = Path()
+    gpus: int | None = None
+    count_gpus: Callable[[], int] | None = None
+    columns: Callable[[str], tuple[str, ...] | None] | None = None
+    model_config: Callable[[str], Mapping[str, Any] | None] | None = None
+    strict: bool = False
+
+
+@dataclass(frozen=True)
+class Translation:
+    """A foreign file as a native mapping. ``origins``: of each native key, the place in the foreign file.
+
+    ``gpus``: the number of GPUs that per-GPU numbers were multiplied by, None if there were none to multiply.
+    ``carried``: native keys that hold a default of the tool, with the reason.
+    """
+
+    tool: str
+    where: str
+    mapping: dict[str, Any]
+    fates: tuple[Fate, ...]
+    origins: Mapping[str, str]
+    carried: Mapping[str, str]
+    gpus: int | None = None
+
+    def findings(self) -> list[str]:
+        """What keeps the file from being run, each with its place."""
+        return [f"{fate.place}: {fate.why}" for fate in self.fates if fate.kind in STOPS]
+
+    def refuse(self) -> None:
+        """Raises ``UserError`` with everything that is refused or contradicts itself."""
+        found = self.findings()
+        if not found:
+            return
+        details = found[:20] + ([f"and {len(found) - 20} more"] if len(found) > 20 else [])
+        count = "1 reason" if len(found) == 1 else f"{len(found)} reasons"
+        raise UserError(
+            f"this {self.tool} file cannot be run as it is, for {count}",
+            where=self.where,
+            details=details,
+            fix="change these keys; `manyhands import FILE` lists what becomes of every key",
+        )
+
+
+class Translator:
+    """Collects the fates of one file's keys. Values are read by dotted key (``lora.r``); lists count as values.
+
+    ``known``: every key that the tool knows, for the nearest name of one that it does not. ``open``: keys whose
+    mappings have names of the user's own (their inner keys need no fate of their own).
+    """
+
+    def __init__(
+        self, source: ParsedFile, around: Around, *, tool: str, known: Collection[str], open: Collection[str] = ()
+    ) -> None:
+        self.source, self.around, self.tool = source, around, tool
+        self.known, self.open = frozenset(known), frozenset(open)
+        self.values = flatten(source.mapping, self.open)
+        self.mapping: dict[str, Any] = {}
+        self.origins: dict[str, str] = {}
+        self.carried: dict[str, str] = {}
+        self._fates: dict[str, Fate] = {}
+        self._set_by: dict[str, str] = {}
+        self._gpus: int | None = None
+
+    # reading
+
+    def has(self, key: str) -> bool:
+        """Whether the file sets the key to anything but null or an empty text."""
+        return self.values.get(key) not in (None, "")
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The key's value as it is written, ``default`` if it is not set."""
+        return self.values[key] if self.has(key) else default
+
+    def number(self, key: str, default: float | None = None) -> float | None:
+        """A number, also one that is written as text (``2e-5`` is text in YAML 1.1); refused if it is none."""
+        value = self.get(key)
+        if value is None:
+            return default
+        try:
+            if isinstance(value, bool):
+                raise ValueError
+            number = float(value)
+        except (TypeError, ValueError):
+            self.refuse(key, f"got {show(value)}, allowed: a number")
+            return default
+        return int(number) if number.is_integer() and not isinstance(value, float) else number
+
+    def integer(self, key: str, default: int | None = None) -> int | None:
+        """A whole number, also as text; refused if it is none."""
+        number = self.number(key)
+        if number is None:
+            return default
+        if int(number) != number:
+            self.refuse(key, f"got {show(self.values[key])}, allowed: a whole number")
+            return default
+        return int(number)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """True or false, also as text; refused if it is neither."""
+        value = self.get(key)
+        if value is None:
+            return default
+        if isinstance(value, bool):
+            return value
+        if str(value).lower() in ("true", "false"):
+            return str(value).lower() == "true"
+        self.refuse(key, f"got {show(value)}, allowed: true or false")
+        return default
+
+    def place(self, key: str) -> str:
+        line = self.source.lines.get(key)
+        return (f"line {line}, " if line else "") + f"`{key}`"
+
+    # fates
+
+    def map(self, key: str, native: str | Mapping[str, Any], value: Any = ..., why: str = "") -> None:
+        """The key sets ``native``: one key, to ``value`` (its own if not given), or several with their values."""
+        if not self.has(key):
+            return
+        values = {native: self.values[key] if value is ... else value} if isinstance(native, str) else dict(native)
+        self._note(key, "mapped", why, values)
+        for name, one in values.items():
+            self._set(name, one, key)
+
+    def already(self, key: str, why: str = "") -> None:
+        """True here whatever is written, or without effect on training."""
+        self._note(key, "already", why)
+
+    def ignore(self, key: str, why: str) -> None:
+        """Not acted upon, which is said: trackers, uploads, names that the tool itself ignores."""
+        self._note(key, "ignored", why)
+
+    def substitute(self, key: str, native: Mapping[str, Any], why: str) -> None:
+        """Something else is done, which is said; refused if the caller is strict."""
+        if self.around.strict:
+            self.refuse(key, f"{why}: refused under --strict")
+            return
+        self._note(key, "substituted", why, native)
+        for name, one in native.items():
+            self._set(name, one, key)
+
+    def refuse(self, key: str, why: str) -> None:
+        """The key asks for what cannot be done; ``why`` also says what to write."""
+        self._note(key, "refused", why)
+
+    def contradict(self, key: str, why: str) -> None:
+        """The key disagrees with another one, or with itself; ``why`` has the sum."""
+        self._note(key, "contradicts", why)
+
+    def only(self, key: str, allowed: Sequence[Any], why: str) -> None:
+        """``already`` for one of these values (or none), refused with ``why`` for any other."""
+        if not self.has(key) or self.values[key] in allowed:
+            self.already(key)
+        else:
+            self.refuse(key, f"`{self.values[key]}`: {why}" if not isinstance(self.values[key], bool) else why)
+
+    def carry(self, native: str, value: Any, why: str) -> None:
+        """A default of the tool that is not ours: set unless the file has set the key."""
+        if native not in self._set_by:
+            self._write(native, value)
+            self.carried[native] = why
+
+    def num_gpus(self) -> int | None:
+        """GPUs to multiply per-GPU numbers by: asked for, recorded, or those of this machine (a CPU counts as one)."""
+        if self._gpus is None:
+            counted = self.around.gpus
+            if counted is None and self.around.count_gpus is not None:
+                counted = max(1, self.around.count_gpus())
+            self._gpus = counted
+        return self._gpus
+
+    def set_gpus(self, count: int) -> None:
+        """The number of GPUs that the file itself names."""
+        if self.around.gpus is None:
+            self._gpus = count
+
+    def merge(self, other: Translation, key: str) -> None:
+        """Adds the result of another file that ``key`` names (a DeepSpeed JSON); its fates are kept under its path."""
+        for fate in other.fates:
+            self._fates[f"{key} > {fate.key}"] = Fate(
+                f"{key} > {fate.key}", fate.kind, fate.why, fate.native, fate.line, fate.value
+            )
+            for name, value in fate.native.items():
+                self._set(name, value, key)
+
+    def finish(self, *, refuse_unknown: bool = False) -> Translation:
+        """The translation, once every key was looked at. A key without a fate is one that the tool does not know:
+        refused where it is close to a key of the tool, or where the tool itself refuses unknown keys; else reported.
+        """
+        for key in self.values:
+            if key in self._fates:
+                continue
+            if key in self.known:
+                if self.has(key):
+                    raise AssertionError(f"{self.tool}: `{key}` has no fate")
+                self._note(key, "unset", "")
+                continue
+            near = nearest_name(key, self.known)
+            if near:
+                self.refuse(key, f"{self.tool} has no such key: did you mean `{near}`?")
+            elif refuse_unknown:
+                self.refuse(key, f"{self.tool} has no such key and refuses it: remove it")
+            else:
+                self.ignore(key, f"{self.tool} has no such key and ignores it")
+        order = {key: index for index, key in enumerate(self.values)}
+        fates = sorted(self._fates.values(), key=lambda fate: order.get(fate.key.split(" > ")[0], len(order)))
+        return Translation(
+            self.tool, self.source.where, self.mapping, tuple(fates), self.origins, self.carried, self._gpus
+        )
+
+    def _note(self, key: str, kind: Kind, why: str, native: Mapping[str, Any] | None = None) -> None:
+        before = self._fates.get(key)
+        if before is not None and before.kind in STOPS:  # the first reason against it stays
+            return
+        if before is not None and kind not in STOPS:  # one key may set several of ours in turn
+            native = {**before.native, **(native or {})}
+            why = "; ".join(dict.fromkeys(part for part in (before.why, why) if part))
+            kind = max(before.kind, kind, key=("already", "unset", "ignored", "mapped", "substituted").index)
+        if key in self.values:
+            line = self.source.lines.get(key)
+            self._fates[key] = Fate(key, kind, why, native or {}, line, self.values[key])
+        elif kind in STOPS:  # a key that is missing
+            self._fates[key] = Fate(key, kind, why, native or {})
+
+    def _set(self, native: str, value: Any, key: str) -> None:
+        first = self._set_by.get(native)
+        if first is not None and first != key and _look_up(self.mapping, native) != value:
+            ours = show(_look_up(self.mapping, native))
+            self.contradict(key, f"asks for `{native}: {show(value)}`, but {self.place(first)} for {ours}: remove one")
+            return
+        self.carried.pop(native, None)
+        self._set_by[native] = key
+        self.origins[native] = self.place(key)
+        self._write(native, value)
+
+    def _write(self, native: str, value: Any) -> None:
+        *sections, leaf = native.split(".")
+        target = self.mapping
+        for section in sections:
+            target = target.setdefault(section, {})
+        target[leaf] = value
+
+
+def names(text: str) -> frozenset[str]:
+    """The words of ``text``: a set of keys."""
+    return frozenset(text.split())
+
+
+def flatten(mapping: Mapping[str, Any], open: Collection[str] = (), prefix: str = "") -> dict[str, Any]:
+    """Dotted key to value; a mapping below a key of ``open``, and an empty one, is a value."""
+    flat: dict[str, Any] = {}
+    for name, value in mapping.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value and key not in open:
+            flat |= flatten(value, open, f"{key}.")
+        else:
+            flat[key] = value
+    return flat
+
+
+def check_product(t: Translator, total_key: str, parts: Iterable[tuple[str, int]]) -> None:
+    """Refuses ``total_key`` where it is not the product of these (name, number) parts: ``1 x 8 x 16 = 128, not 64``."""
+    total, parts = t.integer(total_key), list(parts)
+    product = 1
+    for _, number in parts:
+        product *= number
+    if total is not None and total != product:
+        sum_ = " × ".join(str(number) for _, number in parts)
+        names = " × ".join(name for name, _ in parts)
+        t.contradict(total_key, f"{names} is {sum_} = {product}, not {total}: correct one of them")
+
+
+def _look_up(mapping: Mapping[str, Any], native: str) -> Any:
+    value: Any = mapping
+    for part in native.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
