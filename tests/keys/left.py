@@ -30,7 +30,18 @@ def output_dir(lab: Lab) -> None:
 
 def evaluate_every(lab: Lab) -> None:
     assert lab.run({"evaluate.every_steps": 2}).column("step", "evaluation") == [0, 2, 4, 5]
+    assert lab.run({"evaluate.every_steps": 0.4}).column("step", "evaluation") == [0, 2, 4, 5]
     assert lab.base.column("step", "evaluation") == [0, 5]
+
+
+def evaluations_per_epoch(lab: Lab) -> None:
+    keys = {"evaluate.every_steps": "auto", "evaluate.per_epoch": 2, "stop.epochs": 2}
+    assert lab.run(keys).column("step", "evaluation") == [0, 3, 5, 8, 10]
+
+
+def checkpoints_per_epoch(lab: Lab) -> None:
+    keys = {"checkpoint.every_steps": "auto", "checkpoint.per_epoch": 1, "checkpoint.keep_last": 9, "stop.epochs": 2}
+    assert lab.run(keys).checkpoints() == [5, 10]
 
 
 def at_start(lab: Lab) -> None:

@@ -134,6 +134,35 @@ def test_evaluations_and_checkpoints():
     assert steps(evaluate__every_steps=3, checkpoint__every_steps=0).evaluate_every == 3
     assert steps(checkpoint__every_steps=0).checkpoint_every == 0
     assert steps(data={"num_validation_samples": 0}).evaluate_every == 0
+    assert steps(evaluate__every_steps=0.25, checkpoint__every_steps=0.07).checkpoint_every == 3  # of 32, rounded up
+    assert 0.07 * 100 > 7 and steps(1, num_samples=100, checkpoint__every_steps=0.07).checkpoint_every == 7
+    assert steps(evaluate__every_steps=0.25).evaluate_every == 8
+
+
+def test_evaluations_and_checkpoints_by_epoch():
+    counted = steps(evaluate__per_epoch=2, checkpoint__per_epoch=1, stop__epochs=3)
+    assert (counted.evaluate_every, counted.checkpoint_every) == (0, 0)
+    assert (counted.evaluate_per_epoch, counted.checkpoint_per_epoch, counted.num_checkpoints) == (2, 1, 3)
+    said = explain_why(counted)
+    assert any("evaluation: 2 in each epoch, the last at its end" in sentence for sentence in said)
+    assert any("checkpoints: at the end of each epoch" in sentence for sentence in said)
+    assert steps(checkpoint__per_epoch=100).num_checkpoints == 32  # after every step
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 4, 5, 40])
+@pytest.mark.parametrize("batch", [{"batch_samples": 8}, {"batch_loss_tokens": 90}])
+def test_parts_of_an_epoch_are_as_many_as_asked_evenly_spaced_and_end_with_it(num_parts, batch):
+    """Also where epochs differ in their number of steps."""
+    lengths = np.random.default_rng(0).integers(5, 30, 101).astype(np.int32)
+    order = SampleOrder(101, 0, **batch, num_loss_tokens=lengths, sources=np.zeros(101, int), weights=(0.7,))
+    first = 0
+    for epoch in range(10):
+        num_steps = order.steps_per_epoch(epoch)
+        ends = [index for index in range(num_steps) if order.ends_part(first + index, num_parts)]
+        assert len(ends) == min(num_parts, num_steps) and ends[-1] == num_steps - 1
+        gaps = np.diff([-1, *ends])
+        assert gaps.max() - gaps.min() <= 1
+        first += num_steps
 
 
 def test_early_ends_are_said():

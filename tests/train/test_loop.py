@@ -38,7 +38,11 @@ def make_loop(losses: list[float] | None = None, num_steps: int = 4, **kwargs) -
             yield StepWork(step, step / num_steps, 2, 10, 2, 1, 2, [{"x": torch.tensor([1.0, 2.0])}])
 
     state = kwargs.pop("state", TrainState())
-    options = {"evaluate": evaluate, "evaluate_every": 2, "stop": StopSection()} | kwargs
+    options = {
+        "evaluate": evaluate,
+        "evaluate_after": lambda num_steps: num_steps % 2 == 0,
+        "stop": StopSection(),
+    } | kwargs
     return Loop(
         engine=Plain(),
         schedule=lambda step: 0.1,

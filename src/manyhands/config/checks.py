@@ -111,15 +111,18 @@ def _check_schedule(config: RunConfig) -> Findings:
 
 def _check_evaluation(config: RunConfig) -> Findings:
     data, evaluate = config.data, config.evaluate
+    yield from _check_spacing(config, "evaluate", "evaluations")
     need_loss = [path for path in ("checkpoint.keep_best", "stop.patience") if _is_set(config, path)]
     if data.validation is None and data.validation_fraction == 0:
-        keys = ("evaluate.every_steps", "evaluate.max_tokens", "evaluate.prompts", "evaluate.max_new_tokens")
+        keys = tuple(
+            f"evaluate.{key}" for key in ("every_steps", "per_epoch", "max_tokens", "prompts", "max_new_tokens")
+        )
         for path in [*need_loss, *(path for path in keys if _is_set(config, path) and _value(config, path) != 0)]:
             yield (
                 f"`{path}` needs validation data, but `data.validation` is not set and `data.validation_fraction` "
                 "is 0: set one of them"
             )
-    elif evaluate.every_steps == 0:
+    elif evaluate.every_steps == 0 and evaluate.per_epoch is None:
         for path in need_loss:
             yield (
                 f"`{path}` needs evaluations during the run, but `evaluate.every_steps` is 0: set it to auto or a "
@@ -132,7 +135,13 @@ def _check_evaluation(config: RunConfig) -> Findings:
         yield from _unused(config, ("evaluate.max_new_tokens",), "evaluate.prompts", "set evaluate.prompts")
 
 
+def _check_spacing(config: RunConfig, section: str, what: str) -> Findings:
+    if all(_is_set(config, f"{section}.{key}") for key in ("every_steps", "per_epoch")):
+        yield f"`{section}.every_steps` and `{section}.per_epoch` both set the steps between {what}: remove one"
+
+
 def _check_checkpoint(config: RunConfig) -> Findings:
+    yield from _check_spacing(config, "checkpoint", "checkpoints")
     if config.checkpoint.every_steps == 0 and not config.checkpoint.keep_best:
         fix = "save more than the last step"
         yield from _unused(config, ("checkpoint.keep_last",), "checkpoint.every_steps", fix)

@@ -26,6 +26,8 @@ from manyhands.config.data_schema import (
 )
 from manyhands.config.data_schema import Source as Source
 
+PartOfRun = Annotated[float, Field(gt=0, lt=1)]
+
 
 class ModelSection(Section):
     """The model to start from."""
@@ -227,8 +229,13 @@ class KernelsSection(Section):
 class EvaluateSection(Section):
     """Evaluation on validation data."""
 
-    every_steps: NonNegativeInt | Auto = Field(
-        "auto", description="Steps between evaluations; auto: five per run; 0: at start and end."
+    every_steps: NonNegativeInt | PartOfRun | Auto = Field(
+        "auto",
+        description="Steps between evaluations, or below 1 a share of all steps; auto: five per run; 0: at start and "
+        "end.",
+    )
+    per_epoch: PositiveInt | None = Field(
+        None, description="Evenly spaced evaluations in each epoch, the last at its end; excludes every_steps."
     )
     at_start: bool = Field(True, description="Evaluate once before the first step.")
     max_tokens: PositiveInt | None = Field(
@@ -241,8 +248,13 @@ class EvaluateSection(Section):
 class CheckpointSection(Section):
     """Checkpoints of the run."""
 
-    every_steps: NonNegativeInt | Auto = Field(
-        "auto", description="Steps between checkpoints; auto: ten per run; 0: only at the end."
+    every_steps: NonNegativeInt | PartOfRun | Auto = Field(
+        "auto",
+        description="Steps between checkpoints, or below 1 a share of all steps; auto: ten per run; 0: only at the "
+        "end.",
+    )
+    per_epoch: PositiveInt | None = Field(
+        None, description="Evenly spaced checkpoints in each epoch, the last at its end; excludes every_steps."
     )
     keep_last: PositiveInt = Field(2, description="Number of newest checkpoints to keep.")
     keep_best: bool = Field(False, description="Keep and export the checkpoint with the lowest validation loss.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import threading
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -79,6 +80,8 @@ class SampleOrder:
     A step is ``batch_samples`` samples, or as many samples as it takes to reach ``batch_loss_tokens`` loss tokens (the
     sample that reaches it is the last); then ``num_loss_tokens`` gives the loss tokens of each sample. The last step of
     an epoch may be short.
+
+    Threads may share an order: batches are laid out ahead of the step that is trained.
     """
 
     def __init__(
@@ -112,6 +115,7 @@ class SampleOrder:
         )  # counts, and which source each place belongs to
         self._epochs: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # the two epochs used last
         self._first_steps = [0]  # of every epoch whose length is known, over the whole run
+        self._lock = threading.RLock()
 
     def samples_in_epoch(self, epoch: int) -> int:
         """Samples of one epoch, repeated ones counted each time; epochs differ where a weight times its samples is no
@@ -144,10 +148,22 @@ class SampleOrder:
             raise IndexError("steps count from 0")
         if self.batch_samples is not None and all(share.denominator == 1 for share in self._shares):
             return divmod(step, self.steps_per_epoch(0))
-        while self._first_steps[-1] <= step:
-            self._first_steps.append(self._first_steps[-1] + self.steps_per_epoch(len(self._first_steps) - 1))
+        with self._lock:
+            while self._first_steps[-1] <= step:
+                self._first_steps.append(self._first_steps[-1] + self.steps_per_epoch(len(self._first_steps) - 1))
         epoch = bisect_right(self._first_steps, step) - 1
         return epoch, step - self._first_steps[epoch]
+
+    def ends_part(self, step: int, num_parts: int) -> bool:
+        """Whether a step counted from 0 over the whole run is the last of one of ``num_parts`` equal parts of its
+        epoch. Where an epoch has fewer steps, each of them is.
+        """
+        epoch, index = self.locate(step)
+        if epoch + 1 < len(self._first_steps):  # as ``locate`` has counted them
+            num_steps = self._first_steps[epoch + 1] - self._first_steps[epoch]
+        else:
+            num_steps = self.steps_per_epoch(epoch)
+        return (index + 1) * num_parts // num_steps > index * num_parts // num_steps
 
     def _stretches(self, epoch: int) -> list[tuple[int, int]]:
         """(start, end) of an epoch in the endless passes over each source."""
@@ -155,17 +171,18 @@ class SampleOrder:
 
     def _lay_out(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """(order, bounds): step i holds ``order[bounds[i]:bounds[i + 1]]``."""
-        if epoch not in self._epochs:
-            order = self._order_epoch(epoch)
-            if self.batch_samples is not None:
-                bounds = np.append(np.arange(0, len(order), self.batch_samples), len(order))
-            else:
-                assert self.batch_loss_tokens is not None and self._num_loss_tokens is not None
-                bounds = bound_by_tokens(self._num_loss_tokens[order], self.batch_loss_tokens)
-            while len(self._epochs) >= 2:
-                self._epochs.pop(next(iter(self._epochs)))
-            self._epochs[epoch] = (order, bounds)
-        return self._epochs[epoch]
+        with self._lock:
+            if epoch not in self._epochs:
+                order = self._order_epoch(epoch)
+                if self.batch_samples is not None:
+                    bounds = np.append(np.arange(0, len(order), self.batch_samples), len(order))
+                else:
+                    assert self.batch_loss_tokens is not None and self._num_loss_tokens is not None
+                    bounds = bound_by_tokens(self._num_loss_tokens[order], self.batch_loss_tokens)
+                while len(self._epochs) >= 2:
+                    self._epochs.pop(next(iter(self._epochs)))
+                self._epochs[epoch] = (order, bounds)
+            return self._epochs[epoch]
 
     def _order_epoch(self, epoch: int) -> np.ndarray:
         drawn = [self._draw(source, *stretch) for source, stretch in enumerate(self._stretches(epoch))]

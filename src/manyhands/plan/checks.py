@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from manyhands.config.patterns import matches
@@ -15,7 +14,7 @@ from manyhands.plan.choices import Decisions
 from manyhands.plan.estimate_input import EstimateInput
 from manyhands.plan.layout import Mesh, change
 from manyhands.plan.memory import optimizer
-from manyhands.plan.sentences import describe_disk, describe_limit
+from manyhands.plan.phrases import describe_disk, describe_limit
 from manyhands.plan.steps import Steps
 from manyhands.plan.types import Candidate, DiskEstimate, Reason, reason
 
@@ -63,7 +62,6 @@ def estimate_disk(
         layout=change(setup.layout, strategy="single", mesh=Mesh(), offload="none"),
         optimizer_name=setup.optimizer_name.removeprefix("paged_"),
     )
-    num_saves = math.ceil(steps.total / steps.checkpoint_every) if steps.checkpoint_every else 1
     kept = config.checkpoint.keep_last + 1 + config.checkpoint.keep_best
     model, adapters = facts.model, config.method.trains_adapters
     result = setup.num_adapter_parameters * output_bytes
@@ -72,7 +70,7 @@ def estimate_disk(
         result += (model.num_parameters + model.num_tower_parameters) * width
     return DiskEstimate(
         checkpoint_bytes=setup.num_trained * setup.master_bytes + optimizer(alone),
-        num_checkpoints=min(num_saves, kept),
+        num_checkpoints=min(steps.num_checkpoints, kept),
         result_bytes=result,
         free_bytes=facts.free_disk_bytes,
     )

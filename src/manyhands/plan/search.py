@@ -97,6 +97,8 @@ def plan(
         learning_rate=made.learning_rate,
         evaluate_every=steps.evaluate_every,
         checkpoint_every=steps.checkpoint_every,
+        evaluate_per_epoch=steps.evaluate_per_epoch,
+        checkpoint_per_epoch=steps.checkpoint_per_epoch,
         output_dtype=made.output,
         memory=found.chosen.memory,
         disk=disk,

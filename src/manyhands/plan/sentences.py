@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from manyhands.core.units import describe_ranks, format_gib, format_share, format_size
+from manyhands.plan.phrases import Values, describe_disk, describe_layout, describe_limit, describe_spacing
 from manyhands.plan.types import Code, Reason
-
-Values = Mapping[str, Any]
 
 
 def explain(reason: Reason) -> str:
@@ -20,35 +18,6 @@ def explain(reason: Reason) -> str:
 def sentence_of(reason: Reason) -> str:
     """Without the topic."""
     return SENTENCES[reason.code][1](reason.values)
-
-
-def describe_limit(device: str, world_size: int, free_bytes: int, num_local: int) -> str:
-    """Where the limit of a rank comes from."""
-    if device == "cuda":
-        return f"97 % of {format_gib(free_bytes)} free on the GPU"
-    of = "" if num_local == world_size else f"{num_local} of "
-    shared = f" / {of}{describe_ranks(device, world_size)}" if num_local > 1 else ""
-    return f"90 % of {format_gib(free_bytes)} free{shared}"
-
-
-def describe_layout(v: Values) -> str:
-    """Whatever of a layout takes or saves memory, but for the size of a micro-batch; ``v`` has its fields by name."""
-    text = f"{v['strategy']}, activation checkpointing {v['activation_checkpointing']}"
-    if v["lighter_layers"]:
-        text += f" (lighter in the last {v['lighter_layers']} layers)"
-    if v["reshard_after_forward"]:
-        text += ", weights freed after the forward pass"
-    if v["reduce_every"] and v["strategy"] in ("fsdp", "hsdp"):
-        text += ", gradients reduced after every micro-batch"
-    moved = {"none": [], "optimizer": ["optimizer states"], "all": ["weights, gradients and optimizer states"]}
-    offloaded = moved[v["offload"]] + ["activations"] * v["offload_activations"]
-    return text + (f", {' and '.join(offloaded)} in host memory" if offloaded else "")
-
-
-def describe_disk(v: Values) -> str:
-    number = v["num_checkpoints"]
-    one, result = format_size(v["checkpoint_bytes"]), format_size(v["result_bytes"])
-    return f"{number} checkpoint{'s' * (number != 1)} of {one} at once and a result of {result}"
 
 
 def _asked(v: Values, otherwise: str = "") -> str:
@@ -263,14 +232,8 @@ def _warmup(v: Values) -> str:
     return f"{v['steps']:,} steps, {'as asked' if v['source'] == 'asked' else 'all that the decay leaves'}"
 
 
-def _every(steps: int) -> str:
-    if not steps:
-        return "not between the first and the last step"
-    return "after every step" if steps == 1 else f"every {steps:,} steps"
-
-
 def _evaluation(v: Values) -> str:
-    return _every(v["every"]) + ("" if v["has_samples"] else " (there are no validation samples)")
+    return describe_spacing(v) + ("" if v["has_samples"] else " (there are no validation samples)")
 
 
 def _disk(v: Values) -> str:
@@ -333,7 +296,7 @@ SENTENCES: dict[Code, tuple[str, Callable[[Values], str]]] = {
     "steps": ("steps", _steps),
     "warmup": ("warm-up", _warmup),
     "evaluation": ("evaluation", _evaluation),
-    "checkpoints": ("checkpoints", lambda v: _every(v["every"])),
+    "checkpoints": ("checkpoints", describe_spacing),
     "early_end": (
         "end",
         lambda v: (

@@ -11,7 +11,7 @@ from manyhands.facts.types import Facts
 from manyhands.plan.candidates import Limits, is_alike
 from manyhands.plan.choices import Decisions
 from manyhands.plan.layout import Layout
-from manyhands.plan.sentences import describe_layout
+from manyhands.plan.phrases import describe_layout
 from manyhands.plan.types import Candidate, Cause, Plan, RanOut, Reason, reason
 
 ROOM_FOR_MORE = 1.1  # times as much memory as when a plan ran out of it: larger ones may be tried again

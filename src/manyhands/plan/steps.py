@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from fractions import Fraction
+from typing import Any, Literal
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
@@ -19,14 +20,26 @@ AUTO_CHECKPOINTS = 10  # a run
 
 @dataclass(frozen=True)
 class Steps:
-    """All in optimizer steps. ``why`` holds a reason for each."""
+    """All in optimizer steps, but for the numbers of evaluations and checkpoints in an epoch, 0 where these are spaced
+    over the run. ``why`` holds a reason for each.
+    """
 
     per_epoch: int
     total: int
     warmup: int
     evaluate_every: int
     checkpoint_every: int
+    evaluate_per_epoch: int
+    checkpoint_per_epoch: int
     why: tuple[Reason, ...]
+
+    @property
+    def num_checkpoints(self) -> int:
+        """Of the whole run; one more than there will be where the last step follows one closely."""
+        every = self.checkpoint_every
+        if self.checkpoint_per_epoch:
+            return min(self.total, -(-self.checkpoint_per_epoch * self.total // self.per_epoch))
+        return -(-self.total // every) if every else 1
 
 
 def count_steps(config: RunConfig, data: DataFacts, batch_samples: int | None) -> Steps:
@@ -38,20 +51,23 @@ def count_steps(config: RunConfig, data: DataFacts, batch_samples: int | None) -
     """
     per_epoch, by_epochs, of_epochs = _sum_epochs(config, data, batch_samples)
     total = min(by_epochs, config.stop.max_steps or by_epochs)
-    evaluate, checkpoint = _evaluate_every(config, data, total), _checkpoint_every(config, total)
+    evaluations = config.evaluate.per_epoch or 0
+    checkpoints = config.checkpoint.per_epoch or 0
+    evaluate = 0 if evaluations else _evaluate_every(config, data, total)
+    checkpoint = 0 if checkpoints else _steps_between(config.checkpoint.every_steps, total, AUTO_CHECKPOINTS)
     warmup, why_warmup = _warmup(config, total)
     why: tuple[Reason, ...] = (
         reason("steps", **of_epochs, total=total, max_steps=config.stop.max_steps),
         why_warmup,
-        reason("evaluation", every=evaluate, has_samples=data.num_validation_samples > 0),
-        reason("checkpoints", every=checkpoint),
+        reason("evaluation", every=evaluate, per_epoch=evaluations, has_samples=data.num_validation_samples > 0),
+        reason("checkpoints", every=checkpoint, per_epoch=checkpoints),
     )
     if batch_samples is not None and batch_samples > data.samples_per_epoch:
         why += (reason("large_batch", batch=batch_samples, samples=data.samples_per_epoch),)
     early = [f"stop.{key}" for key in ("max_tokens", "max_time_s", "patience") if getattr(config.stop, key) is not None]
     if early:
         why += (reason("early_end", keys=early, total=total),)
-    return Steps(per_epoch, total, warmup, evaluate, checkpoint, why)
+    return Steps(per_epoch, total, warmup, evaluate, checkpoint, evaluations, checkpoints, why)
 
 
 def _sum_epochs(config: RunConfig, data: DataFacts, batch_samples: int | None) -> tuple[int, int, dict[str, Any]]:
@@ -122,11 +138,15 @@ def _warmup(config: RunConfig, total: int) -> tuple[int, Reason]:
 
 def _evaluate_every(config: RunConfig, data: DataFacts, total: int) -> int:
     every = config.evaluate.every_steps
-    if every == "auto":
-        return math.ceil(total / AUTO_EVALUATIONS) if data.num_validation_samples else 0
-    return every
+    if every == "auto" and not data.num_validation_samples:
+        return 0
+    return _steps_between(every, total, AUTO_EVALUATIONS)
 
 
-def _checkpoint_every(config: RunConfig, total: int) -> int:
-    every = config.checkpoint.every_steps
-    return math.ceil(total / AUTO_CHECKPOINTS) if every == "auto" else every
+def _steps_between(asked: int | float | Literal["auto"], total: int, auto: int) -> int:
+    """As asked; of a share of the run, rounded up; ``auto`` times a run."""
+    if asked == "auto":
+        return math.ceil(total / auto)
+    if isinstance(asked, float):
+        return math.ceil(Fraction(repr(asked)) * total)  # the decimal as written: 0.07 of 100 steps are 7
+    return asked

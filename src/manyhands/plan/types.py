@@ -119,6 +119,8 @@ class Plan(Part):
     loss_coefficients: dict[str, float] = {"lm": 1.0}  # of each loss term, by name
     evaluate_every: int  # 0: only at start and end
     checkpoint_every: int  # 0: only at the end
+    evaluate_per_epoch: int = 0  # evaluations in each epoch, in place of evaluate_every
+    checkpoint_per_epoch: int = 0
     output_dtype: Dtype
 
     efficiency: float | None = None  # expected share of the computed tokens that is useful

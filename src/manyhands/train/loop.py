@@ -39,7 +39,7 @@ class Loop:
     coefficients: Mapping[str, float] = field(default_factory=lambda: dict(LM_ALONE))  # of loss terms, by name
     hooks: Sequence[Hook] = ()
     evaluate: Evaluate | None = None
-    evaluate_every: int = 0
+    evaluate_after: Callable[[int], bool] = lambda num_steps: False  # whether an evaluation follows so many steps
     evaluate_at_start: bool = True
     interrupted: Callable[[], bool] = lambda: False  # asked once a step; true on any rank stops all
 
@@ -182,7 +182,7 @@ def _is_due(loop: Loop) -> bool:
     state = loop.state
     if state.step == 0:
         return loop.evaluate_at_start
-    return bool(loop.evaluate_every) and state.step % loop.evaluate_every == 0 and state.evaluated_step != state.step
+    return state.evaluated_step != state.step and loop.evaluate_after(state.step)
 
 
 def _evaluate(loop: Loop) -> None:

@@ -56,7 +56,7 @@ def train_model(rank: RankContext) -> None:
         device=rank.world.device,
         hooks=[BeatHook(rank), DeviceHook(rank, sinks), *sinks, DivergenceGuard(config.stop, rank.print), checkpoints],
         evaluate=make_evaluate(rank),
-        evaluate_every=plan.evaluate_every,
+        evaluate_after=functools.partial(follows, rank, plan.evaluate_every, plan.evaluate_per_epoch),
         evaluate_at_start=config.evaluate.at_start,
         interrupted=rank.stop,
     )
@@ -81,6 +81,13 @@ def train_model(rank: RankContext) -> None:
                 closing.callback(sink.close)
         rank.sinks = ()
     rank.print(f"trained: {state.stop_reason}")
+
+
+def follows(rank: RankContext, every: int, per_epoch: int, num_steps: int) -> bool:
+    """Whether an evaluation or a checkpoint follows the first ``num_steps`` steps, as the plan spaces them."""
+    if per_epoch:
+        return rank.order.ends_part(num_steps - 1, per_epoch)
+    return bool(every) and num_steps % every == 0
 
 
 def make_evaluate(rank: RankContext) -> Evaluate | None:
@@ -168,8 +175,9 @@ class CheckpointHook(Hook):
         self.saved_at = rank.state.step if rank.state.step else -1
 
     def between_steps(self, state: TrainState) -> None:
-        every, keep_best = self.rank.plan.checkpoint_every, self.rank.config.checkpoint.keep_best
-        if (every and state.step % every == 0) or (keep_best and state.best_step == state.step):
+        plan, keep_best = self.rank.plan, self.rank.config.checkpoint.keep_best
+        is_due = follows(self.rank, plan.checkpoint_every, plan.checkpoint_per_epoch, state.step)
+        if is_due or (keep_best and state.best_step == state.step):
             self.save(state)
 
     def after_training(self, state: TrainState) -> None:

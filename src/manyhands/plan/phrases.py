@@ -1,0 +1,49 @@
+"""Parts of sentences that reasons, errors and candidates share. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from manyhands.core.units import describe_ranks, format_gib, format_size
+
+Values = Mapping[str, Any]
+
+
+def describe_limit(device: str, world_size: int, free_bytes: int, num_local: int) -> str:
+    """Where the limit of a rank comes from."""
+    if device == "cuda":
+        return f"97 % of {format_gib(free_bytes)} free on the GPU"
+    of = "" if num_local == world_size else f"{num_local} of "
+    shared = f" / {of}{describe_ranks(device, world_size)}" if num_local > 1 else ""
+    return f"90 % of {format_gib(free_bytes)} free{shared}"
+
+
+def describe_layout(v: Values) -> str:
+    """Whatever of a layout takes or saves memory, but for the size of a micro-batch; ``v`` has its fields by name."""
+    text = f"{v['strategy']}, activation checkpointing {v['activation_checkpointing']}"
+    if v["lighter_layers"]:
+        text += f" (lighter in the last {v['lighter_layers']} layers)"
+    if v["reshard_after_forward"]:
+        text += ", weights freed after the forward pass"
+    if v["reduce_every"] and v["strategy"] in ("fsdp", "hsdp"):
+        text += ", gradients reduced after every micro-batch"
+    moved = {"none": [], "optimizer": ["optimizer states"], "all": ["weights, gradients and optimizer states"]}
+    offloaded = moved[v["offload"]] + ["activations"] * v["offload_activations"]
+    return text + (f", {' and '.join(offloaded)} in host memory" if offloaded else "")
+
+
+def describe_disk(v: Values) -> str:
+    number = v["num_checkpoints"]
+    one, result = format_size(v["checkpoint_bytes"]), format_size(v["result_bytes"])
+    return f"{number} checkpoint{'s' * (number != 1)} of {one} at once and a result of {result}"
+
+
+def describe_spacing(v: Values) -> str:
+    """Of evaluations or checkpoints."""
+    steps, per_epoch = v["every"], v["per_epoch"]
+    if per_epoch:
+        return f"{per_epoch:,} in each epoch, the last at its end" if per_epoch > 1 else "at the end of each epoch"
+    if not steps:
+        return "not between the first and the last step"
+    return "after every step" if steps == 1 else f"every {steps:,} steps"
