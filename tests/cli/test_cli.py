@@ -235,6 +235,7 @@ def test_the_doctor_finds_what_is_here(monkeypatch):
 def test_gpu_info_lists_the_machine(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     result = call("gpu-info")
+    assert result.stdout.startswith("Number of GPUs: 0\n")
     assert result.exit_code == 0 and "no GPU found" in result.stdout and "cores" in result.stdout
 
 

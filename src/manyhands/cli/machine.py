@@ -1,4 +1,4 @@
-"""``manyhands doctor`` and ``gpu-info``: whether this machine is ready, and what it has. Imports no torch itself."""
+"""``manyhands doctor``: whether this machine is ready. Imports no torch itself."""
 
 from __future__ import annotations
 
@@ -192,35 +192,6 @@ CHECKS: tuple[Callable[[], Iterator[CheckResult]], ...] = (
     _check_folders,
     _check_hub,
 )
-
-
-def gpu_info() -> None:
-    """List this machine's GPUs and their memory."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from manyhands.facts.host import read_host_facts
-
-    host = read_host_facts()
-    console = Console(highlight=False)
-    if not host.gpus:
-        console.print("no GPU found: runs use CPU processes")
-    else:
-        listing = Table(box=None, padding=(0, 2, 0, 0))
-        for title in ("GPU", "name", "memory", "free", "compute capability", "bfloat16"):
-            listing.add_column(title)
-        for gpu in host.gpus:
-            capability = ".".join(map(str, gpu.compute_capability)) if gpu.compute_capability else "unknown"
-            listing.add_row(
-                str(gpu.index),
-                gpu.name,
-                gib(gpu.memory_bytes),
-                gib(gpu.free_bytes),
-                capability,
-                "yes" if gpu.has_bfloat16 else "no",
-            )
-        console.print(listing)
-    console.print(f"CPU: {host.num_cores} cores, {gib(host.memory_bytes)} memory, {gib(host.free_memory_bytes)} free")
 
 
 def gib(num_bytes: int) -> str:

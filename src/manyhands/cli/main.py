@@ -12,7 +12,8 @@ from typer.core import TyperGroup
 from manyhands import __version__
 from manyhands.cli.config import config
 from manyhands.cli.init import init
-from manyhands.cli.machine import doctor, gpu_info
+from manyhands.cli.machine import doctor
+from manyhands.cli.memory import gpu_info, memory_check
 from manyhands.cli.process import bench, export, generate, tensorboard
 from manyhands.cli.run_file import data, plan, train
 from manyhands.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, UserError
@@ -75,6 +76,7 @@ for _name, _command in (
     ("bench", bench),
     ("doctor", doctor),
     ("gpu-info", gpu_info),
+    ("memory-check", memory_check),
     ("tensorboard", tensorboard),
 ):
     app.command(_name)(_command)

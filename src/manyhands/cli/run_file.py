@@ -50,6 +50,20 @@ def load_run(
     return load_config(run, overrides)
 
 
+def find_run_folder(run: Path) -> Path:
+    """The folder of a run, given itself or as a run file. UserError if there is none yet."""
+    if run.is_dir():
+        return run
+    from manyhands.launch.resume_rules import folder_of
+
+    folder = folder_of(load_run(run, [])).path
+    if not folder.is_dir():
+        raise UserError(
+            "this run has not been started", where=str(run), why=f"there is no {folder}", fix=f"manyhands train {run}"
+        )
+    return folder
+
+
 def report_aside(text: str) -> None:
     """Prints progress to standard error, so that standard output has only the result."""
     print(text, file=sys.stderr)

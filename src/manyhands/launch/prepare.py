@@ -17,6 +17,7 @@ from typing import Any
 
 from manyhands.config.schema import ModelSection, RunConfig
 from manyhands.core.errors import UserError
+from manyhands.core.units import describe_ranks, format_gib
 from manyhands.data.summary import PreparedData
 from manyhands.facts.adapter import find_adapter
 from manyhands.facts.host import free_disk_bytes, read_host_facts
@@ -63,6 +64,35 @@ class Prepared:
         """Releases the folder for another launch."""
         if self.lock is not None:
             self.lock.release()
+
+
+def summarize_start(prepared: Prepared, *, starts: bool = True) -> list[str]:
+    """A few lines for the terminal where a run starts: what was found, what a step is; of a dry run without the last
+    one.
+    """
+    config, plan, layout = prepared.config, prepared.plan, prepared.plan.layout
+    device = next((reason.values for reason in plan.why if reason.code == "device"), {})
+    gpus, on_gpu = device.get("gpus", []), layout.device == "cuda"
+    lines = [f"[train] Detected {len(gpus)} GPU{'s' * (len(gpus) != 1)}{':' if gpus else ''}"]
+    lines += [f"  GPU {index}: {gpu['name']} ({format_gib(gpu['bytes'])})" for index, gpu in enumerate(gpus)]
+    if gpus:
+        lines.append(f"[train] Total VRAM: {format_gib(sum(gpu['bytes'] for gpu in gpus))}")
+    if layout.micro_samples is not None:
+        size, accumulation, asked = f"{layout.micro_samples}", f"{layout.accumulation}", config.batch.micro_samples
+    else:
+        size, asked = f"packs of up to {layout.micro:,} tokens", config.batch.micro_tokens
+        accumulation = "as many packs as hold a step's samples" if layout.accumulates else "1"
+    title = "Auto-calculated batch size" if asked == "auto" else "Batch size"
+    lines.append(f"[train] {title}: {size} per {'GPU' if on_gpu else 'process'}, gradient accumulation: {accumulation}")
+    tokens = f"at least {plan.batch_loss_tokens or 0:,} loss tokens"
+    lines.append(f"[train] Effective batch size: {tokens if plan.batch_samples is None else plan.batch_samples}")
+    if starts:
+        begin = f"Resuming from step {prepared.folder.newest_step()}:" if prepared.resume else "Starting new"
+        precision = {"bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}[layout.compute_dtype]
+        ranks = describe_ranks(layout.device, layout.world_size)
+        how = f"{config.method.name} {layout.strategy} run with {precision} precision"
+        lines.append(f"[train] {begin} {how} on {ranks if on_gpu else ranks.replace(' ', ' CPU ')}")
+    return lines
 
 
 @raise_when_stopped()

@@ -18,7 +18,7 @@ from manyhands.config.schema import RunConfig
 from manyhands.core.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, OUT_OF_MEMORY, UserError
 from manyhands.launch.environment import detect_launcher, launcher_environment
 from manyhands.launch.failure import first_failure
-from manyhands.launch.prepare import Prepared, plan_smaller, prepare_run
+from manyhands.launch.prepare import Prepared, plan_smaller, prepare_run, summarize_start
 from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.watch import StopRequested, Watch, end_all, raise_when_asked, worker_pids
 from manyhands.plan.sentences import sentence_of
@@ -38,10 +38,10 @@ def start(config: RunConfig, *, dry_run: bool = False, fresh: bool = False) -> i
         return 0
     try:
         if dry_run:
-            _show(prepared.plan)
+            _show(prepared)
             print(f"dry run: the plan is in {folder.path}; nothing was started")
             return 0
-        _show(prepared.plan, folder)
+        _show(prepared, folder)
         if prepared.resume:
             _report(f"resuming {folder.path} at step {folder.newest_step()}", folder)
         return _launch(prepared)
@@ -76,17 +76,19 @@ def _launch(prepared: Prepared) -> int:
     raise AssertionError("unreachable")
 
 
-def _show(plan: Plan, folder: RunFolder | None = None) -> None:
-    """On the terminal, and in the launcher's log where there is a ``folder``."""
+def _show(prepared: Prepared, folder: RunFolder | None = None) -> None:
+    """The plan on the terminal, and what starts now; in the launcher's log too where there is a ``folder``."""
     from rich.console import Console
 
     from manyhands.plan.explain import explain_plan
 
+    plan, summary = prepared.plan, summarize_start(prepared, starts=folder is not None)
     Console().print(explain_plan(plan))
+    print("\n".join(summary), flush=True)
     if folder is not None:
         kept = io.StringIO()
         Console(file=kept, width=LOG_WIDTH).print(explain_plan(plan))
-        _keep(kept.getvalue().rstrip(), folder)
+        _keep("\n".join([kept.getvalue().rstrip(), *summary]), folder)
 
 
 def _report(text: str, folder: RunFolder) -> None:

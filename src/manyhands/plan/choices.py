@@ -95,6 +95,7 @@ def decide(config: RunConfig, facts: Facts) -> Decisions:
 
 def choose_device(config: RunConfig, facts: Facts) -> tuple[Device, Reason]:
     asked, num_gpus = config.parallel.device, len(facts.host.gpus)
+    gpus = [{"name": gpu.name, "bytes": gpu.memory_bytes} for gpu in facts.host.gpus]
     if asked == "cuda" and not num_gpus:
         raise UserError(
             "parallel.device is cuda, but no GPU is visible",
@@ -104,8 +105,8 @@ def choose_device(config: RunConfig, facts: Facts) -> tuple[Device, Reason]:
         )
     if asked == "auto":
         device: Device = "cuda" if num_gpus else "cpu"
-        return device, reason("device", device=device, num_gpus=num_gpus, asked=False)
-    return asked, reason("device", device=asked, num_gpus=num_gpus, asked=True)
+        return device, reason("device", device=device, num_gpus=num_gpus, gpus=gpus, asked=False)
+    return asked, reason("device", device=asked, num_gpus=num_gpus, gpus=gpus, asked=True)
 
 
 def choose_world_size(config: RunConfig, facts: Facts, device: Device) -> tuple[int, Reason]:

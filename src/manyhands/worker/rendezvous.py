@@ -31,7 +31,7 @@ from manyhands.launch.environment import (
 )
 from manyhands.launch.failure import is_lost
 from manyhands.launch.heartbeat import Heartbeat
-from manyhands.launch.prepare import prepare_run
+from manyhands.launch.prepare import prepare_run, summarize_start
 from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.watch import Stopped
 from manyhands.plan.types import Plan
@@ -128,6 +128,7 @@ def _prepare(session: Session, arguments: argparse.Namespace) -> str:
         folder, config, plan, finished = prepared.folder, prepared.config, prepared.plan, prepared.finished
         if not finished:
             folder.write_status("running", pid=os.getpid(), plan=plan.number)
+            print("\n".join(summarize_start(prepared)), file=session.context.terminal, flush=True)
     fields = {"folder": str(folder.path.resolve()), "finished": finished}
     return json.dumps(fields | {"config": config.model_dump(mode="json"), "plan": plan.model_dump(mode="json")})
 

@@ -1,0 +1,110 @@
+"""``manyhands gpu-info`` and ``memory-check``: this machine's GPUs, planned beside used memory. Imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from manyhands.cli.run_file import find_run_folder
+from manyhands.core.errors import EXIT_FAILED
+from manyhands.core.units import format_gib
+
+if TYPE_CHECKING:
+    from manyhands.facts.types import HostFacts
+    from manyhands.launch.usage import RankUsage, RunUsage
+
+BUSY = 0.9  # a GPU with less of its memory free is in use
+
+
+def gpu_info() -> None:
+    """List this machine's GPUs and their memory."""
+    from manyhands.facts.host import read_host_facts
+
+    host = read_host_facts()
+    print(f"Number of GPUs: {len(host.gpus)}")
+    if not host.gpus:
+        print("no GPU found: runs use CPU processes")
+    for gpu in host.gpus:
+        capability = ".".join(map(str, gpu.compute_capability)) if gpu.compute_capability else "unknown"
+        about = f"compute capability {capability}, {'bfloat16' if gpu.has_bfloat16 else 'no bfloat16'}"
+        total, free = format_gib(gpu.memory_bytes), format_gib(gpu.free_bytes)
+        print(f"  GPU {gpu.index}: {gpu.name} ({total}), {free} free, {about}")
+    if host.gpus:
+        print(f"Total VRAM: {format_gib(sum(gpu.memory_bytes for gpu in host.gpus))}")
+    print(_describe_host(host))
+
+
+def memory_check(
+    run: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[RUN]", help="A run's folder or run file; without it, all GPUs and live runs.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Compare planned with used memory, by rank, of a live or finished run (exit code 1 if a limit is exceeded)."""
+    from manyhands.launch.run_folder import RunFolder
+    from manyhands.launch.usage import find_live_runs, read_usage
+
+    if run is not None:
+        usages = [read_usage(RunFolder(find_run_folder(run)))]
+    else:
+        _print_gpus()
+        usages = [read_usage(folder) for folder in find_live_runs(Path("runs"))]
+        if not usages:
+            print("no run is live in runs/: `manyhands memory-check RUN` takes a run's folder or its run file")
+    for usage in usages:
+        print("\n".join(describe_usage(usage)))
+    if any(rank.verdict == "above the limit" for usage in usages for rank in usage.ranks):
+        raise typer.Exit(EXIT_FAILED)
+
+
+def describe_usage(usage: RunUsage) -> list[str]:
+    """A title, a line for each rank, and the verdict on all of them."""
+    at = "before its first step" if usage.step is None else f"step {usage.step} of {usage.num_steps}"
+    lines = [f"run {usage.name}: {usage.state}, {at}"]
+    lines += [f"  {_describe_rank(rank, usage.device)}" for rank in usage.ranks]
+    by_verdict = {verdict: [rank for rank in usage.ranks if rank.verdict == verdict] for verdict in _ORDER}
+    worst, ranks = next((verdict, ranks) for verdict, ranks in by_verdict.items() if ranks)
+    which = "all ranks" if len(ranks) == len(usage.ranks) else f"rank {', '.join(str(rank.rank) for rank in ranks)}"
+    return [*lines, f"verdict: {which} {worst}{_ADVICE.get(worst, '')}"]
+
+
+_ORDER = ("above the limit", "above the plan", "unmeasured", "within the plan")
+_ADVICE = {
+    "above the limit": ": may run out of memory; a run that does restarts by itself with smaller micro-batches",
+    "above the plan": ", below the limit: the estimate is too low for this run",
+}
+
+
+def _describe_rank(rank: RankUsage, device: str) -> str:
+    place = f"GPU {rank.gpu}" if rank.gpu is not None else "GPU" if device == "cuda" else "CPU process"
+    known = [
+        (rank.driver, "in use by the process"),
+        (rank.now, "held by tensors" if device == "cuda" else "resident"),
+        (rank.peak, "at the peak"),
+    ]
+    used = ", ".join(f"{format_gib(size)} {what}" for size, what in known if size is not None) or "nothing measured yet"
+    share = f" ({rank.most / rank.planned:.0%} of the plan)" if rank.most is not None else ""
+    planned = f"planned {format_gib(rank.planned)}, limit {format_gib(rank.limit)}"
+    return f"rank {rank.rank}, {place}: {planned}; {used}{share}: {rank.verdict}"
+
+
+def _print_gpus() -> None:
+    from manyhands.facts.host import read_host_facts
+
+    host = read_host_facts()
+    print(f"Number of GPUs: {len(host.gpus)}")
+    for gpu in host.gpus:
+        used, total = gpu.memory_bytes - gpu.free_bytes, gpu.memory_bytes
+        state = "free" if gpu.free_bytes >= BUSY * total else "in use"
+        share = f"{format_gib(used)} of {format_gib(total)} used ({used / total:.0%})"
+        print(f"  GPU {gpu.index}: {gpu.name}, {share}: {state}")
+    print(_describe_host(host))
+
+
+def _describe_host(host: HostFacts) -> str:
+    memory, free = format_gib(host.memory_bytes), format_gib(host.free_memory_bytes)
+    return f"CPU: {host.num_cores} cores, {memory} memory, {free} free"
