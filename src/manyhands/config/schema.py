@@ -68,7 +68,9 @@ class MethodSection(Section):
         "(NF4) weights, `patterns` the weights selected by `train` and `freeze`.",
     )
     train: tuple[str, ...] = Field(
-        (), description="patterns: weights to train, by name, glob pattern or `re:` expression; all if empty."
+        (),
+        description="patterns: weights to train, by name, glob pattern, slice (`layers[-2:]`: the last two) or `re:` "
+        "expression; all if empty.",
     )
     freeze: tuple[str, ...] = Field((), description="patterns: weights to freeze; takes precedence over `train`.")
     rank: PositiveInt = Field(16, description="LoRA: rank r of the matrices A and B.")

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
-from manyhands.config.patterns import reaches
+from manyhands.config.patterns import expand, reaches
 from manyhands.config.schema import MethodSection
 from manyhands.core.limits import BLOCK_VALUES_8BIT, NF4_ROW_BYTES, NF4_ROW_VALUES
 from manyhands.facts.model import BLOCK_TENSOR
@@ -156,9 +156,13 @@ def count_trained(method: MethodSection, model: ModelFacts) -> TrainedWeights | 
         return None
     blocks: dict[str, int] = {}
     root = frozen = 0
+    train, freeze = (
+        [part for pattern in patterns for part in expand(pattern, model.parameter_shapes)]
+        for patterns in (method.train, method.freeze)
+    )
     for name, shape in model.parameter_shapes.items():
         names = (name, HEAD) if model.tied_embeddings and name.endswith(EMBEDDINGS) else (name,)
-        if (method.train and not _any(names, method.train)) or _any(names, method.freeze):
+        if (method.train and not _any(names, train)) or _any(names, freeze):
             frozen += prod(shape)
         elif block := BLOCK_TENSOR.search(name):
             blocks[block[1]] = blocks.get(block[1], 0) + prod(shape)
