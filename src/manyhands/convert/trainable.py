@@ -67,7 +67,8 @@ def _reach(names: dict[int, list[str]], patterns: Iterable[str], where: str) -> 
             raise UserError(
                 f"{pattern!r} in {where} matches no weight",
                 where=where,
-                fix="name weights or modules of the model, or a pattern of them, for example model.layers.0, layers[-2:] or *.mlp.*",
+                fix="name weights or modules of the model, or a pattern of them, for example layers.0, layers[-2:] "
+                "or *.mlp.*",
                 details=[own[0] for own in names.values()][:20],
             )
         reached |= hits

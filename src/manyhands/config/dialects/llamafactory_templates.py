@@ -14,6 +14,8 @@ import re
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from manyhands.config.dialects.translation import names
+
 THOUGHT = ("<think>\n", "\n</think>\n\n")
 
 
@@ -162,14 +164,16 @@ CHAT_FORMATS = MappingProxyType(
     }
 )
 # Its other names.
-OTHER_FORMATS = frozenset(
-    "aeva bailing bailing_v2 breeze chatglm3 chatml_de dbrx deepseekcoder dots_ocr empty ernie ernie_vl falcon fewshot "
-    "gemma2 gemma4 gemma4n glm4 glm4_5v glm4_7 glm4_moe glm4v glm_ocr glmz1 gpt_oss granite3_vision hunyuan_small hy3 "
-    "hy_dense_1_8b hy_dense_7b index intern2 intern_s1 intern_vl keye_vl kimi_vl lfm2_vl llama2_zh llava llava_next "
-    "llava_next_llama3 llava_next_mistral llava_next_qwen llava_next_video llava_next_video_mistral "
-    "llava_next_video_yi llava_next_yi mimo_v2 mimo_vl minicpm_o minicpm_v minicpm_v_4_6 minimax1 minimax2 mllama "
-    "moss_vl openchat openchat-3.6 paligemma paligemma_chat phi_small pixtral qwen2_audio qwen2_omni qwen3_omni "
-    "qwen3_omni_nothink sailor seed_coder solar telechat2 video_llava xuanyuan yi_vl youtu youtu_vl yuan".split()
+OTHER_FORMATS = names(
+    """
+    aeva bailing bailing_v2 breeze chatglm3 chatml_de dbrx deepseekcoder dots_ocr empty ernie ernie_vl falcon fewshot
+    gemma2 gemma4 gemma4n glm4 glm4_5v glm4_7 glm4_moe glm4v glm_ocr glmz1 gpt_oss granite3_vision hunyuan_small hy3
+    hy_dense_1_8b hy_dense_7b index intern2 intern_s1 intern_vl keye_vl kimi_vl lfm2_vl llama2_zh llava llava_next
+    llava_next_llama3 llava_next_mistral llava_next_qwen llava_next_video llava_next_video_mistral
+    llava_next_video_yi llava_next_yi mimo_v2 mimo_vl minicpm_o minicpm_v minicpm_v_4_6 minimax1 minimax2 mllama
+    moss_vl openchat openchat-3.6 paligemma paligemma_chat phi_small pixtral qwen2_audio qwen2_omni qwen3_omni
+    qwen3_omni_nothink sailor seed_coder solar telechat2 video_llava xuanyuan yi_vl youtu youtu_vl yuan
+    """
 )
 
 
@@ -185,8 +189,8 @@ def make_chat_template(
     default = chat.default_system if default_system is None else default_system
     own = _join(chat.system, "system")
     system = (
-        f"{{%- if messages[0].role == 'system' %}}{{%- set system, turns = messages[0].content, messages[1:] %}}"
-        f"{{%- else %}}{{%- set system, turns = '', messages %}}{{%- endif %}}"
+        "{%- if messages[0].role == 'system' %}{%- set system, turns = messages[0].content, messages[1:] %}"
+        "{%- else %}{%- set system, turns = '', messages %}{%- endif %}"
         + (f"{{%- set system = system or {_quote(default)} %}}" if default else "")
         + f"{{%- set system = {own} if system else '' %}}"
     )
@@ -203,7 +207,7 @@ def make_chat_template(
         + ("" if chat.merges_system else "{{- system }}")
         + "{%- for message in turns %}"
         + "{%- if message.role != ('user' if loop.index0 % 2 == 0 else 'assistant') %}"
-        + "{{- raise_exception('user and assistant must take turns, beginning with user, and there is no other role') }}"
+        + "{{- raise_exception('user and assistant take turns, beginning with user, and there is no other role') }}"
         + "{%- endif %}"
         + f"{{%- if message.role == 'user' %}}{{{{- {user} }}}}"
         + f"{{%- else %}}{{{{- {_join(chat.answer, answer)} }}}}{{%- endif %}}"
