@@ -43,8 +43,10 @@ def describe_settings(config: RunConfig, plan: Plan) -> dict[str, Any]:
     found |= {"schedule.name": config.schedule.name, "schedule.warmup_steps": plan.warmup_steps}
     found |= (
         {"batch.samples": plan.batch_samples}
-        if plan.batch_loss_tokens is None
+        if plan.batch_samples is not None
         else {"batch.loss_tokens": plan.batch_loss_tokens}
+        if plan.batch_loss_tokens is not None
+        else {"batch.packs": plan.batch_packs}
     )
     found |= {
         "data.max_length": config.data.max_length,

@@ -111,7 +111,9 @@ class Plan(Part):
 
     packing: bool
     batch_samples: int | None  # samples of the global batch, or
-    batch_loss_tokens: int | None  # loss tokens of the global batch
+    batch_loss_tokens: int | None  # loss tokens of the global batch, or
+    batch_packs: int | None = None  # packs whose samples form a step, each of at most
+    batch_pack_tokens: int | None = None  # tokens
     steps_per_epoch: int
     num_steps: int
     warmup_steps: int
@@ -131,6 +133,12 @@ class Plan(Part):
     environment: dict[str, str] = {}  # what launch/environment.py sets for every worker
     candidates: tuple[Candidate, ...] = ()
     why: tuple[Reason, ...] = ()  # of every decision, in the order in which they are shown; and warnings
+
+    @property
+    def step_size(self) -> dict[str, int | None]:
+        """What decides which samples form a step, as ``TokenStore.order_samples`` takes it."""
+        names = ("batch_samples", "batch_loss_tokens", "batch_packs")
+        return {name: getattr(self, name) for name in names} | {"pack_tokens": self.batch_pack_tokens}
 
     @property
     def digest(self) -> str:
