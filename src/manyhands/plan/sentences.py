@@ -266,6 +266,10 @@ SENTENCES: dict[Code, tuple[str, Callable[[Values], str]]] = {
     "device": ("device", _device),
     "processes": ("processes", _processes),
     "packing": ("packing", _packing),
+    "targets": (
+        "target modules",
+        lambda v: f"{', '.join(v['names'])}, which PEFT adapts in models of type {v['kind']} if none are named",
+    ),
     "smaller": ("smaller", _smaller),
     "strategy": ("strategy", _strategy),
     "activation_checkpointing": ("activation checkpointing", _checkpointing),
