@@ -182,3 +182,20 @@ def divergence_factor(lab: Lab) -> None:
 
 def divergence_steps(lab: Lab) -> None:
     assert (ended_at(lab, {"stop.divergence_steps": 3}), ended_at(lab, {"stop.divergence_steps": 5})) == (8, 10)
+
+
+def loss_above(lab: Lab) -> None:
+    """A bound that every loss of this run is above: ended at the third step, or as asked."""
+    for keys, step in (({}, 3), ({"stop.loss_above_steps": 2}, 2)):
+        rank = lab.start({"stop.loss_above": 0.5} | keys)
+        with pytest.raises(Diverged, match=rf"the loss is .* at step {step}"):
+            lab.train(rank)
+    assert lab.run({"stop.loss_above": 50.0}).losses == lab.base.losses
+
+
+def decay_embeddings(lab: Lab) -> None:
+    keys = {"method.name": "full", "optimizer.weight_decay": 0.5}
+    ran, other = (lab.run(keys | more) for more in ({}, {"optimizer.decay_embeddings": True}))
+    name = "model.embed_tokens.weight"
+    kept, decayed = (run.rank.model.get_parameter(name).norm() for run in (ran, other))
+    assert decayed < kept and ran.losses[0] == other.losses[0] and ran.losses[1] != other.losses[1]

@@ -56,6 +56,19 @@ def test_a_loss_that_stays_far_above_its_best_ends_the_run():
     assert watch([2.0] * 5 + [6.1] * 30, divergence_steps=2) == 7
 
 
+def test_a_loss_above_a_bound_ends_the_run_after_as_many_steps_in_a_row():
+    losses = [9.0, 2.0, 6.0, 6.0, 2.0, 6.0, 6.0, 6.0]
+    assert watch(losses) is None
+    assert watch(losses, loss_above=5.0) == 8
+    assert watch(losses, loss_above=5.0, loss_above_steps=2) == 4
+    assert watch(losses, loss_above=6.0) is None, "above, not at"
+    state, said = TrainState(), []
+    assert watch(losses, state, said, loss_above=5.0, divergence="warn") is None
+    assert len(said) == 1 and "it was above 5 (stop.loss_above) for 3 steps in a row" in said[0]
+    state = TrainState()
+    assert watch([6.0, 6.0], state, loss_above=5.0) is None and watch([6.0], state, loss_above=5.0) == 1, "resumed"
+
+
 def test_spikes_an_easy_batch_and_small_losses_end_nothing():
     assert watch([2.0] * 5 + ([50.0] * 19 + [2.0]) * 3) is None, "spikes that pass"
     assert watch([0.1] + [1.5] * 40) is None, "one easy batch sets no mark"

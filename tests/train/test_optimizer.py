@@ -5,12 +5,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import Trainer
 from transformers.optimization import Adafactor as PublishedAdafactor
 
-from manyhands.config.schema import OptimizerSection
+from manyhands.config.schema import MethodSection, OptimizerSection
+from manyhands.convert.lora import apply_lora
 from manyhands.core.errors import UserError
 from manyhands.train.muon import orthogonalize
 from manyhands.train.optimizer import group_parameters, make_optimizer, rates_by_pattern, set_learning_rate
+from tests.support.tiny import tiny_model
 from tests.train import optimizer_ranks
 
 NAMES = ("adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit", "adafactor", "muon")
@@ -48,6 +51,37 @@ def test_weight_decay_reaches_matrices_only() -> None:
         set(names_of([kept])[0]) == {"embed.weight", "norm.weight", "norm.bias", "inner.bias"}
         and kept["weight_decay"] == 0.0
     )
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_embeddings_decay_on_request_as_in_transformers_trainer(family: str) -> None:
+    """Tied or not, whatever decays there decays here."""
+    model = tiny_model(family)
+    groups = group_parameters(model, OptimizerSection(weight_decay=0.1, decay_embeddings=True), 0.1)
+    decayed = {name for group in groups if group["weight_decay"] for name, _ in group["params"]}
+    assert decayed == set(Trainer.get_decay_parameter_names(None, model)) & dict(model.named_parameters()).keys()
+    assert "model.embed_tokens.weight" in decayed
+    assert [group["is_matrix"] for group in groups] == [True, False, False], "states of embeddings keep 32 bits"
+
+
+def test_a_rate_for_lora_b_is_lora_plus() -> None:
+    """The same rates for the same parameters as PEFT's own."""
+    peft = pytest.importorskip("peft")
+    names = ["q_proj", "down_proj"]
+    theirs = peft.get_peft_model(tiny_model("llama"), peft.LoraConfig(r=4, target_modules=names))
+    make = pytest.importorskip("peft.optimizers").create_loraplus_optimizer
+    optimizer = make(theirs, torch.optim.AdamW, lr=2e-4, loraplus_lr_ratio=16.0)
+    rates = {id(parameter): group["lr"] for group in optimizer.param_groups for parameter in group["params"]}
+    expected = {
+        name.removeprefix("base_model.model.").replace(".default", ""): rates[id(parameter)]
+        for name, parameter in theirs.named_parameters()
+        if parameter.requires_grad
+    }
+    mine = tiny_model("llama")
+    apply_lora(mine, MethodSection(name="lora", rank=4, target_modules=tuple(names)), 0)
+    groups = group_parameters(mine, OptimizerSection(learning_rates={"lora_B": 16 * 2e-4}), 2e-4)
+    assert {name: group["lr"] for group in groups for name, _ in group["params"]} == expected
+    assert set(expected.values()) == {2e-4, 16 * 2e-4}
 
 
 def test_one_step_is_adamw() -> None:

@@ -114,6 +114,11 @@ def _check_schedule(config: RunConfig) -> Findings:
         yield "`schedule.warmup_steps` exceeds `stop.max_steps`, so the peak learning rate is never reached: reduce it"
 
 
+def _check_stop(config: RunConfig) -> Findings:
+    if config.stop.loss_above is None:
+        yield from _unused(config, ("stop.loss_above_steps",), "stop.loss_above", "set stop.loss_above")
+
+
 def _check_evaluation(config: RunConfig) -> Findings:
     data, evaluate = config.data, config.evaluate
     yield from _check_spacing(config, "evaluate", "evaluations")
@@ -172,6 +177,8 @@ def _check_loftq(config: RunConfig) -> Findings:
 
 def _check_optimizer(config: RunConfig) -> Findings:
     name = config.optimizer.name
+    if not config.optimizer.weight_decay:
+        yield from _unused(config, ("optimizer.decay_embeddings",), "optimizer.weight_decay", "set a weight decay")
     if name == "adafactor":
         moments = ("optimizer.beta1", "optimizer.beta2", "optimizer.eps")
         yield from _unused(config, moments, "optimizer.name", "choose an optimizer with these moments, such as adamw")
@@ -271,6 +278,7 @@ def _check_kernels(config: RunConfig) -> Findings:
 RULES: tuple[Callable[[RunConfig], Findings], ...] = (
     _check_batch,
     _check_schedule,
+    _check_stop,
     _check_evaluation,
     _check_checkpoint,
     _check_method,

@@ -112,13 +112,17 @@ class OptimizerSection(Section):
     )
     learning_rates: dict[str, PositiveFloat] = Field(
         {},
-        description="Peak learning rate by name or pattern of weights; the first match counts.",
+        description="Peak learning rate by name or pattern of weights; the first match counts. {lora_B: 3.2e-3} beside "
+        "a learning_rate of 2e-4 is LoRA+ with ratio 16.",
     )
     learning_rate: PositiveFloat | Auto = Field(
         "auto", description="Peak learning rate; auto is 2e-4 for lora and 2e-5 for full."
     )
     weight_decay: NonNegativeFloat = Field(
-        0.0, description="Weight decay, on matrices only (not norms, biases or embeddings)."
+        0.0, description="Weight decay, on matrices only (not norms, biases or, unless `decay_embeddings`, embeddings)."
+    )
+    decay_embeddings: bool = Field(
+        False, description="Weight decay on embeddings too, as transformers' Trainer has it."
     )
     beta1: Fraction = Field(0.9, description="Decay of the first moment.")
     beta2: Fraction = Field(0.999, description="Decay of the second moment.")
@@ -151,13 +155,18 @@ class StopSection(Section):
     divergence: Literal["fail", "warn"] = Field(
         "fail",
         description="If training diverges (a gradient of exactly 0, a loss far above its best for `divergence_steps` "
-        "steps, a validation loss far above the one before training): fail the run, or warn in log and report. A loss "
-        "that is not finite always fails it.",
+        "steps or above `loss_above`, a validation loss far above the one before training): fail the "
+        "run, or warn in log and report. A loss that is not finite always fails it.",
     )
     divergence_factor: Annotated[float, Field(gt=1)] = Field(
         3.0, description="Far above: by more than this factor and more than 1 nat."
     )
     divergence_steps: PositiveInt = Field(20, description="Steps in a row with a training loss far above its best.")
+    loss_above: PositiveFloat | None = Field(
+        None,
+        description="Training has also diverged if its loss is above this bound for `loss_above_steps` steps in a row.",
+    )
+    loss_above_steps: PositiveInt = Field(3, description="Steps in a row with a training loss above `loss_above`.")
 
 
 class ParallelSection(Section):

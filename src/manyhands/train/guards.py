@@ -62,6 +62,9 @@ class DivergenceGuard(Hook):
 
     def after_step(self, state: TrainState, result: StepResult) -> None:
         rising = self._is_rising(state, result.loss)
+        bound = self.stop.loss_above
+        over = bound is not None and result.loss > bound
+        state.steps_over_bound = state.steps_over_bound + 1 if over else 0
         if result.grad_norm == 0 and result.num_loss_tokens and result.loss != 0:
             self._found(
                 state,
@@ -73,6 +76,12 @@ class DivergenceGuard(Hook):
                 state,
                 f"the loss is {result.loss:.4g} at step {result.step}, and was {state.best_level:.4g}",
                 f"it was above {self.stop.divergence_factor:g} times its best for {state.steps_above} steps in a row",
+            )
+        elif over and state.steps_over_bound >= self.stop.loss_above_steps:
+            self._found(
+                state,
+                f"the loss is {result.loss:.4g} at step {result.step}",
+                f"it was above {bound:g} (stop.loss_above) for {state.steps_over_bound} steps in a row",
             )
 
     def after_evaluation(self, state: TrainState, evaluation: Evaluation) -> None:

@@ -62,7 +62,7 @@ def make_optimizer(
             return make_adamw(groups, lr=learning_rate, betas=betas, eps=section.eps)
     check_blockwise(section.name, (parameter for group in groups for _, parameter in group["params"]))
     for group in groups:
-        group["bits"] = 8 if section.name.endswith("8bit") and group["decays"] else 32
+        group["bits"] = 8 if section.name.endswith("8bit") and group["is_matrix"] else 32
     return BlockwiseAdamW(
         groups, lr=learning_rate, betas=betas, eps=section.eps, paged=section.name.startswith("paged")
     )
@@ -72,21 +72,24 @@ def group_parameters(model: nn.Module, section: OptimizerSection, learning_rate:
     """Groups of (name, parameter) pairs by pattern, and within it matrices, which decay, and the rest.
 
     Norm weights, biases (one dimension) and embeddings (also where the head is tied to them) do not decay: pulling
-    them to zero changes scales that nothing else restores.
+    them to zero changes scales that nothing else restores. Embeddings do if ``decay_embeddings`` asks for it.
     """
     embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
     chosen = choose_patterns(model, section.learning_rates)
-    groups: dict[tuple[str | None, bool], Group] = {}
+    groups: dict[tuple[str | None, bool, bool], Group] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            pattern, decays = chosen.get(id(parameter)), parameter.ndim >= 2 and id(parameter) not in embeddings
+            pattern, is_embedding = chosen.get(id(parameter)), id(parameter) in embeddings
+            is_matrix = parameter.ndim >= 2 and not is_embedding
+            decays = is_matrix or (is_embedding and section.decay_embeddings)
             peak = learning_rate if pattern is None else section.learning_rates[pattern]
-            empty = {"params": [], "weight_decay": section.weight_decay if decays else 0.0, "decays": decays}
+            empty = {"params": [], "weight_decay": section.weight_decay if decays else 0.0, "is_matrix": is_matrix}
             group = groups.setdefault(
-                (pattern, decays), {**empty, "peak_ratio": peak / learning_rate, "pattern": pattern, "lr": peak}
+                (pattern, is_matrix, decays),
+                {**empty, "peak_ratio": peak / learning_rate, "pattern": pattern, "lr": peak},
             )
             group["params"].append((name, parameter))
-    return sorted(groups.values(), key=lambda group: not group["decays"])
+    return sorted(groups.values(), key=lambda group: not group["is_matrix"])
 
 
 def choose_patterns(model: nn.Module, patterns: Mapping[str, float]) -> dict[int, str]:

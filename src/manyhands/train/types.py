@@ -92,6 +92,7 @@ class TrainState:
     start_loss: float | None = None  # held-out loss before training
     start_level: float | None = None  # the higher one of that and the first step's loss, both of untrained weights
     steps_above: int = 0  # in a row, far above the best
+    steps_over_bound: int = 0  # in a row, above stop.loss_above
     divergence: str = ""  # what was found, if anything was
 
 

@@ -59,6 +59,8 @@ _SAME = {
     "stop.epochs": "num_epochs num_train_epochs n_epochs max_epochs",
     "stop.max_steps": "total_steps max_iters num_steps num_training_steps",
     "stop.patience": "early_stopping_patience",
+    "stop.loss_above": "loss_watchdog_threshold",
+    "stop.loss_above_steps": "loss_watchdog_patience",
     "parallel.gpus": "num_gpus nproc_per_node num_processes n_gpus devices ray_num_workers",
     "parallel.strategy": "fsdp fsdp_config fsdp_version distributed_strategy",
     "parallel.shard_degree": "dp_shard_size",
