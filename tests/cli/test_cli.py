@@ -75,7 +75,8 @@ def test_train_hands_the_config_to_the_launcher(run_file, started):
         "train", run_file, "batch.samples=32", "--gpus", 2, "stop.max_steps=5", "--examples", 10, "--dry-run", "--fresh"
     )
     assert result.exit_code == 0, result.output
-    ((config, options),) = started
+    ((loaded, options),) = started
+    config = loaded.config
     assert (config.batch.samples, config.parallel.gpus, config.stop.max_steps, config.data.max_samples) == (
         32,
         2,

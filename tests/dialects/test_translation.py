@@ -87,16 +87,20 @@ def test_a_wrong_product_is_refused_with_its_sum() -> None:
     assert t.finish().findings() == [f"line 3, `total`: {sum_}: correct one of them"]
 
 
-def test_gpus_are_those_asked_for_then_the_file_s_then_the_machine_s() -> None:
+def test_gpus_are_those_of_the_first_start_then_the_file_s_then_asked_for_then_the_machine_s() -> None:
     assert translator().num_gpus() is None
     assert translator(Around(count_gpus=lambda: 0)).num_gpus() == 1
     assert translator(Around(count_gpus=lambda: 4)).num_gpus() == 4
     t = translator(Around(count_gpus=lambda: 4))
     t.set_gpus(8)
     assert t.num_gpus() == 8
+    assert translator(Around(gpus=2, count_gpus=lambda: 4)).num_gpus() == 2
     t = translator(Around(gpus=2))
     t.set_gpus(8)
-    assert t.num_gpus() == 2
+    assert t.num_gpus() == 8
+    t = translator(Around(gpus=2, first_gpus=3))
+    t.set_gpus(8)
+    assert t.num_gpus() == 3
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 
 from manyhands import __version__
 from manyhands.cli.config import config
+from manyhands.cli.import_file import import_file
 from manyhands.cli.init import init
 from manyhands.cli.machine import doctor
 from manyhands.cli.memory import gpu_info, memory_check
@@ -72,6 +73,7 @@ for _name, _command in (
     ("generate", generate),
     ("export", export),
     ("init", init),
+    ("import", import_file),
     ("config", config),
     ("bench", bench),
     ("doctor", doctor),

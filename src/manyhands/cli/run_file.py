@@ -12,7 +12,7 @@ import typer
 from manyhands.core.errors import EXIT_FAILED, UserError
 
 if TYPE_CHECKING:
-    from manyhands.config.schema import RunConfig
+    from manyhands.config.load import LoadedRun
 
 NUM_SAMPLES = 3  # on a terminal, by default
 
@@ -34,11 +34,28 @@ Examples = Annotated[
 ]
 
 
+Strict = Annotated[bool, typer.Option("--strict", help="Another tool's file: refuse keys that are only substituted.")]
+Accelerate = Annotated[
+    Path | None,
+    typer.Option("--accelerate-config", help="accelerate's YAML: how the run is distributed.", show_default=False),
+]
+DeepSpeed = Annotated[
+    Path | None, typer.Option("--deepspeed", help="DeepSpeed's JSON: how the run is distributed.", show_default=False)
+]
+
+
 def load_run(
-    run: Path, overrides: list[str] | None, *, gpus: int | None = None, examples: int | None = None
-) -> RunConfig:
+    run: Path,
+    overrides: list[str] | None,
+    *,
+    gpus: int | None = None,
+    examples: int | None = None,
+    accelerate: Path | None = None,
+    deepspeed: Path | None = None,
+    strict: bool = False,
+) -> LoadedRun:
     """Reads the run file with its overrides. Options are overrides too; one that is given both ways is an error."""
-    from manyhands.config.load import load_config
+    from manyhands.launch.run_file import load_for_start
 
     overrides = list(overrides or ())
     for option, key, value in (("--gpus", "parallel.gpus", gpus), ("--examples", "data.max_samples", examples)):
@@ -47,7 +64,8 @@ def load_run(
         if any(override.split("=")[0].removeprefix("--") == key for override in overrides):
             raise UserError(f"{option} and {key} are both given", where="command line", fix="remove one")
         overrides.append(f"{key}={value}")
-    return load_config(run, overrides)
+    files = {name: file for name, file in (("accelerate", accelerate), ("deepspeed", deepspeed)) if file is not None}
+    return load_for_start(run, overrides, settings=files, strict=strict)
 
 
 def find_run_folder(run: Path) -> Path:
@@ -56,7 +74,7 @@ def find_run_folder(run: Path) -> Path:
         return run
     from manyhands.launch.resume_rules import folder_of
 
-    folder = folder_of(load_run(run, [])).path
+    folder = folder_of(load_run(run, []).config).path
     if not folder.is_dir():
         raise UserError(
             "this run has not been started", where=str(run), why=f"there is no {folder}", fix=f"manyhands train {run}"
@@ -80,12 +98,19 @@ def train(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start over in a new folder if a run of this name exists.")
     ] = False,
+    accelerate: Accelerate = None,
+    deepspeed: DeepSpeed = None,
+    strict: Strict = False,
 ) -> None:
-    """Plan, launch, train, save and verify. Starting it again resumes."""
-    config = load_run(run, overrides, gpus=gpus, examples=examples)
+    """Plan, launch, train, save and verify. Starting it again resumes.
+
+    RUN may be a file of another tool (`manyhands import` lists what becomes of its keys)."""
+    loaded = load_run(
+        run, overrides, gpus=gpus, examples=examples, accelerate=accelerate, deepspeed=deepspeed, strict=strict
+    )
     from manyhands.launch.start import start
 
-    raise typer.Exit(start(config, dry_run=dry_run, fresh=fresh))
+    raise typer.Exit(start(loaded, dry_run=dry_run, fresh=fresh))
 
 
 def plan(
@@ -94,9 +119,16 @@ def plan(
     gpus: Gpus = None,
     examples: Examples = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    accelerate: Accelerate = None,
+    deepspeed: DeepSpeed = None,
 ) -> None:
     """Show what `train` would do, and why."""
-    config = load_run(run, overrides, gpus=gpus, examples=examples)
+    loaded = load_run(run, overrides, gpus=gpus, examples=examples, accelerate=accelerate, deepspeed=deepspeed)
+    if loaded.translation is not None:
+        from manyhands.config.dialects.report import summarize
+
+        report_aside("\n".join(summarize(loaded.translation)))
+    config = loaded.config
     from rich.console import Console
 
     from manyhands.launch.prepare import gather_facts
@@ -134,7 +166,7 @@ def data(
     """Preview the samples of a step, with their loss tokens marked.
 
     Also shows lengths, packing and tokens by source, and lists the rows that a run would refuse (exit code 1)."""
-    config = load_run(run, overrides, examples=examples)
+    config = load_run(run, overrides, examples=examples).config
     from manyhands.preview.collect import collect
     from manyhands.preview.page import refuse_foreign_file, write_page
 

@@ -76,7 +76,7 @@ def load_run(
     findings = _apply_overrides(mapping, overrides, origins)
     if "name" not in mapping:
         mapping["name"] = clean_name(path.stem)
-    _resolve_paths(mapping, around.folder)
+    resolve_paths(mapping, around.folder)
     config = _validate(mapping, source.where, origins, findings, foreign)
     return LoadedRun(config, translation, path.read_text(encoding="utf-8-sig") if translation else None)
 
@@ -122,9 +122,14 @@ def _asked_gpus(overrides: Sequence[str]) -> int | None:
     return int(asked[-1]) if asked and asked[-1].isdecimal() else None
 
 
-def config_from_mapping(mapping: Mapping[str, Any], where: str = "the given configuration") -> RunConfig:
-    """Validates nested keys (as in a run file, ``name`` included). Raises ``UserError`` with all findings at once."""
-    return _validate(deepcopy(dict(mapping)), where, {}, [], {})
+def config_from_mapping(
+    mapping: Mapping[str, Any], where: str = "the given configuration", origins: Mapping[str, str] | None = None
+) -> RunConfig:
+    """Validates nested keys (as in a run file, ``name`` included). Raises ``UserError`` with all findings at once.
+
+    ``origins``: where in another tool's file each native key was set.
+    """
+    return _validate(deepcopy(dict(mapping)), where, origins or {}, [], origins or {})
 
 
 def _apply_overrides(mapping: dict[str, Any], overrides: Sequence[str], origins: dict[str, str]) -> list[str]:
@@ -200,7 +205,7 @@ def _parse(text: str) -> Any:
         return text
 
 
-def _resolve_paths(mapping: dict[str, Any], folder: Path) -> None:
+def resolve_paths(mapping: dict[str, Any], folder: Path) -> None:
     """Makes paths absolute that exist in the run file's folder, so that the run is the same from every folder."""
     for path in PATH_KEYS:
         section, _, leaf = path.partition(".")

@@ -9,10 +9,11 @@ from typing import Any, Literal
 from torch import nn
 
 from manyhands.config.schema import RunConfig
+from manyhands.convert.protocol import method_of
 from manyhands.export.adapter import export_adapter, name_base
 from manyhands.export.model import choose_dtype, export_model
 from manyhands.export.reference import round_weights
-from manyhands.plan.types import Plan, method_of
+from manyhands.plan.types import Plan
 
 Output = Literal["model", "merged", "adapter"]
 

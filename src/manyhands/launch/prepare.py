@@ -15,6 +15,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from manyhands.config.load import LoadedRun
 from manyhands.config.schema import ModelSection, RunConfig
 from manyhands.core.errors import UserError
 from manyhands.core.units import describe_ranks, format_gib
@@ -37,7 +38,6 @@ COURSE = (
     "data_content",
     "batch_samples",
     "batch_loss_tokens",
-    "batch_packs",
     "steps_per_epoch",
     "num_steps",
     "warmup_steps",
@@ -104,12 +104,14 @@ def prepare_run(
     local_world_size: int | None = None,
     fresh: bool = False,
     dry_run: bool = False,
+    origin: LoadedRun | None = None,
     report: Callable[[str], None] = print,
 ) -> Prepared:
     """Plans one launch and writes run.json and plan into the run's folder, which stays locked.
 
     ``world_size``, and ``local_world_size`` of one machine, are given where another launcher started the processes. A
-    dry run writes the same two files and nothing else. A start that fails here leaves no new folder behind.
+    dry run writes the same two files and nothing else. ``origin``: the run as it was read, if its file is another
+    tool's, which is kept beside run.json. A start that fails here leaves no new folder behind.
     Raises UserError: another run stands in the folder, it is running, or anything that facts and plan refuse;
     ``Stopped`` after Ctrl-C or SIGTERM.
     """
@@ -133,6 +135,8 @@ def prepare_run(
         with refuse_unusable(folder):
             folder.create()
             folder.write_config(config)
+            if origin is not None:
+                folder.write_origin(origin)
             folder.write_plan(plan)
             if not dry_run:
                 folder.clear_ranks()

@@ -3,6 +3,7 @@
 | file | contents |
 |---|---|
 | run.json | the configuration (RunConfig); one that a later launch replaces is kept as plans/001.run.json |
+| origin/ | another tool's file that the run was started from, and fates.json: what became of each of its keys |
 | plans/001.json, ... | the decisions (Plan), one file a launch |
 | plan.json | {"newest": "plans/001.json"}: a pointer file, as some copies and file systems lose symbolic links |
 | status.json | {"state": "running", "finished", "failed" or "interrupted", "time": ..., ...} |
@@ -31,11 +32,14 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
+from manyhands.config.dialects.report import as_json
+from manyhands.config.load import LoadedRun
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import OUT_OF_MEMORY, UserError
 from manyhands.core.files import read_json, remove_temporaries, write_atomically, write_json, write_json_on_full_disk
 from manyhands.plan.types import Plan
 
+FATES = "fates.json"
 State = Literal["running", "finished", "failed", "interrupted"]
 
 
@@ -45,6 +49,7 @@ class RunFolder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.run_json = self.path / "run.json"
+        self.origin = self.path / "origin"
         self.plans = self.path / "plans"
         self.plan_json = self.path / "plan.json"
         self.status_json = self.path / "status.json"
@@ -120,6 +125,14 @@ class RunFolder:
                 return
             write_atomically(self.plans / f"{self.newest_plan_number():03d}.run.json", old)
         write_atomically(self.run_json, text)
+
+    def write_origin(self, loaded: LoadedRun) -> None:
+        """Keeps another tool's file and the fates of its keys; nothing for a native file."""
+        if loaded.translation is None or loaded.text is None:
+            return
+        self.origin.mkdir(exist_ok=True)
+        write_atomically(self.origin / Path(loaded.translation.where).name, loaded.text)
+        write_json(self.origin / FATES, as_json(loaded.translation))
 
     # What was decided.
 

@@ -14,6 +14,8 @@ import tempfile
 import time
 from collections.abc import Callable
 
+from manyhands.config.dialects.report import summarize
+from manyhands.config.load import LoadedRun
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, OUT_OF_MEMORY, UserError
 from manyhands.launch.environment import detect_launcher, launcher_environment
@@ -28,10 +30,13 @@ LOG_WIDTH = 180  # columns of a plan in the log
 MAX_SMALLER_PLANS = 4  # each has at most half the tokens a micro-batch
 
 
-def start(config: RunConfig, *, dry_run: bool = False, fresh: bool = False) -> int:
+def start(run: RunConfig | LoadedRun, *, dry_run: bool = False, fresh: bool = False) -> int:
     """Runs or resumes a run on this machine. Returns the exit code; raises UserError."""
     _refuse_nested()
-    prepared = prepare_run(config, fresh=fresh, dry_run=dry_run)
+    origin = run if isinstance(run, LoadedRun) else LoadedRun(run)
+    if origin.translation is not None:
+        print("\n".join(summarize(origin.translation)), flush=True)
+    prepared = prepare_run(origin.config, fresh=fresh, dry_run=dry_run, origin=origin)
     folder = prepared.folder
     if prepared.finished:
         print(f"{folder.path} is finished; nothing to do (--fresh starts it again in a new folder)")

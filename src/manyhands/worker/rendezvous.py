@@ -32,6 +32,7 @@ from manyhands.launch.environment import (
 from manyhands.launch.failure import is_lost
 from manyhands.launch.heartbeat import Heartbeat
 from manyhands.launch.prepare import prepare_run, summarize_start
+from manyhands.launch.run_file import load_for_start
 from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.watch import Stopped
 from manyhands.plan.types import Plan
@@ -115,7 +116,8 @@ def _prepare(session: Session, arguments: argparse.Namespace) -> str:
         folder = RunFolder(arguments.run_folder)
         config, plan, finished = folder.read_config(), folder.read_plan(), False
     else:
-        config = load_config(arguments.run, arguments.overrides)
+        loaded = load_for_start(arguments.run, arguments.overrides, num_gpus=session.launcher.world_size)
+        config = loaded.config
         refuse_silent_single(session.launcher, config)
         check_accelerate_precision(config)
         prepared = prepare_run(
@@ -123,6 +125,7 @@ def _prepare(session: Session, arguments: argparse.Namespace) -> str:
             world_size=session.launcher.world_size,
             local_world_size=session.launcher.local_world_size,
             fresh=arguments.fresh,
+            origin=loaded,
         )
         session.lock = prepared.lock
         folder, config, plan, finished = prepared.folder, prepared.config, prepared.plan, prepared.finished

@@ -45,13 +45,15 @@ class Fate:
 class Around:
     """What a translation may ask beside the file itself; None where nobody can say.
 
-    ``gpus``: asked for on the command line or recorded by the run's first start. ``count_gpus``: those of this machine.
+    ``gpus``: asked for on the command line. ``first_gpus``: what the run's first start multiplied by.
+    ``count_gpus``: those of this machine.
     ``columns``: column names of a data file or data set. ``model_config``: config.json of a model that is at hand.
     ``strict``: refuse substitutions.
     """
 
     folder: Path = Path()
     gpus: int | None = None
+    first_gpus: int | None = None
     count_gpus: Callable[[], int] | None = None
     columns: Callable[[str], tuple[str, ...] | None] | None = None
     model_config: Callable[[str], Mapping[str, Any] | None] | None = None
@@ -213,18 +215,19 @@ class Translator:
             self.carried[native] = why
 
     def num_gpus(self) -> int | None:
-        """GPUs to multiply per-GPU numbers by: asked for, recorded, or those of this machine (a CPU counts as one)."""
+        """GPUs to multiply per-GPU numbers by: those of the run's first start, those that the file names, those asked
+        for, or this machine's (a CPU counts as one). None if nobody can say.
+        """
         if self._gpus is None:
-            counted = self.around.gpus
+            counted = self.around.first_gpus or self.around.gpus
             if counted is None and self.around.count_gpus is not None:
                 counted = max(1, self.around.count_gpus())
             self._gpus = counted
         return self._gpus
 
     def set_gpus(self, count: int) -> None:
-        """The number of GPUs that the file itself names."""
-        if self.around.gpus is None:
-            self._gpus = count
+        """The number of GPUs that the file itself names: it decides the batch, not on how many GPUs this start runs."""
+        self._gpus = self.around.first_gpus or count
 
     def merge(self, other: Translation, key: str) -> None:
         """Adds the result of another file that ``key`` names (a DeepSpeed JSON); its fates are kept under its path."""

@@ -1,0 +1,128 @@
+"""A translation for people and programs: the native run file with the origin of each key, the list of fates, JSON."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import yaml
+
+from manyhands.config.dialects.translation import KINDS, Fate, Translation
+from manyhands.config.keys import show, table
+
+SAID = ("substituted", "ignored")  # what a start prints in full
+WORDS: Mapping[str, str] = {
+    "mapped": "mapped",
+    "already": "already so here",
+    "unset": "not set",
+    "ignored": "ignored",
+    "substituted": "substituted",
+    "refused": "refused",
+    "contradicts": "contradictory",
+}
+WIDTH = 46  # of a key and its value, before the comment
+
+
+def native_yaml(translation: Translation) -> str:
+    """The native run file: each key with the place that it comes from, or the default of the tool that it holds."""
+    gpus = "" if translation.gpus is None else f", batch sizes for {translation.gpus} GPU(s)"
+    lines = [f"# From {translation.where} ({translation.tool}){gpus}."]
+    lines += ["# `manyhands plan FILE` shows what it would do, `manyhands train FILE` runs it."]
+    mapping = translation.mapping
+    order = list(dict.fromkeys(path.split(".")[0] for path in table()))
+    for section in sorted(mapping, key=order.index):
+        value = mapping[section]
+        if not isinstance(value, dict):
+            lines += _entry(translation, section, value, "")
+            continue
+        lines += ["", f"{section}:"]
+        for leaf in value:
+            lines += _entry(translation, f"{section}.{leaf}", value[leaf], "  ")
+    return "\n".join(lines) + "\n"
+
+
+def _entry(translation: Translation, native: str, value: Any, indent: str) -> list[str]:
+    """One key with its comment: on its line, or above it if the value has several lines."""
+    why = translation.carried.get(native)
+    comment = f"# {why}" if why else f"# {translation.origins.get(native, '')}".rstrip(" #")
+    leaf = native.rpartition(".")[2]
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    is_flat = not any(isinstance(item, (dict, list)) for item in inner)
+    style: dict[str, Any] = {"default_flow_style": False, "width": 100, "allow_unicode": True, "sort_keys": False}
+    if is_flat:
+        flow = yaml.safe_dump(value, **(style | {"default_flow_style": True, "width": 10**9})).removesuffix("\n...\n")
+        text = f"{leaf}: {flow.strip()}"
+    else:
+        text = yaml.safe_dump({leaf: value}, **style)
+    lines = [f"{indent}{line}" for line in text.rstrip("\n").split("\n")]
+    if len(lines) > 1:
+        return [*([f"{indent}{comment}"] if comment else []), *lines]
+    return [f"{lines[0]:<{WIDTH}}{comment}".rstrip()]
+
+
+def summarize(translation: Translation) -> list[str]:
+    """What a start prints: the counts, and each key that is not acted upon as it is written."""
+    counts = Counter(fate.kind for fate in translation.fates)
+    parts = [f"{counts[kind]} {WORDS[kind]}" for kind in KINDS if counts[kind]]
+    lines = [f"{translation.where}: read as {translation.tool}'s; keys: {', '.join(parts)}"]
+    if translation.gpus is not None:
+        lines.append(f"  batch sizes per GPU are multiplied by {translation.gpus} GPU(s)")
+    return lines + [f"  {WORDS[fate.kind]}: {_line(fate)}" for fate in translation.fates if fate.kind in SAID]
+
+
+def describe(translation: Translation) -> str:
+    """Every key of the file with what becomes of it, then the defaults of the tool that are carried over."""
+    return "\n".join(_describe(translation))
+
+
+def _describe(translation: Translation) -> Iterator[str]:
+    yield summarize(translation)[0]
+    for kind in reversed(KINDS):
+        fates = [fate for fate in translation.fates if fate.kind == kind]
+        if kind == "unset" or not fates:
+            continue
+        yield ""
+        yield f"{WORDS[kind]}:"
+        yield from (f"  {_line(fate)}" for fate in fates)
+    if translation.carried:
+        yield ""
+        yield f"defaults of {translation.tool} that are not ours:"
+        flat = dict(_flat(translation.mapping))
+        yield from (f"  {key}: {show(flat.get(key))}  ({why})" for key, why in translation.carried.items())
+
+
+def _line(fate: Fate) -> str:
+    native = ", ".join(f"{key}: {show(value)}" for key, value in fate.native.items())
+    arrow = f" -> {native}" if native else ""
+    why = f" ({fate.why})" if fate.why and native else f": {fate.why}" if fate.why else ""
+    return f"{fate.place}{arrow}{why}"
+
+
+def as_json(translation: Translation) -> dict[str, Any]:
+    """The translation as plain values: ``tool``, ``file``, ``gpus``, ``fates``, ``carried``, ``native``."""
+    return {
+        "tool": translation.tool,
+        "file": translation.where,
+        "gpus": translation.gpus,
+        "fates": [
+            {
+                "key": fate.key,
+                "line": fate.line,
+                "fate": fate.kind,
+                "why": fate.why,
+                "value": fate.value,
+                "native": dict(fate.native),
+            }
+            for fate in translation.fates
+        ],
+        "carried": dict(translation.carried),
+        "native": translation.mapping,
+    }
+
+
+def _flat(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in mapping.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        yield f"{prefix}{name}", value

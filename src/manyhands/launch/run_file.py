@@ -1,0 +1,89 @@
+"""Reading a run file for a start: what a translation of another tool's file may ask of this machine, and the number of
+GPUs that the run's first start multiplied by.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from manyhands.config.dialects.translation import Around
+from manyhands.config.load import LoadedRun, load_run
+from manyhands.config.schema import Source
+from manyhands.core.errors import UserError
+from manyhands.core.files import read_json
+from manyhands.data.sources import is_hub, read_rows
+from manyhands.facts.host import read_host_facts
+from manyhands.launch.resume_rules import folder_of
+from manyhands.launch.run_folder import FATES
+
+
+def load_for_start(
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    num_gpus: int | None = None,
+    settings: Mapping[str, Path] | None = None,
+    strict: bool = False,
+) -> LoadedRun:
+    """The run of a file, ours or another tool's. ``num_gpus``: processes that a launcher has started already.
+
+    A file that counts batches per GPU is multiplied out once: where its run has started before, by the number of GPUs
+    of that first start, so that the same command resumes it on any other number. Raises ``UserError``.
+    """
+    around = look_around(num_gpus=num_gpus, strict=strict)
+    loaded = load_run(path, overrides, around=around, settings=settings)
+    first = _first_gpus(loaded)
+    if first is None or loaded.translation is None or first == loaded.translation.gpus:
+        return loaded
+    return load_run(path, overrides, around=replace(around, first_gpus=first), settings=settings)
+
+
+def look_around(*, num_gpus: int | None = None, strict: bool = False) -> Around:
+    """What this machine answers: its GPUs, columns of local data, config.json of a local model."""
+    count: Callable[[], int] = (lambda: len(read_host_facts().gpus)) if num_gpus is None else lambda: num_gpus
+    return Around(count_gpus=count, columns=_columns, model_config=_model_config, strict=strict)
+
+
+def _first_gpus(loaded: LoadedRun) -> int | None:
+    folder = folder_of(loaded.config)
+    if loaded.translation is None or not folder.was_started():
+        return None
+    recorded = read_json(folder.origin / FATES)
+    gpus = recorded.get("gpus") if isinstance(recorded, dict) else None
+    return gpus if isinstance(gpus, int) and gpus > 0 else None
+
+
+def _columns(path: str) -> tuple[str, ...] | None:
+    """Column names of the first row; None if the data are on the hub or cannot be read (which the run will say)."""
+    if is_hub(path):
+        return None
+    try:
+        row = next(iter(read_rows(Source(path=path))), None)
+    except (UserError, OSError):
+        return None
+    return None if row is None else tuple(row.fields)
+
+
+def _model_config(name: str) -> dict[str, Any] | None:
+    """config.json of a local folder, or of a model in the hub's cache; None if it is not at hand."""
+    file: str | Path | None = Path(name).expanduser() / "config.json"
+    if not Path(str(file)).is_file():
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        try:
+            found = try_to_load_from_cache(name, "config.json")
+        except HFValidationError:
+            return None
+        file = found if isinstance(found, str) else None
+    if file is None:
+        return None
+    try:
+        read = json.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return read if isinstance(read, dict) else None
