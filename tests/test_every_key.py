@@ -56,6 +56,7 @@ EFFECTS: dict[str, Callable[[Lab], None]] = {
     "data.cache": rows.cache,
     "batch.samples": rows.batch_samples,
     "batch.loss_tokens": rows.batch_loss_tokens,
+    "batch.packs": rows.batch_packs,
     "batch.micro_samples": rows.micro_samples,
     "batch.micro_tokens": rows.micro_tokens,
     "batch.accumulation": rows.accumulation,

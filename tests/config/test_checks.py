@@ -9,6 +9,9 @@ from tests.config.builders import config
 
 CONTRADICTIONS = [
     ({"batch__samples": 8, "batch__loss_tokens": 900}, "batch.samples", "batch.loss_tokens"),
+    ({"batch__samples": 8, "batch__packs": 2}, "batch.samples", "batch.packs"),
+    ({"batch__loss_tokens": 8, "batch__packs": 2}, "batch.loss_tokens", "batch.packs"),
+    ({"data__packing": False, "batch__packs": 2, "batch__accumulation": 2}, "batch.accumulation", "batch.packs"),
     ({"schedule__warmup_ratio": 0.1, "schedule__warmup_steps": 5}, "schedule.warmup_ratio", "schedule.warmup_steps"),
     ({"schedule__warmup_ratio": 0.0, "schedule__warmup_steps": 0}, "schedule.warmup_ratio", "schedule.warmup_steps"),
     ({"batch__micro_samples": 2}, "batch.micro_samples", "data.packing"),
@@ -84,6 +87,7 @@ ALLOWED = [
     {},
     {"kernels__linear": "fp8", "model__dtype": "float32", "parallel__device": "cpu"},
     {"batch__loss_tokens": 900},
+    {"data__packing": False, "batch__packs": 2, "batch__micro_samples": 2},
     {"data__packing": False, "batch__samples": 16, "batch__micro_samples": 2, "batch__accumulation": 4},
     {"batch__micro_tokens": 2048},
     {"data__validation_fraction": 0.0},

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from manyhands.config import patterns
-from manyhands.config.patterns import matches, reaches
+from manyhands.config.patterns import expand, matches, reaches
 from manyhands.core.errors import UserError
 
 NAME = "model.layers.10.self_attn.q_proj"
@@ -29,6 +29,13 @@ NAME = "model.layers.10.self_attn.q_proj"
 )
 def test_a_name_an_end_a_glob_or_an_expression(pattern, fits):
     assert matches(NAME, pattern) is fits
+
+
+def test_a_slice_stands_for_the_modules_of_each_list_that_it_names():
+    names = [f"model.layers.{index}.mlp.weight" for index in range(12)] + ["vision.layers.3.weight", "norm.weight"]
+    assert expand("model.layers[-2:].mlp", names) == ("model.layers.10.mlp", "model.layers.11.mlp")
+    assert expand("layers[3:4]", names) == ("model.layers.3", "vision.layers.3")
+    assert expand("layers[20:]", names) == () and expand("layers.[0-3]", names) == ("layers.[0-3]",)
 
 
 def test_a_module_reaches_its_weights():

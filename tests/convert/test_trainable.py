@@ -56,6 +56,17 @@ def test_named_weights_are_float32_masters_and_the_rest_is_frozen_as_it_was() ->
     assert model(torch.arange(9)[None]).logits.dtype == torch.bfloat16
 
 
+def test_a_slice_of_layers_is_python_s() -> None:
+    def layers_of(pattern: str) -> set[str]:
+        return {name.split(".")[2] for name in train(train=[pattern])[1]}
+
+    assert layers_of("layers[-2:]") == {"1", "2"} and layers_of("model.layers[:1].mlp") == {"0"}
+    assert layers_of("layers[-9:]") == {"0", "1", "2"}
+    assert all(".mlp." in name for name in train(train=["layers[1:].mlp"])[1])
+    with pytest.raises(UserError, match=r"'blocks\[-1:\]' in method.train matches no weight"):
+        layers_of("blocks[-1:]")
+
+
 def test_training_starts_at_the_model_itself() -> None:
     plain, ids = tiny_model("llama", "bfloat16"), torch.arange(9)[None]
     assert torch.equal(train(train=["model.layers.1", "embed_tokens"])[0](ids).logits, plain(ids).logits)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.data.order import SampleOrder, permute
+from manyhands.data.order import MAX_OPEN_PACKS, SampleOrder, bound_by_packs, lay_packs, permute
 from manyhands.data.pack import lay_out_packed
 
 lengths_lists = st.lists(st.integers(2, 200), min_size=1, max_size=120)
@@ -43,6 +44,45 @@ def test_locate_counts_steps_over_epochs_of_different_length() -> None:
     fresh = SampleOrder(57, 3, batch_loss_tokens=100, num_loss_tokens=labels)
     assert [fresh.locate(step) for step in reversed(range(len(places)))] == places[::-1]
     assert SampleOrder(10, 0, batch_samples=4).locate(7) == (2, 1)
+    packed = [SampleOrder(57, 3, batch_packs=2, pack_tokens=120, lengths=labels) for _ in range(2)]
+    places = [(epoch, index) for epoch in range(6) for index in range(packed[0].steps_per_epoch(epoch))]
+    assert [packed[1].locate(step) for step in reversed(range(len(places)))] == places[::-1]
+
+
+@settings(max_examples=150, deadline=None)
+@given(lengths_lists, st.integers(0, 2**70), st.integers(0, 5), st.integers(1, 6), st.integers(1, 4))
+def test_a_step_of_packs_fits_into_them_on_any_number_of_ranks(
+    lengths: list[int], seed: int, epoch: int, num_packs: int, num_ranks: int
+) -> None:
+    tokens = np.array(lengths)
+    order = SampleOrder(len(lengths), seed, batch_packs=num_packs, pack_tokens=200, lengths=tokens)
+    steps = [order.samples(epoch, index) for index in range(order.steps_per_epoch(epoch))]
+    assert sorted(np.concatenate(steps).tolist()) == list(range(len(lengths)))
+    for samples in steps:
+        layout = lay_out_packed(samples, tokens, num_ranks, 200)
+        assert layout.num_micro_batches <= -(-num_packs // num_ranks)  # not one more than the packs need
+    again = SampleOrder(len(lengths), seed, batch_packs=num_packs, pack_tokens=200, lengths=tokens)
+    assert all(np.array_equal(again.samples(epoch, i), steps[i]) for i in reversed(range(len(steps))))
+
+
+def test_packs_come_in_the_order_of_their_first_samples() -> None:
+    order, bounds = lay_packs(np.array([60, 50, 40, 30, 50, 100, 20]), 100)
+    packs = [order[start:end].tolist() for start, end in pairwise(bounds)]
+    assert packs == [[0, 2], [1, 3, 6], [4], [5]]  # the fullest with room
+    assert bound_by_packs(bounds, 3).tolist() == [0, 6, 7]
+    with pytest.raises(ValueError, match="101 tokens"):
+        lay_packs(np.array([101]), 100)
+
+
+def test_packs_are_filled_and_short_and_long_samples_come_mixed() -> None:
+    draw = np.random.default_rng(0)
+    for median, spread in ((110, 0.6), (900, 0.7), (900, 0.9)):
+        lengths = draw.lognormal(np.log(median), spread, 20_000).astype(int).clip(8, 4096)
+        order, bounds = lay_packs(lengths, 4096)
+        assert lengths.sum() >= 0.95 * 4096 * (len(bounds) - 1)
+        parts = np.array_split(lengths[order], 10)
+        assert max(abs(part.mean() / lengths.mean() - 1) for part in parts) < 0.15
+    assert lay_packs(np.full(2 * MAX_OPEN_PACKS, 60), 100)[1].tolist() == list(range(2 * MAX_OPEN_PACKS + 1))
 
 
 def test_order_is_keyed_by_seed_and_epoch_and_stays_the_same() -> None:

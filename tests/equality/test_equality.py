@@ -69,6 +69,23 @@ def test_layouts_agree(workspaces: Workspaces, name: str, dtype: str, method: st
     assert deviation.loss <= equality.BOUNDS[dtype] and deviation.norm <= equality.NORM_BOUNDS[dtype], deviation
 
 
+@pytest.mark.distributed
+def test_steps_of_packs_agree_over_ranks_micro_batches_and_without_packing(workspaces: Workspaces) -> None:
+    size = {"batch.samples": "auto", "batch.packs": 3}
+    unpacked = {"data.packing": False, "batch.micro_samples": 4}
+    first, *others = (
+        workspaces.run(Case(f"packs {world} {how}", world, size | how), "float64", "lora")
+        for world, how in (
+            (1, unpacked),
+            (1, {"batch.micro_tokens": 768}),
+            (2, {"batch.micro_tokens": 256}),
+            (2, unpacked),
+        )
+    )
+    for other in others:
+        assert equality.compare(first, other).within("float64")
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("case", [case for case in CASES[1:] if case.name not in FAST], ids=lambda case: case.name)

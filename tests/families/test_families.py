@@ -75,6 +75,14 @@ def test_names_are_found_wherever_they_stand(line: str) -> None:
     assert not places("philosophy = mistrals + Philox", names_of_families())
 
 
+def test_default_targets_are_pefts() -> None:
+    constants = pytest.importorskip("peft.utils.constants")
+    default = constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    of_text = [(kind, family.peft_targets) for family in FAMILIES if not family.towers for kind in family.model_types]
+    assert [(kind, mine, default.get(kind)) for kind, mine in of_text if list(mine) != default.get(kind, [])] == []
+    assert sum(bool(mine) for _, mine in of_text) >= 7
+
+
 def test_exemptions_are_needed() -> None:
     pattern = names_of_families()
     assert [name for name in EXEMPT if not places((SOURCES / name).read_text(), pattern)] == []

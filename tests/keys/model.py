@@ -268,3 +268,10 @@ def adapter(lab: Lab) -> None:
 def target_modules(lab: Lab) -> None:
     assert list(adapted_layers(lab.start({"method.target_modules": ["q_proj"]}).model)) == [Q_PROJ]
     assert len(adapted_layers(lab.base.rank.model)) == 7  # all linear layers of the one block
+    ran = lab.export({"method.target_modules": "peft-default", "stop.max_steps": 1})
+    assert list(adapted_layers(ran.rank.model)) == [Q_PROJ, Q_PROJ.replace("q_proj", "v_proj")]
+    assert ran.rank.plan.memory.terms["gradients"] == 4 * sum(
+        p.numel() for p in ran.rank.model.parameters() if p.requires_grad
+    )
+    written = json.loads((ran.folder / "adapter" / "adapter_config.json").read_text())
+    assert sorted(written["target_modules"]) == ["q_proj", "v_proj"]

@@ -153,6 +153,21 @@ def batch_loss_tokens(lab: Lab) -> None:
     assert sum(counts) == sum(lab.base.column("num_loss_tokens"))
 
 
+def batch_packs(lab: Lab) -> None:
+    """A step trains what two packs of 256 tokens hold, packed or not, in whatever micro-batches."""
+    keys = {"batch.samples": "auto", "batch.packs": 2}
+    ran = lab.run(keys)
+    lengths = lab.base.rank.store.train.lengths
+    tokens = ran.column("num_tokens")
+    assert sum(tokens) == lengths.sum() and len(tokens) == -(-lengths.sum() // 512)
+    assert all(512 - 2 * lengths.min() < count <= 512 for count in tokens[:-1])
+    for how in ({"batch.micro_tokens": 256}, {"data.packing": False, "batch.micro_samples": 3}):
+        other = lab.run(keys | how)
+        assert other.column("num_samples") == ran.column("num_samples")
+        assert other.column("num_micro_batches") != ran.column("num_micro_batches")
+        assert other.losses == pytest.approx(ran.losses, rel=1e-4)
+
+
 def micro_samples(lab: Lab) -> None:
     ran = lab.run({"data.packing": False, "batch.micro_samples": 2, "stop.max_steps": 1})
     assert ran.batch()["input_ids"].shape[0] == 2 and ran.column("num_micro_batches") == [4]

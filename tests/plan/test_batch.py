@@ -8,7 +8,9 @@ import pytest
 
 from manyhands.core.errors import UserError
 from manyhands.plan.batch import auto_samples, pack_sizes, possible_splits
-from tests.plan.examples import data_facts, run_config
+from manyhands.plan.search import plan
+from tests.plan.examples import data_facts, facts, model_facts, run_config
+from tests.support.plans import explain_why
 
 USEFUL = 16_384
 
@@ -107,3 +109,36 @@ def test_a_batch_of_trained_tokens():
     (split, *_) = possible_splits(run_config(batch__loss_tokens=4000), data_facts(), 2, USEFUL)
     assert (split.batch_samples, split.batch_loss_tokens) == (None, 4000)
     assert split.micro_tokens == 5120  # half of the 8000 tokens that hold 4000 trained ones, and a quarter more
+
+
+def packs(world_size: int, packs: int, length: int = 2048, **keys: object):
+    config = run_config(batch__packs=packs, data__max_length=length, **keys)
+    return possible_splits(config, data_facts(longest=length), world_size, USEFUL)
+
+
+@pytest.mark.parametrize(("world_size", "share"), [(1, 16), (2, 8), (3, 6), (8, 2), (32, 1)])
+def test_micro_batches_of_a_step_of_packs_hold_whole_packs_of_a_ranks_share(world_size, share):
+    splits = packs(world_size, 16)
+    assert all(
+        (split.batch_packs, split.batch_samples, split.batch_loss_tokens) == (16, None, None) for split in splits
+    )
+    assert splits[0].micro_tokens == min(share, USEFUL // 2048) * 2048
+    assert splits[0].accumulates == (share * 2048 > USEFUL)
+    sizes = [split.micro_tokens for split in splits]
+    assert sizes == sorted(set(sizes), reverse=True) and 2048 in sizes
+
+
+def test_packs_hold_less_than_one_only_where_samples_are_shorter():
+    config = run_config(batch__packs=2, data__max_length=8192)
+    sizes = [split.micro_tokens for split in possible_splits(config, data_facts(longest=1000), 1, USEFUL)]
+    assert sizes[:2] == [16384, 8192] and min(sizes) >= 1024
+
+
+def test_a_step_of_packs_of_a_model_that_cannot_pack_is_carried_out_unpacked():
+    cannot = model_facts(packs=False, packing_reason="samples see each other")
+    data = data_facts(steps_of_epochs=(7, 8))
+    made = plan(run_config(batch__packs=4, stop__epochs=2), facts(cannot, data=data))
+    assert not made.packing and (made.batch_packs, made.batch_pack_tokens, made.num_steps) == (4, 2048, 15)
+    assert made.layout.micro_samples >= 1 and made.layout.accumulation is None
+    said = explain_why(made, "batch", "steps")
+    assert said[0].startswith("batch: samples of 4 packs of 2,048 tokens over") and "of 4 packs" in said[1]

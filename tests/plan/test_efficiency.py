@@ -57,6 +57,13 @@ def test_without_packing_rows_are_padded_to_the_longest() -> None:
     assert "batch.micro_samples=1 would reach 100%" in said(plan(config, facts(cannot, data=rows_of([10, 20, 30, 40]))))
 
 
+def test_steps_of_packs_are_laid_out_as_the_run_does() -> None:
+    data = rows_of(mixed_lengths(3000), steps_of_epochs=(120,))
+    made = plan(run_config(batch__packs=8), facts(llama_1b(), gpus=4, data=data))
+    assert made.efficiency is not None and made.efficiency > 0.93
+    assert made.layout.micro_tokens == 4096 and not made.layout.accumulates
+
+
 def test_one_row_a_rank_without_packing_can_only_be_shortened() -> None:
     config = run_config(data__packing=False, batch__samples=2, batch__micro_samples=1)
     cannot = model_facts(packs=False, packing_reason="rows see each other")

@@ -467,3 +467,15 @@ def test_keys_that_need_held_out_samples_are_refused_where_a_tenth_is_less_than_
     with pytest.raises(UserError, match="needs validation samples, and there are none") as refused:
         plan(run_config(**keys), few)
     assert refused.value.where == next(iter(keys)).replace("__", ".") and "a tenth" in refused.value.why
+
+
+def test_default_targets_are_named_in_the_plan_and_refused_where_peft_has_none():
+    config = run_config(method__target_modules="peft-default")
+    made = plan(config, facts())
+    assert made.target_modules == ("q_proj", "v_proj")
+    assert any("target modules: q_proj, v_proj, which PEFT adapts" in sentence for sentence in map(explain, made.why))
+    assert plan(run_config(), facts()).target_modules is None
+    phi = model_facts().model_copy(update={"model_type": "phi3"})
+    with pytest.raises(UserError, match="peft-default names no layers of phi3") as refused:
+        plan(config, facts(phi))
+    assert "self_attn.q_proj" in refused.value.details and "all-linear" in refused.value.fix

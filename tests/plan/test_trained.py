@@ -29,6 +29,7 @@ SETUP = make_input(llama_8b(), adapter_rank=16, full_micro_tokens=1)
         {"train": ["lm_head"]},
         {"freeze": ["embed_tokens", "re:.*layers.[12]"]},
         {"train": ["norm", "model.layers.0.*_proj"]},
+        {"train": ["layers[-2:].mlp"], "freeze": ["layers[:1]"]},
     ],
 )
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

@@ -45,6 +45,8 @@ def write_run(folder: Path, model: Path, num_processes: int, **sections: Any) ->
         {"batch": {"samples": 8}},
         {"batch": {"samples": 8}, "parallel": {"compile": True}},
         {"batch": {"loss_tokens": 200}},
+        {"batch": {"packs": 3}, "data": {"max_length": 100}},
+        {"batch": {"packs": 3}, "data": {"max_length": 100, "packing": False}},
         {"batch": {"samples": 12, "micro_samples": 2}, "data": {"packing": False}},
         {
             "batch": {"samples": 8},
@@ -53,7 +55,7 @@ def write_run(folder: Path, model: Path, num_processes: int, **sections: Any) ->
             "parallel": {"compile": True},
         },
     ],
-    ids=["packed", "tiles", "tokens", "rows", "blocks"],
+    ids=["packed", "tiles", "tokens", "packs", "packs unpacked", "rows", "blocks"],
 )
 def test_plan_preview_and_batches_agree(
     num_processes: int, sections: dict[str, Any], model_folder: Path, tmp_path: Path
@@ -72,7 +74,7 @@ def test_plan_preview_and_batches_agree(
 
     store = TokenStore.open(made.data_folder)
     shape = shape_of(SimpleNamespace(plan=made, store=store))  # type: ignore[arg-type]
-    order = store.order_samples(config.seed, made.batch_samples, made.batch_loss_tokens)
+    order = store.order_samples(config.seed, **made.step_size)
     num_steps = made.steps_per_epoch
     useful = computed = 0
     for step in np.unique(np.linspace(0, num_steps - 1, min(num_steps, 20)).astype(int)):

@@ -57,15 +57,20 @@ def _unused(config: RunConfig, paths: tuple[str, ...], because: str, fix: str) -
 
 def _check_batch(config: RunConfig) -> Findings:
     batch, data = config.batch, config.data
-    if batch.samples != "auto" and batch.loss_tokens is not None:
-        yield "`batch.samples` and `batch.loss_tokens` both set the global batch: remove one"
+    sizes = [f"`batch.{name}`" for name in ("samples", "loss_tokens", "packs") if _is_set(config, f"batch.{name}")]
+    if len(sizes) > 1:
+        several = "both" if len(sizes) == 2 else "all"
+        yield f"{' and '.join(sizes)} {several} set the global batch: keep one"
     if data.packing:  # true or auto
         unpacked = ("batch.micro_samples", "batch.accumulation")
         yield from _unused(config, unpacked, "data.packing", "set data.packing: false")
     else:
         yield from _unused(config, ("batch.micro_tokens",), "data.packing", "set data.packing: true")
-        fix = "set data.packing: true; without packing use batch.samples"
+        fix = "set data.packing: true; without packing use batch.samples or batch.packs"
         yield from _unused(config, ("batch.loss_tokens",), "data.packing", fix)
+        if batch.packs is not None:
+            fix = "set batch.samples instead of batch.packs, whose steps have different numbers of samples"
+            yield from _unused(config, ("batch.accumulation",), "batch.packs", fix)
         yield from _check_divisibility(config)
     if batch.micro_tokens != "auto" and data.packing and batch.micro_tokens < data.max_length:
         yield (

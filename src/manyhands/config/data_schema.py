@@ -113,6 +113,11 @@ class BatchSection(Section):
         None,
         description="Instead of samples: loss tokens in the global batch, which ends with the sample that reaches it.",
     )
+    packs: PositiveInt | None = Field(
+        None,
+        description="Instead of samples: packs of data.max_length tokens in the global batch, over all GPUs; a step "
+        "trains the samples that they hold.",
+    )
     micro_samples: PositiveInt | Auto = Field("auto", description="Without packing: samples per GPU and micro-batch.")
     micro_tokens: PositiveInt | Auto = Field(
         "auto", description="With packing: tokens per GPU and micro-batch, >= data.max_length."

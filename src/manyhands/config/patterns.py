@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 import time
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from functools import lru_cache
 
@@ -21,6 +22,7 @@ MAX_CHARACTERS = 10_000
 MAX_REPEATS = 10_000  # the product of all counts: compiling expands {1000}{1000}
 MAX_CPU_S = 5.0  # of one expression in one process, over all names
 COUNTED_FROM_S = 0.01  # shorter matches are free
+SLICE = re.compile(r"(?P<list>[\w.*]*\w)\[(?P<start>-?\d*):(?P<stop>-?\d*)\](?P<rest>(?:\..+)?)")
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -38,6 +40,29 @@ def reaches(parameter: str, pattern: str) -> bool:
     """Whether ``pattern`` matches the parameter or a module that contains it: ``lm_head``, ``layers.0``, ``*_proj``."""
     parts = parameter.split(".")
     return any(matches(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1))
+
+
+def expand(pattern: str, names: Iterable[str]) -> tuple[str, ...]:
+    """The patterns that a slice of a list of modules stands for, as in Python: of ``names`` with 32 layers
+    ``layers[-2:].mlp`` is ``model.layers.30.mlp`` and ``model.layers.31.mlp``. Any other pattern is itself.
+    """
+    found = SLICE.fullmatch(pattern)
+    if found is None:
+        return (pattern,)
+    counts: dict[str, int] = {}
+    for name in names:
+        parts = name.split(".")
+        for end in range(1, len(parts)):
+            if parts[end].isdecimal():
+                holder = ".".join(parts[:end])
+                counts[holder] = max(counts.get(holder, 0), int(parts[end]) + 1)
+    start, stop = (int(found[part]) if found[part] else None for part in ("start", "stop"))
+    return tuple(
+        f"{holder}.{index}{found['rest']}"
+        for holder, count in counts.items()
+        if matches(holder, found["list"])
+        for index in range(count)[start:stop]
+    )
 
 
 class _Expression:

@@ -68,15 +68,18 @@ class MethodSection(Section):
         "(NF4) weights, `patterns` the weights selected by `train` and `freeze`.",
     )
     train: tuple[str, ...] = Field(
-        (), description="patterns: weights to train, by name, glob pattern or `re:` expression; all if empty."
+        (),
+        description="patterns: weights to train, by name, glob pattern, slice (`layers[-2:]`: the last two) or `re:` "
+        "expression; all if empty.",
     )
     freeze: tuple[str, ...] = Field((), description="patterns: weights to freeze; takes precedence over `train`.")
     rank: PositiveInt = Field(16, description="LoRA: rank r of the matrices A and B.")
     alpha: float = Field(32.0, gt=0, description="LoRA: the update is scaled by alpha / rank.")
     dropout: Fraction = Field(0.0, description="LoRA: dropout probability of the adapter's input.")
-    target_modules: Literal["all-linear"] | tuple[str, ...] = Field(
+    target_modules: Literal["all-linear", "peft-default"] | tuple[str, ...] = Field(
         "all-linear",
-        description="LoRA: modules by name, glob or `re:` expression; `all-linear`: all linear layers of the blocks.",
+        description="LoRA: modules by name, glob or `re:` expression; `all-linear`: all linear layers of the blocks; "
+        "`peft-default`: those that PEFT adapts in models of this type if none are named.",
     )
     rslora: bool = Field(False, description="LoRA: scale by alpha / sqrt(rank) instead of alpha / rank.")
     dora: bool = Field(False, description="LoRA: train magnitude and direction of the weights separately (DoRA).")

@@ -17,7 +17,7 @@ from torch import nn
 
 from manyhands.config.schema import MethodSection, RunConfig
 from manyhands.model.loss import LossModel
-from manyhands.plan.types import Plan
+from manyhands.plan.types import Plan, method_of
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,6 @@ class Context:
     @property
     def method(self) -> MethodSection:
         return method_of(self.plan, self.config)
-
-
-def method_of(plan: Plan, config: RunConfig) -> MethodSection:
-    """What is trained: as asked, or as the adapter has it from which the run continues."""
-    return config.method if plan.adapter is None else plan.adapter.method
 
 
 class TrainedModel(Protocol):

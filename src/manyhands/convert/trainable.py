@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from manyhands.config.patterns import matches, reaches
+from manyhands.config.patterns import expand, matches, reaches
 from manyhands.config.schema import MethodSection
 from manyhands.convert.nf4 import Nf4Linear
 from manyhands.convert.protocol import BaseConverter
@@ -59,13 +59,16 @@ def name_parameters(model: nn.Module) -> dict[int, list[str]]:
 def _reach(names: dict[int, list[str]], patterns: Iterable[str], where: str) -> set[int]:
     """Ids of the parameters that any of ``patterns`` matches, by their own name or that of a module that holds them."""
     reached: set[int] = set()
+    every_name = [name for own in names.values() for name in own]
     for pattern in patterns:
-        hits = {key for key, own in names.items() if any(reaches(name, pattern) for name in own)}
+        parts = expand(pattern, every_name)
+        hits = {key for key, own in names.items() if any(reaches(name, part) for name in own for part in parts)}
         if not hits:
             raise UserError(
                 f"{pattern!r} in {where} matches no weight",
                 where=where,
-                fix="name weights or modules of the model, or a pattern of them, for example model.layers.0 or *.mlp.*",
+                fix="name weights or modules of the model, or a pattern of them, for example layers.0, layers[-2:] "
+                "or *.mlp.*",
                 details=[own[0] for own in names.values()][:20],
             )
         reached |= hits

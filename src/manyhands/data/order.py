@@ -6,7 +6,7 @@ from __future__ import annotations
 import heapq
 import math
 import threading
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from math import gcd
@@ -78,8 +78,9 @@ class SampleOrder:
     holds each source's share within one sample.
 
     A step is ``batch_samples`` samples, or as many samples as it takes to reach ``batch_loss_tokens`` loss tokens (the
-    sample that reaches it is the last); then ``num_loss_tokens`` gives the loss tokens of each sample. The last step of
-    an epoch may be short.
+    sample that reaches it is the last; ``num_loss_tokens`` gives those of each sample), or the samples of
+    ``batch_packs`` packs of at most ``pack_tokens`` tokens, laid from the epoch's order by ``lay_packs``; ``lengths``
+    gives the tokens of each sample. The last step of an epoch may be short.
 
     Threads may share an order: batches are laid out ahead of the step that is trained.
     """
@@ -93,21 +94,26 @@ class SampleOrder:
         num_loss_tokens: np.ndarray | None = None,
         sources: np.ndarray | None = None,
         weights: Sequence[float] | None = None,
+        *,
+        batch_packs: int | None = None,
+        pack_tokens: int | None = None,
+        lengths: np.ndarray | None = None,
     ) -> None:
         if num_samples < 1:
             raise ValueError("an order needs at least one sample")
-        if (batch_samples is None) == (batch_loss_tokens is None):
-            raise ValueError("give batch_samples or batch_loss_tokens, not both")
+        sizes = [size for size in (batch_samples, batch_loss_tokens, batch_packs) if size is not None]
+        if len(sizes) != 1:
+            raise ValueError("give one of batch_samples, batch_loss_tokens and batch_packs")
+        if sizes[0] < 1:
+            raise ValueError("a step needs at least one sample, token or pack")
         if batch_loss_tokens is not None and (num_loss_tokens is None or len(num_loss_tokens) != num_samples):
             raise ValueError("batch_loss_tokens needs num_loss_tokens, one for each sample")
-        if (batch_samples if batch_samples is not None else batch_loss_tokens or 0) < 1:
-            raise ValueError("a step needs at least one sample or token")
+        if batch_packs is not None and (pack_tokens is None or lengths is None or len(lengths) != num_samples):
+            raise ValueError("batch_packs needs pack_tokens, and lengths, one for each sample")
         self.num_samples, self.seed = num_samples, seed
-        self.batch_samples, self.batch_loss_tokens, self._num_loss_tokens = (
-            batch_samples,
-            batch_loss_tokens,
-            num_loss_tokens,
-        )
+        self.batch_samples, self.batch_loss_tokens = batch_samples, batch_loss_tokens
+        self.batch_packs, self.pack_tokens = batch_packs, pack_tokens
+        self._num_loss_tokens, self._lengths = num_loss_tokens, lengths
         self._samples_of_source, self._shares = _divide(num_samples, sources, weights)
         self._pattern: tuple[tuple[int, ...], np.ndarray] = (
             (),
@@ -124,8 +130,8 @@ class SampleOrder:
         return sum(end - start for start, end in self._stretches(epoch))
 
     def steps_per_epoch(self, epoch: int) -> int:
-        """Steps of one epoch. Those of a run may differ by a few: with ``batch_loss_tokens``, and as
-        ``samples_in_epoch`` does.
+        """Steps of one epoch. Those of a run may differ by a few: with ``batch_loss_tokens`` or ``batch_packs``, and
+        as ``samples_in_epoch`` does.
         """
         if self.batch_samples is not None:
             return -(-self.samples_in_epoch(epoch) // self.batch_samples)
@@ -133,10 +139,10 @@ class SampleOrder:
 
     def samples_of_epoch(self, epoch: int) -> np.ndarray:
         """Sample ids of a whole epoch, int64, in seeded order."""
-        return self._lay_out(epoch)[0]
+        return self._order_epoch(epoch) if self.batch_packs is not None else self._lay_out(epoch)[0]
 
     def samples(self, epoch: int, index: int) -> np.ndarray:
-        """Sample ids of step ``index`` of an epoch, int64, in seeded order."""
+        """Sample ids of step ``index`` of an epoch, int64, in seeded order; with ``batch_packs`` pack by pack."""
         permutation, bounds = self._lay_out(epoch)
         if not 0 <= index < len(bounds) - 1:
             raise IndexError(f"epoch {epoch} has {len(bounds) - 1} steps, not {index + 1}")
@@ -176,6 +182,10 @@ class SampleOrder:
                 order = self._order_epoch(epoch)
                 if self.batch_samples is not None:
                     bounds = np.append(np.arange(0, len(order), self.batch_samples), len(order))
+                elif self.batch_packs is not None:
+                    assert self.pack_tokens is not None and self._lengths is not None
+                    taken, packs = lay_packs(self._lengths[order], self.pack_tokens)
+                    order, bounds = order[taken], bound_by_packs(packs, self.batch_packs)
                 else:
                     assert self.batch_loss_tokens is not None and self._num_loss_tokens is not None
                     bounds = bound_by_tokens(self._num_loss_tokens[order], self.batch_loss_tokens)
@@ -249,6 +259,44 @@ def bound_by_tokens(num_loss_tokens: np.ndarray, batch_loss_tokens: int) -> np.n
         before = int(sums[bounds[-1] - 1]) if bounds[-1] else 0
         bounds.append(min(int(np.searchsorted(sums, before + batch_loss_tokens)) + 1, len(sums)))
     return np.array(bounds, dtype=np.int64)
+
+
+MAX_OPEN_PACKS = 128
+
+
+def lay_packs(lengths: np.ndarray, pack_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """(order, bounds), both int64: pack i holds ``order[bounds[i]:bounds[i + 1]]``, positions in ``lengths``, which are
+    tokens of samples in their order, none above ``pack_tokens``. A million samples take about a second.
+
+    Best fit with few open packs: each sample in turn goes into the fullest open pack that has room for it, else it
+    opens one; where there are ``MAX_OPEN_PACKS`` already, the fullest closes. A pack's place is that of its first
+    sample, so that short and long samples come as mixed as in the order itself, which sorting by length would undo.
+    """
+    rooms: list[tuple[int, int]] = []  # (tokens free, pack) of open packs, ascending
+    packs = np.empty(len(lengths), dtype=np.int64)
+    num_packs = 0
+    for sample, length in enumerate(lengths.tolist()):
+        place = bisect_left(rooms, (length, -1))
+        if place < len(rooms):
+            room, pack = rooms.pop(place)
+        elif length > pack_tokens:
+            raise ValueError(f"a sample of {length} tokens does not fit into a pack of {pack_tokens}")
+        else:
+            if len(rooms) == MAX_OPEN_PACKS:
+                rooms.pop(0)
+            room, pack = pack_tokens, num_packs
+            num_packs += 1
+        packs[sample] = pack
+        if room > length:
+            insort(rooms, (room - length, pack))
+    order = np.argsort(packs, kind="stable")
+    return order, np.searchsorted(packs[order], np.arange(num_packs + 1)).astype(np.int64)
+
+
+def bound_by_packs(packs: np.ndarray, batch_packs: int) -> np.ndarray:
+    """Where steps of ``batch_packs`` packs begin, and the end, int64; ``packs`` are the bounds of ``lay_packs``."""
+    bounds = packs[:-1:batch_packs]
+    return np.append(bounds, packs[-1])
 
 
 def _divide(

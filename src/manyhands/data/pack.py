@@ -82,6 +82,19 @@ def fill_fullest(sizes: Sequence[int], num_bins: int, capacity: int) -> np.ndarr
     return np.array(placed, dtype=np.int64)
 
 
+def fill_in_order(sizes: Sequence[int], num_bins: int, capacity: int) -> np.ndarray | None:
+    """Bin of each item, int64, each bin a stretch of the items; None where these are too many. No cut into stretches of
+    at most ``capacity`` takes fewer bins: the packs of ``batch.packs``, which come one after the other, always fit.
+    """
+    placed, number, load = [], 0, 0
+    for size in sizes:
+        if load + size > capacity:
+            number, load = number + 1, 0
+        load += size
+        placed.append(number)
+    return np.array(placed, dtype=np.int64) if number < num_bins else None
+
+
 def _repair(sizes: np.ndarray, bins: np.ndarray, targets: np.ndarray) -> None:
     """Moves items out of bins over their target, or swaps them for shorter ones, in place; no other bin comes over its
     own.
@@ -185,7 +198,8 @@ def lay_out_packed(samples: np.ndarray, lengths: np.ndarray, num_ranks: int, mic
 
     ``lengths`` holds the tokens of every sample of the set, indexed by sample id. Packs get equal sizes
     (``fill_evenly``); where that leaves a sample without room, each sample goes into the fullest pack that has some
-    (``fill_fullest``); where that fails too, there is one micro-batch more. Packs of like size and cost
+    (``fill_fullest``), or they are cut in their own order (``fill_in_order``); where all fail, there is one micro-batch
+    more. Packs of like size and cost
     (``n + n^2 / ATTENTION_LENGTH`` over samples) share a micro-batch, because its ranks wait for the dearest, and the
     dearer of them goes to the rank that has done least. Raises UserError for a sample longer than ``micro_tokens``.
     """
@@ -206,9 +220,12 @@ def lay_out_packed(samples: np.ndarray, lengths: np.ndarray, num_ranks: int, mic
     while True:
         bins = fill_evenly(sizes, num_micro, num_ranks, micro_tokens, TILE_TOKENS)
         bins = fill_fullest(sizes, num_micro * num_ranks, micro_tokens) if bins is None else bins
+        bin_of_sample = np.empty(len(samples), dtype=np.int64)
         if bins is not None:
-            bin_of_sample = np.empty(len(samples), dtype=np.int64)
             bin_of_sample[descending] = bins
+        elif (found := fill_in_order(sample_lengths.tolist(), num_micro * num_ranks, micro_tokens)) is not None:
+            bin_of_sample = found
+        if bins is not None or found is not None:
             return _deal(samples, sample_lengths, bin_of_sample, num_micro, num_ranks)
         num_micro += 1
 

@@ -179,7 +179,12 @@ class TokenStore:
         return TokenStore(folder, train, validation, meta)
 
     def order_samples(
-        self, seed: int, batch_samples: int | None = None, batch_loss_tokens: int | None = None
+        self,
+        seed: int,
+        batch_samples: int | None = None,
+        batch_loss_tokens: int | None = None,
+        batch_packs: int | None = None,
+        pack_tokens: int | None = None,
     ) -> SampleOrder:
         """The order of the training samples over a run, each source as often as its weight says. Raises ValueError as
         SampleOrder.
@@ -193,6 +198,9 @@ class TokenStore:
             train.num_loss_tokens,
             sources=train.sources,
             weights=self.source_weights,
+            batch_packs=batch_packs,
+            pack_tokens=pack_tokens,
+            lengths=train.lengths,
         )
 
     def line(self, number: int) -> int:

@@ -43,7 +43,8 @@ class PreparedData:
     num_dropped: int
     num_truncated: int
     num_split: int
-    # Filled when batch.loss_tokens is asked: steps of each epoch the run begins, as far as stop.max_steps lets it come.
+    # Filled when batch.loss_tokens or batch.packs is asked: steps of each epoch that the run begins, as far as
+    # stop.max_steps lets it come.
     steps_of_epochs: tuple[int, ...]
     # (samples, weight) of each source: an epoch takes the samples of each as often as its weight says
     sources: tuple[tuple[int, float], ...]
@@ -55,11 +56,14 @@ class PreparedData:
 def summarize(config: RunConfig, store: TokenStore) -> PreparedData:
     """What the samples of a store add up to. Raises UserError where the weights leave none."""
     train, validation, meta = store.train, store.validation, store.meta
+    varies = config.batch.loss_tokens is not None or config.batch.packs is not None
     try:
         order = store.order_samples(
             config.seed,
-            batch_samples=None if config.batch.loss_tokens else 1,
+            batch_samples=None if varies else 1,
             batch_loss_tokens=config.batch.loss_tokens,
+            batch_packs=config.batch.packs,
+            pack_tokens=config.data.max_length,
         )
     except ValueError as error:
         raise UserError(
@@ -91,7 +95,7 @@ def summarize(config: RunConfig, store: TokenStore) -> PreparedData:
         num_dropped=meta["num_dropped"],
         num_truncated=meta["num_truncated"],
         num_split=meta["num_split"],
-        steps_of_epochs=_steps_of_epochs(config, order) if config.batch.loss_tokens is not None else (),
+        steps_of_epochs=_steps_of_epochs(config, order) if varies else (),
         sources=tuple((source["num_samples"], source["weight"]) for source in meta["sources"]),
         first_lengths=tuple(train.lengths[first].tolist()),
         first_labels=tuple(train.num_loss_tokens[first].tolist()) if config.batch.loss_tokens is not None else (),
@@ -99,9 +103,8 @@ def summarize(config: RunConfig, store: TokenStore) -> PreparedData:
 
 
 def _steps_of_epochs(config: RunConfig, order: SampleOrder) -> tuple[int, ...]:
-    """Steps of each epoch that the run begins: each has its own, as its samples reach ``batch.loss_tokens`` in another
-    order.
-    """
+    """Steps of each epoch that the run begins: each has its own, as its samples come in another order."""
+    key = "batch.packs" if config.batch.packs is not None else "batch.loss_tokens"
     steps: list[int] = []
     left = config.stop.max_steps or math.inf
     while len(steps) < config.stop.epochs and left >= 0:
@@ -109,7 +112,7 @@ def _steps_of_epochs(config: RunConfig, order: SampleOrder) -> tuple[int, ...]:
             raise UserError(
                 f"stop.epochs: {config.stop.epochs:g} is more epochs than can be counted",
                 where="stop.epochs",
-                why=f"with batch.loss_tokens each epoch has its own number of steps; up to "
+                why=f"with {key} each epoch has its own number of steps; up to "
                 f"{MAX_COUNTED_EPOCHS:,} epochs are counted",
                 fix="set stop.max_steps, or fewer epochs",
             )

@@ -19,7 +19,7 @@ from manyhands.core.files import read_json
 from manyhands.facts.adapter import NF4_OPTIONS
 from manyhands.metrics.report import format_value
 from manyhands.metrics.summary import describe_data, describe_settings, read_evaluations
-from manyhands.plan.types import Plan
+from manyhands.plan.types import Plan, method_of
 from manyhands.train.types import Evaluation
 
 CARD = "README.md"
@@ -155,7 +155,7 @@ class Card:
             return []
         text = "It was trained beside weights in 4 bits, NF4 **with double quantization**,"
         text += " which is not bitsandbytes' default: open the base as it is done here."
-        if (self.config.method if self.plan.adapter is None else self.plan.adapter.method).init == "loftq":
+        if method_of(self.plan, self.config).init == "loftq":
             text += " Its initial values are the quantization error of these 4 bits (LoftQ),"
             text += " so it is wrong beside weights in 16 bits."
         return [text, ""]

@@ -9,11 +9,10 @@ from typing import Any, Literal
 from torch import nn
 
 from manyhands.config.schema import RunConfig
-from manyhands.convert.protocol import method_of
 from manyhands.export.adapter import export_adapter, name_base
 from manyhands.export.model import choose_dtype, export_model
 from manyhands.export.reference import round_weights
-from manyhands.plan.types import Plan
+from manyhands.plan.types import Plan, method_of
 
 Output = Literal["model", "merged", "adapter"]
 

@@ -71,7 +71,8 @@ class DataFacts(Fact):
     num_dropped: int = 0
     num_truncated: int = 0
     num_split: int = 0
-    # Filled when batch.loss_tokens is asked: steps of each epoch the run begins, as far as stop.max_steps lets it come.
+    # Filled when batch.loss_tokens or batch.packs is asked: steps of each epoch that the run begins, as far as
+    # stop.max_steps lets it come.
     steps_of_epochs: tuple[int, ...] = ()
     # of the samples that the first epoch begins with, in its order: all of it, or some ten thousands
     first_lengths: tuple[int, ...] = ()

@@ -65,6 +65,8 @@ class Family:
     merged: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # projections that are one matrix, in its order
     known_modules: tuple[KnownModule, ...] = ()
 
+    peft_targets: tuple[str, ...] = ()  # the modules that PEFT adapts if none are named; (): it has to be told
+
     # packing
     packs: bool | None = None  # measured: documents of a pack are as if alone, or not; None: not measured
     packing_reason: str = ""  # why not

@@ -2,7 +2,15 @@
 
 from manyhands.families.family import Family
 
-GEMMA = Family(name="Gemma", model_types=("gemma",), tied=True, head_dim=256, mlp_bias=False, packs=True)
+GEMMA = Family(
+    name="Gemma",
+    model_types=("gemma",),
+    tied=True,
+    head_dim=256,
+    mlp_bias=False,
+    peft_targets=("q_proj", "v_proj"),
+    packs=True,
+)
 PALIGEMMA = Family(
     name="PaliGemma",
     model_types=("paligemma",),

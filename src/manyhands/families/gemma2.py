@@ -16,6 +16,7 @@ GEMMA2 = Family(
     attention_softcap=50.0,
     norms=NORMS,
     mlp_bias=False,
+    peft_targets=("q_proj", "v_proj"),
     packs=True,
 )
 

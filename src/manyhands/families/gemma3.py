@@ -21,6 +21,7 @@ GEMMA3_TEXT = Family(
         KnownModule("attention", "Gemma3Attention"),
         KnownModule("mlp", "Gemma3MLP", activation_field="hidden_activation"),
     ),
+    peft_targets=("q_proj", "v_proj"),
     packs=True,
 )
 GEMMA3 = Family(

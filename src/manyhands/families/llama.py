@@ -15,6 +15,7 @@ LLAMA = Family(
         "max_position_embeddings": 2048,
     },
     known_modules=(KnownModule("attention", "LlamaAttention"), KnownModule("mlp", "LlamaMLP")),
+    peft_targets=("q_proj", "v_proj"),
     packs=True,
 )
 

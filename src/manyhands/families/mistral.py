@@ -22,6 +22,7 @@ MISTRAL = Family(
         KnownModule("attention", "MistralAttention", window_in_config=True),
         KnownModule("mlp", "MistralMLP"),
     ),
+    peft_targets=("q_proj", "v_proj"),
     packs=True,
 )
 MISTRAL3 = Family(

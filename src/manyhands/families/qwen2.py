@@ -18,6 +18,7 @@ QWEN2 = Family(
     output_bias=False,
     mlp_bias=False,
     known_modules=(KnownModule("attention", "Qwen2Attention"), KnownModule("mlp", "Qwen2MLP")),
+    peft_targets=("q_proj", "v_proj"),
     packs=True,
 )
 QWEN2_VL_TEXT = Family(

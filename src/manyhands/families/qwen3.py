@@ -9,6 +9,7 @@ QWEN3 = Family(
     qk_norm="shared",
     mlp_bias=False,
     known_modules=(KnownModule("attention", "Qwen3Attention"), KnownModule("mlp", "Qwen3MLP")),
+    peft_targets=("q_proj", "v_proj"),
     packs=True,
 )
 QWEN3_VL_TEXT = Family(name="Qwen3-VL", model_types=("qwen3_vl_text",), head_dim=128, qk_norm="shared", mlp_bias=False)

@@ -38,6 +38,7 @@ COURSE = (
     "data_content",
     "batch_samples",
     "batch_loss_tokens",
+    "batch_packs",
     "steps_per_epoch",
     "num_steps",
     "warmup_steps",

@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import Any
 
 from manyhands.config.schema import MethodSection, RunConfig
-from manyhands.plan.types import Plan
+from manyhands.plan.types import Plan, method_of
 from manyhands.train.types import Evaluation
 
 CURVE_POINTS = 60
@@ -27,7 +27,7 @@ def describe_settings(config: RunConfig, plan: Plan) -> dict[str, Any]:
     """What was set or decided, by the names of the run file's keys; of optional keys those that differ from their
     default.
     """
-    method = config.method if plan.adapter is None else plan.adapter.method
+    method = method_of(plan, config)
     found: dict[str, Any] = {"method.name": method.name}
     if method.trains_adapters:
         found |= {f"method.{key}": getattr(method, key) for key in ("rank", "alpha", "dropout", "target_modules")}
@@ -43,8 +43,10 @@ def describe_settings(config: RunConfig, plan: Plan) -> dict[str, Any]:
     found |= {"schedule.name": config.schedule.name, "schedule.warmup_steps": plan.warmup_steps}
     found |= (
         {"batch.samples": plan.batch_samples}
-        if plan.batch_loss_tokens is None
+        if plan.batch_samples is not None
         else {"batch.loss_tokens": plan.batch_loss_tokens}
+        if plan.batch_loss_tokens is not None
+        else {"batch.packs": plan.batch_packs}
     )
     found |= {
         "data.max_length": config.data.max_length,

@@ -22,10 +22,11 @@ MIN_AUTO_STEPS = 10  # an automatic batch leaves at least so many steps in an ep
 
 @dataclass(frozen=True)
 class BatchSplit:
-    """A global batch and how it is divided into micro-batches; all but the first two are fields of ``Layout``."""
+    """A global batch and how it is divided into micro-batches; all but the first three are fields of ``Layout``."""
 
     batch_samples: int | None
     batch_loss_tokens: int | None
+    batch_packs: int | None
     micro_samples: int | None
     micro_tokens: int | None
     pack_tokens: int | None
@@ -39,6 +40,8 @@ def possible_splits(config: RunConfig, data: DataFacts, num_ranks: int, useful_t
 
     ``useful_tokens``: beyond this a larger micro-batch gains nothing on the device.
     """
+    if config.batch.packs is not None:
+        return _splits_of_packs(config, config.batch.packs, data, num_ranks, useful_tokens)
     if config.data.packing:
         return _packed_splits(config, data, num_ranks, useful_tokens)
     return _unpacked_splits(config, data, num_ranks, useful_tokens)
@@ -78,6 +81,40 @@ def _packed_splits(config: RunConfig, data: DataFacts, num_ranks: int, useful_to
     return [_packed_split(samples, tokens, size, data, num_ranks) for size in sizes]
 
 
+def _splits_of_packs(
+    config: RunConfig, packs: int, data: DataFacts, num_ranks: int, useful_tokens: int
+) -> list[BatchSplit]:
+    """A rank's share of a step is at most ``ceil(packs / ranks)`` packs of ``data.max_length``; a micro-batch holds
+    some of them, or less than one where memory is short. Without packing it holds a number of the same samples.
+    """
+    batch, longest, pack_tokens = config.batch, data.max_length, config.data.max_length
+    share = ceil_div(packs, num_ranks)
+    if not config.data.packing:
+        samples = max(1, min(useful_tokens // longest, round(share * pack_tokens / data.mean_length)))
+        rows = [samples >> halved for halved in range(samples.bit_length())]
+        sizes = rows if batch.micro_samples == "auto" else [batch.micro_samples]
+        return [
+            BatchSplit(None, None, packs, size, None, None, None, size * longest, accumulates=True) for size in sizes
+        ]
+    if batch.micro_tokens != "auto":
+        sizes = [batch.micro_tokens]
+    else:
+        most = max(1, useful_tokens // pack_tokens)
+        first = ceil_div(share, most)  # micro-batches
+        fewer = {
+            padded_tokens(ceil_div(share, first << doubled) * pack_tokens) for doubled in range(share.bit_length() + 1)
+        }
+        smaller = {size for size in pack_sizes(longest, 0, useful_tokens) if size < pack_tokens}
+        smaller |= {size for size in (pack_tokens // 4 * 3, pack_tokens // 2) if size >= padded_tokens(longest)}
+        sizes = sorted(fewer | set(map(padded_tokens, smaller)), reverse=True)
+    splits = []
+    for size in sizes:
+        constant = constant_pack_tokens(packs * (pack_tokens // longest), size, data, num_ranks)
+        accumulates = size < share * pack_tokens
+        splits.append(BatchSplit(None, None, packs, None, size, constant, None, constant or size, accumulates))
+    return splits
+
+
 def _packed_split(samples: int | None, tokens: int | None, size: int, data: DataFacts, num_ranks: int) -> BatchSplit:
     """What is certain of every step. Samples of one length are packed by their number, and never fill the quarter for
     uneven steps.
@@ -87,7 +124,7 @@ def _packed_split(samples: int | None, tokens: int | None, size: int, data: Data
         one_each = samples <= num_ranks * (constant // data.max_length)
     else:
         one_each = samples is not None and samples * padded_tokens(data.max_length) <= size
-    return BatchSplit(samples, tokens, None, size, constant, None, constant or size, accumulates=not one_each)
+    return BatchSplit(samples, tokens, None, None, size, constant, None, constant or size, accumulates=not one_each)
 
 
 def pack_sizes(longest: int, rank_tokens: float, useful_tokens: int) -> list[int]:
@@ -147,7 +184,9 @@ def _unpacked_splits(config: RunConfig, data: DataFacts, num_ranks: int, useful_
         divisors = [size for size in range(share, 0, -1) if share % size == 0]
         sizes = [size for size in divisors if size * data.max_length <= useful_tokens] or [1]
     return [
-        BatchSplit(samples, None, size, None, None, share // size, size * data.max_length, accumulates=size != share)
+        BatchSplit(
+            samples, None, None, size, None, None, share // size, size * data.max_length, accumulates=size != share
+        )
         for size in sizes
     ]
 

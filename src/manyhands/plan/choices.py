@@ -9,10 +9,10 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from manyhands.config.patterns import matches
-from manyhands.config.schema import RunConfig
+from manyhands import families
+from manyhands.config.schema import MethodSection, RunConfig
 from manyhands.core.errors import UserError
-from manyhands.facts.types import DataFacts, Facts, GpuFacts, ModelFacts, NewTokens
+from manyhands.facts.types import DataFacts, Facts, GpuFacts, ModelFacts
 from manyhands.plan.batch import has_one_length
 from manyhands.plan.layout import DTYPE_BYTES, ComputeDtype, Device, Dtype
 from manyhands.plan.types import Reason, reason
@@ -236,6 +236,22 @@ def choose_packing(config: RunConfig, model: ModelFacts) -> tuple[bool, Reason]:
     return False, reason("packing", packed=False, asked=False, known=model.packing_reason)
 
 
+def name_targets(method: MethodSection, model: ModelFacts) -> tuple[MethodSection, tuple[Reason, ...]]:
+    """``method`` with PEFT's default target modules by name. UserError where PEFT has none for models of this type."""
+    if method.target_modules != "peft-default":
+        return method, ()
+    names = families.find(model.model_type).peft_targets
+    if not names:
+        raise UserError(
+            f"method.target_modules: peft-default names no layers of {model.model_type}",
+            where="method.target_modules",
+            why="PEFT has no default for models of this type, or it is not known here",
+            fix="name layers, such as [q_proj, v_proj], or use all-linear",
+            details=list(model.block_linear_shapes),
+        )
+    return method.model_copy(update={"target_modules": names}), (reason("targets", names=names, kind=model.model_type),)
+
+
 def choose_attention(
     config: RunConfig, model: ModelFacts, gpus: tuple[GpuFacts, ...], compute: ComputeDtype
 ) -> tuple[Attention, Reason]:
@@ -357,42 +373,3 @@ def choose_environment(device: Device, num_cores: int, local_world_size: int) ->
     if device == "cuda":
         return environment | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     return environment | {"OMP_NUM_THREADS": str(max(1, num_cores // local_world_size))}
-
-
-def count_adapter_parameters(config: RunConfig, model: ModelFacts, new_tokens: NewTokens | None = None) -> int:
-    """``r (in + out)`` for each adapted layer of each block, with DoRA ``out`` more; 0 where everything is trained.
-
-    And what is fully trained (``modules_to_save``): linear layers of blocks, embeddings and head, of which a tied pair
-    counts once. Norms are not counted. Else, for new tokens, ``k H`` in embeddings and head. Patterns are matched as
-    convert/lora.py does.
-    """
-    method = config.method
-    if not method.trains_adapters:
-        return 0
-    patterns = ("*",) if method.target_modules == "all-linear" else method.target_modules
-    adapted = whole = 0
-    for index in range(model.num_layers):
-        for name, (out, into) in model.block_linear_shapes.items():
-            full_name = f"{model.decoder}.layers.{index}.{name}"
-            if _is_saved(full_name, method.modules_to_save):
-                whole += out * into
-            elif any(matches(full_name, pattern) for pattern in patterns):
-                adapted += method.rank * (out + into) + out * method.dora
-    if not adapted:
-        raise UserError(
-            f"no layer matches method.target_modules: {', '.join(patterns)}",
-            where="method.target_modules",
-            fix="name linear layers of the blocks, or use all-linear",
-            details=list(model.block_linear_shapes),
-        )
-    saved = [_is_saved(name, method.modules_to_save) for name in (f"{model.decoder}.embed_tokens", "lm_head")]
-    matrices = [any(saved)] if model.tied_embeddings else saved
-    num_tokens = 0 if new_tokens is None else len(new_tokens.ids)
-    rows = sum(model.vocab_size if is_whole else num_tokens for is_whole in matrices)
-    return adapted + whole + rows * model.hidden_size
-
-
-def _is_saved(name: str, patterns: tuple[str, ...]) -> bool:
-    """Whether the module, or one that it is a part of, is named by ``patterns``."""
-    parts = name.split(".")
-    return any(matches(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1) for pattern in patterns)

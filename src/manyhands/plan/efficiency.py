@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from manyhands.data.order import bound_by_tokens
+from manyhands.data.order import MAX_OPEN_PACKS, bound_by_packs, bound_by_tokens, lay_packs
 from manyhands.data.pack import (
     TILE_TOKENS,
     StepLayout,
@@ -37,7 +37,7 @@ def lay_out_step(plan: Plan, samples: np.ndarray, lengths: np.ndarray) -> StepLa
         return lay_out_packed(
             samples, lengths, plan.layout.data_parallel_degree, plan.layout.pack_tokens or plan.layout.micro_tokens
         )
-    assert plan.layout.micro_samples is not None and plan.layout.accumulation is not None
+    assert plan.layout.micro_samples is not None
     return lay_out_unpacked(
         samples, plan.layout.data_parallel_degree, plan.layout.micro_samples, plan.layout.accumulation
     )
@@ -74,7 +74,14 @@ def measure_efficiency(plan: Plan, data: DataFacts) -> tuple[float, int] | None:
 def _sample_steps(plan: Plan, data: DataFacts) -> Iterator[np.ndarray]:
     """Samples, counted from 0 in the order of the first epoch, of steps spread over what the facts have of it."""
     num_samples = len(data.first_lengths)
-    if plan.batch_loss_tokens is not None:
+    order = np.arange(num_samples)
+    if plan.batch_packs is not None:
+        assert plan.batch_pack_tokens is not None
+        order, packs = lay_packs(np.array(data.first_lengths, dtype=np.int64), plan.batch_pack_tokens)
+        if num_samples < data.samples_per_epoch:
+            packs = packs[: max(1, len(packs) - MAX_OPEN_PACKS)]  # others would still take samples
+        bounds = bound_by_packs(packs, plan.batch_packs)
+    elif plan.batch_loss_tokens is not None:
         bounds = bound_by_tokens(np.array(data.first_labels, dtype=np.int64), plan.batch_loss_tokens)
     else:
         assert plan.batch_samples is not None
@@ -86,7 +93,7 @@ def _sample_steps(plan: Plan, data: DataFacts) -> Iterator[np.ndarray]:
         return
     wanted = max(1, min(MAX_STEPS, MAX_SAMPLES * num_steps // int(bounds[num_steps])))
     for step in np.unique(np.linspace(0, num_steps - 1, wanted).astype(np.int64)).tolist():
-        yield np.arange(bounds[step], bounds[step + 1])
+        yield order[bounds[step] : bounds[step + 1]]
 
 
 def with_efficiency(plan: Plan, facts: Facts) -> Plan:
@@ -128,17 +135,21 @@ def _changes(plan: Plan, facts: Facts) -> Iterator[tuple[str, Plan]]:
     """What could be set otherwise, and the plan with it; the pack's size, which the memory was estimated for, stays."""
     data = facts.data
     if plan.layout.micro_tokens is None:
-        assert plan.layout.micro_samples is not None and plan.batch_samples is not None
+        assert plan.layout.micro_samples is not None
         if facts.model.packs:
             tokens = padded_tokens(plan.layout.micro_samples * data.max_length)
             yield "data.packing=true", _with_layout(plan, micro_samples=None, micro_tokens=tokens)
         if plan.layout.micro_samples > 1:
-            accumulation = plan.batch_samples // plan.layout.data_parallel_degree
+            ranks = plan.layout.data_parallel_degree
+            accumulation = plan.batch_samples // ranks if plan.batch_samples is not None else None
             yield "batch.micro_samples=1", _with_layout(plan, micro_samples=1, accumulation=accumulation)
         return
     factor, step_samples = 1, max(map(len, _sample_steps(plan, data)))
     while factor <= MAX_FACTOR and factor * step_samples <= MAX_SAMPLES:
-        if plan.batch_loss_tokens is not None:
+        if plan.batch_packs is not None:
+            packs = factor * plan.batch_packs
+            yield f"batch.packs={packs}", plan.model_copy(update={"batch_packs": packs})
+        elif plan.batch_loss_tokens is not None:
             tokens = factor * plan.batch_loss_tokens
             yield f"batch.loss_tokens={tokens}", plan.model_copy(update={"batch_loss_tokens": tokens})
         else:

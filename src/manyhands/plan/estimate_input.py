@@ -11,11 +11,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
-from manyhands.config.patterns import reaches
-from manyhands.config.schema import MethodSection
+from manyhands.config.patterns import expand, matches, reaches
+from manyhands.config.schema import MethodSection, RunConfig
+from manyhands.core.errors import UserError
 from manyhands.core.limits import BLOCK_VALUES_8BIT, NF4_ROW_BYTES, NF4_ROW_VALUES
 from manyhands.facts.model import BLOCK_TENSOR
-from manyhands.facts.types import ModelFacts
+from manyhands.facts.types import ModelFacts, NewTokens
 from manyhands.plan.layout import DTYPE_BYTES, Layout
 
 
@@ -156,9 +157,13 @@ def count_trained(method: MethodSection, model: ModelFacts) -> TrainedWeights | 
         return None
     blocks: dict[str, int] = {}
     root = frozen = 0
+    train, freeze = (
+        [part for pattern in patterns for part in expand(pattern, model.parameter_shapes)]
+        for patterns in (method.train, method.freeze)
+    )
     for name, shape in model.parameter_shapes.items():
         names = (name, HEAD) if model.tied_embeddings and name.endswith(EMBEDDINGS) else (name,)
-        if (method.train and not _any(names, method.train)) or _any(names, method.freeze):
+        if (method.train and not _any(names, train)) or _any(names, freeze):
             frozen += prod(shape)
         elif block := BLOCK_TENSOR.search(name):
             blocks[block[1]] = blocks.get(block[1], 0) + prod(shape)
@@ -198,3 +203,42 @@ def count_state_bytes(
         case "muon":
             return (num_trained + num_root) * master_bytes
     return 2 * num_trained * master_bytes
+
+
+def count_adapter_parameters(config: RunConfig, model: ModelFacts, new_tokens: NewTokens | None = None) -> int:
+    """``r (in + out)`` for each adapted layer of each block, with DoRA ``out`` more; 0 where everything is trained.
+
+    And what is fully trained (``modules_to_save``): linear layers of blocks, embeddings and head, of which a tied pair
+    counts once. Norms are not counted. Else, for new tokens, ``k H`` in embeddings and head. Patterns are matched as
+    convert/lora.py does.
+    """
+    method = config.method
+    if not method.trains_adapters:
+        return 0
+    patterns = ("*",) if method.target_modules == "all-linear" else method.target_modules
+    adapted = whole = 0
+    for index in range(model.num_layers):
+        for name, (out, into) in model.block_linear_shapes.items():
+            full_name = f"{model.decoder}.layers.{index}.{name}"
+            if _is_saved(full_name, method.modules_to_save):
+                whole += out * into
+            elif any(matches(full_name, pattern) for pattern in patterns):
+                adapted += method.rank * (out + into) + out * method.dora
+    if not adapted:
+        raise UserError(
+            f"no layer matches method.target_modules: {', '.join(patterns)}",
+            where="method.target_modules",
+            fix="name linear layers of the blocks, or use all-linear",
+            details=list(model.block_linear_shapes),
+        )
+    saved = [_is_saved(name, method.modules_to_save) for name in (f"{model.decoder}.embed_tokens", "lm_head")]
+    matrices = [any(saved)] if model.tied_embeddings else saved
+    num_tokens = 0 if new_tokens is None else len(new_tokens.ids)
+    rows = sum(model.vocab_size if is_whole else num_tokens for is_whole in matrices)
+    return adapted + whole + rows * model.hidden_size
+
+
+def _is_saved(name: str, patterns: tuple[str, ...]) -> bool:
+    """Whether the module, or one that it is a part of, is named by ``patterns``."""
+    parts = name.split(".")
+    return any(matches(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1) for pattern in patterns)

@@ -7,7 +7,6 @@ The candidates and their order stand in ``candidates.py``.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
@@ -27,13 +26,13 @@ from manyhands.plan.choices import (
     Decisions,
     choose_environment,
     choose_packing,
-    count_adapter_parameters,
     decide,
     fuses_optimizer,
+    name_targets,
     ranks_per_machine,
 )
 from manyhands.plan.efficiency import with_efficiency
-from manyhands.plan.estimate_input import EstimateInput, count_trained
+from manyhands.plan.estimate_input import EstimateInput, count_adapter_parameters, count_trained
 from manyhands.plan.layout import DTYPE_BYTES, choose_converters, lay_out, mesh_of
 from manyhands.plan.smaller import NothingSmaller as NothingSmaller
 from manyhands.plan.smaller import choose_smaller, explain_smaller, find_ran_out, nothing_smaller
@@ -66,7 +65,7 @@ def plan(
     (processes, batch, dtypes) or where nothing fits; NothingSmaller where nothing is left to try.
     """
     digest = config.digest
-    config, why_packing = _settle(config, facts)  # from here on no `auto`
+    config, why_settled = _settle(config, facts)  # from here on no `auto`
     made = decide(config, facts)
     found = _search(config, facts, made, cause, before)
     steps = count_steps(config, facts.data, found.split.batch_samples)
@@ -84,11 +83,14 @@ def plan(
         keeps_base=config.method.name != "full" or facts.model.num_tower_parameters > 0,
         new_tokens=facts.new_tokens,
         adapter=facts.adapter,
+        target_modules=None if config.method.target_modules == "all-linear" else config.method.target_modules,
         layout=found.chosen.layout,
         attention=made.attention,
         packing=config.data.packing is True,
         batch_samples=found.split.batch_samples,
         batch_loss_tokens=found.split.batch_loss_tokens,
+        batch_packs=found.split.batch_packs,
+        batch_pack_tokens=config.data.max_length if found.split.batch_packs is not None else None,
         converters=_converters(config, facts, made),
         fuse_optimizer=fuses_optimizer(config, made.device),
         steps_per_epoch=steps.per_epoch,
@@ -105,18 +107,20 @@ def plan(
         ran_out=found.ran_out,
         environment=choose_environment(made.device, facts.host.num_cores, found.limits.num_local),
         candidates=tuple(_with_reason(candidate, found.chosen, found.ran_out) for candidate in found.candidates),
-        why=_explain(config, facts, made, found, steps, disk, why_packing),
+        why=_explain(config, facts, made, found, steps, disk, why_settled),
     )
     return with_efficiency(whole, facts)
 
 
-def _settle(config: RunConfig, facts: Facts) -> tuple[RunConfig, Reason]:
-    """The config with packing decided, and with the method of the adapter that the run goes on from."""
-    packing, why = choose_packing(config, facts.model)
-    update: dict[str, Any] = {"data": config.data.model_copy(update={"packing": packing})}
-    if facts.adapter is not None:
-        update["method"] = facts.adapter.method
-    return config.model_copy(update=update), why
+def _settle(config: RunConfig, facts: Facts) -> tuple[RunConfig, tuple[Reason, ...]]:
+    """The config with packing decided, with the method of the adapter that the run continues, and with target modules
+    by name.
+    """
+    packing, why_packing = choose_packing(config, facts.model)
+    method = config.method if facts.adapter is None else facts.adapter.method
+    method, why_targets = name_targets(method, facts.model)
+    data = config.data.model_copy(update={"packing": packing})
+    return config.model_copy(update={"data": data, "method": method}), (why_packing, *why_targets)
 
 
 def _search(config: RunConfig, facts: Facts, made: Decisions, cause: Cause, before: Plan | None) -> SearchResult:
@@ -243,13 +247,13 @@ def _explain(
     found: SearchResult,
     steps: Steps,
     disk: DiskEstimate,
-    why_packing: Reason,
+    why_settled: tuple[Reason, ...],
 ) -> tuple[Reason, ...]:
     """All reasons, in the order in which they are shown. UserError where the disk or validation samples are lacking."""
     why_disk = check_disk(config, disk)
     return (
         *made.why_ranks,
-        why_packing,
+        *why_settled,
         *explain_smaller(found.chosen, found.ran_out),
         *_why_layout(config, facts, found),
         *made.why_numerics,
@@ -305,11 +309,13 @@ def _why_layout(config: RunConfig, facts: Facts, found: SearchResult) -> list[Re
             "batch",
             samples=split.batch_samples,
             loss_tokens=split.batch_loss_tokens,
+            packs=split.batch_packs,
+            pack_tokens=config.data.max_length,
             micro_samples=layout.micro_samples,
             micro_tokens=layout.micro_tokens,
             accumulation=layout.accumulation,
             mean_tokens=facts.data.mean_length,
-            auto=config.batch.samples == "auto" and config.batch.loss_tokens is None,
+            auto=split.batch_samples is not None and config.batch.samples == "auto",
             **ranks,
         ),
     ]

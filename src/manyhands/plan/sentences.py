@@ -98,7 +98,11 @@ def _memory_total(v: Values) -> str:
 
 def _batch(v: Values) -> str:
     ranks = describe_ranks(v["device"], v["ranks"])
-    if v["micro_samples"]:
+    if v.get("packs"):
+        packs = "1 pack" if v["packs"] == 1 else f"{v['packs']:,} packs"
+        text = f"samples of {packs} of {v['pack_tokens']:,} tokens over {ranks}, in micro-batches of "
+        text += f"{v['micro_samples']} samples" if v["micro_samples"] else f"{v['micro_tokens']:,} tokens"
+    elif v["micro_samples"]:
         text = f"{v['samples']} samples = {v['micro_samples']} micro × {ranks} × {v['accumulation']} accumulation"
     elif v["loss_tokens"]:
         text = f"at least {v['loss_tokens']:,} loss tokens, in packs of {v['micro_tokens']:,} tokens over {ranks}"
@@ -208,7 +212,10 @@ def _validation(v: Values) -> str:
 
 
 def _steps(v: Values) -> str:
-    if v["batch_samples"] is None:
+    if v.get("batch_packs"):
+        packs = "1 pack" if v["batch_packs"] == 1 else f"{v['batch_packs']:,} packs"
+        first = f"{v['per_epoch']:,} {{}}, of {packs} of {v['pack_tokens']:,} tokens each"
+    elif v["batch_samples"] is None:
         first = f"{v['per_epoch']:,} {{}}, of at least {v['batch_loss_tokens']:,} loss tokens each"
     else:
         first = f"ceil({v['samples_per_epoch']:,} samples / {v['batch_samples']}) = {v['per_epoch']:,} {{}}"
@@ -259,6 +266,10 @@ SENTENCES: dict[Code, tuple[str, Callable[[Values], str]]] = {
     "device": ("device", _device),
     "processes": ("processes", _processes),
     "packing": ("packing", _packing),
+    "targets": (
+        "target modules",
+        lambda v: f"{', '.join(v['names'])}, which PEFT adapts in models of type {v['kind']} if none are named",
+    ),
     "smaller": ("smaller", _smaller),
     "strategy": ("strategy", _strategy),
     "activation_checkpointing": ("activation checkpointing", _checkpointing),

@@ -46,8 +46,8 @@ def count_steps(config: RunConfig, data: DataFacts, batch_samples: int | None) -
     """Steps of the run: those of each epoch, which may differ by a few. An epoch's last step may be short; a part of an
     epoch is rounded up to whole steps.
 
-    ``batch_samples`` is None where the batch is counted in loss tokens: the steps of each epoch then follow from
-    the data. max_tokens, max_time_s and patience end the loop while it runs and change nothing here.
+    ``batch_samples`` is None where the batch is counted in loss tokens or packs: the steps of each epoch then follow
+    from the data. max_tokens, max_time_s and patience end the loop while it runs and change nothing here.
     """
     per_epoch, by_epochs, of_epochs = _sum_epochs(config, data, batch_samples)
     total = min(by_epochs, config.stop.max_steps or by_epochs)
@@ -78,7 +78,7 @@ def _sum_epochs(config: RunConfig, data: DataFacts, batch_samples: int | None) -
     if batch_samples is None:
         steps_of = data.steps_of_epochs
         if not steps_of:
-            raise ValueError("data facts lack steps_of_epochs, which batch.loss_tokens needs")
+            raise ValueError("data facts lack steps_of_epochs, which batch.loss_tokens and batch.packs need")
         total = sum_steps(epochs, steps_of.__getitem__, None, max_steps)
         differ = len(set(steps_of)) > 1
     else:
@@ -100,6 +100,8 @@ def _sum_epochs(config: RunConfig, data: DataFacts, batch_samples: int | None) -
         "differ": differ,
         "batch_samples": batch_samples,
         "batch_loss_tokens": config.batch.loss_tokens,
+        "batch_packs": config.batch.packs,
+        "pack_tokens": config.data.max_length,
         "samples_per_epoch": data.samples_per_epoch,
         "num_samples": data.num_samples if weighted else None,
     }

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from manyhands.config.schema import MethodSection, RunConfig
 from manyhands.facts.types import AdapterFacts, NewTokens
 from manyhands.plan.layout import Dtype, Layout
 
@@ -101,6 +102,7 @@ class Plan(Part):
     keeps_base: bool = True  # weights of these files are in what is trained or saved: not where all are trained
     new_tokens: NewTokens | None = None
     adapter: AdapterFacts | None = None  # that training continues; its method takes the place of the config's
+    target_modules: tuple[str, ...] | None = None  # of adapters; none: all linear layers of the blocks
 
     layout: Layout
     converters: tuple[str, ...] = ()  # what changes the model, in order: names of convert/build.py, or ``module:Class``
@@ -111,7 +113,9 @@ class Plan(Part):
 
     packing: bool
     batch_samples: int | None  # samples of the global batch, or
-    batch_loss_tokens: int | None  # loss tokens of the global batch
+    batch_loss_tokens: int | None  # loss tokens of the global batch, or
+    batch_packs: int | None = None  # packs whose samples form a step, each of at most
+    batch_pack_tokens: int | None = None  # tokens
     steps_per_epoch: int
     num_steps: int
     warmup_steps: int
@@ -133,16 +137,28 @@ class Plan(Part):
     why: tuple[Reason, ...] = ()  # of every decision, in the order in which they are shown; and warnings
 
     @property
+    def step_size(self) -> dict[str, int | None]:
+        """What decides which samples form a step, as ``TokenStore.order_samples`` takes it."""
+        names = ("batch_samples", "batch_loss_tokens", "batch_packs")
+        return {name: getattr(self, name) for name in names} | {"pack_tokens": self.batch_pack_tokens}
+
+    @property
     def digest(self) -> str:
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
 
 
+def method_of(plan: Plan, config: RunConfig) -> MethodSection:
+    """What is trained: as asked, or as the adapter has it from which the run continues; target modules by name."""
+    method = config.method if plan.adapter is None else plan.adapter.method
+    return method if plan.target_modules is None else method.model_copy(update={"target_modules": plan.target_modules})
+
+
 # Decisions, in the order of a plan's ``why``; then notes and warnings; then why a candidate was not chosen.
 Code = Literal[
-    "device", "processes", "packing", "smaller", "strategy", "activation_checkpointing", "reduction", "offload",
-    "memory", "batch", "efficiency", "compute", "masters", "frozen", "linear", "towers", "attention", "compile",
-    "data_workers", "new_tokens", "adapter", "validation", "unread", "steps", "warmup", "evaluation", "checkpoints",
-    "early_end", "disk", "learning_rate", "output_dtype",
+    "device", "processes", "packing", "targets", "smaller", "strategy", "activation_checkpointing", "reduction",
+    "offload", "memory", "batch", "efficiency", "compute", "masters", "frozen", "linear", "towers", "attention",
+    "compile", "data_workers", "new_tokens", "adapter", "validation", "unread", "steps", "warmup", "evaluation",
+    "checkpoints", "early_end", "disk", "learning_rate", "output_dtype",
     "long_samples", "large_batch", "high_learning_rate", "high_rank",
     "not_next_smaller", "exceeds_memory", "exceeds_host_memory", "near_limit", "idle_device", "computes_again",
     "computes_more_again", "shards_needlessly", "gathers_again", "smaller_micro_batch", "no_faster",

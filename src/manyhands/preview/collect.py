@@ -177,7 +177,7 @@ def _lay_out(plan: Plan, store: TokenStore, seed: int, step: int) -> tuple[Shown
             why=f"the run has {plan.num_steps:,} steps",
             fix="choose one of them",
         )
-    order = store.order_samples(seed, plan.batch_samples, plan.batch_loss_tokens)
+    order = store.order_samples(seed, **plan.step_size)
     of_step = order.samples(*order.locate(step - 1))
     layout = lay_out_step(plan, of_step, store.train.lengths)
     rows = layout.of_rank(0)[0]

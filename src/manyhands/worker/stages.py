@@ -50,9 +50,7 @@ def open_data(rank: RankContext) -> None:
             fix="copy rank 0's folder to this machine again, or start again",
             exit_code=EXIT_FAILED,
         )
-    rank.order = rank.store.order_samples(
-        rank.config.seed, batch_samples=plan.batch_samples, batch_loss_tokens=plan.batch_loss_tokens
-    )
+    rank.order = rank.store.order_samples(rank.config.seed, **plan.step_size)
     model = rank.config.model
     rank.tokenizer = load_tokenizer(plan.model_folder, model.chat_template, model.trust_remote_code, model.new_tokens)
 
