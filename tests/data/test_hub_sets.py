@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import sys
 import types
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ import pyarrow as pa
 import pytest
 
 from manyhands.config.schema import Source
+from manyhands.config.split import parse_split
 from manyhands.core.errors import UserError
-from manyhands.data import sources
+from manyhands.data import hub_sets, sources
 from manyhands.data.sources import list_files, read_part, read_rows, split_source
 
 ROWS = [{"question": f"q{i}", "answer": str(i)} for i in range(9)]
@@ -55,7 +57,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
         )
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(__version__="4.1.0", load_dataset=load_dataset))
-    sources._fetch.cache_clear()
+    hub_sets._fetch.cache_clear()
     return asked
 
 
@@ -69,11 +71,56 @@ def test_a_hub_set_is_fetched_once_and_read_in_parts(library: list[tuple], monke
 
 
 @pytest.mark.parametrize(
+    ("split", "rows"),
+    [
+        ("train[:20%]", range(2)),  # 1.8
+        ("train[3:5]", (3, 4)),
+        ("train[-2:]", (7, 8)),
+        ("train[-50%:-1]", range(5, 8)),  # 4.5 is rounded to 4
+        ("train[7:100]", (7, 8)),
+        ("train[ : ]", range(9)),
+    ],
+)
+@pytest.mark.parametrize("num_parts", [1, 3])
+def test_a_slice_takes_rows_in_their_own_order(
+    library: list[tuple],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    split: str,
+    rows: Iterable[int],
+    num_parts: int,
+) -> None:
+    monkeypatch.setattr(sources, "MIN_PART_BYTES", 1)
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n\n" for row in ROWS))  # blank lines are no rows
+    for source in (Source(path="hub:o/set", split=split), Source(path=str(tmp_path / "rows.jsonl"), split=split)):
+        expected = [ROWS[row] for row in rows]
+        assert [row.fields for row in read_rows(source)] == expected
+        assert [row.fields for part in split_source(source, num_parts) for row in read_part(part)] == expected
+    assert all(asked[2] == "train" for asked in library)
+
+
+def test_splits_are_joined_in_the_order_named(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        write_saved(tmp_path / split)
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    source = Source(path=str(tmp_path), split="test[8:]+train[:2]")
+    assert [row.fields for row in read_rows(source)] == [ROWS[8], ROWS[0], ROWS[1]]
+    with pytest.raises(UserError, match="only a data set with several splits"):
+        list(read_rows(Source(path=str(tmp_path / "train"), split="train+test")))
+    with pytest.raises(ValueError, match="train is named twice"):
+        parse_split("train[:1]+test+train[5:]")
+
+
+@pytest.mark.parametrize(
     ("keys", "words"),
     [
         ({"path": "hub:o/none"}, ["cannot be loaded", "hub:o/none", "doesn't exist", "check the name"]),
         ({"path": "hub:o/set", "split": "dev"}, ["Unknown split 'dev'", "choose one with `split`"]),
-        ({"path": "hub:o/set", "split": "train[:5]"}, ["a part of a split", "max_samples"]),
+        (
+            {"path": "hub:o/set", "split": "train[5]"},
+            ["split train[5]", "write a name, or a slice such as train[:20%]"],
+        ),
+        ({"path": "hub:o/set", "split": "train[9:]"}, ["holds no rows"]),
     ],
 )
 def test_what_the_hub_does_not_have(library: list[tuple], keys: dict, words: list[str]) -> None:

@@ -74,6 +74,17 @@ def test_packs_come_in_the_order_of_their_first_samples() -> None:
         lay_packs(np.array([101]), 100)
 
 
+def test_as_given_keeps_the_order_and_puts_source_behind_source() -> None:
+    sources = np.array([1, 0, 0, 1, 0])
+    order = SampleOrder(5, 7, batch_samples=5, sources=sources, weights=(1, 1), as_given=True)
+    assert order.samples(0, 0).tolist() == order.samples(3, 0).tolist() == [1, 2, 4, 0, 3]
+    halves = SampleOrder(5, 7, batch_samples=5, sources=sources, weights=(1, 0.5), as_given=True)
+    assert [halves.samples(epoch, 0).tolist() for epoch in (0, 1)] == [[1, 2, 4, 0], [1, 2, 4, 3]]
+    lengths = np.array([60, 50, 40, 30, 50])
+    packed = SampleOrder(5, 7, batch_packs=1, pack_tokens=100, lengths=lengths, as_given=True)
+    assert [packed.samples(0, index).tolist() for index in range(3)] == [[0], [1, 2], [3, 4]]
+
+
 def test_packs_are_filled_and_short_and_long_samples_come_mixed() -> None:
     draw = np.random.default_rng(0)
     for median, spread in ((110, 0.6), (900, 0.7), (900, 0.9)):

@@ -22,6 +22,7 @@ from manyhands.data.sources import FilePart
 from manyhands.data.store import TokenStore
 from manyhands.data.streams import weights_of
 from manyhands.data.tokenizer import load_tokenizer
+from manyhands.metrics.summary import describe_data
 from tests.data.conftest import make_tokenizer
 
 CHAT = [
@@ -311,3 +312,39 @@ def test_copies_in_another_source_are_held_out_with_the_sample(make_config) -> N
         )
         assert 20 <= len(division.validation) <= 60
         assert not set(hashes[division.validation]) & set(hashes[division.train])
+
+
+def test_what_is_left_out_is_counted_by_source(write_rows, make_mixed, model_folder: Path) -> None:
+    """Too long and too short texts, whole and in windows, and copies across sources; the held-out set has no copies."""
+    texts = [{"text": "ab " * size} for size in (400, 2, 30, 31, 32)]
+    paths = [
+        str(write_rows(texts + [{"text": f"no {n} " * 12} for n in range(20)] * 2, f"{name}.jsonl")) for name in "ab"
+    ]
+    keys = {"max_length": 200, "too_long": "drop", "min_length": 10, "deduplicate": True, "validation_fraction": 0.2}
+    facts, store, lines = run(make_mixed(paths, **keys), model_folder)
+    assert facts.left_out == {
+        "data.too_long": {"a": 1, "b": 1},
+        "data.min_length": {"a": 1, "b": 1},
+        "data.deduplicate": {"a": 20, "b": 43},
+    }
+    assert (facts.num_samples + facts.num_validation_samples, facts.num_repeated, facts.num_dropped) == (23, 0, 0)
+    assert "left out by data.deduplicate: 63 samples (a 20, b 43)" in lines
+    assert describe_data(store.meta)[1]["left_out"]["data.deduplicate"] == 43
+
+
+def test_a_limit_that_leaves_no_row_is_refused(write_rows, make_mixed, model_folder: Path) -> None:
+    path = str(write_rows([{"text": "ab " * 400}] * 3))
+    with pytest.raises(UserError, match="no row is left") as caught:
+        run(make_mixed([path], max_length=100, too_long="drop"), model_folder)
+    assert "3 rows are longer than data.max_length = 100" in str(caught.value)
+
+
+def test_a_slice_leads_back_to_its_files_and_names_other_tokens(write_rows, make_mixed, tmp_path, model_folder) -> None:
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    for number in range(3):
+        write_rows([{"text": f"file {number} row {row}"} for row in range(4)], f"parts/{number}.jsonl")
+    source = {"path": str(folder), "split": "train[6:-1]"}
+    facts, store, _ = run(make_mixed([source], validation_fraction=0), model_folder)
+    assert [(store.file_number(n), store.line(n)) for n in range(5)] == [(1, 3), (1, 4), (2, 1), (2, 2), (2, 3)]
+    assert facts.digest != run(make_mixed([str(folder)], validation_fraction=0), model_folder)[0].digest

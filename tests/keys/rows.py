@@ -55,6 +55,8 @@ def train(lab: Lab) -> None:
     epoch = np.concatenate([order.samples(0, index) for index in range(order.steps_per_epoch(0))])
     assert np.bincount(store.train.sources[epoch]).tolist() == [18, 40]  # half of one, all of the other twice
     assert ran.column("num_samples") == [8] * 7 + [2]
+    sliced = [{"path": path, "split": "train[:25%]"}]  # in place of max_samples, which the seed draws
+    assert facts_of(lab, data__train=sliced, data__validation_fraction=0.0).num_samples == 9
     renamed = lab.write_rows("columns.jsonl", [{"a": row["prompt"], "b": row["completion"]} for row in make_rows(60)])
     own_fields = [{"path": renamed, "fields": {"prompt": "a", "completion": "b"}}]
     assert facts_of(lab, data__train=own_fields).num_tokens == facts_of(lab).num_tokens
@@ -117,11 +119,37 @@ def too_long(lab: Lab) -> None:
     path = lab.write_rows("long.jsonl", [*make_rows(40), LONG])
     cut = facts_of(lab, data__train=path, data__max_length=200, data__too_long="truncate")
     assert (cut.num_truncated, cut.max_length, cut.num_samples + cut.num_validation_samples) == (1, 200, 41)
+    dropped = facts_of(lab, data__train=path, data__max_length=200, data__too_long="drop")
+    assert (dropped.num_truncated, dropped.num_samples + dropped.num_validation_samples) == (0, 40)
+    assert dropped.left_out == {"data.too_long": {"long": 1}}
     text = lab.write_rows("text.jsonl", [{"text": "alpha " * 100}] * 4)
     divided = facts_of(
         lab, task="cpt", data__train=text, data__max_length=200, data__too_long="split", data__validation_fraction=0.0
     )
     assert divided.num_split == 4 and divided.num_samples > 4 and divided.max_length == 200
+
+
+def min_length(lab: Lab) -> None:
+    kept = facts_of(lab, data__min_length=60, data__validation_fraction=0.0)
+    lengths = TokenStore.open(kept.folder).train.lengths
+    assert (
+        lengths.min() >= 60 and kept.left_out == {"data.min_length": {"rows": 60 - len(lengths)}} and len(lengths) < 60
+    )
+
+
+def deduplicate(lab: Lab) -> None:
+    path = lab.write_rows("twice.jsonl", make_rows(30) * 2)
+    different = len({tuple(row.values()) for row in make_rows(30)})
+    facts = facts_of(lab, data__train=path, data__deduplicate=True, data__validation_fraction=0.0)
+    assert facts.num_samples == different and facts.left_out == {"data.deduplicate": {"twice": 60 - different}}
+
+
+def order(lab: Lab) -> None:
+    ran = lab.run({"data.order": "as_given", "stop.epochs": 2})
+    order, shuffled = ran.rank.order, lab.base.rank.order
+    assert [order.samples(epoch, 0).tolist() for epoch in range(2)] == [list(range(8))] * 2
+    assert shuffled.samples(0, 0).tolist() != list(range(8))
+    assert ran.losses[0] != lab.base.losses[0]
 
 
 def packing(lab: Lab) -> None:

@@ -56,7 +56,8 @@ def plans() -> tuple[Plan, ...]:
     small = facts(llama_8b(), gpus=1, gpu_bytes=24 * GIB, host_bytes=500 * GIB, data=LONG)
     full = {"method__name": "full"}
     first = plan(run_config(), small)
-    unread = data_facts(unread={"a.jsonl": ("id",)}, num_samples=20, num_repeated=1)
+    left_out = {"data.too_long": {"a.jsonl": 3}}
+    unread = data_facts(unread={"a.jsonl": ("id",)}, left_out=left_out, num_samples=20, num_repeated=1)
     tokens = NewTokens(ids=(128256, 5), fresh_ids=(128256,), vocab_size=128257)
     method = run_config(method__dora=True).method
     adapter = AdapterFacts(folder="a", method=method)

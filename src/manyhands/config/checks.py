@@ -195,12 +195,21 @@ def _check_optimizer(config: RunConfig) -> Findings:
 def _check_task(config: RunConfig) -> Findings:
     if config.task == "sft" and config.data.too_long == "split":
         yield (
-            "`data.too_long: split` is for text, and `task: sft` trains on conversations: use error or truncate, or "
-            "task: cpt or mixed"
+            "`data.too_long: split` is for text, and `task: sft` trains on conversations: use error, truncate or drop, "
+            "or task: cpt or mixed"
         )
     if config.task == "cpt":
         chat_only = ("model.chat_template", "data.train_on", "data.chat_template_kwargs", "data.date")
         yield from _unused(config, chat_only, "task", "set task: sft or mixed")
+
+
+def _check_lengths(config: RunConfig) -> Findings:
+    data = config.data
+    if data.min_length > data.max_length:
+        yield (
+            f"`data.min_length: {data.min_length}` is more than `data.max_length: {data.max_length}`, so that no "
+            "sample is left: lower one or raise the other"
+        )
 
 
 def _check_template(config: RunConfig) -> Findings:
@@ -286,6 +295,7 @@ RULES: tuple[Callable[[RunConfig], Findings], ...] = (
     _check_task,
     check_formats,
     check_sources,
+    _check_lengths,
     _check_template,
     _check_parallel,
     _check_kernels,

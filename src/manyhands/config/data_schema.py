@@ -34,7 +34,11 @@ class Source(Section):
     )
     name: str | None = Field(None, description="The source's name in statistics; null is that of the file or dataset.")
     subset: str | None = Field(None, description="hub: configuration (subset) of the dataset.")
-    split: str = Field("train", description="hub: split of the dataset.")
+    split: str = Field(
+        "train",
+        description="Split of a hub dataset or saved folder, or rows in the given order, of files too: train[:20%], "
+        "train[100:200], train[-50:], train+test.",
+    )
     revision: str | None = Field(None, description="hub: branch, tag or commit; null is the default branch.")
     format: Format | None = Field(None, description="Format of the rows; null is data.format.")
     fields: dict[str, str] | None = Field(None, description="Column names by field; null is data.fields.")
@@ -88,9 +92,19 @@ class DataSection(Section):
     )
     max_samples: PositiveInt | None = Field(None, description="Use at most this many samples, chosen by the seed.")
     max_length: PositiveInt = Field(2048, description="Maximum length of a sample in tokens.")
-    too_long: Literal["error", "truncate", "split"] = Field(
+    too_long: Literal["error", "truncate", "split", "drop"] = Field(
         "error",
-        description="Samples over max_length: error, truncate at the end, or split into several (task cpt).",
+        description="Samples over max_length: error, truncate at the end, split into several (task cpt), or drop (they "
+        "are counted).",
+    )
+    min_length: PositiveInt = Field(1, description="Samples with fewer tokens are dropped and counted.")
+    deduplicate: bool = Field(
+        False, description="Of samples with the same token ids keep the first, in training and in validation data."
+    )
+    order: Literal["shuffled", "as_given"] = Field(
+        "shuffled",
+        description="Order of the samples: shuffled by the seed, anew in each epoch, or as given in every epoch, one "
+        "source after another.",
     )
     packing: bool | Auto = Field(
         "auto",

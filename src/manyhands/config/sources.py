@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from manyhands.config.keys import SOURCE_LISTS, hint_in_source, nearest_name, show, source_table, wrong_value
 from manyhands.config.schema import RunConfig, Source
+from manyhands.config.split import parse_split
 
 PLACEHOLDER = "placeholder"  # in place of what was wrong, while the rest is checked
 FILE_ENDINGS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt", ".arrow", ".gz")
@@ -144,6 +145,7 @@ def check_sources(config: RunConfig) -> Iterator[str]:
     names: dict[str, str] = {}
     for place, source, *_ in list_sources(config):
         yield from _check_hub_keys(place, source)
+        yield from _check_split(place, source)
         if place.startswith("data.validation") and source.weight != 1:
             yield (
                 f"`{place}.weight` has no effect in `data.validation`, where every sample is evaluated once: remove it"
@@ -164,13 +166,20 @@ def _check_hub_keys(place: str, source: Source) -> Iterator[str]:
     is_set = {
         "subset": source.subset is not None,
         "revision": source.revision is not None,
-        "split": source.split != "train" and is_file,
+        "split": is_file and source.split.partition("[")[0].strip() != "train",
     }
     for name in (name for name, given in is_set.items() if given):
         yield (
             f"`{place}.{name}` has no effect with `{place}.path: {show(source.path)}`, which is not a dataset on the "
             "hub: remove it"
         )
+
+
+def _check_split(place: str, source: Source) -> Iterator[str]:
+    try:
+        parse_split(source.split)
+    except ValueError as error:
+        yield f"`{place}.split: {source.split}` cannot be read: {error}"
 
 
 def check_formats(config: RunConfig) -> Iterator[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from manyhands.core.limits import GIB
 
 
@@ -21,3 +23,9 @@ def describe_ranks(device: str, world_size: int) -> str:
 def format_share(share: float) -> str:
     """In per cent; with a decimal between 90 and 100 %, where it matters."""
     return f"{share:.{0 if share <= 0.9 or share == 1 else 1}%}"
+
+
+def describe_counts(counts: Mapping[str, int], noun: str = "samples") -> str:
+    """The sum of counts by source, and each where there are several: ``12 samples (a 8, b 4)``."""
+    each = ", ".join(f"{name} {count:,}" for name, count in counts.items())
+    return f"{sum(counts.values()):,} {noun}" + (f" ({each})" if each else "")

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.config.schema import RunConfig, Source
+from manyhands.config.split import parse_split
 from manyhands.core.errors import UserError
 from manyhands.core.files import sync
 from manyhands.core.hashing import hash_files
@@ -54,6 +55,7 @@ def name_tokens(
             "format": source.format,
             "fields": source.fields,
             "ignore": sorted(source.ignore or ()),
+            "rows": [(part.start, part.stop) for part in parse_split(source.split)],
         }
         for source, group in zip(sources, files, strict=True)
     ]
@@ -69,6 +71,7 @@ def name_tokens(
         date=data.date,
         max_length=data.max_length,
         too_long=data.too_long,
+        min_length=data.min_length,
     )
 
 
@@ -80,6 +83,8 @@ def name_store(config: RunConfig, tokens: str, sources: Sequence[Source]) -> str
         seed=config.seed,
         validation_fraction=data.validation_fraction if data.validation is None else None,
         max_samples=data.max_samples,
+        deduplicate=data.deduplicate,
+        order=data.order,
         sources=[(source.name, source.weight, source.max_samples) for source in sources],
     )
 

@@ -21,10 +21,11 @@ ONE_IN = 10
 
 @dataclass(frozen=True)
 class Division:
-    """``train`` and ``validation`` are sorted positions in the store, int64."""
+    """``train``, ``validation`` and the ``duplicates`` that were left out are sorted positions in the store, int64."""
 
     train: np.ndarray
     validation: np.ndarray
+    duplicates: np.ndarray
     notes: list[str]
 
 
@@ -42,9 +43,17 @@ def divide_samples(
 
     Without validation sources the first samples of a seeded permutation are held out, as many as ``count_held_out``
     says, of each source its share. Samples of one divided document stay together, and so do samples of the same tokens.
-    ``max_samples`` of a source, and then ``data.max_samples``, keep the next ones.
+    ``max_samples`` of a source, and then ``data.max_samples``, keep the next ones. ``data.deduplicate`` leaves the
+    first sample of those with the same hash, among the training and among the validation sources.
     """
-    order = permute(int((sources < num_train).sum()), seed, HELD_OUT_STREAM)
+    is_own = sources < num_train
+    is_twin = np.zeros(len(sources), dtype=np.bool_)
+    if data.deduplicate:
+        for group in map(np.flatnonzero, (is_own, ~is_own)):
+            is_twin[group] = True
+            is_twin[group[np.unique(hashes[group], return_index=True)[1]]] = False
+    order = permute(int(is_own.sum()), seed, HELD_OUT_STREAM)
+    order = order[~is_twin[order]]
     by_source = [order[sources[order] == source] for source in range(num_train)]
     notes: list[str] = []
     held_out = np.empty(0, dtype=np.int64)
@@ -53,9 +62,7 @@ def divide_samples(
         held_out = np.concatenate(
             [_hold_out(samples, quota, continued, hashes) for samples, quota in zip(by_source, quotas, strict=True)]
         )
-        held_out = _with_copies(
-            held_out, sources < num_train, continued, hashes, max(sum(quotas), len(order) // ONE_IN)
-        )
+        held_out = _with_copies(held_out, is_own & ~is_twin, continued, hashes, max(sum(quotas), len(order) // ONE_IN))
         if sum(quotas) and not len(held_out):
             notes.append(
                 "no sample is held out for validation: each has so many copies that they are over a tenth of all"
@@ -63,18 +70,18 @@ def divide_samples(
     elif data.validation is not None:
         held_out = np.concatenate(
             [
-                _first(np.flatnonzero(sources == source), all_sources[source].max_samples, seed)
+                _first(np.flatnonzero((sources == source) & ~is_twin), all_sources[source].max_samples, seed)
                 for source in range(num_train, len(all_sources))
             ]
         )
-    is_kept = np.ones(len(order), dtype=np.bool_)
+    is_kept = ~is_twin
     if data.validation is None:
         is_kept[held_out] = False
     for source, samples in zip(all_sources, by_source, strict=False):
         if source.max_samples is not None:
             is_kept[samples[is_kept[samples]][source.max_samples :]] = False
     train = order[is_kept[order]][: data.max_samples]
-    return Division(np.sort(train), np.sort(held_out), notes)
+    return Division(np.sort(train), np.sort(held_out), np.flatnonzero(is_twin), notes)
 
 
 def _first(samples: np.ndarray, max_samples: int | None, seed: int) -> np.ndarray:

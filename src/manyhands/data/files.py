@@ -78,7 +78,8 @@ class FilePart:
 
     ``start`` and ``stop`` count bytes in line-based files, row groups in Parquet and record batches in Arrow files;
     a ``stop`` of None is the end. ``first_line`` is the line, or row, that ``start`` lies at. ``large``: more than a
-    process should read alone, though nothing in it can be found without reading what is before.
+    process should read alone, though nothing in it can be found without reading what is before. Of its rows the first
+    ``skip`` are left out, and no more than ``take`` are read.
     """
 
     file: str
@@ -87,6 +88,8 @@ class FilePart:
     stop: int | None = None
     first_line: int = 1
     large: bool = False
+    skip: int = 0
+    take: int | None = None
 
 
 UTF8_MARK = b"\xef\xbb\xbf"

@@ -75,7 +75,8 @@ class SampleOrder:
     ``weights`` (of each source), a source of n samples appears ``weight * n`` times an epoch, rounded so that the sum
     over epochs is right to half a sample. It goes through its samples in passes, each a permutation of its own, and an
     epoch begins where the one before left off: no sample comes twice more than another. Every beginning of an epoch
-    holds each source's share within one sample.
+    holds each source's share within one sample. ``as_given``: every pass keeps the order of the samples, and
+    sources come one after another.
 
     A step is ``batch_samples`` samples, or as many samples as it takes to reach ``batch_loss_tokens`` loss tokens (the
     sample that reaches it is the last; ``num_loss_tokens`` gives those of each sample), or the samples of
@@ -98,6 +99,7 @@ class SampleOrder:
         batch_packs: int | None = None,
         pack_tokens: int | None = None,
         lengths: np.ndarray | None = None,
+        as_given: bool = False,
     ) -> None:
         if num_samples < 1:
             raise ValueError("an order needs at least one sample")
@@ -112,7 +114,7 @@ class SampleOrder:
             raise ValueError("batch_packs needs pack_tokens, and lengths, one for each sample")
         self.num_samples, self.seed = num_samples, seed
         self.batch_samples, self.batch_loss_tokens = batch_samples, batch_loss_tokens
-        self.batch_packs, self.pack_tokens = batch_packs, pack_tokens
+        self.batch_packs, self.pack_tokens, self.as_given = batch_packs, pack_tokens, as_given
         self._num_loss_tokens, self._lengths = num_loss_tokens, lengths
         self._samples_of_source, self._shares = _divide(num_samples, sources, weights)
         self._pattern: tuple[tuple[int, ...], np.ndarray] = (
@@ -184,7 +186,9 @@ class SampleOrder:
                     bounds = np.append(np.arange(0, len(order), self.batch_samples), len(order))
                 elif self.batch_packs is not None:
                     assert self.pack_tokens is not None and self._lengths is not None
-                    taken, packs = lay_packs(self._lengths[order], self.pack_tokens)
+                    taken, packs = lay_packs(
+                        self._lengths[order], self.pack_tokens, 1 if self.as_given else MAX_OPEN_PACKS
+                    )
                     order, bounds = order[taken], bound_by_packs(packs, self.batch_packs)
                 else:
                     assert self.batch_loss_tokens is not None and self._num_loss_tokens is not None
@@ -196,8 +200,8 @@ class SampleOrder:
 
     def _order_epoch(self, epoch: int) -> np.ndarray:
         drawn = [self._draw(source, *stretch) for source, stretch in enumerate(self._stretches(epoch))]
-        if len(present := [samples for samples in drawn if len(samples)]) == 1:
-            return present[0]
+        if len(present := [samples for samples in drawn if len(samples)]) == 1 or self.as_given:
+            return np.concatenate(present)
         counts = tuple(map(len, drawn))
         if self._pattern[0] != counts:
             self._pattern = (counts, interleave(counts))
@@ -213,7 +217,7 @@ class SampleOrder:
             return samples[:0]
         first = start // len(samples)
         passes = [
-            permute(len(samples), self.seed, source << PASS_BITS | number)
+            np.arange(len(samples)) if self.as_given else permute(len(samples), self.seed, source << PASS_BITS | number)
             for number in range(first, -(-end // len(samples)))
         ]
         return samples[np.concatenate(passes)[start - first * len(samples) : end - first * len(samples)]]
@@ -264,13 +268,14 @@ def bound_by_tokens(num_loss_tokens: np.ndarray, batch_loss_tokens: int) -> np.n
 MAX_OPEN_PACKS = 128
 
 
-def lay_packs(lengths: np.ndarray, pack_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+def lay_packs(lengths: np.ndarray, pack_tokens: int, max_open: int = MAX_OPEN_PACKS) -> tuple[np.ndarray, np.ndarray]:
     """(order, bounds), both int64: pack i holds ``order[bounds[i]:bounds[i + 1]]``, positions in ``lengths``, which are
     tokens of samples in their order, none above ``pack_tokens``. A million samples take about a second.
 
     Best fit with few open packs: each sample in turn goes into the fullest open pack that has room for it, else it
-    opens one; where there are ``MAX_OPEN_PACKS`` already, the fullest closes. A pack's place is that of its first
-    sample, so that short and long samples come as mixed as in the order itself, which sorting by length would undo.
+    opens one; where there are ``max_open`` already, the fullest closes. With ``max_open`` 1 samples keep their order.
+    A pack's place is that of its first sample, so that short and long samples come as mixed as in the order itself,
+    which sorting by length would undo.
     """
     rooms: list[tuple[int, int]] = []  # (tokens free, pack) of open packs, ascending
     packs = np.empty(len(lengths), dtype=np.int64)
@@ -282,7 +287,7 @@ def lay_packs(lengths: np.ndarray, pack_tokens: int) -> tuple[np.ndarray, np.nda
         elif length > pack_tokens:
             raise ValueError(f"a sample of {length} tokens does not fit into a pack of {pack_tokens}")
         else:
-            if len(rooms) == MAX_OPEN_PACKS:
+            if len(rooms) == max_open:
                 rooms.pop(0)
             room, pack = pack_tokens, num_packs
             num_packs += 1

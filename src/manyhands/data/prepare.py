@@ -20,6 +20,7 @@ import numpy as np
 from manyhands.config.schema import RunConfig, Source
 from manyhands.core.errors import UserError
 from manyhands.core.files import make_folder
+from manyhands.core.units import describe_counts
 from manyhands.data.cache import UNFINISHED, clean_unfinished, link_other, name_store, name_tokens, open_cached, publish
 from manyhands.data.divide import Division, divide_samples, find_repeated
 from manyhands.data.files import unpacked_bytes
@@ -27,7 +28,7 @@ from manyhands.data.segment import finish_store, join_segments
 from manyhands.data.sources import list_files, resolve_sources
 from manyhands.data.store import TokenStore
 from manyhands.data.streams import PACKED_BY
-from manyhands.data.summary import Outcome, PreparedData, summarize
+from manyhands.data.summary import Outcome, PreparedData, count_left_out, summarize
 from manyhands.data.tokenize_parallel import cannot_write, plan_job, tokenize_parts
 
 MAX_PAIRS = 5  # of repeated samples that are named
@@ -132,10 +133,12 @@ def _tokenize(
     start = time.monotonic()
     job = plan_job(config, model_folder, inputs.sources, inputs.num_bytes, folder, num_processes)
     outcomes = [Outcome() for _ in inputs.sources]
-    samples_of_files: list[dict[str, int]] = [{} for _ in inputs.sources]  # what leads from a sample back to its file
+    samples_of_files = [
+        {str(path): 0 for path in group} for group in inputs.files
+    ]  # what leads from a sample back to its file
     for (index, part), outcome in zip(job.parts, tokenize_parts(job, report), strict=True):
         outcomes[index].add(outcome)
-        samples_of_files[index][part.file] = samples_of_files[index].get(part.file, 0) + outcome.num_samples
+        samples_of_files[index][part.file] += outcome.num_samples
     for source, outcome in zip(inputs.sources, outcomes, strict=True):
         outcome.raise_if_any(config, source.path)
     segments = [(path, index) for number, (index, _) in enumerate(job.parts) for path in job.segments(number)]
@@ -177,6 +180,7 @@ def finish(config: RunConfig, inputs: Inputs, folder: Path, meta: dict[str, Any]
             division.validation[sources[division.validation] == index],
             offsets,
         )
+        | {"num_duplicates": int((sources[division.duplicates] == index).sum())}
         for index, (source, made) in enumerate(zip(inputs.sources, meta["made"], strict=True))
     ]
     notes = list(dict.fromkeys(note for made in meta["made"] for note in made["notes"]))
@@ -192,11 +196,19 @@ def finish(config: RunConfig, inputs: Inputs, folder: Path, meta: dict[str, Any]
             **meta,
             "seed": config.seed,
             "task": config.task,
+            "order": config.data.order,
             "sources": described,
             **totals,
-            "num_dropped": len(sources) - len(division.train) - len(division.validation),
+            "num_dropped": len(sources) - sum(map(len, (division.train, division.validation, division.duplicates))),
             "num_repeated": num_repeated,
-            "notes": [*division.notes, *repeated, *notes, *_note_counts(config, totals), *by_source],
+            "notes": [
+                *division.notes,
+                *repeated,
+                *notes,
+                *_note_counts(config, totals),
+                *note_left_out(described),
+                *by_source,
+            ],
         },
     )
 
@@ -259,11 +271,16 @@ def _describe(
         "format": " + ".join(made["formats"]),
         "weight": source.weight,
     }
-    described |= {"unread": made["unread"], "left_out": made["left_out"]}
+    described |= {name: made[name] for name in ("unread", "left_out", "num_too_long", "num_too_short")}
     for kind, samples in (("", train), ("validation_", validation)):
         described[f"num_{kind}samples"] = len(samples)
         described[f"num_{kind}tokens"] = int((offsets[samples + 1] - offsets[samples]).sum())
     return described
+
+
+def note_left_out(sources: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for each key that left samples out: how many, of which sources."""
+    return [f"left out by {key}: {describe_counts(counts)}" for key, counts in count_left_out(sources).items()]
 
 
 def _note_source(source: Mapping[str, Any]) -> str:

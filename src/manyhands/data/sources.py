@@ -2,19 +2,19 @@
 
 A source is a file, a folder of files of one kind, a folder that ``save_to_disk`` wrote, or a data set of the hub. Its
 rows have one order, whatever the number of parts it is read in. What is wrong is gathered: up to 20 places as
-``file:line: reason``. The library ``datasets`` is imported only to fetch a set: it leaves Arrow files in its own cache,
-and those are read like any others, in several processes and without the library.
+``file:line: reason``.
 """
 
 from __future__ import annotations
 
-import json
+import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from manyhands.config.schema import DataSection, Source
+from manyhands.config.split import SplitSlice, parse_split
 from manyhands.core.errors import UserError
 from manyhands.data.arrow_files import read_arrow, read_parquet, split_arrow, split_parquet
 from manyhands.data.files import (
@@ -28,104 +28,8 @@ from manyhands.data.files import (
     split_lines,
     unpacked_bytes,
 )
+from manyhands.data.hub_sets import fetch_set, is_hub, list_saved_set
 from manyhands.data.text_files import read_csv, read_json, read_jsonl, read_text
-
-PREFIX = "hub:"
-MIN_MAJOR = 4  # before, a data set could bring code that was run
-
-
-def is_hub(path: str) -> bool:
-    return path.startswith(PREFIX)
-
-
-def fetch_set(source: Source) -> tuple[Path, ...]:
-    """The Arrow files of one split of a hub data set, fetched where the cache does not hold them. Raises UserError."""
-    if "[" in source.split or "%" in source.split:
-        raise UserError(
-            "a part of a split cannot be asked for",
-            where=f"{source.path}, split {source.split}",
-            fix="name the whole split, and set max_samples for a part of it",
-        )
-    return _fetch(source.path.removeprefix(PREFIX), source.subset, source.split, source.revision)
-
-
-@lru_cache(maxsize=64)
-def _fetch(name: str, subset: str | None, split: str, revision: str | None) -> tuple[Path, ...]:
-    where = PREFIX + name + (f", subset {subset}" if subset else "") + f", split {split}"
-    datasets = _import_datasets(where)
-    try:
-        found = datasets.load_dataset(name, subset, split=split, revision=revision, keep_in_memory=False)
-        files = tuple(Path(entry["filename"]) for entry in found.cache_files)
-    except Exception as error:  # the library, the network and the set's own files raise as they like
-        why = " ".join(str(error).split())[:400] or type(error).__name__
-        raise UserError("the data set cannot be loaded", where=where, why=why, fix=_advise(error, why)) from error
-    if not files:
-        raise UserError(
-            "the data set has no files in the cache", where=where, fix="unset HF_DATASETS_IN_MEMORY_MAX_SIZE"
-        )
-    return files
-
-
-def _import_datasets(where: str) -> Any:
-    fix = f"pip install 'datasets>={MIN_MAJOR}', or download the files and name their folder"
-    try:
-        import datasets
-    except ImportError as error:
-        raise UserError(
-            "data sets of the hub need the package datasets", where=where, why=str(error), fix=fix
-        ) from error
-    if int(datasets.__version__.split(".")[0]) < MIN_MAJOR:
-        raise UserError(
-            "the package datasets is too old", where=where, why=f"it is version {datasets.__version__}", fix=fix
-        )
-    return datasets
-
-
-def _advise(error: Exception, why: str) -> str:
-    if "onfig name is missing" in why or "BuilderConfig" in why:
-        return "choose one with `subset`"
-    if "nknown split" in why:
-        return "choose one with `split`"
-    if type(error).__name__ == "DatasetNotFoundError":
-        return "check the name (hub:OWNER/NAME); a set that is not public needs a token: `hf auth login`"
-    return "check the network, or download the files and name their folder"
-
-
-def list_saved_set(folder: Path, split: str) -> tuple[Path, ...] | None:
-    """The Arrow files of a folder that ``save_to_disk`` wrote, those of ``split`` if it holds several; None for another
-    folder.
-    """
-    if (folder / "dataset_dict.json").is_file():
-        splits = _read_json(folder / "dataset_dict.json").get("splits", [])
-        if split not in splits or not isinstance(split, str):
-            raise UserError(
-                "the saved data set has no such split",
-                where=str(folder),
-                why=f"its splits: {splits}",
-                fix="set `split`",
-            )
-        folder = folder / split
-    if not (folder / "state.json").is_file():
-        return None
-    state = _read_json(folder / "state.json")
-    try:
-        names = [Path(entry["filename"]).name for entry in state["_data_files"]]
-    except (KeyError, TypeError) as error:
-        raise UserError(
-            "the saved data set is damaged", where=str(folder / "state.json"), why=f"no {error}", fix="save it again"
-        ) from None
-    return tuple(folder / name for name in names)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(
-            "the saved data set is damaged", where=str(path), why=str(error), fix="save it again"
-        ) from error
-    return value if isinstance(value, dict) else {}
-
 
 __all__ = [
     "FilePart",
@@ -201,14 +105,35 @@ def list_files(source: Source) -> tuple[Path, ...]:
     """The files of a source in the order they are read, each checked. A hub data set is fetched for it. Raises
     UserError.
     """
+    return tuple(file for part in read_split(source) for file in _list_split(source, part.name))
+
+
+def read_split(source: Source) -> tuple[SplitSlice, ...]:
+    """The slices that ``source.split`` names. Raises UserError."""
+    try:
+        slices = parse_split(source.split)
+    except ValueError as error:
+        raise UserError(
+            "the split cannot be read", where=f"{source.path}, split {source.split}", why=str(error)
+        ) from error
+    if len(slices) > 1 and not is_hub(source.path) and not (Path(source.path) / "dataset_dict.json").is_file():
+        raise UserError(
+            "only a data set with several splits can join them",
+            where=f"{source.path}, split {source.split}",
+            fix="list the files as sources of their own",
+        )
+    return slices
+
+
+def _list_split(source: Source, split: str) -> tuple[Path, ...]:
     if is_hub(source.path):
-        return fetch_set(source)
+        return fetch_set(source, split)
     path = Path(source.path).expanduser()
     try:
         is_folder = path.is_dir()
     except (OSError, ValueError) as error:
         raise UserError("the data file cannot be read", where=str(path), why=str(error)) from error
-    files = tuple(map(check_file, _list_folder(path, source.split) if is_folder else (path,)))
+    files = tuple(map(check_file, _list_folder(path, split) if is_folder else (path,)))
     if any(kind_of(file) == "text" for file in files) and source.format not in ("auto", "text", None):
         raise UserError(
             f"a .txt file holds plain text, but its format is {source.format}",
@@ -262,13 +187,60 @@ def split_source(source: Source, num_parts: int) -> list[FilePart]:
     batches; other kinds, and packed files, are one part each. What could not be divided far enough is marked as large.
     Raises UserError where a file cannot be read.
     """
-    files = list_files(source)
-    sizes = list(map(unpacked_bytes, files))
-    wanted_bytes = max(MIN_PART_BYTES, sum(sizes) / max(1, num_parts))
-    parts = []
-    for file, size in zip(files, sizes, strict=True):
-        parts += _split_file(file, max(1, round(size / wanted_bytes)))
+    parts: list[FilePart] = []
+    groups = [(part, _list_split(source, part.name)) for part in read_split(source)]
+    sizes = {file: unpacked_bytes(file) for _, files in groups for file in files}
+    wanted_bytes = max(MIN_PART_BYTES, sum(sizes.values()) / max(1, num_parts))
+    for rows, files in groups:
+        pieces = [piece for file in files for piece in _split_file(file, max(1, round(sizes[file] / wanted_bytes)))]
+        parts += pieces if rows.is_whole else _slice_parts(pieces, rows)
+    if not parts:
+        raise UserError(
+            "the split holds no rows", where=f"{source.path}, split {source.split}", fix="choose other bounds"
+        )
     return parts
+
+
+def _slice_parts(parts: Sequence[FilePart], rows: SplitSlice) -> list[FilePart]:
+    """The parts that hold rows of a slice, each with those to skip and to take. Rows are counted as far as needed."""
+    counts = {index: count_rows(part) for index, part in enumerate(parts) if rows.needs_total}
+    first, behind = rows.bounds(sum(counts.values()) if rows.needs_total else sys.maxsize)
+    kept, passed = [], 0
+    for index, part in enumerate(parts):
+        if passed >= behind:
+            break
+        if index not in counts and index < len(parts) - 1:
+            counts[index] = count_rows(part)
+        num_rows = counts.get(index, sys.maxsize)  # of the last part, whose end its reader finds
+        skip, take = max(0, first - passed), behind - passed
+        if skip < min(num_rows, take):
+            kept.append(replace(part, skip=skip, take=take - skip if take < num_rows else None))
+        passed += num_rows
+    return kept
+
+
+def count_rows(part: FilePart) -> int:
+    """Rows of a part, as ``read_part`` gives them; of Parquet and Arrow files without reading them."""
+    if part.kind in BINARY_KINDS and not part.file.lower().endswith(".gz"):
+        path = Path(part.file)
+        pieces = split_parquet(path) if part.kind == "parquet" else split_arrow(path)
+        return sum(num_rows for num_rows, _ in pieces[part.start : part.stop])
+    return sum(1 for _ in READERS[part.kind](part, Findings()))
+
+
+def take_rows(part: FilePart, rows: Iterator[Row]) -> Iterator[Row]:
+    """Those of the part's rows that its slice has; a text that comes in pieces is used up before the next row is asked
+    for.
+    """
+    for number, row in enumerate(rows):
+        if part.take is not None and number >= part.skip + part.take:
+            return
+        if number >= part.skip:
+            yield row
+        else:
+            for value in row.fields.values():
+                if isinstance(value, Iterator):
+                    deque(value, maxlen=0)
 
 
 def _split_file(file: Path, num_parts: int) -> list[FilePart]:
@@ -305,7 +277,7 @@ def read_part(part: FilePart, findings: Findings | None = None) -> Iterator[Row]
     Faults go into ``findings`` when the part ends; without it they are one UserError.
     """
     found = Findings()
-    for row in READERS[part.kind](part, found):
+    for row in take_rows(part, READERS[part.kind](part, found)):
         if not found.count:
             yield row
     if findings is None:
@@ -325,8 +297,8 @@ def read_rows(source: Source | str | Path) -> Iterator[Row]:
     source = source if isinstance(source, Source) else Source(path=str(source))
     findings, found_any = Findings(), False
     files = list_files(source)
-    for file in files:
-        for row in read_part(FilePart(str(file), kind_of(file) or ""), findings):
+    for part in split_source(source, 1):
+        for row in read_part(part, findings):
             found_any = True
             if not findings.count:
                 yield row

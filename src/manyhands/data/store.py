@@ -201,6 +201,7 @@ class TokenStore:
             batch_packs=batch_packs,
             pack_tokens=pack_tokens,
             lengths=train.lengths,
+            as_given=self.meta.get("order") == "as_given",
         )
 
     def line(self, number: int) -> int:

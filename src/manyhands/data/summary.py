@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -43,6 +44,8 @@ class PreparedData:
     num_dropped: int
     num_truncated: int
     num_split: int
+    # Samples that data.too_long, data.min_length and data.deduplicate left out, by key and source
+    left_out: dict[str, dict[str, int]]
     # Filled when batch.loss_tokens or batch.packs is asked: steps of each epoch that the run begins, as far as
     # stop.max_steps lets it come.
     steps_of_epochs: tuple[int, ...]
@@ -95,11 +98,27 @@ def summarize(config: RunConfig, store: TokenStore) -> PreparedData:
         num_dropped=meta["num_dropped"],
         num_truncated=meta["num_truncated"],
         num_split=meta["num_split"],
+        left_out=count_left_out(meta["sources"]),
         steps_of_epochs=_steps_of_epochs(config, order) if varies else (),
         sources=tuple((source["num_samples"], source["weight"]) for source in meta["sources"]),
         first_lengths=tuple(train.lengths[first].tolist()),
         first_labels=tuple(train.num_loss_tokens[first].tolist()) if config.batch.loss_tokens is not None else (),
     )
+
+
+LEFT_OUT = {
+    "num_too_long": "data.too_long",
+    "num_too_short": "data.min_length",
+    "num_duplicates": "data.deduplicate",
+}
+
+
+def count_left_out(sources: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
+    """{key: {source: samples that the key has left out}} of ``meta["sources"]``, without zeros."""
+    found = {
+        key: {source["name"]: source[name] for source in sources if source.get(name)} for name, key in LEFT_OUT.items()
+    }
+    return {key: counts for key, counts in found.items() if counts}
 
 
 def _steps_of_epochs(config: RunConfig, order: SampleOrder) -> tuple[int, ...]:
@@ -134,6 +153,8 @@ class Outcome:
     num_rows_with_placeholders: int = (
         0  # rows whose images, videos or audio are left out, but not the marks of where they stood
     )
+    num_too_long: int = 0  # rows dropped for more tokens than max_length
+    num_too_short: int = 0  # rows dropped for fewer tokens than min_length
     longest: int = 0  # tokens of the longest row that was too long
     formats: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -149,6 +170,8 @@ class Outcome:
         "num_straddling_tokens",
         "num_rows_with_markers",
         "num_rows_with_placeholders",
+        "num_too_long",
+        "num_too_short",
     )  # what stands in the store's description
 
     def to_meta(self) -> dict[str, Any]:
@@ -199,9 +222,17 @@ class Outcome:
             why=f"data.max_length is {max_length:,} tokens and data.too_long is {too_long}"
             f"{', which cannot divide conversations' * (too_long == 'split')}; the longest row has "
             f"{self.longest:,} tokens",
-            fix=f"set data.too_long to truncate to cut them{divides if too_long == 'error' else ''}, or raise "
-            f"data.max_length",
+            fix=f"set data.too_long to truncate to cut them, drop to leave them out"
+            f"{divides * (too_long == 'error')}, or raise data.max_length",
         )
+        if not self.num_samples and (self.num_too_long or self.num_too_short):
+            raise UserError(
+                "no row is left",
+                where=where,
+                why=f"{self.num_too_long:,} rows are longer than data.max_length = {max_length:,} tokens and "
+                f"{self.num_too_short:,} are shorter than data.min_length = {config.data.min_length:,}",
+                fix="change these limits, or set data.too_long: truncate",
+            )
         if not self.num_samples:
             raise UserError(
                 "the file holds no rows",

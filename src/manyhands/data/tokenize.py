@@ -31,7 +31,7 @@ from manyhands.data.formats import (
 from manyhands.data.long_text import LONG_CHARACTERS, LongText, read_documents
 from manyhands.data.render import MAX_WEIGHT, Rendered, Renderer
 from manyhands.data.segment import SegmentWriter
-from manyhands.data.sources import FilePart, Row, Source, read_part, read_rows
+from manyhands.data.sources import FilePart, Row, Source, read_part, read_rows, take_rows
 from manyhands.data.streams import TOKENS, Sample, make_sample
 from manyhands.data.summary import Outcome
 from manyhands.data.tokenizer import find_placeholders
@@ -140,7 +140,7 @@ class PartTokenizer:
         for.
         """
         streams = part.kind == "text" and self._config.data.too_long == "split"
-        return read_documents(part, unreadable) if streams else read_part(part, unreadable)
+        return take_rows(part, read_documents(part, unreadable)) if streams else read_part(part, unreadable)
 
     def run_rows(
         self, rows: Iterable[Row], source: int, folder: Path, on_chunk: Callable[[], None] = lambda: None
@@ -234,7 +234,9 @@ class PartTokenizer:
         if item.weight != 1:
             weights = (result.trained if weights is None else weights) * np.float32(item.weight)
         sample = make_sample(ids, result.trained, weights)
-        if len(ids) <= max_length:
+        if len(ids) < self._config.data.min_length:
+            outcome.num_too_short += 1
+        elif len(ids) <= max_length:
             writer.append(sample, row.line)
         elif self._config.data.too_long == "truncate":
             if not result.trained[1:max_length].any():
@@ -246,6 +248,8 @@ class PartTokenizer:
             outcome.num_truncated += 1
         elif self._config.data.too_long == "split" and isinstance(item.content, str):
             self._split(row, [ids], item.weight, outcome, writer)
+        elif self._config.data.too_long == "drop":
+            outcome.num_too_long += 1
         else:
             outcome.longest = max(outcome.longest, len(ids))
             outcome.too_long.add(row.file, row.line, f"{len(ids):,} tokens")
@@ -264,10 +268,14 @@ class PartTokenizer:
             if num_tokens < max_length:
                 kept.append(ids)
             num_tokens += len(ids)
-        if num_tokens <= max_length or too_long == "truncate":
+        if num_tokens < self._config.data.min_length:
+            outcome.num_too_short += 1
+        elif num_tokens <= max_length or too_long == "truncate":
             ids = np.concatenate(kept)[:max_length]
             writer.append(_make_text(ids, weight), row.line)
             outcome.num_truncated += num_tokens > max_length
+        elif too_long == "drop":
+            outcome.num_too_long += 1
         else:
             outcome.longest = max(outcome.longest, num_tokens)
             outcome.too_long.add(row.file, row.line, f"{num_tokens:,} tokens")
@@ -293,6 +301,9 @@ class PartTokenizer:
             while len(left) > max_length:
                 self._append_block(row, left[:max_length], weight, writer, num_blocks > 0)
                 left, num_blocks = left[max_length - 1 :], num_blocks + 1
+        if not num_blocks and len(left) < self._config.data.min_length:
+            outcome.num_too_short += 1
+            return
         self._append_block(row, left, weight, writer, num_blocks > 0)
         outcome.num_split += num_blocks > 0
 

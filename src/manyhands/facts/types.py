@@ -71,6 +71,7 @@ class DataFacts(Fact):
     num_dropped: int = 0
     num_truncated: int = 0
     num_split: int = 0
+    left_out: dict[str, dict[str, int]] = {}  # samples by the key that left them out, and by source
     # Filled when batch.loss_tokens or batch.packs is asked: steps of each epoch that the run begins, as far as
     # stop.max_steps lets it come.
     steps_of_epochs: tuple[int, ...] = ()

@@ -260,6 +260,7 @@ def _setting_lines(report: Mapping[str, Any]) -> list[str]:
         held_out = f", {source['num_validation_samples']:,} held out" if source["num_validation_samples"] else ""
         weight = f", weight {source['weight']:g}" if source["weight"] != 1 else ""
         counts = f"{source['num_samples']:,} samples, {source['num_tokens']:,} tokens{held_out}{weight}"
+        counts += "".join(f", {number:,} left out by {key}" for key, number in source.get("left_out", {}).items())
         lines.append(f"- `{source['name']}` ({source['format']}): {counts}")
     begun = f"Started {report['started']}, finished" if "started" in report else "Finished"
     versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())

@@ -15,6 +15,7 @@ from statistics import fmean
 from typing import Any
 
 from manyhands.config.schema import MethodSection, RunConfig
+from manyhands.data.summary import count_left_out
 from manyhands.plan.types import Plan, method_of
 from manyhands.train.types import Evaluation
 
@@ -71,7 +72,9 @@ def describe_data(meta: Mapping[str, Any]) -> list[dict[str, Any]]:
         path = str(source["path"])
         kept = ("format", "weight", "num_samples", "num_tokens", "num_validation_samples", "num_validation_tokens")
         name = path.removeprefix("hub:") if path.startswith("hub:") else source["name"]
-        found.append({"name": name, "hub": path.startswith("hub:"), **{key: source[key] for key in kept}})
+        described = {"name": name, "hub": path.startswith("hub:"), **{key: source[key] for key in kept}}
+        left_out = {key: counts[source["name"]] for key, counts in count_left_out([source]).items()}
+        found.append(described | ({"left_out": left_out} if left_out else {}))
     return found
 
 

@@ -361,4 +361,5 @@ def _why_samples(config: RunConfig, data: DataFacts) -> list[Reason]:
             repeated=data.num_repeated,
         )
     ]
+    why += [reason("left_out", key=key, by_source=counts) for key, counts in data.left_out.items()]
     return why + ([reason("unread", columns=data.unread)] if data.unread else [])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from manyhands.core.units import describe_ranks, format_gib, format_share, format_size
+from manyhands.core.units import describe_counts, describe_ranks, format_gib, format_share, format_size
 from manyhands.plan.phrases import Values, describe_disk, describe_layout, describe_limit, describe_spacing
 from manyhands.plan.types import Code, Reason
 
@@ -300,6 +300,7 @@ SENTENCES: dict[Code, tuple[str, Callable[[Values], str]]] = {
     "new_tokens": ("new tokens", _new_tokens),
     "adapter": ("adapter", _adapter),
     "validation": ("validation", _validation),
+    "left_out": ("left out", lambda v: f"{describe_counts(v['by_source'])}, by {v['key']}"),
     "unread": (
         "not read",
         lambda v: "columns " + "; ".join(f"{', '.join(names)} ({source})" for source, names in v["columns"].items()),

@@ -38,6 +38,7 @@ from manyhands.preview.contents import (
 )
 from manyhands.preview.usable import prepare_usable
 
+SHOWN_ELSEWHERE = ("source ", "left out by ")  # notes that the preview has in other words
 PROGRESS = ("token", "the token cache")  # what preparing says beside the notes that the preview has
 
 Report = Callable[[str], Any]
@@ -138,8 +139,13 @@ def _collect(
         num_repeated=facts.num_repeated,
         num_truncated=facts.num_truncated,
         num_split=facts.num_split,
+        left_out={
+            key: {harmless(name): number for name, number in counts.items()} for key, counts in facts.left_out.items()
+        },
         num_dropped=facts.num_dropped,
-        notes=tuple(harmless(note).removeprefix("note: ") for note in meta["notes"] if not note.startswith("source ")),
+        notes=tuple(
+            harmless(note).removeprefix("note: ") for note in meta["notes"] if not note.startswith(SHOWN_ELSEWHERE)
+        ),
         refused=_harmless(refused),
     )
 

@@ -5,14 +5,15 @@ Text from data files is harmless in all values, but not escaped for a page.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
 import numpy as np
 
 from manyhands.core.errors import UserError
+from manyhands.core.units import describe_counts as describe_by_source
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,7 @@ class Preview:
     num_repeated: int = 0  # validation samples with the tokens of a training sample
     num_truncated: int = 0
     num_split: int = 0
+    left_out: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # samples, by key and source
     num_dropped: int = 0
     notes: tuple[str, ...] = ()
     refused: tuple[Refused, ...] = ()
@@ -279,6 +281,8 @@ def describe_counts(preview: Preview) -> Iterator[tuple[str, str]]:
         yield "cut", f"{count(preview.num_truncated, 'sample')} at {length}"
     if preview.num_split:
         yield "split", f"{count(preview.num_split, 'document')} into samples of {length}"
+    for key, counts in preview.left_out.items():
+        yield "left out", f"{describe_by_source(counts)}, by {key}"
     if preview.num_dropped:
         yield "left out", f"{count(preview.num_dropped, 'sample')} beyond max_samples"
     yield "refused", f"rows of {count(preview.num_refused, 'source')}, see below" if preview.refused else "none"

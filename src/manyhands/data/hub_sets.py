@@ -1,0 +1,105 @@
+"""Data sets of the hub, and folders that ``save_to_disk`` wrote, as Arrow files.
+
+The library ``datasets`` is imported only to fetch a set: it leaves Arrow files in its own cache, and those are read
+like any others, in several processes and without the library.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from manyhands.config.schema import Source
+from manyhands.core.errors import UserError
+
+PREFIX = "hub:"
+MIN_MAJOR = 4  # before, a data set could bring code that was run
+
+
+def is_hub(path: str) -> bool:
+    return path.startswith(PREFIX)
+
+
+def fetch_set(source: Source, split: str) -> tuple[Path, ...]:
+    """The Arrow files of one split of a hub data set, fetched where the cache does not hold them. Raises UserError."""
+    return _fetch(source.path.removeprefix(PREFIX), source.subset, split, source.revision)
+
+
+@lru_cache(maxsize=64)
+def _fetch(name: str, subset: str | None, split: str, revision: str | None) -> tuple[Path, ...]:
+    where = PREFIX + name + (f", subset {subset}" if subset else "") + f", split {split}"
+    datasets = _import_datasets(where)
+    try:
+        found = datasets.load_dataset(name, subset, split=split, revision=revision, keep_in_memory=False)
+        files = tuple(Path(entry["filename"]) for entry in found.cache_files)
+    except Exception as error:  # the library, the network and the set's own files raise as they like
+        why = " ".join(str(error).split())[:400] or type(error).__name__
+        raise UserError("the data set cannot be loaded", where=where, why=why, fix=_advise(error, why)) from error
+    if not files:
+        raise UserError(
+            "the data set has no files in the cache", where=where, fix="unset HF_DATASETS_IN_MEMORY_MAX_SIZE"
+        )
+    return files
+
+
+def _import_datasets(where: str) -> Any:
+    fix = f"pip install 'datasets>={MIN_MAJOR}', or download the files and name their folder"
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(
+            "data sets of the hub need the package datasets", where=where, why=str(error), fix=fix
+        ) from error
+    if int(datasets.__version__.split(".")[0]) < MIN_MAJOR:
+        raise UserError(
+            "the package datasets is too old", where=where, why=f"it is version {datasets.__version__}", fix=fix
+        )
+    return datasets
+
+
+def _advise(error: Exception, why: str) -> str:
+    if "onfig name is missing" in why or "BuilderConfig" in why:
+        return "choose one with `subset`"
+    if "nknown split" in why:
+        return "choose one with `split`"
+    if type(error).__name__ == "DatasetNotFoundError":
+        return "check the name (hub:OWNER/NAME); a set that is not public needs a token: `hf auth login`"
+    return "check the network, or download the files and name their folder"
+
+
+def list_saved_set(folder: Path, split: str) -> tuple[Path, ...] | None:
+    """The Arrow files of a folder that ``save_to_disk`` wrote, those of ``split`` if it holds several; None for another
+    folder.
+    """
+    if (folder / "dataset_dict.json").is_file():
+        splits = _read_json(folder / "dataset_dict.json").get("splits", [])
+        if split not in splits or not isinstance(split, str):
+            raise UserError(
+                "the saved data set has no such split",
+                where=str(folder),
+                why=f"its splits: {splits}",
+                fix="set `split`",
+            )
+        folder = folder / split
+    if not (folder / "state.json").is_file():
+        return None
+    state = _read_json(folder / "state.json")
+    try:
+        names = [Path(entry["filename"]).name for entry in state["_data_files"]]
+    except (KeyError, TypeError) as error:
+        raise UserError(
+            "the saved data set is damaged", where=str(folder / "state.json"), why=f"no {error}", fix="save it again"
+        ) from None
+    return tuple(folder / name for name in names)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(
+            "the saved data set is damaged", where=str(path), why=str(error), fix="save it again"
+        ) from error
+    return value if isinstance(value, dict) else {}
