@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from manyhands.config.dialects.fsdp import fsdp_keys, fsdp_options, map_fsdp
 from manyhands.config.dialects.translation import UNKNOWN_GPUS, Translator, names
 from manyhands.config.keys import show
 
@@ -46,7 +47,7 @@ UPLOADS = names(
     """
 )
 
-KEYS = NEVER_ACTS | TRACKERS | UPLOADS | names(
+KEYS = NEVER_ACTS | TRACKERS | UPLOADS | fsdp_keys("fsdp_config") | names(
     """
     output_dir seed data_seed per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps
     learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm optim optim_args
@@ -60,7 +61,7 @@ KEYS = NEVER_ACTS | TRACKERS | UPLOADS | names(
     restore_callback_states_from_checkpoint jit_mode_eval use_ipex parallelism_config
     """
 )  # fmt: skip
-OPEN = frozenset({"lr_scheduler_kwargs", "gradient_checkpointing_kwargs", "fsdp_config", "accelerator_config",
+OPEN = frozenset({"lr_scheduler_kwargs", "gradient_checkpointing_kwargs", "accelerator_config",
                   "liger_kernel_config", "optim_args", "deepspeed", "parallelism_config"})  # fmt: skip
 
 
@@ -266,19 +267,23 @@ def _map_interval(
 
 
 def map_sharding(t: Translator) -> None:
-    """``fsdp`` (a list or text of options) with ``fsdp_config``; DeepSpeed."""
+    """``fsdp`` (true, or a list or text of options) with ``fsdp_config``; DeepSpeed."""
     asked = t.get("fsdp")
     words = " ".join(asked).split() if isinstance(asked, list) else str(asked or "").replace(",", " ").split()
+    options = fsdp_options(t, "fsdp_config")
     if asked is True or words:
-        strategy = "hsdp" if "hybrid_shard" in words else "fsdp"
-        native: dict[str, Any] = {"parallel.strategy": strategy}
+        native: dict[str, Any] = {"parallel.strategy": "hsdp" if "hybrid_shard" in words else "fsdp"}
         if "shard_grad_op" in words:
             native["parallel.reshard_after_forward"] = False
         if "offload" in words:
             native["parallel.offload"] = "all"
         t.map("fsdp", native)
-    elif t.has("fsdp"):
+        map_fsdp(t, options, version=2)
+    else:
         t.already("fsdp")
+        for key in options.values():
+            t.ignore(key, f"{t.tool} reads it with `fsdp` only")
+    t.only("fsdp_config", (None, {}), "write its options here, not the path of another file")
     for key in ("fsdp_transformer_layer_cls_to_wrap", "fsdp_min_num_params"):
         t.already(key, "every block is a unit")
     for key in ("group_by_length", "train_sampling_strategy", "parallelism_config"):
