@@ -50,7 +50,8 @@ def recognize(mapping: Mapping[str, Any]) -> Dialect | None:
     for name in FILES:
         dialect = load_dialect(name)
         count = _count(mapping, dialect.KEYS, dialect.OPEN)
-        if count > most and any(key in dialect.MARKS for key in flatten(mapping, dialect.OPEN)):
+        keys = {*mapping, *flatten(mapping, dialect.OPEN)}
+        if count > most and keys & dialect.MARKS:
             best, most = dialect, count
     return best
 

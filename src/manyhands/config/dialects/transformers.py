@@ -6,6 +6,7 @@ dialect once; a dialect that reads a key differently leaves out its function.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,8 +35,8 @@ NEVER_ACTS = names(
     logging_nan_inf_filter log_on_each_node save_safetensors save_on_each_node past_index tf32 skip_memory_metrics
     auto_find_batch_size torch_empty_cache_steps eval_on_start fp16_full_eval bf16_full_eval use_cpu no_cuda
     use_mps_device batch_eval_metrics eval_accumulation_steps prediction_loss_only eval_delay label_names
-    average_tokens_across_devices use_liger_kernel liger_kernel_config include_num_input_tokens_seen
-    include_tokens_per_second full_determinism accelerator_config dataset_num_proc ddp_timeout
+    use_liger_kernel liger_kernel_config include_num_input_tokens_seen
+    include_tokens_per_second dataset_num_proc ddp_timeout
     """
 )
 """True here by construction, or without effect on what is trained."""
@@ -54,6 +55,7 @@ KEYS = NEVER_ACTS | TRACKERS | UPLOADS | fsdp_keys("fsdp_config") | names(
     optim_target_modules lr_scheduler_type lr_scheduler_kwargs warmup_ratio warmup_steps num_train_epochs max_steps
     logging_steps logging_strategy save_steps save_strategy save_total_limit save_only_model eval_steps
     eval_strategy evaluation_strategy do_eval load_best_model_at_end metric_for_best_model greater_is_better bf16
+    average_tokens_across_devices accelerator_config full_determinism
     fp16 fp16_opt_level fp16_backend gradient_checkpointing gradient_checkpointing_kwargs torch_compile
     torch_compile_backend torch_compile_mode deepspeed fsdp fsdp_config fsdp_transformer_layer_cls_to_wrap
     fsdp_min_num_params resume_from_checkpoint ignore_data_skip neftune_noise_alpha group_by_length
@@ -63,6 +65,11 @@ KEYS = NEVER_ACTS | TRACKERS | UPLOADS | fsdp_keys("fsdp_config") | names(
 )  # fmt: skip
 OPEN = frozenset({"lr_scheduler_kwargs", "gradient_checkpointing_kwargs", "accelerator_config",
                   "liger_kernel_config", "optim_args", "deepspeed", "parallelism_config"})  # fmt: skip
+
+
+def clean(name: str) -> str:
+    """A run's name from the last part of an output folder."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-")[:100] or "run"
 
 
 def map_bystanders(t: Translator) -> None:
@@ -79,6 +86,14 @@ def map_bystanders(t: Translator) -> None:
             t.already(key)
         else:
             t.ignore(key, "nothing is uploaded: `hf upload` takes the run's folder")
+    t.only(
+        "average_tokens_across_devices", (True, None), "a mean of means depends on the number of GPUs: set it to true"
+    )
+    split = isinstance(options := t.get("accelerator_config"), Mapping) and options.get("split_batches")
+    t.only("accelerator_config", () if split else (options,), "`split_batches` is not available: remove it")
+    if t.flag("full_determinism"):
+        t.ignore("full_determinism", "kernels are those of every run; restarts are bit-identical without it")
+    t.already("full_determinism")
     t.only("dataloader_drop_last", (False, None), "every sample is trained: set it to false")
     t.only("resume_from_checkpoint", (False, True, None, "auto", "latest"), "a run resumes from its own newest "
            "checkpoint; to begin from trained weights name their folder as the model")  # fmt: skip
@@ -106,6 +121,8 @@ def map_optimizer(t: Translator) -> None:
             t.substitute("optim", {"optimizer.name": ours}, note)
         else:
             t.map("optim", "optimizer.name", ours)
+    if t.number("weight_decay"):
+        t.carry("optimizer.decay_embeddings", True, "transformers decays embeddings too")
     for key in ("optim_args", "optim_target_modules"):
         t.only(key, (None,), "optimizers with arguments of their own (GaLore, APOLLO, ...) are not available")
     t.only("neftune_noise_alpha", (None, 0), "NEFTune is not available: remove it")
@@ -206,8 +223,10 @@ def map_precision(t: Translator) -> None:
     for key in ("fp16_opt_level", "fp16_backend", "jit_mode_eval", "use_ipex"):
         t.already(key)
     if t.has("gradient_checkpointing"):
-        asked = "full" if t.flag("gradient_checkpointing") else "none"
-        t.map("gradient_checkpointing", "parallel.activation_checkpointing", asked)
+        if t.flag("gradient_checkpointing"):
+            t.already("gradient_checkpointing", "the plan recomputes as many blocks as memory requires")
+        else:
+            t.map("gradient_checkpointing", "parallel.activation_checkpointing", "none")
     t.already("gradient_checkpointing_kwargs")
     if t.has("torch_compile"):
         t.map("torch_compile", "parallel.compile", t.flag("torch_compile"))
@@ -258,8 +277,8 @@ def _map_interval(
         t.already(strategy_key)
         if number is not None and number >= 1:
             t.map(steps_key, every, int(number))
-        elif number is not None:
-            t.refuse(steps_key, "a share of the run is not available: write a number of steps")
+        elif number is not None and number > 0:
+            t.map(steps_key, every, number)
         elif steps is not None:
             t.carry(every, steps, f"{t.tool}'s default")
     else:

@@ -171,6 +171,8 @@ class Translator:
         """The key sets ``native``: one key, to ``value`` (its own if not given), or several with their values."""
         if not self.has(key):
             return
+        if value is None:  # it could not be read, which is a fate already
+            return
         values = {native: self.values[key] if value is ... else value} if isinstance(native, str) else dict(native)
         self._note(key, "mapped", why, values)
         for name, one in values.items():
@@ -213,6 +215,13 @@ class Translator:
         if native not in self._set_by:
             self._write(native, value)
             self.carried[native] = why
+
+    def columns(self) -> tuple[str, ...] | None:
+        """Columns of the first training source, None if nobody can say."""
+        sources = self.mapping.get("data", {}).get("train")
+        first = sources[0] if isinstance(sources, list) and sources else sources
+        path = first.get("path") if isinstance(first, Mapping) else first
+        return self.around.columns(path) if self.around.columns and isinstance(path, str) else None
 
     def num_gpus(self) -> int | None:
         """GPUs to multiply per-GPU numbers by: those of the run's first start, those that the file names, those asked

@@ -1,27 +1,52 @@
-"""TRL's ``trl sft --config FILE``: the keys of SFTConfig, ModelConfig and ScriptArguments (TRL 1.x)."""
+"""TRL's ``trl sft --config FILE``: the keys of SFTConfig, ModelConfig and ScriptArguments (TRL 1.15), and those of the
+alignment handbook's recipes, which today's TRL would ignore (``torch_dtype``, ``max_seq_length``, ``chat_template``,
+``dataset_mixture``): they are read as of their time.
+
+What TRL trains depends on the columns of the data: the completion of prompt and completion, otherwise every token.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from manyhands.config.dialects import transformers as hf
 from manyhands.config.dialects.translation import Translator, names
+from manyhands.config.keys import show, table
 
 TOOL = "TRL"
-REFUSES_UNKNOWN = True
-MARKS = frozenset({"dataset_name", "dataset_mixture", "datasets", "use_peft", "assistant_only_loss"})
-OPEN = hf.OPEN | {"dataset_kwargs", "model_init_kwargs"}
-KEYS = hf.KEYS | names(
-    """
-    model_name_or_path model_revision dataset_name dataset_train_split dataset_test_split dataset_config max_length
-    packing use_peft lora_r lora_alpha lora_dropout dataset_mixture datasets assistant_only_loss
-    """
+REFUSES_UNKNOWN = False  # keys of other versions are common; near misses are refused
+MARKS = names(
+    "dataset_name dataset_mixture datasets use_peft assistant_only_loss completion_only_loss dataset_train_split "
+    "dataset_text_field packing_strategy max_seq_length"
 )
+OPEN = hf.OPEN | {"dataset_kwargs", "model_init_kwargs", "env"}
+ALREADY = names(
+    "attn_implementation dataset_test_split dataset_num_proc padding_free pad_to_multiple_of eval_packing pad_token "
+    "trust_remote_code lora_task_type bnb_4bit_quant_storage ignore_bias_buffers dataset_mixture.seed torch_dtype dtype"
+)
+KEYS = (
+    hf.KEYS
+    | ALREADY
+    | names(
+        "model_name_or_path model_revision model_init_kwargs use_peft lora_r lora_alpha lora_dropout "
+        "lora_target_modules lora_target_parameters lora_modules_to_save use_rslora use_dora load_in_8bit load_in_4bit "
+        "bnb_4bit_quant_type use_bnb_nested_quant dataset_name dataset_config dataset_train_split dataset_streaming "
+        "streaming datasets test_split_size dataset_mixture dataset_mixture.datasets dataset_mixture.test_split_size "
+        "dataset_text_field dataset_kwargs max_length max_seq_length truncation_mode shuffle_dataset packing "
+        "packing_strategy completion_only_loss assistant_only_loss loss_type chat_template chat_template_path "
+        "eos_token activation_offloading router_aux_loss_coef env"
+    )
+)
+SOURCE_KEYS = {"id": "path", "path": "path", "config": "subset", "name": "subset", "split": "split", "weight": "weight"}
 
 
 def translate(t: Translator) -> None:
-    """Every key of a TRL file; columns of the data decide what is trained, as in TRL."""
-    t.map("model_name_or_path", "model.name")
-    t.map("model_revision", "model.revision")
+    """Every key of a TRL file."""
+    _map_model(t)
     _map_data(t)
+    _map_length(t)
+    _map_loss(t)
     _map_method(t)
     hf.map_bystanders(t)
     hf.map_optimizer(t)
@@ -29,51 +54,189 @@ def translate(t: Translator) -> None:
         t.carry("optimizer.learning_rate", 2e-5, "TRL's default")
     hf.map_schedule(t, default="linear")
     hf.map_length(t, epochs=3)
-    hf.map_batch(t, per_device=8)
+    hf.map_batch(t, per_device=8, packs=t.flag("packing"))
     hf.map_precision(t)
     hf.map_intervals(t, save_steps=500)
     hf.map_sharding(t)
+    if t.has("activation_offloading"):
+        t.map("activation_offloading", "parallel.offload_activations", t.flag("activation_offloading"))
+    for key in ALREADY & t.values.keys():
+        t.already(key)
     if t.has("output_dir"):
         folder, _, name = str(t.get("output_dir")).rstrip("/").rpartition("/")
-        t.map("output_dir", {"output.dir": folder or ".", "name": name})
+        t.map("output_dir", {"output.dir": folder or ".", "name": hf.clean(name)})
+
+
+def _map_model(t: Translator) -> None:
+    t.map("model_name_or_path", "model.name")
+    if t.get("model_revision") == "main":
+        t.already("model_revision")
+    else:
+        t.map("model_revision", "model.revision")
+    if t.flag("trust_remote_code"):
+        t.map("trust_remote_code", "model.trust_remote_code", True)
+    for key in ("torch_dtype", "dtype"):
+        asked = str(t.get(key, "auto")).removeprefix("torch.")
+        if asked in ("bfloat16", "float32"):
+            t.map(key, "model.dtype", asked)
+        elif asked == "float16":
+            t.substitute(key, {"model.dtype": "bfloat16"}, "float16 is not available: bfloat16")
+        elif asked != "auto":
+            t.refuse(key, f"{show(asked)}: write bfloat16 or float32")
+    t.map("chat_template", "model.chat_template")
+    t.map("chat_template_path", "model.chat_template")
+    if t.has("eos_token") and "model.special_tokens" in table():
+        t.map("eos_token", "model.special_tokens", {"eos": str(t.get("eos_token"))})
+    elif t.has("eos_token"):
+        t.refuse("eos_token", "another end-of-text token is not available: remove it where it is the tokenizer's own")
+    for key in ("model_init_kwargs", "router_aux_loss_coef"):
+        t.only(key, (None, {}), "not available: remove it")
+    t.only("env", ({},), "set environment variables before the start: the run file has none")
 
 
 def _map_data(t: Translator) -> None:
-    if t.has("dataset_name"):
-        source = {"path": f"hub:{t.get('dataset_name')}"}
+    listed = next((key for key in ("dataset_mixture.datasets", "datasets") if t.has(key)), None)
+    if listed and t.has("dataset_name"):
+        t.contradict("dataset_name", f"and {t.place(listed)} name data: keep one of them")
+        t.already(listed)
+    elif listed:
+        t.map(listed, "data.train", [_source(t, listed, number, one) for number, one in enumerate(t.get(listed))])
+    elif t.has("dataset_name"):
+        source = _locate(str(t.get("dataset_name")))
         for key, inner in (("dataset_config", "subset"), ("dataset_train_split", "split")):
             if t.has(key):
                 source[inner] = str(t.get(key))
-                t.map(key, {})
+                t.already(key, "the source's")
         t.map("dataset_name", "data.train", [source])
-    t.already("dataset_test_split", "without an evaluation nothing is held out")
+        if t.get("eval_strategy", "no") != "no" and t.has("dataset_test_split"):
+            t.map("dataset_test_split", "data.validation", [source | {"split": str(t.get("dataset_test_split"))}])
+    for key in ("dataset_config", "dataset_train_split"):
+        t.already(key)
+    for key in ("streaming", "dataset_streaming"):
+        if t.flag(key):
+            t.substitute(key, {}, "the data are fetched completely before training")
+        t.already(key)
+    t.only("shuffle_dataset", (False, True, None), "write true or false")
+    options = {k: v for k, v in (t.get("dataset_kwargs") or {}).items() if v and k != "skip_prepare_dataset"}
+    t.only("dataset_kwargs", (t.get("dataset_kwargs"),) if not options else (), f"{show(options)}: the chat template "
+           "alone decides which special tokens a sample has: remove it")  # fmt: skip
+    _map_held_out(t)
+
+
+def _source(t: Translator, listed: str, number: int, entry: Any) -> dict[str, Any]:
+    """One entry of a mixture as a source; its keys are checked here, as lists have one fate."""
+    place = f"{listed}[{number}]"
+    if not isinstance(entry, Mapping):
+        t.refuse(listed, f"`{place}`: got {show(entry)}, allowed: a mapping with `path`")
+        return {}
+    source: dict[str, Any] = {}
+    for key, value in entry.items():
+        if key in SOURCE_KEYS and value is not None:
+            source |= _locate(str(value)) if SOURCE_KEYS[key] == "path" else {SOURCE_KEYS[key]: value}
+        elif key == "columns":
+            if "chat_template_kwargs" in (value or ()):
+                t.refuse(listed, f"`{place}.columns`: template arguments of single rows are not available")
+        elif value is not None:
+            t.refuse(listed, f"`{place}.{key}` is not available; an entry has {', '.join(SOURCE_KEYS)}")
+    if source.get("subset") == "default":
+        del source["subset"]
+    if source.get("weight", 1) != 1:
+        source["weight"] = float(source["weight"])  # another part in each epoch, where the handbook has a fixed one
+    return source
+
+
+def _locate(name: str) -> dict[str, Any]:
+    is_local = name.startswith((".", "/", "~")) or name.rpartition(".")[2] in ("json", "jsonl", "csv", "parquet")
+    return {"path": name if is_local else f"hub:{name}"}
+
+
+def _map_held_out(t: Translator) -> None:
+    for key in ("test_split_size", "dataset_mixture.test_split_size"):
+        size = t.number(key)
+        if size is None:
+            continue
+        if 0 < size < 1:
+            t.map(key, "data.validation_fraction", size)
+        else:
+            t.substitute(key, {"data.validation_fraction": 0.02}, "a number of rows cannot be held out: 2 % are")
     t.carry("data.validation_fraction", 0, "TRL holds nothing out")
-    length = t.integer("max_length")
-    if length:
-        t.map("max_length", "data.max_length", length)
-    else:
-        t.carry("data.max_length", 1024, "TRL's default")
+
+
+def _map_length(t: Translator) -> None:
+    for key in ("max_length", "max_seq_length"):
+        t.map(key, "data.max_length", t.integer(key))
+    t.carry("data.max_length", 1024, "TRL's default")
     t.carry("data.too_long", "truncate", "TRL cuts the end off")
+    t.only("truncation_mode", ("keep_start", None), "the start of a sample is kept: write keep_start")
+    t.only("packing_strategy", ("bfd", "ffd", None) if t.flag("packing") else (t.get("packing_strategy"),),
+           "joins or cuts samples that would then see each other: write bfd")  # fmt: skip
+    if t.flag("packing"):
+        t.map("packing", {}, why="a step is counted in packs of max_length tokens")
+    else:
+        t.already("packing", "packed or not, a step has the same samples")
+
+
+def _map_loss(t: Translator) -> None:
+    """Loss tokens. Text has them all in any case (``task: mixed``)."""
+    t.only("loss_type", ("nll", "chunked_nll", None), "only the mean over loss tokens is available: write nll")
+    t.carry("task", "mixed", "TRL takes text, conversations, and prompt with completion")
+    if t.has("dataset_text_field") and t.get("dataset_text_field") != "text":
+        t.map("dataset_text_field", {"data.format": "text", "data.fields": {"text": t.get("dataset_text_field")}})
+    t.already("dataset_text_field")
     if t.flag("assistant_only_loss"):
         t.map("assistant_only_loss", "data.train_on", "assistant")
+    elif t.has("completion_only_loss"):
+        t.map("completion_only_loss", "data.train_on", "assistant" if t.flag("completion_only_loss") else "all")
     else:
-        t.carry("data.train_on", "all", "TRL trains all tokens of messages")
-        t.already("assistant_only_loss")
+        seen = t.columns()
+        pairs = seen is not None and {"prompt", "completion"} <= set(seen)
+        why = "TRL trains the completion of each prompt" if pairs else "TRL trains all tokens of messages"
+        t.carry("data.train_on", "assistant" if pairs else "all", why + ("" if seen else "; columns not looked at"))
+    for key in ("assistant_only_loss", "completion_only_loss"):
+        t.already(key)
 
 
 def _map_method(t: Translator) -> None:
+    four, eight = t.flag("load_in_4bit"), t.flag("load_in_8bit")
     if not t.flag("use_peft"):
         t.carry("method.name", "full", "without `use_peft` all weights are trained")
-        t.already("use_peft")
-        return
-    t.map("use_peft", "method.name", "lora")
-    for key, native, default in (
-        ("lora_r", "rank", 16),
-        ("lora_alpha", "alpha", 32),
-        ("lora_dropout", "dropout", 0.05),
-    ):
-        number = t.number(key)
-        if number is None:
-            t.carry(f"method.{native}", default, "TRL's default")
+        if four or eight:
+            t.contradict("load_in_4bit" if four else "load_in_8bit", "quantized weights train adapters: add use_peft")
+        for key in t.values.keys() & names("lora_r lora_alpha lora_dropout lora_target_modules lora_target_parameters "
+                                           "lora_modules_to_save use_rslora use_dora"):  # fmt: skip
+            t.ignore(key, "without `use_peft` TRL trains no adapter")
+    else:
+        t.map("use_peft", "method.name", "qlora" if four else "lora")
+        _map_adapter(t)
+    t.already("use_peft")
+    if eight:
+        t.substitute("load_in_8bit", {}, "there is no 8-bit base: its weights stay in 16 bits")
+    if four and not t.flag("use_bnb_nested_quant"):
+        if "method.double_quant" in table():
+            t.carry("method.double_quant", False, "TRL's default")
         else:
-            t.map(key, f"method.{native}", number)
+            t.substitute("load_in_4bit", {}, "NF4 scales are quantized too, which TRL does not do by default")
+    t.only("bnb_4bit_quant_type", ("nf4", None) if four else (t.get("bnb_4bit_quant_type"),), "4-bit weights are NF4")
+    for key in ("load_in_4bit", "load_in_8bit", "use_bnb_nested_quant"):
+        t.already(key)
+
+
+def _map_adapter(t: Translator) -> None:
+    for key, default in (("rank", 16), ("alpha", 32), ("dropout", 0.05)):
+        name = "lora_r" if key == "rank" else f"lora_{key}"
+        t.map(name, f"method.{key}", t.number(name))
+        t.carry(f"method.{key}", default, "TRL's default")
+    targets = t.get("lora_target_modules")
+    if targets is None:
+        t.carry("method.target_modules", "peft-default", "TRL leaves the choice to PEFT")
+    elif targets in ("all-linear", ["all-linear"]):
+        t.map("lora_target_modules", "method.target_modules", "all-linear")
+    else:
+        t.map("lora_target_modules", "method.target_modules", targets if isinstance(targets, list) else [targets])
+    t.only("lora_target_parameters", (None, []), "adapters of single parameters (experts) are not available")
+    if t.has("lora_modules_to_save"):
+        t.map("lora_modules_to_save", "method.modules_to_save")
+    for key, native in (("use_rslora", "rslora"), ("use_dora", "dora")):
+        if t.flag(key):
+            t.map(key, f"method.{native}", True)
+        t.already(key)
