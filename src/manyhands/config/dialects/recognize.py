@@ -23,7 +23,7 @@ from manyhands.config.keys import table
 from manyhands.config.read import ParsedFile
 from manyhands.core.errors import UserError
 
-FILES = ("trl",)
+FILES = ("trl", "llamafactory", "llamafactory_v1")
 SETTINGS: tuple[str, ...] = ()
 
 

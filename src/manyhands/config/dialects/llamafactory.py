@@ -1,0 +1,426 @@
+"""LLaMA-Factory's flat YAML and JSON files (``llamafactory-cli train FILE``): supervised fine-tuning and continued
+pre-training of text models.
+
+The keys are those of its argument classes (hparams/) and of transformers' TrainingArguments. What it does and we do not
+do alike, in every run, is listed in docs/coming-from.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from manyhands.config.dialects import llamafactory_keys as keys
+from manyhands.config.dialects import transformers as hf
+from manyhands.config.dialects.llamafactory_data import Sources, Wanted, make_sources, read_info
+from manyhands.config.dialects.llamafactory_templates import CHAT_FORMATS, OTHER_FORMATS, make_chat_template
+from manyhands.config.dialects.translation import Translator
+from manyhands.config.keys import nearest_name, show
+
+TOOL = "LLaMA-Factory"
+REFUSES_UNKNOWN = True
+MARKS = keys.MARKS
+OPEN = hf.OPEN | keys.OPEN
+KEYS = hf.KEYS | keys.ALL
+STAGES = {"rm": "reward models", "ppo": "PPO", "dpo": "DPO", "kto": "KTO"}
+JOINED = "LLaMA-Factory joins documents into one sequence in which they see each other; here they are packed and do not"
+CUT = "LLaMA-Factory cuts question and answer in proportion; here the end of the sample is cut off"
+
+
+def translate(t: Translator) -> None:
+    """Every key of a LLaMA-Factory file."""
+    if _refuse_other_tasks(t):
+        return
+    is_text = t.get("stage", "sft") == "pt"
+    if is_text:
+        t.map("stage", "task", "cpt")
+    else:
+        t.already("stage")
+    _map_model(t)
+    _map_method(t)
+    sources = _map_data(t, is_text)
+    packs = _map_samples(t, is_text)
+    _map_template(t, is_text, sources)
+    _map_training(t, packs)
+    _refuse_features(t)
+    _note_bystanders(t)
+    map_output(t, "output_dir")
+
+
+def _refuse_other_tasks(t: Translator) -> bool:
+    """One refusal for a file that does something else than to train a text model; its other keys are left alone."""
+    stage = t.get("stage", "sft")
+    if t.has("export_dir"):
+        key, why = (
+            "export_dir",
+            "this file merges and exports a model: `manyhands export RUN --merge` does that of a run",
+        )
+    elif stage in STAGES:
+        key, why = "stage", f"{STAGES[stage]} cannot be trained here: stage sft and pt can"
+    elif stage not in ("sft", "pt"):
+        key, why = "stage", f"got {show(stage)}, allowed: sft, pt"
+    elif not t.flag("do_train"):
+        named = next((key for key in ("do_predict", "do_eval", "infer_backend") if t.has(key)), "do_train")
+        key, why = named, "this file trains nothing: write do_train: true (`manyhands infer RUN` answers prompts)"
+    elif t.flag("predict_with_generate") and t.flag("do_predict"):
+        key, why = "do_predict", "predictions are not part of training: remove it"
+    else:
+        return False
+    for other in t.values:
+        if other != key and other in KEYS:
+            t.ignore(other, f"not looked at, as `{key}` is refused")
+    t.refuse(key, why)
+    return True
+
+
+def _map_model(t: Translator) -> None:
+    if not t.has("model_name_or_path"):
+        t.refuse("model_name_or_path", "it is missing: write a hub name or a folder")
+    t.map("model_name_or_path", "model.name")
+    if t.get("model_revision") == "main":
+        t.already("model_revision")
+    else:
+        t.map("model_revision", "model.revision")
+    if t.flag("trust_remote_code"):
+        t.map("trust_remote_code", "model.trust_remote_code", True)
+    else:
+        t.already("trust_remote_code")
+    if t.flag("train_from_scratch"):
+        t.map("train_from_scratch", "model.init", "random")
+    else:
+        t.already("train_from_scratch")
+    special = [token.strip() for token in str(t.get("add_special_tokens", "")).split(",") if token.strip()]
+    plain = [token.strip() for token in str(t.get("add_tokens", "")).split(",") if token.strip()]
+    if special and not plain:
+        t.map("add_special_tokens", "model.new_tokens", special)
+    elif plain:
+        t.substitute("add_tokens", {"model.new_tokens": special + plain}, "tokens are added as special ones")
+        t.map("add_special_tokens", "model.new_tokens", special + plain)
+    t.already("resize_vocab", "embeddings are resized where tokens are added")
+    t.only("split_special_tokens", (False, None), "special tokens are always read as such: set it to false")
+    t.only("new_special_tokens_config", (None,), "new tokens start at the mean of the others: write add_special_tokens")
+    t.only("init_special_tokens", ("noise_init", None), "new tokens start at the mean of the others: noise_init")
+    if t.get("use_fast_tokenizer", True) is False:
+        t.ignore("use_fast_tokenizer", "tokenizers are always the fast ones")
+    else:
+        t.already("use_fast_tokenizer")
+
+
+def _map_method(t: Translator) -> None:
+    kind = t.get("finetuning_type", "lora")
+    bits = t.integer("quantization_bit")
+    if kind not in ("lora", "full", "freeze"):
+        t.refuse("finetuning_type", f"{show(kind)} is not available: write lora, full or freeze")
+    elif kind != "lora" and bits is not None:
+        t.contradict("quantization_bit", f"finetuning_type is {kind}, and quantized weights are trained by lora only")
+    elif kind == "lora":
+        _map_lora(t, bits)
+    elif kind == "full":
+        t.map("finetuning_type", "method.name", "full")
+    else:
+        t.map("finetuning_type", "method.name", "patterns")
+        map_freeze(t, "freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_modules")
+    for key in ("finetuning_type", "quantization_bit"):
+        t.already(key)
+    if t.flag("pure_bf16") and kind == "lora":
+        why = "the base is bfloat16, adapters are kept in float32"
+        t.substitute("pure_bf16", {"model.dtype": "bfloat16"}, why)
+    elif t.flag("pure_bf16"):
+        why = "bfloat16 weights are rounded stochastically here"
+        t.map("pure_bf16", {"model.dtype": "bfloat16", "model.master_dtype": "bfloat16"}, why=why)
+    else:
+        t.already("pure_bf16")
+    for key in keys.OF_LORA & t.values.keys() if kind != "lora" else ():
+        t.already(key, "only finetuning_type lora reads it")
+    for key in keys.OF_FREEZE & t.values.keys() if kind != "freeze" else ():
+        t.already(key, "only finetuning_type freeze and use_llama_pro read it")
+
+
+def _map_lora(t: Translator, bits: int | None) -> None:
+    if bits == 4:
+        t.map("quantization_bit", "method.name", "qlora")
+    elif bits == 8:
+        why = "weights in 8 bits are not available: the base stays in 16 bits"
+        t.substitute("quantization_bit", {"method.name": "lora"}, why)
+    elif bits is not None:
+        t.refuse("quantization_bit", f"{bits} bits are not available: write 4")
+    if bits is None:
+        t.map("finetuning_type", "method.name", "lora")
+    t.carry("method.name", "lora", f"{TOOL}'s default")
+    t.only("quantization_method", ("bnb", "bitsandbytes"), "weights are quantized by bitsandbytes' NF4 only: write bnb")
+    t.only("quantization_type", ("nf4",), "4-bit weights are NF4: write nf4")
+    if t.get("double_quantization", True) is False and bits == 4:
+        t.refuse("double_quantization", "NF4 constants are always quantized too: set it to true")
+    else:
+        t.already("double_quantization")
+    if t.has("adapter_name_or_path"):
+        _map_adapter(t)
+        return
+    rank = t.integer("lora_rank", 8) or 8
+    _map_or_carry(t, "lora_rank", "method.rank", rank, 8)
+    alpha = t.number("lora_alpha")
+    if alpha:
+        t.map("lora_alpha", "method.alpha", alpha)
+    else:
+        t.already("lora_alpha")
+        t.carry("method.alpha", 2 * rank, f"{TOOL}'s default: twice the rank")
+    dropout = t.number("lora_dropout", 0) or 0
+    _map_or_carry(t, "lora_dropout", "method.dropout", dropout, 0)
+    targets = split_names(t.get("lora_target", "all"))
+    _map_or_carry(t, "lora_target", "method.target_modules", "all-linear" if targets == ["all"] else targets, "all")
+    for key, native in (("use_rslora", "rslora"), ("use_dora", "dora")):
+        if t.flag(key):
+            t.map(key, f"method.{native}", True)
+        t.already(key)
+    _map_saved_modules(t)
+
+
+def _map_or_carry(t: Translator, key: str, native: str, value: Any, default: Any) -> None:
+    if t.has(key):
+        t.map(key, native, value)
+    else:
+        t.carry(native, "all-linear" if default == "all" else value, f"{TOOL}'s default")
+
+
+def _map_saved_modules(t: Translator) -> None:
+    if t.has("additional_target"):
+        t.map("additional_target", "method.modules_to_save", split_names(t.get("additional_target")))
+    elif t.flag("resize_vocab"):
+        why = f"{TOOL} trains embeddings and head with resize_vocab"
+        t.map("resize_vocab", "method.modules_to_save", ["embed_tokens", "lm_head"], why)
+
+
+def _map_adapter(t: Translator) -> None:
+    paths = split_names(t.get("adapter_name_or_path"))
+    if len(paths) > 1 or t.flag("create_new_adapter"):
+        key = "adapter_name_or_path" if len(paths) > 1 else "create_new_adapter"
+        t.refuse(key, "adapters are not merged before training: merge them first (`manyhands export RUN --merge`), and "
+                 "name the merged model")  # fmt: skip
+    else:
+        folder = f"{paths[0]}/{t.get('adapter_folder')}" if t.has("adapter_folder") else paths[0]
+        t.map("adapter_name_or_path", "method.adapter", folder)
+        t.map("adapter_folder", "method.adapter", folder)
+    dropout = t.number("lora_dropout", 0) or 0
+    _map_or_carry(t, "lora_dropout", "method.dropout", dropout, 0)
+    for key in keys.OF_LORA & t.values.keys():
+        t.already(key, "the adapter that is trained on has its own")
+
+
+def map_freeze(t: Translator, layers_key: str, modules_key: str, extra_key: str) -> None:
+    """The last n layers, or the first ones if n is negative; all of them or some of their modules, and others."""
+    count = t.integer(layers_key, 2) or 0
+    layers = f"layers[-{count}:]" if count > 0 else f"layers[:{-count}]"
+    modules = split_names(t.get(modules_key, "all"))
+    train = [layers if name == "all" else f"{layers}.{name}" for name in modules] if count else []
+    train += [f"*{name}*" for name in split_names(t.get(extra_key, ""))]
+    if not train:
+        t.refuse(layers_key, "0 layers leave nothing to train: write how many of the last layers to train")
+        return
+    for key in (layers_key, modules_key, extra_key):
+        t.map(key, "method.train", train)
+    t.carry("method.train", train, f"{TOOL}'s default: the last two layers")
+
+
+def split_names(value: Any) -> list[str]:
+    """Names that are separated by commas, or a list of them."""
+    parts = value if isinstance(value, list) else str(value or "").split(",")
+    return [str(part).strip() for part in parts if str(part).strip()]
+
+
+def _map_data(t: Translator, is_text: bool) -> Sources | None:
+    """``dataset`` and ``eval_dataset``; what is held out."""
+    if not t.has("dataset"):
+        t.refuse("dataset", "it is missing: write names of dataset_info.json")
+        return None
+    limit = t.integer("max_samples")
+    info = read_info(t)
+    wanted = Wanted(is_text, limit)
+    sources = make_sources(t, "dataset", info, wanted) if info else None
+    if sources and info:
+        _map_sources(t, "dataset", "data.train", sources, info.where)
+        t.already("dataset_dir", info.where)
+    elif info is None and t.has("dataset_dir"):
+        t.already("dataset", "not looked at, as `dataset_dir` is refused")
+    t.already("dataset_dir")
+    if t.has("max_samples") and limit is not None:
+        t.map("max_samples", {}, why=f"the first {limit:,} rows of each data set")
+    if t.has("eval_dataset"):
+        held_out = make_sources(t, "eval_dataset", info, wanted) if info else None
+        if held_out and info:
+            _map_sources(t, "eval_dataset", "data.validation", held_out, info.where)
+        t.already("eval_dataset")
+    _map_held_out(t)
+    t.already("media_dir", "nothing but text is read")
+    if t.flag("eval_on_each_dataset"):
+        t.ignore("eval_on_each_dataset", "validation data sets are measured together")
+    for key, fix in (("streaming", "rows are read completely: set it to false"),
+                     ("interleave_probs", "data sets are joined and shuffled: remove it")):  # fmt: skip
+        t.only(key, (None, False), fix)
+    t.only("mix_strategy", ("concat", None), "data sets are joined and shuffled: write concat")
+    return sources
+
+
+def _map_sources(t: Translator, key: str, native: str, sources: Sources, where: str) -> None:
+    t.map(key, native, sources.items, f"entries of {where}")
+    if sources.differences:
+        t.substitute(key, {native: sources.items}, "; ".join(dict.fromkeys(sources.differences)))
+
+
+def _map_held_out(t: Translator) -> None:
+    size = t.number("val_size", 0) or 0
+    if size and t.has("eval_dataset"):
+        t.contradict("val_size", f"{t.place('eval_dataset')} names validation data already: remove one")
+    elif size >= 1:
+        t.refuse("val_size", "a number of rows is not available: write their share of the rows, such as 0.05")
+    elif size:
+        t.map("val_size", "data.validation_fraction", size)
+    else:
+        t.already("val_size")
+        t.carry("data.validation_fraction", 0, f"{TOOL} holds nothing out")
+    if str(t.get("eval_strategy", "no")) != "no" and not size and not t.has("eval_dataset"):
+        t.contradict("eval_strategy", "it evaluates, and there is no validation data: write val_size or eval_dataset")
+
+
+def _map_samples(t: Translator, is_text: bool) -> bool:
+    """Length, packing, what is trained of a conversation. True where a batch counts packs."""
+    joined = t.flag("packing", is_text) or t.flag("neat_packing")
+    given = t.flag("packing") or t.flag("neat_packing")
+    length = (t.integer("cutoff_len", 2048) or 2048) - given  # it takes one off where packing is asked for
+    why = "one less than written, as there: a pack ends with a padding token" if given else ""
+    t.map("cutoff_len", "data.max_length", length, why)
+    t.carry("data.max_length", length, f"{TOOL}'s default")
+    key = next((key for key in ("neat_packing", "packing", "stage") if t.has(key)), "stage")
+    if t.flag("neat_packing") and not is_text:
+        t.map("neat_packing", "data.packing", True)
+        t.already("packing")
+    elif joined:
+        t.substitute(key, {"data.packing": True}, JOINED)
+    for other in ("packing", "neat_packing"):
+        t.already(other, "" if joined else "samples are packed here without seeing each other, or not: it is the same")
+    t.carry(
+        "data.too_long", "split" if is_text and joined else "truncate", CUT if not is_text else f"{TOOL} cuts texts"
+    )
+    if t.flag("train_on_prompt") and t.flag("mask_history"):
+        t.contradict("mask_history", f"{t.place('train_on_prompt')} trains everything, this the last answer alone")
+    elif t.flag("train_on_prompt"):
+        t.map("train_on_prompt", "data.train_on", "all")
+    elif t.flag("mask_history"):
+        t.map("mask_history", "data.train_on", "last")
+    for other in ("train_on_prompt", "mask_history"):
+        t.already(other)
+    t.only("ignore_pad_token_for_loss", (True, None), "padding is never trained: set it to true")
+    return joined
+
+
+def _map_template(t: Translator, is_text: bool, sources: Sources | None) -> None:
+    """``template`` as Jinja text, with the keys that change it."""
+    name, system = t.get("template"), t.values.get("default_system")
+    changing = ("default_system", "enable_thinking", "preserve_thinking", "tool_format")
+    if is_text:
+        for key in ("template", *changing):
+            t.already(key, "texts have no chat template")
+        return
+    if name is None:
+        for key in changing:
+            t.only(key, (None, True, False), "it changes the format of `template`: write that too")
+        return
+    name = str(name)
+    if name in OTHER_FORMATS or (name in CHAT_FORMATS and sources is not None and sources.has_tools):
+        what = "how it writes tools" if name in CHAT_FORMATS else f"its format {name}"
+        t.substitute("template", {}, f"{what} is not available: the tokenizer's own chat template is used")
+        for key in changing:
+            t.only(key, (None, True), "it changes a format that is not available: remove it")
+        return
+    if name not in CHAT_FORMATS:
+        near = nearest_name(name, (*CHAT_FORMATS, *OTHER_FORMATS))
+        t.refuse("template", f"{TOOL} has no format {show(name)}" + (f": did you mean {near}?" if near else ""))
+        return
+    if "enable_thinking" in t.values and t.values["enable_thinking"] is None:
+        t.refuse("enable_thinking", "null mixes both: write true or false")
+    chat = CHAT_FORMATS[name]
+    thinks = t.flag("enable_thinking", True)
+    last_only = t.flag("mask_history") and not t.flag("preserve_thinking")
+    text = make_chat_template(chat, default_system=system, thinks=thinks, last_thought_only=last_only)
+    why = f"the format {name}" + (", which puts an empty thought before answers without one" if chat.thought else "")
+    t.map("template", "model.chat_template", text, why)
+    for key in changing[:-1]:
+        t.map(key, "model.chat_template", text)
+    t.already("tool_format", "no data set has tools")
+
+
+def _map_training(t: Translator, packs: bool) -> None:
+    hf.map_optimizer(t)
+    t.carry("optimizer.learning_rate", 5e-5, f"{TOOL}'s default")
+    rate = t.number("learning_rate", 5e-5) or 5e-5
+    ratio = t.number("loraplus_lr_ratio")
+    if ratio and t.get("finetuning_type", "lora") != "lora":
+        t.contradict("loraplus_lr_ratio", "it is a ratio of LoRA's rates, and finetuning_type is not lora: remove it")
+    elif ratio:
+        names = ["lora_B", *(["lora_magnitude_vector"] if t.flag("use_dora") else [])]
+        t.map("loraplus_lr_ratio", "optimizer.learning_rates", dict.fromkeys(names, rate * ratio), "LoRA+")
+    t.already("loraplus_lr_embedding", "embeddings have no adapters")
+    if t.flag("use_muon"):
+        t.map("use_muon", "optimizer.name", "muon")
+    t.already("use_muon")
+    hf.map_schedule(t, default="linear")
+    hf.map_length(t, epochs=3)
+    if t.has("ray_num_workers"):
+        t.set_gpus(t.integer("ray_num_workers") or 1)
+        t.map("ray_num_workers", "parallel.gpus", t.num_gpus())
+    hf.map_batch(t, per_device=8, packs=packs)
+    hf.map_precision(t)
+    if not any(t.flag(key) for key in ("bf16", "fp16", "pure_bf16")) and t.get("finetuning_type") in ("full", "freeze"):
+        t.carry("model.dtype", "float32", f"without bf16 {TOOL} computes in float32, the dtype of trained weights")
+    if t.flag("disable_gradient_checkpointing"):
+        t.map("disable_gradient_checkpointing", "parallel.activation_checkpointing", "none")
+    t.already("disable_gradient_checkpointing", "the plan decides what is recomputed")
+    hf.map_intervals(t, save_steps=500)
+    hf.map_sharding(t)
+    if t.has("early_stopping_steps"):
+        t.map("early_stopping_steps", "stop.patience", t.integer("early_stopping_steps"))
+    if t.flag("fp8"):
+        t.substitute("fp8", {"kernels.linear": "fp8"}, "linear layers are computed in fp8 by a recipe of our own")
+    t.only("disable_shuffling", (False, None), "samples are always shuffled: set it to false")
+
+
+def _refuse_features(t: Translator) -> None:
+    """Methods and engines that are not here: refused where they are switched on, and their other keys then ignored."""
+    for switch, (what, inner) in keys.FEATURES.items():
+        is_on = t.get(switch) not in (None, False, "false", "False", 0)
+        if is_on:
+            t.refuse(switch, f"{what} is not available: remove it")
+        else:
+            t.already(switch)
+        for key in inner & t.values.keys():
+            t.already(key, f"only {switch} reads it")
+    for key in keys.DEGREES & t.values.keys():
+        t.only(key, (1, None), f"{key.removesuffix('_size').replace('_', ' ')} is not available: set it to 1")
+    for key in keys.TOKENS & t.values.keys():
+        if t.has(key):
+            t.refuse(key, "a secret in a run file is copied with it: remove it, and use `hf auth login`")
+    tokenized = t.get("tokenized_path")
+    if tokenized and any((folder / str(tokenized)).exists() for folder in (t.around.folder, t.around.folder.cwd())):
+        t.refuse("tokenized_path", f"{TOOL} trains the tokenized data there, which is not read here: remove it")
+    t.already("tokenized_path", "tokenized data is kept in a cache, by its content")
+
+
+def _note_bystanders(t: Translator) -> None:
+    hf.map_bystanders(t)
+    for key in keys.NO_EFFECT & t.values.keys():
+        t.already(key)
+    for key in keys.FREEZE_PARTS & t.values.keys():
+        t.only(key, (keys.FREEZE_PARTS_DEFAULT[key], None), "towers of images and sound are never trained: "
+               f"set it to {str(keys.FREEZE_PARTS_DEFAULT[key]).lower()}")  # fmt: skip
+    for key, why in keys.IGNORED.items():
+        if t.get(key) in (None, False):
+            t.already(key)
+        else:
+            t.ignore(key, why)
+    for key in keys.OF_PREDICTION & t.values.keys():
+        t.ignore(key, "only predictions read it")
+
+
+def map_output(t: Translator, key: str) -> None:
+    """The run's folder: its last part is the run's name."""
+    if t.has(key):
+        folder, _, name = str(t.get(key)).rstrip("/").rpartition("/")
+        t.map(key, {"output.dir": folder or ".", "name": name})

@@ -1,0 +1,368 @@
+"""The files of LLaMA-Factory's rewrite (``USE_V1=1 llamafactory-cli sft FILE``, examples/v1): supervised fine-tuning of
+text models. Few flat keys, and a mapping with a ``name`` for each part: ``peft_config``, ``dist_config``, ...
+
+Data sets stand in a YAML file that ``train_dataset`` names. What it does and we do not do alike, in every run, is
+listed in docs/coming-from.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from manyhands.config.dialects.llamafactory import map_freeze, map_output, split_names
+from manyhands.config.dialects.translation import UNKNOWN_GPUS, Translator, names
+from manyhands.config.keys import nearest_name, show
+from manyhands.config.read import read_run_file
+from manyhands.core.errors import UserError
+
+TOOL = "LLaMA-Factory v1"
+REFUSES_UNKNOWN = True
+MARKS = names(
+    """
+    train_dataset model_class batching_strategy sample_backend dist_config quant_config init_config dist_config.name
+    quant_config.name peft_config.name peft_config.export_dir
+    """
+)
+OPEN = names("kernel_config init_config lr_scheduler_config")
+LORA = names(
+    """
+    peft_config.r peft_config.lora_alpha peft_config.lora_dropout peft_config.target_modules peft_config.use_rslora
+    peft_config.use_dora peft_config.modules_to_save
+    """
+)
+FREEZE = names(
+    """
+    peft_config.freeze_trainable_layers peft_config.freeze_trainable_modules peft_config.freeze_extra_modules
+    peft_config.cast_trainable_params_to_fp32
+    """
+)
+NO_EFFECT = names(
+    """
+    flash_attn kernel_config init_config batching_workers cp_mode dist_timeout full_determinism pref_loss pref_beta
+    pref_ftx simpo_gamma dpo_label_smoothing ld_alpha sample_backend max_new_tokens dist_config.pin_memory
+    peft_config.export_size peft_config.export_hub_model_id peft_config.infer_dtype peft_config.export_legacy_format
+    quant_config.compute_dtype
+    """
+)
+KEYS = (
+    LORA
+    | FREEZE
+    | NO_EFFECT
+    | names(
+        """
+        model custom_chat_template trust_remote_code model_class peft_config quant_config dist_config optim_config
+        lr_scheduler_config train_dataset eval_dataset output_dir micro_batch_size global_batch_size cutoff_len
+        learning_rate num_train_epochs max_steps max_grad_norm bf16 batching_strategy enable_activation_checkpointing
+        dp_size cp_size mp_replicate_size mp_shard_size seed resume_from_checkpoint save_steps save_epochs
+        save_ckpt_as_hf save_total_limit logging_steps
+        peft_config.name peft_config.adapter_name_or_path peft_config.export_dir
+        quant_config.name quant_config.quantization_bit quant_config.double_quantization quant_config.quantization_type
+        dist_config.name dist_config.config_file dist_config.dcp_path dist_config.reshard_after_forward
+        dist_config.offload_params dist_config.ep_size dist_config.ep_dispatcher
+        optim_config.name optim_config.lr optim_config.wd optim_config.momentum optim_config.nesterov
+        optim_config.ns_steps optim_config.adamw_betas optim_config.adamw_eps
+        """
+    )
+)
+ENTRY_KEYS = ("path", "source", "converter", "split", "size", "weight", "streaming")
+DEFAULT = f"{TOOL}'s default"
+JOINED = "instruction and input are joined by a line break; there they are not"
+TURNS = (
+    "there each answer of a conversation is a sample of its own; here a conversation is one sample with all its answers"
+)
+DRAWN = "`size` and `weight` draw rows there, some of them twice; here each is taken once"
+
+
+def translate(t: Translator) -> None:
+    """Every key of a v1 file."""
+    if t.has("peft_config.export_dir") and not t.has("train_dataset"):
+        for key in t.values:
+            if key in KEYS and key != "peft_config.export_dir":
+                t.ignore(key, "not looked at, as `peft_config.export_dir` is refused")
+        t.refuse("peft_config.export_dir", "this file merges an adapter: `manyhands export RUN --merge` does that")
+        return
+    for key in ("peft_config", "quant_config", "dist_config", "optim_config"):
+        if isinstance(t.get(key), str):
+            t.refuse(key, "write it as a mapping with a `name`, not as text")
+        t.already(key)
+    _map_model(t)
+    _map_method(t)
+    _map_data(t)
+    _map_optimizer(t)
+    _map_batch(t)
+    _map_run(t)
+    _map_sharding(t)
+    for key in NO_EFFECT & t.values.keys():
+        t.already(key)
+    map_output(t, "output_dir")
+
+
+def _map_model(t: Translator) -> None:
+    t.map("model", "model.name")
+    t.carry("model.name", "Qwen/Qwen3-4B-Instruct-2507", DEFAULT)
+    t.map("custom_chat_template", "model.chat_template")
+    if t.flag("trust_remote_code"):
+        t.map("trust_remote_code", "model.trust_remote_code", True)
+    t.already("trust_remote_code")
+    t.only("model_class", ("llm", None), "only language models are trained: write llm")
+    if t.flag("bf16", True):
+        t.map("bf16", "model.dtype", "bfloat16")
+        t.carry("model.dtype", "bfloat16", DEFAULT)
+    else:
+        t.map("bf16", "model.dtype", "float32")
+
+
+def _map_method(t: Translator) -> None:
+    kind = t.get("peft_config.name")
+    if kind is None and any(key.startswith("peft_config.") for key in t.values):
+        t.refuse("peft_config.name", "it is missing: write lora or freeze")
+    elif kind is None:
+        t.carry("method.name", "full", "without peft_config all weights are trained")
+    elif kind == "lora":
+        _map_lora(t)
+    elif kind == "freeze":
+        t.map("peft_config.name", "method.name", "patterns")
+        map_freeze(t, *(f"peft_config.freeze_{part}" for part in
+                        ("trainable_layers", "trainable_modules", "extra_modules")))  # fmt: skip
+        t.only("peft_config.cast_trainable_params_to_fp32", (True, None), "trained weights are float32: set it to true")
+    else:
+        t.refuse("peft_config.name", f"{show(kind)} is not available: write lora or freeze")
+    for key in (LORA | {"peft_config.adapter_name_or_path"}) & t.values.keys() if kind != "lora" else ():
+        t.refuse(key, f"peft_config.name is {kind}, which has no such key: remove it")
+    for key in FREEZE & t.values.keys() if kind != "freeze" else ():
+        t.refuse(key, f"peft_config.name is {kind}, which has no such key: remove it")
+    t.already("peft_config.export_dir", "only a merge reads it")
+
+
+def _map_lora(t: Translator) -> None:
+    bits = _find_bits(t)
+    t.map("peft_config.name", "method.name", "qlora" if bits == 4 else "lora")
+    if t.has("peft_config.adapter_name_or_path"):
+        adapters = split_names(t.get("peft_config.adapter_name_or_path"))
+        t.map("peft_config.adapter_name_or_path", "method.adapter", adapters[0])
+        if len(adapters) > 1:
+            t.refuse("peft_config.adapter_name_or_path", "one adapter is trained on: merge the others first")
+        for key in LORA & t.values.keys():
+            t.already(key, "the adapter that is trained on has its own")
+        return
+    for key, native, default in (("r", "rank", 8), ("lora_alpha", "alpha", 16), ("lora_dropout", "dropout", 0.05)):
+        number = t.number(f"peft_config.{key}")
+        if number is not None:
+            t.map(f"peft_config.{key}", f"method.{native}", number)
+        t.carry(f"method.{native}", default, DEFAULT)
+    asked = t.get("peft_config.target_modules", "all")
+    targets = "all-linear" if asked == "all" else asked if isinstance(asked, list) else [asked]
+    t.map("peft_config.target_modules", "method.target_modules", targets)
+    t.carry("method.target_modules", "all-linear", DEFAULT)
+    t.map("peft_config.modules_to_save", "method.modules_to_save")
+    for key, native in (("use_rslora", "rslora"), ("use_dora", "dora")):
+        if t.flag(f"peft_config.{key}"):
+            t.map(f"peft_config.{key}", f"method.{native}", True)
+        t.already(f"peft_config.{key}")
+
+
+def _find_bits(t: Translator) -> int | None:
+    """Bits of the base weights; gives ``quant_config`` its fates."""
+    kind, bits = t.get("quant_config.name"), t.integer("quant_config.quantization_bit")
+    if kind == "bnb" and bits is None:
+        bits = 4
+    t.only("quant_config.name", ("bnb", "auto"), "weights are quantized by bitsandbytes: write bnb")
+    t.only("quant_config.quantization_type", ("nf4",), "4-bit weights are NF4: write nf4")
+    t.only("quant_config.double_quantization", (True,), "NF4 constants are always quantized too: set it to true")
+    if bits == 8:
+        t.substitute("quant_config.quantization_bit", {}, "weights in 8 bits are not available: the base stays in 16")
+    elif bits not in (None, 4):
+        t.refuse("quant_config.quantization_bit", f"{bits} bits are not available: write 4")
+    t.already("quant_config.quantization_bit")
+    return bits
+
+
+def _map_data(t: Translator) -> None:
+    if not t.has("train_dataset"):
+        t.refuse("train_dataset", "it is missing: write the YAML file that lists data sets")
+        return
+    asked = str(t.get("train_dataset"))
+    path = next((path for path in (t.around.folder / asked, Path.cwd() / asked) if path.is_file()), None)
+    if path is None or path.suffix not in (".yaml", ".yml"):
+        t.refuse("train_dataset", f"{asked} is no YAML file here that lists data sets: write one, with a path and a "
+                 "converter (alpaca, sharegpt) for each")  # fmt: skip
+    else:
+        _map_sources(t, path)
+    t.ignore("eval_dataset", f"{TOOL} reads no validation data")
+    t.carry("data.validation_fraction", 0, f"{TOOL} holds nothing out")
+    t.map("cutoff_len", "data.max_length", t.integer("cutoff_len", 2048))
+    t.carry("data.max_length", 2048, DEFAULT)
+    t.carry("data.too_long", "truncate", f"{TOOL} cuts the end off")
+    t.carry("data.chat_template_kwargs", {"enable_thinking": False}, "answers without thoughts are rendered so there")
+
+
+def _map_sources(t: Translator, path: Path) -> None:
+    try:
+        read = read_run_file(path)
+    except UserError as error:
+        t.refuse("train_dataset", f"{error.where or path}: {error.why or error.what}")
+        return
+    sources, differences = [], []
+    for name, entry in read.mapping.items():
+        place = f"{path}, line {read.lines.get(str(name), 1)}, `{name}`"
+        found = _make_source(str(name), entry, differences)
+        if isinstance(found, str):
+            t.refuse("train_dataset", f"{place}: {found}")
+            return
+        sources.append(found)
+    t.map("train_dataset", "data.train", sources, f"entries of {path}")
+    if differences:
+        t.substitute("train_dataset", {"data.train": sources}, "; ".join(dict.fromkeys(differences)))
+
+
+def _make_source(name: str, entry: Any, differences: list[str]) -> dict[str, Any] | str:
+    """A source in our keys, or why there is none."""
+    if not isinstance(entry, Mapping) or not entry.get("path"):
+        return f"got {show(entry)}, allowed: a mapping with a path"
+    for key in entry:
+        if key not in ENTRY_KEYS:
+            near = nearest_name(str(key), ENTRY_KEYS)
+            return f"unknown key `{key}`: " + (f"did you mean `{near}`?" if near else f"it has {', '.join(ENTRY_KEYS)}")
+    converter = entry.get("converter")
+    if converter == "pair":
+        return "data of preferences (DPO) cannot be trained here"
+    if converter not in ("alpaca", "sharegpt"):
+        return f"converter: got {show(converter)}, allowed: alpaca, sharegpt (rows in its own form are not read)"
+    if entry.get("streaming"):
+        return "streaming: rows are read completely: set it to false"
+    is_hub = entry.get("source", "hf_hub") == "hf_hub"
+    source: dict[str, Any] = {"path": f"hub:{entry['path']}" if is_hub else str(entry["path"]), "name": name}
+    source["format"] = str(converter)
+    source["ignore"] = ["history", "weight"] if converter == "alpaca" else ["system", "weight"]
+    differences.append(JOINED if converter == "alpaca" else TURNS)
+    if entry.get("split", "train") != "train":
+        source["split"] = str(entry["split"])
+    for key, native in (("size", "max_samples"), ("weight", "weight")):
+        if entry.get(key):
+            source[native] = entry[key]
+            differences.append(DRAWN)
+    return source
+
+
+def _map_optimizer(t: Translator) -> None:
+    t.map("learning_rate", "optimizer.learning_rate", t.number("learning_rate"))
+    t.carry("optimizer.learning_rate", 1e-4, DEFAULT)
+    t.map("max_grad_norm", "optimizer.max_grad_norm", t.number("max_grad_norm"))
+    if t.get("optim_config.name") is None:
+        t.carry("optimizer.weight_decay", 0.01, "torch's AdamW's default")
+    elif t.get("optim_config.name") == "muon":
+        betas = t.get("optim_config.adamw_betas", [0.9, 0.95])
+        t.map("optim_config.name", "optimizer.name", "muon")
+        t.map("optim_config.wd", "optimizer.weight_decay", t.number("optim_config.wd"))
+        t.map("optim_config.adamw_eps", "optimizer.eps", t.number("optim_config.adamw_eps"))
+        if isinstance(betas, list) and len(betas) == 2:
+            t.map("optim_config.adamw_betas", {"optimizer.beta1": betas[0], "optimizer.beta2": betas[1]})
+            t.carry("optimizer.beta2", 0.95, DEFAULT)
+        else:
+            t.refuse("optim_config.adamw_betas", f"got {show(betas)}, allowed: two numbers")
+        t.carry("optimizer.weight_decay", 0.1, DEFAULT)
+        t.only("optim_config.momentum", (0.95,), "Muon's momentum is 0.95")
+        t.only("optim_config.nesterov", (True,), "Muon's momentum is Nesterov's: set it to true")
+        t.only("optim_config.ns_steps", (5,), "Muon takes 5 Newton-Schulz iterations")
+    else:
+        t.refuse("optim_config.name", f"{show(t.get('optim_config.name'))} is not available: write muon, or leave out "
+                 "optim_config for AdamW")  # fmt: skip
+    if t.has("optim_config.lr"):
+        t.ignore("optim_config.lr", f"`learning_rate` takes precedence in {TOOL}")
+    t.only("lr_scheduler_config", (None,), "there is no schedule of that name: remove it; the rate is constant")
+    t.carry("schedule.name", "constant", DEFAULT)
+    t.carry("schedule.warmup_steps", 0, DEFAULT)
+
+
+def _map_batch(t: Translator) -> None:
+    """A step is ``global_batch_size`` samples, without it one micro-batch a GPU; or as many as a number of tokens."""
+    micro, total = t.integer("micro_batch_size", 1) or 1, t.integer("global_batch_size")
+    for key in ("dp_size", "mp_shard_size"):
+        if t.integer(key) is not None:
+            t.set_gpus((t.integer(key) or 1) * (t.integer("mp_replicate_size", 1) or 1 if key != "dp_size" else 1))
+    gpus = t.num_gpus()
+    strategy = str(t.get("batching_strategy", "normal"))
+    if gpus is None:
+        t.refuse("micro_batch_size", UNKNOWN_GPUS)
+        return
+    if total is not None and total % (micro * gpus):
+        t.contradict("global_batch_size", f"{total} is no multiple of {micro} per GPU × {gpus} GPU(s) = {micro * gpus}")
+    size, why = total or micro * gpus, f"{micro} per GPU × {gpus} GPU(s)"
+    if strategy in ("normal", "padding_free"):
+        native: dict[str, Any] = {"batch.samples": size}
+        if strategy == "padding_free":
+            t.map("batching_strategy", "data.packing", True)
+        t.already("batching_strategy")
+    elif strategy in ("dynamic_batching", "dynamic_padding_free"):
+        native = {"batch.packs": size}
+        t.substitute(
+            "batching_strategy",
+            {"data.packing": True},
+            f"a step is what {size} packs of {t.integer('cutoff_len', 2048)} tokens hold, laid over all GPUs at once",
+        )
+        if strategy == "dynamic_batching" and not t.integer("max_steps"):
+            t.contradict("batching_strategy", "it needs a number of steps: write max_steps")
+    else:
+        t.refuse("batching_strategy", f"got {show(strategy)}, allowed: normal, padding_free, dynamic_batching, "
+                 "dynamic_padding_free")  # fmt: skip
+        return
+    for key in ("micro_batch_size", "global_batch_size"):
+        t.map(key, native, why=why if total is None else "")
+    for key, value in native.items():
+        t.carry(key, value, f"{DEFAULT}: {why}")
+
+
+def _map_run(t: Translator) -> None:
+    steps = t.integer("max_steps")
+    if steps:
+        t.map("max_steps", "stop.max_steps", steps)
+        t.already("num_train_epochs", "`max_steps` takes precedence")
+        t.carry("stop.epochs", 1_000_000, "`max_steps` alone ends the run")
+    t.map("num_train_epochs", "stop.epochs", t.integer("num_train_epochs")) if not steps else None
+    t.carry("stop.epochs", 3, DEFAULT)
+    t.already("max_steps")
+    t.map("seed", "seed", t.integer("seed"))
+    t.carry("seed", 42, DEFAULT)
+    t.map("logging_steps", "log.every_steps", t.integer("logging_steps"))
+    share = t.number("save_epochs")
+    if share and share <= 1 and abs(1 / share - round(1 / share)) < 1e-6:
+        t.map("save_epochs", "checkpoint.per_epoch", round(1 / share))
+        t.already("save_steps", "`save_epochs` takes precedence")
+    elif share:
+        t.refuse("save_epochs", f"{share:g} is no even part of an epoch: write 1, 0.5, 0.25, ... or save_steps")
+    else:
+        t.map("save_steps", "checkpoint.every_steps", t.integer("save_steps"))
+        t.carry("checkpoint.every_steps", 0, f"{TOOL} saves at the end")
+    t.map("save_total_limit", "checkpoint.keep_last", t.integer("save_total_limit"))
+    t.already("save_ckpt_as_hf", "any checkpoint can be exported")
+    t.only("resume_from_checkpoint", (None, "auto"), "a run resumes from its own newest checkpoint: write auto")
+    if t.flag("enable_activation_checkpointing", True):
+        t.already("enable_activation_checkpointing", "the plan decides what is recomputed")
+    else:
+        t.map("enable_activation_checkpointing", "parallel.activation_checkpointing", "none")
+
+
+def _map_sharding(t: Translator) -> None:
+    kind, copies = t.get("dist_config.name"), t.integer("mp_replicate_size", 1) or 1
+    if kind == "fsdp2" and copies > 1:
+        t.map("dist_config.name", "parallel.strategy", "hsdp")
+        if t.num_gpus():
+            t.map("mp_replicate_size", "parallel.shard_degree", max(1, (t.num_gpus() or 1) // copies))
+    elif kind == "fsdp2":
+        t.map("dist_config.name", "parallel.strategy", "fsdp")
+    elif kind == "deepspeed":
+        t.substitute("dist_config.name", {"parallel.strategy": "fsdp"}, "there is no DeepSpeed engine yet: FSDP2")
+        t.already("dist_config.config_file")
+    elif kind is not None:
+        t.refuse("dist_config.name", f"{show(kind)} is not available: write fsdp2")
+    if t.flag("dist_config.offload_params"):
+        t.map("dist_config.offload_params", "parallel.offload", "all")
+    t.map("dist_config.reshard_after_forward", "parallel.reshard_after_forward")
+    t.only("dist_config.dcp_path", (None,), "weights are read from safetensors: set it to null")
+    t.only("dist_config.ep_size", (1,), "experts are not distributed: set it to 1")
+    t.only("cp_size", (1,), "sequences are not divided over GPUs: set it to 1")
+    for key in ("dp_size", "mp_replicate_size", "mp_shard_size", "dist_config.offload_params",
+                "dist_config.ep_dispatcher", "dist_config.config_file"):  # fmt: skip
+        t.already(key)

@@ -1,0 +1,348 @@
+"""LLaMA-Factory's flat files: what each key becomes, its defaults, its data sets, and what is wrong with a file."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from manyhands.config.dialects import llamafactory
+from manyhands.config.dialects.llamafactory_templates import CHAT_FORMATS, make_chat_template
+from manyhands.config.dialects.recognize import recognize, translate
+from manyhands.config.dialects.translation import Around, Translation, flatten
+from manyhands.config.load import load_run
+from manyhands.config.read import ParsedFile, read_run_file
+
+INFO = {
+    "greetings": {"file_name": "greetings.json"},
+    "chats": {
+        "file_name": "chats.jsonl",
+        "formatting": "sharegpt",
+        "columns": {"messages": "turns", "system": "instructions"},
+        "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"},
+    },
+    "essays": {"file_name": "essays.jsonl", "columns": {"prompt": "body"}},
+    "pages": {"file_name": "pages.txt", "columns": {"prompt": "text"}},
+    "wiki": {"hf_hub_url": "org/wiki", "subset": "en", "split": "test", "columns": {"prompt": "q", "response": "a"}},
+    "calls": {"file_name": "calls.json", "formatting": "sharegpt", "columns": {"messages": "conversations",
+                                                                                 "tools": "tools"}},
+    "better": {"file_name": "better.json", "ranking": True, "columns": {"chosen": "good", "rejected": "bad"}},
+    "photos": {"file_name": "photos.json", "columns": {"prompt": "q", "response": "a", "images": "image"}},
+    "few": {"file_name": "few.json", "num_samples": 50},
+    "odd": {"file_name": "odd.json", "formating": "alpaca"},
+    "knight": {"file_name": "knight.json", "formatting": "sharegpt", "tags": {"user_tag": "squire"}},
+    "folder": {"hf_hub_url": "org/code", "folder": "python", "columns": {"prompt": "content"}},
+}  # fmt: skip
+LORA = {
+    "model_name_or_path": "org/model",
+    "stage": "sft",
+    "do_train": True,
+    "finetuning_type": "lora",
+    "dataset": "greetings",
+    "template": "qwen3_nothink",
+}
+
+
+def write(folder: Path, values: dict[str, Any], name: str = "run.yaml") -> Path:
+    (folder / "data").mkdir(exist_ok=True)
+    (folder / "data" / "dataset_info.json").write_text(json.dumps(INFO, indent=1))
+    (folder / name).write_text(json.dumps(values) if name.endswith("json") else yaml.safe_dump(values, sort_keys=False))
+    return folder / name
+
+
+def translated(folder: Path, *, strict: bool = False, **changes: Any) -> Translation:
+    source = read_run_file(write(folder, {**LORA, **changes}))
+    dialect = recognize(source.mapping)
+    assert dialect is not None and dialect.TOOL == "LLaMA-Factory"
+    return translate(source, dialect, Around(folder=folder, count_gpus=lambda: 2, strict=strict))
+
+
+def native(folder: Path, **changes: Any) -> dict[str, Any]:
+    translation = translated(folder, **changes)
+    assert translation.findings() == []
+    return flatten(translation.mapping, {"optimizer.learning_rates", "data.chat_template_kwargs"})
+
+
+def finding(folder: Path, **changes: Any) -> str:
+    return " | ".join(translated(folder, **changes).findings())
+
+
+def test_a_lora_run_with_the_tool_s_defaults_is_exactly_this(tmp_path: Path) -> None:
+    changes = {"bf16": True, "output_dir": "saves/qwen/sft", "lora_rank": 4, "learning_rate": "1e-4"}
+    source = {"name": "greetings", "path": "data/greetings.json", "format": "alpaca"}
+    assert native(tmp_path, **changes) == {
+        "model.name": "org/model",
+        "model.dtype": "bfloat16",
+        "model.chat_template": make_chat_template(CHAT_FORMATS["qwen3_nothink"]),
+        "method.name": "lora",
+        "method.rank": 4,
+        "method.alpha": 8,
+        "method.dropout": 0,
+        "method.target_modules": "all-linear",
+        "data.train": [{**source, "ignore": ["history", "system", "weight"]}],
+        "data.validation_fraction": 0,
+        "data.max_length": 2048,
+        "data.too_long": "truncate",
+        "batch.samples": 16,
+        "optimizer.learning_rate": 1e-4,
+        "schedule.name": "linear",
+        "schedule.warmup_steps": 0,
+        "stop.epochs": 3,
+        "seed": 42,
+        "evaluate.every_steps": 0,
+        "checkpoint.every_steps": 500,
+        "output.dir": "saves/qwen",
+        "name": "sft",
+    }
+
+
+def test_json_and_a_list_of_data_sets(tmp_path: Path) -> None:
+    path = write(tmp_path, {**LORA, "dataset": ["greetings", "chats"]}, "run.json")
+    run = load_run(path, around=Around(count_gpus=lambda: 1))
+    assert [getattr(source, "name", "") for source in run.config.data.train] == ["greetings", "chats"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"finetuning_type": "full"}, {"method.name": "full", "model.dtype": "float32"}),
+        ({"finetuning_type": "full", "pure_bf16": True}, {"model.master_dtype": "bfloat16"}),
+        ({"finetuning_type": "freeze", "freeze_trainable_layers": 3}, {"method.train": ["layers[-3:]"]}),
+        (
+            {
+                "finetuning_type": "freeze",
+                "freeze_trainable_layers": -2,
+                "freeze_trainable_modules": "mlp,self_attn",
+                "freeze_extra_modules": "embed_tokens",
+            },
+            {"method.name": "patterns", "method.train": ["layers[:2].mlp", "layers[:2].self_attn", "*embed_tokens*"]},
+        ),
+        ({"lora_rank": 16}, {"method.rank": 16, "method.alpha": 32}),
+        ({"lora_alpha": 7}, {"method.rank": 8, "method.alpha": 7}),
+        ({"lora_target": "q_proj, v_proj"}, {"method.target_modules": ["q_proj", "v_proj"]}),
+        ({"additional_target": "lm_head"}, {"method.modules_to_save": ["lm_head"]}),
+        ({"use_dora": True, "use_rslora": True}, {"method.dora": True, "method.rslora": True}),
+        (
+            {"loraplus_lr_ratio": 16.0, "learning_rate": 1e-4},
+            {"optimizer.learning_rates": {"lora_B": pytest.approx(1.6e-3)}},
+        ),
+        ({"quantization_bit": 4, "quantization_method": "bnb"}, {"method.name": "qlora"}),
+        ({"use_muon": True}, {"optimizer.name": "muon"}),
+        ({"mask_history": True}, {"data.train_on": "last"}),
+        ({"train_on_prompt": True}, {"data.train_on": "all"}),
+        (
+            {"neat_packing": True, "cutoff_len": 1024, "per_device_train_batch_size": 2},
+            {"data.packing": True, "data.max_length": 1023, "batch.packs": 4},
+        ),
+        ({"val_size": 0.1, "eval_strategy": "steps", "eval_steps": 5}, {"data.validation_fraction": 0.1}),
+        ({"disable_gradient_checkpointing": True}, {"parallel.activation_checkpointing": "none"}),
+        ({"max_steps": 7}, {"stop.max_steps": 7, "stop.epochs": 1_000_000}),
+        ({"ray_num_workers": 4}, {"batch.samples": 32, "parallel.gpus": 4}),
+        ({"train_from_scratch": True, "model_revision": "v2"}, {"model.init": "random", "model.revision": "v2"}),
+        ({"add_special_tokens": "<a>,<b>"}, {"model.new_tokens": ["<a>", "<b>"]}),
+    ],
+)
+def test_keys_and_what_they_become(changes: dict[str, Any], expected: dict[str, Any], tmp_path: Path) -> None:
+    found = native(tmp_path, **changes)
+    assert {key: found.get(key) for key in expected} == expected
+    load_run(tmp_path / "run.yaml", around=Around(count_gpus=lambda: 2))
+
+
+def test_continued_pre_training_packs_texts(tmp_path: Path) -> None:
+    found = native(tmp_path, stage="pt", dataset="essays", cutoff_len=512, per_device_train_batch_size=3)
+    assert found["data.train"] == [
+        {
+            "name": "essays",
+            "path": "data/essays.jsonl",
+            "format": "text",
+            "fields": {"text": "body"},
+            "ignore": ["weight"],
+        }
+    ]
+    assert (found["task"], found["data.too_long"], found["data.packing"]) == ("cpt", "split", True)
+    assert found["batch.packs"] == 6 and found["data.max_length"] == 512 and "model.chat_template" not in found
+    translation = translated(tmp_path, stage="pt", dataset="essays")
+    assert [fate.key for fate in translation.fates if fate.kind == "substituted"] == ["stage"]
+    alone = native(tmp_path, stage="pt", dataset="essays", packing=False)
+    assert alone["batch.samples"] == 16 and alone["data.too_long"] == "truncate"
+
+
+def test_an_adapter_brings_its_own_shape(tmp_path: Path) -> None:
+    found = native(tmp_path, adapter_name_or_path="saves/first", lora_rank=64)
+    assert found["method.adapter"] == "saves/first" and "method.rank" not in found and "method.alpha" not in found
+    assert "merge them first" in finding(tmp_path, adapter_name_or_path="a,b")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (
+            "chats",
+            {
+                "path": "data/chats.jsonl",
+                "format": "sharegpt",
+                "fields": {"conversations": "turns", "from": "role", "value": "content", "system": "instructions"},
+                "ignore": ["tools", "weight"],
+            },
+        ),
+        (
+            "wiki",
+            {
+                "path": "hub:org/wiki",
+                "subset": "en",
+                "split": "test",
+                "format": "alpaca",
+                "fields": {"instruction": "q", "output": "a"},
+                "ignore": ["history", "input", "system", "weight"],
+            },
+        ),
+        ("few", {"path": "data/few.json", "format": "alpaca", "max_samples": 50}),
+    ],
+)
+def test_entries_of_dataset_info_become_sources(name: str, expected: dict[str, Any], tmp_path: Path) -> None:
+    (source,) = native(tmp_path, dataset=name)["data.train"]
+    assert {key: source.get(key) for key in expected} == expected
+
+
+def test_only_columns_that_the_rows_have_are_ignored(tmp_path: Path) -> None:
+    source = read_run_file(write(tmp_path, LORA))
+    dialect = recognize(source.mapping)
+    assert dialect is not None
+    columns = ("instruction", "output", "history")
+    around = Around(folder=tmp_path, gpus=1, columns=lambda path: columns if path == "data/greetings.json" else None)
+    (found,) = translate(source, dialect, around).mapping["data"]["train"]
+    assert found["ignore"] == ["history"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("better", "`better.ranking`: data of preferences (DPO, KTO, rewards) cannot be trained here"),
+        ("photos", "`photos.columns.images`: these rows come with images, and only text can be trained"),
+        ("greeting", "has no data set greeting: did you mean greetings? It has greetings, chats"),
+        ("odd", "`odd.formating`: LLaMA-Factory has no such key: did you mean `formatting`?"),
+        ("knight", "`knight.tags.user_tag`: squire is not known here: the rows must say human or user"),
+        ("folder", "`folder.folder`: a folder inside of a data set is not available"),
+        ("essays", "`essays.columns`: it names no `response`"),
+    ],
+)
+def test_data_sets_that_cannot_be_trained(name: str, text: str, tmp_path: Path) -> None:
+    found = finding(tmp_path, dataset=name)
+    assert text in found and found.startswith("line 5, `dataset`: ") and "dataset_info.json" in found
+
+
+def test_a_missing_list_of_data_sets_and_one_on_the_hub(tmp_path: Path) -> None:
+    assert "dataset_info.json: write the folder" in finding(tmp_path, dataset_dir="elsewhere")
+    assert "hf download org/demo --repo-type dataset" in finding(tmp_path, dataset_dir="REMOTE:org/demo")
+    online = native(tmp_path, dataset_dir="ONLINE", dataset="org/set")
+    assert online["data.train"][0]["path"] == "hub:org/set"
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"loar_rank": 8}, "line 7, `loar_rank`: LLaMA-Factory has no such key: did you mean `lora_rank`?"),
+        ({"colour": 1}, "LLaMA-Factory has no such key and refuses it"),
+        ({"lora_rank": "eight"}, "line 7, `lora_rank`: got eight, allowed: a number"),
+        ({"val_size": 0.1, "eval_dataset": "chats"}, "line 8, `eval_dataset` names validation data already"),
+        ({"val_size": 100}, "write their share of the rows, such as 0.05"),
+        ({"eval_strategy": "steps"}, "there is no validation data: write val_size or eval_dataset"),
+        ({"mask_history": True, "train_on_prompt": True}, "trains everything, this the last answer alone"),
+        ({"finetuning_type": "full", "quantization_bit": 4}, "quantized weights are trained by lora only"),
+        ({"finetuning_type": "oft"}, "oft is not available: write lora, full or freeze"),
+        ({"use_galore": True}, "GaLore is not available"),
+        ({"pipeline_model_parallel_size": 2}, "pipeline model parallel is not available: set it to 1"),
+        ({"template": "qwen3_nothnk"}, "LLaMA-Factory has no format qwen3_nothnk: did you mean qwen3_nothink?"),
+        ({"streaming": True}, "rows are read completely: set it to false"),
+        ({"hf_hub_token": "secret"}, "a secret in a run file is copied with it"),
+        ({"batch": {"samples": 3}}, "a key of manyhands"),
+    ],
+)
+def test_what_is_wrong_is_named_with_line_key_and_remedy(changes: dict[str, Any], text: str, tmp_path: Path) -> None:
+    assert text in finding(tmp_path, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"stage": "dpo", "pref_beta": 0.1}, "line 2, `stage`: DPO cannot be trained here"),
+        ({"stage": "rm"}, "line 2, `stage`: reward models cannot be trained here"),
+        ({"do_train": False, "do_predict": True, "max_new_tokens": 9}, "`do_predict`: this file trains nothing"),
+        ({"export_dir": "out"}, "line 7, `export_dir`: this file merges and exports a model"),
+        ({"do_train": None, "infer_backend": "vllm"}, "`infer_backend`: this file trains nothing"),
+    ],
+)
+def test_another_task_is_one_refusal(changes: dict[str, Any], text: str, tmp_path: Path) -> None:
+    translation = translated(tmp_path, **changes)
+    assert len(translation.findings()) == 1 and text in translation.findings()[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"quantization_bit": 8}, "quantization_bit"),
+        ({"fp16": True}, "fp16"),
+        ({"packing": True}, "packing"),
+        ({"pure_bf16": True}, "pure_bf16"),
+        ({"template": "glm4"}, "template"),
+        ({"dataset": "calls"}, "template"),
+        ({"deepspeed": "ds_z3.json"}, "deepspeed"),
+        ({"stage": "pt", "dataset": "pages", "packing": False}, "dataset"),
+        ({"add_tokens": "<a>"}, "add_tokens"),
+    ],
+)
+def test_substitutions_are_said_and_refused_by_a_strict_caller(
+    changes: dict[str, Any], key: str, tmp_path: Path
+) -> None:
+    (fate,) = [fate for fate in translated(tmp_path, **changes).fates if fate.kind == "substituted"]
+    assert fate.key == key and fate.why
+    strict = translated(tmp_path, strict=True, **changes)
+    assert any(f"`{key}`: " in found and "--strict" in found for found in strict.findings())
+
+
+def test_a_format_that_thinks_follows_its_keys(tmp_path: Path) -> None:
+    text = native(tmp_path, template="qwen3", enable_thinking=False, default_system="Speak Latin.")
+    chat = CHAT_FORMATS["qwen3"]
+    assert text["model.chat_template"] == make_chat_template(chat, thinks=False, default_system="Speak Latin.")
+    last = native(tmp_path, template="qwen3", mask_history=True)
+    assert last["model.chat_template"] == make_chat_template(chat, last_thought_only=True)
+
+
+@pytest.mark.parametrize("stage", ["sft", "pt"])
+@pytest.mark.parametrize("kind", ["lora", "full", "freeze"])
+def test_every_key_that_the_tool_knows_has_a_fate_whatever_its_value(stage: str, kind: str, tmp_path: Path) -> None:
+    fixed = {"stage": stage, "finetuning_type": kind, "dataset": "greetings" if stage == "sft" else "essays"}
+    source = read_run_file(write(tmp_path, LORA))
+    for key in sorted(llamafactory.KEYS - {"do_train"}):
+        for value in (True, 1, 0.5, "x", ["x"], {"x": 1}):
+            mapping = {**LORA, **fixed, key: value}
+            parsed = ParsedFile(mapping, source.where, {})
+            translation = translate(parsed, llamafactory, Around(folder=tmp_path, gpus=1))
+            assert {fate.key for fate in translation.fates} >= set(flatten(mapping, llamafactory.OPEN)), (key, value)
+
+
+EXAMPLES = os.environ.get("MANYHANDS_LLAMAFACTORY")
+
+
+@pytest.mark.skipif(not EXAMPLES, reason="MANYHANDS_LLAMAFACTORY names no checkout of LLaMA-Factory")
+def test_every_key_of_every_public_example_has_a_fate(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(EXAMPLES or "")
+    monkeypatch.chdir(root)
+    tools: Counter[str] = Counter()
+    for path in sorted(root.glob("examples/**/*.yaml")):
+        if path.parent.name == "accelerate" or path.name == "tokens_cfg.yaml":  # no run files
+            continue
+        source = read_run_file(path)
+        dialect = recognize(source.mapping)
+        assert dialect is not None, path
+        translation = translate(source, dialect, Around(folder=path.parent, count_gpus=lambda: 2))
+        fates = [fate.key for fate in translation.fates]
+        assert set(fates) >= set(flatten(source.mapping, dialect.OPEN)) and len(fates) == len(set(fates)), path
+        assert all(fate.why for fate in translation.fates if fate.kind in ("refused", "contradicts", "substituted"))
+        tools[dialect.TOOL] += 1
+    assert tools["LLaMA-Factory"] > 50 and tools["LLaMA-Factory v1"] > 10
