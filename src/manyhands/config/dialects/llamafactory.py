@@ -48,7 +48,7 @@ def translate(t: Translator) -> None:
 
 def _refuse_other_tasks(t: Translator) -> bool:
     """One refusal for a file that does something else than to train a text model; its other keys are left alone."""
-    stage = t.get("stage", "sft")
+    stage = str(t.get("stage", "sft"))
     if t.has("export_dir"):
         key, why = (
             "export_dir",
@@ -155,6 +155,8 @@ def _map_lora(t: Translator, bits: int | None) -> None:
     if t.has("adapter_name_or_path"):
         _map_adapter(t)
         return
+    t.already("adapter_folder", "only adapter_name_or_path reads it")
+    t.already("create_new_adapter")
     rank = t.integer("lora_rank", 8) or 8
     _map_or_carry(t, "lora_rank", "method.rank", rank, 8)
     alpha = t.number("lora_alpha")
@@ -314,6 +316,9 @@ def _map_samples(t: Translator, is_text: bool) -> bool:
 def _map_template(t: Translator, is_text: bool, sources: Sources | None) -> None:
     """``template`` as Jinja text, with the keys that change it."""
     name, system = t.get("template"), t.values.get("default_system")
+    if system is not None and not isinstance(system, str):
+        t.refuse("default_system", f"got {show(system)}, allowed: a text")
+        system = None
     changing = ("default_system", "enable_thinking", "preserve_thinking", "tool_format")
     if is_text:
         for key in ("template", *changing):
@@ -350,6 +355,8 @@ def _map_template(t: Translator, is_text: bool, sources: Sources | None) -> None
 def _map_training(t: Translator, packs: bool) -> None:
     hf.map_optimizer(t)
     t.carry("optimizer.learning_rate", 5e-5, f"{TOOL}'s default")
+    if t.get("finetuning_type") in ("full", "freeze") and t.number("weight_decay"):
+        t.carry("optimizer.decay_embeddings", True, "transformers' Trainer decays embeddings too")
     rate = t.number("learning_rate", 5e-5) or 5e-5
     ratio = t.number("loraplus_lr_ratio")
     if ratio and t.get("finetuning_type", "lora") != "lora":

@@ -38,6 +38,12 @@ FREEZE = names(
     peft_config.cast_trainable_params_to_fp32
     """
 )
+MUON = names(
+    """
+    optim_config.wd optim_config.momentum optim_config.nesterov optim_config.ns_steps optim_config.adamw_betas
+    optim_config.adamw_eps
+    """
+)
 NO_EFFECT = names(
     """
     flash_attn kernel_config init_config batching_workers cp_mode dist_timeout full_determinism pref_loss pref_beta
@@ -48,6 +54,7 @@ NO_EFFECT = names(
 )
 KEYS = (
     LORA
+    | MUON
     | FREEZE
     | NO_EFFECT
     | names(
@@ -61,11 +68,11 @@ KEYS = (
         quant_config.name quant_config.quantization_bit quant_config.double_quantization quant_config.quantization_type
         dist_config.name dist_config.config_file dist_config.dcp_path dist_config.reshard_after_forward
         dist_config.offload_params dist_config.ep_size dist_config.ep_dispatcher
-        optim_config.name optim_config.lr optim_config.wd optim_config.momentum optim_config.nesterov
-        optim_config.ns_steps optim_config.adamw_betas optim_config.adamw_eps
+        optim_config.name optim_config.lr
         """
     )
 )
+PARTS = ("peft_config", "quant_config", "dist_config", "optim_config")
 ENTRY_KEYS = ("path", "source", "converter", "split", "size", "weight", "streaming")
 DEFAULT = f"{TOOL}'s default"
 JOINED = "instruction and input are joined by a line break; there they are not"
@@ -83,10 +90,11 @@ def translate(t: Translator) -> None:
                 t.ignore(key, "not looked at, as `peft_config.export_dir` is refused")
         t.refuse("peft_config.export_dir", "this file merges an adapter: `manyhands export RUN --merge` does that")
         return
-    for key in ("peft_config", "quant_config", "dist_config", "optim_config"):
-        if isinstance(t.get(key), str):
-            t.refuse(key, "write it as a mapping with a `name`, not as text")
-        t.already(key)
+    for part in PARTS:
+        if t.has(part):
+            t.refuse(part, "write it as a mapping with a `name`")
+        elif any(key.startswith(f"{part}.") for key in t.values) and not t.has(f"{part}.name"):
+            t.refuse(f"{part}.name", f"it is missing: name what {part} is about")
     _map_model(t)
     _map_method(t)
     _map_data(t)
@@ -115,13 +123,13 @@ def _map_model(t: Translator) -> None:
 
 
 def _map_method(t: Translator) -> None:
-    kind = t.get("peft_config.name")
-    if kind is None and any(key.startswith("peft_config.") for key in t.values):
-        t.refuse("peft_config.name", "it is missing: write lora or freeze")
-    elif kind is None:
+    kind, bits = t.get("peft_config.name"), _find_bits(t)
+    if kind != "lora" and bits is not None:
+        t.contradict("quant_config.name", "quantized weights are trained by lora only: write peft_config.name: lora")
+    if kind is None:
         t.carry("method.name", "full", "without peft_config all weights are trained")
     elif kind == "lora":
-        _map_lora(t)
+        _map_lora(t, bits)
     elif kind == "freeze":
         t.map("peft_config.name", "method.name", "patterns")
         map_freeze(t, *(f"peft_config.freeze_{part}" for part in
@@ -136,8 +144,7 @@ def _map_method(t: Translator) -> None:
     t.already("peft_config.export_dir", "only a merge reads it")
 
 
-def _map_lora(t: Translator) -> None:
-    bits = _find_bits(t)
+def _map_lora(t: Translator, bits: int | None) -> None:
     t.map("peft_config.name", "method.name", "qlora" if bits == 4 else "lora")
     if t.has("peft_config.adapter_name_or_path"):
         adapters = split_names(t.get("peft_config.adapter_name_or_path"))
@@ -269,8 +276,12 @@ def _map_optimizer(t: Translator) -> None:
     else:
         t.refuse("optim_config.name", f"{show(t.get('optim_config.name'))} is not available: write muon, or leave out "
                  "optim_config for AdamW")  # fmt: skip
+    for key in MUON & t.values.keys():
+        t.already(key)
     if t.has("optim_config.lr"):
         t.ignore("optim_config.lr", f"`learning_rate` takes precedence in {TOOL}")
+    if t.get("peft_config.name") != "lora":
+        t.carry("optimizer.decay_embeddings", True, f"{TOOL} decays every weight")
     t.only("lr_scheduler_config", (None,), "there is no schedule of that name: remove it; the rate is constant")
     t.carry("schedule.name", "constant", DEFAULT)
     t.carry("schedule.warmup_steps", 0, DEFAULT)
@@ -320,8 +331,10 @@ def _map_run(t: Translator) -> None:
         t.map("max_steps", "stop.max_steps", steps)
         t.already("num_train_epochs", "`max_steps` takes precedence")
         t.carry("stop.epochs", 1_000_000, "`max_steps` alone ends the run")
-    t.map("num_train_epochs", "stop.epochs", t.integer("num_train_epochs")) if not steps else None
-    t.carry("stop.epochs", 3, DEFAULT)
+    else:
+        number = t.integer("num_train_epochs")
+        t.map("num_train_epochs", "stop.epochs", number)
+        t.carry("stop.epochs", 3, DEFAULT)
     t.already("max_steps")
     t.map("seed", "seed", t.integer("seed"))
     t.carry("seed", 42, DEFAULT)
