@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 from manyhands.config.dialects.translation import names
 
+TOOL = "LLaMA-Factory"
 MARKS = names(
     """
     template stage finetuning_type cutoff_len dataset_dir lora_target lora_rank infer_backend export_dir
@@ -29,9 +30,8 @@ OF_LORA = names(
     """
     additional_target lora_alpha lora_dropout lora_rank lora_target loraplus_lr_embedding use_rslora use_dora
     create_new_adapter adapter_name_or_path adapter_folder quantization_method quantization_type double_quantization
-    loraplus_lr_ratio
     """
-) - {"loraplus_lr_ratio"}
+)
 OF_FREEZE = names("freeze_trainable_layers freeze_trainable_modules freeze_extra_modules")
 # What is not here: the switch, what it is, and the keys that only it reads.
 FEATURES = MappingProxyType(

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from manyhands.config.dialects.llamafactory import map_freeze, map_output, split_names
+from manyhands.config.dialects.llamafactory import map_output
+from manyhands.config.dialects.llamafactory_method import map_freeze, split_names
 from manyhands.config.dialects.translation import UNKNOWN_GPUS, Translator, names
 from manyhands.config.keys import nearest_name, show
 from manyhands.config.read import read_run_file
@@ -211,7 +212,8 @@ def _map_sources(t: Translator, path: Path) -> None:
     except UserError as error:
         t.refuse("train_dataset", f"{error.where or path}: {error.why or error.what}")
         return
-    sources, differences = [], []
+    sources: list[dict[str, Any]] = []
+    differences: list[str] = []
     for name, entry in read.mapping.items():
         place = f"{path}, line {read.lines.get(str(name), 1)}, `{name}`"
         found = _make_source(str(name), entry, differences)

@@ -1,0 +1,165 @@
+"""LLaMA-Factory's keys of the model and of the method: which weights are trained, and how."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from manyhands.config.dialects import llamafactory_keys as keys
+from manyhands.config.dialects.translation import Translator
+from manyhands.config.keys import show
+
+
+def map_model(t: Translator) -> None:
+    if not t.has("model_name_or_path"):
+        t.refuse("model_name_or_path", "it is missing: write a hub name or a folder")
+    t.map("model_name_or_path", "model.name")
+    if t.get("model_revision") == "main":
+        t.already("model_revision")
+    else:
+        t.map("model_revision", "model.revision")
+    if t.flag("trust_remote_code"):
+        t.map("trust_remote_code", "model.trust_remote_code", True)
+    else:
+        t.already("trust_remote_code")
+    if t.flag("train_from_scratch"):
+        t.map("train_from_scratch", "model.init", "random")
+    else:
+        t.already("train_from_scratch")
+    special = [token.strip() for token in str(t.get("add_special_tokens", "")).split(",") if token.strip()]
+    plain = [token.strip() for token in str(t.get("add_tokens", "")).split(",") if token.strip()]
+    if special and not plain:
+        t.map("add_special_tokens", "model.new_tokens", special)
+    elif plain:
+        t.substitute("add_tokens", {"model.new_tokens": special + plain}, "tokens are added as special ones")
+        t.map("add_special_tokens", "model.new_tokens", special + plain)
+    t.already("resize_vocab", "embeddings are resized where tokens are added")
+    t.only("split_special_tokens", (False, None), "special tokens are always read as such: set it to false")
+    t.only("new_special_tokens_config", (None,), "new tokens start at the mean of the others: write add_special_tokens")
+    t.only("init_special_tokens", ("noise_init", None), "new tokens start at the mean of the others: noise_init")
+    if t.get("use_fast_tokenizer", True) is False:
+        t.ignore("use_fast_tokenizer", "tokenizers are always the fast ones")
+    else:
+        t.already("use_fast_tokenizer")
+
+
+def map_method(t: Translator) -> None:
+    kind = t.get("finetuning_type", "lora")
+    bits = t.integer("quantization_bit")
+    if kind not in ("lora", "full", "freeze"):
+        t.refuse("finetuning_type", f"{show(kind)} is not available: write lora, full or freeze")
+    elif kind != "lora" and bits is not None:
+        t.contradict("quantization_bit", f"finetuning_type is {kind}, and quantized weights are trained by lora only")
+    elif kind == "lora":
+        _map_lora(t, bits)
+    elif kind == "full":
+        t.map("finetuning_type", "method.name", "full")
+    else:
+        t.map("finetuning_type", "method.name", "patterns")
+        map_freeze(t, "freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_modules")
+    for key in ("finetuning_type", "quantization_bit"):
+        t.already(key)
+    if t.flag("pure_bf16") and kind == "lora":
+        why = "the base is bfloat16, adapters are kept in float32"
+        t.substitute("pure_bf16", {"model.dtype": "bfloat16"}, why)
+    elif t.flag("pure_bf16"):
+        why = "bfloat16 weights are rounded stochastically here"
+        t.map("pure_bf16", {"model.dtype": "bfloat16", "model.master_dtype": "bfloat16"}, why=why)
+    else:
+        t.already("pure_bf16")
+    for key in keys.OF_LORA & t.values.keys() if kind != "lora" else ():
+        t.already(key, "only finetuning_type lora reads it")
+    for key in keys.OF_FREEZE & t.values.keys() if kind != "freeze" else ():
+        t.already(key, "only finetuning_type freeze and use_llama_pro read it")
+
+
+def _map_lora(t: Translator, bits: int | None) -> None:
+    if bits == 4:
+        t.map("quantization_bit", "method.name", "qlora")
+    elif bits == 8:
+        why = "weights in 8 bits are not available: the base stays in 16 bits"
+        t.substitute("quantization_bit", {"method.name": "lora"}, why)
+    elif bits is not None:
+        t.refuse("quantization_bit", f"{bits} bits are not available: write 4")
+    if bits is None:
+        t.map("finetuning_type", "method.name", "lora")
+    t.carry("method.name", "lora", f"{keys.TOOL}'s default")
+    t.only("quantization_method", ("bnb", "bitsandbytes"), "weights are quantized by bitsandbytes' NF4 only: write bnb")
+    t.only("quantization_type", ("nf4",), "4-bit weights are NF4: write nf4")
+    if t.get("double_quantization", True) is False and bits == 4:
+        t.refuse("double_quantization", "NF4 constants are always quantized too: set it to true")
+    else:
+        t.already("double_quantization")
+    if t.has("adapter_name_or_path"):
+        _map_adapter(t)
+        return
+    t.already("adapter_folder", "only adapter_name_or_path reads it")
+    t.already("create_new_adapter")
+    rank = t.integer("lora_rank", 8) or 8
+    _map_or_carry(t, "lora_rank", "method.rank", rank, 8)
+    alpha = t.number("lora_alpha")
+    if alpha:
+        t.map("lora_alpha", "method.alpha", alpha)
+    else:
+        t.already("lora_alpha")
+        t.carry("method.alpha", 2 * rank, f"{keys.TOOL}'s default: twice the rank")
+    dropout = t.number("lora_dropout", 0) or 0
+    _map_or_carry(t, "lora_dropout", "method.dropout", dropout, 0)
+    targets = split_names(t.get("lora_target", "all"))
+    _map_or_carry(t, "lora_target", "method.target_modules", "all-linear" if targets == ["all"] else targets, "all")
+    for key, native in (("use_rslora", "rslora"), ("use_dora", "dora")):
+        if t.flag(key):
+            t.map(key, f"method.{native}", True)
+        t.already(key)
+    _map_saved_modules(t)
+
+
+def _map_or_carry(t: Translator, key: str, native: str, value: Any, default: Any) -> None:
+    if t.has(key):
+        t.map(key, native, value)
+    else:
+        t.carry(native, "all-linear" if default == "all" else value, f"{keys.TOOL}'s default")
+
+
+def _map_saved_modules(t: Translator) -> None:
+    if t.has("additional_target"):
+        t.map("additional_target", "method.modules_to_save", split_names(t.get("additional_target")))
+    elif t.flag("resize_vocab"):
+        why = f"{keys.TOOL} trains embeddings and head with resize_vocab"
+        t.map("resize_vocab", "method.modules_to_save", ["embed_tokens", "lm_head"], why)
+
+
+def _map_adapter(t: Translator) -> None:
+    paths = split_names(t.get("adapter_name_or_path"))
+    if len(paths) > 1 or t.flag("create_new_adapter"):
+        key = "adapter_name_or_path" if len(paths) > 1 else "create_new_adapter"
+        t.refuse(key, "adapters are not merged before training: merge them first (`manyhands export RUN --merge`), and "
+                 "name the merged model")  # fmt: skip
+    else:
+        folder = f"{paths[0]}/{t.get('adapter_folder')}" if t.has("adapter_folder") else paths[0]
+        t.map("adapter_name_or_path", "method.adapter", folder)
+        t.map("adapter_folder", "method.adapter", folder)
+    dropout = t.number("lora_dropout", 0) or 0
+    _map_or_carry(t, "lora_dropout", "method.dropout", dropout, 0)
+    for key in keys.OF_LORA & t.values.keys():
+        t.already(key, "the adapter that is trained on has its own")
+
+
+def map_freeze(t: Translator, layers_key: str, modules_key: str, extra_key: str) -> None:
+    """The last n layers, or the first ones if n is negative; all of them or some of their modules, and others."""
+    count = t.integer(layers_key, 2) or 0
+    layers = f"layers[-{count}:]" if count > 0 else f"layers[:{-count}]"
+    modules = split_names(t.get(modules_key, "all"))
+    train = [layers if name == "all" else f"{layers}.{name}" for name in modules] if count else []
+    train += [f"*{name}*" for name in split_names(t.get(extra_key, ""))]
+    if not train:
+        t.refuse(layers_key, "0 layers leave nothing to train: write how many of the last layers to train")
+        return
+    for key in (layers_key, modules_key, extra_key):
+        t.map(key, "method.train", train)
+    t.carry("method.train", train, f"{keys.TOOL}'s default: the last two layers")
+
+
+def split_names(value: Any) -> list[str]:
+    """Names that are separated by commas, or a list of them."""
+    parts = value if isinstance(value, list) else str(value or "").split(",")
+    return [str(part).strip() for part in parts if str(part).strip()]
