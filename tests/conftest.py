@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -44,6 +45,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("real"):
                 item.add_marker(pytest.mark.skip(reason="MANYHANDS_SMOLLM2 names no folder with the real model"))
+
+
+def pytest_collection_finish() -> None:
+    """Modules imported so far, hundreds of thousands of objects, are not searched for garbage again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def _count_gpus() -> int:

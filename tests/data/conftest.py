@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,3 +90,12 @@ def make_config(tmp_path: Path):
         )
 
     return make
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that tokenize start without importing anything: see ``forked.py``."""
+    from tests.data.forked import Forked
+
+    names = SimpleNamespace(Popen=Forked, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr("manyhands.data.tokenize_parallel.subprocess", names)

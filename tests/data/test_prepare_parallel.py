@@ -22,6 +22,7 @@ from manyhands.data.store import TokenStore
 from manyhands.data.tokenize_parallel import MIN_PARALLEL_BYTES, choose_num_processes
 
 NUM_FILES = 5
+WITHOUT_IMPORTS = pytest.mark.usefixtures("forked")
 PREPARE = """
 import sys
 from manyhands.config.schema import RunConfig
@@ -50,6 +51,7 @@ def read_store(folder: str) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
+@WITHOUT_IMPORTS
 def test_the_store_does_not_depend_on_the_number_of_processes(
     rows_folder: Path, make_config, model_folder: Path, tmp_path: Path
 ) -> None:
@@ -63,6 +65,7 @@ def test_the_store_does_not_depend_on_the_number_of_processes(
     assert facts.num_samples + facts.num_validation_samples == 250
 
 
+@WITHOUT_IMPORTS
 def test_faults_are_the_same_and_in_order(
     rows_folder: Path, make_config, model_folder: Path, plain_folder: Path
 ) -> None:

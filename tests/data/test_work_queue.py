@@ -24,7 +24,7 @@ from manyhands.data.files import Row
 from manyhands.data.prepare import prepare
 from manyhands.data.sources import read_rows, split_source
 from manyhands.data.work_queue import RowBatch, WorkList, cut_batches
-from tests.data.test_prepare_parallel import read_store, start, wait_for_end, wait_for_workers
+from tests.data.test_prepare_parallel import WITHOUT_IMPORTS, read_store, start, wait_for_end, wait_for_workers
 
 __all__ = ["start"]  # a fixture
 
@@ -95,6 +95,7 @@ def test_the_store_is_the_same_for_any_number_of_processes(
     assert num_segments[0] == 1 and num_segments[1] > 2 and said[-1].endswith("by 3 processes")
 
 
+@WITHOUT_IMPORTS
 def test_documents_in_pieces_keep_their_place(make_config, plain_folder: Path, tmp_path: Path, num_segments) -> None:
     texts = ["Short. " * 9, "A long one. " * 90_000, "Then some. " * 9_000, "And an end."]
     (tmp_path / "x.txt.gz").write_bytes(gzip.compress("\n\n".join(texts).encode()))
@@ -107,6 +108,7 @@ def test_documents_in_pieces_keep_their_place(make_config, plain_folder: Path, t
     assert stores[0] == stores[1] and num_segments[1] >= 3
 
 
+@WITHOUT_IMPORTS
 def test_a_divided_text_gives_each_document_once(make_config, plain_folder: Path, tmp_path: Path, num_segments) -> None:
     (tmp_path / "x.txt").write_text("\n\n".join(f"Document {number}. " * 99 for number in range(60)))
     stores = []
@@ -118,6 +120,7 @@ def test_a_divided_text_gives_each_document_once(make_config, plain_folder: Path
     assert stores[0] == stores[1] and len(num_segments) > 3
 
 
+@WITHOUT_IMPORTS
 def test_faults_have_the_lines_that_one_process_gives_them(make_config, model_folder: Path, tmp_path: Path) -> None:
     rows = [fields(number) for number in range(1_200)]
     for number in (5, 600, 1_199):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +27,12 @@ from tests.support.tiny import tiny_model
 SHAPE = BatchShape(packed=True, tile=16, longest=64)
 PACKS = [[0, 1], [2], [3, 4, 5, 6], list(range(12)), [7, 8], [9, 10, 11], list(range(5, 25)), [12, 13], []]
 KINDS = {"llama": 1, "gemma3": 2}  # gemma3 has blocks with a window and blocks without
+# Each value of the three beside each value of the others in `make test`, all eight in `make test-all`.
+PAIRED = {("llama", "full", False), ("llama", "lora", True), ("gemma3", "full", True), ("gemma3", "lora", False)}
+COMBINATIONS = [
+    pytest.param(*combination, marks=[] if combination in PAIRED else [pytest.mark.slow])
+    for combination in itertools.product(KINDS, ("full", "lora"), (False, True))
+]
 
 
 def make_rows(lengths: list[int] | None = None) -> FakeSamples:
@@ -145,9 +152,7 @@ class Counted:
 
 
 @pytest.mark.usefixtures("varlen_on_cpu")
-@pytest.mark.parametrize("family", KINDS)
-@pytest.mark.parametrize("method", ["full", "lora"])
-@pytest.mark.parametrize("activation_checkpointing", [False, True])
+@pytest.mark.parametrize(("family", "method", "activation_checkpointing"), COMBINATIONS)
 def test_packs_of_any_fill_run_one_graph_a_kind_of_block(
     family: str, method: str, activation_checkpointing: bool
 ) -> None:

@@ -26,6 +26,23 @@ FAST = (
 )
 CASES = equality.cases()
 REFERENCE = CASES[0]
+# In float64 every one of FAST runs with every method; in float32, whose bound is the wider one, with all weights
+# trained, and once with each other method in `make test`.
+FLOAT32_TOO = {
+    ("fsdp 4, packed 512, activation_checkpointing full", "lora"),
+    ("ddp 4, packed 256", "patterns"),
+}
+AGREE = [
+    pytest.param(
+        *(name, dtype, method),
+        marks=[pytest.mark.slow]
+        if dtype == "float32" and method != "full" and (name, method) not in FLOAT32_TOO
+        else [],
+    )
+    for dtype in ("float32", "float64")
+    for method in ("full", "lora", "patterns")
+    for name in FAST
+]
 
 
 class Workspaces:
@@ -61,9 +78,7 @@ def by_name(name: str) -> Case:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("method", ["full", "lora", "patterns"])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize(("name", "dtype", "method"), AGREE)
 def test_layouts_agree(workspaces: Workspaces, name: str, dtype: str, method: str) -> None:
     deviation = equality.compare(workspaces.reference(dtype, method), workspaces.run(by_name(name), dtype, method))
     assert deviation.loss <= equality.BOUNDS[dtype] and deviation.norm <= equality.NORM_BOUNDS[dtype], deviation

@@ -1,12 +1,14 @@
 """One persistent world of processes (gloo on CPU, NCCL on GPUs) that serves all in-process distributed tests.
 
-Starting ranks that import torch and transformers takes seconds each; a test session pays it once. Every task gets a
-fresh process group of the size it asks for, so a failed task leaves nothing behind for the next one.
+Importing torch and transformers takes seconds; a test session pays it once: on CPU, ranks are forks of one server
+process that has imported what they need and has computed nothing. Every task gets a fresh process group of the size it
+asks for, so a failed task leaves nothing behind for the next one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import multiprocessing
 import os
@@ -20,6 +22,20 @@ from typing import Any
 
 TASK_TIMEOUT_S = 240.0
 GROUP_TIMEOUT_S = 120.0
+IMPORTED = [  # before the fork
+    *(f"manyhands.worker.{name}" for name in ("run", "stages", "training", "export_stages")),
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.auto.tokenization_auto",
+    "bitsandbytes",
+    "manyhands.data.tokenize_parallel",
+]
+
+
+def forks() -> Any:
+    """A context of ``multiprocessing`` whose processes are forks of the one server of this test process."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    return context
 
 
 class RankFailed(Exception):
@@ -32,6 +48,7 @@ def _serve(rank: int, pipe: Connection, device: str) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    gc.freeze()  # the imported modules, hundreds of thousands of objects, are not searched for garbage again and again
     options: dict[str, Any] = {"backend": "gloo"}
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -65,7 +82,7 @@ class Ranks:
         self._start()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("spawn") if self.device == "cuda" else forks()
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         for rank in range(self._size):
