@@ -3,7 +3,10 @@
 # make train                              the demo, on all GPUs or in two CPU processes
 # make train CONFIG=run.yaml              your run, in one process; ARGS='stop.max_steps=10 ...' sets keys
 # make train-distributed CONFIG=run.yaml  your run, on all GPUs
-# make gpu-info                           the GPUs of this machine
+# make train-tb | train-distributed-tb    the same with TensorBoard beside it until it ends; PORT=6006
+# make eval | infer | merge CONFIG=...    of a finished run: loss again, answers (PROMPT='...'), adapter into the model
+# make memory-check                       planned beside used memory of each GPU; CONFIG= a run file or a run's folder
+# make gpu-info | setup-accelerate        the GPUs of this machine | what a start would use; ASK=1 asks
 # make tensorboard                        curves of runs/; LOGDIR=runs/NAME for one run, PORT=6006
 # make test | test-all                    the fast tests | all of them
 # make test-device | test-gpu             tests of several ranks | tests that need a GPU, with the installed python3
@@ -11,6 +14,8 @@
 # make equality                           measures docs/equality.md
 # make clean                              removes .venv and all caches, but not runs/
 #
+# CONFIG= is a run file of ours or of another tool (docs/coming-from.md); DEEPSPEED_CONFIG= and ACCELERATE_CONFIG= say
+# how to distribute it. A variable that the target does not read is an error.
 # MANYHANDS_PYTHON=/path/to/python uses an interpreter in which everything is installed, and installs nothing.
 
 SHELL := /bin/bash
@@ -25,6 +30,32 @@ ARGS ?=
 PYTEST_ARGS ?=
 LOGDIR ?= runs
 PORT ?= 6006
+# What `accelerate config` has written, if anything: `make train-distributed` starts as it says; none leaves it out.
+ACCELERATE_CONFIG ?= $(wildcard $(or $(HF_HOME),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/huggingface)/accelerate/default_config.yaml)
+
+# The variables that each target reads.
+RUNS := train train-tb train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb
+OF_A_RUN := eval infer merge memory-check
+$(foreach target,$(RUNS) $(OF_A_RUN),$(eval READS.$(target) := CONFIG ARGS))
+$(foreach target,$(RUNS),$(eval READS.$(target) += DEEPSPEED_CONFIG))
+$(foreach target,$(filter %distributed %distributed-tb,$(RUNS)),$(eval READS.$(target) += ACCELERATE_CONFIG))
+$(foreach target,$(filter %-tb,$(RUNS)) tensorboard,$(eval READS.$(target) += PORT))
+READS.infer += PROMPT
+READS.tensorboard += LOGDIR CONFIG
+READS.setup-accelerate := ASK
+READS.equality := ARGS
+$(foreach target,test test-all test-device test-gpu,$(eval READS.$(target) := PYTEST_ARGS))
+ALWAYS_READ := MANYHANDS_% BOOTSTRAP HF_HOME HF_% CUDA_VISIBLE_DEVICES NCCL_% OMP_NUM_THREADS SHELL MAKE%
+
+# Nothing that is written on the command line is ignored; make's own calls of itself inherit what was meant for others.
+ifeq ($(MAKELEVEL),0)
+GOALS := $(or $(MAKECMDGOALS),help)
+GIVEN := $(foreach name,$(filter-out -%,$(.VARIABLES)),$(if $(filter command,$(firstword $(origin $(name)))),$(name)))
+UNREAD := $(strip $(filter-out $(ALWAYS_READ) $(foreach goal,$(GOALS),$(READS.$(goal))),$(GIVEN)))
+INSTEAD := $(if $(filter NPROC NPROC_PER_NODE NUM_PROCESSES NUM_GPUS N_GPUS NGPUS GPUS,$(UNREAD)),: ARGS='parallel.gpus=N' is the number of GPUs)
+$(if $(UNREAD),$(error make $(GOALS) does not read $(UNREAD)$(or $(INSTEAD),; it reads: $(or \
+$(sort $(foreach goal,$(GOALS),$(READS.$(goal)))),nothing))))
+endif
 
 ifdef MANYHANDS_PYTHON
 PYTHON := $(MANYHANDS_PYTHON)
@@ -44,10 +75,11 @@ export MANYHANDS_SMOLLM2 ?= $(if $(wildcard $(SMOLLM2)/model.safetensors),$(absp
 # Otherwise each process of torch uses all cores; the worker sets its number from the plan.
 test test-all equality: export OMP_NUM_THREADS ?= 1
 
-.PHONY: help train train-distributed test test-all test-device test-gpu check fmt equality gpu-info tensorboard clean
+.PHONY: help $(RUNS) $(OF_A_RUN) setup-accelerate test test-all test-device test-gpu check fmt equality gpu-info \
+	tensorboard clean
 
 help:
-	@sed -n '3,15s/^# \{0,1\}//p' Makefile
+	@sed -n '3,20s/^# \{0,1\}//p' Makefile
 
 # torch is installed first and by its exact version: with a range, pip may download builds of several GB more than once.
 .venv/.installed: pyproject.toml constraints.txt
@@ -60,16 +92,47 @@ help:
 	@$(PYTHON) -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable '.[dev,demo,peft]' 2> >(grep -v 'is ignored: it is neither' >&2)
 	@touch $@
 
-train: $(READY)
+MANYHANDS := $(PYTHON) -m manyhands
+NEEDS_CONFIG = $(if $(CONFIG),,echo "which run? make $@ CONFIG=run.yaml" >&2; exit 2;)
+WITH_DEEPSPEED := $(if $(DEEPSPEED_CONFIG),--deepspeed '$(DEEPSPEED_CONFIG)')
+WITH_TENSORBOARD = $(if $(filter %-tb,$@),--tensorboard --port $(PORT))
+WITH_ACCELERATE := $(if $(filter-out none,$(ACCELERATE_CONFIG)),--accelerate-config '$(ACCELERATE_CONFIG)')
+
+train train-tb: $(READY)
 ifeq ($(CONFIG),)
-	@$(PYTHON) -m manyhands.demo $(ARGS)
+	@$(PYTHON) -m manyhands.demo $(WITH_DEEPSPEED) $(WITH_TENSORBOARD) $(ARGS)
 else
-	@$(PYTHON) -m manyhands train $(CONFIG) --gpus 1 $(ARGS)
+	@$(MANYHANDS) train '$(CONFIG)' --gpus 1 $(WITH_DEEPSPEED) $(WITH_TENSORBOARD) $(ARGS)
 endif
 
-train-distributed: $(READY)
-	@$(if $(CONFIG),,echo "which run? make train-distributed CONFIG=run.yaml" >&2; exit 2;) \
-	$(PYTHON) -m manyhands train $(CONFIG) parallel.gpus=auto $(ARGS)
+train-distributed train-distributed-tb: $(READY)
+	@$(NEEDS_CONFIG) $(MANYHANDS) train '$(CONFIG)' $(or $(WITH_ACCELERATE),parallel.gpus=auto) $(WITH_DEEPSPEED) \
+	$(WITH_TENSORBOARD) $(ARGS)
+
+# Refused by name until there is an engine for it.
+train-deepspeed train-deepspeed-tb:
+	@echo "error: there is no DeepSpeed engine yet: make $@ starts nothing" >&2
+	@echo "  why: FSDP2 shards what ZeRO shards: stage 3 is parallel.strategy=fsdp, stage 2 the same with" \
+	"parallel.reshard_after_forward=false, offloading is parallel.offload=optimizer or all" >&2
+	@echo "  fix: make $(subst deepspeed,distributed,$@) CONFIG=$(or $(CONFIG),run.yaml)" \
+	"$(or $(if $(DEEPSPEED_CONFIG),DEEPSPEED_CONFIG=$(DEEPSPEED_CONFIG)),ARGS='parallel.strategy=fsdp')" >&2
+	@exit 2
+
+eval: $(READY)
+	@$(NEEDS_CONFIG) $(MANYHANDS) evaluate '$(CONFIG)' $(ARGS)
+
+infer: export PROMPT := $(PROMPT)
+infer: $(READY)
+	@$(NEEDS_CONFIG) $(MANYHANDS) generate '$(CONFIG)' $(if $(PROMPT),--prompt="$$PROMPT") $(ARGS)
+
+merge: $(READY)
+	@$(NEEDS_CONFIG) $(MANYHANDS) export '$(CONFIG)' --merge $(ARGS)
+
+memory-check: $(READY)
+	@$(MANYHANDS) memory-check $(if $(CONFIG),'$(CONFIG)') $(ARGS)
+
+setup-accelerate: $(READY)
+	@$(MANYHANDS) setup-accelerate $(if $(ASK),--ask)
 
 test: $(READY)
 	@$(PYTHON) -m pytest -q $(SIDE_BY_SIDE) -m "not slow and not real and not gpu" $(PYTEST_ARGS)
@@ -111,10 +174,10 @@ equality: $(READY)
 	@$(PYTHON) -m tests.support.equality $(or $(ARGS),--output docs/equality.md)
 
 gpu-info: $(READY)
-	@$(PYTHON) -m manyhands gpu-info
+	@$(MANYHANDS) gpu-info
 
 tensorboard: $(READY)
-	@$(PYTHON) -m manyhands tensorboard $(LOGDIR) --port $(PORT)
+	@$(MANYHANDS) tensorboard '$(or $(CONFIG),$(LOGDIR))' --port $(PORT)
 
 clean:
 	@rm -rf .venv build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -10,12 +10,13 @@ import typer
 from typer.core import TyperGroup
 
 from manyhands import __version__
+from manyhands.cli.accelerate import setup_accelerate
 from manyhands.cli.config import config
 from manyhands.cli.import_file import import_file
 from manyhands.cli.init import init
 from manyhands.cli.machine import doctor
 from manyhands.cli.memory import gpu_info, memory_check
-from manyhands.cli.process import bench, export, generate, tensorboard
+from manyhands.cli.process import bench, evaluate, export, generate, tensorboard
 from manyhands.cli.run_file import data, plan, train
 from manyhands.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, UserError
 from manyhands.core.files import explain_full_disk, is_disk_full
@@ -71,6 +72,7 @@ for _name, _command in (
     ("plan", plan),
     ("data", data),
     ("generate", generate),
+    ("evaluate", evaluate),
     ("export", export),
     ("init", init),
     ("import", import_file),
@@ -80,6 +82,7 @@ for _name, _command in (
     ("gpu-info", gpu_info),
     ("memory-check", memory_check),
     ("tensorboard", tensorboard),
+    ("setup-accelerate", setup_accelerate),
 ):
     app.command(_name)(_command)
 

@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from manyhands.cli.run_file import find_run_folder
 from manyhands.core.errors import EXIT_FAILED, EXIT_TERMINATED, UserError
 
 GRACE_S = 10.0
@@ -46,7 +47,10 @@ def run_module(module: str, arguments: Sequence[str]) -> int:
 
 def generate(
     folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="A run's folder, or its model/ or adapter/.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="FOLDER", help="A run's folder, its model/ or adapter/, or its run file.", show_default=False
+        ),
     ],
     prompt: Annotated[
         str | None,
@@ -63,20 +67,33 @@ def generate(
     ] = 256,
 ) -> None:
     """Answer a prompt with a trained model, or chat."""
-    if not folder.is_dir():
-        raise UserError("the folder does not exist", where=str(folder), fix="give a run's folder, such as runs/NAME")
-    arguments = [str(folder), "--max-new-tokens", str(max_new_tokens)]
+    arguments = [str(find_run_folder(folder)), "--max-new-tokens", str(max_new_tokens)]
     for option, value in (("--prompt", prompt), ("--base", base)):
         if value is not None:
             arguments.append(f"{option}={value}")  # joined, since the value may start with a dash
     raise typer.Exit(run_module("manyhands.infer", arguments))
 
 
+def evaluate(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder or run file.", show_default=False)],
+    base: Annotated[
+        str | None, typer.Option("--base", help="Base model of an adapter (default: the run's).", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+) -> None:
+    """Measure the validation loss of what a run has saved again, beside what it recorded."""
+    arguments = [str(find_run_folder(run)), *(["--json"] if as_json else [])]
+    arguments += [f"--base={base}"] if base is not None else []
+    raise typer.Exit(run_module("manyhands.infer.evaluate", arguments))
+
+
 def export(
     source: Annotated[
         Path,
         typer.Argument(
-            metavar="RUN_FOLDER_OR_CHECKPOINT", help="A run's folder, or one of its checkpoints.", show_default=False
+            metavar="RUN_OR_CHECKPOINT",
+            help="A run's folder or run file, or one of its checkpoints.",
+            show_default=False,
         ),
     ],
     output: Annotated[
@@ -85,12 +102,7 @@ def export(
     merge: Annotated[bool, typer.Option("--merge", help="Merge the adapter into the model's weights.")] = False,
 ) -> None:
     """Export a checkpoint as a model or adapter, and verify it."""
-    if not source.is_dir():
-        raise UserError(
-            "the folder does not exist",
-            where=str(source),
-            fix="give a run's folder, such as runs/NAME, or a checkpoint in it",
-        )
+    source = find_run_folder(source)
     arguments = [str(source), "--output", str(output or default_output(source, merge))]
     if merge:
         arguments.append("--merge")
@@ -108,22 +120,25 @@ def default_output(source: Path, merge: bool) -> Path:
 
 def tensorboard(
     folder: Annotated[
-        Path, typer.Argument(metavar="[RUN_FOLDER]", help="A run's folder, or the folder of all runs.")
+        Path, typer.Argument(metavar="[RUN]", help="A run's folder or run file, or the folder of all runs.")
     ] = Path("runs"),
     port: Annotated[
         int, typer.Option("--port", min=1, max=65535, help="Port on this machine's loopback address.")
     ] = 6006,
 ) -> None:
     """Start TensorBoard on a run, or on all runs."""
-    if not folder.is_dir():
-        raise UserError("the folder does not exist", where=str(folder), fix="give a run's folder, such as runs/NAME")
+    folder = find_run_folder(folder)
+    refuse_missing_tensorboard()
+    refuse_used_port(port)
+    print(f"TensorBoard on {folder}: http://{HOST}:{port}/ (Ctrl-C to stop)", flush=True)
+    raise typer.Exit(run_module("tensorboard.main", ["--logdir", str(folder), "--host", HOST, "--port", str(port)]))
+
+
+def refuse_missing_tensorboard() -> None:
     from importlib.util import find_spec
 
     if find_spec("tensorboard") is None:
         raise UserError("TensorBoard is not installed", fix="pip install tensorboard")
-    refuse_used_port(port)
-    print(f"TensorBoard on {folder}: http://{HOST}:{port}/ (Ctrl-C to stop)", flush=True)
-    raise typer.Exit(run_module("tensorboard.main", ["--logdir", str(folder), "--host", HOST, "--port", str(port)]))
 
 
 def refuse_used_port(port: int) -> None:

@@ -50,6 +50,7 @@ def load_run(
     *,
     gpus: int | None = None,
     examples: int | None = None,
+    dataset: str | None = None,
     accelerate: Path | None = None,
     deepspeed: Path | None = None,
     strict: bool = False,
@@ -58,7 +59,12 @@ def load_run(
     from manyhands.launch.run_file import load_for_start
 
     overrides = list(overrides or ())
-    for option, key, value in (("--gpus", "parallel.gpus", gpus), ("--examples", "data.max_samples", examples)):
+    short: tuple[tuple[str, str, object], ...] = (
+        ("--gpus", "parallel.gpus", gpus),
+        ("--examples", "data.max_samples", examples),
+        ("--dataset", "data.train", dataset),
+    )
+    for option, key, value in short:
         if value is None:
             continue
         if any(override.split("=")[0].removeprefix("--") == key for override in overrides):
@@ -72,6 +78,10 @@ def find_run_folder(run: Path) -> Path:
     """The folder of a run, given itself or as a run file. UserError if there is none yet."""
     if run.is_dir():
         return run
+    if not run.exists():
+        raise UserError(
+            "the folder does not exist", where=str(run), fix="give a run's folder, such as runs/NAME, or its run file"
+        )
     from manyhands.launch.resume_rules import folder_of
 
     folder = folder_of(load_run(run, []).config).path
@@ -88,13 +98,28 @@ def report_aside(text: str) -> None:
 
 
 def train(
-    run: RunFile,
+    run: Annotated[
+        str | None, typer.Argument(metavar="RUN.yaml", help="Run file: YAML, TOML or JSON.", show_default=False)
+    ] = None,
     overrides: Overrides = None,
     gpus: Gpus = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Make the plan, check that the run would start, and stop.")
     ] = False,
     examples: Examples = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", help="The run file, in place of RUN.yaml.", show_default=False)
+    ] = None,
+    dataset: Annotated[
+        str | None, typer.Option("--dataset", help="Training data: short for data.train=PATH.", show_default=False)
+    ] = None,
+    kind: Annotated[
+        str | None, typer.Option("--type", help="sft or cpt, checked against the run file.", show_default=False)
+    ] = None,
+    with_tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Start TensorBoard beside the run, until it ends.")
+    ] = False,
+    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="With --tensorboard: its port.")] = 6006,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start over in a new folder if a run of this name exists.")
     ] = False,
@@ -105,12 +130,16 @@ def train(
     """Plan, launch, train, save and verify. Starting it again resumes.
 
     RUN may be a file of another tool (`manyhands import` lists what becomes of its keys)."""
-    loaded = load_run(
-        run, overrides, gpus=gpus, examples=examples, accelerate=accelerate, deepspeed=deepspeed, strict=strict
-    )
+    from manyhands.cli.train_options import check_type, choose_run_file, plan_tensorboard
+
+    path, overrides = choose_run_file(run, config, overrides)
+    settings = {"accelerate": accelerate, "deepspeed": deepspeed}
+    loaded = load_run(path, overrides, gpus=gpus, examples=examples, dataset=dataset, strict=strict, **settings)
+    check_type(kind, loaded.config)
+    beside = plan_tensorboard(loaded.config, port) if with_tensorboard else {}
     from manyhands.launch.start import start
 
-    raise typer.Exit(start(loaded, dry_run=dry_run, fresh=fresh))
+    raise typer.Exit(start(loaded, dry_run=dry_run, fresh=fresh, **beside))
 
 
 def plan(

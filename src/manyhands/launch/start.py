@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from manyhands.config.dialects.report import summarize
 from manyhands.config.load import LoadedRun
@@ -30,8 +31,15 @@ LOG_WIDTH = 180  # columns of a plan in the log
 MAX_SMALLER_PLANS = 4  # each has at most half the tokens a micro-batch
 
 
-def start(run: RunConfig | LoadedRun, *, dry_run: bool = False, fresh: bool = False) -> int:
-    """Runs or resumes a run on this machine. Returns the exit code; raises UserError."""
+Beside = Callable[[RunFolder], AbstractContextManager[object]]
+
+
+def start(
+    run: RunConfig | LoadedRun, *, dry_run: bool = False, fresh: bool = False, beside: Beside | None = None
+) -> int:
+    """Runs or resumes a run on this machine. Returns the exit code; raises UserError. ``beside``: what lasts as long as
+    the workers do, such as TensorBoard.
+    """
     _refuse_nested()
     origin = run if isinstance(run, LoadedRun) else LoadedRun(run)
     if origin.translation is not None:
@@ -49,7 +57,8 @@ def start(run: RunConfig | LoadedRun, *, dry_run: bool = False, fresh: bool = Fa
         _show(prepared, folder)
         if prepared.resume:
             _report(f"resuming {folder.path} at step {folder.newest_step()}", folder)
-        return _launch(prepared)
+        with beside(folder) if beside is not None else contextlib.nullcontext():
+            return _launch(prepared)
     except UserError as error:
         _keep(str(error), folder)
         raise

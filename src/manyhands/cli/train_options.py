@@ -1,0 +1,113 @@
+"""Options of ``train`` that other tools' guides use, as what they are here: the run file, overrides, TensorBoard."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from manyhands.core.errors import UserError
+
+if TYPE_CHECKING:
+    from manyhands.config.schema import RunConfig
+    from manyhands.launch.run_folder import RunFolder
+
+TASKS = ("sft", "cpt")
+GRACE_S = 10.0
+
+
+def choose_run_file(run: str | None, config: Path | None, overrides: list[str] | None) -> tuple[Path, list[str]]:
+    """The run file, given by position or as --config, and the overrides. UserError for both, or neither."""
+    overrides = list(overrides or ())
+    if config is None:
+        if run is None:
+            raise UserError("no run file was given", where="command line", fix="manyhands train RUN.yaml")
+        return Path(run), overrides
+    if run is not None and "=" in run and not Path(run).exists():  # with --config the first word is an override
+        return config, [run, *overrides]
+    if run is not None:
+        raise UserError(
+            "two run files are given", where=f"command line: {run} and --config {config}", fix="remove one of them"
+        )
+    return config, overrides
+
+
+def check_type(asked: str | None, config: RunConfig) -> None:
+    """UserError where ``--type`` names a training that there is not, or not the one that the run file describes."""
+    if asked is None:
+        return
+    if asked not in TASKS:
+        raise UserError(
+            f"there is no training of type {asked!r}",
+            where="command line: --type",
+            why="manyhands does supervised fine-tuning (sft) and continued pre-training (cpt)",
+            fix="choose --type sft or --type cpt",
+        )
+    if asked != config.task:
+        raise UserError(
+            f"--type {asked} contradicts the run file's task: {config.task}",
+            where="command line: --type",
+            fix=f"remove --type, or set task={asked}",
+        )
+
+
+def plan_tensorboard(config: RunConfig, port: int) -> dict[str, Any]:
+    """What ``start`` takes to have TensorBoard beside the run. UserError, before anything is started, where it could
+    not be.
+    """
+    from manyhands.cli.process import refuse_missing_tensorboard, refuse_used_port
+
+    if not config.log.tensorboard:
+        raise UserError(
+            "there would be nothing for TensorBoard to show",
+            where="log.tensorboard: false",
+            fix="remove that key, or start without --tensorboard",
+        )
+    refuse_missing_tensorboard()
+    refuse_used_port(port)
+    return {"beside": functools.partial(tensorboard_beside, port=port)}
+
+
+@contextlib.contextmanager
+def tensorboard_beside(folder: RunFolder, port: int) -> Iterator[None]:
+    """TensorBoard on the run's curves for as long as the run lasts.
+
+    In a process group of its own, so that Ctrl-C reaches the run alone; not in a session of its own, by which ranks are
+    known.
+    """
+    from manyhands.cli.process import HOST
+
+    folder.tensorboard.mkdir(exist_ok=True)
+    log = folder.logs / "tensorboard.log"
+    arguments = ["--logdir", str(folder.tensorboard), "--host", HOST, "--port", str(port)]
+    with open(log, "ab") as output:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "tensorboard.main", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            process_group=0,
+        )
+    print(f"TensorBoard: http://{HOST}:{port}/ until the run ends", flush=True)
+    try:
+        yield
+    finally:
+        if child.poll() is not None:
+            print(f"TensorBoard ended before the run (exit code {child.returncode}): see {log}", file=sys.stderr)
+        _end_group(child)
+
+
+def _end_group(child: subprocess.Popen[bytes]) -> None:
+    """TensorBoard has a process of its own that reads the event files."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(GRACE_S)
+            return
