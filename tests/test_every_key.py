@@ -37,6 +37,7 @@ EFFECTS: dict[str, Callable[[Lab], None]] = {
     "method.rslora": model.rslora,
     "method.dora": model.dora,
     "method.init": model.method_init,
+    "method.double_quant": model.double_quant,
     "method.modules_to_save": model.modules_to_save,
     "method.adapter": model.adapter,
     "data.train": rows.train,

@@ -50,6 +50,7 @@ CONTRADICTIONS = [
     ({"evaluate__per_epoch": 1, "data__validation_fraction": 0.0}, "evaluate.per_epoch", "data.validation_fraction"),
     ({"stop__loss_above_steps": 5}, "stop.loss_above_steps", "stop.loss_above"),
     ({"optimizer__decay_embeddings": True}, "optimizer.decay_embeddings", "optimizer.weight_decay"),
+    ({"method__double_quant": False}, "method.double_quant", "method.name"),
     ({"method__name": "full", "method__rank": 8}, "method.rank", "method.name"),
     ({"method__name": "patterns", "method__rank": 8}, "method.rank", "method.name"),
     ({"method__name": "full", "method__freeze": ("norm",)}, "method.freeze", "method.name"),

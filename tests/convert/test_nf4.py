@@ -26,8 +26,8 @@ def linear(out: int, into: int, dtype: torch.dtype, bias: bool = True) -> nn.Lin
     return nn.Linear(into, out, bias=bias, dtype=dtype)
 
 
-def quantised(base: nn.Linear) -> Nf4Linear:
-    layer = Nf4Linear(base)
+def quantised(base: nn.Linear, double_quant: bool = True) -> Nf4Linear:
+    layer = Nf4Linear(base, double_quant)
     layer.fill(base.weight.detach())
     return layer
 
@@ -57,14 +57,35 @@ def test_bytes_and_values_are_those_of_bitsandbytes(shape: tuple[int, int], dtyp
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_product_and_gradient_are_those_of_linear4bit(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_scales_that_are_not_quantized_are_those_of_bitsandbytes_too(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    base = linear(*shape, dtype)
+    layer = quantised(base, double_quant=False)
+    packed, state = functional.quantize_4bit(
+        base.weight.data, blocksize=64, quant_type="nf4", compress_statistics=False
+    )
+    maxima = layer.weight_statistics.view(torch.float32)
+    assert maxima.shape == (count_rows(shape), 256) and maxima.view(-1)[state.absmax.numel() :].count_nonzero() == 0
+    assert torch.equal(layer.weight_codes.view(torch.uint8).view(-1)[: packed.numel()], packed.view(-1))
+    assert torch.equal(maxima.view(-1)[: state.absmax.numel()], state.absmax)
+    assert torch.equal(layer.weight, plain_dequantise(packed, state.absmax, shape).to(dtype))
+    assert not torch.equal(layer.weight, quantised(base).weight) or base.weight.numel() <= 64
+
+
+@pytest.mark.parametrize("double_quant", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_product_and_gradient_are_those_of_linear4bit(dtype: torch.dtype, double_quant: bool) -> None:
     base = linear(192, 128, dtype)
     theirs = bitsandbytes.nn.Linear4bit(128, 192, compute_dtype=dtype, quant_type="nf4")
-    theirs.weight = bitsandbytes.nn.Params4bit(base.weight.data, requires_grad=False, quant_type="nf4")
+    theirs.weight = bitsandbytes.nn.Params4bit(
+        base.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=double_quant
+    )
     theirs.bias = base.bias
     theirs = theirs.to("cpu")  # quantises
     x = torch.randn(3, 7, 128, dtype=dtype, requires_grad=True)
-    outputs = [module(x) for module in (quantised(base), theirs)]
+    outputs = [module(x) for module in (quantised(base, double_quant), theirs)]
     assert torch.equal(*outputs)
     upstream = torch.randn_like(outputs[0])
     assert torch.equal(*(torch.autograd.grad(output, x, upstream)[0] for output in outputs))

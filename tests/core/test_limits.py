@@ -22,4 +22,5 @@ def test_shared_limits_are_defined_once() -> None:
 
 
 def test_an_nf4_row_holds_codes_and_statistics() -> None:
-    assert (limits.NF4_ROW_VALUES, limits.NF4_ROW_BYTES) == (16_384, 8_192 + 264)
+    assert (limits.NF4_ROW_VALUES, limits.NF4_CODE_BYTES) == (16_384, 8_192)
+    assert (limits.NF4_STATISTICS_BYTES, limits.NF4_FLOAT_STATISTICS_BYTES) == (264, 1024)

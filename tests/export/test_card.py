@@ -23,7 +23,7 @@ from manyhands.config.schema import RunConfig
 from manyhands.export.__main__ import main
 from manyhands.export.adapter import export_adapter, name_base
 from manyhands.export.card import Card, find_license, name_on_hub
-from manyhands.facts.adapter import NF4_OPTIONS
+from manyhands.facts.adapter import nf4_options
 from manyhands.train.types import Evaluation
 from tests.export.test_export_command import logits, make_plan, make_run, verify_here
 from tests.export.tiny import METHOD, adapt, make_model
@@ -187,7 +187,12 @@ def test_its_lines_of_python_open_the_folder(tmp_path: Path, kind: str) -> None:
 
 
 def test_an_adapter_beside_nf4_says_so_where_programs_look_and_peft_opens_it_without_a_word(tmp_path: Path) -> None:
-    for name, options in (("lora", {}), ("qlora", {}), ("loftq", {"init": "loftq"})):
+    for name, options in (
+        ("lora", {}),
+        ("qlora", {}),
+        ("loftq", {"init": "loftq"}),
+        ("single", {"double_quant": False}),
+    ):
         method = METHOD.model_copy(update={"name": "lora" if name == "lora" else "qlora", **options})
         export_adapter(tmp_path / name, adapt(make_model()), method, "someone/base", rank=0)
         with warnings.catch_warnings():
@@ -203,8 +208,8 @@ def test_an_adapter_beside_nf4_says_so_where_programs_look_and_peft_opens_it_wit
         assert mapping["base_model_class"] == "LlamaForCausalLM" and mapping["parent_library"].startswith(
             "transformers."
         )
-        assert mapping["base_quantization"] == NF4_OPTIONS and NF4_OPTIONS["bnb_4bit_use_double_quant"] is True
-        assert metadata["base_quantization"] == "nf4, double quantization"
+        assert mapping["base_quantization"] == nf4_options(double_quant=name != "single")
+        assert metadata["base_quantization"] == ("nf4" if name == "single" else "nf4, double quantization")
         assert ("base" in metadata) == (name == "loftq")
 
 

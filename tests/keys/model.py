@@ -246,6 +246,25 @@ def method_init(lab: Lab) -> None:
     assert torch.equal(resumed, trained) and not torch.equal(resumed, begun) and said_of_factors(rank) == 1
 
 
+def double_quant(lab: Lab) -> None:
+    """Scales of blocks in 8 bits or in float32: what layers hold, what the plan counts, and where training begins."""
+    ran = {asked: lab.run({"method.name": "qlora", "method.double_quant": asked}) for asked in (True, False)}
+    row_bytes = {
+        asked: one.rank.model.get_submodule(Q_PROJ).weight_statistics.view(torch.uint8).shape[1]
+        for asked, one in ran.items()
+    }
+    assert row_bytes == {True: 264, False: 1024}
+    num_rows = sum(len(layer.weight_codes) for layer in nf4_layers(ran[True].rank.model).values())
+    planned = {asked: one.rank.plan.memory.terms["weights"] for asked, one in ran.items()}
+    assert planned[False] - planned[True] == num_rows * (1024 - 264)
+    assert ran[True].losses[0] != ran[False].losses[0]
+    assert lab.run({"method.name": "qlora"}).losses == ran[True].losses
+    written = lab.export({"method.name": "qlora", "method.double_quant": False})
+    reference = Reference.read(written.folder / "verify" / "adapter.json")
+    found = verify(written.folder / "adapter", reference, base=lab.folder / "model")
+    assert found.findings == [] and reference.base == "nf4_single"
+
+
 def said_of_factors(rank: RankContext) -> int:
     assert isinstance(rank.terminal, io.StringIO)
     return rank.terminal.getvalue().count("of the squared quantization error of NF4 is made up for")

@@ -33,6 +33,12 @@ def test_one_weight_at_a_time_is_dequantized():
     assert memory.dequantized(LORA) == 0
 
 
+def test_scales_in_float32_take_four_bytes_and_need_no_room_beside():
+    single = change_input(QLORA, nf4_double=False)
+    assert single.frozen_block_bytes == IN_BLOCK // 2 + 4 * IN_BLOCK // 64 + 2 * NORMS
+    assert memory.dequantized(single) == 2 * 4096 * 14336
+
+
 def test_an_odd_weight_fills_its_last_row():
     shapes = {"q_proj": (100, 100)}  # 10,000 values: one row
     model = llama_8b().model_copy(update={"block_linear_shapes": shapes, "num_block_parameters": 10_000})

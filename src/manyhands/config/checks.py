@@ -161,7 +161,7 @@ def _check_method(config: RunConfig) -> Findings:
     if not config.method.trains_adapters:
         yield from _unused(config, LORA_KEYS, "method.name", "set method.name: lora")
     if config.method.name != "qlora":
-        yield from _unused(config, ("method.init",), "method.name", "set method.name: qlora")
+        yield from _unused(config, ("method.init", "method.double_quant"), "method.name", "set method.name: qlora")
     elif config.method.init == "loftq":
         yield from _check_loftq(config)
     if config.method.name != "patterns":

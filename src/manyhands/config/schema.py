@@ -88,6 +88,11 @@ class MethodSection(Section):
         description="qlora: initial LoRA matrices: B is zero, or A and B approximate the NF4 quantization error "
         "(loftq; the adapter then needs the same 4-bit weights).",
     )
+    double_quant: bool = Field(
+        True,
+        description="qlora: quantize the scales of the 4-bit weights too (4.13 bits a weight), or keep them in float32 "
+        "(4.5 bits; bitsandbytes' own default).",
+    )
     modules_to_save: tuple[str, ...] = Field(
         (),
         description="LoRA: modules that are fully trained and saved with the adapter, such as lm_head.",

@@ -1,6 +1,6 @@
-"""Frozen linear layers in NF4 with double quantization (QLoRA, Dettmers et al. 2023, https://arxiv.org/abs/2305.14314).
+"""Frozen linear layers in NF4 (QLoRA, Dettmers et al. 2023, https://arxiv.org/abs/2305.14314).
 
-What is stored is what bitsandbytes' ``quantize_4bit(weight, blocksize=64, quant_type="nf4", compress_statistics=True)``
+What is stored is what bitsandbytes' ``quantize_4bit(weight, blocksize=64, quant_type="nf4", compress_statistics=...)``
 gives, byte for byte; its kernels quantize and dequantize. Only the layout is ours, so that each shard can be
 dequantized by itself. Every linear layer of the blocks is quantized, adapted or not; embeddings, head, norms and biases
 stay in the compute dtype. Knows nothing of adapters and ranks.
@@ -15,6 +15,8 @@ weight_codes         8192         a value in 4 bits, two a byte
 weight_statistics    264          256 codes of the blocks' absolute maxima, then two float32: the scale of these codes,
                                   and the offset added to them, which all rows share
 ===================  ===========  =====================================================================================
+
+Without double quantization a row of weight_statistics is 1024 bytes, the blocks' absolute maxima in float32.
 
 Both are stored VIEWED AS THE COMPUTE DTYPE: a mixed-precision policy casts what has another dtype, uint8 in torch 2.11
 and float32 in every version, and leaves these bytes alone. Nothing may compute with them directly.
@@ -41,11 +43,13 @@ from manyhands.kernels.matmul import low_rank_linear, sum_of_matmuls
 from manyhands.kernels.nf4 import (
     BLOCK_VALUES,
     CODE_BYTES,
+    FLOAT_STATISTICS_BYTES,
     ROW_BLOCKS,
     ROW_VALUES,
     STATISTICS_BYTES,
     count_rows,
     dequantize,
+    is_double,
     kernel_dtype,
 )
 from manyhands.model.structure import block_linears
@@ -69,11 +73,12 @@ class Nf4Linear(nn.Linear):
     weight_codes: nn.Parameter
     weight_statistics: nn.Parameter
 
-    def __init__(self, base: nn.Linear) -> None:
+    def __init__(self, base: nn.Linear, double_quant: bool = True) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = base.in_features, base.out_features
         dtype, device = base.weight.dtype, base.weight.device
-        for name, num_bytes in (("weight_codes", CODE_BYTES), ("weight_statistics", STATISTICS_BYTES)):
+        statistics_bytes = STATISTICS_BYTES if double_quant else FLOAT_STATISTICS_BYTES
+        for name, num_bytes in (("weight_codes", CODE_BYTES), ("weight_statistics", statistics_bytes)):
             empty = torch.empty(count_rows(base.weight.shape), num_bytes // dtype.itemsize, dtype=dtype, device=device)
             self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
         self.register_parameter("bias", base.bias)
@@ -100,11 +105,11 @@ class Nf4Linear(nn.Linear):
         needed.
 
         Where the layer is sharded every rank calls this, takes the rows that its own shard holds and quantizes
-        them; one float32 a block of 64 values is gathered, as the offset is the mean over the full weight. So the
-        bytes are the same for any sharding. The weight is cast to the compute dtype before (float32 where that is
-        float64).
+        them; with double quantization one float32 a block of 64 values is gathered, as the offset is the mean over the
+        full weight. So the bytes are the same for any sharding. The weight is cast to the compute dtype before (float32
+        where that is float64).
         """
-        functional = bitsandbytes().functional
+        bitsandbytes()  # registers its operators
         codes, statistics = local(self.weight_codes), local(self.weight_statistics)
         flat = self._own_values(weight).to(codes.device, kernel_dtype(codes.dtype))
         codes.zero_()  # what pads the last row
@@ -116,10 +121,14 @@ class Nf4Linear(nn.Linear):
             packed, maxima = torch.ops.bitsandbytes.quantize_4bit(piece, BLOCK_VALUES, "nf4", torch.uint8)
             codes.view(torch.uint8).view(-1)[begin // 2 :][: len(packed)] = packed.view(-1)
             absmax[begin // BLOCK_VALUES :][: len(maxima)] = maxima
+        if not is_double(statistics):
+            statistics.view(torch.float32).copy_(absmax.view(-1, ROW_BLOCKS))
+            return
         whole = gather_parts(absmax.view(-1, ROW_BLOCKS), self.weight_codes).view(-1)
         offset = _mean(whole[: math.ceil(self.in_features * self.out_features / BLOCK_VALUES)])
         if num_blocks:
-            second, state = functional.quantize_blockwise(absmax[:num_blocks] - offset, blocksize=ROW_BLOCKS)
+            quantize = bitsandbytes().functional.quantize_blockwise
+            second, state = quantize(absmax[:num_blocks] - offset, blocksize=ROW_BLOCKS)
             view = statistics.view(torch.uint8)
             view[:, :ROW_BLOCKS] = F.pad(second, (0, len(absmax) - num_blocks)).view(-1, ROW_BLOCKS)
             view[:, ROW_BLOCKS:] = torch.stack([state.absmax, offset.expand(len(codes))], dim=1).view(torch.uint8)
@@ -297,7 +306,7 @@ def _mean(values: torch.Tensor) -> torch.Tensor:
         torch.set_num_threads(num_threads)
 
 
-def quantize_blocks(model: nn.Module) -> list[str]:
+def quantize_blocks(model: nn.Module, double_quant: bool = True) -> list[str]:
     """Put an ``Nf4Linear`` in the place of every linear layer of the blocks; returns their names.
 
     For a model on meta: ``materialize`` fills the layers. UserError where bitsandbytes is missing.
@@ -306,16 +315,16 @@ def quantize_blocks(model: nn.Module) -> list[str]:
     linears = block_linears(model)
     for name, linear in linears.items():
         parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, Nf4Linear(linear).train(linear.training))
+        setattr(model.get_submodule(parent), child, Nf4Linear(linear, double_quant).train(linear.training))
     return list(linears)
 
 
 @torch.no_grad()
-def round_to_nf4(model: nn.Module) -> None:
+def round_to_nf4(model: nn.Module, double_quant: bool = True) -> None:
     """Give every linear layer of the blocks the values that NF4 keeps of its weight, in place and in its dtype."""
     bitsandbytes()
     for linear in block_linears(model).values():
-        held = Nf4Linear(linear)
+        held = Nf4Linear(linear, double_quant)
         held.fill(linear.weight.detach())
         linear.weight.copy_(held.weight)
 
@@ -349,7 +358,7 @@ class Nf4Blocks(BaseConverter):
         self.backend: Backend | None = None
 
     def on_meta(self, model: nn.Module) -> None:
-        quantize_blocks(model)
+        quantize_blocks(model, self.context.method.double_quant)
         context = self.context
         if context.config.kernels.nf4 == "reference":
             self.backend = Backend("bitsandbytes", "as asked")

@@ -23,7 +23,7 @@ from manyhands.core.holding import reshard
 from manyhands.export.card import CARD, name_on_hub
 from manyhands.export.files import begin_folder, commit_folder, write_tensors, write_tokenizer
 from manyhands.export.reference import Reference, describe_tensor
-from manyhands.facts.adapter import BESIDE_NF4, CONFIG, NF4_OPTIONS, QUANTIZED_BASE, WEIGHTS
+from manyhands.facts.adapter import BESIDE_NF4, CONFIG, QUANTIZED_BASE, WEIGHTS, nf4_options
 from manyhands.model.structure import left_out
 
 
@@ -58,11 +58,12 @@ def export_adapter(
         partial = begin_folder(folder, replace=replace)
         own = asked is not None and bool(asked.chat_template or asked.new_tokens)
         tokens = write_tokenizer(source, partial, asked) if own and source is not None else {}
-        base = "nf4" if method.name == "qlora" else "unquantized"
+        in_nf4 = "nf4" if method.double_quant else "nf4_single"
+        base = in_nf4 if method.name == "qlora" else "unquantized"
         reference = Reference(kind="adapter", dtype=dtype, tensors=described, base=base, tokens=tokens)
         if reference_path is not None:
             reference.write(reference_path)
-        metadata = QUANTIZED_BASE if method.name == "qlora" else {}
+        metadata = QUANTIZED_BASE[method.double_quant] if method.name == "qlora" else {}
         write_tensors(partial / WEIGHTS, tensors, metadata | (BESIDE_NF4 if method.init == "loftq" else {}))
         _sort_metadata(partial / WEIGHTS)
         write_json(partial / CONFIG, describe_adapter(model, method, base_name, asked.revision if asked else None))
@@ -107,7 +108,7 @@ def describe_adapter(
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
-        "auto_mapping": _describe_base(model) if method.name == "qlora" else None,
+        "auto_mapping": _describe_base(model, method) if method.name == "qlora" else None,
         "modules_to_save": saved or None,
         "ensure_weight_tying": _holds_tied(model, saved),
         "trainable_token_indices": {name: list(ids) for name, ids in token_indices(model).items()} or None,
@@ -118,10 +119,11 @@ def describe_adapter(
     }
 
 
-def _describe_base(model: nn.Module) -> dict[str, Any]:
+def _describe_base(model: nn.Module, method: MethodSection) -> dict[str, Any]:
     """PEFT's auto_mapping, which helps to open the base: its class, and here the 4 bits that it is to be opened in."""
     own = next(kind for kind in type(model).__mro__ if not kind.__name__.startswith("FSDP"))
-    return {"base_model_class": own.__name__, "parent_library": own.__module__, "base_quantization": NF4_OPTIONS}
+    options = nf4_options(double_quant=method.double_quant)
+    return {"base_model_class": own.__name__, "parent_library": own.__module__, "base_quantization": options}
 
 
 def name_base(name: str, model_folder: str) -> str:

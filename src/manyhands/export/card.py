@@ -16,7 +16,7 @@ import yaml
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.files import read_json
-from manyhands.facts.adapter import NF4_OPTIONS
+from manyhands.facts.adapter import nf4_options
 from manyhands.metrics.report import format_value
 from manyhands.metrics.summary import describe_data, describe_settings, read_evaluations
 from manyhands.plan.types import Plan, method_of
@@ -153,9 +153,15 @@ class Card:
     def _nf4(self) -> list[str]:
         if self.kind != "adapter" or self.config.method.name != "qlora":
             return []
-        text = "It was trained beside weights in 4 bits, NF4 **with double quantization**,"
-        text += " which is not bitsandbytes' default: open the base as it is done here."
-        if method_of(self.plan, self.config).init == "loftq":
+        method = method_of(self.plan, self.config)
+        text = "It was trained beside weights in 4 bits, NF4 "
+        if method.double_quant:
+            text += (
+                "**with double quantization**, which is not bitsandbytes' default: open the base as it is done here."
+            )
+        else:
+            text += "without double quantization."
+        if method.init == "loftq":
             text += " Its initial values are the quantization error of these 4 bits (LoftQ),"
             text += " so it is wrong beside weights in 16 bits."
         return [text, ""]
@@ -178,7 +184,8 @@ class Card:
         lines = ["import torch", "from peft import PeftModel", load]
         quantized = self.config.method.name == "qlora"
         if quantized:
-            options = ", ".join(f"{key}={value!r}" for key, value in NF4_OPTIONS.items()).replace("'", '"')
+            named = nf4_options(double_quant=method_of(self.plan, self.config).double_quant)
+            options = ", ".join(f"{key}={value!r}" for key, value in named.items()).replace("'", '"')
             lines[-1] += ", BitsAndBytesConfig"
             lines += ["", f"nf4 = BitsAndBytesConfig({options}, bnb_4bit_compute_dtype=torch.{dtype})"]
             more += ", quantization_config=nf4"

@@ -42,7 +42,8 @@ class Reference(_Part):
     tensors: dict[str, TensorReference]
     tokens: dict[str, int] = {}
     copied: tuple[str, ...] = ()  # of the tensors, those that no model in memory held: taken from the source's files
-    base: Literal["unquantized", "nf4"] = "unquantized"  # of an adapter: how its run held the frozen weights
+    # of an adapter: how its run held the frozen weights; nf4_single: without double quantization
+    base: Literal["unquantized", "nf4", "nf4_single"] = "unquantized"
 
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

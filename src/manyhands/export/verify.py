@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 
 from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.export.reference import Kind, Probe, Reference, TensorReference, describe_tensor, load_probe, name_dtype
-from manyhands.facts.adapter import NF4_OPTIONS, WEIGHTS, needed_tokens
+from manyhands.facts.adapter import WEIGHTS, needed_tokens, nf4_options
 from manyhands.model.attention import plain_attention
 from manyhands.model.resize_embeddings import resize_embeddings
 from manyhands.model.source import state_by_file_names
@@ -169,7 +169,7 @@ def reason_not_reopened(folder: Path, reference: Reference, base: Path | None) -
             return "peft is not installed"
         if base is None or not any(base.glob("*.safetensors")):
             return "the base model's weights are not at hand"
-        if reference.base == "nf4" and importlib.util.find_spec("bitsandbytes") is None:
+        if reference.base != "unquantized" and importlib.util.find_spec("bitsandbytes") is None:
             return "bitsandbytes is not installed"
     assert weights is not None
     if _needs_its_own_code(weights):
@@ -210,22 +210,23 @@ def _open_adapter(folder: Path, base: Path, dtype: str, kind: str) -> tuple[torc
     from peft import PeftModel, get_peft_model_state_dict
 
     _quiet()
-    inner: Any = auto_class_of(base).from_pretrained(base, dtype=dtype, **(_nf4_options() if kind == "nf4" else {}))
+    options = {} if kind == "unquantized" else _nf4_options(double_quant=kind == "nf4")
+    inner: Any = auto_class_of(base).from_pretrained(base, dtype=dtype, **options)
     inner.set_attn_implementation(plain_attention(inner.config))
-    if kind == "nf4":
+    if options:
         _dequantize_as_one_row(inner)
     resize_embeddings(inner, needed_tokens(folder))
     model = PeftModel.from_pretrained(inner, str(folder))
     return model, get_peft_model_state_dict(model, save_embedding_layers=False)  # True adds a grown base's embeddings
 
 
-def _nf4_options() -> dict[str, Any]:
+def _nf4_options(*, double_quant: bool) -> dict[str, Any]:
     """What makes transformers hold a model as QLoRA does, by bitsandbytes alone; computed in float32, as everything
     reopened.
     """
     from transformers import BitsAndBytesConfig
 
-    quantized = BitsAndBytesConfig(**NF4_OPTIONS, bnb_4bit_compute_dtype=torch.float32)
+    quantized = BitsAndBytesConfig(**nf4_options(double_quant=double_quant), bnb_4bit_compute_dtype=torch.float32)
     return {"quantization_config": quantized, "device_map": {"": "cpu"}}
 
 

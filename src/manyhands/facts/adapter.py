@@ -32,12 +32,9 @@ UNSUPPORTED = (
     "lora_bias",
     "alora_invocation_tokens",
 )
-# What weights in 4 bits are beside which adapters are trained, in BitsAndBytesConfig's words. Its default is no double
-# quantization.
-NF4_OPTIONS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 # In the header of such an adapter's weights, as PEFT has no field for it. One that began at NF4's quantization error
-# has BESIDE_NF4 too: it does not fit a base in 16 bits.
-QUANTIZED_BASE = {"base_quantization": "nf4, double quantization"}
+# has BESIDE_NF4 too: it does not fit a base in 16 bits. By method.double_quant.
+QUANTIZED_BASE = {True: {"base_quantization": "nf4, double quantization"}, False: {"base_quantization": "nf4"}}
 BESIDE_NF4 = {"base": "nf4"}
 SETTLED = ("rank", "alpha", "rslora", "dora", "target_modules", "modules_to_save")
 
@@ -140,6 +137,7 @@ def describe_method(folder: Path, fields: Mapping[str, Any]) -> MethodSection:
         "dora": bool(fields.get("use_dora")),
         "modules_to_save": fields.get("modules_to_save") or (),
         "init": "loftq" if belongs_to_nf4(folder) else "zero",
+        "double_quant": not QUANTIZED_BASE[False].items() <= read_metadata(folder / WEIGHTS).items(),
     }
     try:
         return MethodSection.model_validate(values)
@@ -148,6 +146,11 @@ def describe_method(folder: Path, fields: Mapping[str, Any]) -> MethodSection:
         raise UserError(
             "the adapter's configuration has values of the wrong kind", where=str(folder / CONFIG), details=found
         ) from None
+
+
+def nf4_options(*, double_quant: bool) -> dict[str, Any]:
+    """What weights in 4 bits are beside which adapters are trained, in BitsAndBytesConfig's words."""
+    return {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": double_quant}
 
 
 def belongs_to_nf4(folder: Path) -> bool:
@@ -187,7 +190,7 @@ def settle(asked: MethodSection, adapter: MethodSection, folder: Path) -> Method
         )
     taken: dict[str, Any] = {"init": adapter.init}
     wrong: list[str] = []
-    for key in SETTLED:
+    for key in (*SETTLED, "double_quant") if adapter.init == "loftq" else SETTLED:
         mine, its = getattr(asked, key), getattr(adapter, key)
         if mine == defaults[key].default:
             taken[key] = its

@@ -163,6 +163,6 @@ def put_adapter(model: nn.Module, adapter: Path) -> None:
     token_ids = {token for ids in (trained.values() if isinstance(trained, dict) else [trained]) for token in ids}
     method = describe_method(adapter, fields)
     if method.init == "loftq":
-        round_to_nf4(model)
+        round_to_nf4(model, method.double_quant)
     apply_lora(model, method, 0, token_ids)
     read_adapter(model, adapter)

@@ -33,7 +33,7 @@ def describe_settings(config: RunConfig, plan: Plan) -> dict[str, Any]:
     if method.trains_adapters:
         found |= {f"method.{key}": getattr(method, key) for key in ("rank", "alpha", "dropout", "target_modules")}
     defaults = MethodSection()
-    for key in ("rslora", "dora", "init", "modules_to_save", "train", "freeze"):
+    for key in ("rslora", "dora", "init", "double_quant", "modules_to_save", "train", "freeze"):
         if getattr(method, key) != getattr(defaults, key):
             found[f"method.{key}"] = getattr(method, key)
     optimizer = config.optimizer

@@ -66,7 +66,9 @@ def decide(config: RunConfig, facts: Facts) -> Decisions:
     compute, why_compute = choose_compute_dtype(config, gpus)
     attention, why_attention = choose_attention(config, facts.model, gpus, compute)
     compiled, why_compile = choose_compile(config, device, facts.data)
-    why_frozen: tuple[Reason, ...] = (reason("frozen", compute=compute),) if config.method.name == "qlora" else ()
+    why_frozen: tuple[Reason, ...] = ()
+    if config.method.name == "qlora":
+        why_frozen = (reason("frozen", compute=compute, double=config.method.double_quant),)
     why_frozen += choose_linear(config, device, gpus)
     if facts.model.num_tower_parameters:
         why_frozen += (reason("towers", parameters=facts.model.num_tower_parameters),)

@@ -14,7 +14,13 @@ from math import prod
 from manyhands.config.patterns import expand, matches, reaches
 from manyhands.config.schema import MethodSection, RunConfig
 from manyhands.core.errors import UserError
-from manyhands.core.limits import BLOCK_VALUES_8BIT, NF4_ROW_BYTES, NF4_ROW_VALUES
+from manyhands.core.limits import (
+    BLOCK_VALUES_8BIT,
+    NF4_CODE_BYTES,
+    NF4_FLOAT_STATISTICS_BYTES,
+    NF4_ROW_VALUES,
+    NF4_STATISTICS_BYTES,
+)
 from manyhands.facts.model import BLOCK_TENSOR
 from manyhands.facts.types import ModelFacts, NewTokens
 from manyhands.plan.layout import DTYPE_BYTES, Layout
@@ -31,6 +37,7 @@ class EstimateInput:
     adapter_dropout: bool
     builds_mask: bool  # a dense attention mask over the micro-batch
     nf4_blocks: bool = False  # qlora: the blocks' linear layers are held in NF4
+    nf4_double: bool = True  # and the scales of that are quantized too
     fp8_blocks: bool = False  # matmuls of the blocks' linear layers in fp8
     partially_trained: TrainedWeights | None = None  # patterns: the model's own weights that are trained
     optimizer_name: str = "adamw"
@@ -103,13 +110,14 @@ class EstimateInput:
     def frozen_block_bytes(self) -> int:
         """One block's frozen weights as they are kept: ``B f``, or its linear layers in NF4 and the rest in f.
 
-        NF4 takes 1/2 byte a value, 1/64 for its block's scale and 8 / 16,384 for the scales' own (convert/nf4.py), in
-        whole rows.
+        NF4 takes 1/2 byte a value, 1/64 for its block's scale and 8 / 16,384 for the scales' own (convert/nf4.py), or
+        4/64 for a scale that is not quantized, in whole rows.
         """
         if not self.nf4_blocks:
             return self.model.num_block_parameters * self.frozen_bytes
         sizes = [out * into for out, into in self.model.block_linear_shapes.values()]
-        in_nf4 = sum(math.ceil(size / NF4_ROW_VALUES) for size in sizes) * NF4_ROW_BYTES
+        row_bytes = NF4_CODE_BYTES + (NF4_STATISTICS_BYTES if self.nf4_double else NF4_FLOAT_STATISTICS_BYTES)
+        in_nf4 = sum(math.ceil(size / NF4_ROW_VALUES) for size in sizes) * row_bytes
         return (self.model.num_block_parameters - sum(sizes)) * self.frozen_bytes + in_nf4
 
     @property

@@ -215,15 +215,15 @@ def _gathered_partially_trained(s: EstimateInput, t: TrainedWeights) -> int:
 
 
 def dequantized(s: EstimateInput) -> int:
-    """The largest weight in NF4 while it is multiplied: ``n c``, and ``5 n / 64`` for the scales of its blocks. In fp8
-    quantized values.
+    """The largest weight in NF4 while it is multiplied: ``n c``, and ``5 n / 64`` for the scales of its blocks if these
+    are quantized. In fp8 quantized values.
     """
     if s.fp8_blocks and not quantized_weights(s):  # fp8 values of gate and up, for y or for dX
         return sum(sorted(out * into for out, into in s.model.block_linear_shapes.values())[-2:])
     if not s.nf4_blocks:
         return 0
     largest = max(out * into for out, into in s.model.block_linear_shapes.values())
-    return largest * s.compute_bytes + 5 * largest // 64
+    return largest * s.compute_bytes + 5 * largest // 64 * s.nf4_double
 
 
 def logits(s: EstimateInput) -> int:

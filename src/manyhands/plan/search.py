@@ -189,6 +189,7 @@ def _base_input(config: RunConfig, facts: Facts, made: Decisions) -> EstimateInp
         adapter_rank=config.method.rank,
         adapter_dropout=config.method.dropout > 0,
         nf4_blocks=config.method.name == "qlora",
+        nf4_double=config.method.double_quant,
         fp8_blocks=config.kernels.linear == "fp8",
         builds_mask=made.attention == "sdpa" and config.data.packing is True,
         partially_trained=partially_trained,

@@ -3,11 +3,13 @@
 from manyhands.kernels.nf4.reference import (
     BLOCK_VALUES,
     CODE_BYTES,
+    FLOAT_STATISTICS_BYTES,
     ROW_BLOCKS,
     ROW_VALUES,
     STATISTICS_BYTES,
     count_rows,
     dynamic_code,
+    is_double,
     kernel_dtype,
     levels,
 )
@@ -16,6 +18,7 @@ from manyhands.kernels.nf4.select import choose_backend, dequantize, describe, u
 __all__ = [
     "BLOCK_VALUES",
     "CODE_BYTES",
+    "FLOAT_STATISTICS_BYTES",
     "ROW_BLOCKS",
     "ROW_VALUES",
     "STATISTICS_BYTES",
@@ -24,6 +27,7 @@ __all__ = [
     "dequantize",
     "describe",
     "dynamic_code",
+    "is_double",
     "kernel_dtype",
     "levels",
     "use",

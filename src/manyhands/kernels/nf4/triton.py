@@ -1,4 +1,5 @@
-"""NF4 with double quantization to floating point as one Triton kernel: each code is read once, each value written once.
+"""NF4, with double quantization or without, to floating point as one Triton kernel: each code is read once, each value
+written once.
 
 A thread takes a word of eight codes, finds its block's absolute maximum, and writes eight values, 16 bytes of bfloat16,
 beside its neighbor's; nothing passes between threads but a table. Compiled for compute capability 9.0 that is 8
@@ -43,6 +44,7 @@ def _dequantize_kernel(  # type: ignore[no-untyped-def]
     weight_pointer,
     num_values,
     PIECE: tl.constexpr,
+    DOUBLE: tl.constexpr,
 ):
     WORDS: tl.constexpr = PIECE // WORD_VALUES
     PIECES: tl.constexpr = ROW_VALUES // PIECE
@@ -54,11 +56,14 @@ def _dequantize_kernel(  # type: ignore[no-untyped-def]
     # come to where their values are written, and a warp still reads 128 bytes at once. Else they pass through shared
     # memory.
     words = tl.load(codes_pointer.to(tl.pointer_type(tl.uint32)) + start // WORD_VALUES + tl.max_contiguous(at, 1))
-    blocks_pointer = statistics_pointer.to(tl.pointer_type(tl.uint8)) + row * STATISTICS_BYTES + first_block
-    second_pointer = statistics_pointer + (row * STATISTICS_BYTES + ROW_BLOCKS) // 4
-    coded = tl.load(blocks_pointer + at // (BLOCK_VALUES // WORD_VALUES))
-    # Launched without fused multiply-add: bitsandbytes rounds the product before it adds.
-    absmax = tl.load(dynamic_pointer + coded.to(tl.int32)) * tl.load(second_pointer) + tl.load(second_pointer + 1)
+    block = first_block + at // (BLOCK_VALUES // WORD_VALUES)
+    if DOUBLE:
+        second_pointer = statistics_pointer + (row * STATISTICS_BYTES + ROW_BLOCKS) // 4
+        coded = tl.load(statistics_pointer.to(tl.pointer_type(tl.uint8)) + row * STATISTICS_BYTES + block)
+        # Launched without fused multiply-add: bitsandbytes rounds the product before it adds.
+        absmax = tl.load(dynamic_pointer + coded.to(tl.int32)) * tl.load(second_pointer) + tl.load(second_pointer + 1)
+    else:
+        absmax = tl.load(statistics_pointer + row * ROW_BLOCKS + block)
     within = tl.arange(0, WORD_VALUES)
     code = (words[:, None] >> ((within ^ 1) * 4)[None, :].to(tl.uint32)) & 15  # the upper half of a byte is first
     table = tl.load(levels_pointer + tl.arange(0, 16))
@@ -87,6 +92,7 @@ def dequantize_triton(
         weight,
         num_values,
         PIECE=PIECE,
+        DOUBLE=nf4.is_double(statistics),
         num_warps=NUM_WARPS,
         enable_fp_fusion=False,
     )
