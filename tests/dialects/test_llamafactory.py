@@ -146,6 +146,7 @@ def test_json_and_a_list_of_data_sets(tmp_path: Path) -> None:
         ({"val_size": 0.1, "eval_strategy": "steps", "eval_steps": 5}, {"data.validation_fraction": 0.1}),
         ({"disable_gradient_checkpointing": True}, {"parallel.activation_checkpointing": "none"}),
         ({"max_steps": 7}, {"stop.max_steps": 7, "stop.epochs": 1_000_000}),
+        ({"disable_shuffling": True}, {"data.order": "as_given"}),
         ({"ray_num_workers": 4}, {"batch.samples": 32, "parallel.gpus": 4}),
         ({"train_from_scratch": True, "model_revision": "v2"}, {"model.init": "random", "model.revision": "v2"}),
         ({"add_special_tokens": "<a>,<b>"}, {"model.new_tokens": ["<a>", "<b>"]}),
@@ -211,6 +212,12 @@ def test_an_adapter_brings_its_own_shape(tmp_path: Path) -> None:
 def test_entries_of_dataset_info_become_sources(name: str, expected: dict[str, Any], tmp_path: Path) -> None:
     (source,) = native(tmp_path, dataset=name)["data.train"]
     assert {key: source.get(key) for key in expected} == expected
+
+
+def test_max_samples_are_the_first_rows_and_num_samples_drawn_ones(tmp_path: Path) -> None:
+    greetings, wiki, few = native(tmp_path, dataset="greetings,wiki,few", max_samples=20)["data.train"]
+    assert greetings["split"] == "train[:20]" and wiki["split"] == "test[:20]"
+    assert few["max_samples"] == 20 and "split" not in few
 
 
 def test_only_columns_that_the_rows_have_are_ignored(tmp_path: Path) -> None:

@@ -129,7 +129,10 @@ def test_keys_and_what_they_become(changes: dict[str, Any], expected: dict[str, 
         ({"sets": {"a": {"path": "a.json"}}}, "converter: got null, allowed: alpaca, sharegpt"),
         ({"micro_batch_size": "two"}, "`micro_batch_size`: got two, allowed: a number"),
         ({"quant_config": {"name": "hqq"}, "peft_config": {"name": "lora"}}, "weights are quantized by bitsandbytes"),
-        ({"lora_rank": 8}, "a key of LLaMA-Factory, in a file that is read as LLaMA-Factory v1's"),
+        (
+            {"cutoff_len": 8, "finetuning_type": "lora"},
+            "a key of LLaMA-Factory, in a file that is read as LLaMA-Factory v1's",
+        ),
     ],
 )
 def test_what_is_wrong_is_named_with_line_key_and_remedy(changes: dict[str, Any], text: str, tmp_path: Path) -> None:

@@ -229,7 +229,9 @@ def _map_training(t: Translator, packs: bool) -> None:
         t.map("early_stopping_steps", "stop.patience", t.integer("early_stopping_steps"))
     if t.flag("fp8"):
         t.substitute("fp8", {"kernels.linear": "fp8"}, "linear layers are computed in fp8 by a recipe of our own")
-    t.only("disable_shuffling", (False, None), "samples are always shuffled: set it to false")
+    if t.flag("disable_shuffling"):
+        t.map("disable_shuffling", "data.order", "as_given")
+    t.already("disable_shuffling")
 
 
 def _refuse_features(t: Translator) -> None:
@@ -273,4 +275,4 @@ def map_output(t: Translator, key: str) -> None:
     """The run's folder: its last part is the run's name."""
     if t.has(key):
         folder, _, name = str(t.get(key)).rstrip("/").rpartition("/")
-        t.map(key, {"output.dir": folder or ".", "name": name})
+        t.map(key, {"output.dir": folder or ".", "name": hf.clean(name)})

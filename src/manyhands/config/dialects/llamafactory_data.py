@@ -43,7 +43,6 @@ SPEAKERS = MappingProxyType(
 )
 ROLES = MappingProxyType({"user_tag": "user", "assistant_tag": "assistant", "observation_tag": "tool",
                           "system_tag": "system"})  # fmt: skip
-FIRST = "max_samples takes the first rows of a data set there; here the seed chooses them"
 LINES = "LLaMA-Factory takes each line of a .txt file as a text; here texts are separated by blank lines"
 
 
@@ -172,9 +171,7 @@ def _make_source(
     unread = _find_unread(t, form, read, source["path"])
     if unread:
         source["ignore"] = unread
-    if wanted.limit is not None and "num_samples" not in entry:
-        sources.differences.append(FIRST)
-    return source | _limit(entry, wanted, name, info)
+    return source | _limit(entry, wanted, name, info, source)
 
 
 def _read_table(
@@ -288,7 +285,9 @@ def _find_unread(t: Translator, form: str, read: Mapping[str, str | None], path:
     return sorted(name for name in unread if known is None or name in known)
 
 
-def _limit(entry: Mapping[str, Any], wanted: Wanted, name: str, info: DatasetInfo) -> dict[str, Any]:
+def _limit(
+    entry: Mapping[str, Any], wanted: Wanted, name: str, info: DatasetInfo, source: Mapping[str, Any]
+) -> dict[str, Any]:
     """``num_samples`` draws rows, ``max_samples`` takes the first ones."""
     number = entry.get("num_samples")
     if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
@@ -297,4 +296,8 @@ def _limit(entry: Mapping[str, Any], wanted: Wanted, name: str, info: DatasetInf
         return {"max_samples": min(number, wanted.limit or number)}
     if wanted.limit is None:
         return {}
-    return {"max_samples": wanted.limit}
+    split = str(source.get("split", "train"))
+    if "[" in split or "+" in split:
+        raise _Refused(f"{info.place(f'{name}.split')}: {split} chooses rows, and max_samples takes the first "
+                       f"{wanted.limit:,} of them: write one of the two")  # fmt: skip
+    return {"split": f"{split}[:{wanted.limit}]"}

@@ -7,12 +7,7 @@ from types import MappingProxyType
 from manyhands.config.dialects.translation import names
 
 TOOL = "LLaMA-Factory"
-MARKS = names(
-    """
-    template stage finetuning_type cutoff_len dataset_dir lora_target lora_rank infer_backend export_dir
-    freeze_trainable_layers quantization_bit
-    """
-)
+MARKS = names("template stage finetuning_type cutoff_len dataset_dir infer_backend export_dir")
 OPEN = names("dataset_dir vllm_config sglang_config ray_init_kwargs extra_config kt_config generation_config")
 # Read by name in llamafactory.py.
 _MAPPED = names(

@@ -305,7 +305,6 @@ def map_sharding(t: Translator) -> None:
     t.only("fsdp_config", (None, {}), "write its options here, not the path of another file")
     for key in ("fsdp_transformer_layer_cls_to_wrap", "fsdp_min_num_params"):
         t.already(key, "every block is a unit")
-    _map_fsdp_config(t)
     for key in ("group_by_length", "train_sampling_strategy", "parallelism_config"):
         t.only(key, (None, False, "random"), "not available: remove it")
     for key in ("length_column_name", "ignore_data_skip", "restore_callback_states_from_checkpoint"):
@@ -316,22 +315,3 @@ def map_sharding(t: Translator) -> None:
         )
     if t.has("dataloader_num_workers"):
         t.already("dataloader_num_workers", "`data.workers: auto` takes as many as the batches need")
-
-
-def _map_fsdp_config(t: Translator) -> None:
-    """Its keys with or without ``fsdp_``; those about wrapping, prefetching and state dicts are true here anyway."""
-    config = t.get("fsdp_config")
-    if config is None:
-        return
-    if not isinstance(config, Mapping):
-        t.refuse("fsdp_config", "write its keys below it: a path is not read")
-        return
-    asked = {str(key).removeprefix("fsdp_"): str(value).lower() for key, value in config.items()}
-    native: dict[str, Any] = {}
-    if asked.get("activation_checkpointing") == "true":
-        native["parallel.activation_checkpointing"] = "full"
-    if asked.get("offload_params") == "true":
-        native["parallel.offload"] = "all"
-    if asked.get("reshard_after_forward") in ("true", "false"):
-        native["parallel.reshard_after_forward"] = asked["reshard_after_forward"] == "true"
-    t.map("fsdp_config", native, why="its other keys are so here")
