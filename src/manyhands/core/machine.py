@@ -1,13 +1,65 @@
-"""What this machine lets this process have: cores and memory, as its container limits them."""
+"""What this machine lets this process have: cores and memory, as its container limits them, and what the architecture
+of a GPU can do. Knows neither drivers nor torch.
+"""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import psutil
 
 CGROUP = Path("/sys/fs/cgroup")
+
+Vendor = Literal["nvidia", "amd"]
+# MI100 and newer, RDNA 3 and 4. RDNA 1 and 2 (gfx10) compute bfloat16 as float32.
+AMD_WITH_BFLOAT16 = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
+
+
+@dataclass(frozen=True)
+class GpuArchitecture:
+    """What a GPU can compute, by vendor and architecture: the one place that compares these.
+
+    On AMD torch makes compute capabilities up: (9, 4) for gfx942, which is no Hopper. So ``capability`` is NVIDIA's
+    alone, None where it is not known (a MIG slice does not say): then nothing is held against the GPU. ``gfx``: AMD's.
+    """
+
+    vendor: Vendor
+    capability: tuple[int, int] | None = None
+    gfx: str = ""
+
+    @property
+    def has_bfloat16(self) -> bool:
+        if self.vendor == "amd":
+            return not self.gfx or self.gfx.startswith(AMD_WITH_BFLOAT16)
+        return self._is_at_least((8, 0))
+
+    @property
+    def has_varlen_attention(self) -> bool:
+        """torch's varlen, which is FlashAttention 2. AMD's was never tried, and nothing tests it before it runs."""
+        return self.vendor == "nvidia" and self._is_at_least((8, 0))
+
+    @property
+    def has_flash4(self) -> bool:
+        """Hopper and Blackwell of data centers."""
+        return self.vendor == "nvidia" and self.capability is not None and self.capability[0] in (9, 10)
+
+    @property
+    def multiplies_fp8(self) -> bool:
+        """In the formats that are used here, e4m3fn and e5m2. AMD's gfx94x has others (e4m3fnuz, e5m2fnuz)."""
+        return self.vendor == "nvidia" and self._is_at_least((8, 9))
+
+    def __str__(self) -> str:
+        if self.vendor == "amd":
+            return self.gfx or "an unknown architecture of AMD's"
+        return (
+            f"compute capability {'.'.join(map(str, self.capability))}" if self.capability else "an unknown capability"
+        )
+
+    def _is_at_least(self, capability: tuple[int, int]) -> bool:
+        return self.capability is None or self.capability >= capability
 
 
 def count_cores() -> int:

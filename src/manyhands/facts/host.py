@@ -1,32 +1,122 @@
-"""This machine: its GPUs as CUDA would number them, its cores and its memory. Asks NVML, never CUDA: no context is
-made.
+"""This machine: its GPUs as CUDA or HIP would number them, its cores and its memory. Asks drivers, never CUDA or HIP:
+no context is made. GPUs that are there and cannot be used are named, with the reason.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from manyhands.core.files import nearest_folder
 from manyhands.core.machine import count_cores, memory_bytes
-from manyhands.facts.types import GpuFacts, HostFacts
+from manyhands.facts.amd import AmdSearch, find_amd_gpus, find_amd_nodes
+from manyhands.facts.gpu_kinds import kind_of_all
+from manyhands.facts.types import GpuFacts, HostFacts, UnusableGpus
+from manyhands.facts.visible import AMD_VARIABLES, hides_all, select_visible
+
+NVIDIA_VARIABLES = ("CUDA_VISIBLE_DEVICES",)
+TORCH_FIX = {
+    "nvidia": "install a torch built for CUDA (pytorch.org, Get started)",
+    "amd": "install a torch built for ROCm (pytorch.org, Get started)",
+}
 
 
-def read_host_facts(environ: Mapping[str, str] = os.environ) -> HostFacts:
-    """GPUs that ``CUDA_VISIBLE_DEVICES`` leaves visible (none without a driver), cores and memory of this process's
-    share.
+def read_host_facts(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) -> HostFacts:
+    """GPUs that the user's variables leave visible, cores and memory of this process's share.
+
+    Where there are GPUs, none of them can be used, and not because the user hides them, ``unusable_gpus`` says why.
+    ``root`` is where ``dev`` and ``sys`` are. UserError where variables contradict each other.
     """
+    gpus, unusable = find_gpus(environ, root)
     memory, free = memory_bytes()
     return HostFacts(
-        gpus=_gpus(environ.get("CUDA_VISIBLE_DEVICES")),
+        gpus=gpus,
         num_cores=count_cores(),
         memory_bytes=memory,
         free_memory_bytes=free,
+        kind=kind_of_all(gpus) if gpus else None,
+        unusable_gpus=unusable,
     )
+
+
+def find_gpus(environ: Mapping[str, str], root: Path = Path("/")) -> tuple[tuple[GpuFacts, ...], UnusableGpus | None]:
+    """NVIDIA's GPUs, else AMD's; or none, and why none of those that are there can be used."""
+    gpus, why_not = _nvidia_gpus(environ.get("CUDA_VISIBLE_DEVICES"))
+    search = AmdSearch() if gpus else find_amd_gpus(environ, root, probes=torch_build() == "amd")
+    gpus = gpus or search.gpus
+    if gpus:
+        build = torch_build()
+        if build == gpus[0].vendor:
+            return gpus, None
+        found = f"{len(gpus)} × {gpus[0].name}"
+        what = f"torch is built for {'CUDA' if build == 'nvidia' else 'ROCm' if build == 'amd' else 'the CPU alone'}"
+        why = what if build is not None else "torch is not installed in this Python"
+        return (), UnusableGpus(found=found, why=why, fix=TORCH_FIX[gpus[0].vendor])
+    if (nodes := find_nvidia_nodes(root)) and not hides_all(environ, NVIDIA_VARIABLES):
+        fix = "check the driver with `nvidia-smi`; in a container, start it with its GPUs and driver (--gpus all)"
+        if visible := environ.get("CUDA_VISIBLE_DEVICES"):
+            why_not, fix = why_not or f"CUDA_VISIBLE_DEVICES={visible} names none of them", f"unset it, or {fix}"
+        return (), UnusableGpus(found=_list_nodes("NVIDIA", nodes), why=why_not or "the driver lists none", fix=fix)
+    if (nodes := find_amd_nodes(root)) and not hides_all(environ, AMD_VARIABLES):
+        return (), _explain_amd(nodes, search, environ, root)
+    return (), None
+
+
+def find_nvidia_nodes(root: Path) -> list[str]:
+    """Device nodes of NVIDIA's GPUs, usable or not: those of its driver, else those of another driver (nouveau)."""
+    nodes = sorted(path.name for path in (root / "dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
+    if nodes:
+        return [f"/dev/{name}" for name in nodes]
+    renders = sorted((root / "dev/dri").glob("renderD*"))
+    vendors = {path.name: root / "sys/class/drm" / path.name / "device/vendor" for path in renders}
+    return [f"/dev/dri/{name}" for name, file in vendors.items() if _read(file) == "0x10de"]
+
+
+def torch_build() -> Literal["nvidia", "amd", "cpu"] | None:
+    """``nvidia``, ``amd`` or ``cpu``, as torch's version.py says; None without torch. Does not import it."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    text = _read(Path(spec.origin).parent / "version.py")
+    set_of = {name: re.search(rf"^{name}\b.*= *['\"]", text, re.MULTILINE) for name in ("hip", "cuda")}
+    return "amd" if set_of["hip"] else "nvidia" if set_of["cuda"] else "cpu"
+
+
+def _explain_amd(nodes: list[str], search: AmdSearch, environ: Mapping[str, str], root: Path) -> UnusableGpus:
+    found = _list_nodes("AMD", nodes)
+    if search.num_hidden:
+        given = ", ".join(f"{name}={environ[name]}" for name in AMD_VARIABLES if name in environ)
+        return UnusableGpus(found=found, why=f"{given} leaves none of {search.num_hidden}", fix="unset it")
+    if not (root / "dev/kfd").exists():
+        why = "there is no /dev/kfd: the driver amdgpu is without ROCm's part, or this container has not got it"
+        fix = "install ROCm's driver; start a container with --device /dev/kfd --device /dev/dri"
+    elif any("permission" in reason for reason in search.reasons):
+        why = "; ".join(search.reasons)
+        fix = "join the groups that own these devices, usually render and video (sudo usermod -aG render,video $USER)"
+    else:
+        why = "; ".join(search.reasons) or "neither the kernel, amd-smi nor rocm-smi lists them"
+        fix = "check the driver with `amd-smi list`"
+    if torch_build() != "amd":
+        why, fix = f"{why}; torch is not built for ROCm", f"{fix}, and {TORCH_FIX['amd']}"
+    return UnusableGpus(found=found, why=why, fix=fix)
+
+
+def _list_nodes(vendor: str, nodes: list[str]) -> str:
+    names = nodes[0] if len(nodes) == 1 else f"{nodes[0]} to {nodes[-1]}"
+    return f"{len(nodes)} {vendor} GPU{'s' * (len(nodes) != 1)} ({names})"
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
 
 
 def free_disk_bytes(folder: Path) -> int | None:
@@ -45,33 +135,15 @@ def free_disk_bytes(folder: Path) -> int | None:
     return usage.free + replaced
 
 
-def select_visible(visible: str | None, uuids: list[str]) -> list[int]:
-    """Indices into ``uuids`` that ``CUDA_VISIBLE_DEVICES=visible`` leaves, in its order.
-
-    As CUDA reads it: indices or (the start of) UUIDs; everything from the first entry that names no GPU on is ignored.
-    """
-    if visible is None:
-        return list(range(len(uuids)))
-    chosen: list[int] = []
-    for entry in (part.strip() for part in visible.split(",")):
-        if entry.isdecimal():
-            hits = [int(entry)] if int(entry) < len(uuids) else []
-        else:
-            hits = [index for index, uuid in enumerate(uuids) if entry and uuid.lower().startswith(entry.lower())]
-        if len(hits) != 1 or hits[0] in chosen:
-            break
-        chosen += hits
-    return chosen
-
-
-def _gpus(visible: str | None) -> tuple[GpuFacts, ...]:
+def _nvidia_gpus(visible: str | None) -> tuple[tuple[GpuFacts, ...], str]:
+    """The GPUs that NVML lists and ``CUDA_VISIBLE_DEVICES=visible`` leaves; or none, and what NVML says."""
     # NVML numbers GPUs by bus; CUDA by speed, unless CUDA_DEVICE_ORDER=PCI_BUS_ID. Among equal GPUs both are the same.
     import pynvml
 
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return ()
+    except pynvml.NVMLError as error:
+        return (), f"NVML: {error}"
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
         if visible and visible.strip().upper().startswith("MIG-"):
@@ -79,9 +151,9 @@ def _gpus(visible: str | None) -> tuple[GpuFacts, ...]:
         else:
             chosen = select_visible(visible, [_text(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles])
             handles = [handles[index] for index in chosen]
-        return tuple(_gpu(index, handle) for index, handle in enumerate(handles))
-    except pynvml.NVMLError:
-        return ()
+        return tuple(_gpu(index, handle) for index, handle in enumerate(handles)), ""
+    except pynvml.NVMLError as error:
+        return (), f"NVML: {error}"
     finally:
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()

@@ -9,6 +9,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from manyhands.config.schema import MethodSection
+from manyhands.core.machine import GpuArchitecture, Vendor
 
 StoredDtype = Literal["bfloat16", "float16", "float32", "float64"]
 
@@ -88,11 +89,52 @@ class GpuFacts(Fact):
     name: str
     memory_bytes: int
     free_bytes: int
-    compute_capability: tuple[int, int] | None = None
+    vendor: Vendor = "nvidia"
+    compute_capability: tuple[int, int] | None = None  # NVIDIA's; torch makes one up for AMD's
+    gfx: str = ""  # AMD's architecture, such as gfx942
+
+    @property
+    def architecture(self) -> GpuArchitecture:
+        return GpuArchitecture(self.vendor, self.compute_capability, self.gfx)
 
     @property
     def has_bfloat16(self) -> bool:
-        return self.compute_capability is None or self.compute_capability >= (8, 0)
+        return self.architecture.has_bfloat16
+
+
+class Figure(Fact):
+    """A number, and who says it: ``measured: ...``, ``driver: ...`` or ``datasheet: ...``."""
+
+    value: float
+    source: str
+
+
+class GpuKind(Fact):
+    """What is known of a kind of GPU, from ``facts/gpus.toml``, which explains the fields."""
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    driver_names: tuple[str, ...]
+    memory_gb: int
+    vendor: Vendor
+    compute_capability: tuple[int, int] | None = None
+    gfx: str = ""
+    host: str
+    note: str = ""
+    memory_mib: Figure
+    usable_mib: Figure
+    bf16_tflops: Figure | None = None
+    fp8_tflops: Figure | None = None
+    memory_gb_s: Figure
+    link_gb_s: Figure
+
+
+class UnusableGpus(Fact):
+    """GPUs that are in this machine and cannot be used; parts of an error."""
+
+    found: str
+    why: str
+    fix: str
 
 
 class HostFacts(Fact):
@@ -102,6 +144,10 @@ class HostFacts(Fact):
     num_cores: int
     memory_bytes: int
     free_memory_bytes: int
+    num_nodes: int = 1  # machines like this one; more than one only where a plan is asked for GPUs that are not here
+    is_here: bool = True  # else this machine was only described (``--gpus 8xH200``)
+    kind: GpuKind | None = None  # of all GPUs, where it is a known one
+    unusable_gpus: UnusableGpus | None = None  # set only where ``gpus`` is empty for no wish of the user's
 
 
 class NewTokens(Fact):

@@ -1,0 +1,159 @@
+"""GPUs by kind: those that ``--gpus`` asks a plan for, and what is known of those that are here. The figures stand in
+``gpus.toml``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any
+
+from manyhands.core.errors import UserError
+from manyhands.facts.types import GpuFacts, GpuKind, HostFacts
+
+MIB, GIB = 2**20, 2**30
+MAX_GPUS = 4096  # of a plan: more is a slip of the finger
+EXAMPLES = "8xH200, 2x4xH100-80GB (2 machines of 4), H100-4x or MI300X"
+
+# Vendors and brands, which drivers write and people leave out.
+_BRANDS = re.compile(r"nvidia|amd|instinct|geforce|tesla")
+
+
+@dataclass(frozen=True)
+class AskedGpus:
+    """``2x4xH100``: 2 machines with 4 GPUs each."""
+
+    text: str  # as asked
+    kind: GpuKind
+    num_nodes: int
+    num_per_node: int
+
+    @property
+    def total(self) -> int:
+        return self.num_nodes * self.num_per_node
+
+    def __str__(self) -> str:
+        nodes = f"{self.num_nodes} machines with " if self.num_nodes > 1 else ""
+        return f"{nodes}{self.num_per_node} × {self.kind.name}"
+
+
+def parse_gpus(text: str, where: str = "--gpus") -> AskedGpus:
+    """``8xH200``, ``2x4xH100-80GB``, ``H100-4x``, ``MI300X`` (one). UserError if that is no kind of GPU, or no number.
+
+    ``where`` names the option or variable for errors.
+    """
+    plain = re.sub(r"\s", "", text).replace("×", "x").replace("*", "x")
+    found = re.fullmatch(r"(?:(\d+)x)?(?:(\d+)x)?(.*?)(?:-(\d+)x)?", plain, re.IGNORECASE)
+    assert found is not None
+    first, second, name, last = found.groups()
+    counts = [int(number) for number in (first, second, last) if number]
+    if len(counts) > 2 or not name or (name.isdecimal() and not counts):
+        raise UserError(f"cannot read the GPUs {text!r}", where=f"{where} {text}", fix=f"write for instance {EXAMPLES}")
+    kind = find_kind(name, where=f"{where} {text}")
+    num_nodes, num_per_node = [1] * (2 - len(counts)) + counts
+    if not 1 <= num_nodes * num_per_node <= MAX_GPUS:
+        raise UserError(
+            f"{num_nodes * num_per_node:,} GPUs cannot be planned for",
+            where=f"{where} {text}",
+            fix=f"give 1 to {MAX_GPUS:,}, for instance {EXAMPLES}",
+        )
+    return AskedGpus(text, kind, num_nodes, num_per_node)
+
+
+def find_kind(name: str, where: str = "") -> GpuKind:
+    """By name or alias, in any case and with or without dashes, brand and memory. UserError with the nearest names."""
+    wanted = _plain(name)
+    by_name = {_plain(spelling): kind for kind in load_kinds() for spelling in (kind.name, *kind.aliases)}
+    if wanted in by_name:
+        return by_name[wanted]
+    alike = [kind for spelling, kind in by_name.items() if _without_memory(spelling) == _without_memory(wanted)]
+    if alike:  # A100, of which there are two, or H100-60GB
+        names = list(dict.fromkeys(f"{kind.name} ({kind.memory_gb} GB)" for kind in alike))
+        problem = f"there is no {name}" if _without_memory(wanted) != wanted else f"{name} does not say how much memory"
+        fix = f"write {' or '.join(dict.fromkeys(kind.name for kind in alike))}"
+        raise UserError(problem, where=where, why=f"known are {', '.join(names)}", fix=fix)
+    near = [by_name[spelling].name for spelling in difflib.get_close_matches(wanted, by_name, n=3, cutoff=0.5)]
+    near = list(dict.fromkeys(near))
+    raise UserError(
+        f"unknown kind of GPU: {name}",
+        where=where,
+        why=f"known are {', '.join(kind.name for kind in load_kinds())}",
+        fix=f"write {' or '.join(near)}" if near else f"choose one of these, for instance {EXAMPLES}",
+    )
+
+
+def kind_of(driver_name: str) -> GpuKind | None:
+    """The kind of a GPU by its driver's name for it (``NVIDIA H100 80GB HBM3``); None if it is in no list."""
+    wanted = _plain(driver_name)
+    spellings = [(_plain(name), kind) for kind in load_kinds() for name in kind.driver_names]
+    fitting = [(spelling, kind) for spelling, kind in spellings if wanted.startswith(spelling)]
+    exact = [kind for spelling, kind in fitting if spelling == wanted]
+    # "MI300X OAM", "MI300X VF": AMD appends words; NVIDIA's "L40" or "A10" begin other names
+    if not exact and fitting and fitting[0][1].vendor == "amd":
+        exact = [max(fitting, key=lambda pair: len(pair[0]))[1]]
+    return exact[0] if exact else None
+
+
+def kind_of_all(gpus: Sequence[GpuFacts]) -> GpuKind | None:
+    """The kind of these GPUs, if it is one and known."""
+    kinds = {gpu.name: kind_of(gpu.name) for gpu in gpus}
+    names = {kind.name if kind else None for kind in kinds.values()}
+    return next(iter(kinds.values())) if len(names) == 1 else None
+
+
+def describe_host(asked: AskedGpus) -> HostFacts:
+    """A machine with these GPUs, idle; cores and memory are the assumed ones of its class."""
+    kind, share = asked.kind, _table()["assumed"][asked.kind.host]
+    gpus = tuple(
+        GpuFacts(
+            index=index,
+            name=kind.name,
+            memory_bytes=int(kind.memory_mib.value) * MIB,
+            free_bytes=int(kind.usable_mib.value) * MIB,
+            vendor=kind.vendor,
+            compute_capability=kind.compute_capability,
+            gfx=kind.gfx,
+        )
+        for index in range(asked.num_per_node)
+    )
+    memory = share["memory_gib"] * GIB * asked.num_per_node
+    return HostFacts(
+        gpus=gpus,
+        num_cores=share["num_cores"] * asked.num_per_node,
+        memory_bytes=memory,
+        free_memory_bytes=memory,
+        num_nodes=asked.num_nodes,
+        is_here=False,
+        kind=kind,
+    )
+
+
+@lru_cache
+def load_kinds() -> tuple[GpuKind, ...]:
+    """All kinds, in the order of the file. Where usable memory is not known, it is all less the file's margin."""
+    table, kinds = _table(), []
+    for entry in table["gpu"]:
+        if "usable_mib" not in entry:
+            memory, margin = entry["memory_mib"], table["margin_mib"]
+            source = f"{memory['source']}, less {margin} MiB"
+            entry = entry | {"usable_mib": {"value": memory["value"] - margin, "source": source}}
+        kinds.append(GpuKind.model_validate(entry))
+    return tuple(kinds)
+
+
+@lru_cache
+def _table() -> dict[str, Any]:
+    return tomllib.loads((files("manyhands.facts") / "gpus.toml").read_text(encoding="utf-8"))
+
+
+def _without_memory(spelling: str) -> str:
+    return re.sub(r"\d+gb$", "", spelling)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\s_-]", "", _BRANDS.sub("", name.lower()))
