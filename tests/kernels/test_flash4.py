@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 import torch
 
+from manyhands.core.machine import GpuArchitecture
 from manyhands.kernels.attention import flash4
 from manyhands.kernels.attention.flash4 import attend_flash4, bind, choose_packed, compare, find_obstacle, try_flash4
 from manyhands.kernels.attention.reference import ALLOWED, attend_reference
+from manyhands.kernels.backend import architecture_of
 from tests.kernels.flash4_stub import interface
 
 CPU = torch.device("cpu")
@@ -77,21 +79,21 @@ def test_the_measure_is_masked_attention(window: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "device, dtype, capability, reason",
+    "device, dtype, architecture, reason",
     [
         ("cpu", HALF, None, "the device is cpu"),
-        ("cuda", torch.float32, (9, 0), "does not compute in float32"),
-        ("cuda", HALF, None, "needs an NVIDIA GPU"),
-        ("cuda", HALF, (8, 0), "this GPU has 8.0"),
-        ("cuda", HALF, (12, 0), "this GPU has 12.0"),
-        ("cuda", HALF, (9, 0), ""),
-        ("cuda", torch.float16, (10, 3), ""),
+        ("cuda", torch.float32, GpuArchitecture("nvidia", (9, 0)), "does not compute in float32"),
+        ("cuda", HALF, GpuArchitecture("amd", gfx="gfx942"), "needs an NVIDIA GPU"),
+        ("cuda", HALF, GpuArchitecture("nvidia", (8, 0)), "this GPU has compute capability 8.0"),
+        ("cuda", HALF, GpuArchitecture("nvidia", (12, 0)), "this GPU has compute capability 12.0"),
+        ("cuda", HALF, GpuArchitecture("nvidia", (9, 0)), ""),
+        ("cuda", torch.float16, GpuArchitecture("nvidia", (10, 3)), ""),
     ],
 )
 def test_what_stands_against_it_is_said(
-    device: str, dtype: torch.dtype, capability: tuple[int, int] | None, reason: str
+    device: str, dtype: torch.dtype, architecture: GpuArchitecture | None, reason: str
 ) -> None:
-    found = find_obstacle(device, dtype, capability)
+    found = find_obstacle(device, dtype, architecture)
     assert reason in found and bool(found) == bool(reason)
 
 
@@ -238,7 +240,7 @@ def gpu() -> torch.device:
     if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:
         pytest.skip("needs the package flash-attn-4")
     device = torch.device("cuda", 0)
-    obstacle = find_obstacle("cuda", HALF, torch.cuda.get_device_capability(device))
+    obstacle = find_obstacle("cuda", HALF, architecture_of(device))
     if obstacle:
         pytest.skip(obstacle)
     return device

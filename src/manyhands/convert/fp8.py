@@ -26,7 +26,6 @@ from manyhands.core.errors import UserError
 from manyhands.core.holding import is_full, local
 from manyhands.kernels.fp8 import (
     ALIGNMENT,
-    MIN_CAPABILITY,
     QuantizedWeights,
     count_quantized_bytes,
     describe,
@@ -262,8 +261,7 @@ class Fp8Blocks(BaseConverter):
             raise UserError(
                 f"{torch.cuda.get_device_name(device)} has no fp8 matmuls with a scale for each row",
                 where="kernels.linear: fp8",
-                why=f"torch._scaled_mm failed its test; it needs compute capability "
-                f"{'.'.join(map(str, MIN_CAPABILITY))} and a new cuBLAS",
+                why="torch._scaled_mm failed its test; it needs compute capability 8.9 and a new cuBLAS",
                 fix="set kernels.linear: compute_dtype",
             )
         swapped, left = use_fp8(model)

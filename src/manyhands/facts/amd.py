@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,14 +85,12 @@ def find_amd_gpus(
     """
     search = AmdSearch()
     sources: list[tuple[str, Callable[[], list[AmdGpu]]]] = [("sysfs", lambda: read_sysfs(root))]
-    tools = {"amd-smi": read_amd_smi, "rocm-smi": read_rocm_smi}
+    tools: dict[str, Callable[[Run], list[AmdGpu]]] = {"amd-smi": read_amd_smi, "rocm-smi": read_rocm_smi}
     path = environ.get("PATH")
-    sources += [
-        (name, lambda read=read: read(run)) for name, read in tools.items() if shutil.which(name, path=path) is not None
-    ]
-    for name, read in sources:
+    sources += [(name, partial(read, run)) for name, read in tools.items() if shutil.which(name, path=path)]
+    for name, source in sources:
         try:
-            found = read()
+            found = source()
         except (OSError, ValueError, KeyError, TypeError) as error:
             search.reasons.append(f"{name}: {error or type(error).__name__}")
             continue
@@ -189,13 +188,14 @@ def find_amd_nodes(root: Path) -> list[str]:
 
 
 def read_amd_smi(run: Run) -> list[AmdGpu]:
-    """From ``amd-smi list``, ``static`` and ``metric``. The list of GPUs is the answer itself, or ``gpu_data`` in it."""
+    """From ``amd-smi list``, ``static`` and ``metric``; the list of GPUs is the answer, or ``gpu_data`` in it."""
     listed, static, metric = (
         {entry["gpu"]: entry for entry in _gpu_data(run(["amd-smi", *command, "--json"], TOOL_TIMEOUT_S))}
         for command in (("list",), ("static", "--asic", "--vram"), ("metric", "--mem-usage"))
     )
     gpus = []
-    for number in sorted(static, key=lambda number: int(listed.get(number, {}).get("node_id", number))):
+    nodes: dict[int, Any] = {number: listed.get(number, {}).get("node_id", number) for number in static}
+    for number in sorted(static, key=lambda number: int(nodes[number])):
         asic, vram = static[number]["asic"], static[number]["vram"]
         usage = metric.get(number, {}).get("mem_usage", {})
         memory = _mib(usage.get("total_vram", "N/A")) or _mib(vram.get("size", vram.get("size_mb", "N/A")))

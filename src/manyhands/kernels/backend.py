@@ -1,4 +1,4 @@
-"""Whether an operation runs in Triton or in torch, and why not in Triton. Knows no operation."""
+"""Whether an operation runs in Triton or in torch, and why not in Triton; what a device is. Knows no operation."""
 
 from __future__ import annotations
 
@@ -8,6 +8,18 @@ from importlib import import_module
 from types import ModuleType
 
 import torch
+
+from manyhands.core.machine import GpuArchitecture
+
+
+def architecture_of(device: torch.device) -> GpuArchitecture | None:
+    """None for what is no GPU. All that kernels need to know of a GPU is asked here, and nowhere of torch."""
+    if device.type != "cuda":
+        return None
+    if torch.version.hip is not None:
+        name = getattr(torch.cuda.get_device_properties(device), "gcnArchName", "")  # gfx942:sramecc+:xnack-
+        return GpuArchitecture("amd", gfx=name.split(":")[0])
+    return GpuArchitecture("nvidia", torch.cuda.get_device_capability(device))
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from manyhands.config.schema import RunConfig
 from manyhands.facts.types import Facts
 from manyhands.plan.batch import BatchSplit
-from manyhands.plan.choices import Decisions, ranks_per_machine
+from manyhands.plan.choices import Decisions
 from manyhands.plan.estimate_input import EstimateInput
+from manyhands.plan.hardware import ranks_per_machine
 from manyhands.plan.layout import Checkpointing, Layout, Strategy, change, mesh_of
 from manyhands.plan.memory import estimate_host_terms, estimate_terms, keep_on_device
 from manyhands.plan.types import Candidate, MemoryEstimate

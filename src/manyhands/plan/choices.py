@@ -1,4 +1,4 @@
-"""Decisions that need no search: device, number of processes, dtypes, attention, compilation, environment. Pure.
+"""Decisions that need no search: dtypes, attention, compilation, workers, rates; ``hardware.py`` has the first. Pure.
 
 Each function returns its value and the reason for it; ``decide`` makes them all.
 """
@@ -14,14 +14,13 @@ from manyhands.config.schema import MethodSection, RunConfig
 from manyhands.core.errors import UserError
 from manyhands.facts.types import DataFacts, Facts, GpuFacts, ModelFacts
 from manyhands.plan.batch import has_one_length
+from manyhands.plan.hardware import choose_device, choose_shard_ranks, choose_world_size, explain_hardware
 from manyhands.plan.layout import DTYPE_BYTES, ComputeDtype, Device, Dtype
 from manyhands.plan.types import Reason, reason
 
 Attention = Literal["varlen", "sdpa", "blockwise"]
 
 MAX_FLASH_HEAD_DIM = 256
-MIN_FLASH_CAPABILITY = (8, 0)
-MIN_FP8_CAPABILITY = (8, 9)
 # The fastest rank measured, a model of 135 million parameters on an H200, trains some 0.3 million tokens/s.
 ENOUGH_TOKENS_PER_S = 4_000_000  # so many leave the collating thread idle nine tenths of the time
 # Of one thread, the slowest kind: weighted chats of 475 tokens on average at 28 million tokens/s, and blocks of 2,048
@@ -89,84 +88,9 @@ def decide(config: RunConfig, facts: Facts) -> Decisions:
         data_workers=data_workers,
         learning_rate=rate,
         output=output,
-        why_ranks=(why_device, why_world),
+        why_ranks=(*explain_hardware(device, facts.host), why_device, why_world),
         why_numerics=(why_compute, *why_master, *why_frozen, why_attention, why_compile, why_workers),
         why_rate=(why_rate, why_output),
-    )
-
-
-def choose_device(config: RunConfig, facts: Facts) -> tuple[Device, Reason]:
-    asked, num_gpus = config.parallel.device, len(facts.host.gpus)
-    gpus = [{"name": gpu.name, "bytes": gpu.memory_bytes} for gpu in facts.host.gpus]
-    if asked == "cuda" and not num_gpus:
-        raise UserError(
-            "parallel.device is cuda, but no GPU is visible",
-            where="parallel.device",
-            why="there is no GPU or no driver, or CUDA_VISIBLE_DEVICES hides them",
-            fix="set parallel.device=cpu, or look at `manyhands gpu-info`",
-        )
-    if asked == "auto":
-        device: Device = "cuda" if num_gpus else "cpu"
-        return device, reason("device", device=device, num_gpus=num_gpus, gpus=gpus, asked=False)
-    return asked, reason("device", device=asked, num_gpus=num_gpus, gpus=gpus, asked=True)
-
-
-def choose_world_size(config: RunConfig, facts: Facts, device: Device) -> tuple[int, Reason]:
-    """Processes: given by whoever launched us, else as asked, else one a GPU, else one."""
-    asked, given, num_gpus = config.parallel.gpus, facts.world_size, len(facts.host.gpus)
-    if given is not None:
-        if asked not in ("auto", given):
-            raise UserError(
-                f"parallel.gpus is {asked}, but {given} processes were launched",
-                where="parallel.gpus",
-                fix=f"set parallel.gpus to {given} or auto, or launch {asked} processes",
-            )
-        size, source = given, "launched"
-    elif asked != "auto":
-        if device == "cuda" and asked > num_gpus:
-            raise UserError(
-                f"parallel.gpus is {asked}, but {num_gpus} GPU{'s are' if num_gpus != 1 else ' is'} visible",
-                where="parallel.gpus",
-                fix=f"set parallel.gpus to {num_gpus} or auto, or parallel.device=cpu",
-            )
-        size, source = asked, "asked"
-    else:
-        size, source = (num_gpus, "gpus") if device == "cuda" else (1, "cpu")
-    if config.parallel.strategy == "single" and size > 1:
-        raise UserError(
-            f"parallel.strategy: single is one process, but there are {size} (parallel.gpus: {asked})",
-            where="parallel.strategy",
-            fix="set parallel.strategy to auto, ddp or fsdp, or parallel.gpus to 1",
-        )
-    return size, reason("processes", size=size, source=source)
-
-
-def ranks_per_machine(facts: Facts, device: Device, world_size: int) -> int:
-    """Processes that share this machine: as launched, else one a visible GPU; on CPU all are taken to be on one
-    machine.
-    """
-    if facts.local_world_size is not None:
-        return min(world_size, facts.local_world_size)
-    return min(world_size, len(facts.host.gpus)) if device == "cuda" else world_size
-
-
-def choose_shard_ranks(config: RunConfig, facts: Facts, device: Device, world_size: int) -> int:
-    """Ranks that hold one copy together where the strategy is hsdp: as asked, else those of one machine.
-
-    UserError, with the nearest numbers that work, where they do not divide the processes.
-    """
-    asked = config.parallel.shard_degree
-    size = ranks_per_machine(facts, device, world_size) if asked == "auto" else asked
-    if config.parallel.strategy != "hsdp" or world_size % size == 0:
-        return size
-    divisors = [number for number in range(1, world_size + 1) if world_size % number == 0]
-    below, above = max(n for n in divisors if n < size), min((n for n in divisors if n > size), default=None)
-    near = f"{below} or {above}" if above else str(below)
-    raise UserError(
-        f"parallel.shard_degree: {size} does not divide {world_size} processes",
-        where="parallel.shard_degree",
-        why="every copy is held by as many ranks" + (", auto takes those of one machine" if asked == "auto" else ""),
-        fix=f"set parallel.shard_degree to {near}, or start another number of processes",
     )
 
 
@@ -263,18 +187,19 @@ def choose_attention(
     """
     if model.attention_softcap is not None:
         return "blockwise", reason("attention", kind="blockwise", softcap=model.attention_softcap)
-    old = next((gpu for gpu in gpus if gpu.compute_capability and gpu.compute_capability < MIN_FLASH_CAPABILITY), None)
+    without = next((gpu for gpu in gpus if not gpu.architecture.has_varlen_attention), None)
     obstacles = {
         "not_packed": not config.data.packing,
         "no_gpu": not gpus,
         "dtype": compute != "bfloat16",
         "head_dim": model.head_dim > MAX_FLASH_HEAD_DIM or model.head_dim % 8 != 0,
-        "old_gpu": old is not None,
+        "amd": without is not None and without.vendor == "amd",
+        "old_gpu": without is not None,
     }
     obstacle = next((name for name, stands in obstacles.items() if stands), None)
     if obstacle is None:
         return "varlen", reason("attention", kind="varlen")
-    gpu = old.name if old else None
+    gpu = without.name if without else None
     return "sdpa", reason("attention", kind="sdpa", obstacle=obstacle, dtype=compute, head_dim=model.head_dim, gpu=gpu)
 
 
@@ -287,14 +212,15 @@ def choose_linear(config: RunConfig, device: Device, gpus: tuple[GpuFacts, ...])
     """What is said of fp8 matmuls. UserError where the GPUs have none; a CPU emulates them if it was asked for."""
     if config.kernels.linear == "compute_dtype":
         return ()
-    old = next((gpu for gpu in gpus if gpu.compute_capability and gpu.compute_capability < MIN_FP8_CAPABILITY), None)
-    if old is not None or (device == "cpu" and config.parallel.device != "cpu"):
+    without = next((gpu for gpu in gpus if not gpu.architecture.multiplies_fp8), None)
+    if without is not None or (device == "cpu" and config.parallel.device != "cpu"):
         why, fix = "there is no GPU, and a CPU would only emulate it, slowly", "set kernels.linear: compute_dtype"
-        if old is None:
+        if without is None:
             fix += ", or parallel.device: cpu to emulate it"
+        elif without.vendor == "amd":
+            why = f"{without.name} is AMD's, whose fp8 formats differ (e4m3fnuz on gfx94x): no kernel was tried on it"
         else:
-            capability = ".".join(map(str, old.compute_capability or ()))
-            why = f"{old.name} has compute capability {capability}, and 8.9 is the first with fp8"
+            why = f"{without.name} has {without.architecture}, and 8.9 is the first with fp8"
         raise UserError("kernels.linear: fp8 needs GPUs that multiply in fp8", where="kernels.linear", why=why, fix=fix)
     return (reason("linear", emulated=device == "cpu"),)
 
@@ -364,14 +290,3 @@ def choose_output_dtype(config: RunConfig, model: ModelFacts, compute: ComputeDt
     narrowed = config.method.name == "patterns" and DTYPE_BYTES[compute] < DTYPE_BYTES[model.stored_dtype]
     rounded = compute if narrowed else None
     return model.stored_dtype, reason("output_dtype", dtype=model.stored_dtype, source="model", rounded=rounded)
-
-
-def choose_environment(device: Device, num_cores: int, local_world_size: int) -> dict[str, str]:
-    """Variables that every worker gets; ``launch/environment.py`` sets them. ``num_cores`` and ``local_world_size``
-    are those of one machine.
-    """
-    # Without the first a second attempt of torch's agent reads the first one's addresses.
-    environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    if device == "cuda":
-        return environment | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    return environment | {"OMP_NUM_THREADS": str(max(1, num_cores // local_world_size))}

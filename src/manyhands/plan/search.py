@@ -22,17 +22,10 @@ from manyhands.plan.candidates import (
     slowness,
 )
 from manyhands.plan.checks import check_disk, estimate_disk, nothing_fits, warn_of_values
-from manyhands.plan.choices import (
-    Decisions,
-    choose_environment,
-    choose_packing,
-    decide,
-    fuses_optimizer,
-    name_targets,
-    ranks_per_machine,
-)
+from manyhands.plan.choices import Decisions, choose_packing, decide, fuses_optimizer, name_targets
 from manyhands.plan.efficiency import with_efficiency
 from manyhands.plan.estimate_input import EstimateInput, count_adapter_parameters, count_trained
+from manyhands.plan.hardware import choose_environment, ranks_per_machine
 from manyhands.plan.layout import DTYPE_BYTES, choose_converters, lay_out, mesh_of
 from manyhands.plan.smaller import NothingSmaller as NothingSmaller
 from manyhands.plan.smaller import choose_smaller, explain_smaller, find_ran_out, nothing_smaller
@@ -71,6 +64,7 @@ def plan(
     steps = count_steps(config, facts.data, found.split.batch_samples)
     asked = replace(found.base, layout=found.chosen.layout)
     disk = estimate_disk(config, facts, asked, steps, DTYPE_BYTES[made.output])
+    environment = choose_environment(made.device, facts.host, found.limits.num_local)
     whole = Plan(
         number=number,
         cause=cause,
@@ -105,9 +99,9 @@ def plan(
         memory=found.chosen.memory,
         disk=disk,
         ran_out=found.ran_out,
-        environment=choose_environment(made.device, facts.host.num_cores, found.limits.num_local),
+        environment=environment,
         candidates=tuple(_with_reason(candidate, found.chosen, found.ran_out) for candidate in found.candidates),
-        why=_explain(config, facts, made, found, steps, disk, why_settled),
+        why=_explain(config, facts, made, found, steps, disk, why_settled, reason("environment", **environment)),
     )
     return with_efficiency(whole, facts)
 
@@ -249,6 +243,7 @@ def _explain(
     steps: Steps,
     disk: DiskEstimate,
     why_settled: tuple[Reason, ...],
+    why_environment: Reason,
 ) -> tuple[Reason, ...]:
     """All reasons, in the order in which they are shown. UserError where the disk or validation samples are lacking."""
     why_disk = check_disk(config, disk)
@@ -263,6 +258,7 @@ def _explain(
         *steps.why,
         why_disk,
         *made.why_rate,
+        why_environment,
         *warn_of_values(config, facts.model, made.learning_rate),
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from manyhands.core.units import describe_counts, describe_ranks, format_gib, format_share, format_size
+from manyhands.plan.machine_sentences import MACHINE_SENTENCES
 from manyhands.plan.phrases import Values, describe_disk, describe_layout, describe_limit, describe_spacing
 from manyhands.plan.types import Code, Reason
 
@@ -22,17 +23,6 @@ def sentence_of(reason: Reason) -> str:
 
 def _asked(v: Values, otherwise: str = "") -> str:
     return ", as asked" if v["asked"] else otherwise
-
-
-def _device(v: Values) -> str:
-    if v["asked"]:
-        return f"{v['device']}, as asked"
-    return f"{'GPUs' if v['num_gpus'] else 'CPU'}, as {v['num_gpus'] or 'no'} GPUs are visible"
-
-
-def _processes(v: Values) -> str:
-    sources = {"launched": "as launched", "asked": "as asked", "gpus": "one a GPU", "cpu": "as auto takes one on CPU"}
-    return f"{v['size']}, {sources[v['source']]}"
 
 
 def _packing(v: Values) -> str:
@@ -158,6 +148,7 @@ def _attention(v: Values) -> str:
         "no_gpu": "there is no GPU",
         "dtype": f"{v['dtype']} is no half precision",
         "head_dim": f"a head has {v['head_dim']} dimensions",
+        "amd": f"varlen was never tried on {v['gpu']}",
         "old_gpu": f"{v['gpu']} is too old",
     }
     return f"sdpa, as {obstacles[v['obstacle']]}"
@@ -177,20 +168,6 @@ def _compile(v: Values) -> str:
 def _linear(v: Values) -> str:
     emulated = ", emulated in float32, as asked by parallel.device: cpu" if v["emulated"] else ""
     return f"matmuls of the blocks in fp8 while training{emulated}; not where the model is evaluated or saved"
-
-
-def _data_workers(v: Values) -> str:
-    workers = f"{v['workers']} process{'es' * (v['workers'] != 1)} a rank" if v["workers"] else "a thread"
-    if v["asked"]:
-        return f"{workers}, as asked"
-    if v["source"] == "cpu":
-        return f"{workers}, as processes would take cores from training"
-    speed = f"one thread collates about {v['tokens_per_s']:,} tokens/s of samples this long"
-    if v["workers"] >= v["wanted"]:
-        return f"{workers}; {speed}"
-    more = "more " * bool(v["workers"])
-    scarce = f"{v['wanted']} processes would be faster, but there are no {more}cores to spare ({v['cores']} in all)"
-    return f"{workers}; {speed}: {scarce}"
 
 
 def _new_tokens(v: Values) -> str:
@@ -263,8 +240,7 @@ def _high_rank(v: Values) -> str:
 
 # By code: the topic that stands before the sentence, and the sentence.
 SENTENCES: dict[Code, tuple[str, Callable[[Values], str]]] = {
-    "device": ("device", _device),
-    "processes": ("processes", _processes),
+    **MACHINE_SENTENCES,
     "packing": ("packing", _packing),
     "targets": (
         "target modules",
@@ -296,7 +272,6 @@ SENTENCES: dict[Code, tuple[str, Callable[[Values], str]]] = {
     "towers": ("towers", lambda v: f"{v['parameters']:,} parameters stay on disk, as text alone is trained"),
     "attention": ("attention", _attention),
     "compile": ("compile", _compile),
-    "data_workers": ("data workers", _data_workers),
     "new_tokens": ("new tokens", _new_tokens),
     "adapter": ("adapter", _adapter),
     "validation": ("validation", _validation),

@@ -23,9 +23,10 @@ from typing import Any, Literal
 
 import torch
 
+from manyhands.core.machine import GpuArchitecture
 from manyhands.kernels.attention.reference import ALLOWED, error_ratio
+from manyhands.kernels.backend import architecture_of
 
-CAPABILITIES = (9, 10)  # Hopper and Blackwell
 PROBE_LENGTHS = (
     130,
     1,
@@ -91,22 +92,21 @@ def choose_packed(
     the import and 5 s of compilation for each kind, on devices that can and where the package is installed; else
     nothing.
     """
-    on_nvidia = device.type == "cuda" and torch.version.hip is None  # AMD counts capabilities too, and has a 9
-    obstacle = find_obstacle(device.type, dtype, torch.cuda.get_device_capability(device) if on_nvidia else None)
+    obstacle = find_obstacle(device.type, dtype, architecture_of(device))
     reason = obstacle or try_flash4(device, dtype, num_heads, num_groups, dim, with_window=bool(window))
     return PackedAttention("varlen", reason) if reason else PackedAttention("flash4")
 
 
-def find_obstacle(device_type: str, dtype: torch.dtype, capability: tuple[int, int] | None) -> str:
-    """Why FlashAttention 4 is not even tried; empty where it is. ``capability`` is None without an NVIDIA GPU."""
-    if device_type != "cuda":
+def find_obstacle(device_type: str, dtype: torch.dtype, architecture: GpuArchitecture | None) -> str:
+    """Why FlashAttention 4 is not even tried; empty where it is. ``architecture`` is None without a GPU."""
+    if architecture is None:
         return f"the device is {device_type}"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"FlashAttention 4 does not compute in {str(dtype).removeprefix('torch.')}"
-    if capability is None:
+    if architecture.vendor != "nvidia":
         return "FlashAttention 4 needs an NVIDIA GPU"
-    if capability[0] not in CAPABILITIES:
-        return f"FlashAttention 4 needs compute capability 9 or 10, this GPU has {capability[0]}.{capability[1]}"
+    if not architecture.has_flash4:
+        return f"FlashAttention 4 needs compute capability 9 or 10, this GPU has {architecture}"
     return ""
 
 

@@ -3,11 +3,10 @@
 from manyhands.kernels.fp8.linear import QuantizedWeights, count_quantized_bytes, fp8_linears, fp8_mlp, quantize_weights
 from manyhands.kernels.fp8.ops import has_features
 from manyhands.kernels.fp8.reference import ALIGNMENT
-from manyhands.kernels.fp8.select import MIN_CAPABILITY, describe, has_scaled_mm
+from manyhands.kernels.fp8.select import describe, has_scaled_mm
 
 __all__ = [
     "ALIGNMENT",
-    "MIN_CAPABILITY",
     "QuantizedWeights",
     "count_quantized_bytes",
     "describe",

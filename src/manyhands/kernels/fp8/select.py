@@ -7,7 +7,7 @@ from types import ModuleType
 
 import torch
 
-from manyhands.kernels.backend import triton_or
+from manyhands.kernels.backend import architecture_of, triton_or
 from manyhands.kernels.fp8.reference import (
     Tensor,
     gated_backward_reference,
@@ -17,8 +17,6 @@ from manyhands.kernels.fp8.reference import (
     stacked_reference,
     transpose_reference,
 )
-
-MIN_CAPABILITY = (8, 9)
 
 
 def describe(device: torch.device) -> str:
@@ -31,7 +29,8 @@ def describe(device: torch.device) -> str:
 @lru_cache
 def has_scaled_mm(device: torch.device) -> bool:
     """Whether ``torch._scaled_mm`` takes a scale a row on ``device``, tried on 17 x 32 numbers."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
+    architecture = architecture_of(device)
+    if architecture is None or not architecture.multiplies_fp8:
         return False
     draw = torch.Generator().manual_seed(0)
     x, w = (torch.randn(rows, 32, generator=draw).to(device, torch.bfloat16) for rows in (17, 48))
@@ -47,8 +46,9 @@ def has_scaled_mm(device: torch.device) -> bool:
 @lru_cache
 def load_triton(device: torch.device) -> tuple[ModuleType | None, str]:
     """The Triton kernels if they give on ``device`` what the reference gives; else None and why not."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
-        return None, "the GPU has no fp8"
+    architecture = architecture_of(device)
+    if architecture is not None and not architecture.multiplies_fp8:
+        return None, f"{architecture} has no fp8 of this format"
     backend = triton_or(
         "reference",
         device,
