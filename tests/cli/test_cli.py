@@ -130,7 +130,7 @@ def test_plan_prints_what_the_planner_says(run_file, monkeypatch):
     monkeypatch.setitem(
         sys.modules,
         "manyhands.launch.prepare",
-        types.SimpleNamespace(gather_facts=lambda config, identify, report: "facts"),
+        types.SimpleNamespace(gather_facts=lambda config, **options: "facts"),
     )
     monkeypatch.setitem(sys.modules, "manyhands.plan.search", types.SimpleNamespace(plan=lambda config, facts: made))
     monkeypatch.setitem(

@@ -26,9 +26,12 @@ NEEDED = {
 OPTIONAL = {"tensorboard": "curves in the browser", "bitsandbytes": "4-bit weights"}
 HUB_TIMEOUT_S = 5.0
 MIN_DISK_BYTES = 10 * 2**30
-TORCH_PROBE = (
-    "import torch; print(torch.version.cuda or 'none', torch.cuda.device_count() if torch.cuda.is_available() else 0)"
-)
+TORCH_PROBE = """
+import torch
+cuda, hip = torch.version.cuda, torch.version.hip
+build = f"CUDA {cuda}" if cuda else f"ROCm {hip}" if hip else "CPU"
+print(build, torch.cuda.device_count() if torch.cuda.is_available() else 0)
+"""
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,8 @@ def _check_torch() -> Iterator[CheckResult]:
     """In a process: the import may fail, and the driver may be too old."""
     from manyhands.facts.host import read_host_facts
 
-    num_gpus = len(read_host_facts().gpus)
+    host = read_host_facts()
+    num_gpus = len(host.gpus)
     try:
         probe = subprocess.run([sys.executable, "-c", TORCH_PROBE], capture_output=True, text=True, timeout=120)
     except subprocess.TimeoutExpired:
@@ -108,18 +112,22 @@ def _check_torch() -> Iterator[CheckResult]:
         lines = probe.stderr.strip().splitlines()
         yield CheckResult("bad", f"torch cannot be imported: {lines[-1] if lines else 'no message'}", "reinstall torch")
         return
-    cuda, _, usable = probe.stdout.strip().rpartition(" ")
-    if not num_gpus:
+    build, _, usable = probe.stdout.strip().rpartition(" ")
+    if host.unusable_gpus is not None:
+        unusable = host.unusable_gpus
+        yield CheckResult("bad", f"{unusable.found}, but none can be used: {unusable.why}", unusable.fix)
+    elif not num_gpus:
         yield CheckResult("warning", "no GPU found: runs use CPU processes", "")
     elif int(usable) < num_gpus:
-        fix = "install a torch built for CUDA" if cuda == "none" else "update the GPU driver"
-        yield CheckResult("bad", f"{num_gpus} GPUs, but torch (CUDA {cuda}) can use {usable}", fix)
+        yield CheckResult("bad", f"{num_gpus} GPUs, but torch ({build}) can use {usable}", "update the GPU driver")
     else:
-        yield CheckResult("ok", f"torch can use all {num_gpus} GPUs (CUDA {cuda})")
+        yield CheckResult("ok", f"torch can use all {num_gpus} GPUs ({build})")
 
 
 def _check_memory() -> Iterator[CheckResult]:
     from manyhands.facts.host import read_host_facts
+    from manyhands.plan.hardware import figures_of
+    from manyhands.plan.sentences import sentence_of
 
     host = read_host_facts()
     for gpu in host.gpus:
@@ -130,6 +138,8 @@ def _check_memory() -> Iterator[CheckResult]:
         )
         if not gpu.has_bfloat16:
             yield CheckResult("warning", f"GPU {gpu.index} does not support bfloat16: runs compute in float32")
+    if host.kind is not None:
+        yield CheckResult("ok", sentence_of(figures_of(host.kind)))
     low = host.free_memory_bytes < 4 * 2**30
     text = f"memory {gib(host.memory_bytes)}, {gib(host.free_memory_bytes)} free, {host.num_cores} cores"
     yield CheckResult("warning" if low else "ok", text, "close other programs" if low else "")

@@ -24,11 +24,12 @@ def gpu_info() -> None:
 
     host = read_host_facts()
     print(f"Number of GPUs: {len(host.gpus)}")
-    if not host.gpus:
+    if (unusable := host.unusable_gpus) is not None:
+        print(f"this machine has {unusable.found}, but none can be used: {unusable.why}\n  fix: {unusable.fix}")
+    elif not host.gpus:
         print("no GPU found: runs use CPU processes")
     for gpu in host.gpus:
-        capability = ".".join(map(str, gpu.compute_capability)) if gpu.compute_capability else "unknown"
-        about = f"compute capability {capability}, {'bfloat16' if gpu.has_bfloat16 else 'no bfloat16'}"
+        about = f"{gpu.architecture}, {'bfloat16' if gpu.has_bfloat16 else 'no bfloat16'}"
         total, free = format_gib(gpu.memory_bytes), format_gib(gpu.free_bytes)
         print(f"  GPU {gpu.index}: {gpu.name} ({total}), {free} free, {about}")
     if host.gpus:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from manyhands.cli.gpus import ask_gpus, gpus_to_start, host_to_plan
 from manyhands.core.errors import EXIT_FAILED, UserError
 
 if TYPE_CHECKING:
@@ -22,7 +23,14 @@ Overrides = Annotated[
     typer.Argument(metavar="section.key=value", help="Overrides of the file's keys.", show_default=False),
 ]
 Gpus = Annotated[
-    int | None, typer.Option("--gpus", help="Number of GPUs: short for parallel.gpus=N.", show_default=False)
+    str | None,
+    typer.Option(
+        "--gpus",
+        metavar="N|KIND",
+        help="Number of GPUs: short for parallel.gpus=N. Or GPUs that need not be here, to plan for: 8xH200, "
+        "2x4xH100-80GB (2 machines of 4), H100-4x, MI300X.",
+        show_default=False,
+    ),
 ]
 Examples = Annotated[
     int | None,
@@ -48,17 +56,22 @@ def load_run(
     run: Path,
     overrides: list[str] | None,
     *,
-    gpus: int | None = None,
+    gpus: int | str | None = None,
     examples: int | None = None,
     dataset: str | None = None,
     accelerate: Path | None = None,
     deepspeed: Path | None = None,
     strict: bool = False,
 ) -> LoadedRun:
-    """Reads the run file with its overrides. Options are overrides too; one that is given both ways is an error."""
+    """Reads the run file with its overrides. Options are overrides too; one that is given both ways is an error.
+
+    ``gpus``: a number, or a kind with one (``8xH200``), whose number is meant.
+    """
     from manyhands.launch.run_file import load_for_start
 
     overrides = list(overrides or ())
+    if isinstance(gpus, str) and (asked := ask_gpus(gpus)):
+        gpus = asked.total
     short: tuple[tuple[str, str, object], ...] = (
         ("--gpus", "parallel.gpus", gpus),
         ("--examples", "data.max_samples", examples),
@@ -139,7 +152,8 @@ def train(
     beside = plan_tensorboard(loaded.config, port) if with_tensorboard else {}
     from manyhands.launch.start import start
 
-    raise typer.Exit(start(loaded, dry_run=dry_run, fresh=fresh, **beside))
+    elsewhere = gpus_to_start(loaded.config, gpus, dry_run)
+    raise typer.Exit(start(loaded, dry_run=dry_run, fresh=fresh, **beside, **elsewhere))
 
 
 def plan(
@@ -164,7 +178,8 @@ def plan(
     from manyhands.plan.explain import explain_plan
     from manyhands.plan.search import plan as make_plan
 
-    made = make_plan(config, gather_facts(config, identify=False, report=report_aside))
+    host = host_to_plan(config, gpus)
+    made = make_plan(config, gather_facts(config, identify=False, host=host, report=report_aside))
     if as_json:
         print(made.model_dump_json(indent=2))
     else:

@@ -9,6 +9,8 @@ from manyhands.demo import demo_config_path
 from manyhands.facts.host import read_host_facts
 
 if __name__ == "__main__":
-    processes = [] if read_host_facts().gpus else ["parallel.gpus=2", "parallel.device=cpu"]
+    host = read_host_facts()
+    # GPUs that cannot be used are left to the plan, which refuses them with the reason.
+    processes = [] if host.gpus or host.unusable_gpus else ["parallel.gpus=2", "parallel.device=cpu"]
     sys.argv[1:] = ["train", str(demo_config_path()), *processes, *sys.argv[1:]]
     main()

@@ -47,7 +47,8 @@ def parse_gpus(text: str, where: str = "--gpus") -> AskedGpus:
 
     ``where`` names the option or variable for errors.
     """
-    plain = re.sub(r"\s", "", text).replace("×", "x").replace("*", "x")
+    plain = re.sub(r"(?<=\d)\s*[x×*]\s*(?=\w)", "x", text.strip(), flags=re.IGNORECASE)
+    plain = re.sub(r"\s+", "-", plain)
     found = re.fullmatch(r"(?:(\d+)x)?(?:(\d+)x)?(.*?)(?:-(\d+)x)?", plain, re.IGNORECASE)
     assert found is not None
     first, second, name, last = found.groups()
@@ -71,10 +72,14 @@ def find_kind(name: str, where: str = "") -> GpuKind:
     by_name = {_plain(spelling): kind for kind in load_kinds() for spelling in (kind.name, *kind.aliases)}
     if wanted in by_name:
         return by_name[wanted]
-    alike = [kind for spelling, kind in by_name.items() if _without_memory(spelling) == _without_memory(wanted)]
+    alike = [
+        kind
+        for kind in load_kinds()
+        if _without_memory(name) in [_without_memory(spelling) for spelling in (kind.name, *kind.aliases)]
+    ]
     if alike:  # A100, of which there are two, or H100-60GB
         names = list(dict.fromkeys(f"{kind.name} ({kind.memory_gb} GB)" for kind in alike))
-        problem = f"there is no {name}" if _without_memory(wanted) != wanted else f"{name} does not say how much memory"
+        problem = f"there is no {name}" if _without_memory(name) != wanted else f"{name} does not say how much memory"
         fix = f"write {' or '.join(dict.fromkeys(kind.name for kind in alike))}"
         raise UserError(problem, where=where, why=f"known are {', '.join(names)}", fix=fix)
     near = [by_name[spelling].name for spelling in difflib.get_close_matches(wanted, by_name, n=3, cutoff=0.5)]
@@ -151,8 +156,8 @@ def _table() -> dict[str, Any]:
     return tomllib.loads((files("manyhands.facts") / "gpus.toml").read_text(encoding="utf-8"))
 
 
-def _without_memory(spelling: str) -> str:
-    return re.sub(r"\d+gb$", "", spelling)
+def _without_memory(name: str) -> str:
+    return _plain(re.sub(r"[\s_-]\d+gb$", "", name, flags=re.IGNORECASE))
 
 
 def _plain(name: str) -> str:

@@ -26,7 +26,7 @@ from manyhands.facts.hub import locate_model
 from manyhands.facts.identity import identify_files
 from manyhands.facts.model import read_model_facts, resize_vocabulary
 from manyhands.facts.model_config import judge_packing
-from manyhands.facts.types import DataFacts, Facts, NewTokens
+from manyhands.facts.types import DataFacts, Facts, HostFacts, NewTokens
 from manyhands.launch.resume_rules import find_run, folder_of, fresh_name
 from manyhands.launch.run_folder import FolderLock, RunFolder, refuse_unusable
 from manyhands.launch.watch import raise_when_stopped
@@ -106,13 +106,15 @@ def prepare_run(
     fresh: bool = False,
     dry_run: bool = False,
     origin: LoadedRun | None = None,
+    host: HostFacts | None = None,
     report: Callable[[str], None] = print,
 ) -> Prepared:
     """Plans one launch and writes run.json and plan into the run's folder, which stays locked.
 
     ``world_size``, and ``local_world_size`` of one machine, are given where another launcher started the processes. A
-    dry run writes the same two files and nothing else. ``origin``: the run as it was read, if its file is another
-    tool's, which is kept beside run.json. A start that fails here leaves no new folder behind.
+    dry run writes the same two files and nothing else, and may be for another machine, ``host``, as long as the run was
+    not started. ``origin``: the run as it was read, if its file is another tool's, which is kept beside run.json. A
+    start that fails here leaves no new folder behind.
     Raises UserError: another run stands in the folder, it is running, or anything that facts and plan refuse;
     ``Stopped`` after Ctrl-C or SIGTERM.
     """
@@ -130,7 +132,9 @@ def prepare_run(
         find_run(folder, config)  # again, now that nobody else writes: another start may have been faster
         with refuse_unusable(folder):
             folder.remove_temporaries()
-        plan = _plan_launch(config, folder, world_size, local_world_size, report)
+        if host is not None and folder.was_started():
+            raise _planned_elsewhere(folder)
+        plan = _plan_launch(config, folder, world_size, local_world_size, report, host=host)
         if dry_run:
             rehearse(config, plan)
         with refuse_unusable(folder):
@@ -169,6 +173,7 @@ def _plan_launch(
     report: Callable[[str], None],
     *,
     must_shrink: bool = False,
+    host: HostFacts | None = None,
 ) -> Plan:
     """``must_shrink``: refuse where the last launch ran out of memory with the smallest plan; else that one is tried
     again.
@@ -177,7 +182,7 @@ def _plan_launch(
     from manyhands.plan.search import plan
     from manyhands.plan.smaller import NothingSmaller
 
-    facts = gather_facts(config, world_size=world_size, local_world_size=local_world_size, report=report)
+    facts = gather_facts(config, world_size=world_size, local_world_size=local_world_size, host=host, report=report)
     number, step = folder.newest_plan_number() + 1, folder.newest_step()
     before = folder.read_plan() if step is not None or (number > 1 and folder.was_started()) else None
     cause: Cause = "first" if step is None else "resume"
@@ -236,6 +241,14 @@ def _check_course(before: Plan, after: Plan, folder: RunFolder) -> None:
     )
 
 
+def _planned_elsewhere(folder: RunFolder) -> UserError:
+    return UserError(
+        "this run was started, and its plans are for the machines that it runs on",
+        where=str(folder.path),
+        fix="plan for other GPUs with `manyhands plan`, which writes nothing",
+    )
+
+
 def _remove_empty(folder: RunFolder) -> None:
     if {entry.name for entry in folder.path.iterdir()} <= {folder.lock_file.name}:
         folder.lock_file.unlink(missing_ok=True)
@@ -278,6 +291,7 @@ def gather_facts(
     world_size: int | None = None,
     local_world_size: int | None = None,
     data: PreparedData | None = None,
+    host: HostFacts | None = None,
     saves: bool = True,
     identify: bool = True,
     report: Callable[[str], Any] = print,
@@ -286,6 +300,7 @@ def gather_facts(
 
     ``world_size``: the number of processes where somebody else launched them, ``local_world_size`` of them on this
     machine.
+    ``host``: a machine in place of this one, of whose disk nothing is known.
     ``data``: the rows, where they are prepared already. ``saves``: whether checkpoints and a result are
     written, for which the disk must have room. ``identify``: hash the base model's files, which a run that can be
     resumed needs; that reads all of them once. ``report`` gets what takes time, as text.
@@ -310,10 +325,10 @@ def gather_facts(
     return Facts(
         model=resize_vocabulary(model, new_tokens),
         data=DataFacts(**vars(data)),
-        host=read_host_facts(),
+        host=host or read_host_facts(),
         new_tokens=new_tokens,
         adapter=adapter,
-        free_disk_bytes=free_disk_bytes(Path(config.output.dir).expanduser() / config.name) if saves else None,
+        free_disk_bytes=free_disk_bytes(folder_of(config).path) if saves and host is None else None,
         world_size=world_size,
         local_world_size=local_world_size,
     )

@@ -19,6 +19,7 @@ from manyhands.config.dialects.report import summarize
 from manyhands.config.load import LoadedRun
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, OUT_OF_MEMORY, UserError
+from manyhands.facts.types import HostFacts
 from manyhands.launch.environment import detect_launcher, launcher_environment
 from manyhands.launch.failure import first_failure
 from manyhands.launch.prepare import Prepared, plan_smaller, prepare_run, summarize_start
@@ -35,16 +36,21 @@ Beside = Callable[[RunFolder], AbstractContextManager[object]]
 
 
 def start(
-    run: RunConfig | LoadedRun, *, dry_run: bool = False, fresh: bool = False, beside: Beside | None = None
+    run: RunConfig | LoadedRun,
+    *,
+    dry_run: bool = False,
+    fresh: bool = False,
+    host: HostFacts | None = None,
+    beside: Beside | None = None,
 ) -> int:
     """Runs or resumes a run on this machine. Returns the exit code; raises UserError. ``beside``: what lasts as long as
-    the workers do, such as TensorBoard.
+    the workers do, such as TensorBoard. ``host``: a machine to plan for in place of this one, in a dry run alone.
     """
     _refuse_nested()
     origin = run if isinstance(run, LoadedRun) else LoadedRun(run)
     if origin.translation is not None:
         print("\n".join(summarize(origin.translation)), flush=True)
-    prepared = prepare_run(origin.config, fresh=fresh, dry_run=dry_run, origin=origin)
+    prepared = prepare_run(origin.config, fresh=fresh, dry_run=dry_run, host=host, origin=origin)
     folder = prepared.folder
     if prepared.finished:
         print(f"{folder.path} is finished; nothing to do (--fresh starts it again in a new folder)")

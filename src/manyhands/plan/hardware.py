@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
-from manyhands.facts.types import Facts, Figure, HostFacts
+from manyhands.facts.types import Facts, Figure, GpuKind, HostFacts
 from manyhands.plan.layout import Device
 from manyhands.plan.types import Reason, reason
 
@@ -122,15 +122,12 @@ def choose_environment(device: Device, host: HostFacts, local_world_size: int) -
 
 
 def explain_hardware(device: Device, host: HostFacts) -> tuple[Reason, ...]:
-    """What the plan stands on where GPUs are not here, or are of a kind whose figures are known; else nothing."""
-    kind = host.kind
+    """What the plan stands on where GPUs are not here, are of a kind whose figures are known, or are AMD's."""
+    kind, untried = host.kind, (reason("untried"),) if any(gpu.vendor == "amd" for gpu in host.gpus) else ()
     if kind is None or device == "cpu":
-        return ()
-    figures = {name: getattr(kind, name) for name in ("bf16_tflops", "fp8_tflops", "memory_gb_s", "link_gb_s")}
-    known = {name: _pair(figure) for name, figure in figures.items() if figure is not None}
-    why = [reason("figures", kind=kind.name, **known)]
+        return untried if device == "cuda" else ()
     if host.is_here:
-        return tuple(why)
+        return (figures_of(kind), *untried)
     hardware = reason(
         "hardware",
         kind=kind.name,
@@ -144,7 +141,13 @@ def explain_hardware(device: Device, host: HostFacts) -> tuple[Reason, ...]:
     assumed = reason(
         "assumed", cores=host.num_cores // share, host_bytes=host.memory_bytes // share, num_nodes=host.num_nodes
     )
-    return hardware, *why, assumed
+    return hardware, figures_of(kind), assumed, *untried
+
+
+def figures_of(kind: GpuKind) -> Reason:
+    """Speeds of a kind of GPU with their sources, where they are known."""
+    figures = {name: getattr(kind, name) for name in ("bf16_tflops", "fp8_tflops", "memory_gb_s", "link_gb_s")}
+    return reason("figures", kind=kind.name, **{name: _pair(found) for name, found in figures.items() if found})
 
 
 def _pair(figure: Figure) -> tuple[float, str]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import itertools
+from collections.abc import Callable
 
 from manyhands.core.units import format_gib
+from manyhands.plan.phrases import Values
 from manyhands.plan.types import Code
 
-Values = Mapping[str, Any]
 MIB = 2**20
 
 
@@ -28,7 +28,8 @@ def _figures(v: Values) -> str:
         "link_gb_s": "GB/s to other GPUs of the machine",
     }
     parts = [(f"{v[name][0]:,.0f} {unit}", v[name][1]) for name, unit in named.items() if name in v]
-    return f"{v['kind']}: " + ", ".join(f"{text} ({source})" for text, source in parts)
+    grouped = itertools.groupby(parts, key=lambda part: part[1])
+    return f"{v['kind']}: " + ", ".join(f"{', '.join(text for text, _ in group)} ({who})" for who, group in grouped)
 
 
 def _assumed(v: Values) -> str:
@@ -74,6 +75,10 @@ MACHINE_SENTENCES: dict[Code, tuple[str, Callable[[Values], str]]] = {
     "hardware": ("hardware", _hardware),
     "figures": ("figures", _figures),
     "assumed": ("assumed", _assumed),
+    "untried": (
+        "note",
+        lambda v: "no machine with AMD's GPUs has run this yet: memory is estimated as on NVIDIA's",
+    ),
     "device": ("device", _device),
     "processes": ("processes", _processes),
     "data_workers": ("data workers", _data_workers),

@@ -155,7 +155,7 @@ def method_of(plan: Plan, config: RunConfig) -> MethodSection:
 
 # Decisions, in the order of a plan's ``why``; then notes and warnings; then why a candidate was not chosen.
 Code = Literal[
-    "hardware", "figures", "assumed",
+    "hardware", "figures", "assumed", "untried",
     "device", "processes", "packing", "targets", "smaller", "strategy", "activation_checkpointing", "reduction",
     "offload", "memory", "batch", "efficiency", "compute", "masters", "frozen", "linear", "towers", "attention",
     "compile", "data_workers", "new_tokens", "adapter", "validation", "left_out", "unread", "steps", "warmup",
