@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from manyhands.core.errors import UserError
 
@@ -42,7 +42,7 @@ def host_to_plan(config: RunConfig, option: str | None) -> HostFacts | None:
     return describe_host(asked) if asked else None
 
 
-def gpus_to_start(config: RunConfig, option: str | None, dry_run: bool) -> dict[str, HostFacts]:
+def gpus_to_start(config: RunConfig, option: str | None, dry_run: bool) -> dict[str, Any]:
     """Arguments for a start: the machine that a dry run is for, if it is another one. A run's own GPUs must be here."""
     if not dry_run:
         require_here(option)
