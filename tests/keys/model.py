@@ -134,6 +134,10 @@ def trust_remote_code(lab: Lab) -> None:
     assert not mark.exists()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(lab.new_path("modules")))
+        keys |= {
+            "data.packing": False,
+            "batch.micro_samples": 8,
+        }  # else the probe of packing runs the code before training does
         ran = lab.export(keys | {"model.trust_remote_code": True, "method.name": "full", "stop.max_steps": 1})
     assert mark.exists() and type(ran.rank.model).__name__ == "MadeUpModel"
     mark.unlink()
