@@ -259,7 +259,7 @@ class Translator:
                     raise AssertionError(f"{self.tool}: `{key}` has no fate")
                 self._note(key, "unset", "")
                 continue
-            near = nearest_name(key, self.known)
+            near = _nearest_key(key, self.known)
             if near:
                 self.refuse(key, f"{self.tool} has no such key: did you mean `{near}`?")
             elif refuse_unknown:
@@ -303,6 +303,13 @@ class Translator:
         for section in sections:
             target = target.setdefault(section, {})
         target[leaf] = value
+
+
+def _nearest_key(key: str, known: Collection[str]) -> str | None:
+    """The known key that is meant: sooner one with the same first word (``lora_rank``: lora_r, not local_rank)."""
+    first = key.partition("_")[0]
+    alike = sorted(name for name in known if name.partition("_")[0] == first)
+    return nearest_name(key, alike) or nearest_name(key, sorted(known))
 
 
 def names(text: str) -> frozenset[str]:
