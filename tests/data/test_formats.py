@@ -104,7 +104,7 @@ CONVERSIONS = [
     ("alpaca", {"instruction": "a", "input": "", "output": "b", "text": "..."}, [USER, ANSWER]),
     ("alpaca", {"instruction": "a", "input": "more", "output": "b", "system": "s", "history": [["c", "d"]]},
      [SYSTEM, {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"},
-      USER | {"content": "a\nmore"}, ANSWER]),
+      USER | {"content": "a\nmore", "instruction": "a", "input": "more"}, ANSWER]),
 ]  # fmt: skip
 
 

@@ -10,9 +10,11 @@ import pytest
 
 from manyhands.config.keys import table
 from manyhands.core.errors import UserError
-from manyhands.data.formats import Conversation
+from manyhands.data.files import Row
+from manyhands.data.formats import Conversation, to_conversation
+from manyhands.data.named_templates import TEMPLATES
 from manyhands.data.render import render
-from manyhands.data.tokenizer import TEMPLATES, load_tokenizer, read_chat_template
+from manyhands.data.tokenizer import load_tokenizer, read_chat_template
 from tests.support.tiny import tiny_tokenizer
 
 TURNS = [("user", "Hi"), ("assistant", "Yes."), ("user", "Why?"), ("assistant", "So.")]
@@ -24,6 +26,9 @@ PREAMBLE = (
 EXPECTED = {
     "alpaca": "BOSBe brief.\n\n### Instruction:\nHi\n\n### Response:\n{Yes.EOS}\n\n"
     "### Instruction:\nWhy?\n\n### Response:\n{So.EOS}",
+    "alpaca-chat": "BOSSYSTEM: Be brief.\nUSER: Hi\nASSISTANT:{Yes.EOS}\nUSER: Why?\nASSISTANT:{So.EOS}",
+    "alpaca-phi": "BOS<|system|>\nBe brief.<|end|>\n<|user|>\nHi<|end|>\n<|assistant|>\n{Yes.EOS}\n"
+    "<|user|>\nWhy?<|end|>\n<|assistant|>\n{So.EOS}",
     "chatml": "BOS<|im_start|>system\nBe brief.<|im_end|>\n"
     "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n{Yes.<|im_end|>}\n"
     "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n{So.<|im_end|>}\n",
@@ -41,9 +46,47 @@ EXPECTED = {
     "phi4": "BOS<|im_start|>system<|im_sep|>Be brief.<|im_end|><|im_start|>user<|im_sep|>Hi<|im_end|>"
     "<|im_start|>assistant<|im_sep|>{Yes.<|im_end|>}<|im_start|>user<|im_sep|>Why?<|im_end|>"
     "<|im_start|>assistant<|im_sep|>{So.<|im_end|>}",
+    "cohere": "BOS<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>Be brief.<|END_OF_TURN_TOKEN|>"
+    "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>Hi<|END_OF_TURN_TOKEN|>"
+    "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>{Yes.<|END_OF_TURN_TOKEN|>}"
+    "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>Why?<|END_OF_TURN_TOKEN|>"
+    "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>{So.<|END_OF_TURN_TOKEN|>}",
+    "deepseek-v2": "BOSBe brief.\n\n<｜User｜>Hi<｜Assistant｜>{Yes.EOS}<｜User｜>Why?<｜Assistant｜>{So.EOS}",
+    "deepseek-v3": "BOSBe brief.<｜User｜>Hi<｜Assistant｜>{Yes.EOS}<｜User｜>Why?<｜Assistant｜>{So.EOS}",
+    "exaone": "[|system|]Be brief.[|endofturn|]\n[|user|]Hi\n[|assistant|]{Yes.[|endofturn|]}\n"
+    "[|user|]Why?\n[|assistant|]{So.[|endofturn|]}\n",
+    "gemma4": "BOS<|turn>system\nBe brief.<turn|>\n<|turn>user\nHi<turn|>\n<|turn>model\n{Yes.<turn|>}\n"
+    "<|turn>user\nWhy?<turn|>\n<|turn>model\n{So.<turn|>}\n",
+    "jamba": "BOS<|bom|><|system|> Be brief.<|eom|><|bom|><|user|> Hi<|eom|><|bom|><|assistant|>{ Yes.<|eom|>}"
+    "<|bom|><|user|> Why?<|eom|><|bom|><|assistant|>{ So.<|eom|>}",
+    "llama4": "BOS<|header_start|>system<|header_end|>\n\nBe brief.<|eot|><|header_start|>user<|header_end|>\n\nHi"
+    "<|eot|><|header_start|>assistant<|header_end|>\n\n{Yes.<|eot|>}<|header_start|>user<|header_end|>\n\nWhy?<|eot|>"
+    "<|header_start|>assistant<|header_end|>\n\n{So.<|eot|>}",
+    "mistral-v1": "BOS [INST] Be brief.\n\nHi [/INST]{ Yes.EOS} [INST] Why? [/INST]{ So.EOS}",
+    "mistral-tekken": "BOS[INST]Be brief.\n\nHi[/INST]{Yes.EOS}[INST]Why?[/INST]{So.EOS}",
+    "vicuna": "BOSBe brief. USER: Hi ASSISTANT:{ Yes.EOS}USER: Why? ASSISTANT:{ So.EOS}",
     "zephyr": "BOS<|system|>\nBe brief.EOS\n<|user|>\nHiEOS\n<|assistant|>\n{Yes.EOS}\n"
     "<|user|>\nWhy?EOS\n<|assistant|>\n{So.EOS}\n",
 }
+EXPECTED["chatml-no-bos"] = EXPECTED["qwen2.5"] = EXPECTED["chatml"].removeprefix("BOS")
+EXPECTED["falcon-h1"] = EXPECTED["chatml"]
+EXPECTED["phi3.5"] = EXPECTED["phi3"].removeprefix("BOS")
+DATES = "Cutting Knowledge Date: December 2023\nToday Date: 01 Jan 2026\n\n"
+EXPECTED["llama3.1"] = EXPECTED["llama3.2-vision"] = EXPECTED["llama3"].replace("Be brief.", DATES + "Be brief.")
+# What stands in front of a conversation without a system message.
+DEFAULTS = {
+    "alpaca": PREAMBLE,
+    "alpaca-chat": f"SYSTEM: {PREAMBLE.strip()}\n",
+    "alpaca-phi": f"<|system|>\n{PREAMBLE.strip()}<|end|>\n",
+    "exaone": "[|system|][|endofturn|]\n",
+    "jamba": "<|bom|><|system|> <|eom|>",
+    "llama3.1": f"<|start_header_id|>system<|end_header_id|>\n\n{DATES}<|eot_id|>",
+    "llama3.2-vision": f"<|start_header_id|>system<|end_header_id|>\n\n{DATES}<|eot_id|>",
+    "qwen2.5": "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n",
+    "vicuna": "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, "
+    "detailed, and polite answers to the user's questions. ",
+}
+DAY = {"date_string": "01 Jan 2026"}
 
 
 def messages(*turns: tuple[str, str]) -> list[dict]:
@@ -63,10 +106,10 @@ def test_the_public_definition_and_the_mask(name: str, tmp_path: Path) -> None:
     marked = EXPECTED[name]
     text = marked.replace("{", "").replace("}", "")
     conversation = messages(BRIEF, *TURNS)
-    assert tokenizer.apply_chat_template(conversation, tokenize=False) == text
+    assert tokenizer.apply_chat_template(conversation, tokenize=False, **DAY) == text
     opened = marked[: marked.rindex("{")]
     opened = opened.replace("{", "").replace("}", "")
-    assert tokenizer.apply_chat_template(conversation[:-1], tokenize=False, add_generation_prompt=True) == opened
+    assert tokenizer.apply_chat_template(conversation[:-1], tokenize=False, add_generation_prompt=True, **DAY) == opened
     rendered = render(Conversation(messages=conversation), tokenizer)
     assert rendered.ids.tolist() == tokenizer.encode(text, add_special_tokens=False)
     answers = [part.split("}")[0] for part in marked.split("{")[1:]]
@@ -76,9 +119,10 @@ def test_the_public_definition_and_the_mask(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_without_a_system_message_and_without_roles_unknown_to_it(name: str, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_tokenizer(tmp_path, *TEMPLATES[name].tokens), name)
-    text = tokenizer.apply_chat_template(messages(*TURNS), tokenize=False)
-    assert "Be brief" not in text and "system" not in text.lower() and text.count("Yes.") == 1
-    assert (PREAMBLE in text) == (name == "alpaca")
+    text = tokenizer.apply_chat_template(messages(*TURNS), tokenize=False, **DAY)
+    default = DEFAULTS.get(name, "")
+    assert text.removeprefix("BOS").startswith(default) and text.count("Yes.") == 1
+    assert "Be brief" not in text and "system" not in text.replace(default, "").lower()
     with pytest.raises(Exception, match=r"role|turns"):
         tokenizer.apply_chat_template(
             messages(("user", "Hi"), ("critic", "No."), ("assistant", "Yes.")), tokenize=False
@@ -95,6 +139,25 @@ def test_tokens_that_are_not_there_are_named_and_can_be_added(name: str, tmp_pat
     assert render(Conversation(messages=messages(*TURNS)), tokenizer).trained.any()
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("alpaca", "BOS{paired}\n\n### Instruction:\nAdd.\n\n### Input:\n1 and 2\n\n### Response:\n3EOS"),
+        ("alpaca-chat", "BOSSYSTEM: {paired}\nUSER: Add.\n1 and 2\nASSISTANT:3EOS"),
+        ("alpaca-phi", "BOS<|system|>\n{paired}<|end|>\n<|user|>\nAdd.<|end|>1 and 2<|assistant|>3EOS"),
+        ("chatml", "BOS<|im_start|>user\nAdd.\n1 and 2<|im_end|>\n<|im_start|>assistant\n3<|im_end|>\n"),
+    ],
+)
+def test_rows_with_an_input_get_the_classic_instructions(name: str, expected: str, tmp_path: Path) -> None:
+    """Of a tokenizer without a template: only templates that tell input from instruction show them apart."""
+    paired = PREAMBLE.strip().replace("task.", "task, paired with an input that provides further context.")
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, *TEMPLATES[name].tokens), name)
+    row = Row({"instruction": "Add.", "input": "1 and 2", "output": "3"}, "f", 1)
+    rendered = render(to_conversation(row, "alpaca"), tokenizer)
+    assert tokenizer.decode(rendered.ids) == expected.replace("{paired}", paired)
+    assert tokenizer.decode(rendered.ids[rendered.trained]) in ("3EOS", "3<|im_end|>")
+
+
 def test_a_begin_of_text_token_that_is_a_marker_or_the_end_is_not_written_twice(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_tokenizer(tmp_path, "<|im_start|>", "<|im_end|>"), "chatml")
     for token in ("<|im_start|>", tokenizer.eos_token):
@@ -107,4 +170,4 @@ def test_names_are_listed_and_misspelt_ones_led_to_them() -> None:
     assert all(name in described for name in TEMPLATES) and EXPECTED.keys() == TEMPLATES.keys()
     with pytest.raises(UserError, match="no such chat template: chat-ml") as refused:
         read_chat_template("chat-ml")
-    assert "did you mean chatml?" in refused.value.fix and "mistral-v7" in refused.value.fix
+    assert "did you mean chatml?" in refused.value.fix and "mistral-tekken" in refused.value.fix

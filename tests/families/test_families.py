@@ -18,7 +18,7 @@ from manyhands.families import FAMILIES, UNKNOWN, find
 SOURCES = Path(manyhands.__file__).parent
 # Files that name a family for another reason, and the reason.
 EXEMPT = {
-    "data/tokenizer.py": "chat formats are named after the models that use them",
+    "data/named_templates.py": "chat formats are named after the models that use them",
     "data/template.py": "names one of these chat formats as an example",
     "data/bounds.py": "describes what a chat template writes",
     "config/schema.py": "lists the names of these chat formats",

@@ -273,7 +273,8 @@ def _from_alpaca(row: Row, fields: Mapping[str, str]) -> list[Message]:
     given = _get(row, "input", fields)
     if given is not None and not isinstance(given, str):
         raise RowRefused(f"{fields.get('input', 'input')} must be a string, this is {type(given).__name__}")
-    if given and given.strip():
+    instruction, has_input = asked, bool(given and given.strip())
+    if has_input:
         asked = f"{asked}\n{given}"
     answer = _check_text(_get(row, "output", fields), fields.get("output", "output"))
     pairs = [*_read_history(_get(row, "history", fields), fields.get("history", "history")), (asked, answer)]
@@ -282,6 +283,8 @@ def _from_alpaca(row: Row, fields: Mapping[str, str]) -> list[Message]:
         for pair in pairs
         for role, text in zip(("user", "assistant"), pair, strict=True)
     ]
+    if has_input:  # for templates that tell them apart; others read the content
+        turns[-2] |= {"instruction": instruction, "input": given}
     return _with_system(row, fields, turns)
 
 

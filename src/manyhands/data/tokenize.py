@@ -84,7 +84,8 @@ def check_format(format: Format, config: RunConfig, has_template: bool, where: s
         raise UserError(
             f"the tokenizer has no chat template, and rows of the format {format} need one",
             where=where,
-            fix="give model.chat_template (Jinja text or a file), or rows with prompt and completion",
+            fix="give model.chat_template (Jinja text, a file, or a name such as alpaca, which needs no tokens "
+            "of its own), or rows with prompt and completion",
         )
 
 
