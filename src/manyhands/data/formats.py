@@ -284,7 +284,7 @@ def _from_alpaca(row: Row, fields: Mapping[str, str]) -> list[Message]:
         for role, text in zip(("user", "assistant"), pair, strict=True)
     ]
     if has_input:  # for templates that tell them apart; others read the content
-        turns[-2] |= {"instruction": instruction, "input": given}
+        turns[-2] |= {"instruction": instruction, "input": str(given)}
     return _with_system(row, fields, turns)
 
 
