@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from manyhands.config.dialects.report import summarize
 from manyhands.config.load import load_config
 from manyhands.config.schema import RunConfig
 from manyhands.core import progress
@@ -26,7 +25,7 @@ from manyhands.core.errors import EXIT_FAILED, PeerError, UserError
 from manyhands.core.world import World
 from manyhands.launch.environment import (
     Launcher,
-    accelerate_settings,
+    check_accelerate_precision,
     refuse_silent_single,
     set_worker_environment,
 )
@@ -117,16 +116,10 @@ def _prepare(session: Session, arguments: argparse.Namespace) -> str:
         folder = RunFolder(arguments.run_folder)
         config, plan, finished = folder.read_config(), folder.read_plan(), False
     else:
-        loaded = load_for_start(
-            arguments.run,
-            arguments.overrides,
-            num_gpus=session.launcher.world_size,
-            settings=accelerate_settings(),
-        )
+        loaded = load_for_start(arguments.run, arguments.overrides, num_gpus=session.launcher.world_size)
         config = loaded.config
         refuse_silent_single(session.launcher, config)
-        for translation in loaded.translations:
-            print("\n".join(summarize(translation)), file=session.context.terminal, flush=True)
+        check_accelerate_precision(config)
         prepared = prepare_run(
             config,
             world_size=session.launcher.world_size,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from manyhands.config.dialects.hints import find_key
 from manyhands.config.keys import nearest_name, show
 from manyhands.config.read import ParsedFile
 from manyhands.core.errors import UserError
@@ -48,8 +49,7 @@ class Around:
     ``gpus``: asked for on the command line. ``first_gpus``: what the run's first start multiplied by.
     ``count_gpus``: those of this machine.
     ``columns``: column names of a data file or data set. ``model_config``: config.json of a model that is at hand.
-    ``strict``: refuse substitutions. ``micro``, ``accumulation``: samples per GPU and micro-batches per step of the run
-    file that a settings file belongs to.
+    ``strict``: refuse substitutions.
     """
 
     folder: Path = Path()
@@ -59,8 +59,6 @@ class Around:
     columns: Callable[[str], tuple[str, ...] | None] | None = None
     model_config: Callable[[str], Mapping[str, Any] | None] | None = None
     strict: bool = False
-    micro: int | None = None
-    accumulation: int | None = None
 
 
 @dataclass(frozen=True)
@@ -68,8 +66,7 @@ class Translation:
     """A foreign file as a native mapping. ``origins``: of each native key, the place in the foreign file.
 
     ``gpus``: the number of GPUs that per-GPU numbers were multiplied by, None if there were none to multiply.
-    ``carried``: native keys that hold a default of the tool, with the reason. ``micro``, ``accumulation``: samples per
-    GPU and micro-batches per step, where the file has them as numbers.
+    ``carried``: native keys that hold a default of the tool, with the reason.
     """
 
     tool: str
@@ -79,8 +76,6 @@ class Translation:
     origins: Mapping[str, str]
     carried: Mapping[str, str]
     gpus: int | None = None
-    micro: int | None = None
-    accumulation: int | None = None
 
     def findings(self) -> list[str]:
         """What keeps the file from being run, each with its place."""
@@ -120,8 +115,6 @@ class Translator:
         self._fates: dict[str, Fate] = {}
         self._set_by: dict[str, str] = {}
         self._gpus: int | None = None
-        self.micro: int | None = None
-        self.accumulation: int | None = None
 
     # reading
 
@@ -231,11 +224,6 @@ class Translator:
         path = first.get("path") if isinstance(first, Mapping) else first
         return self.around.columns(path) if self.around.columns and isinstance(path, str) else None
 
-    @property
-    def gpus(self) -> int | None:
-        """The number of GPUs that was used or named so far."""
-        return self._gpus
-
     def num_gpus(self) -> int | None:
         """GPUs to multiply per-GPU numbers by: those of the run's first start, those that the file names, those asked
         for, or this machine's (a CPU counts as one). None if nobody can say.
@@ -259,8 +247,6 @@ class Translator:
             )
             for name, value in fate.native.items():
                 self._set(name, value, key)
-        for name, why in other.carried.items():
-            self.carry(name, _look_up(other.mapping, name), why)
 
     def finish(self, *, refuse_unknown: bool = False) -> Translation:
         """The translation, once every key was looked at. A key without a fate is one that the tool does not know:
@@ -274,7 +260,7 @@ class Translator:
                     raise AssertionError(f"{self.tool}: `{key}` has no fate")
                 self._note(key, "unset", "")
                 continue
-            near = _nearest_key(key, self.known)
+            near = _same_meaning(key, self.known) or _nearest_key(key, self.known)
             if near:
                 self.refuse(key, f"{self.tool} has no such key: did you mean `{near}`?")
             elif refuse_unknown:
@@ -284,15 +270,7 @@ class Translator:
         order = {key: index for index, key in enumerate(self.values)}
         fates = sorted(self._fates.values(), key=lambda fate: order.get(fate.key.split(" > ")[0], len(order)))
         return Translation(
-            self.tool,
-            self.source.where,
-            self.mapping,
-            tuple(fates),
-            self.origins,
-            self.carried,
-            self._gpus,
-            self.micro,
-            self.accumulation,
+            self.tool, self.source.where, self.mapping, tuple(fates), self.origins, self.carried, self._gpus
         )
 
     def _note(self, key: str, kind: Kind, why: str, native: Mapping[str, Any] | None = None) -> None:
@@ -333,6 +311,12 @@ def _nearest_key(key: str, known: Collection[str]) -> str | None:
     first = key.partition("_")[0]
     alike = sorted(name for name in known if name.partition("_")[0] == first)
     return nearest_name(key, alike) or nearest_name(key, sorted(known))
+
+
+def _same_meaning(key: str, known: Collection[str]) -> str | None:
+    """The known key for what other tools call ``key``: ``lora_r`` for ``lora_rank``."""
+    ours = find_key(key)
+    return next((name for name in sorted(known) if ours and find_key(name) == ours), None)
 
 
 def names(text: str) -> frozenset[str]:

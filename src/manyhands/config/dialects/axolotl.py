@@ -1,0 +1,375 @@
+"""Axolotl's run files (``axolotl train FILE``), as its schemas, builders and loaders of July 2026 read them.
+
+Defaults that are carried over: cosine after a warm-up of min(3 %, 100 steps), one epoch, seed 42, `sequence_len` 512,
+longer samples dropped, nothing held out, all weights where there is no `adapter`, four checkpoints kept. Numbers per
+GPU (`micro_batch_size`, `gradient_accumulation_steps`) are multiplied by the GPUs. Model and method, data, templates
+and distribution are in the modules ``axolotl_*.py`` beside this one, names in ``axolotl_keys.py``.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from manyhands.config.dialects import axolotl_keys as keys
+from manyhands.config.dialects.axolotl_data import map_data
+from manyhands.config.dialects.axolotl_model import map_method, map_model
+from manyhands.config.dialects.axolotl_parallel import count_mesh, map_precision, map_sharding
+from manyhands.config.dialects.transformers import OPTIMIZERS
+from manyhands.config.dialects.translation import UNKNOWN_GPUS, Translator
+from manyhands.config.keys import show
+
+TOOL = "Axolotl"
+REFUSES_UNKNOWN = False
+MARKS = frozenset({"base_model", "sequence_len", "sample_packing", "lora_target_linear"})
+KEYS, OPEN = keys.KEYS, keys.OPEN
+
+EPOCHS_UNBOUNDED = 1_000_000  # `max_steps` alone ends a run
+KEPT_CHECKPOINTS = 4
+_OPTIMIZERS = {
+    **OPTIMIZERS,
+    "ao_adamw_8bit": OPTIMIZERS["adamw_torch_8bit"],
+    "ao_adamw_4bit": OPTIMIZERS["adamw_torch_4bit"],
+}
+_SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "constant_with_warmup": "constant"}
+
+
+def translate(t: Translator) -> None:
+    """Every key of an Axolotl file; a file of another kind of training has one reason, for its whole."""
+    for key in keys.NOT_READ_THERE & t.values.keys():
+        t.ignore(key, "Axolotl has no such key and ignores it")
+    if _is_out_of_scope(t):
+        return
+    _check_shapes(t)
+    map_model(t)
+    map_method(t)
+    map_data(t)
+    _map_batch(t)
+    _map_optimizer(t)
+    _map_schedule(t)
+    _map_length(t)
+    map_precision(t)
+    map_sharding(t)
+    _map_intervals(t)
+    _map_output(t)
+    _map_rest(t)
+
+
+def _check_shapes(t: Translator) -> None:
+    """A mapping where one value belongs, and one value where a mapping belongs."""
+    sections = {key.partition(".")[0] for key in KEYS if "." in key}
+    for key in t.values:
+        head = key.partition(".")[0]
+        if head != key and head in KEYS and head not in sections:
+            t.refuse(key, f"`{head}` takes one value, not a mapping")
+        elif key in sections and t.get(key) not in (None, {}, []):
+            t.refuse(key, f"got {show(t.get(key))}, allowed: a mapping of keys")
+
+
+def _is_out_of_scope(t: Translator) -> bool:
+    """Preferences, rewards, images: one refusal; every other key is said not to have been looked at."""
+    found = [key for key in keys.OUT_OF_SCOPE if t.get(key) not in (None, False)]
+    if t.has("model_type") and "SequenceClassification" in str(t.get("model_type")):
+        found.append("model_type")
+    if not found:
+        return False
+    t.refuse(found[0], keys.OUT_OF_SCOPE.get(found[0], "classifiers are not available: only causal language models"))
+    for key in t.values:
+        if key != found[0]:
+            t.ignore(key, f"not looked at, because of `{found[0]}`")
+    return True
+
+
+def _map_batch(t: Translator) -> None:
+    """micro-batch x accumulation x GPUs: samples, or packs of ``sequence_len`` tokens."""
+    if t.flag("use_ray") and t.integer("ray_num_workers"):
+        t.set_gpus(int(t.integer("ray_num_workers") or 1))
+    for key in ("use_ray", "ray_num_workers"):
+        t.already(key, "the number of GPUs that the batch is counted for")
+    count_mesh(t)
+    packs = t.flag("sample_packing")
+    if packs:  # the samples of a step are the same, packed or not
+        t.map("sample_packing", "data.packing", "auto", "packed if the model's attention allows")
+    elif t.has("sample_packing"):
+        t.map("sample_packing", "data.packing", False)
+    else:
+        t.carry("data.packing", False, "Axolotl's default")
+    micro, accumulation, gpus = t.integer("micro_batch_size"), _accumulation(t), t.num_gpus()
+    if micro is None:
+        t.refuse("micro_batch_size", "it is missing: write the samples that one GPU takes at once")
+    elif gpus is None:
+        t.refuse("micro_batch_size", UNKNOWN_GPUS)
+    elif accumulation is not None:
+        sum_ = f"{micro} per GPU × {gpus} GPU{'s' if gpus > 1 else ''} × {accumulation} accumulation"
+        native = "batch.packs" if packs else "batch.samples"
+        for key in ("micro_batch_size", "gradient_accumulation_steps", "batch_size"):
+            t.map(key, native, micro * gpus * accumulation, sum_)
+        if packs:
+            t.map("micro_batch_size", "batch.micro_tokens", micro * (t.integer("sequence_len") or 512))
+        else:
+            t.map("micro_batch_size", "batch.micro_samples", micro)
+    for key in ("micro_batch_size", "gradient_accumulation_steps", "batch_size"):
+        t.already(key)
+
+
+def _accumulation(t: Translator) -> int | None:
+    """``gradient_accumulation_steps``, or as many as ``batch_size`` (of one GPU) has micro-batches."""
+    micro, steps, total = (t.integer(key) for key in ("micro_batch_size", "gradient_accumulation_steps", "batch_size"))
+    if steps and total:
+        t.contradict("batch_size", f"{t.place('gradient_accumulation_steps')} is set too: Axolotl takes one of them")
+    elif total and micro and total % micro:
+        t.contradict("batch_size", f"{total} is no multiple of `micro_batch_size: {micro}`")
+    elif total and micro:
+        return total // micro
+    elif not steps and micro:
+        t.refuse("gradient_accumulation_steps", "it is missing: Axolotl wants it beside `micro_batch_size`")
+    return steps
+
+
+def _map_optimizer(t: Translator) -> None:
+    if not t.has("learning_rate"):
+        t.refuse("learning_rate", "it is missing: Axolotl has no default")
+    for key, native, why in (
+        ("learning_rate", "learning_rate", ""),
+        ("weight_decay", "weight_decay", ""),
+        ("adam_beta1", "beta1", ""),
+        ("adam_beta2", "beta2", ""),
+        ("adam_epsilon", "eps", ""),
+        ("max_grad_norm", "max_grad_norm", ""),
+    ):
+        number = t.number(key)
+        if number is not None:
+            t.map(key, f"optimizer.{native}", number, why)
+    if t.number("weight_decay") and not t.has("adapter"):
+        t.map("weight_decay", "optimizer.decay_embeddings", True)
+    asked = t.get("optimizer", "adamw_torch_fused")
+    ours, note = _OPTIMIZERS.get(str(asked), ("", ""))
+    if not ours:
+        t.refuse("optimizer", f"{show(asked)} is not available: write one of {', '.join(_OPTIMIZERS)}")
+    elif note:
+        t.substitute("optimizer", {"optimizer.name": ours}, note)
+    else:
+        t.map("optimizer", "optimizer.name", ours)
+    t.carry("optimizer.name", "adamw", "Axolotl's default")
+    ratio, rate = t.number("loraplus_lr_ratio"), t.number("learning_rate")
+    if ratio and rate:
+        t.map("loraplus_lr_ratio", "optimizer.learning_rates", {"lora_B": rate * ratio}, "LoRA+: the rate of B")
+    t.already("loraplus_lr_ratio")
+    t.already("loraplus_lr_embedding", "no embedding has LoRA matrices")
+
+
+def _map_schedule(t: Translator) -> None:
+    kind = str(t.get("lr_scheduler", "cosine"))
+    if kind not in _SCHEDULES:
+        t.refuse("lr_scheduler", f"{show(kind)} is not available: write one of {', '.join(_SCHEDULES)}")
+    t.map("lr_scheduler", "schedule.name", _SCHEDULES.get(kind, "cosine"))
+    t.carry("schedule.name", "cosine", "Axolotl's default")
+    _map_warmup(t, has_none=kind == "constant")
+    low, flat = t.number("cosine_min_lr_ratio"), t.number("cosine_constant_lr_ratio")
+    if kind != "cosine":
+        for key in ("cosine_min_lr_ratio", "cosine_constant_lr_ratio"):
+            t.already(key, f"`lr_scheduler` is {kind}")
+    elif low and flat:
+        t.refuse("cosine_constant_lr_ratio", "a constant rate before the end of a cosine is not available: set it to 0")
+    elif low:
+        t.map("cosine_min_lr_ratio", "schedule.min_ratio", low, "the rate does not fall at all" if low == 1 else "")
+    for key in ("cosine_min_lr_ratio", "cosine_constant_lr_ratio"):
+        t.already(key)
+    t.only("lr_scheduler_kwargs", ({},), "arguments of a schedule are not available: `cosine_min_lr_ratio` is")
+    if t.flag("lr_quadratic_warmup") and kind == "cosine":
+        t.refuse("lr_quadratic_warmup", "a quadratic warm-up is not available: remove it for a linear one")
+    t.already("lr_quadratic_warmup")
+
+
+def _map_warmup(t: Translator, *, has_none: bool) -> None:
+    steps, ratio, limit = t.number("warmup_steps"), t.number("warmup_ratio"), t.integer("max_steps")
+    if has_none:
+        for key in ("warmup_steps", "warmup_ratio"):
+            t.already(key, "transformers' `constant` has no warm-up; `constant_with_warmup` has")
+        t.carry("schedule.warmup_steps", 0, "transformers' `constant` has no warm-up")
+    elif steps and ratio:
+        t.contradict("warmup_ratio", f"{t.place('warmup_steps')} is set too: keep one")
+    elif steps is not None and 0 < steps < 1:
+        why = "read as a share of all steps; Axolotl itself refuses a part of a step"
+        t.substitute("warmup_steps", {"schedule.warmup_ratio": steps}, why)
+    elif steps is not None:
+        t.map("warmup_steps", "schedule.warmup_steps", _axolotl_warmup(steps))
+        t.already("warmup_ratio", "`warmup_steps` is set")
+    elif ratio is not None and limit:
+        t.map("warmup_ratio", "schedule.warmup_steps", _axolotl_warmup(ratio * limit), f"of {limit} steps")
+    elif ratio is not None:
+        t.map("warmup_ratio", "schedule.warmup_ratio", ratio)
+    elif limit:
+        t.carry("schedule.warmup_steps", _axolotl_warmup(min(0.03 * limit, 100)), "Axolotl's default: min(3 %, 100)")
+    else:
+        why = "Axolotl's default, which ends at 100 steps: write `warmup_steps: 100` for a run of more than 3,333"
+        t.carry("schedule.warmup_ratio", 0.03, why)
+    for key in ("warmup_steps", "warmup_ratio"):
+        t.already(key)
+
+
+def _axolotl_warmup(steps: float) -> int:
+    """Whole steps as Axolotl counts them: rounded down, and two in place of one."""
+    whole = int(steps)
+    return 2 if whole == 1 else whole
+
+
+def _map_length(t: Translator) -> None:
+    """Epochs, steps, seed. ``max_steps`` alone ends a run that has it, as in transformers' Trainer."""
+    limit, epochs = t.integer("max_steps"), t.number("num_epochs")
+    if limit and limit > 0:
+        t.map("max_steps", "stop.max_steps", limit)
+        t.already("num_epochs", "`max_steps` takes precedence")
+        t.carry("stop.epochs", EPOCHS_UNBOUNDED, "`max_steps` alone ends the run")
+    elif epochs is not None:
+        t.map("num_epochs", "stop.epochs", epochs)
+    else:
+        t.carry("stop.epochs", 1, "Axolotl's default")
+    t.already("max_steps")
+    seed = t.integer("seed")
+    if seed is not None:
+        t.map("seed", "seed", seed)
+    else:
+        t.carry("seed", 42, "Axolotl's default")
+
+
+def _map_intervals(t: Translator) -> None:
+    """Evaluations and checkpoints: a number a run's epoch, steps, or a share of the run."""
+    if t.has("logging_steps"):
+        t.map("logging_steps", "log.every_steps", max(1, t.integer("logging_steps", 1) or 1))
+    for steps, per_epoch in (("save_steps", "saves_per_epoch"), ("eval_steps", "evals_per_epoch")):
+        if t.number(steps) and t.number(per_epoch):
+            t.contradict(steps, f"{t.place(per_epoch)} is set too: keep one")
+    _map_interval(t, "checkpoint", "save_steps", "saves_per_epoch", "save_strategy", default=1)
+    strategy = "evaluation_strategy" if t.has("evaluation_strategy") and not t.has("eval_strategy") else "eval_strategy"
+    if t.has("test_datasets") or t.number("val_set_size"):
+        _map_interval(t, "evaluate", "eval_steps", "evals_per_epoch", strategy, default=None)
+        _map_best(t)
+    for key in ("eval_steps", "evals_per_epoch", "eval_strategy", "evaluation_strategy", "early_stopping_patience",
+                "load_best_model_at_end", "metric_for_best_model"):  # fmt: skip
+        t.already(key, "there is no validation data" if t.has(key) else "")
+    keep = t.integer("save_total_limit")
+    native = t.mapping.get("checkpoint", {})
+    if keep and native.get("every_steps") != 0:
+        t.map("save_total_limit", "checkpoint.keep_last", keep)
+    elif native.get("every_steps") != 0:
+        t.carry("checkpoint.keep_last", KEPT_CHECKPOINTS, "Axolotl's default")
+    t.already("save_total_limit")
+
+
+def _map_interval(
+    t: Translator, section: str, steps_key: str, per_epoch_key: str, strategy_key: str, *, default: int | None
+) -> None:
+    """``default``: how often an epoch where the file says nothing; None: only at start and end."""
+    every, per_epoch = f"{section}.every_steps", f"{section}.per_epoch"
+    steps, times, limit = t.number(steps_key), t.integer(per_epoch_key), t.integer("max_steps")
+    strategy = str(t.get(strategy_key, "")).lower()
+    if strategy in ("no", "false"):
+        t.map(strategy_key, every, 0)
+    elif times and limit:
+        share = 1 / (times * (t.number("num_epochs", 1) or 1))
+        t.map(per_epoch_key, every, max(1, math.ceil(limit * share)), f"a share of `max_steps: {limit}`")
+    elif times:
+        t.map(per_epoch_key, per_epoch, times)
+    elif steps:
+        t.map(steps_key, every, int(steps) if steps >= 1 else steps)
+    elif strategy == "best":
+        t.map(strategy_key, {per_epoch: 1, "checkpoint.keep_best": True})
+    elif strategy == "epoch":
+        t.map(strategy_key, per_epoch, 1)
+    elif default:
+        t.carry(per_epoch, default, "Axolotl's default")
+    else:
+        t.carry(every, 0, "Axolotl's default: no evaluations during the run")
+    for key in (steps_key, per_epoch_key, strategy_key):
+        t.already(key)
+
+
+def _map_best(t: Translator) -> None:
+    """Early stopping, and the best checkpoint as the result."""
+    patience = t.integer("early_stopping_patience")
+    if patience:
+        t.map("early_stopping_patience", "stop.patience", patience)
+    save, evaluate = t.integer("save_steps"), t.integer("eval_steps")
+    if patience or t.flag("load_best_model_at_end"):
+        key = "load_best_model_at_end" if t.flag("load_best_model_at_end") else "early_stopping_patience"
+        if save and evaluate and save % evaluate == 0:
+            t.map(key, "checkpoint.keep_best", True)
+        else:
+            t.ignore(key, "the last checkpoint is the result, as in Axolotl unless `eval_steps` divides `save_steps`")
+    t.only("metric_for_best_model", ("loss", "eval_loss"), "the best checkpoint is that of the lowest validation loss")
+
+
+def _map_output(t: Translator) -> None:
+    asked = str(t.get("output_dir", "./model-out")).rstrip("/")
+    folder, _, name = asked.rpartition("/")
+    native = {"output.dir": folder or ".", "name": re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-")[:100] or "run"}
+    if t.has("output_dir"):
+        t.map("output_dir", native)
+    else:
+        for key, value in native.items():
+            t.carry(key, value, "Axolotl's default")
+    if t.flag("use_tensorboard"):
+        t.map("use_tensorboard", "log.tensorboard", True)
+    t.already("use_tensorboard")
+    if t.flag("merge_lora"):
+        t.map("merge_lora", "output.merge", True)
+    t.already("merge_lora")
+
+
+def _map_rest(t: Translator) -> None:
+    """Keys that no other key decides: by construction, reported, or refused where they are on."""
+    if t.number("loss_watchdog_threshold"):
+        t.map("loss_watchdog_threshold", "stop.loss_above", t.number("loss_watchdog_threshold"))
+        steps = t.integer("loss_watchdog_patience", 3) or 3
+        t.map("loss_watchdog_patience", "stop.loss_above_steps", steps)
+        t.carry("stop.loss_above_steps", steps, "Axolotl's default")
+    t.already("loss_watchdog_threshold")
+    t.already("loss_watchdog_patience")
+    t.only("dataloader_drop_last", (False,), "every sample is trained: set it to false")
+    t.only("resume_from_checkpoint", (False,), "the same command resumes a run from its newest checkpoint; to begin "
+           "from trained weights name their folder in `base_model`")  # fmt: skip
+    kernels = [t.flag(key) for key in ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel") if t.has(key)]
+    for key in ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"):
+        if t.has(key) and not any(kernels):
+            t.map(key, "kernels.lora", "reference")
+        t.already(key)
+    _map_plugins(t)
+    for key in ("attn_implementation", "sage_attention"):
+        if t.get(key) in ("sage", "fp8", True):
+            t.refuse(key, "attention in lower precision is not available: write flash_attention_2")
+    for key in keys.ALREADY & t.values.keys():
+        t.already(key)
+    for key in keys.ONLY_WITH_RL & t.values.keys():
+        t.already(key, "only for other kinds of training")
+    off: tuple[object, ...] = (None, False, 0, "", "false", [], {})
+    for key in keys.IGNORED.keys() & t.values.keys():
+        if t.get(key) in off:
+            t.already(key)
+        else:
+            t.ignore(key, keys.IGNORED[key])
+    for key in keys.REFUSED.keys() & t.values.keys():
+        parent = keys.PART_OF.get(key)
+        if t.get(key) in off or (key == "expert_parallel_size" and t.get(key) == 1):
+            t.already(key)
+        elif parent and t.get(parent) in off:
+            t.already(key, f"`{parent}` is not set")
+        else:
+            t.refuse(key, keys.REFUSED[key])
+    for key in keys.OUT_OF_SCOPE.keys() & t.values.keys():
+        t.already(key)
+
+
+def _map_plugins(t: Translator) -> None:
+    asked = t.get("plugins", [])
+    if not isinstance(asked, list):
+        t.refuse("plugins", f"got {show(asked)}, allowed: a list")
+        return
+    for plugin in asked:
+        parts = str(plugin).split(".")
+        known = next((part for part in parts if part in keys.PLUGINS), None)
+        if known is None:
+            t.refuse("plugins", f"{plugin} is not available: remove it")
+        elif why := keys.PLUGINS[known]:
+            t.refuse("plugins", f"{parts[-1]}: {why}")
+    t.already("plugins", "fused kernels are used where they pass a self-test" if asked else "")

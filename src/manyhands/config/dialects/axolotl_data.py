@@ -1,0 +1,336 @@
+"""The data of an Axolotl run: ``datasets``, ``test_datasets``, ``pretraining_dataset``, lengths, what is held out. Part
+of the dialect ``axolotl.py``.
+
+Each key of an entry has a fate of its own (``datasets[0].type``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from manyhands.config.dialects import axolotl_keys as keys
+from manyhands.config.dialects.axolotl_templates import map_template
+from manyhands.config.dialects.translation import Translator
+from manyhands.config.keys import nearest_name, show
+
+# By `type` of an entry: ours for the same rows; `template`: the chat template whose text is that of the type.
+TYPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "alpaca": {"format": "alpaca", "template": "alpaca"},
+        "alpaca:instruct": {"format": "alpaca", "template": "alpaca"},
+        "alpaca_instruct": {"format": "alpaca", "template": "alpaca"},
+        "alpaca:chat": {"format": "alpaca", "template": "alpaca-chat"},
+        "alpaca_chat": {"format": "alpaca", "template": "alpaca-chat"},
+        "alpaca:phi": {"format": "alpaca", "template": "alpaca-phi"},
+        "gpteacher": {"format": "alpaca", "template": "alpaca", "fields": {"output": "response"}},
+        "oasst": {
+            "format": "alpaca",
+            "template": "alpaca",
+            "fields": {"instruction": "INSTRUCTION", "output": "RESPONSE"},
+        },
+        "chat_template": {"format": "messages"},
+        "completion": {"format": "text"},
+        "input_output": {"format": "segments"},
+    }
+)
+_FILE = re.compile(r"\.(jsonl?|ndjson|csv|tsv|parquet|txt|arrow)(\.gz|\.zst)?$", re.IGNORECASE)
+_FORMATS = ("json", "csv", "parquet", "arrow", "text")  # of datasets: `path: json` with data_files
+_NEVER_ACTS = ("trust_remote_code", "ds_type", "preprocess_shards", "temperature")
+
+
+def map_data(t: Translator) -> None:
+    """Sources, lengths, what is held out, the chat template."""
+    for key in ("datasets", "test_datasets", "pretraining_dataset"):
+        _open_entries(t, key)
+    if t.flag("streaming") or t.has("pretraining_dataset"):
+        key = "pretraining_dataset" if t.has("pretraining_dataset") else "streaming"
+        t.refuse(key, "a stream of rows that is read until `max_steps` is not available: name the rows in `datasets`, "
+                 "with a slice such as `split: train[:1%]`")  # fmt: skip
+    t.already("streaming")
+    if not t.has("datasets") and not t.has("pretraining_dataset"):
+        t.refuse("datasets", "it is missing: write a list of data sets")
+    tasks = _map_sources(t, "datasets", "data.train")
+    if t.has("test_datasets"):
+        _map_sources(t, "test_datasets", "data.validation")
+    for key in ("pretraining_dataset", "test_datasets"):
+        for place in [place for place in t.values if place.startswith(f"{key}[")]:
+            t.already(place)
+        t.already(key)
+    task = "cpt" if tasks == {"text"} else "mixed" if "text" in tasks else "sft"
+    t.carry("task", task, "by the types of the data sets")
+    _map_lengths(t, task)
+    _map_validation(t)
+    if task != "cpt":
+        map_template(t, _entries_by_template(t))
+    for key in ("chat_template", "chat_template_jinja", "chat_template_kwargs", "eot_tokens", "train_on_inputs"):
+        t.already(key, "no data set of conversations uses it" if t.has(key) else "")
+    if t.flag("dataset_exact_deduplication"):
+        t.map("dataset_exact_deduplication", "data.deduplicate", True, "by token ids; Axolotl compares whole rows")
+    for key in ("sample_packing_sequentially", "curriculum_sampling"):
+        if t.flag(key):
+            t.map(key, "data.order", "as_given")
+        t.already(key)
+    t.already("dataset_exact_deduplication")
+
+
+def _open_entries(t: Translator, key: str) -> None:
+    """Makes every key of every entry one of ``t.values``; entries that are no mappings are refused."""
+    asked = t.get(key)
+    entries = [asked] if isinstance(asked, dict) else asked or []
+    if not isinstance(entries, list):
+        t.refuse(key, f"got {show(asked)}, allowed: a list of data sets, each with path and type")
+        return
+    for index, entry in enumerate(entries):
+        if not isinstance(entry, dict):
+            t.refuse(key, f"got {show(entry)}, allowed: a data set with path and type")
+            continue
+        t.values |= {f"{key}[{index}].{name}": value for name, value in entry.items()}
+
+
+def _map_sources(t: Translator, key: str, native: str) -> set[str]:
+    """The list of our sources; returns the formats that they have."""
+    count = 1 + max((int(name[len(key) + 1 : name.index("]")]) for name in t.values if name.startswith(f"{key}[")),
+                    default=-1)  # fmt: skip
+    sources, formats = [], set()
+    for index in range(count):
+        source = _Entry(t, f"{key}[{index}]", "train" if key == "datasets" else "test").translate()
+        sources.append(source)
+        formats.add(str(source.get("format")))
+    if sources:
+        t.map(key, native, sources)
+    elif t.has(key):
+        t.refuse(key, f"got {show(t.get(key))}, allowed: a list of data sets, each with path and type")
+    return formats
+
+
+def _entries_by_template(t: Translator) -> dict[str, list[str]]:
+    """Entries (``datasets[0]``) by the chat template that their type stands for; empty for conversations."""
+    found: dict[str, list[str]] = {}
+    for key in t.values:
+        if re.fullmatch(r"(test_)?datasets\[\d+\]\.type", key):
+            ours = TYPES.get(str(t.get(key)), {})
+            if ours.get("format") in ("alpaca", "messages"):
+                found.setdefault(ours.get("template", ""), []).append(key.removesuffix(".type"))
+    return found
+
+
+class _Entry:
+    """One data set: reads its keys and gives them their fates."""
+
+    def __init__(self, t: Translator, place: str, default_split: str) -> None:
+        self.t, self.place, self.default_split = t, place, default_split
+        self.source: dict[str, Any] = {}
+
+    def key(self, name: str) -> str:
+        return f"{self.place}.{name}"
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.t.get(self.key(name), default)
+
+    def set(self, name: str, **values: Any) -> None:
+        """The key sets these keys of the source."""
+        self.source |= values
+        self.t.map(self.key(name), {}, why=", ".join(f"{key}: {show(value)}" for key, value in values.items()))
+
+    def refuse(self, name: str, why: str) -> None:
+        self.t.refuse(self.key(name), why)
+
+    def translate(self) -> dict[str, Any]:
+        if "path" not in self.source:
+            self._map_path()
+        self._map_type()
+        self._map_messages()
+        for name in ("shards", "shards_idx", "input_transform", "input_format", "field_human", "field_model",
+                     "logprobs_field", "conversation", "skip"):  # fmt: skip
+            if self.get(name) not in (None, 0):
+                self.refuse(name, "not available: remove it")
+        for place in [place for place in self.t.values if place.startswith(f"{self.place}.")]:
+            name = place.removeprefix(f"{self.place}.").split(".")[0]
+            if name in keys.ENTRY:
+                self.t.already(place)
+            elif near := nearest_name(name, keys.ENTRY):
+                self.t.refuse(place, f"Axolotl has no such key: did you mean `{near}`?")
+            else:
+                self.t.ignore(place, "Axolotl has no such key and ignores it")
+        return self.source
+
+    def _map_path(self) -> None:
+        """A hub name, unless it is a file or folder; files of a hub set are its ``data_files``."""
+        path, files = self.get("path"), self.get("data_files")
+        files = [files] if isinstance(files, str) else files
+        if not isinstance(path, str):
+            self.refuse("path", "it is missing: write a hub name, a file or a folder")
+            return
+        if re.match(r"(s3|gs|gcs|adl|abfs|az|oci|https?)://", path):
+            self.refuse("path", f"{show(path)}: copy it to this machine and name the file")
+        elif path in _FORMATS and files:
+            if len(files) > 1:
+                self.refuse("data_files", "write one entry for each file, with the file as its path")
+            self.source["path"] = files[0]
+            self.t.map(self.key("path"), {}, why=f"the format of {files[0]}")
+            self.set("data_files", path=files[0])
+        elif _is_local(path, self.t):
+            self.set("path", path=path)
+            if files:
+                self.refuse("data_files", "write one entry for each file, with the file as its path")
+        else:
+            self.set("path", path=f"hub:{path}")
+            if files:
+                self.refuse(
+                    "data_files", "single files of a hub set are not fetched: download them and name one as path"
+                )
+        for name, ours in (("name", "subset"), ("revision", "revision")):
+            if self.get(name) is not None:
+                self.set(name, **{ours: str(self.get(name))})
+        if self.get("split") is not None:
+            self.set("split", split=str(self.get("split")))
+        elif self.default_split != "train" and not _FILE.search(self.source.get("path", "")):
+            self.source["split"] = self.default_split
+
+    def _map_type(self) -> None:
+        kind = self.get("type")
+        if isinstance(kind, dict) or any(place.startswith(self.key("type.")) for place in self.t.values):
+            self.refuse(
+                "type", "prompts of your own are not available: write the rows as messages, `type: chat_template`"
+            )
+            return
+        if kind is None:
+            self.source["format"] = "tokens"
+            self.t.already(self.key("type"), "rows with input_ids, attention_mask and labels")
+            if self.key("type") not in self.t.values:
+                self.refuse("type", "it is missing: write alpaca, chat_template, completion, ...")
+            return
+        kind = str(kind)
+        if kind.startswith("sharegpt"):
+            self.refuse("type", "Axolotl itself refuses it: write `type: chat_template`, `field_messages: "
+                        "conversations` and `message_property_mappings: {role: from, content: value}`")  # fmt: skip
+        elif kind not in TYPES:
+            self.refuse("type", f"{show(kind)} is not available: write one of {', '.join(TYPES)}")
+        else:
+            ours = dict(TYPES[kind])
+            column = self.get("field") or self.get("text_column")
+            if ours["format"] == "text" and column not in (None, "text"):
+                name = "field" if self.get("field") else "text_column"
+                self.set(name, fields={"text": column})
+            fields = {"fields": dict(ours["fields"])} if "fields" in ours else {}
+            self.set("type", format=ours["format"], **fields)
+
+    def _map_messages(self) -> None:
+        """Columns and keys of messages; which turns are trained; a chat template of the entry's own."""
+        if self.source.get("format") != "messages":
+            return
+        turns = self.get("field_messages")
+        names = self._property_names()
+        column = str(turns or "messages")
+        fields: dict[str, str] = {}
+        if (names.get("role", "role"), names.get("content", "content")) == ("from", "value"):
+            self.source["format"] = "sharegpt"
+            fields = {"conversations": column} if column != "conversations" else {}
+        else:
+            fields = {"messages": column} if column != "messages" else {}
+            fields |= {ours: names[ours] for ours in ("role", "content") if names.get(ours, ours) != ours}
+        if self.get("field_tools") not in (None, "tools"):
+            fields["tools"] = str(self.get("field_tools"))
+        thinking = self.get("field_thinking")
+        if thinking not in (None, "reasoning_content"):
+            key = str(self.get("template_thinking_key", "reasoning_content"))
+            if key != thinking:
+                self.refuse(
+                    "field_thinking", f"{show(thinking)}: name the thought of a message {key}, as the template does"
+                )
+        for name in ("field_messages", "message_field_role", "message_field_content", "field_tools"):
+            self.t.map(self.key(name), {}, why=f"format: {self.source['format']}")
+        if fields:
+            self.source["fields"] = fields
+        self._map_trained_turns()
+
+    def _property_names(self) -> dict[str, str]:
+        """message_property_mappings, or the older message_field_role and message_field_content."""
+        asked = self.get("message_property_mappings") or {}
+        names = {str(ours): str(theirs) for ours, theirs in asked.items()} if isinstance(asked, dict) else {}
+        more = [name for name in names if name not in ("role", "content")]
+        if more:
+            self.refuse("message_property_mappings", f"{show(more[0])}: only role and content may have other names")
+        else:
+            self.t.map(self.key("message_property_mappings"), {}, why="names of role and content")
+        for name, key in (("role", "message_field_role"), ("content", "message_field_content")):
+            if self.get(key) is not None:
+                names.setdefault(name, str(self.get(key)))
+        return names
+
+    def _map_trained_turns(self) -> None:
+        roles = self.get("roles_to_train")
+        if roles is not None and set(map(str, roles if isinstance(roles, list) else [roles])) - {"assistant", "gpt"}:
+            self.refuse("roles_to_train", f"{show(roles)}: only assistant turns are trained, or all tokens with "
+                        "`train_on_inputs: true`")  # fmt: skip
+        elif roles == []:
+            self.refuse("roles_to_train", "no turn would be trained: remove it")
+        for name in ("train_on_eos", "train_on_eot"):
+            if self.get(name) not in (None, "turn"):
+                self.refuse(name, f"{show(self.get(name))}: the end of each trained turn is trained: write turn")
+        for name in ("message_field_training", "message_field_training_detail"):
+            if self.get(name) is not None:
+                self.refuse(name, "which turns are trained follows from their role; a message's own key is `weight`")
+        if self.get("drop_system_message"):
+            self.refuse("drop_system_message", "system messages are kept: remove them from the rows")
+        if self.get("split_thinking"):
+            self.refuse("split_thinking", "thoughts inside of the content are not taken out: write them as "
+                        "reasoning_content")  # fmt: skip
+        roles_map = self.get("roles")
+        if roles_map:
+            self.refuse(
+                "roles", "the roles are system, user, assistant and tool (human and gpt are known): rename them"
+            )
+
+
+def _is_local(path: str, t: Translator) -> bool:
+    """Whether a path is a file or folder rather than a hub name: by its look, or because it is there."""
+    if path.startswith((".", "/", "~")) or _FILE.search(path) or path.count("/") > 1:
+        return True
+    try:
+        return (t.around.folder / path).exists()
+    except OSError:
+        return False
+
+
+def _map_lengths(t: Translator, task: str) -> None:
+    length = t.integer("sequence_len")
+    if length:
+        t.map("sequence_len", "data.max_length", length)
+    else:
+        t.carry("data.max_length", 512, "Axolotl's default")
+    t.only("eval_sequence_len", (length,), "training and evaluation have one length: remove it")
+    ways = {"drop": "drop", "truncate": "truncate", "raise": "error"}
+    asked = t.get("excess_length_strategy")
+    if task == "cpt":
+        t.carry("data.too_long", "split", "Axolotl cuts text into samples of `sequence_len`")
+        t.already("excess_length_strategy", "text is cut into samples")
+    elif asked is not None and str(asked).lower() not in ways:
+        t.refuse("excess_length_strategy", f"got {show(asked)}, allowed: drop, truncate or raise")
+    elif asked is not None:
+        t.map("excess_length_strategy", "data.too_long", ways[str(asked).lower()])
+    else:
+        t.carry("data.too_long", "drop", "Axolotl's default")
+    shortest = t.integer("min_sample_len")
+    if shortest:
+        t.map("min_sample_len", "data.min_length", shortest)
+
+
+def _map_validation(t: Translator) -> None:
+    share = t.number("val_set_size")
+    if t.has("test_datasets"):
+        if share:
+            t.contradict("val_set_size", f"{t.place('test_datasets')} is set too: keep one")
+        t.already("val_set_size", "`test_datasets` is set")
+        return
+    if share and share >= 1:
+        t.refuse("val_set_size", "a number of rows cannot be held out: write a fraction, such as 0.05")
+    elif share:
+        t.map("val_set_size", "data.validation_fraction", share, "other rows, chosen by the seed")
+    else:
+        t.map("val_set_size", "data.validation_fraction", 0.0)
+        if not t.has("val_set_size"):
+            t.carry("data.validation_fraction", 0.0, "Axolotl's default")

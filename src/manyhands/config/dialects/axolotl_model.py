@@ -1,0 +1,208 @@
+"""The model and the method of an Axolotl run: base, tokens, adapter, quantized base, weights that are not frozen. Part
+of the dialect ``axolotl.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from manyhands.config.dialects.translation import Translator
+from manyhands.config.keys import show
+
+_RANGE = re.compile(r"\[[0-9]*(:[0-9]*)?\]$")
+_ADAPTER_KEYS = (
+    "lora_r", "lora_alpha", "lora_dropout", "lora_target_linear", "lora_target_modules", "lora_modules_to_save",
+    "lora_model_dir", "peft_use_dora", "peft_use_rslora", "peft", "peft.loftq_config", "peft.loftq_config.loftq_bits",
+    "peft_init_lora_weights", "peft_ensure_weight_tying", "peft_autocast_adapter_dtype", "bnb_config_kwargs",
+)  # fmt: skip
+
+
+def map_model(t: Translator) -> None:
+    if not t.has("base_model"):
+        t.refuse("base_model", "it is missing: write the model's hub name or folder")
+    t.map("base_model", "model.name")
+    base = t.get("base_model")
+    t.only("base_model_config", (base,), "a config.json of another model is not available: remove it")
+    t.only(
+        "tokenizer_config", (base,), "a tokenizer of another model is not available: copy it into the model's folder"
+    )
+    for key in ("revision_of_model", "model_revision"):
+        t.map(key, "model.revision", str(t.get(key)))
+    if t.flag("trust_remote_code"):
+        t.map("trust_remote_code", "model.trust_remote_code", True)
+    if t.flag("reinit_weights"):
+        t.map("reinit_weights", "model.init", "random")
+    for key in ("trust_remote_code", "reinit_weights", "model_type"):
+        t.already(key)
+    t.only("tokenizer_legacy", (True,), "the tokenizer is read as its files have it: remove it")
+    _map_tokens(t)
+
+
+def _map_tokens(t: Translator) -> None:
+    """``special_tokens``, and ``tokens``: a list of new ones (or, in old files, a mapping like ``special_tokens``)."""
+    special, new = {}, []
+    for name in ("bos_token", "eos_token", "unk_token"):
+        key = f"special_tokens.{name}"
+        if t.has(key):
+            special[name] = t.get(key)
+            t.map(key, {})
+    t.already("special_tokens.pad_token", "padding is neither attended to nor trained")
+    tokens = t.get("tokens")
+    if isinstance(tokens, dict):
+        special |= {name: token for name, token in tokens.items() if name != "pad_token" and token}
+        t.substitute("tokens", {}, "read as `special_tokens`: today's Axolotl wants a list here")
+    for key in ("special_tokens.additional_special_tokens", "tokens"):
+        if isinstance(t.get(key), list):
+            new += [token for token in t.get(key) if token not in new]
+            t.map(key, {}, why="their embeddings are trained and saved; in Axolotl only with `lora_modules_to_save`")
+        elif t.has(key) and not isinstance(tokens, dict):
+            t.refuse(key, f"got {show(t.get(key))}, allowed: a list of tokens")
+    place = next((key for key in t.values if key.startswith("special_tokens.") or key == "tokens"), "")
+    if special:
+        t.map(place, "model.special_tokens", special)
+    if new:
+        t.map(place, "model.new_tokens", new)
+    if t.flag("resize_token_embeddings_to_32x"):
+        t.substitute("resize_token_embeddings_to_32x", {}, "the vocabulary keeps its size: no rows that no token uses")
+    t.already("resize_token_embeddings_to_32x")
+    t.already("special_tokens")
+
+
+def map_method(t: Translator) -> None:
+    """``adapter``: lora, qlora, or none, which trains all weights or those of ``unfrozen_parameters``."""
+    adapter = t.get("adapter")
+    if adapter in (None, False):
+        _map_full(t)
+    elif adapter in ("lora", "qlora"):
+        _map_adapter(t, adapter)
+    else:
+        t.refuse("adapter", f"{show(adapter)} is not available: write lora or qlora")
+    for key in (*_ADAPTER_KEYS, "adapter", "load_in_4bit", "load_in_8bit", "unfrozen_parameters"):
+        t.already(key, "only with `adapter`" if adapter is None and t.has(key) else "")
+
+
+def _map_full(t: Translator) -> None:
+    for key in ("load_in_4bit", "load_in_8bit"):
+        if t.flag(key):
+            t.contradict(key, "it needs `adapter: qlora` (4 bits) or `adapter: lora` (8 bits): Axolotl refuses it too")
+    why = "no `adapter`: all weights are trained"
+    if not any(key.startswith("fsdp") and t.has(key) for key in t.values) and not t.has("deepspeed"):
+        why += "; the trained weights are kept in float32, in Axolotl without FSDP in bfloat16"
+    patterns = t.get("unfrozen_parameters")
+    if patterns is None:
+        t.carry("method.name", "full", why)
+        return
+    patterns = [patterns] if isinstance(patterns, str) else patterns
+    ranges = [pattern for pattern in patterns if _RANGE.search(str(pattern))]
+    if ranges:
+        t.refuse("unfrozen_parameters", f"{show(ranges[0])}: rows of a matrix cannot be trained alone: name the matrix")
+        return
+    native = {"method.name": "patterns", "method.train": ["re:" + _as_expression(str(one)) for one in patterns]}
+    t.map("unfrozen_parameters", native)
+
+
+def _as_expression(pattern: str) -> str:
+    """Axolotl's pattern of weights as a regular expression for the full name: it matches a name's beginning, and a dot
+    is a dot, but for one before a plus.
+    """
+    literal = re.sub(r"\.(?!\+)", r"\\.", pattern)
+    return f"(?:{literal}).*"
+
+
+def _map_adapter(t: Translator, adapter: str) -> None:
+    four, eight = t.flag("load_in_4bit"), t.flag("load_in_8bit")
+    if adapter == "qlora" and (eight or not four):
+        key = "load_in_8bit" if eight else "load_in_4bit"
+        t.contradict(key, "`adapter: qlora` needs `load_in_4bit: true` alone: Axolotl refuses anything else")
+    t.map("adapter", "method.name", adapter)
+    if adapter == "qlora":
+        t.already("load_in_4bit", "`method.name: qlora`: NF4, quantized twice")
+    elif eight:
+        t.substitute("load_in_8bit", {}, "bases in 8 bits are not available: the base stays in bfloat16")
+    elif four:
+        t.ignore("load_in_4bit", "Axolotl quantizes the base only with `adapter: qlora`")
+    for key, native, required in (
+        ("lora_r", "rank", True),
+        ("lora_alpha", "alpha", True),
+        ("lora_dropout", "dropout", False),
+    ):
+        number = t.number(key)
+        if number is not None:
+            t.map(key, f"method.{native}", number)
+        elif required and not t.has("lora_model_dir"):
+            t.refuse(key, "it is missing: Axolotl has no default")
+    if not t.has("lora_dropout"):
+        t.carry("method.dropout", 0.0, "Axolotl's default")
+    _map_targets(t)
+    _map_peft(t, adapter)
+    _map_quantization(t, adapter)
+    if t.has("unfrozen_parameters"):
+        why = "the adapter is trained; today's Axolotl freezes it too, as its names begin with base_model"
+        t.substitute("unfrozen_parameters", {}, why)
+
+
+def _map_targets(t: Translator) -> None:
+    asked, native = t.get("lora_target_modules"), "method.target_modules"
+    if t.flag("lora_target_linear"):
+        t.map("lora_target_linear", native, "all-linear", "all linear layers of the blocks, not those of image towers")
+        listed = asked if isinstance(asked, list) else [asked] if asked else []
+        beyond = [name for name in listed if re.search(r"embed|lm_head|wte", str(name))]
+        if beyond:
+            t.refuse(
+                "lora_target_modules", f"{show(beyond[0])} is not one of the blocks' layers: use `lora_modules_to_save`"
+            )
+        t.already("lora_target_modules", "part of `lora_target_linear`" if listed else "")
+    elif isinstance(asked, str):
+        t.map("lora_target_modules", native, asked if asked == "all-linear" else [f"re:{asked}"])
+    elif isinstance(asked, list) and asked:
+        t.map("lora_target_modules", native, [str(name) for name in asked])
+    elif asked:
+        t.refuse("lora_target_modules", f"got {show(asked)}, allowed: a list of names, or a regular expression as text")
+    else:
+        t.carry(native, "peft-default", "PEFT's own choice for the family, as neither lora_target key is set")
+    if t.has("lora_modules_to_save"):
+        t.map("lora_modules_to_save", "method.modules_to_save")
+    if t.has("lora_model_dir"):
+        t.map("lora_model_dir", "method.adapter", str(t.get("lora_model_dir")))
+
+
+def _map_peft(t: Translator, adapter: str) -> None:
+    for key, native in (("peft_use_dora", "method.dora"), ("peft_use_rslora", "method.rslora")):
+        if t.flag(key):
+            t.map(key, native, True)
+    t.only(
+        "peft_init_lora_weights",
+        (True, "true"),
+        "other beginnings of A and B than PEFT's own and LoftQ are not available",
+    )
+    t.only("peft_autocast_adapter_dtype", (True,), "the adapter is kept in float32: remove it")
+    t.only("peft_ensure_weight_tying", (False,), "a tied embedding and head are not one adapter: remove it")
+    bits = t.integer("peft.loftq_config.loftq_bits")
+    if bits and bits != 4:
+        t.refuse("peft.loftq_config.loftq_bits", f"{bits}: LoftQ is available for 4 bits")
+    elif bits and adapter == "lora":
+        why = "LoftQ's base is kept in NF4, in Axolotl as the same kind of values in bfloat16"
+        t.substitute("peft.loftq_config.loftq_bits", {"method.init": "loftq"}, why)
+        t.mapping.setdefault("method", {})["name"] = "qlora"
+    elif bits:
+        t.map("peft.loftq_config.loftq_bits", "method.init", "loftq")
+
+
+def _map_quantization(t: Translator, adapter: str) -> None:
+    """``bnb_config_kwargs``: how bitsandbytes quantizes the base."""
+    asked: Any = t.get("bnb_config_kwargs", {})
+    if not isinstance(asked, dict):
+        t.refuse("bnb_config_kwargs", f"got {show(asked)}, allowed: a mapping")
+        return
+    already = {"load_in_4bit": (True,), "bnb_4bit_quant_type": ("nf4",), "bnb_4bit_compute_dtype": ("bfloat16", "auto")}
+    for name, value in asked.items():
+        if name == "bnb_4bit_use_double_quant" and adapter == "qlora":
+            if value is False:
+                t.map("bnb_config_kwargs", "method.double_quant", False)
+        elif name not in (*already, "bnb_4bit_quant_storage", "bnb_4bit_use_double_quant") or (
+            name in already and value not in already[name]
+        ):
+            t.refuse(
+                "bnb_config_kwargs", f"{name}: {show(value)} is not available: the base is NF4, computed in bfloat16"
+            )

@@ -1,0 +1,140 @@
+"""Chat templates of an Axolotl run, by name, and which tokens of a conversation are trained. Part of the dialect
+``axolotl.py``.
+
+Names stand for templates of ours of the same effect on text, or for the model's own template.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from manyhands.config.dialects.translation import Translator
+from manyhands.config.keys import show
+
+# Chat templates by Axolotl's name: ours of the same effect on conversations (rendered with both and compared).
+TEMPLATES = MappingProxyType(
+    {
+        "aya": "cohere",
+        "chatml": "chatml-no-bos",
+        "cohere": "cohere",
+        "deepseek_v2": "deepseek-v2",
+        "deepseek_v3": "deepseek-v3",
+        "exaone": "exaone",
+        "falcon_h1": "falcon-h1",
+        "gemma": "gemma",
+        "gemma3": "gemma",
+        "gemma3n": "gemma",
+        "gemma4": "gemma4",
+        "gemma4_unified": "gemma4",
+        "jamba": "jamba",
+        "llama3": "llama3",
+        "llama3_2_vision": "llama3.2-vision",
+        "llama4": "llama4",
+        "mistral_v1": "mistral-v1",
+        "nemotron_h": "chatml-no-bos",
+        "phi_3": "phi3",
+        "phi_35": "phi3.5",
+        "qwen_25": "qwen2.5",
+    }
+)
+# Ours that differ, and how.
+_NEAR = MappingProxyType(
+    {
+        "mistral_v2v3": ("mistral", "a system prompt goes into the first question, in Axolotl into the last"),
+        "mistral_v3_tekken": (
+            "mistral-tekken",
+            "a system prompt goes into the first question, in Axolotl into the last",
+        ),
+        "mistral_v7_tekken": ("mistral-v7", "conversations without a system prompt get none"),
+    }
+)
+# Those that are the models' own: what the names of such models have.
+OWN_TEMPLATES = MappingProxyType(
+    {
+        "qwen3": "qwen3|plano",
+        "qwen3_5": r"qwen3\.5",
+        "command_a": "command",
+        "command_a_tool_use": "command",
+        "command_a_rag": "command",
+        "exaone4": "exaone-4",
+    }
+)
+# What ends a turn under these names, as `eot_tokens` has it.
+ENDS = MappingProxyType(
+    {
+        **dict.fromkeys(("gemma", "gemma3", "gemma3n"), "<end_of_turn>"),
+        **dict.fromkeys(("gemma4", "gemma4_unified"), "<turn|>"),
+        **dict.fromkeys(("chatml", "qwen_25", "qwen3", "qwen3_5", "falcon_h1"), "<|im_end|>"),
+        **dict.fromkeys(("phi_3", "phi_35"), "<|end|>"),
+        "llama3": "<|eot_id|>",
+        "llama4": "<|eot|>",
+    }
+)
+
+
+def map_template(t: Translator, entries: Mapping[str, list[str]]) -> None:
+    """The chat template of the run, which entries may name too, and what is trained of a conversation.
+
+    ``entries``: data sets by the template that their type stands for; under "" those of conversations.
+    """
+    chats = entries.get("", [])
+    for name, places in entries.items():
+        for place in places if name else ():
+            t.map(f"{place}.type", "model.chat_template", name)
+    if len(entries) > 1:
+        place = next(places[0] for name, places in list(entries.items())[1:])
+        t.refuse(f"{place}.type", "data sets with different prompts cannot be mixed: a run has one chat template")
+    if t.flag("train_on_inputs"):
+        why = "all tokens; in Axolotl the contents of all turns, without what opens them" if chats else ""
+        t.map("train_on_inputs", "data.train_on", "all", why)
+    if not chats:
+        return
+    for chat in chats:
+        for name in ("chat_template", "chat_template_jinja"):
+            key = f"{chat}.{name}"
+            if t.has(key):
+                _name_template(t, key, str(t.get(key)), f"{chat}.chat_template_jinja")
+    if not all(t.has(f"{chat}.chat_template") or t.has(f"{chat}.chat_template_jinja") for chat in chats):
+        for key in ("chat_template", "chat_template_jinja"):
+            if t.has(key):
+                _name_template(t, key, str(t.get(key)), "chat_template_jinja")
+    if t.has("chat_template_kwargs"):
+        t.map("chat_template_kwargs", "data.chat_template_kwargs")
+    _check_ends(t, chats)
+
+
+def _name_template(t: Translator, key: str, name: str, text_key: str) -> None:
+    native = "model.chat_template"
+    if key.endswith("chat_template_jinja"):
+        t.map(key, native, name)
+    elif name == "jinja":
+        if t.has(text_key):
+            t.already(key, f"the text of `{text_key}`")
+        else:
+            t.refuse(key, f"the template's text is missing: write it in `{text_key}`")
+    elif name == "tokenizer_default" or name.startswith("tokenizer_default_fallback_"):
+        t.already(key, "the tokenizer's own template")
+    elif name in TEMPLATES:
+        t.map(key, native, TEMPLATES[name])
+    elif name in _NEAR:
+        t.substitute(key, {native: _NEAR[name][0]}, _NEAR[name][1])
+    elif name in OWN_TEMPLATES and re.search(OWN_TEMPLATES[name], str(t.get("base_model")).lower()):
+        t.substitute(key, {}, f"{name} is not built in: the model's own template is used, which it was made after")
+    else:
+        t.refuse(key, f"{show(name)} is not built in: write its text in `chat_template_jinja`, or tokenizer_default")
+
+
+def _check_ends(t: Translator, chats: list[str]) -> None:
+    """``eot_tokens``: what ends a turn is trained with it; that is found in the template here."""
+    asked, name = t.get("eot_tokens"), str(t.get("chat_template", "tokenizer_default"))
+    if asked is None:
+        return
+    end = ENDS.get(name)
+    if not isinstance(asked, list):
+        t.refuse("eot_tokens", f"got {show(asked)}, allowed: a list of tokens")
+    elif end is not None and asked != [end]:
+        t.refuse("eot_tokens", f"{show(asked)}: turns of {name} end with {end}, which is trained: remove it")
+    else:
+        t.already("eot_tokens", "the end that the template writes after a trained turn is trained")
