@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 
-from manyhands.facts.host import read_host_facts, select_visible
+from manyhands.facts import amd, host
+from manyhands.facts.host import read_host_facts
+from manyhands.facts.types import GpuFacts
+from manyhands.facts.visible import select_visible
+from tests.facts.test_amd import Machine
 
 UUIDS = ["GPU-aaaa-1", "GPU-bbbb-2", "GPU-bbcc-3", "GPU-dddd-4"]
 
@@ -31,10 +37,10 @@ def test_visible_devices(visible, chosen):
 
 
 def test_hidden_gpus_are_not_there():
-    host = read_host_facts({"CUDA_VISIBLE_DEVICES": ""})
-    assert host.gpus == ()
-    assert host.num_cores >= 1
-    assert 0 < host.free_memory_bytes <= host.memory_bytes
+    facts = read_host_facts({"CUDA_VISIBLE_DEVICES": ""})
+    assert facts.gpus == ()
+    assert facts.num_cores >= 1
+    assert 0 < facts.free_memory_bytes <= facts.memory_bytes
 
 
 @pytest.mark.gpu
@@ -47,3 +53,146 @@ def test_gpus_are_seen_as_torch_sees_them():
         assert gpu.name == torch.cuda.get_device_name(gpu.index)
         assert gpu.compute_capability == torch.cuda.get_device_capability(gpu.index)
         assert gpu.memory_bytes >= torch.cuda.get_device_properties(gpu.index).total_memory
+
+
+# -- GPUs that are there and cannot be used
+
+
+@pytest.fixture
+def no_nvml(monkeypatch):
+    import pynvml
+
+    def fail() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", fail)
+
+
+def torch_is(monkeypatch, build):
+    monkeypatch.setattr(host, "torch_build", lambda: build)
+
+
+def nodes(root, *names: str):
+    for name in names:
+        (root / "dev" / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / "dev" / name).touch()
+
+
+def test_a_machine_without_gpus_lacks_nothing(tmp_path, no_nvml):
+    machine = Machine(tmp_path)  # /dev/kfd, and a processor
+    nodes(tmp_path, "nvidiactl", "nvidia-uvm", "nvidia-caps/nvidia-cap1", "dri/card0")
+    machine.add_render("renderD128", "0x1af4")
+    machine.add_gpu(version=100306, memory=2**29)  # graphics of a processor
+    facts = read_host_facts({"PATH": ""}, tmp_path)
+    assert facts.gpus == () and facts.unusable_gpus is None
+
+
+def test_a_device_node_without_driver_is_said(tmp_path, no_nvml):
+    nodes(tmp_path, "nvidia0", "nvidia1", "nvidiactl")
+    unusable = read_host_facts({"PATH": ""}, tmp_path).unusable_gpus
+    assert unusable is not None
+    assert unusable.found == "2 NVIDIA GPUs (/dev/nvidia0 to /dev/nvidia1)"
+    assert "NVML Shared Library Not Found" in unusable.why and "nvidia-smi" in unusable.fix
+
+
+def test_nvidias_gpu_under_another_driver_is_said(tmp_path, no_nvml):
+    Machine(tmp_path).add_render("renderD128", "0x10de")
+    unusable = read_host_facts({"PATH": ""}, tmp_path).unusable_gpus
+    assert unusable is not None and unusable.found == "1 NVIDIA GPU (/dev/dri/renderD128)"
+
+
+@pytest.mark.parametrize("hidden", ["", "-1", "NoDevFiles"])
+def test_gpus_that_the_user_hides_are_no_error(tmp_path, no_nvml, hidden):
+    nodes(tmp_path, "nvidia0")
+    facts = read_host_facts({"PATH": "", "CUDA_VISIBLE_DEVICES": hidden}, tmp_path)
+    assert facts.gpus == () and facts.unusable_gpus is None
+
+
+def test_a_list_that_names_no_gpu_is_not_taken_for_hiding_them(tmp_path, monkeypatch):
+    nodes(tmp_path, "nvidia0")
+    monkeypatch.setattr(host, "_nvidia_gpus", lambda visible: ((), ""))
+    unusable = read_host_facts({"PATH": "", "CUDA_VISIBLE_DEVICES": "7"}, tmp_path).unusable_gpus
+    assert unusable is not None and "CUDA_VISIBLE_DEVICES=7 names none" in unusable.why and "unset" in unusable.fix
+
+
+@pytest.mark.parametrize(
+    ("build", "why"), [("cpu", "built for the CPU alone"), ("amd", "built for ROCm"), (None, "torch is not installed")]
+)
+def test_a_torch_that_cannot_use_the_gpus_is_said(tmp_path, monkeypatch, build, why):
+    gpu = GpuFacts(index=0, name="NVIDIA H200", memory_bytes=1, free_bytes=1, compute_capability=(9, 0))
+    monkeypatch.setattr(host, "_nvidia_gpus", lambda visible: ((gpu,) * 2, ""))
+    torch_is(monkeypatch, build)
+    facts = read_host_facts({"PATH": ""}, tmp_path)
+    assert facts.gpus == () and facts.unusable_gpus is not None
+    assert facts.unusable_gpus.found == "2 × NVIDIA H200"
+    assert why in facts.unusable_gpus.why and "built for CUDA" in facts.unusable_gpus.fix
+    torch_is(monkeypatch, "nvidia")
+    facts = read_host_facts({"PATH": ""}, tmp_path)
+    assert facts.gpus == (gpu, gpu) and facts.unusable_gpus is None
+    assert facts.kind is not None and facts.kind.name == "H200"
+
+
+def test_amds_gpus_are_found_where_nvidia_has_none(tmp_path, no_nvml, monkeypatch):
+    machine = Machine(tmp_path)
+    machine.add_gpu(unique_id=1)
+    machine.add_gpu(unique_id=2)
+    torch_is(monkeypatch, "amd")
+    facts = read_host_facts({"PATH": ""}, tmp_path)
+    assert [gpu.vendor for gpu in facts.gpus] == ["amd", "amd"] and facts.unusable_gpus is None
+    assert facts.kind is not None and facts.kind.name == "MI300X"
+    torch_is(monkeypatch, "nvidia")
+    unusable = read_host_facts({"PATH": ""}, tmp_path).unusable_gpus
+    assert unusable is not None and "built for CUDA" in unusable.why and "built for ROCm" in unusable.fix
+
+
+@pytest.mark.parametrize("build", ["amd", "cpu"])
+def test_an_amd_gpu_without_rocms_driver_is_said(tmp_path, no_nvml, monkeypatch, build):
+    machine = Machine(tmp_path)
+    machine.add_gpu()
+    (tmp_path / "dev/kfd").unlink()
+    for file in (tmp_path / "sys/class/kfd/kfd/topology/nodes").rglob("properties"):
+        file.unlink()
+    torch_is(monkeypatch, build)
+    unusable = read_host_facts({"PATH": ""}, tmp_path).unusable_gpus
+    assert unusable is not None and unusable.found == "1 AMD GPU (/dev/dri/renderD128)"
+    assert "no /dev/kfd" in unusable.why and "--device /dev/kfd" in unusable.fix
+    assert ("torch is not built for ROCm" in unusable.why) == (build == "cpu")
+
+
+def test_amd_gpus_that_may_not_be_opened_name_the_groups(tmp_path, no_nvml, monkeypatch):
+    Machine(tmp_path).add_gpu()
+    monkeypatch.setattr(amd.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(amd, "probe", lambda run: [])
+    torch_is(monkeypatch, "amd")
+    unusable = read_host_facts({"PATH": ""}, tmp_path).unusable_gpus
+    assert unusable is not None and "no permission to open /dev/kfd" in unusable.why and "render" in unusable.fix
+
+
+def test_hidden_amd_gpus_are_no_error_and_a_wrong_list_is(tmp_path, no_nvml):
+    Machine(tmp_path).add_gpu()
+    assert read_host_facts({"PATH": "", "HIP_VISIBLE_DEVICES": ""}, tmp_path).unusable_gpus is None
+    unusable = read_host_facts({"PATH": "", "HIP_VISIBLE_DEVICES": "4"}, tmp_path).unusable_gpus
+    assert unusable is not None and "HIP_VISIBLE_DEVICES=4 leaves none of 1" in unusable.why
+
+
+@pytest.mark.parametrize(
+    ("text", "build"),
+    [
+        ("cuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n", "nvidia"),
+        ("cuda: Optional[str] = None\nhip: Optional[str] = '7.1.25424'\n", "amd"),
+        ("cuda: Optional[str] = None\nhip: Optional[str] = None\n", "cpu"),
+        ("__version__ = '2.11.0'\ncuda = '12.8'\nhip = None\n", "nvidia"),
+    ],
+)
+def test_what_torch_is_built_for_is_read_without_importing_it(tmp_path, monkeypatch, text, build):
+    (tmp_path / "version.py").write_text(text)
+    spec = types.SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(host.importlib.util, "find_spec", lambda name: spec)
+    assert host.torch_build() == build
+
+
+def test_the_installed_torch_agrees_with_what_is_read_of_it():
+    import torch
+
+    expected = "amd" if torch.version.hip else "nvidia" if torch.version.cuda else "cpu"
+    assert host.torch_build() == expected

@@ -91,7 +91,7 @@ def find_amd_gpus(
     for name, source in sources:
         try:
             found = source()
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             search.reasons.append(f"{name}: {error or type(error).__name__}")
             continue
         if found:
@@ -102,7 +102,7 @@ def find_amd_gpus(
     if probes and (root / "dev/kfd").exists():
         try:
             search.gpus = _leave_integrated_out(probe(run))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             search.reasons.append(f"torch: {error or type(error).__name__}")
     return search
 
@@ -194,10 +194,11 @@ def read_amd_smi(run: Run) -> list[AmdGpu]:
         for command in (("list",), ("static", "--asic", "--vram"), ("metric", "--mem-usage"))
     )
     gpus = []
-    nodes: dict[int, Any] = {number: listed.get(number, {}).get("node_id", number) for number in static}
-    for number in sorted(static, key=lambda number: int(nodes[number])):
-        asic, vram = static[number]["asic"], static[number]["vram"]
-        usage = metric.get(number, {}).get("mem_usage", {})
+    nodes = {number: listed.get(number, {}).get("node_id") for number in static}
+    order = sorted(static, key=lambda number: nodes[number] if isinstance(nodes[number], int) else number)
+    for number in order:
+        asic, vram = _section(static[number], "asic"), _section(static[number], "vram")
+        usage = _section(metric.get(number, {}), "mem_usage")
         memory = _mib(usage.get("total_vram", "N/A")) or _mib(vram.get("size", vram.get("size_mb", "N/A")))
         if not memory:
             raise ValueError(f"it does not say how much memory GPU {number} has")
@@ -247,6 +248,12 @@ def probe(run: Run) -> list[AmdGpu]:
 def _gpu_data(text: str) -> list[dict[str, Any]]:
     answer = _first_json(text)
     return answer["gpu_data"] if isinstance(answer, dict) else answer
+
+
+def _section(entry: dict[str, Any], name: str) -> dict[str, Any]:
+    """A part of what is said of a GPU; empty for ``"N/A"``."""
+    part = entry.get(name)
+    return part if isinstance(part, dict) else {}
 
 
 def _first_json(text: str) -> Any:
