@@ -194,9 +194,9 @@ def read_amd_smi(run: Run) -> list[AmdGpu]:
         for command in (("list",), ("static", "--asic", "--vram"), ("metric", "--mem-usage"))
     )
     gpus = []
-    nodes = {number: listed.get(number, {}).get("node_id") for number in static}
-    order = sorted(static, key=lambda number: nodes[number] if isinstance(nodes[number], int) else number)
-    for number in order:
+    nodes: dict[int, Any] = {number: listed.get(number, {}).get("node_id") for number in static}
+    known = all(isinstance(node, int) for node in nodes.values())
+    for number in sorted(static, key=lambda number: nodes[number] if known else number):
         asic, vram = _section(static[number], "asic"), _section(static[number], "vram")
         usage = _section(metric.get(number, {}), "mem_usage")
         memory = _mib(usage.get("total_vram", "N/A")) or _mib(vram.get("size", vram.get("size_mb", "N/A")))
