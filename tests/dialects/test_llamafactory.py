@@ -302,7 +302,7 @@ def test_another_task_is_one_refusal(changes: dict[str, Any], text: str, tmp_pat
         ({"pure_bf16": True}, "pure_bf16"),
         ({"template": "glm4"}, "template"),
         ({"dataset": "calls"}, "template"),
-        ({"deepspeed": "ds_z3.json"}, "deepspeed"),
+        ({"deepspeed": {"zero_optimization": {"stage": 3}}}, "deepspeed > zero_optimization.stage"),
         ({"stage": "pt", "dataset": "pages", "packing": False}, "dataset"),
         ({"add_tokens": "<a>"}, "add_tokens"),
     ],

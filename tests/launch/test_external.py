@@ -7,7 +7,6 @@ import pytest
 from manyhands.core.errors import UserError
 from manyhands.launch.environment import (
     Launcher,
-    check_accelerate_precision,
     detect_launcher,
     expand_hosts,
     refuse_silent_single,
@@ -116,11 +115,3 @@ def test_ranks_share_the_cores_of_their_own_machine(monkeypatch):
         SLURM | {"SLURM_NTASKS": "64", "SLURM_TASKS_PER_NODE": "8(x8)", "SLURM_CPUS_PER_TASK": "16"}
     )
     assert worker_environment(plan, bound.num_sharing_cores, {})["OMP_NUM_THREADS"] == "16"
-
-
-def test_accelerates_precision_may_not_contradict():
-    for asked, dtype in (("no", "bfloat16"), ("bf16", "auto"), ("bf16", "bfloat16")):
-        check_accelerate_precision(make_config(**{"model.dtype": dtype}), {"ACCELERATE_MIXED_PRECISION": asked})
-    for asked, dtype in (("fp16", "auto"), ("bf16", "float32"), ("fp8", "bfloat16")):
-        with pytest.raises(UserError, match=f"accelerate's mixed precision is '{asked}'"):
-            check_accelerate_precision(make_config(**{"model.dtype": dtype}), {"ACCELERATE_MIXED_PRECISION": asked})

@@ -167,10 +167,10 @@ def plan(
 ) -> None:
     """Show what `train` would do, and why."""
     loaded = load_run(run, overrides, gpus=gpus, examples=examples, accelerate=accelerate, deepspeed=deepspeed)
-    if loaded.translation is not None:
+    if loaded.translations:
         from manyhands.config.dialects.report import summarize
 
-        report_aside("\n".join(summarize(loaded.translation)))
+        report_aside("\n".join(line for one in loaded.translations for line in summarize(one)))
     config = loaded.config
     from rich.console import Console
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,12 +33,19 @@ MAX_FINDINGS = 20
 @dataclass(frozen=True)
 class LoadedRun:
     """A run as it was asked for. ``translation`` and ``text``: the other tool's file that it came from, and that
-    file's content; None for a native file.
+    file's content; None for a native file. ``settings``: what other tools' files, or the launcher's environment, said
+    about its distribution.
     """
 
     config: RunConfig
     translation: Translation | None = None
     text: str | None = None
+    settings: tuple[Translation, ...] = ()
+
+    @property
+    def translations(self) -> tuple[Translation, ...]:
+        """Of the run file and of the files that say how it is distributed."""
+        return (() if self.translation is None else (self.translation,)) + self.settings
 
 
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:
@@ -51,7 +58,7 @@ def load_run(
     overrides: Sequence[str] = (),
     *,
     around: Around | None = None,
-    settings: Mapping[str, Path] | None = None,
+    settings: Mapping[str, Path | ParsedFile] | None = None,
 ) -> LoadedRun:
     """Reads a YAML, TOML or JSON run file, ours or another tool's, and applies ``section.key=value`` overrides of our
     keys, the later one winning.
@@ -59,26 +66,31 @@ def load_run(
     Override values are read as YAML (``1e-4``, ``[q_proj, v_proj]``); keys that take any string take the text as
     given. ``name`` defaults to the file's stem. Relative paths are resolved against the run file's folder if they exist
     there, and otherwise left as they are. ``around``: what a translation may ask. ``settings``: files of other tools
-    that say how to distribute the run (``accelerate``, ``deepspeed``). Raises ``UserError`` with all findings at once.
+    that say how to distribute the run (``accelerate``, ``deepspeed``), or their content. Raises ``UserError`` with all
+    findings at once.
     """
     path = Path(path)
     source = read_run_file(path)
     around = replace(around or Around(), folder=Path(os.path.abspath(path)).parent)
-    asked = _asked_gpus(overrides)
+    files = {kind: read_run_file(file) if isinstance(file, Path) else file for kind, file in (settings or {}).items()}
+    asked = _asked_gpus(overrides) or _count_processes(files, around)
     if asked is not None:
         around = replace(around, gpus=asked)
     translation = translate_file(source, around)
     mapping = deepcopy(translation.mapping if translation else source.mapping)
     origins = dict(translation.origins) if translation else {k: f"line {line}" for k, line in source.lines.items()}
-    for kind, file in (settings or {}).items():
-        merge_settings(mapping, origins, translate_settings(read_run_file(file), kind, around))
+    if translation is not None:
+        around = replace(around, micro=translation.micro, accumulation=translation.accumulation)
+    said = [translate_settings(file, kind, around) for kind, file in files.items()]
+    for one in said:
+        merge_settings(mapping, origins, one, translation.carried if translation else {})
     foreign = dict(origins) if translation or settings else {}
     findings = _apply_overrides(mapping, overrides, origins)
     if "name" not in mapping:
         mapping["name"] = clean_name(path.stem)
     resolve_paths(mapping, around.folder)
     config = _validate(mapping, source.where, origins, findings, foreign)
-    return LoadedRun(config, translation, path.read_text(encoding="utf-8-sig") if translation else None)
+    return LoadedRun(config, translation, path.read_text(encoding="utf-8-sig") if translation else None, tuple(said))
 
 
 def translate_file(source: ParsedFile, around: Around) -> Translation | None:
@@ -91,12 +103,26 @@ def translate_file(source: ParsedFile, around: Around) -> Translation | None:
     return translation
 
 
-def merge_settings(mapping: dict[str, Any], origins: dict[str, str], settings: Translation) -> None:
-    """Adds what a settings file asks for. Raises ``UserError`` where it refuses or contradicts the run file."""
+def _count_processes(files: Mapping[str, ParsedFile], around: Around) -> int | None:
+    """The number of processes that accelerate's file asks for: what a run file's per-GPU numbers are multiplied by."""
+    if "accelerate" not in files:
+        return None
+    asked = translate_settings(files["accelerate"], "accelerate", around).mapping.get("parallel", {}).get("gpus")
+    return asked if isinstance(asked, int) else None
+
+
+def merge_settings(
+    mapping: dict[str, Any], origins: dict[str, str], settings: Translation, defaults: Collection[str] = ()
+) -> None:
+    """Adds what a settings file asks for. ``defaults``: native keys of the run file that hold only a default of its
+    tool. Raises ``UserError`` where the settings refuse a key or contradict the run file.
+    """
     settings.refuse()
     flat, found = flatten(mapping), []
     for native, value in flatten(settings.mapping).items():
-        if native in flat and flat[native] not in (value, "auto"):
+        if native in settings.carried and native in flat:
+            continue
+        if native in flat and flat[native] not in (value, "auto") and native not in defaults:
             place = f" ({origins[native]})" if native in origins else ""
             found.append(
                 f"{settings.origins.get(native, native)} asks for `{native}: {show(value)}`, the run file for "

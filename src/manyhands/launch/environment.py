@@ -11,8 +11,11 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
+from manyhands.config.dialects.accelerate import read_environment
+from manyhands.config.read import ParsedFile
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.core.machine import count_cores
@@ -80,25 +83,12 @@ def refuse_silent_single(launcher: Launcher, config: RunConfig, num_gpus: int | 
     )
 
 
-def check_accelerate_precision(config: RunConfig, environ: Mapping[str, str] = os.environ) -> None:
-    """UserError if ``accelerate launch`` was asked for another precision than the run file. Its default, `no`, asks
-    nothing.
+def accelerate_settings(environ: Mapping[str, str] = os.environ) -> dict[str, Path | ParsedFile]:
+    """What ``accelerate launch`` was asked for, to be merged with the run file as ``--accelerate-config`` is; nothing
+    under another launcher. Its default precision, `no`, asks nothing.
     """
-    asked = environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-    dtype = config.model.dtype
-    if asked == "no" or (asked == "bf16" and dtype in ("auto", "bfloat16")):
-        return
-    raise UserError(
-        f"accelerate's mixed precision is {asked!r}, the run file's model.dtype {dtype!r}",
-        where="ACCELERATE_MIXED_PRECISION",
-        why="numerics are decided by the run file alone",
-        fix="start with `accelerate launch --mixed_precision no`"
-        + {
-            "fp8": "; fp8 is kernels.linear: fp8 in the run file",
-            "bf16": ", or set model.dtype=bfloat16",
-            "fp16": "; fp16 is not supported, bfloat16 or float32 is model.dtype",
-        }.get(asked, ""),
-    )
+    asked = read_environment(environ)
+    return {} if asked is None else {"accelerate": asked}
 
 
 def expand_hosts(nodelist: str) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from manyhands.config.dialects.translation import Around
 from manyhands.config.load import LoadedRun, load_run
+from manyhands.config.read import ParsedFile
 from manyhands.config.schema import Source
 from manyhands.core.errors import UserError
 from manyhands.core.files import read_json
@@ -26,7 +27,7 @@ def load_for_start(
     overrides: Sequence[str] = (),
     *,
     num_gpus: int | None = None,
-    settings: Mapping[str, Path] | None = None,
+    settings: Mapping[str, Path | ParsedFile] | None = None,
     strict: bool = False,
 ) -> LoadedRun:
     """The run of a file, ours or another tool's. ``num_gpus``: processes that a launcher has started already.

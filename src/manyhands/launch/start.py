@@ -48,8 +48,8 @@ def start(
     """
     _refuse_nested()
     origin = run if isinstance(run, LoadedRun) else LoadedRun(run)
-    if origin.translation is not None:
-        print("\n".join(summarize(origin.translation)), flush=True)
+    for translation in origin.translations:
+        print("\n".join(summarize(translation)), flush=True)
     prepared = prepare_run(origin.config, fresh=fresh, dry_run=dry_run, host=host, origin=origin)
     folder = prepared.folder
     if prepared.finished:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from manyhands.config.dialects.report import summarize
 from manyhands.config.load import load_config
 from manyhands.config.schema import RunConfig
 from manyhands.core import progress
@@ -25,7 +26,7 @@ from manyhands.core.errors import EXIT_FAILED, PeerError, UserError
 from manyhands.core.world import World
 from manyhands.launch.environment import (
     Launcher,
-    check_accelerate_precision,
+    accelerate_settings,
     refuse_silent_single,
     set_worker_environment,
 )
@@ -116,10 +117,16 @@ def _prepare(session: Session, arguments: argparse.Namespace) -> str:
         folder = RunFolder(arguments.run_folder)
         config, plan, finished = folder.read_config(), folder.read_plan(), False
     else:
-        loaded = load_for_start(arguments.run, arguments.overrides, num_gpus=session.launcher.world_size)
+        loaded = load_for_start(
+            arguments.run,
+            arguments.overrides,
+            num_gpus=session.launcher.world_size,
+            settings=accelerate_settings(),
+        )
         config = loaded.config
         refuse_silent_single(session.launcher, config)
-        check_accelerate_precision(config)
+        for translation in loaded.translations:
+            print("\n".join(summarize(translation)), file=session.context.terminal, flush=True)
         prepared = prepare_run(
             config,
             world_size=session.launcher.world_size,

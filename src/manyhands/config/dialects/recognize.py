@@ -24,7 +24,7 @@ from manyhands.config.read import ParsedFile
 from manyhands.core.errors import UserError
 
 FILES = ("axolotl", "trl", "llamafactory", "llamafactory_v1")
-SETTINGS: tuple[str, ...] = ()
+SETTINGS = ("accelerate", "deepspeed")
 
 
 class Dialect(Protocol):
@@ -68,8 +68,9 @@ def translate_settings(source: ParsedFile, name: str, around: Around) -> Transla
     """A file of ``SETTINGS``. Raises ``UserError`` if it is another tool's."""
     dialect = load_dialect(name)
     t = Translator(source, around, tool=dialect.TOOL, known=dialect.KEYS, open=dialect.OPEN)
-    if not _count(source.mapping, dialect.KEYS, dialect.OPEN):
+    if not source.mapping.keys() & {key.partition(".")[0] for key in dialect.KEYS}:
         raise UserError(f"this is no {dialect.TOOL} file: it has none of its keys", where=source.where)
+    _refuse_mixed(t, dialect)
     dialect.translate(t)
     return t.finish(refuse_unknown=dialect.REFUSES_UNKNOWN)
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from manyhands.config.dialects.deepspeed import map_deepspeed
 from manyhands.config.dialects.fsdp import fsdp_keys, fsdp_options, map_fsdp
 from manyhands.config.dialects.translation import UNKNOWN_GPUS, Translator, names
 from manyhands.config.keys import show
@@ -196,6 +197,7 @@ def map_batch(t: Translator, *, per_device: int, packs: bool = False) -> None:
     micro = t.integer("per_device_train_batch_size", per_device) or per_device
     steps = t.integer("gradient_accumulation_steps", 1) or 1
     gpus = t.num_gpus()
+    t.micro, t.accumulation = micro, steps
     key = "per_device_train_batch_size"
     if gpus is None:
         t.refuse(key if t.has(key) else "gradient_accumulation_steps", UNKNOWN_GPUS)
@@ -309,9 +311,6 @@ def map_sharding(t: Translator) -> None:
         t.only(key, (None, False, "random"), "not available: remove it")
     for key in ("length_column_name", "ignore_data_skip", "restore_callback_states_from_checkpoint"):
         t.already(key)
-    if t.has("deepspeed"):
-        t.substitute(
-            "deepspeed", {"parallel.strategy": "fsdp"}, "there is no DeepSpeed engine yet: FSDP2 shards the same"
-        )
+    map_deepspeed(t, "deepspeed")
     if t.has("dataloader_num_workers"):
         t.already("dataloader_num_workers", "`data.workers: auto` takes as many as the batches need")

@@ -49,7 +49,8 @@ class Around:
     ``gpus``: asked for on the command line. ``first_gpus``: what the run's first start multiplied by.
     ``count_gpus``: those of this machine.
     ``columns``: column names of a data file or data set. ``model_config``: config.json of a model that is at hand.
-    ``strict``: refuse substitutions.
+    ``strict``: refuse substitutions. ``micro``, ``accumulation``: samples per GPU and micro-batches per step of the run
+    file that a settings file belongs to.
     """
 
     folder: Path = Path()
@@ -59,6 +60,8 @@ class Around:
     columns: Callable[[str], tuple[str, ...] | None] | None = None
     model_config: Callable[[str], Mapping[str, Any] | None] | None = None
     strict: bool = False
+    micro: int | None = None
+    accumulation: int | None = None
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,8 @@ class Translation:
     """A foreign file as a native mapping. ``origins``: of each native key, the place in the foreign file.
 
     ``gpus``: the number of GPUs that per-GPU numbers were multiplied by, None if there were none to multiply.
-    ``carried``: native keys that hold a default of the tool, with the reason.
+    ``carried``: native keys that hold a default of the tool, with the reason. ``micro``, ``accumulation``: samples per
+    GPU and micro-batches per step, where the file has them as numbers.
     """
 
     tool: str
@@ -76,6 +80,8 @@ class Translation:
     origins: Mapping[str, str]
     carried: Mapping[str, str]
     gpus: int | None = None
+    micro: int | None = None
+    accumulation: int | None = None
 
     def findings(self) -> list[str]:
         """What keeps the file from being run, each with its place."""
@@ -115,6 +121,8 @@ class Translator:
         self._fates: dict[str, Fate] = {}
         self._set_by: dict[str, str] = {}
         self._gpus: int | None = None
+        self.micro: int | None = None
+        self.accumulation: int | None = None
 
     # reading
 
@@ -224,6 +232,11 @@ class Translator:
         path = first.get("path") if isinstance(first, Mapping) else first
         return self.around.columns(path) if self.around.columns and isinstance(path, str) else None
 
+    @property
+    def gpus(self) -> int | None:
+        """The number of GPUs that was used or named so far."""
+        return self._gpus
+
     def num_gpus(self) -> int | None:
         """GPUs to multiply per-GPU numbers by: those of the run's first start, those that the file names, those asked
         for, or this machine's (a CPU counts as one). None if nobody can say.
@@ -247,6 +260,8 @@ class Translator:
             )
             for name, value in fate.native.items():
                 self._set(name, value, key)
+        for name, why in other.carried.items():
+            self.carry(name, _look_up(other.mapping, name), why)
 
     def finish(self, *, refuse_unknown: bool = False) -> Translation:
         """The translation, once every key was looked at. A key without a fate is one that the tool does not know:
@@ -270,7 +285,15 @@ class Translator:
         order = {key: index for index, key in enumerate(self.values)}
         fates = sorted(self._fates.values(), key=lambda fate: order.get(fate.key.split(" > ")[0], len(order)))
         return Translation(
-            self.tool, self.source.where, self.mapping, tuple(fates), self.origins, self.carried, self._gpus
+            self.tool,
+            self.source.where,
+            self.mapping,
+            tuple(fates),
+            self.origins,
+            self.carried,
+            self._gpus,
+            self.micro,
+            self.accumulation,
         )
 
     def _note(self, key: str, kind: Kind, why: str, native: Mapping[str, Any] | None = None) -> None:
