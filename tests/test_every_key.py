@@ -26,6 +26,7 @@ EFFECTS: dict[str, Callable[[Lab], None]] = {
     "model.master_dtype": model.master_dtype,
     "model.chat_template": model.chat_template,
     "model.new_tokens": model.new_tokens,
+    "model.special_tokens": model.special_tokens,
     "model.trust_remote_code": model.trust_remote_code,
     "method.name": model.method,
     "method.train": model.train,

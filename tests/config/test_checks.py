@@ -12,6 +12,7 @@ CONTRADICTIONS = [
     ({"batch__samples": 8, "batch__packs": 2}, "batch.samples", "batch.packs"),
     ({"batch__loss_tokens": 8, "batch__packs": 2}, "batch.loss_tokens", "batch.packs"),
     ({"data__packing": False, "batch__packs": 2, "batch__accumulation": 2}, "batch.accumulation", "batch.packs"),
+    ({"model__special_tokens": {"end": "</s>"}}, "model.special_tokens", "model.special_tokens"),
     ({"data__min_length": 20, "data__max_length": 10}, "data.min_length", "data.max_length"),
     ({"schedule__warmup_ratio": 0.1, "schedule__warmup_steps": 5}, "schedule.warmup_ratio", "schedule.warmup_steps"),
     ({"schedule__warmup_ratio": 0.0, "schedule__warmup_steps": 0}, "schedule.warmup_ratio", "schedule.warmup_steps"),

@@ -4,6 +4,7 @@ there.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from manyhands.data.files import Row
 from manyhands.data.formats import Conversation, to_conversation
 from manyhands.data.named_templates import TEMPLATES
 from manyhands.data.render import render
-from manyhands.data.tokenizer import load_tokenizer, read_chat_template
+from manyhands.data.tokenizer import load_tokenizer, read_chat_template, tokenizer_digest
 from tests.support.tiny import tiny_tokenizer
 
 TURNS = [("user", "Hi"), ("assistant", "Yes."), ("user", "Why?"), ("assistant", "So.")]
@@ -171,3 +172,30 @@ def test_names_are_listed_and_misspelt_ones_led_to_them() -> None:
     with pytest.raises(UserError, match="no such chat template: chat-ml") as refused:
         read_chat_template("chat-ml")
     assert "did you mean chatml?" in refused.value.fix and "mistral-tekken" in refused.value.fix
+
+
+def test_special_tokens_that_are_asked_for_are_the_templates_too(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path, "</turn>")
+    tokenizer = load_tokenizer(folder, "zephyr", special_tokens={"eos": "</turn>", "bos": "<begin>"})
+    rendered = render(Conversation(messages=messages(*TURNS)), tokenizer)
+    assert tokenizer.decode(rendered.ids[rendered.trained]) == "Yes.</turn>So.</turn>"
+    assert tokenizer.decode(rendered.ids[:1]) == "<begin>" and len(tokenizer) == len(load_tokenizer(folder)) + 1
+    assert tokenizer_digest(folder) != tokenizer_digest(folder, special_tokens={"eos": "</turn>"})
+
+
+def test_a_begin_token_that_the_tokenizer_writes_itself_cannot_be_replaced_unseen(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path, "<begin>")
+    path = folder / "tokenizer.json"
+    fields = json.loads(path.read_text())
+    number = next(token["id"] for token in fields["added_tokens"] if token["content"] == "BOS")
+    single = [{"SpecialToken": {"id": "BOS", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    fields["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": single,
+        "pair": [*single, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {"BOS": {"id": "BOS", "ids": [number], "tokens": ["BOS"]}},
+    }
+    path.write_text(json.dumps(fields))
+    with pytest.raises(UserError, match="its own begin-of-text token in front of every text"):
+        load_tokenizer(folder, special_tokens={"bos": "<begin>"})
+    assert load_tokenizer(folder).decode(load_tokenizer(folder).encode("a")) == "BOSa"

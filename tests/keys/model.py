@@ -11,7 +11,7 @@ import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import dynamic_module_utils
+from transformers import AutoTokenizer, dynamic_module_utils
 
 from manyhands.convert.lora import adapted_layers
 from manyhands.convert.nf4 import nf4_layers
@@ -210,6 +210,22 @@ def new_tokens(lab: Lab) -> None:
     assert embedding.weight.shape[0] == 262 and embedding.trainable_tokens_delta.shape == (2, 64)
     ran = lab.export({"model.new_tokens": ["<a>"], "method.name": "full", "stop.max_steps": 1})
     assert json.loads((ran.folder / "model" / "config.json").read_text())["vocab_size"] == 261
+
+
+def special_tokens(lab: Lab) -> None:
+    """A known token and one that is added: texts end with the asked one, which is trained; both are exported."""
+    keys = {"task": "cpt", "method.name": "full", "stop.max_steps": 1}
+    keys["data.train"] = lab.write_rows("prose.jsonl", [{"text": "alpha beta"}] * 30 + [{"text": "gamma"}] * 30)
+    ran = lab.export({**keys, "model.special_tokens": {"eos": "<|endoftext|>", "unk": "<new>"}})
+    plain = lab.run(keys)
+    for run, end in ((ran, "<|endoftext|>"), (plain, "<|im_end|>")):
+        sample = run.rank.store.train.sample(0)
+        assert run.rank.tokenizer.decode(sample["tokens"][-1:]) == end and sample["mask"][-1]
+    assert ran.rank.model.get_input_embeddings().weight.shape[0] == 261  # <new> is one more
+    saved = AutoTokenizer.from_pretrained(ran.folder / "model")
+    assert (saved.eos_token, saved.unk_token, saved.unk_token_id) == ("<|endoftext|>", "<new>", 260)
+    stops = json.loads((ran.folder / "model" / "generation_config.json").read_text())["eos_token_id"]
+    assert saved.eos_token_id in stops
 
 
 def rslora(lab: Lab) -> None:

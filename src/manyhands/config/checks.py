@@ -203,6 +203,17 @@ def _check_task(config: RunConfig) -> Findings:
         yield from _unused(config, chat_only, "task", "set task: sft or mixed")
 
 
+SPECIAL_TOKENS = ("bos", "eos", "pad", "unk")
+
+
+def _check_special_tokens(config: RunConfig) -> Findings:
+    for name, token in config.model.special_tokens.items():
+        if name not in SPECIAL_TOKENS:
+            yield f"`model.special_tokens` has {name!r}: name one of {', '.join(SPECIAL_TOKENS)}"
+        elif not token.strip():
+            yield f"`model.special_tokens.{name}` is empty: name a token, or remove it"
+
+
 def _check_lengths(config: RunConfig) -> Findings:
     data = config.data
     if data.min_length > data.max_length:
@@ -295,6 +306,7 @@ RULES: tuple[Callable[[RunConfig], Findings], ...] = (
     _check_task,
     check_formats,
     check_sources,
+    _check_special_tokens,
     _check_lengths,
     _check_template,
     _check_parallel,

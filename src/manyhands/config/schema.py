@@ -58,6 +58,11 @@ class ModelSection(Section):
         (),
         description="Special tokens to add; embeddings are resized, trained and saved.",
     )
+    special_tokens: dict[str, str] = Field(
+        {},
+        description="Replaces special tokens of the tokenizer, such as {eos: <|im_end|>}: bos, eos (ends answers and "
+        "texts), pad, unk. A token that the tokenizer lacks is added as those of new_tokens are.",
+    )
     trust_remote_code: bool = Field(False, description="Run Python code from the model's repository.")
 
 

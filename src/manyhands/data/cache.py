@@ -64,7 +64,9 @@ def name_tokens(
         streams=describe_streams(TEXT),
         sources=described,
         num_train=num_train,
-        tokenizer=tokenizer_digest(model_folder, config.model.chat_template, config.model.new_tokens),
+        tokenizer=tokenizer_digest(
+            model_folder, config.model.chat_template, config.model.new_tokens, config.model.special_tokens
+        ),
         task=config.task,
         train_on=data.train_on,
         chat_template_kwargs=data.chat_template_kwargs,

@@ -33,7 +33,7 @@ from manyhands.data.streams import TOKENS
 from manyhands.data.summary import Outcome
 from manyhands.data.template import chat_template_kwargs_of, try_apart
 from manyhands.data.tokenize import PartTokenizer, choose_format
-from manyhands.data.tokenizer import load_tokenizer, note_plain_markers, widen_cache
+from manyhands.data.tokenizer import note_plain_markers, open_tokenizer, widen_cache
 from manyhands.data.work_queue import BATCH_CHARACTERS, RowBatch, WorkList, cut_batches
 
 MIN_PARALLEL_BYTES = 32 << 20  # less is done here before other processes would have started
@@ -170,7 +170,7 @@ class _Progress:
 def _open(job: Job, chunk_characters: int) -> tuple[PartTokenizer, list[str]]:
     """The ``PartTokenizer`` of a job, and notes for the user on its tokenizer."""
     config, model = job.config, job.config.model
-    tokenizer = load_tokenizer(job.model_folder, model.chat_template, model.trust_remote_code, model.new_tokens)
+    tokenizer = open_tokenizer(job.model_folder, model)
     if getattr(tokenizer, "is_fast", False):
         widen_cache(tokenizer)
     if config.task != "cpt" and tokenizer.chat_template:

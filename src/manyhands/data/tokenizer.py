@@ -7,12 +7,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from manyhands.config.keys import nearest_name
+from manyhands.config.schema import ModelSection
 from manyhands.core.errors import UserError
 from manyhands.data.named_templates import TEMPLATES
 
@@ -48,10 +50,12 @@ def load_tokenizer(
     chat_template: str | None = None,
     trust_remote_code: bool = False,
     new_tokens: Sequence[str] = (),
+    special_tokens: Mapping[str, str] = MappingProxyType({}),
 ) -> Any:
     """The transformers tokenizer of a folder, with ``chat_template`` (Jinja text, or a path to it) in place of its own.
 
     ``new_tokens`` are added as special tokens, in this order; one that is a token already keeps its id.
+    ``special_tokens`` take the place of the tokenizer's (``{"eos": "<|im_end|>"}``); those that it lacks are added too.
     """
     folder = Path(model_folder)
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
@@ -75,11 +79,47 @@ def load_tokenizer(
     template = template or (_processor_template(folder) if not tokenizer.chat_template else None)
     if template is not None:
         tokenizer.chat_template = template
-    if new_tokens:
-        _add_tokens(tokenizer, new_tokens)
+    if asked := tokens_to_add(tokenizer, new_tokens, special_tokens):
+        _add_tokens(tokenizer, asked)
+    if special_tokens:
+        _set_special_tokens(tokenizer, special_tokens)
     if chat_template in TEMPLATES:
         _check_named(tokenizer, str(chat_template))
     return tokenizer
+
+
+def open_tokenizer(model_folder: str | Path, model: ModelSection) -> Any:
+    """The tokenizer of a folder as the run asks for it."""
+    return load_tokenizer(
+        model_folder, model.chat_template, model.trust_remote_code, model.new_tokens, model.special_tokens
+    )
+
+
+def tokens_to_add(
+    tokenizer: Any, new_tokens: Sequence[str], special_tokens: Mapping[str, str] = MappingProxyType({})
+) -> tuple[str, ...]:
+    """``new_tokens`` and the special tokens that the tokenizer does not know, in this order."""
+    known = tokenizer.get_vocab() if special_tokens else {}
+    lacking = [token for token in special_tokens.values() if token not in known and token not in new_tokens]
+    return (*new_tokens, *dict.fromkeys(lacking))
+
+
+def _set_special_tokens(tokenizer: Any, special_tokens: Mapping[str, str]) -> None:
+    """UserError where the tokenizer would go on writing its own begin-of-text token in front of texts."""
+    before = tokenizer.bos_token_id
+    tokenizer.add_special_tokens({f"{name}_token": token for name, token in special_tokens.items()})
+    if tokenizer.bos_token_id == before or tokenizer.encode("a")[:1] != [before]:
+        return
+    if hasattr(tokenizer, "update_post_processor"):
+        tokenizer.update_post_processor()
+    if tokenizer.encode("a")[:1] != [tokenizer.bos_token_id]:
+        raise UserError(
+            "the tokenizer writes its own begin-of-text token in front of every text",
+            where="model.special_tokens.bos",
+            why=f"tokenizer.json names {tokenizer.convert_ids_to_tokens(before)} in its post-processor, "
+            "which transformers cannot change to another token",
+            fix="leave bos out, or change the post-processor in the model folder's tokenizer.json",
+        )
 
 
 def _check_named(tokenizer: Any, name: str) -> None:
@@ -218,7 +258,12 @@ def read_chat_template(chat_template: str | None) -> str | None:
         raise UserError("the chat template cannot be read", where=str(path), why=str(error)) from error
 
 
-def tokenizer_digest(model_folder: str | Path, chat_template: str | None = None, new_tokens: Sequence[str] = ()) -> str:
+def tokenizer_digest(
+    model_folder: str | Path,
+    chat_template: str | None = None,
+    new_tokens: Sequence[str] = (),
+    special_tokens: Mapping[str, str] = MappingProxyType({}),
+) -> str:
     """Hash of all that decides about ids: the tokenizer's files, the template in use, the libraries' versions.
 
     What a run hands to the template (``data.chat_template_kwargs``, ``data.date``) is the run's, not the tokenizer's.
@@ -231,6 +276,7 @@ def tokenizer_digest(model_folder: str | Path, chat_template: str | None = None,
             digest.update(path.read_bytes())
     digest.update(f"{_read_class_hints(folder)}\0{read_chat_template(chat_template) or ''}".encode())
     digest.update("".join(f"\0{token}" for token in new_tokens).encode())
+    digest.update("".join(f"\0{name}\0{token}" for name, token in sorted(special_tokens.items())).encode())
     digest.update(" ".join(f"{name} {version(name)}" for name in ("transformers", "tokenizers", "jinja2")).encode())
     return digest.hexdigest()
 

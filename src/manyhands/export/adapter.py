@@ -56,7 +56,7 @@ def export_adapter(
         tensors |= {name: tensors[first].clone() for name, first in tied_names(model).items()}
         described = {name: describe_tensor(tensor) for name, tensor in tensors.items()}
         partial = begin_folder(folder, replace=replace)
-        own = asked is not None and bool(asked.chat_template or asked.new_tokens)
+        own = asked is not None and bool(asked.chat_template or asked.new_tokens or asked.special_tokens)
         tokens = write_tokenizer(source, partial, asked) if own and source is not None else {}
         in_nf4 = "nf4" if method.double_quant else "nf4_single"
         base = in_nf4 if method.name == "qlora" else "unquantized"

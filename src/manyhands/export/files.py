@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from manyhands.config.schema import ModelSection
 from manyhands.core.errors import UserError
 from manyhands.core.files import refuse_outside_links, rename_synced, write_json
-from manyhands.data.tokenizer import TOKENIZER_FILES, load_tokenizer, read_chat_template
+from manyhands.data.tokenizer import TOKENIZER_FILES, load_tokenizer, open_tokenizer, read_chat_template, tokens_to_add
 from manyhands.infer.generate import end_of_turn
 
 MORE_TOKENIZER_FILES = (
@@ -105,13 +105,15 @@ def write_tokenizer(source: Path, target: Path, asked: ModelSection | None = Non
     if asked is None:
         _copy_tokenizer(source, target, None)
         return {}
-    if not asked.new_tokens:
+    if not asked.new_tokens and not asked.special_tokens:
         _copy_tokenizer(source, target, asked.chat_template)
         return {}
-    tokenizer = load_tokenizer(source, asked.chat_template, asked.trust_remote_code, asked.new_tokens)
+    before = load_tokenizer(source, trust_remote_code=asked.trust_remote_code)
+    tokenizer = open_tokenizer(source, asked)
     tokenizer.save_pretrained(target)
     _copy_files(source, target, MORE_TOKENIZER_FILES)
-    return {token: tokenizer.convert_tokens_to_ids(token) for token in asked.new_tokens}
+    added = tokens_to_add(before, asked.new_tokens, asked.special_tokens)
+    return {token: tokenizer.convert_tokens_to_ids(token) for token in added}
 
 
 def extend_ends(target: Path, asked: ModelSection) -> None:
@@ -120,9 +122,10 @@ def extend_ends(target: Path, asked: ModelSection) -> None:
 
     A base model stops at the end of a document only. Nothing is changed where neither template nor tokens were given.
     """
-    if asked.chat_template is None and not asked.new_tokens:
+    if asked.chat_template is None and not asked.new_tokens and not asked.special_tokens:
         return
-    closing = end_of_turn(load_tokenizer(target, trust_remote_code=asked.trust_remote_code))
+    tokenizer = load_tokenizer(target, trust_remote_code=asked.trust_remote_code)
+    closing = [*end_of_turn(tokenizer), *([tokenizer.eos_token_id] if "eos" in asked.special_tokens else [])]
     path = target / "generation_config.json"
     config = json.loads((target / "config.json").read_text(encoding="utf-8"))
     ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(key) is not None}

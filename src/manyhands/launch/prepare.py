@@ -335,18 +335,22 @@ def gather_facts(
 
 
 def find_new_tokens(model: ModelSection, folder: Path, vocab_size: int) -> NewTokens | None:
-    """Ids of ``model.new_tokens``, and the rows of embeddings they need; None where none are asked.
+    """Ids of ``model.new_tokens`` and of ``model.special_tokens`` that are unknown, and the rows of embeddings that
+    they need; None where there are none.
 
     The vocabulary is resized to exactly what is needed. Models with more rows than the tokenizer has tokens (padded to
     a multiple that is fast) keep their size as long as that is enough. Imports transformers.
     """
-    if not model.new_tokens:
+    if not model.new_tokens and not model.special_tokens:
         return None
-    from manyhands.data.tokenizer import load_tokenizer
+    from manyhands.data.tokenizer import load_tokenizer, tokens_to_add
 
-    known = load_tokenizer(folder, trust_remote_code=model.trust_remote_code).get_vocab()
-    tokenizer = load_tokenizer(folder, trust_remote_code=model.trust_remote_code, new_tokens=model.new_tokens)
-    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in model.new_tokens}
+    before = load_tokenizer(folder, trust_remote_code=model.trust_remote_code)
+    known, added = before.get_vocab(), tokens_to_add(before, model.new_tokens, model.special_tokens)
+    if not added:
+        return None
+    tokenizer = load_tokenizer(folder, trust_remote_code=model.trust_remote_code, new_tokens=added)
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in added}
     return NewTokens(
         ids=tuple(ids.values()),
         fresh_ids=tuple(number for token, number in ids.items() if token not in known),

@@ -20,7 +20,7 @@ from manyhands.data.sources import list_files, resolve_sources
 from manyhands.data.store import TokenStore
 from manyhands.data.streams import TOKENS, weights_of
 from manyhands.data.summary import PreparedData, summarize
-from manyhands.data.tokenizer import load_tokenizer
+from manyhands.data.tokenizer import open_tokenizer
 from manyhands.facts.hub import locate_model
 from manyhands.plan.efficiency import lay_out_step
 from manyhands.plan.sentences import sentence_of
@@ -53,7 +53,7 @@ def collect(config: RunConfig, *, step: int = 1, max_samples: int | None = 3, re
     """
     model = config.model
     folder = locate_model(model.name, model.revision, False, trust_remote_code=model.trust_remote_code, report=report)
-    tokenizer = load_tokenizer(folder, model.chat_template, model.trust_remote_code, model.new_tokens)
+    tokenizer = open_tokenizer(folder, model)
     try:
         facts = prepare(config, folder, lambda line: report(line) if line.startswith(PROGRESS) else None)
     except UserError as error:

@@ -19,7 +19,7 @@ from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.data.batches import collate
 from manyhands.data.collate import BatchShape
 from manyhands.data.store import TokenStore
-from manyhands.data.tokenizer import load_tokenizer
+from manyhands.data.tokenizer import open_tokenizer
 from manyhands.engine.apply import apply
 from manyhands.facts.identity import check_files
 from manyhands.model.checks import check_loss, check_packing, check_padding
@@ -51,8 +51,7 @@ def open_data(rank: RankContext) -> None:
             exit_code=EXIT_FAILED,
         )
     rank.order = rank.store.order_samples(rank.config.seed, **plan.step_size)
-    model = rank.config.model
-    rank.tokenizer = load_tokenizer(plan.model_folder, model.chat_template, model.trust_remote_code, model.new_tokens)
+    rank.tokenizer = open_tokenizer(plan.model_folder, rank.config.model)
 
 
 def check_base(rank: RankContext) -> None:
