@@ -66,8 +66,8 @@ PYTHON := .venv/bin/python
 READY := .venv/.installed
 endif
 
-# The fast tests run file by file in one process per core, four at most; PYTEST_ARGS='-n 0' runs them in one process.
-SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadfile
+# The fast tests run file by file in one process per core, four at most, the longest first (tests/conftest.py); PYTEST_ARGS='-n 0' runs them in one process.
+SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # The model for tests that need a real one; see src/manyhands/demo/model.py.
 SMOLLM2 := .venv/smollm2

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+# Begun first, so that where files run side by side no long one begins when all others have ended.
+LONGEST = ("equality", "matrix", "e2e", "engine", "convert", "data", "test_every_key.py")
 # Workers that tests start import the package from the sources, also where it is not installed.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -34,6 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=_place_in_line)
     needs = [(item, marker) for item in items if (marker := item.get_closest_marker("gpu"))]
     num_gpus = _count_gpus() if needs else 0
     for item, marker in needs:
@@ -45,6 +48,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("real"):
                 item.add_marker(pytest.mark.skip(reason="MANYHANDS_SMOLLM2 names no folder with the real model"))
+
+
+def _place_in_line(item: pytest.Item) -> int:
+    below = item.path.relative_to(ROOT / "tests").parts[0] if item.path.is_relative_to(ROOT / "tests") else ""
+    return LONGEST.index(below) if below in LONGEST else len(LONGEST)
 
 
 def pytest_collection_finish() -> None:

@@ -45,7 +45,8 @@ MANY = (
     Spec(1, "patience", (*PLAIN, STILL, "evaluate.every_steps=2", "stop.patience=3")),
     Spec(1, "best", BEST),
     Spec(1, "never-better", (*PLAIN, STILL, "checkpoint.keep_best=true", "stop.max_steps=2")),
-    Spec(2, "roomy", SEVERAL_PACKS),
+    Spec(1, "roomy-1", SEVERAL_PACKS),
+    Spec(2, "roomy-2", SEVERAL_PACKS),
     Spec(2, "elsewhere", SEVERAL_PACKS, {"memory": 3}),
     Spec(2, "elsewhere", SEVERAL_PACKS),
 )

@@ -1,7 +1,7 @@
 """The same run in many layouts gives the same numbers; two planted mistakes do not pass the same comparison.
 
-Tiny models, 20 steps, rows of 5 to 200 tokens of which one to almost all are trained, a short last step in which ranks
-idle, clipping in some steps and not in others. The whole table is made by `make equality`.
+Tiny models of two blocks, 20 steps, rows of 5 to 200 tokens of which one to almost all are trained, a short last step
+in which ranks idle, clipping in some steps and not in others. The whole table is made by `make equality`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Workspaces:
         folder = self.root / equality.FAMILY[dtype]
         if not folder.exists():
             folder.mkdir()
-            equality.write_workspace(folder, equality.FAMILY[dtype])
+            equality.write_workspace(folder, equality.FAMILY[dtype], num_hidden_layers=2)
         return folder
 
     def run(self, case: Case, dtype: str, method: str) -> Curve:

@@ -26,7 +26,7 @@ from tests.support.equality import BOUNDS, NORM_BOUNDS, Case, Curve, base_config
 from tests.support.ranks import Ranks
 
 # Rows of codes of 16384 values: 1 in attention, fewer than ranks, and 3 in the MLP, of which the last is not full.
-WIDTHS = {"hidden_size": 96, "intermediate_size": 352}
+WIDTHS = {"hidden_size": 96, "intermediate_size": 352, "num_hidden_layers": 2}
 # Optimizers that ranks do not run as they are: see ``cell_ranks``.
 STAND_INS: dict[str, StandIn] = {"adamw_8bit": "kernels", "paged_adamw": "kernels"}
 NUM_STEPS, SAVED_STEP = 8, 4
