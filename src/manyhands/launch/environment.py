@@ -91,6 +91,44 @@ def accelerate_settings(environ: Mapping[str, str] = os.environ) -> dict[str, Pa
     return {} if asked is None else {"accelerate": asked}
 
 
+# Variables that guides set and that nothing here reads, and what does the same.
+_UNREAD = {
+    "UNSLOTH_FORCE_SINGLE_GPU": "parallel.gpus=1",
+    "UNSLOTH_COMPILE_MAXIMUM": "parallel.compile=true",
+}
+_ASYNC_ERRORS = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
+
+
+def apply_variables(config: RunConfig, environ: Mapping[str, str] = os.environ) -> tuple[RunConfig, list[str]]:
+    """The run with what guides set by variables that neither NCCL nor torch reads as meant, and what to say about them.
+
+    ``NCCL_TIMEOUT`` (seconds) is parallel.timeout_s unless the run sets that. UserError where it is no number of
+    seconds.
+    """
+    notes = []
+    text = environ.get("NCCL_TIMEOUT", "")
+    if text:
+        if not text.isdecimal() or not int(text):
+            raise UserError(
+                f"NCCL_TIMEOUT is no number of seconds: {text!r}",
+                where="environment",
+                fix="unset it, or set parallel.timeout_s",
+            )
+        if "timeout_s" in config.parallel.model_fields_set:
+            notes.append(f"NCCL_TIMEOUT={text} has no effect: the run sets parallel.timeout_s")
+        else:
+            parallel = config.parallel.model_copy(update={"timeout_s": int(text)})
+            config = config.model_copy(update={"parallel": parallel})
+            notes.append(f"NCCL_TIMEOUT={text} is taken as parallel.timeout_s (NCCL itself has no such variable)")
+    for name in (name for name in _ASYNC_ERRORS if name in environ):
+        meaning = "it turns torch's watch over NCCL off" if environ[name] == "0" else "its default is on as well"
+        notes.append(
+            f"{name}={environ[name]} is passed on to torch: {meaning}; parallel.timeout_s ends a rank that hangs"
+        )
+    notes += [f"{name} is not read: {same} does the same" for name, same in _UNREAD.items() if environ.get(name)]
+    return config, notes
+
+
 def expand_hosts(nodelist: str) -> list[str]:
     """``"gpu[01-03,7],login1"`` -> ``["gpu01", "gpu02", "gpu03", "gpu7", "login1"]``: SLURM's host lists, also with
     several brackets.

@@ -27,6 +27,7 @@ from manyhands.facts.identity import identify_files
 from manyhands.facts.model import read_model_facts, resize_vocabulary
 from manyhands.facts.model_config import judge_packing
 from manyhands.facts.types import DataFacts, Facts, HostFacts, NewTokens
+from manyhands.launch.environment import apply_variables
 from manyhands.launch.resume_rules import find_run, folder_of, fresh_name
 from manyhands.launch.run_folder import FolderLock, RunFolder, refuse_unusable
 from manyhands.launch.watch import raise_when_stopped
@@ -118,6 +119,9 @@ def prepare_run(
     Raises UserError: another run stands in the folder, it is running, or anything that facts and plan refuse;
     ``Stopped`` after Ctrl-C or SIGTERM.
     """
+    config, notes = apply_variables(config)
+    for note in notes:
+        report(f"note: {note}")
     folder = folder_of(config)
     with refuse_unusable(folder):
         if fresh:

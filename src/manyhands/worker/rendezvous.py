@@ -27,6 +27,7 @@ from manyhands.core.world import World
 from manyhands.launch.environment import (
     Launcher,
     accelerate_settings,
+    apply_variables,
     refuse_silent_single,
     set_worker_environment,
 )
@@ -98,7 +99,7 @@ def _join_timeout(arguments: argparse.Namespace) -> float:
     try:
         path = arguments.run_folder / "run.json" if arguments.run_folder else arguments.run
         overrides = arguments.overrides if arguments.run else ()
-        return float(load_config(path, overrides).parallel.timeout_s)
+        return float(apply_variables(load_config(path, overrides))[0].parallel.timeout_s)
     except UserError:
         return DEFAULT_TIMEOUT_S
 
