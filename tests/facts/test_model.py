@@ -235,7 +235,7 @@ def test_sharded_weights(folder: Path):
             {"text_config": SIZES | {"cross_attention_layers": [3]}, "model_type": "mllama"},
             "mllama has blocks that attend to images only",
         ),
-        ({"quantization_config": {"bits": 4}}, "quantized, which is not supported yet"),
+        ({"quantization_config": {"bits": 4}}, r"quantized \(of an unnamed kind\), which is not supported"),
         ({"is_encoder_decoder": True}, "has an encoder"),
         (
             {"architectures": ["LlamaForSequenceClassification"]},

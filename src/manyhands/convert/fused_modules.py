@@ -230,6 +230,8 @@ def _why_not(module: nn.Module, known: KnownModule | None) -> str:
             return f"{name} {reason}"
     if len({_has_fp8(getattr(module, name)) for name in names}) > 1:
         return "has layers in fp8 and others beside them"
+    if len({hasattr(getattr(module, name), "fused_base") for name in names}) > 1:
+        return "has layers in 4 bits and others beside them"
     return ""
 
 

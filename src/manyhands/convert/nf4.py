@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -34,8 +34,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from manyhands.convert.protocol import BaseConverter, Context
+from manyhands.convert.stored_nf4 import find_quantized, take_stored
 from manyhands.core.errors import UserError
 from manyhands.core.holding import gather, gather_parts, local, local_slices
+from manyhands.facts.stored_nf4 import StoredNf4
 from manyhands.kernels import nf4 as kernels_nf4
 from manyhands.kernels.backend import Backend
 from manyhands.kernels.lora import Matmuls
@@ -100,15 +102,18 @@ class Nf4Linear(nn.Linear):
         return dequantize(codes.detach(), self.weight_statistics.detach(), shape, codes.dtype)
 
     @torch.no_grad()
-    def fill(self, weight: Rows) -> None:
+    def fill(self, weight: Rows | StoredNf4) -> None:
         """Quantize ``weight`` (o, i), in any dtype and on any device: a tensor, or a file's, read as far as it is
         needed.
 
         Where the layer is sharded every rank calls this, takes the rows that its own shard holds and quantizes
         them; with double quantization one float32 a block of 64 values is gathered, as the offset is the mean over the
         full weight. So the bytes are the same for any sharding. The weight is cast to the compute dtype before (float32
-        where that is float64).
+        where that is float64). What a file holds in NF4 is taken as it is.
         """
+        if isinstance(weight, StoredNf4):
+            take_stored(weight, self.weight_codes, self.weight_statistics)
+            return
         bitsandbytes()  # registers its operators
         codes, statistics = local(self.weight_codes), local(self.weight_statistics)
         flat = self._own_values(weight).to(codes.device, kernel_dtype(codes.dtype))
@@ -306,13 +311,14 @@ def _mean(values: torch.Tensor) -> torch.Tensor:
         torch.set_num_threads(num_threads)
 
 
-def quantize_blocks(model: nn.Module, double_quant: bool = True) -> list[str]:
-    """Put an ``Nf4Linear`` in the place of every linear layer of the blocks; returns their names.
+def quantize_blocks(model: nn.Module, double_quant: bool = True, names: Collection[str] | None = None) -> list[str]:
+    """Put an ``Nf4Linear`` in the place of every linear layer of the blocks, or of those in ``names``; returns their
+    names.
 
     For a model on meta: ``materialize`` fills the layers. UserError where bitsandbytes is missing.
     """
     bitsandbytes()
-    linears = block_linears(model)
+    linears = {name: x for name, x in block_linears(model).items() if names is None or name in names}
     for name, linear in linears.items():
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, Nf4Linear(linear, double_quant).train(linear.training))
@@ -358,8 +364,9 @@ class Nf4Blocks(BaseConverter):
         self.backend: Backend | None = None
 
     def on_meta(self, model: nn.Module) -> None:
-        quantize_blocks(model, self.context.method.double_quant)
         context = self.context
+        names = None if context.plan.stored_nf4 is None else find_quantized(model, context.plan.model_folder)
+        quantize_blocks(model, context.method.double_quant, names)
         if context.config.kernels.nf4 == "reference":
             self.backend = Backend("bitsandbytes", "as asked")
         else:

@@ -73,6 +73,12 @@ def export_source(source: Path, output: Path, *, merge: bool = False) -> str:
             where=str(run_folder),
             fix="leave --merge out: the run trained the model's own weights",
         )
+    if merge and plan.stored_nf4 is not None:
+        raise UserError(
+            "--merge does not go with a model whose weights are stored in NF4",
+            where=plan.model_folder,
+            fix="leave --merge out; PEFT merges the adapter into the model in 16 bits",
+        )
     refuse_foreign(output, replace=False)
     check_files(Path(plan.model_folder), config, plan.model_files, weights=plan.keeps_base)
     model = load_trained(plan, config, checkpoint)

@@ -210,11 +210,15 @@ def _open_adapter(folder: Path, base: Path, dtype: str, kind: str) -> tuple[torc
     from peft import PeftModel, get_peft_model_state_dict
 
     _quiet()
-    options = {} if kind == "unquantized" else _nf4_options(double_quant=kind == "nf4")
+    options = {}
+    if kind != "unquantized":
+        options = {"device_map": {"": "cpu"}} | (
+            {} if _is_quantized(base) else _nf4_options(double_quant=kind == "nf4")
+        )
     inner: Any = auto_class_of(base).from_pretrained(base, dtype=dtype, **options)
     inner.set_attn_implementation(plain_attention(inner.config))
     if options:
-        _dequantize_as_one_row(inner)
+        dequantize_as_one_row(inner, None if dtype == "auto" else getattr(torch, dtype))
     resize_embeddings(inner, needed_tokens(folder))
     model = PeftModel.from_pretrained(inner, str(folder))
     return model, get_peft_model_state_dict(model, save_embedding_layers=False)  # True adds a grown base's embeddings
@@ -227,22 +231,27 @@ def _nf4_options(*, double_quant: bool) -> dict[str, Any]:
     from transformers import BitsAndBytesConfig
 
     quantized = BitsAndBytesConfig(**nf4_options(double_quant=double_quant), bnb_4bit_compute_dtype=torch.float32)
-    return {"quantization_config": quantized, "device_map": {"": "cpu"}}
+    return {"quantization_config": quantized}
 
 
-def _dequantize_as_one_row(model: torch.nn.Module) -> None:
+def _is_quantized(base: Path) -> bool:
+    """Whether the files hold weights in 4 bits already."""
+    return bool(json.loads((base / "config.json").read_text(encoding="utf-8")).get("quantization_config"))
+
+
+def dequantize_as_one_row(model: torch.nn.Module, dtype: torch.dtype | None = None) -> None:
     """Gives layers of bitsandbytes a forward pass that is right for rows of any length on every CPU.
 
     Its own (0.50.2) rounds scales to bfloat16 on CPUs that multiply in it, fails there for rows that are not whole
     blocks of 64, and on other AVX-512 CPUs gets rows wrong that end in half a block. Blocks run over the flattened
-    weight.
+    weight. ``dtype``: of the dequantized weight, in place of the one that the model's files name.
     """
     from bitsandbytes.functional import dequantize_4bit
     from bitsandbytes.nn import Linear4bit
 
     def forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
         state = copy.copy(layer.weight.quant_state)
-        state.shape = (layer.out_features * layer.in_features,)
+        state.shape, state.dtype = (layer.out_features * layer.in_features,), dtype or state.dtype
         weight = dequantize_4bit(layer.weight.data, state).view(layer.out_features, layer.in_features)
         return torch.nn.functional.linear(x, weight.to(x.dtype), layer.bias)
 

@@ -15,8 +15,9 @@ from typing import Any, Literal, get_args
 from manyhands import families
 from manyhands.core.errors import UserError
 from manyhands.facts.model_config import read_config
-from manyhands.facts.safetensors import TensorHeader, equal_bytes, find_weight_files, read_headers
-from manyhands.facts.types import ModelFacts, NewTokens, StoredDtype
+from manyhands.facts.safetensors import TensorHeader, equal_bytes, find_weight_files, read_header, read_headers
+from manyhands.facts.stored_nf4 import StoredNf4, find_stored_nf4
+from manyhands.facts.types import ModelFacts, NewTokens, Nf4Facts, StoredDtype
 
 STORED_DTYPES: dict[str, StoredDtype] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 HEAD, EMBEDDINGS = "lm_head.weight", ".embed_tokens.weight"
@@ -40,11 +41,11 @@ def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "rando
     outer, config = read_config(folder)
     is_multimodal = config is not outer
     block = families.block_shapes(families.find(config), config)
-    num_tower_parameters, stored = 0, _config_dtype(outer)
+    num_tower_parameters, stored, stored_nf4 = 0, _config_dtype(outer), None
     shapes = parameter_shapes(config)
     decoder = "model.language_model" if is_multimodal else "model"
     if init == "pretrained":
-        tensors = read_headers(find_weight_files(folder))
+        tensors, in_nf4 = _read_tensors(folder, outer)
         if is_multimodal:
             num_tower_parameters = sum(t.num_elements for name, t in tensors.items() if not TEXT_TENSOR.search(name))
             config |= {"tie_word_embeddings": shares_head(folder, config)}
@@ -56,6 +57,7 @@ def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "rando
             tensors.pop(HEAD, None)
         stored = _stored_dtype(tensors, folder)
         block = _largest_block(tensors) or block
+        stored_nf4 = _describe_nf4(in_nf4, folder)
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
     num_heads, num_kv_heads = families.num_heads(config)
     return ModelFacts(
@@ -75,6 +77,7 @@ def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "rando
         sliding_window=config.get("sliding_window") if config.get("use_sliding_window", True) else None,
         attention_softcap=config.get("attn_logit_softcapping", families.find(config).attention_softcap),
         stored_dtype=stored,
+        stored_nf4=stored_nf4,
         num_parameters=sum(map(math.prod, shapes.values())),
         is_multimodal=is_multimodal,
         num_tower_parameters=num_tower_parameters,
@@ -87,6 +90,36 @@ def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "rando
         block_norm_elements=norm_elements(block, config),
         parameter_shapes=shapes,
     )
+
+
+def _read_tensors(folder: Path, config: Mapping[str, Any]) -> tuple[dict[str, TensorHeader], dict[str, StoredNf4]]:
+    """All tensors by name, those that hold a weight in NF4 as that weight; and those weights."""
+    files = find_weight_files(folder)
+    tensors = read_headers(files)
+    if not config.get("quantization_config"):
+        return tensors, {}
+    in_nf4, pieces = find_stored_nf4({path: read_header(path) for path in files})
+    tensors = {name: header for name, header in tensors.items() if name not in pieces}
+    return tensors | {name: weight.header for name, weight in in_nf4.items()}, in_nf4
+
+
+def _describe_nf4(in_nf4: Mapping[str, StoredNf4], folder: Path) -> Nf4Facts | None:
+    """UserError where some weights have double quantization and others have not."""
+    kinds = {weight.double_quant for weight in in_nf4.values()}
+    if len(kinds) > 1:
+        raise UserError(
+            "some 4-bit weights have double quantization and others have not",
+            where=str(folder),
+            fix="use the model's version that is not quantized, with method.name: qlora",
+        )
+    if not in_nf4:
+        return None
+    blocks: dict[str, set[str]] = {}
+    for name in in_nf4:
+        if match := BLOCK_TENSOR.search(name):
+            blocks.setdefault(match[1], set()).add(match[2].removesuffix(".weight"))
+    in_all = set.intersection(*blocks.values()) if blocks else set()
+    return Nf4Facts(double_quant=kinds.pop(), linears=tuple(sorted(in_all)))
 
 
 def resize_vocabulary(model: ModelFacts, new_tokens: NewTokens | None) -> ModelFacts:

@@ -25,6 +25,7 @@ from manyhands import families
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.core.files import parse_json, read_json, write_json
+from manyhands.facts.stored_nf4 import refuse_other_quantization
 from manyhands.facts.types import ModelFacts
 
 CONFIG_FILE = "config.json"
@@ -163,7 +164,7 @@ def check_purpose(config: Mapping[str, Any], path: Path) -> None:
 
 
 def check_supported(config: Mapping[str, Any], path: Path) -> None:
-    """UserError for anything but a dense text decoder whose weights are not quantized."""
+    """UserError for anything but a dense text decoder whose weights are not quantized, or in bitsandbytes' NF4."""
     kind = config.get("model_type") or "this model"
     for keys, what in (
         (MULTIMODAL_KEYS, f"{kind} is multimodal, and its config.json does not say which part is the text decoder"),
@@ -173,7 +174,6 @@ def check_supported(config: Mapping[str, Any], path: Path) -> None:
             " let them decay",
         ),
         (EXPERT_KEYS, f"{kind} is a mixture of experts, which is not supported yet"),
-        (("quantization_config",), "the model's weights are quantized, which is not supported yet"),
         (("is_encoder_decoder",), f"{kind} has an encoder, which is not supported"),
     ):
         found = [key for key in keys if (key in config if key in MULTIMODAL_KEYS else config.get(key))]
@@ -184,6 +184,7 @@ def check_supported(config: Mapping[str, Any], path: Path) -> None:
                 why=f"its config.json has {', '.join(found)}",
                 fix=f"use a dense text model, such as {families.EXAMPLES}",
             )
+    refuse_other_quantization(config, path)
     missing = [key for key in ("model_type", *NEEDED_KEYS) if not config.get(key)]
     if missing:
         raise UserError(

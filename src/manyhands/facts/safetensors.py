@@ -117,6 +117,14 @@ def read_header(path: Path) -> dict[str, TensorHeader]:
         return {name: TensorHeader(part.get_dtype(), tuple(part.get_shape())) for name, part in slices}
 
 
+def read_bytes(path: Path, name: str) -> bytes:
+    """A small tensor's bytes, such as a text. ValueError for one of more than a megabyte."""
+    with _open(path) as file:
+        if math.prod(file.get_slice(name).get_shape()) > _CHUNK_BYTES:
+            raise ValueError(f"{name} is too long")
+        return file.get_tensor(name).tobytes()
+
+
 def read_metadata(path: Path) -> dict[str, str]:
     """What a file's writer said of it. UserError as ``read_header``."""
     with _open(path) as file:

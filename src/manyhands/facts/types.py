@@ -18,6 +18,13 @@ class Fact(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+class Nf4Facts(Fact):
+    """Weights that bitsandbytes has stored in NF4."""
+
+    double_quant: bool
+    linears: tuple[str, ...]  # of ``block_linear_shapes``, those that are stored so in every block
+
+
 class ModelFacts(Fact):
     """Dimensions of a dense decoder, from its config.json and the headers of its safetensors files.
 
@@ -42,6 +49,7 @@ class ModelFacts(Fact):
     sliding_window: int | None
     attention_softcap: float | None = None  # scores are soft-capped, which few attention kernels can compute
     stored_dtype: StoredDtype
+    stored_nf4: Nf4Facts | None = None  # dtype and shapes are then those of the weights before
     num_parameters: int
     is_multimodal: bool = False  # by config.json: the text decoder is one part among others, stored with it or not
     num_tower_parameters: int = 0  # vision, audio and projectors of a multimodal model: they stay on disk

@@ -145,6 +145,8 @@ def load_model(found: Found) -> nn.Module:
     model: Any = auto_class_of(found.weights).from_pretrained(
         found.weights, dtype="auto" if on_gpu else torch.float32, attn_implementation="sdpa"
     )
+    if getattr(model, "is_quantized", False):  # in NF4: adapters of ours compute beside plain weights
+        model = model.dequantize()
     if plain_attention(model.config) != "sdpa":
         model.set_attn_implementation(plain_attention(model.config))
     if found.adapter is not None:

@@ -45,8 +45,8 @@ class FillsItself(Protocol):
     weight_pieces: tuple[str, ...]  # its parameters that hold the weight
 
     def fill(self, weight: Any) -> None:
-        """Take ``weight`` (o, i), a tensor or a safetensors slice, of which each rank reads its part. Every rank calls
-        this.
+        """Take ``weight`` (o, i), a tensor or a safetensors slice, of which each rank reads its part, or a
+        ``StoredNf4``. Every rank calls this.
         """
 
 
@@ -262,7 +262,9 @@ def read_weights(model: nn.Module, checkpoint: Checkpoint, new_tokens: NewTokens
     for path in sorted({stored.file for stored in checkpoint.plain.values()}):
         with open_weights(path) as file:
             for name, stored in checkpoint.plain.items():
-                if stored.file == path:
+                if stored.file == path and stored.nf4 is not None:
+                    filling.fill(name, stored.nf4)
+                elif stored.file == path:
                     filling.fill(name, file.get_slice(stored.name) if stored.shape else file.get_tensor(stored.name))
     for conversion in checkpoint.conversions:
         for name, tensor in read_converted(model, conversion).items():

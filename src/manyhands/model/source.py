@@ -32,6 +32,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.progress import advance
 from manyhands.facts.model import STORED_DTYPES
 from manyhands.facts.safetensors import DTYPE_BITS, find_weight_files, read_header
+from manyhands.facts.stored_nf4 import StoredNf4, find_stored_nf4
 from manyhands.model.structure import is_left_out, left_out
 
 OLD_BUFFERS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$")  # once saved, now computed
@@ -45,6 +46,7 @@ class StoredTensor:
     file: Path
     shape: tuple[int, ...]
     dtype: str
+    nf4: StoredNf4 | None = None  # the weight in 4 bits; then shape and dtype are those it had before
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
@@ -134,12 +136,15 @@ def read_checkpoint(model: Any, names: Collection[str], folder: str | Path) -> C
 
 
 def index_files(folder: Path) -> list[StoredTensor]:
-    """All tensors of a model folder, from the headers alone."""
+    """All tensors of a model folder, from the headers alone; those that hold a weight in NF4 as that weight."""
+    headers = {path: read_header(path) for path in find_weight_files(folder)}
+    in_nf4, pieces = find_stored_nf4(headers)
     return [
         StoredTensor(name, path, header.shape, header.dtype)
-        for path in find_weight_files(folder)
-        for name, header in read_header(path).items()
-    ]
+        for path, own in headers.items()
+        for name, header in own.items()
+        if name not in pieces
+    ] + [StoredTensor(name, w.pieces["weight"][0], w.shape, w.dtype, w) for name, w in in_nf4.items()]
 
 
 def _group(model: Any, name: str, converter: WeightConverter, parts: list[tuple[str, StoredTensor]]) -> Conversion:

@@ -9,8 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from manyhands import families
-from manyhands.config.schema import MethodSection, RunConfig
+from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.facts.types import DataFacts, Facts, GpuFacts, ModelFacts
 from manyhands.plan.batch import has_one_length
@@ -67,7 +66,8 @@ def decide(config: RunConfig, facts: Facts) -> Decisions:
     compiled, why_compile = choose_compile(config, device, facts.data)
     why_frozen: tuple[Reason, ...] = ()
     if config.method.name == "qlora":
-        why_frozen = (reason("frozen", compute=compute, double=config.method.double_quant),)
+        in_files = facts.model.stored_nf4 is not None
+        why_frozen = (reason("frozen", compute=compute, double=config.method.double_quant, stored=in_files),)
     why_frozen += choose_linear(config, device, gpus)
     if facts.model.num_tower_parameters:
         why_frozen += (reason("towers", parameters=facts.model.num_tower_parameters),)
@@ -138,44 +138,6 @@ def choose_master_dtype(config: RunConfig, compute: ComputeDtype) -> tuple[Compu
             " or train in full with model.dtype=bfloat16, optimizer.name=adamw and parallel.offload=none",
         )
     return "bfloat16", (reason("masters"),)
-
-
-def choose_packing(config: RunConfig, model: ModelFacts) -> tuple[bool, Reason]:
-    """Rows side by side where the model allows it. UserError where that was asked for and the model does not."""
-    asked = config.data.packing
-    if asked is False:
-        return False, reason("packing", packed=False, asked=True, known="")
-    if model.packs:
-        return True, reason("packing", packed=True, asked=asked is True, known=model.packing_reason)
-    batch = config.batch
-    needing = [
-        f"batch.{name}" for name in ("loss_tokens", "micro_tokens") if getattr(batch, name) not in (None, "auto")
-    ]
-    if asked is True or needing:
-        key = "data.packing" if asked is True else needing[0]
-        raise UserError(
-            f"{key} asks for packed samples, but {model.model_type} cannot be packed",
-            where=key,
-            why=model.packing_reason,
-            fix="set data.packing=false (one sample a row)" + "".join(f", and remove {name}" for name in needing),
-        )
-    return False, reason("packing", packed=False, asked=False, known=model.packing_reason)
-
-
-def name_targets(method: MethodSection, model: ModelFacts) -> tuple[MethodSection, tuple[Reason, ...]]:
-    """``method`` with PEFT's default target modules by name. UserError where PEFT has none for models of this type."""
-    if method.target_modules != "peft-default":
-        return method, ()
-    names = families.find(model.model_type).peft_targets
-    if not names:
-        raise UserError(
-            f"method.target_modules: peft-default names no layers of {model.model_type}",
-            where="method.target_modules",
-            why="PEFT has no default for models of this type, or it is not known here",
-            fix="name layers, such as [q_proj, v_proj], or use all-linear",
-            details=list(model.block_linear_shapes),
-        )
-    return method.model_copy(update={"target_modules": names}), (reason("targets", names=names, kind=model.model_type),)
 
 
 def choose_attention(

@@ -115,7 +115,10 @@ class EstimateInput:
         """
         if not self.nf4_blocks:
             return self.model.num_block_parameters * self.frozen_bytes
-        sizes = [out * into for out, into in self.model.block_linear_shapes.values()]
+        stored = self.model.stored_nf4
+        shapes = self.model.block_linear_shapes
+        in_4_bits = shapes if stored is None else [name for name in shapes if name in stored.linears]
+        sizes = [math.prod(shapes[name]) for name in in_4_bits]
         row_bytes = NF4_CODE_BYTES + (NF4_STATISTICS_BYTES if self.nf4_double else NF4_FLOAT_STATISTICS_BYTES)
         in_nf4 = sum(math.ceil(size / NF4_ROW_VALUES) for size in sizes) * row_bytes
         return (self.model.num_block_parameters - sum(sizes)) * self.frozen_bytes + in_nf4

@@ -22,11 +22,12 @@ from manyhands.plan.candidates import (
     slowness,
 )
 from manyhands.plan.checks import check_disk, estimate_disk, nothing_fits, warn_of_values
-from manyhands.plan.choices import Decisions, choose_packing, decide, fuses_optimizer, name_targets
+from manyhands.plan.choices import Decisions, decide, fuses_optimizer
 from manyhands.plan.efficiency import with_efficiency
 from manyhands.plan.estimate_input import EstimateInput, count_adapter_parameters, count_trained
 from manyhands.plan.hardware import choose_environment, ranks_per_machine
 from manyhands.plan.layout import DTYPE_BYTES, choose_converters, lay_out, mesh_of
+from manyhands.plan.settle import settle
 from manyhands.plan.smaller import NothingSmaller as NothingSmaller
 from manyhands.plan.smaller import choose_smaller, explain_smaller, find_ran_out, nothing_smaller
 from manyhands.plan.steps import Steps, count_steps
@@ -58,7 +59,7 @@ def plan(
     (processes, batch, dtypes) or where nothing fits; NothingSmaller where nothing is left to try.
     """
     digest = config.digest
-    config, why_settled = _settle(config, facts)  # from here on no `auto`
+    config, why_settled = settle(config, facts)  # from here on no `auto`
     made = decide(config, facts)
     found = _search(config, facts, made, cause, before)
     steps = count_steps(config, facts.data, found.split.batch_samples)
@@ -77,6 +78,7 @@ def plan(
         keeps_base=config.method.name != "full" or facts.model.num_tower_parameters > 0,
         new_tokens=facts.new_tokens,
         adapter=facts.adapter,
+        stored_nf4=facts.model.stored_nf4,
         target_modules=None if config.method.target_modules == "all-linear" else config.method.target_modules,
         layout=found.chosen.layout,
         attention=made.attention,
@@ -104,17 +106,6 @@ def plan(
         why=_explain(config, facts, made, found, steps, disk, why_settled, reason("environment", **environment)),
     )
     return with_efficiency(whole, facts)
-
-
-def _settle(config: RunConfig, facts: Facts) -> tuple[RunConfig, tuple[Reason, ...]]:
-    """The config with packing decided, with the method of the adapter that the run continues, and with target modules
-    by name.
-    """
-    packing, why_packing = choose_packing(config, facts.model)
-    method = config.method if facts.adapter is None else facts.adapter.method
-    method, why_targets = name_targets(method, facts.model)
-    data = config.data.model_copy(update={"packing": packing})
-    return config.model_copy(update={"data": data, "method": method}), (why_packing, *why_targets)
 
 
 def _search(config: RunConfig, facts: Facts, made: Decisions, cause: Cause, before: Plan | None) -> SearchResult:

@@ -264,7 +264,8 @@ SENTENCES: dict[Code, tuple[str, Callable[[Values], str]]] = {
     "frozen": (
         "frozen",
         lambda v: (
-            f"linear layers of the blocks in NF4, {'4.13' if v['double'] else '4.5'} bits a weight, dequantized to "
+            f"linear layers of the blocks in NF4{', as they are stored' if v['stored'] else ''}, "
+            f"{'4.13' if v['double'] else '4.5'} bits a weight, dequantized to "
             f"{v['compute']} for each matmul; the rest {v['compute']}"
         ),
     ),

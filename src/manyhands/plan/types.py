@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from manyhands.config.schema import MethodSection, RunConfig
-from manyhands.facts.types import AdapterFacts, NewTokens
+from manyhands.facts.types import AdapterFacts, NewTokens, Nf4Facts
 from manyhands.plan.layout import Dtype, Layout
 
 Cause = Literal["first", "resume", "resize", "out_of_memory"]
@@ -102,6 +102,7 @@ class Plan(Part):
     keeps_base: bool = True  # weights of these files are in what is trained or saved: not where all are trained
     new_tokens: NewTokens | None = None
     adapter: AdapterFacts | None = None  # that training continues; its method takes the place of the config's
+    stored_nf4: Nf4Facts | None = None  # of a base whose weights are stored so
     target_modules: tuple[str, ...] | None = None  # of adapters; none: all linear layers of the blocks
 
     layout: Layout
@@ -148,9 +149,14 @@ class Plan(Part):
 
 
 def method_of(plan: Plan, config: RunConfig) -> MethodSection:
-    """What is trained: as asked, or as the adapter has it from which the run continues; target modules by name."""
+    """What is trained: as asked, or as the adapter has it from which the run continues; target modules by name, and
+    double quantization as weights are stored.
+    """
     method = config.method if plan.adapter is None else plan.adapter.method
-    return method if plan.target_modules is None else method.model_copy(update={"target_modules": plan.target_modules})
+    update: dict[str, Any] = {} if plan.target_modules is None else {"target_modules": plan.target_modules}
+    if plan.stored_nf4 is not None:
+        update["double_quant"] = plan.stored_nf4.double_quant
+    return method.model_copy(update=update)
 
 
 # Decisions, in the order of a plan's ``why``; then notes and warnings; then why a candidate was not chosen.
