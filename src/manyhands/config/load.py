@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from manyhands.config.checks import check
-from manyhands.config.dialects.recognize import recognize, translate, translate_settings
+from manyhands.config.dialects.recognize import recognize, refuse_settings, translate, translate_settings
 from manyhands.config.dialects.translation import Around, Translation, flatten
 from manyhands.config.keys import Key, hint, nearest, sections, show, table, wrong_value
 from manyhands.config.read import NO_TEXT, ParsedFile, parse_yaml_value, read_run_file
@@ -33,8 +33,7 @@ MAX_FINDINGS = 20
 @dataclass(frozen=True)
 class LoadedRun:
     """A run as it was asked for. ``translation`` and ``text``: the other tool's file that it came from, and that
-    file's content; None for a native file. ``settings``: what other tools' files, or the launcher's environment, said
-    about its distribution.
+    file's content; None for a native file. ``settings``: what other tools said about its distribution.
     """
 
     config: RunConfig
@@ -44,7 +43,7 @@ class LoadedRun:
 
     @property
     def translations(self) -> tuple[Translation, ...]:
-        """Of the run file and of the files that say how it is distributed."""
+        """Of the run file, and of what says how it is distributed."""
         return (() if self.translation is None else (self.translation,)) + self.settings
 
 
@@ -83,7 +82,7 @@ def load_run(
         around = replace(around, micro=translation.micro, accumulation=translation.accumulation)
     said = [translate_settings(file, kind, around) for kind, file in files.items()]
     for one in said:
-        merge_settings(mapping, origins, one, translation.carried if translation else {})
+        merge_settings(mapping, origins, one, translation.carried if translation else ())
     foreign = dict(origins) if translation or settings else {}
     findings = _apply_overrides(mapping, overrides, origins)
     if "name" not in mapping:
@@ -97,6 +96,7 @@ def translate_file(source: ParsedFile, around: Around) -> Translation | None:
     """Another tool's file as a native mapping, None for a native one. Raises ``UserError`` with all that is refused."""
     dialect = recognize(source.mapping)
     if dialect is None:
+        refuse_settings(source)
         return None
     translation = translate(source, dialect, around)
     translation.refuse()

@@ -31,11 +31,14 @@ CORE_TAGS = ("null", "bool", "int", "float", "str", "seq", "map")
 
 @dataclass(frozen=True)
 class ParsedFile:
-    """The content of a run file. ``lines``: the line of each dotted key (``data.train[1].weight``)."""
+    """The content of a run file. ``lines``: the line of each dotted key (``data.train[1].weight``). ``files``: the
+    file of keys that stand in another one, which it includes.
+    """
 
     mapping: dict[str, Any]
     where: str
     lines: dict[str, int] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
 
 
 class _Loader(yaml.SafeLoader):

@@ -105,8 +105,6 @@ def _map_kind(t: Translator) -> None:
     elif kind:
         allowed = "'NO', MULTI_GPU, MULTI_CPU, FSDP or DEEPSPEED"
         t.refuse("distributed_type", f"got {show(t.get('distributed_type'))}, allowed: {allowed}")
-    elif not t.has("distributed_type") and t.source.where != ENVIRONMENT:
-        t.refuse("distributed_type", "is missing, which accelerate refuses: write MULTI_GPU, FSDP, DEEPSPEED or 'NO'")
     for key in t.values:
         if key.startswith("fsdp_config.") and kind != "FSDP" and key in KEYS:
             t.ignore(key, "accelerate reads it with `distributed_type: FSDP` only")

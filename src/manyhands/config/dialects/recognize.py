@@ -6,6 +6,7 @@ A dialect is a module beside this one with
   names of the user's own;
 - ``MARKS``: keys of which one at least is in every file of the tool and in no native file;
 - ``REFUSES_UNKNOWN``: whether the tool itself refuses keys that it does not know;
+- ``expand(source, around)``, where a file may include another one: the file with the other one's keys;
 - ``translate(t)``: gives every key of ``t.values`` a fate (``Translator``).
 
 A new dialect is one module, named here. ``FILES`` are run files, ``SETTINGS`` files that only say how to distribute
@@ -23,7 +24,7 @@ from manyhands.config.keys import table
 from manyhands.config.read import ParsedFile
 from manyhands.core.errors import UserError
 
-FILES = ("axolotl", "trl", "llamafactory", "llamafactory_v1")
+FILES = ("axolotl", "trl", "llamafactory", "llamafactory_v1", "sft_play", "synth_ai", "theworld")
 SETTINGS = ("accelerate", "deepspeed")
 
 
@@ -56,8 +57,23 @@ def recognize(mapping: Mapping[str, Any]) -> Dialect | None:
     return best
 
 
+def refuse_settings(source: ParsedFile) -> None:
+    """Raises ``UserError`` for a file of ``SETTINGS`` in place of a run file."""
+    for name, option in (("accelerate", "--accelerate-config"), ("deepspeed", "--deepspeed")):
+        dialect = load_dialect(name)
+        if source.mapping and all(key in dialect.KEYS for key in flatten(source.mapping, dialect.OPEN)):
+            raise UserError(
+                f"this is a file of {dialect.TOOL}",
+                where=source.where,
+                why="it says how a run is distributed, and not what is trained",
+                fix=f"give it beside a run file: manyhands train RUN.yaml {option} {source.where}",
+            )
+
+
 def translate(source: ParsedFile, dialect: Dialect, around: Around) -> Translation:
     """The file as a native mapping, with a fate for every key. Raises ``UserError`` for a file of two tools."""
+    expand = getattr(dialect, "expand", None)
+    source = source if expand is None else expand(source, around)
     t = Translator(source, around, tool=dialect.TOOL, known=dialect.KEYS, open=dialect.OPEN)
     _refuse_mixed(t, dialect)
     dialect.translate(t)

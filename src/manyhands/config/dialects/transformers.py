@@ -130,8 +130,8 @@ def map_optimizer(t: Translator) -> None:
     t.only("label_smoothing_factor", (0, 0.0, None), "label smoothing is not available: set it to 0")
 
 
-def map_schedule(t: Translator, *, default: str) -> None:
-    """The learning rate's shape and warm-up. ``default``: the tool's own schedule if the file names none."""
+def map_schedule(t: Translator, *, default: str, warmup: tuple[str, float] = ("warmup_steps", 0)) -> None:
+    """The learning rate's shape and warm-up. ``default``, ``warmup``: the tool's own where the file has none."""
     kind, options = str(t.get("lr_scheduler_type", default)), t.get("lr_scheduler_kwargs") or {}
     names = {"cosine": "cosine", "linear": "linear", "constant": "constant", "constant_with_warmup": "constant",
              "cosine_with_min_lr": "cosine", "warmup_stable_decay": "wsd"}  # fmt: skip
@@ -153,7 +153,9 @@ def map_schedule(t: Translator, *, default: str) -> None:
     elif ratio:
         t.map("warmup_ratio", "schedule.warmup_ratio", ratio)
     else:
-        t.carry("schedule.warmup_steps", 0, f"{t.tool}'s default")
+        given = t.has("warmup_steps") or t.has("warmup_ratio")
+        name, value = ("warmup_steps", 0) if given else warmup
+        t.carry(f"schedule.{name}", value, f"{t.tool}'s default")
     for key in ("warmup_steps", "warmup_ratio"):
         if t.number(key) == 0:
             t.already(key)
@@ -192,10 +194,12 @@ def map_length(t: Translator, *, epochs: float) -> None:
     t.only("data_seed", (None, t.get("seed", 42)), "order and weights have one seed: remove it, or make it `seed`'s")
 
 
-def map_batch(t: Translator, *, per_device: int, packs: bool = False) -> None:
-    """Per-device batch x GPUs x accumulation: samples, or packs of max_length. ``per_device``: the tool's default."""
+def map_batch(t: Translator, *, per_device: int, accumulation: int = 1, packs: bool = False) -> None:
+    """Per-device batch x GPUs x accumulation: samples, or packs of max_length. ``per_device``, ``accumulation``: the
+    tool's defaults.
+    """
     micro = t.integer("per_device_train_batch_size", per_device) or per_device
-    steps = t.integer("gradient_accumulation_steps", 1) or 1
+    steps = t.integer("gradient_accumulation_steps", accumulation) or accumulation
     gpus = t.num_gpus()
     t.micro, t.accumulation = micro, steps
     key = "per_device_train_batch_size"

@@ -35,11 +35,12 @@ class Fate:
     native: Mapping[str, Any] = field(default_factory=dict)
     line: int | None = None
     value: Any = None
+    file: str | None = None
 
     @property
     def place(self) -> str:
-        """``line 12, `sequence_len```: where the user finds it."""
-        return (f"line {self.line}, " if self.line else "") + f"`{self.key}`"
+        """``line 12, `sequence_len```: where the user finds it; with its file if that is another one."""
+        return (f"{self.file}, " if self.file else "") + (f"line {self.line}, " if self.line else "") + f"`{self.key}`"
 
 
 @dataclass(frozen=True)
@@ -123,16 +124,21 @@ class Translator:
         self._gpus: int | None = None
         self.micro: int | None = None
         self.accumulation: int | None = None
+        self.aliases: Mapping[str, str] = {}
 
     # reading
 
+    def _own(self, key: str) -> str:
+        """The tool's own key for a name that ``aliases`` has: keys of transformers that it calls otherwise."""
+        return self.aliases.get(key, key)
+
     def has(self, key: str) -> bool:
         """Whether the file sets the key to anything but null or an empty text."""
-        return self.values.get(key) not in (None, "")
+        return self.values.get(self._own(key)) not in (None, "")
 
     def get(self, key: str, default: Any = None) -> Any:
         """The key's value as it is written, ``default`` if it is not set."""
-        return self.values[key] if self.has(key) else default
+        return self.values[self._own(key)] if self.has(key) else default
 
     def number(self, key: str, default: float | None = None) -> float | None:
         """A number, also one that is written as text (``2e-5`` is text in YAML 1.1); refused if it is none."""
@@ -154,7 +160,7 @@ class Translator:
         if number is None:
             return default
         if int(number) != number:
-            self.refuse(key, f"got {show(self.values[key])}, allowed: a whole number")
+            self.refuse(key, f"got {show(self.get(key))}, allowed: a whole number")
             return default
         return int(number)
 
@@ -171,8 +177,8 @@ class Translator:
         return default
 
     def place(self, key: str) -> str:
-        line = self.source.lines.get(key)
-        return (f"line {line}, " if line else "") + f"`{key}`"
+        key = self._own(key)
+        return Fate(key, "mapped", line=self.source.lines.get(key), file=self.source.files.get(key)).place
 
     # fates
 
@@ -182,7 +188,7 @@ class Translator:
             return
         if value is None:  # it could not be read, which is a fate already
             return
-        values = {native: self.values[key] if value is ... else value} if isinstance(native, str) else dict(native)
+        values = {native: self.get(key) if value is ... else value} if isinstance(native, str) else dict(native)
         self._note(key, "mapped", why, values)
         for name, one in values.items():
             self._set(name, one, key)
@@ -214,10 +220,11 @@ class Translator:
 
     def only(self, key: str, allowed: Sequence[Any], why: str) -> None:
         """``already`` for one of these values (or none), refused with ``why`` for any other."""
-        if not self.has(key) or self.values[key] in allowed:
+        value = self.get(key)
+        if not self.has(key) or value in allowed:
             self.already(key)
         else:
-            self.refuse(key, f"`{self.values[key]}`: {why}" if not isinstance(self.values[key], bool) else why)
+            self.refuse(key, f"`{value}`: {why}" if not isinstance(value, bool) else why)
 
     def carry(self, native: str, value: Any, why: str) -> None:
         """A default of the tool that is not ours: set unless the file has set the key."""
@@ -254,9 +261,10 @@ class Translator:
 
     def merge(self, other: Translation, key: str) -> None:
         """Adds the result of another file that ``key`` names (a DeepSpeed JSON); its fates are kept under its path."""
+        file = other.where if other.where != self.source.where else None
         for fate in other.fates:
             self._fates[f"{key} > {fate.key}"] = Fate(
-                f"{key} > {fate.key}", fate.kind, fate.why, fate.native, fate.line, fate.value
+                f"{key} > {fate.key}", fate.kind, fate.why, fate.native, fate.line, fate.value, fate.file or file
             )
             for name, value in fate.native.items():
                 self._set(name, value, key)
@@ -297,6 +305,7 @@ class Translator:
         )
 
     def _note(self, key: str, kind: Kind, why: str, native: Mapping[str, Any] | None = None) -> None:
+        key = self._own(key)
         before = self._fates.get(key)
         if before is not None and before.kind in STOPS:  # the first reason against it stays
             return
@@ -305,8 +314,8 @@ class Translator:
             why = "; ".join(dict.fromkeys(part for part in (before.why, why) if part))
             kind = max(before.kind, kind, key=("already", "unset", "ignored", "mapped", "substituted").index)
         if key in self.values:
-            line = self.source.lines.get(key)
-            self._fates[key] = Fate(key, kind, why, native or {}, line, self.values[key])
+            line, file = self.source.lines.get(key), self.source.files.get(key)
+            self._fates[key] = Fate(key, kind, why, native or {}, line, self.values[key], file)
         elif kind in STOPS:  # a key that is missing
             self._fates[key] = Fate(key, kind, why, native or {})
 
