@@ -21,6 +21,9 @@ from manyhands.cli import machine, process
 from manyhands.cli.main import app
 from manyhands.cli.process import default_output
 from manyhands.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_USAGE, UserError
+from manyhands.facts.gpu_kinds import describe_host, parse_gpus
+from manyhands.facts.host import read_host_facts
+from manyhands.facts.types import UnusableGpus
 
 SOURCE = Path(__file__).parents[2] / "src"
 BASE = "model: {name: org/model}\ndata: {train: rows.jsonl}\n"
@@ -231,6 +234,28 @@ def test_the_doctor_finds_what_is_here(monkeypatch):
     assert not [finding for finding in findings if finding.state == "bad"]
     (hub,) = [finding for finding in findings if "hub 127" in finding.text]
     assert hub.state == "warning" and "secret" not in hub.text
+
+
+def test_the_doctor_names_gpus_that_cannot_be_used(monkeypatch):
+    broken = UnusableGpus(
+        found="1 AMD GPU (/dev/dri/renderD128)", why="no permission to open /dev/kfd", fix="join render"
+    )
+    facts = read_host_facts({"CUDA_VISIBLE_DEVICES": ""}).model_copy(update={"unusable_gpus": broken})
+    monkeypatch.setattr("manyhands.facts.host.read_host_facts", lambda: facts)
+    probe = types.SimpleNamespace(returncode=0, stdout="ROCm 7.1 0\n")
+    monkeypatch.setattr(machine.subprocess, "run", lambda *given, **options: probe)
+    (finding,) = machine._check_torch()
+    assert finding.state == "bad" and "none can be used: no permission" in finding.text and finding.fix == "join render"
+
+
+def test_the_doctor_tells_what_is_known_of_the_gpus(monkeypatch):
+    facts = describe_host(parse_gpus("2xH200"))
+    monkeypatch.setattr("manyhands.facts.host.read_host_facts", lambda: facts)
+    probe = types.SimpleNamespace(returncode=0, stdout="CUDA 13.0 2\n")
+    monkeypatch.setattr(machine.subprocess, "run", lambda *given, **options: probe)
+    findings = [*machine._check_torch(), *machine._check_memory()]
+    assert findings[0].text == "torch can use all 2 GPUs (CUDA 13.0)"
+    assert any("790 TFLOP/s in bfloat16 (measured: docs/results.md" in finding.text for finding in findings)
 
 
 def test_gpu_info_lists_the_machine(monkeypatch):

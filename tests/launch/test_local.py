@@ -18,6 +18,8 @@ import pytest
 
 from manyhands.core.errors import UserError
 from manyhands.launch import start
+from manyhands.launch.environment import worker_environment
+from manyhands.plan.hardware import AMD_ENVIRONMENT
 
 HERE = Path(__file__).parent
 WAIT_S = 240.0  # busy machines are slow
@@ -56,6 +58,15 @@ def test_workers_get_the_plans_environment_and_keep_the_users(planned, monkeypat
         k: v for k, v in before.items() if not k.startswith(("TORCHELASTIC", "PYTEST"))
     }
     assert not folder.ranks.exists()
+
+
+def test_amds_variables_are_never_set_over_the_users(planned):
+    _, plan = planned("environment", "environment")
+    plan = plan.model_copy(update={"environment": AMD_ENVIRONMENT})
+    given = {"HSA_ENABLE_SDMA": "0", "OMP_NUM_THREADS": "3"}
+    added = worker_environment(plan, 2, given)
+    assert "HSA_ENABLE_SDMA" not in added and "OMP_NUM_THREADS" not in added
+    assert added["HSA_NO_SCRATCH_RECLAIM"] == "1" and added["HSA_FORCE_FINE_GRAIN_PCIE"] == "1"
 
 
 def test_an_exception_is_shown_once_with_its_log(planned, capfd):
