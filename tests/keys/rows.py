@@ -83,6 +83,14 @@ def row_format(lab: Lab) -> None:
     for name, word in (("prompt", "alpha"), ("question", "beta")):
         keys = {"data.train": path, "data.validation_fraction": 0.0, "data.format": name, "stop.max_steps": 1}
         assert f"user\n{word}" in lab.run(keys).prompt_of(0)
+    ready_rows(lab)
+
+
+def ready_rows(lab: Lab) -> None:
+    parts = [{"text": "alpha beta", "label": False}, {"text": " gamma", "label": True}]
+    path = lab.write_rows("segments.jsonl", [{"segments": parts}] * 4)
+    ran = lab.run({"data.train": path, "data.validation_fraction": 0.0, "data.format": "segments", "stop.max_steps": 1})
+    assert ran.prompt_of(0) == "alpha beta gamma" and ran.column("num_loss_tokens") == [4 * len(" gamma")]
 
 
 def fields(lab: Lab) -> None:

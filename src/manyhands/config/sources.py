@@ -199,7 +199,7 @@ def _check_task(task: str, rules: SourceRules) -> Iterator[str]:
             f"`{rules.format_key}: text` has no answers, but `task: sft` trains on answers: use task: cpt or mixed, or "
             "another format"
         )
-    if task == "cpt" and rules.format not in ("auto", "text"):
+    if task == "cpt" and rules.format not in ("auto", "text", *READY):
         yield (
             f"`{rules.format_key}: {rules.format}` is a conversation, but `task: cpt` trains on text: use task: sft or "
             "mixed, or format text"
@@ -238,8 +238,12 @@ REQUIRED = MappingProxyType(
         "prompt": ("prompt", "completion"),
         "question": ("question", "answer"),
         "text": ("text",),
+        "tokens": ("input_ids",),
+        "segments": ("segments",),
     }
 )
+# Formats of rows that say themselves what is trained, in every task.
+READY = ("tokens", "segments")
 # Fields that are read if a row has them.
 OPTIONAL = MappingProxyType(
     {
@@ -249,6 +253,8 @@ OPTIONAL = MappingProxyType(
         "prompt": ("system", "tools", "weight"),
         "question": ("system", "weight"),
         "text": ("weight",),
+        "tokens": ("labels", "attention_mask", "weight"),
+        "segments": ("weight",),
     }
 )
 # Keys of a turn in the list of turns.

@@ -8,6 +8,7 @@
 | prompt | prompt, completion: strings or lists of messages; (system, tools, weight) | a user and an assistant turn |
 | question | question, answer: strings; (system, weight) | a user and an assistant turn |
 | text | text: string; (weight) | the text |
+| tokens, segments | see ``ready_rows.py`` | |
 
 ``data.fields`` says where they have other names. What becomes of other fields: ``columns.py``.
 
@@ -30,7 +31,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from manyhands.config.sources import INNER, OPTIONAL, REQUIRED, known_fields
+from manyhands.config.sources import INNER, OPTIONAL, READY, REQUIRED, known_fields
 from manyhands.core.errors import UserError
 from manyhands.data.files import Row
 from manyhands.data.messages import (
@@ -42,6 +43,7 @@ from manyhands.data.messages import (
     make_message,
     parse_json,
 )
+from manyhands.data.ready_rows import Ready, read_ready
 
 SHAREGPT_ROLES = {
     "human": "user",
@@ -117,7 +119,7 @@ __all__ = [
     "to_conversation",
 ]
 
-Format = Literal["messages", "sharegpt", "alpaca", "prompt", "question", "text"]
+Format = Literal["messages", "sharegpt", "alpaca", "prompt", "question", "text", "tokens", "segments"]
 FIELDS = cast(Mapping[Format, tuple[str, ...]], REQUIRED)
 NONE: Mapping[str, str] = {}
 
@@ -184,6 +186,7 @@ def detect_format(rows: Sequence[Row], fields: Mapping[str, str] = NONE, task: s
         candidates = fitting
     if not rows:
         raise UserError("no rows to tell the format from", fix="give a data file with at least one row")
+    candidates -= set(READY) if len(candidates) > 1 else set()  # tokens beside the text that they were made of
     if "text" in candidates and len(candidates) > 1 and task in ("cpt", "sft"):
         candidates = {"text"} if task == "cpt" else candidates - {"text"}
     if len(candidates) > 1:
@@ -218,9 +221,9 @@ def _get(row: Row, field: str, fields: Mapping[str, str]) -> Any:
     return row.fields.get(fields.get(field, field))
 
 
-def to_conversation(row: Row, format: Format, fields: Mapping[str, str] = NONE) -> Conversation | str:
-    """The row as a conversation, or as a text for format ``text``; a text's weight is ``row_weight``. Raises RowRefused
-    with the reason.
+def to_conversation(row: Row, format: Format, fields: Mapping[str, str] = NONE) -> Conversation | str | Ready:
+    """The row as a conversation, or as a text for format ``text`` (its weight is ``row_weight``), or as what it brings
+    ready. Raises RowRefused with the reason.
     """
     empty = [fields.get(field, field) for field in FIELDS[format] if _get(row, field, fields) is None]
     if missing := [name for name in empty if name not in row.fields]:
@@ -230,6 +233,8 @@ def to_conversation(row: Row, format: Format, fields: Mapping[str, str] = NONE) 
     weight = row_weight(row, fields)
     if format == "text":
         return _check_text(_get(row, "text", fields), fields.get("text", "text"))
+    if format in READY:
+        return read_ready(format, lambda field: _get(row, field, fields), weight)
     messages = _CONVERTERS[format](row, fields)
     if not any(message["role"] == "assistant" for message in messages):
         raise RowRefused("no assistant message: nothing in this row can be trained")

@@ -306,11 +306,11 @@ class Renderer:
             weights = np.full(len(ids), text.rest, dtype=np.float32)
             for run, weight in zip(runs, text.weights, strict=True):
                 weights[run.first : run.behind] = weight
-            return _finish(ids, weights, num_straddling)
+            return finish(ids, weights, num_straddling)
         trained = np.full(len(ids), bool(text.rest))
         for run, weight in zip(runs, text.weights, strict=True):
             trained[run.first : run.behind] = bool(weight)
-        return _finish(ids, trained, num_straddling)
+        return finish(ids, trained, num_straddling)
 
     def _mask_by_offsets(self, text: Text, encoding: Any) -> Rendered:
         ids = self._read_ids(encoding)
@@ -326,7 +326,7 @@ class Renderer:
                     raise RowRefused(ACROSS_THE_END)
                 weights[inside] = weight
                 num_straddling += int(((starts < start) & (ends > start)).sum())
-        return _finish(ids, weights, num_straddling)
+        return finish(ids, weights, num_straddling)
 
     def _mask_plain(self, text: Text, encoding: Any) -> Rendered:
         """A text or prompt + completion, with eos at the end. A token across the border carries the first trained
@@ -344,7 +344,7 @@ class Renderer:
         if len(ids) == 0 or ids[-1] != self._eos:
             ids, weights = np.append(ids, np.int32(self._eos)), np.append(weights, np.float32(weight))
         weights[-1] = weight
-        return _finish(ids, weights, int(((starts < first) & (ends > first)).sum()))
+        return finish(ids, weights, int(((starts < first) & (ends > first)).sum()))
 
 
 def _attempt(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -355,7 +355,7 @@ def _attempt(function: Callable[..., Any], *arguments: Any) -> Any:
         return refused
 
 
-def _finish(ids: np.ndarray, weights: np.ndarray, num_straddling: int) -> Rendered:
+def finish(ids: np.ndarray, weights: np.ndarray, num_straddling: int) -> Rendered:
     """``weights`` float32, or bool where all are 0 or 1. Raises RowRefused where no token is trained; the first one has
     nothing to be predicted from."""
     trained = weights if weights.dtype == np.bool_ else weights > 0

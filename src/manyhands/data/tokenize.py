@@ -15,6 +15,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from manyhands.config.schema import RunConfig
+from manyhands.config.sources import READY
 from manyhands.core.errors import UserError
 from manyhands.data.columns import PLACEHOLDERS, Columns
 from manyhands.data.files import Findings
@@ -29,7 +30,8 @@ from manyhands.data.formats import (
     to_conversation,
 )
 from manyhands.data.long_text import LONG_CHARACTERS, LongText, read_documents
-from manyhands.data.render import MAX_WEIGHT, Rendered, Renderer
+from manyhands.data.ready_rows import Ready, ReadyTokens, Segments, take_ids
+from manyhands.data.render import MAX_WEIGHT, Rendered, Renderer, finish
 from manyhands.data.segment import SegmentWriter
 from manyhands.data.sources import FilePart, Row, Source, read_part, read_rows, take_rows
 from manyhands.data.streams import TOKENS, Sample, make_sample
@@ -42,7 +44,7 @@ CHUNK_ROWS = 1000
 MAX_CONVERSATION_CHARACTERS = (
     8 << 20
 )  # some 2 million tokens; the tokenizer takes some 140 bytes a character, all at once
-PLAIN_FORMATS = ("text", "prompt")  # which need no chat template
+PLAIN_FORMATS = ("text", "prompt", *READY)  # which need no chat template
 
 
 def choose_format(source: Source, config: RunConfig, has_template: bool) -> Format | None:
@@ -72,7 +74,7 @@ def choose_format_by(first: Sequence[Row], source: Source, config: RunConfig, ha
 
 def check_format(format: Format, config: RunConfig, has_template: bool, where: str) -> None:
     """Raises UserError where the task, or a tokenizer without a chat template, cannot take rows of the format."""
-    if config.task != "mixed" and (config.task == "cpt") != (format == "text"):
+    if config.task != "mixed" and format not in READY and (config.task == "cpt") != (format == "text"):
         other, wanted = ("sft", FIELDS["text"]) if config.task == "cpt" else ("cpt", FIELDS["messages"])
         raise UserError(
             f"task {config.task} cannot use rows of the format {format}",
@@ -94,7 +96,7 @@ class RowToRender:
     """A row on its way: what is rendered, and what its loss is multiplied by if it is a text."""
 
     row: Row
-    content: Conversation | str
+    content: Conversation | str | Ready
     weight: float = 1.0
 
 
@@ -123,7 +125,7 @@ class PartTokenizer:
             train_on=data.train_on,
             date=data.date,
         )
-        self._long_text = LongText(tokenizer)
+        self._tokenizer, self._long_text = tokenizer, LongText(tokenizer)
         self._columns = [Columns(source.fields or {}, source.ignore or ()) for source in sources]
         self._placeholders = find_placeholders(tokenizer)
         self._placeholder_ids = np.array(tokenizer.convert_tokens_to_ids(list(self._placeholders)), dtype=np.int64)
@@ -150,7 +152,7 @@ class PartTokenizer:
         outcome, writer = Outcome(), SegmentWriter(folder)
         try:
             for chunk in self._gather(self._convert(rows, source, outcome, writer)):
-                rendered = self._renderer.render_many([item.content for item in chunk])
+                rendered = self._render([item.content for item in chunk])
                 for item, result in zip(chunk, rendered, strict=True):
                     self._take(item, result, outcome, writer)
                 on_chunk()
@@ -160,6 +162,20 @@ class PartTokenizer:
         outcome.num_samples, outcome.num_tokens = writer.num_samples, writer.num_items[TOKENS.name]
         outcome.notes = self._renderer.notes()
         return outcome
+
+    def _render(self, contents: Sequence[Conversation | str | Ready]) -> list[Rendered | RowRefused]:
+        others = [content for content in contents if not isinstance(content, Ready)]
+        rendered = iter(self._renderer.render_many(others))
+        return [self._take_ready(content) if isinstance(content, Ready) else next(rendered) for content in contents]
+
+    def _take_ready(self, content: Ready) -> Rendered | RowRefused:
+        try:
+            if content.weight > MAX_WEIGHT:
+                raise RowRefused(f"a weight is larger than {MAX_WEIGHT:.3g}")
+            ids, trained = take_ids(content, self._tokenizer)
+            return finish(ids, trained if content.weight == 1 else trained * np.float32(content.weight), 0)
+        except RowRefused as refused:
+            return refused
 
     def _convert(
         self, rows: Iterable[Row], source: int, outcome: Outcome, writer: SegmentWriter
@@ -230,7 +246,9 @@ class PartTokenizer:
             outcome.refused.add(row.file, row.line, _describe_placeholder(placeholder))
             return
         outcome.num_straddling_tokens += result.num_straddling
-        outcome.num_rows_with_markers += any(map(self._renderer.has_markers, texts_of(item.content)))
+        outcome.num_rows_with_markers += not isinstance(item.content, Ready) and any(
+            map(self._renderer.has_markers, texts_of(item.content))
+        )
         ids, weights, max_length = result.ids, result.weights, self._config.data.max_length
         if item.weight != 1:
             weights = (result.trained if weights is None else weights) * np.float32(item.weight)
@@ -318,7 +336,7 @@ def _make_text(ids: np.ndarray, weight: float) -> Sample:
     return make_sample(ids, np.ones(len(ids), dtype=np.bool_), weights)
 
 
-def find_any(words: Iterable[str], content: Conversation | str) -> str | None:
+def find_any(words: Iterable[str], content: Conversation | str | Ready) -> str | None:
     """The first of some words that stands in what people wrote."""
     return next((word for text in texts_of(content) for word in words if word in text), None)
 
@@ -335,9 +353,9 @@ def is_long(content: object) -> TypeGuard[str | Iterator[str]]:
     return len(content) > LONG_CHARACTERS if isinstance(content, str) else isinstance(content, Iterator)
 
 
-def check_size(content: Conversation | str) -> Conversation | str:
+def check_size(content: Conversation | str | Ready) -> Conversation | str | Ready:
     """The content itself; RowRefused for a conversation that is too long to be tokenized at once."""
-    if not isinstance(content, str):
+    if isinstance(content, Conversation):
         characters = count_characters([content.messages, content.tools])
         if characters > MAX_CONVERSATION_CHARACTERS:
             limit = f"at most {MAX_CONVERSATION_CHARACTERS:,} can be tokenized at once; divide it"
@@ -345,8 +363,12 @@ def check_size(content: Conversation | str) -> Conversation | str:
     return content
 
 
-def texts_of(content: Conversation | str) -> list[str]:
+def texts_of(content: Conversation | str | Ready) -> list[str]:
     """What people wrote in a row."""
     if isinstance(content, str):
         return [content]
+    if isinstance(content, ReadyTokens):
+        return []
+    if isinstance(content, Segments):
+        return [text for text, _ in content.parts]
     return [text for message in content.messages if isinstance(text := message.get("content"), str)]
