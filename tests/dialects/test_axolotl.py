@@ -266,11 +266,11 @@ def test_what_an_entry_cannot_have_is_refused_at_its_line(
 def test_tokens_are_the_tokenizer_s_special_ones_or_new(tmp_path: Path) -> None:
     special = {"eos_token": "<|end|>", "pad_token": "<|pad|>", "additional_special_tokens": ["<a>"]}
     done = change(tmp_path, special_tokens=special, tokens=["<b>"])
-    assert done.mapping["model"]["special_tokens"] == {"eos_token": "<|end|>"}
+    assert done.mapping["model"]["special_tokens"] == {"eos": "<|end|>"}
     assert done.mapping["model"]["new_tokens"] == ["<a>", "<b>"]
     old = change(tmp_path, remove="special_tokens", tokens={"pad_token": "[PAD]", "eos_token": "</s>"})
     assert fate(old, "tokens")[0] == "substituted"
-    assert old.mapping["model"] == {"name": "ours/small-llama", "special_tokens": {"eos_token": "</s>"}}
+    assert old.mapping["model"] == {"name": "ours/small-llama", "special_tokens": {"eos": "</s>"}}
 
 
 @pytest.mark.parametrize(
@@ -389,6 +389,14 @@ def test_fsdp_in_both_spellings(tmp_path: Path) -> None:
     assert refused(done) == {}
     assert done.mapping["parallel"] == {"strategy": "fsdp", "offload": "all", "activation_checkpointing": "full"}
     assert fate(done, "fsdp_config.fsdp_sharding_strategy")[0] == "ignored"
+
+
+def test_deepspeed_s_file_is_read_where_it_is_at_hand(tmp_path: Path) -> None:
+    (tmp_path / "mine.json").write_text('{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}')
+    done = change(tmp_path, deepspeed="mine.json")
+    assert refused(done) == {}
+    assert done.mapping["parallel"] | {"strategy": "fsdp", "offload": "all"} == done.mapping["parallel"]
+    assert "there is no file other.json" in refused(change(tmp_path, deepspeed="other.json"))["deepspeed"]
 
 
 def test_groups_of_shards(tmp_path: Path) -> None:

@@ -42,15 +42,17 @@ def map_model(t: Translator) -> None:
 def _map_tokens(t: Translator) -> None:
     """``special_tokens``, and ``tokens``: a list of new ones (or, in old files, a mapping like ``special_tokens``)."""
     special, new = {}, []
-    for name in ("bos_token", "eos_token", "unk_token"):
-        key = f"special_tokens.{name}"
+    for name in ("bos", "eos", "unk"):
+        key = f"special_tokens.{name}_token"
         if t.has(key):
-            special[name] = t.get(key)
+            special[name] = str(t.get(key))
             t.map(key, {})
     t.already("special_tokens.pad_token", "padding is neither attended to nor trained")
     tokens = t.get("tokens")
     if isinstance(tokens, dict):
-        special |= {name: token for name, token in tokens.items() if name != "pad_token" and token}
+        special |= {
+            name.removesuffix("_token"): str(token) for name, token in tokens.items() if name != "pad_token" and token
+        }
         t.substitute("tokens", {}, "read as `special_tokens`: today's Axolotl wants a list here")
     for key in ("special_tokens.additional_special_tokens", "tokens"):
         if isinstance(t.get(key), list):

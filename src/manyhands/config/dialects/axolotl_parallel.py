@@ -8,9 +8,12 @@ import re
 from typing import Any
 
 from manyhands.config.dialects import axolotl_keys as keys
+from manyhands.config.dialects.deepspeed import NO_ENGINE, find_file, map_deepspeed
 from manyhands.config.dialects.fsdp import fsdp_options, map_fsdp
 from manyhands.config.dialects.translation import Translator
 from manyhands.config.keys import show
+
+_OWN_ZERO = re.compile(r"zero[123](_bf16|_torch_compile|_cpuoffload_all|_cpuoffload_params)*\.json")
 
 
 def count_mesh(t: Translator) -> None:
@@ -113,18 +116,29 @@ def map_sharding(t: Translator) -> None:
 
 
 def _map_deepspeed(t: Translator) -> None:
-    """A path inside of Axolotl's own repository, most often; its name says the stage and what is offloaded."""
-    asked = t.get("deepspeed")
-    if asked is None:
-        return
-    if not isinstance(asked, str):
-        t.refuse("deepspeed", "DeepSpeed is not available: write `fsdp_config` in its place")
-        return
+    """DeepSpeed's options or their file. Files of Axolotl's own repository are most often named and not at hand: their
+    names say the stage and what is offloaded.
+    """
+    asked = str(t.get("deepspeed"))
     name = asked.rsplit("/", 1)[-1]
+    if isinstance(t.get("deepspeed"), dict) or find_file(t.around.folder, asked) or not _OWN_ZERO.fullmatch(name):
+        map_deepspeed(t, "deepspeed")
+        return
     native: dict[str, Any] = {"parallel.strategy": "fsdp"}
     if re.search(r"zero[12]", name):
         native["parallel.reshard_after_forward"] = False
     if "offload" in name:
         native["parallel.offload"] = "all"
-    told = "; ".join(f"{key.partition('.')[2]} {show(value)}" for key, value in native.items())
-    t.substitute("deepspeed", native, f"DeepSpeed is not available, the file is not read: FSDP2 ({told})")
+    t.substitute(
+        "deepspeed", native, f"{NO_ENGINE}; the file is not here, and Axolotl's own of this name is {_told(name)}"
+    )
+
+
+def _told(name: str) -> str:
+    stage = re.search(r"zero(\d)", name)
+    kept = "weights and optimizer states" if "_all" in name else "weights"
+    return (
+        f"ZeRO stage {stage[1] if stage else '?'}"
+        + (f" with {kept} in host memory" if "offload" in name else "")
+        + (": FSDP2")
+    )
