@@ -60,11 +60,12 @@ def _map_tokens(t: Translator) -> None:
             t.map(key, {}, why="their embeddings are trained and saved; in Axolotl only with `lora_modules_to_save`")
         elif t.has(key) and not isinstance(tokens, dict):
             t.refuse(key, f"got {show(t.get(key))}, allowed: a list of tokens")
-    place = next((key for key in t.values if key.startswith("special_tokens.") or key == "tokens"), "")
-    if special:
-        t.map(place, "model.special_tokens", special)
-    if new:
-        t.map(place, "model.new_tokens", new)
+    for native, value, places in (
+        ("model.special_tokens", special, [f"special_tokens.{name}_token" for name in special]),
+        ("model.new_tokens", new, ["special_tokens.additional_special_tokens"]),
+    ):
+        if value:
+            t.map(next((place for place in places if t.has(place)), "tokens"), native, value)
     if t.flag("resize_token_embeddings_to_32x"):
         t.substitute("resize_token_embeddings_to_32x", {}, "the vocabulary keeps its size: no rows that no token uses")
     t.already("resize_token_embeddings_to_32x")

@@ -1,0 +1,58 @@
+"""The count of other tools' files: one that runs, one that is refused, one of another kind, one that is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.foreign_files import Row, judge_all, model_type, table
+
+RUNS = """\
+base_model: meta-llama/Llama-3.2-1B
+datasets: [{path: someone/rows, type: alpaca}]
+adapter: lora
+lora_r: 8
+lora_alpha: 16
+lora_target_linear: true
+sequence_len: 512
+sample_packing: true
+micro_batch_size: 1
+gradient_accumulation_steps: 1
+learning_rate: 2e-4
+optimizer: adamw_torch_8bit
+"""
+
+
+def test_files_are_counted_by_tool_with_one_reason_each(tmp_path: Path) -> None:
+    (tmp_path / "runs.yaml").write_text(RUNS)
+    (tmp_path / "experts.yaml").write_text(RUNS.replace("meta-llama/Llama-3.2-1B", "mistralai/Mixtral-8x7B-v0.1"))
+    (tmp_path / "qat.yaml").write_text(RUNS + "qat: {weight_dtype: int4}\n")
+    (tmp_path / "dpo.yaml").write_text(RUNS + "rl: dpo\n")
+    (tmp_path / "cloud.yaml").write_text("provider: somewhere\n")
+    rows = {row.file: row for row in judge_all([tmp_path], "1xH100-80GB")}
+    assert {name: row.outcome for name, row in rows.items()} == {
+        "dpo.yaml": "out of scope", "experts.yaml": "refused", "qat.yaml": "refused", "runs.yaml": "runs"
+    }  # fmt: skip
+    assert rows["runs.yaml"].substituted == ("optimizer",)
+    assert "mixture of experts" in rows["experts.yaml"].reason
+    assert rows["qat.yaml"].reason.startswith("qat: training with simulated quantization")
+
+
+def test_the_table_adds_up() -> None:
+    rows = [Row("A", "1", "runs", substituted=("x",), keys=3), Row("A", "2", "refused", "why", keys=2),
+            Row("B", "3", "out of scope", "rl", keys=1)]  # fmt: skip
+    lines = table(rows).splitlines()
+    assert "| A | 2 | 0 | 1 | 1 | 1 | 5 |" in lines
+    assert "| together | 3 | 1 | 1 | 1 | 1 | 6 |" in lines
+    assert "| why | 1 |  |" in lines
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("Qwen/Qwen2.5-72B", "qwen2"), ("Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3_moe"), ("Qwen/Qwen3-8B", "qwen3"),
+     ("mistralai/Mistral-7B-v0.1", "mistral"), ("deepseek-ai/DeepSeek-V2-Lite", "deepseek_v2"),
+     ("microsoft/phi-1_5", "phi"), ("NousResearch/Llama-2-7b-hf", "llama")],
+)  # fmt: skip
+def test_the_family_follows_from_the_name(name: str, kind: str) -> None:
+    assert model_type(name) == kind
