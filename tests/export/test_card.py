@@ -24,6 +24,7 @@ from manyhands.export.__main__ import main
 from manyhands.export.adapter import export_adapter, name_base
 from manyhands.export.card import Card, find_license, name_on_hub
 from manyhands.facts.adapter import nf4_options
+from manyhands.facts.types import Nf4Facts
 from manyhands.train.types import Evaluation
 from tests.export.test_export_command import logits, make_plan, make_run, verify_here
 from tests.export.tiny import METHOD, adapt, make_model
@@ -216,3 +217,24 @@ def test_an_adapter_beside_nf4_says_so_where_programs_look_and_peft_opens_it_wit
 def test_loftq_is_said_to_be_wrong_beside_16_bits() -> None:
     assert "wrong beside weights in 16 bits" in make_card(method={"name": "qlora", "init": "loftq"})
     assert "16 bits" not in make_card(method={"name": "qlora"})
+
+
+def test_the_card_opens_the_base_as_it_was_trained_beside() -> None:
+    """Quantized on the fly with the run's own option, or, where its files hold it in 4 bits, as it is."""
+    single = make_card(method={"name": "qlora", "double_quant": False})
+    assert "without double quantization" in single and "bnb_4bit_use_double_quant=False" in code(single)
+    card = Card(
+        kind="adapter",
+        config=(config := RunConfig.model_validate(FIELDS | {"method": {"name": "qlora"}})),
+        plan=make_plan(config, Path("nowhere")).model_copy(
+            update={"stored_nf4": Nf4Facts(double_quant=True, linears=("self_attn.q_proj",))}
+        ),
+        step=7,
+        dtype="float32",
+        opener="AutoModelForCausalLM",
+        data=SOURCES,
+        evaluations=EVALUATIONS,
+        versions={},
+        has_tokenizer=False,
+    ).text()
+    assert "as the base's files hold them" in card and "BitsAndBytesConfig" not in code(card)

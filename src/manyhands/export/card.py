@@ -155,10 +155,11 @@ class Card:
             return []
         method = method_of(self.plan, self.config)
         text = "It was trained beside weights in 4 bits, NF4 "
-        if method.double_quant:
-            text += (
-                "**with double quantization**, which is not bitsandbytes' default: open the base as it is done here."
-            )
+        if self.plan.stored_nf4 is not None:
+            text += "as the base's files hold them."
+        elif method.double_quant:
+            text += "**with double quantization**,"
+            text += " which is not bitsandbytes' default: open the base as it is done here."
         else:
             text += "without double quantization."
         if method.init == "loftq":
@@ -182,7 +183,7 @@ class Card:
         revision = self.config.model.revision
         more += f', revision="{revision}"' if revision else ""
         lines = ["import torch", "from peft import PeftModel", load]
-        quantized = self.config.method.name == "qlora"
+        quantized = self.config.method.name == "qlora" and self.plan.stored_nf4 is None
         if quantized:
             named = nf4_options(double_quant=method_of(self.plan, self.config).double_quant)
             options = ", ".join(f"{key}={value!r}" for key, value in named.items()).replace("'", '"')
