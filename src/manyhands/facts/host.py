@@ -48,7 +48,8 @@ def read_host_facts(environ: Mapping[str, str] = os.environ, root: Path = Path("
 def find_gpus(environ: Mapping[str, str], root: Path = Path("/")) -> tuple[tuple[GpuFacts, ...], UnusableGpus | None]:
     """NVIDIA's GPUs, else AMD's; or none, and why none of those that are there can be used."""
     gpus, why_not = _nvidia_gpus(environ.get("CUDA_VISIBLE_DEVICES"))
-    search = AmdSearch() if gpus else find_amd_gpus(environ, root, probes=torch_build() == "amd")
+    probes = (root / "dev/kfd").exists() and torch_build() == "amd"
+    search = AmdSearch() if gpus else find_amd_gpus(environ, root, probes=probes)
     gpus = gpus or search.gpus
     if gpus:
         build = torch_build()
