@@ -157,12 +157,12 @@ def test_each_key_has_its_fate(change: dict[str, Any], key: str, expected: str) 
 
 def test_a_file_is_recognized_and_its_errors_name_file_line_and_key(tmp_path: Path) -> None:
     file = tmp_path / "sft.yaml"
-    file.write_text(yaml.safe_dump(LORA | {"lora_rank": 8}, sort_keys=False))
+    file.write_text(yaml.safe_dump(LORA | {"lora_droput": 0.1}, sort_keys=False))
     assert recognize(read_run_file(file).mapping) is trl
     with pytest.raises(UserError) as caught:
         load_run(file, ["parallel.gpus=1"])
     assert f"where: {file}" in str(caught.value)
-    assert "line 20, `lora_rank`: TRL has no such key: did you mean `lora_r`?" in str(caught.value)
+    assert "line 20, `lora_droput`: TRL has no such key: did you mean `lora_dropout`?" in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["TRL", "HANDBOOK"])
