@@ -125,6 +125,11 @@ def test_a_mixture_of_the_handbook_is_a_list_of_sources() -> None:
     assert {fate.key: fate.kind for fate in done.fates}["dataset_mixture.test_split_size"] == "substituted"
 
 
+def test_files_of_the_datasets_library_s_builders_are_paths() -> None:
+    values = {"model_name_or_path": "org/model", "datasets": [{"path": "json", "data_files": "x/train.jsonl"}]}
+    assert flat(values)["data"]["train"] == [{"path": "x/train.jsonl"}]
+
+
 @pytest.mark.parametrize(
     ("change", "key", "expected"),
     [
@@ -148,7 +153,7 @@ def test_a_mixture_of_the_handbook_is_a_list_of_sources() -> None:
         ({"save_steps": 0.05}, "save_steps", "mapped"),
         ({"save_strategy": "epoch"}, "save_strategy", "mapped"),
         ({"max_steps": -1}, "max_steps", "already"),
-        ({"brand_new_key": 1}, "brand_new_key", "ignored"),
+        ({"brand_new_key": 1}, "brand_new_key", "refused"),
     ],
 )
 def test_each_key_has_its_fate(change: dict[str, Any], key: str, expected: str) -> None:

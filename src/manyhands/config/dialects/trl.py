@@ -15,7 +15,7 @@ from manyhands.config.dialects.translation import Translator, names
 from manyhands.config.keys import show, table
 
 TOOL = "TRL"
-REFUSES_UNKNOWN = False  # keys of other versions are common; near misses are refused
+REFUSES_UNKNOWN = True
 MARKS = names(
     "dataset_name dataset_mixture datasets use_peft assistant_only_loss completion_only_loss dataset_train_split "
     "dataset_text_field packing_strategy max_seq_length"
@@ -38,6 +38,7 @@ KEYS = (
         "eos_token activation_offloading router_aux_loss_coef env"
     )
 )
+FILE_KINDS = ("json", "csv", "parquet", "text", "arrow")  # builders of `datasets` that read `data_files`
 SOURCE_KEYS = {"id": "path", "path": "path", "config": "subset", "name": "subset", "split": "split", "weight": "weight"}
 
 
@@ -130,6 +131,8 @@ def _source(t: Translator, listed: str, number: int, entry: Any) -> dict[str, An
         t.refuse(listed, f"`{place}`: got {show(entry)}, allowed: a mapping with `path`")
         return {}
     source: dict[str, Any] = {}
+    if entry.get("path") in FILE_KINDS and isinstance(entry.get("data_files"), str):
+        entry = {key: value for key, value in entry.items() if key != "data_files"} | {"path": entry["data_files"]}
     for key, value in entry.items():
         if key in SOURCE_KEYS and value is not None:
             source |= _locate(str(value)) if SOURCE_KEYS[key] == "path" else {SOURCE_KEYS[key]: value}
