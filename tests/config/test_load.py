@@ -141,7 +141,7 @@ def test_many_errors_are_cut(tmp_path):
         ("name: ../up", "`name`: got ../up"),
         ("seed: -1", "`seed`: got -1, allowed: an integer >= 0"),
         ("stop: {epochs: .inf}", "`stop.epochs`"),
-        ("method: {target_modules: 3}", "`method.target_modules`: got 3, allowed: `all-linear` or a list"),
+        ("method: {target_modules: 3}", "`method.target_modules`: got 3, allowed: `all-linear`, `peft-default`"),
         ("task: stf", "`task`: got stf, allowed: `sft`, `cpt`"),
         ("1: x", "unknown key `1`"),
         ("batch: {? [a, b] : 1}", "unhashable"),

@@ -225,7 +225,8 @@ def test_only_columns_that_the_rows_have_are_ignored(tmp_path: Path) -> None:
     dialect = recognize(source.mapping)
     assert dialect is not None
     columns = ("instruction", "output", "history")
-    around = Around(folder=tmp_path, gpus=1, columns=lambda path: columns if path == "data/greetings.json" else None)
+    row = dict.fromkeys(columns or ())
+    around = Around(folder=tmp_path, gpus=1, first_row=lambda path: row if path == "data/greetings.json" else None)
     (found,) = translate(source, dialect, around).mapping["data"]["train"]
     assert found["ignore"] == ["history"]
 

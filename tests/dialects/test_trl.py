@@ -98,9 +98,12 @@ def test_what_trl_does_by_default_is_carried_over() -> None:
 )
 def test_the_columns_of_the_data_decide_what_is_trained(columns: tuple[str, ...] | None, train_on: str) -> None:
     asked: list[str] = []
-    done = read(BASE, columns=lambda path: asked.append(path) or columns)
+    row = None if columns is None else dict.fromkeys(columns, "text")
+    done = read(BASE, first_row=lambda path: asked.append(path) or row)
+    assert ("chat_template" in done.mapping["model"]) is (columns == ("prompt", "completion"))
     assert done.mapping["data"]["train_on"] == train_on and asked == ["hub:org/data"]
-    assert ("columns not looked at" in done.carried["data.train_on"]) is (columns is None)
+    fate = next(fate.kind for fate in done.fates if fate.key == "dataset_name")
+    assert fate == ("mapped" if columns else "substituted")
 
 
 def test_packs_are_counted_where_trl_packs() -> None:

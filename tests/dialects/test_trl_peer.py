@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import yaml
 
-from manyhands.config.load import load_run
 from manyhands.data.prepare import prepare
 from manyhands.data.store import TokenStore
+from manyhands.launch.run_file import load_for_start
 from tests.support.tiny import write_tiny_model
 
 pytestmark = [
@@ -48,8 +48,8 @@ FILES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         {"use_peft": True, "lora_r": 4, "lora_dropout": 0.0, "lora_target_modules": ["q_proj", "v_proj"]},
         [{"prompt": f"{w}? ", "completion": w[::-1]} for w in WORDS],
     ),
-    "full on text, linear decay and weight decay": (
-        {"weight_decay": 0.1, "warmup_steps": 2, "max_grad_norm": 0.5},
+    "full on text, weight decay and clipping": (
+        {"weight_decay": 0.1, "lr_scheduler_type": "cosine", "max_grad_norm": 0.5},
         [{"text": f"{w} and {w}"} for w in WORDS],
     ),
 }
@@ -90,7 +90,7 @@ def test_the_same_file_trains_the_same(name: str, model: Path, tmp_path: Path) -
     file.write_text(yaml.safe_dump(asked, sort_keys=False))
     theirs = run_peer(file, data)
     ours = [f"data.cache={tmp_path / 'cache'}", "model.dtype=float32", "parallel.gpus=1"]
-    config = load_run(file, ours).config
+    config = load_for_start(file, ours).config
     store = TokenStore.open(prepare(config, model).folder)
     samples = [store.train.sample(number) for number in range(NUM_SAMPLES)]
     assert [sample["tokens"].tolist() for sample in samples] == theirs["ids"]

@@ -61,7 +61,8 @@ def import_file(
 
 def _translate(file: Path, gpus: int | None, strict: bool) -> Translation:
     from manyhands.config.dialects.recognize import recognize, translate
-    from manyhands.config.load import clean_name, config_from_mapping, resolve_paths
+    from manyhands.config.dialects.translation import clean_name
+    from manyhands.config.load import config_from_mapping, resolve_paths
     from manyhands.config.read import read_run_file
     from manyhands.launch.run_file import look_around
 

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from manyhands.config.checks import check
 from manyhands.config.dialects.recognize import recognize, refuse_settings, translate, translate_settings
-from manyhands.config.dialects.translation import Around, Translation, flatten
+from manyhands.config.dialects.translation import Around, Translation, clean_name, flatten
 from manyhands.config.keys import Key, hint, nearest, sections, show, table, wrong_value
 from manyhands.config.read import NO_TEXT, ParsedFile, parse_yaml_value, read_run_file
 from manyhands.config.schema import RunConfig
@@ -72,9 +72,7 @@ def load_run(
     source = read_run_file(path)
     around = replace(around or Around(), folder=Path(os.path.abspath(path)).parent)
     files = {kind: read_run_file(file) if isinstance(file, Path) else file for kind, file in (settings or {}).items()}
-    asked = _asked_gpus(overrides) or _count_processes(files, around)
-    if asked is not None:
-        around = replace(around, gpus=asked)
+    around = _with_overrides(around, overrides, files)
     translation = translate_file(source, around)
     mapping = deepcopy(translation.mapping if translation else source.mapping)
     origins = dict(translation.origins) if translation else {k: f"line {line}" for k, line in source.lines.items()}
@@ -138,14 +136,15 @@ def merge_settings(
         raise UserError(f"{settings.tool}'s file contradicts the run file", where=settings.where, details=found)
 
 
-def clean_name(text: str) -> str:
-    """A run's name from a file's stem or another tool's name."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).lstrip("._-")[:100] or "run"
-
-
-def _asked_gpus(overrides: Sequence[str]) -> int | None:
-    asked = [override.partition("=")[2] for override in overrides if override.startswith("parallel.gpus=")]
-    return int(asked[-1]) if asked and asked[-1].isdecimal() else None
+def _with_overrides(around: Around, overrides: Sequence[str], files: Mapping[str, ParsedFile]) -> Around:
+    """What overrides and settings say of GPUs and data before they are applied."""
+    given = {key: value for key, _, value in (override.partition("=") for override in overrides)}
+    gpus, train = given.get("parallel.gpus", ""), given.get("data.train")
+    asked = int(gpus) if gpus.isdecimal() else _count_processes(files, around)
+    if asked:
+        around = replace(around, gpus=asked)
+    look = around.first_row
+    return around if train is None or look is None else replace(around, first_row=lambda _: look(train))
 
 
 def config_from_mapping(

@@ -46,7 +46,7 @@ def load_for_start(
 def look_around(*, num_gpus: int | None = None, strict: bool = False) -> Around:
     """What this machine answers: its GPUs, columns of local data, config.json of a local model."""
     count: Callable[[], int] = (lambda: len(read_host_facts().gpus)) if num_gpus is None else lambda: num_gpus
-    return Around(count_gpus=count, columns=_columns, model_config=_model_config, strict=strict)
+    return Around(count_gpus=count, first_row=_first_row, model_config=_model_config, strict=strict)
 
 
 def _first_gpus(loaded: LoadedRun) -> int | None:
@@ -58,15 +58,15 @@ def _first_gpus(loaded: LoadedRun) -> int | None:
     return gpus if isinstance(gpus, int) and gpus > 0 else None
 
 
-def _columns(path: str) -> tuple[str, ...] | None:
-    """Column names of the first row; None if the data are on the hub or cannot be read (which the run will say)."""
+def _first_row(path: str) -> Mapping[str, Any] | None:
+    """The first row; None if the data are on the hub or cannot be read (which the run will say)."""
     if is_hub(path):
         return None
     try:
         row = next(iter(read_rows(Source(path=path))), None)
     except (UserError, OSError):
         return None
-    return None if row is None else tuple(row.fields)
+    return None if row is None else row.fields
 
 
 def _model_config(name: str) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ from manyhands.config.dialects import transformers as hf
 from manyhands.config.dialects.llamafactory_data import Sources, Wanted, make_sources, read_info
 from manyhands.config.dialects.llamafactory_method import map_method, map_model
 from manyhands.config.dialects.llamafactory_templates import CHAT_FORMATS, OTHER_FORMATS, make_chat_template
-from manyhands.config.dialects.translation import Translator
+from manyhands.config.dialects.translation import Translator, clean_name
 from manyhands.config.keys import nearest_name, show
 
 TOOL = keys.TOOL
@@ -275,4 +275,4 @@ def map_output(t: Translator, key: str) -> None:
     """The run's folder: its last part is the run's name."""
     if t.has(key):
         folder, _, name = str(t.get(key)).rstrip("/").rpartition("/")
-        t.map(key, {"output.dir": folder or ".", "name": hf.clean(name)})
+        t.map(key, {"output.dir": folder or ".", "name": clean_name(name)})

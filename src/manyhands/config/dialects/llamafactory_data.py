@@ -281,7 +281,7 @@ def _check_speakers(
 def _find_unread(t: Translator, form: str, read: Mapping[str, str | None], path: str) -> list[str]:
     """Columns that our format would read of a row that has them, and that LLaMA-Factory does not."""
     unread = {name for name in OPTIONAL[form] if not read.get(name)} - set(read.values())
-    known = t.around.columns(path) if t.around.columns else None
+    known = t.around.columns(path)
     return sorted(name for name in unread if known is None or name in known)
 
 

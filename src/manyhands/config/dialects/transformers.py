@@ -6,7 +6,6 @@ dialect once; a dialect that reads a key differently leaves out its function.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -66,11 +65,6 @@ KEYS = NEVER_ACTS | TRACKERS | UPLOADS | fsdp_keys("fsdp_config") | names(
 )  # fmt: skip
 OPEN = frozenset({"lr_scheduler_kwargs", "gradient_checkpointing_kwargs", "accelerator_config",
                   "liger_kernel_config", "optim_args", "deepspeed", "parallelism_config"})  # fmt: skip
-
-
-def clean(name: str) -> str:
-    """A run's name from the last part of an output folder."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-")[:100] or "run"
 
 
 def map_bystanders(t: Translator) -> None:

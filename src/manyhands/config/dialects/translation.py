@@ -7,6 +7,7 @@ here. Pure: whatever a translation may ask of the world comes in as ``Around``. 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,7 +50,7 @@ class Around:
 
     ``gpus``: asked for on the command line. ``first_gpus``: what the run's first start multiplied by.
     ``count_gpus``: those of this machine.
-    ``columns``: column names of a data file or data set. ``model_config``: config.json of a model that is at hand.
+    ``first_row``: of a data file or data set. ``model_config``: config.json of a model that is at hand.
     ``strict``: refuse substitutions. ``micro``, ``accumulation``: samples per GPU and micro-batches per step of the run
     file that a settings file belongs to.
     """
@@ -58,11 +59,16 @@ class Around:
     gpus: int | None = None
     first_gpus: int | None = None
     count_gpus: Callable[[], int] | None = None
-    columns: Callable[[str], tuple[str, ...] | None] | None = None
+    first_row: Callable[[str], Mapping[str, Any] | None] | None = None
     model_config: Callable[[str], Mapping[str, Any] | None] | None = None
     strict: bool = False
     micro: int | None = None
     accumulation: int | None = None
+
+    def columns(self, path: str) -> tuple[str, ...] | None:
+        """Names of the columns of a data file or data set."""
+        row = self.first_row(path) if self.first_row else None
+        return None if row is None else tuple(row)
 
 
 @dataclass(frozen=True)
@@ -232,12 +238,12 @@ class Translator:
             self._write(native, value)
             self.carried[native] = why
 
-    def columns(self) -> tuple[str, ...] | None:
-        """Columns of the first training source, None if nobody can say."""
+    def first_row(self) -> Mapping[str, Any] | None:
+        """The first row of the first training source, None if nobody can say."""
         sources = self.mapping.get("data", {}).get("train")
         first = sources[0] if isinstance(sources, list) and sources else sources
         path = first.get("path") if isinstance(first, Mapping) else first
-        return self.around.columns(path) if self.around.columns and isinstance(path, str) else None
+        return self.around.first_row(path) if self.around.first_row and isinstance(path, str) else None
 
     @property
     def gpus(self) -> int | None:
@@ -354,6 +360,11 @@ def _same_meaning(key: str, known: Collection[str]) -> str | None:
 def names(text: str) -> frozenset[str]:
     """The words of ``text``: a set of keys."""
     return frozenset(text.split())
+
+
+def clean_name(text: str) -> str:
+    """A run's name from a file's stem or another tool's name."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).lstrip("._-")[:100] or "run"
 
 
 def flatten(mapping: Mapping[str, Any], open: Collection[str] = (), prefix: str = "") -> dict[str, Any]:

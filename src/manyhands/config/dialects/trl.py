@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from manyhands.config.dialects import transformers as hf
-from manyhands.config.dialects.translation import Translator, names
+from manyhands.config.dialects.translation import Translator, clean_name, names
 from manyhands.config.keys import show, table
 
 TOOL = "TRL"
@@ -37,6 +37,10 @@ KEYS = (
         "packing_strategy completion_only_loss assistant_only_loss loss_type chat_template chat_template_path "
         "eos_token activation_offloading router_aux_loss_coef env"
     )
+)
+PLAIN = (
+    "{% for message in messages %}{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
 FILE_KINDS = ("json", "csv", "parquet", "text", "arrow")  # builders of `datasets` that read `data_files`
 SOURCE_KEYS = {"id": "path", "path": "path", "config": "subset", "name": "subset", "split": "split", "weight": "weight"}
@@ -65,7 +69,7 @@ def translate(t: Translator) -> None:
         t.already(key)
     if t.has("output_dir"):
         folder, _, name = str(t.get("output_dir")).rstrip("/").rpartition("/")
-        t.map("output_dir", {"output.dir": folder or ".", "name": hf.clean(name)})
+        t.map("output_dir", {"output.dir": folder or ".", "name": clean_name(name)})
 
 
 def _map_model(t: Translator) -> None:
@@ -191,12 +195,28 @@ def _map_loss(t: Translator) -> None:
     elif t.has("completion_only_loss"):
         t.map("completion_only_loss", "data.train_on", "assistant" if t.flag("completion_only_loss") else "all")
     else:
-        seen = t.columns()
-        pairs = seen is not None and {"prompt", "completion"} <= set(seen)
-        why = "TRL trains the completion of each prompt" if pairs else "TRL trains all tokens of messages"
-        t.carry("data.train_on", "assistant" if pairs else "all", why + ("" if seen else "; columns not looked at"))
+        _map_loss_by_columns(t)
     for key in ("assistant_only_loss", "completion_only_loss"):
         t.already(key)
+
+
+def _map_loss_by_columns(t: Translator) -> None:
+    row = t.first_row() or dict.fromkeys(_listed_columns(t))
+    pairs = {"prompt", "completion"} <= set(row)
+    if pairs and isinstance(row["prompt"], str) and not (t.has("chat_template") or t.has("chat_template_path")):
+        t.carry("model.chat_template", PLAIN, "TRL joins prompt and completion as they are where both are text")
+    why = "TRL trains the completion of each prompt" if pairs else "TRL trains all tokens of messages and text"
+    t.carry("data.train_on", "assistant" if pairs else "all", why)
+    if not row:
+        source = next((key for key in ("dataset_name", "datasets", "dataset_mixture.datasets") if t.has(key)), "")
+        t.substitute(source, {}, "its columns decide what TRL trains and cannot be read here: all tokens are trained; "
+                     "for prompts with completions set completion_only_loss: true")  # fmt: skip
+
+
+def _listed_columns(t: Translator) -> list[str]:
+    """Columns that a mixture names."""
+    entries = t.get("dataset_mixture.datasets") or t.get("datasets") or ()
+    return [name for entry in entries if isinstance(entry, Mapping) for name in entry.get("columns") or ()]
 
 
 def _map_method(t: Translator) -> None:
