@@ -12,7 +12,7 @@ from typing import Any
 
 from manyhands.config.dialects import transformers as hf
 from manyhands.config.dialects.deepspeed import find_file, map_deepspeed
-from manyhands.config.dialects.translation import Around, Translator, names
+from manyhands.config.dialects.translation import Around, Translator, clean_name, names
 from manyhands.config.keys import show
 from manyhands.config.read import ParsedFile, read_run_file
 from manyhands.core.errors import UserError
@@ -295,7 +295,7 @@ def _map_rest(t: Translator) -> None:
         t.already(key, "the run is named after `train.output_dir`")
     if t.has("train.output_dir"):
         folder, _, name = str(t.get("train.output_dir")).rstrip("/").rpartition("/")
-        t.map("train.output_dir", {"output.dir": folder or ".", "name": hf.clean(name)})
+        t.map("train.output_dir", {"output.dir": folder or ".", "name": clean_name(name)})
     t.only("train.resume_from_checkpoint", ("auto", True, False, "latest"), "a run resumes from its own checkpoint")
     map_deepspeed(t, "train.deepspeed")
     if t.has("train.generation_max_new_tokens"):

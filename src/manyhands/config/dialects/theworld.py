@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from manyhands.config.dialects import transformers as hf
-from manyhands.config.dialects.translation import Translator, names
+from manyhands.config.dialects.translation import Translator, clean_name, names
 from manyhands.config.keys import show
 
 TOOL = "TheWorld"
@@ -148,4 +148,4 @@ def _map_intervals(t: Translator) -> None:
             t.ignore(key, "nothing is uploaded: `hf upload` takes the run's folder")
     if t.has("output_dir"):
         folder, _, name = str(t.get("output_dir")).rstrip("/").rpartition("/")
-        t.map("output_dir", {"output.dir": folder or ".", "name": hf.clean(name)})
+        t.map("output_dir", {"output.dir": folder or ".", "name": clean_name(name)})
