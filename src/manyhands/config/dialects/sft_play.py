@@ -182,7 +182,7 @@ def _map_paths(t: Translator) -> None:
     if t.has("data.train_path"):
         path = str(t.get("data.train_path"))
         native: dict[str, Any] = {"data.train": path}
-        columns = t.around.columns(path) if t.around.columns else None
+        columns = t.around.columns(path)
         for prompt, answer in (("input", "target"), ("user", "assistant")):
             if columns and prompt in columns and answer in columns:
                 native |= {"data.format": "prompt", "data.fields": {"prompt": prompt, "completion": answer}}
