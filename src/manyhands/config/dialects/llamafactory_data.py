@@ -83,7 +83,7 @@ class Sources:
 
 
 def read_info(t: Translator) -> DatasetInfo | None:
-    """The file that ``dataset_dir`` names, beside the run file or in the working folder; None where that is refused."""
+    """The file in the folder ``dataset_dir``; None where that is refused."""
     asked = t.get("dataset_dir", "data")
     if isinstance(asked, Mapping):
         return DatasetInfo(asked, t.source.where, "", {key.removeprefix("dataset_dir."): line for key, line in
@@ -97,17 +97,29 @@ def read_info(t: Translator) -> DatasetInfo | None:
         fix = f"hf download {name} --repo-type dataset --local-dir data"
         t.refuse(key, f"the list of data sets is not read from the hub: run `{fix}`, and write dataset_dir: data")
         return None
-    candidates = list(dict.fromkeys((t.around.folder / asked / INFO, Path.cwd() / asked / INFO)))
-    path = next((path for path in candidates if path.is_file()), None)
-    if path is None:
-        t.refuse(key, f"there is no {' nor '.join(map(str, candidates))}: write the folder of {INFO} as dataset_dir")
+    found = find_file(t, os.path.join(asked, INFO))
+    if found is None:
+        places = " nor in ".join(dict.fromkeys((str(t.around.folder / asked), str(Path.cwd() / asked))))
+        t.refuse(key, f"there is no {INFO} in {places}: write the folder that has it as dataset_dir")
         return None
+    path, root = found
     try:
         read = read_run_file(path)
     except UserError as error:
         t.refuse(key, f"{error.where or path}: {error.why or error.what}")
         return None
-    return DatasetInfo(read.mapping, str(path), asked, read.lines)
+    return DatasetInfo(read.mapping, str(path), os.path.join(root, asked), read.lines)
+
+
+def find_file(t: Translator, name: str) -> tuple[Path, str] | None:
+    """A file that a run file names: beside it, in the working folder, or in one above the run file, as in a checkout
+    of the tool. With the folder to put before names like it: none where relative ones are found anyway.
+    """
+    for root in (t.around.folder, Path.cwd()):
+        if (root / name).is_file():
+            return root / name, ""
+    above = next((root for root in t.around.folder.absolute().parents if (root / name).is_file()), None)
+    return None if above is None else (above / name, str(above))
 
 
 def list_names(t: Translator, key: str) -> list[str]:

@@ -7,11 +7,13 @@ listed in docs/coming-from.md.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from manyhands.config.dialects.llamafactory import map_output
+from manyhands.config.dialects.llamafactory_data import find_file
 from manyhands.config.dialects.llamafactory_method import map_freeze, split_names
 from manyhands.config.dialects.translation import UNKNOWN_GPUS, Translator, names
 from manyhands.config.keys import nearest_name, show
@@ -192,12 +194,12 @@ def _map_data(t: Translator) -> None:
         t.refuse("train_dataset", "it is missing: write the YAML file that lists data sets")
         return
     asked = str(t.get("train_dataset"))
-    path = next((path for path in (t.around.folder / asked, Path.cwd() / asked) if path.is_file()), None)
-    if path is None or path.suffix not in (".yaml", ".yml"):
+    found = find_file(t, asked)
+    if found is None or found[0].suffix not in (".yaml", ".yml"):
         t.refuse("train_dataset", f"{asked} is no YAML file here that lists data sets: write one, with a path and a "
                  "converter (alpaca, sharegpt) for each")  # fmt: skip
     else:
-        _map_sources(t, path)
+        _map_sources(t, *found)
     t.ignore("eval_dataset", f"{TOOL} reads no validation data")
     t.carry("data.validation_fraction", 0, f"{TOOL} holds nothing out")
     t.map("cutoff_len", "data.max_length", t.integer("cutoff_len", 2048))
@@ -206,7 +208,7 @@ def _map_data(t: Translator) -> None:
     t.carry("data.chat_template_kwargs", {"enable_thinking": False}, "answers without thoughts are rendered so there")
 
 
-def _map_sources(t: Translator, path: Path) -> None:
+def _map_sources(t: Translator, path: Path, root: str) -> None:
     try:
         read = read_run_file(path)
     except UserError as error:
@@ -216,7 +218,7 @@ def _map_sources(t: Translator, path: Path) -> None:
     differences: list[str] = []
     for name, entry in read.mapping.items():
         place = f"{path}, line {read.lines.get(str(name), 1)}, `{name}`"
-        found = _make_source(str(name), entry, differences)
+        found = _make_source(str(name), entry, root, differences)
         if isinstance(found, str):
             t.refuse("train_dataset", f"{place}: {found}")
             return
@@ -226,7 +228,7 @@ def _map_sources(t: Translator, path: Path) -> None:
         t.substitute("train_dataset", {"data.train": sources}, "; ".join(dict.fromkeys(differences)))
 
 
-def _make_source(name: str, entry: Any, differences: list[str]) -> dict[str, Any] | str:
+def _make_source(name: str, entry: Any, root: str, differences: list[str]) -> dict[str, Any] | str:
     """A source in our keys, or why there is none."""
     if not isinstance(entry, Mapping) or not entry.get("path"):
         return f"got {show(entry)}, allowed: a mapping with a path"
@@ -242,7 +244,8 @@ def _make_source(name: str, entry: Any, differences: list[str]) -> dict[str, Any
     if entry.get("streaming"):
         return "streaming: rows are read completely: set it to false"
     is_hub = entry.get("source", "hf_hub") == "hf_hub"
-    source: dict[str, Any] = {"path": f"hub:{entry['path']}" if is_hub else str(entry["path"]), "name": name}
+    where = f"hub:{entry['path']}" if is_hub else os.path.join(root, str(entry["path"]))
+    source: dict[str, Any] = {"path": where, "name": name}
     source["format"] = str(converter)
     source["ignore"] = ["history", "weight"] if converter == "alpaca" else ["system", "weight"]
     differences.append(JOINED if converter == "alpaca" else TURNS)
