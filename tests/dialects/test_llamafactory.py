@@ -136,6 +136,7 @@ def test_json_and_a_list_of_data_sets(tmp_path: Path) -> None:
             {"optimizer.learning_rates": {"lora_B": pytest.approx(1.6e-3)}},
         ),
         ({"quantization_bit": 4, "quantization_method": "bnb"}, {"method.name": "qlora"}),
+        ({"quantization_bit": 4, "double_quantization": False}, {"method.double_quant": False}),
         ({"use_muon": True}, {"optimizer.name": "muon"}),
         ({"mask_history": True}, {"data.train_on": "last"}),
         ({"train_on_prompt": True}, {"data.train_on": "all"}),

@@ -85,10 +85,9 @@ def _map_lora(t: Translator, bits: int | None) -> None:
     t.carry("method.name", "lora", f"{keys.TOOL}'s default")
     t.only("quantization_method", ("bnb", "bitsandbytes"), "weights are quantized by bitsandbytes' NF4 only: write bnb")
     t.only("quantization_type", ("nf4",), "4-bit weights are NF4: write nf4")
-    if t.get("double_quantization", True) is False and bits == 4:
-        t.refuse("double_quantization", "NF4 constants are always quantized too: set it to true")
-    else:
-        t.already("double_quantization")
+    if not t.flag("double_quantization", True) and bits == 4:
+        t.map("double_quantization", "method.double_quant", False)
+    t.already("double_quantization")
     if t.has("adapter_name_or_path"):
         _map_adapter(t)
         return

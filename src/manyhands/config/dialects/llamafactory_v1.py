@@ -180,7 +180,9 @@ def _find_bits(t: Translator) -> int | None:
         bits = 4
     t.only("quant_config.name", ("bnb", "auto"), "weights are quantized by bitsandbytes: write bnb")
     t.only("quant_config.quantization_type", ("nf4",), "4-bit weights are NF4: write nf4")
-    t.only("quant_config.double_quantization", (True,), "NF4 constants are always quantized too: set it to true")
+    if not t.flag("quant_config.double_quantization", True) and bits == 4:
+        t.map("quant_config.double_quantization", "method.double_quant", False)
+    t.already("quant_config.double_quantization")
     if bits == 8:
         t.substitute("quant_config.quantization_bit", {}, "weights in 8 bits are not available: the base stays in 16")
     elif bits not in (None, 4):
