@@ -28,6 +28,7 @@ from manyhands.data.files import Findings, Row
 from manyhands.data.formats import Conversation, RowRefused, settle_format, to_conversation
 from manyhands.data.long_text import read_documents
 from manyhands.data.messages import ROLES
+from manyhands.data.ready_rows import Ready, ReadyTokens, Segments
 from manyhands.data.sources import read_part, read_rows, split_source
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet", ".arrow")
@@ -95,6 +96,8 @@ turn = objects(
 field_values = {
     "messages": st.lists(message, max_size=4), "conversations": st.lists(turn | message, max_size=4),
     "tools": calls, "weight": st.floats(), "prompt": texts | st.lists(message, max_size=2),
+    "input_ids": st.lists(st.integers(), max_size=3), "labels": st.lists(st.integers(-101, 3), max_size=3),
+    "segments": st.lists(st.fixed_dictionaries({"text": texts, "label": st.booleans()}), max_size=3),
     "history": st.lists(st.lists(texts, min_size=1, max_size=3), max_size=2),
 }  # fmt: skip
 fields_of = {
@@ -107,8 +110,14 @@ fields_of = {
 row_fields = st.one_of(*fields_of.values(), st.dictionaries(names | texts, values, max_size=4))
 
 
-def check_conversation(found: Conversation | str) -> None:
-    """What may go on to the chat template: characters only, known roles, contents and weights."""
+def check_conversation(found: Conversation | str | Ready) -> None:
+    """What may go on to the chat template: characters only, known roles, contents and weights; or tokens and texts."""
+    if isinstance(found, ReadyTokens):
+        assert found.ids.shape == found.trained.shape and found.weight > 0
+        return
+    if isinstance(found, Segments):
+        assert found.weight > 0 and all(isinstance(text, str) for text, _ in found.parts)
+        return
     if isinstance(found, str):
         assert found.strip()
         return
