@@ -143,6 +143,7 @@ def _map_task(t: Translator) -> str:
     asked = str(t.get("task_mode", "sft"))
     if asked not in TASKS:
         t.refuse("task_mode", f"got {show(asked)}, allowed: {', '.join(TASKS)}")
+        t.already("mode", "`task_mode` decides")
         return "sft"
     if t.has("task_mode"):
         t.map("task_mode", "task", TASKS[asked])
@@ -284,6 +285,8 @@ def _map_intervals(t: Translator, task: str) -> None:
             t.already(name, "sft-play does not evaluate in cpt")
         t.aliases = {**t.aliases, "eval_strategy": "-", "evaluation_strategy": "-", "load_best_model_at_end": "-"}
         hf.map_intervals(t, save_steps=200)
+    for name in ("eval_steps", "save_steps"):
+        t.already(name)
     t.carry("checkpoint.keep_last", 5, "sft-play's default")
 
 

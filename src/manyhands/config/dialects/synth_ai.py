@@ -226,8 +226,8 @@ def _map_parallelism(t: Translator) -> None:
     for key in (fsdp, deepspeed):
         t.already(key)
     for key in (strategy, offload, PARALLEL + "fsdp_activation_checkpointing"):
-        if not t.flag(fsdp):
-            t.already(key, "`fsdp` is false")
+        if not t.flag(fsdp) or t.flag(deepspeed):
+            t.already(key, "FSDP is not asked for")
     t.already(stage, "" if t.flag(deepspeed) else "`use_deepspeed` is false")
     for key in (PARALLEL + "tensor_parallel_size", PARALLEL + "pipeline_parallel_size",
                 "data.topology.tensor_parallel", "data.topology.pipeline_parallel"):  # fmt: skip
