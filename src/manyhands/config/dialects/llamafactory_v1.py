@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from manyhands.config.dialects.deepspeed import map_deepspeed
 from manyhands.config.dialects.llamafactory import map_output
 from manyhands.config.dialects.llamafactory_data import find_file
 from manyhands.config.dialects.llamafactory_method import map_freeze, split_names
@@ -373,8 +374,11 @@ def _map_sharding(t: Translator) -> None:
     elif kind == "fsdp2":
         t.map("dist_config.name", "parallel.strategy", "fsdp")
     elif kind == "deepspeed":
-        t.substitute("dist_config.name", {"parallel.strategy": "fsdp"}, "there is no DeepSpeed engine yet: FSDP2")
-        t.already("dist_config.config_file")
+        if t.has("dist_config.config_file"):
+            map_deepspeed(t, "dist_config.config_file")
+            t.already("dist_config.name")
+        else:
+            t.refuse("dist_config.config_file", "it is missing: name DeepSpeed's JSON file, or write name: fsdp2")
     elif kind is not None:
         t.refuse("dist_config.name", f"{show(kind)} is not available: write fsdp2")
     if t.flag("dist_config.offload_params"):
