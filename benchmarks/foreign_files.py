@@ -30,7 +30,10 @@ from manyhands.core.errors import UserError
 from tests.support.tiny import OF_FAMILY, TINY, tiny_tokenizer
 
 GPUS = "8xH100-80GB"
-OUT_OF_SCOPE = re.compile(r"images|sound|preferences|rewards?\b|classifiers|predict|inference|DPO|KTO", re.IGNORECASE)
+OUT_OF_SCOPE = re.compile(
+    r"images|sound|preferences|rewards?\b|classifiers|predict|inference|DPO|KTO|trains nothing|this file merges",
+    re.IGNORECASE,
+)
 # The model type of a name, the first that matches. Types with a star have code of their own and none in transformers.
 TYPES: tuple[tuple[str, str], ...] = (
     ("mixtral|8x7b|8x22b", "mixtral"), ("dbrx", "dbrx"), ("qwen1.5-moe", "qwen2_moe"),
