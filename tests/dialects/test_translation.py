@@ -158,3 +158,11 @@ def test_without_any_number_of_gpus_a_per_gpu_batch_is_refused(tmp_path: Path) -
     (tmp_path / "sft.yaml").write_text(TRL_FILE + "per_device_train_batch_size: 2\n")
     with pytest.raises(UserError, match=r"line 6, `per_device_train_batch_size`: .*add parallel.gpus=N"):
         load_run(tmp_path / "sft.yaml")
+
+
+def test_an_override_replaces_what_excludes_it_in_a_translation(tmp_path: Path) -> None:
+    (tmp_path / "sft.yaml").write_text(TRL_FILE + "packing: true\nsave_strategy: epoch\nsave_total_limit: 2\n")
+    ours = ["parallel.gpus=1", "batch.samples=4", "checkpoint.every_steps=0"]
+    config = load_run(tmp_path / "sft.yaml", ours).config
+    assert (config.batch.samples, config.batch.packs) == (4, None)
+    assert (config.checkpoint.every_steps, config.checkpoint.per_epoch) == (0, None)

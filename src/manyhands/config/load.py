@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from manyhands.config.checks import check
-from manyhands.config.dialects.recognize import recognize, refuse_settings, translate, translate_settings
+from manyhands.config.dialects.recognize import drop_replaced, recognize, refuse_settings, translate, translate_settings
 from manyhands.config.dialects.translation import Around, Translation, clean_name, flatten
 from manyhands.config.keys import Key, hint, nearest, sections, show, table, wrong_value
 from manyhands.config.read import NO_TEXT, ParsedFile, parse_yaml_value, read_run_file
@@ -77,6 +77,7 @@ def load_run(
     mapping = deepcopy(translation.mapping if translation else source.mapping)
     origins = dict(translation.origins) if translation else {k: f"line {line}" for k, line in source.lines.items()}
     if translation is not None:
+        drop_replaced(mapping, overrides)
         around = replace(around, micro=translation.micro, accumulation=translation.accumulation)
     said = [translate_settings(file, kind, around) for kind, file in files.items()]
     for one in said:

@@ -15,7 +15,7 @@ one (``--accelerate-config``, ``--deepspeed``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from typing import Any, Protocol, cast
 
@@ -89,6 +89,25 @@ def translate_settings(source: ParsedFile, name: str, around: Around) -> Transla
     _refuse_mixed(t, dialect)
     dialect.translate(t)
     return t.finish(refuse_unknown=dialect.REFUSES_UNKNOWN)
+
+
+# Native keys of which a run has one: an override of one replaces what a translation has set of the others.
+EXCLUSIVE = (
+    ("batch.samples", "batch.packs", "batch.loss_tokens"),
+    ("evaluate.every_steps", "evaluate.per_epoch"),
+    ("checkpoint.every_steps", "checkpoint.per_epoch", "checkpoint.keep_last"),
+    ("schedule.warmup_steps", "schedule.warmup_ratio"),
+)
+
+
+def drop_replaced(mapping: dict[str, Any], overrides: Iterable[str]) -> None:
+    """Removes what a translation has set and overrides of other keys replace."""
+    given = {override.partition("=")[0].removeprefix("--") for override in overrides}
+    for group in EXCLUSIVE:
+        if given & set(group):
+            for key in (key for key in group if key not in given):
+                section, _, leaf = key.partition(".")
+                mapping.get(section, {}).pop(leaf, None)
 
 
 def _count(mapping: Mapping[str, Any], known: frozenset[str], open: frozenset[str]) -> int:
