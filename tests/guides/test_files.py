@@ -56,7 +56,10 @@ def test_plain_python_trains_on_one(place: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "ranks", "strategy"), [("single_gpu", 1, "single"), ("multi_gpu_ddp", 2, "ddp")])
+@pytest.mark.parametrize(
+    ("name", "ranks", "strategy"),
+    [("single_gpu", 1, "single"), ("multi_gpu_ddp", 2, "ddp"), ("multi_gpu_fsdp", 2, "fsdp")],
+)
 def test_accelerate_launch_with_the_guides_file(place: Path, name: str, ranks: int, strategy: str) -> None:
     port = ("--main_process_port", str(free_port())) if ranks > 1 else ()
     command = (*ACCELERATE, "--config_file", f"configs/accelerate/{name}.yaml", *port, "scripts/train_hf.py")
