@@ -211,12 +211,20 @@ def _write_model(kind: str, size: Mapping[str, Any], path: Path) -> None:
     values = TINY | OF_FAMILY.get(EXPERTS.get(kind, kind), {}) | dict(size)
     if kind in EXPERTS:
         values |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    config = CONFIG_MAPPING[EXPERTS.get(kind, kind)](**values)
+    config = _configure(CONFIG_MAPPING[EXPERTS.get(kind, kind)], values)
     try:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         model.save_pretrained(path)
     except Exception:  # sizes that a family does not take: its config.json alone
         config.save_pretrained(path)
+
+
+def _configure(kind: Any, values: dict[str, Any]) -> Any:
+    """A configuration of these sizes; families that derive the size of a head, or have no such key, derive it."""
+    try:
+        return kind(**values)
+    except (AttributeError, TypeError, ValueError):
+        return kind(**{name: value for name, value in values.items() if name != "head_dim"})
 
 
 def judge_all(folders: list[Path], gpus: str) -> Iterator[Row]:

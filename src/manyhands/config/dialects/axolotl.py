@@ -104,9 +104,7 @@ def _map_batch(t: Translator) -> None:
         native = "batch.packs" if packs else "batch.samples"
         for key in ("micro_batch_size", "gradient_accumulation_steps", "batch_size"):
             t.map(key, native, micro * gpus * accumulation, sum_)
-        if packs:
-            t.map("micro_batch_size", "batch.micro_tokens", micro * (t.integer("sequence_len") or 512))
-        else:
+        if not packs:  # how many packs a GPU takes at once changes nothing, and the plan knows what fits
             t.map("micro_batch_size", "batch.micro_samples", micro)
     for key in ("micro_batch_size", "gradient_accumulation_steps", "batch_size"):
         t.already(key)

@@ -159,8 +159,6 @@ _REFUSED = {
     "qgalore_proj_group_size qgalore_cos_threshold qgalore_gamma_proj qgalore_queue_size": _OPTIMIZER,
     "lr_div_factor": "the one-cycle schedule is not available",
     "fp32_norms fp32_norm_classes": "norms compute in float32 as the model has it: remove it",
-    "fp8 fp8_enable_fsdp_float8_all_gather": "torchao's fp8 recipe is another than `kernels.linear: fp8`: set that in "
-    "a native file",
     "deepcompile": "DeepSpeed is not available",
     "tokenizer_use_mistral_common": "tokenizers of mistral-common are not available: name a model that has a "
     "tokenizer.json, and set it to false",
@@ -184,7 +182,6 @@ PART_OF = MappingProxyType(
                               "expert_parallel_token_capacity expert_parallel_backend "
                               "expert_parallel_fallback_on_unsupported"), "expert_parallel_size"),
         "model_quantization_config_kwargs": "model_quantization_config",
-        "fp8_enable_fsdp_float8_all_gather": "fp8",
         "deepcompile": "deepspeed",
     }
 )  # fmt: skip
@@ -234,7 +231,8 @@ MAPPED = names(
     lora_r lora_alpha lora_dropout lora_target_linear lora_target_modules lora_modules_to_save lora_model_dir
     peft_use_dora peft_use_rslora peft peft.loftq_config peft.loftq_config.loftq_bits peft_init_lora_weights
     peft_ensure_weight_tying peft_autocast_adapter_dtype loraplus_lr_ratio loraplus_lr_embedding bnb_config_kwargs
-    merge_lora unfrozen_parameters bf16 bfloat16 fp16 float16 gradient_checkpointing activation_offloading
+    merge_lora unfrozen_parameters bf16 bfloat16 fp16 float16 fp8
+    fp8_enable_fsdp_float8_all_gather gradient_checkpointing activation_offloading
     selective_checkpointing torch_compile fsdp fsdp_config dp_shard_size dp_replicate_size context_parallel_size
     sequence_parallel_degree tensor_parallel_size deepspeed use_ray ray_num_workers plugins lora_mlp_kernel
     lora_qkv_kernel lora_o_kernel logging_steps saves_per_epoch evals_per_epoch resume_from_checkpoint save_steps

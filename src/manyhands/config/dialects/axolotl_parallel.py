@@ -46,7 +46,10 @@ def map_precision(t: Translator) -> None:
         t.substitute(others[0], {"model.dtype": "bfloat16"}, "float16 is not available: bfloat16")
     else:
         t.map("bf16", "model.dtype", "float32")
-    for key in ("bf16", "bfloat16", "fp16", "float16"):
+    if t.flag("fp8"):
+        t.substitute("fp8", {"kernels.linear": "fp8"}, "another recipe than torchao's, which is checked before step 1")
+    t.already("fp8_enable_fsdp_float8_all_gather", "weights are gathered in bfloat16" if t.flag("fp8") else "")
+    for key in ("bf16", "bfloat16", "fp16", "float16", "fp8"):
         t.already(key)
     _map_checkpointing(t)
     if t.has("torch_compile"):
