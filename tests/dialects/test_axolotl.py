@@ -123,6 +123,9 @@ def test_the_native_mapping_is_valid_and_every_key_has_one_fate_on_its_line(tmp_
     assert len(lines) == len(done.fates)
     assert fate(done, "micro_batch_size")[1] == "2 per GPU × 2 GPUs × 4 accumulation"
     assert fate(done, "wandb_project")[0] == "already"
+    assert fate(done, "evals_per_epoch") == ("mapped", "")
+    order = [fate.key for fate in done.fates]
+    assert order.index("datasets") + 1 == order.index("datasets[0].path") < order.index("val_set_size")
 
 
 def test_defaults_of_axolotl_are_carried_over(tmp_path: Path) -> None:
@@ -221,7 +224,7 @@ def test_a_name_that_is_a_folder_is_one(tmp_path: Path) -> None:
 def test_text_is_cut_and_conversations_are_dropped(tmp_path: Path) -> None:
     text = {"path": "a/b", "type": "completion"}
     chat = {"path": "c/d", "type": "chat_template"}
-    only_text = change(tmp_path, datasets=[text]).mapping
+    only_text = change(tmp_path, datasets=[text], train_on_inputs=True).mapping
     assert (only_text["task"], only_text["data"]["too_long"]) == ("cpt", "split")
     mixed = change(tmp_path, datasets=[text, chat], excess_length_strategy="truncate").mapping
     assert (mixed["task"], mixed["data"]["too_long"]) == ("mixed", "truncate")

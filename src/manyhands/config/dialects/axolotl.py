@@ -240,12 +240,13 @@ def _map_intervals(t: Translator) -> None:
             t.contradict(steps, f"{t.place(per_epoch)} is set too: keep one")
     _map_interval(t, "checkpoint", "save_steps", "saves_per_epoch", "save_strategy", default=1)
     strategy = "evaluation_strategy" if t.has("evaluation_strategy") and not t.has("eval_strategy") else "eval_strategy"
-    if t.has("test_datasets") or t.number("val_set_size"):
+    validates = t.has("test_datasets") or bool(t.number("val_set_size"))
+    if validates:
         _map_interval(t, "evaluate", "eval_steps", "evals_per_epoch", strategy, default=None)
         _map_best(t)
     for key in ("eval_steps", "evals_per_epoch", "eval_strategy", "evaluation_strategy", "early_stopping_patience",
                 "load_best_model_at_end", "metric_for_best_model"):  # fmt: skip
-        t.already(key, "there is no validation data" if t.has(key) else "")
+        t.already(key, "" if validates or not t.has(key) else "there is no validation data")
     keep = t.integer("save_total_limit")
     native = t.mapping.get("checkpoint", {})
     if keep and native.get("every_steps") != 0:

@@ -63,10 +63,12 @@ def map_data(t: Translator) -> None:
     t.carry("task", task, "by the types of the data sets")
     _map_lengths(t, task)
     _map_validation(t)
-    if task != "cpt":
-        map_template(t, _entries_by_template(t))
-    for key in ("chat_template", "chat_template_jinja", "chat_template_kwargs", "eot_tokens", "train_on_inputs"):
-        t.already(key, "no data set of conversations uses it" if t.has(key) else "")
+    entries = _entries_by_template(t)
+    map_template(t, entries)
+    why = "" if "" in entries else "no data set of conversations uses it"
+    for key in ("chat_template", "chat_template_jinja", "chat_template_kwargs", "eot_tokens"):
+        t.already(key, why if t.has(key) else "")
+    t.already("train_on_inputs")
     if t.flag("dataset_exact_deduplication"):
         t.map("dataset_exact_deduplication", "data.deduplicate", True, "by token ids; Axolotl compares whole rows")
     for key in ("sample_packing_sequentially", "curriculum_sampling"):
@@ -83,11 +85,14 @@ def _open_entries(t: Translator, key: str) -> None:
     if not isinstance(entries, list):
         t.refuse(key, f"got {show(asked)}, allowed: a list of data sets, each with path and type")
         return
+    opened: dict[str, Any] = {}
     for index, entry in enumerate(entries):
         if not isinstance(entry, dict):
             t.refuse(key, f"got {show(entry)}, allowed: a data set with path and type")
             continue
-        t.values |= {f"{key}[{index}].{name}": value for name, value in entry.items()}
+        opened |= {f"{key}[{index}].{name}": value for name, value in entry.items()}
+    before = list(t.values)[: list(t.values).index(key) + 1] if key in t.values else []
+    t.values = {name: t.values[name] for name in before} | opened | t.values
 
 
 def _map_sources(t: Translator, key: str, native: str) -> set[str]:

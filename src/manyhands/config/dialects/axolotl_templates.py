@@ -86,7 +86,7 @@ def map_template(t: Translator, entries: Mapping[str, list[str]]) -> None:
     if len(entries) > 1:
         place = next(places[0] for name, places in list(entries.items())[1:])
         t.refuse(f"{place}.type", "data sets with different prompts cannot be mixed: a run has one chat template")
-    if t.flag("train_on_inputs"):
+    if t.flag("train_on_inputs") and entries:  # text is trained whole
         why = "all tokens; in Axolotl the contents of all turns, without what opens them" if chats else ""
         t.map("train_on_inputs", "data.train_on", "all", why)
     if not chats:
