@@ -30,6 +30,7 @@ from manyhands.core.errors import UserError
 from tests.support.tiny import OF_FAMILY, TINY, tiny_tokenizer
 
 GPUS = "8xH100-80GB"
+NUM_ROWS = 400
 OUT_OF_SCOPE = re.compile(
     r"images|sound|preferences|rewards?\b|classifiers|predict|inference|DPO|KTO|trains nothing|this file merges",
     re.IGNORECASE,
@@ -71,6 +72,8 @@ ROWS: Mapping[str, dict[str, Any]] = {
     "messages": {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]},
     "prompt": {"prompt": "Hi", "completion": "Hello."},
     "question": {"question": "Hi?", "answer": "Hello."},
+    "tokens": {"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, 8], "attention_mask": [1, 1, 1, 1]},
+    "segments": {"segments": [{"label": False, "text": "Hi"}, {"label": True, "text": "Hello."}]},
     "text": {"text": "Once upon a time there was a river that ran up the hill. " * 8},
 }
 
@@ -140,6 +143,9 @@ def plan_it(done: Translation, work: Path, gpus: str) -> None:
     for key in ("train", "validation"):
         if mapping["data"].get(key):
             mapping["data"][key] = _tiny_sources(mapping["data"][key], mapping["data"], work / "data")
+    if "max_steps" not in mapping.get("stop", {}):  # few rows make few steps: more epochs instead
+        mapping.setdefault("stop", {})["epochs"] = 50
+    mapping["method"] = {key: _of_text(value) for key, value in mapping["method"].items()}
     mapping.setdefault("name", "run")
     mapping["data"]["cache"] = str(work / "cache")
     mapping.setdefault("output", {})["dir"] = str(work / "runs")
@@ -148,8 +154,15 @@ def plan_it(done: Translation, work: Path, gpus: str) -> None:
     plan(config, gather_facts(config, identify=False, saves=False, host=host, report=lambda _: None))
 
 
+def _of_text(value: Any) -> Any:
+    """Names of modules as the tiny model has them, which is the text part alone of models of images."""
+    if isinstance(value, list):
+        return [_of_text(one) for one in value]
+    return value.replace("language_model.", "").replace(r"language_model\.", "") if isinstance(value, str) else value
+
+
 def _tiny_sources(value: Any, data: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
-    """The same sources with files of forty rows in place of theirs."""
+    """The same sources with files of a few rows in place of theirs."""
     folder.mkdir(parents=True, exist_ok=True)
     sources = []
     for index, item in enumerate([value] if isinstance(value, str) else value):
@@ -161,16 +174,19 @@ def _tiny_sources(value: Any, data: Mapping[str, Any], folder: Path) -> list[dic
         inner = {name: fields[name] for name in ("role", "content", "from", "value") if name in fields}
         row = {
             name: [{inner.get(key, key): text for key, text in turn.items()} for turn in cell]
-            if isinstance(cell, list)
+            if isinstance(cell, list) and isinstance(cell[0], dict)
             else cell
             for name, cell in row.items()
         }
         name = re.sub(r"\W+", "-", json.dumps([kind, sorted(row), inner, index]))
         path = folder / f"{name}.jsonl"
-        lines = [json.dumps(row | {"number": number}, ensure_ascii=False) for number in range(40)]
+        text = json.dumps(row, ensure_ascii=False)  # no two alike: copies of training rows are not held out
+        lines = [
+            text.replace("Hello.", f"Hello {number}.").replace("hill", f"hill {number}") for number in range(NUM_ROWS)
+        ]
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
         kept = {key: cell for key, cell in source.items() if key not in ("path", "subset", "revision", "split")}
-        sources.append(kept | {"path": str(path), "ignore": [*(source.get("ignore") or ()), "number"]})
+        sources.append(kept | {"path": str(path)})
     return sources
 
 
@@ -183,7 +199,9 @@ def model_type(name: str) -> str:
 def tiny_folder(name: str, folder: Path) -> Path:
     """A folder of a tiny model of the named one's family: written once for each family."""
     kind, quantized = model_type(name), re.search(QUANTIZED, name.lower())
-    path = folder / (kind.strip("*") + ("-quantized" if quantized else ""))
+    if kind.endswith("*"):
+        raise UserError(f"models of the type {kind.strip('*')} have code of their own, which transformers has not")
+    path = folder / (kind + ("-quantized" if quantized else ""))
     if path.is_dir():
         return path
     path.mkdir(parents=True)
@@ -191,11 +209,6 @@ def tiny_folder(name: str, folder: Path) -> Path:
     tokenizer.eos_token, tokenizer.pad_token, tokenizer.chat_template = "<|im_end|>", "<|pad|>", TEMPLATE
     tokenizer.save_pretrained(path)
     size = {"vocab_size": len(tokenizer), "eos_token_id": 258, "max_position_embeddings": 1 << 20}
-    if kind.endswith("*"):  # in no version of transformers: its own code comes with it
-        kind = kind.strip("*")
-        config = TINY | size | {"model_type": kind, "auto_map": {"AutoConfig": f"configuration_{kind}.Config"}}
-        (path / "config.json").write_text(json.dumps(config))
-        return path
     _write_model(kind, size, path)
     if quantized:
         config = json.loads((path / "config.json").read_text())

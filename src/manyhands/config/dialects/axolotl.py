@@ -9,14 +9,13 @@ and distribution are in the modules ``axolotl_*.py`` beside this one, names in `
 from __future__ import annotations
 
 import math
-import re
 
 from manyhands.config.dialects import axolotl_keys as keys
 from manyhands.config.dialects.axolotl_data import map_data
 from manyhands.config.dialects.axolotl_model import map_method, map_model
 from manyhands.config.dialects.axolotl_parallel import count_mesh, map_precision, map_sharding
 from manyhands.config.dialects.transformers import OPTIMIZERS
-from manyhands.config.dialects.translation import UNKNOWN_GPUS, Translator
+from manyhands.config.dialects.translation import UNKNOWN_GPUS, Translator, clean_name
 from manyhands.config.keys import show
 
 TOOL = "Axolotl"
@@ -302,7 +301,7 @@ def _map_best(t: Translator) -> None:
 def _map_output(t: Translator) -> None:
     asked = str(t.get("output_dir", "./model-out")).rstrip("/")
     folder, _, name = asked.rpartition("/")
-    native = {"output.dir": folder or ".", "name": re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-")[:100] or "run"}
+    native = {"output.dir": folder or ".", "name": clean_name(name)}
     if t.has("output_dir"):
         t.map("output_dir", native)
     else:
