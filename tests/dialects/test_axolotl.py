@@ -101,13 +101,11 @@ def test_a_lora_run_becomes_this_run_file(tmp_path: Path) -> None:
             "max_length": 4096,
             "too_long": "drop",
             "validation_fraction": 0.05,
-            "packing": "auto",
         },
         "batch": {"packs": 16},
         "optimizer": {"name": "adamw_8bit", "learning_rate": 2e-4, "weight_decay": 0.0},
         "schedule": {"name": "cosine", "warmup_ratio": 0.1},
         "stop": {"epochs": 3},
-        "parallel": {"activation_checkpointing": "full"},
         "evaluate": {"per_epoch": 4},
         "checkpoint": {"per_epoch": 1, "keep_last": 4},
         "log": {"every_steps": 1},
@@ -143,10 +141,9 @@ learning_rate: 2e-5
         "max_length": 512,
         "too_long": "drop",
         "validation_fraction": 0.0,
-        "packing": False,
     }
     assert done.mapping["schedule"] == {"name": "cosine", "warmup_ratio": 0.03}
-    assert done.mapping["batch"] == {"samples": 4, "micro_samples": 2}
+    assert done.mapping["batch"] == {"samples": 4}
     assert done.mapping["optimizer"] == {"name": "adamw", "learning_rate": 2e-5}
     assert (done.mapping["seed"], done.mapping["stop"]) == (42, {"epochs": 1})
     assert section(done, "checkpoint") == {"per_epoch": 1, "keep_last": 4}
@@ -391,7 +388,7 @@ def test_fsdp_in_both_spellings(tmp_path: Path) -> None:
     }  # fmt: skip
     done = change(tmp_path, **old)
     assert refused(done) == {}
-    assert done.mapping["parallel"] == {"strategy": "fsdp", "offload": "all", "activation_checkpointing": "full"}
+    assert done.mapping["parallel"] == {"strategy": "fsdp", "offload": "all"}
     assert fate(done, "fsdp_config.fsdp_sharding_strategy")[0] == "ignored"
 
 

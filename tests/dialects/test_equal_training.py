@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +120,7 @@ def test_four_files_of_one_run_have_one_plan(files: dict[str, Path]) -> None:
         config = load_for_start(file, overrides(file.parent, "run")).config
         facts = gather_facts(config, report=lambda _: None)
         first = first or facts
-        facts = replace(facts, host=first.host, free_disk_bytes=first.free_disk_bytes)
+        facts = facts.model_copy(update={"host": first.host, "free_disk_bytes": first.free_disk_bytes})
         plans[name] = make_plan(config, facts).model_dump(exclude={"config_digest", "data_digest", "data_folder"})
     native = plans.pop("native")
     for name, plan in plans.items():
@@ -129,6 +128,7 @@ def test_four_files_of_one_run_have_one_plan(files: dict[str, Path]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # four whole runs
 def test_four_files_of_one_run_have_the_same_losses(files: dict[str, Path]) -> None:
     losses = {}
     for name, file in files.items():

@@ -80,19 +80,19 @@ def _is_out_of_scope(t: Translator) -> bool:
 
 
 def _map_batch(t: Translator) -> None:
-    """micro-batch x accumulation x GPUs: samples, or packs of ``sequence_len`` tokens."""
+    """micro-batch x accumulation x GPUs: samples, or packs of ``sequence_len`` tokens. How many of them a GPU takes at
+    once changes no result: the plan decides it from memory.
+    """
     if t.flag("use_ray") and t.integer("ray_num_workers"):
         t.set_gpus(int(t.integer("ray_num_workers") or 1))
     for key in ("use_ray", "ray_num_workers"):
         t.already(key, "the number of GPUs that the batch is counted for")
     count_mesh(t)
     packs = t.flag("sample_packing")
-    if packs:  # the samples of a step are the same, packed or not
-        t.map("sample_packing", "data.packing", "auto", "packed if the model's attention allows")
-    elif t.has("sample_packing"):
-        t.map("sample_packing", "data.packing", False)
+    if packs:
+        t.map("sample_packing", {}, why="a step is counted in packs of sequence_len tokens")
     else:
-        t.carry("data.packing", False, "Axolotl's default")
+        t.already("sample_packing", "packed or not, a step has the same samples")
     micro, accumulation, gpus = t.integer("micro_batch_size"), _accumulation(t), t.num_gpus()
     if micro is None:
         t.refuse("micro_batch_size", "it is missing: write the samples that one GPU takes at once")
@@ -103,8 +103,6 @@ def _map_batch(t: Translator) -> None:
         native = "batch.packs" if packs else "batch.samples"
         for key in ("micro_batch_size", "gradient_accumulation_steps", "batch_size"):
             t.map(key, native, micro * gpus * accumulation, sum_)
-        if not packs:  # how many packs a GPU takes at once changes nothing, and the plan knows what fits
-            t.map("micro_batch_size", "batch.micro_samples", micro)
     for key in ("micro_batch_size", "gradient_accumulation_steps", "batch_size"):
         t.already(key)
 

@@ -68,10 +68,10 @@ def _map_checkpointing(t: Translator) -> None:
         t.map("gradient_checkpointing", native, "full")
         offload = "disk" if asked == "offload_disk" else True
         _map_offload(t, "gradient_checkpointing", offload)
+    elif t.flag("gradient_checkpointing") and t.get("selective_checkpointing") not in (None, False):
+        t.map("selective_checkpointing", native, "selective")
     elif t.flag("gradient_checkpointing"):
-        how = "selective" if t.get("selective_checkpointing") not in (None, False) else "full"
-        t.map("gradient_checkpointing", native, how)
-        t.map("selective_checkpointing", {}, why="attention and cheap operations are not both saved: `selective`")
+        t.already("gradient_checkpointing", "the plan recomputes as many blocks as memory requires")
     elif t.has("gradient_checkpointing") and not (in_fsdp and t.flag(in_fsdp)):
         t.map("gradient_checkpointing", native, "none")
     if offload not in (None, False, "false"):
