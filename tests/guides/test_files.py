@@ -42,6 +42,18 @@ def test_a_launcher_script_trains_its_own_run_file_unless_it_is_given_one(place:
     assert "[train] Effective batch size: 64" in done.stdout
 
 
+def test_make_takes_accelerates_and_deepspeeds_files(place: Path) -> None:
+    """Both shard the run; that DeepSpeed's engine is not there is said."""
+    run = (f"CONFIG={place}/run.yaml", f"ARGS=--dry-run parallel.gpus=2 {' '.join(outputs(place, 'settings'))}")
+    by_accelerate = call("make", "train-distributed", *run, "ACCELERATE_CONFIG=configs/accelerate/multi_gpu_fsdp.yaml")
+    assert by_accelerate.returncode == 0 and "fsdp, shards over 2 processes" in by_accelerate.stdout, (
+        by_accelerate.stdout
+    )
+    by_deepspeed = call("make", "train-distributed", *run, "DEEPSPEED_CONFIG=configs/deepspeed_custom.json")
+    assert by_deepspeed.returncode == 0 and "fsdp, shards over 2 processes" in by_deepspeed.stdout, by_deepspeed.stdout
+    assert "there is no DeepSpeed engine yet" in by_deepspeed.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("script", "strategy"), [("run_hf_standalone.py", "ddp"), ("run_fsdp_standalone.py", "fsdp")])
 def test_torchrun_starts_the_standalone_scripts(place: Path, script: str, strategy: str) -> None:
