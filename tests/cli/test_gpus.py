@@ -183,3 +183,8 @@ def test_gpus_that_cannot_be_used_are_shown_and_refused(run_file, monkeypatch):
     assert planned(call("plan", run_file, "parallel.device=cpu", "--json"))["layout"]["device"] == "cpu"
     shown = call("gpu-info").stdout
     assert "Number of GPUs: 0" in shown and "NVML: no library" in shown and "CPU processes" not in shown
+    shown = call("memory-check").stdout
+    assert "Number of GPUs: 0" in shown and "NVML: no library" in shown
+    asked = call("setup-accelerate")  # a start would be refused
+    assert "NVML: no library" in asked.output and "get it" in asked.output
+    assert "nothing needs to be configured" not in asked.output and "CPU processes" not in asked.output

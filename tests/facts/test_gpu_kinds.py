@@ -20,6 +20,14 @@ GIB = 2**30
         ("H100-4x", "H100-80GB", 1, 4),
         ("h100-80gb-4x", "H100-80GB", 1, 4),
         ("2xH100-4x", "H100-80GB", 2, 4),
+        ("NVIDIA H100 80GB HBM3", "H100-80GB", 1, 1),  # as nvidia-smi prints it
+        ("4x NVIDIA L40S", "L40S", 1, 4),
+        ("H200x8", "H200", 1, 8),
+        ("A100-40GB x 8", "A100-40GB", 1, 8),
+        ("MI300Xx8", "MI300X", 1, 8),
+        ("H100:8", "H100-80GB", 1, 8),
+        ("RTX4090x2", "RTX4090", 1, 2),
+        ("RTX4090", "RTX4090", 1, 1),  # no RT times 4090
         ("MI300X", "MI300X", 1, 1),  # ends in the letter that stands between numbers
         ("8xMI300X", "MI300X", 1, 8),
         ("MI300X-8x", "MI300X", 1, 8),

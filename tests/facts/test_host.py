@@ -55,6 +55,47 @@ def test_gpus_are_seen_as_torch_sees_them():
         assert gpu.memory_bytes >= torch.cuda.get_device_properties(gpu.index).total_memory
 
 
+def nvml_lists(monkeypatch, name: str):
+    """One GPU, whose memory the driver does not tell."""
+    import pynvml
+
+    def unsupported(handle: object) -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    answers = {
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlDeviceGetCount": lambda: 1,
+        "nvmlDeviceGetHandleByIndex": lambda index: index,
+        "nvmlDeviceGetUUID": lambda handle: UUIDS[0],
+        "nvmlDeviceGetName": lambda handle: name,
+        "nvmlDeviceGetCudaComputeCapability": lambda handle: (12, 1),
+        "nvmlDeviceGetMemoryInfo": unsupported,
+    }
+    for function, answer in answers.items():
+        monkeypatch.setattr(pynvml, function, answer)
+
+
+@pytest.mark.parametrize("name", ["NVIDIA GB10", "Orin (nvgpu)", "NVIDIA Thor"])
+def test_a_gpu_without_memory_of_its_own_has_the_hosts(tmp_path, monkeypatch, name):
+    nvml_lists(monkeypatch, name)
+    torch_is(monkeypatch, "nvidia")
+    monkeypatch.setattr(host, "memory_bytes", lambda: (128 * 2**30, 100 * 2**30))
+    facts = read_host_facts({}, tmp_path)
+    assert facts.unusable_gpus is None
+    (gpu,) = facts.gpus
+    assert (gpu.name, gpu.compute_capability) == (name, (12, 1))
+    assert (gpu.memory_bytes, gpu.free_bytes) == (128 * 2**30, 100 * 2**30)
+
+
+def test_a_card_whose_memory_is_not_told_cannot_be_used(tmp_path, monkeypatch):
+    nvml_lists(monkeypatch, "NVIDIA H100 80GB HBM3")
+    nodes(tmp_path, "nvidia0")
+    found = read_host_facts({}, tmp_path)
+    assert found.gpus == ()
+    assert found.unusable_gpus is not None and "Not Supported" in found.unusable_gpus.why
+
+
 # -- GPUs that are there and cannot be used
 
 

@@ -30,6 +30,12 @@ def setup_accelerate(
         print(f"`make train-distributed` starts as {path} says; ACCELERATE_CONFIG=none leaves it out")
         return
     host = read_host_facts()
+    if host.unusable_gpus is not None:
+        from manyhands.cli.memory import describe_unusable
+
+        print(describe_unusable(host.unusable_gpus))
+        print("a start would be refused until then, unless parallel.device is cpu")
+        return
     print("nothing needs to be configured; `make train-distributed` uses what this machine has:")
     print("\n".join(f"  {line}" for line in describe_machine(host, os.environ)))
     print("\n".join(describe_default(path, len(host.gpus))))

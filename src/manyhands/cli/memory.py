@@ -12,7 +12,7 @@ from manyhands.core.errors import EXIT_FAILED
 from manyhands.core.units import format_gib
 
 if TYPE_CHECKING:
-    from manyhands.facts.types import HostFacts
+    from manyhands.facts.types import HostFacts, UnusableGpus
     from manyhands.launch.usage import RankUsage, RunUsage
 
 BUSY = 0.9  # a GPU with less of its memory free is in use
@@ -24,8 +24,8 @@ def gpu_info() -> None:
 
     host = read_host_facts()
     print(f"Number of GPUs: {len(host.gpus)}")
-    if (unusable := host.unusable_gpus) is not None:
-        print(f"this machine has {unusable.found}, but none can be used: {unusable.why}\n  fix: {unusable.fix}")
+    if host.unusable_gpus is not None:
+        print(describe_unusable(host.unusable_gpus))
     elif not host.gpus:
         print("no GPU found: runs use CPU processes")
     for gpu in host.gpus:
@@ -98,12 +98,19 @@ def _print_gpus() -> None:
 
     host = read_host_facts()
     print(f"Number of GPUs: {len(host.gpus)}")
+    if host.unusable_gpus is not None:
+        print(describe_unusable(host.unusable_gpus))
     for gpu in host.gpus:
         used, total = gpu.memory_bytes - gpu.free_bytes, gpu.memory_bytes
         state = "free" if gpu.free_bytes >= BUSY * total else "in use"
         share = f"{format_gib(used)} of {format_gib(total)} used ({used / total:.0%})"
         print(f"  GPU {gpu.index}: {gpu.name}, {share}: {state}")
     print(_describe_host(host))
+
+
+def describe_unusable(unusable: UnusableGpus) -> str:
+    """Two lines: which GPUs and why, and what to do."""
+    return f"this machine has {unusable.found}, but none can be used: {unusable.why}\n  fix: {unusable.fix}"
 
 
 def _describe_host(host: HostFacts) -> str:

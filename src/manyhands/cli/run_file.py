@@ -93,7 +93,9 @@ def find_run_folder(run: Path) -> Path:
         return run
     if not run.exists():
         raise UserError(
-            "the folder does not exist", where=str(run), fix="give a run's folder, such as runs/NAME, or its run file"
+            "there is no such file or folder",
+            where=str(run),
+            fix="give a run's folder, such as runs/NAME, or its run file",
         )
     from manyhands.launch.resume_rules import folder_of
 

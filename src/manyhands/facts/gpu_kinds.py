@@ -43,16 +43,19 @@ class AskedGpus:
 
 
 def parse_gpus(text: str, where: str = "--gpus") -> AskedGpus:
-    """``8xH200``, ``2x4xH100-80GB``, ``H100-4x``, ``MI300X`` (one). UserError if that is no kind of GPU, or no number.
+    """``8xH200``, ``2x4xH100-80GB``, ``H100-4x``, ``H100x4``, ``H100:4``, ``MI300X`` (one).
+
+    UserError if that is no kind of GPU, or no number.
 
     ``where`` names the option or variable for errors.
     """
-    plain = re.sub(r"(?<=\d)\s*[x×*]\s*(?=\w)", "x", text.strip(), flags=re.IGNORECASE)
+    plain = re.sub(r"(?<=\w)\s*[×*]\s*(?=\w)|(?<=\w)\s+x\s*(?=\d)|(?<=\d)\s*x\s*(?=\w)", "x", text.strip(), flags=re.I)
     plain = re.sub(r"\s+", "-", plain)
-    found = re.fullmatch(r"(?:(\d+)x)?(?:(\d+)x)?(.*?)(?:-(\d+)x)?", plain, re.IGNORECASE)
+    # three digits at most behind an x: RTX4090 is a name
+    found = re.fullmatch(r"(?:(\d+)x)?(?:(\d+)x)?(.*?)(?:-(\d+)x|-?x(\d{1,3})|:(\d+))?", plain, re.IGNORECASE)
     assert found is not None
-    first, second, name, last = found.groups()
-    counts = [int(number) for number in (first, second, last) if number]
+    first, second, name, *behind = found.groups()
+    counts = [int(number) for number in (first, second, *behind) if number]
     if len(counts) > 2 or not name or (name.isdecimal() and not counts):
         raise UserError(f"cannot read the GPUs {text!r}", where=f"{where} {text}", fix=f"write for instance {EXAMPLES}")
     kind = find_kind(name, where=f"{where} {text}")
@@ -67,11 +70,14 @@ def parse_gpus(text: str, where: str = "--gpus") -> AskedGpus:
 
 
 def find_kind(name: str, where: str = "") -> GpuKind:
-    """By name or alias, in any case and with or without dashes, brand and memory. UserError with the nearest names."""
+    """By name, alias or driver name, in any case and with or without dashes, brand and memory.
+
+    UserError with the nearest names.
+    """
     wanted = _plain(name)
     by_name = {_plain(spelling): kind for kind in load_kinds() for spelling in (kind.name, *kind.aliases)}
-    if wanted in by_name:
-        return by_name[wanted]
+    if found := by_name.get(wanted) or kind_of(name):
+        return found
     alike = [
         kind
         for kind in load_kinds()

@@ -21,6 +21,8 @@ from manyhands.facts.types import GpuFacts, HostFacts, UnusableGpus
 from manyhands.facts.visible import AMD_VARIABLES, hides_all, select_visible
 
 NVIDIA_VARIABLES = ("CUDA_VISIBLE_DEVICES",)
+# GPUs that share the host's memory, DGX Spark's and Jetson's: NVML does not say how much they have.
+UNIFIED_MEMORY = re.compile(r"\b(GB10|Orin|Thor|Xavier|Tegra)\b")
 TORCH_FIX = {
     "nvidia": "install a torch built for CUDA (pytorch.org, Get started)",
     "amd": "install a torch built for ROCm (pytorch.org, Get started)",
@@ -169,17 +171,23 @@ def _mig_handles(visible: str) -> list[Any]:
 def _gpu(index: int, handle: Any) -> GpuFacts:
     import pynvml
 
-    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    name = _text(pynvml.nvmlDeviceGetName(handle))
+    try:
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+        total, free = int(memory.total), int(memory.free)
+    except pynvml.NVMLError_NotSupported:
+        if not UNIFIED_MEMORY.search(name):
+            raise
+        total, free = memory_bytes()
     capability = None
     with contextlib.suppress(pynvml.NVMLError):  # a MIG slice does not say
         major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
         capability = (int(major), int(minor))
-    name = _text(pynvml.nvmlDeviceGetName(handle))
     return GpuFacts(
         index=index,
         name=name,
-        memory_bytes=int(memory.total),
-        free_bytes=int(memory.free),
+        memory_bytes=total,
+        free_bytes=free,
         compute_capability=capability,
     )
 
