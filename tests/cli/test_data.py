@@ -222,7 +222,9 @@ def test_without_a_plan_the_rows_stand_alone(write_run, model_folder, tmp_path):
             (bare / path.name).write_bytes(path.read_bytes())
     shown = call("data", write_run({"a.jsonl": [question(n) for n in range(40)]}), f"model.name={bare}")
     assert shown.exit_code == 0, shown.output
-    assert "cannot be planned here, so samples are shown in the order of the data" in " ".join(shown.stdout.split())
+    assert "cannot be planned on this machine, so samples are shown in the order of the data" in " ".join(
+        shown.stdout.split()
+    )
     assert (
         "sample 0 · a · a.jsonl:" in shown.stdout
         and "33 more samples: --rows N shows more" in shown.stdout

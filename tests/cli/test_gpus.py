@@ -84,7 +84,7 @@ def test_a_laptop_plans_for_gpus_that_it_does_not_have(run_file, never_looks, gp
 
 def test_the_plan_says_so_in_words(run_file, never_looks):
     text = call("plan", run_file, "--gpus", "8xH200", COLUMNS="200").stdout
-    assert "8 × H200, not here" in text and "assumed" in text and "measured: docs/results.md" in text
+    assert "8 × H200 (not on this machine)" in text and "assumed" in text and "measured: docs/results.md" in text
 
 
 def test_the_variable_of_another_tool_is_read_where_gpus_is_not_given(run_file, never_looks):
@@ -145,7 +145,7 @@ def test_a_run_does_not_start_on_gpus_that_are_not_here(run_file, started, monke
     here(monkeypatch, *names)
     result = call("train", run_file, "--gpus", gpus)
     assert result.exit_code == EXIT_USAGE and not started
-    assert "they are not in this machine" in result.stderr and why in result.stderr and "--dry-run" in result.stderr
+    assert "this machine does not have them" in result.stderr and why in result.stderr and "--dry-run" in result.stderr
 
 
 def test_a_run_starts_where_they_are(run_file, started, monkeypatch):

@@ -135,7 +135,7 @@ def test_init_writes_a_file_for_columns_of_another_language_that_runs(tmp_path, 
         assert shown.exit_code == 0 and "⟦Das ist " in shown.output
         assert "30 samples" not in shown.output.replace("tokenized 30 samples", "")
         assert "columns of fragen that are not read: Nr, Quelle" in " ".join(shown.output.split())
-        assert "validation  3 samples" in shown.output and "none of them trained" in shown.output
+        assert "validation  3 samples" in shown.output and "none of them in the training set" in shown.output
     assert load_config("given.yaml").data.too_long == "truncate"
 
 

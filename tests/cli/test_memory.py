@@ -72,7 +72,7 @@ def test_without_a_run_every_gpu_has_its_verdict(two_gpus, tmp_path, monkeypatch
     assert result.exit_code == 0, result.output
     assert "GPU 0: NVIDIA H200, 1.0 GiB of 140.0 GiB used (1%): free" in result.stdout
     assert "GPU 1: NVIDIA H200, 130.0 GiB of 140.0 GiB used (93%): in use" in result.stdout
-    assert "no run is live" in result.stdout
+    assert "no run is active" in result.stdout
 
 
 def test_a_finished_run_is_compared_with_its_plan(planned):

@@ -64,10 +64,10 @@ def test_a_guides_command_is_read_as_written(run_file, started):
     [
         (("RUN", "--config", "RUN"), "two run files are given"),
         ((), "no run file was given"),
-        (("RUN", "--type", "dpo"), "there is no training of type 'dpo'"),
+        (("RUN", "--type", "dpo"), "unsupported training type 'dpo'"),
         (("RUN", "--type", "cpt"), "--type cpt contradicts the run file's task: sft"),
         (("RUN", "--dataset", "a", "data.train=b"), "--dataset and data.train are both given"),
-        (("RUN", "--tensorboard", "log.tensorboard=false"), "nothing for TensorBoard to show"),
+        (("RUN", "--tensorboard", "log.tensorboard=false"), "write nothing for TensorBoard"),
     ],
 )
 def test_what_contradicts_itself_is_refused(run_file, started, arguments, text):

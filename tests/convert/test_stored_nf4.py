@@ -149,8 +149,8 @@ def test_every_shard_takes_its_own_rows(
 @pytest.mark.parametrize(
     ("keys", "match"),
     [
-        ({"method.name": "lora"}, "method.name: lora does not go with"),
-        ({"method.name": "full"}, "method.name: full does not go with"),
+        ({"method.name": "lora"}, "method.name: lora cannot be combined with"),
+        ({"method.name": "full"}, "method.name: full cannot be combined with"),
         ({"method.name": "qlora", "method.init": "loftq"}, "method.init: loftq"),
         ({"method.name": "qlora", "output.merge": True}, "output.merge: true"),
         ({"method.name": "qlora", "method.double_quant": False}, "method.double_quant: false"),

@@ -110,7 +110,7 @@ def test_a_call_is_shown_in_the_form_that_the_template_takes(answer: str, conten
 def test_a_call_that_the_template_does_not_show_is_refused_and_named(written: str, content: str | None) -> None:
     """Else an empty answer, or the word None, would be trained in its place."""
     with pytest.raises(
-        RowRefused, match=r"does not show the tool call look of message 2|knows no tool calls"
+        RowRefused, match=r"does not show the tool call look of message 2|does not support tool calls"
     ) as caught:
         shown(HEADER + written + FOOTER, calling(content))
     assert "samples with tool calls" in str(caught.value)
@@ -120,7 +120,8 @@ def test_tool_data_on_a_template_without_tools_says_so() -> None:
     """A template that fails on the tool's result: its own words are not what the user can act on."""
     failing = HEADER + "{{ (m.content or '') + (1 if m.role == 'tool' else '') }}" + FOOTER
     with pytest.raises(
-        RowRefused, match=r"knows no tool calls: leave out .* \(the chat template refuses .*can only concatenate str"
+        RowRefused,
+        match=r"does not support tool calls: leave out .* \(the chat template refuses .*can only concatenate str",
     ):
         shown(failing, calling(None))
 

@@ -87,6 +87,8 @@ def test_a_disk_that_is_too_small_is_refused_before_the_first_step(place: Place,
     (small_disk / "other").write_bytes(bytes(20 * 2**20))
     for dry in ((), ("--dry-run",)):
         ended = place.train("refused", "--gpus", "1", *FEW, f"output.dir={small_disk}", *dry)
-        assert ended.code == 2 and "error: the disk has no room for this run: it needs 16" in ended.output, ended.output
+        assert ended.code == 2 and "error: not enough disk space for this run: it needs 16" in ended.output, (
+            ended.output
+        )
         assert "12.0 MiB are free" in ended.output and "choose an output.dir on a larger disk" in ended.output
     assert {path.name for path in small_disk.iterdir()} == {"other"}

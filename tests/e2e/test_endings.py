@@ -261,7 +261,7 @@ def test_a_run_that_diverges_fails_and_its_report_says_why(place: Place) -> None
     assert (
         "error: training has diverged: the gradient of step" in ended.output and "stop.divergence=warn" in ended.output
     )
-    assert "warning" in ended.output and "optimizer.learning_rate: 1000 moves a weight" in ended.output, (
+    assert "warning" in ended.output and "optimizer.learning_rate: 1000 changes a weight" in ended.output, (
         "the plan warned"
     )
     run = place.run("diverged")

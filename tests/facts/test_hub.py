@@ -1,4 +1,4 @@
-"""Where a model comes from, and how long a hub that does not answer is waited for."""
+"""Where a model comes from, and how long a hub that does not respond is waited for."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def locate(
 
 def test_a_folder_is_itself(tmp_path: Path):
     assert locate(str(tmp_path)) == tmp_path.resolve()
-    with pytest.raises(UserError, match=r"model.revision does nothing with a folder"):
+    with pytest.raises(UserError, match=r"model.revision has no effect with a local folder"):
         locate(str(tmp_path), revision="main")
 
 
@@ -66,9 +66,9 @@ def test_a_file_is_no_folder(tmp_path: Path):
 
 
 def test_a_hub_that_refuses_is_named():
-    with pytest.raises(UserError, match="'someone/some-model' could not be had") as caught:
+    with pytest.raises(UserError, match="'someone/some-model' could not be found or downloaded") as caught:
         locate()
-    assert "http://127.0.0.1:9 did not answer" in caught.value.why
+    assert "http://127.0.0.1:9 did not respond" in caught.value.why
     assert "folder" in caught.value.fix
 
 
@@ -99,7 +99,7 @@ def test_a_complete_cache_needs_no_network(home: Path, monkeypatch: pytest.Monke
 def test_a_cache_with_a_part_of_the_model_is_not_enough(home: Path):
     snapshot = fill_cache(home, ["config.json", "tokenizer.json"])
     assert locate(needs_weights=False) == snapshot
-    with pytest.raises(UserError, match="could not be had"):
+    with pytest.raises(UserError, match="could not be found or downloaded"):
         locate()
 
 
@@ -110,8 +110,8 @@ def test_what_the_hub_refuses_is_passed_on(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(hub, "find_trouble", lambda *_: None)
     response = httpx.Response(403, request=httpx.Request("GET", "http://127.0.0.1:9"))
     cases = {
-        errors.GatedRepoError: "does not hand out",
-        errors.RepositoryNotFoundError: "knows no model",
+        errors.GatedRepoError: "denies access to",
+        errors.RepositoryNotFoundError: "the hub has no model",
         errors.RevisionNotFoundError: "has no revision 'v2'",
     }
     for kind, words in cases.items():

@@ -113,6 +113,6 @@ def nf4(lab: Lab) -> None:
         ]
     assert said == {
         ("qlora", "auto"): ["weights dequantized by bitsandbytes (the device is cpu)"],
-        ("qlora", "reference"): ["weights dequantized by bitsandbytes (as asked)"],
+        ("qlora", "reference"): ["weights dequantized by bitsandbytes (as configured)"],
         ("lora", "auto"): [],
     }

@@ -180,7 +180,7 @@ def test_fresh_takes_a_new_folder_and_deletes_nothing(world):
 def test_a_folder_that_is_no_run_is_not_touched(world):
     world.run.path.mkdir(parents=True)
     (world.run.path / "thesis.tex").write_text("ten years of work")
-    with pytest.raises(UserError, match="holds no run"):
+    with pytest.raises(UserError, match="contains no run"):
         prepare()
     assert files_in(world.run.path) == {"thesis.tex"}
 

@@ -18,7 +18,7 @@ def test_nccl_timeout_is_the_runs_timeout_unless_the_run_sets_its_own():
 
 @pytest.mark.parametrize("text", ["long", "-5", "0", "1.5"])
 def test_nccl_timeout_that_is_no_number_of_seconds(text):
-    with pytest.raises(UserError, match="no number of seconds"):
+    with pytest.raises(UserError, match="not a number of seconds"):
         apply_variables(make_config(), {"NCCL_TIMEOUT": text})
 
 
@@ -26,7 +26,7 @@ def test_nccl_timeout_that_is_no_number_of_seconds(text):
     ("name", "value", "said"),
     [
         ("NCCL_ASYNC_ERROR_HANDLING", "1", "passed on to torch: its default is on as well"),
-        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", "turns torch's watch over NCCL off"),
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", "disables torch's NCCL watchdog"),
         ("UNSLOTH_FORCE_SINGLE_GPU", "1", "is not read: parallel.gpus=1"),
         ("UNSLOTH_COMPILE_MAXIMUM", "1", "is not read: parallel.compile=true"),
     ],

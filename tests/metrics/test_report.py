@@ -93,7 +93,7 @@ def test_the_report_sets_plan_and_measurement_side_by_side(tmp_path):
     assert report["measured"]["input_wait_share"] == 0.01  # (0.01 + 0.03) s of (2 + 2) s
     assert [row["loss"] for row in report["evaluations"]] == [3.1, 0.9]
     page = (tmp_path / "report.md").read_text()
-    assert "| peak memory of a rank | 1.50 GiB | 1.50 GiB |" in page
+    assert "| peak memory per rank | 1.50 GiB | 1.50 GiB |" in page
     assert "| share of time waiting for input | - | 1.00% |" in page
     assert "| 4 | 0.9000 | 2.460 | 75.00% |" in page
     assert "Verified `adapter/`: 120 tensors equal" in page

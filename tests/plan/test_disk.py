@@ -32,7 +32,7 @@ def test_checkpoints_hold_masters_and_moments_and_the_result_the_model():
 def test_a_disk_without_room_is_refused_with_what_to_do():
     need = disk_of(method__name="full").total + 2**24
     assert disk_of(free=need, method__name="full").total == need - 2**24
-    with pytest.raises(UserError, match="the disk has no room for this run: it needs 28") as caught:
+    with pytest.raises(UserError, match="not enough disk space for this run: it needs 28") as caught:
         disk_of(free=need - 1, method__name="full")
     assert "checkpoint.keep_last=1" in caught.value.fix and "3 checkpoints of" in caught.value.why
     assert disk_of(free=need // 2, method__name="full", checkpoint__every_steps=0).total < need // 2 < 200 * GIB

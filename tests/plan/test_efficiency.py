@@ -33,7 +33,7 @@ def test_the_share_is_that_of_the_padded_packs() -> None:
     made = plan(run_config(batch__samples=4), facts(llama_1b(), gpus=1, data=data))
     assert (
         made.efficiency == 650 / 768
-        and "85% of the computed tokens are useful (1 step laid out); the rest is padding" in said(made)
+        and "85% of the computed tokens are useful (measured on 1 step); the rest is padding" in said(made)
     )
     made = plan(run_config(batch__samples=4), facts(llama_1b(), gpus=2, data=data))
     assert made.efficiency == 650 / (2 * 384) and "the rest is padding and waiting for the fullest pack" in said(made)
@@ -43,7 +43,7 @@ def test_a_cpu_pads_nothing_and_waits_for_nobody() -> None:
     made = plan(run_config(batch__samples=2), facts(data=rows_of([10, 200, 30, 50])))
     assert (
         made.efficiency == 1
-        and said(made) == "efficiency: 100% of the computed tokens are useful (2 steps of the first epoch laid out)"
+        and said(made) == "efficiency: 100% of the computed tokens are useful (measured on 2 steps of the first epoch)"
     )
 
 

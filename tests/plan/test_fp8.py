@@ -46,7 +46,8 @@ def test_an_old_gpu_and_no_gpu_are_refused_with_what_to_do() -> None:
 def test_what_is_done_is_said() -> None:
     on_gpu = plan(run_config(kernels__linear="fp8"), facts(model=llama_1b(), gpus=1))
     assert any(
-        line.startswith("linear: matmuls of the blocks in fp8 while training; not") for line in explain_why(on_gpu)
+        line.startswith("linear: matmuls of the blocks in fp8 during training; evaluation")
+        for line in explain_why(on_gpu)
     )
     on_cpu = plan(run_config(kernels__linear="fp8", parallel__device="cpu"), facts())
     assert any("emulated in float32" in line for line in explain_why(on_cpu))

@@ -52,11 +52,11 @@ def test_the_plan_is_that_of_the_same_gpus_here(gpus, method):
 
 def test_it_says_what_is_known_and_what_is_assumed():
     said = reasons(plan(run_config(), facts_for("2x4xH100-80GB")))
-    assert "2 machines with 4 × H100-80GB, not here: 79.6 GiB each (driver: nvidia-smi)" in said["hardware"]
+    assert "2 machines with 4 × H100-80GB (not on this machine): 79.6 GiB each (driver: nvidia-smi)" in said["hardware"]
     assert "79.1 GiB (driver: torch" in said["hardware"]
     assert "989 TFLOP/s in bfloat16" in said["figures"] and "(datasheet: NVIDIA H100" in said["figures"]
-    assert "12 cores and 128.0 GiB of host memory a GPU" in said["assumed"]
-    assert "links between machines" in said["assumed"] and "disk not known" in said["assumed"]
+    assert "12 cores and 128.0 GiB of host memory per GPU" in said["assumed"]
+    assert "links between machines" in said["assumed"] and "disk unknown" in said["assumed"]
     assert said["device"] == "device: GPUs, 8 of them"
     assert "measured: docs/results.md" in reasons(plan(run_config(), facts_for("H200")))["figures"]
 
@@ -81,7 +81,7 @@ def test_two_machines_are_one_world_with_a_copy_a_machine():
 def test_more_processes_than_gpus_on_all_machines_are_refused():
     with pytest.raises(UserError, match=r"parallel\.gpus is 9, but 8 GPUs are visible"):
         plan(run_config(parallel__gpus=9), facts_for("2x4xH100"))
-    with pytest.raises(UserError, match=r"a plan is asked for GPUs, and parallel\.device is cpu"):
+    with pytest.raises(UserError, match=r"the plan is for GPUs, but parallel\.device is cpu"):
         plan(run_config(parallel__device="cpu"), facts_for("2x4xH100"))
 
 
@@ -129,7 +129,7 @@ def test_figures_are_read_from_the_table_once():
 def test_amds_gpus_take_the_paths_of_torch_and_say_that_nothing_was_run():
     made = plan(run_config(), facts_for("8xMI300X"))
     said = reasons(made)
-    assert made.attention == "sdpa" and "varlen was never tried on MI300X" in said["attention"]
+    assert made.attention == "sdpa" and "varlen is untested on MI300X" in said["attention"]
     assert "attention_kernels" not in made.converters
     assert made.layout.compute_dtype == "bfloat16"
     assert "no machine with AMD's GPUs has run this" in said["untried"]
@@ -156,7 +156,7 @@ def test_amds_variables_are_for_amd_alone_and_are_shown():
     assert not [name for name in nvidia.environment if name.startswith("HSA_")]
     assert amd.environment["PYTHONHASHSEED"] == nvidia.environment["PYTHONHASHSEED"] == "42"
     assert "HSA_NO_SCRATCH_RECLAIM=1" in reasons(amd)["environment"]
-    assert "unless it is set already" in reasons(amd)["environment"]
+    assert "unless already set" in reasons(amd)["environment"]
 
 
 def test_on_a_cpu_neither_is_set():

@@ -96,6 +96,6 @@ def test_data_workers_follow_from_facts(asked: Any, gpus: int, mean: float, num_
     found, why = choose_data_workers(run_config(data__workers=asked), given, "cuda" if gpus else "cpu")
     assert found == num_workers == why.values["workers"] <= MAX_AUTO_WORKERS and ENOUGH_TOKENS_PER_S == 4_000_000
     scarce = asked == "auto" and (gpus, mean) in ((4, 20), (1, 1))
-    assert ("cores to spare" in explain(why)) == scarce
+    assert ("cores are free" in explain(why)) == scarce
     made = plan(run_config(data__workers=asked), given)
     assert made.layout.data_workers == num_workers

@@ -37,7 +37,7 @@ def why(made: Plan, name: str) -> str:
 def test_auto_packs_where_the_model_allows_it_and_says_how_that_is_known() -> None:
     made = make_plan(packing_reason="llama was measured packed and alone")
     assert made.packing and made.layout.micro_tokens and made.layout.micro_samples is None
-    assert why(made, "packing") == "packing: samples side by side: llama was measured packed and alone"
+    assert why(made, "packing") == "packing: several samples per batch row: llama was measured packed and alone"
 
 
 def test_auto_takes_the_plain_path_and_says_so() -> None:
@@ -45,11 +45,11 @@ def test_auto_takes_the_plain_path_and_says_so() -> None:
     assert (
         not made.packing and made.layout.micro_samples and made.layout.micro_tokens is None and made.attention == "sdpa"
     )
-    assert why(made, "packing") == "packing: no, one sample a row: packed documents see each other"
+    assert why(made, "packing") == "packing: no, one sample per batch row: packed documents see each other"
 
 
 def test_an_explicit_wish_is_refused_with_the_reason() -> None:
-    with pytest.raises(UserError, match=r"data.packing asks for packed samples, but llama cannot") as caught:
+    with pytest.raises(UserError, match=r"data.packing requires packed samples, but llama cannot") as caught:
         make_plan(True, **LEAKS)
     assert "see each other" in caught.value.why and "data.packing=false" in caught.value.fix
     assert not make_plan(False, **LEAKS).packing
@@ -57,7 +57,7 @@ def test_an_explicit_wish_is_refused_with_the_reason() -> None:
 
 @pytest.mark.parametrize("batch", [{"loss_tokens": 4096}, {"micro_tokens": 4096}])
 def test_keys_that_need_packs_are_refused_too(batch: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=f"batch.{next(iter(batch))} asks for packed samples"):
+    with pytest.raises(UserError, match=f"batch.{next(iter(batch))} requires packed samples"):
         make_plan(batch=batch, **LEAKS)
 
 

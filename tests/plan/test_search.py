@@ -67,7 +67,7 @@ def test_8b_full_fits_one_h200_in_one_way_only():
 def test_8b_full_does_not_fit_a_smaller_gpu():
     with pytest.raises(UserError) as caught:
         plan(run_config(method__name="full"), h200(1, gpu_bytes=120 * GIB))
-    assert "GiB a rank, and there are 116.4 GiB" in caught.value.what
+    assert "GiB per rank, and there are 116.4 GiB" in caught.value.what
     assert "method.name=lora" in caught.value.fix
     assert "more GPUs" in caught.value.fix
     assert any(line.startswith("optimizer: 59.8 GiB") for line in caught.value.details)
@@ -153,7 +153,7 @@ def test_an_explicit_strategy_may_fill_the_limit_but_not_pass_it():
     need = roomy.total - roomy.terms["unreduced"]  # whole gradients wait for the last micro-batch only where they fit
     tight = plan(config, h200(2, gpu_bytes=int(need / 0.97) + 2**20))
     assert tight.memory.total > 0.92 * tight.memory.limit
-    assert any("little is to spare" in sentence for sentence in explain_why(tight))
+    assert any("leaves little headroom" in sentence for sentence in explain_why(tight))
     with pytest.raises(UserError, match="does not fit"):
         plan(config, h200(2, gpu_bytes=int(need / 0.97) - 2**20))
 
@@ -284,7 +284,7 @@ def test_what_was_asked_is_told_from_what_was_chosen():
         next(sentence for sentence in explain_why(made) if sentence.startswith("strategy: "))
         for made in (chosen, asked)
     ]
-    assert [", as asked" in sentence for sentence in said] == [False, True]
+    assert [", as configured" in sentence for sentence in said] == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -404,8 +404,8 @@ def test_planning_needs_no_torch():
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"optimizer__learning_rate": 1.0}, "optimizer.learning_rate: 1 moves a weight"),
-        ({"optimizer__learning_rates": {"lm_head": 3.0}}, "optimizer.learning_rates, lm_head: 3 moves"),
+        ({"optimizer__learning_rate": 1.0}, "optimizer.learning_rate: 1 changes a weight"),
+        ({"optimizer__learning_rates": {"lm_head": 3.0}}, "optimizer.learning_rates, lm_head: 3 changes"),
         ({"method__rank": 1024}, "method.rank: 1024 is not below the width of k_proj (1024), v_proj (1024)"),
         ({"method__rank": 1023, "optimizer__learning_rate": 0.9}, ""),
         ({"method__rank": 1024, "method__target_modules": ["q_proj"]}, ""),
@@ -476,6 +476,6 @@ def test_default_targets_are_named_in_the_plan_and_refused_where_peft_has_none()
     assert any("target modules: q_proj, v_proj, which PEFT adapts" in sentence for sentence in map(explain, made.why))
     assert plan(run_config(), facts()).target_modules is None
     phi = model_facts().model_copy(update={"model_type": "phi3"})
-    with pytest.raises(UserError, match="peft-default names no layers of phi3") as refused:
+    with pytest.raises(UserError, match="peft-default has no layers for phi3") as refused:
         plan(config, facts(phi))
     assert "self_attn.q_proj" in refused.value.details and "all-linear" in refused.value.fix

@@ -91,7 +91,7 @@ def test_seventeen_rows_of_half_weight():
     assert (counted.per_epoch, counted.total) == (2, 2 + 1 + 2 + 1)  # 9, 8, 9 and 8 rows
     assert "2 in the first epoch; 6 in 4 epochs, which differ" in explain_why(counted)[0].replace(
         "ceil(9 samples / 8) = ", ""
-    ).replace(", the 17 there are taken by their sources' weights", "")
+    ).replace(", drawn from 17 by source weight", "")
 
 
 def test_epochs_that_each_have_to_be_laid_out_are_counted_up_to_a_limit(monkeypatch):

@@ -40,9 +40,11 @@ def test_auto_takes_hybrid_across_machines_where_a_copy_fits_in_one():
     two_machines = facts(llama_8b(), gpus=8, data=LONG, world_size=16)
     made = plan(run_config(method__name="full"), two_machines)
     assert (made.layout.strategy, made.layout.mesh.shard) == ("hsdp", 8)
-    assert "2 copies, each in shards over 8 of 16 GPUs" in sentence(made, "strategy")
+    assert "2 copies, each sharded over 8 of 16 GPUs" in sentence(made, "strategy")
     assert {c.layout.strategy for c in made.candidates} == {"ddp", "hsdp", "fsdp"}
-    assert any("a copy a machine fits" in explain(c.reason) for c in made.candidates if c.layout.strategy == "fsdp")
+    assert any(
+        "a full copy per machine fits" in explain(c.reason) for c in made.candidates if c.layout.strategy == "fsdp"
+    )
     one_machine = plan(run_config(method__name="full"), facts(llama_8b(), gpus=8, data=LONG))
     assert "hsdp" not in {c.layout.strategy for c in one_machine.candidates}
     small = plan(
@@ -134,7 +136,7 @@ def test_gradients_wait_for_the_last_micro_batch_where_whole_ones_fit():
         facts(llama_8b(), gpus=8, data=LONG),
     )
     assert not roomy.layout.reduce_every and roomy.memory.terms["unreduced"] == 4 * llama_8b().num_parameters
-    assert "once a step, as unsharded ones fit until then (29.9 GiB)" in sentence(roomy, "reduction")
+    assert "once per step, as unsharded ones fit until then (29.9 GiB)" in sentence(roomy, "reduction")
     tight = plan(
         run_config(method__name="full", parallel__strategy="fsdp"),
         facts(llama_8b(), gpus=8, gpu_bytes=60 * GIB, data=LONG),
@@ -194,9 +196,7 @@ def test_auto_moves_activations_of_recomputed_blocks_where_the_host_has_room():
     block = {"parallel__activation_checkpointing": "full"}
     moved = made(**block)
     assert moved.layout.offload_activations and moved.memory.host_terms["activations"] > 0
-    assert "activations in host memory, whose copies hide behind blocks that are computed again" in sentence(
-        moved, "offload"
-    )
+    assert "activations in host memory, copied while blocks are recomputed" in sentence(moved, "offload")
     for kept in (
         made(),
         made(host_gib=2, **block),
@@ -211,7 +211,7 @@ def test_auto_moves_activations_of_recomputed_blocks_where_the_host_has_room():
 def test_on_a_cpu_nothing_moves():
     plain, offloaded = (plan(run_config(**keys), facts()) for keys in ({}, {"parallel__offload": "optimizer"}))
     assert offloaded.memory == plain.memory
-    assert sentence(offloaded, "offload").endswith("where a CPU has them anyway")
+    assert sentence(offloaded, "offload").endswith("as always on a CPU")
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def setup_accelerate(
     path = default_config(os.environ)
     if ask:
         _ask()
-        print(f"`make train-distributed` starts as {path} says; ACCELERATE_CONFIG=none leaves it out")
+        print(f"`make train-distributed` uses {path}; ACCELERATE_CONFIG=none ignores it")
         return
     host = read_host_facts()
     if host.unusable_gpus is not None:
@@ -57,9 +57,9 @@ def describe_machine(host: HostFacts, environ: Mapping[str, str]) -> list[str]:
 
 
 def describe_default(path: Path, num_gpus: int) -> list[str]:
-    """accelerate's default configuration: that there is none, or what it says and what of it cannot be had here."""
+    """accelerate's default configuration: that there is none, or its contents and what this machine does not have."""
     if not path.is_file():
-        return [f"accelerate has no default configuration ({path}); `make setup-accelerate ASK=1` asks for one"]
+        return [f"accelerate has no default configuration ({path}); `make setup-accelerate ASK=1` writes one"]
     import yaml
 
     try:
@@ -69,7 +69,7 @@ def describe_default(path: Path, num_gpus: int) -> list[str]:
             "accelerate's default configuration cannot be read",
             where=str(path),
             why=str(error).splitlines()[0],
-            fix="write it anew: make setup-accelerate ASK=1",
+            fix="write a new one: make setup-accelerate ASK=1",
         ) from None
     keys = found if isinstance(found, dict) else {}
     shown = ", ".join(

@@ -1,4 +1,4 @@
-"""``--gpus``: a number of this machine's GPUs, or GPUs by kind that a plan is asked for and that need not be here."""
+"""``--gpus``: a number of this machine's GPUs, or GPUs by kind, which may be of another machine, to plan for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from manyhands.facts.gpu_kinds import AskedGpus
     from manyhands.facts.types import HostFacts
 
-VARIABLE = "SYNTH_GPU_TYPE"  # as another tool calls it: read where a plan is asked for without --gpus
+VARIABLE = "SYNTH_GPU_TYPE"  # another tool's name for it: read for plans without --gpus
 
 
 def ask_gpus(option: str | None) -> AskedGpus | None:
@@ -27,7 +27,7 @@ def ask_gpus(option: str | None) -> AskedGpus | None:
 
 
 def host_to_plan(config: RunConfig, option: str | None) -> HostFacts | None:
-    """The machine that a plan is asked for, by ``--gpus`` or ``SYNTH_GPU_TYPE``; None for this one."""
+    """The machine to plan for, given by ``--gpus`` or ``SYNTH_GPU_TYPE``; None for this one."""
     from manyhands.facts.gpu_kinds import describe_host, parse_gpus
 
     asked = ask_gpus(option)
@@ -54,7 +54,7 @@ def gpus_to_start(config: RunConfig, option: str | None, dry_run: bool) -> dict[
 def require_here(option: str | None) -> None:
     """UserError where a run is to start on GPUs that this machine does not have."""
     if option is None and os.environ.get(VARIABLE):
-        print(f"{VARIABLE} is for `plan` and `--dry-run`: this run takes the GPUs of this machine", file=sys.stderr)
+        print(f"{VARIABLE} is for `plan` and `--dry-run`: a run uses the GPUs of this machine", file=sys.stderr)
     asked = ask_gpus(option)
     if asked is None:
         return
@@ -67,7 +67,7 @@ def require_here(option: str | None) -> None:
         return
     here = ", ".join(gpu.name for gpu in host.gpus) or (host.unusable_gpus.found if host.unusable_gpus else "none")
     raise UserError(
-        f"a run cannot start on {asked}: they are not in this machine",
+        f"a run cannot start on {asked}: this machine does not have them",
         where=f"--gpus {option}",
         why=f"its GPUs: {here}",
         fix="plan for them with `manyhands plan` or --dry-run; --gpus N takes N of this machine's GPUs"

@@ -31,7 +31,9 @@ def import_file(
         int | None,
         typer.Option("--gpus", min=1, help="GPUs to multiply per-GPU batches by (default: this machine's)."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the fates and the run file as JSON.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print what becomes of each key and the run file as JSON.")
+    ] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Refuse keys that are only substituted.")] = False,
 ) -> None:
     """Translate another tool's file into a run file, and list what becomes of every key.
@@ -41,7 +43,7 @@ def import_file(
     from manyhands.config.dialects.report import describe, native_yaml
 
     if output is not None and output.exists():
-        raise UserError("the file exists already", where=str(output), fix="choose another name for --output")
+        raise UserError("the file already exists", where=str(output), fix="choose another name for --output")
     translation = _translate(file, gpus, strict)
     if as_json:
         print(json.dumps(plain(translation), indent=2, ensure_ascii=False, default=str))
@@ -70,7 +72,7 @@ def _translate(file: Path, gpus: int | None, strict: bool) -> Translation:
     dialect = recognize(source.mapping)
     if dialect is None:
         raise UserError(
-            "this is a run file of manyhands already, or of no tool that is known",
+            "this is already a run file of manyhands, or its format is unknown",
             where=str(file),
             fix="`manyhands plan FILE` checks it",
         )

@@ -1,4 +1,4 @@
-"""``manyhands init``: writes a commented run file; asks on a terminal, infers otherwise. Never overwrites."""
+"""``manyhands init``: writes a commented run file; prompts on a terminal, infers otherwise. Never overwrites."""
 
 from __future__ import annotations
 
@@ -87,10 +87,10 @@ def init(
         str | None,
         typer.Option("--too-long", help="Samples over 2,048 tokens: error, truncate or split.", show_default=False),
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask: use what is given or inferred.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not prompt: use given or inferred values.")] = False,
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")] = Path("run.yaml"),
 ) -> None:
-    """Write a commented run file (asks questions on a terminal)."""
+    """Write a commented run file (prompts on a terminal)."""
     if output.exists():
         raise UserError("the file already exists", where=str(output), fix="choose another name with -o")
     if output.suffix not in (".yaml", ".yml"):
@@ -244,7 +244,7 @@ def _guess_columns(seen: FirstRows) -> Reading:
         )
         return _of_columns(question, answer, note)
     note = (
-        f"before it can run: name the columns in data.fields in place of {UNKNOWN_COLUMN} (or use --fields "
+        f"before it can run: name the columns in data.fields instead of {UNKNOWN_COLUMN} (or use --fields "
         "question=...,answer=...)"
     )
     return Reading("question", {"question": question or UNKNOWN_COLUMN, "answer": answer or UNKNOWN_COLUMN}, note)

@@ -175,7 +175,7 @@ def _check_hub() -> Iterator[CheckResult]:
     import urllib.request
 
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
-        yield CheckResult("warning", "HF_HUB_OFFLINE is set: models are taken from the cache or a folder only")
+        yield CheckResult("warning", "HF_HUB_OFFLINE is set: models are loaded from the cache or a folder only")
         return
     address = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     host = urllib.parse.urlsplit(address).hostname or "?"  # without a password in the address
@@ -187,11 +187,11 @@ def _check_hub() -> Iterator[CheckResult]:
         reason = getattr(error, "reason", None) or error
         yield CheckResult(
             "warning",
-            f"the hub {host} does not answer: {reason}",
+            f"the hub {host} does not respond: {reason}",
             "use a local model folder, or set HF_ENDPOINT or a proxy",
         )
         return
-    yield CheckResult("ok", f"the hub {host} answers")
+    yield CheckResult("ok", f"the hub {host} is reachable")
 
 
 CHECKS: tuple[Callable[[], Iterator[CheckResult]], ...] = (

@@ -41,9 +41,7 @@ class _CommandGroup(TyperGroup):
 
 app = typer.Typer(
     cls=_CommandGroup,
-    help=(
-        "Fine-tuning that is planned before it is launched: `init` writes a run file, `plan` shows it, `train` runs it."
-    ),
+    help=("Fine-tuning, planned before launch: `init` writes a run file, `plan` shows it, `train` runs it."),
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -41,7 +41,9 @@ def memory_check(
     run: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[RUN]", help="A run's folder or run file; without it, all GPUs and live runs.", show_default=False
+            metavar="[RUN]",
+            help="A run's folder or run file; without it, all GPUs and active runs.",
+            show_default=False,
         ),
     ] = None,
 ) -> None:
@@ -55,7 +57,7 @@ def memory_check(
         _print_gpus()
         usages = [read_usage(folder) for folder in find_live_runs(Path("runs"))]
         if not usages:
-            print("no run is live in runs/: `manyhands memory-check RUN` takes a run's folder or its run file")
+            print("no run is active in runs/: `manyhands memory-check RUN` takes a run's folder or its run file")
     for usage in usages:
         print("\n".join(describe_usage(usage)))
     if any(rank.verdict == "above the limit" for usage in usages for rank in usage.ranks):
@@ -75,7 +77,7 @@ def describe_usage(usage: RunUsage) -> list[str]:
 
 _ORDER = ("above the limit", "above the plan", "unmeasured", "within the plan")
 _ADVICE = {
-    "above the limit": ": may run out of memory; a run that does restarts by itself with smaller micro-batches",
+    "above the limit": ": may run out of memory; if it does, it restarts automatically with smaller micro-batches",
     "above the plan": ", below the limit: the estimate is too low for this run",
 }
 

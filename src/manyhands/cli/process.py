@@ -54,17 +54,15 @@ def generate(
     ],
     prompt: Annotated[
         str | None,
-        typer.Option("--prompt", help="Answer this prompt; without it, chat on standard input.", show_default=False),
+        typer.Option(
+            "--prompt", help="Generate from this prompt; without it, chat on standard input.", show_default=False
+        ),
     ] = None,
     base: Annotated[
         str | None,
-        typer.Option(
-            "--base", help="Base model of an adapter (default: the one in its configuration).", show_default=False
-        ),
+        typer.Option("--base", help="Base model of the adapter (default: from its configuration).", show_default=False),
     ] = None,
-    max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", min=1, help="Maximum length of an answer in tokens.")
-    ] = 256,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Maximum number of new tokens.")] = 256,
 ) -> None:
     """Answer a prompt with a trained model, or chat."""
     arguments = [str(find_run_folder(folder)), "--max-new-tokens", str(max_new_tokens)]

@@ -119,11 +119,11 @@ def train(
     overrides: Overrides = None,
     gpus: Gpus = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Make the plan, check that the run would start, and stop.")
+        bool, typer.Option("--dry-run", help="Make the plan, check that the run can start, and exit.")
     ] = False,
     examples: Examples = None,
     config: Annotated[
-        Path | None, typer.Option("--config", help="The run file, in place of RUN.yaml.", show_default=False)
+        Path | None, typer.Option("--config", help="The run file, instead of RUN.yaml.", show_default=False)
     ] = None,
     dataset: Annotated[
         str | None, typer.Option("--dataset", help="Training data: short for data.train=PATH.", show_default=False)
@@ -132,7 +132,7 @@ def train(
         str | None, typer.Option("--type", help="sft or cpt, checked against the run file.", show_default=False)
     ] = None,
     with_tensorboard: Annotated[
-        bool, typer.Option("--tensorboard", help="Start TensorBoard beside the run, until it ends.")
+        bool, typer.Option("--tensorboard", help="Run TensorBoard while the run lasts.")
     ] = False,
     port: Annotated[int, typer.Option("--port", min=1, max=65535, help="With --tensorboard: its port.")] = 6006,
     fresh: Annotated[
@@ -222,7 +222,10 @@ def data(
     preview = collect(config, step=step or 1, max_samples=max_samples, report=report_aside)
     if html is not None:
         write_page(preview, html)
-        print(f"wrote {html}: open it in a browser" + ("; it lists rows that a run refuses" if preview.refused else ""))
+        print(
+            f"wrote {html}: open it in a browser"
+            + ("; it lists the rows that a run rejects" if preview.refused else "")
+        )
     else:
         from rich.console import Console
 

@@ -44,9 +44,9 @@ def check_type(asked: str | None, config: RunConfig) -> None:
         return
     if asked not in TASKS:
         raise UserError(
-            f"there is no training of type {asked!r}",
+            f"unsupported training type {asked!r}",
             where="command line: --type",
-            why="manyhands does supervised fine-tuning (sft) and continued pre-training (cpt)",
+            why="manyhands supports supervised fine-tuning (sft) and continued pre-training (cpt)",
             fix="choose --type sft or --type cpt",
         )
     if asked != config.task:
@@ -65,7 +65,7 @@ def plan_tensorboard(config: RunConfig, port: int) -> dict[str, Any]:
 
     if not config.log.tensorboard:
         raise UserError(
-            "there would be nothing for TensorBoard to show",
+            "the run would write nothing for TensorBoard",
             where="log.tensorboard: false",
             fix="remove that key, or start without --tensorboard",
         )

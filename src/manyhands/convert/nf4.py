@@ -368,7 +368,7 @@ class Nf4Blocks(BaseConverter):
         names = None if context.plan.stored_nf4 is None else find_quantized(model, context.plan.model_folder)
         quantize_blocks(model, context.method.double_quant, names)
         if context.config.kernels.nf4 == "reference":
-            self.backend = Backend("bitsandbytes", "as asked")
+            self.backend = Backend("bitsandbytes", "as configured")
         else:
             self.backend = kernels_nf4.choose_backend(context.device, context.dtype)
         kernels_nf4.use(self.backend, context.dtype)

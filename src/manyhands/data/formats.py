@@ -237,7 +237,7 @@ def to_conversation(row: Row, format: Format, fields: Mapping[str, str] = NONE) 
         return read_ready(format, lambda field: _get(row, field, fields), weight)
     messages = _CONVERTERS[format](row, fields)
     if not any(message["role"] == "assistant" for message in messages):
-        raise RowRefused("no assistant message: nothing in this row can be trained")
+        raise RowRefused("no assistant message: this row has no loss tokens")
     tools = (
         check_tools(_get(row, "tools", fields), fields.get("tools", "tools")) if "tools" in OPTIONAL[format] else None
     )

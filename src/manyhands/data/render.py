@@ -24,9 +24,9 @@ TrainOn = Literal["assistant", "last", "all"]
 MAX_WEIGHT = float(np.finfo(np.float32).max)
 PLAIN_WRAPPER = "transformers.tokenization_utils_tokenizers"  # whose _encode_plus adds nothing to the backend's ids
 DEFAULT_DATE = "2026-01-01"
-ACROSS_THE_END = "a token lies across the end of an assistant turn: the chat template cannot be masked for this row"
+ACROSS_THE_END = "a token spans the end of an assistant turn: loss tokens are ambiguous for this row"
 NO_CALLS = (
-    "the chat template knows no tool calls: leave out samples with tool calls, or give a "
+    "the chat template does not support tool calls: leave out samples with tool calls, or use a "
     "model.chat_template that shows them"
 )
 MAX_UNTOLD = 100  # by so many, rows whose ids do not tell where their tokens lie may outnumber the others
@@ -90,7 +90,7 @@ class Renderer:
     ) -> None:
         if not getattr(tokenizer, "is_fast", False):
             raise UserError(
-                "the tokenizer gives no character offsets",
+                "the tokenizer has no character offsets",
                 why=f"{type(tokenizer).__name__} is not backed by tokenizer.json, and masks are made from offsets",
                 fix="use a model folder with a tokenizer.json",
             )
@@ -132,7 +132,7 @@ class Renderer:
         """What a user should know about the template, once rows were rendered."""
         return [
             *self._finder.notes(),
-            *(f"the chat template leaves out {what}: samples are trained without" for what in sorted(self._left_out)),
+            *(f"the chat template leaves out {what}: it is not part of the samples" for what in sorted(self._left_out)),
         ]
 
     def _apply_template(self, conversations: Sequence[Conversation]) -> list[Text | RowRefused]:
@@ -195,14 +195,14 @@ class Renderer:
         turns = [turn for turn, message in enumerate(conversation.messages) if message["role"] == "assistant"]
         chosen = turns[-1:] if self._train_on == "last" else turns
         if not turns and self._train_on != "all":
-            raise RowRefused("no assistant message: nothing in this row can be trained")
+            raise RowRefused("no assistant message: this row has no loss tokens")
         for turn, message in enumerate(conversation.messages):
             if turn in turns or ("weight" not in message and "train" not in message):
                 continue
             weight = _weight_of(message)
             if weight != (1.0 if self._train_on == "all" else 0.0):
                 whole = (
-                    "with all tokens trained it weighs 1"
+                    "with data.train_on: all every message has weight 1"
                     if self._train_on == "all"
                     else "only assistant turns are trained"
                 )

@@ -44,7 +44,7 @@ def _make_optimizer(
     narrow = plan.layout.master_dtype == "bfloat16"
     if not narrow and (copy is None or not plan.fuse_optimizer or plan.layout.offload != "none"):
         return make(), ""
-    backend = Backend("eager", "as asked") if config.kernels.optimizer == "reference" else choose_backend(device)
+    backend = Backend("eager", "as configured") if config.kernels.optimizer == "reference" else choose_backend(device)
     why = f" ({backend.reason})" if backend.reason else ""
     if backend.name == "eager" and not narrow:
         return make(), f"optimizer: torch's own AdamW{why}"

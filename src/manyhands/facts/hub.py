@@ -1,4 +1,4 @@
-"""Find a model's folder: a folder that is there, the hub's local cache, the hub, or, for the demo's model, a package.
+"""Find a model's folder: a local folder, the hub's local cache, the hub, or, for the demo's model, a package.
 
 A hub that does not answer is noticed in 5 seconds, not in the minutes that a download's own retries take. Knows no
 torch.
@@ -47,7 +47,7 @@ def locate_model(
     if folder.is_dir():
         if revision is not None:
             raise UserError(
-                "model.revision does nothing with a folder",
+                "model.revision has no effect with a local folder",
                 where=f"model.name: {name}",
                 fix="remove model.revision, or give a hub name",
             )
@@ -98,17 +98,17 @@ def _from_hub(name: str, revision: str | None, needs_weights: bool, trust_remote
     if revision is None and name.endswith(DEMO_MODEL):
         folder = Path(DEMO_FOLDER).expanduser()
         report(
-            f"{endpoint} does not answer ({trouble}): {DEMO_MODEL} is taken from the package {DEMO_PACKAGE},"
+            f"{endpoint} does not respond ({trouble}): {DEMO_MODEL} is loaded from the package {DEMO_PACKAGE},"
             " dequantized from 4 bits"
         )
         _write_demo_model(folder, report)
         return folder
     raise UserError(
-        f"the model {name!r} could not be had",
+        f"the model {name!r} could not be found or downloaded",
         where="model.name",
         why=f"no such folder here, no complete copy in the cache {constants.HF_HUB_CACHE},"
-        f" and {endpoint} did not answer: {trouble}",
-        fix="check the network, or give a folder that holds the model",
+        f" and {endpoint} did not respond: {trouble}",
+        fix="check the network, or give a folder with the model",
     )
 
 
@@ -129,7 +129,7 @@ def _write_demo_model(folder: Path, report: Report) -> None:
 
 
 def _cached(name: str, revision: str | None, patterns: list[str], needs_weights: bool) -> Path | None:
-    """The hub cache's snapshot if nothing that is needed lacks there; an interrupted download leaves some files out."""
+    """The hub cache's snapshot if it has all required files; after an interrupted download some are missing."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -164,10 +164,10 @@ def _download(name: str, revision: str | None, patterns: list[str]) -> Path | st
         )
     except errors.GatedRepoError as error:
         why, fix = (
-            "its owner asks you to accept terms first",
+            "its owner requires you to accept its terms first",
             f"accept them on the model's page, then log in: hf auth login ({error.server_message or at})",
         )
-        raise UserError(f"the hub does not hand out {at}", where="model.name", why=why, fix=fix) from error
+        raise UserError(f"the hub denies access to {at}", where="model.name", why=why, fix=fix) from error
     except errors.RevisionNotFoundError as error:
         raise UserError(
             f"{name} has no revision {revision!r}",
@@ -177,7 +177,7 @@ def _download(name: str, revision: str | None, patterns: list[str]) -> Path | st
     except errors.RepositoryNotFoundError as error:
         why = "it does not exist, or is private"
         raise UserError(
-            f"the hub knows no model {name!r}",
+            f"the hub has no model {name!r}",
             where="model.name",
             why=why,
             fix="check the spelling; for a private model: hf auth login",
@@ -186,7 +186,7 @@ def _download(name: str, revision: str | None, patterns: list[str]) -> Path | st
         status = error.response.status_code if error.response is not None else 0
         if status in (401, 403):
             raise UserError(
-                f"the hub does not hand out {at}",
+                f"the hub denies access to {at}",
                 where="model.name",
                 why=str(error).strip(),
                 fix="log in: hf auth login",
@@ -218,4 +218,4 @@ def find_trouble(endpoint: str, timeout_s: float = ANSWER_TIMEOUT_S) -> str | No
     thread = threading.Thread(target=ask, daemon=True, name="hub-probe")
     thread.start()
     thread.join(timeout_s)
-    return found[0] if found else f"no answer within {timeout_s:g} s"
+    return found[0] if found else f"no response within {timeout_s:g} s"

@@ -110,7 +110,7 @@ def apply_variables(config: RunConfig, environ: Mapping[str, str] = os.environ) 
     if text:
         if not text.isdecimal() or not int(text):
             raise UserError(
-                f"NCCL_TIMEOUT is no number of seconds: {text!r}",
+                f"NCCL_TIMEOUT is not a number of seconds: {text!r}",
                 where="environment",
                 fix="unset it, or set parallel.timeout_s",
             )
@@ -121,7 +121,7 @@ def apply_variables(config: RunConfig, environ: Mapping[str, str] = os.environ) 
             config = config.model_copy(update={"parallel": parallel})
             notes.append(f"NCCL_TIMEOUT={text} is taken as parallel.timeout_s (NCCL itself has no such variable)")
     for name in (name for name in _ASYNC_ERRORS if name in environ):
-        meaning = "it turns torch's watch over NCCL off" if environ[name] == "0" else "its default is on as well"
+        meaning = "it disables torch's NCCL watchdog" if environ[name] == "0" else "its default is on as well"
         notes.append(
             f"{name}={environ[name]} is passed on to torch: {meaning}; parallel.timeout_s ends a rank that hangs"
         )
@@ -163,7 +163,7 @@ def _from_torch_variables(environ: Mapping[str, str]) -> Launcher:
         raise UserError(
             "RANK is set, WORLD_SIZE is not",
             where=f"environment: RANK={environ['RANK']}",
-            why="the number of processes is not known",
+            why="the number of processes is unknown",
             fix="start the processes with torchrun or accelerate, set WORLD_SIZE, or unset RANK to run alone",
         )
     if world_size > 1 and ("RANK" not in environ or "MASTER_ADDR" not in environ):
@@ -251,7 +251,7 @@ def _check(launcher: Launcher) -> Launcher:
     if not 0 <= launcher.rank < launcher.world_size or not 0 <= launcher.local_rank < launcher.local_world_size:
         raise UserError(
             f"rank {launcher.rank} of {launcher.world_size}, local rank {launcher.local_rank}"
-            f" of {launcher.local_world_size}: not possible",
+            f" of {launcher.local_world_size}: inconsistent",
             where=f"environment, read as {launcher.kind}",
             fix="let one launcher set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, or unset them",
         )

@@ -282,7 +282,7 @@ def _explain_exit(folder: RunFolder, rank: int, code: int) -> UserError:
         name = signal.Signals(-code).name
         what, why = (
             f"rank {rank} was killed ({name})",
-            _WHY_KILLED.get(-code, "a signal from outside, or a crash below Python"),
+            _WHY_KILLED.get(-code, "a signal from outside, or a crash outside Python"),
         )
     free = shutil.disk_usage(nearest_folder(folder.path)).free
     if free < LITTLE_BYTES:
@@ -297,13 +297,11 @@ def _explain_exit(folder: RunFolder, rank: int, code: int) -> UserError:
 
 
 _WHY_KILLED = {
-    int(
-        signal.SIGKILL
-    ): "often the kernel's choice when the host runs out of memory (see `dmesg`); else a kill from outside",
+    int(signal.SIGKILL): "often the kernel when the host runs out of memory (see `dmesg`); else another process",
     int(signal.SIGSEGV): "a crash inside a compiled library (driver, CUDA, NCCL, an extension)",
     int(signal.SIGBUS): "a file or shared memory that shrank, or a full /dev/shm",
     int(signal.SIGABRT): "an abort in a compiled library (a failed check, an uncaught C++ exception)",
-    int(signal.SIGTERM): "a request to end, by a scheduler or a person",
+    int(signal.SIGTERM): "a request to stop, by a scheduler or a user",
 }
 
 

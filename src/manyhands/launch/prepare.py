@@ -84,7 +84,7 @@ def summarize_start(prepared: Prepared, *, starts: bool = True) -> list[str]:
         size, accumulation, asked = f"{layout.micro_samples}", f"{layout.accumulation}", config.batch.micro_samples
     else:
         size, asked = f"packs of up to {layout.micro:,} tokens", config.batch.micro_tokens
-        accumulation = "as many packs as hold a step's samples" if layout.accumulates else "1"
+        accumulation = "as many packs as a step's samples need" if layout.accumulates else "1"
     title = "Auto-calculated batch size" if asked == "auto" else "Batch size"
     lines.append(f"[train] {title}: {size} per {'GPU' if on_gpu else 'process'}, gradient accumulation: {accumulation}")
     tokens = f"at least {plan.batch_loss_tokens or 0:,} loss tokens"
@@ -224,13 +224,13 @@ def _check_course(before: Plan, after: Plan, folder: RunFolder) -> None:
     if not changed:
         return
     if before.data_digest != after.data_digest:
-        why, fix = "the data, the tokenizer or the chat template has changed since", "put the old data back"
+        why, fix = "the data, the tokenizer or the chat template has changed since", "restore the old data"
     elif before.data_content and before.data_content != after.data_content:
         why = "the tokens differ from those it was trained on, though made of the same files by the same versions"
-        fix = "put the token cache of the run's first launch back (data.cache)"
+        fix = "restore the token cache of the run's first launch (data.cache)"
     elif files:
         why = "the base model's files have changed since; what was trained belongs to the old ones"
-        fix = "put the old files back (model.revision pins a commit of the hub)"
+        fix = "restore the old files (model.revision pins a commit of the hub)"
     else:
         old, new = before.layout, after.layout
         why = f"it was planned for {old.world_size} process(es) on {old.device},"
@@ -247,7 +247,7 @@ def _check_course(before: Plan, after: Plan, folder: RunFolder) -> None:
 
 def _planned_elsewhere(folder: RunFolder) -> UserError:
     return UserError(
-        "this run was started, and its plans are for the machines that it runs on",
+        "this run has been started, and its plans are for the machine it runs on",
         where=str(folder.path),
         fix="plan for other GPUs with `manyhands plan`, which writes nothing",
     )

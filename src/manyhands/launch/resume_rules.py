@@ -44,7 +44,7 @@ def find_run(folder: RunFolder, config: RunConfig) -> Finding:
         return "new"
     if not folder.path.is_dir() or not folder.run_json.exists():
         raise UserError(
-            "the run's folder exists and holds no run",
+            "the run's folder exists but contains no run",
             where=str(folder.path),
             why="it has no run.json, so manyhands did not create it; it was not changed",
             fix="choose another name=..., or move the folder away",
@@ -54,7 +54,7 @@ def find_run(folder: RunFolder, config: RunConfig) -> Finding:
         return "new"  # only planned (--dry-run): nothing can be lost
     if differences:
         raise UserError(
-            f"this folder holds another run of the name {config.name!r}",
+            f"this folder contains another run named {config.name!r}",
             where=str(folder.path),
             why=f"{len(differences)} key(s) differ from its run.json (there -> now)",
             fix="restore the keys to resume that run, choose another name=..., or use --fresh for a new folder",

@@ -96,9 +96,7 @@ class RunFolder:
         try:
             return RunConfig.model_validate_json(self.run_json.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise UserError(
-                "this folder holds no run", where=str(self.path), why="there is no run.json in it"
-            ) from None
+            raise UserError("this folder contains no run", where=str(self.path), why="it has no run.json") from None
         except OSError as error:
             raise UserError(
                 "run.json cannot be read", where=str(self.run_json), why=error.strerror or str(error)
@@ -113,7 +111,7 @@ class RunFolder:
                 "run.json was not written by this version of manyhands",
                 where=str(self.run_json),
                 why=reason,
-                fix="use another name, or --fresh for a new folder; nothing in this one was changed",
+                fix="use another name, or --fresh for a new folder; this folder was not changed",
             ) from None
 
     def write_config(self, config: RunConfig) -> None:
@@ -164,7 +162,7 @@ class RunFolder:
         """
         number = self.newest_plan_number()
         path = self.plans / f"{number:03d}.json"
-        fix = "put the file back, or use --fresh for a new run; nothing in this folder was changed"
+        fix = "restore the file, or use --fresh for a new run; this folder was not changed"
         if number == 0:
             started = "its files were removed; " if self.was_started() else "it was never planned; "
             raise UserError(
@@ -284,7 +282,7 @@ class FolderLock:
                 "this run is already running",
                 where=str(folder.path),
                 why=f"process {holder.get('pid', '?')} on {holder.get('host', '?')} holds it",
-                fix="wait for it, end it, or start another run under another name=... (or --fresh)",
+                fix="wait for it, stop it, or start another run under another name=... (or --fresh)",
             ) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:

@@ -196,7 +196,9 @@ def choose_port() -> int:
         return 0
     where = f"environment: MASTER_PORT={text}"
     if not text.isdigit() or not 0 < int(text) < 65536:
-        raise UserError("MASTER_PORT is not a port number", where=where, fix="unset it: a free port is found by itself")
+        raise UserError(
+            "MASTER_PORT is not a port number", where=where, fix="unset it: a free port is chosen automatically"
+        )
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -205,8 +207,8 @@ def choose_port() -> int:
             raise UserError(
                 f"port {text} is in use",
                 where=where,
-                why=f"{error.strerror}: another run or program on this machine listens there",
-                fix="unset MASTER_PORT (a free port is found by itself), or set one that is free",
+                why=f"{error.strerror}: another program on this machine uses it",
+                fix="unset MASTER_PORT (a free port is chosen automatically), or set one that is free",
             ) from None
     return int(text)
 

@@ -141,7 +141,7 @@ class Watch:
     def _explain(self, culprits: list[int], living: dict[int, _Seen], failed: dict[int, dict[str, Any]]) -> UserError:
         rank, seen = culprits[0], living[culprits[0]]
         several = len(culprits) > 1
-        why = "it hangs, or waits for something outside"
+        why = "it hangs, or waits for an external resource"
         if several:
             why = "all of them are at the same point, so no single rank is the cause:"
             why += " they hang, or the connection between them does"
@@ -151,7 +151,9 @@ class Watch:
             why = "its process is stopped (SIGSTOP)"
         tail = log_tail(self.folder, rank)
         others = [
-            f"rank {r}: {s.beat or 'not started'}, still for {s.still_s:.0f} s" for r, s in living.items() if r != rank
+            f"rank {r}: {s.beat or 'not started'}, no progress for {s.still_s:.0f} s"
+            for r, s in living.items()
+            if r != rank
         ]
         others += [
             f"rank {r}: lost its peers in stage '{f['stage']}': {f['summary'].splitlines()[-1]}"

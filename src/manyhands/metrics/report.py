@@ -137,13 +137,11 @@ def format_report(report: Mapping[str, Any]) -> str:
     peaks = done.get("peak_memory_bytes_by_rank")
     peak = f"{max(peaks) / GIB:.2f} GiB" if peaks else "-"
     what = (
-        "peak memory of a rank"
-        if planned["device"] == "cuda"
-        else "peak memory of a rank (resident, libraries included)"
+        "peak memory per rank" if planned["device"] == "cuda" else "peak memory per rank (resident, libraries included)"
     )
     lines.append(f"| {what} | {planned['memory_bytes'] / GIB:.2f} GiB | {peak} |")
     step_s = f"{planned['step_s']:.3f}" if "step_s" in planned else "-"
-    lines.append(f"| seconds a step | {step_s} | {_number(done, 'step_s', '.3f')} |")
+    lines.append(f"| seconds per step | {step_s} | {_number(done, 'step_s', '.3f')} |")
     lines.append(f"| tokens/s, all ranks | - | {_number(done, 'tokens_per_s', ',.0f')} |")
     lines.append(f"| share of time waiting for input | - | {_number(done, 'input_wait_share', '.2%')} |")
     lines += [

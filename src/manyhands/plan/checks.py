@@ -85,7 +85,7 @@ def check_disk(config: RunConfig, disk: DiskEstimate) -> Reason:
         advice.append("keep fewer checkpoints (checkpoint.keep_last=1, or checkpoint.every_steps=0 for one at the end)")
     needed, free = format_size(disk.total + LOG_BYTES), format_size(disk.free_bytes)
     raise UserError(
-        f"the disk has no room for this run: it needs {needed}, and {free} are free",
+        f"not enough disk space for this run: it needs {needed}, and {free} are free",
         where=f"output.dir: {config.output.dir}",
         why=f"{describe_disk(disk.model_dump())}, and {format_size(LOG_BYTES)} for logs",
         fix=", or ".join(advice),
@@ -123,9 +123,9 @@ def nothing_fits(config: RunConfig, candidates: list[Candidate], made: Decisions
     limit = describe_limit(made.device, made.world_size, limits.free_bytes, limits.num_local)
     terms = sorted(memory.terms.items(), key=lambda term: -term[1])
     return UserError(
-        f"the run does not fit: its smallest form needs {format_gib(memory.total)} a rank,"
+        f"the run does not fit: its smallest layout needs {format_gib(memory.total)} per rank,"
         f" and there are {format_gib(memory.limit)}",
-        where=f"{made.ranks}: {how}, {layout.full_micro_tokens:,} tokens a micro-batch",
+        where=f"{made.ranks}: {how}, {layout.full_micro_tokens:,} tokens per micro-batch",
         why=f"the limit is {limit}; the estimate by term:",
         fix=", or ".join(advice),
         details=[f"{name}: {format_gib(size)}" for name, size in terms if size],
@@ -135,7 +135,7 @@ def nothing_fits(config: RunConfig, candidates: list[Candidate], made: Decisions
 def _host_does_not_fit(smallest: Candidate, made: Decisions) -> UserError:
     memory = smallest.memory
     return UserError(
-        f"what is offloaded does not fit: {format_gib(memory.host_total)} a rank,"
+        f"what is offloaded does not fit: {format_gib(memory.host_total)} per rank,"
         f" and there are {format_gib(memory.host_limit or 0)} of host memory",
         where=f"{made.ranks}: parallel.offload, parallel.offload_activations",
         why="the limit is 90 % of the machine's free memory over its ranks;"

@@ -131,7 +131,7 @@ def choose_master_dtype(config: RunConfig, compute: ComputeDtype) -> tuple[Compu
     found = [text for text, stands in obstacles.items() if stands]
     if found:
         raise UserError(
-            "model.master_dtype: bfloat16 does not go with other keys",
+            "model.master_dtype: bfloat16 cannot be combined with other keys",
             where="model.master_dtype",
             why="; ".join(found),
             fix="remove model.master_dtype,"

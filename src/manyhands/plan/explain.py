@@ -1,4 +1,4 @@
-"""A plan as a terminal shows it: decisions with their sentences, memory by term, candidates and why they lost."""
+"""A plan as text: decisions with their reasons, memory by term, candidates and why each was rejected."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WARNINGS = ("high_learning_rate", "high_rank")
 
 
 def explain_plan(plan: Plan) -> RenderableType:
-    """Three compact tables for ``rich``: decisions, memory a rank, and the candidates with their reasons."""
+    """Three compact tables for ``rich``: decisions, memory per rank, and the candidates with their reasons."""
     cause = "" if plan.cause == "first" else f" ({plan.cause.replace('_', ' ')})"
     title = Text(f"Plan {plan.number}{cause}  {plan.digest}", style="bold")
     return Group(title, _decisions(plan), Text(), _memory(plan), Text(), *_candidates(plan))
@@ -35,7 +35,7 @@ def _memory(plan: Plan) -> Table:
     table.add_column(justify="right")
     table.add_column(justify="right")
     total, limit = plan.memory.total, plan.memory.limit
-    table.add_row(Text("memory a rank", style="bold"), "GiB", "share")
+    table.add_row(Text("memory per rank", style="bold"), "GiB", "share")
     for name, size in plan.memory.terms.items():
         if size:
             table.add_row(Text(f"  {name}", style="cyan"), f"{size / GIB:.2f}", f"{size / limit:.0%}")
@@ -69,7 +69,8 @@ def _candidates(plan: Plan) -> list[RenderableType]:
 
 
 def _one_each(plan: Plan) -> list[Candidate]:
-    """The chosen one first; of every other strategy and recomputation its largest that fits, or else its smallest."""
+    """The chosen one first; of every other strategy and checkpointing mode the largest that fits, or else the
+    smallest."""
     groups: dict[tuple[str, bool, str], list[Candidate]] = {}
     for candidate in plan.candidates:
         groups.setdefault(

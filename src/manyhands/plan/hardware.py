@@ -32,7 +32,7 @@ def choose_device(config: RunConfig, facts: Facts) -> tuple[Device, Reason]:
     gpus = [{"name": gpu.name, "bytes": gpu.memory_bytes} for gpu in host.gpus]
     if not host.is_here and asked == "cpu":
         raise UserError(
-            "a plan is asked for GPUs, and parallel.device is cpu",
+            "the plan is for GPUs, but parallel.device is cpu",
             where="parallel.device",
             fix="remove parallel.device, or plan without naming GPUs",
         )
@@ -41,7 +41,7 @@ def choose_device(config: RunConfig, facts: Facts) -> tuple[Device, Reason]:
             "parallel.device is cuda, but no GPU is visible",
             where="parallel.device",
             why="there is no GPU or no driver, or CUDA_VISIBLE_DEVICES hides them",
-            fix="set parallel.device=cpu, or look at `manyhands gpu-info`",
+            fix="set parallel.device=cpu, or run `manyhands gpu-info`",
         )
     if asked == "auto":
         device: Device = "cuda" if num_gpus else "cpu"

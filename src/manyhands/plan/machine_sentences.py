@@ -1,4 +1,4 @@
-"""Sentences of the reasons about the machine: GPUs, those that are not here, processes and their variables."""
+"""Sentences of the reasons about the machine: local GPUs, GPUs planned for, processes and their variables."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ MIB = 2**20
 def _hardware(v: Values) -> str:
     nodes = f"{v['num_nodes']} machines with " if v["num_nodes"] > 1 else ""
     (memory, said), (usable, by) = v["memory_mib"], v["usable_mib"]
-    text = f"{nodes}{v['num_per_node']} × {v['kind']}, not here: {format_gib(int(memory * MIB))} each ({said})"
-    text += f", of which programs get {format_gib(int(usable * MIB))} ({by})"
+    text = (
+        f"{nodes}{v['num_per_node']} × {v['kind']} (not on this machine): {format_gib(int(memory * MIB))} each ({said})"
+    )
+    text += f", of which are usable {format_gib(int(usable * MIB))} ({by})"
     return text + (f"; a GPU is {v['note']}" if v["note"] else "")
 
 
@@ -33,51 +35,56 @@ def _figures(v: Values) -> str:
 
 
 def _assumed(v: Values) -> str:
-    text = f"{v['cores']} cores and {format_gib(v['host_bytes'])} of host memory a GPU"
+    text = f"{v['cores']} cores and {format_gib(v['host_bytes'])} of host memory per GPU"
     if v["num_nodes"] > 1:
-        text += "; links between machines slower than those within one: a copy a machine before shards over all"
-    return text + "; disk not known"
+        text += "; links between machines are slower than within one: prefers one copy per machine"
+    return text + "; disk unknown"
 
 
 def _device(v: Values) -> str:
     if v["asked"]:
-        return f"{v['device']}, as asked"
+        return f"{v['device']}, as configured"
     if not v.get("is_here", True):
         return f"GPUs, {v['num_gpus']} of them"
     return f"{'GPUs' if v['num_gpus'] else 'CPU'}, as {v['num_gpus'] or 'no'} GPUs are visible"
 
 
 def _processes(v: Values) -> str:
-    sources = {"launched": "as launched", "asked": "as asked", "gpus": "one a GPU", "cpu": "as auto takes one on CPU"}
+    sources = {
+        "launched": "as launched",
+        "asked": "as configured",
+        "gpus": "one per GPU",
+        "cpu": "auto uses one on a CPU",
+    }
     return f"{v['size']}, {sources[v['source']]}"
 
 
 def _data_workers(v: Values) -> str:
-    workers = f"{v['workers']} process{'es' * (v['workers'] != 1)} a rank" if v["workers"] else "a thread"
+    workers = f"{v['workers']} process{'es' * (v['workers'] != 1)} per rank" if v["workers"] else "a thread"
     if v["asked"]:
-        return f"{workers}, as asked"
+        return f"{workers}, as configured"
     if v["source"] == "cpu":
         return f"{workers}, as processes would take cores from training"
     speed = f"one thread collates about {v['tokens_per_s']:,} tokens/s of samples this long"
     if v["workers"] >= v["wanted"]:
         return f"{workers}; {speed}"
     more = "more " * bool(v["workers"])
-    scarce = f"{v['wanted']} processes would be faster, but there are no {more}cores to spare ({v['cores']} in all)"
+    scarce = f"{v['wanted']} processes would be faster, but no {more}cores are free ({v['cores']} in total)"
     return f"{workers}; {speed}: {scarce}"
 
 
 def _environment(v: Values) -> str:
-    return " ".join(f"{name}={value}" for name, value in v.items()) + ", each unless it is set already"
+    return " ".join(f"{name}={value}" for name, value in v.items()) + ", unless already set"
 
 
-# By code: the topic that stands before the sentence, and the sentence.
+# By code: the topic, which precedes the sentence, and the sentence.
 MACHINE_SENTENCES: dict[Code, tuple[str, Callable[[Values], str]]] = {
     "hardware": ("hardware", _hardware),
     "figures": ("figures", _figures),
     "assumed": ("assumed", _assumed),
     "untried": (
         "note",
-        lambda v: "no machine with AMD's GPUs has run this yet: memory is estimated as on NVIDIA's",
+        lambda v: "untested on AMD GPUs: memory is estimated as on NVIDIA GPUs",
     ),
     "device": ("device", _device),
     "processes": ("processes", _processes),

@@ -337,7 +337,7 @@ def _why_samples(config: RunConfig, data: DataFacts) -> list[Reason]:
             raise UserError(
                 f"{needing[0]} needs validation samples, and there are none",
                 where=needing[0],
-                why=f"of {data.num_samples:,} samples a tenth is less than one",
+                why=f"a tenth of {data.num_samples:,} samples is less than one",
                 fix="give data.validation, or a larger data.validation_fraction, or remove the key",
             )
     held_out = config.data.validation is None

@@ -1,4 +1,4 @@
-"""Every reason's sentence. All prose about plans stands here (but for errors); nothing reads it."""
+"""Every reason's sentence. All text about plans, except errors, is defined here; nothing parses it."""
 
 from __future__ import annotations
 
@@ -22,20 +22,22 @@ def sentence_of(reason: Reason) -> str:
 
 
 def _asked(v: Values, otherwise: str = "") -> str:
-    return ", as asked" if v["asked"] else otherwise
+    return ", as configured" if v["asked"] else otherwise
 
 
 def _packing(v: Values) -> str:
     if not v["packed"]:
-        return "no, as asked" if v["asked"] else f"no, one sample a row: {v['known']}"
-    return "samples side by side" + _asked(v) + (f": {v['known']}" if v["known"] else "")
+        return "no, as configured" if v["asked"] else f"no, one sample per batch row: {v['known']}"
+    return "several samples per batch row" + _asked(v) + (f": {v['known']}" if v["known"] else "")
 
 
 def _smaller(v: Values) -> str:
     now, before = v["now"], v["before"]
     changes = []
     if now["full_micro_tokens"] < before["full_micro_tokens"]:
-        changes.append(f"{now['full_micro_tokens']:,} tokens a micro-batch instead of {before['full_micro_tokens']:,}")
+        changes.append(
+            f"{now['full_micro_tokens']:,} tokens per micro-batch instead of {before['full_micro_tokens']:,}"
+        )
     if (new := describe_layout(now)) != (old := describe_layout(before)):
         changes.append(f"{new} instead of {old}")
     return f"{', and '.join(changes)}, the same global batch, as plan {v['plan']} ran out of memory"
@@ -45,10 +47,10 @@ def _strategy(v: Values) -> str:
     ranks, freed = describe_ranks(v["device"], v["ranks"]), "freed after the forward pass"
     gathered = "gathered weights " + (freed if v["reshard"] else "kept")
     meaning = {
-        "single": "one process holds everything" + (f", the bfloat16 copy {freed}" if v["reshard"] else ""),
+        "single": "one process, nothing sharded" + (f", the bfloat16 copy {freed}" if v["reshard"] else ""),
         "ddp": f"a copy on each of {ranks}" + (f", in bfloat16 {freed}" if v["reshard"] else ""),
-        "fsdp": f"shards over {ranks}, {gathered}",
-        "hsdp": f"{v['replicate']} copies, each in shards over {v['shard']} of {ranks}, {gathered}",
+        "fsdp": f"sharded over {ranks}, {gathered}",
+        "hsdp": f"{v['replicate']} copies, each sharded over {v['shard']} of {ranks}, {gathered}",
     }[v["strategy"]]
     return f"{v['strategy']}, {meaning}{_asked(v)}"
 
@@ -56,9 +58,9 @@ def _strategy(v: Values) -> str:
 def _checkpointing(v: Values) -> str:
     what = {
         "none": "none, all activations are kept",
-        "selective": "selective, norms, activation functions and sums are computed again; "
+        "selective": "selective, norms, activation functions and sums are recomputed; "
         "results of linear layers and attention are kept",
-        "full": "full, each block is computed again in the backward pass",
+        "full": "full, each block is recomputed in the backward pass",
     }[v["mode"]]
     if v["lighter_layers"]:
         last = {"selective": "only norms, activation functions and sums", "none": "nothing"}[v["last"]]
@@ -69,21 +71,21 @@ def _checkpointing(v: Values) -> str:
 def _reduction(v: Values) -> str:
     if v["every"]:
         return "gradients after every micro-batch, as unsharded ones do not fit until the last"
-    return f"gradients once a step, as unsharded ones fit until then ({format_gib(v['bytes'])})"
+    return f"gradients once per step, as unsharded ones fit until then ({format_gib(v['bytes'])})"
 
 
 def _offload(v: Values) -> str:
     moved = ", ".join("optimizer states" if name == "optimizer" else name for name in v["moved"])
     if v["limit"] is None:
-        return f"{moved} in host memory, where a CPU has them anyway"
-    hidden = ", whose copies hide behind blocks that are computed again" if v["hidden"] else ""
-    return f"{moved} in host memory{hidden}, {format_gib(v['bytes'])} of {format_gib(v['limit'])} a rank"
+        return f"{moved} in host memory, as always on a CPU"
+    hidden = ", copied while blocks are recomputed" if v["hidden"] else ""
+    return f"{moved} in host memory{hidden}, {format_gib(v['bytes'])} of {format_gib(v['limit'])} per rank"
 
 
 def _memory_total(v: Values) -> str:
     why = describe_limit(v["device"], v["ranks"], v["free"], v["local_ranks"])
-    tight = f"; over {v['tight']:.0%} of it, so little is to spare" if v["tight"] else ""
-    return f"{format_gib(v['bytes'])} of {format_gib(v['limit'])} a rank ({why}){tight}"
+    tight = f"; over {v['tight']:.0%} of it, which leaves little headroom" if v["tight"] else ""
+    return f"{format_gib(v['bytes'])} of {format_gib(v['limit'])} per rank ({why}){tight}"
 
 
 def _batch(v: Values) -> str:
@@ -106,7 +108,7 @@ def _batch(v: Values) -> str:
 
 def _efficiency(v: Values) -> str:
     steps = "1 step" if v["steps"] == 1 else f"{v['steps']} steps of the first epoch"
-    text = f"{format_share(v['share'])} of the computed tokens are useful ({steps} laid out)"
+    text = f"{format_share(v['share'])} of the computed tokens are useful (measured on {steps})"
     if v["share"] < 1:
         waiting = ["waiting for the fullest pack"] * (v["ranks"] > 1)
         padding = "padding up to the longest sample of a micro-batch" + (" of any rank" if v["ranks"] > 1 else "")
@@ -134,7 +136,7 @@ def _compute(v: Values) -> str:
     if v["source"] == "auto":
         masters = "" if v["narrow_masters"] else "float32 masters, "
         return f"bfloat16, {masters}reduced as float32 sums"
-    sources = {"asked": "as asked", "cpu": "as on every CPU", "gpu": f"as {v.get('gpu')} has no bfloat16"}
+    sources = {"asked": "as configured", "cpu": "as on every CPU", "gpu": f"as {v.get('gpu')} has no bfloat16"}
     return f"{v['dtype']}, {sources[v['source']]}"
 
 
@@ -142,13 +144,13 @@ def _attention(v: Values) -> str:
     if v["kind"] == "blockwise":
         return f"blockwise in PyTorch, as scores are soft-capped at {v['softcap']:g}"
     if v["kind"] == "varlen":
-        return "varlen, each packed sample by itself and no mask"
+        return "varlen, each packed sample on its own, without a mask"
     obstacles = {
         "not_packed": "samples are not packed",
         "no_gpu": "there is no GPU",
-        "dtype": f"{v['dtype']} is no half precision",
+        "dtype": f"{v['dtype']} is not a half precision",
         "head_dim": f"a head has {v['head_dim']} dimensions",
-        "amd": f"varlen was never tried on {v['gpu']}",
+        "amd": f"varlen is untested on {v['gpu']}",
         "old_gpu": f"{v['gpu']} is too old",
     }
     return f"sdpa, as {obstacles[v['obstacle']]}"
@@ -156,22 +158,22 @@ def _attention(v: Values) -> str:
 
 def _compile(v: Values) -> str:
     why = {
-        "asked": "as asked",
-        "cpu": "as on CPU it costs more than it gains",
+        "asked": "as configured",
+        "cpu": "on a CPU it costs more than it saves",
         "one_length": f"one shape, as all samples have {v.get('tokens', 0):,} tokens",
-        "packs": "packs of any fill run one graph",
+        "packs": "one graph for packs of any length",
         "lengths": "dynamic shapes, as samples differ in length",
     }[v["source"]]
     return f"{'each block' if v['compile'] else 'no'}, {why}"
 
 
 def _linear(v: Values) -> str:
-    emulated = ", emulated in float32, as asked by parallel.device: cpu" if v["emulated"] else ""
-    return f"matmuls of the blocks in fp8 while training{emulated}; not where the model is evaluated or saved"
+    emulated = ", emulated in float32, as requested by parallel.device: cpu" if v["emulated"] else ""
+    return f"matmuls of the blocks in fp8 during training{emulated}; evaluation and saved weights do not use fp8"
 
 
 def _new_tokens(v: Values) -> str:
-    known = f" and {v['known']} known before" if v["known"] else ""
+    known = f" and {v['known']} already in the vocabulary" if v["known"] else ""
     return f"{v['new']}{known}; embeddings of {v['vocabulary']:,} rows"
 
 
@@ -184,7 +186,9 @@ def _validation(v: Values) -> str:
     if not v["samples"]:
         return "none"
     of = "samples of data.validation" if v["of"] is None else f"of {v['of']:,} samples held out"
-    checked = f"{v['repeated']:,} of them trained too" if v["repeated"] else "none of them trained"
+    checked = (
+        f"{v['repeated']:,} of them also in the training set" if v["repeated"] else "none of them in the training set"
+    )
     return f"{v['samples']:,} {of}, {checked}"
 
 
@@ -197,7 +201,7 @@ def _steps(v: Values) -> str:
     else:
         first = f"ceil({v['samples_per_epoch']:,} samples / {v['batch_samples']}) = {v['per_epoch']:,} {{}}"
         if v["num_samples"] is not None:
-            first += f", the {v['num_samples']:,} there are taken by their sources' weights"
+            first += f", drawn from {v['num_samples']:,} by source weight"
     epochs = f"{v['epochs']:g} {'epoch' if v['epochs'] == 1 else 'epochs'}"
     if v["of_epochs"] is None:
         return f"{first.format('an epoch')}; ended by stop.max_steps: {v['total']:,}"
@@ -213,7 +217,7 @@ def _steps(v: Values) -> str:
 def _warmup(v: Values) -> str:
     if v["source"] == "ratio":
         return f"{v['ratio']:g} × {v['total']:,} steps = {v['steps']:,}"
-    return f"{v['steps']:,} steps, {'as asked' if v['source'] == 'asked' else 'all that the decay leaves'}"
+    return f"{v['steps']:,} steps, {'as configured' if v['source'] == 'asked' else 'all steps before the decay'}"
 
 
 def _evaluation(v: Values) -> str:
@@ -230,21 +234,21 @@ def _output_dtype(v: Values) -> str:
         rounded = f"; frozen ones rounded to {v['rounded']}, in which they are kept" if v["rounded"] else ""
         return f"{v['dtype']}, as the source's{rounded}"
     what = "the adapter " if v["source"] == "adapter" else ""
-    return f"{what}{v['dtype']}, {'as asked' if v['source'] == 'asked' else 'as trained'}"
+    return f"{what}{v['dtype']}, {'as configured' if v['source'] == 'asked' else 'as trained'}"
 
 
 def _high_rank(v: Values) -> str:
     layers = ", ".join(f"{name} ({width})" for name, width in v["layers"])
-    return f"method.rank: {v['rank']} is not below the width of {layers}: LoRA A and B are larger than they need be"
+    return f"method.rank: {v['rank']} is not below the width of {layers}: LoRA A and B are larger than necessary"
 
 
-# By code: the topic that stands before the sentence, and the sentence.
+# By code: the topic, which precedes the sentence, and the sentence.
 SENTENCES: dict[Code, tuple[str, Callable[[Values], str]]] = {
     **MACHINE_SENTENCES,
     "packing": ("packing", _packing),
     "targets": (
         "target modules",
-        lambda v: f"{', '.join(v['names'])}, which PEFT adapts in models of type {v['kind']} if none are named",
+        lambda v: f"{', '.join(v['names'])}, which PEFT adapts in models of type {v['kind']} by default",
     ),
     "smaller": ("smaller", _smaller),
     "strategy": ("strategy", _strategy),
@@ -258,19 +262,19 @@ SENTENCES: dict[Code, tuple[str, Callable[[Values], str]]] = {
     "masters": (
         "masters",
         lambda v: (
-            "bfloat16, as asked: weights rounded stochastically, states in bfloat16; sums of gradients in float32"
+            "bfloat16, as configured: weights rounded stochastically, states in bfloat16; sums of gradients in float32"
         ),
     ),
     "frozen": (
         "frozen",
         lambda v: (
             f"linear layers of the blocks in NF4{', as they are stored' if v['stored'] else ''}, "
-            f"{'4.13' if v['double'] else '4.5'} bits a weight, dequantized to "
+            f"{'4.13' if v['double'] else '4.5'} bits per weight, dequantized to "
             f"{v['compute']} for each matmul; the rest {v['compute']}"
         ),
     ),
     "linear": ("linear", _linear),
-    "towers": ("towers", lambda v: f"{v['parameters']:,} parameters stay on disk, as text alone is trained"),
+    "towers": ("towers", lambda v: f"{v['parameters']:,} parameters are not loaded, as training is on text only"),
     "attention": ("attention", _attention),
     "compile": ("compile", _compile),
     "new_tokens": ("new tokens", _new_tokens),
@@ -288,63 +292,62 @@ SENTENCES: dict[Code, tuple[str, Callable[[Values], str]]] = {
     "early_end": (
         "end",
         lambda v: (
-            f"{', '.join(v['keys'])} may end the run before its last step; "
-            f"the schedule is laid over all {v['total']:,} steps"
+            f"{', '.join(v['keys'])} may end the run before its last step; the schedule spans all {v['total']:,} steps"
         ),
     ),
     "disk": ("disk", _disk),
     "learning_rate": (
         "learning rate",
-        lambda v: f"{v['rate']:g}, " + (f"the usual one for {v['method']}" if v["method"] else "as asked"),
+        lambda v: f"{v['rate']:g}, " + (f"the usual one for {v['method']}" if v["method"] else "as configured"),
     ),
     "output_dtype": ("saved weights", _output_dtype),
     "long_samples": (
         "note",
         lambda v: (
             f"the longest sample has {v['tokens']:,} tokens, more than the {v['positions']:,} positions "
-            "the model was made for"
+            "the model supports"
         ),
     ),
     "large_batch": (
         "note",
         lambda v: (
-            f"batch.samples is {v['batch']:,}, but there are {v['samples']:,} training samples an epoch: "
-            "each step has all of them"
+            f"batch.samples is {v['batch']:,}, but there are {v['samples']:,} training samples per epoch: "
+            "each step uses all of them"
         ),
     ),
     "high_learning_rate": (
         "warning",
         lambda v: (
-            f"{v['key']}: {v['rate']:g} moves a weight by about that much in each step, "
-            "more than most weights are; 1e-5 to 1e-3 are usual"
+            f"{v['key']}: {v['rate']:g} changes a weight by about that much per step, "
+            "more than the size of most weights; 1e-5 to 1e-3 is usual"
         ),
     ),
     "high_rank": ("warning", _high_rank),
-    "not_next_smaller": ("", lambda v: f"not the next smaller one after plan {v['plan']}, which ran out of memory"),
+    "not_next_smaller": ("", lambda v: f"not the next smaller layout after plan {v['plan']}, which ran out of memory"),
     "exceeds_memory": ("", lambda v: f"needs {format_gib(v['bytes'])} of {format_gib(v['limit'])}"),
     "exceeds_host_memory": ("", lambda v: f"needs {format_gib(v['bytes'])} of {format_gib(v['limit'])} host memory"),
     "near_limit": (
         "",
         lambda v: (
             f"needs {format_gib(v['bytes'])}, over {v['share']:.0%} of {format_gib(v['limit'])}: "
-            "too near the limit for an estimate"
+            "too close to the limit for an estimate"
         ),
     ),
     "idle_device": ("", lambda v: "micro-batches too small to fill the device"),
     "computes_again": (
         "",
         lambda v: (
-            "slower: computes blocks again, about a third more compute"
+            "slower: recomputes blocks, about a third more compute"
             if v["mode"] == "full"
-            else "slower: computes norms and activation functions again"
+            else "slower: recomputes norms and activation functions"
         ),
     ),
-    "computes_more_again": ("", lambda v: "slower: computes more blocks again"),
+    "computes_more_again": ("", lambda v: "slower: recomputes more blocks"),
     "shards_needlessly": (
         "",
-        lambda v: f"slower: gathers shards, though a copy {'a machine ' * (v['chosen'] == 'hsdp')}fits",
+        lambda v: f"slower: gathers shards, although a full copy {'per machine ' * (v['chosen'] == 'hsdp')}fits",
     ),
-    "gathers_again": ("", lambda v: "slower: gathers weights once more in the backward pass"),
+    "gathers_again": ("", lambda v: "slower: gathers weights again in the backward pass"),
     "smaller_micro_batch": ("", lambda v: "slower: smaller micro-batches"),
     "no_faster": ("", lambda v: "no faster than the chosen one"),
 }

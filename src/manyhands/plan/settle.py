@@ -36,10 +36,11 @@ def choose_packing(config: RunConfig, model: ModelFacts) -> tuple[bool, Reason]:
     if asked is True or needing:
         key = "data.packing" if asked is True else needing[0]
         raise UserError(
-            f"{key} asks for packed samples, but {model.model_type} cannot be packed",
+            f"{key} requires packed samples, but {model.model_type} cannot be packed",
             where=key,
             why=model.packing_reason,
-            fix="set data.packing=false (one sample a row)" + "".join(f", and remove {name}" for name in needing),
+            fix="set data.packing=false (one sample per batch row)"
+            + "".join(f", and remove {name}" for name in needing),
         )
     return False, reason("packing", packed=False, asked=False, known=model.packing_reason)
 
@@ -53,16 +54,19 @@ def follow_stored(config: RunConfig, method: MethodSection, model: ModelFacts) -
         return method
     wrong = {
         f"method.name: {method.name}": (method.name != "qlora", "set method.name: qlora"),
-        "method.init: loftq": (method.init == "loftq", "remove it: what quantization has lost is not in the files"),
+        "method.init: loftq": (
+            method.init == "loftq",
+            "remove it: the files do not have the weights before quantization",
+        ),
         "output.merge: true": (config.output.merge, "remove it; PEFT merges the adapter into the model in 16 bits"),
         "method.double_quant: false": (stored.double_quant > method.double_quant, "remove it: the files decide"),
     }
     for key, (is_set, fix) in wrong.items():
         if is_set:
             raise UserError(
-                f"{key} does not go with a model whose weights are stored in NF4",
+                f"{key} cannot be combined with a model whose weights are stored in NF4",
                 where=key.partition(":")[0],
-                why=f"{model.folder} holds 4-bit weights of bitsandbytes, which stay as they are",
+                why=f"{model.folder} holds 4-bit weights of bitsandbytes, which are used unchanged",
                 fix=f"{fix}, or use the model's version that is not quantized",
             )
     return method.model_copy(update={"double_quant": stored.double_quant})
@@ -75,9 +79,9 @@ def name_targets(method: MethodSection, model: ModelFacts) -> tuple[MethodSectio
     names = families.find(model.model_type).peft_targets
     if not names:
         raise UserError(
-            f"method.target_modules: peft-default names no layers of {model.model_type}",
+            f"method.target_modules: peft-default has no layers for {model.model_type}",
             where="method.target_modules",
-            why="PEFT has no default for models of this type, or it is not known here",
+            why="PEFT has no default for models of this type, or it is not in manyhands' table",
             fix="name layers, such as [q_proj, v_proj], or use all-linear",
             details=list(model.block_linear_shapes),
         )

@@ -46,7 +46,7 @@ def find_ran_out(cause: Cause, before: Plan | None, facts: Facts, made: Decision
 
 
 def choose_smaller(candidates: list[Candidate], ran_out: RanOut) -> Candidate | None:
-    """What follows a plan that ran out of memory: the same layout with at most half the tokens a micro-batch, or the
+    """What follows a plan that ran out of memory: the same layout with at most half the tokens per micro-batch, or the
     next fewer.
 
     Where there are no fewer, whatever is estimated to need the least, if that is less than before; else None. The
@@ -78,7 +78,7 @@ def nothing_smaller(config: RunConfig, ran_out: RanOut, made: Decisions) -> Noth
     """What is left to a user where even the smallest plan ran out of memory."""
     parallel, batch = config.parallel, config.batch
     advice = [
-        "end other programs that hold its memory (`manyhands gpu-info`)"
+        "stop other programs that use its memory (`manyhands gpu-info`)"
         if made.device == "cuda"
         else "end other programs"
     ]
@@ -97,9 +97,9 @@ def nothing_smaller(config: RunConfig, ran_out: RanOut, made: Decisions) -> Noth
     return NothingSmaller(
         f"out of memory, and no smaller plan is left than plan {ran_out.number}",
         where=f"{made.ranks}: {describe_layout(_values(ran_out.layout))}, "
-        f"{ran_out.layout.full_micro_tokens:,} tokens a micro-batch, "
+        f"{ran_out.layout.full_micro_tokens:,} tokens per micro-batch, "
         f"{format_gib(ran_out.estimated_bytes)} of {format_gib(ran_out.limit)} estimated",
-        why="more was needed than the estimate says, or something else holds memory",
+        why="the run needed more than estimated, or another program uses the memory",
         fix=", or ".join(advice) + (shorter + method if method else shorter.removesuffix(" or take ")),
         exit_code=EXIT_FAILED,
         kind=OUT_OF_MEMORY,

@@ -78,7 +78,7 @@ def _sum_epochs(config: RunConfig, data: DataFacts, batch_samples: int | None) -
     if batch_samples is None:
         steps_of = data.steps_of_epochs
         if not steps_of:
-            raise ValueError("data facts lack steps_of_epochs, which batch.loss_tokens and batch.packs need")
+            raise ValueError("data facts have no steps_of_epochs, which batch.loss_tokens and batch.packs need")
         total = sum_steps(epochs, steps_of.__getitem__, None, max_steps)
         differ = len(set(steps_of)) > 1
     else:

@@ -240,7 +240,9 @@ def describe_batch(batch: ShownBatch) -> str:
 
 def describe_plan_error(error: UserError) -> str:
     why = f" ({error.why})" if error.why else ""
-    return f"The run cannot be planned here, so samples are shown in the order of the data: {error.what}{why}."
+    return (
+        f"The run cannot be planned on this machine, so samples are shown in the order of the data: {error.what}{why}."
+    )
 
 
 def head_row(row: ShownSample) -> str:
@@ -272,9 +274,9 @@ def describe_counts(preview: Preview) -> Iterator[tuple[str, str]]:
         else "none"
     )
     if preview.num_repeated:
-        held_out += f", {preview.num_repeated:,} of them trained too (the same tokens)"
+        held_out += f", {preview.num_repeated:,} of them also in the training set (the same tokens)"
     elif preview.num_validation_samples:
-        held_out += ", none of them trained"
+        held_out += ", none of them in the training set"
     yield "validation", held_out
     length = f"data.max_length = {preview.max_length:,} tokens"
     if preview.num_truncated:

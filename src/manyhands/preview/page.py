@@ -26,7 +26,7 @@ def refuse_foreign_file(path: Path) -> None:
             raise UserError(
                 "the folder of the page does not exist",
                 where=str(path.parent),
-                fix="make it, or name another with --html",
+                fix="create it, or choose another with --html",
             )
         if path.is_dir():
             raise UserError("the page's name is a folder", where=str(path), fix="name a file, such as data.html")
@@ -40,7 +40,7 @@ def refuse_foreign_file(path: Path) -> None:
         raise UserError(
             "the file is not a page of `manyhands data` and is not overwritten",
             where=str(path),
-            fix="name another with --html, or remove it",
+            fix="choose another with --html, or remove it",
         )
 
 

@@ -78,8 +78,8 @@ def mark_trained(spans: Iterable[Span], *, colored: bool) -> Text:
 
 def _legend(colored: bool, weighted: bool) -> str:
     trained = "green" if colored else f"in {BRACKETS[0]} {BRACKETS[1]}"
-    weights = " ×0.5 behind them: their loss counts half." if weighted else ""
-    return f"Loss tokens are {trained}; the model reads the others, but is not trained to write them.{weights}"
+    weights = " ×0.5 after them: their loss counts half." if weighted else ""
+    return f"Loss tokens are {trained}; the other tokens are context without a loss.{weights}"
 
 
 def _say(console: Console, text: str, style: str = "") -> None:
