@@ -183,6 +183,15 @@ def test_special_tokens_that_are_asked_for_are_the_templates_too(tmp_path: Path)
     assert tokenizer_digest(folder) != tokenizer_digest(folder, special_tokens={"eos": "</turn>"})
 
 
+def test_tokens_that_are_added_and_their_digest_do_not_depend_on_the_order_of_the_keys(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path, "</turn>")
+    asked = {"eos": "<end>", "bos": "<begin>"}, {"bos": "<begin>", "eos": "<end>"}
+    first, second = (load_tokenizer(folder, special_tokens=tokens).get_vocab() for tokens in asked)
+    assert first == second and len({tokenizer_digest(folder, special_tokens=tokens) for tokens in asked}) == 1
+    other = tokenizer_digest(folder, new_tokens=("eos", "<end>"))
+    assert other != tokenizer_digest(folder, special_tokens={"eos": "<end>"}), "two tokens are not one that ends"
+
+
 def test_a_begin_token_that_the_tokenizer_writes_itself_cannot_be_replaced_unseen(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path, "<begin>")
     path = folder / "tokenizer.json"

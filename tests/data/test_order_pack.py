@@ -83,6 +83,10 @@ def test_as_given_keeps_the_order_and_puts_source_behind_source() -> None:
     lengths = np.array([60, 50, 40, 30, 50])
     packed = SampleOrder(5, 7, batch_packs=1, pack_tokens=100, lengths=lengths, as_given=True)
     assert [packed.samples(0, index).tolist() for index in range(3)] == [[0], [1, 2], [3, 4]]
+    rare = SampleOrder(
+        2, 7, batch_packs=1, pack_tokens=100, lengths=lengths[:2], sources=sources[1:3], weights=(0.3,), as_given=True
+    )
+    assert [rare.steps_per_epoch(epoch) for epoch in range(4)] == [1, 0, 1, 0], "an epoch may hold no sample"
 
 
 def test_packs_are_filled_and_short_and_long_samples_come_mixed() -> None:

@@ -52,6 +52,7 @@ def test_segments_are_tokenized_each_for_itself_and_nothing_is_added(
         ({"input_ids": [1, 2], "labels": [-100, 3]}, "label 1 is 3, neither -100 nor the token 2"),
         ({"input_ids": [1, 2, 0], "attention_mask": [1, 1, 0]}, "leave padding out"),
         ({"input_ids": "1 2"}, "input_ids must be a list of integers"),
+        ({"input_ids": [True, False, True]}, "input_ids must be a list of integers"),
         ({"input_ids": [1, 10**30]}, "of 32 bits"),
         ({"input_ids": [1, 2], "attention_mask": 1}, "attention_mask must be a list"),
         ({"segments": [{"text": "a", "label": 1}]}, "label: true or false"),

@@ -333,3 +333,16 @@ def test_sources_get_names_formats_and_fields() -> None:
     assert [source.name for source in resolve_sources("some/rows.v2.parquet", data)] == ["rows.v2"]
     with pytest.raises(UserError, match="two sources have the name n"):
         resolve_sources((Source(path="a", name="n"), Source(path="b", name="n")), data)
+
+
+def test_a_slice_counts_what_cannot_be_read_as_little_as_what_is_too_long(tmp_path: Path, monkeypatch) -> None:
+    """Rows that are not counted would move the bounds of the slice without a word."""
+    path = tmp_path / "a.txt"
+    path.write_text("one\n\n" + "two " * 50 + "\n" + "two " * 50 + "\n\n\nthree\n\nfour")
+    monkeypatch.setattr("manyhands.data.text_files.MAX_VALUES", 1)
+    (part,) = split_source(Source(path=str(path), split="train[50%:]"), 1)
+    assert (part.skip, part.take) == (2, None), "a document may be longer than what is read at once"
+    broken = tmp_path / "a.jsonl"
+    broken.write_text('{"text": "a"}\nnot json\n{"text": "b"}\n{"text": "c"}\n')
+    with pytest.raises(UserError, match="1 line cannot be read"):
+        split_source(Source(path=str(broken), split="train[:50%]"), 1)

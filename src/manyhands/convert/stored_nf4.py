@@ -27,8 +27,16 @@ def find_quantized(model: nn.Module, folder: str) -> set[str]:
     """Names of the linear layers of the blocks whose weights ``folder`` holds in NF4. UserError for other such weights:
     of a head, say.
     """
-    plain = read_checkpoint(model, loaded_tensors(model), folder).plain
-    found = {name.removesuffix(".weight") for name, stored in plain.items() if stored.nf4 is not None}
+    checkpoint = read_checkpoint(model, loaded_tensors(model), folder)
+    found = {name.removesuffix(".weight") for name, stored in checkpoint.plain.items() if stored.nf4 is not None}
+    if mixed := [part.name for rule in checkpoint.conversions for part in rule.parts if part.nf4 is not None]:
+        raise UserError(
+            "weights that are stored in NF4 would have to be put together in another way",
+            where=folder,
+            why="transformers stacks or cuts these weights as it loads them, which 4-bit weights do not allow",
+            fix="use the model's version that is not quantized, with method.name: qlora",
+            details=sorted(mixed)[:20],
+        )
     if others := sorted(found - block_linears(model).keys()):
         raise UserError(
             "weights outside of the blocks are stored in NF4",

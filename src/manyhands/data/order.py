@@ -200,8 +200,10 @@ class SampleOrder:
 
     def _order_epoch(self, epoch: int) -> np.ndarray:
         drawn = [self._draw(source, *stretch) for source, stretch in enumerate(self._stretches(epoch))]
-        if len(present := [samples for samples in drawn if len(samples)]) == 1 or self.as_given:
-            return np.concatenate(present)
+        if self.as_given:
+            return np.concatenate(drawn)
+        if len(present := [samples for samples in drawn if len(samples)]) == 1:
+            return present[0]
         counts = tuple(map(len, drawn))
         if self._pattern[0] != counts:
             self._pattern = (counts, interleave(counts))

@@ -56,13 +56,15 @@ def _read_tokens(get: Callable[[str], Any], weight: float) -> ReadyTokens:
             raise RowRefused(
                 f"label {wrong[0]} is {targets[wrong[0]]}, neither {IGNORED} nor the token {ids[wrong[0]]}"
             )
+    if isinstance(attention, list):
+        attention = [int(item) if isinstance(item, bool) else item for item in attention]
     if attention is not None and _read_integers(attention, "attention_mask").tolist() != [1] * len(ids):
         raise RowRefused("attention_mask is not 1 for every token: leave padding out of input_ids")
     return ReadyTokens(ids, trained, weight)
 
 
 def _read_integers(value: Any, name: str) -> np.ndarray:
-    if not isinstance(value, list) or not all(isinstance(item, int) and abs(item) < 1 << 31 for item in value):
+    if not isinstance(value, list) or not all(type(item) is int and abs(item) < 1 << 31 for item in value):
         raise RowRefused(f"{name} must be a list of integers of 32 bits")
     return np.array(value, dtype=np.int64)
 

@@ -29,7 +29,7 @@ from manyhands.data.files import (
     unpacked_bytes,
 )
 from manyhands.data.hub_sets import fetch_set, is_hub, list_saved_set
-from manyhands.data.text_files import read_csv, read_json, read_jsonl, read_text
+from manyhands.data.text_files import count_documents, read_csv, read_json, read_jsonl, read_text
 
 __all__ = [
     "FilePart",
@@ -220,12 +220,20 @@ def _slice_parts(parts: Sequence[FilePart], rows: SplitSlice) -> list[FilePart]:
 
 
 def count_rows(part: FilePart) -> int:
-    """Rows of a part, as ``read_part`` gives them; of Parquet and Arrow files without reading them."""
+    """Rows of a part, as ``read_part`` gives them; of Parquet and Arrow files without reading them. Raises UserError
+    for what cannot be read.
+    """
     if part.kind in BINARY_KINDS and not part.file.lower().endswith(".gz"):
         path = Path(part.file)
         pieces = split_parquet(path) if part.kind == "parquet" else split_arrow(path)
         return sum(num_rows for num_rows, _ in pieces[part.start : part.stop])
-    return sum(1 for _ in READERS[part.kind](part, Findings()))
+    findings = Findings()
+    if part.kind == "text":
+        num_rows = count_documents(part, findings)
+    else:
+        num_rows = sum(1 for _ in READERS[part.kind](part, findings))
+    raise_unreadable(findings, part.file)  # what is not counted would move the bounds of the slice
+    return num_rows
 
 
 def take_rows(part: FilePart, rows: Iterator[Row]) -> Iterator[Row]:

@@ -20,7 +20,7 @@ import csv
 import json
 import re
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -103,6 +103,12 @@ def read_text(part: FilePart, findings: Findings) -> Iterator[Row]:
         elif document:
             yield Row({"text": "\n".join(document)}, part.file, begin)
             document = []
+
+
+def count_documents(part: FilePart, findings: Findings) -> int:
+    """Documents of a part of a text file, of any length: memory holds a line."""
+    lines = read_lines(Path(part.file), findings, part.start, part.stop, part.first_line)
+    return sum(is_text for is_text, _ in groupby(lines, lambda numbered: bool(numbered[1].strip())))
 
 
 class _Lines:

@@ -100,7 +100,8 @@ def tokens_to_add(
 ) -> tuple[str, ...]:
     """``new_tokens`` and the special tokens that the tokenizer does not know, in this order."""
     known = tokenizer.get_vocab() if special_tokens else {}
-    lacking = [token for token in special_tokens.values() if token not in known and token not in new_tokens]
+    asked = [token for _, token in sorted(special_tokens.items())]  # ids do not depend on the order of the keys
+    lacking = [token for token in asked if token not in known and token not in new_tokens]
     return (*new_tokens, *dict.fromkeys(lacking))
 
 
@@ -276,7 +277,8 @@ def tokenizer_digest(
             digest.update(path.read_bytes())
     digest.update(f"{_read_class_hints(folder)}\0{read_chat_template(chat_template) or ''}".encode())
     digest.update("".join(f"\0{token}" for token in new_tokens).encode())
-    digest.update("".join(f"\0{name}\0{token}" for name, token in sorted(special_tokens.items())).encode())
+    if special_tokens:
+        digest.update(f"\0\0{json.dumps(sorted(special_tokens.items()))}".encode())
     digest.update(" ".join(f"{name} {version(name)}" for name in ("transformers", "tokenizers", "jinja2")).encode())
     return digest.hexdigest()
 
