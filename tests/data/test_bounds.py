@@ -155,6 +155,8 @@ def test_a_conversation_too_long_to_be_tokenized_at_once_is_refused(
         caught.value.details[0].startswith(f"{path}:31: a conversation of 1")
         and "at most 10,000" in caught.value.details[0]
     )
+    facts = prepare(make_config(path, too_long="drop"), model_folder, lambda line: None)
+    assert facts.left_out == {"data.too_long": {"train": 1}}, "dropped as any other that is too long"
 
 
 def test_a_long_text_is_tokenized_in_windows_and_has_no_such_limit(

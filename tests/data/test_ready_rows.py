@@ -74,3 +74,10 @@ def test_ids_that_the_tokenizer_does_not_have_are_refused(write_rows, make_confi
 def test_tokens_beside_the_text_that_they_were_made_of_are_not_taken_for_the_rows() -> None:
     assert detect_format([Row({"text": "a", "input_ids": [1]}, "f", 1)]) == "text"
     assert detect_format([Row({"input_ids": [1], "labels": [1]}, "f", 1)]) == "tokens"
+
+
+def test_rows_of_many_ids_do_not_wait_by_the_thousand() -> None:
+    from manyhands.data.tokenize import count_held
+
+    content = to_conversation(Row({"input_ids": [7] * 8192}, "f", 1), "tokens")
+    assert not isinstance(content, str) and count_held(content) > 8192

@@ -198,7 +198,14 @@ class PartTokenizer:
                     yield None
                     self._take_long(row, pieces, weight, outcome, writer)
                 else:
-                    content = check_size(to_conversation(row, format, fields))
+                    content = to_conversation(row, format, fields)
+                    if (
+                        self._config.data.too_long == "drop"
+                        and count_conversation(content) > MAX_CONVERSATION_CHARACTERS
+                    ):
+                        outcome.num_too_long += 1
+                        continue
+                    check_size(content)
                     if columns.leaves_media:
                         outcome.num_rows_with_placeholders += find_any(PLACEHOLDERS, content) is not None
                     yield RowToRender(row, content, weight)
@@ -227,7 +234,7 @@ class PartTokenizer:
         for item in items:
             if item is not None:
                 chunk.append(item)
-                characters += sum(map(len, texts_of(item.content)))
+                characters += count_held(item.content)
             if chunk and (item is None or len(chunk) >= CHUNK_ROWS or characters >= self._chunk_characters):
                 yield chunk
                 chunk, characters = [], 0
@@ -355,12 +362,20 @@ def is_long(content: object) -> TypeGuard[str | Iterator[str]]:
 
 def check_size(content: Conversation | str | Ready) -> Conversation | str | Ready:
     """The content itself; RowRefused for a conversation that is too long to be tokenized at once."""
-    if isinstance(content, Conversation):
-        characters = count_characters([content.messages, content.tools])
-        if characters > MAX_CONVERSATION_CHARACTERS:
-            limit = f"at most {MAX_CONVERSATION_CHARACTERS:,} can be tokenized at once; divide it"
-            raise RowRefused(f"a conversation of {int(characters):,} characters, {limit}")
+    if (characters := count_conversation(content)) > MAX_CONVERSATION_CHARACTERS:
+        limit = f"at most {MAX_CONVERSATION_CHARACTERS:,} can be tokenized at once; divide it"
+        raise RowRefused(f"a conversation of {int(characters):,} characters, {limit}")
     return content
+
+
+def count_conversation(content: Conversation | str | Ready) -> float:
+    """Characters of a conversation and its tools; 0 of other content, which is not tokenized at once or is short."""
+    return count_characters([content.messages, content.tools]) if isinstance(content, Conversation) else 0
+
+
+def count_held(content: Conversation | str | Ready) -> int:
+    """Characters of a row that waits; ids, of which a row keeps each as an object, count as ten each."""
+    return 10 * len(content.ids) if isinstance(content, ReadyTokens) else sum(map(len, texts_of(content)))
 
 
 def texts_of(content: Conversation | str | Ready) -> list[str]:
