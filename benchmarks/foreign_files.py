@@ -140,9 +140,9 @@ def plan_it(done: Translation, work: Path, gpus: str) -> None:
     asked = str(mapping["model"]["name"])
     mapping["model"] = mapping["model"] | {"name": str(tiny_folder(asked, work / "models")), "revision": None}
     mapping.setdefault("method", {}).pop("adapter", None)
-    for key in ("train", "validation"):
+    for key, first in (("train", 0), ("validation", 1_000_000)):
         if mapping["data"].get(key):
-            mapping["data"][key] = _tiny_sources(mapping["data"][key], mapping["data"], work / "data")
+            mapping["data"][key] = _tiny_sources(mapping["data"][key], mapping["data"], work / "data", first)
     if "max_steps" not in mapping.get("stop", {}):  # few rows make few steps: more epochs instead
         mapping.setdefault("stop", {})["epochs"] = 50
     mapping["method"] = {key: _of_text(value) for key, value in mapping["method"].items()}
@@ -161,8 +161,8 @@ def _of_text(value: Any) -> Any:
     return value.replace("language_model.", "").replace(r"language_model\.", "") if isinstance(value, str) else value
 
 
-def _tiny_sources(value: Any, data: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
-    """The same sources with files of a few rows in place of theirs."""
+def _tiny_sources(value: Any, data: Mapping[str, Any], folder: Path, first: int) -> list[dict[str, Any]]:
+    """The same sources with files of a few rows in place of theirs, numbered from ``first`` on."""
     folder.mkdir(parents=True, exist_ok=True)
     sources = []
     for index, item in enumerate([value] if isinstance(value, str) else value):
@@ -178,12 +178,11 @@ def _tiny_sources(value: Any, data: Mapping[str, Any], folder: Path) -> list[dic
             else cell
             for name, cell in row.items()
         }
-        name = re.sub(r"\W+", "-", json.dumps([kind, sorted(row), inner, index]))
+        name = re.sub(r"\W+", "-", json.dumps([kind, sorted(row), inner, first + index]))
         path = folder / f"{name}.jsonl"
         text = json.dumps(row, ensure_ascii=False)  # no two alike: copies of training rows are not held out
-        lines = [
-            text.replace("Hello.", f"Hello {number}.").replace("hill", f"hill {number}") for number in range(NUM_ROWS)
-        ]
+        numbers = range(first + index * NUM_ROWS, first + (index + 1) * NUM_ROWS)
+        lines = [text.replace("Hello.", f"Hello {number}.").replace("hill", f"hill {number}") for number in numbers]
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
         kept = {key: cell for key, cell in source.items() if key not in ("path", "subset", "revision", "split")}
         sources.append(kept | {"path": str(path)})
@@ -225,6 +224,10 @@ def _write_model(kind: str, size: Mapping[str, Any], path: Path) -> None:
     if kind in EXPERTS:
         values |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     config = _configure(CONFIG_MAPPING[EXPERTS.get(kind, kind)], values)
+    counts = (getattr(config, name, None) for name in ("num_experts", "n_routed_experts", "num_local_experts"))
+    if any(isinstance(count, int) and count > 1 for count in counts):
+        config.save_pretrained(path)  # which is enough to refuse experts; hundreds of them would take minutes
+        return
     try:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         model.save_pretrained(path)
