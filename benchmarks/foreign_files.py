@@ -224,7 +224,8 @@ def _write_model(kind: str, size: Mapping[str, Any], path: Path) -> None:
     if kind in EXPERTS:
         values |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     config = _configure(CONFIG_MAPPING[EXPERTS.get(kind, kind)], values)
-    counts = (getattr(config, name, None) for name in ("num_experts", "n_routed_experts", "num_local_experts"))
+    text = config.get_text_config()
+    counts = (getattr(text, name, None) for name in ("num_experts", "n_routed_experts", "num_local_experts"))
     if any(isinstance(count, int) and count > 1 for count in counts):
         config.save_pretrained(path)  # which is enough to refuse experts; hundreds of them would take minutes
         return
