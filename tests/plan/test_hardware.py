@@ -16,7 +16,7 @@ from manyhands.plan.explain import explain_plan
 from manyhands.plan.hardware import AMD_ENVIRONMENT
 from manyhands.plan.search import plan
 from manyhands.plan.sentences import explain
-from manyhands.plan.types import Plan
+from manyhands.plan.types import Plan, reason
 from tests.plan.examples import data_facts, facts, llama_8b, model_facts, run_config
 
 KINDS = [kind.name for kind in load_kinds()]
@@ -57,7 +57,7 @@ def test_it_says_what_is_known_and_what_is_assumed():
     assert "989 TFLOP/s in bfloat16" in said["figures"] and "(datasheet: NVIDIA H100" in said["figures"]
     assert "12 cores and 128.0 GiB of host memory per GPU" in said["assumed"]
     assert "links between machines" in said["assumed"] and "disk unknown" in said["assumed"]
-    assert said["device"] == "device: GPUs, 8 of them"
+    assert said["device"] == "device: 8 GPUs"
     assert "measured: docs/results.md" in reasons(plan(run_config(), facts_for("H200")))["figures"]
 
 
@@ -192,3 +192,14 @@ def test_gpus_that_cannot_be_used_are_an_error_never_a_cpu_run(device):
 def test_the_cpu_is_taken_where_it_is_asked_for():
     assert broken(parallel__device="cpu").layout.device == "cpu"
     assert explain_plan(broken(parallel__device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "said"),
+    [(0, "CPU, as no GPU is visible"), (1, "GPU, as 1 GPU is visible"), (8, "GPU, as 8 GPUs are visible")],
+)
+def test_the_device_is_said_in_the_right_number(num_gpus, said):
+    values = {"device": "cuda" if num_gpus else "cpu", "num_gpus": num_gpus, "asked": False}
+    assert explain(reason("device", **values)).endswith(said)
+    elsewhere = explain(reason("device", device="cuda", num_gpus=num_gpus or 1, asked=False, is_here=False))
+    assert elsewhere.endswith("8 GPUs" if num_gpus == 8 else "1 GPU")

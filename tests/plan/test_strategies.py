@@ -36,6 +36,11 @@ def test_hybrid_divides_states_by_the_ranks_of_a_copy():
     assert memory.gathered(eight) == 2 * (ROOT + 2 * BLOCK)
 
 
+def test_one_copy_over_all_ranks_is_said_as_one():
+    made = plan(run_config(parallel__strategy="hsdp", parallel__shard_degree=2), facts(gpus=2))
+    assert "one copy, sharded over 2 GPUs" in sentence(made, "strategy")
+
+
 def test_auto_takes_hybrid_across_machines_where_a_copy_fits_in_one():
     two_machines = facts(llama_8b(), gpus=8, data=LONG, world_size=16)
     made = plan(run_config(method__name="full"), two_machines)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
-from manyhands.core.units import format_gib
+from manyhands.core.units import describe_ranks, format_gib
 from manyhands.plan.phrases import Values
 from manyhands.plan.types import Code
 
@@ -14,11 +14,10 @@ MIB = 2**20
 
 def _hardware(v: Values) -> str:
     nodes = f"{v['num_nodes']} machines with " if v["num_nodes"] > 1 else ""
+    each = " each" * (v["num_nodes"] * v["num_per_node"] > 1)
     (memory, said), (usable, by) = v["memory_mib"], v["usable_mib"]
-    text = (
-        f"{nodes}{v['num_per_node']} × {v['kind']} (not on this machine): {format_gib(int(memory * MIB))} each ({said})"
-    )
-    text += f", of which are usable {format_gib(int(usable * MIB))} ({by})"
+    text = f"{nodes}{v['num_per_node']} × {v['kind']} (not on this machine): "
+    text += f"{format_gib(int(memory * MIB))}{each} ({said}), usable {format_gib(int(usable * MIB))} ({by})"
     return text + (f"; a GPU is {v['note']}" if v["note"] else "")
 
 
@@ -45,8 +44,10 @@ def _device(v: Values) -> str:
     if v["asked"]:
         return f"{v['device']}, as configured"
     if not v.get("is_here", True):
-        return f"GPUs, {v['num_gpus']} of them"
-    return f"{'GPUs' if v['num_gpus'] else 'CPU'}, as {v['num_gpus'] or 'no'} GPUs are visible"
+        return describe_ranks("cuda", v["num_gpus"])
+    if not v["num_gpus"]:
+        return "CPU, as no GPU is visible"
+    return f"GPU, as {describe_ranks('cuda', v['num_gpus'])} {'is' if v['num_gpus'] == 1 else 'are'} visible"
 
 
 def _processes(v: Values) -> str:

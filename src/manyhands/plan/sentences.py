@@ -50,7 +50,9 @@ def _strategy(v: Values) -> str:
         "single": "one process, nothing sharded" + (f", the bfloat16 copy {freed}" if v["reshard"] else ""),
         "ddp": f"a copy on each of {ranks}" + (f", in bfloat16 {freed}" if v["reshard"] else ""),
         "fsdp": f"sharded over {ranks}, {gathered}",
-        "hsdp": f"{v['replicate']} copies, each sharded over {v['shard']} of {ranks}, {gathered}",
+        "hsdp": f"{v['replicate']} copies, each sharded over {v['shard']} of {ranks}, {gathered}"
+        if v["replicate"] != 1
+        else f"one copy, sharded over {ranks}, {gathered}",
     }[v["strategy"]]
     return f"{v['strategy']}, {meaning}{_asked(v)}"
 
