@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -100,7 +101,7 @@ def test_a_block_is_trained_to_the_end(place: Path, tmp_path: Path, guide: str, 
     option = next(block[2] for block in BLOCKS if block[:2] == (guide, index))
     common = [f"output.dir={tmp_path}/runs", f"data.cache={place}/cache", "name=block", "data.max_length=128"]
     command = [*arguments(place, guide, index, option, tmp_path), *common, f"parallel.gpus={ranks}", *FAST.split()]
-    done = call(os.environ.get("MANYHANDS_PYTHON", "python3"), "-m", "manyhands", *command)
+    done = call(sys.executable, "-m", "manyhands", *command)
     assert done.returncode == 0, done.stdout
     run = tmp_path / "runs/block"
     assert json.loads((run / "report.json").read_text())["planned"]["world_size"] == ranks
