@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from manyhands.plan.efficiency import measure_efficiency
+from manyhands.plan.efficiency import _sample_steps, measure_efficiency
 from manyhands.plan.search import plan
 from manyhands.plan.types import Plan
 from tests.plan.examples import data_facts, facts, llama_1b, model_facts, run_config
@@ -62,6 +62,11 @@ def test_steps_of_packs_are_laid_out_as_the_run_does() -> None:
     made = plan(run_config(batch__packs=8), facts(llama_1b(), gpus=4, data=data))
     assert made.efficiency is not None and made.efficiency > 0.93
     assert made.layout.micro_tokens == 4096 and not made.layout.accumulates
+    given = data.model_copy(update={"as_given": True})
+    steps = list(_sample_steps(made, given))
+    assert len(steps) > 10 and all((np.diff(samples) == 1).all() for samples in steps), "samples keep their order"
+    kept = plan(run_config(batch__packs=8), facts(llama_1b(), gpus=4, data=given))
+    assert kept.efficiency is not None and kept.efficiency < made.efficiency
 
 
 def test_one_row_a_rank_without_packing_can_only_be_shortened() -> None:

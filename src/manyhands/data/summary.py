@@ -54,6 +54,7 @@ class PreparedData:
     # of the samples that the first epoch begins with, in its order: all of it, or some ten thousands
     first_lengths: tuple[int, ...]
     first_labels: tuple[int, ...]  # loss tokens of the same; filled when batch.loss_tokens is asked
+    as_given: bool  # samples keep their order, also in packs
 
 
 def summarize(config: RunConfig, store: TokenStore) -> PreparedData:
@@ -101,6 +102,7 @@ def summarize(config: RunConfig, store: TokenStore) -> PreparedData:
         left_out=count_left_out(meta["sources"]),
         steps_of_epochs=_steps_of_epochs(config, order) if varies else (),
         sources=tuple((source["num_samples"], source["weight"]) for source in meta["sources"]),
+        as_given=order.as_given,
         first_lengths=tuple(train.lengths[first].tolist()),
         first_labels=tuple(train.num_loss_tokens[first].tolist()) if config.batch.loss_tokens is not None else (),
     )

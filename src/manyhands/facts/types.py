@@ -90,6 +90,7 @@ class DataFacts(Fact):
     # (samples, weight) of each source: an epoch takes the samples of each as often as its weight
     sources: tuple[tuple[int, float], ...] = Field(default_factory=lambda fields: ((fields["num_samples"], 1.0),))
     samples_per_epoch: int = Field(default_factory=lambda fields: fields["num_samples"])  # of the first epoch
+    as_given: bool = False  # samples keep their order, also in packs
 
 
 class GpuFacts(Fact):

@@ -77,9 +77,10 @@ def _sample_steps(plan: Plan, data: DataFacts) -> Iterator[np.ndarray]:
     order = np.arange(num_samples)
     if plan.batch_packs is not None:
         assert plan.batch_pack_tokens is not None
-        order, packs = lay_packs(np.array(data.first_lengths, dtype=np.int64), plan.batch_pack_tokens)
+        max_open = 1 if data.as_given else MAX_OPEN_PACKS  # as data/order.py has it
+        order, packs = lay_packs(np.array(data.first_lengths, dtype=np.int64), plan.batch_pack_tokens, max_open)
         if num_samples < data.samples_per_epoch:
-            packs = packs[: max(1, len(packs) - MAX_OPEN_PACKS)]  # others would still take samples
+            packs = packs[: max(1, len(packs) - max_open)]  # others would still take samples
         bounds = bound_by_packs(packs, plan.batch_packs)
     elif plan.batch_loss_tokens is not None:
         bounds = bound_by_tokens(np.array(data.first_labels, dtype=np.int64), plan.batch_loss_tokens)
