@@ -47,7 +47,8 @@ BLOCKS = (
     ("theworld", 5, "", NO_WARMUP, {}),
     ("theworld", 6, ACCELERATE, (), {"world_size": 4}),
 )
-TRAINED = (("sft-play", 0, 2), ("synth-ai", 0, 2), ("theworld", 2, 2))
+RANKS = {("sft-play", 0): 2, ("sft-play", 1): 2, ("synth-ai", 0): 2, ("theworld", 1): 2, ("theworld", 2): 2}  # else 1
+TRAINED = tuple((guide, index, RANKS.get((guide, index), 1)) for guide, index, *_ in BLOCKS)
 
 
 @cache
@@ -81,6 +82,7 @@ def test_a_block_is_planned(
     expected: dict[str, object],
 ) -> None:  # fmt: skip
     common = [f"output.dir={tmp_path}/runs", f"data.cache={place}/cache", "name=block", "data.max_length=128"]
+    common += ["data.validation_fraction=0.1"]
     command = [*arguments(place, guide, index, option, tmp_path), *common, *overrides, "--dry-run"]
     done = CliRunner().invoke(app, command, catch_exceptions=True)
     assert done.exit_code == 0, f"{done.output}\n{done.exception}"
@@ -100,10 +102,11 @@ def test_the_fft_example_is_refused_with_its_sum_before_model_and_data_are_looke
 def test_a_block_is_trained_to_the_end(place: Path, tmp_path: Path, guide: str, index: int, ranks: int) -> None:
     option = next(block[2] for block in BLOCKS if block[:2] == (guide, index))
     common = [f"output.dir={tmp_path}/runs", f"data.cache={place}/cache", "name=block", "data.max_length=128"]
+    common += ["data.validation_fraction=0.1"]
     command = [*arguments(place, guide, index, option, tmp_path), *common, f"parallel.gpus={ranks}", *FAST.split()]
     done = call(sys.executable, "-m", "manyhands", *command)
     assert done.returncode == 0, done.stdout
     run = tmp_path / "runs/block"
     assert json.loads((run / "report.json").read_text())["planned"]["world_size"] == ranks
     assert (run / "report.md").is_file() and (run / "checkpoints").is_dir()
-    assert (run / "adapter" / "adapter_config.json").is_file()
+    assert (run / "adapter/adapter_config.json").is_file() or (run / "model/config.json").is_file()
