@@ -174,7 +174,7 @@ def test_an_export_goes_into_the_runs_folder(tmp_path):
 @pytest.mark.parametrize("command", ["generate", "export", "tensorboard"])
 def test_a_missing_folder_is_an_error(command, tmp_path):
     result = call(command, tmp_path / "none")
-    assert result.exit_code == EXIT_USAGE and "does not exist" in result.stderr
+    assert result.exit_code == EXIT_USAGE and "there is no such file or folder" in result.stderr
 
 
 def test_tensorboard_is_bound_to_loopback(tmp_path, processes):
@@ -294,6 +294,9 @@ def test_ctrl_c_ends_the_process_that_was_started(tmp_path):
     program = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
         "import os; os.environ['PYTHONPATH'] += ':' + sys.path[0]\n"
+        "from subprocess import Popen\n"
+        "wait = Popen.wait\n"
+        "Popen.wait = lambda self, timeout=None: (print('waiting', flush=True), wait(self, timeout))[1]\n"
         "from manyhands.cli import process, main\n"
         "run = process.run_module\n"
         "process.run_module = lambda module, arguments: run('sleeper', [])\n"
@@ -301,7 +304,7 @@ def test_ctrl_c_ends_the_process_that_was_started(tmp_path):
         "main.main()\n"
     )
     with start_process("-c", program, start_new_session=True) as child:
-        assert child.stdout.readline() == "up\n"
+        assert {child.stdout.readline(), child.stdout.readline()} == {"up\n", "waiting\n"}
         os.killpg(child.pid, signal.SIGINT)
         _, stderr = child.communicate(timeout=30)
     assert child.returncode == EXIT_INTERRUPTED and stderr.endswith("interrupted\n")

@@ -224,7 +224,7 @@ def test_a_turn_of_weight_0_is_not_trained_and_need_not_be_found() -> None:
         ([*TURN, TWO[2], TWO[3] | {"train": False}], "last", "no loss token"),
         (TURN[:1], "assistant", "no assistant message"),
         ([TURN[0] | {"weight": 2}, TURN[1]], "assistant", "only assistant turns are trained"),
-        ([TURN[0] | {"train": False}, TURN[1]], "all", "all tokens trained"),
+        ([TURN[0] | {"train": False}, TURN[1]], "all", "every message has weight 1"),
         ([TURN[0], TURN[1] | {"train": True, "weight": 0}], "assistant", "contradict"),
         ([TURN[0], TURN[1] | {"weight": 1e39}], "assistant", "larger than"),
     ],

@@ -81,7 +81,7 @@ def test_a_native_file_is_not_imported(tmp_path: Path) -> None:
     native = tmp_path / "run.yaml"
     native.write_text("model: {name: org/model}\ndata: {train: x.jsonl}\n")
     done = call("import", native)
-    assert done.exit_code == 2 and "a run file of manyhands already" in done.output
+    assert done.exit_code == 2 and "this is already a run file of manyhands" in done.output
 
 
 def test_strict_refuses_a_substitution(tmp_path: Path) -> None:

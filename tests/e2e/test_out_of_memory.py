@@ -52,7 +52,7 @@ def test_the_run_goes_on_with_smaller_micro_batches_and_the_same_batches(
     check_smaller([first, second])
     assert ended.output.count("out of memory in stage 'train' at step 3") == 1, ended.output
     said = (
-        f"plan 2: {second.layout.micro_tokens:,} tokens a micro-batch instead of "
+        f"plan 2: {second.layout.micro_tokens:,} tokens per micro-batch instead of "
         f"{first.layout.micro_tokens:,}, the same global batch"
     )
     assert ended.output.count(said) == 1 and "restarting from step 2" in ended.output and "error" not in ended.output

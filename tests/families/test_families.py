@@ -28,6 +28,18 @@ EXEMPT = {
     "demo/model.py": "the demo's model",
     "facts/hub.py": "the demo's model",
     "cli/init.py": "the demo's model",
+    "cli/import_file.py": "LLaMA-Factory is a tool",
+    **dict.fromkeys(
+        (
+            f"config/dialects/{name}.py"
+            for name in (
+                *("axolotl_data", "axolotl_keys", "axolotl_templates", "llamafactory", "llamafactory_data"),
+                *("llamafactory_keys", "llamafactory_method", "llamafactory_templates", "llamafactory_v1"),
+                *("theworld", "transformers"),
+            )
+        ),
+        "keys and chat formats of another tool, and its name",
+    ),
 }
 
 

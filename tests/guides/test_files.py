@@ -46,11 +46,11 @@ def test_make_takes_accelerates_and_deepspeeds_files(place: Path) -> None:
     """Both shard the run; that DeepSpeed's engine is not there is said."""
     run = (f"CONFIG={place}/run.yaml", f"ARGS=--dry-run parallel.gpus=2 {' '.join(outputs(place, 'settings'))}")
     by_accelerate = call("make", "train-distributed", *run, "ACCELERATE_CONFIG=configs/accelerate/multi_gpu_fsdp.yaml")
-    assert by_accelerate.returncode == 0 and "fsdp, shards over 2 processes" in by_accelerate.stdout, (
+    assert by_accelerate.returncode == 0 and "fsdp, sharded over 2 processes" in by_accelerate.stdout, (
         by_accelerate.stdout
     )
     by_deepspeed = call("make", "train-distributed", *run, "DEEPSPEED_CONFIG=configs/deepspeed_custom.json")
-    assert by_deepspeed.returncode == 0 and "fsdp, shards over 2 processes" in by_deepspeed.stdout, by_deepspeed.stdout
+    assert by_deepspeed.returncode == 0 and "fsdp, sharded over 2 processes" in by_deepspeed.stdout, by_deepspeed.stdout
     assert "there is no DeepSpeed engine yet" in by_deepspeed.stdout
 
 

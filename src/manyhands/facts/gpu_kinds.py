@@ -14,9 +14,10 @@ from importlib.resources import files
 from typing import Any
 
 from manyhands.core.errors import UserError
+from manyhands.core.limits import GIB
 from manyhands.facts.types import GpuFacts, GpuKind, HostFacts
 
-MIB, GIB = 2**20, 2**30
+MIB = 2**20
 MAX_GPUS = 4096  # of a plan: more is a slip of the finger
 EXAMPLES = "8xH200, 2x4xH100-80GB (2 machines of 4), H100-4x or MI300X"
 
