@@ -47,7 +47,14 @@ BLOCKS = (
     ("theworld", 5, "", NO_WARMUP, {}),
     ("theworld", 6, ACCELERATE, (), {"world_size": 4}),
 )
-RANKS = {("sft-play", 0): 2, ("sft-play", 1): 2, ("synth-ai", 0): 2, ("theworld", 1): 2, ("theworld", 2): 2}  # else 1
+RANKS = {
+    ("sft-play", 0): 2,
+    ("synth-ai", 2): 4,
+    ("sft-play", 1): 2,
+    ("synth-ai", 0): 2,
+    ("theworld", 1): 2,
+    ("theworld", 2): 2,
+}  # else 1
 TRAINED = tuple((guide, index, RANKS.get((guide, index), 1)) for guide, index, *_ in BLOCKS)
 
 
