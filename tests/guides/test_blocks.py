@@ -89,7 +89,7 @@ def test_a_block_is_planned(
     expected: dict[str, object],
 ) -> None:  # fmt: skip
     common = [f"output.dir={tmp_path}/runs", f"data.cache={place}/cache", "name=block", "data.max_length=128"]
-    common += ["data.validation_fraction=0.1"]
+    common += ["data.validation_fraction=0.1", *(key for key in overrides if not key.startswith("parallel.gpus"))]
     command = [*arguments(place, guide, index, option, tmp_path), *common, *overrides, "--dry-run"]
     done = CliRunner().invoke(app, command, catch_exceptions=True)
     assert done.exit_code == 0, f"{done.output}\n{done.exception}"
@@ -107,9 +107,9 @@ def test_the_fft_example_is_refused_with_its_sum_before_model_and_data_are_looke
 @pytest.mark.slow
 @pytest.mark.parametrize(("guide", "index", "ranks"), TRAINED, ids=[block[0] for block in TRAINED])
 def test_a_block_is_trained_to_the_end(place: Path, tmp_path: Path, guide: str, index: int, ranks: int) -> None:
-    option = next(block[2] for block in BLOCKS if block[:2] == (guide, index))
+    option, overrides = next(block[2:4] for block in BLOCKS if block[:2] == (guide, index))
     common = [f"output.dir={tmp_path}/runs", f"data.cache={place}/cache", "name=block", "data.max_length=128"]
-    common += ["data.validation_fraction=0.1"]
+    common += ["data.validation_fraction=0.1", *(key for key in overrides if not key.startswith("parallel.gpus"))]
     command = [*arguments(place, guide, index, option, tmp_path), *common, f"parallel.gpus={ranks}", *FAST.split()]
     done = call(sys.executable, "-m", "manyhands", *command)
     assert done.returncode == 0, done.stdout
