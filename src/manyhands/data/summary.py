@@ -174,7 +174,7 @@ class Outcome:
         "num_rows_with_placeholders",
         "num_too_long",
         "num_too_short",
-    )  # what stands in the store's description
+    )  # what the store's description holds
 
     def to_meta(self) -> dict[str, Any]:
         """What a store remembers of it, once there are no faults."""

@@ -156,7 +156,7 @@ class HostFacts(Fact):
     num_nodes: int = 1  # machines like this one; more than one only where a plan is asked for GPUs that are not here
     is_here: bool = True  # else this machine was only described (``--gpus 8xH200``)
     kind: GpuKind | None = None  # of all GPUs, where it is a known one
-    unusable_gpus: UnusableGpus | None = None  # set only where ``gpus`` is empty for no wish of the user's
+    unusable_gpus: UnusableGpus | None = None  # set only if ``gpus`` is empty although the user did not ask for it
 
 
 class NewTokens(Fact):

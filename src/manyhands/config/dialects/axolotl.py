@@ -14,7 +14,7 @@ from manyhands.config.dialects import axolotl_keys as keys
 from manyhands.config.dialects.axolotl_data import map_data
 from manyhands.config.dialects.axolotl_model import map_method, map_model
 from manyhands.config.dialects.axolotl_parallel import count_mesh, map_precision, map_sharding
-from manyhands.config.dialects.transformers import OPTIMIZERS
+from manyhands.config.dialects.transformers import OPTIMIZERS, choose_optimizer
 from manyhands.config.dialects.translation import UNKNOWN_GPUS, Translator, clean_name
 from manyhands.config.keys import show
 
@@ -137,14 +137,7 @@ def _map_optimizer(t: Translator) -> None:
             t.map(key, f"optimizer.{native}", number, why)
     if t.number("weight_decay") and not t.has("adapter"):
         t.map("weight_decay", "optimizer.decay_embeddings", True)
-    asked = t.get("optimizer", "adamw_torch_fused")
-    ours, note = _OPTIMIZERS.get(str(asked), ("", ""))
-    if not ours:
-        t.refuse("optimizer", f"{show(asked)} is not available: write one of {', '.join(_OPTIMIZERS)}")
-    elif note:
-        t.substitute("optimizer", {"optimizer.name": ours}, note)
-    else:
-        t.map("optimizer", "optimizer.name", ours)
+    choose_optimizer(t, "optimizer", _OPTIMIZERS, "adamw_torch_fused")
     t.carry("optimizer.name", "adamw", "Axolotl's default")
     ratio, rate = t.number("loraplus_lr_ratio"), t.number("learning_rate")
     if ratio and rate:

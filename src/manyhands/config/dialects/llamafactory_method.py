@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from manyhands.config.dialects import llamafactory_keys as keys
+from manyhands.config.dialects import transformers as hf
 from manyhands.config.dialects.translation import Translator
 from manyhands.config.keys import show
 
@@ -13,14 +14,7 @@ def map_model(t: Translator) -> None:
     if not t.has("model_name_or_path"):
         t.refuse("model_name_or_path", "it is missing: write a hub name or a folder")
     t.map("model_name_or_path", "model.name")
-    if t.get("model_revision") == "main":
-        t.already("model_revision")
-    else:
-        t.map("model_revision", "model.revision")
-    if t.flag("trust_remote_code"):
-        t.map("trust_remote_code", "model.trust_remote_code", True)
-    else:
-        t.already("trust_remote_code")
+    hf.map_revision(t)
     if t.flag("train_from_scratch"):
         t.map("train_from_scratch", "model.init", "random")
     else:

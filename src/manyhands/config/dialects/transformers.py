@@ -94,6 +94,30 @@ def map_bystanders(t: Translator) -> None:
            "checkpoint; to begin from trained weights name their folder as the model")  # fmt: skip
 
 
+def choose_optimizer(t: Translator, key: str, known: Mapping[str, tuple[str, str]], default: str = "") -> None:
+    """``optimizer.name`` from a tool's name of it. ``known``: our name, and what is said where it is not the same."""
+    asked = t.get(key, default)
+    ours, note = known.get(str(asked), ("", ""))
+    if not ours:
+        t.refuse(key, f"{show(asked)} is not available: write one of {', '.join(known)}")
+    elif note:
+        t.substitute(key, {"optimizer.name": ours}, note)
+    else:
+        t.map(key, "optimizer.name", ours)
+
+
+def map_revision(t: Translator) -> None:
+    """``model_revision``, whose default is the main branch, and ``trust_remote_code``."""
+    if t.get("model_revision") == "main":
+        t.already("model_revision")
+    else:
+        t.map("model_revision", "model.revision")
+    if t.flag("trust_remote_code"):
+        t.map("trust_remote_code", "model.trust_remote_code", True)
+    else:
+        t.already("trust_remote_code")
+
+
 def map_optimizer(t: Translator) -> None:
     """Learning rate, AdamW's constants, decay, clipping, which optimizer."""
     for key, native in (
@@ -107,15 +131,8 @@ def map_optimizer(t: Translator) -> None:
         number = t.number(key)
         if number is not None:
             t.map(key, f"optimizer.{native}", number)
-    asked = t.get("optim")
-    if asked is not None:
-        ours, note = OPTIMIZERS.get(str(asked), ("", ""))
-        if not ours:
-            t.refuse("optim", f"{show(asked)} is not available: write one of {', '.join(OPTIMIZERS)}")
-        elif note:
-            t.substitute("optim", {"optimizer.name": ours}, note)
-        else:
-            t.map("optim", "optimizer.name", ours)
+    if t.has("optim"):
+        choose_optimizer(t, "optim", OPTIMIZERS)
     if t.number("weight_decay"):
         t.carry("optimizer.decay_embeddings", True, "transformers decays embeddings too")
     for key in ("optim_args", "optim_target_modules"):

@@ -74,12 +74,7 @@ def translate(t: Translator) -> None:
 
 def _map_model(t: Translator) -> None:
     t.map("model_name_or_path", "model.name")
-    if t.get("model_revision") == "main":
-        t.already("model_revision")
-    else:
-        t.map("model_revision", "model.revision")
-    if t.flag("trust_remote_code"):
-        t.map("trust_remote_code", "model.trust_remote_code", True)
+    hf.map_revision(t)
     for key in ("torch_dtype", "dtype"):
         asked = str(t.get(key, "auto")).removeprefix("torch.")
         if asked in ("bfloat16", "float32"):
