@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from manyhands.bench.rows import BY_NAME, BenchRow, mix_lengths, new_run, say
+from manyhands.bench.rows import BY_NAME, MIXES, BenchRow, mix_lengths, new_run, say
 from manyhands.bench.shapes import write_model_folder, write_rows
 from manyhands.bench.summary import dtypes, lease, memory, rates, watch
 from manyhands.config.load import config_from_mapping
@@ -42,6 +42,8 @@ from manyhands.train.types import Hook, StepResult, TrainState
 from manyhands.worker import stages
 from manyhands.worker.batches import iterate_steps
 from manyhands.worker.context import RankContext
+
+MAX_TOKENS = 2**21  # of samples of one length: so many take a second to prepare
 
 
 def make_config(folder: Path, row: BenchRow, world_size: int, num_steps: int, overrides: list[str]) -> RunConfig:
@@ -88,12 +90,30 @@ class Timings(Hook):
         self.results.append(result)
 
 
+class Observer(Hook):
+    """What a measurement may add; this one adds nothing."""
+
+    def before_first_step(self, rank: RankContext) -> None:
+        """The model is built and checked."""
+
+    def summarise(self, rank: RankContext, loop: Loop, results: list[StepResult]) -> dict[str, Any]:
+        """Fields of the raw row, after the last timed step. Called on every rank; the first one's are kept."""
+        return {}
+
+
 def main() -> None:
     options = parse()
     row = BY_NAME[options.row]
     row = replace(
         row, shape=options.shape or row.shape, length=options.length or row.length, rows=options.rows or row.rows
     )
+    run(options, row)
+
+
+def run(options: argparse.Namespace, row: BenchRow, observe: Observer | None = None) -> None:
+    """Measures ``row`` on the processes that call this. ``observe`` sees the run at its stages, and adds to its result
+    on every rank.
+    """
     launcher = detect_launcher()
     rank = RankContext()
     rank.config, rank.plan = prepare(options, row, launcher.rank, launcher.world_size)
@@ -112,6 +132,8 @@ def main() -> None:
     stages.build_model(rank)
     stages.check_model(rank)
     built_s = time.monotonic() - start
+    observe = observe or Observer()
+    observe.before_first_step(rank)
     timings = Timings()
     rank.loss_model.train()
     loop = Loop(
@@ -125,10 +147,11 @@ def main() -> None:
         seed=0,
         rank=launcher.rank,
         device=device,
-        hooks=[timings],
+        hooks=[timings, observe],
     )
     train(loop)
     result = summarise(rank, row, options, timings.results, built_s) if rank.is_first else {}
+    result |= observe.summarise(rank, loop, timings.results)
     with watch(rank.model, result) if rank.is_first else contextlib.nullcontext():
         more_steps(rank, loop, 1)
     if rank.is_first:
@@ -236,8 +259,9 @@ def row_lengths(row: BenchRow, file: Path | None, world_size: int) -> list[int]:
     if file is not None:
         return [int(length) for length in json.loads(file.read_text())]
     if row.data == "full":
-        return [row.length] * max(64, row.rows * world_size)
-    return [min(length, row.length) for length in mix_lengths(2048)]
+        num_samples = max(64, row.rows * world_size)
+        return [row.length] * min(num_samples, max(row.rows * world_size, MAX_TOKENS // row.length))
+    return [min(length, row.length) for length in mix_lengths(2048, **MIXES[row.data])]
 
 
 def summarise(

@@ -32,7 +32,7 @@ class BenchRow:
     recorded: dict[int, tuple[int, float]] = field(default_factory=dict)
     rows: int = 2
     length: int = 4096
-    data: Literal["full", "mix"] = "full"
+    data: Literal["full", "mix", "chats", "long"] = "full"  # samples of one length, or a mix of ``MIXES``
     keys: dict[str, Any] = field(default_factory=dict)
 
 
@@ -65,12 +65,29 @@ TABLE = (
 BY_NAME = {row.name: row for row in TABLE}
 
 
-def mix_lengths(num_samples: int, seed: int = 5) -> list[int]:
+# Long-tailed mixes by mean and deviation of the logarithm, and bounds: instruction data, short chats, documents.
+MIXES: dict[str, dict[str, float]] = {
+    "mix": {"mean": 6.0, "deviation": 1.0, "shortest": 64, "longest": 4096},
+    "chats": {"mean": 5.2, "deviation": 0.5, "shortest": 32, "longest": 1024},
+    "long": {"mean": 8.0, "deviation": 0.9, "shortest": 256, "longest": 16384},
+}
+
+
+def mix_lengths(
+    num_samples: int,
+    seed: int = 5,
+    *,
+    mean: float = 6.0,
+    deviation: float = 1.0,
+    shortest: float = 64,
+    longest: float = 4096,
+) -> list[int]:
     """A long-tailed mix: log-normal around 400 tokens, cut to 64 .. 4,096, as instruction data has it."""
     import random
 
     choose = random.Random(seed)
-    return [min(4096, max(64, round(choose.lognormvariate(6.0, 1.0)))) for _ in range(num_samples)]
+    drawn = (choose.lognormvariate(mean, deviation) for _ in range(num_samples))
+    return [int(min(longest, max(shortest, round(length)))) for length in drawn]
 
 
 def new_run() -> str:
@@ -102,17 +119,22 @@ def say(row: dict[str, Any], path: Path | None, prefix: str = "") -> None:
 
 
 def start_processes(
-    module: str, arguments: list[str], world_size: int, limit_s: float
+    module: str,
+    arguments: list[str],
+    world_size: int,
+    limit_s: float,
+    variables: dict[str, str] | None = None,
 ) -> tuple[str, dict[str, Any] | None]:
     """All that one process group wrote, and its result, if there is one. One that takes longer than ``limit_s`` is
-    ended.
+    ended. ``variables`` are added to its environment.
     """
     launcher = (
         ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"] if world_size > 1 else []
     )
     command = [sys.executable, *launcher, "-m", module, *arguments]
     environment = os.environ | {
-        "PYTORCH_CUDA_ALLOC_CONF": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+        "PYTORCH_CUDA_ALLOC_CONF": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),
+        **(variables or {}),
     }
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True

@@ -14,6 +14,11 @@ _LLAMA: dict[str, Any] = dict(
     num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072, rms_norm_eps=1e-5
 )
 
+_QWEN3: dict[str, Any] = dict(
+    num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=40960, rms_norm_eps=1e-6
+)
+_GEMMA3: dict[str, Any] = dict(vocab_size=262208, max_position_embeddings=131072, sliding_window=1024)
+
 # name: (model_type, fields of its config). gemma27b is the text model of google/gemma-3-27b-it.
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "tiny": (
@@ -135,6 +140,206 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             max_position_embeddings=32768,
             sliding_window=None,
             rms_norm_eps=1e-5,
+        ),
+    ),
+    "smollm135m": (
+        "llama",
+        dict(
+            hidden_size=576,
+            intermediate_size=1536,
+            num_attention_heads=9,
+            num_key_value_heads=3,
+            num_hidden_layers=30,
+            vocab_size=49152,
+            max_position_embeddings=8192,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "smollm360m": (
+        "llama",
+        dict(
+            hidden_size=960,
+            intermediate_size=2560,
+            num_attention_heads=15,
+            num_key_value_heads=5,
+            num_hidden_layers=32,
+            vocab_size=49152,
+            max_position_embeddings=8192,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "llama3b": (
+        "llama",
+        _LLAMA
+        | dict(
+            hidden_size=3072,
+            intermediate_size=8192,
+            num_attention_heads=24,
+            head_dim=128,
+            num_hidden_layers=28,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "qwen06b": (
+        "qwen3",
+        _QWEN3
+        | dict(
+            hidden_size=1024,
+            intermediate_size=3072,
+            num_attention_heads=16,
+            num_hidden_layers=28,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "qwen4b": (
+        "qwen3",
+        _QWEN3
+        | dict(
+            hidden_size=2560,
+            intermediate_size=9728,
+            num_attention_heads=32,
+            num_hidden_layers=36,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "qwen2-1.5b": (
+        "qwen2",
+        dict(
+            hidden_size=1536,
+            intermediate_size=8960,
+            num_attention_heads=12,
+            num_key_value_heads=2,
+            num_hidden_layers=28,
+            vocab_size=151936,
+            max_position_embeddings=32768,
+            rms_norm_eps=1e-6,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "qwen2-7b": (
+        "qwen2",
+        dict(
+            hidden_size=3584,
+            intermediate_size=18944,
+            num_attention_heads=28,
+            num_key_value_heads=4,
+            num_hidden_layers=28,
+            vocab_size=152064,
+            max_position_embeddings=32768,
+            rms_norm_eps=1e-6,
+        ),
+    ),
+    "qwen2-72b": (
+        "qwen2",
+        dict(
+            hidden_size=8192,
+            intermediate_size=29568,
+            num_attention_heads=64,
+            num_key_value_heads=8,
+            num_hidden_layers=80,
+            vocab_size=152064,
+            max_position_embeddings=32768,
+            rms_norm_eps=1e-6,
+        ),
+    ),
+    "gemma4b": (
+        "gemma3_text",
+        _GEMMA3
+        | dict(
+            hidden_size=2560,
+            intermediate_size=10240,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            head_dim=256,
+            num_hidden_layers=34,
+            query_pre_attn_scalar=256,
+        ),
+    ),
+    "gemma12b": (
+        "gemma3_text",
+        _GEMMA3
+        | dict(
+            hidden_size=3840,
+            intermediate_size=15360,
+            num_attention_heads=16,
+            num_key_value_heads=8,
+            head_dim=256,
+            num_hidden_layers=48,
+            query_pre_attn_scalar=256,
+        ),
+    ),
+    "mistral24b": (
+        "mistral",
+        dict(
+            hidden_size=5120,
+            intermediate_size=32768,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            head_dim=128,
+            num_hidden_layers=40,
+            vocab_size=131072,
+            max_position_embeddings=32768,
+            sliding_window=None,
+            rms_norm_eps=1e-5,
+        ),
+    ),
+    "olmo2-7b": (
+        "olmo2",
+        dict(
+            hidden_size=4096,
+            intermediate_size=11008,
+            num_attention_heads=32,
+            num_key_value_heads=32,
+            num_hidden_layers=32,
+            vocab_size=100352,
+            max_position_embeddings=4096,
+            rms_norm_eps=1e-6,
+            pad_token_id=0,
+        ),
+    ),
+    "granite8b": (
+        "granite",
+        dict(
+            hidden_size=4096,
+            intermediate_size=12800,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            num_hidden_layers=40,
+            vocab_size=49155,
+            max_position_embeddings=131072,
+            rms_norm_eps=1e-5,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "smollm3-3b": (
+        "smollm3",
+        dict(
+            hidden_size=2048,
+            intermediate_size=11008,
+            num_attention_heads=16,
+            num_key_value_heads=4,
+            num_hidden_layers=36,
+            vocab_size=128256,
+            max_position_embeddings=65536,
+            rms_norm_eps=1e-6,
+            tie_word_embeddings=True,
+            pad_token_id=0,
+        ),
+    ),
+    "glm9b": (
+        "glm4",
+        dict(
+            hidden_size=4096,
+            intermediate_size=13696,
+            num_attention_heads=32,
+            num_key_value_heads=2,
+            head_dim=128,
+            num_hidden_layers=40,
+            vocab_size=151552,
+            max_position_embeddings=32768,
+            rms_norm_eps=1e-5,
+            attention_bias=True,
+            pad_token_id=0,
         ),
     ),
 }

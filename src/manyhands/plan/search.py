@@ -146,6 +146,12 @@ def _choose(
     return candidates, lighter
 
 
+def base_input(config: RunConfig, facts: Facts) -> EstimateInput:
+    """What the estimates of all candidates share; the layout is a copy on each rank, without micro-batches."""
+    config, _ = settle(config, facts)
+    return _base_input(config, facts, decide(config, facts))
+
+
 def _base_input(config: RunConfig, facts: Facts, made: Decisions) -> EstimateInput:
     """What all candidates share; the layout is a copy on each rank, without micro-batches."""
     converters = _converters(config, facts, made)

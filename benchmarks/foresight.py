@@ -1,0 +1,180 @@
+"""The plan's memory and time beside what runs take: cases measured on this machine, one row each.
+
+    python -m benchmarks.foresight measure --output rows.jsonl --budget 540 [--have FILE ...]   # as many as fit in time
+    python -m benchmarks.foresight list
+
+Every case is a process group of its own with a time limit, so that one that hangs or runs out of memory costs itself;
+its row is appended as it comes. Cases that a file of ``--have`` or the output holds are not measured again. The cases
+of most GPUs come first; those of fewer then run side by side on GPUs of their own, and their rows say how many ran
+beside them (``beside``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.foresight_cases import BY_NAME, CASES, TRIALS, Case
+from manyhands.bench.rows import append, count_gpus, new_run, read, start_processes
+from manyhands.facts.host import read_host_facts
+
+LIMIT_S = 200  # of one case
+END_S = 8  # left for the processes of a case to end
+
+
+def main() -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    options = parse()
+    if options.command == "list":
+        for case in CASES:
+            print(f"{'held out' if case.is_held_out else 'fitted':9} {case.gpus} GPU(s)  {case.name}")
+        return 0
+    return Schedule(options).run()
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("list", help="the cases")
+    measure = commands.add_parser("measure", help="measure cases on this machine")
+    measure.add_argument("--output", type=Path, required=True, help="JSONL file to append the rows to")
+    measure.add_argument("--have", type=Path, nargs="*", default=[], help="files whose cases are not measured again")
+    measure.add_argument("--budget", type=float, default=540, help="seconds in which all has ended")
+    measure.add_argument("--gpus", type=int, help="use at most so many GPUs; 0 tries the command on a CPU")
+    measure.add_argument("--only", type=int, nargs="+", help="cases of these numbers of GPUs alone")
+    measure.add_argument("--case", nargs="+", choices=sorted(BY_NAME), metavar="CASE", help="these cases alone")
+    measure.add_argument("--alone", action="store_true", help="never two cases side by side")
+    return parser.parse_args()
+
+
+class Schedule:
+    """Gives free GPUs to cases until the time is over."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.begin, self.run_name = options, time.monotonic(), new_run()
+        on_cpu = options.gpus == 0
+        num_gpus = count_gpus() if options.gpus is None else options.gpus
+        gib = min((gpu.memory_bytes / 2**30 for gpu in read_host_facts().gpus), default=0.0)
+        self.free = list(range(num_gpus)) or [0, 0]  # on a CPU: no GPU, two processes
+        self.on_cpu = on_cpu or num_gpus == 0
+        self.lock, self.changed = threading.Lock(), threading.Condition()
+        self.running = 0
+        self.failed: list[str] = []
+        done = {
+            row["case"]
+            for file in [*options.have, options.output]
+            for row in read(file)
+            if "case" in row and "failure" not in row
+        }
+        asked = [BY_NAME[name] for name in options.case or []]
+        cases = asked or (list(TRIALS) if self.on_cpu else list(CASES))
+        self.pending = sorted(
+            (
+                case
+                for case in cases
+                if case.name not in done
+                and case.gpus <= len(self.free)
+                and (self.on_cpu or case.gib <= gib)
+                and (not options.only or case.gpus in options.only)
+            ),
+            key=lambda case: -case.gpus,
+        )
+
+    def left_s(self) -> float:
+        return float(self.options.budget) - (time.monotonic() - self.begin)
+
+    def run(self) -> int:
+        threads = []
+        with self.changed:
+            while True:
+                case = self.next_case()
+                if case is not None:
+                    gpus = [self.free.pop(0) for _ in range(case.gpus)]
+                    self.pending.remove(case)
+                    self.running += 1
+                    threads.append(threading.Thread(target=self.measure, args=(case, gpus), daemon=True))
+                    threads[-1].start()
+                elif self.running:
+                    self.changed.wait(timeout=5)
+                else:
+                    break
+        for thread in threads:
+            thread.join()
+        for case in self.pending:
+            print(f"not begun: {case.name}", flush=True)
+        return 1 if self.failed else 0
+
+    def next_case(self) -> Case | None:
+        """The first that fits into the free GPUs and the time; None: wait, or end."""
+        if self.options.alone and self.running:
+            return None
+        room, left = len(self.free), self.left_s()
+        fitting = (case for case in self.pending if case.gpus <= room and case.cost_s <= left)
+        found = next(fitting, None)
+        # GPUs are kept free for larger cases as long as there are any that still fit in time
+        larger = any(case.gpus > room and case.cost_s <= left for case in self.pending)
+        return None if found is not None and larger and self.running and found.gpus < self.pending[0].gpus else found
+
+    def measure(self, case: Case, gpus: list[int]) -> None:
+        start = time.monotonic()
+        beside = self.running - 1
+        print(f"{start - self.begin:5.0f} s  {case.name}: begins on {gpus}", flush=True)
+        visible = {} if self.on_cpu else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, visible_gpus(gpus)))}
+        found, reason = None, "no time was left"
+        if (limit := min(LIMIT_S, self.left_s() - END_S)) > 0:
+            output, found = start_processes(
+                "benchmarks.foresight_case",
+                ["--case", case.name],
+                case.gpus,
+                limit,
+                visible | {"FORESIGHT_BESIDE": str(beside)},
+            )
+            reason = failure_of(output)
+            if found is None:
+                log = self.options.output.with_name(f"failed-{sorted(BY_NAME).index(case.name)}.log")
+                log.write_text(f"{case.name}\n{output[-20_000:]}")
+        seconds = round(time.monotonic() - start)
+        row: dict[str, Any] = found or {"case": case.name, "gpus": case.gpus, "failure": reason}
+        with self.lock:
+            append(self.options.output, row | {"run": self.run_name, "seconds": seconds})
+        print(
+            f"{time.monotonic() - self.begin:5.0f} s  {case.name}: {describe(found, reason)}, {seconds} s", flush=True
+        )
+        with self.changed:
+            self.free = sorted(self.free + gpus)
+            self.running -= 1
+            self.failed += [] if found else [case.name]
+            self.changed.notify_all()
+
+
+def visible_gpus(indices: list[int]) -> list[str]:
+    """What CUDA_VISIBLE_DEVICES names at these places, where it is set."""
+    named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return [named[index] if named else str(index) for index in indices]
+
+
+def failure_of(output: str) -> str:
+    lines = [line for line in output.strip().splitlines() if line.strip()]
+    telling = [line for line in lines if "Error" in line or "error:" in line or "refused" in line]
+    return (telling or lines or ["it wrote nothing"])[-1][:300]
+
+
+def describe(found: dict[str, Any] | None, reason: str) -> str:
+    if found is None:
+        return f"no result: {reason}"
+    held = found["peak_reserved_gib"] and round(found["peak_reserved_gib"] + (found["outside_gib"] or 0), 2)
+    planned_s = found.get("planned_step_s")
+    return (
+        f"{held} GiB held, {found['planned_gib']} planned; {found['step_s']} s a step, "
+        f"{planned_s and round(planned_s, 4)} planned"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

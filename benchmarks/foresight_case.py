@@ -1,0 +1,180 @@
+"""One case of ``benchmarks.foresight``, on the processes that start this module: what was planned beside what it took.
+
+    python -m benchmarks.foresight_case --case NAME
+    torchrun --nproc_per_node=2 -m benchmarks.foresight_case --case NAME
+
+The raw row of ``manyhands.bench.case``, and with it all that the estimates are functions of (``input``, ``work``), so
+that a later version of them can be compared with the same run, and on each rank: bytes allocated and reserved by stage,
+context, and the seconds of kernels by kind in one more step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.foresight_cases import BY_NAME, Case
+from manyhands.bench.case import Observer, find_facts, folder_of, more_steps, outside_allocator_gib, run
+from manyhands.bench.rows import new_run
+from manyhands.plan.efficiency import lay_out_step
+from manyhands.plan.search import base_input
+from manyhands.plan.types import Plan
+from manyhands.train.loop import Loop
+from manyhands.train.types import StepResult, TrainState
+from manyhands.worker.context import RankContext
+
+GIB = 2**30
+# Kinds of kernels by their names, the first that fits. What fits none is elementwise work.
+KINDS = (
+    ("communication", re.compile(r"nccl", re.IGNORECASE)),
+    ("attention", re.compile(r"flash|fmha|sdpa|attention|attn", re.IGNORECASE)),
+    ("matmul", re.compile(r"nvjet|gemm|cutlass|cublas|wgmma|splitk|_mm_|matmul", re.IGNORECASE)),
+    ("optimizer", re.compile(r"multi_tensor|adam|foreach|kOptimizer|lp_norm", re.IGNORECASE)),
+    ("dequantize", re.compile(r"nf4|dequant", re.IGNORECASE)),
+    ("copy", re.compile(r"memcpy|memset", re.IGNORECASE)),
+)
+NUM_KERNELS = 24  # the slowest, by name
+
+
+class Watched(Observer):
+    """Memory by stage on every rank, and what the estimates are functions of."""
+
+    def __init__(self, case: Case, options: argparse.Namespace) -> None:
+        self.case, self.options = case, options
+        self.stages: dict[str, Any] = {}
+
+    def before_first_step(self, rank: RankContext) -> None:
+        self.stages["built"] = memory_now()
+
+    def after_step(self, state: TrainState, result: StepResult) -> None:
+        if state.step == 1:
+            self.stages["first_step"] = memory_now()
+
+    def summarise(self, rank: RankContext, loop: Loop, results: list[StepResult]) -> dict[str, Any]:
+        self.stages["last_step"] = memory_now()
+        if rank.world.device.type == "cuda":
+            self.stages["outside_gib"] = round(outside_allocator_gib(rank.world.device), 3)
+        every: list[Any] = [None] * rank.world.world_size
+        dist.all_gather_object(every, self.stages)
+        work = [work_of_step(rank, step) for step in range(len(results))]
+        plan = rank.plan
+        profiled = profile_step(lambda: more_steps(rank, loop, 1), rank.is_first)
+        if not rank.is_first:
+            return {}
+        return {
+            "case": self.case.name,
+            "held_out": self.case.is_held_out,
+            "beside": int(os.environ.get("FORESIGHT_BESIDE", "0")),
+            "ranks": every,
+            "terms_gib": {name: round(size / GIB, 4) for name, size in plan.memory.terms.items()},
+            "planned_step_s": plan.step_s,
+            "work": work if any(step != work[0] for step in work) else work[:1],
+            "input": input_of(self.options, self.case, plan),
+            **profiled,
+        }
+
+
+def memory_now() -> dict[str, float]:
+    """GiB, of this process: allocated and reserved now and at most, and the most that was asked for at once."""
+    if not torch.cuda.is_available():
+        return {}
+    stats = torch.cuda.memory_stats()
+    names = {
+        "allocated": "allocated_bytes.all.current",
+        "peak_allocated": "allocated_bytes.all.peak",
+        "reserved": "reserved_bytes.all.current",
+        "peak_reserved": "reserved_bytes.all.peak",
+        "peak_requested": "requested_bytes.all.peak",
+    }
+    found = {name: round(stats.get(key, 0) / GIB, 4) for name, key in names.items()}
+    return found | {"retries": stats.get("num_alloc_retries", 0)}
+
+
+def work_of_step(rank: RankContext, step: int) -> list[list[list[int]]]:
+    """Lengths of the samples, ``[micro-batch][rank][sample]``; equal ones once, with their number before them."""
+    samples = rank.order.samples(*divmod(step, rank.plan.steps_per_epoch))
+    lengths = rank.store.train.lengths
+    layout = lay_out_step(rank.plan, samples, lengths)
+    return [[shorten([int(length) for length in lengths[part]]) for part in micro] for micro in layout.micro_batches]
+
+
+def shorten(lengths: list[int]) -> list[int]:
+    """``[-3, 512]`` for three samples of 512 tokens."""
+    return [-len(lengths), lengths[0]] if len(lengths) > 2 and len(set(lengths)) == 1 else lengths
+
+
+def profile_step(step: Callable[[], None], is_first: bool) -> dict[str, Any]:
+    """Milliseconds of kernels by kind in one step, and the slowest ones by name: (ms, launches). Every rank takes the
+    step, the first one looks.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    if not torch.cuda.is_available():
+        return {}
+    with profile(activities=[ProfilerActivity.CUDA]) if is_first else contextlib.nullcontext() as profiler:
+        step()
+        torch.cuda.synchronize()
+    if profiler is None:
+        return {}
+    kinds: dict[str, float] = {}
+    names: dict[str, tuple[float, int]] = {}
+    for event in profiler.key_averages():
+        ms = event.self_device_time_total / 1000
+        if ms > 0:
+            kind = next((kind for kind, pattern in KINDS if pattern.search(event.key)), "elementwise")
+            kinds[kind] = round(kinds.get(kind, 0.0) + ms, 3)
+            names[event.key[:64]] = (round(ms, 3), event.count)
+    slowest = sorted(names, key=lambda name: -names[name][0])[:NUM_KERNELS]
+    return {
+        "kernels_ms": kinds,
+        "launches": sum(count for _, count in names.values()),
+        "slowest": {name: names[name] for name in slowest},
+    }
+
+
+def input_of(options: argparse.Namespace, case: Case, plan: Plan) -> dict[str, Any]:
+    """All that the estimates are functions of, as JSON. The layout is the plan's."""
+    row = case.as_row()
+    config, facts = find_facts(folder_of(options.work, row), row, case.gpus, options.steps, [])
+    shared = base_input(config, facts)
+    model = facts.model.model_dump(mode="json", exclude={"parameter_shapes", "files", "folder", "packing_reason"})
+    fields = {name: value for name, value in vars(shared).items() if name not in ("model", "layout")}
+    return {"model": model, "layout": asdict(plan.layout), "attention": plan.attention, **fields}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", choices=sorted(BY_NAME), required=True)
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "manyhands-foresight")
+    asked = parser.parse_args()
+    case = BY_NAME[asked.case]
+    options = argparse.Namespace(
+        run=new_run(),
+        work=asked.work / str(sorted(BY_NAME).index(case.name)),
+        steps=case.steps,
+        warm=min(3, case.steps - 2),
+        label="foresight",
+        layers=None,
+        lengths=None,
+        limit=None,
+        plan_limit=None,
+        output=None,
+        profile=None,
+        keys=[],
+    )
+    options.work.mkdir(parents=True, exist_ok=True)
+    run(options, case.as_row(), Watched(case, options))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""The configurations on which the plan's memory and time are compared with what a run takes. No torch.
+
+Every shape is either fitted to or held out: the constants of ``plan/time.toml`` and the margins of the memory estimate
+see the first kind alone, and what ``docs/planner-accuracy.md`` says of the plan's accuracy is said of the second.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from manyhands.bench.rows import BenchRow
+
+# By shape, of ``manyhands.bench.shapes``. Families of both kinds, and families that only the second kind has.
+FITTED = (
+    *("tiny", "smollm135m", "llama1b", "llama8b", "llama70b", "qwen32b", "gemma27b", "phi3mini", "mistral7b"),
+    *("qwen2-7b", "olmo2-7b"),
+)
+HELD_OUT = (
+    *("smollm360m", "llama3b", "qwen06b", "qwen4b", "qwen14b", "gemma4b", "gemma12b", "phi4", "mistral24b"),
+    *("qwen2-1.5b", "qwen2-72b", "granite8b", "smollm3-3b", "glm9b"),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration. ``rows`` is samples of one GPU in one step; ``keys`` are keys of the run, set by hand so that
+    the case is the same whatever the plan prefers.
+    """
+
+    shape: str
+    method: Literal["full", "lora", "qlora"]
+    gpus: int
+    rows: int
+    length: int
+    data: Literal["full", "mix", "chats", "long"] = "full"
+    keys: dict[str, Any] = field(default_factory=dict)
+    steps: int = 8
+    cost_s: float = 55.0  # what the process is expected to take, compilation and all
+    gib: int = 76  # a GPU needs at least this; more than that one of 80 GB does not begin
+
+    @property
+    def name(self) -> str:
+        """Unique; says what the case is."""
+        values = [f"{key.rpartition('.')[2]}={value}" for key, value in sorted(self.keys.items())]
+        return ",".join([self.shape, self.method, f"{self.gpus}x{self.rows}x{self.length}", self.data, *values])
+
+    @property
+    def is_held_out(self) -> bool:
+        return self.shape in HELD_OUT
+
+    def as_row(self) -> BenchRow:
+        return BenchRow(
+            self.name,
+            "",
+            self.shape,
+            self.method,
+            self.gpus,
+            rows=self.rows,
+            length=self.length,
+            data=self.data,
+            keys=dict(self.keys),
+        )
+
+
+NONE = {"parallel.activation_checkpointing": "none"}
+SELECTIVE = {"parallel.activation_checkpointing": "selective", "parallel.offload_activations": False}
+FULL = {"parallel.activation_checkpointing": "full", "parallel.offload_activations": False}
+OFFLOADED = {"parallel.activation_checkpointing": "full", "parallel.offload_activations": True}
+FP8 = {"kernels.linear": "fp8"}
+DDP, FSDP = {"parallel.strategy": "ddp"}, {"parallel.strategy": "fsdp"}
+KEEP, RESHARD = {"parallel.reshard_after_forward": False}, {"parallel.reshard_after_forward": True}
+HSDP = {"parallel.strategy": "hsdp", "parallel.shard_degree": 2}
+EAGER = {"parallel.compile": False}
+EIGHT_BIT = {"optimizer.name": "adamw_8bit"}
+
+
+def micro(tokens: int) -> dict[str, Any]:
+    return {"batch.micro_tokens": tokens}
+
+
+ONE_GPU = (
+    Case("llama8b", "lora", 1, 2, 4096, keys=NONE),
+    Case("qwen14b", "lora", 1, 2, 4096, keys=NONE, gib=110),
+    Case("llama8b", "lora", 1, 16, 4096, "mix", keys=NONE, gib=110),
+    Case("gemma12b", "lora", 1, 1, 4096, keys=NONE),
+    Case("llama1b", "full", 1, 4, 4096, keys=NONE),
+    Case("llama3b", "full", 1, 2, 4096, keys=NONE),
+    Case("phi3mini", "lora", 1, 4, 2048, keys=NONE),
+    Case("phi4", "lora", 1, 2, 4096, keys=SELECTIVE),
+    Case("mistral7b", "qlora", 1, 4, 4096, keys=NONE, gib=110),
+    Case("qwen4b", "lora", 1, 16, 4096, "mix", keys=NONE),
+    Case("smollm135m", "full", 1, 32, 512, keys=NONE),
+    Case("smollm360m", "full", 1, 16, 2048, keys=NONE),
+    Case("smollm135m", "lora", 1, 8, 512, keys=NONE),
+    Case("qwen06b", "lora", 1, 8, 512, keys=NONE),
+    Case("llama8b", "lora", 1, 2, 4096, keys=FULL),
+    Case("granite8b", "lora", 1, 2, 4096, keys=FULL),
+    Case("llama8b", "lora", 1, 2, 4096, keys=NONE | FP8),
+    Case("mistral24b", "qlora", 1, 1, 4096, keys=SELECTIVE),
+    Case("olmo2-7b", "lora", 1, 2, 4096, keys=NONE),
+    Case("glm9b", "lora", 1, 2, 4096, keys=NONE),
+    Case("qwen2-7b", "qlora", 1, 16, 4096, "mix", keys=SELECTIVE),
+    Case("qwen2-1.5b", "full", 1, 64, 1024, "chats", keys=NONE),
+    Case("llama8b", "qlora", 1, 2, 16384, "long", keys=FULL),
+    Case("smollm3-3b", "lora", 1, 2, 16384, "long", keys=FULL),
+    Case("gemma27b", "qlora", 1, 1, 4096, keys=FULL),
+    Case("gemma4b", "full", 1, 2, 4096, keys=NONE, gib=110),
+    Case("llama1b", "lora", 1, 1, 131072, keys=OFFLOADED, steps=4, cost_s=110),
+    Case("llama3b", "qlora", 1, 1, 65536, keys=FULL, steps=4, cost_s=100),
+    Case("llama1b", "full", 1, 8, 4096, keys=NONE | micro(16384)),
+    Case("qwen4b", "full", 1, 8, 2048, keys=FULL | micro(8192), gib=110),
+    Case("llama1b", "full", 1, 4, 4096, keys=NONE | EIGHT_BIT),
+    Case("qwen14b", "lora", 1, 2, 4096, keys=SELECTIVE | FP8, gib=110),
+    Case("llama1b", "full", 1, 4, 4096, keys=SELECTIVE),
+    Case("qwen2-1.5b", "lora", 1, 4, 4096, keys=NONE | EAGER),
+    Case("phi3mini", "full", 1, 4, 4096, keys=NONE, cost_s=65, gib=110),
+    Case("smollm3-3b", "full", 1, 4, 2048, keys=SELECTIVE | {"data.packing": False}),
+    Case("qwen32b", "qlora", 1, 1, 4096, keys=FULL, cost_s=65),
+    Case("gemma12b", "qlora", 1, 8, 4096, "mix", keys=SELECTIVE),
+    Case("llama70b", "qlora", 1, 1, 4096, keys=FULL, cost_s=100),
+    Case("qwen2-72b", "qlora", 1, 1, 4096, keys=FULL, cost_s=100),
+)
+TWO_GPUS = (
+    Case("llama8b", "full", 2, 1, 8192, keys=FSDP | KEEP | NONE, cost_s=70),
+    Case("qwen4b", "full", 2, 2, 4096, keys=FSDP | KEEP | NONE, cost_s=70),
+    Case("llama8b", "lora", 2, 2, 4096, keys=DDP | NONE, cost_s=65),
+    Case("granite8b", "full", 2, 1, 4096, keys=FSDP | RESHARD | SELECTIVE, cost_s=75),
+    Case("llama8b", "lora", 2, 2, 4096, keys=FSDP | RESHARD | NONE, cost_s=65),
+    Case("qwen14b", "lora", 2, 16, 4096, "mix", keys=FSDP | KEEP | SELECTIVE, cost_s=75),
+    Case("llama1b", "full", 2, 4, 4096, keys=DDP | NONE, cost_s=60),
+    Case("llama3b", "full", 2, 16, 4096, "mix", keys=DDP | NONE, cost_s=65),
+    Case("llama70b", "lora", 2, 1, 4096, keys=FSDP | RESHARD | FULL, cost_s=110),
+    Case("qwen2-72b", "qlora", 2, 1, 4096, keys=FSDP | RESHARD | FULL, cost_s=110),
+    Case("mistral7b", "full", 2, 2, 4096, keys=FSDP | RESHARD | FULL | micro(4096), cost_s=75),
+    Case("gemma12b", "full", 2, 1, 4096, keys=FSDP | RESHARD | FULL, cost_s=90),
+    Case("gemma27b", "qlora", 2, 1, 4096, keys=DDP | NONE, cost_s=80),
+    Case("phi4", "lora", 2, 1, 4096, keys=FSDP | RESHARD | SELECTIVE, cost_s=80),
+    Case("smollm135m", "full", 2, 16, 1024, "chats", keys=DDP | NONE),
+    Case("smollm360m", "full", 2, 8, 2048, keys=FSDP | KEEP | NONE),
+    Case("llama8b", "full", 2, 1, 4096, keys=FSDP | KEEP | SELECTIVE | FP8, cost_s=80),
+    Case("qwen4b", "full", 2, 1, 32768, keys=FSDP | RESHARD | FULL, steps=5, cost_s=80),
+)
+FOUR_GPUS = (
+    Case("llama8b", "full", 4, 1, 8192, keys=FSDP | KEEP | NONE, cost_s=75),
+    Case("qwen14b", "full", 4, 1, 4096, keys=FSDP | RESHARD | FULL, cost_s=90),
+    Case("llama8b", "full", 4, 2, 4096, keys=HSDP | KEEP | SELECTIVE, cost_s=80),
+    Case("qwen4b", "full", 4, 2, 4096, keys=HSDP | KEEP | NONE, cost_s=75),
+    Case("llama70b", "lora", 4, 1, 4096, keys=FSDP | RESHARD | SELECTIVE, cost_s=110),
+    Case("mistral24b", "full", 4, 1, 4096, keys=FSDP | RESHARD | FULL, cost_s=110),
+    Case("qwen32b", "qlora", 4, 1, 4096, keys=DDP | FULL, cost_s=90),
+    Case("llama3b", "full", 4, 16, 4096, "mix", keys=DDP | NONE, cost_s=70),
+    Case("phi4", "full", 4, 1, 4096, keys=FSDP | RESHARD | FULL, cost_s=90),
+    Case("glm9b", "full", 4, 4, 4096, keys=FSDP | KEEP | SELECTIVE | micro(8192), cost_s=90),
+)
+TRIALS = (  # of the command itself, on a CPU
+    Case("tiny", "lora", 1, 2, 128, keys={"parallel.activation_checkpointing": "none"}, steps=4, cost_s=5),
+    Case("tiny", "full", 2, 4, 128, "chats", keys={"parallel.strategy": "ddp"}, steps=4, cost_s=5),
+)
+CASES = ONE_GPU + TWO_GPUS + FOUR_GPUS
+BY_NAME = {case.name: case for case in (*CASES, *TRIALS)}
