@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from manyhands.bench.rows import BY_NAME, MIXES, BenchRow, mix_lengths, new_run, say
+from manyhands.bench.rows import BY_NAME, BenchRow, mix_lengths, new_run, say
 from manyhands.bench.shapes import write_model_folder, write_rows
 from manyhands.bench.summary import dtypes, lease, memory, rates, watch
 from manyhands.config.load import config_from_mapping
@@ -261,7 +261,7 @@ def row_lengths(row: BenchRow, file: Path | None, world_size: int) -> list[int]:
     if row.data == "full":
         num_samples = max(64, row.rows * world_size)
         return [row.length] * min(num_samples, max(row.rows * world_size, MAX_TOKENS // row.length))
-    return [min(length, row.length) for length in mix_lengths(2048, **MIXES[row.data])]
+    return [min(length, row.length) for length in mix_lengths(2048, mix=row.data)]
 
 
 def summarise(

@@ -66,28 +66,16 @@ BY_NAME = {row.name: row for row in TABLE}
 
 
 # Long-tailed mixes by mean and deviation of the logarithm, and bounds: instruction data, short chats, documents.
-MIXES: dict[str, dict[str, float]] = {
-    "mix": {"mean": 6.0, "deviation": 1.0, "shortest": 64, "longest": 4096},
-    "chats": {"mean": 5.2, "deviation": 0.5, "shortest": 32, "longest": 1024},
-    "long": {"mean": 8.0, "deviation": 0.9, "shortest": 256, "longest": 16384},
-}
+MIXES = {"mix": (6.0, 1.0, 64, 4096), "chats": (5.2, 0.5, 32, 1024), "long": (8.0, 0.9, 256, 16384)}
 
 
-def mix_lengths(
-    num_samples: int,
-    seed: int = 5,
-    *,
-    mean: float = 6.0,
-    deviation: float = 1.0,
-    shortest: float = 64,
-    longest: float = 4096,
-) -> list[int]:
-    """A long-tailed mix: log-normal around 400 tokens, cut to 64 .. 4,096, as instruction data has it."""
+def mix_lengths(num_samples: int, seed: int = 5, *, mix: str = "mix") -> list[int]:
+    """A log-normal mix of ``MIXES``; by default around 400 tokens, cut to 64 .. 4,096, as instruction data has it."""
     import random
 
     choose = random.Random(seed)
-    drawn = (choose.lognormvariate(mean, deviation) for _ in range(num_samples))
-    return [int(min(longest, max(shortest, round(length)))) for length in drawn]
+    mean, deviation, shortest, longest = MIXES[mix]
+    return [min(longest, max(shortest, round(choose.lognormvariate(mean, deviation)))) for _ in range(num_samples)]
 
 
 def new_run() -> str:
