@@ -118,6 +118,23 @@ def test_rows_become_conversations(format: str, fields: dict, messages: list) ->
     assert to_conversation(row(**moved), format, renamed) == Conversation(messages)
 
 
+def test_system_prompts_can_be_dropped() -> None:
+    for fields, format in (
+        ({"messages": [SYSTEM, USER, ANSWER]}, "messages"),
+        ({"conversations": [SYSTEM, USER, ANSWER]}, "sharegpt"),
+        ({"prompt": "a", "completion": "b", "system": "s"}, "prompt"),
+    ):
+        assert to_conversation(row(**fields), format, drop_system=True) == Conversation([USER, ANSWER])
+
+
+@pytest.mark.parametrize("value", [{"x": 1, "y": None}, '{"x": 1}'])
+def test_a_row_may_have_template_arguments_of_its_own(value: object) -> None:
+    talk = {"messages": [USER, ANSWER], "chat_template_kwargs": value}
+    assert to_conversation(row(**talk), "messages") == Conversation([USER, ANSWER], arguments={"x": 1})
+    with pytest.raises(RowRefused, match="must be a mapping"):
+        to_conversation(row(**talk | {"chat_template_kwargs": [1]}), "messages")
+
+
 def test_turns_with_other_keys() -> None:
     fields = {"messages": "log", "role": "speaker", "content": "words"}
     talk = [{"speaker": "user", "words": "a"}, {"speaker": "assistant", "words": "b"}]

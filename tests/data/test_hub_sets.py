@@ -46,8 +46,11 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     """Stands in for ``datasets``: one set, o/set, with the split train. Gives what was asked of it."""
     asked: list[tuple] = []
 
-    def load_dataset(name: str, subset: str | None, *, split: str, revision: str | None, keep_in_memory: bool) -> Any:
-        asked.append((name, subset, split, revision))
+    def load_dataset(name: str, subset: str | None, *, split: str, revision: str | None, **rest: Any) -> Any:
+        if rest.get("streaming"):
+            raise NotImplementedError("this set cannot be streamed")
+        assert rest.pop("keep_in_memory") is False
+        asked.append((name, subset, split, revision, *rest.get("data_files", ())))
         if name != "o/set":
             raise type("DatasetNotFoundError", (FileNotFoundError,), {})(f"Dataset '{name}' doesn't exist on the Hub")
         if split != "train":
@@ -127,6 +130,47 @@ def test_what_the_hub_does_not_have(library: list[tuple], keys: dict, words: lis
     with pytest.raises(UserError) as caught:
         list(read_rows(Source(**keys)))
     assert all(word in str(caught.value) for word in words)
+
+
+def test_named_files_take_the_place_of_a_split(library: list[tuple]) -> None:
+    source = Source(path="hub:o/set", files=("data/a.jsonl", "data/b*.jsonl"))
+    assert [row.fields for row in read_rows(source)] == ROWS
+    assert library == [("o/set", None, "train", None, "data/a.jsonl", "data/b*.jsonl")]
+
+
+def test_the_first_rows_of_a_set_are_fetched_as_a_stream(
+    library: list[tuple], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+
+    class Stream:
+        def take(self, num_rows: int) -> Stream:
+            taken.append(num_rows)
+            return self
+
+        def with_format(self, name: str) -> Stream:
+            assert name == "arrow"
+            return self
+
+        def iter(self, batch_size: int) -> Iterable[pa.Table]:
+            yield pa.Table.from_pylist(ROWS[:2])
+            yield pa.Table.from_pylist(ROWS[2 : taken[-1]])
+
+    whole = sys.modules["datasets"].load_dataset
+    monkeypatch.setattr(sys.modules["datasets"], "config", types.SimpleNamespace(HF_DATASETS_CACHE=tmp_path / "cache"),
+                        raising=False)  # fmt: skip
+    monkeypatch.setattr(
+        sys.modules["datasets"],
+        "load_dataset",
+        lambda name, subset, **rest: Stream() if rest.get("streaming") else whole(name, subset, **rest),
+    )
+    assert [row.fields for row in read_rows(Source(path="hub:o/set", split="train[1:5]"))] == ROWS[1:5]
+    hub_sets._fetch.cache_clear()
+    assert [row.fields for row in read_rows(Source(path="hub:o/set", split="train[1:5]"))] == ROWS[1:5]
+    assert taken == [5] and not library  # the second time from the cache
+    for split in ("train", "train[:50%]", "train[2:]", "train[:-1]"):  # what needs the number of rows, or all of them
+        list(read_rows(Source(path="hub:o/set", split=split)))
+    assert taken == [5] and library == [("o/set", None, "train", None)]
 
 
 @pytest.mark.parametrize("version", [None, "3.6.0"])

@@ -265,6 +265,17 @@ def test_chat_template_kwargs_reach_the_template() -> None:
     assert trained_texts(llama, ended)[0].endswith("}<|eom_id|>")
 
 
+def test_arguments_of_single_rows_take_precedence_over_the_run_s() -> None:
+    qwen = family_tokenizer("qwen3")
+    renderer = Renderer(qwen, chat_template_kwargs={"enable_thinking": False})
+    own = [None, {"enable_thinking": True}, None, {"enable_thinking": True}, {"tools": []}]
+    rendered = renderer.render_many([Conversation(TURN, arguments=arguments) for arguments in own])
+    without, thinking = trained_texts(qwen, rendered[0]), trained_texts(qwen, rendered[1])
+    assert without == trained_texts(qwen, rendered[2]) == ["Hello there<|im_end|>"]
+    assert thinking == trained_texts(qwen, rendered[3]) == shown(qwen, TURN) != without
+    assert isinstance(rendered[4], RowRefused) and "chat_template_kwargs of the row" in str(rendered[4])
+
+
 @pytest.mark.parametrize(
     ("arguments", "date", "named"),
     [

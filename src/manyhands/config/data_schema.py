@@ -37,12 +37,16 @@ class Source(Section):
     split: str = Field(
         "train",
         description="Split of a hub dataset or saved folder, or rows in the given order, of files too: train[:20%], "
-        "train[100:200], train[-50:], train+test.",
+        "train[100:200], train[-50:], train+test. Of a hub dataset, train[:1000] fetches only those rows.",
     )
     revision: str | None = Field(None, description="hub: branch, tag or commit; null is the default branch.")
+    files: tuple[str, ...] | None = Field(
+        None, description="hub: read these files of the dataset (names or glob patterns), not those of its splits."
+    )
     format: Format | None = Field(None, description="Format of the rows; null is data.format.")
     fields: dict[str, str] | None = Field(None, description="Column names by field; null is data.fields.")
     ignore: tuple[str, ...] | None = Field(None, description="Columns to ignore; null is data.ignore.")
+    drop_system: bool = Field(False, description="Leave out the system prompts of conversations.")
     weight: float = Field(
         1.0,
         gt=0,
@@ -84,7 +88,9 @@ class DataSection(Section):
         "assistant", description="Loss tokens of a conversation: all assistant turns, the last one, or all tokens."
     )
     chat_template_kwargs: dict[str, Any] = Field(
-        {}, description="Arguments of the chat template, such as {enable_thinking: false}."
+        {},
+        description="Arguments of the chat template, such as {enable_thinking: false}; a row's own, in its column "
+        "chat_template_kwargs, take precedence.",
     )
     date: str = Field(
         "2026-01-01",

@@ -161,11 +161,17 @@ def _check_hub_keys(place: str, source: Source) -> Iterator[str]:
     if source.path.startswith("hub:"):
         if not source.path.removeprefix("hub:").strip("/ "):
             yield f"`{place}.path: {source.path}` has no dataset name: write hub:OWNER/NAME"
+        names = [piece.partition("[")[0].strip() for piece in source.split.split("+")]
+        if source.files is not None and names != ["train"]:
+            yield f"`{place}.split: {source.split}`: rows of `{place}.files` are of the split train: write train"
+        if source.files == ():
+            yield f"`{place}.files` is an empty list: name files of the dataset, or remove the key"
         return
     is_file = source.path.lower().endswith(FILE_ENDINGS)
     is_set = {
         "subset": source.subset is not None,
         "revision": source.revision is not None,
+        "files": source.files is not None,
         "split": is_file and source.split.partition("[")[0].strip() != "train",
     }
     for name in (name for name, given in is_set.items() if given):
@@ -247,10 +253,10 @@ READY = ("tokens", "segments")
 # Fields that are read if a row has them.
 OPTIONAL = MappingProxyType(
     {
-        "messages": ("tools", "weight"),
-        "sharegpt": ("system", "tools", "weight"),
+        "messages": ("tools", "chat_template_kwargs", "weight"),
+        "sharegpt": ("system", "tools", "chat_template_kwargs", "weight"),
         "alpaca": ("input", "system", "history", "weight"),
-        "prompt": ("system", "tools", "weight"),
+        "prompt": ("system", "tools", "chat_template_kwargs", "weight"),
         "question": ("system", "weight"),
         "text": ("weight",),
         "tokens": ("labels", "attention_mask", "weight"),

@@ -12,7 +12,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -357,3 +357,17 @@ def make_shape(text: str, slots: Sequence[str], spans: Sequence[Span]) -> TurnSh
         ((start, bisect_left(positions, start)), (end, bisect_left(positions, end))) for start, end in spans
     )
     return TurnShape(literals, tuple(index for _, index in places), borders)
+
+
+def widen(encoding: Any) -> tuple[np.ndarray, np.ndarray]:
+    """(starts, ends) of tokens in characters, where a blank that belongs to no token belongs to the next one.
+
+    Byte-level tokenizers with ``trim_offsets`` leave the blanks of `` word`` out of the offsets, and give a token of
+    blanks alone the empty offset behind them: taken as they are, blanks before a span would count as inside it.
+    """
+    offsets = np.fromiter(chain.from_iterable(encoding.offsets), dtype=np.int64).reshape(-1, 2)
+    starts, ends = offsets[:, 0], offsets[:, 1]
+    if len(ends) == 0:
+        return starts, ends
+    reached = np.maximum.accumulate(ends)
+    return np.minimum(starts, np.concatenate([[0], reached[:-1]])), ends

@@ -55,6 +55,7 @@ def name_tokens(
             "format": source.format,
             "fields": source.fields,
             "ignore": sorted(source.ignore or ()),
+            "drop_system": source.drop_system,
             "rows": [(part.start, part.stop) for part in parse_split(source.split)],
         }
         for source, group in zip(sources, files, strict=True)

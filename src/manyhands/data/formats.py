@@ -2,10 +2,10 @@
 
 | format | fields (in brackets: where a row has them) | becomes |
 |---|---|---|
-| messages | messages: list of {role, content}; (tools, weight) | the conversation itself |
-| sharegpt | conversations: list of {from, value}; (system, tools, weight) | the conversation |
+| messages | messages: list of {role, content}; (tools, chat_template_kwargs, weight) | the conversation itself |
+| sharegpt | conversations: list of {from, value}; (system, as messages) | the conversation |
 | alpaca | instruction, output; (input, system, history, weight) | a user turn, instruction then input, and an answer |
-| prompt | prompt, completion: strings or lists of messages; (system, tools, weight) | a user and an assistant turn |
+| prompt | prompt, completion: strings or lists of messages; (system, as messages) | a user and an assistant turn |
 | question | question, answer: strings; (system, weight) | a user and an assistant turn |
 | text | text: string; (weight) | the text |
 | tokens, segments | see ``ready_rows.py`` | |
@@ -126,7 +126,8 @@ NONE: Mapping[str, str] = {}
 
 @dataclass(frozen=True)
 class Conversation:
-    """A row as the chat template takes it. ``weight`` multiplies those of its messages.
+    """A row as the chat template takes it. ``weight`` multiplies those of its messages; ``arguments`` are the row's own
+    for the template.
 
     Messages may hold our keys ``weight`` (number >= 0) or ``train`` (bool), which no template may see. The content of a
     message that calls tools may be None.
@@ -135,6 +136,7 @@ class Conversation:
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
     weight: float = 1.0
+    arguments: Mapping[str, Any] | None = None
 
 
 def settle_format(
@@ -221,9 +223,11 @@ def _get(row: Row, field: str, fields: Mapping[str, str]) -> Any:
     return row.fields.get(fields.get(field, field))
 
 
-def to_conversation(row: Row, format: Format, fields: Mapping[str, str] = NONE) -> Conversation | str | Ready:
-    """The row as a conversation, or as a text for format ``text`` (its weight is ``row_weight``), or as what it brings
-    ready. Raises RowRefused with the reason.
+def to_conversation(
+    row: Row, format: Format, fields: Mapping[str, str] = NONE, *, drop_system: bool = False
+) -> Conversation | str | Ready:
+    """The row as a conversation (without system prompts if they are dropped), or as a text for format ``text`` (its
+    weight is ``row_weight``), or as what it brings ready. Raises RowRefused with the reason.
     """
     empty = [fields.get(field, field) for field in FIELDS[format] if _get(row, field, fields) is None]
     if missing := [name for name in empty if name not in row.fields]:
@@ -236,12 +240,28 @@ def to_conversation(row: Row, format: Format, fields: Mapping[str, str] = NONE) 
     if format in READY:
         return read_ready(format, lambda field: _get(row, field, fields), weight)
     messages = _CONVERTERS[format](row, fields)
+    if drop_system:
+        messages = [message for message in messages if message["role"] not in ("system", "developer")]
     if not any(message["role"] == "assistant" for message in messages):
         raise RowRefused("no assistant message: this row has no loss tokens")
     tools = (
         check_tools(_get(row, "tools", fields), fields.get("tools", "tools")) if "tools" in OPTIONAL[format] else None
     )
-    return Conversation(messages, tools, weight)
+    arguments = _read_arguments(row, fields) if "chat_template_kwargs" in OPTIONAL[format] else None
+    return Conversation(messages, tools, weight, arguments)
+
+
+def _read_arguments(row: Row, fields: Mapping[str, str]) -> dict[str, Any] | None:
+    """The row's own arguments of the chat template: a mapping, or JSON text of one; a null among them is none."""
+    name = fields.get("chat_template_kwargs", "chat_template_kwargs")
+    value = row.fields.get(name)
+    if isinstance(value, str):
+        value = parse_json(value, name) if value.strip() else None
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise RowRefused(f"{name} must be a mapping of arguments of the chat template, this is {type(value).__name__}")
+    return {key: argument for key, argument in value.items() if argument is not None} or None
 
 
 def row_weight(row: Row, fields: Mapping[str, str] = NONE) -> float:

@@ -6,33 +6,51 @@ like any others, in several processes and without the library.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+from collections.abc import Iterator
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from manyhands.config.schema import Source
+from manyhands.config.split import SplitSlice
 from manyhands.core.errors import UserError
 
 PREFIX = "hub:"
 MIN_MAJOR = 4  # before, a data set could bring code that was run
+STREAMED_ROWS = 1000  # in one record batch
 
 
 def is_hub(path: str) -> bool:
     return path.startswith(PREFIX)
 
 
-def fetch_set(source: Source, split: str) -> tuple[Path, ...]:
-    """The Arrow files of one split of a hub data set, fetched where the cache does not hold them. Raises UserError."""
-    return _fetch(source.path.removeprefix(PREFIX), source.subset, split, source.revision)
+def fetch_set(source: Source, rows: SplitSlice) -> tuple[Path, ...]:
+    """Arrow files of one split of a hub data set that hold at least ``rows``, fetched where the cache does not hold
+    them. Of a slice that ends at a row (``train[:1000]``) only the rows up to there are fetched. Raises UserError.
+    """
+    name, stop = source.path.removeprefix(PREFIX), rows.stop
+    num_rows = int(stop) if stop.isdecimal() and not rows.needs_total else None
+    return _fetch(name, source.subset, rows.name, source.revision, source.files or (), num_rows)
 
 
 @lru_cache(maxsize=64)
-def _fetch(name: str, subset: str | None, split: str, revision: str | None) -> tuple[Path, ...]:
+def _fetch(
+    name: str, subset: str | None, split: str, revision: str | None, chosen: tuple[str, ...], num_rows: int | None
+) -> tuple[Path, ...]:
     where = PREFIX + name + (f", subset {subset}" if subset else "") + f", split {split}"
+    where += f", files {', '.join(chosen)}" if chosen else ""
     datasets = _import_datasets(where)
+    asked = {"split": split, "revision": revision} | ({"data_files": list(chosen)} if chosen else {})
+    if num_rows is not None:
+        first = _fetch_first(datasets, name, subset, asked, num_rows)
+        if first is not None:
+            return (first,)
     try:
-        found = datasets.load_dataset(name, subset, split=split, revision=revision, keep_in_memory=False)
+        found = datasets.load_dataset(name, subset, **asked, keep_in_memory=False)
         files = tuple(Path(entry["filename"]) for entry in found.cache_files)
     except Exception as error:  # the library, the network and the set's own files raise as they like
         why = " ".join(str(error).split())[:400] or type(error).__name__
@@ -42,6 +60,38 @@ def _fetch(name: str, subset: str | None, split: str, revision: str | None) -> t
             "the data set has no files in the cache", where=where, fix="unset HF_DATASETS_IN_MEMORY_MAX_SIZE"
         )
     return files
+
+
+def _fetch_first(datasets: Any, name: str, subset: str | None, asked: dict[str, Any], num_rows: int) -> Path | None:
+    """An Arrow file with the first rows of a split, read as a stream; None where the set cannot be streamed. It is kept
+    in the library's cache; a newer commit of a branch is then not looked for.
+    """
+    try:
+        folder = Path(datasets.config.HF_DATASETS_CACHE) / "manyhands"
+        digest = hashlib.sha256(json.dumps([name, subset, asked, num_rows]).encode()).hexdigest()
+        path = folder / f"{digest[:32]}.arrow"
+        if not path.is_file():
+            stream = datasets.load_dataset(name, subset, **asked, streaming=True).take(num_rows)
+            folder.mkdir(parents=True, exist_ok=True)
+            _write_stream(stream.with_format("arrow").iter(batch_size=STREAMED_ROWS), path)
+    except Exception:  # no network, or a set that cannot be read so: it is fetched whole, and says what is wrong
+        return None
+    return path
+
+
+def _write_stream(tables: Iterator[Any], path: Path) -> None:
+    """Writes tables of one schema, that of the first, and gives the file its name at the end."""
+    import pyarrow as pa
+
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        first = next(tables)
+        with pa.ipc.new_stream(temporary, first.schema) as writer:
+            for table in chain((first,), tables):
+                writer.write_table(table.cast(first.schema))
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _import_datasets(where: str) -> Any:

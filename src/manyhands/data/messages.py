@@ -229,6 +229,16 @@ def check_weight(value: Any, where: str) -> float:
     return weight
 
 
+def weight_of(message: Message) -> float:
+    """A message's ``weight`` (number >= 0), or 1 or 0 for its ``train``; 1 without either. Raises RowRefused."""
+    weight, train = message.get("weight", 1.0), message.get("train", True)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < float("inf"):
+        raise RowRefused(f"the weight of a message must be a number >= 0, this is {weight!r}")
+    if "weight" in message and "train" in message and bool(train) != (weight > 0):
+        raise RowRefused("a message has weight and train that contradict each other: keep one")
+    return float(weight) if train else 0.0
+
+
 def parse_json(text: str, what: str) -> Any:
     """JSON text inside a row. Raises RowRefused."""
     try:

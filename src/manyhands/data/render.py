@@ -6,17 +6,18 @@ text. Only the mask and the weights are ours; they come from the spans that ``sp
 
 from __future__ import annotations
 
+import copy
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
 
 from manyhands.core.errors import UserError
-from manyhands.data.bounds import Span, TokenRun, compile_any, make_byte_bounds
+from manyhands.data.bounds import Span, TokenRun, compile_any, make_byte_bounds, widen
 from manyhands.data.formats import Conversation
-from manyhands.data.messages import Message, RowRefused, visible
+from manyhands.data.messages import Message, RowRefused, visible, weight_of
 from manyhands.data.spans import SpanFinder
 from manyhands.data.template import ChatTemplate, complete_arguments
 
@@ -29,6 +30,7 @@ NO_CALLS = (
     "the chat template does not support tool calls: leave out samples with tool calls, or use a "
     "model.chat_template that shows them"
 )
+MAX_ARGUMENTS = 256  # of the template, by row, that are remembered
 MAX_UNTOLD = 100  # by so many, rows whose ids do not tell where their tokens lie may outnumber the others
 
 
@@ -98,13 +100,15 @@ class Renderer:
         self.plain_prompts = plain_prompts and not tokenizer.chat_template
         self._train_on = train_on
         added = tokenizer.added_tokens_decoder.values()
-        self._template = ChatTemplate(tokenizer, complete_arguments(chat_template_kwargs or {}, date))
+        self._arguments, self._date = dict(chat_template_kwargs or {}), date
+        self._template = ChatTemplate(tokenizer, complete_arguments(self._arguments, date))
         self._finder = SpanFinder(self._template, [token.content for token in added], tokenizer.eos_token)
         self._special = compile_any([token.content for token in added if token.special])
         self._bos, self._eos = tokenizer.bos_token_id, tokenizer.eos_token_id
         self._is_plain = type(tokenizer)._encode_plus.__module__ == PLAIN_WRAPPER
         self._bounds = make_byte_bounds(tokenizer) if self._is_plain else None
         self._left_out: set[str] = set()
+        self._by_arguments: dict[str, Renderer] = {}
         self._num_untold = 0  # more than of the others
 
     def render_many(self, conversations: Sequence[Conversation | str]) -> list[Rendered | RowRefused]:
@@ -118,11 +122,43 @@ class Renderer:
                 plain[index] = _attempt(self._join_prompt, conversation)
             else:
                 chats[index] = conversation
-        rendered = dict(zip(chats, self._apply_template(list(chats.values())), strict=True))
+        rendered: dict[int, Text | RowRefused] = {}
+        for renderer, indexes in self._group(chats):
+            if isinstance(renderer, RowRefused):
+                rendered |= dict.fromkeys(indexes, renderer)
+            else:
+                rendered |= zip(indexes, renderer._apply_template([chats[index] for index in indexes]), strict=True)
         results = self._mask_chats(rendered) | self._mask(
             plain, self._mask_plain, special=True, offsets=self.plain_prompts
         )
         return [results[index] for index in range(len(conversations))]
+
+    def _group(self, chats: Mapping[int, Conversation]) -> list[tuple[Renderer | RowRefused, list[int]]]:
+        """Rows by what the template is given: the run's arguments, or with those of the row in their place."""
+        groups: dict[str, list[int]] = {}
+        for index, conversation in chats.items():
+            own = json.dumps(conversation.arguments, sort_keys=True, default=str) if conversation.arguments else ""
+            groups.setdefault(own, []).append(index)
+        return [
+            (self._with_arguments(own, chats[indexes[0]].arguments or {}) if own else self, indexes)
+            for own, indexes in groups.items()
+        ]
+
+    def _with_arguments(self, key: str, arguments: Mapping[str, Any]) -> Renderer | RowRefused:
+        """This renderer with arguments of single rows; the newest ``MAX_ARGUMENTS`` are kept."""
+        renderer = self._by_arguments.pop(key, None)
+        if renderer is None:
+            try:
+                complete = complete_arguments({**self._arguments, **arguments}, self._date)
+            except UserError as error:
+                return RowRefused(f"chat_template_kwargs of the row cannot be used: {'; '.join(error.details)}")
+            renderer = copy.copy(self)
+            renderer._template = ChatTemplate(self.tokenizer, complete)
+            renderer._finder = self._finder.with_template(renderer._template)
+        self._by_arguments[key] = renderer
+        if len(self._by_arguments) > MAX_ARGUMENTS:
+            del self._by_arguments[next(iter(self._by_arguments))]
+        return renderer
 
     def has_markers(self, text: str) -> bool:
         """Whether a text holds the spelling of a special token, which the tokenizer will take for the token itself."""
@@ -137,8 +173,6 @@ class Renderer:
 
     def _apply_template(self, conversations: Sequence[Conversation]) -> list[Text | RowRefused]:
         """Text and spans of each; those without tools are rendered in one call."""
-        if not conversations:
-            return []
         seen = [
             [self._template.prepare(message) for message in conversation.messages] for conversation in conversations
         ]
@@ -199,7 +233,7 @@ class Renderer:
         for turn, message in enumerate(conversation.messages):
             if turn in turns or ("weight" not in message and "train" not in message):
                 continue
-            weight = _weight_of(message)
+            weight = weight_of(message)
             if weight != (1.0 if self._train_on == "all" else 0.0):
                 whole = (
                     "with data.train_on: all every message has weight 1"
@@ -208,7 +242,7 @@ class Renderer:
                 )
                 raise RowRefused(f"message {turn + 1} ({message['role']}) has weight {weight:g}, but {whole}")
         weights = {
-            turn: conversation.weight * _weight_of(conversation.messages[turn]) if turn in chosen else 0.0
+            turn: conversation.weight * weight_of(conversation.messages[turn]) if turn in chosen else 0.0
             for turn in turns
         }
         if max([conversation.weight, *weights.values()]) > MAX_WEIGHT:
@@ -317,7 +351,7 @@ class Renderer:
         weights = np.full(len(ids), text.rest, dtype=np.float32)
         num_straddling = 0
         if text.spans:
-            starts, ends = _widen(encoding)
+            starts, ends = widen(encoding)
             for (start, end), weight in zip(text.spans, text.weights, strict=True):
                 inside = (starts >= start) & (ends <= end) & (ends > starts)
                 for token in np.flatnonzero((starts < start) & (ends > start) & (ends <= end)):
@@ -337,7 +371,7 @@ class Renderer:
                 fix="set eos_token in the model folder's tokenizer_config.json",
             )
         ids = np.array(encoding.ids, dtype=np.int32)
-        starts, ends = _widen(encoding)
+        starts, ends = widen(encoding)
         ((first, _),), (weight,) = (text.spans, text.weights) if text.spans else (((0, 0),), (text.rest,))
         weights = np.full(len(ids), text.rest, dtype=np.float32)
         weights[(ends > first) & (ends > starts) if first else slice(None)] = weight
@@ -364,27 +398,3 @@ def finish(ids: np.ndarray, weights: np.ndarray, num_straddling: int) -> Rendere
     return Rendered(
         ids, trained, None if weights is trained or (weights[trained] == 1).all() else weights, num_straddling
     )
-
-
-def _weight_of(message: Message) -> float:
-    """A message's ``weight`` (number >= 0), or 1 or 0 for its ``train``; 1 without either. Raises RowRefused."""
-    weight, train = message.get("weight", 1.0), message.get("train", True)
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < float("inf"):
-        raise RowRefused(f"the weight of a message must be a number >= 0, this is {weight!r}")
-    if "weight" in message and "train" in message and bool(train) != (weight > 0):
-        raise RowRefused("a message has weight and train that contradict each other: keep one")
-    return float(weight) if train else 0.0
-
-
-def _widen(encoding: Any) -> tuple[np.ndarray, np.ndarray]:
-    """(starts, ends) of tokens in characters, where a blank that belongs to no token belongs to the next one.
-
-    Byte-level tokenizers with ``trim_offsets`` leave the blanks of `` word`` out of the offsets, and give a token of
-    blanks alone the empty offset behind them: taken as they are, blanks before a span would count as inside it.
-    """
-    offsets = np.fromiter(chain.from_iterable(encoding.offsets), dtype=np.int64).reshape(-1, 2)
-    starts, ends = offsets[:, 0], offsets[:, 1]
-    if len(ends) == 0:
-        return starts, ends
-    reached = np.maximum.accumulate(ends)
-    return np.minimum(starts, np.concatenate([[0], reached[:-1]])), ends

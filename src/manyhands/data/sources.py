@@ -105,7 +105,7 @@ def list_files(source: Source) -> tuple[Path, ...]:
     """The files of a source in the order they are read, each checked. A hub data set is fetched for it. Raises
     UserError.
     """
-    return tuple(file for part in read_split(source) for file in _list_split(source, part.name))
+    return tuple(file for part in read_split(source) for file in _list_split(source, part))
 
 
 def read_split(source: Source) -> tuple[SplitSlice, ...]:
@@ -125,15 +125,15 @@ def read_split(source: Source) -> tuple[SplitSlice, ...]:
     return slices
 
 
-def _list_split(source: Source, split: str) -> tuple[Path, ...]:
+def _list_split(source: Source, rows: SplitSlice) -> tuple[Path, ...]:
     if is_hub(source.path):
-        return fetch_set(source, split)
+        return fetch_set(source, rows)
     path = Path(source.path).expanduser()
     try:
         is_folder = path.is_dir()
     except (OSError, ValueError) as error:
         raise UserError("the data file cannot be read", where=str(path), why=str(error)) from error
-    files = tuple(map(check_file, _list_folder(path, split) if is_folder else (path,)))
+    files = tuple(map(check_file, _list_folder(path, rows.name) if is_folder else (path,)))
     if any(kind_of(file) == "text" for file in files) and source.format not in ("auto", "text", None):
         raise UserError(
             f"a .txt file holds plain text, but its format is {source.format}",
@@ -188,7 +188,7 @@ def split_source(source: Source, num_parts: int) -> list[FilePart]:
     Raises UserError where a file cannot be read.
     """
     parts: list[FilePart] = []
-    groups = [(part, _list_split(source, part.name)) for part in read_split(source)]
+    groups = [(part, _list_split(source, part)) for part in read_split(source)]
     sizes = {file: unpacked_bytes(file) for _, files in groups for file in files}
     wanted_bytes = max(MIN_PART_BYTES, sum(sizes.values()) / max(1, num_parts))
     for rows, files in groups:

@@ -55,6 +55,10 @@ class SpanFinder:
         self._ends_of_calls: set[str] = set()
         self._shapes: dict[tuple[tuple[str, ...], tuple[int, ...]], TurnShape | None] = {}
 
+    def with_template(self, template: ChatTemplate) -> SpanFinder:
+        """The same tokens, another template."""
+        return SpanFinder(template, self._markers.added, self._eos)
+
     def find(
         self, messages: Sequence[Message], tools: list[Any] | None, text: str, turns: Sequence[int]
     ) -> tuple[Span, ...]:

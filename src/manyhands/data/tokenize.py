@@ -198,7 +198,7 @@ class PartTokenizer:
                     yield None
                     self._take_long(row, pieces, weight, outcome, writer)
                 else:
-                    content = to_conversation(row, format, fields)
+                    content = to_conversation(row, format, fields, drop_system=self._sources[source].drop_system)
                     if (
                         self._config.data.too_long == "drop"
                         and count_conversation(content) > MAX_CONVERSATION_CHARACTERS
