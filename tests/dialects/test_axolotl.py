@@ -17,7 +17,13 @@ from manyhands.config.dialects.translation import STOPS, Around, Translation
 from manyhands.config.load import config_from_mapping
 from manyhands.config.patterns import reaches
 from manyhands.config.read import ParsedFile, read_run_file
+from manyhands.config.schema import Source
 from manyhands.core.errors import UserError
+from manyhands.data.files import Row
+from manyhands.data.formats import to_conversation
+from manyhands.data.render import render
+from manyhands.data.tokenizer import load_tokenizer
+from tests.data.test_named_templates import write_tokenizer
 
 LORA = """\
 base_model: ours/small-llama
@@ -195,6 +201,12 @@ def test_contradictions_of_the_batch_name_both_keys(tmp_path: Path) -> None:
          {"path": "hub:wikitext", "format": "text", "fields": {"text": "page"}}),
         ({"path": "json", "data_files": "rows.json", "ds_type": "json", "type": "completion"},
          {"path": "rows.json", "format": "text"}),
+        ({"path": "a/b", "data_files": ["data/x.jsonl", "data/y*.jsonl"], "type": "completion"},
+         {"path": "hub:a/b", "files": ["data/x.jsonl", "data/y*.jsonl"], "format": "text"}),
+        ({"path": "./rows", "data_files": "x.jsonl", "type": "completion"},
+         {"path": "./rows/x.jsonl", "format": "text"}),
+        ({"path": "a/b", "type": "chat_template", "drop_system_message": True},
+         {"path": "hub:a/b", "format": "messages", "drop_system": True}),
         ({"path": "a/b", "name": "en", "revision": "abc", "type": "completion"},
          {"path": "hub:a/b", "subset": "en", "revision": "abc", "format": "text"}),
         ({"path": "a/b", "type": "chat_template", "field_messages": "turns",
@@ -239,6 +251,63 @@ def test_validation_data_of_its_own(tmp_path: Path) -> None:
     assert "`test_datasets` is set too" in refused(change(tmp_path, test_datasets=tests))["val_set_size"]
 
 
+def test_prompts_of_a_file_s_own_are_a_chat_template(tmp_path: Path) -> None:
+    kind = {
+        "system_prompt": 'It\'s "so".\n',
+        "system_format": "<<{system}>>",
+        "field_instruction": "question",
+        "format": "[{instruction}|{input}] {{é}}\n",
+        "no_input_format": "[{instruction}] ",
+    }
+    done = change(tmp_path, datasets=[{"path": "ours/rows", "type": kind}])
+    config = config_from_mapping(done.mapping)
+    assert config.data.train == (Source(path="hub:ours/rows", format="alpaca", fields={"instruction": "question"}),)
+    row = {"question": "Add", "input": "1", "output": "2"}
+    shown = render_rows(done, tmp_path, [row, row | {"input": ""}, row | {"system": "S"}])
+    first = 'BOS<<It\'s "so".\n>>'
+    assert shown == [f"{first}[Add|1] {{é}}\n|2EOS|", f"{first}[Add] |2EOS|", "BOS<<S>>[Add|1] {é}\n|2EOS|"]
+
+
+def test_jeopardy_s_answers_begin_as_they_do_there(tmp_path: Path) -> None:
+    done = change(tmp_path, datasets=[{"path": "ours/rows", "type": "jeopardy"}])
+    (shown,) = render_rows(done, tmp_path, [{"question": "Largest?", "category": "Planets", "answer": "Jupiter"}])
+    assert shown.startswith("BOSBelow is an instruction that describes a task, paired with an input")
+    assert shown.endswith("### Instruction:\nLargest?\n\n### Input:\nPlanets\n\n### Response:\n|what is JupiterEOS|")
+
+
+def render_rows(done: Translation, folder: Path, rows: list[dict[str, Any]]) -> list[str]:
+    """Rows as the translated run renders them, with a mark before and behind what is trained."""
+    (folder / "model").mkdir()
+    tokenizer = load_tokenizer(write_tokenizer(folder / "model"), done.mapping["model"]["chat_template"])
+    fields = done.mapping["data"]["train"][0].get("fields", {})
+    shown = []
+    for row in rows:
+        rendered = render(to_conversation(Row(row, "f", 1), "alpaca", fields), tokenizer)
+        first = int(rendered.trained.argmax())
+        assert rendered.trained[first:].all()
+        shown.append(f"{tokenizer.decode(rendered.ids[:first])}|{tokenizer.decode(rendered.ids[first:])}|")
+    return shown
+
+
+def test_a_stream_is_the_rows_that_its_steps_can_take(tmp_path: Path) -> None:
+    text = [{"path": "ours/web", "name": "en", "type": "pretrain", "text_column": "body"}]
+    done = change(tmp_path, "datasets", pretraining_dataset=text, max_steps=10)
+    config = config_from_mapping(done.mapping)
+    rows = 10 * 16 * 4096 // 128  # steps x packs x tokens of each, by 128 tokens a row
+    assert (config.task, config.batch.packs, config.stop.max_steps) == ("cpt", 16, 10)
+    assert config.data.train == (
+        Source(path="hub:ours/web", subset="en", split=f"train[:{rows}]", format="text", fields={"text": "body"}),
+    )
+    kind, why = fate(done, "pretraining_dataset")
+    assert kind == "substituted" and f"the first {rows:,} rows of the stream" in why
+    unpacked = change(tmp_path, streaming=True, max_steps=10, sample_packing=False, datasets=[
+        {"path": "ours/turns", "type": "chat_template"}, {"path": "rows.jsonl", "type": "chat_template"}])  # fmt: skip
+    assert [source.get("split") for source in unpacked.mapping["data"]["train"]] == ["train[:160]", None]
+    assert "write `max_steps`" in refused(change(tmp_path, streaming=True))["streaming"]
+    both = change(tmp_path, pretraining_dataset=text, max_steps=10)
+    assert "`pretraining_dataset` is set too" in refused(both)["datasets"]
+
+
 @pytest.mark.parametrize(
     ("entry", "key", "told"),
     [
@@ -247,8 +316,10 @@ def test_validation_data_of_its_own(tmp_path: Path) -> None:
         ({"type": "chat_template", "fild_messages": "x"}, "fild_messages", "did you mean `field_messages`?"),
         ({"type": "chat_template", "roles_to_train": ["user"]}, "roles_to_train", "only assistant turns are trained"),
         ({"type": "chat_template", "train_on_eos": "last"}, "train_on_eos", "the end of each trained turn is trained"),
-        ({"type": "chat_template", "drop_system_message": True}, "drop_system_message", "system messages are kept"),
-        ({"type": {"format": "{instruction}"}}, "type", "prompts of your own are not available"),
+        ({"type": {"formt": "{instruction}"}}, "type", "did you mean `format`?"),
+        ({"type": {"format": "{instruction} {answer}"}}, "type", "{instruction} and {input}, not {answer}"),
+        ({"type": {"format": "{instruction"}}, "type", "expected '}' before end of string"),
+        ({"type": {"field_output": 3}}, "type", "got 3, allowed: a text"),
         ({"type": "completion", "path": "s3://bucket/x"}, "path", "copy it to this machine"),
     ],
 )

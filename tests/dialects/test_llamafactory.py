@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from manyhands.config.dialects.recognize import recognize, translate
 from manyhands.config.dialects.translation import Around, Translation, flatten
 from manyhands.config.load import load_run
 from manyhands.config.read import ParsedFile, read_run_file
+from manyhands.core.errors import UserError
 
 INFO = {
     "greetings": {"file_name": "greetings.json"},
@@ -55,11 +57,11 @@ def write(folder: Path, values: dict[str, Any], name: str = "run.yaml") -> Path:
     return folder / name
 
 
-def translated(folder: Path, *, strict: bool = False, **changes: Any) -> Translation:
+def translated(folder: Path, *, strict: bool = False, hub_file: Any = None, **changes: Any) -> Translation:
     source = read_run_file(write(folder, {**LORA, **changes}))
     dialect = recognize(source.mapping)
     assert dialect is not None and dialect.TOOL == "LLaMA-Factory"
-    return translate(source, dialect, Around(folder=folder, count_gpus=lambda: 2, strict=strict))
+    return translate(source, dialect, Around(folder=folder, count_gpus=lambda: 2, strict=strict, hub_file=hub_file))
 
 
 def native(folder: Path, **changes: Any) -> dict[str, Any]:
@@ -193,7 +195,7 @@ def test_an_adapter_brings_its_own_shape(tmp_path: Path) -> None:
                 "path": "data/chats.jsonl",
                 "format": "sharegpt",
                 "fields": {"conversations": "turns", "from": "role", "value": "content", "system": "instructions"},
-                "ignore": ["tools", "weight"],
+                "ignore": ["chat_template_kwargs", "tools", "weight"],
             },
         ),
         (
@@ -249,7 +251,7 @@ def test_only_columns_that_the_rows_have_are_ignored(tmp_path: Path) -> None:
         ("greeting", "has no data set greeting: did you mean greetings? It has greetings, chats"),
         ("odd", "`odd.formating`: LLaMA-Factory has no such key: did you mean `formatting`?"),
         ("knight", "`knight.tags.user_tag`: squire is not known here: the rows must say human or user"),
-        ("folder", "`folder.folder`: a folder inside of a data set is not available"),
+        ("folder", "`folder.columns`: it names no `response`"),
         ("essays", "`essays.columns`: it names no `response`"),
     ],
 )
@@ -258,9 +260,30 @@ def test_data_sets_that_cannot_be_trained(name: str, text: str, tmp_path: Path) 
     assert text in found and found.startswith("line 5, `dataset`: ") and "dataset_info.json" in found
 
 
+def _hub_file(name: str, file: str) -> Path:
+    """Stands in for the hub, which has one data set with a list."""
+    if name != "org/demo":
+        raise UserError("the file cannot be fetched", why="no such data set")
+    path = Path(tempfile.mkdtemp()) / file
+    entries = {
+        "mine": {"file_name": "mine.json"},
+        "theirs": {"hf_hub_url": "org/set"},
+        "part": {"hf_hub_url": "org/set", "folder": "english"},
+    }
+    path.write_text(json.dumps(entries))
+    return path
+
+
 def test_a_missing_list_of_data_sets_and_one_on_the_hub(tmp_path: Path) -> None:
     assert "write the folder that has it as dataset_dir" in finding(tmp_path, dataset_dir="elsewhere")
     assert "hf download org/demo --repo-type dataset" in finding(tmp_path, dataset_dir="REMOTE:org/demo")
+    assert "no such data set" in finding(tmp_path, dataset_dir="REMOTE:org/none", hub_file=_hub_file)
+    there = native(tmp_path, dataset_dir="REMOTE:org/demo", dataset="mine,theirs,part", hub_file=_hub_file)
+    assert [{key: source.get(key) for key in ("path", "files")} for source in there["data.train"]] == [
+        {"path": "hub:org/demo", "files": ["mine.json"]},
+        {"path": "hub:org/set", "files": None},
+        {"path": "hub:org/set", "files": ["english/**"]},
+    ]
     online = native(tmp_path, dataset_dir="ONLINE", dataset="org/set")
     assert online["data.train"][0]["path"] == "hub:org/set"
 

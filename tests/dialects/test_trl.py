@@ -115,14 +115,25 @@ def test_packs_are_counted_where_trl_packs() -> None:
 def test_a_mixture_of_the_handbook_is_a_list_of_sources() -> None:
     sets = [
         {"id": "org/a", "config": "default", "split": "train_sft", "columns": ["messages"], "weight": 1.0},
-        {"id": "org/b", "config": "x", "split": "train", "columns": ["messages"], "weight": 0.5},
+        {
+            "id": "org/b",
+            "config": "x",
+            "split": "train",
+            "columns": ["messages", "chat_template_kwargs"],
+            "weight": 0.5,
+        },
     ]
     values = {"model_name_or_path": "org/model", "torch_dtype": "bfloat16", "max_seq_length": 2048}
     values["dataset_mixture"] = {"datasets": sets, "test_split_size": 1000, "seed": 0}
     done = read(values)
     assert done.mapping["data"]["train"] == [
-        {"path": "hub:org/a", "split": "train_sft", "weight": 1.0},
-        {"path": "hub:org/b", "subset": "x", "split": "train", "weight": 0.5},
+        {
+            "path": "hub:org/a",
+            "split": "train_sft",
+            "ignore": ["chat_template_kwargs", "tools", "weight"],
+            "weight": 1.0,
+        },
+        {"path": "hub:org/b", "subset": "x", "split": "train", "ignore": ["tools", "weight"], "weight": 0.5},
     ]
     assert done.mapping["data"]["max_length"] == 2048 and done.mapping["model"]["dtype"] == "bfloat16"
     assert {fate.key: fate.kind for fate in done.fates}["dataset_mixture.test_split_size"] == "substituted"

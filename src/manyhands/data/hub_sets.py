@@ -22,6 +22,7 @@ from manyhands.core.errors import UserError
 PREFIX = "hub:"
 MIN_MAJOR = 4  # before, a data set could bring code that was run
 STREAMED_ROWS = 1000  # in one record batch
+ANSWER_TIMEOUT_S = 5.0
 
 
 def is_hub(path: str) -> bool:
@@ -117,6 +118,19 @@ def _advise(error: Exception, why: str) -> str:
     if type(error).__name__ == "DatasetNotFoundError":
         return "check the name (hub:OWNER/NAME); a set that is not public needs a token: `hf auth login`"
     return "check the network, or download the files and name their folder"
+
+
+def fetch_file(name: str, file: str) -> Path:
+    """One file of a data set on the hub, from the hub's cache if it cannot be reached. Raises UserError."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(name, file, repo_type="dataset", etag_timeout=ANSWER_TIMEOUT_S))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        why = " ".join(str(error).split())[:400]
+        fix = f"check the name, or run `hf download {name} {file} --repo-type dataset` where the hub can be reached"
+        raise UserError("the file cannot be fetched from the hub", where=f"{name}/{file}", why=why, fix=fix) from error
 
 
 def list_saved_set(folder: Path, split: str) -> tuple[Path, ...] | None:

@@ -16,6 +16,7 @@ from manyhands.config.read import ParsedFile
 from manyhands.config.schema import Source
 from manyhands.core.errors import UserError
 from manyhands.core.files import read_json
+from manyhands.data.hub_sets import fetch_file
 from manyhands.data.sources import is_hub, read_rows
 from manyhands.facts.host import read_host_facts
 from manyhands.launch.resume_rules import folder_of
@@ -44,9 +45,13 @@ def load_for_start(
 
 
 def look_around(*, num_gpus: int | None = None, strict: bool = False) -> Around:
-    """What this machine answers: its GPUs, columns of local data, config.json of a local model."""
+    """What this machine answers: its GPUs, columns of local data, config.json of a local model, lists of data sets on
+    the hub.
+    """
     count: Callable[[], int] = (lambda: len(read_host_facts().gpus)) if num_gpus is None else lambda: num_gpus
-    return Around(count_gpus=count, first_row=_first_row, model_config=_model_config, strict=strict)
+    return Around(
+        count_gpus=count, first_row=_first_row, model_config=_model_config, hub_file=fetch_file, strict=strict
+    )
 
 
 def _first_gpus(loaded: LoadedRun) -> int | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 
 from manyhands.config.dialects import axolotl_keys as keys
-from manyhands.config.dialects.axolotl_data import map_data
+from manyhands.config.dialects.axolotl_data import limit_stream, map_data
 from manyhands.config.dialects.axolotl_model import map_method, map_model
 from manyhands.config.dialects.axolotl_parallel import count_mesh, map_precision, map_sharding
 from manyhands.config.dialects.transformers import OPTIMIZERS, choose_optimizer
@@ -44,6 +44,7 @@ def translate(t: Translator) -> None:
     map_method(t)
     map_data(t)
     _map_batch(t)
+    limit_stream(t)
     _map_optimizer(t)
     _map_schedule(t)
     _map_length(t)

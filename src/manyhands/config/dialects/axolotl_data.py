@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from manyhands.config.dialects import axolotl_keys as keys
+from manyhands.config.dialects.axolotl_prompts import JEOPARDY, read_own_prompt
 from manyhands.config.dialects.axolotl_templates import map_template
 from manyhands.config.dialects.translation import Translator
 from manyhands.config.keys import nearest_name, show
@@ -33,29 +34,33 @@ TYPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         },
         "chat_template": {"format": "messages"},
         "completion": {"format": "text"},
+        "jeopardy": {
+            "format": "alpaca",
+            "template": JEOPARDY.template(),
+            "fields": {"instruction": "question", "input": "category", "output": "answer"},
+        },
         "input_output": {"format": "segments"},
     }
 )
 _FILE = re.compile(r"\.(jsonl?|ndjson|csv|tsv|parquet|txt|arrow)(\.gz|\.zst)?$", re.IGNORECASE)
 _FORMATS = ("json", "csv", "parquet", "arrow", "text")  # of datasets: `path: json` with data_files
-_NEVER_ACTS = ("trust_remote_code", "ds_type", "preprocess_shards", "temperature")
+# Tokens of a row of a stream, at least: by these its rows are counted before one is read.
+STREAM_TOKENS = MappingProxyType({"text": 128, "other": 32})
 
 
 def map_data(t: Translator) -> None:
     """Sources, lengths, what is held out, the chat template."""
     for key in ("datasets", "test_datasets", "pretraining_dataset"):
         _open_entries(t, key)
-    if t.flag("streaming") or t.has("pretraining_dataset"):
-        key = "pretraining_dataset" if t.has("pretraining_dataset") else "streaming"
-        t.refuse(key, "a stream of rows that is read until `max_steps` is not available: name the rows in `datasets`, "
-                 "with a slice such as `split: train[:1%]`")  # fmt: skip
-    t.already("streaming")
-    if not t.has("datasets") and not t.has("pretraining_dataset"):
+    trained = "pretraining_dataset" if t.has("pretraining_dataset") else "datasets"
+    if trained != "datasets" and t.has("datasets"):
+        t.contradict("datasets", f"{t.place(trained)} is set too: keep one")
+    elif not t.has(trained):
         t.refuse("datasets", "it is missing: write a list of data sets")
-    tasks = _map_sources(t, "datasets", "data.train")
+    tasks = _map_sources(t, trained, "data.train")
     if t.has("test_datasets"):
         _map_sources(t, "test_datasets", "data.validation")
-    for key in ("pretraining_dataset", "test_datasets"):
+    for key in ("datasets", "pretraining_dataset", "test_datasets"):
         for place in [place for place in t.values if place.startswith(f"{key}[")]:
             t.already(place)
         t.already(key)
@@ -101,7 +106,7 @@ def _map_sources(t: Translator, key: str, native: str) -> set[str]:
                     default=-1)  # fmt: skip
     sources, formats = [], set()
     for index in range(count):
-        source = _Entry(t, f"{key}[{index}]", "train" if key == "datasets" else "test").translate()
+        source = _Entry(t, f"{key}[{index}]", "test" if key == "test_datasets" else "train").translate()
         sources.append(source)
         formats.add(str(source.get("format")))
     if sources:
@@ -116,10 +121,20 @@ def _entries_by_template(t: Translator) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for key in t.values:
         if re.fullmatch(r"(test_)?datasets\[\d+\]\.type", key):
-            ours = TYPES.get(str(t.get(key)), {})
+            kind = t.get(key)
+            ours = _read_own_type(kind) if isinstance(kind, dict) else TYPES.get(str(kind), {})
             if ours.get("format") in ("alpaca", "messages"):
                 found.setdefault(ours.get("template", ""), []).append(key.removesuffix(".type"))
     return found
+
+
+def _read_own_type(kind: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`type: {...}` as one of ``TYPES``; empty where it cannot be read, which its entry says."""
+    try:
+        prompt, columns = read_own_prompt(kind)
+    except ValueError:
+        return {}
+    return {"format": "alpaca", "template": prompt.template(), "fields": columns}
 
 
 class _Entry:
@@ -178,29 +193,35 @@ class _Entry:
             self.t.map(self.key("path"), {}, why=f"the format of {files[0]}")
             self.set("data_files", path=files[0])
         elif _is_local(path, self.t):
-            self.set("path", path=path)
-            if files:
+            if files and len(files) > 1:
                 self.refuse("data_files", "write one entry for each file, with the file as its path")
+            self.set("path", path=f"{path.rstrip('/')}/{files[0]}" if files else path)
+            self.t.map(self.key("data_files"), {}, why="a file of the folder `path`")
         else:
             self.set("path", path=f"hub:{path}")
             if files:
-                self.refuse(
-                    "data_files", "single files of a hub set are not fetched: download them and name one as path"
-                )
+                self.set("data_files", files=[str(file) for file in files])
         for name, ours in (("name", "subset"), ("revision", "revision")):
             if self.get(name) is not None:
                 self.set(name, **{ours: str(self.get(name))})
         if self.get("split") is not None:
             self.set("split", split=str(self.get("split")))
-        elif self.default_split != "train" and not _FILE.search(self.source.get("path", "")):
+        elif self.default_split != "train" and not files and not _FILE.search(self.source.get("path", "")):
             self.source["split"] = self.default_split
 
     def _map_type(self) -> None:
         kind = self.get("type")
-        if isinstance(kind, dict) or any(place.startswith(self.key("type.")) for place in self.t.values):
-            self.refuse(
-                "type", "prompts of your own are not available: write the rows as messages, `type: chat_template`"
-            )
+        if self.place.startswith("pretraining_dataset") and kind in (None, "pretrain"):
+            kind = "completion"
+        if isinstance(kind, dict):
+            try:
+                read_own_prompt(kind)
+            except ValueError as error:
+                self.refuse("type", str(error))
+                return
+            ours = _read_own_type(kind)
+            fields = {"fields": dict(ours["fields"])} if ours["fields"] else {}
+            self.set("type", format="alpaca", **fields)
             return
         if kind is None:
             self.source["format"] = "tokens"
@@ -280,7 +301,7 @@ class _Entry:
             if self.get(name) is not None:
                 self.refuse(name, "which turns are trained follows from their role; a message's own key is `weight`")
         if self.get("drop_system_message"):
-            self.refuse("drop_system_message", "system messages are kept: remove them from the rows")
+            self.set("drop_system_message", drop_system=True)
         if self.get("split_thinking"):
             self.refuse("split_thinking", "thoughts inside of the content are not taken out: write them as "
                         "reasoning_content")  # fmt: skip
@@ -289,6 +310,30 @@ class _Entry:
             self.refuse(
                 "roles", "the roles are system, user, assistant and tool (human and gpt are known): rename them"
             )
+
+
+def limit_stream(t: Translator) -> None:
+    """``streaming`` and ``pretraining_dataset``: as many rows as ``max_steps`` can take, fetched before training."""
+    key = "pretraining_dataset" if t.has("pretraining_dataset") else "streaming"
+    if key == "streaming" and not t.flag("streaming"):
+        t.already("streaming")
+        return
+    steps, length = t.integer("max_steps"), t.integer("sequence_len", 512) or 512
+    batch, data = t.mapping.get("batch", {}), t.mapping.get("data", {})
+    if not steps:
+        t.refuse(key, "a stream has no end: write `max_steps`, as Axolotl wants it")
+    for source in data.get("train", []) if steps else ():
+        a_row = STREAM_TOKENS["text" if source.get("format") == "text" else "other"]
+        num_rows = steps * (batch.get("samples") or -(-batch.get("packs", 1) * length // a_row))
+        split = source.get("split", "train")
+        if str(source.get("path", "")).startswith("hub:") and "[" not in split:
+            source["split"] = f"{split}[:{num_rows}]"
+        told = f"the first {num_rows:,} rows of the stream"
+        if not batch.get("samples"):
+            told += f", one for every {a_row} tokens that {steps:,} steps take"
+        t.substitute(key, {}, f"{told}: they are fetched before training, shuffled as a whole, and repeated if they "
+                     "end first; texts are cut without an overlap")  # fmt: skip
+    t.already("streaming")
 
 
 def _is_local(path: str, t: Translator) -> bool:

@@ -52,13 +52,16 @@ class _Refused(Exception):
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """A dataset_info.json: its entries, the lines of its keys, and the folder as the run file spells it."""
+    """A dataset_info.json: its entries, the lines of its keys, and the folder as the run file spells it, or the data
+    set on the hub that has it (``repo``).
+    """
 
     entries: Mapping[str, Any]
     where: str
     folder: str
     lines: Mapping[str, int] = field(default_factory=dict)
     online: bool = False
+    repo: str | None = None
 
     def place(self, key: str) -> str:
         line = self.lines.get(key)
@@ -93,10 +96,7 @@ def read_info(t: Translator) -> DatasetInfo | None:
     if asked == "ONLINE":
         return DatasetInfo({}, "the hub", "", online=True)
     if asked.startswith("REMOTE:"):
-        name = asked.removeprefix("REMOTE:")
-        fix = f"hf download {name} --repo-type dataset --local-dir data"
-        t.refuse(key, f"the list of data sets is not read from the hub: run `{fix}`, and write dataset_dir: data")
-        return None
+        return _read_remote(t, key, asked.removeprefix("REMOTE:"))
     found = find_file(t, os.path.join(asked, INFO))
     if found is None:
         places = " nor in ".join(dict.fromkeys((str(t.around.folder / asked), str(Path.cwd() / asked))))
@@ -109,6 +109,21 @@ def read_info(t: Translator) -> DatasetInfo | None:
         t.refuse(key, f"{error.where or path}: {error.why or error.what}")
         return None
     return DatasetInfo(read.mapping, str(path), os.path.join(root, asked), read.lines)
+
+
+def _read_remote(t: Translator, key: str, name: str) -> DatasetInfo | None:
+    """The list of a data set on the hub, fetched."""
+    try:
+        file = t.around.hub_file(name, INFO) if t.around.hub_file else None
+        read = read_run_file(file) if file else None
+    except UserError as error:
+        t.refuse(key, f"{INFO} of {name} cannot be read: {error.why or error.what}")
+        return None
+    if read is None:
+        fix = f"hf download {name} --repo-type dataset --local-dir data"
+        t.refuse(key, f"{INFO} of {name} on the hub is out of reach: run `{fix}`, and write dataset_dir: data")
+        return None
+    return DatasetInfo(read.mapping, f"{name}/{INFO}", "", read.lines, repo=name)
 
 
 def find_file(t: Translator, name: str) -> tuple[Path, str] | None:
@@ -216,11 +231,10 @@ def _refuse_kinds(entry: Mapping[str, Any], columns: Mapping[str, str | None], n
 
 def _locate(entry: Mapping[str, Any], name: str, info: DatasetInfo) -> dict[str, Any]:
     """Path, subset and split, in LLaMA-Factory's order of precedence."""
-    if entry.get("folder") and entry.get("hf_hub_url"):
-        raise _Refused(f"{info.place(f'{name}.folder')}: a folder inside of a data set is not available: download it, "
-                       "and name it as file_name")  # fmt: skip
     if entry.get("hf_hub_url"):
-        found = {"path": f"hub:{entry['hf_hub_url']}"}
+        found: dict[str, Any] = {"path": f"hub:{entry['hf_hub_url']}"}
+        if entry.get("folder"):
+            found["files"] = [f"{str(entry['folder']).strip('/')}/**"]
         return found | {key: str(entry[key]) for key in ("subset", "split") if entry.get(key) not in (None, "train")}
     for key, what in (
         ("ms_hub_url", "ModelScope"),
@@ -234,7 +248,7 @@ def _locate(entry: Mapping[str, Any], name: str, info: DatasetInfo) -> dict[str,
     file = entry.get("file_name")
     if not isinstance(file, str) or not file:
         raise _Refused(f"{info.place(name)}: it names neither file_name nor hf_hub_url")
-    return {"path": os.path.join(info.folder, file)}
+    return {"path": f"hub:{info.repo}", "files": [file]} if info.repo else {"path": os.path.join(info.folder, file)}
 
 
 def _read_text(

@@ -51,6 +51,7 @@ class Around:
     ``gpus``: asked for on the command line. ``first_gpus``: what the run's first start multiplied by.
     ``count_gpus``: those of this machine.
     ``first_row``: of a data file or data set. ``model_config``: config.json of a model that is at hand.
+    ``hub_file``: a file of a data set on the hub, fetched; it raises UserError where the hub has none.
     ``strict``: refuse substitutions. ``micro``, ``accumulation``: samples per GPU and micro-batches per step of the run
     file that a settings file belongs to.
     """
@@ -61,6 +62,7 @@ class Around:
     count_gpus: Callable[[], int] | None = None
     first_row: Callable[[str], Mapping[str, Any] | None] | None = None
     model_config: Callable[[str], Mapping[str, Any] | None] | None = None
+    hub_file: Callable[[str, str], Path | None] | None = None
     strict: bool = False
     micro: int | None = None
     accumulation: int | None = None

@@ -42,6 +42,7 @@ PLAIN = (
     "{% for message in messages %}{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
+READ_IF_THERE = ("chat_template_kwargs", "tools", "weight")  # columns of conversations; a mixture's list is complete
 FILE_KINDS = ("json", "csv", "parquet", "text", "arrow")  # builders of `datasets` that read `data_files`
 SOURCE_KEYS = {"id": "path", "path": "path", "config": "subset", "name": "subset", "split": "split", "weight": "weight"}
 
@@ -135,9 +136,9 @@ def _source(t: Translator, listed: str, number: int, entry: Any) -> dict[str, An
     for key, value in entry.items():
         if key in SOURCE_KEYS and value is not None:
             source |= _locate(str(value)) if SOURCE_KEYS[key] == "path" else {SOURCE_KEYS[key]: value}
-        elif key == "columns":
-            if "chat_template_kwargs" in (value or ()):
-                t.refuse(listed, f"`{place}.columns`: template arguments of single rows are not available")
+        elif key == "columns" and value:
+            unread = [name for name in READ_IF_THERE if name not in value]
+            source |= {"ignore": unread} if unread else {}
         elif value is not None:
             t.refuse(listed, f"`{place}.{key}` is not available; an entry has {', '.join(SOURCE_KEYS)}")
     if source.get("subset") == "default":
