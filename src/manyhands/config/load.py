@@ -53,14 +53,14 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
 
 
 def load_run(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | ParsedFile,
     overrides: Sequence[str] = (),
     *,
     around: Around | None = None,
     settings: Mapping[str, Path | ParsedFile] | None = None,
 ) -> LoadedRun:
-    """Reads a YAML, TOML or JSON run file, ours or another tool's, and applies ``section.key=value`` overrides of our
-    keys, the later one winning.
+    """Reads a YAML, TOML or JSON run file (or takes a file's keys), ours or another tool's, and applies
+    ``section.key=value`` overrides of our keys, the later one winning.
 
     Override values are read as YAML (``1e-4``, ``[q_proj, v_proj]``); keys that take any string take the text as
     given. ``name`` defaults to the file's stem. Relative paths are resolved against the run file's folder if they exist
@@ -68,9 +68,9 @@ def load_run(
     that say how to distribute the run (``accelerate``, ``deepspeed``), or their content. Raises ``UserError`` with all
     findings at once.
     """
-    path = Path(path)
-    source = read_run_file(path)
-    around = replace(around or Around(), folder=Path(os.path.abspath(path)).parent)
+    source = path if isinstance(path, ParsedFile) else read_run_file(Path(path))
+    folder = Path.cwd() if isinstance(path, ParsedFile) else Path(os.path.abspath(path)).parent
+    around = replace(around or Around(), folder=folder)
     files = {kind: read_run_file(file) if isinstance(file, Path) else file for kind, file in (settings or {}).items()}
     around = _with_overrides(around, overrides, files)
     translation = translate_file(source, around)
@@ -85,10 +85,10 @@ def load_run(
     foreign = dict(origins) if translation or settings else {}
     findings = _apply_overrides(mapping, overrides, origins)
     if "name" not in mapping:
-        mapping["name"] = clean_name(path.stem)
+        mapping["name"] = "run" if isinstance(path, ParsedFile) else clean_name(Path(path).stem)
     resolve_paths(mapping, around.folder)
     config = _validate(mapping, source.where, origins, findings, foreign)
-    return LoadedRun(config, translation, path.read_text(encoding="utf-8-sig") if translation else None, tuple(said))
+    return LoadedRun(config, translation, source.text if translation else None, tuple(said))
 
 
 def translate_file(source: ParsedFile, around: Around) -> Translation | None:

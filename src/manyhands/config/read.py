@@ -32,13 +32,14 @@ CORE_TAGS = ("null", "bool", "int", "float", "str", "seq", "map")
 @dataclass(frozen=True)
 class ParsedFile:
     """The content of a run file. ``lines``: the line of each dotted key (``data.train[1].weight``). ``files``: the
-    file of keys that stand in another one, which it includes.
+    file of keys that stand in another one, which it includes. ``text``: as it was read.
     """
 
     mapping: dict[str, Any]
     where: str
     lines: dict[str, int] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
+    text: str = ""
 
 
 class _Loader(yaml.SafeLoader):
@@ -162,7 +163,7 @@ def read_run_file(path: Path) -> ParsedFile:
             fix="start it with `model:` and `data:`",
         )
     try:
-        return ParsedFile(_copy_plain(data), where, lines)
+        return ParsedFile(_copy_plain(data), where, lines, text=text)
     except ValueError as error:
         raise UserError("the run file cannot be used", where=where, why=str(error)) from None
 

@@ -59,12 +59,17 @@ class Found:
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
-def open_answerer(folder: Path, base: str | None = None) -> Answerer:
-    """Loads whatever ``folder`` is. UserError if it is none of the three, or its base cannot be found."""
+DeviceMap = str | dict[str, Any]  # as transformers takes it: auto, balanced, sequential, or modules by device
+
+
+def open_answerer(folder: Path, base: str | None = None, device_map: DeviceMap | None = None) -> Answerer:
+    """Loads whatever ``folder`` is. UserError if it is none of the three, or its base cannot be found. ``device_map``:
+    layers over several GPUs; without it all are on one.
+    """
     from manyhands.data.tokenizer import load_tokenizer
 
     found = find_parts(folder, base)
-    model = load_model(found)
+    model = load_model(found, device_map)
     with_tokenizer = (
         found.adapter if found.adapter and (found.adapter / "tokenizer_config.json").is_file() else found.weights
     )
@@ -135,15 +140,20 @@ def find_base(adapter: Path, base: str | None = None) -> Path:
     return Path(locate_model(name, None if base else fields.get("revision"), True))
 
 
-def load_model(found: Found) -> nn.Module:
-    """On the GPU if there is one; on the CPU in float32, where bfloat16 is slow."""
+def load_model(found: Found, device_map: DeviceMap | None = None) -> nn.Module:
+    """On the GPU if there is one, or where ``device_map`` puts each layer; on the CPU in float32, where bfloat16 is
+    slow.
+    """
     import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     on_gpu = torch.cuda.is_available()
     model: Any = auto_class_of(found.weights).from_pretrained(
-        found.weights, dtype="auto" if on_gpu else torch.float32, attn_implementation="sdpa"
+        found.weights,
+        dtype="auto" if on_gpu else torch.float32,
+        attn_implementation="sdpa",
+        **({} if device_map is None else {"device_map": device_map}),
     )
     if getattr(model, "is_quantized", False):  # in NF4: adapters of ours compute beside plain weights
         model = model.dequantize()
@@ -151,6 +161,8 @@ def load_model(found: Found) -> nn.Module:
         model.set_attn_implementation(plain_attention(model.config))
     if found.adapter is not None:
         put_adapter(model, found.adapter)
+    if device_map is not None:
+        return model.eval()
     return model.to("cuda" if on_gpu else "cpu").eval()
 
 

@@ -24,14 +24,15 @@ from manyhands.launch.run_folder import FATES
 
 
 def load_for_start(
-    path: Path,
+    path: Path | ParsedFile,
     overrides: Sequence[str] = (),
     *,
     num_gpus: int | None = None,
     settings: Mapping[str, Path | ParsedFile] | None = None,
     strict: bool = False,
 ) -> LoadedRun:
-    """The run of a file, ours or another tool's. ``num_gpus``: processes that a launcher has started already.
+    """The run of a file, ours or another tool's, or of its keys. ``num_gpus``: processes that a launcher has started
+    already.
 
     A file that counts batches per GPU is multiplied out once: where its run has started before, by the number of GPUs
     of that first start, so that the same command resumes it on any other number. Raises ``UserError``.

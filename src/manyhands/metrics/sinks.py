@@ -41,14 +41,17 @@ class Sink(Hook):
 
 
 class JsonlSink(Sink):
-    """One JSON object a line, ``kind`` is ``step`` or ``evaluation``; numbers that are not finite become null."""
+    """One JSON object a line, ``kind`` is ``step``, ``evaluation`` or ``checkpoint``; numbers that are not finite
+    become null.
+    """
 
     def __init__(
         self, path: Path, *, every_steps: int = 1, resumed_at: int = 0, evaluated_at: int | None = None
     ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         last_evaluation = resumed_at if evaluated_at is None else evaluated_at
-        _take_back(path, {"step": resumed_at, "evaluation": last_evaluation} if resumed_at else {})
+        last = {"step": resumed_at, "evaluation": last_evaluation, "checkpoint": resumed_at}
+        _take_back(path, last if resumed_at else {})
         self.every_steps = every_steps
         self._file = open(path, "a", encoding="utf-8")
         self._devices: Devices = []
@@ -64,14 +67,19 @@ class JsonlSink(Sink):
         samples = [{"prompt": prompt, "answer": answer} for prompt, answer in evaluation.samples]
         self._write({"kind": "evaluation", **asdict(evaluation), "samples": samples})
 
+    def after_checkpoint(self, state: TrainState, folder: Path) -> None:
+        self._write({"kind": "checkpoint", "step": state.step, "folder": str(folder)})
+
     def close(self) -> None:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
 
     def _write(self, row: Mapping[str, Any]) -> None:
-        row = {**row, "time": round(time.time(), 3)}
-        self._file.write(json.dumps(_without_nan(row), ensure_ascii=False, allow_nan=False) + "\n")
+        self._put(_without_nan({**row, "time": round(time.time(), 3)}))
+
+    def _put(self, row: dict[str, Any]) -> None:
+        self._file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
         self._file.flush()
 
 

@@ -147,6 +147,18 @@ class Plan(Part):
     def digest(self) -> str:
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
 
+    def explain(self, width: int = 120) -> str:
+        """The decisions with their reasons, the memory by term, and why each alternative was rejected."""
+        from io import StringIO
+
+        from rich.console import Console
+
+        from manyhands.plan.explain import explain_plan
+
+        text = StringIO()
+        Console(file=text, width=width).print(explain_plan(self))
+        return text.getvalue().rstrip()
+
 
 def method_of(plan: Plan, config: RunConfig) -> MethodSection:
     """What is trained: as asked, or as the adapter has it from which the run continues; target modules by name, and

@@ -150,6 +150,9 @@ class Hook:
 
     def after_evaluation(self, state: TrainState, evaluation: Evaluation) -> None: ...
 
+    def after_checkpoint(self, state: TrainState, folder: Path) -> None:
+        """``folder`` holds a complete checkpoint."""
+
     def between_steps(self, state: TrainState) -> None:
         """After everything that belongs to a step, its evaluation included: the moment for a checkpoint."""
 

@@ -23,7 +23,7 @@ from manyhands.launch.run_folder import RunFolder
 from manyhands.metrics.sinks import Sink
 from manyhands.model.loss import LossModel
 from manyhands.plan.types import Plan
-from manyhands.train.types import Batch, Engine, TrainState
+from manyhands.train.types import Batch, Engine, Hook, TrainState
 
 
 class RunEngine(Engine, Protocol):
@@ -69,6 +69,8 @@ class RankContext:
     stop: Callable[[], bool] = lambda: False  # whether the run shall end after this step
     on_beat: Callable[[str, int | None], object] = lambda stage, step: None  # this rank advances: (stage, step)
     terminal: TextIO = field(default_factory=lambda: sys.stdout)
+    log: TextIO | None = None  # this rank's own, where the terminal is another
+    hooks: Sequence[Hook] = ()  # of the loop, beside those of the stages; the same number on every rank
     stage: str = "start"
     # data
     store: TokenStore = None  # type: ignore[assignment]
@@ -94,18 +96,13 @@ class RankContext:
     def is_first(self) -> bool:
         return self.world.is_first
 
-    @property
-    def log(self) -> TextIO | None:
-        """This rank's log, once its output goes there and the terminal is kept apart."""
-        return sys.stdout if self.terminal is not sys.stdout else None
-
     def print(self, text: str) -> None:
         """A line for the terminal, also written to the log; ranks other than 0 write it to their logs alone."""
         if self.is_first:
             print(text, file=self.terminal, flush=True)
         if self.log is not None or not self.is_first:
             with contextlib.suppress(OSError):  # a full disk; what the run itself writes will raise
-                print(text, flush=True)
+                print(text, file=self.log or sys.stdout, flush=True)
 
     def show_progress(self, stage: str, done: int, total: int) -> None:
         """How far the work between two steps is, for the sinks."""

@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 
 from manyhands.config.dialects.report import summarize
-from manyhands.config.load import load_config
+from manyhands.config.load import LoadedRun, load_config
 from manyhands.config.schema import RunConfig
-from manyhands.core import progress
 from manyhands.core.errors import EXIT_FAILED, PeerError, UserError
 from manyhands.core.world import World
 from manyhands.launch.environment import (
@@ -31,15 +30,13 @@ from manyhands.launch.environment import (
     refuse_silent_single,
     set_worker_environment,
 )
-from manyhands.launch.failure import is_lost
-from manyhands.launch.heartbeat import Heartbeat
 from manyhands.launch.prepare import prepare_run, summarize_start
 from manyhands.launch.run_file import load_for_start
 from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.watch import Stopped
 from manyhands.plan.types import Plan
 from manyhands.worker.context import RankContext
-from manyhands.worker.session import DEFAULT_TIMEOUT_S, Session, redirect_output
+from manyhands.worker.session import DEFAULT_TIMEOUT_S, Session
 
 GROUP_SLACK_S = 60.0
 STOP_S = 5.0
@@ -53,7 +50,7 @@ def join(session: Session, arguments: argparse.Namespace) -> bool:
         rank.folder = RunFolder(arguments.run_folder)  # failures are reported there from here on
     session.enter("join")
     timeout_s = _join_timeout(arguments)
-    store = open_store(launcher, timeout_s)
+    store = open_store(launcher, timeout_s) if session.store is None else session.store
     gather_ranks(store, launcher, timeout_s)
     session.enter("agree on run and plan")
     try:
@@ -65,6 +62,7 @@ def join(session: Session, arguments: argparse.Namespace) -> bool:
         leave_together(store, launcher, min(timeout_s, STOP_S) if isinstance(error, Stopped) else timeout_s)
         raise
     fields = json.loads(text)
+    folder = rank.folder = RunFolder(Path(fields["folder"]))
     if fields["finished"]:
         leave_together(store, launcher, timeout_s)
         if session.is_first:
@@ -75,12 +73,7 @@ def join(session: Session, arguments: argparse.Namespace) -> bool:
     rank.plan = Plan.model_validate(fields["plan"])
     _compare_digests(store, launcher, rank)
     set_worker_environment(rank.plan, launcher.num_sharing_cores)  # before CUDA starts
-    folder = rank.folder = RunFolder(Path(fields["folder"]))
-    rank.terminal = redirect_output(folder.logs / f"rank-{launcher.rank}.log")
-    if session.heartbeat is None:
-        session.heartbeat = Heartbeat(folder, launcher.rank)
-    progress.listen(session.heartbeat.advance)
-    session.watch_signals(give_up=lambda: is_lost(folder))
+    session.attach(folder)
     rank.beat()
     # Torch has read the variable when it was imported. The plan records it for a CPU, whose sums depend on it.
     threads = rank.plan.environment.get("OMP_NUM_THREADS") or os.environ["OMP_NUM_THREADS"]
@@ -89,13 +82,16 @@ def join(session: Session, arguments: argparse.Namespace) -> bool:
     device = pick_device(rank.plan.layout.device, launcher.local_rank)
     # Longer than the watch's limit: a stuck rank is to be named by the watch, not by whichever peer waits for it.
     rank.world = form_group(store, launcher, device, rank.config.parallel.timeout_s + GROUP_SLACK_S)
-    session.heartbeat.count_collectives = count_collectives
+    if session.heartbeat is not None:
+        session.heartbeat.count_collectives = count_collectives
     check_world(rank.world, rank.plan.layout.world_size)
     return False
 
 
 def _join_timeout(arguments: argparse.Namespace) -> float:
     """From the run file, where this rank can read it; rank 0 alone decides everything else."""
+    if arguments.load is not None:
+        return DEFAULT_TIMEOUT_S
     try:
         path = arguments.run_folder / "run.json" if arguments.run_folder else arguments.run
         overrides = arguments.overrides if arguments.run else ()
@@ -118,12 +114,7 @@ def _prepare(session: Session, arguments: argparse.Namespace) -> str:
         folder = RunFolder(arguments.run_folder)
         config, plan, finished = folder.read_config(), folder.read_plan(), False
     else:
-        loaded = load_for_start(
-            arguments.run,
-            arguments.overrides,
-            num_gpus=session.launcher.world_size,
-            settings=accelerate_settings(),
-        )
+        loaded = (arguments.load or _load_run)(arguments, session.launcher)
         config = loaded.config
         refuse_silent_single(session.launcher, config)
         for translation in loaded.translations:
@@ -142,6 +133,12 @@ def _prepare(session: Session, arguments: argparse.Namespace) -> str:
             print("\n".join(summarize_start(prepared)), file=session.context.terminal, flush=True)
     fields = {"folder": str(folder.path.resolve()), "finished": finished}
     return json.dumps(fields | {"config": config.model_dump(mode="json"), "plan": plan.model_dump(mode="json")})
+
+
+def _load_run(arguments: argparse.Namespace, launcher: Launcher) -> LoadedRun:
+    return load_for_start(
+        arguments.run, arguments.overrides, num_gpus=launcher.world_size, settings=accelerate_settings()
+    )
 
 
 def _compare_digests(store: dist.Store, launcher: Launcher, rank: RankContext) -> None:
@@ -233,6 +230,9 @@ def form_group(store: dist.Store, launcher: Launcher, device: torch.device, time
     # Not bound to a device (device_id): bound, the axes of a mesh are split off NCCL's communicator. A pair of ranks so
     # bound # once died at its first mesh of two axes (torch 2.11); that the binding was the cause is a guess.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if dist.is_initialized():
+        check_group(launcher, device)
+        return World(launcher.rank, launcher.local_rank, launcher.world_size, device)
     dist.init_process_group(
         backend,
         store=dist.PrefixStore("group", store),
@@ -241,6 +241,22 @@ def form_group(store: dist.Store, launcher: Launcher, device: torch.device, time
         timeout=timedelta(seconds=timeout_s),
     )
     return World(launcher.rank, launcher.local_rank, launcher.world_size, device)
+
+
+def check_group(launcher: Launcher, device: torch.device) -> None:
+    """UserError where the process group that the caller has made is not one that a run can use."""
+    found, needed = dist.get_backend_config(), {"cpu", device.type}
+    if (dist.get_rank(), dist.get_world_size()) == (launcher.rank, launcher.world_size) and all(
+        f"{kind}:" in found for kind in needed
+    ):
+        return
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    raise UserError(
+        "the process group of this program cannot be used",
+        where=f"torch.distributed: {found}, {dist.get_world_size()} processes",
+        why=f"a run needs {backend} over all {launcher.world_size} processes: small tensors travel on the host",
+        fix=f"leave init_process_group out, or call it with backend={backend!r}",
+    )
 
 
 def check_world(world: World, expected: int) -> None:

@@ -37,6 +37,7 @@ _OUT_OF_MEMORY = re.compile(r"out of memory|STATUS_ALLOC_FAILED|can't allocate m
 
 def run_rank(session: Session, arguments: argparse.Namespace) -> int:
     """Runs every stage; returns the exit code."""
+    owns_group = not dist.is_initialized()
     if join(session, arguments):
         session.close_heartbeat()
         return 0
@@ -58,7 +59,8 @@ def run_rank(session: Session, arguments: argparse.Namespace) -> int:
                 raise
             raise explain_out_of_memory(rank, error) from error
     run_on_all_ranks(lambda: None)  # nobody leaves before all have come this far
-    dist.destroy_process_group()
+    if owns_group:
+        dist.destroy_process_group()
     session.close_heartbeat()
     if session.is_first and session.launcher.kind != "manyhands":  # our launcher does it itself
         rank.folder.clear_ranks()

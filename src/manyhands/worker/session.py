@@ -10,14 +10,16 @@ import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO
+from typing import Any, Protocol, TextIO
 
+from manyhands.core import progress
 from manyhands.core.errors import PeerError, UserError
 from manyhands.launch.environment import Launcher
 from manyhands.launch.failure import (
     claim_terminal,
     describe_failure,
     describe_lost,
+    is_lost,
     looks_like_consequence,
     record_for_torch,
     wait_for_cause,
@@ -45,8 +47,23 @@ class Session:
         self.launcher, self.heartbeat = launcher, heartbeat
         self.context = RankContext(on_beat=self._beat)
         self.lock: FolderLock | None = None  # held while rank 0 lives, where another launcher has started it
-        self.stop: StopSignal | None = None
+        self.store: Any = None  # the ranks' key-value store, where the process has one already
+        self.stop: Stop | None = None
         self.is_reporting = False  # why it ends, or has done so
+
+    def attach(self, folder: RunFolder) -> None:
+        """The run's folder is known: this process's output goes to the rank's log from here on, its signals end the
+        run, and the rank beats.
+        """
+        self.context.terminal = redirect_output(folder.log(self.launcher.rank))
+        self.context.log = sys.stdout
+        self.start_heartbeat(folder)
+        self.watch_signals(give_up=lambda: is_lost(folder))
+
+    def start_heartbeat(self, folder: RunFolder) -> None:
+        if self.heartbeat is None:
+            self.heartbeat = Heartbeat(folder, self.launcher.rank)
+        progress.listen(self.heartbeat.advance)
 
     @property
     def folder(self) -> RunFolder | None:
@@ -87,8 +104,7 @@ class Session:
         rank, world_size, stage = self.launcher.rank, self.launcher.world_size, self.context.stage
         is_consequence = world_size > 1 and looks_like_consequence(error)
         if not isinstance(error, UserError | PeerError):
-            with contextlib.suppress(OSError):  # into the log, whose disk may be full
-                traceback.print_exception(error)
+            self._keep_traceback(error)
         if not is_consequence:
             self._show(describe_failure(error, stage, rank, self.folder.log(rank) if self.folder is not None else None))
             record_for_torch(error, stage, rank)
@@ -120,9 +136,24 @@ class Session:
         with contextlib.suppress(OSError):
             self.folder.write_failed(reason, plan)
 
+    def _keep_traceback(self, error: BaseException) -> None:
+        with contextlib.suppress(OSError):  # into the log, whose disk may be full
+            traceback.print_exception(error)
+
     def _show(self, text: str) -> None:
         if self.launcher.kind != "manyhands" and (self.folder is None or claim_terminal(self.folder)):
             print(text, file=self.context.terminal, flush=True)
+
+
+class Stop(Protocol):
+    """Whether the process was asked to end, and by which signal (0: by none)."""
+
+    number: int
+
+    def __call__(self) -> bool: ...
+
+    @property
+    def exit_code(self) -> int: ...
 
 
 GRACE_S = 20.0  # below the 30 s after which torch's agent kills, so that the last checkpoint is our own doing

@@ -29,12 +29,7 @@ def train_model(rank: RankContext) -> None:
     config, plan = rank.config, rank.plan
     checkpoints = CheckpointHook(rank)
     state = rank.state
-    sinks = (
-        open_sinks(rank.folder, plan, config, rank.terminal, state.step, state.evaluated_step, rank.log)
-        if rank.is_first
-        else []
-    )
-    rank.sinks = sinks
+    sinks = rank.sinks = _open_sinks(rank)
     loop = Loop(
         engine=rank.engine,
         schedule=make_schedule(
@@ -54,7 +49,14 @@ def train_model(rank: RankContext) -> None:
         coefficients=plan.loss_coefficients,
         rank=rank.world.rank,
         device=rank.world.device,
-        hooks=[BeatHook(rank), DeviceHook(rank, sinks), *sinks, DivergenceGuard(config.stop, rank.print), checkpoints],
+        hooks=[
+            BeatHook(rank),
+            DeviceHook(rank, sinks),
+            *sinks,
+            *(hook for hook in rank.hooks if hook not in sinks),
+            DivergenceGuard(config.stop, rank.print),
+            checkpoints,
+        ],
         evaluate=make_evaluate(rank),
         evaluate_after=functools.partial(follows, rank, plan.evaluate_every, plan.evaluate_per_epoch),
         evaluate_at_start=config.evaluate.at_start,
@@ -81,6 +83,15 @@ def train_model(rank: RankContext) -> None:
                 closing.callback(sink.close)
         rank.sinks = ()
     rank.print(f"trained: {state.stop_reason}")
+
+
+def _open_sinks(rank: RankContext) -> list[Sink]:
+    """Those of the run, which rank 0 writes, and those of whoever runs the stages."""
+    state, others = rank.state, [hook for hook in rank.hooks if isinstance(hook, Sink)]
+    if not rank.is_first:
+        return others
+    writers = open_sinks(rank.folder, rank.plan, rank.config, rank.terminal, state.step, state.evaluated_step, rank.log)
+    return [*writers, *others]
 
 
 def follows(rank: RankContext, every: int, per_epoch: int, num_steps: int) -> bool:
@@ -204,4 +215,6 @@ class CheckpointHook(Hook):
         run_on_rank_0(lambda: prune(rank.folder.checkpoints, rank.config.checkpoint.keep_last, keep))
         self.saved_at = state.step
         rank.measured["checkpoint_s"] = time.monotonic() - begin
+        for hook in dict.fromkeys((*rank.sinks, *rank.hooks)):
+            hook.after_checkpoint(state, folder)
         rank.stage = "train"

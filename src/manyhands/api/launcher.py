@@ -1,0 +1,95 @@
+"""``python -m manyhands.api.launcher FD``: the process that ``manyhands.train`` starts, which starts the ranks.
+
+Reads the run as JSON from standard input, whose end means that the caller is gone; writes JSON lines to the file
+descriptor: the folder, then the exit code or the error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from manyhands.config.dialects.translation import Fate, Translation
+from manyhands.config.load import LoadedRun
+from manyhands.config.schema import RunConfig
+from manyhands.core.errors import EXIT_FAILED, UserError
+from manyhands.core.files import explain_full_disk, is_disk_full
+from manyhands.launch.resume_rules import folder_of
+from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.start import start
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser("manyhands.api.launcher", description=__doc__)
+    parser.add_argument("report", type=int)
+    parser.add_argument("--fresh", action="store_true")
+    arguments = parser.parse_args(argv)
+    loaded = read_run(json.loads(_read_line()))
+    threading.Thread(target=_end_with_caller, daemon=True).start()
+
+    def report(**message: Any) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            os.write(arguments.report, json.dumps(message).encode() + b"\n")
+
+    @contextlib.contextmanager
+    def beside(folder: RunFolder) -> Iterator[None]:
+        report(folder=str(folder.path))
+        yield
+
+    os.set_inheritable(arguments.report, False)
+    if not arguments.fresh:
+        report(folder=str(folder_of(loaded.config).path))
+    try:
+        code = start(loaded, fresh=arguments.fresh, beside=beside)
+    except UserError as error:
+        report(error=error.to_json())
+        return error.exit_code
+    except OSError as error:
+        if not is_disk_full(error):
+            raise
+        report(error=(full := explain_full_disk(error, folder_of(loaded.config).path)).to_json())
+        return full.exit_code
+    report(code=code)
+    return code
+
+
+def read_run(fields: dict[str, Any]) -> LoadedRun:
+    """What ``asdict`` and JSON have made of a ``LoadedRun``."""
+    translation = fields["translation"]
+    settings = tuple(_translation(one) for one in fields["settings"])
+    config = RunConfig.model_validate(fields["config"])
+    return LoadedRun(config, None if translation is None else _translation(translation), fields["text"], settings)
+
+
+def _translation(fields: dict[str, Any]) -> Translation:
+    return Translation(**{**fields, "fates": tuple(Fate(**fate) for fate in fields["fates"])})
+
+
+def _read_line() -> bytes:
+    """Without a buffer, which a thread that reads on would hold while the process ends."""
+    text = b""
+    while not text.endswith(b"\n") and (more := os.read(sys.stdin.fileno(), 1 << 16)):
+        text += more
+    return text
+
+
+def _end_with_caller() -> None:
+    """Once the caller is gone nobody waits for the run: it is asked to end, as by Ctrl-C, and saves its state."""
+    while os.read(sys.stdin.fileno(), 1 << 10):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    try:
+        code = main(sys.argv[1:])
+    except KeyboardInterrupt:
+        code = EXIT_FAILED
+    sys.exit(code)

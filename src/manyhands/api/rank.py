@@ -1,0 +1,182 @@
+"""This process as one rank of a run, where torchrun, accelerate or SLURM has started it with a script of the user's.
+
+The script's output, signals and environment are its own: they are as before when the run ends, and the process lives
+on. Imports torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from manyhands.api.callbacks import Callbacks
+from manyhands.config.load import LoadedRun
+from manyhands.core import progress
+from manyhands.core.errors import EXIT_INTERRUPTED, PeerError
+from manyhands.launch.environment import Launcher, detect_launcher
+from manyhands.launch.run_folder import RunFolder
+from manyhands.metrics.sinks import JsonlSink
+from manyhands.worker.rendezvous import FirstRankFailed, open_store
+from manyhands.worker.run import run_rank
+from manyhands.worker.session import DEFAULT_TIMEOUT_S, Session
+
+_STORE: list[Any] = []  # of all runs of this process: rank 0 may serve it, at one port
+_NUM_RUNS = 0
+
+
+def run_as_rank(load: Callable[[], LoadedRun], *, fresh: bool, callbacks: Callbacks) -> Path:
+    """Runs every stage in this process; returns the run's folder. ``load`` is called by rank 0 alone.
+
+    Raises ``UserError``, ``PeerError`` on ranks that another one has failed, ``KeyboardInterrupt`` and ``SystemExit``
+    where this process was asked to end, when the state is saved.
+    """
+    launcher = detect_launcher()
+    session = RankInProcess(launcher, callbacks)
+    session.store = _open_store(launcher)
+    arguments = argparse.Namespace(run=None, overrides=[], run_folder=None, fresh=fresh)
+    arguments.load = lambda arguments, launcher: load()
+    with _restored():
+        try:
+            code = run_rank(session, arguments)
+        except BaseException as error:
+            _keep(session)
+            session.report_failure(error)
+            if isinstance(error, FirstRankFailed):
+                raise PeerError("rank 0 could not start the run; its own message says why") from None
+            raise
+        finally:
+            session.close()
+    assert session.folder is not None
+    if callbacks.error is not None:
+        raise callbacks.error
+    if code == 0:
+        return session.folder.path
+    number = session.stop.number if session.stop is not None else 0
+    if number == 0:
+        raise PeerError("another rank was asked to end the run; its state is saved")
+    if code == EXIT_INTERRUPTED:
+        raise KeyboardInterrupt
+    raise SystemExit(code)
+
+
+class RankInProcess(Session):
+    """The session of a rank whose process belongs to somebody else."""
+
+    def __init__(self, launcher: Launcher, callbacks: Callbacks) -> None:
+        super().__init__(launcher)
+        self.sink = CallbackSink(callbacks)
+        self.stop: StopAsked = StopAsked(callbacks)
+        self.context.stop = self.stop
+        if self.is_first:
+            self.context.hooks = (self.sink,)
+        else:
+            self.context.terminal = open(os.devnull, "w")
+
+    def attach(self, folder: RunFolder) -> None:
+        folder.logs.mkdir(parents=True, exist_ok=True)
+        self.context.log = open(folder.log(self.launcher.rank), "a", encoding="utf-8")
+        self.sink.every_steps = self.context.config.log.every_steps
+        self.start_heartbeat(folder)
+        self.stop.listen()
+
+    def close(self) -> None:
+        """Releases what the run held in this process."""
+        self.close_heartbeat()
+        progress.listen(None)
+        if self.lock is not None:
+            self.lock.release()
+        for file in (self.context.log, self.context.terminal if not self.is_first else None):
+            if file is not None:
+                file.close()
+
+    def _keep_traceback(self, error: BaseException) -> None:
+        with contextlib.suppress(OSError):
+            traceback.print_exception(error, file=self.context.log)
+
+    def _show(self, text: str) -> None:
+        """The error is raised, which shows it."""
+
+
+class StopAsked:
+    """Ctrl-C and SIGTERM end the run after its step, and so does a callback that has raised. A second signal does what
+    it would do without a run.
+    """
+
+    def __init__(self, callbacks: Callbacks) -> None:
+        self.number, self.callbacks = 0, callbacks
+        self._before: dict[int, Any] = {}
+
+    def __call__(self) -> bool:
+        return bool(self.number) or self.callbacks.error is not None
+
+    @property
+    def exit_code(self) -> int:
+        return 128 + self.number
+
+    def listen(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._remember)
+
+    def _remember(self, number: int, frame: object) -> None:
+        self.number = number
+        signal.signal(number, self._before[number])
+
+
+class CallbackSink(JsonlSink):
+    """The caller's functions, with the rows of metrics.jsonl."""
+
+    def __init__(self, callbacks: Callbacks) -> None:
+        self.callbacks, self.every_steps, self._devices = callbacks, 1, []
+
+    def close(self) -> None:
+        pass
+
+    def _put(self, row: dict[str, Any]) -> None:
+        self.callbacks(row)
+
+
+def _open_store(launcher: Launcher) -> Any:
+    """The store of all ranks, with keys of its own for each run of this process."""
+    global _NUM_RUNS
+    _NUM_RUNS += 1
+    if dist.is_initialized():
+        store = dist.distributed_c10d._get_default_store()
+    else:
+        if not _STORE:
+            _STORE.append(open_store(launcher, DEFAULT_TIMEOUT_S))
+        store = _STORE[0]
+    return dist.PrefixStore(f"run-{_NUM_RUNS}", store)
+
+
+@contextlib.contextmanager
+def _restored() -> Iterator[None]:
+    """Afterwards the environment, the threads and the handlers of signals are those of before."""
+    environment, threads = dict(os.environ), torch.get_num_threads()
+    is_main = threading.current_thread() is threading.main_thread()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)} if is_main else {}
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+        torch.set_num_threads(threads)
+        for number, handler in handlers.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+
+def _keep(session: Session) -> None:
+    """Never freed: freeing a gloo group while its peer lives on was seen to hang, also as the interpreter ends."""
+    for kept in (session, dist.group.WORLD if dist.is_initialized() else None):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))

@@ -1,0 +1,209 @@
+"""``manyhands.plan`` and ``manyhands.train``: what the commands of these names do, and what a run has left."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from manyhands.config.load import LoadedRun
+from manyhands.config.read import ParsedFile
+from manyhands.config.schema import RunConfig
+from manyhands.core.errors import UserError
+from manyhands.launch.environment import apply_variables, detect_launcher
+from manyhands.launch.run_file import load_for_start
+from manyhands.launch.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from manyhands.api.callbacks import Callback
+    from manyhands.facts.types import HostFacts
+    from manyhands.plan.types import Plan
+
+Run = str | os.PathLike[str] | Mapping[str, Any] | RunConfig
+
+
+def plan(
+    run: Run,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    gpus: int | str | None = None,
+    train_data: Any = None,
+    validation_data: Any = None,
+) -> Plan:
+    """What ``train`` would do, and why: ``print(plan.explain())``. Starts nothing.
+
+    ``run``: a run file, ours or another tool's; or its keys, nested as in the file. ``overrides``: ``{"batch.samples":
+    64}``. ``gpus``: a number, or GPUs that need not be here (``"8xH200"``, ``"2x4xH100-80GB"``). ``train_data``,
+    ``validation_data``: rows in memory in place of files (see ``train``). Raises ``UserError``.
+    """
+    from manyhands.launch.prepare import gather_facts
+    from manyhands.plan.search import plan as make_plan
+
+    number, host = _read_gpus(gpus)
+    loaded = open_run(run, overrides, gpus=number, train_data=train_data, validation_data=validation_data)
+    launcher = detect_launcher()
+    launched = None if launcher.kind == "none" or host is not None else launcher.world_size
+    config, _ = apply_variables(loaded.config)
+    facts = gather_facts(config, world_size=launched, identify=False, host=host, report=_report_aside)
+    return make_plan(config, facts)
+
+
+def train(
+    run: Run,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    gpus: int | None = None,
+    train_data: Any = None,
+    validation_data: Any = None,
+    fresh: bool = False,
+    on_step: Callback | None = None,
+    on_evaluate: Callback | None = None,
+    on_checkpoint: Callback | None = None,
+) -> TrainedRun:
+    """Plans, trains, saves and verifies; the same call resumes a run that was interrupted.
+
+    In a script or a notebook it starts one process per GPU and waits for them; in a process that torchrun, accelerate
+    or SLURM has started, it is one of the ranks, and every rank must call it. ``run``, ``overrides``: as for ``plan``.
+    ``train_data``, ``validation_data``: a list of dicts, a ``datasets.Dataset``, a pandas ``DataFrame`` or an iterable
+    of dicts, written once to a file named by its content. ``fresh``: a new folder where a run of this name exists.
+
+    ``on_step``, ``on_evaluate`` and ``on_checkpoint`` get each logged row as a dict, as it is in metrics.jsonl, in this
+    process (of ranks: on rank 0); one that raises ends the run after its step, with its state saved.
+    Raises ``UserError``, and ``KeyboardInterrupt`` after Ctrl-C, when the state is saved.
+    """
+    from manyhands.api.callbacks import Callbacks
+    from manyhands.api.start import start
+
+    def load() -> LoadedRun:
+        return open_run(run, overrides, gpus=gpus, train_data=train_data, validation_data=validation_data)
+
+    callbacks = Callbacks({"step": on_step, "evaluation": on_evaluate, "checkpoint": on_checkpoint})
+    return TrainedRun(start(load, fresh=fresh, callbacks=callbacks))
+
+
+def open_run(
+    run: Run,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    gpus: int | None = None,
+    train_data: Any = None,
+    validation_data: Any = None,
+) -> LoadedRun:
+    """The run as the command would read it: the same file, checks and messages. Raises ``UserError``."""
+    given = dict(overrides or {})
+    if gpus is not None:
+        given.setdefault("parallel.gpus", gpus)
+    source: str | os.PathLike[str] | ParsedFile
+    if isinstance(run, RunConfig):
+        source = ParsedFile(run.model_dump(mode="json", exclude_unset=True), "the given RunConfig")
+    elif isinstance(run, Mapping):
+        source = ParsedFile(_plain(run), "the given keys")
+    elif isinstance(run, (str, os.PathLike)):
+        source = run
+    else:
+        raise UserError(
+            f"a run is a file or its keys, not a {type(run).__name__}",
+            fix='give the path of a run file, or its keys: {"model": {"name": ...}, "data": {"train": ...}}',
+        )
+    texts = [f"{key}={_write_value(value)}" for key, value in given.items()]
+    launcher = detect_launcher()
+    return load_for_start(
+        Path(source) if not isinstance(source, ParsedFile) else source,
+        texts,
+        num_gpus=None if launcher.kind == "none" else launcher.world_size,
+    )
+
+
+def _write_value(value: Any) -> str:
+    """As it stands behind ``key=``: JSON, which is YAML too."""
+    return json.dumps(_plain(value), ensure_ascii=False)
+
+
+def _plain(value: Any) -> Any:
+    """Paths and tuples as JSON has them."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _read_gpus(gpus: int | str | None) -> tuple[int | None, HostFacts | None]:
+    """A number of GPUs, and the machine that has them where they are named by kind."""
+    if gpus is None or isinstance(gpus, int):
+        return gpus, None
+    from manyhands.facts.gpu_kinds import describe_host, parse_gpus
+
+    if gpus.strip().isdecimal():
+        return int(gpus), None
+    asked = parse_gpus(gpus, "gpus")
+    return asked.total, describe_host(asked)
+
+
+def _report_aside(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+class TrainedRun:
+    """What a run has left in its folder."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self._files = RunFolder(self.folder)
+
+    def __repr__(self) -> str:
+        losses = self.losses
+        course = f", {len(losses)} steps, loss {losses[0]:.4f} to {losses[-1]:.4f}" if losses else ""
+        return f"TrainedRun({str(self.folder)!r}, {self.state}{course})"
+
+    @property
+    def state(self) -> str:
+        """finished, interrupted, failed or running."""
+        return str(self._files.read_status().get("state", "not started"))
+
+    @property
+    def config(self) -> RunConfig:
+        """What was asked for."""
+        return self._files.read_config()
+
+    @property
+    def plan(self) -> Plan:
+        """The decisions of the newest launch."""
+        return self._files.read_plan()
+
+    @cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The rows of metrics.jsonl: ``kind`` is step, evaluation or checkpoint. Losses are in nats a loss token."""
+        if not self._files.metrics.exists():
+            return []
+        return [json.loads(line) for line in self._files.metrics.read_text(encoding="utf-8").splitlines()]
+
+    @property
+    def losses(self) -> list[float]:
+        """The training loss of each logged step."""
+        return [row["loss"] for row in self.metrics if row["kind"] == "step"]
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Each pass over the validation samples: loss, perplexity, accuracy, answered prompts."""
+        return [row for row in self.metrics if row["kind"] == "evaluation"]
+
+    @cached_property
+    def report(self) -> dict[str, Any]:
+        """report.json of a finished run."""
+        return json.loads(self._files.report_json.read_text(encoding="utf-8"))
+
+    @property
+    def outputs(self) -> dict[str, Path]:
+        """The folders that were written: ``adapter``, ``model``."""
+        return {path.name: path for name in ("adapter", "model") if (path := self.folder / name).is_dir()}
+
+    def load(self, **options: Any) -> Any:
+        """The trained model, ready to answer: ``manyhands.load`` of this folder."""
+        from manyhands.api.model import load
+
+        return load(self.folder, **options)
