@@ -123,7 +123,8 @@ eval: $(READY)
 
 infer: export PROMPT := $(PROMPT)
 infer: $(READY)
-	@$(NEEDS_CONFIG) $(MANYHANDS) generate '$(CONFIG)' $(if $(PROMPT),--prompt="$$PROMPT") $(ARGS)
+	@$(NEEDS_CONFIG) $(MANYHANDS) $(if $(PROMPT)$(findstring --input,$(ARGS)),generate,chat) '$(CONFIG)' \
+	$(if $(PROMPT),--prompt="$$PROMPT") $(ARGS)
 
 merge: $(READY)
 	@$(NEEDS_CONFIG) $(MANYHANDS) export '$(CONFIG)' --merge $(ARGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -147,19 +148,23 @@ def test_generate_and_export_start_a_process_of_their_own(tmp_path, processes):
     assert call("generate", tmp_path, "--prompt", "-hello", "--max-new-tokens", 5).exit_code == 7
     assert call("export", tmp_path, "--output", "out", "--merge").exit_code == 7
     assert processes == [
-        ("manyhands.infer", [str(tmp_path), "--max-new-tokens", "5", "--prompt=-hello"]),
+        ("manyhands.infer", ["generate", processes[0][1][1]]),
         ("manyhands.export", [str(tmp_path), "--output", "out", "--merge"]),
     ]
 
 
 def test_their_arguments_are_the_ones_those_processes_take(tmp_path, processes):
     from manyhands.export.__main__ import parse_arguments as parse_export
-    from manyhands.infer.__main__ import parse_arguments as parse_infer
+    from manyhands.infer.__main__ import VERBS
 
     call("generate", tmp_path, "--prompt", "-hello", "--base", "b", "--max-new-tokens", 5)
     call("export", tmp_path, "--merge")
-    asked = parse_infer(processes[0][1])
-    assert (asked.folder, asked.prompt, asked.base, asked.max_new_tokens) == (tmp_path, "-hello", "b", 5)
+    call("chat", tmp_path, "--temperature", 0.5)
+    verb, request = processes[0][1]
+    asked = inspect.signature(VERBS[verb]).bind(**json.loads(request)).arguments
+    assert (asked["folder"], asked["prompt"], asked["base"]) == (str(tmp_path), "-hello", "b")
+    assert asked["settings"]["max_new_tokens"] == 5
+    inspect.signature(VERBS["chat"]).bind(**json.loads(processes[2][1][1]))
     assert parse_export(processes[1][1]).merge
 
 
@@ -171,7 +176,7 @@ def test_an_export_goes_into_the_runs_folder(tmp_path):
     assert default_output(checkpoint, merge=True) == tmp_path.resolve() / "merged-step-000010"
 
 
-@pytest.mark.parametrize("command", ["generate", "export", "tensorboard"])
+@pytest.mark.parametrize("command", ["chat", "export", "tensorboard"])
 def test_a_missing_folder_is_an_error(command, tmp_path):
     result = call(command, tmp_path / "none")
     assert result.exit_code == EXIT_USAGE and "there is no such file or folder" in result.stderr
@@ -300,7 +305,7 @@ def test_ctrl_c_ends_the_process_that_was_started(tmp_path):
         "from manyhands.cli import process, main\n"
         "run = process.run_module\n"
         "process.run_module = lambda module, arguments: run('sleeper', [])\n"
-        "sys.argv = ['manyhands', 'generate', sys.path[0]]\n"
+        "sys.argv = ['manyhands', 'chat', sys.path[0]]\n"
         "main.main()\n"
     )
     with start_process("-c", program, start_new_session=True) as child:

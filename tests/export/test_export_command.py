@@ -142,11 +142,12 @@ def test_a_merged_model_has_the_dtype_that_was_asked_for(tmp_path: Path) -> None
 
 def test_a_run_folder_answers_once_it_has_written_something(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, _ = make_run(tmp_path, "lora")
-    assert infer_main([str(run), "--prompt", "w1 w2"]) == 2
+    question = {"folder": str(run), "prompt": "w1 w2", "settings": {"max_new_tokens": 5}}
+    assert infer_main(["generate", json.dumps(question)]) == 2
     assert "the run has written no model yet" in capsys.readouterr().err
     assert main([str(run), "--output", str(run / "adapter")]) == 0
     capsys.readouterr()
-    assert infer_main([str(run), "--prompt", "w1 w2", "--max-new-tokens", "5"]) == 0
+    assert infer_main(["generate", json.dumps(question)]) == 0
     assert capsys.readouterr().out.strip()
 
 

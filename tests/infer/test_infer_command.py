@@ -1,4 +1,4 @@
-"""``manyhands generate`` on the folders that a run leaves."""
+"""``manyhands generate`` and ``chat`` on the folders that a run leaves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from manyhands.core.errors import UserError
 from manyhands.export.adapter import export_adapter
 from manyhands.facts.identity import identify_files
 from manyhands.infer.__main__ import main
-from manyhands.infer.load import find_parts
+from manyhands.infer.chat import chat
+from manyhands.infer.load import find_parts, open_answerer
+from manyhands.infer.prompts import PromptOptions
+from manyhands.infer.settings import GenerationSettings
 from manyhands.launch.run_folder import RunFolder
 from tests.export.tiny import METHOD, adapt, make_model, save_source
 from tests.launch.builders import make_config, make_plan
@@ -27,14 +30,18 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def ask(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main([*arguments, "--max-new-tokens", "8"]) == 0
+def call(verb: str, folder: Path, **request: object) -> int:
+    return main([verb, json.dumps({"folder": str(folder), "settings": {"max_new_tokens": 8}, **request})])
+
+
+def ask(capsys: pytest.CaptureFixture[str], folder: Path, **request: object) -> str:
+    assert call("generate", folder, **request) == 0
     return capsys.readouterr().out
 
 
 def test_a_model_answers_and_the_adapter_changes_the_answer(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plain = ask(capsys, str(folders / "base"), "--prompt", "w1 w2")
-    adapted = ask(capsys, str(folders / "adapter"), "--prompt", "w1 w2", "--base", str(folders / "base"))
+    plain = ask(capsys, folders / "base", prompt="w1 w2")
+    adapted = ask(capsys, folders / "adapter", prompt="w1 w2", base=str(folders / "base"))
     assert plain.strip() and adapted.strip() and plain != adapted
 
 
@@ -42,9 +49,41 @@ def test_lines_of_standard_input_are_one_conversation(
     folders: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("w1 w2\nw1 w2\n\nw1 w2\n"))
-    first, second, third = ask(capsys, str(folders / "base")).splitlines()
+    assert call("chat", folders / "base") == 0
+    first, second, third = capsys.readouterr().out.splitlines()
     assert first == third  # an empty line starts anew
     assert second != first  # the second turn saw the first
+    assert first == ask(capsys, folders / "base", prompt="w1 w2").strip()
+
+
+def test_a_chat_prints_each_answer_as_it_is_made_with_its_system_prompt(folders: Path) -> None:
+    class Out(io.StringIO):
+        pieces: list[str] = []
+
+        def write(self, text: str) -> int:
+            self.pieces.append(text)
+            return super().write(text)
+
+    answerer, settings = open_answerer(folders / "base"), GenerationSettings(max_new_tokens=8)
+    out = Out()
+    chat(answerer, settings, PromptOptions(system="w9"), ["w1 w2\n", "w3\n"], out)
+    history = [{"role": "system", "content": "w9"}, {"role": "user", "content": "w1 w2"}]
+    first = answerer.answer(history, 8)
+    history += [{"role": "assistant", "content": first}, {"role": "user", "content": "w3"}]
+    assert out.getvalue() == f"{first}\n{answerer.answer(history, 8)}\n"
+    assert len(out.pieces) > 10  # word by word
+
+
+def test_a_turn_that_the_template_refuses_leaves_the_chat_open(
+    folders: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answerer = open_answerer(folders / "base")
+    refusing = "{% if 'w5' in messages[-1]['content'] %}{{ raise_exception('not that') }}{% endif %}"
+    answerer.tokenizer.chat_template = refusing + answerer.tokenizer.chat_template
+    out = io.StringIO()
+    chat(answerer, GenerationSettings(max_new_tokens=8), lines=["w5", "w1 w2"], out=out)
+    assert "not that" in capsys.readouterr().err
+    assert out.getvalue().strip() == answerer.answer([{"role": "user", "content": "w1 w2"}], 8)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +96,7 @@ def test_lines_of_standard_input_are_one_conversation(
 )
 def test_a_wrong_folder_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str], make, text: str) -> None:
     make(tmp_path / "x")
-    assert main([str(tmp_path / "x"), "--prompt", "w1"]) == 2
+    assert call("generate", tmp_path / "x", prompt="w1") == 2
     assert text in capsys.readouterr().err
 
 
@@ -66,7 +105,7 @@ def test_an_adapter_with_more_than_lora_is_refused(
 ) -> None:
     fields = json.loads((folders / "adapter" / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps(fields | {"rank_pattern": {"q_proj": 2}}))
-    assert main([str(tmp_path), "--prompt", "w1", "--base", str(folders / "base")]) == 2
+    assert call("generate", tmp_path, prompt="w1", base=str(folders / "base")) == 2
     assert "it sets rank_pattern" in capsys.readouterr().err
 
 

@@ -13,10 +13,11 @@ from manyhands import __version__
 from manyhands.cli.accelerate import setup_accelerate
 from manyhands.cli.config import config
 from manyhands.cli.import_file import import_file
+from manyhands.cli.infer import chat, generate
 from manyhands.cli.init import init
 from manyhands.cli.machine import doctor
 from manyhands.cli.memory import gpu_info, memory_check
-from manyhands.cli.process import bench, evaluate, export, generate, tensorboard
+from manyhands.cli.process import bench, evaluate, export, tensorboard
 from manyhands.cli.run_file import data, plan, train
 from manyhands.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, UserError
 from manyhands.core.files import explain_full_disk, is_disk_full
@@ -70,6 +71,7 @@ for _name, _command in (
     ("plan", plan),
     ("data", data),
     ("generate", generate),
+    ("chat", chat),
     ("evaluate", evaluate),
     ("export", export),
     ("init", init),

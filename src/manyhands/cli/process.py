@@ -45,33 +45,6 @@ def run_module(module: str, arguments: Sequence[str]) -> int:
     return code
 
 
-def generate(
-    folder: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FOLDER", help="A run's folder, its model/ or adapter/, or its run file.", show_default=False
-        ),
-    ],
-    prompt: Annotated[
-        str | None,
-        typer.Option(
-            "--prompt", help="Generate from this prompt; without it, chat on standard input.", show_default=False
-        ),
-    ] = None,
-    base: Annotated[
-        str | None,
-        typer.Option("--base", help="Base model of the adapter (default: from its configuration).", show_default=False),
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Maximum number of new tokens.")] = 256,
-) -> None:
-    """Answer a prompt with a trained model, or chat."""
-    arguments = [str(find_run_folder(folder)), "--max-new-tokens", str(max_new_tokens)]
-    for option, value in (("--prompt", prompt), ("--base", base)):
-        if value is not None:
-            arguments.append(f"{option}={value}")  # joined, since the value may start with a dash
-    raise typer.Exit(run_module("manyhands.infer", arguments))
-
-
 def evaluate(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder or run file.", show_default=False)],
     base: Annotated[

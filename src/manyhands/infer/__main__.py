@@ -1,56 +1,92 @@
-"""``python -m manyhands.infer FOLDER --prompt TEXT``: asks a trained model; without --prompt, a chat line by line."""
+"""``python -m manyhands.infer VERB JSON``: what ``manyhands generate``, ``chat``, ``serve`` and ``eval`` start.
+
+The options of the commands (``cli/infer.py``) come as one JSON object, so that they are defined once. Answers and
+figures go to standard output, what a person should know besides to standard error.
+"""
 
 from __future__ import annotations
 
-import argparse
+import json
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from manyhands.core.errors import EXIT_INTERRUPTED, UserError
+from manyhands.infer.prompts import PromptOptions
+from manyhands.infer.settings import GenerationSettings
 
 
-def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("manyhands generate", description="Ask a trained model. Answers are greedy.")
-    parser.add_argument("folder", type=Path, help="a run's folder, a model folder, or an adapter folder")
-    parser.add_argument("--prompt", help="one question; without it, each line of standard input is a turn of a chat")
-    parser.add_argument(
-        "--max-new-tokens", type=int, default=256, metavar="N", help="longest answer, in tokens (default 256)"
-    )
-    parser.add_argument("--base", help="base model of an adapter: a folder or a hub name (default: the one it names)")
-    arguments = parser.parse_args(argv)
-    if arguments.max_new_tokens < 1:
-        parser.error("--max-new-tokens must be at least 1")
-    return arguments
+def generate(
+    folder: str,
+    prompt: str | None = None,
+    input: str | None = None,
+    output: str | None = None,
+    base: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
+    placement: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+) -> int:
+    asked, added = GenerationSettings.from_json(settings or {}), _read_options(options)
+    if input is not None and output is not None:
+        from manyhands.infer.batch import Placement, answer_file
+
+        answer_file(
+            Path(folder),
+            Path(input),
+            Path(output),
+            asked,
+            base=base,
+            options=added,
+            placement=Placement(**(placement or {})),
+            overwrite=overwrite,
+        )
+        return 0
+    from manyhands.infer.batch import open_placed
+    from manyhands.infer.prompts import messages_of
+
+    answerer = open_placed(Path(folder), base)
+    messages, tools = messages_of({"prompt": prompt or ""}, added)
+    print(answerer.answer_all([messages], asked, tools)[0].text)
+    return 0
+
+
+def chat(
+    folder: str,
+    base: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> int:
+    from manyhands.infer.batch import open_placed
+    from manyhands.infer.chat import chat as hold_chat
+
+    hold_chat(open_placed(Path(folder), base), GenerationSettings.from_json(settings or {}), _read_options(options))
+    return 0
+
+
+def _read_options(values: Mapping[str, Any] | None) -> PromptOptions:
+    values = values or {}
+    return PromptOptions(values.get("system"), tuple(values.get("tools") or ()))
+
+
+VERBS: dict[str, Callable[..., int]] = {"generate": generate, "chat": chat}
 
 
 def main(argv: list[str]) -> int:
-    """Prints answers only; what a person should know goes to standard error."""
-    arguments = parse_arguments(argv)
-    try:
-        from manyhands.infer.load import open_answerer
+    from manyhands.data.messages import RowRefused
 
-        answerer = open_answerer(arguments.folder, arguments.base)
-        if arguments.prompt is not None:
-            print(answerer.answer([{"role": "user", "content": arguments.prompt}], arguments.max_new_tokens))
-            return 0
-        if sys.stdin.isatty():
-            print("Write a line; an empty line starts a new conversation, Ctrl-D ends.", file=sys.stderr)
-        messages: list[dict[str, str]] = []
-        for line in sys.stdin:
-            text = line.rstrip("\n")
-            if not text.strip():
-                messages = []
-                continue
-            messages.append({"role": "user", "content": text})
-            answer = answerer.answer(messages, arguments.max_new_tokens)
-            messages.append({"role": "assistant", "content": answer})
-            print(answer, flush=True)
+    verb, request = argv
+    try:
+        return VERBS[verb](**json.loads(request))
+    except RowRefused as refused:
+        print(UserError(str(refused)), file=sys.stderr)
+        return UserError("").exit_code
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    return 0
 
 
 if __name__ == "__main__":

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from manyhands.core.progress import advance
 from manyhands.data.template import ChatTemplate
-from manyhands.model.attention import plain_attention
+from manyhands.infer.decode import complete
+from manyhands.infer.settings import GenerationSettings
 
 SENTINEL = "\ue000"  # private use: in no template and in no content
 
@@ -48,60 +47,14 @@ def greedy(
     return new
 
 
-@torch.no_grad()
 def generate(
     model: nn.Module, tokenizer: Any, prompt_ids: Sequence[int], max_new_tokens: int, end_ids: Collection[int]
 ) -> str:
-    """Greedy answer of an unsharded Hugging Face model, by transformers' own ``generate`` with a cache; the text
-    alone.
+    """Greedy answer of an unsharded Hugging Face model; the text alone. Several at once, and sampling:
+    ``decode.complete``.
     """
-    from transformers import GenerationConfig
-
-    causal: Any = model
-    ids = torch.tensor([list(prompt_ids)], dtype=torch.int64, device=causal.device)
-    ends = sorted(end_ids)
-    settings = GenerationConfig(
-        do_sample=False,
-        max_new_tokens=max_new_tokens,
-        use_cache=True,
-        eos_token_id=ends or None,
-        pad_token_id=ends[0] if ends else 0,
-    )
-    with plain_evaluation(model):
-        mask = torch.ones_like(ids)
-        answer = causal.generate(
-            input_ids=ids, attention_mask=mask, generation_config=settings, streamer=_ProgressStreamer()
-        )
-    answer = answer[0, ids.shape[1] :].tolist()
-    if answer and answer[-1] in end_ids:
-        answer.pop()
-    return tokenizer.decode(answer, skip_special_tokens=True).strip()
-
-
-class _ProgressStreamer:
-    """A streamer of transformers: called at each token."""
-
-    def put(self, value: torch.Tensor) -> None:
-        advance()
-
-    def end(self) -> None:
-        pass
-
-
-@contextmanager
-def plain_evaluation(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode with transformers' own attention, which knows caches and padding; puts both back."""
-    causal: Any = model
-    attention, plain, was_training = causal.config._attn_implementation, plain_attention(causal.config), model.training
-    if attention != plain:
-        causal.set_attn_implementation(plain)
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
-        if attention != plain:
-            causal.set_attn_implementation(attention)
+    settings = GenerationSettings(max_new_tokens=max_new_tokens)
+    return complete(model, tokenizer, [prompt_ids], settings, end_ids)[0].text
 
 
 def end_token_ids(

@@ -16,35 +16,58 @@ from manyhands.convert.lora import apply_lora
 from manyhands.convert.nf4 import round_to_nf4
 from manyhands.core.errors import UserError
 from manyhands.core.files import refuse_outside_links
-from manyhands.data.template import ChatTemplate, chat_template_kwargs_of
+from manyhands.data.template import chat_template_kwargs_of
 from manyhands.facts.adapter import describe_method, needed_tokens, read_adapter_config
-from manyhands.infer.generate import end_token_ids, generate
+from manyhands.infer.decode import Completion, OnText
+from manyhands.infer.generate import end_token_ids
+from manyhands.infer.prompts import PromptTokens, encode_prompt
+from manyhands.infer.settings import GenerationSettings
 from manyhands.model.attention import plain_attention
 from manyhands.model.resize_embeddings import resize_embeddings
 from manyhands.model.structure import auto_class_of
 
 ADAPTER_CONFIG = "adapter_config.json"
+DeviceMap = str | dict[str, Any]
+LAYERS_SHARE = 0.85  # of a GPU's free memory, for its layers; the rest is for the cache
 
 
 @dataclass(frozen=True)
 class Answerer:
-    """A model that is ready to answer."""
+    """A model that is ready to answer, from Python too: ``open_answerer(folder).answer_all(conversations)``."""
 
     model: nn.Module
     tokenizer: Any
     end_ids: frozenset[int]
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
-    def answer(self, messages: Sequence[dict[str, str]], max_new_tokens: int) -> str:
+    def answer(self, messages: Sequence[dict[str, Any]], max_new_tokens: int) -> str:
         """Greedy answer to a conversation; a model without a chat template continues the last message's text."""
-        if self.tokenizer.chat_template:
-            text = ChatTemplate(self.tokenizer, self.chat_template_kwargs).render(messages, generation=True)
-            ids = self.tokenizer.encode(text, add_special_tokens=False)  # the template writes its own
-        else:
-            ids = self.tokenizer.encode(messages[-1]["content"])
-        if not ids:
-            raise UserError("the prompt is empty", fix="give --prompt some text")
-        return generate(self.model, self.tokenizer, ids, max_new_tokens, self.end_ids)
+        return self.answer_all([messages], GenerationSettings(max_new_tokens=max_new_tokens))[0].text
+
+    def answer_all(
+        self,
+        conversations: Sequence[Sequence[dict[str, Any]]],
+        settings: GenerationSettings | None = None,
+        tools: list[Any] | None = None,
+        on_text: OnText | None = None,
+    ) -> list[Completion]:
+        """Answers in the order of the conversations, in batches that fit into memory, on this model's device.
+
+        Each conversation's position seeds it where answers are sampled, so the batches do not matter.
+        ``on_text(position, text)`` is called with each new piece of text. Files, over several GPUs:
+        ``infer.batch.answer_file``.
+        """
+        from manyhands.infer.worker import Worker
+
+        prompts = [PromptTokens(n, tuple(self.encode(m, tools))) for n, m in enumerate(conversations)]
+        found = Worker(self, settings or GenerationSettings(), on_text=on_text).answer_all(prompts)
+        return [found[number] for number in range(len(prompts))]
+
+    def encode(self, messages: Sequence[dict[str, Any]], tools: list[Any] | None = None) -> list[int]:
+        """The tokens before the answer. UserError for an empty prompt, or for what needs a chat template where there is
+        none; RowRefused for what the template refuses.
+        """
+        return encode_prompt(self.tokenizer, self.chat_template_kwargs, messages, tools)
 
 
 @dataclass(frozen=True)
@@ -59,23 +82,32 @@ class Found:
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
-DeviceMap = str | dict[str, Any]  # as transformers takes it: auto, balanced, sequential, or modules by device
-
-
 def open_answerer(folder: Path, base: str | None = None, device_map: DeviceMap | None = None) -> Answerer:
-    """Loads whatever ``folder`` is. UserError if it is none of the three, or its base cannot be found. ``device_map``:
-    layers over several GPUs; without it all are on one.
+    """Loads whatever ``folder`` is. UserError if it is none of the three, or its base cannot be found.
+
+    ``device_map``: see ``load_model``.
     """
+    return load_answerer(find_parts(folder, base), device_map=device_map)
+
+
+def load_answerer(
+    found: Found, device: str | None = None, device_map: DeviceMap | None = None, gpus: Sequence[int] = ()
+) -> Answerer:
+    """Model and tokenizer of what ``find_parts`` has found; arguments as of ``load_model``."""
+    model = load_model(found, device, device_map, gpus)
+    tokenizer = open_found_tokenizer(found)
+    arguments = found.chat_template_kwargs
+    return Answerer(model, tokenizer, end_token_ids(found.weights, tokenizer, arguments), arguments)
+
+
+def open_found_tokenizer(found: Found) -> Any:
+    """The tokenizer beside the adapter if there is one, else the model's; with the run's chat template."""
     from manyhands.data.tokenizer import load_tokenizer
 
-    found = find_parts(folder, base)
-    model = load_model(found, device_map)
     with_tokenizer = (
         found.adapter if found.adapter and (found.adapter / "tokenizer_config.json").is_file() else found.weights
     )
-    tokenizer = load_tokenizer(with_tokenizer, found.chat_template)
-    arguments = found.chat_template_kwargs
-    return Answerer(model, tokenizer, end_token_ids(found.weights, tokenizer, arguments), arguments)
+    return load_tokenizer(with_tokenizer, found.chat_template)
 
 
 def find_parts(folder: Path, base: str | None = None) -> Found:
@@ -140,20 +172,27 @@ def find_base(adapter: Path, base: str | None = None) -> Path:
     return Path(locate_model(name, None if base else fields.get("revision"), True))
 
 
-def load_model(found: Found, device_map: DeviceMap | None = None) -> nn.Module:
-    """On the GPU if there is one, or where ``device_map`` puts each layer; on the CPU in float32, where bfloat16 is
-    slow.
+def load_model(
+    found: Found, device: str | None = None, device_map: DeviceMap | None = None, gpus: Sequence[int] = ()
+) -> nn.Module:
+    """On ``device``, by default the GPU if there is one; on the CPU in float32, where bfloat16 is slow.
+
+    ``device_map`` divides the layers over ``gpus`` (default: all), by accelerate: ``auto`` and ``balanced`` evenly,
+    ``sequential`` one GPU after the other, a dict of modules' names and devices as it says. Adapters lie beside the
+    layers that they adapt.
     """
     import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    on_gpu = torch.cuda.is_available()
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device_map is not None:
+        refuse_missing_accelerate()
     model: Any = auto_class_of(found.weights).from_pretrained(
         found.weights,
-        dtype="auto" if on_gpu else torch.float32,
+        dtype=torch.float32 if device == "cpu" else "auto",
         attn_implementation="sdpa",
-        **({} if device_map is None else {"device_map": device_map}),
+        **_placing(device_map, gpus),
     )
     if getattr(model, "is_quantized", False):  # in NF4: adapters of ours compute beside plain weights
         model = model.dequantize()
@@ -161,9 +200,30 @@ def load_model(found: Found, device_map: DeviceMap | None = None) -> nn.Module:
         model.set_attn_implementation(plain_attention(model.config))
     if found.adapter is not None:
         put_adapter(model, found.adapter)
-    if device_map is not None:
-        return model.eval()
-    return model.to("cuda" if on_gpu else "cpu").eval()
+    return (model if device_map is not None else model.to(device)).eval()
+
+
+def _placing(device_map: DeviceMap | None, gpus: Sequence[int]) -> dict[str, Any]:
+    if device_map is None:
+        return {}
+    if isinstance(device_map, dict) or not gpus:
+        return {"device_map": device_map}
+    return {
+        "device_map": device_map,
+        "max_memory": {gpu: int(LAYERS_SHARE * torch.cuda.mem_get_info(gpu)[0]) for gpu in gpus},
+    }
+
+
+def refuse_missing_accelerate() -> None:
+    from importlib.util import find_spec
+
+    if find_spec("accelerate") is None:
+        raise UserError(
+            "layers cannot be divided over GPUs without accelerate",
+            where="--device-map",
+            why="transformers places layers by that library, which is not installed",
+            fix="pip install accelerate",
+        )
 
 
 def put_adapter(model: nn.Module, adapter: Path) -> None:

@@ -59,7 +59,7 @@ def _refuse_other_tasks(t: Translator) -> bool:
         key, why = "stage", f"got {show(stage)}, allowed: sft, pt"
     elif not t.flag("do_train"):
         named = next((key for key in ("do_predict", "do_eval", "infer_backend") if t.has(key)), "do_train")
-        key, why = named, "this file trains nothing: write do_train: true (`manyhands infer RUN` answers prompts)"
+        key, why = named, "this file trains nothing: write do_train: true (`manyhands generate RUN` answers prompts)"
     elif t.flag("predict_with_generate") and t.flag("do_predict"):
         key, why = "do_predict", "predictions are not part of training: remove it"
     else:

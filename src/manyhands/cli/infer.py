@@ -1,0 +1,185 @@
+"""Commands on a trained model; each starts ``python -m manyhands.infer``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from manyhands.cli import process
+from manyhands.cli.run_file import find_run_folder
+from manyhands.core.errors import UserError
+from manyhands.core.files import parse_json
+from manyhands.infer.settings import GenerationSettings
+
+Folder = Annotated[
+    Path,
+    typer.Argument(metavar="RUN", help="A run's folder, its model/ or adapter/, or its run file.", show_default=False),
+]
+Base = Annotated[
+    str | None,
+    typer.Option("--base", help="Base model of the adapter (default: from its configuration).", show_default=False),
+]
+MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", metavar="N", help="Maximum number of new tokens.")]
+Temperature = Annotated[float, typer.Option("--temperature", help="0 takes the most likely token; above it, sample.")]
+TopP = Annotated[float, typer.Option("--top-p", help="Sample from the likeliest tokens of this probability.")]
+TopK = Annotated[int, typer.Option("--top-k", metavar="K", help="Sample from the K likeliest tokens; 0: from all.")]
+RepetitionPenalty = Annotated[
+    float, typer.Option("--repetition-penalty", help="Above 1: tokens that were there already are less likely.")
+]
+Seed = Annotated[int, typer.Option("--seed", help="Seed of sampled answers, with each prompt's number.")]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option("--stop", metavar="TEXT", help="End the answer before this text; repeatable.", show_default=False),
+]
+System = Annotated[str | None, typer.Option("--system", help="System prompt.", show_default=False)]
+Tools = Annotated[
+    Path | None,
+    typer.Option("--tools", metavar="FILE", help="JSON list of functions for the chat template.", show_default=False),
+]
+Gpus = Annotated[
+    int | None, typer.Option("--gpus", metavar="N", help="Number of GPUs (default: all).", show_default=False)
+]
+Processes = Annotated[int, typer.Option("--processes", metavar="N", min=1, help="On the CPU: copies of the model.")]
+DeviceMap = Annotated[
+    Literal["auto", "none", "balanced", "sequential"],
+    typer.Option(
+        "--device-map",
+        help="Copies of the model: on as few GPUs as hold one (auto), on each (none), or one on all GPUs, its layers "
+        "divided evenly (balanced) or GPU by GPU (sequential).",
+    ),
+]
+BatchSize = Annotated[
+    int | None,
+    typer.Option(
+        "--batch-size", metavar="N", min=1, help="Most prompts of a batch (default: by memory).", show_default=False
+    ),
+]
+Engine = Annotated[
+    Literal["transformers", "vllm"], typer.Option("--engine", help="vllm: where it is installed, same greedy answers.")
+]
+
+
+def generate(
+    folder: Folder,
+    prompt: Annotated[str | None, typer.Option("--prompt", help="One prompt.", show_default=False)] = None,
+    input: Annotated[
+        Path | None,
+        typer.Option(
+            "--input", metavar="FILE", help="JSONL of prompts: prompt or messages, tools.", show_default=False
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="JSONL to write: each row with its answer.", show_default=False
+        ),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output file.")] = False,
+    max_new_tokens: MaxNewTokens = 256,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    seed: Seed = 0,
+    stop: Stop = None,
+    system: System = None,
+    tools: Tools = None,
+    base: Base = None,
+    gpus: Gpus = None,
+    processes: Processes = 1,
+    device_map: DeviceMap = "auto",
+    batch_size: BatchSize = None,
+    engine: Engine = "transformers",
+) -> None:
+    """Answer a prompt, or a file of prompts on all GPUs; a file that a kill interrupts is continued."""
+    settings = _settings(max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed, stop)
+    placement = dict(gpus=gpus, processes=processes, device_map=device_map, batch_size=batch_size, engine=engine)
+    if (input is None) == (prompt is None):
+        raise UserError(
+            "generate needs --prompt or --input" if input is None else "--prompt and --input are both given",
+            where="command line",
+            fix='manyhands generate RUN --prompt "...", or --input prompts.jsonl --output answers.jsonl; '
+            "manyhands chat RUN for a conversation",
+        )
+    if (input is None) != (output is None):
+        raise UserError("--input and --output belong together", where="command line", fix="give both, or --prompt")
+    if input is None:
+        _refuse_for_one_prompt(placement, overwrite)
+    elif not input.is_file():
+        raise UserError("there is no such file", where=str(input), fix="--input names a JSONL file of prompts")
+    request = {
+        "folder": str(find_run_folder(folder)),
+        "prompt": prompt,
+        "input": input and str(input),
+        "output": output and str(output),
+        "base": base,
+        "settings": settings,
+        "options": {"system": system, "tools": _read_tools(tools)},
+        "placement": placement,
+        "overwrite": overwrite,
+    }
+    raise typer.Exit(_run("generate", request))
+
+
+def chat(
+    folder: Folder,
+    max_new_tokens: MaxNewTokens = 512,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    seed: Seed = 0,
+    stop: Stop = None,
+    system: System = None,
+    tools: Tools = None,
+    base: Base = None,
+) -> None:
+    """Chat with a trained model; each line of standard input is a turn."""
+    request = {
+        "folder": str(find_run_folder(folder)),
+        "base": base,
+        "settings": _settings(max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed, stop),
+        "options": {"system": system, "tools": _read_tools(tools)},
+    }
+    raise typer.Exit(_run("chat", request))
+
+
+def _run(verb: str, request: dict[str, Any]) -> int:
+    return process.run_module("manyhands.infer", [verb, json.dumps(request)])
+
+
+def _settings(
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    top_k: int,
+    repetition_penalty: float,
+    seed: int,
+    stop: list[str] | None,
+) -> dict[str, Any]:
+    """Checked here, before a process is started."""
+    asked = GenerationSettings(max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed, tuple(stop or ()))
+    return asked.to_json()
+
+
+def _refuse_for_one_prompt(placement: dict[str, Any], overwrite: bool) -> None:
+    """Options of --input that would do nothing."""
+    defaults = dict(gpus=None, processes=1, device_map="auto", batch_size=None, engine="transformers")
+    given = [name for name, value in placement.items() if value != defaults[name]] + ["overwrite"] * overwrite
+    if given:
+        raise UserError(f"--{given[0].replace('_', '-')} has an effect with --input only", where="command line")
+
+
+def _read_tools(file: Path | None) -> list[Any] | None:
+    if file is None:
+        return None
+    try:
+        tools = parse_json(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError("the tools cannot be read", where=str(file), why=str(error)) from None
+    if not isinstance(tools, list):
+        raise UserError("the tools are not a JSON list", where=str(file), fix="write [{...}, ...]")
+    return tools

@@ -1,0 +1,206 @@
+"""``manyhands generate --input``: answers to a file of prompts, on all GPUs, in the order of the file."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from manyhands.core.errors import UserError
+from manyhands.core.files import refuse_outside_links
+from manyhands.core.hashing import hash_files
+from manyhands.infer.answer_file import AnswerFile
+from manyhands.infer.decode import Completion
+from manyhands.infer.load import Answerer, Found, find_parts, load_answerer, open_found_tokenizer
+from manyhands.infer.placement import ALL_GPUS, Placement, count_weight_bytes
+from manyhands.infer.prompts import NOTHING_ADDED, PromptOptions, encode_rows, read_rows
+from manyhands.infer.replicas import Seat, describe_seat, run_tasks
+from manyhands.infer.settings import GenerationSettings
+from manyhands.infer.worker import PromptQueue, Worker
+
+REPORT_EVERY_S = 5.0
+
+Report = Callable[[str], object]
+
+
+def report_aside(text: str) -> None:
+    """Prints to standard error, so that standard output has only answers."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def open_copy(seat: Seat, found: Found, settings: GenerationSettings, placement: Placement, num_copies: int) -> Any:
+    """The model at a seat; called in the process that is to use it."""
+    if placement.engine == "vllm":
+        from manyhands.infer.vllm import VllmWorker
+
+        return VllmWorker(found, settings, seat)
+    return Worker(
+        load_at(seat, found, placement),
+        settings,
+        max_rows=placement.batch_size,
+        num_processes=1 if seat.gpus else num_copies,
+    )
+
+
+def load_at(seat: Seat, found: Found, placement: Placement) -> Answerer:
+    """The model at a seat of this process."""
+    seat.enter()
+    device_map: str | None = None
+    if len(seat.gpus) > 1:
+        device_map = "sequential" if placement.device_map == "sequential" else "balanced"
+    return load_answerer(found, f"cuda:{seat.gpus[0]}" if seat.gpus else "cpu", device_map, seat.gpus)
+
+
+def open_placed(folder: Path, base: str | None = None, placement: Placement = ALL_GPUS) -> Answerer:
+    """The model in this process, over as many GPUs as it needs; the other GPUs stay idle."""
+    found = find_parts(folder, base)
+    return load_at(placement.seats(count_weight_bytes(found.weights))[0], found, placement)
+
+
+def answer_file(
+    folder: Path,
+    prompts_file: Path,
+    output: Path,
+    settings: GenerationSettings,
+    *,
+    base: str | None = None,
+    options: PromptOptions = NOTHING_ADDED,
+    placement: Placement = ALL_GPUS,
+    overwrite: bool = False,
+    report: Report = report_aside,
+) -> int:
+    """Answers each prompt of a JSONL file once and writes them in its order; returns how many there are.
+
+    Started again after a kill it continues: what it has is in ``OUTPUT.partial``. Raises UserError.
+    """
+    found = find_parts(folder, base)
+    if placement.engine == "vllm":
+        from manyhands.infer.vllm import refuse_missing_vllm
+
+        refuse_missing_vllm()
+    seats = placement.seats(count_weight_bytes(found.weights))
+    tokenizer = open_found_tokenizer(found)
+    max_tokens = read_max_tokens(found, settings)
+    prompts = encode_rows(prompts_file, tokenizer, found.chat_template_kwargs, options, max_tokens)
+    identity = identify(found, prompts_file, settings, options, placement, bool(seats[0].gpus))
+    answers = AnswerFile(output, identity, len(prompts), overwrite=overwrite)
+    try:
+        answered = answers.answered
+        waiting = [prompt for prompt in prompts if prompt.number not in answered]
+        report(_describe(len(prompts), len(answered), seats))
+        progress = _AnswerRate(len(prompts), len(answered), report)
+
+        def take(result: list[tuple[int, Completion]]) -> None:
+            answers.add((number, _fields(answer, len(prompts[number].ids))) for number, answer in result)
+            progress.add(result)
+
+        if waiting:
+            queue = PromptQueue(waiting, settings.max_new_tokens, len(seats))
+            make = functools.partial(
+                open_copy, found=found, settings=settings, placement=placement, num_copies=len(seats)
+            )
+            run_tasks(seats, make, queue.take, take)
+        answers.finish(row for _, row in read_rows(prompts_file))
+        progress.finish(output)
+    finally:
+        answers.close()
+    return len(prompts)
+
+
+def _fields(answer: Completion, num_prompt_tokens: int) -> dict[str, Any]:
+    return {
+        "answer": answer.text,
+        "finish_reason": answer.finish_reason,
+        "prompt_tokens": num_prompt_tokens,
+        "answer_tokens": len(answer.ids),
+    }
+
+
+def read_max_tokens(found: Found, settings: GenerationSettings) -> int | None:
+    """The longest prompt that leaves room for the answer among the model's positions."""
+    from transformers import AutoConfig
+
+    positions = getattr(AutoConfig.from_pretrained(found.weights).get_text_config(), "max_position_embeddings", None)
+    if positions is None:
+        return None
+    if settings.max_new_tokens >= positions:
+        raise UserError(
+            f"--max-new-tokens {settings.max_new_tokens:,} leaves no room for a prompt",
+            where="--max-new-tokens",
+            why=f"the model has {positions:,} positions",
+        )
+    return int(positions) - settings.max_new_tokens
+
+
+def identify(
+    found: Found,
+    prompts_file: Path,
+    settings: GenerationSettings,
+    options: PromptOptions,
+    placement: Placement,
+    on_gpu: bool,
+) -> dict[str, Any]:
+    """What decides about the answers: files by size and time of change, prompts by content. Neither the number of GPUs
+    nor the batch, which decide nothing in float32.
+    """
+    files: dict[str, list[Any]] = {}
+    for folder in filter(None, (found.weights, found.adapter)):
+        refuse_outside_links(folder)
+        for path in sorted(folder.glob("*")):
+            if path.suffix in (".safetensors", ".json", ".jinja", ".model"):
+                status = path.stat()
+                files[str(path)] = [status.st_size, status.st_mtime_ns]
+    return {
+        "model": files,
+        "chat_template": found.chat_template,
+        "chat_template_kwargs": {k: v for k, v in found.chat_template_kwargs.items() if k != "strftime_now"},
+        "prompts": hash_files([prompts_file])[prompts_file],
+        "system": options.system,
+        "tools": list(options.tools),
+        "engine": placement.engine,
+        "device": "cuda" if on_gpu else "cpu",
+        **settings.to_json(),
+        "stop": list(settings.stop),
+    }
+
+
+class _AnswerRate:
+    """Lines on standard error: answers so far, answers and tokens a second."""
+
+    def __init__(self, total: int, done: int, report: Report) -> None:
+        self._total, self._done, self._report = total, done, report
+        self._new, self._tokens = 0, 0
+        self._start = self._shown = time.monotonic()
+
+    def add(self, result: Sequence[tuple[int, Completion]]) -> None:
+        if not self._new:
+            self._start = min(self._start, time.monotonic())
+        self._new += len(result)
+        self._tokens += sum(len(answer.ids) for _, answer in result)
+        now = time.monotonic()
+        if now - self._shown >= REPORT_EVERY_S:
+            self._shown = now
+            self._report(f"{self._done + self._new:,} of {self._total:,} answered, {self._rate(now)}")
+
+    def _rate(self, now: float) -> str:
+        seconds = max(now - self._start, 1e-9)
+        return f"{self._new / seconds:.1f} answers/s, {self._tokens / seconds:,.0f} tokens/s"
+
+    def finish(self, output: Path) -> None:
+        rate = f", {self._rate(time.monotonic())} with loading" if self._new else ""
+        self._report(f"{self._total:,} answers in {output}{rate}")
+
+
+def _describe(num_prompts: int, num_answered: int, seats: Sequence[Seat]) -> str:
+    where = describe_seat(seats[0]) if len(seats) == 1 else f"{len(seats)} copies of the model"
+    if len(seats) > 1 and seats[0].gpus:
+        where += f" on {len(seats) * len(seats[0].gpus)} GPUs"
+    already = f", {num_answered:,} of them answered already" if num_answered else ""
+    return (
+        f"{num_prompts:,} prompts{already}, on {where}"
+        if len(seats) == 1
+        else f"{num_prompts:,} prompts{already}, {where}"
+    )

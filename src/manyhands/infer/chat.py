@@ -1,0 +1,86 @@
+"""``manyhands chat``: a conversation on the terminal, each answer printed as it is made."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any, TextIO
+
+from manyhands.core.errors import UserError
+from manyhands.data.messages import RowRefused
+from manyhands.infer.load import Answerer
+from manyhands.infer.prompts import NOTHING_ADDED, PromptOptions
+from manyhands.infer.settings import GenerationSettings
+
+HELP = "An empty line starts a new conversation, Ctrl-C ends an answer, Ctrl-D ends the chat."
+
+
+def chat(
+    answerer: Answerer,
+    settings: GenerationSettings,
+    options: PromptOptions = NOTHING_ADDED,
+    lines: Iterable[str] | None = None,
+    out: TextIO | None = None,
+) -> None:
+    """Each line is a turn; the model sees those before it. ``lines`` and ``out``: standard input and output.
+
+    The prompt sign and help are for terminals only, so that a pipe gets answers alone, one after the other.
+    """
+    on_terminal = lines is None and sys.stdin.isatty()
+    out = out or sys.stdout
+    if on_terminal:
+        print(HELP, file=sys.stderr)
+    messages = _begin(options)
+    for line in lines if lines is not None else _read_lines(on_terminal):
+        text = line.rstrip("\n")
+        if not text.strip():
+            messages = _begin(options)
+            continue
+        if not answerer.tokenizer.chat_template:  # a model that continues text has no turns
+            messages = []
+        messages.append({"role": "user", "content": text})
+        try:
+            answer = _answer(answerer, messages, settings, options, out)
+        except (RowRefused, UserError) as error:
+            print(error if isinstance(error, UserError) else UserError(str(error)), file=sys.stderr)
+            messages.pop()
+            continue
+        messages.append({"role": "assistant", "content": answer})
+
+
+def _begin(options: PromptOptions) -> list[dict[str, Any]]:
+    return [] if options.system is None else [{"role": "system", "content": options.system}]
+
+
+def _read_lines(on_terminal: bool) -> Iterable[str]:
+    while True:
+        if on_terminal:
+            print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        yield line
+
+
+def _answer(
+    answerer: Answerer,
+    messages: list[dict[str, Any]],
+    settings: GenerationSettings,
+    options: PromptOptions,
+    out: TextIO,
+) -> str:
+    """Prints the answer while it is made; what was said before Ctrl-C counts as the answer."""
+    shown: list[str] = []
+
+    def show(_: int, text: str) -> None:
+        shown.append(text)
+        print(text, end="", file=out, flush=True)
+
+    try:
+        return answerer.answer_all([messages], settings, list(options.tools), show)[0].text
+    except KeyboardInterrupt:
+        if not shown:
+            raise
+        return "".join(shown)
+    finally:
+        print(file=out, flush=True)

@@ -1,0 +1,149 @@
+"""Prompts of a JSONL file as tokens: rows with ``prompt`` or ``messages``, rendered by the model's chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from manyhands.core.errors import UserError
+from manyhands.core.files import parse_json
+from manyhands.data.messages import RowRefused, check_messages
+from manyhands.data.template import ChatTemplate
+
+MAX_NAMED_ROWS = 10
+
+
+@dataclass(frozen=True)
+class PromptTokens:
+    """``number`` counts from 0 and seeds the answer where it is sampled."""
+
+    number: int
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """What is added to each row that has none of its own: a system prompt, tools as the chat template takes them."""
+
+    system: str | None = None
+    tools: tuple[Any, ...] = ()
+
+
+NOTHING_ADDED = PromptOptions()
+
+
+def encode_prompt(
+    tokenizer: Any,
+    chat_template_kwargs: Mapping[str, Any],
+    messages: Sequence[dict[str, Any]],
+    tools: list[Any] | None = None,
+) -> list[int]:
+    """The tokens of a conversation up to the answer; without a chat template those of its only message's text.
+
+    UserError for an empty prompt, and for more than one message or tools without a template; RowRefused for what the
+    template refuses.
+    """
+    if tokenizer.chat_template:
+        template = ChatTemplate(tokenizer, chat_template_kwargs)
+        text = template.render([template.prepare(message) for message in messages], tools or None, generation=True)
+        ids = tokenizer.encode(text, add_special_tokens=False)  # the template writes its own
+    elif len(messages) == 1 and not tools:
+        ids = tokenizer.encode(messages[0]["content"])
+    else:
+        raise UserError(
+            "the model has no chat template",
+            why="a conversation of several messages, a system prompt and tools are rendered by one",
+            fix="give single prompts, or a model with a chat_template",
+        )
+    if not ids:
+        raise UserError("the prompt is empty", fix="give --prompt some text")
+    return ids
+
+
+def read_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line, row) of each line that is not blank. UserError for what is not a JSON object."""
+    try:
+        with file.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    row = parse_json(line)
+                except ValueError as error:
+                    raise UserError("the line is not JSON", where=f"{file}:{number}", why=str(error)) from None
+                if not isinstance(row, dict):
+                    raise UserError("the line is not a JSON object", where=f"{file}:{number}", fix=_EXAMPLE)
+                yield number, row
+    except OSError as error:
+        raise UserError("the prompts cannot be read", where=str(file), why=error.strerror or str(error)) from None
+
+
+_EXAMPLE = 'write lines like {"prompt": "Why is the sky blue?"} or {"messages": [{"role": "user", "content": "..."}]}'
+
+
+def messages_of(row: Mapping[str, Any], options: PromptOptions) -> tuple[list[dict[str, Any]], list[Any]]:
+    """The conversation to answer and its tools. An assistant's turn at the end is left out: it is what is asked for.
+
+    Raises RowRefused.
+    """
+    given = [key for key in ("prompt", "messages") if row.get(key) is not None]
+    if len(given) != 1:
+        named = " and ".join(given) if given else f"neither prompt nor messages (it has {', '.join(row) or 'nothing'})"
+        raise RowRefused(f"the row has {named}")
+    if {"answer", "reference"} <= row.keys():
+        raise RowRefused("the row has answer and reference; an answer of its own would be written as reference")
+    value = row[given[0]]
+    if isinstance(value, str):
+        if not value.strip():
+            raise RowRefused("the prompt is empty")
+        messages: list[dict[str, Any]] = [{"role": "user", "content": value}]
+    else:
+        messages = check_messages(value, given[0], {})
+    while len(messages) > 1 and messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    if options.system is not None and messages[0]["role"] not in ("system", "developer"):
+        messages = [{"role": "system", "content": options.system}, *messages]
+    tools = row.get("tools") or list(options.tools)
+    if isinstance(tools, str):
+        tools = json.loads(tools)
+    if not isinstance(tools, list):
+        raise RowRefused("tools must be a list of functions")
+    return messages, tools
+
+
+def encode_rows(
+    file: Path,
+    tokenizer: Any,
+    chat_template_kwargs: Mapping[str, Any],
+    options: PromptOptions,
+    max_tokens: int | None = None,
+) -> list[PromptTokens]:
+    """All prompts of a file, in its order. UserError names the rows that cannot be answered, or that have more than
+    ``max_tokens`` tokens.
+    """
+    prompts: list[PromptTokens] = []
+    faults: list[str] = []
+    for line, row in read_rows(file):
+        try:
+            messages, tools = messages_of(row, options)
+            ids = encode_prompt(tokenizer, chat_template_kwargs, messages, tools)
+            if max_tokens is not None and len(ids) > max_tokens:
+                raise RowRefused(f"{len(ids):,} tokens, and the model has room for {max_tokens:,} before the answer")
+        except (RowRefused, ValueError) as refused:
+            faults.append(f"line {line}: {refused}")
+            continue
+        prompts.append(PromptTokens(len(prompts), tuple(ids)))
+    if faults:
+        more = [f"and {len(faults) - MAX_NAMED_ROWS:,} more"] if len(faults) > MAX_NAMED_ROWS else []
+        raise UserError(
+            f"{len(faults):,} of {len(faults) + len(prompts):,} prompts cannot be answered",
+            where=str(file),
+            fix=_EXAMPLE,
+            details=[*faults[:MAX_NAMED_ROWS], *more],
+        )
+    if not prompts:
+        raise UserError("the file has no prompts", where=str(file), fix=_EXAMPLE)
+    return prompts

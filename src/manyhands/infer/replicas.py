@@ -1,0 +1,159 @@
+"""Copies of a model that share the work: one per GPU, or per group of GPUs where a model is divided by layers, or
+processes on the CPU. Tasks go out one at a time to whoever is free, so the number of copies decides nothing but the
+time.
+
+A single copy works in the calling process. Of several each has a process of its own, which ends when the pipe to the
+caller does, however that ended.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing import connection
+from typing import Any, Protocol
+
+from manyhands.core.errors import EXIT_FAILED, UserError
+
+READY, DONE, FAILED = "ready", "done", "failed"
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a copy of the model is: the positions of its GPUs among the visible ones; none is the CPU.
+
+    ``threads``: of torch on the CPU, None for its own choice.
+    """
+
+    gpus: tuple[int, ...] = ()
+    threads: int | None = None
+
+    def enter(self) -> None:
+        """Called first in the copy's process."""
+        import torch
+
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        if self.gpus:
+            torch.cuda.set_device(self.gpus[0])
+
+    def hide_others(self) -> None:
+        """Leaves this process its own GPUs only, for a library that takes all that it sees; before CUDA starts."""
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        names = [name.strip() for name in visible.split(",")] if visible else []
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[gpu] if names else str(gpu) for gpu in self.gpus)
+
+
+class Copy(Protocol):
+    """What a process makes: a model that does tasks. ``room`` is what the caller needs to know to cut them."""
+
+    room: Any
+
+    def run(self, task: Any) -> Any: ...
+
+
+Open = Callable[[Seat], Copy]
+NextTask = Callable[[Any], Any]
+
+
+def run_tasks(seats: Sequence[Seat], open_copy: Open, next_task: NextTask, on_result: Callable[[Any], object]) -> None:
+    """Does all tasks: ``next_task(room)`` cuts one for a free copy (None: no more), ``on_result`` takes the result.
+
+    ``open_copy`` is called in each process; it and the tasks are pickled. Raises what a copy raised, the first of it.
+    """
+    if len(seats) == 1:
+        copy = open_copy(seats[0])
+        while (task := next_task(copy.room)) is not None:
+            on_result(copy.run(task))
+        return
+    with _started(seats, open_copy) as processes:
+        open_pipes = {process.pipe: process for process in processes}
+        while open_pipes:
+            for ready in connection.wait([*open_pipes, *(p.process.sentinel for p in open_pipes.values())]):
+                process = open_pipes.get(ready)  # type: ignore[call-overload]
+                if process is None:
+                    process = next((p for p in open_pipes.values() if p.process.sentinel == ready), None)
+                    if process is None or process.pipe.poll():
+                        continue  # it is done with, or has still said something
+                kind, value = process.receive()
+                if kind == READY:
+                    process.room = value
+                else:
+                    on_result(value)
+                task = next_task(process.room)
+                if task is None:
+                    del open_pipes[process.pipe]
+                process.pipe.send(task)
+
+
+@dataclass
+class _Process:
+    process: Any
+    pipe: Any
+    seat: Seat
+    room: Any = field(default=None)
+
+    def receive(self) -> tuple[str, Any]:
+        try:
+            kind, value = self.pipe.recv()
+        except (EOFError, ConnectionError):
+            self.process.join(10)
+            code = self.process.exitcode
+            by = f"by {signal.Signals(-code).name}" if code is not None and code < 0 else f"with {code}"
+            raise UserError(
+                f"the process of {describe_seat(self.seat)} has ended {by}",
+                why="most likely the machine ran out of memory" if by.endswith("SIGKILL") else "",
+                fix="answers so far are kept: the same command continues",
+                exit_code=EXIT_FAILED,
+            ) from None
+        if kind == FAILED:
+            raise value if isinstance(value, UserError) else RuntimeError(f"in a process of its own:\n{value}")
+        return kind, value
+
+
+@contextmanager
+def _started(seats: Sequence[Seat], open_copy: Open) -> Iterator[list[_Process]]:
+    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+    processes: list[_Process] = []
+    try:
+        for seat in seats:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(theirs, seat, open_copy), daemon=True)
+            process.start()
+            theirs.close()
+            processes.append(_Process(process, ours, seat))
+        yield processes
+        for one in processes:
+            one.process.join(30)
+    finally:
+        for one in processes:
+            one.process.terminate()
+        for one in processes:
+            one.process.join(10)
+            one.pipe.close()
+
+
+def _work(pipe: Any, seat: Seat, open_copy: Open) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the caller, who ends this process
+    try:
+        copy = open_copy(seat)
+        pipe.send((READY, copy.room))
+        while (task := pipe.recv()) is not None:
+            pipe.send((DONE, copy.run(task)))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return  # the caller is gone
+    except UserError as error:
+        pipe.send((FAILED, error))
+    except BaseException:
+        pipe.send((FAILED, traceback.format_exc()))
+
+
+def describe_seat(seat: Seat) -> str:
+    if not seat.gpus:
+        return "the CPU"
+    return f"GPU {seat.gpus[0]}" if len(seat.gpus) == 1 else f"GPUs {seat.gpus[0]} to {seat.gpus[-1]}"

@@ -1,0 +1,101 @@
+"""``--engine vllm``: the same prompts, tokens and settings, answered by vLLM where it is installed."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+from manyhands.core.errors import UserError
+from manyhands.facts.adapter import read_adapter_config
+from manyhands.infer.decode import Completion
+from manyhands.infer.generate import end_token_ids
+from manyhands.infer.load import Found, open_found_tokenizer
+from manyhands.infer.prompts import PromptTokens
+from manyhands.infer.replicas import Seat
+from manyhands.infer.settings import GenerationSettings
+from manyhands.infer.worker import Room
+
+MAX_PROMPTS = 4096  # of a task; vLLM makes its own batches out of them
+REFUSED_KEYS = ("use_dora", "modules_to_save", "trainable_token_indices")  # of an adapter's configuration
+
+
+def refuse_missing_vllm() -> None:
+    if find_spec("vllm") is None:
+        raise UserError(
+            "vLLM is not installed",
+            where="--engine vllm",
+            why="this Python has no package vllm",
+            fix="pip install vllm (in an environment of its own, with manyhands), or leave --engine out",
+        )
+
+
+def refuse_adapter(found: Found) -> None:
+    """UserError for an adapter that is more than LoRA: vLLM serves those merged only."""
+    fields = read_adapter_config(found.adapter) if found.adapter is not None else {}
+    if extra := next((key for key in REFUSED_KEYS if fields.get(key)), None):
+        raise UserError(
+            "vLLM does not take this adapter",
+            where=str(found.adapter),
+            why=f"it has {extra}",
+            fix="merge it: manyhands export RUN --merge, and give that folder",
+        )
+
+
+class VllmWorker:
+    """A copy of the model in vLLM; its layers are divided by tensor parallelism where the seat has several GPUs."""
+
+    def __init__(self, found: Found, settings: GenerationSettings, seat: Seat) -> None:
+        refuse_adapter(found)
+        if seat.gpus:
+            seat.hide_others()
+        from vllm import LLM, SamplingParams
+        from vllm.lora.request import LoRARequest
+
+        tokenizer = open_found_tokenizer(found)
+        self._tokenizer = tokenizer
+        self._ends = end_token_ids(found.weights, tokenizer, found.chat_template_kwargs)
+        rank = {} if found.adapter is None else {"max_lora_rank": int(read_adapter_config(found.adapter)["r"])}
+        self._adapter: Any = None if found.adapter is None else LoRARequest("adapter", 1, str(found.adapter))
+        self._model = LLM(
+            model=str(found.weights),
+            skip_tokenizer_init=True,
+            tensor_parallel_size=max(1, len(seat.gpus)),
+            dtype="auto" if seat.gpus else "float32",
+            enable_lora=found.adapter is not None,
+            seed=settings.seed,
+            **rank,
+        )
+        self._settings, self._parameters = settings, SamplingParams
+        self.room = Room(1 << 62, 0, 0, 1, MAX_PROMPTS, None, pads=True)
+
+    def run(self, task: list[PromptTokens]) -> list[tuple[int, Completion]]:
+        """Answers with the prompts' numbers. Stop strings are looked for afterwards: tokens go in and out."""
+        settings = self._settings
+        parameters = [
+            self._parameters(
+                max_tokens=settings.max_new_tokens,
+                temperature=settings.temperature,
+                top_p=settings.top_p,
+                top_k=settings.top_k or -1,
+                repetition_penalty=settings.repetition_penalty,
+                seed=None if settings.is_greedy else settings.seed + prompt.number,
+                stop_token_ids=sorted(self._ends),
+                ignore_eos=True,  # the end tokens are ours
+                detokenize=False,
+            )
+            for prompt in task
+        ]
+        prompts = [{"prompt_token_ids": list(prompt.ids)} for prompt in task]
+        outputs = self._model.generate(prompts, parameters, lora_request=self._adapter, use_tqdm=False)
+        return [
+            (prompt.number, self._complete(list(output.outputs[0].token_ids)))
+            for prompt, output in zip(task, outputs, strict=True)
+        ]
+
+    def _complete(self, ids: list[int]) -> Completion:
+        ended = bool(ids) and ids[-1] in self._ends
+        new = ids[:-1] if ended else ids
+        text = self._tokenizer.decode(new, skip_special_tokens=True)
+        places = [place for stop in self._settings.stop if (place := text.find(stop)) >= 0]
+        reason = "stop" if ended or places else "length"
+        return Completion(tuple(new), text[: min(places, default=len(text))].strip(), reason)

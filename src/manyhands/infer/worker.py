@@ -1,0 +1,156 @@
+"""One copy of a model at work: how many prompts fit into a batch, and their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from manyhands.core.errors import EXIT_FAILED, OUT_OF_MEMORY, UserError
+from manyhands.core.machine import memory_bytes
+from manyhands.infer.decode import Completion, OnText, can_pad, complete
+from manyhands.infer.prompts import PromptTokens
+from manyhands.infer.settings import GenerationSettings
+
+if TYPE_CHECKING:
+    from manyhands.infer.load import Answerer
+
+MAX_ROWS_GPU, MAX_ROWS_CPU = 256, 16
+SHARE_OF_FREE = 0.7  # the rest is fragmentation, and what a step needs besides
+MAX_CPU_BYTES = 4 << 30
+BYTES_A_LOGIT = 40  # float32 logits and copies; sorted, with their order and cumulative float64, where sampled
+
+
+@dataclass(frozen=True)
+class Room:
+    """How large a batch may be. Bytes: ``num_bytes`` there are, ``token_bytes`` of the cache for a token,
+    ``prompt_token_bytes`` more while a prompt passes, ``row_bytes`` for a row's logits. ``max_tokens``: of prompt and
+    answer together. ``pads``: prompts of unequal lengths may share a batch.
+    """
+
+    num_bytes: int
+    token_bytes: int
+    prompt_token_bytes: int
+    row_bytes: int
+    max_rows: int
+    max_tokens: int | None
+    pads: bool
+
+    def count_rows(self, longest: int, max_new_tokens: int) -> int:
+        """Rows of a batch whose longest prompt has so many tokens, at least 1."""
+        mask_bytes = 3 * longest * longest if self.pads else 0  # bool, and as a bias in the compute dtype
+        row = (
+            (longest + max_new_tokens) * self.token_bytes
+            + longest * self.prompt_token_bytes
+            + self.row_bytes
+            + mask_bytes
+        )
+        return max(1, min(self.max_rows, self.num_bytes // row))
+
+
+def measure_room(model: Any, max_rows: int | None = None, num_processes: int = 1) -> Room:
+    """Of a loaded model on its devices; ``num_processes`` share the host's memory where that is the CPU's."""
+    text = model.config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    parameter = next(model.parameters())
+    if parameter.device.type == "cuda":
+        devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+        free = min(torch.cuda.mem_get_info(device)[0] for device in devices) * len(devices)
+        num_bytes = int(SHARE_OF_FREE * free)
+    else:
+        num_bytes = min(MAX_CPU_BYTES, memory_bytes()[1] // 4) // num_processes
+    default_rows = MAX_ROWS_GPU if parameter.device.type == "cuda" else MAX_ROWS_CPU
+    wide = 4 * text.hidden_size + 3 * (getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
+    return Room(
+        num_bytes=num_bytes,
+        token_bytes=2 * text.num_hidden_layers * heads * head_dim * parameter.element_size(),
+        prompt_token_bytes=wide * parameter.element_size(),
+        row_bytes=BYTES_A_LOGIT * text.vocab_size,
+        max_rows=max_rows or default_rows,
+        max_tokens=getattr(text, "max_position_embeddings", None),
+        pads=can_pad(model.config),
+    )
+
+
+class PromptQueue:
+    """Prompts that wait, the longest first: what does not fit into memory shows at once, and the last batches are the
+    quickest.
+    """
+
+    def __init__(self, prompts: Sequence[PromptTokens], max_new_tokens: int, num_copies: int = 1) -> None:
+        self._waiting = sorted(prompts, key=lambda prompt: len(prompt.ids))  # taken from the end
+        self._max_new_tokens, self._num_copies = max_new_tokens, num_copies
+
+    def take(self, room: Room) -> list[PromptTokens] | None:
+        """The next batch for a copy with so much room; None once there is no prompt left."""
+        if not self._waiting:
+            return None
+        longest = len(self._waiting[-1].ids)
+        fair = -(-len(self._waiting) // self._num_copies)  # at the end every copy gets its share
+        rows = min(room.count_rows(longest, self._max_new_tokens), fair)
+        batch = self._waiting[-rows:]
+        if not room.pads:
+            batch = [prompt for prompt in batch if len(prompt.ids) == longest]
+        del self._waiting[-len(batch) :]
+        return batch[::-1]
+
+
+class Worker:
+    """A model that answers batches of prompts."""
+
+    def __init__(
+        self,
+        answerer: Answerer,
+        settings: GenerationSettings,
+        *,
+        max_rows: int | None = None,
+        num_processes: int = 1,
+        on_text: OnText | None = None,
+    ) -> None:
+        self._answerer, self._settings, self._on_text = answerer, settings, on_text
+        self.room = measure_room(answerer.model, max_rows, num_processes)
+
+    def run(self, task: list[PromptTokens]) -> list[tuple[int, Completion]]:
+        """Answers of a batch with the prompts' numbers. A batch too large for the GPU is halved."""
+        numbers = [prompt.number for prompt in task]
+        on_text = self._on_text
+        try:
+            answers = complete(
+                self._answerer.model,
+                self._answerer.tokenizer,
+                [prompt.ids for prompt in task],
+                self._settings,
+                self._answerer.end_ids,
+                numbers,
+                None if on_text is None else lambda position, text: on_text(numbers[position], text),
+            )
+        except torch.OutOfMemoryError as error:
+            if len(task) == 1 or on_text is not None:
+                raise _too_large(task[0], error) from error
+        else:
+            return list(zip(numbers, answers, strict=True))
+        torch.cuda.empty_cache()  # outside of the handler, whose traceback keeps the batch's tensors
+        half = len(task) // 2
+        return [*self.run(task[:half]), *self.run(task[half:])]
+
+    def answer_all(self, prompts: Sequence[PromptTokens]) -> dict[int, Completion]:
+        """Answers by the prompts' numbers, batch after batch."""
+        queue = PromptQueue(prompts, self._settings.max_new_tokens)
+        found: dict[int, Completion] = {}
+        while (batch := queue.take(self.room)) is not None:
+            found.update(self.run(batch))
+        return found
+
+
+def _too_large(prompt: PromptTokens, error: Exception) -> UserError:
+    return UserError(
+        "a single prompt does not fit into the GPU's memory",
+        where=f"prompt {prompt.number}, {len(prompt.ids):,} tokens",
+        why=str(error).split("\n")[0],
+        fix="lower --max-new-tokens, or divide the model over more GPUs: --device-map balanced",
+        exit_code=EXIT_FAILED,
+        kind=OUT_OF_MEMORY,
+    )

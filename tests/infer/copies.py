@@ -1,0 +1,26 @@
+"""Copies for ``test_replicas.py``: what a process does there, without torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+from manyhands.core.errors import UserError
+from manyhands.infer.replicas import Seat
+
+
+class Squaring:
+    """Squares numbers; some of them end it."""
+
+    def __init__(self, seat: Seat) -> None:
+        self.room = {"pid": os.getpid()}
+
+    def run(self, task: Any) -> Any:
+        if task == "refuse":
+            raise UserError("not this one", fix="another")
+        if task == "break":
+            raise ZeroDivisionError("a bug")
+        if task == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return task, task * task, os.getpid()
