@@ -12,7 +12,7 @@ import pytest
 
 from manyhands.config.keys import all_keys
 from manyhands.core.errors import UserError
-from tests.keys import kernels, left, model, rows, template, training, work
+from tests.keys import cluster, kernels, left, model, rows, template, training, work
 from tests.keys.lab import Lab, open_lab
 
 EFFECTS: dict[str, Callable[[Lab], None]] = {
@@ -120,6 +120,7 @@ EFFECTS: dict[str, Callable[[Lab], None]] = {
     "output.dir": left.output_dir,
     "output.dtype": left.output_dtype,
     "output.merge": left.merge,
+    **cluster.EFFECTS,
 }
 
 

@@ -19,6 +19,7 @@ from manyhands.cli.machine import doctor
 from manyhands.cli.memory import gpu_info, memory_check
 from manyhands.cli.process import bench, evaluate, export, tensorboard
 from manyhands.cli.run_file import data, plan, train
+from manyhands.cli.submit import submit
 from manyhands.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, UserError
 from manyhands.core.files import explain_full_disk, is_disk_full
 
@@ -69,6 +70,7 @@ def _root(
 for _name, _command in (
     ("train", train),
     ("plan", plan),
+    ("submit", submit),
     ("data", data),
     ("generate", generate),
     ("chat", chat),

@@ -145,7 +145,8 @@ def nearest(path: str) -> str | None:
     section, leaf = (parts[0] if len(parts) > 1 else ""), parts[-1]
     known = [*table(), *sections()]
     same_leaf = [key for key in known if key.rsplit(".", 1)[-1] == leaf]
-    if same_leaf:
+    if same_leaf:  # a run's own key before one that only `submit` reads
+        same_leaf = [key for key in same_leaf if section == "submit" or not key.startswith("submit.")] or same_leaf
         return difflib.get_close_matches(path, same_leaf, n=1, cutoff=0.0)[0]
     here = [key for key in table() if key.startswith(section + ".")] if section in sections() else []
     for choice in (here, known):  # a wrong key in an existing section: look there first

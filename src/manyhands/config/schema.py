@@ -25,6 +25,7 @@ from manyhands.config.data_schema import (
     Share,
 )
 from manyhands.config.data_schema import Source as Source
+from manyhands.config.submit_schema import SubmitSection
 
 PartOfRun = Annotated[float, Field(gt=0, lt=1)]
 
@@ -330,6 +331,7 @@ class RunConfig(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     log: LogSection = LogSection()
     output: OutputSection = OutputSection()
+    submit: SubmitSection = SubmitSection()
 
     @property
     def digest(self) -> str:

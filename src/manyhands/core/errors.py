@@ -17,6 +17,7 @@ EXIT_FAILED = 1  # a bug, or a rank that failed
 EXIT_USAGE = 2  # the run file, the data or the command line is wrong
 EXIT_INTERRUPTED = 130  # Ctrl-C
 EXIT_TERMINATED = 143  # SIGTERM
+EXIT_SAVED = 138  # SIGUSR1, by which SLURM announces the end of a job's time: saved, to be started again
 
 
 class PeerError(RuntimeError):

@@ -111,6 +111,17 @@ def kind_of(driver_name: str) -> GpuKind | None:
     return exact[0] if exact else None
 
 
+def kinds_named(name: str) -> set[str]:
+    """Names of the kinds that somebody may mean by ``name``, such as a cluster: ``a100`` are two, with 40 and 80 GB."""
+    wanted = _plain(name)
+    return {
+        kind.name
+        for kind in load_kinds()
+        for spelling in (kind.name, *kind.aliases, *kind.driver_names)
+        if wanted in (_plain(spelling), _without_memory(spelling))
+    }
+
+
 def kind_of_all(gpus: Sequence[GpuFacts]) -> GpuKind | None:
     """The kind of these GPUs, if it is one and known."""
     kinds = {gpu.name: kind_of(gpu.name) for gpu in gpus}

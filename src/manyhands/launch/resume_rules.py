@@ -31,6 +31,7 @@ MAY_DIFFER = (
     "log.*",
     "data.cache",
     "output.dir",
+    "submit.*",
 )
 
 
@@ -87,11 +88,15 @@ def fresh_name(config: RunConfig) -> RunConfig:
 
 
 def _is_empty(folder: RunFolder) -> bool:
-    """Empty but for what a start leaves that was ended before it had a run.json."""
+    """Empty but for a job that was made to start it, and for what a start leaves that was ended before it had a
+    run.json.
+    """
     if not folder.path.is_dir():
         return False
     for entry in folder.path.iterdir():
-        leftover = entry == folder.lock_file or (entry.name.startswith(".run.json.") and entry.suffix == ".tmp")
+        leftover = entry in (folder.submit, folder.lock_file) or (
+            entry.name.startswith(".run.json.") and entry.suffix == ".tmp"
+        )
         if not leftover and not (entry in (folder.plans, folder.logs) and entry.is_dir() and not any(entry.iterdir())):
             return False
     return True

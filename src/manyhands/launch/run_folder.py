@@ -59,6 +59,7 @@ class RunFolder:
         self.logs = self.path / "logs"
         self.launcher_log = self.logs / "launcher.log"
         self.checkpoints = self.path / "checkpoints"
+        self.submit = self.path / "submit"
         self.lock_file = self.path / ".lock"
         self.ranks = self.path / ".ranks"
 

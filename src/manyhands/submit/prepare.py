@@ -1,0 +1,104 @@
+"""From a run file's config to a job's files in the run's folder: the plan for the GPUs asked for, and what follows."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from manyhands.config.data_schema import Section
+from manyhands.config.schema import RunConfig
+from manyhands.core.errors import UserError
+from manyhands.core.files import write_atomically
+from manyhands.facts.types import HostFacts
+from manyhands.launch.prepare import gather_facts, rehearse
+from manyhands.launch.resume_rules import find_run, folder_of
+from manyhands.launch.run_folder import RunFolder, refuse_unusable
+from manyhands.plan.search import plan as make_plan
+from manyhands.plan.types import Plan
+from manyhands.submit.client import list_gres_types
+from manyhands.submit.job import ClusterJob, Target, describe_job, under_volume
+from manyhands.submit.kubernetes import write_manifest
+from manyhands.submit.skypilot import write_task
+from manyhands.submit.slurm import write_script
+
+FILES: dict[Target, str] = {"slurm": "slurm.sh", "kubernetes": "trainjob.yaml", "skypilot": "skypilot.yaml"}
+
+
+@dataclass(frozen=True)
+class Written:
+    """A job whose files are written. ``plan``: None where none was asked for."""
+
+    job: ClusterJob
+    file: Path
+    text: str
+    plan: Plan | None
+
+
+def write_job(
+    config: RunConfig, target: Target, host: HostFacts, *, with_plan: bool = True, report: Callable[[str], None]
+) -> Written:
+    """Plans the run for ``host``, makes the job's file and writes it with the run into ``submit/`` of the run's folder.
+
+    UserError: whatever the run or the cluster would refuse, as far as it can be known here; a finished run.
+    """
+    config = _for_job(config, target)
+    if find_run(folder_of(config), config) == "finished":
+        raise UserError("this run is finished: there is nothing to submit", where=str(folder_of(config).path))
+    plan = _plan(config, host, report) if with_plan else None
+    files = _files_of(config)
+    number = 1 + len(_read_log(files))
+    job = describe_job(config, plan, host, files, number=number)
+    run = config.model_dump_json(indent=2, exclude_unset=True) + "\n"
+    text = {
+        "slurm": lambda: write_script(job, list_gres_types()),
+        "kubernetes": lambda: write_manifest(job, run),
+        "skypilot": lambda: write_task(job),
+    }[target]()
+    file = files / FILES[target]
+    with refuse_unusable(folder_of(config)):
+        files.mkdir(parents=True, exist_ok=True)
+        write_atomically(job.run_json, run)
+        write_atomically(file, text)
+    return Written(job, file, text, plan)
+
+
+def log_submission(written: Written, target: Target, answer: str) -> None:
+    """Remembers what the client has answered, in ``submit/jobs.jsonl``."""
+    entry = {"time": time.time(), "to": target, "number": written.job.number, "answer": answer}
+    with open(_log_of(written.job.files), "a", encoding="utf-8") as log:
+        log.write(json.dumps(entry) + "\n")
+
+
+def _for_job(config: RunConfig, target: Target) -> RunConfig:
+    """The run as the job reads it, from any folder. Machines without a shared home have the token cache beside runs."""
+    folder = Path(config.output.dir).expanduser().absolute()
+    changes: dict[str, Section] = {"output": config.output.model_copy(update={"dir": str(folder)})}
+    if target != "slurm" and "cache" not in config.data.model_fields_set:
+        changes["data"] = config.data.model_copy(update={"cache": str(folder / "cache")})
+    return config.model_copy(update=changes)
+
+
+def _plan(config: RunConfig, host: HostFacts, report: Callable[[str], None]) -> Plan:
+    made = make_plan(config, gather_facts(config, host=host, identify=False, report=report))
+    rehearse(config, made)
+    return made
+
+
+def _files_of(config: RunConfig) -> Path:
+    """``submit/`` of the run's folder, or of one below ``runs`` where that is on a volume that is not mounted here."""
+    folder = folder_of(config)
+    if under_volume(config.output.dir, config.submit) and not Path(config.output.dir).exists():
+        folder = RunFolder(Path("runs").absolute() / config.name)
+    return folder.submit
+
+
+def _log_of(files: Path) -> Path:
+    return files / "jobs.jsonl"
+
+
+def _read_log(files: Path) -> list[str]:
+    log = _log_of(files)
+    return log.read_text(encoding="utf-8").splitlines() if log.exists() else []

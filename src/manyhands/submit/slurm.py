@@ -1,0 +1,124 @@
+"""The batch script for SLURM: ``srun`` starts one worker a GPU.
+
+Before the time limit SLURM sends SIGUSR1 to the workers, which save and end with exit code 138; the script then queues
+its job again, which resumes. A start that has saved nothing is not queued again, so that no job goes round for ever.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+
+from manyhands.core.errors import EXIT_SAVED
+from manyhands.core.limits import GIB
+from manyhands.facts.gpu_kinds import kinds_named
+from manyhands.submit.job import ClusterJob, local_paths
+
+
+def write_script(job: ClusterJob, known_types: Sequence[str] = ()) -> str:
+    """``known_types``: GRES types of the cluster's GPUs, as ``sinfo`` lists them; none where it is not known."""
+    script = [
+        "#!/bin/bash",
+        f"# {job.title}",
+        *(f"#SBATCH {option}" for option in _options(job, known_types)),
+        "set -eo pipefail",
+        "",
+        *(f"export {name}={shlex.quote(value)}" for name, value in job.asked.environment.items()),
+        *job.asked.setup,
+        *(_CONTAINERS if job.asked.image else ()),
+        f"checkpoints={shlex.quote(str(job.folder / 'checkpoints'))}",
+        "newest() {",
+        "  { find \"$checkpoints\" -name manifest.json -printf '%h\\n' 2>/dev/null || true; } | sort -V | tail -n 1",
+        "}",
+        "before=$(newest)",
+        "",
+        "code=0",
+        " \\\n  ".join(["srun --kill-on-bad-exit=1", *_step(job)]) + " || code=$?",
+        "",
+        f"# {EXIT_SAVED}: stopped by SIGUSR1, before the time limit or by `scancel -s USR1`, with everything saved",
+        f'if [ "$code" -eq {EXIT_SAVED} ] && [ "$(newest)" != "$before" ]; then',
+        '  echo "saved $(newest): job $SLURM_JOB_ID is queued again"',
+        '  scontrol requeue "$SLURM_JOB_ID"',
+        "fi",
+        'exit "$code"',
+    ]
+    return "\n".join(script) + "\n"
+
+
+def _options(job: ClusterJob, known_types: Sequence[str]) -> list[str]:
+    asked = job.asked
+    options = [
+        f"--job-name={job.name}",
+        f"--nodes={job.num_nodes}",
+        f"--ntasks-per-node={job.num_per_node}",
+        f"--cpus-per-task={job.cores}",
+        "--requeue",
+        "--open-mode=append",
+        f"--output={_quote_pattern(str(job.files))}/slurm-%j.log",
+    ]
+    if job.gpu is not None:
+        name = asked.gpu_type or gres_type(job.gpu.name, known_types)
+        options.append(f"--gres=gpu:{name}:{job.num_per_node}")
+    if job.host_bytes is not None:
+        options.append(f"--mem={-(-job.host_bytes // GIB)}G")
+    if job.time_limit_s is not None:
+        options += [f"--time={_clock(job.time_limit_s)}", f"--signal=USR1@{job.save_before_s}"]
+    for name in ("partition", "account"):
+        if (value := getattr(asked, name)) is not None:
+            options.append(f"--{name}={shlex.quote(value)}")
+    return options + list(asked.options)
+
+
+def _step(job: ClusterJob) -> list[str]:
+    """``srun``'s arguments. Its --cpus-per-task is not inherited from the job (SLURM 22.05 and later)."""
+    step = [f"--cpus-per-task={job.cores}"]
+    if job.asked.image is not None:
+        outside = {str(job.files): str(job.files), str(job.folder.parent): str(job.folder.parent)}
+        outside |= {path: path for _, path in local_paths(job.config)}
+        outside |= job.asked.volumes
+        mounts = ",".join(f"{source}:{mount}" for mount, source in outside.items())
+        step += [f"--container-image={shlex.quote(job.asked.image)}", f"--container-mounts={shlex.quote(mounts)}"]
+    chosen_by_job = job.asked.image is not None or job.asked.setup
+    python = job.asked.python or ("python3" if chosen_by_job else sys.executable)
+    return [*step, f"{shlex.quote(python)} -u -m manyhands.worker {shlex.quote(str(job.run_json))}"]
+
+
+_CONTAINERS = (
+    "if ! srun --help | grep -q -e --container-image; then",
+    '  echo "submit.image needs the pyxis plugin, which srun on this cluster does not have" >&2',
+    "  exit 2",
+    "fi",
+)
+
+
+def gres_type(kind: str, known_types: Sequence[str] = ()) -> str:
+    """What this cluster calls GPUs of the kind: the type that means it, or the kind without its memory, in lower case.
+
+    Sites name the types themselves; ``h100`` and ``nvidia_h100_80gb_hbm3`` are common.
+    """
+    for name in known_types:
+        if kind in kinds_named(name):
+            return name
+    return re.sub(r"-\d+gb$", "", kind.lower()).replace("-", "_")
+
+
+def read_gres(text: str) -> list[str]:
+    """Types of GPUs in the output of ``sinfo --noheader --format=%G``: ``gpu:h100:8(S:0-1),gpu:a100:2`` and so on."""
+    names = (entry.split(":") for line in text.splitlines() for entry in line.strip().split(","))
+    found = (parts[1] for parts in names if parts[0] == "gpu" and len(parts) > 2)
+    return list(dict.fromkeys(found))
+
+
+def _clock(seconds: int) -> str:
+    """SLURM's ``D-HH:MM:SS``."""
+    minutes, second = divmod(seconds, 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    return f"{f'{days}-' if days else ''}{hour:02}:{minute:02}:{second:02}"
+
+
+def _quote_pattern(path: str) -> str:
+    """A path in a pattern of a file name, whose ``%`` begins a replacement, in a line that is split at blanks."""
+    return path.replace("%", "%%").replace(" ", "\\ ")
