@@ -34,7 +34,9 @@ def reasons(made: Plan) -> dict[str, str]:
 
 def real(host: HostFacts) -> HostFacts:
     """The same figures as a driver would report them on a machine that is there."""
-    gpus = tuple(GpuFacts(**gpu.model_dump(exclude={"name"}), name=f"driver's name of {gpu.name}") for gpu in host.gpus)
+    assert host.kind is not None
+    name = host.kind.driver_names[0]
+    gpus = tuple(GpuFacts(**gpu.model_dump(exclude={"name"}), name=name) for gpu in host.gpus)
     return host.model_copy(update={"gpus": gpus, "is_here": True, "kind": None})
 
 

@@ -15,6 +15,13 @@ def format_size(size: int) -> str:
     return f"{size / GIB:,.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:,.1f} MiB"
 
 
+def format_duration(seconds: float) -> str:
+    """``42 s``, ``12 min``, ``3.4 h``."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
 def describe_ranks(device: str, world_size: int) -> str:
     one, many = ("GPU", "GPUs") if device == "cuda" else ("process", "processes")
     return f"{world_size} {one if world_size == 1 else many}"

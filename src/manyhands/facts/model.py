@@ -75,6 +75,7 @@ def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "rando
         tied_embeddings=is_tied(config),
         max_positions=config.get("max_position_embeddings") or 0,
         sliding_window=config.get("sliding_window") if config.get("use_sliding_window", True) else None,
+        num_windowed_layers=_count_windowed(config),
         attention_softcap=config.get("attn_logit_softcapping", families.find(config).attention_softcap),
         stored_dtype=stored,
         stored_nf4=stored_nf4,
@@ -90,6 +91,14 @@ def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "rando
         block_norm_elements=norm_elements(block, config),
         parameter_shapes=shapes,
     )
+
+
+def _count_windowed(config: Mapping[str, Any]) -> int | None:
+    """Layers with a sliding window, where config.json tells them apart: by name, or every so many without one."""
+    if config.get("layer_types"):
+        return sum(kind == "sliding_attention" for kind in config["layer_types"])
+    num_layers, pattern = config["num_hidden_layers"], config.get("sliding_window_pattern")
+    return num_layers - num_layers // pattern if pattern else None
 
 
 def _read_tensors(folder: Path, config: Mapping[str, Any]) -> tuple[dict[str, TensorHeader], dict[str, StoredNf4]]:

@@ -55,7 +55,10 @@ FIELD_KINDS: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
     (
         "a positive integer",
         _is_size,
-        ("hidden_size", "num_attention_heads", "vocab_size", "num_key_value_heads", "head_dim", "global_head_dim"),
+        (
+            *("hidden_size", "num_attention_heads", "vocab_size", "num_key_value_heads", "head_dim", "global_head_dim"),
+            "sliding_window_pattern",
+        ),
     ),
     (
         "a positive integer or a list of them",

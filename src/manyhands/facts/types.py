@@ -47,6 +47,7 @@ class ModelFacts(Fact):
     tied_embeddings: bool
     max_positions: int
     sliding_window: int | None
+    num_windowed_layers: int | None = None  # with that window; None: all, if there is one
     attention_softcap: float | None = None  # scores are soft-capped, which few attention kernels can compute
     stored_dtype: StoredDtype
     stored_nf4: Nf4Facts | None = None  # dtype and shapes are then those of the weights before
@@ -134,6 +135,8 @@ class GpuKind(Fact):
     usable_mib: Figure
     bf16_tflops: Figure | None = None
     fp8_tflops: Figure | None = None
+    peak_tflops: Figure | None = None  # the datasheet's, where bf16_tflops was measured
+    peak_fp8_tflops: Figure | None = None
     memory_gb_s: Figure
     link_gb_s: Figure
 

@@ -82,19 +82,7 @@ def make_report(plan: Plan, config: RunConfig, state: TrainState, measured: Mapp
             "versions": describe_versions(),
             "config_digest": config.digest,
             "plan_digest": plan.digest,
-            "planned": {
-                "number": plan.number,
-                "cause": plan.cause,
-                "world_size": plan.layout.world_size,
-                "device": plan.layout.device,
-                "device_name": measured.get("device"),
-                "strategy": plan.layout.strategy,
-                "activation_checkpointing": describe_checkpointing(plan.layout),
-                "steps": plan.num_steps,
-                "memory_bytes": plan.memory.total,
-                "memory_terms_bytes": plan.memory.terms,
-                "step_s": plan.step_s,
-            },
+            "planned": _planned(plan, measured),
             "measured": {
                 "steps": state.step,
                 "stop_reason": state.stop_reason,
@@ -123,6 +111,25 @@ def make_report(plan: Plan, config: RunConfig, state: TrainState, measured: Mapp
     )
 
 
+def _planned(plan: Plan, measured: Mapping[str, Any]) -> dict[str, Any]:
+    """What the plan said of the run."""
+    return {
+        "number": plan.number,
+        "cause": plan.cause,
+        "world_size": plan.layout.world_size,
+        "device": plan.layout.device,
+        "device_name": measured.get("device"),
+        "strategy": plan.layout.strategy,
+        "activation_checkpointing": describe_checkpointing(plan.layout),
+        "steps": plan.num_steps,
+        "memory_bytes": plan.memory.total,
+        "memory_terms_bytes": plan.memory.terms,
+        "step_s": plan.step_s,
+        "tokens_per_s": plan.time.tokens_per_s if plan.time is not None else None,
+        "time": plan.time.model_dump() if plan.time is not None else None,
+    }
+
+
 def format_report(report: Mapping[str, Any]) -> str:
     """report.md from what report.json holds."""
     planned, done = report["planned"], report["measured"]
@@ -142,7 +149,8 @@ def format_report(report: Mapping[str, Any]) -> str:
     lines.append(f"| {what} | {planned['memory_bytes'] / GIB:.2f} GiB | {peak} |")
     step_s = f"{planned['step_s']:.3f}" if "step_s" in planned else "-"
     lines.append(f"| seconds per step | {step_s} | {_number(done, 'step_s', '.3f')} |")
-    lines.append(f"| tokens/s, all ranks | - | {_number(done, 'tokens_per_s', ',.0f')} |")
+    rate = f"{planned['tokens_per_s']:,.0f}" if "tokens_per_s" in planned else "-"
+    lines.append(f"| tokens/s, all ranks | {rate} | {_number(done, 'tokens_per_s', ',.0f')} |")
     lines.append(f"| share of time waiting for input | - | {_number(done, 'input_wait_share', '.2%')} |")
     lines += [
         "",

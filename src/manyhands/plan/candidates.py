@@ -16,6 +16,7 @@ from manyhands.config.schema import RunConfig
 from manyhands.facts.types import Facts
 from manyhands.plan.batch import BatchSplit
 from manyhands.plan.choices import Decisions
+from manyhands.plan.clock import Clock
 from manyhands.plan.estimate_input import EstimateInput
 from manyhands.plan.hardware import ranks_per_machine
 from manyhands.plan.layout import Checkpointing, Layout, Strategy, change, mesh_of
@@ -41,6 +42,7 @@ class Limits:
     host: int | None
     free_bytes: int
     num_local: int  # ranks that share the host's memory
+    clock: Clock | None = None  # None: nothing is said of time
 
     def judge(self, base: EstimateInput, layout: Layout) -> Candidate:
         """The layout with what it needs; ``base`` is the estimate input of any layout of the run."""
@@ -50,7 +52,8 @@ class Limits:
         if self.host is not None and asked.offloads:
             host, kept = estimate_host_terms(asked, terms), keep_on_device(asked, terms)
             memory = MemoryEstimate(terms=kept, limit=self.device, host_terms=host, host_limit=self.host)
-        return Candidate(layout=layout, memory=memory)
+        step_s = sum(self.clock.terms(asked).values()) if self.clock is not None else None
+        return Candidate(layout=layout, memory=memory, step_s=step_s and float(f"{step_s:.6g}"))
 
 
 def slowness(candidate: Candidate) -> tuple[bool, int, int, int, bool, int]:

@@ -11,18 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from manyhands.data.order import MAX_OPEN_PACKS, bound_by_packs, bound_by_tokens, lay_packs
 from manyhands.data.pack import (
     TILE_TOKENS,
     StepLayout,
-    lay_out_packed,
-    lay_out_unpacked,
     packing_efficiency,
     padded_tokens,
 )
 from manyhands.facts.types import DataFacts, Facts
 from manyhands.plan.batch import ceil_div, constant_pack_tokens
+from manyhands.plan.clock import lay_out
 from manyhands.plan.layout import change, mesh_of
+from manyhands.plan.sampling import sample_steps
 from manyhands.plan.types import Plan, reason
 
 MAX_STEPS, MAX_SAMPLES = 20, 16_384  # laid out, spread over the epoch; one step in any case
@@ -33,14 +32,7 @@ MIN_GAIN = 0.02  # less is not worth a proposal
 
 def lay_out_step(plan: Plan, samples: np.ndarray, lengths: np.ndarray) -> StepLayout:
     """The samples of one training step as micro-batches of all data-parallel ranks; ``lengths`` by sample id."""
-    if plan.layout.micro_tokens is not None:
-        return lay_out_packed(
-            samples, lengths, plan.layout.data_parallel_degree, plan.layout.pack_tokens or plan.layout.micro_tokens
-        )
-    assert plan.layout.micro_samples is not None
-    return lay_out_unpacked(
-        samples, plan.layout.data_parallel_degree, plan.layout.micro_samples, plan.layout.accumulation
-    )
+    return lay_out(plan.layout, samples, lengths)
 
 
 def pack_tile(plan: Plan) -> int:
@@ -72,29 +64,8 @@ def measure_efficiency(plan: Plan, data: DataFacts) -> tuple[float, int] | None:
 
 
 def _sample_steps(plan: Plan, data: DataFacts) -> Iterator[np.ndarray]:
-    """Samples, counted from 0 in the order of the first epoch, of steps spread over what the facts have of it."""
-    num_samples = len(data.first_lengths)
-    order = np.arange(num_samples)
-    if plan.batch_packs is not None:
-        assert plan.batch_pack_tokens is not None
-        max_open = 1 if data.as_given else MAX_OPEN_PACKS  # as data/order.py has it
-        order, packs = lay_packs(np.array(data.first_lengths, dtype=np.int64), plan.batch_pack_tokens, max_open)
-        if num_samples < data.samples_per_epoch:
-            packs = packs[: max(1, len(packs) - max_open)]  # others would still take samples
-        bounds = bound_by_packs(packs, plan.batch_packs)
-    elif plan.batch_loss_tokens is not None:
-        bounds = bound_by_tokens(np.array(data.first_labels, dtype=np.int64), plan.batch_loss_tokens)
-    else:
-        assert plan.batch_samples is not None
-        bounds = np.append(np.arange(0, num_samples, plan.batch_samples), num_samples)
-    if num_samples < data.samples_per_epoch:
-        bounds = bounds[:-1]  # the last step continues beyond the known samples
-    num_steps = min(len(bounds) - 1, plan.num_steps)
-    if num_steps < 1:
-        return
-    wanted = max(1, min(MAX_STEPS, MAX_SAMPLES * num_steps // int(bounds[num_steps])))
-    for step in np.unique(np.linspace(0, num_steps - 1, wanted).astype(np.int64)).tolist():
-        yield order[bounds[step] : bounds[step + 1]]
+    """Samples of steps spread over what the facts have of the first epoch, at most ``MAX_STEPS``."""
+    return sample_steps(data, **plan.step_size, max_steps=MAX_STEPS, max_samples=MAX_SAMPLES, num_steps=plan.num_steps)
 
 
 def with_efficiency(plan: Plan, facts: Facts) -> Plan:

@@ -7,17 +7,24 @@ from rich.table import Table
 from rich.text import Text
 
 from manyhands.core.limits import GIB
+from manyhands.core.units import format_duration
 from manyhands.plan.sentences import SENTENCES, explain
-from manyhands.plan.types import Candidate, Plan, describe_checkpointing
+from manyhands.plan.types import Candidate, Plan, TimeEstimate, describe_checkpointing
 
+MIN_SHARE = 0.002  # of a step: smaller terms are not shown
 WARNINGS = ("high_learning_rate", "high_rank")
 
 
 def explain_plan(plan: Plan) -> RenderableType:
-    """Three compact tables for ``rich``: decisions, memory per rank, and the candidates with their reasons."""
+    """Compact tables for ``rich``: decisions, memory per rank, time of a step, and the candidates with their
+    reasons.
+    """
     cause = "" if plan.cause == "first" else f" ({plan.cause.replace('_', ' ')})"
     title = Text(f"Plan {plan.number}{cause}  {plan.digest}", style="bold")
-    return Group(title, _decisions(plan), Text(), _memory(plan), Text(), *_candidates(plan))
+    costs = Table.grid(padding=(0, 6, 0, 0))
+    costs.add_row(_memory(plan), *(() if plan.time is None else (_time(plan.time),)))
+    run = () if plan.time is None else (_run(plan.time),)
+    return Group(title, _decisions(plan), Text(), costs, *run, Text(), *_candidates(plan))
 
 
 def _decisions(plan: Plan) -> Table:
@@ -44,11 +51,36 @@ def _memory(plan: Plan) -> Table:
     return table
 
 
+def _time(time: TimeEstimate) -> Table:
+    table = _table()
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column(justify="right")
+    table.add_row(Text("time of a step", style="bold"), "s", "share")
+    for name, seconds in time.terms.items():
+        if seconds >= MIN_SHARE * time.step_s:
+            table.add_row(Text(f"  {name}", style="cyan"), f"{seconds:.3f}", f"{seconds / time.step_s:.0%}")
+    table.add_row(Text("  total", style="bold"), f"{time.step_s:.3f}", "")
+    return table
+
+
+def _run(time: TimeEstimate) -> Text:
+    """One line: speed, and what the run takes."""
+    mfu = "" if time.mfu is None else f", MFU {time.mfu:.0%}"
+    evaluations = f", {time.num_evaluations} evaluations of {time.evaluation_s:.1f} s" * (time.num_evaluations > 0)
+    return Text(
+        f"{time.tokens_per_s:,.0f} tokens/s{mfu}; the run: {format_duration(time.total_s)}, "
+        f"{time.gpu_hours:.2f} GPU-hours (start {time.start_s:.0f} s{evaluations}, checkpoints of "
+        f"{time.checkpoint_s:.1f} s); rates of the GPUs: {time.source}"
+    )
+
+
 def _candidates(plan: Plan) -> list[RenderableType]:
     table = _table()
     unit = "tokens" if plan.packing else "samples"
-    for title in ("strategy", "activation checkpointing", f"micro {unit}", "GiB", ""):
-        table.add_column(title, justify="right" if title in (f"micro {unit}", "GiB") else "left")
+    numbers = (f"micro {unit}", "GiB", "s/step")
+    for title in ("strategy", "activation checkpointing", *numbers, ""):
+        table.add_column(title, justify="right" if title in numbers else "left")
     table.show_header = True
     shown = _one_each(plan)
     for candidate in shown:
@@ -60,6 +92,7 @@ def _candidates(plan: Plan) -> list[RenderableType]:
             checkpointing,
             f"{candidate.layout.micro:,}",
             total,
+            "-" if plan.time is None or candidate.step_s is None else f"{candidate.step_s:.3f}",
             explain(candidate.reason) if candidate.reason else "chosen",
             style=style,
         )

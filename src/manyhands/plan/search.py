@@ -7,6 +7,7 @@ The candidates and their order stand in ``candidates.py``.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
@@ -23,6 +24,8 @@ from manyhands.plan.candidates import (
 )
 from manyhands.plan.checks import check_disk, estimate_disk, nothing_fits, warn_of_values
 from manyhands.plan.choices import Decisions, decide, fuses_optimizer
+from manyhands.plan.clock import make_clock
+from manyhands.plan.duration import estimate_time
 from manyhands.plan.efficiency import with_efficiency
 from manyhands.plan.estimate_input import EstimateInput, count_adapter_parameters, count_trained
 from manyhands.plan.hardware import choose_environment, ranks_per_machine
@@ -65,6 +68,8 @@ def plan(
     steps = count_steps(config, facts.data, found.split.batch_samples)
     asked = replace(found.base, layout=found.chosen.layout)
     disk = estimate_disk(config, facts, asked, steps, DTYPE_BYTES[made.output])
+    clock = found.limits.clock
+    time = estimate_time(clock, asked, facts, steps, disk) if clock is not None and clock.kind is not None else None
     environment = choose_environment(made.device, facts.host, found.limits.num_local)
     whole = Plan(
         number=number,
@@ -101,6 +106,8 @@ def plan(
         memory=found.chosen.memory,
         disk=disk,
         ran_out=found.ran_out,
+        step_s=time.step_s if time is not None else None,
+        time=time,
         environment=environment,
         candidates=tuple(_with_reason(candidate, found.chosen, found.ran_out) for candidate in found.candidates),
         why=_explain(config, facts, made, found, steps, disk, why_settled, reason("environment", **environment)),
@@ -111,12 +118,23 @@ def plan(
 def _search(config: RunConfig, facts: Facts, made: Decisions, cause: Cause, before: Plan | None) -> SearchResult:
     splits = possible_splits(config, facts.data, made.world_size, USEFUL_TOKENS[made.device])
     limits = memory_limits(config, facts, made)
+    limits = replace(limits, clock=make_clock(config, facts, made, limits.num_local, _batch_of(config, splits[0])))
     num_machines = ceil_div(made.world_size, ranks_per_machine(facts, made.device, made.world_size))
     base = _base_input(config, facts, made)
     candidates = list_candidates(config, base, splits, limits, made.shard_degree, num_machines)
     ran_out = find_ran_out(cause, before, facts, made, limits)
     candidates, chosen = _choose(config, candidates, base, made, limits, ran_out)
     return SearchResult(base, splits[0], limits, ran_out, candidates, chosen)
+
+
+def _batch_of(config: RunConfig, split: BatchSplit) -> dict[str, Any]:
+    """Which samples form a step; the same for every split."""
+    return {
+        "batch_samples": split.batch_samples,
+        "batch_loss_tokens": split.batch_loss_tokens,
+        "batch_packs": split.batch_packs,
+        "pack_tokens": config.data.max_length if split.batch_packs is not None else None,
+    }
 
 
 def _choose(

@@ -53,11 +53,28 @@ class MemoryEstimate(Part):
         return self.host_limit is None or self.host_total <= self.host_limit
 
 
+class TimeEstimate(Part):
+    """Seconds of a mean step by term (``plan/time.py``), and what follows for the run."""
+
+    terms: dict[str, float]  # those hidden behind others left out
+    step_s: float  # their sum
+    tokens_per_s: float  # of samples, all ranks together
+    mfu: float | None  # share of the datasheet's bfloat16 FLOP/s, computing again not counted
+    evaluation_s: float  # of one evaluation
+    num_evaluations: int
+    checkpoint_s: float  # of one checkpoint, with a disk that is assumed
+    start_s: float  # before the first step, assumed
+    total_s: float
+    gpu_hours: float
+    source: Literal["measured", "datasheet", "assumed"]  # of the GPUs' rates
+
+
 class Candidate(Part):
     """One layout that was considered; ``reason`` says why it was not chosen (None for the chosen one)."""
 
     layout: Layout
     memory: MemoryEstimate
+    step_s: float | None = None  # of a mean step; of a CPU only to compare layouts
     chosen: bool = False
     reason: Reason | None = None
 
@@ -132,7 +149,8 @@ class Plan(Part):
     memory: MemoryEstimate
     disk: DiskEstimate | None = None
     ran_out: RanOut | None = None  # the newest plan of the run that did, where this one is smaller for that
-    step_s: float | None = None  # not predicted yet
+    step_s: float | None = None  # of a mean step; None: of a CPU or an unknown GPU, whose rates are not known
+    time: TimeEstimate | None = None  # the same in its parts, and of the run
     environment: dict[str, str] = {}  # what launch/environment.py sets for every worker
     candidates: tuple[Candidate, ...] = ()
     why: tuple[Reason, ...] = ()  # of every decision, in the order in which they are shown; and warnings

@@ -1,0 +1,107 @@
+"""What the GPUs of a plan sustain: from a calibration of this machine, or from datasheets and the fitted shares of
+``time.toml``. Pure but for reading that file once.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from importlib.resources import files
+from typing import Literal
+
+from manyhands.facts.types import GpuKind
+
+UNKNOWN_KIND = {"bf16_tflops": 100.0, "memory_gb_s": 1000.0, "link_gb_s": 64.0}  # a GPU that is in no list
+PCIE_BYTES_S = 25e9  # to host memory and back, pinned: some of PCIe 4's 32 GB/s
+NODE_LINK_BYTES_S = 40e9  # a rank's share of the network between machines: InfiniBand of 400 Gbit/s, four fifths of it
+LATENCY_S = 30e-6  # of one collective, within a machine
+NODE_LATENCY_S = 80e-6  # and across machines
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """``time.toml``, which explains each value."""
+
+    matmul_share: float
+    burst_share: float
+    fp8_share: float
+    memory_share: float
+    attention_share: float
+    document_attention_share: float
+    softmax_width: float
+    link_share: float
+    overlap_cost: float
+    shard_copies: float
+    elementwise_factor: float
+    host_layer_s: float
+    host_step_s: float
+    idle_step_s: float
+
+
+@dataclass(frozen=True)
+class GpuRates:
+    """FLOP/s and bytes/s that one GPU sustains. ``source``: ``datasheet`` or ``measured``."""
+
+    matmul: float
+    matmul_burst: float
+    fp8: float
+    attention: float
+    document_attention: float
+    memory: float
+    link: float  # gathers and reductions, each rank, within a machine
+    node_link: float
+    pcie: float
+    source: Literal["measured", "datasheet", "assumed"]
+
+
+def peak_flops(kind: GpuKind) -> float:
+    """Dense bfloat16 FLOP/s of the datasheet."""
+    figure = kind.peak_tflops or kind.bf16_tflops
+    return 1e12 * (float(figure.value) if figure is not None else UNKNOWN_KIND["bf16_tflops"])
+
+
+def cpu_rates(num_cores: float) -> GpuRates:
+    """Assumed, to compare layouts with each other: no step of a CPU is predicted from them."""
+    flops = 3e10 * max(1.0, num_cores)
+    return GpuRates(
+        matmul=flops,
+        matmul_burst=flops,
+        fp8=flops / 4,
+        attention=flops / 2,
+        document_attention=flops / 2,
+        memory=1e10,
+        link=2e9,
+        node_link=1e9,
+        pcie=1e10,
+        source="assumed",
+    )
+
+
+@lru_cache
+def load_fitted() -> Fitted:
+    table = tomllib.loads((files("manyhands.plan") / "time.toml").read_text(encoding="utf-8"))["fitted"]
+    return Fitted(**{part.name: float(table[part.name]) for part in fields(Fitted)})
+
+
+def rates_of_kind(kind: GpuKind | None, fitted: Fitted) -> GpuRates:
+    """Datasheet peaks times fitted shares. Links are datasheet figures of both directions together."""
+
+    def figure(name: str) -> float:
+        found = getattr(kind, name, None)
+        return float(found.value) if found is not None else UNKNOWN_KIND.get(name, 0.0)
+
+    bf16 = peak_flops(kind) if kind is not None else 1e12 * UNKNOWN_KIND["bf16_tflops"]
+    fp8 = 1e12 * (float(kind.peak_fp8_tflops.value) if kind and kind.peak_fp8_tflops else figure("fp8_tflops"))
+    return GpuRates(
+        matmul=fitted.matmul_share * bf16,
+        matmul_burst=fitted.burst_share * bf16,
+        fp8=fitted.fp8_share * (fp8 or 2 * bf16),
+        attention=fitted.attention_share * bf16,
+        document_attention=fitted.document_attention_share * bf16,
+        memory=fitted.memory_share * 1e9 * figure("memory_gb_s"),
+        link=fitted.link_share * 1e9 * figure("link_gb_s") / 2,
+        node_link=NODE_LINK_BYTES_S,
+        pcie=PCIE_BYTES_S,
+        source="datasheet" if kind else "assumed",
+    )

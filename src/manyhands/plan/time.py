@@ -1,0 +1,348 @@
+"""Seconds of a step: one small function a term. Pure arithmetic; knows no torch and reads nothing.
+
+Its input is a ``TimeInput``: what memory is estimated from (``EstimateInput``), what a mean step computes
+(``work.py``), and what the GPUs sustain (``rates.py``, whose fitted shares stand in ``time.toml``).
+
+Notation, beside that of ``memory.py``: T tokens of a micro-batch, F FLOP/s of matmuls, M bytes/s of memory, N bytes/s
+of collectives, c bytes of a compute element, S ranks that share one copy. A matmul of (m, k) and (k, n) takes
+``2 m k n`` operations. Time of micro-batches is summed; that of updates is once a step. The GPU's work and the host's launches run
+beside each other: a step takes as long as the longer of the two.
+
+Compared with measured steps in ``tests/plan/test_time_measured.py`` and ``docs/planner-accuracy.md``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from manyhands.plan.activations import moved_bytes
+from manyhands.plan.estimate_input import EstimateInput
+from manyhands.plan.layout import Checkpointing
+from manyhands.plan.rates import LATENCY_S, NODE_LATENCY_S, Fitted, GpuRates
+from manyhands.plan.work import Micro, MeanStep
+
+TILE = (128, 256)  # rows and columns that one multiprocessor computes of a matmul at a time
+NUM_PROCESSORS = 132  # of Hopper
+LOGIT_PASSES = 4.0  # times that the fused loss reads or writes a logit
+PLAIN_LOGIT_PASSES = 12.0  # the same of transformers' own, with float32 copies
+EAGER = 3.0  # times the bytes, and times the launches, of blocks that are not compiled
+SDPA_MASKED = 2.0  # a kernel that reads a mask takes so many times as long, over all pairs of a pack
+SHARD_LAYER_S = 0.0004  # the host's time to gather and reduce one block by ``fully_shard``
+CHUNK_S = 0.00002  # the host's time for one parameter in the update
+SYNC_UPDATE_BYTES = 12  # gradients clipped and their norm summed: read, written, read, in float32
+
+
+@dataclass(frozen=True)
+class TimeInput:
+    """One layout of one run, as far as time is concerned."""
+
+    estimate: EstimateInput
+    work: MeanStep
+    rates: GpuRates
+    fitted: Fitted
+    attention: Literal["varlen", "sdpa", "blockwise"]
+    fuses_modules: bool  # attention and MLP of the family are replaced by fused ones
+    num_local: int  # ranks of one machine
+    has_flash4: bool = False  # FlashAttention 4 is installed, which is as fast for packs as for samples of one length
+    collate_tokens_s: float = math.inf  # tokens/s that the rank's thread or processes collate
+
+
+def estimate_step(s: TimeInput) -> dict[str, float]:
+    """Seconds of a mean step by term, those that are hidden behind others left out. Their sum is the step."""
+    terms = {
+        "matmuls": sum(micro.count * matmuls(s, micro) for micro in s.work.micros),
+        "attention": sum(micro.count * attention(s, micro) for micro in s.work.micros),
+        "elementwise": sum(micro.count * elementwise(s, micro) for micro in s.work.micros),
+        "head": sum(micro.count * head(s, micro) for micro in s.work.micros),
+        "dequantization": s.work.num_micro * dequantization(s),
+        "recomputation": sum(micro.count * recomputation(s, micro) for micro in s.work.micros),
+        "copies": copies(s),
+        "optimizer": optimizer(s),
+    }
+    compute = sum(terms.values()) - terms["optimizer"]
+    terms["communication"] = communication(s, compute)
+    terms["offload"] = offload(s, compute)
+    device = sum(terms.values())
+    terms["host"] = max(0.0, host(s) - device) + s.fitted.idle_step_s
+    terms["input"] = max(0.0, collation(s) - sum(terms.values()))
+    return terms
+
+
+def matmul_s(s: TimeInput, m: float, n: float, k: float, *, fp8: bool = False) -> float:
+    """``2 m n k`` operations: at the rate that the power limit leaves; at full clock where tiles leave multiprocessors
+    idle; or as long as its operands take to read, whichever is longest.
+    """
+    flops = 2.0 * m * n * k
+    rate = s.rates.fp8 if fp8 else s.rates.matmul
+    tiles = math.ceil(m / TILE[0]) * math.ceil(n / TILE[1])
+    waves = math.ceil(tiles / NUM_PROCESSORS)
+    idle = max(1.0, waves * NUM_PROCESSORS / tiles) if k < m * n / (TILE[0] * TILE[1]) or waves > 1 else 1.0
+    burst = s.rates.matmul_burst * rate / s.rates.matmul
+    width = 1 if fp8 else s.estimate.compute_bytes
+    return max(flops / rate, flops * idle / burst, (m * k + k * n + m * n) * width / s.rates.memory)
+
+
+def block_matmuls(s: TimeInput, tokens: float, *, backward: bool) -> float:
+    """One block's linear layers: ``y = x W``, and backward ``dx = dy W`` and, where W is trained, ``dW = x dy``.
+
+    Where blocks' linear layers are in fp8, all three are.
+    """
+    e, fp8 = s.estimate, s.estimate.fp8_blocks
+    total = 0.0
+    for out, into in e.model.block_linear_shapes.values():
+        if not backward:
+            total += matmul_s(s, tokens, out, into, fp8=fp8)
+            continue
+        total += matmul_s(s, tokens, into, out, fp8=fp8)
+        if not e.num_adapter_parameters:
+            total += trained_share(e) * matmul_s(s, out, into, tokens, fp8=fp8)
+    return total + adapters(s, tokens, backward=backward)
+
+
+def trained_share(e: EstimateInput) -> float:
+    """Of the blocks' weights, those whose gradient is computed."""
+    if e.partially_trained is None:
+        return 1.0
+    return e.partially_trained.num_in_blocks / max(1, e.model.num_layers * e.model.num_block_parameters)
+
+
+def adapters(s: TimeInput, tokens: float, *, backward: bool) -> float:
+    """LoRA's narrow matmuls, which only move bytes: forward ``c T (i + 2 o)`` for each adapted layer of i inputs and o
+    outputs (its input read, its output read and written); backward ``c T (2 o + 3 i)``. Fused, layers of one input read
+    it once, and their sums stay in place; else outputs are scaled and added apart, ``c T 3 o`` more each way.
+    """
+    e = s.estimate
+    if not e.num_adapter_parameters:
+        return 0.0
+    share = min(1.0, e.num_adapter_parameters / max(1, full_adapter_parameters(e)))
+    moved = 0.0
+    for out, into in e.model.block_linear_shapes.values():
+        moved += (2 * out + 3 * into) if backward else (into + 2 * out)
+        moved += 0 if s.fuses_modules else 3 * out
+        moved += into * (1.5 if e.adapter_dropout else 0.0) + out * (2 if e.adapter_dora else 0)
+    return share * tokens * e.compute_bytes * moved / s.rates.memory
+
+
+def full_adapter_parameters(e: EstimateInput) -> int:
+    """Of adapters on all linear layers of the blocks."""
+    sides = sum(out + into for out, into in e.model.block_linear_shapes.values())
+    return e.model.num_layers * e.adapter_rank * sides
+
+
+def matmuls(s: TimeInput, micro: Micro) -> float:
+    """``L`` times the forward and backward matmuls of one block."""
+    both = (block_matmuls(s, micro.tokens, backward=backward) for backward in (False, True))
+    return s.estimate.model.num_layers * sum(both)
+
+
+def block_attention(s: TimeInput, pairs: float, *, backward: bool) -> float:
+    """``4 pairs q`` operations forward and ``10 pairs q`` backward, q = heads * head_dim
+    (https://arxiv.org/abs/2205.14135), and the softmax of every score, which takes as long as some dimensions more.
+    """
+    model, rates = s.estimate.model, s.rates
+    rate = rates.document_attention if s.estimate.mixed_lengths and not s.has_flash4 else rates.attention
+    width = model.head_dim + s.fitted.softmax_width
+    flops = (10.0 if backward else 4.0) * pairs * model.num_heads * width
+    # the forward kernel reaches some sixth more than the backward one
+    seconds = flops / (rate * (0.96 if backward else 1.12))
+    if s.attention == "blockwise":  # scores as plain matmuls, read and written some eight times in float32
+        seconds += 2 * pairs * model.num_heads * 4 * 8 / rates.memory
+    return seconds * (SDPA_MASKED if s.estimate.builds_mask else 1.0)
+
+
+def attention(s: TimeInput, micro: Micro) -> float:
+    """All layers, forward and backward; layers with a window see fewer pairs."""
+    return sum(all_attention(s, micro, backward=backward) for backward in (False, True))
+
+
+def all_attention(s: TimeInput, micro: Micro, *, backward: bool) -> float:
+    model = s.estimate.model
+    windowed = windowed_layers(s)
+    whole = (model.num_layers - windowed) * block_attention(s, micro.pairs, backward=backward)
+    return whole + windowed * block_attention(s, micro.window_pairs, backward=backward)
+
+
+def windowed_layers(s: TimeInput) -> int:
+    model = s.estimate.model
+    if model.sliding_window is None:
+        return 0
+    return model.num_layers if model.num_windowed_layers is None else model.num_windowed_layers
+
+
+def block_elementwise(s: TimeInput, tokens: float, *, backward: bool) -> float:
+    """Bytes that norms, residual sums, rotary embeddings and the gated activation read and write, over M.
+
+    ============================  ========================  =======================
+    a token, in c bytes           forward                   backward
+    ============================  ========================  =======================
+    norms of n elements           2 n                       3 n
+    two residual sums             4 H                       4 H
+    rotary embeddings             2 (q + k)                 2 (q + k)
+    activation, gate and up       3 I                       5 I
+    fp8 values of each input      1.5 i                     1.5 o
+    ============================  ========================  =======================
+    """
+    e, m = s.estimate, s.estimate.model
+    q, k = m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim
+    moved = (3 if backward else 2) * m.block_norm_elements + 4 * m.hidden_size + 2 * (q + k)
+    moved += (5 if backward else 3) * m.intermediate_size
+    if e.fp8_blocks:
+        moved += 1.5 * sum(out if backward else into for out, into in m.block_linear_shapes.values())
+    factor = s.fitted.elementwise_factor * (1.0 if e.layout.compile else EAGER)
+    return factor * tokens * e.compute_bytes * moved / s.rates.memory
+
+
+def elementwise(s: TimeInput, micro: Micro) -> float:
+    both = (block_elementwise(s, micro.tokens, backward=backward) for backward in (False, True))
+    return s.estimate.model.num_layers * sum(both)
+
+
+def head(s: TimeInput, micro: Micro) -> float:
+    """Logits ``T V H``, the gradient of the hidden states, and of a trained head its own; logits are read and written
+    some times in place.
+    """
+    e, model = s.estimate, s.estimate.model
+    products = 3 if e.num_trained_in_head else 2
+    seconds = products * matmul_s(s, micro.tokens, model.vocab_size, model.hidden_size)
+    passes = LOGIT_PASSES if e.fuse_loss else PLAIN_LOGIT_PASSES
+    return seconds + passes * micro.tokens * model.vocab_size * e.compute_bytes / s.rates.memory
+
+
+def dequantization(s: TimeInput) -> float:
+    """NF4 weights to compute dtype for y, for dx and where blocks are computed again: ``(1/2 + c) B`` bytes each."""
+    e = s.estimate
+    passes = 2 + sum(mode == "full" for mode in modes(e)) / e.model.num_layers
+    if e.nf4_blocks:
+        values = sum(out * into for out, into in e.model.block_linear_shapes.values())
+        return passes * e.model.num_layers * values * (0.5 + e.compute_bytes) / s.rates.memory
+    if e.fp8_blocks and (e.trains_everything or e.num_shards > 1):  # weights are quantized anew in each pass
+        values = sum(out * into for out, into in e.model.block_linear_shapes.values())
+        return passes * e.model.num_layers * values * (e.compute_bytes + 1) / s.rates.memory
+    return 0.0
+
+
+def modes(e: EstimateInput) -> tuple[Checkpointing, ...]:
+    return e.layout.checkpointing_by_layer(e.model.num_layers)
+
+
+def recomputation(s: TimeInput, micro: Micro) -> float:
+    """What blocks compute again in the backward pass: all of the forward pass, or but the linear layers and
+    attention.
+    """
+    full = sum(mode == "full" for mode in modes(s.estimate))
+    selective = sum(mode == "selective" for mode in modes(s.estimate))
+    share = full / s.estimate.model.num_layers
+    again = full * block_matmuls(s, micro.tokens, backward=False) + share * all_attention(s, micro, backward=False)
+    return again + (full + selective) * block_elementwise(s, micro.tokens, backward=False)
+
+
+def gathers(e: EstimateInput) -> int:
+    """Times that a block's shards are gathered for one micro-batch."""
+    return 2 if e.layout.reshard_after_forward else 1
+
+
+def copies(s: TimeInput) -> float:
+    """What ``fully_shard`` copies beside its collectives: shards into the gathered buffer and out of it, and gradients
+    into one to be reduced. A copy that one process keeps is written by the update.
+    """
+    e = s.estimate
+    if e.layout.wrapper != "fully_shard":
+        return 0.0
+    held, c = whole_bytes(e), e.compute_bytes
+    inward = held * (1 + (e.master_bytes / c if e.is_cast else 1)) / e.num_shards
+    outward = 2 * held / s.fitted.shard_copies
+    seconds = s.work.num_micro * gathers(e) * (inward + outward)
+    if e.trains_everything:
+        times = s.work.num_micro if e.layout.reduce_every else 1
+        seconds += times * e.model.num_parameters * (c + e.sum_bytes) * 0.75
+    return s.fitted.shard_copies * seconds / s.rates.memory
+
+
+def whole_bytes(e: EstimateInput) -> int:
+    """Of all weights as they are gathered."""
+    if e.trains_everything:
+        return e.model.num_parameters * e.compute_bytes
+    return e.num_root_parameters * e.frozen_bytes + e.model.num_layers * e.frozen_block_bytes
+
+
+def optimizer(s: TimeInput) -> float:
+    """Bytes that clipping and update move, of this rank's share: AdamW reads gradient, weight and two moments, and
+    writes the last three, ``28`` in float32; fused with the copy that computes and its gradients in bfloat16 ``30``.
+    """
+    e = s.estimate
+    trained = e.num_trained / e.num_shards
+    state = {"adamw_8bit": 14, "paged_adamw_8bit": 14, "adafactor": 16}.get(e.optimizer_name, 28)
+    narrow = e.master_bytes / 4
+    moved = state * narrow + (2 if e.fuse_optimizer and e.keeps_copy else SYNC_UPDATE_BYTES * narrow)
+    seconds = trained * moved / s.rates.memory
+    if e.optimizer_name == "muon":  # five iterations of three products, of squares of the narrower side
+        sides = e.model.block_linear_shapes.values()
+        flops = sum(30.0 * min(side) ** 2 * max(side) for side in sides) * e.model.num_layers
+        seconds += flops / s.rates.matmul / max(1, e.num_shards)
+    if e.layout.offload != "none":  # states travel to the device and back, or are updated on the host
+        seconds += trained * 2 * (state - 4) / s.rates.pcie
+    return seconds
+
+
+def communication(s: TimeInput, compute: float) -> float:
+    """Collectives that no compute hides, and what they slow where it does.
+
+    By ``fully_shard`` each micro-batch gathers ``(S - 1) / S`` of all weights once or twice and reduces as much of
+    the gradients' sums; a copy a rank reduces its gradients once a step, there and back. The first gather and the last
+    reduction have nothing beside them: a root's share of all.
+    """
+    e, layout = s.estimate, s.estimate.layout
+    if layout.world_size == 1:
+        return 0.0
+    shard, copies_of = layout.mesh.shard, layout.mesh.replicate
+    across = shard > s.num_local
+    rate = s.rates.node_link if across else s.rates.link
+    latency = NODE_LATENCY_S if layout.world_size > s.num_local else LATENCY_S
+    rounds = s.work.num_micro if layout.reduce_every else 1.0
+    units = e.model.num_layers + 1
+    seconds = 0.0
+    if shard > 1:
+        seconds += s.work.num_micro * gathers(e) * (whole_bytes(e) * (shard - 1) / shard / rate + units * latency)
+        seconds += rounds * (e.num_trained * e.sum_bytes * (shard - 1) / shard / rate + units * latency)
+    if copies_of > 1:
+        over = s.rates.node_link if layout.world_size > s.num_local else s.rates.link
+        reduced = e.num_trained * e.sum_bytes / shard * 2 * (copies_of - 1) / copies_of
+        seconds += (rounds if shard > 1 else 1.0) * (reduced / over + units * latency)
+    alone = seconds * e.num_root_parameters / e.model.num_parameters if shard > 1 else 0.05 * seconds
+    beside = seconds - alone
+    hidden = min(beside, compute)
+    return alone + (beside - hidden) + s.fitted.overlap_cost * hidden
+
+
+def offload(s: TimeInput, compute: float) -> float:
+    """What moves to host memory and back, as far as compute does not hide it: activations once each way, weights by
+    each gather and gradients back.
+    """
+    e = s.estimate
+    moved = 2 * moved_bytes(e) * s.work.num_micro
+    if e.layout.offload == "all":
+        moved += s.work.num_micro * gathers(e) * whole_bytes(e) / e.num_shards
+        moved += s.work.num_micro * e.num_trained * e.sum_bytes / e.num_shards
+    seconds = moved / s.rates.pcie
+    return max(0.0, seconds - compute) + 0.03 * min(seconds, compute)
+
+
+def host(s: TimeInput) -> float:
+    """What the host takes to launch a step: each block of each micro-batch, and once loss, norm and update."""
+    e = s.estimate
+    layer = s.fitted.host_layer_s * (1.0 if e.layout.compile else EAGER)
+    layer *= 1 + 0.5 * sum(mode == "full" for mode in modes(e)) / e.model.num_layers
+    if e.num_adapter_parameters:
+        layer *= 1.5 if s.fuses_modules else 2.0
+    if e.layout.wrapper == "fully_shard":
+        layer += SHARD_LAYER_S
+    once = s.fitted.host_step_s + CHUNK_S * e.model.num_layers * len(e.model.block_linear_shapes)
+    return s.work.num_micro * e.model.num_layers * layer + once
+
+
+def collation(s: TimeInput) -> float:
+    """Seconds in which this rank's thread or processes collate a step's tokens."""
+    ranks = s.estimate.layout.data_parallel_degree
+    return s.work.num_tokens / ranks / s.collate_tokens_s
