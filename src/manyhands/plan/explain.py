@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from manyhands.core.limits import GIB
-from manyhands.core.units import format_duration
+from manyhands.plan.phrases import describe_run
 from manyhands.plan.sentences import SENTENCES, explain
 from manyhands.plan.types import Candidate, Plan, TimeEstimate, describe_checkpointing
 
@@ -23,7 +23,7 @@ def explain_plan(plan: Plan) -> RenderableType:
     title = Text(f"Plan {plan.number}{cause}  {plan.digest}", style="bold")
     costs = Table.grid(padding=(0, 6, 0, 0))
     costs.add_row(_memory(plan), *(() if plan.time is None else (_time(plan.time),)))
-    run = () if plan.time is None else (_run(plan.time),)
+    run = () if plan.time is None else (Text(describe_run(plan.time)),)
     return Group(title, _decisions(plan), Text(), costs, *run, Text(), *_candidates(plan))
 
 
@@ -56,23 +56,12 @@ def _time(time: TimeEstimate) -> Table:
     table.add_column()
     table.add_column(justify="right")
     table.add_column(justify="right")
-    table.add_row(Text("time of a step", style="bold"), "s", "share")
+    table.add_row(Text("step time", style="bold"), "s", "share")
     for name, seconds in time.terms.items():
         if seconds >= MIN_SHARE * time.step_s:
             table.add_row(Text(f"  {name}", style="cyan"), f"{seconds:.3f}", f"{seconds / time.step_s:.0%}")
     table.add_row(Text("  total", style="bold"), f"{time.step_s:.3f}", "")
     return table
-
-
-def _run(time: TimeEstimate) -> Text:
-    """One line: speed, and what the run takes."""
-    mfu = "" if time.mfu is None else f", MFU {time.mfu:.0%}"
-    evaluations = f", {time.num_evaluations} evaluations of {time.evaluation_s:.1f} s" * (time.num_evaluations > 0)
-    return Text(
-        f"{time.tokens_per_s:,.0f} tokens/s{mfu}; the run: {format_duration(time.total_s)}, "
-        f"{time.gpu_hours:.2f} GPU-hours (start {time.start_s:.0f} s{evaluations}, checkpoints of "
-        f"{time.checkpoint_s:.1f} s); rates of the GPUs: {time.source}"
-    )
 
 
 def _candidates(plan: Plan) -> list[RenderableType]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from manyhands.core.units import describe_ranks, format_gib, format_size
+from manyhands.core.units import describe_ranks, format_duration, format_gib, format_size
+from manyhands.plan.types import TimeEstimate
 
 Values = Mapping[str, Any]
 
@@ -47,3 +48,13 @@ def describe_spacing(v: Values) -> str:
     if not steps:
         return "not between the first and the last step"
     return "after every step" if steps == 1 else f"every {steps:,} steps"
+
+
+def describe_run(time: TimeEstimate) -> str:
+    """Speed, and what the run takes."""
+    evaluations = f", {time.num_evaluations} evaluations of {time.evaluation_s:.1f} s" * (time.num_evaluations > 0)
+    return (
+        f"{time.tokens_per_s:,.0f} tokens/s, MFU {time.mfu:.0%}; the run: {format_duration(time.total_s)}, "
+        f"{time.gpu_hours:.2f} GPU-hours (start {time.start_s:.0f} s{evaluations}, checkpoints of "
+        f"{time.checkpoint_s:.1f} s); rates of the GPUs: {time.source}"
+    )

@@ -68,8 +68,7 @@ def plan(
     steps = count_steps(config, facts.data, found.split.batch_samples)
     asked = replace(found.base, layout=found.chosen.layout)
     disk = estimate_disk(config, facts, asked, steps, DTYPE_BYTES[made.output])
-    clock = found.limits.clock
-    time = estimate_time(clock, asked, facts, steps, disk) if clock is not None and clock.kind is not None else None
+    time = estimate_time(found.limits.clock, asked, facts, steps, disk)
     environment = choose_environment(made.device, facts.host, found.limits.num_local)
     whole = Plan(
         number=number,

@@ -5,8 +5,8 @@ Its input is a ``TimeInput``: what memory is estimated from (``EstimateInput``),
 
 Notation, beside that of ``memory.py``: T tokens of a micro-batch, F FLOP/s of matmuls, M bytes/s of memory, N bytes/s
 of collectives, c bytes of a compute element, S ranks that share one copy. A matmul of (m, k) and (k, n) takes
-``2 m k n`` operations. Time of micro-batches is summed; that of updates is once a step. The GPU's work and the host's launches run
-beside each other: a step takes as long as the longer of the two.
+``2 m k n`` operations. Time of micro-batches is summed; that of updates is once a step. The GPU's work and the host's
+launches run beside each other: a step takes as long as the longer of the two.
 
 Compared with measured steps in ``tests/plan/test_time_measured.py`` and ``docs/planner-accuracy.md``.
 """
@@ -21,7 +21,7 @@ from manyhands.plan.activations import moved_bytes
 from manyhands.plan.estimate_input import EstimateInput
 from manyhands.plan.layout import Checkpointing
 from manyhands.plan.rates import LATENCY_S, NODE_LATENCY_S, Fitted, GpuRates
-from manyhands.plan.work import Micro, MeanStep
+from manyhands.plan.work import MeanStep, Micro
 
 TILE = (128, 256)  # rows and columns that one multiprocessor computes of a matmul at a time
 NUM_PROCESSORS = 132  # of Hopper
