@@ -186,7 +186,7 @@ def block_elementwise(s: TimeInput, tokens: float, *, backward: bool) -> float:
     """
     e, m = s.estimate, s.estimate.model
     q, k = m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim
-    moved = (3 if backward else 2) * m.block_norm_elements + 4 * m.hidden_size + 2 * (q + k)
+    moved: float = (3 if backward else 2) * m.block_norm_elements + 4 * m.hidden_size + 2 * (q + k)
     moved += (5 if backward else 3) * m.intermediate_size
     if e.fp8_blocks:
         moved += 1.5 * sum(out if backward else into for out, into in m.block_linear_shapes.values())
