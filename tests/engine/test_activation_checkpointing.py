@@ -16,7 +16,7 @@ from manyhands.engine.activations import checkpoint_blocks
 from manyhands.engine.apply import compile_blocks
 from manyhands.facts.model import read_model_facts
 from manyhands.families import known_modules
-from manyhands.plan.activations import linear_bytes_per_token
+from manyhands.plan.activations import kept_bytes_per_token, linear_bytes_per_token
 from manyhands.plan.layout import Checkpointing
 from tests.plan.test_memory import FULL
 from tests.support.plans import change_input, make_layout
@@ -91,6 +91,19 @@ def test_selective_keeps_the_results_of_linear_layers_and_attention_when_compile
     assert all(torch.equal(gradients[name], plain[name]) for name in plain)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_except_attention_repeats_everything_but_attention(compiled: bool, tmp_path) -> None:
+    """What one more block adds is its input and the result of its attention; attention runs once."""
+    tiny_config("llama").save_pretrained(tmp_path)
+    given = change_input(FULL, compute_dtype="float32", model=read_model_facts(tmp_path, "tiny", "random"))
+    (two, gradients), (three, _) = (kept_bytes(build("except_attention", compiled, layers)) for layers in (2, 3))
+    in_graph = 4 * given.model.hidden_size if not compiled else kept_bytes_per_token(given, "except_attention")
+    assert (three - two) / NUM_TOKENS == pytest.approx(in_graph, rel=0.02)
+    (full, plain) = kept_bytes(build("full", compiled, 2))
+    assert full <= two
+    assert all(torch.equal(gradients[name], plain[name]) for name in plain)
+
+
 def test_eager_selective_repeats_cheap_operations_only() -> None:
     repeated: list[str] = []
 
@@ -100,7 +113,7 @@ def test_eager_selective_repeats_cheap_operations_only() -> None:
             return func(*args, **(kwargs or {}))
 
     counts = {}
-    for mode in ("none", "selective", "full"):
+    for mode in ("none", "selective", "except_attention", "full"):
         model = build(mode, False, 1)
         loss = model(input_ids=torch.arange(NUM_TOKENS)[None], use_cache=False).logits.sum()
         repeated.clear()
@@ -110,10 +123,11 @@ def test_eager_selective_repeats_cheap_operations_only() -> None:
             name: repeated.count(name)
             for name in ("aten::mm", "aten::silu", "aten::_scaled_dot_product_flash_attention_for_cpu")
         }
-    none, selective, block = counts.values()
+    none, selective, but_attention, block = counts.values()
     assert selective["aten::mm"] == none["aten::mm"] < block["aten::mm"]
     assert selective["aten::silu"] == block["aten::silu"] == none["aten::silu"] + 1
-    assert list(selective.values())[2] == 0 < list(block.values())[2]
+    assert list(selective.values())[2] == list(but_attention.values())[2] == 0 < list(block.values())[2]
+    assert but_attention["aten::mm"] == block["aten::mm"]
 
 
 @pytest.mark.parametrize("in_nf4", [False, True], ids=["whole weights", "NF4"])
@@ -136,10 +150,10 @@ def test_eager_selective_keeps_the_products_of_fused_adapters(in_nf4: bool) -> N
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize("mode", ["selective", "except_attention", "full"])
 def test_lighter_layers_keep_what_the_next_lighter_mode_does(mode: Checkpointing, compiled: bool) -> None:
     """Three blocks, the last one lighter: what is held lies a third of the way to the lighter mode; gradients stay."""
-    lighter_mode: Checkpointing = "selective" if mode == "full" else "none"
+    lighter_mode: Checkpointing = "none" if mode == "selective" else "selective"
     heavy, gradients = kept_bytes(build(mode, compiled, 3))
     mixed, mixed_gradients = kept_bytes(build(mode, compiled, 3, lighter=1))
     light, _ = kept_bytes(build(lighter_mode, compiled, 3))

@@ -144,7 +144,7 @@ def activation_checkpointing(lab: Lab) -> None:
     """
     counts: dict[str, int] = {}
     products: dict[str, int] = {}
-    for asked in ("none", "selective", "full"):
+    for asked in ("none", "selective", "except_attention", "full"):
         rank, calls = lab.start({"parallel.activation_checkpointing": asked}), []
         rank.model.get_submodule("model.layers.0.mlp").register_forward_pre_hook(
             lambda *_, calls=calls: calls.append(1)
@@ -153,8 +153,8 @@ def activation_checkpointing(lab: Lab) -> None:
         with CountProducts() as counter:
             loss.backward()
         counts[asked], products[asked] = len(calls), counter.number
-    assert counts == {"none": 1, "selective": 2, "full": 2}
-    assert products["none"] <= products["selective"] < products["full"]
+    assert counts == {"none": 1, "selective": 2, "except_attention": 2, "full": 2}
+    assert products["none"] <= products["selective"] < products["except_attention"] <= products["full"]
 
 
 class CountProducts(TorchDispatchMode):

@@ -175,7 +175,15 @@ def test_gradients_stay_in_the_copys_dtype_where_the_optimizer_takes_them():
 
 @pytest.mark.parametrize(
     ("activation_checkpointing", "compiled"),
-    [("selective", True), ("selective", False), ("none", True), ("none", False), ("full", True)],
+    [
+        ("selective", True),
+        ("selective", False),
+        ("none", True),
+        ("none", False),
+        ("full", True),
+        ("except_attention", True),
+        ("except_attention", False),
+    ],
 )
 def test_what_moves_to_host_memory_is_what_blocks_keep(activation_checkpointing, compiled):
     """Eager and selective only the block's input, 8 values of 2 bytes: the rest is in the checkpoint's own cache."""
@@ -184,7 +192,7 @@ def test_what_moves_to_host_memory_is_what_blocks_keep(activation_checkpointing,
     )
     kept = (
         2 * 8
-        if activation_checkpointing == "selective" and not compiled
+        if activation_checkpointing in ("selective", "except_attention") and not compiled
         else kept_bytes_per_token(setup, activation_checkpointing)
     )
     assert moved_bytes(setup) == 10 * 2 * kept > 0

@@ -209,11 +209,11 @@ class ParallelSection(Section):
     reshard_after_forward: bool | Auto = Field(
         "auto", description="fsdp: free unsharded parameters after the forward pass (less memory), or keep them."
     )
-    activation_checkpointing: Literal["auto", "none", "selective", "full"] = Field(
+    activation_checkpointing: Literal["auto", "none", "selective", "except_attention", "full"] = Field(
         "auto",
-        description="Recompute activations in the backward pass: none, cheap operations (selective), or whole blocks "
-        "(full). auto takes the first that fits in memory, and the lighter one before it for as many blocks as "
-        "possible.",
+        description="Recompute activations in the backward pass: none, cheap operations (selective), all of a block "
+        "except_attention, or all of it (full). auto takes the first that fits in memory, and a lighter one for as "
+        "many blocks as possible.",
     )
     compile: bool | Auto = Field("auto", description="Compile each block with torch.compile; auto does on GPUs.")
     timeout_s: PositiveInt = Field(600, description="Seconds without progress of a rank after which the run fails.")

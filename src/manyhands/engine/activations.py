@@ -1,9 +1,9 @@
 """Activation checkpointing and offloading. Parameter names do not change.
 
-Checkpointing: the backward pass recomputes all of a block, or only its cheap operations. Offloading: what autograd
-saves in the blocks is copied to host memory during the forward pass and fetched back ahead, on two streams ordered by
-events, so that neither direction waits on the host. With recomputed blocks only their inputs are saved, and only these
-travel: the cheap, effective combination. Must not know the model's family, data or the optimizer.
+Checkpointing: the backward pass recomputes all of a block, all but attention, or only cheap operations. Offloading:
+what autograd saves in the blocks is copied to host memory during the forward pass and fetched back ahead, on two
+streams ordered by events, so that neither direction waits on the host. With recomputed blocks only their inputs are
+saved, and only these travel: the cheap, effective combination. Must not know the model's family, data or the optimizer.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from manyhands.model.structure import find_blocks
 from manyhands.plan.layout import Checkpointing
 
 LINEAR = {"aten::mm": 0, "aten::addmm": 1}  # which argument the inputs are; the weight (i, o) is the next one
-KEPT = {
+MATMULS = {
     "manyhands::nf4_linear",
     "manyhands::nf4_low_rank_linear",
     "manyhands::low_rank_linear",
     "manyhands::fp8_matmul",
+}
+ATTENTION = {
     "manyhands::flash4_forward",
     "torch_attn::_varlen_attn",
     "aten::_scaled_dot_product_flash_attention",
@@ -45,12 +47,13 @@ def checkpoint_blocks(model: nn.Module, modes: Sequence[Checkpointing], *, compi
     """Keep less from the forward pass of training; gradients are bit-equal to keeping everything.
 
     ``modes`` has one entry a block, first to last (``Layout.checkpointing_by_layer``): ``full`` keeps the block's
-    input; ``selective`` also the results of its linear layers and attention, so that norms, activations and sums are
-    repeated; ``none`` keeps everything. ValueError for another number of entries.
+    input; ``except_attention`` also the result of its attention, whose cost grows with a sample's length while its
+    result does not; ``selective`` also those of its linear layers, so that norms, activations and sums are repeated;
+    ``none`` keeps everything. ValueError for another number of entries.
 
-    ``compiled``: whether ``compile_blocks`` follows. Then a selective checkpoint has to be *inside* the compiled
-    region: around it, a compiled block is opaque, its operations are never seen, and selective would recompute
-    everything. Inside, what is kept travels as marks on the nodes of the graph, which the partitioner of AOTAutograd
+    ``compiled``: whether ``compile_blocks`` follows. Then a checkpoint that keeps some results has to be *inside* the
+    compiled region: around it, a compiled block is opaque, its operations are never seen, and everything would be
+    recomputed. Inside, what is kept travels as marks on the nodes of the graph, which the partitioner of AOTAutograd
     obeys.
     ``torch._functorch.config.activation_memory_budget`` does something like it with a knapsack over guessed run times;
     it is one number for the process, knows nothing of operators of our own, and with symbolic sizes it works on hints,
@@ -58,23 +61,37 @@ def checkpoint_blocks(model: nn.Module, modes: Sequence[Checkpointing], *, compi
     """
     blocks: list[Any] = list(find_blocks(model).values())
     for block, mode in zip(blocks, modes, strict=True):
-        if mode == "selective" and compiled:
+        contexts = CONTEXTS.get(mode)
+        if contexts is not None and compiled:
             # The instance's own ``forward``: the only place between FSDP2's hooks and the block's operations.
-            block.forward = functools.partial(_checkpoint_in_training, block, block.forward)
+            block.forward = functools.partial(_checkpoint_in_training, block, block.forward, contexts)
         elif mode != "none":
-            options: dict[str, Any] = {"context_fn": selective_contexts} if mode == "selective" else {}
+            options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
             block.gradient_checkpointing = True
             block._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False, **options)
 
 
 def selective_contexts() -> Any:
     """The two modes of ``torch.utils.checkpoint``, for the forward pass and for the recomputation."""
-    return create_selective_checkpoint_contexts(_choose)
+    return create_selective_checkpoint_contexts(_keep_matmuls)
 
 
-def _choose(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def attention_contexts() -> Any:
+    """The same, with nothing kept but the results of attention."""
+    return create_selective_checkpoint_contexts(_keep_attention)
+
+
+CONTEXTS: dict[Checkpointing, Any] = {"selective": selective_contexts, "except_attention": attention_contexts}
+
+
+def _keep_attention(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     name = op.name().partition(".")[0]  # without the overload
-    if name in KEPT:
+    return CheckpointPolicy.MUST_SAVE if name in ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _keep_matmuls(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    name = op.name().partition(".")[0]  # without the overload
+    if name in MATMULS or name in ATTENTION:
         return CheckpointPolicy.MUST_SAVE
     if name in LINEAR:
         inner, width = args[LINEAR[name] + 1].shape
@@ -83,10 +100,10 @@ def _choose(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _checkpoint_in_training(block: nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
+def _checkpoint_in_training(block: nn.Module, inner: Any, contexts: Any, *args: Any, **kwargs: Any) -> Any:
     if not block.training or not torch.is_grad_enabled():
         return inner(*args, **kwargs)
-    return checkpoint(inner, *args, use_reentrant=False, context_fn=selective_contexts, **kwargs)
+    return checkpoint(inner, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
 # Smaller tensors are not worth a copy; on a CPU, where nothing is gained, all are copied.

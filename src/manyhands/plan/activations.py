@@ -28,14 +28,16 @@ def kept_activations(s: EstimateInput, passing_bytes: int) -> int:
 def block_at_work(s: EstimateInput, mode: Checkpointing) -> int:
     """What one block under ``mode`` needs in its backward pass beyond what all keep.
 
-    What is computed again of it: ``T k`` if all (k of ``block_bytes_per_token``), ``T (k - l)`` if selective. The
-    gradients of its result and of the residual stream, ``2 T c H``. And of the MLP, the widest part, gradients of the
-    product, gate and up in turn: ``3 T c I``, of which compiled code puts one where the product was.
+    What is computed again of it: ``T k`` if all (k of ``block_bytes_per_token``), ``T (k - l)`` if selective, and
+    ``T (k - a)`` if all but attention. The gradients of its result and of the residual stream, ``2 T c H``. And of the
+    MLP, the widest part, gradients of the product, gate and up in turn: ``3 T c I``, of which compiled code puts one
+    where the product was.
     """
     m, c = s.model, s.compute_bytes
     again = {
         "none": 0,
         "selective": max(0, block_bytes_per_token(s) - linear_bytes_per_token(s)),
+        "except_attention": block_bytes_per_token(s) - attention_bytes_per_token(s),
         "full": block_bytes_per_token(s),
     }
     inner = (2 if s.layout.compile else 3) * c * m.intermediate_size
@@ -46,7 +48,14 @@ def kept_bytes_per_token(s: EstimateInput, mode: Checkpointing) -> int:
     """Bytes a token that one block under ``mode`` keeps from its forward pass to its backward pass."""
     if mode == "full":
         return s.compute_bytes * s.model.hidden_size
+    if mode == "except_attention":
+        return s.compute_bytes * s.model.hidden_size + attention_bytes_per_token(s)
     return linear_bytes_per_token(s) if mode == "selective" else block_bytes_per_token(s)
+
+
+def attention_bytes_per_token(s: EstimateInput) -> int:
+    """The result of attention and its log-sum-exp: ``c q + 4 heads``."""
+    return s.compute_bytes * s.model.num_heads * s.model.head_dim + 4 * s.model.num_heads
 
 
 def linear_bytes_per_token(s: EstimateInput) -> int:
@@ -58,16 +67,17 @@ def linear_bytes_per_token(s: EstimateInput) -> int:
     m, c = s.model, s.compute_bytes
     outputs = sum(out for out, _ in m.block_linear_shapes.values()) - (m.hidden_size if s.layout.compile else 0)
     inner = c * s.adapter_rank * len(m.block_linear_shapes) if s.num_adapter_parameters else 0
-    return c * (m.hidden_size + outputs + m.num_heads * m.head_dim) + 4 * m.num_heads + inner
+    return c * (m.hidden_size + outputs) + attention_bytes_per_token(s) + inner
 
 
 def moved_bytes(s: EstimateInput) -> int:
-    """Activations that go to host memory: ``L T`` times what a block keeps; eager and selective only its input, as the
-    rest is in the checkpoint's own cache. None on a CPU. Where activations move, all blocks have one mode.
+    """Activations that go to host memory: ``L T`` times what a block keeps. Eager and selective or except_attention
+    only its input, as the rest is in the checkpoint's own cache. None on a CPU. Where activations move, all blocks have
+    one mode.
     """
     if not s.layout.offload_activations or s.layout.device == "cpu":
         return 0
-    in_cache = s.layout.activation_checkpointing == "selective" and not s.layout.compile
+    in_cache = s.layout.activation_checkpointing in ("selective", "except_attention") and not s.layout.compile
     per_token = (
         s.compute_bytes * s.model.hidden_size
         if in_cache

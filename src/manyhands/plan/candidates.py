@@ -3,8 +3,8 @@
 The order of speed, simple and stated: micro-batches too small to fill the device come last; keeping activations beats
 computing cheap operations again, which beats computing blocks again (a third more compute); a copy a GPU beats a copy a
 machine, which beats shards over all; shards whose gathered weights are kept beat ones that are gathered twice; then the
-larger micro-batch wins. At last the chosen one spends what memory is left on lighter activation checkpointing
-(``lighten``).
+larger micro-batch wins, and then results of attention that are kept. At last the chosen one spends what memory is left
+on lighter activation checkpointing (``lighten``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ FULL_SPEED_TOKENS = (
     4_096  # no smaller micro-batch is chosen so that fewer blocks are computed again; a guess, not measured
 )
 USABLE_SHARE = {"cuda": 0.97, "cpu": 0.9}  # of the free memory: the limit
-CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "full")  # the fastest first
+CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "except_attention", "full")  # the fastest first
+RECOMPUTED: dict[Checkpointing, int] = {"none": 0, "selective": 1, "except_attention": 2, "full": 2}
 SHARDING: dict[Strategy, int] = {"single": 0, "ddp": 0, "hsdp": 1, "fsdp": 2}  # how far gathered weights travel
 
 
@@ -56,16 +57,18 @@ class Limits:
         return Candidate(layout=layout, memory=memory, step_s=step_s and float(f"{step_s:.6g}"))
 
 
-def slowness(candidate: Candidate) -> tuple[bool, int, int, int, bool, int]:
+def slowness(candidate: Candidate) -> tuple[bool, int, int, int, bool, int, bool]:
     """Smaller is faster; compared from left to right."""
     layout = candidate.layout
     return (
         layout.full_micro_tokens < ENOUGH_TOKENS[layout.device],
-        CHECKPOINTING.index(layout.activation_checkpointing),
+        RECOMPUTED[layout.activation_checkpointing],
         -layout.lighter_layers,
         SHARDING[layout.strategy],
         layout.reshard_after_forward,
         -layout.full_micro_tokens,
+        # Last: attention's share of a block is small unless samples are long, and then one fills a micro-batch anyway.
+        layout.activation_checkpointing == "full",
     )
 
 
@@ -132,7 +135,7 @@ def _move_activations(candidate: Candidate, base: EstimateInput, limits: Limits)
     Measured on one H200, 8B LoRA: 18.8 to 17.5 GiB at 0.7 % less speed, each against the same run without it on the
     same machine (docs/speed-log.md).
     """
-    if candidate.layout.activation_checkpointing != "full" or limits.host is None:
+    if candidate.layout.activation_checkpointing not in ("except_attention", "full") or limits.host is None:
         return candidate
     moved = limits.judge(base, change(candidate.layout, offload_activations=True))
     return moved if moved.memory.fits_host and moved.memory.total < candidate.memory.total else candidate
@@ -193,7 +196,7 @@ def lighten(
     ):
         return chosen
     rivals = [chosen]
-    if mode == "full" and chosen.layout.mesh.shard == 1:
+    if mode in ("except_attention", "full") and chosen.layout.mesh.shard == 1:
         most = chosen.layout.full_micro_tokens
         rivals += [
             candidate

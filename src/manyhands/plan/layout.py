@@ -18,14 +18,18 @@ Device = Literal["cuda", "cpu"]
 Dtype = Literal["bfloat16", "float16", "float32", "float64"]
 ComputeDtype = Literal["bfloat16", "float32", "float64"]
 Strategy = Literal["single", "ddp", "fsdp", "hsdp"]
-Checkpointing = Literal["none", "selective", "full"]
+Checkpointing = Literal["none", "selective", "except_attention", "full"]
 Offload = Literal["none", "optimizer", "all"]
 Wrapper = Literal["none", "ddp", "fully_shard"]
 ComputeCopy = Literal["none", "kept", "gathered"]
 
 DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 # What keeps more and computes less again: the choice for the last layers where memory is left.
-LIGHTER: dict[Checkpointing, Checkpointing] = {"full": "selective", "selective": "none"}
+LIGHTER: dict[Checkpointing, Checkpointing] = {
+    "full": "selective",
+    "except_attention": "selective",
+    "selective": "none",
+}
 
 
 @dataclass(frozen=True)

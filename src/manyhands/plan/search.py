@@ -244,6 +244,7 @@ def _why_lost(candidate: Candidate, chosen: Candidate, share: float, ran_out: Ra
         reason("shards_needlessly", chosen=chosen.layout.strategy),
         reason("gathers_again"),
         reason("smaller_micro_batch"),
+        reason("computes_attention_again"),
     )
     pairs = zip(reasons, slowness(candidate), slowness(chosen), strict=True)
     return next((found for found, mine, best in pairs if mine > best), reason("no_faster"))

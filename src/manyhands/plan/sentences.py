@@ -62,6 +62,7 @@ def _checkpointing(v: Values) -> str:
         "none": "none, all activations are kept",
         "selective": "selective, norms, activation functions and sums are recomputed; "
         "results of linear layers and attention are kept",
+        "except_attention": "except_attention, each block but its attention is recomputed in the backward pass",
         "full": "full, each block is recomputed in the backward pass",
     }[v["mode"]]
     if v["lighter_layers"]:
@@ -336,11 +337,12 @@ SENTENCES: dict[Code, tuple[str, Callable[[Values], str]]] = {
         ),
     ),
     "idle_device": ("", lambda v: "micro-batches too small to fill the device"),
+    "computes_attention_again": ("", lambda _: "slower: recomputes attention too, and its results fit"),
     "computes_again": (
         "",
         lambda v: (
             "slower: recomputes blocks, about a third more compute"
-            if v["mode"] == "full"
+            if v["mode"] in ("full", "except_attention")
             else "slower: recomputes norms and activation functions"
         ),
     ),

@@ -199,6 +199,7 @@ Code = Literal[
     "long_samples", "large_batch", "high_learning_rate", "high_rank",
     "not_next_smaller", "exceeds_memory", "exceeds_host_memory", "near_limit", "idle_device", "computes_again",
     "computes_more_again", "shards_needlessly", "gathers_again", "smaller_micro_batch", "no_faster",
+    "computes_attention_again",
 ]  # fmt: skip
 
 
