@@ -70,6 +70,7 @@ def test_a_streamed_optimizer_resumes_from_a_plain_ones_checkpoint(tmp_path: Pat
 
 
 def test_activations_are_stored_once_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activations, "PASSING_TENSORS", 0)
     monkeypatch.setattr(activations, "MAX_LEAVING_BYTES", 3000)
     monkeypatch.setattr(activations, "MAX_AHEAD_BYTES", 900)
     store = ActivationStore(CPU)
@@ -92,14 +93,21 @@ def test_activations_are_stored_once_and_come_back(monkeypatch: pytest.MonkeyPat
     assert torch.equal(store.unpack(packed[0]), copies[0])
 
 
-def test_one_tensor_is_fetched_ahead_however_large(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_tensors", [0, 2, 4])
+def test_some_tensors_pass_however_large(num_tensors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that two blocks' are on their way while a third computes; fetched ahead is one at least."""
+    monkeypatch.setattr(activations, "PASSING_TENSORS", num_tensors)
     monkeypatch.setattr(activations, "MAX_LEAVING_BYTES", 300)
     monkeypatch.setattr(activations, "MAX_AHEAD_BYTES", 300)
     store = ActivationStore(CPU)
     store.begin()
-    packed = [store.pack(torch.randn(100)) for _ in range(4)]
-    store.unpack(packed[2])
-    assert [saved.device is not None for saved in packed[:3]] == [False, True, True]
+    packed = [store.pack(torch.randn(100)) for _ in range(9)]
+    leaving = max(1, num_tensors)
+    assert len(store._leaving) == leaving
+    store.unpack(packed[8 - leaving])
+    ahead = max(1, num_tensors)
+    first = 8 - leaving - ahead
+    assert [saved.device is not None for saved in packed] == [False] * first + [True] * (9 - first)
 
 
 @pytest.mark.parametrize("activation_checkpointing", [False, True])

@@ -55,6 +55,7 @@ def plans() -> tuple[Plan, ...]:
     """Plans that differ in whatever a reason can be about."""
     one, eight = facts(llama_8b(), gpus=1, data=LONG), facts(llama_8b(), gpus=8, data=LONG)
     small = facts(llama_8b(), gpus=1, gpu_bytes=24 * GIB, host_bytes=500 * GIB, data=LONG)
+    room = facts(llama_8b(), gpus=1, gpu_bytes=26 * GIB, data=LONG)
     full = {"method__name": "full"}
     first = plan(run_config(), small)
     left_out = {"data.too_long": {"a.jsonl": 3}}
@@ -69,6 +70,7 @@ def plans() -> tuple[Plan, ...]:
         plan(run_config(method__name="qlora", parallel__offload="optimizer", kernels__linear="fp8"), one),
         plan(run_config(**full, parallel__offload="all"), replace_host(eight, 1000)),
         plan(run_config(parallel__offload_activations=True), replace_host(one, 30)),
+        plan(run_config(parallel__offload_activations=False, batch__micro_tokens=8192), room),
         plan(run_config(**full, model__master_dtype="bfloat16"), eight),
         plan(run_config(**full), facts(llama_8b(), gpus=8, data=LONG, world_size=16)),
         plan(run_config(**full), facts(llama_8b(), gpus=2, gpu_bytes=60 * GIB, data=LONG, world_size=16)),

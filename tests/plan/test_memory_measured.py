@@ -21,8 +21,12 @@ from manyhands.bench.rows import BY_NAME
 from manyhands.bench.shapes import write_model_folder
 from manyhands.facts.model import read_model_facts
 from manyhands.facts.types import ModelFacts
+from manyhands.plan.candidates import memory_limits
+from manyhands.plan.choices import decide
+from manyhands.plan.layout import change
 from manyhands.plan.memory import WORKSPACE_BYTES
-from manyhands.plan.search import plan
+from manyhands.plan.search import base_input, plan
+from manyhands.plan.settle import settle
 from manyhands.plan.types import Plan
 from tests.plan.examples import GIB, data_facts, facts
 
@@ -31,7 +35,7 @@ FILES = (
     *("h200-beside-trl.jsonl", "h200-x4-beside-trl.jsonl", "h200-kernels.jsonl"),
     *("h200-x2-beside-trl.jsonl", "h200-side-by-side.jsonl", "h200-adamw.jsonl"),
     *("h200-one-gpu.jsonl", "h200-one-gpu-flash4.jsonl", "h200-qlora.jsonl"),
-    *("h200-x2-flash4.jsonl", "h200-x4-flash4.jsonl", "h200-lighter-blocks.jsonl"),
+    *("h200-x2-flash4.jsonl", "h200-x4-flash4.jsonl", "h200-lighter-blocks.jsonl", "h200-except-attention.jsonl"),
 )
 # FlashAttention 4 was installed: it keeps no copy of the queries. The plan counts one, as it cannot know that the
 # kernel will pass # its test.
@@ -81,13 +85,32 @@ def plan_again(measured: dict[str, Any], folder: Path) -> Plan:
     asked["parallel.offload_activations"] = measured.get(
         "offload_activations", False
     )  # none was, before it was decided
-    if measured.get("lighter_layers"):  # only the plan mixes ways
-        asked["parallel.activation_checkpointing"] = asked["parallel.offload_activations"] = "auto"
+    if measured.get("lighter_layers"):
+        asked["parallel.offload_activations"] = False
     if measured["strategy"] == "fsdp":
         asked["parallel.reshard_after_forward"] = measured["reshard_after_forward"]
     keys = [f"{key}={json.dumps(value)}" for key, value in asked.items()] + measured["by_hand"]
     machine = facts(model_of(row.shape, folder), gpus=gpus, host_bytes=1500 * GIB, data=data)
-    return plan(make_config(folder, row, gpus, 25, keys), machine)
+    config = make_config(folder, row, gpus, 25, keys)
+    made = plan(config, machine)
+    if not measured.get("lighter_layers"):
+        return made
+    # Only the plan mixes modes, and it may choose another mix now: the estimate is of what was measured.
+    settled, _ = settle(config, machine)
+    decisions = decide(settled, machine)
+    layout = change(
+        made.layout,
+        lighter_layers=measured["lighter_layers"],
+        micro_tokens=measured["micro_tokens"],
+        full_micro_tokens=measured["pack_tokens"] or measured["micro_tokens"],
+    )
+    limits = memory_limits(settled, machine, decisions)
+    return made.model_copy(
+        update={
+            "layout": layout,
+            "memory": limits.judge(base_input(config, machine), layout).memory,
+        }
+    )
 
 
 def queries_of_documents(measured: dict[str, Any], folder: Path) -> int:

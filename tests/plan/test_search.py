@@ -57,7 +57,7 @@ def test_8b_full_fits_one_h200_in_one_way_only():
     assert (made.layout.strategy, made.layout.reshard_after_forward, made.layout.activation_checkpointing) == (
         "single",
         True,
-        "full",
+        "except_attention",
     )
     assert made.memory.fits
     kept = [c for c in made.candidates if not c.layout.reshard_after_forward]
@@ -90,7 +90,7 @@ def test_8b_full_is_sharded_over_2_and_8_h200s():
 
 def test_a_small_gpu_recomputes_before_it_gives_up():
     made = plan(run_config(), h200(1, gpu_bytes=24 * GIB))
-    assert (made.layout.strategy, made.layout.activation_checkpointing) == ("single", "full")
+    assert (made.layout.strategy, made.layout.activation_checkpointing) == ("single", "except_attention")
     kept = [c for c in made.candidates if c.layout.activation_checkpointing == "none"]
     assert kept and all(c.reason.code in ("exceeds_memory", "near_limit") for c in kept)
 

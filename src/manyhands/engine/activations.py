@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from manyhands.core.limits import MAX_AHEAD_BYTES, MAX_LEAVING_BYTES
+from manyhands.core.limits import MAX_AHEAD_BYTES, MAX_LEAVING_BYTES, PASSING_TENSORS
 from manyhands.model.structure import find_blocks
 from manyhands.plan.layout import Checkpointing
 
@@ -126,9 +126,10 @@ class SavedTensor:
 class ActivationStore:
     """``pack`` and ``unpack`` for ``torch.autograd.graph.saved_tensors_hooks``.
 
-    What is on its way out is bounded by ``MAX_LEAVING_BYTES``: past it the compute stream waits for the oldest copy.
-    The backward pass asks in about the reverse order, so each request fetches the ones before it, up to
-    ``MAX_AHEAD_BYTES``. On a CPU the same bookkeeping runs with synchronous copies.
+    What is on its way out is bounded by ``MAX_LEAVING_BYTES`` or ``PASSING_TENSORS``, whichever is more: past it the
+    compute stream waits for the oldest copy. The backward pass asks in about the reverse order, so each request fetches
+    the ones before it, up to ``MAX_AHEAD_BYTES`` or ``PASSING_TENSORS``. On a CPU the same bookkeeping runs with
+    synchronous copies.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -160,7 +161,7 @@ class ActivationStore:
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
         if key in self._known:
             return self._known[key]  # q, k and v save the same input
-        self._release(MAX_LEAVING_BYTES - size)
+        self._release(MAX_LEAVING_BYTES - size, max(0, PASSING_TENSORS - 1))
         saved = SavedTensor(len(self._order), size)
         self._copy_out(saved, tensor.detach())
         self._leaving.append((key, saved, tensor.detach()))
@@ -177,13 +178,14 @@ class ActivationStore:
             saved.device = tensor  # the last ones are still here
         self._release(0)
         self._fetch(packed)
-        ahead = 0
+        ahead = num_ahead = 0
         for reference in reversed(self._order[: packed.place]):
             before = reference()
             if before is not None:
-                if ahead and ahead + before.size > MAX_AHEAD_BYTES:
+                if num_ahead >= max(1, PASSING_TENSORS) and ahead + before.size > MAX_AHEAD_BYTES:
                     break
                 ahead += before.size
+                num_ahead += 1
                 self._fetch(before)
         if packed.fetched is not None:
             torch.cuda.current_stream(self._device).wait_event(packed.fetched)
@@ -203,11 +205,11 @@ class ActivationStore:
         saved.copied = torch.cuda.Event()
         saved.copied.record(self._out)
 
-    def _release(self, room: int) -> None:
-        """Holds no more than ``room`` bytes of what leaves. The compute stream uses their memory again, so it waits for
-        the copies.
+    def _release(self, room: int, num_tensors: int = 0) -> None:
+        """Holds no more than ``room`` bytes of what leaves, or so many tensors. The compute stream uses their memory
+        again, so it waits for the copies.
         """
-        while self._leaving and self._leaving_bytes > room:
+        while len(self._leaving) > num_tensors and self._leaving_bytes > room:
             key, saved, _ = self._leaving.popleft()
             del self._known[key]
             self._leaving_bytes -= saved.size

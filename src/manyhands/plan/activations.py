@@ -6,7 +6,7 @@ The notation is that of ``memory.py``.
 
 from __future__ import annotations
 
-from manyhands.core.limits import MAX_BLOCK_SCORES
+from manyhands.core.limits import MAX_BLOCK_SCORES, PASSING_TENSORS
 from manyhands.plan.estimate_input import EstimateInput
 from manyhands.plan.layout import Checkpointing
 
@@ -14,10 +14,15 @@ from manyhands.plan.layout import Checkpointing
 def kept_activations(s: EstimateInput, passing_bytes: int) -> int:
     """What the blocks' graphs keep from forward to backward: ``T`` times ``kept_bytes_per_token`` of each.
 
-    Of what moves to host memory one block's are on the device, and ``passing_bytes`` on their way out or back.
+    Of what moves to host memory one block's are on the device, and on their way out or back ``passing_bytes``, or
+    ``PASSING_TENSORS`` of the largest kind: ``T c`` times the hidden size, the width of all queries where results of
+    attention move, and the inner size of the MLP where its values do.
     """
-    moved = moved_bytes(s)
-    on_device = min(moved, passing_bytes + moved // s.model.num_layers)
+    m, moved = s.model, moved_bytes(s)
+    widths = {"full": m.hidden_size, "except_attention": max(m.hidden_size, m.num_heads * m.head_dim)}
+    widest = widths.get(s.layout.activation_checkpointing, max(m.hidden_size, m.intermediate_size))
+    passing = max(passing_bytes, PASSING_TENSORS * s.layout.full_micro_tokens * s.compute_bytes * widest)
+    on_device = min(moved, passing + moved // m.num_layers)
     heavy = s.model.num_layers - s.layout.lighter_layers
     kept = heavy * kept_bytes_per_token(
         s, s.layout.activation_checkpointing
