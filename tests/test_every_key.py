@@ -90,6 +90,7 @@ EFFECTS: dict[str, Callable[[Lab], None]] = {
     "stop.loss_above": training.loss_above,
     "stop.loss_above_steps": training.loss_above,
     "parallel.gpus": work.gpus,
+    "parallel.nodes": work.nodes,
     "parallel.device": work.device,
     "parallel.strategy": work.strategy,
     "parallel.shard_degree": work.shard_degree,

@@ -50,6 +50,14 @@ def gpus(lab: Lab) -> None:
     assert started == [3, 1]
 
 
+def nodes(lab: Lab) -> None:
+    """A plan is for so many machines like this one; one of them does not start the run alone."""
+    sizes = [lab.prepare({"parallel.nodes": asked}).plan.layout.world_size for asked in ("auto", 1, 3)]
+    assert sizes == [1, 1, 3]
+    with pytest.raises(UserError, match="this machine would train alone"):
+        start(lab.config({"parallel.nodes": 3}))
+
+
 def device(lab: Lab) -> None:
     with_gpus = facts(gpus=2)
     assert [

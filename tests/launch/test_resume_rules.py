@@ -28,7 +28,7 @@ def world(tmp_path, monkeypatch):
     """
     state = SimpleNamespace(plan={}, world_size=2, run=RunFolder(tmp_path / "runs" / "demo"), reports=[])
 
-    def gather_facts(config, world_size=None, local_world_size=None, host=None, report=print):
+    def gather_facts(config, world_size=None, local_world_size=None, host=None, group=None, report=print):
         if state.plan is None:
             raise UserError("no such file")
         return SimpleNamespace(world_size=world_size or state.world_size)

@@ -6,6 +6,7 @@ from typing import Any
 
 from manyhands.config.schema import RunConfig
 from manyhands.facts.types import DataFacts, Facts, GpuFacts, HostFacts, ModelFacts
+from manyhands.launch.nodes import join_hosts
 
 GIB = 2**30
 H200_BYTES = 140 * GIB  # what NVML shows of 141 GB
@@ -95,6 +96,20 @@ def facts(
     ]
     host = HostFacts(gpus=tuple(each), num_cores=8, memory_bytes=host_bytes, free_memory_bytes=host_bytes)
     return Facts(model=model or model_facts(), data=more.pop("data", data_facts()), host=host, **more)
+
+
+def on_nodes(given: Facts, *hosts: HostFacts | int) -> Facts:
+    """The same on several nodes: a number stands for the given host with so many GPUs."""
+    whole = given.host
+    nodes = tuple(
+        (host if isinstance(host, HostFacts) else whole.model_copy(update={"gpus": whole.gpus[:host]})).model_copy(
+            update={"name": f"gpu{number:02d}"}
+        )
+        for number, host in enumerate(hosts, start=1)
+    )
+    ranks = tuple(len(host.gpus) or 1 for host in nodes)
+    update = {"host": join_hosts(nodes), "hosts": nodes, "node_ranks": ranks}
+    return given.model_copy(update=update | {"world_size": sum(ranks), "local_world_size": max(ranks)})
 
 
 def run_config(**keys: Any) -> RunConfig:

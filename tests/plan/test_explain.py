@@ -17,7 +17,7 @@ from manyhands.plan.explain import explain_plan
 from manyhands.plan.search import plan
 from manyhands.plan.sentences import SENTENCES, explain
 from manyhands.plan.types import Code, Plan, Reason
-from tests.plan.examples import GIB, data_facts, facts, llama_8b, model_facts, run_config
+from tests.plan.examples import GIB, data_facts, facts, llama_8b, model_facts, on_nodes, run_config
 
 LONG = data_facts(num_samples=5000, mean=3000, longest=4096)
 EQUAL = data_facts(num_samples=100, mean=4096, longest=4096, num_validation_tokens=20 * 4096)
@@ -83,6 +83,7 @@ def plans() -> tuple[Plan, ...]:
             run_config(method__target_modules="peft-default", batch__samples=1), facts(llama_8b(), gpus=1, data=EQUAL)
         ),
         plan(run_config(), one.model_copy(update={"host": describe_host(parse_gpus("2x4xMI300X"))})),
+        plan(run_config(), on_nodes(facts(gpus=8), 4, 4)),
         plan(run_config(batch__samples=3), facts(gpus=8, data=with_lengths([7, 90, 4, 60] * 8))),
     )
 

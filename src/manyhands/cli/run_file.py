@@ -59,6 +59,7 @@ def load_run(
     gpus: int | str | None = None,
     examples: int | None = None,
     dataset: str | None = None,
+    nodes: int | None = None,
     accelerate: Path | None = None,
     deepspeed: Path | None = None,
     strict: bool = False,
@@ -76,6 +77,7 @@ def load_run(
         ("--gpus", "parallel.gpus", gpus),
         ("--examples", "data.max_samples", examples),
         ("--dataset", "data.train", dataset),
+        ("--nodes", "parallel.nodes", nodes),
     )
     for option, key, value in short:
         if value is None:
@@ -138,6 +140,16 @@ def train(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start over in a new folder if a run of this name exists.")
     ] = False,
+    nodes: Annotated[
+        int | None, typer.Option("--nodes", min=1, help="Number of machines: short for parallel.nodes=N.")
+    ] = None,
+    node_rank: Annotated[
+        int | None, typer.Option("--node-rank", min=0, help="Which of them this one is, from 0.", show_default=False)
+    ] = None,
+    rendezvous: Annotated[
+        str | None,
+        typer.Option("--rendezvous", metavar="HOST:PORT", help="Where node 0 listens.", show_default=False),
+    ] = None,
     accelerate: Accelerate = None,
     deepspeed: DeepSpeed = None,
     strict: Strict = False,
@@ -145,17 +157,20 @@ def train(
     """Plan, launch, train, save and verify. Starting it again resumes.
 
     RUN may be a file of another tool (`manyhands import` lists what becomes of its keys)."""
-    from manyhands.cli.train_options import check_type, choose_run_file, plan_tensorboard
+    from manyhands.cli.train_options import check_type, choose_place, choose_run_file, plan_tensorboard
 
     path, overrides = choose_run_file(run, config, overrides)
     settings = {"accelerate": accelerate, "deepspeed": deepspeed}
-    loaded = load_run(path, overrides, gpus=gpus, examples=examples, dataset=dataset, strict=strict, **settings)
+    loaded = load_run(
+        path, overrides, gpus=gpus, examples=examples, dataset=dataset, nodes=nodes, strict=strict, **settings
+    )
     check_type(kind, loaded.config)
+    place = choose_place(loaded.config, node_rank, rendezvous)
     beside = plan_tensorboard(loaded.config, port) if with_tensorboard else {}
     from manyhands.launch.start import start
 
     elsewhere = gpus_to_start(loaded.config, gpus, dry_run)
-    raise typer.Exit(start(loaded, dry_run=dry_run, fresh=fresh, **beside, **elsewhere))
+    raise typer.Exit(start(loaded, dry_run=dry_run, fresh=fresh, **beside, **elsewhere, **place))
 
 
 def plan(

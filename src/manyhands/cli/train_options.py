@@ -57,6 +57,32 @@ def check_type(asked: str | None, config: RunConfig) -> None:
         )
 
 
+def choose_place(config: RunConfig, node_rank: int | None, rendezvous: str | None) -> dict[str, Any]:
+    """What ``start`` takes for a run on several machines; nothing for one. UserError where an option is missing."""
+    from manyhands.launch.address import Address
+    from manyhands.launch.team import Place
+
+    nodes, given = config.parallel.nodes, [node_rank is not None, rendezvous is not None]
+    if not any(given):
+        return {}
+    if nodes == "auto" or not all(given):
+        missing = ["--nodes"] * (nodes == "auto") + ["--node-rank"] * (not given[0]) + ["--rendezvous"] * (not given[1])
+        raise UserError(
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing",
+            where="command line",
+            why="a run on several machines is started on each: how many there are, which one this is, where node 0 is",
+            fix="manyhands train RUN.yaml --nodes 2 --node-rank 0 --rendezvous HOST:29400, with rank 1 on the other",
+        )
+    assert node_rank is not None and rendezvous is not None
+    if node_rank >= nodes:
+        raise UserError(
+            f"there is no node {node_rank} of {nodes}",
+            where="--node-rank",
+            fix=f"number the machines from 0 to {nodes - 1}",
+        )
+    return {"place": Place(node_rank, nodes, Address.parse(rendezvous, "--rendezvous"))} if nodes > 1 else {}
+
+
 def plan_tensorboard(config: RunConfig, port: int) -> dict[str, Any]:
     """What ``start`` takes to have TensorBoard beside the run. UserError, before anything is started, where it could
     not be.

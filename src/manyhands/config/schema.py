@@ -186,7 +186,12 @@ class ParallelSection(Section):
     """How the work is distributed over GPUs."""
 
     gpus: PositiveInt | Auto = Field(
-        "auto", description="Number of GPUs, one process each; auto is all. Without GPUs: CPU processes (auto: 1)."
+        "auto",
+        description="Number of GPUs on all machines, one process each; auto is all. On CPUs: processes (auto: 1 each).",
+    )
+    nodes: PositiveInt | Auto = Field(
+        "auto",
+        description="Number of machines; a start on another number is refused. auto: those started together.",
     )
     device: Literal["auto", "cuda", "cpu"] = Field(
         "auto", description="Device to train on; auto is GPUs if there are any."

@@ -152,6 +152,7 @@ class UnusableGpus(Fact):
 class HostFacts(Fact):
     """One machine. ``gpus`` is empty where there are none."""
 
+    name: str = ""  # among several nodes
     gpus: tuple[GpuFacts, ...]
     num_cores: int
     memory_bytes: int
@@ -186,3 +187,5 @@ class Facts(Fact):
     free_disk_bytes: int | None = None  # for the run's folder; what an earlier launch has saved there counts as free
     world_size: int | None = None  # set where somebody else launched us: the number of processes is given
     local_world_size: int | None = None  # and how many of them are on this machine
+    hosts: tuple[HostFacts, ...] = ()  # of several nodes, in their order; ``host`` then is the least of all of them
+    node_ranks: tuple[int, ...] = ()  # processes of each

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -19,11 +20,11 @@ from manyhands.config.read import ParsedFile
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.core.machine import count_cores
+from manyhands.launch.address import LOOPBACK
 from manyhands.plan.types import Plan
 
 Kind = Literal["manyhands", "torchrun", "accelerate", "slurm", "none"]
 
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _DEFAULT_PORT = 29500
 # Below the range from which kernels hand out ports, above what services use.
 _SLURM_FIRST_PORT, _SLURM_NUM_PORTS = 20000, 10000
@@ -81,6 +82,37 @@ def refuse_silent_single(launcher: Launcher, config: RunConfig, num_gpus: int | 
         fix="use `manyhands train RUN.yaml`, or `torchrun --nproc_per_node=N -m manyhands.worker RUN.yaml`; "
         "for a single process set parallel.gpus=1",
     )
+
+
+# What launchers of several machines set where a program starts: torchrun's own variables (Kubeflow's Trainer sets
+# them), and SkyPilot's.
+_NUM_NODES = ("PET_NNODES", "SKYPILOT_NUM_NODES", "GROUP_WORLD_SIZE")
+_RENDEZVOUS = ("PET_RDZV_ENDPOINT", "PET_MASTER_ADDR", "MASTER_ADDR")
+
+
+def refuse_alone(config: RunConfig, environ: Mapping[str, str] = os.environ) -> None:
+    """UserError where ``manyhands train`` would train alone on this machine, and the run file or the environment says
+    that it is one of several. ``parallel.nodes=1`` says that it is not.
+    """
+    nodes, where = config.parallel.nodes, ""
+    if nodes == 1:
+        return
+    if nodes != "auto":
+        where = f"parallel.nodes: {nodes}"
+    for name in _NUM_NODES:
+        if not where and environ.get(name, "").isdecimal() and int(environ[name]) > 1:
+            where = f"environment: {name}={environ[name]}"
+    for name in _RENDEZVOUS:
+        host = environ.get(name, "").rsplit(":", 1)[0] if name == "PET_RDZV_ENDPOINT" else environ.get(name, "")
+        if not where and host and host not in LOOPBACK and not host.startswith("127."):
+            where = f"environment: {name}={environ[name]}"
+    if where:
+        raise UserError(
+            "this machine would train alone",
+            where=where,
+            why="the run is for several machines, and nothing says which one this is",
+            fix="add --nodes N --node-rank R --rendezvous HOST:PORT on each; for one machine set parallel.nodes=1",
+        )
 
 
 def accelerate_settings(environ: Mapping[str, str] = os.environ) -> dict[str, Path | ParsedFile]:
@@ -174,7 +206,7 @@ def _from_torch_variables(environ: Mapping[str, str]) -> Launcher:
             fix=f"start the processes with torchrun or accelerate, or set {missing} for each of them",
         )
     master_addr = environ.get("MASTER_ADDR", "127.0.0.1")
-    one_host = master_addr in _LOOPBACK
+    one_host = master_addr in LOOPBACK
     # Kubernetes' PyTorchJob sets neither of the local ones: one process a pod.
     return Launcher(
         kind=_kind(environ),
@@ -260,6 +292,7 @@ def _check(launcher: Launcher) -> Launcher:
 
 # The pid a worker's parent has as long as our launcher lives; also says that it was our launcher.
 LAUNCHER_PID = "MANYHANDS_LAUNCHER_PID"
+PLACES = "MANYHANDS_PLACES"  # of several nodes: where model, adapter and samples are on this one, as JSON
 MAX_GPU_THREADS = 8  # a GPU rank computes little on the host; more threads only disturb its neighbors
 
 
@@ -280,18 +313,32 @@ def worker_environment(plan: Plan, num_local: int, environ: Mapping[str, str] = 
 
 
 @contextlib.contextmanager
-def launcher_environment(plan: Plan) -> Iterator[None]:
+def launcher_environment(
+    plan: Plan, num_local: int | None = None, added: Mapping[str, str] | None = None
+) -> Iterator[None]:
     """This process's environment while workers start, as torch's agent passes its own on to them; restored
-    afterwards.
+    afterwards. ``num_local``: its ranks, where others are on other nodes; ``added``: variables of this node.
     """
     before = dict(os.environ)
-    os.environ.update(worker_environment(plan, plan.layout.world_size))
+    os.environ.update({name: value for name, value in (added or {}).items() if name not in os.environ})
+    os.environ.update(worker_environment(plan, num_local or plan.layout.world_size))
     os.environ[LAUNCHER_PID] = str(os.getpid())
     try:
         yield
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+def localize(plan: Plan, text: str | None) -> Plan:
+    """The plan with this node's own folders, which its launcher has named as ``PLACES``; the plan itself where there is
+    nothing to change.
+    """
+    places = json.loads(text) if text else {}
+    adapter = places.pop("adapter_folder", None)
+    if adapter is not None and plan.adapter is not None:
+        places["adapter"] = plan.adapter.model_copy(update={"folder": adapter})
+    return plan.model_copy(update=places) if places else plan
 
 
 def set_worker_environment(plan: Plan, num_local: int) -> None:

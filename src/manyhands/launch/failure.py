@@ -40,7 +40,8 @@ _CONSEQUENCE = re.compile(
     r"peer closed|pair closure",
     re.IGNORECASE,
 )
-_ENDED_BY_OTHERS = (-signal.SIGTERM, -signal.SIGINT, EXIT_INTERRUPTED, EXIT_TERMINATED)
+ENDED_BY_OTHERS = 5  # the last tier: nobody's cause
+_CODES_OF_OTHERS = (-signal.SIGTERM, -signal.SIGINT, EXIT_INTERRUPTED, EXIT_TERMINATED)
 
 
 class RankExit(Protocol):
@@ -204,8 +205,30 @@ def _is_of_torch(error: BaseException) -> bool:
     return type(error).__module__.startswith("torch") or isinstance(error, RuntimeError)
 
 
+@dataclass(frozen=True)
+class FoundCause:
+    """Why a launch failed, as one node sees it. The lowest of all nodes' counts, by ``tier``, then by ``time``."""
+
+    tier: int  # 0: a cause; 5: ended by others
+    time: float
+    error: UserError
+
+    def to_json(self) -> list[Any]:
+        return [self.tier, self.time, self.error.to_json()]
+
+    @staticmethod
+    def from_json(fields: list[Any]) -> FoundCause:
+        tier, when, error = fields
+        return FoundCause(tier, when, UserError.from_json(error))
+
+
 def first_failure(folder: RunFolder, exits: Mapping[int, RankExit], ended_by_us: Collection[int] = ()) -> UserError:
-    """The cause of a failed launch, as one error to show.
+    """The cause of a failed launch, as one error to show (``find_cause``)."""
+    return find_cause(folder, exits, ended_by_us).error
+
+
+def find_cause(folder: RunFolder, exits: Mapping[int, RankExit], ended_by_us: Collection[int] = ()) -> FoundCause:
+    """The cause of a failed launch.
 
     ``exits``: failed ranks as the agent saw them (``ChildFailedError.failures``). ``ended_by_us``: pids the watch has
     killed, which are nobody's cause.
@@ -217,11 +240,12 @@ def first_failure(folder: RunFolder, exits: Mapping[int, RankExit], ended_by_us:
         (_tier_of_exit(e, ended_by_us), e.timestamp + 1.0, rank) for rank, e in exits.items() if rank not in written
     ]
     if not candidates:
-        return UserError("the run failed, and no rank reported a cause", where=str(folder.logs), exit_code=EXIT_FAILED)
-    _, _, rank = min(candidates)
-    if rank in written:
-        return _explain_reason(folder, written[rank])
-    return _explain_exit(folder, rank, exits[rank].exitcode)
+        error = UserError("the run failed, and no rank reported a cause", where=str(folder.logs), exit_code=EXIT_FAILED)
+        return FoundCause(ENDED_BY_OTHERS, time.time(), error)
+    tier, when, rank = min(candidates)
+    explains = rank in written
+    error = _explain_reason(folder, written[rank]) if explains else _explain_exit(folder, rank, exits[rank].exitcode)
+    return FoundCause(tier, when, error)
 
 
 def log_tail(folder: RunFolder, rank: int, num_lines: int = TAIL_LINES) -> str:
@@ -240,12 +264,12 @@ def _tier_of_reason(reason: Mapping[str, Any]) -> int:
 
 
 def _tier_of_exit(exited: RankExit, ended_by_us: Collection[int]) -> int:
-    """0: a cause, as a failure elsewhere ends a rank only by ``_ENDED_BY_OTHERS``; 2: an exit without a
+    """0: a cause, as a failure elsewhere ends a rank only by ``_CODES_OF_OTHERS``; 2: an exit without a
     report; 3: perhaps a consequence (torch aborts when a collective breaks off), but nearer to the cause than a rank
     that reports so; 5: ended by others.
     """
-    if exited.pid in ended_by_us or exited.exitcode in _ENDED_BY_OTHERS:
-        return 5
+    if exited.pid in ended_by_us or exited.exitcode in _CODES_OF_OTHERS:
+        return ENDED_BY_OTHERS
     if exited.exitcode == -signal.SIGABRT:
         return 3
     return 0 if exited.exitcode < 0 else 2

@@ -28,6 +28,7 @@ from manyhands.facts.model import read_model_facts, resize_vocabulary
 from manyhands.facts.model_config import judge_packing
 from manyhands.facts.types import DataFacts, Facts, HostFacts, NewTokens
 from manyhands.launch.environment import apply_variables
+from manyhands.launch.nodes import NodeGroup, join_hosts
 from manyhands.launch.resume_rules import find_run, folder_of, fresh_name
 from manyhands.launch.run_folder import FolderLock, RunFolder, refuse_unusable
 from manyhands.launch.watch import raise_when_stopped
@@ -108,13 +109,15 @@ def prepare_run(
     dry_run: bool = False,
     origin: LoadedRun | None = None,
     host: HostFacts | None = None,
+    group: NodeGroup | None = None,
     report: Callable[[str], None] = print,
 ) -> Prepared:
     """Plans one launch and writes run.json and plan into the run's folder, which stays locked.
 
     ``world_size``, and ``local_world_size`` of one machine, are given where another launcher started the processes. A
     dry run writes the same two files and nothing else, and may be for another machine, ``host``, as long as the run was
-    not started. ``origin``: the run as it was read, if its file is another tool's, which is kept beside run.json. A
+    not started. ``group``: all nodes of the launch, where there are several.
+    ``origin``: the run as it was read, if its file is another tool's, which is kept beside run.json. A
     start that fails here leaves no new folder behind.
     Raises UserError: another run stands in the folder, it is running, or anything that facts and plan refuse;
     ``Stopped`` after Ctrl-C or SIGTERM.
@@ -138,7 +141,7 @@ def prepare_run(
             folder.remove_temporaries()
         if host is not None and folder.was_started():
             raise _planned_elsewhere(folder)
-        plan = _plan_launch(config, folder, world_size, local_world_size, report, host=host)
+        plan = _plan_launch(config, folder, world_size, local_world_size, report, host=host, group=group)
         if dry_run:
             rehearse(config, plan)
         with refuse_unusable(folder):
@@ -158,13 +161,13 @@ def prepare_run(
 
 
 @raise_when_stopped()
-def plan_smaller(prepared: Prepared) -> Prepared:
+def plan_smaller(prepared: Prepared, group: NodeGroup | None = None) -> Prepared:
     """The same run with the next smaller plan, written into its folder, after a launch that ran out of memory.
 
     UserError (NothingSmaller) where the plan that ran out was the smallest.
     """
     folder = prepared.folder
-    plan = _plan_launch(prepared.config, folder, None, None, lambda _: None, must_shrink=True)
+    plan = _plan_launch(prepared.config, folder, None, None, lambda _: None, must_shrink=True, group=group)
     folder.write_plan(plan)
     return replace(prepared, plan=plan, resume=folder.newest_step() is not None)
 
@@ -178,6 +181,7 @@ def _plan_launch(
     *,
     must_shrink: bool = False,
     host: HostFacts | None = None,
+    group: NodeGroup | None = None,
 ) -> Plan:
     """``must_shrink``: refuse where the last launch ran out of memory with the smallest plan; else that one is tried
     again.
@@ -186,7 +190,9 @@ def _plan_launch(
     from manyhands.plan.search import plan
     from manyhands.plan.smaller import NothingSmaller
 
-    facts = gather_facts(config, world_size=world_size, local_world_size=local_world_size, host=host, report=report)
+    facts = gather_facts(
+        config, world_size=world_size, local_world_size=local_world_size, host=host, group=group, report=report
+    )
     number, step = folder.newest_plan_number() + 1, folder.newest_step()
     before = folder.read_plan() if step is not None or (number > 1 and folder.was_started()) else None
     cause: Cause = "first" if step is None else "resume"
@@ -296,6 +302,7 @@ def gather_facts(
     local_world_size: int | None = None,
     data: PreparedData | None = None,
     host: HostFacts | None = None,
+    group: NodeGroup | None = None,
     saves: bool = True,
     identify: bool = True,
     report: Callable[[str], Any] = print,
@@ -304,6 +311,7 @@ def gather_facts(
 
     ``world_size``: the number of processes where somebody else launched them, ``local_world_size`` of them on this
     machine.
+    ``group``: all nodes, with the samples that this one has prepared; the numbers above are then its own.
     ``host``: a machine in place of this one, of whose disk nothing is known.
     ``data``: the rows, where they are prepared already. ``saves``: whether checkpoints and a result are
     written, for which the disk must have room. ``identify``: hash the base model's files, which a run that can be
@@ -325,6 +333,11 @@ def gather_facts(
         model = model.model_copy(update={"files": identify_files(folder, config, report)})
     new_tokens = find_new_tokens(config.model, folder, model.vocab_size)
     adapter = find_adapter(config, report)
+    if group is not None:
+        host, data = join_hosts(group.hosts), group.data
+        world_size, local_world_size = group.world_size, max(group.num_ranks)
+    elif config.parallel.nodes != "auto" and world_size is None and host is None:  # those not here are like this one
+        host = read_host_facts().model_copy(update={"num_nodes": config.parallel.nodes})
     data = prepare(config, folder, report) if data is None else data
     return Facts(
         model=resize_vocabulary(model, new_tokens),
@@ -332,9 +345,11 @@ def gather_facts(
         host=host or read_host_facts(),
         new_tokens=new_tokens,
         adapter=adapter,
-        free_disk_bytes=free_disk_bytes(folder_of(config).path) if saves and host is None else None,
+        free_disk_bytes=free_disk_bytes(folder_of(config).path) if saves and (host is None or host.is_here) else None,
         world_size=world_size,
         local_world_size=local_world_size,
+        hosts=group.hosts if group is not None else (),
+        node_ranks=group.num_ranks if group is not None else (),
     )
 
 

@@ -66,7 +66,7 @@ def find_run(folder: RunFolder, config: RunConfig) -> Finding:
 
 def differing_keys(old: RunConfig, new: RunConfig) -> list[str]:
     """``key: old -> new`` for every key that makes it another run."""
-    before, after = _flatten(old.model_dump(mode="json")), _flatten(new.model_dump(mode="json"))
+    before, after = flatten(old.model_dump(mode="json")), flatten(new.model_dump(mode="json"))
     return [
         f"{key}: {before.get(key)!r} -> {after.get(key)!r}"
         for key in before | after
@@ -102,8 +102,9 @@ def _is_empty(folder: RunFolder) -> bool:
     return True
 
 
-def _flatten(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by their full keys, ``section.key``."""
     flat: dict[str, Any] = {}
     for key, value in fields.items():
-        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return flat

@@ -11,9 +11,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
 
 import psutil
 
@@ -26,6 +26,24 @@ GRACE_S = 10.0  # from the first cause until ranks that have not ended are kille
 START_GRACE_S = 30.0  # ranks that wait for a missing one time out first, with a better message
 
 
+class OtherNodes(Protocol):
+    """What a node's watch asks of the others' launchers, where there are several nodes."""
+
+    node: int
+
+    def name_rank(self, rank: int) -> str:
+        """``rank 3 on gpu01``."""
+        ...
+
+    def read_beats(self) -> Mapping[int, Mapping[str, Any]]:
+        """By rank, what the other nodes' watches have sent of their ranks (``Watch.describe_ranks``)."""
+        ...
+
+    def kill_ranks(self, ranks: Iterable[int]) -> None:
+        """Those of other nodes: their launchers end them."""
+        ...
+
+
 @dataclass
 class _Seen:
     """How long one rank has made no progress, in seconds of observation."""
@@ -33,6 +51,7 @@ class _Seen:
     beat: Beat | None = None
     still_s: float = 0.0
     frozen_s: float = 0.0
+    is_stopped: bool = False  # its process, by SIGSTOP
 
     @property
     def position(self) -> tuple[int, ...]:
@@ -53,11 +72,15 @@ class _Seen:
 class Watch:
     """A thread for the time of one launch. ``verdict`` is why it ended a rank, if it did; ``killed`` the pids it ended;
     ``pids`` all ranks' that it has seen.
+
+    Where there are several nodes each watches its own ranks (``local``); node 0 hears of the others' and judges all.
     """
 
     folder: RunFolder
     world_size: int
     timeout_s: float
+    local: range | None = None
+    others: OtherNodes | None = None
     grace_s: float = field(default_factory=lambda: GRACE_S)
     verdict: UserError | None = None
     killed: set[int] = field(default_factory=set)
@@ -65,6 +88,7 @@ class Watch:
 
     def __enter__(self) -> Watch:
         self._ranks = [_Seen() for _ in range(self.world_size)]
+        self.local = range(self.world_size) if self.local is None else self.local
         self._caused_at: float | None = None
         self._behind: tuple[tuple[int, ...], list[int]] = ((), [])
         self._behind_s = 0.0  # since it is these that the others wait for
@@ -89,19 +113,52 @@ class Watch:
                 self._look(elapsed_s)
             except OSError:  # a network file system that does not answer for once must not end the watch
                 continue
-            if self.verdict is None and self._caused_at is None:
+            if self.verdict is None and self._caused_at is None and (self.others is None or self.others.node == 0):
                 self._judge(elapsed_s)
             self._end_waiting(now)
 
     def _look(self, elapsed_s: float) -> None:
+        assert self.local is not None
+        elsewhere = self.others.read_beats() if self.others is not None else {}
         for rank, seen in enumerate(self._ranks):
-            seen.look(read_beat(self.folder, rank), elapsed_s)
-        if len(self.pids) < self.world_size:
+            if rank in self.local:
+                seen.look(read_beat(self.folder, rank), elapsed_s)
+                seen.is_stopped = seen.beat is not None and _is_stopped(seen.beat.pid)
+            else:
+                sent = elsewhere.get(rank)
+                seen.look(Beat(**sent["beat"]) if sent else None, elapsed_s)
+                seen.is_stopped = bool(sent and sent["is_stopped"])
+        if len(self.pids) < len(self.local):
             self.pids.update(worker_pids())
         if self._caused_at is None and (
             self.folder.has_cause() or any(s.beat is not None and s.beat.is_gone for s in self._ranks)
         ):
             self._caused_at = time.monotonic()
+
+    def describe_ranks(self) -> dict[str, Any]:
+        """What node 0 is to know of this node's ranks, as JSON. Files on a network disk would tell it late."""
+        assert self.local is not None
+        seen = {rank: self._ranks[rank] for rank in self.local}
+        return {
+            str(rank): {"beat": asdict(one.beat), "is_stopped": one.is_stopped}
+            for rank, one in seen.items()
+            if one.beat is not None
+        }
+
+    def expect_end(self) -> None:
+        """Another node has failed: ranks that do not end of themselves are killed after ``grace_s``."""
+        if self._caused_at is None:
+            self._caused_at = time.monotonic()
+
+    def kill_ranks(self, ranks: Iterable[int] | None = None) -> None:
+        """Ranks of this node, all of them by default."""
+        assert self.local is not None
+        self.expect_end()
+        for rank in self.local if ranks is None else ranks:
+            beat = self._ranks[rank].beat
+            pid = beat.pid if beat is not None else pid_of_rank(rank)
+            if pid is not None:
+                self._kill(pid)
 
     def _judge(self, elapsed_s: float) -> None:
         """When no rank that others may wait for makes progress: names the ranks furthest behind, and kills them.
@@ -121,19 +178,18 @@ class Watch:
         behind = [rank for rank, seen in living.items() if seen.position == least]
         self._behind_s = self._behind_s + elapsed_s if (least, behind) == self._behind else 0.0
         self._behind = (least, behind)
-        stopped = [rank for rank, seen in living.items() if seen.beat is not None and _is_stopped(seen.beat.pid)]
+        stopped = [rank for rank, seen in living.items() if seen.is_stopped]
         culprits = stopped or behind
         judged = [living[rank] for rank in {*behind, *stopped}]
         if min(self._behind_s, *(seen.still_s for seen in judged)) < max(self._limit(seen) for seen in judged):
             return
         if len(culprits) > 1:  # equally far: one that does not even tick is stuck, not waiting
             culprits = [rank for rank in culprits if living[rank].frozen_s >= self.timeout_s] or culprits
-        pids = {rank: seen.beat.pid if (seen := living[rank]).beat else pid_of_rank(rank) for rank in culprits}
         self.verdict = self._explain(culprits, living, failed)
-        self._caused_at = time.monotonic()
-        for pid in pids.values():
-            if pid is not None:
-                self._kill(pid)
+        assert self.local is not None
+        self.kill_ranks(rank for rank in culprits if rank in self.local)
+        if self.others is not None:
+            self.others.kill_ranks(rank for rank in culprits if rank not in self.local)
 
     def _limit(self, seen: _Seen) -> float:
         return self.timeout_s + (START_GRACE_S if seen.beat is None else 0.0)
@@ -147,19 +203,19 @@ class Watch:
             why += " they hang, or the connection between them does"
         elif seen.beat is None:
             why = "it never reported a start"
-        elif _is_stopped(seen.beat.pid):
+        elif seen.is_stopped:
             why = "its process is stopped (SIGSTOP)"
         tail = log_tail(self.folder, rank)
         others = [
-            f"rank {r}: {s.beat or 'not started'}, no progress for {s.still_s:.0f} s"
+            f"{self._name(r)}: {s.beat or 'not started'}, no progress for {s.still_s:.0f} s"
             for r, s in living.items()
             if r != rank
         ]
         others += [
-            f"rank {r}: lost its peers in stage '{f['stage']}': {f['summary'].splitlines()[-1]}"
+            f"{self._name(r)}: lost its peers in stage '{f['stage']}': {f['summary'].splitlines()[-1]}"
             for r, f in failed.items()
         ]
-        who = f"ranks {', '.join(map(str, culprits))}" if several else f"rank {rank}"
+        who = f"ranks {', '.join(map(str, culprits))}" if several else self._name(rank)
         return UserError(
             f"{who} made no progress for {seen.still_s:.0f} s (parallel.timeout_s = {self.timeout_s:g})"
             f" and {'were' if several else 'was'} ended",
@@ -169,6 +225,9 @@ class Watch:
             details=others,
             exit_code=EXIT_FAILED,
         )
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank}" if self.others is None else self.others.name_rank(rank)
 
     def _end_waiting(self, now: float) -> None:
         """Ranks that live on after a cause wait for a peer that is gone; torch's agent alone would give them 30 s

@@ -13,7 +13,13 @@ from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.facts.types import DataFacts, Facts, GpuFacts, ModelFacts
 from manyhands.plan.batch import has_one_length
-from manyhands.plan.hardware import choose_device, choose_shard_ranks, choose_world_size, explain_hardware
+from manyhands.plan.hardware import (
+    choose_device,
+    choose_shard_ranks,
+    choose_world_size,
+    explain_hardware,
+    explain_nodes,
+)
 from manyhands.plan.layout import DTYPE_BYTES, ComputeDtype, Device, Dtype
 from manyhands.plan.types import Reason, reason
 
@@ -88,7 +94,7 @@ def decide(config: RunConfig, facts: Facts) -> Decisions:
         data_workers=data_workers,
         learning_rate=rate,
         output=output,
-        why_ranks=(*explain_hardware(device, facts.host), why_device, why_world),
+        why_ranks=(*explain_hardware(device, facts.host), why_device, why_world, *explain_nodes(facts)),
         why_numerics=(why_compute, *why_master, *why_frozen, why_attention, why_compile, why_workers),
         why_rate=(why_rate, why_output),
     )

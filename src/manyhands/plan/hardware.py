@@ -4,6 +4,8 @@ Pure.
 
 from __future__ import annotations
 
+import math
+
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.facts.types import Facts, Figure, GpuKind, HostFacts
@@ -21,7 +23,7 @@ def choose_device(config: RunConfig, facts: Facts) -> tuple[Device, Reason]:
     can be used, unless parallel.device is cpu: a run never falls back to the CPU in silence.
     """
     host, asked = facts.host, config.parallel.device
-    num_gpus, unusable = len(host.gpus) * host.num_nodes, host.unusable_gpus
+    num_gpus, unusable = count_gpus(facts), host.unusable_gpus
     if unusable is not None and asked != "cpu":
         raise UserError(
             f"this machine has {unusable.found}, but none can be used",
@@ -51,7 +53,8 @@ def choose_device(config: RunConfig, facts: Facts) -> tuple[Device, Reason]:
 
 def choose_world_size(config: RunConfig, facts: Facts, device: Device) -> tuple[int, Reason]:
     """Processes: given by whoever launched us, else as asked, else one a GPU, else one."""
-    asked, given, num_gpus = config.parallel.gpus, facts.world_size, len(facts.host.gpus) * facts.host.num_nodes
+    asked, given, num_gpus = config.parallel.gpus, facts.world_size, count_gpus(facts)
+    check_nodes(config, facts)
     if given is not None:
         if asked not in ("auto", given):
             raise UserError(
@@ -69,7 +72,7 @@ def choose_world_size(config: RunConfig, facts: Facts, device: Device) -> tuple[
             )
         size, source = asked, "asked"
     else:
-        size, source = (num_gpus, "gpus") if device == "cuda" else (1, "cpu")
+        size, source = (num_gpus, "gpus") if device == "cuda" else (facts.host.num_nodes, "cpu")
     if config.parallel.strategy == "single" and size > 1:
         raise UserError(
             f"parallel.strategy: single is one process, but there are {size} (parallel.gpus: {asked})",
@@ -77,6 +80,43 @@ def choose_world_size(config: RunConfig, facts: Facts, device: Device) -> tuple[
             fix="set parallel.strategy to auto, ddp or fsdp, or parallel.gpus to 1",
         )
     return size, reason("processes", size=size, source=source)
+
+
+def count_gpus(facts: Facts) -> int:
+    """Of all machines."""
+    return sum(len(host.gpus) for host in facts.hosts) or len(facts.host.gpus) * facts.host.num_nodes
+
+
+def count_nodes(facts: Facts) -> int | None:
+    """Machines; None where another launcher started the processes and did not say."""
+    if facts.hosts:
+        return len(facts.hosts)
+    return facts.host.num_nodes if facts.world_size is None else None
+
+
+def check_nodes(config: RunConfig, facts: Facts) -> None:
+    """UserError where the run file asks for another number of machines than there are."""
+    asked, there = config.parallel.nodes, count_nodes(facts)
+    if asked == "auto" or there in (None, asked):
+        return
+    raise UserError(
+        f"parallel.nodes is {asked}, but there {'is' if there == 1 else 'are'} {there}",
+        where="parallel.nodes",
+        fix=f"start the run on {asked} machines (--nodes), or set parallel.nodes to {there} or auto",
+    )
+
+
+def explain_nodes(facts: Facts) -> tuple[Reason, ...]:
+    """Which machines train together; where they differ, the least of each thing is what the plan stands on."""
+    if len(facts.hosts) < 2:
+        return ()
+    nodes = [
+        {"name": host.name, "ranks": ranks, "gpus": sorted({gpu.name for gpu in host.gpus})}
+        for host, ranks in zip(facts.hosts, facts.node_ranks, strict=True)
+    ]
+    seen = {tuple((gpu.name, gpu.memory_bytes) for gpu in host.gpus) for host in facts.hosts}
+    least = min((gpu.memory_bytes for gpu in facts.host.gpus), default=None)
+    return (reason("nodes", nodes=nodes, mixed=len(seen) > 1, least_bytes=least),)
 
 
 def ranks_per_machine(facts: Facts, device: Device, world_size: int) -> int:
@@ -89,12 +129,14 @@ def ranks_per_machine(facts: Facts, device: Device, world_size: int) -> int:
 
 
 def choose_shard_ranks(config: RunConfig, facts: Facts, device: Device, world_size: int) -> int:
-    """Ranks that hold one copy together where the strategy is hsdp: as asked, else those of one machine.
+    """Ranks that hold one copy together where the strategy is hsdp: as asked, else those of one machine; of machines
+    with different numbers their greatest common divisor.
 
     UserError, with the nearest numbers that work, where they do not divide the processes.
     """
     asked = config.parallel.shard_degree
-    size = ranks_per_machine(facts, device, world_size) if asked == "auto" else asked
+    whole = math.gcd(*facts.node_ranks) or ranks_per_machine(facts, device, world_size)
+    size = whole if asked == "auto" else asked
     if config.parallel.strategy != "hsdp" or world_size % size == 0:
         return size
     divisors = [number for number in range(1, world_size + 1) if world_size % number == 0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 from manyhands.core.units import describe_ranks, format_gib
 from manyhands.plan.phrases import Values
@@ -60,6 +61,15 @@ def _processes(v: Values) -> str:
     return f"{v['size']}, {sources[v['source']]}"
 
 
+def _nodes(v: Values) -> str:
+    def describe(node: dict[str, Any]) -> str:
+        gpus = "/".join(node["gpus"])
+        return f"{node['name']} ({node['ranks']}{f' × {gpus}' if gpus else ''})"
+
+    text = f"{len(v['nodes'])}: {', '.join(map(describe, v['nodes']))}"
+    return text + (f"; planned for the smallest GPU, {format_gib(v['least_bytes'])}" if v["mixed"] else "")
+
+
 def _data_workers(v: Values) -> str:
     workers = f"{v['workers']} process{'es' * (v['workers'] != 1)} per rank" if v["workers"] else "a thread"
     if v["asked"]:
@@ -89,6 +99,7 @@ MACHINE_SENTENCES: dict[Code, tuple[str, Callable[[Values], str]]] = {
     ),
     "device": ("device", _device),
     "processes": ("processes", _processes),
+    "nodes": ("nodes", _nodes),
     "data_workers": ("data workers", _data_workers),
     "environment": ("environment", _environment),
 }

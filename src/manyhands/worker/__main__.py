@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import os
 import signal
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.core.files import explain_full_disk, is_disk_full
-from manyhands.launch.environment import detect_launcher
+from manyhands.launch.environment import LAUNCHER_PID, detect_launcher
 
 # Freeing a gloo group while its peer lives on was seen to hang (torch 2.13), so what a rank holds is left to the end of
 # the process.
@@ -32,6 +33,22 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     return arguments
 
 
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def end_with_parent() -> None:
+    """SIGTERM, after which the run is saved, as soon as the agent that has started this rank is gone: an agent that is
+    killed leaves its ranks, and those of other nodes, to train on.
+    """
+    if not os.environ.get("TORCHELASTIC_RUN_ID") or not sys.platform.startswith("linux"):
+        return
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    launcher = int(os.environ.get(LAUNCHER_PID, 0))
+    if launcher and os.getppid() != launcher:  # it ended before it could be watched
+        os._exit(128 + signal.SIGTERM)
+
+
 def main(argv: list[str]) -> int:
     """Exit code of this rank. Errors are written where the launcher finds them, and shown by one rank only."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is something to save, Ctrl-C ends the rank silently
@@ -42,6 +59,8 @@ def main(argv: list[str]) -> int:
     except UserError as error:
         print(error, file=terminal)
         return error.exit_code
+    if launcher.kind in ("manyhands", "torchrun", "accelerate"):
+        end_with_parent()
     from manyhands.launch.heartbeat import Heartbeat
     from manyhands.launch.run_folder import RunFolder
 

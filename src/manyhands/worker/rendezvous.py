@@ -24,9 +24,11 @@ from manyhands.config.schema import RunConfig
 from manyhands.core.errors import EXIT_FAILED, PeerError, UserError
 from manyhands.core.world import World
 from manyhands.launch.environment import (
+    PLACES,
     Launcher,
     accelerate_settings,
     apply_variables,
+    localize,
     refuse_silent_single,
     set_worker_environment,
 )
@@ -62,7 +64,7 @@ def join(session: Session, arguments: argparse.Namespace) -> bool:
         leave_together(store, launcher, min(timeout_s, STOP_S) if isinstance(error, Stopped) else timeout_s)
         raise
     fields = json.loads(text)
-    folder = rank.folder = RunFolder(Path(fields["folder"]))
+    folder = rank.folder = RunFolder(arguments.run_folder or Path(fields["folder"]))
     if fields["finished"]:
         leave_together(store, launcher, timeout_s)
         if session.is_first:
@@ -72,6 +74,7 @@ def join(session: Session, arguments: argparse.Namespace) -> bool:
     rank.config = RunConfig.model_validate(fields["config"])
     rank.plan = Plan.model_validate(fields["plan"])
     _compare_digests(store, launcher, rank)
+    rank.plan = localize(rank.plan, os.environ.get(PLACES))
     set_worker_environment(rank.plan, launcher.num_sharing_cores)  # before CUDA starts
     session.attach(folder)
     rank.beat()

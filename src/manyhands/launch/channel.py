@@ -1,0 +1,394 @@
+"""The channel between the launchers of a run's nodes: lines of JSON over TCP. Knows no torch and nothing of runs.
+
+Node 0 listens; the others connect to it, and what they send to each other goes through it. One thread of each launcher
+owns the sockets and never blocks, so a link that is cut, on which torch's store hangs without a limit, is noticed:
+every node sends a line a second, and silence for longer than ``silence_s`` is the end of a node for all others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from manyhands.core.errors import EXIT_FAILED, UserError
+from manyhands.launch.address import Address, Link, open_connection, open_listener
+
+BEAT_S = 1.0
+FLUSH_S = 2.0  # for the last words of a launcher that ends
+SILENT = "silent"  # UserError.kind of a node that is not heard any more: its link, or all of it, is gone
+LINGER_S = 15.0  # that node 0 waits with an error for nodes that have not come yet
+ANSWER_S = 10.0  # that a node waits longer than node 0 does: its error names the node that is missing
+_READ_BYTES = 1 << 16
+
+Message = dict[str, Any]
+
+
+class Channel:
+    """One launcher's end. ``trouble`` is why the run cannot go on, once another node has said so or is lost.
+
+    ``names``: host names by node, complete once all have come. ``handlers``: called by the kind of a message, in the
+    channel's thread. ``beats``: what each node has put into its last beat. ``on_trouble`` is called once, in that
+    thread.
+    """
+
+    def __init__(self, node: int, num_nodes: int, hello: Message, *, silence_s: float) -> None:
+        self.node, self.num_nodes, self.silence_s = node, num_nodes, silence_s
+        self.hellos: dict[int, Message] = {node: hello}
+        self.trouble: UserError | None = None
+        self.lost: dict[int, UserError] = {}
+        self.beats: dict[int, Any] = {}
+        self.beat_fields: Callable[[], Any] = lambda: None
+        self.handlers: dict[str, Callable[[Message], None]] = {}
+        self.on_trouble: Callable[[UserError], None] = lambda error: None
+        self.admit: Callable[[dict[int, Message], Message], UserError | None] = lambda known, hello: None
+        self._links: list[Link] = []
+        self._left: set[int] = set()
+        self._values: dict[str, dict[int, Any]] = {}
+        self._gathered: dict[str, dict[int, Any]] = {}
+        self._complete = num_nodes == 1
+        self._closing = False
+        self._num_come = 0  # connections that have said hello, refused ones included
+        self._lock = threading.Condition(threading.RLock())
+        self._selector = selectors.DefaultSelector()
+        self._wakeup, self._waker = socket.socketpair()
+        self._wakeup.setblocking(False)
+        self._waker.setblocking(False)
+        self._selector.register(self._wakeup, selectors.EVENT_READ)
+        self._listener: socket.socket | None = None
+        self._thread = threading.Thread(target=self._run, name="channel", daemon=True)
+
+    @property
+    def names(self) -> list[str]:
+        return [str(self.hellos.get(node, {}).get("host", f"node {node}")) for node in range(self.num_nodes)]
+
+    def describe(self, node: int) -> str:
+        return f"node {node} ({self.names[node]})" if node in self.hellos else f"node {node}"
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closing
+
+    # Coming together.
+
+    def listen(self, address: Address) -> None:
+        """On node 0. UserError where the port is in use or the name cannot be resolved."""
+        self._listener = open_listener(address, self.num_nodes + 8)
+        self._listener.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._thread.start()
+
+    def connect(self, address: Address, timeout_s: float) -> None:
+        """On any other node. UserError where node 0 does not answer in time."""
+        try:
+            connection = open_connection(address, timeout_s + ANSWER_S)
+        except OSError as error:
+            raise UserError(
+                f"node {self.node} found no node 0 at {address} within {timeout_s:g} s",
+                where=f"{self.names[self.node]}, --rendezvous {address}",
+                why=error.strerror or str(error),
+                fix="start node 0 there, and see that this machine can reach that address and port",
+                exit_code=EXIT_FAILED,
+            ) from error
+        link = Link(connection, node=0)
+        link.add({"kind": "hello", "node": self.node, "hello": self.hellos[self.node]})
+        self._links.append(link)
+        self._selector.register(connection, selectors.EVENT_READ | selectors.EVENT_WRITE, link)
+        self._thread.start()
+
+    def wait_for_all(self, timeout_s: float) -> list[Message]:
+        """Every node's hello, in their order. UserError, on every node that is there, naming those that are not."""
+        deadline = time.monotonic() + timeout_s + (ANSWER_S if self.node else 0.0)
+        with self._lock:
+            while not self._complete:
+                if self.trouble is not None:
+                    self._lock.wait_for(lambda: self.node or self._num_come >= self.num_nodes - 1, LINGER_S)
+                    raise self.trouble
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    break
+                self._lock.wait(left)
+            if self._complete:
+                return [self.hellos[node] for node in range(self.num_nodes)]
+            missing = [node for node in range(self.num_nodes) if node not in self.hellos]
+            there = ", ".join(self.describe(node) for node in sorted(self.hellos))
+        error = UserError(
+            f"{len(missing)} of {self.num_nodes} nodes did not come: {', '.join(f'node {n}' for n in missing)}",
+            where=f"waited {timeout_s:g} s (parallel.timeout_s); there: {there}",
+            why="they were not started, ended early, or cannot reach the rendezvous",
+            fix="start the same command on each machine, with --node-rank from 0 to the number of nodes less one",
+            exit_code=EXIT_FAILED,
+        )
+        self.fail(error)
+        raise error
+
+    # What nodes send each other.
+
+    def post(self, kind: str, to: int | None = None, **fields: Any) -> None:
+        """To node ``to``, or to all others. Does not wait."""
+        message = {"kind": kind, "node": self.node, "to": to, **fields}
+        with self._lock:
+            if self.node == 0:
+                self._relay(message)
+            else:
+                for link in self._links:
+                    link.add(message)
+        self._wake()
+
+    def gather(self, key: str, value: Any, *, partial: bool = False, timeout_s: float | None = None) -> list[Any]:
+        """What every node has given for ``key``, in the order of nodes; waits for all of them, up to ``timeout_s``.
+
+        Raises what another node has failed with. ``partial``: instead, None stands for a node that is lost, has left or
+        has not answered in time.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._lock:
+            if self.node == 0:
+                self._collect(key, 0, value)
+            else:
+                self.post("value", key=key, value=value)
+            while key not in self._gathered:
+                if not partial:
+                    self._raise_trouble()
+                elif self.node and 0 in self.lost:
+                    break
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    break
+                self._lock.wait(left)
+            found = self._gathered.get(key, {**self._values.get(key, {}), self.node: value})
+            return [found.get(node) for node in range(self.num_nodes)]
+
+    def fail(self, error: UserError) -> None:
+        """The run cannot go on, for a reason that every other node shows."""
+        with self._lock:
+            if self.trouble is None:
+                self.trouble = error
+        self.post("trouble", error=error.to_json())
+
+    def close(self) -> None:
+        """Leaves in order: the others do not take this node for lost. What was posted is sent first."""
+        if not self._thread.is_alive():
+            return
+        self.post("left")
+        with self._lock:
+            self._closing = True
+        self._wake()
+        self._thread.join(FLUSH_S + 1)
+
+    # The thread.
+
+    def _run(self) -> None:
+        last = beaten = time.monotonic()
+        closing_at: float | None = None
+        while True:
+            for key, events in self._selector.select(BEAT_S / 4):
+                self._serve(key, events)
+            now = time.monotonic()
+            # A launcher that was itself stopped (a suspended laptop) must not blame the others for the gap.
+            elapsed_s, last = min(now - last, BEAT_S), now
+            with self._lock:
+                if now - beaten >= BEAT_S:
+                    beaten = now
+                    self._beat()
+                for link in list(self._links):
+                    link.silent_s += elapsed_s
+                    if link.silent_s > (ANSWER_S if link.node is None else self.silence_s) and not self._closing:
+                        why = f"nothing was heard from it for {self.silence_s:g} s: it hangs, or its link is cut"
+                        self._lose(link, why, kind=SILENT)
+                    else:
+                        self._flush(link)
+                if self._closing:
+                    closing_at = closing_at or now
+                    if now - closing_at > FLUSH_S or not any(link.unsent for link in self._links):
+                        break
+        with self._lock:
+            for link in self._links:
+                link.socket.close()
+            if self._listener is not None:
+                self._listener.close()
+            self._selector.close()
+            self._lock.notify_all()
+
+    def _serve(self, key: selectors.SelectorKey, events: int) -> None:
+        with self._lock:
+            if key.fileobj is self._wakeup:
+                with contextlib.suppress(BlockingIOError):
+                    self._wakeup.recv(_READ_BYTES)
+            elif key.fileobj is self._listener:
+                self._accept()
+            elif key.data in self._links and events & selectors.EVENT_READ:
+                self._read(key.data)
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        with contextlib.suppress(OSError):
+            connection, _ = self._listener.accept()
+            connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            link = Link(connection)
+            self._links.append(link)
+            self._selector.register(connection, selectors.EVENT_READ, link)
+
+    def _read(self, link: Link) -> None:
+        try:
+            data = link.socket.recv(_READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._lose(link, f"the connection to its launcher broke: {error.strerror or error}")
+            return
+        if not data:
+            self._lose(link, "its launcher ended without a message")
+            return
+        link.silent_s = 0.0
+        link.received += data
+        try:
+            messages = [json.loads(line) for line in link.lines()]
+            for message in messages:
+                if link.node is None:
+                    self._greet(link, message)
+                elif link.node >= 0:
+                    self._take(message if self.node else message | {"node": link.node})
+        except (ValueError, KeyError, TypeError, AttributeError):
+            if link.node is not None:
+                raise
+            self._drop(link)  # a stranger that happened to find the port
+
+    def _flush(self, link: Link) -> None:
+        if link.unsent and link in self._links:
+            try:
+                sent = link.socket.send(bytes(link.unsent[: 1 << 20]))
+                del link.unsent[:sent]
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                self._lose(link, f"the connection to its launcher broke: {error.strerror or error}")
+                return
+        if link in self._links:
+            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.unsent else 0)
+            self._selector.modify(link.socket, wanted, link)
+
+    def _beat(self) -> None:
+        message = {"kind": "beat", "node": self.node, "fields": self.beat_fields()}
+        for link in self._links:
+            if link.node is not None:
+                link.add(message if self.node else {"kind": "beat", "node": 0, "fields": None})
+
+    def _greet(self, link: Link, message: Message) -> None:
+        """On node 0: the first line of a connection."""
+        if message["kind"] != "hello" or not isinstance(message["node"], int) or not isinstance(message["hello"], dict):
+            raise ValueError("no hello")
+        self._num_come += 1
+        self._lock.notify_all()
+        error = None if self._complete else self.trouble  # of one that came before
+        error = error or self.admit(self.hellos, message["hello"])
+        if error is not None:
+            link.add({"kind": "trouble", "node": 0, "error": error.to_json()})
+            link.node = -1  # heard until it ends, and no part of the run
+            if not self._complete and self.trouble is None:
+                self._have_trouble(error)
+                self._relay({"kind": "trouble", "node": 0, "to": None, "error": error.to_json()})
+            return
+        link.node = message["node"]
+        self.hellos[link.node] = message["hello"]
+        if len(self.hellos) == self.num_nodes:
+            self._complete = True
+            self._relay({"kind": "welcome", "node": 0, "to": None, "hellos": list(self.hellos.items())})
+
+    def _relay(self, message: Message) -> None:
+        """On node 0: to whom it is meant."""
+        for link in self._links:
+            if link.node is not None and link.node != message["node"] and message.get("to") in (None, link.node):
+                link.add(message)
+
+    def _take(self, message: Message) -> None:
+        kind, node = message["kind"], message["node"]
+        if kind == "beat":
+            self.beats[node] = message["fields"]
+            return
+        if kind == "value" and self.node == 0:
+            self._collect(message["key"], node, message["value"])
+            return
+        if self.node == 0:
+            self._relay(message)
+            if message.get("to") not in (None, 0):
+                return
+        if kind == "welcome":
+            self.hellos = {int(number): hello for number, hello in message["hellos"]}
+            self._complete = True
+        elif kind == "gathered":
+            self._gathered[message["key"]] = {int(n): value for n, value in message["values"].items()}
+        elif kind == "trouble":
+            self._have_trouble(UserError.from_json(message["error"]))
+        elif kind == "lost":
+            error = UserError.from_json(message["error"])
+            self.lost[message["which"]] = error
+            self._have_trouble(error)
+        elif kind == "left":
+            self._left.add(node)
+            self._check_gathers()
+        elif kind in self.handlers:
+            self.handlers[kind](message)
+        self._lock.notify_all()
+
+    def _collect(self, key: str, node: int, value: Any) -> None:
+        self._values.setdefault(key, {})[node] = value
+        self._check_gathers()
+
+    def _check_gathers(self) -> None:
+        """On node 0: hands out what all living nodes have given."""
+        if self.node:
+            return
+        for key, values in list(self._values.items()):
+            if all(n in values or n in self.lost or n in self._left for n in range(self.num_nodes)):
+                self._gathered[key] = self._values.pop(key)
+                self._relay({"kind": "gathered", "node": 0, "to": None, "key": key, "values": values})
+        self._lock.notify_all()
+
+    def _lose(self, link: Link, why: str, kind: str = "") -> None:
+        self._drop(link)
+        node = link.node
+        if node is None or node < 0 or node in self._left or self._closing:
+            return
+        error = UserError(
+            f"{self.describe(node)} is lost",
+            where=f"noticed by {self.describe(self.node)}",
+            why=why,
+            fix="see what became of that machine or process; the same command on every node resumes",
+            exit_code=EXIT_FAILED,
+            kind=kind,
+        )
+        self.lost[node] = error
+        if self.node == 0:
+            self._relay({"kind": "lost", "node": 0, "to": None, "which": node, "error": error.to_json()})
+            self._check_gathers()
+        self._have_trouble(error)
+        self._lock.notify_all()
+
+    def _drop(self, link: Link) -> None:
+        if link in self._links:
+            self._links.remove(link)
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(link.socket)
+            link.socket.close()
+
+    def _have_trouble(self, error: UserError) -> None:
+        if self.trouble is not None:
+            return
+        self.trouble = error
+        self._lock.notify_all()
+        self.on_trouble(error)
+
+    def _raise_trouble(self) -> None:
+        if self.trouble is not None:
+            raise self.trouble
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):
+            self._waker.send(b"x")

@@ -1,0 +1,189 @@
+"""What several nodes find out together before data is prepared: which folders they share, whether the model is there
+and the same on each. Every function is called on all nodes, in the same order. Knows no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from manyhands.config.schema import RunConfig
+from manyhands.core.errors import UserError
+from manyhands.data.summary import PreparedData
+from manyhands.facts.adapter import find_adapter
+from manyhands.facts.hub import locate_model
+from manyhands.facts.identity import differing_files, identify_files
+from manyhands.launch.nodes import Exchange
+
+SEEN_S = 10.0  # a network file system may show a new file so much later
+POLL_S = 0.1
+
+Report = Callable[[str], Any]
+Made = TypeVar("Made")
+
+
+def refuse_own_disks(exchange: Exchange, config: RunConfig) -> None:
+    """UserError unless output.dir is one folder for all nodes: a checkpoint has a shard of every rank."""
+    folder = Path(config.output.dir).expanduser()
+    made = _missing_folders(folder)
+    leaders = find_leaders(exchange, "output", folder)
+    apart = [node for node, leader in enumerate(leaders) if leader != 0]
+    if apart:
+        names = exchange.names
+        with contextlib.suppress(OSError):  # another node's files may be there
+            for path in made:
+                path.rmdir()
+        raise UserError(
+            f"output.dir is not shared: {', '.join(names[node] for node in apart)} "
+            f"{'does' if len(apart) == 1 else 'do'} not see what {names[0]} writes there",
+            where=f"output.dir: {config.output.dir} ({folder.absolute()} on {names[exchange.node]})",
+            why="a checkpoint has a shard of every rank, and resuming or exporting it reads all of them",
+            fix="set output.dir to a folder that all nodes mount (NFS, Lustre, FSx, ...); "
+            "model and data.cache may be on each node's own disk",
+        )
+
+
+def find_leaders(exchange: Exchange, key: str, folder: Path, *, required: bool = True) -> list[int]:
+    """For each node the first one that has the same ``folder``: each writes a file there and looks for the others'.
+
+    UserError where a node cannot write there; unless it is ``required``: then that node is the first of its own.
+    """
+    own = folder / f".manyhands-{secrets.token_hex(8)}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        own.write_text(own.name, encoding="ascii")
+        written = True
+    except OSError as error:
+        written = False
+        if required:
+            raise UserError(
+                f"{exchange.names[exchange.node]} cannot write into a folder of the run",
+                where=str(folder),
+                why=error.strerror or str(error),
+                fix="correct its permissions on that machine, or name another folder",
+            ) from error
+    try:
+        tokens = exchange.gather(f"{key} token", own.name if written else None)
+        seen = _look_for(folder, tokens)
+        leaders = exchange.gather(f"{key} seen", seen)
+    finally:
+        own.unlink(missing_ok=True)
+    # Sharing is mutual: a node of another group sees none of these files.
+    return [min((other for other, has in enumerate(row) if has), default=node) for node, row in enumerate(leaders)]
+
+
+def _missing_folders(folder: Path) -> list[Path]:
+    """The folder and those above it that do not exist yet, the innermost first."""
+    return [path for path in (folder.absolute(), *folder.absolute().parents) if not path.exists()]
+
+
+def _look_for(folder: Path, tokens: Sequence[str | None]) -> list[bool]:
+    deadline = time.monotonic() + SEEN_S
+    found = [False] * len(tokens)
+    while True:
+        for node, token in enumerate(tokens):
+            with contextlib.suppress(OSError):
+                found[node] = found[node] or (token and (folder / token).read_text(encoding="ascii") == token) or False
+        if all(found) or time.monotonic() > deadline or not _is_network(folder):
+            return found
+        time.sleep(POLL_S)
+
+
+def _is_network(folder: Path) -> bool:
+    """Whether the folder's file system may show another machine's files later; unknown ones may."""
+    kind, longest = "", -1
+    with contextlib.suppress(OSError), open("/proc/self/mounts", encoding="utf-8") as mounts:
+        path = os.path.realpath(folder)
+        for line in mounts:
+            _, place, name, *_ = line.split()
+            if (path == place or path.startswith(place.rstrip("/") + "/")) and len(place) > longest:
+                kind, longest = name, len(place)
+    return kind not in ("ext4", "ext3", "xfs", "btrfs", "tmpfs", "overlay", "zfs", "ramfs")
+
+
+def in_turn(exchange: Exchange, key: str, folder: Path, work: Callable[[], Made], *, required: bool = True) -> Made:
+    """``work()`` on every node, first on one of those that share ``folder``: the others find its result there."""
+    leads = find_leaders(exchange, key, folder, required=required)[exchange.node] == exchange.node
+    first = [work()] if leads else []
+    exchange.gather(f"{key} made", True)
+    return first[0] if leads else work()
+
+
+def find_model(exchange: Exchange, config: RunConfig, report: Report) -> Path:
+    """This node's folder of the model, fetched once for those that share a cache. UserError where its files differ
+    between nodes, or it is not on one of them.
+    """
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    model = config.model
+    folder = in_turn(
+        exchange,
+        "hub cache",
+        Path(HF_HUB_CACHE),
+        lambda: locate_model(
+            model.name,
+            model.revision,
+            model.init == "pretrained",
+            trust_remote_code=model.trust_remote_code,
+            report=report,
+        ),
+        required=False,  # a cache that others have filled may be read-only
+    )
+    found = exchange.gather("model", identify_files(folder, config, report))
+    for node, files in enumerate(found):
+        changed = differing_files(found[0], files)
+        if changed:
+            first, other = exchange.names[0], exchange.names[node]
+            raise UserError(
+                f"the model on {other} is not the one on {first}",
+                where=f"model.name: {model.name} ({folder} on {exchange.names[exchange.node]})",
+                why=f"its files differ ({first} -> {other}, by SHA-256)",
+                fix="put the same files on every machine (model.revision pins a commit of the hub)",
+                details=changed,
+            )
+    return folder
+
+
+def prepare_data(exchange: Exchange, config: RunConfig, folder: Path, report: Report) -> PreparedData:
+    """The prepared samples on this node: made once for those that share data.cache. UserError where they differ."""
+    from manyhands.data.prepare import prepare
+
+    cache = Path(config.data.cache).expanduser()
+    data = in_turn(exchange, "data cache", cache, lambda: prepare(config, folder, report))
+    found = exchange.gather("data", [data.digest, data.content])
+    for node, names in enumerate(found):
+        if names != found[0]:
+            first, other = exchange.names[0], exchange.names[node]
+            raise UserError(
+                f"the data on {other} is not the data on {first}",
+                where=f"data.train, as {exchange.names[exchange.node]} sees it",
+                why=f"the samples made of it differ: {found[0][0][:12]} on {first}, {names[0][:12]} on {other}"
+                if names[0] != found[0][0]
+                else "equal files gave other tokens",
+                fix="put the same data files, tokenizer and chat template on every machine",
+            )
+    return data
+
+
+def find_places(exchange: Exchange, config: RunConfig, report: Report) -> tuple[PreparedData, dict[str, str]]:
+    """Model, adapter and samples on this node, the same by content on all, and where they are here."""
+    folder = find_model(exchange, config, report)
+    adapter = find_adapter(config, report)
+    data = prepare_data(exchange, config, folder, report)
+    places = {"model_folder": str(folder), "data_folder": data.folder}
+    if adapter is not None:
+        places["adapter_folder"] = adapter.folder
+    return data, places
+
+
+def named(error: UserError, host: str) -> UserError:
+    """The error of one node as the others show it: with its name."""
+    if host in str(error):
+        return error
+    error.where = f"{error.where} on {host}" if error.where else f"on {host}"
+    return error

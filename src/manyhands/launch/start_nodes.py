@@ -1,0 +1,126 @@
+"""``manyhands train --nodes N``: this node's part of a run on several. All nodes come together and find out what they
+share; node 0 plans; each starts its workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from manyhands.config.load import LoadedRun
+from manyhands.config.schema import RunConfig
+from manyhands.core.errors import EXIT_FAILED, UserError
+from manyhands.facts.types import HostFacts
+from manyhands.launch.channel import Channel
+from manyhands.launch.environment import PLACES, apply_variables
+from manyhands.launch.nodes import NodeGroup, count_ranks
+from manyhands.launch.preflight import find_places, named, refuse_own_disks
+from manyhands.launch.prepare import Prepared, plan_smaller, prepare_run
+from manyhands.launch.resume_rules import find_run, folder_of, fresh_name
+from manyhands.launch.team import Place, Team, open_channel
+from manyhands.launch.watch import raise_when_stopped
+from manyhands.plan.types import Plan
+
+
+@dataclass(frozen=True)
+class Joined:
+    """What all nodes have agreed on. ``team`` is None where nothing is left to do."""
+
+    prepared: Prepared
+    team: Team | None
+
+    def plan_smaller(self) -> Joined:
+        """After a launch that ran out of memory: node 0 plans, or all end with its refusal."""
+        assert self.team is not None
+        channel = self.team.channel
+        with failing_together(channel):
+            prepared = self.prepared
+            if channel.node == 0:
+                prepared = plan_smaller(prepared, self.team.group)
+            found = channel.gather(f"plan {self.team.attempt}", _sent(prepared) if channel.node == 0 else None)[0]
+            return replace(self, prepared=_received(found, prepared.config))
+
+
+@contextlib.contextmanager
+def joined(
+    origin: LoadedRun, place: Place, *, fresh: bool, dry_run: bool, report: Callable[[str], None] = print
+) -> Iterator[Joined]:
+    """The run, prepared on all nodes. UserError, the same on each, where one cannot take part."""
+    config, notes = apply_variables(origin.config)
+    for note in notes:
+        report(f"note: {note}")
+    with raise_when_stopped():
+        report(f"node {place.node} of {place.num_nodes}: waiting for the others at {place.rendezvous}")
+        channel, hellos = open_channel(config, place)
+    try:
+        with failing_together(channel):
+            hosts = tuple(HostFacts.model_validate(hello["facts"]) for hello in hellos)
+            if place.node == 0:
+                report(f"{place.num_nodes} nodes: {', '.join(channel.names)}")
+            result = _prepare(channel, config, replace(origin, config=config), place, hosts, fresh, dry_run, report)
+        yield result
+    finally:
+        channel.close()
+
+
+@contextlib.contextmanager
+def failing_together(channel: Channel) -> Iterator[None]:
+    """Within, an error of this node ends all others with the same message, and one of theirs ends this node."""
+    host = channel.names[channel.node]
+    try:
+        with raise_when_stopped():
+            yield
+    except UserError as error:
+        if channel.trouble is None:
+            channel.fail(named(error, host))
+        raise channel.trouble or error from None
+    except Exception as error:
+        what = f"unexpected error on {host}: {type(error).__name__}: {error}"
+        channel.fail(UserError(what, where=f"the output of {host} has its traceback", exit_code=EXIT_FAILED))
+        raise
+
+
+def _prepare(
+    channel: Channel,
+    config: RunConfig,
+    origin: LoadedRun,
+    place: Place,
+    hosts: tuple[HostFacts, ...],
+    fresh: bool,
+    dry_run: bool,
+    report: Callable[[str], None],
+) -> Joined:
+    refuse_own_disks(channel, config)
+    leads, state = channel.node == 0, None
+    if leads:
+        config = fresh_name(config) if fresh else config
+        state = find_run(folder_of(config), config)
+    name, state = channel.gather("run", [config.name, state] if leads else None)[0]
+    config = config.model_copy(update={"name": name})
+    if state == "finished":
+        folder = folder_of(config)
+        return Joined(Prepared(folder, config, folder.read_plan(), resume=False, finished=True), None)
+    data, places = find_places(channel, config, report)
+    group = NodeGroup(hosts, count_ranks(config, hosts), data, places)
+    team = Team(channel, group, place.rendezvous, {PLACES: json.dumps(places)})
+    if not leads:
+        return Joined(_received(channel.gather("plan", None)[0], config), team)
+    prepared = prepare_run(config, group=group, dry_run=dry_run, origin=replace(origin, config=config), report=report)
+    try:
+        channel.gather("plan", _sent(prepared))
+    except BaseException:
+        prepared.release()
+        raise
+    return Joined(prepared, team)
+
+
+def _sent(prepared: Prepared) -> dict[str, Any]:
+    return {"plan": prepared.plan.model_dump(mode="json"), "resume": prepared.resume, "finished": prepared.finished}
+
+
+def _received(fields: dict[str, Any], config: RunConfig) -> Prepared:
+    plan = Plan.model_validate(fields["plan"])
+    return Prepared(folder_of(config), config, plan, resume=fields["resume"], finished=fields["finished"])

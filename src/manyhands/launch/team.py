@@ -1,0 +1,215 @@
+"""A launcher among those of the other nodes: how they come together, what they tell each other while workers run, and
+how they agree on why the run ended. Knows no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from manyhands.config.schema import RunConfig
+from manyhands.core.errors import UserError
+from manyhands.facts.host import read_host_facts
+from manyhands.launch.address import Address, address_towards, interface_of, own_address
+from manyhands.launch.channel import SILENT, Channel
+from manyhands.launch.failure import ENDED_BY_OTHERS, FoundCause
+from manyhands.launch.nodes import NodeGroup, check_hello, host_name, say_hello
+from manyhands.launch.watch import Watch
+
+SETTLE_S = 60.0  # longer than any node takes to end its workers; a node that is lost is not waited for
+HARD_END_S = 25.0  # from the loss of a node until this launcher ends, whatever it is stuck in
+TIER_OF_LOST = 2  # as an exit without a report: below a cause that a rank has written
+
+
+@dataclass(frozen=True)
+class Place:
+    """What ``--nodes``, ``--node-rank`` and ``--rendezvous`` say."""
+
+    node: int
+    num_nodes: int
+    rendezvous: Address
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a launch ended on this node: by a signal, by a failure, or (neither) well."""
+
+    signal: signal.Signals | None = None
+    cause: FoundCause | None = None
+
+
+def open_channel(config: RunConfig, place: Place) -> tuple[Channel, list[dict[str, Any]]]:
+    """Comes together with the other nodes; their hellos. UserError where one is missing, or is not of this run."""
+    timeout_s, rendezvous = float(config.parallel.timeout_s), place.rendezvous
+    host = read_host_facts().model_copy(update={"name": host_name()})
+    hello = say_hello(config, place.node, place.num_nodes, host, own_address(rendezvous.host, rendezvous.port))
+    channel = Channel(place.node, place.num_nodes, hello, silence_s=timeout_s)
+    channel.admit = check_hello
+    try:
+        if place.node == 0:
+            channel.listen(rendezvous)
+        else:
+            channel.connect(rendezvous, timeout_s)
+        return channel, channel.wait_for_all(timeout_s)
+    except BaseException:
+        channel.close()
+        raise
+
+
+class Team:
+    """This node among all of them, for the time of a run. ``environment``: variables for its workers."""
+
+    def __init__(self, channel: Channel, group: NodeGroup, rendezvous: Address, environment: Mapping[str, str]) -> None:
+        self.channel, self.group, self.rendezvous = channel, group, rendezvous
+        self.node, self.num_nodes = channel.node, channel.num_nodes
+        self.environment = {**_network(channel), **environment}
+        self.attempt = 0
+        ends = list(accumulate(group.num_ranks))
+        self._ranks = [range(end - count, end) for end, count in zip(ends, group.num_ranks, strict=True)]
+        self._stop_sent = False
+
+    @property
+    def ranks(self) -> range:
+        """Of this node."""
+        return self._ranks[self.node]
+
+    def begin(self) -> tuple[str, int]:
+        """Before each launch: where torch's store will be, on a port that is free on node 0. A new one each time: the
+        store of a launch that failed has its addresses.
+        """
+        self.attempt += 1
+        port = _free_port() if self.node == 0 else None
+        return self.rendezvous.host, self.channel.gather(f"start {self.attempt}", port)[0]
+
+    # What the watch asks.
+
+    def name_rank(self, rank: int) -> str:
+        return f"rank {rank} on {self.channel.names[self._node_of(rank)]}"
+
+    def read_beats(self) -> Mapping[int, Mapping[str, Any]]:
+        found: dict[int, Mapping[str, Any]] = {}
+        for beats in list(self.channel.beats.values()):
+            found |= {int(rank): fields for rank, fields in (beats or {}).items()}
+        return found
+
+    def kill_ranks(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            self.channel.post("kill", to=self._node_of(rank), rank=rank)
+
+    def _node_of(self, rank: int) -> int:
+        return next(node for node, ranks in enumerate(self._ranks) if rank in ranks)
+
+    # While workers run.
+
+    @contextlib.contextmanager
+    def watching(self, watch: Watch) -> Iterator[None]:
+        """Passes on signals and failures, and ends this node's workers where another node is lost."""
+        channel = self.channel
+        channel.beats.clear()
+        channel.handlers = {
+            "kill": lambda message: watch.kill_ranks([message["rank"]]),
+            "failed": lambda message: watch.expect_end(),
+            "stopping": lambda message: self._stop(message["signal"]),
+        }
+        channel.beat_fields = watch.describe_ranks
+        channel.on_trouble = lambda error: self._end(watch, error)
+        try:
+            with self._passing_on_signals():
+                if channel.trouble is not None:  # since the last gather
+                    self._end(watch, channel.trouble)
+                yield
+        finally:
+            channel.handlers = {}
+            channel.beat_fields = lambda: None
+            channel.on_trouble = lambda error: None
+
+    def settle(self, mine: Ending) -> Ending:
+        """How the launch ended on all nodes, the same on each: the first cause, else the first signal."""
+        if mine.cause is not None:
+            self.channel.post("failed")
+        fields = [mine.signal, mine.cause.to_json() if mine.cause is not None else None]
+        found = self.channel.gather(f"end {self.attempt}", fields, partial=True, timeout_s=SETTLE_S)
+        ends = [each for each in found if each is not None]
+        causes = [FoundCause.from_json(cause) for _, cause in ends if cause is not None]
+        lost = self.channel.lost or ({} if self.channel.trouble is None else {-1: self.channel.trouble})
+        causes += [FoundCause(TIER_OF_LOST, time.time(), error) for error in lost.values()]
+        signals = [signal.Signals(number) for number, _ in ends if number is not None]
+        first = min(causes, key=lambda cause: (cause.tier, cause.time), default=None)
+        if first is not None and not (signals and first.tier >= ENDED_BY_OTHERS):
+            return Ending(cause=first)
+        return Ending(signal=signals[0] if signals else None)
+
+    def _end(self, watch: Watch, error: UserError) -> None:
+        """A node is lost. Where its launcher alone ended, its ranks get SIGTERM as ours do, and all save together."""
+        if error.kind == SILENT:
+            watch.kill_ranks()
+        else:
+            self._stop(signal.SIGTERM)
+        timer = threading.Timer(HARD_END_S, self._end_hard, (watch, error))
+        timer.daemon = True
+        timer.start()
+
+    def _end_hard(self, watch: Watch, error: UserError) -> None:
+        """What a cut link leaves hanging inside torch's store cannot be interrupted."""
+        if not self.channel.is_closed:
+            watch.kill_ranks()
+            print(error, file=sys.stderr, flush=True)
+            os._exit(error.exit_code)
+
+    def _stop(self, number: int) -> None:
+        self._stop_sent = True  # who is told does not tell
+        os.kill(os.getpid(), number)
+
+    @contextlib.contextmanager
+    def _passing_on_signals(self) -> Iterator[None]:
+        """Torch's agent handles signals itself; what the interpreter writes when one arrives is read here."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        thread = threading.Thread(target=self._pass_on, args=(read,), name="signals", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(before)
+            os.close(write)
+            thread.join()
+            os.close(read)
+
+    def _pass_on(self, read: int) -> None:
+        while data := os.read(read, 16):
+            numbers = [number for number in data if number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+            if numbers and not self._stop_sent:
+                self._stop_sent = True
+                self.channel.post("stopping", signal=numbers[0])
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def _network(channel: Channel) -> dict[str, str]:
+    """The interface by which the nodes reach each other: by themselves gloo takes the one that the machine's own name
+    resolves to, often the loopback, and NCCL any that is up.
+    """
+    own = channel.hellos[channel.node].get("address")
+    if own is None:
+        others = (hello.get("address") for node, hello in channel.hellos.items() if node != channel.node)
+        reached = next((address for address in others if address), None)
+        own = address_towards(reached, 1) if reached else None
+    interface = interface_of(own) if own else None
+    return {} if interface is None else {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}

@@ -1,0 +1,197 @@
+"""The workers of one launch on this node, under torch's elastic agent: started, watched, ended, and why. Torch is
+imported when they start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from manyhands.core.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, UserError
+from manyhands.launch.environment import launcher_environment
+from manyhands.launch.failure import FoundCause, find_cause
+from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.team import Ending, Team
+from manyhands.launch.watch import StopRequested, Watch, end_all, raise_when_asked, worker_pids
+from manyhands.plan.types import Plan
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # those that torch's agent takes over
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the agents of all nodes meet; ``node`` is this one."""
+
+    node: int
+    num_nodes: int
+    num_local: int  # ranks of this node
+    backend: str
+    endpoint: str
+    run_id: str
+    timeout_s: float
+
+
+def run_workers(
+    folder: RunFolder,
+    plan: Plan,
+    *,
+    timeout_s: float,
+    module: str = "manyhands.worker",
+    report: Callable[[str], None] = print,
+    team: Team | None = None,
+) -> int:
+    """Starts this node's workers, ``plan.layout.world_size`` on all nodes, and waits for them. None of them is left
+    when it returns, however it ends.
+
+    Returns 0, or 130 / 143 after Ctrl-C / SIGTERM (the workers get the same signal and 30 s to save) unless the run was
+    finished by then. ``timeout_s``: a rank that others wait for, or a node of ``team`` that is not heard, is ended
+    after so long without progress. UserError: the first cause of a failure on any node, or a MASTER_PORT in use.
+    """
+    world_size, leads = plan.layout.world_size, team is None or team.node == 0
+    port = choose_port() if team is None else 0
+    if leads:
+        folder.clear_ranks()
+        folder.write_status("running", pid=os.getpid(), plan=plan.number)
+    if team is None:
+        place = Rendezvous(0, 1, world_size, "c10d", f"127.0.0.1:{port}", folder.path.name, timeout_s)
+    else:  # not before the files of an earlier launch are removed
+        host, port = team.begin()
+        name = f"manyhands-{team.attempt}"
+        place = Rendezvous(team.node, team.num_nodes, len(team.ranks), "static", f"{host}:{port}", name, timeout_s)
+    ending = _run_and_watch(folder, plan, place, timeout_s, module, team)
+    if team is not None:
+        ending = team.settle(ending)
+    if ending.cause is not None:
+        if leads:
+            with contextlib.suppress(OSError):  # the cause is to be shown, whatever the disk says
+                folder.write_failed(ending.cause.error, plan)
+        raise ending.cause.error
+    return _report_end(folder, ending.signal, report, leads)
+
+
+def _run_and_watch(
+    folder: RunFolder, plan: Plan, place: Rendezvous, timeout_s: float, module: str, team: Team | None
+) -> Ending:
+    local, added = (None, {}) if team is None else (team.ranks, team.environment)
+    try:
+        with (
+            launcher_environment(plan, place.num_local, added),
+            raise_when_asked(*_SIGNALS),
+            Watch(folder, plan.layout.world_size, timeout_s, local, team) as watch,
+            team.watching(watch) if team is not None else contextlib.nullcontext(),
+        ):
+            return _run_agent(folder, place, module, watch)
+    except StopRequested as asked:  # before the agent has taken the signal over: no worker was started
+        return Ending(asked.signal)
+
+
+def _report_end(folder: RunFolder, received: signal.Signals | None, report: Callable[[str], None], leads: bool) -> int:
+    if received is None or folder.is_finished:
+        if leads:
+            folder.clear_ranks()
+        if received is not None:
+            report(f"{received.name} arrived too late: the run is finished")
+        return 0
+    if leads:
+        folder.write_status("interrupted", reason=received.name)
+    step = folder.newest_step()
+    saved = f"saved at step {step}; the same command resumes from there"
+    if step is None:
+        saved = "nothing was saved yet; the same command starts it again"
+    report(f"{received.name}: the run has ended, {saved}")
+    return (
+        EXIT_TERMINATED
+        if received == signal.SIGTERM
+        else EXIT_INTERRUPTED
+        if received == signal.SIGINT
+        else 128 + received
+    )
+
+
+def choose_port() -> int:
+    """Where torch's agent listens: the user's MASTER_PORT if it is set (UserError if it is in use), else 0, any free
+    port.
+
+    The store that the ranks share is the agent's too and takes a free port by itself in either case.
+    """
+    text = os.environ.get("MASTER_PORT", "")
+    if not text:
+        return 0
+    where = f"environment: MASTER_PORT={text}"
+    if not text.isdigit() or not 0 < int(text) < 65536:
+        raise UserError(
+            "MASTER_PORT is not a port number", where=where, fix="unset it: a free port is chosen automatically"
+        )
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", int(text)))
+        except OSError as error:
+            raise UserError(
+                f"port {text} is in use",
+                where=where,
+                why=f"{error.strerror}: another program on this machine uses it",
+                fix="unset MASTER_PORT (a free port is chosen automatically), or set one that is free",
+            ) from None
+    return int(text)
+
+
+def _run_agent(folder: RunFolder, place: Rendezvous, module: str, watch: Watch) -> Ending:
+    """Runs torch's agent to its end: the signal that ended it, why a rank failed, or neither."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    _quiet_agent()
+    pids: set[int] = set()
+    options: dict[str, Any] = {"local_addr": "127.0.0.1"}
+    if place.backend == "static":  # the only one whose nodes keep their numbers, and that needs no name of its own
+        options = {"rdzv_configs": {"rank": place.node, "timeout": int(place.timeout_s)}}
+    with tempfile.TemporaryDirectory(
+        prefix="manyhands-"
+    ) as scratch:  # the agent wants a folder, though it redirects nothing
+        config = LaunchConfig(
+            min_nodes=place.num_nodes,
+            max_nodes=place.num_nodes,
+            nproc_per_node=place.num_local,
+            run_id=place.run_id,
+            rdzv_backend=place.backend,
+            rdzv_endpoint=place.endpoint,
+            max_restarts=0,
+            monitor_interval=0.1,
+            logs_specs=DefaultLogsSpecs(log_dir=scratch),
+            **options,
+        )
+        try:
+            elastic_launch(config, sys.executable)("-u", "-m", module, "--run-folder", str(folder.path))
+        except (SignalException, KeyboardInterrupt) as error:
+            return Ending(signal.Signals(error.sigval if isinstance(error, SignalException) else signal.SIGINT))
+        except ChildFailedError as error:
+            pids |= {failure.pid for failure in error.failures.values()}
+            if watch.verdict is not None:
+                return Ending(cause=FoundCause(0, time.time(), watch.verdict))
+            return Ending(cause=find_cause(folder, error.failures, watch.killed))
+        except RuntimeError as error:
+            if place.num_nodes == 1 or not type(error).__module__.startswith("torch"):
+                raise
+            why = f"torch's agent on this node: {str(error).splitlines()[0]}"
+            return Ending(cause=FoundCause(4, time.time(), UserError("the nodes did not form a group", why=why)))
+        finally:
+            end_all(pids | watch.pids | set(worker_pids()))
+    return Ending()
+
+
+def _quiet_agent() -> None:
+    """The agent logs a failure in some forty lines; ours is the one that is shown."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)

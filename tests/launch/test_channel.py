@@ -1,0 +1,218 @@
+"""The channel between launchers: who comes, who does not, who is lost. Without torch, on the loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from manyhands.core.errors import UserError
+from manyhands.launch.address import Address
+from manyhands.launch.channel import SILENT, Channel
+from manyhands.launch.nodes import check_hello
+from tests.launch.builders import make_config
+
+QUICK_S = 0.3  # for what is to run out
+LONG_S = 60.0  # for what is not
+
+
+def hello(node: int, nodes: int, **changes: Any) -> dict[str, Any]:
+    config = make_config(**changes.pop("keys", {}))
+    fields = {"node": node, "nodes": nodes, "host": f"gpu{node}", "run": config.model_dump(mode="json")}
+    return fields | {"digest": config.digest, "versions": {"torch": "2.13"}} | changes
+
+
+class Meeting:
+    """Launchers in threads of this process."""
+
+    def __init__(self) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.address = Address("127.0.0.1", probe.getsockname()[1])
+        self.channels: list[Channel] = []
+
+    def come(self, mine: dict[str, Any], timeout_s: float = LONG_S, silence_s: float = LONG_S) -> Channel:
+        channel = Channel(mine["node"], mine["nodes"], mine, silence_s=silence_s)
+        channel.admit = check_hello
+        self.channels.append(channel)
+        if mine["node"] == 0:
+            channel.listen(self.address)
+        else:
+            channel.connect(self.address, timeout_s)
+        channel.wait_for_all(timeout_s)
+        return channel
+
+    def all_come(self, *hellos: dict[str, Any], **limits: float) -> list[Channel | str]:
+        """Each launcher's channel, or its error as text."""
+        return at_once(*(lambda mine=mine: self.come(mine, **limits) for mine in hellos))
+
+
+@pytest.fixture
+def meeting() -> Iterator[Meeting]:
+    made = Meeting()
+    yield made
+    for channel in made.channels:
+        channel.close()
+
+
+def at_once(*works: Callable[[], Any]) -> list[Any]:
+    """Results, or errors as text, of what runs side by side."""
+    results: list[Any] = [None] * len(works)
+
+    def run(number: int) -> None:
+        try:
+            results[number] = works[number]()
+        except UserError as error:
+            results[number] = str(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(works))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LONG_S)
+    return results
+
+
+def until(true: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + LONG_S
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def vanish(channel: Channel) -> None:
+    """As if the launcher was killed: its connections end, and it says nothing."""
+    for link in channel._links:
+        link.socket.shutdown(socket.SHUT_RDWR)
+    channel._closing = True
+
+
+def test_all_come_and_gather(meeting: Meeting):
+    channels = meeting.all_come(*(hello(node, 3) for node in (0, 1, 2)))
+    assert [channel.names for channel in channels] == [["gpu0", "gpu1", "gpu2"]] * 3
+    gathered = at_once(*(lambda channel=channel: channel.gather("square", channel.node**2) for channel in channels))
+    assert gathered == [[0, 1, 4]] * 3
+
+
+def test_messages_reach_the_node_they_are_for_or_all_others(meeting: Meeting):
+    channels = meeting.all_come(*(hello(node, 3) for node in (0, 1, 2)))
+    heard: list[tuple[int, str, int]] = []
+    for channel in channels:
+        for kind in ("kill", "failed"):
+            channel.handlers[kind] = lambda m, node=channel.node: heard.append((node, m["kind"], m["node"]))
+    channels[1].post("kill", to=2)
+    channels[2].post("failed")
+    until(lambda: len(heard) == 3)
+    assert sorted(heard) == [(0, "failed", 2), (1, "failed", 2), (2, "kill", 1)]
+
+
+def test_a_node_that_never_comes_is_named_everywhere(meeting: Meeting):
+    texts = meeting.all_come(hello(0, 3), hello(2, 3), timeout_s=QUICK_S)
+    assert texts[0] == texts[1]
+    assert "error: 1 of 3 nodes did not come: node 1" in texts[0] and "there: node 0 (gpu0), node 2 (gpu2)" in texts[0]
+
+
+def test_node_0_that_never_comes_is_named(meeting: Meeting, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("manyhands.launch.channel.ANSWER_S", 0.1)
+    (text,) = meeting.all_come(hello(1, 2), timeout_s=QUICK_S)
+    assert f"node 1 found no node 0 at {meeting.address} within 0.3 s" in text and "gpu1" in text
+
+
+@pytest.mark.parametrize(
+    ("second", "words"),
+    [
+        ({"node": 1, "host": "gpu7"}, ["node 1 came twice: from", "gpu1", "gpu7"]),
+        ({"node": 2, "nodes": 2}, ["node 0 (gpu0) was started for 3 nodes, node 2 (gpu2) for 2"]),
+        ({"keys": {"seed": 7}}, ["came with another run than node 0 (gpu0)", "seed: 0 -> 7"]),
+        ({"keys": {"name": "other"}}, ["runs 'demo' and 'other'", "name: 'demo' -> 'other'"]),
+        ({"versions": {"torch": "2.11"}}, ["has other versions than node 0 (gpu0)", "torch: '2.13' -> '2.11'"]),
+    ],
+)
+def test_a_node_that_does_not_belong_is_named_everywhere(meeting: Meeting, second: dict[str, Any], words: list[str]):
+    intruder = hello(**({"node": 2, "nodes": 3} | second))
+    texts = meeting.all_come(hello(0, 3), hello(1, 3), intruder)
+    assert len(set(texts)) == 1
+    for word in words:
+        assert word in texts[0]
+
+
+def test_a_second_start_does_not_disturb_a_run_that_has_begun(meeting: Meeting):
+    channels = meeting.all_come(hello(0, 2), hello(1, 2))
+    (text,) = meeting.all_come(hello(1, 2, host="gpu9"))
+    assert "node 1 came twice: from gpu1 and from gpu9" in text
+    gathered = at_once(*(lambda channel=channel: channel.gather("x", channel.node) for channel in channels))
+    assert gathered == [[0, 1]] * 2
+
+
+def test_strangers_are_ignored(meeting: Meeting):
+    def knock() -> None:
+        for line in (b"GET / HTTP/1.1\r\n\r\n", b'{"kind": "hello"}\n', b"\xff\x00\n", b"[1]\n"):
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", meeting.address.port)) as visitor:
+                visitor.sendall(line)
+
+    first = threading.Thread(target=meeting.all_come, args=(hello(0, 2),))
+    first.start()
+    until(lambda: meeting.channels and meeting.channels[0]._listener)
+    knock()
+    (second,) = meeting.all_come(hello(1, 2))
+    first.join(LONG_S)
+    assert isinstance(second, Channel) and meeting.channels[0].trouble is None
+
+
+def test_a_launcher_that_is_killed_is_lost_for_all_others(meeting: Meeting):
+    channels = meeting.all_come(*(hello(node, 3) for node in (0, 1, 2)))
+    vanish(channels[1])
+    until(lambda: channels[0].trouble and channels[2].trouble)
+    assert {channels[0].trouble.what, channels[2].trouble.what} == {"node 1 (gpu1) is lost"}
+    assert channels[0].trouble.kind == "" and "ended without a message" in channels[0].trouble.why
+    texts = at_once(*(lambda channel=channel: channel.gather("x", 1) for channel in (channels[0], channels[2])))
+    assert all("node 1 (gpu1) is lost" in text for text in texts)
+    partial = at_once(
+        *(lambda channel=channel: channel.gather("end", 1, partial=True) for channel in (channels[0], channels[2]))
+    )
+    assert partial == [[1, None, 1]] * 2
+
+
+def test_a_node_that_is_silent_is_lost_on_both_sides(meeting: Meeting, monkeypatch: pytest.MonkeyPatch):
+    channels = meeting.all_come(hello(0, 2), hello(1, 2), silence_s=1.5)
+    monkeypatch.setattr(Channel, "_beat", lambda self: None)  # as on a link that is cut
+    until(lambda: channels[0].trouble and channels[1].trouble)
+    here, there = channels[0].trouble, channels[1].trouble
+    assert (here.what, there.what) == ("node 1 (gpu1) is lost", "node 0 (gpu0) is lost")
+    first = here if here.kind == SILENT else there  # who notices first ends the connection, which here is not cut
+    assert first.kind == SILENT and "nothing was heard from it for 1.5 s" in first.why
+
+
+def test_beats_keep_a_channel_alive_and_carry_what_node_0_is_to_know(meeting: Meeting):
+    channels = meeting.all_come(hello(0, 2), hello(1, 2), silence_s=2.5)
+    channels[1].beat_fields = lambda: {"2": "beat of rank 2"}
+    until(lambda: channels[0].beats.get(1))
+    begin = time.monotonic()
+    until(lambda: time.monotonic() - begin > 3)
+    assert channels[0].beats == {1: {"2": "beat of rank 2"}} and channels[0].trouble is channels[1].trouble is None
+
+
+def test_one_nodes_error_is_everyones_and_leaving_is_none(meeting: Meeting):
+    channels = meeting.all_come(*(hello(node, 3) for node in (0, 1, 2)))
+    channels[2].close()
+    until(lambda: 2 in channels[0]._left)
+    assert channels[0].trouble is None
+    channels[1].fail(UserError("no such file", where="rows.jsonl on gpu1"))
+    with pytest.raises(UserError, match="no such file"):
+        channels[0].gather("x", 0)
+
+
+@pytest.mark.parametrize("text", ["gpu01", "gpu01:", ":29400", "gpu01:0", "gpu01:70000", "tcp://gpu01:1/x"])
+def test_a_rendezvous_is_host_and_port(text: str):
+    with pytest.raises(UserError, match="is not HOST:PORT"):
+        Address.parse(text, "--rendezvous")
+
+
+def test_addresses_are_read_and_written_alike():
+    for text in ("gpu01:29400", "10.0.0.7:1", "[fe80::1]:29400"):
+        assert str(Address.parse(text, "--rendezvous")) == text
