@@ -28,10 +28,9 @@ class Placement:
 
     def seats(self, weight_bytes: int) -> list[Seat]:
         """One for each copy of the model. UserError for more GPUs than there are, or a model that they do not hold."""
-        from manyhands.facts.host import read_host_facts
+        import torch
 
-        visible = read_host_facts().gpus if device_is_cuda() else ()
-        num_visible = len(visible)
+        num_visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
         num = num_visible if self.gpus is None else self.gpus
         if num > num_visible:
             raise UserError(f"--gpus {num}, and torch sees {num_visible}", where="--gpus", fix="leave the option out")
@@ -46,18 +45,23 @@ class Placement:
             )
         size = num if self.device_map in ("balanced", "sequential") else 1
         if self.device_map == "auto":
-            free = min(gpu.free_bytes for gpu in visible[:num])
-            size = group_size(weight_bytes, free, num)
+            size = group_size(weight_bytes, _free_bytes(num), num)
         return [Seat(tuple(range(start, start + size))) for start in range(0, num - size + 1, size)]
 
 
 ALL_GPUS = Placement()
 
 
-def device_is_cuda() -> bool:
+def _free_bytes(num_gpus: int) -> int:
+    """Of the first GPUs the least that is free, from the driver: torch would start CUDA on each of them here."""
     import torch
 
-    return torch.cuda.is_available()
+    from manyhands.facts.host import read_host_facts
+
+    gpus = read_host_facts().gpus
+    if len(gpus) < num_gpus:  # no NVML
+        return min(torch.cuda.mem_get_info(gpu)[0] for gpu in range(num_gpus))
+    return min(gpu.free_bytes for gpu in gpus[:num_gpus])
 
 
 def group_size(weight_bytes: int, free_bytes: int, num_gpus: int) -> int:
