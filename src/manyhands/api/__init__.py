@@ -4,6 +4,7 @@ loaded, or a launcher has made this process a rank.
 
 from __future__ import annotations
 
+from manyhands.api.arguments import TrainingArguments
 from manyhands.api.distributed import (
     distributed_info,
     get_local_rank,
@@ -14,11 +15,15 @@ from manyhands.api.distributed import (
 )
 from manyhands.api.model import LanguageModel, load
 from manyhands.api.runs import TrainedRun, plan, train
+from manyhands.api.trainer import FastLanguageModel, Trainer
 from manyhands.core.errors import UserError
 
 __all__ = [
+    "FastLanguageModel",
     "LanguageModel",
     "TrainedRun",
+    "Trainer",
+    "TrainingArguments",
     "UserError",
     "distributed_info",
     "get_local_rank",

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from manyhands.core.errors import UserError
+
+if TYPE_CHECKING:
+    from manyhands.api.runs import TrainedRun
 
 Conversation = Sequence[Mapping[str, str]]
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -44,17 +48,49 @@ class LanguageModel:
     """A model that answers. Nothing of it is in memory before the first answer."""
 
     def __init__(
-        self, folder: Path, *, base: str | None = None, device_map: str | dict[str, Any] | None = "auto"
+        self,
+        folder: Path,
+        *,
+        base: str | None = None,
+        device_map: str | dict[str, Any] | None = "auto",
+        given: Mapping[str, Any] | None = None,
     ) -> None:
+        """``folder``: or a hub name. ``given``: what a training run is to make of it, by the names of
+        ``FastLanguageModel``.
+        """
         self.folder, self.base, self.device_map = folder, base, device_map
+        self.given = dict(given or {"model_name": str(folder)})
+        self.run: TrainedRun | None = None
 
     def __repr__(self) -> str:
         return f"LanguageModel({str(self.folder)!r})"
 
-    def generate(self, prompts: Any, *, max_new_tokens: int = 256) -> Any:
+    def trained(self, folder: Path) -> None:
+        """From now on it is what the run in ``folder`` has saved."""
+        from manyhands.api.runs import TrainedRun
+
+        self.folder, self.base, self.run = folder, None, TrainedRun(folder)
+        vars(self).pop("answerer", None)
+
+    def save_pretrained(self, folder: str | os.PathLike[str], **ignored: Any) -> None:
+        """Copies what the run has written, a PEFT adapter or a model, to ``folder``."""
+        if self.run is None:
+            raise UserError(
+                "the model has not been trained", where=str(self.folder), fix="save it after Trainer(...).train()"
+            )
+        [output] = list(self.run.outputs.values())[:1]
+        shutil.copytree(output, folder, dirs_exist_ok=True)
+
+    def generate(self, prompts: Any = None, *, max_new_tokens: int = 256, **tensors: Any) -> Any:
         """The greedy answer to each prompt, in order: a question, or a conversation as a list of messages with role
         and content. A single question gets a single answer.
+
+        ``input_ids`` and other tensors go to transformers' own ``generate``, which returns ids.
         """
+        if tensors:
+            if prompts is not None:
+                raise UserError("prompts and tensors are both given", where="generate", fix="give one of them")
+            return self.answerer.model.generate(max_new_tokens=max_new_tokens, **tensors)
         if isinstance(prompts, str):
             return self._answer(prompts, max_new_tokens)
         if not isinstance(prompts, Sequence):
@@ -70,9 +106,13 @@ class LanguageModel:
     @cached_property
     def answerer(self) -> Any:
         """``infer.load.Answerer``: the model in memory, its tokenizer and what ends an answer."""
+        from manyhands.facts.hub import locate_model
         from manyhands.infer.load import open_answerer
 
-        return open_answerer(self.folder, self.base, self._devices())
+        folder = self.folder
+        if self.run is None and not folder.is_dir():
+            folder = locate_model(str(folder), self.given.get("revision"), True)
+        return open_answerer(folder, self.base, self._devices())
 
     @property
     def tokenizer(self) -> Any:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from manyhands.api.sources import write_rows
+from manyhands.config.dialects.translation import Around, Translation
 from manyhands.config.load import LoadedRun
 from manyhands.config.read import ParsedFile
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
-from manyhands.launch.environment import apply_variables, detect_launcher
+from manyhands.launch.environment import accelerate_settings, apply_variables, detect_launcher
 from manyhands.launch.run_file import load_for_start
 from manyhands.launch.run_folder import RunFolder
 
@@ -101,7 +103,8 @@ def open_run(
     if isinstance(run, RunConfig):
         source = ParsedFile(run.model_dump(mode="json", exclude_unset=True), "the given RunConfig")
     elif isinstance(run, Mapping):
-        source = ParsedFile(_plain(run), "the given keys")
+        keys = {"name": "run", **plain(run)}
+        source = ParsedFile(keys, "the given keys", text=json.dumps(keys, indent=2) + "\n")
     elif isinstance(run, (str, os.PathLike)):
         source = run
     else:
@@ -109,26 +112,34 @@ def open_run(
             f"a run is a file or its keys, not a {type(run).__name__}",
             fix='give the path of a run file, or its keys: {"model": {"name": ...}, "data": {"train": ...}}',
         )
-    texts = [f"{key}={_write_value(value)}" for key, value in given.items()]
+    file = source if isinstance(source, ParsedFile) else Path(source)
+    if train_data is not None or validation_data is not None:
+        found = read_keys(file, {**given, "data.train": given.get("data.train", "rows")})
+        cache = Path(found.config.data.cache)
+        for name, data in (("train", train_data), ("validation", validation_data)):
+            if data is not None:
+                given[f"data.{name}"] = write_rows(data, cache, name)
+    return read_keys(file, given)
+
+
+def read_keys(
+    source: Path | ParsedFile,
+    overrides: Mapping[str, Any] | None = None,
+    read: Callable[[ParsedFile, Around], Translation | None] | None = None,
+) -> LoadedRun:
+    """A run file, or its keys, for the processes that there are or will be."""
+    texts = [f"{key}={json.dumps(plain(value), ensure_ascii=False)}" for key, value in (overrides or {}).items()]
     launcher = detect_launcher()
-    return load_for_start(
-        Path(source) if not isinstance(source, ParsedFile) else source,
-        texts,
-        num_gpus=None if launcher.kind == "none" else launcher.world_size,
-    )
+    num_gpus = None if launcher.kind == "none" else launcher.world_size
+    return load_for_start(source, texts, num_gpus=num_gpus, settings=accelerate_settings(), read=read)
 
 
-def _write_value(value: Any) -> str:
-    """As it stands behind ``key=``: JSON, which is YAML too."""
-    return json.dumps(_plain(value), ensure_ascii=False)
-
-
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Paths and tuples as JSON has them."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -58,22 +58,22 @@ def load_run(
     *,
     around: Around | None = None,
     settings: Mapping[str, Path | ParsedFile] | None = None,
+    read: Callable[[ParsedFile, Around], Translation | None] | None = None,
 ) -> LoadedRun:
     """Reads a YAML, TOML or JSON run file (or takes a file's keys), ours or another tool's, and applies
     ``section.key=value`` overrides of our keys, the later one winning.
 
-    Override values are read as YAML (``1e-4``, ``[q_proj, v_proj]``); keys that take any string take the text as
-    given. ``name`` defaults to the file's stem. Relative paths are resolved against the run file's folder if they exist
-    there, and otherwise left as they are. ``around``: what a translation may ask. ``settings``: files of other tools
-    that say how to distribute the run (``accelerate``, ``deepspeed``), or their content. Raises ``UserError`` with all
-    findings at once.
+    Override values are read as YAML (``1e-4``, ``[q_proj, v_proj]``); keys that take any string take the text as given.
+    ``name`` defaults to the file's stem. Relative paths that exist in the run file's folder are resolved against it.
+    ``around``: what a translation may ask. ``settings``: files of other tools that say how to distribute the run
+    (``accelerate``, ``deepspeed``), or their content. ``read``: in place of recognizing whose keys they are. Raises
+    ``UserError`` with all findings at once.
     """
     source = path if isinstance(path, ParsedFile) else read_run_file(Path(path))
-    folder = Path.cwd() if isinstance(path, ParsedFile) else Path(os.path.abspath(path)).parent
-    around = replace(around or Around(), folder=folder)
+    around = replace(around or Around(), folder=Path(os.path.abspath(source.where)).parent)
     files = {kind: read_run_file(file) if isinstance(file, Path) else file for kind, file in (settings or {}).items()}
     around = _with_overrides(around, overrides, files)
-    translation = translate_file(source, around)
+    translation = (read or translate_file)(source, around)
     mapping = deepcopy(translation.mapping if translation else source.mapping)
     origins = dict(translation.origins) if translation else {k: f"line {line}" for k, line in source.lines.items()}
     if translation is not None:
@@ -85,7 +85,7 @@ def load_run(
     foreign = dict(origins) if translation or settings else {}
     findings = _apply_overrides(mapping, overrides, origins)
     if "name" not in mapping:
-        mapping["name"] = "run" if isinstance(path, ParsedFile) else clean_name(Path(path).stem)
+        mapping["name"] = clean_name(Path(source.where).stem)
     resolve_paths(mapping, around.folder)
     config = _validate(mapping, source.where, origins, findings, foreign)
     return LoadedRun(config, translation, source.text if translation else None, tuple(said))

@@ -123,12 +123,60 @@ def accelerate_settings(environ: Mapping[str, str] = os.environ) -> dict[str, Pa
     return {} if asked is None else {"accelerate": asked}
 
 
+# Ours, for scripts and commands that are to stay as they are.
+FORCE_SINGLE_GPU = "MANYHANDS_FORCE_SINGLE_GPU"  # 1: one process, whatever the run says
+NUM_PROCESSES = "MANYHANDS_NUM_PROCESSES"  # parallel.gpus where the run leaves it open
+COMPILE_MAXIMUM = "MANYHANDS_COMPILE_MAXIMUM"  # 1: parallel.compile=true where the run leaves it open
 # Variables that guides set and that nothing here reads, and what does the same.
 _UNREAD = {
-    "UNSLOTH_FORCE_SINGLE_GPU": "parallel.gpus=1",
-    "UNSLOTH_COMPILE_MAXIMUM": "parallel.compile=true",
+    "UNSLOTH_FORCE_SINGLE_GPU": f"parallel.gpus=1, or {FORCE_SINGLE_GPU}=1,",
+    "UNSLOTH_COMPILE_MAXIMUM": f"parallel.compile=true, or {COMPILE_MAXIMUM}=1,",
 }
 _ASYNC_ERRORS = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
+
+
+def asked_processes(environ: Mapping[str, str] = os.environ) -> int | None:
+    """The number of processes that our variables ask for; None where they leave it open. UserError for what is no
+    number.
+    """
+    if _is_on(environ, FORCE_SINGLE_GPU):
+        return 1
+    text = environ.get(NUM_PROCESSES, "")
+    if not text:
+        return None
+    if not text.isdecimal() or not int(text):
+        raise UserError(
+            f"{NUM_PROCESSES} is not a number of processes: {text!r}",
+            where="environment",
+            fix="unset it, or set it to N",
+        )
+    return int(text)
+
+
+def _is_on(environ: Mapping[str, str], name: str) -> bool:
+    text = environ.get(name, "").lower()
+    if text not in ("", "0", "1", "true", "false"):
+        raise UserError(f"{name} is neither 0 nor 1: {text!r}", where="environment", fix="unset it, or set it to 1")
+    return text in ("1", "true")
+
+
+def _apply_own(config: RunConfig, environ: Mapping[str, str]) -> tuple[RunConfig, list[str]]:
+    notes, changes, parallel = [], {}, config.parallel
+    asked, forced = asked_processes(environ), _is_on(environ, FORCE_SINGLE_GPU)
+    name = FORCE_SINGLE_GPU if forced else NUM_PROCESSES
+    if asked is not None and (forced or parallel.gpus == "auto"):
+        changes["gpus"] = asked
+        notes.append(f"{name}={environ[name]} is taken as parallel.gpus={asked}")
+    elif asked not in (None, parallel.gpus):
+        notes.append(f"{name}={environ[name]} has no effect: the run sets parallel.gpus")
+    if _is_on(environ, COMPILE_MAXIMUM) and parallel.compile == "auto":
+        changes["compile"] = True
+        notes.append(f"{COMPILE_MAXIMUM}={environ[COMPILE_MAXIMUM]} is taken as parallel.compile=true")
+    elif _is_on(environ, COMPILE_MAXIMUM) and not parallel.compile:
+        notes.append(f"{COMPILE_MAXIMUM}={environ[COMPILE_MAXIMUM]} has no effect: the run sets parallel.compile")
+    if changes:
+        config = config.model_copy(update={"parallel": parallel.model_copy(update=changes)})
+    return config, notes
 
 
 def apply_variables(config: RunConfig, environ: Mapping[str, str] = os.environ) -> tuple[RunConfig, list[str]]:
@@ -137,7 +185,7 @@ def apply_variables(config: RunConfig, environ: Mapping[str, str] = os.environ) 
     ``NCCL_TIMEOUT`` (seconds) is parallel.timeout_s unless the run sets that. UserError where it is no number of
     seconds.
     """
-    notes = []
+    config, notes = _apply_own(config, environ)
     text = environ.get("NCCL_TIMEOUT", "")
     if text:
         if not text.isdecimal() or not int(text):

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from manyhands.config.dialects.translation import Around
+from manyhands.config.dialects.translation import Around, Translation
 from manyhands.config.load import LoadedRun, load_run
 from manyhands.config.read import ParsedFile
 from manyhands.config.schema import Source
@@ -19,6 +19,7 @@ from manyhands.core.files import read_json
 from manyhands.data.hub_sets import fetch_file
 from manyhands.data.sources import is_hub, read_rows
 from manyhands.facts.host import read_host_facts
+from manyhands.launch.environment import asked_processes
 from manyhands.launch.resume_rules import folder_of
 from manyhands.launch.run_folder import FATES
 
@@ -30,19 +31,20 @@ def load_for_start(
     num_gpus: int | None = None,
     settings: Mapping[str, Path | ParsedFile] | None = None,
     strict: bool = False,
+    read: Callable[[ParsedFile, Around], Translation | None] | None = None,
 ) -> LoadedRun:
     """The run of a file, ours or another tool's, or of its keys. ``num_gpus``: processes that a launcher has started
-    already.
+    already. ``read``: in place of recognizing whose keys they are (``load_run``).
 
     A file that counts batches per GPU is multiplied out once: where its run has started before, by the number of GPUs
     of that first start, so that the same command resumes it on any other number. Raises ``UserError``.
     """
-    around = look_around(num_gpus=num_gpus, strict=strict)
-    loaded = load_run(path, overrides, around=around, settings=settings)
+    around = look_around(num_gpus=asked_processes() if num_gpus is None else num_gpus, strict=strict)
+    loaded = load_run(path, overrides, around=around, settings=settings, read=read)
     first = _first_gpus(loaded)
     if first is None or loaded.translation is None or first == loaded.translation.gpus:
         return loaded
-    return load_run(path, overrides, around=replace(around, first_gpus=first), settings=settings)
+    return load_run(path, overrides, around=replace(around, first_gpus=first), settings=settings, read=read)
 
 
 def look_around(*, num_gpus: int | None = None, strict: bool = False) -> Around:

@@ -1,0 +1,232 @@
+"""``TrainingArguments``, and what the parameters of the trainer mean as keys of a run.
+
+The parameters are those of Unsloth's ``FastLanguageModel`` and of TRL's and transformers' training arguments, so they
+are translated as a file of TRL is, with the same fates: mapped, already so, substituted (said at the start), or refused
+by name. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass, replace
+from typing import Any
+
+from manyhands.config.dialects import transformers as hf
+from manyhands.config.dialects import trl
+from manyhands.config.dialects.translation import Around, Translation, Translator, names
+from manyhands.config.keys import nearest_name, show
+from manyhands.config.read import ParsedFile
+from manyhands.core.errors import UserError
+
+WHERE = "the trainer's arguments"
+OWN = names("enable_distributed_training distributed_backend")
+SFT = names(
+    "max_length max_seq_length packing packing_strategy completion_only_loss assistant_only_loss dataset_text_field "
+    "dataset_kwargs dataset_num_proc eos_token pad_token activation_offloading shuffle_dataset loss_type padding_free "
+    "eval_packing pad_to_multiple_of chat_template_path"
+)
+ARGUMENTS = frozenset(key for key in hf.KEYS if "." not in key) | SFT | OWN
+# Of FastLanguageModel, by the name that TRL has for it.
+RENAMED = {
+    "model_name_or_path": "model_name",
+    "model_revision": "revision",
+    "lora_r": "r",
+    "lora_target_modules": "target_modules",
+    "lora_modules_to_save": "modules_to_save",
+    "dataset_name": "train_dataset",
+}
+ADAPTER = names(
+    "r target_modules lora_alpha lora_dropout bias layers_to_transform layers_pattern use_gradient_checkpointing "
+    "random_state use_rslora use_dora modules_to_save init_lora_weights loftq_config"
+)
+MODEL = names("model_name revision dtype load_in_4bit load_in_8bit full_finetuning device_map trust_remote_code")
+KEYS = trl.KEYS | ARGUMENTS | ADAPTER | MODEL | names("eval_dataset train_dataset new_tokens")
+OPEN = trl.OPEN | {"device_map", "loftq_config"}
+SHARDING = "parallel.strategy fsdp shards the model over all GPUs where it does not fit on one"
+
+
+class TrainingArguments:
+    """Arguments of a training run, by the names of transformers' ``TrainingArguments`` and TRL's ``SFTConfig``.
+
+    ``per_device_train_batch_size`` counts one GPU: a step has that times the GPUs times ``gradient_accumulation_steps``
+    samples. What is not given has TRL's default (learning rate 2e-5, linear, 3 epochs, 8 samples a GPU). Arguments can
+    be set later; one that does not exist is a ``UserError`` that names the nearest.
+    """
+
+    given: dict[str, Any]
+
+    def __init__(self, output_dir: str = "trainer_output", **arguments: Any) -> None:
+        object.__setattr__(self, "given", {})
+        for name, value in {"output_dir": output_dir, **arguments}.items():
+            setattr(self, name, value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in ARGUMENTS:
+            near = nearest_name(name, sorted(ARGUMENTS))
+            raise UserError(
+                f"there is no training argument {name!r}",
+                where="TrainingArguments",
+                fix=f"did you mean {near}?" if near else "see the training arguments of transformers and TRL",
+            )
+        self.given[name] = value
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ARGUMENTS:  # not given: decided by the translation, or by the plan
+            return self.given.get(name)
+        raise AttributeError(name)
+
+    def __repr__(self) -> str:
+        return f"TrainingArguments({', '.join(f'{name}={value!r}' for name, value in self.given.items())})"
+
+
+def read_arguments(arguments: Any) -> dict[str, Any]:
+    """Given arguments by name: ours, a dict, or an object of transformers or TRL, of which those that are not its
+    default.
+    """
+    if arguments is None:
+        return TrainingArguments().given
+    if isinstance(arguments, TrainingArguments):
+        return dict(arguments.given)
+    if isinstance(arguments, Mapping):
+        return TrainingArguments(**arguments).given
+    if is_dataclass(arguments) and hasattr(arguments, "to_dict") and hasattr(arguments, "output_dir"):
+        kind: Any = type(arguments)
+        given, default = arguments.to_dict(), kind(output_dir=arguments.output_dir).to_dict()
+        changed = {name: value for name, value in given.items() if value != default[name]}
+        return TrainingArguments(**{"output_dir": arguments.output_dir, **changed}).given
+    raise UserError(
+        f"the arguments are a {type(arguments).__name__}",
+        fix="give manyhands.TrainingArguments(...), or those of transformers or TRL",
+    )
+
+
+def as_file(given: Mapping[str, Any]) -> ParsedFile:
+    """The parameters of model, adapter and training as the keys of a file."""
+    keys = {name: _as_json(value) for name, value in given.items()}
+    return ParsedFile(keys, WHERE, text=json.dumps(keys, indent=2) + "\n")
+
+
+def translate(source: ParsedFile, around: Around, num_gpus: int) -> Translation:
+    """The run that the parameters mean, on a machine with so many GPUs. Raises ``UserError`` with all that is refused,
+    by name.
+    """
+    t = Translator(source, around, tool="the trainer", known=KEYS, open=OPEN)
+    t.aliases = {**RENAMED, **dict.fromkeys(_translate_own(t, num_gpus), "-")}
+    trl.translate(t)
+    translation = t.finish(refuse_unknown=True)
+    found = translation.findings()
+    if found:
+        raise UserError(
+            f"the trainer's arguments cannot be run as they are, for {len(found)} reason{'s' * (len(found) > 1)}",
+            where="FastLanguageModel, TrainingArguments",
+            details=found[:20],
+            fix="change or remove these arguments",
+        )
+    return replace(translation, tool="the trainer", where="arguments.json")
+
+
+def _translate_own(t: Translator, num_gpus: int) -> Iterator[str]:
+    """Gives the parameters that TRL's file does not have, or has with another meaning, their fates; yields names that
+    TRL's translation shall not see.
+    """
+    _map_processes(t, num_gpus)
+    yield from _map_ddp(t, num_gpus)
+    yield from _map_memory(t)
+    yield from _map_adapter(t)
+    _map_method(t)
+    t.map("eval_dataset", "data.validation")
+    t.map("new_tokens", "model.new_tokens")
+
+
+def _map_processes(t: Translator, num_gpus: int) -> None:
+    if t.has("enable_distributed_training") and not t.flag("enable_distributed_training"):
+        t.map("enable_distributed_training", "parallel.gpus", 1)
+        t.around = replace(t.around, gpus=1)
+    t.already("enable_distributed_training", "every GPU has a process")
+    backend = t.get("distributed_backend")
+    if backend == "nccl" and not num_gpus:
+        t.ignore("distributed_backend", "there is no GPU here, and processes on a CPU use gloo")
+    elif backend == "gloo" and num_gpus:
+        t.refuse("distributed_backend", "gloo is for CPUs, and GPUs use nccl: write nccl, or remove it")
+    else:
+        t.only("distributed_backend", ("nccl", "gloo", None), "write nccl for GPUs, gloo for CPUs")
+    split = t.get("device_map")
+    places = set(split.values()) if isinstance(split, Mapping) else {split}
+    if split in (None, "auto"):
+        t.already("device_map", f"each rank has its GPU; {SHARDING}")
+    elif isinstance(split, Mapping) and len(places) == 1:
+        t.already("device_map", "all on one GPU, which is each rank's own")
+    elif num_gpus <= 1 and not isinstance(split, Mapping):
+        t.already("device_map", "there is nothing to split over")
+    else:
+        t.refuse(
+            "device_map",
+            f"{show(split)} splits the layers over GPUs that one process uses in turn, so that all but one wait: "
+            f"write auto, with which each GPU has a process, and {SHARDING}; for answers such a map can be used",
+        )
+
+
+def _map_ddp(t: Translator, num_gpus: int) -> Iterator[str]:
+    t.only(
+        "ddp_find_unused_parameters",
+        (False, None),
+        "every trained weight gets a gradient in each step: set it to false",
+    )
+    t.only("ddp_broadcast_buffers", (False, None), "no buffer changes in training: set it to false")
+    pinned = (True, None) if num_gpus else (True, False, None)
+    t.only("dataloader_pin_memory", pinned, "batches reach a GPU from pinned memory: set it to true")
+    if t.has("dataloader_num_workers"):
+        t.map("dataloader_num_workers", "data.workers", t.integer("dataloader_num_workers"))
+        yield "dataloader_num_workers"
+
+
+def _map_memory(t: Translator) -> Iterator[str]:
+    """Recomputation of activations, which two parameters ask for."""
+    for key in ("gradient_checkpointing", "use_gradient_checkpointing"):
+        if t.get(key) == "unsloth":
+            t.already(key, "the plan recomputes as many blocks as memory requires")
+        elif t.has(key):
+            asked = "full" if t.flag(key) else "none"
+            t.map(key, "parallel.activation_checkpointing", asked)
+        yield key
+    if t.flag("auto_find_batch_size"):
+        t.already("auto_find_batch_size", "the plan's micro-batch fits, and is halved where memory runs out")
+
+
+def _map_adapter(t: Translator) -> Iterator[str]:
+    t.only("bias", ("none", None), "biases are not trained beside an adapter: write none")
+    for key in ("layers_to_transform", "layers_pattern"):
+        t.only(key, (None,), "name the layers in target_modules: `re:layers\\.(30|31)\\..*_proj`")
+    if str(t.get("init_lora_weights")).lower() == "loftq":
+        t.map("init_lora_weights", "method.init", "loftq")
+    else:
+        t.only("init_lora_weights", (True, None), "B begins at zero, or write loftq")
+    t.only("loftq_config", (None, {}), "init_lora_weights: loftq needs no further options")
+    if t.has("random_state") and t.has("seed") and t.get("seed") != t.get("random_state"):
+        t.ignore("random_state", "`seed` is the one seed of weights, order and dropout")
+    elif t.has("random_state"):
+        t.map("random_state", "seed", t.integer("random_state"))
+        yield "seed"
+
+
+def _map_method(t: Translator) -> None:
+    if t.flag("full_finetuning"):
+        if any(t.has(key) for key in ADAPTER - {"use_gradient_checkpointing", "random_state"}):
+            t.contradict("full_finetuning", "all weights would be trained, and there is an adapter: keep one of them")
+        t.already("full_finetuning", "all weights are trained")
+    t.already("full_finetuning")
+
+
+def _as_json(value: Any) -> Any:
+    """Values as a file has them: dtypes and enumerations by name."""
+    if isinstance(value, enum.Enum):
+        return _as_json(value.value)
+    if isinstance(value, Mapping):
+        return {str(key): _as_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_as_json(item) for item in (sorted(value) if isinstance(value, (set, frozenset)) else value)]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return str(value).removeprefix("torch.")

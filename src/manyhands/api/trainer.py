@@ -1,0 +1,282 @@
+"""``FastLanguageModel`` and ``Trainer``: the form that Unsloth's and TRL's quick starts have. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from manyhands.api.arguments import SFT, as_file, read_arguments, translate
+from manyhands.api.callbacks import Callback, Callbacks
+from manyhands.api.model import LanguageModel, check_device_map
+from manyhands.api.runs import TrainedRun, plan, read_keys
+from manyhands.api.sources import list_rows, write_rows
+from manyhands.api.start import start
+from manyhands.config.load import LoadedRun
+from manyhands.config.schema import DataSection
+from manyhands.core.errors import UserError
+from manyhands.facts.host import read_host_facts
+
+if TYPE_CHECKING:
+    from manyhands.plan.types import Plan
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class FastLanguageModel:
+    """Unsloth's entry, under the same names and defaults."""
+
+    @staticmethod
+    def from_pretrained(
+        model_name: str | os.PathLike[str],
+        max_seq_length: int | None = 2048,
+        dtype: Any = None,
+        load_in_4bit: bool = True,
+        load_in_8bit: bool = False,
+        full_finetuning: bool = False,
+        device_map: str | Mapping[str, Any] | None = "auto",
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        **refused: Any,
+    ) -> tuple[LanguageModel, Any]:
+        """The model, and transformers' tokenizer of it. Weights are read when it is trained or answers.
+
+        ``load_in_4bit`` trains an adapter beside 4-bit weights (NF4), ``full_finetuning`` all weights. ``dtype``: None
+        is bfloat16 where the GPU has it. ``device_map``: ``auto`` gives each process its GPU in training, sharded where
+        the model does not fit, and spreads layers over all GPUs for answers. Raises ``UserError``.
+        """
+        from manyhands.data.tokenizer import load_tokenizer
+        from manyhands.facts.hub import locate_model
+
+        _refuse("FastLanguageModel.from_pretrained", refused, FROM_PRETRAINED)
+        name = os.fspath(model_name)
+        folder = locate_model(name, revision, False, trust_remote_code=trust_remote_code)
+        given = {
+            "model_name": name,
+            "max_seq_length": max_seq_length,
+            "dtype": dtype,
+            "load_in_4bit": load_in_4bit and not (full_finetuning or load_in_8bit),
+            "load_in_8bit": load_in_8bit,
+            "full_finetuning": full_finetuning,
+            "device_map": check_device_map(device_map),
+            "revision": revision,
+            "trust_remote_code": trust_remote_code,
+        }
+        tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
+        return LanguageModel(Path(name), device_map=given["device_map"], given=given), tokenizer
+
+    @staticmethod
+    def get_peft_model(
+        model: LanguageModel,
+        r: int = 16,
+        target_modules: Sequence[str] | str = PROJECTIONS,
+        lora_alpha: float = 16,
+        lora_dropout: float = 0.0,
+        bias: str = "none",
+        layers_to_transform: Any = None,
+        layers_pattern: Any = None,
+        use_gradient_checkpointing: bool | str = "unsloth",
+        random_state: int | None = None,
+        max_seq_length: int | None = None,
+        use_rslora: bool = False,
+        modules_to_save: Sequence[str] | None = None,
+        init_lora_weights: bool | str = True,
+        loftq_config: Mapping[str, Any] | None = None,
+        use_dora: bool = False,
+        **refused: Any,
+    ) -> LanguageModel:
+        """The model with a LoRA adapter to train."""
+        _refuse("FastLanguageModel.get_peft_model", refused, GET_PEFT_MODEL)
+        adapter = {
+            "r": r,
+            "target_modules": target_modules,
+            "lora_alpha": lora_alpha,
+            "lora_dropout": lora_dropout,
+            "bias": bias,
+            "layers_to_transform": layers_to_transform,
+            "layers_pattern": layers_pattern,
+            "use_gradient_checkpointing": use_gradient_checkpointing,
+            "random_state": random_state,
+            "use_rslora": use_rslora,
+            "use_dora": use_dora,
+            "modules_to_save": modules_to_save,
+            "init_lora_weights": init_lora_weights,
+            "loftq_config": loftq_config,
+        }
+        length = {} if max_seq_length is None else {"max_seq_length": max_seq_length}
+        return LanguageModel(model.folder, device_map=model.device_map, given={**model.given, **length, **adapter})
+
+    @staticmethod
+    def for_inference(model: LanguageModel) -> LanguageModel:
+        """The same: nothing has to be switched."""
+        return model
+
+    @staticmethod
+    def for_training(model: LanguageModel, use_gradient_checkpointing: bool = True) -> LanguageModel:
+        """The same: nothing has to be switched."""
+        return model
+
+
+class Trainer:
+    """Trains a model on rows, by TRL's and Unsloth's names. ``train()`` starts a process per GPU, or is one of the
+    ranks of torchrun, accelerate or SLURM; see ``manyhands.train``, also for ``on_step`` and its like.
+
+    ``model``: of ``FastLanguageModel``, or a hub name or folder, of which all weights are trained unless there is a
+    ``peft_config`` (``peft.LoraConfig`` or its fields). ``tokenizer`` (also ``processing_class``): its chat template,
+    end-of-text token and added tokens are the run's. ``train_dataset``, ``eval_dataset``: a list of dicts, a
+    ``datasets.Dataset``, a pandas ``DataFrame``, an iterable of dicts, or a path. ``formatting_func``: a row to its
+    text. ``args``: ``TrainingArguments``. ``overrides``: keys of a run file, ``{"data.cache": ...}``, which win.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel | str | os.PathLike[str],
+        args: Any = None,
+        *,
+        tokenizer: Any = None,
+        processing_class: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        peft_config: Any = None,
+        formatting_func: Callable[[Any], str] | None = None,
+        on_step: Callback | None = None,
+        on_evaluate: Callback | None = None,
+        on_checkpoint: Callback | None = None,
+        overrides: Mapping[str, Any] | None = None,
+        **others: Any,
+    ) -> None:
+        further = {name: value for name, value in others.items() if name in SFT}
+        _refuse("Trainer", {name: value for name, value in others.items() if name not in SFT}, TRAINER)
+        self.model = model if isinstance(model, LanguageModel) else _open_model(model, peft_config)
+        self.args = args
+        self.tokenizer = tokenizer if tokenizer is not None else processing_class
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self.formatting_func = formatting_func
+        self.functions = {"step": on_step, "evaluation": on_evaluate, "checkpoint": on_checkpoint}
+        self.overrides = dict(overrides or {})
+        self.run: TrainedRun | None = None
+        self._further = further
+        if train_dataset is None:
+            raise UserError("there is no train_dataset", where="Trainer", fix="give rows, or the path of a data file")
+
+    def train(self, resume_from_checkpoint: bool | str | None = None, *, fresh: bool = False) -> TrainedRun:
+        """Plans, trains, saves and verifies in ``output_dir``; afterwards ``model`` answers as trained.
+
+        A run that was interrupted is resumed; ``fresh`` starts another one beside it.
+        """
+        if isinstance(resume_from_checkpoint, str):
+            raise UserError(
+                "resume_from_checkpoint names a checkpoint",
+                where="Trainer.train",
+                why="a run resumes from its own newest checkpoint",
+                fix="leave it out; to begin from other weights give their folder as the model",
+            )
+        folder = start(self.load, fresh=fresh, callbacks=Callbacks(self.functions))
+        self.run = TrainedRun(folder)
+        self.model.trained(folder)
+        return self.run
+
+    def plan(self, gpus: int | str | None = None) -> Plan:
+        """What ``train`` would do, and why; as ``manyhands.plan``."""
+        return plan(self.load().config, gpus=gpus)
+
+    def save_model(self, folder: str | os.PathLike[str]) -> None:
+        """Copies what the run has written, a PEFT adapter or a model, to ``folder``."""
+        self.model.save_pretrained(folder)
+
+    def load(self) -> LoadedRun:
+        """The run that the arguments mean, with its data written where they were in memory. Raises ``UserError``."""
+        given = {**self.model.given, **self._read_tokenizer(), **read_arguments(self.args), **self._further}
+        given = {name: value for name, value in given.items() if value is not None}
+        cache = Path(self.overrides.get("data.cache", DataSection.model_fields["cache"].default))
+        given["train_dataset"] = write_rows(self._format(self.train_dataset, "train_dataset"), cache, "train")
+        if self.eval_dataset is not None:
+            given["eval_dataset"] = write_rows(self._format(self.eval_dataset, "eval_dataset"), cache, "validation")
+        if given.get("load_in_4bit") and "r" not in given:
+            given |= UNSLOTH_ADAPTER
+        given |= {"use_peft": "r" in given, "use_bnb_nested_quant": True}
+        num_gpus = len(read_host_facts().gpus)
+        return read_keys(as_file(given), self.overrides, read=partial(translate, num_gpus=num_gpus))
+
+    def _format(self, data: Any, name: str) -> Any:
+        """Rows as ``formatting_func`` writes them."""
+        function = self.formatting_func
+        if function is None:
+            return data
+        return lambda: ({"text": _check_text(function(row), name)} for row in list_rows(data, name))
+
+    def _read_tokenizer(self) -> dict[str, Any]:
+        from manyhands.api.tokenizer import differences
+
+        return {} if self.tokenizer is None else differences(self.tokenizer, self.model)
+
+
+def _open_model(model: str | os.PathLike[str], peft_config: Any) -> LanguageModel:
+    name = os.fspath(model)
+    return LanguageModel(Path(name), given={"model_name": name, **_read_peft(peft_config)})
+
+
+PEFT_FIELDS = {"r": 8, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": None, "modules_to_save": None,
+               "use_rslora": False, "use_dora": False, "bias": "none", "init_lora_weights": True,
+               "layers_to_transform": None, "layers_pattern": None}  # fmt: skip
+
+
+def _read_peft(config: Any) -> dict[str, Any]:
+    """A ``LoraConfig``, or its fields."""
+    if config is None:
+        return {}
+    given = dict(config) if isinstance(config, Mapping) else vars(config)
+    if str(getattr(given.get("peft_type"), "value", given.get("peft_type", "LORA"))) != "LORA":
+        raise UserError(f"peft_config is a {type(config).__name__}", fix="give peft.LoraConfig(...)")
+    return {name: given.get(name, default) for name, default in PEFT_FIELDS.items()}
+
+
+UNSLOTH_ADAPTER = {"r": 16, "lora_alpha": 16, "lora_dropout": 0.0, "target_modules": list(PROJECTIONS)}
+HOOKS = "give on_step, on_evaluate or on_checkpoint, functions of a row of metrics.jsonl"
+FROM_PRETRAINED = {
+    "token": "set HF_TOKEN in the environment: a run's files hold no secrets",
+    "fast_inference": "answers come from transformers",
+    "rope_scaling": "it is that of the model's config.json",
+    "quantization_config": "load_in_4bit is NF4",
+}
+GET_PEFT_MODEL = {
+    "target_parameters": "adapters are on modules: name them in target_modules",
+    "rank_pattern": "all modules have one rank",
+    "alpha_pattern": "all modules have one alpha",
+}
+TRAINER = {
+    "callbacks": HOOKS,
+    "data_collator": "samples are collated by the run: packed, or padded",
+    "compute_metrics": HOOKS,
+    "preprocess_logits_for_metrics": HOOKS,
+    "optimizers": "name one: TrainingArguments(optim=...)",
+    "optimizer_cls_and_kwargs": "name one: TrainingArguments(optim=...)",
+    "model_init": "give the model",
+    "compute_loss_func": "the loss is the mean over the loss tokens of a step",
+}
+
+
+def _refuse(where: str, given: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
+    """UserError for parameters that would not act; None, False and 0 ask for nothing."""
+    from manyhands.config.keys import nearest_name
+
+    asked = [name for name, value in given.items() if name not in reasons or (value is not None and value is not False)]
+    if not asked:
+        return
+    details = []
+    for name in asked:
+        near = None if name in reasons else nearest_name(name, sorted({*reasons, *SFT}))
+        details.append(f"`{name}`: {reasons.get(name) or (f'did you mean {near}?' if near else 'there is none')}")
+    raise UserError("parameters that are not available", where=where, details=details, fix="remove them")
+
+
+def _check_text(text: Any, name: str) -> str:
+    if isinstance(text, str):
+        return text
+    raise UserError(
+        f"formatting_func returned a {type(text).__name__}, not text",
+        where=name,
+        fix="return the text of one row: it is called for each row, not for batches",
+    )
