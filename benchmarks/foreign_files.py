@@ -27,6 +27,7 @@ from manyhands.config.load import config_from_mapping
 from manyhands.config.read import SUFFIXES, read_run_file
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
+from tests.data.test_tekken import write_tekken
 from tests.support.tiny import OF_FAMILY, TINY, tiny_tokenizer
 
 GPUS = "8xH100-80GB"
@@ -42,13 +43,14 @@ TYPES: tuple[tuple[str, str], ...] = (
     (r"qwen3-\d+b-a\d", "qwen3_moe"), ("qwen3|plano", "qwen3"), ("qwen/qwen-", "qwen*"),
     ("qwen|deepcoder|cogito.*qwen", "qwen2"), ("mimo", "mimo*"), ("deepseek-v4", "deepseek_v4*"),
     ("deepseek-v2", "deepseek_v2"), ("deepseek-(v3|r1)|moonlight|kimi-k2", "deepseek_v3"),
-    ("kimi-linear", "kimi_linear*"), ("gpt-oss", "gpt_oss"), ("jamba", "jamba"), ("llama-4", "llama4_text"),
+    ("kimi-linear", "kimi_linear"), ("gpt-oss", "gpt_oss"), ("jamba", "jamba"), ("llama-4", "llama4_text"),
     (r"glm-4\.5|glm-4\.7-f|glm-5|glm-4\.6", "glm4_moe"), ("glm", "glm4"), ("minimax", "minimax"),
-    ("trinity", "afmoe*"), ("lfm2-8b-a1b", "lfm2_moe"), ("lfm2", "lfm2"), ("granite-4", "granitemoehybrid"),
+    ("trinity", "afmoe"), ("lfm2-8b-a1b", "lfm2_moe"), ("lfm2", "lfm2"), ("granite-4", "granitemoehybrid"),
     ("granite", "granite"), ("gemma-4.*a4b", "gemma4_moe"), ("gemma-4", "gemma4_text"), ("gemma-3n", "gemma3n_text"),
     ("gemma-3", "gemma3_text"), ("gemma-2", "gemma2"), ("gemma", "gemma"), ("falcon-h1", "falcon_h1"),
     ("falcon-e", "llama"), ("falcon", "falcon"), ("mistral-small-4", "mistral4"), ("nemotron-3", "nemotron_h"),
-    ("nemotron-mini", "nemotron"), ("mistral|devstral|magistral|ministral", "mistral"), ("voxtral", "voxtral*"),
+    ("nemotron-mini", "nemotron"), ("ministral-3", "ministral3"), ("voxtral", "llama"),
+    ("mistral|devstral|magistral|ministral", "mistral"),
     ("phi-3|phi-4", "phi3"), ("phi-", "phi"), ("pythia|redpajama", "gpt_neox"), ("gpt-j", "gptj"),
     ("cerebras-gpt", "gpt2"), ("btlm", "btlm*"), ("mpt", "mpt"), ("xgen", "xgen*"), ("replit", "replit*"),
     ("mamba", "mamba"), ("stablelm", "stablelm"), ("starcoder2", "starcoder2"), ("command-r7b", "cohere2"),
@@ -103,7 +105,10 @@ def judge(path: Path, name: str, gpus: str, work: Path) -> Row | None:
 
     tool = dialect.TOOL
     try:
-        done = translate(source, dialect, Around(folder=path.parent, count_gpus=lambda: parse_gpus(gpus).total))
+        around = Around(
+            folder=path.parent, count_gpus=lambda: parse_gpus(gpus).total, hub_file=lambda _, file: _beside(path, file)
+        )
+        done = translate(source, dialect, around)
     except UserError as error:
         return Row(tool, name, "refused", error.what)
     num_keys = len(done.fates)
@@ -118,6 +123,11 @@ def judge(path: Path, name: str, gpus: str, work: Path) -> Row | None:
     except UserError as error:
         return Row(tool, name, "refused", _one_reason(error), keys=num_keys)
     return Row(tool, name, "runs", substituted=substituted, keys=num_keys)
+
+
+def _beside(path: Path, name: str) -> Path | None:
+    """In place of a file on the hub: the checkout's own of this name."""
+    return next((file for folder in path.parents if (file := folder / "data" / name).is_file()), None)
 
 
 def _foremost(stops: list[Any]) -> Any:
@@ -138,7 +148,10 @@ def plan_it(done: Translation, work: Path, gpus: str) -> None:
 
     mapping = json.loads(json.dumps(done.mapping, default=str))
     asked = str(mapping["model"]["name"])
-    mapping["model"] = mapping["model"] | {"name": str(tiny_folder(asked, work / "models")), "revision": None}
+    mapping["model"] = mapping["model"] | {"revision": None}
+    mapping["model"]["name"] = str(
+        tiny_folder(asked, work / "models", tekken=mapping["model"].get("chat_template") == "tekken")
+    )
     mapping.setdefault("method", {}).pop("adapter", None)
     for key, first in (("train", 0), ("validation", 1_000_000)):
         if mapping["data"].get(key):
@@ -195,12 +208,12 @@ def model_type(name: str) -> str:
     return next(kind for pattern, kind in TYPES if re.search(pattern, lowered))
 
 
-def tiny_folder(name: str, folder: Path) -> Path:
-    """A folder of a tiny model of the named one's family: written once for each family."""
+def tiny_folder(name: str, folder: Path, *, tekken: bool = False) -> Path:
+    """A folder of a tiny model of the named one's family, with tekken.json alone if asked: written once for each."""
     kind, quantized = model_type(name), re.search(QUANTIZED, name.lower())
     if kind.endswith("*"):
         raise UserError(f"models of the type {kind.strip('*')} have code of their own, which transformers has not")
-    path = folder / (kind + ("-quantized" if quantized else ""))
+    path = folder / (kind + ("-quantized" if quantized else "") + ("-tekken" if tekken else ""))
     if path.is_dir():
         return path
     path.mkdir(parents=True)
@@ -209,6 +222,10 @@ def tiny_folder(name: str, folder: Path) -> Path:
     tokenizer.save_pretrained(path)
     size = {"vocab_size": len(tokenizer), "eos_token_id": 258, "max_position_embeddings": 1 << 20}
     _write_model(kind, size, path)
+    if tekken:
+        for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            (path / file).unlink()
+        write_tekken(path)
     if quantized:
         config = json.loads((path / "config.json").read_text())
         (path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "other"}}))

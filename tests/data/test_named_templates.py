@@ -170,7 +170,7 @@ def test_names_are_listed_and_misspelt_ones_led_to_them() -> None:
     described = table()["model.chat_template"].sentence
     assert all(name in described for name in TEMPLATES) and EXPECTED.keys() == TEMPLATES.keys()
     with pytest.raises(UserError, match="no such chat template: chat-ml") as refused:
-        read_chat_template("chat-ml")
+        read_chat_template("chat-ml", Path())
     assert "did you mean chatml?" in refused.value.fix and "mistral-tekken" in refused.value.fix
 
 

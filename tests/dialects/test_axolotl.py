@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from copy import deepcopy
@@ -471,6 +472,27 @@ def test_deepspeed_s_file_is_read_where_it_is_at_hand(tmp_path: Path) -> None:
     assert "there is no file other.json" in refused(change(tmp_path, deepspeed="other.json"))["deepspeed"]
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("zero1_torch_compile", {"zero_optimization": {"stage": 1}, "compile": {"disable": False}}),
+        ("zero2", {"zero_optimization": {"stage": 2}}),
+        ("zero3_bf16_cpuoffload_params", {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}),
+        ("zero3_bf16_cpuoffload_all", {"zero_optimization": {
+            "stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}}),
+    ],
+)  # fmt: skip
+def test_a_deepspeed_file_of_axolotl_s_own_is_known_by_its_name(
+    tmp_path: Path, name: str, options: dict[str, Any]
+) -> None:
+    by_name = change(tmp_path, deepspeed=f"deepspeed_configs/{name}.json")
+    (tmp_path / "there.json").write_text(json.dumps(options))
+    there = change(tmp_path, deepspeed="there.json")
+    assert by_name.mapping["parallel"] == there.mapping["parallel"] and refused(by_name) == {}
+    (stage,) = (one for one in by_name.fates if one.key == "deepspeed > zero_optimization.stage")
+    assert f"{name}.json (not here: read by its name)" in stage.place
+
+
 def test_groups_of_shards(tmp_path: Path) -> None:
     done = change(tmp_path, dp_shard_size=4, dp_replicate_size=2, fsdp_version=2, fsdp_config={"offload_params": False})
     assert refused(done) == {}
@@ -488,10 +510,6 @@ def test_groups_of_shards(tmp_path: Path) -> None:
         ({"optimizer": "adamw_torch_8bit"}, "optimizer", {"optimizer": {"name": "adamw_8bit"}}),
         ({"fp16": True}, "fp16", {"model": {"dtype": "bfloat16"}}),
         ({"fp8": True}, "fp8", {"kernels": {"linear": "fp8"}}),
-        ({"deepspeed": "deepspeed_configs/zero3_bf16_cpuoffload_all.json"}, "deepspeed",
-         {"parallel": {"strategy": "fsdp", "offload": "all"}}),
-        ({"deepspeed": "deepspeed_configs/zero2.json"}, "deepspeed",
-         {"parallel": {"strategy": "fsdp", "reshard_after_forward": False}}),
         ({"resize_token_embeddings_to_32x": True}, "resize_token_embeddings_to_32x", {}),
         ({"peft": {"loftq_config": {"loftq_bits": 4}}}, "peft.loftq_config.loftq_bits",
          {"method": {"name": "qlora", "init": "loftq"}}),
@@ -551,6 +569,15 @@ def test_every_template_that_a_name_stands_for_is_one_of_ours() -> None:
 
     assert set(axolotl_templates.TEMPLATES.values()) <= set(TEMPLATES)
     assert {template for template, _ in axolotl_templates._NEAR.values()} <= set(TEMPLATES)
+
+
+def test_a_tokenizer_of_mistral_common_has_the_template_of_its_version(tmp_path: Path) -> None:
+    done = change(tmp_path, tokenizer_use_mistral_common=True)
+    assert config_from_mapping(done.mapping).model.chat_template == "tekken"
+    other = change(tmp_path, tokenizer_use_mistral_common=True, chat_template="chatml")
+    assert "`model.chat_template: chatml-no-bos`" in refused(other)["chat_template"]
+    text = change(tmp_path, tokenizer_use_mistral_common=True, datasets=[{"path": "a/b", "type": "completion"}])
+    assert "chat_template" not in text.mapping["model"]
 
 
 def test_the_end_of_turns_is_the_template_s(tmp_path: Path) -> None:

@@ -31,6 +31,15 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 5.0,
     },
     "gemma3_text": {"sliding_window": 8, "query_pre_attn_scalar": 16},
+    "gemma3n_text": {
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "num_kv_shared_layers": 1,
+        "hidden_size_per_layer_input": 8,
+        "laurel_rank": 8,
+        "altup_num_inputs": 2,
+        "activation_sparsity_pattern": [0.5, 0.0, 0.0],
+    },
     "smollm3": {
         "no_rope_layers": [1, 0, 1],
         "layer_types": ["full_attention", "sliding_attention", "full_attention"],

@@ -53,7 +53,7 @@ class ModelSection(Section):
         description="Replaces the tokenizer's chat template: Jinja text, a path, or a name: alpaca, alpaca-chat, "
         "alpaca-phi, chatml, chatml-no-bos, cohere, deepseek-v2, deepseek-v3, exaone, falcon-h1, gemma, gemma4, jamba, "
         "llama3, llama3.1, llama3.2-vision, llama4, mistral, mistral-v1, mistral-tekken, mistral-v7, phi3, phi3.5, "
-        "phi4, qwen2.5, vicuna, zephyr.",
+        "phi4, qwen2.5, tekken (that of the version in the model's tekken.json), vicuna, zephyr.",
     )
     new_tokens: tuple[str, ...] = Field(
         (),

@@ -16,7 +16,8 @@ from typing import Any
 from manyhands.config.keys import nearest_name
 from manyhands.config.schema import ModelSection
 from manyhands.core.errors import UserError
-from manyhands.data.named_templates import TEMPLATES
+from manyhands.data.named_templates import TEMPLATES, NamedTemplate
+from manyhands.data.tekken import FILE, NAME, is_tekken_only, load_tekken, tekken_template
 
 # Everything in a model folder that can change the ids of a text or the rendering of a conversation.
 TOKENIZER_FILES = (
@@ -31,11 +32,12 @@ TOKENIZER_FILES = (
     "vocab.json",
     "vocab.txt",
     "merges.txt",
+    FILE,
 )
 
 
 # Vocabularies of older kinds, further templates, and the code of tokenizers that bring their own.
-MORE_PATTERNS = ("tekken.json", "*.bpe.model", "*.tiktoken", "additional_chat_templates/*.jinja", "*.py")
+MORE_PATTERNS = ("*.bpe.model", "*.tiktoken", "additional_chat_templates/*.jinja", "*.py")
 TOWER_CONFIGS = ("vision_config", "audio_config")
 CACHED_WORDS = 1 << 16  # some 200 bytes each
 MEDIA_TOKEN = re.compile(r"(?<![a-z])(?:image|img|video|audio|vision|media|speech)s?(?![a-z])", re.IGNORECASE)
@@ -62,20 +64,11 @@ def load_tokenizer(
         raise UserError(
             "the model folder has no tokenizer",
             where=str(folder),
-            why="none of tokenizer.json, tokenizer_config.json, tokenizer.model is there",
+            why="none of tokenizer.json, tokenizer_config.json, tokenizer.model, tekken.json is there",
             fix="copy the tokenizer's files into the model folder",
         )
-    template = read_chat_template(chat_template)
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(
-            str(folder), trust_remote_code=trust_remote_code, local_files_only=True
-        )
-    except Exception as error:  # whatever the files hold: transformers raises many kinds
-        raise UserError(
-            "the tokenizer cannot be loaded", where=str(folder), why=f"{type(error).__name__}: {error}"
-        ) from error
+    template = read_chat_template(chat_template, folder)
+    tokenizer = load_tekken(folder) if is_tekken_only(folder) else _load_tokenizer(folder, trust_remote_code)
     template = template or (_processor_template(folder) if not tokenizer.chat_template else None)
     if template is not None:
         tokenizer.chat_template = template
@@ -83,9 +76,26 @@ def load_tokenizer(
         _add_tokens(tokenizer, asked)
     if special_tokens:
         _set_special_tokens(tokenizer, special_tokens)
-    if chat_template in TEMPLATES:
-        _check_named(tokenizer, str(chat_template))
+    if chat_template == NAME:
+        _check_named(tokenizer, NAME, tekken_template(folder))
+    elif chat_template in TEMPLATES:
+        _check_named(tokenizer, str(chat_template), TEMPLATES[str(chat_template)])
     return tokenizer
+
+
+def _load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
+    from transformers import AutoTokenizer
+
+    # where mistral-common is installed, transformers would take its own wrapper, which has no character offsets
+    plain: dict[str, Any] = {"mistral_format": False} if (folder / FILE).is_file() else {}
+    try:
+        return AutoTokenizer.from_pretrained(
+            str(folder), trust_remote_code=trust_remote_code, local_files_only=True, **plain
+        )
+    except Exception as error:  # whatever the files hold: transformers raises many kinds
+        raise UserError(
+            "the tokenizer cannot be loaded", where=str(folder), why=f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def open_tokenizer(model_folder: str | Path, model: ModelSection) -> Any:
@@ -123,11 +133,11 @@ def _set_special_tokens(tokenizer: Any, special_tokens: Mapping[str, str]) -> No
         )
 
 
-def _check_named(tokenizer: Any, name: str) -> None:
+def _check_named(tokenizer: Any, name: str, template: NamedTemplate) -> None:
     """UserError where a named template's markers are no tokens: as pieces of text they would be learnt as such, and end
     no answer.
     """
-    template, vocabulary = TEMPLATES[name], tokenizer.get_vocab()
+    vocabulary = tokenizer.get_vocab()
     missing = [
         token
         for token in template.tokens
@@ -241,10 +251,12 @@ def find_placeholders(tokenizer: Any) -> tuple[str, ...]:
     )
 
 
-def read_chat_template(chat_template: str | None) -> str | None:
+def read_chat_template(chat_template: str | None, model_folder: Path) -> str | None:
     """The text of a template that is given as text, by name, or as a path; a text is told by its braces."""
     if chat_template is None or "{" in chat_template:
         return chat_template
+    if chat_template == NAME:
+        return tekken_template(model_folder).text
     if chat_template in TEMPLATES:
         return TEMPLATES[chat_template].text
     path = Path(chat_template).expanduser()
@@ -275,7 +287,7 @@ def tokenizer_digest(
         if path.is_file():
             digest.update(f"{path.relative_to(folder)}\0{path.stat().st_size}\0".encode())
             digest.update(path.read_bytes())
-    digest.update(f"{_read_class_hints(folder)}\0{read_chat_template(chat_template) or ''}".encode())
+    digest.update(f"{_read_class_hints(folder)}\0{read_chat_template(chat_template, folder) or ''}".encode())
     digest.update("".join(f"\0{token}" for token in new_tokens).encode())
     if special_tokens:
         digest.update(f"\0\0{json.dumps(sorted(special_tokens.items()))}".encode())

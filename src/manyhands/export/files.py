@@ -19,7 +19,6 @@ from manyhands.data.tokenizer import TOKENIZER_FILES, load_tokenizer, open_token
 from manyhands.infer.generate import end_of_turn
 
 MORE_TOKENIZER_FILES = (
-    "tekken.json",
     "preprocessor_config.json",
     "processor_config.json",
     "video_preprocessor_config.json",
@@ -139,7 +138,7 @@ def extend_ends(target: Path, asked: ModelSection) -> None:
 def _copy_tokenizer(source: Path, target: Path, chat_template: str | None) -> None:
     """``chat_template`` (Jinja text, or a path to it) takes the place of the source's."""
     _copy_files(source, target, TOKENIZER_FILES + MORE_TOKENIZER_FILES)
-    text = read_chat_template(chat_template)
+    text = read_chat_template(chat_template, source)
     if text is None:
         if (source / TEMPLATE_FOLDER).is_dir():
             shutil.copytree(source / TEMPLATE_FOLDER, target / TEMPLATE_FOLDER)

@@ -125,7 +125,8 @@ def text_part(config: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(text, dict):
         kind = families.find(config).text_model_type
         if kind is None or not any(key in config for key in MULTIMODAL_KEYS):
-            return config
+            widths = config.get("intermediate_size")  # one for each block, of some
+            return config | {"intermediate_size": max(widths, default=0)} if isinstance(widths, list) else config
         # the text's fields stand beside the vision_config
         return {key: value for key, value in config.items() if key not in MULTIMODAL_KEYS} | {"model_type": kind}
     kind = str(text.get("model_type") or config.get("model_type"))

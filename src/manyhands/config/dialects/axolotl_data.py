@@ -71,6 +71,7 @@ def map_data(t: Translator) -> None:
     entries = _entries_by_template(t)
     map_template(t, entries)
     why = "" if "" in entries else "no data set of conversations uses it"
+    t.already("tokenizer_use_mistral_common", "" if "" in entries else "tekken.json is read where it is all there is")
     for key in ("chat_template", "chat_template_jinja", "chat_template_kwargs", "eot_tokens"):
         t.already(key, why if t.has(key) else "")
     t.already("train_on_inputs")

@@ -145,7 +145,7 @@ _REFUSED = {
     "lora_rank_pattern lora_alpha_pattern": "one rank for all modules: use `lora_r` and `lora_alpha`",
     "added_tokens_overrides": "renaming tokens is not available: use `tokens`",
     "shrink_embeddings mean_resizing_embeddings": "new embeddings get the mean of the others, none are removed",
-    "model_kwargs overrides_of_model_kwargs model_config overrides_of_model_config": "settings of the model cannot be "
+    "model_kwargs overrides_of_model_kwargs overrides_of_model_config": "settings of the model cannot be "
     "changed here: change its config.json",
     "group_by_length": "batches of samples of like length would be another order: packing wastes less",
     "dataset_shard_num dataset_shard_idx": "parts of a dataset: write a slice, such as `split: train[:10%]`",
@@ -160,8 +160,6 @@ _REFUSED = {
     "lr_div_factor": "the one-cycle schedule is not available",
     "fp32_norms fp32_norm_classes": "norms compute in float32 as the model has it: remove it",
     "deepcompile": "DeepSpeed is not available",
-    "tokenizer_use_mistral_common": "tokenizers of mistral-common are not available: name a model that has a "
-    "tokenizer.json, and set it to false",
     "nemo_gym_auto_clone nemo_gym_auto_start nemo_gym_config_paths nemo_gym_datasets nemo_gym_dir nemo_gym_head_port "
     "nemo_gym_max_turns nemo_gym_model_name nemo_gym_multi_turn nemo_gym_run_timeout nemo_gym_server_timeout "
     "nemo_gym_verify_timeout": "training on another service is not available",
@@ -221,7 +219,8 @@ SPECIAL = names("bos_token eos_token pad_token unk_token additional_special_toke
 MAPPED = names(
     """
     base_model base_model_config revision_of_model model_revision trust_remote_code reinit_weights tokenizer_config
-    tokenizer_legacy model_type special_tokens tokens resize_token_embeddings_to_32x eot_tokens chat_template
+    tokenizer_legacy tokenizer_use_mistral_common model_config
+    model_type special_tokens tokens resize_token_embeddings_to_32x eot_tokens chat_template
     chat_template_jinja chat_template_kwargs datasets test_datasets pretraining_dataset streaming
     dataset_exact_deduplication sample_packing_sequentially curriculum_sampling sequence_len eval_sequence_len
     min_sample_len excess_length_strategy sample_packing train_on_inputs val_set_size micro_batch_size

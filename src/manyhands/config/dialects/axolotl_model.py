@@ -11,6 +11,7 @@ from manyhands.config.dialects.translation import Translator
 from manyhands.config.keys import show
 
 _RANGE = re.compile(r"\[[0-9]*(:[0-9]*)?\]$")
+_OF_EXPERTS = ("output_router_logits", "router_aux_loss_coef")
 _ADAPTER_KEYS = (
     "lora_r", "lora_alpha", "lora_dropout", "lora_target_linear", "lora_target_modules", "lora_modules_to_save",
     "lora_model_dir", "peft_use_dora", "peft_use_rslora", "peft", "peft.loftq_config", "peft.loftq_config.loftq_bits",
@@ -35,6 +36,10 @@ def map_model(t: Translator) -> None:
         t.map("reinit_weights", "model.init", "random")
     for key in ("trust_remote_code", "reinit_weights", "model_type"):
         t.already(key)
+    settings = t.get("model_config", {})
+    if not isinstance(settings, dict) or settings.keys() - set(_OF_EXPERTS):
+        t.refuse("model_config", "settings of the model cannot be changed here: change its config.json")
+    t.already("model_config", "only models with experts have a router" if t.has("model_config") else "")
     t.only("tokenizer_legacy", (True,), "the tokenizer is read as its files have it: remove it")
     _map_tokens(t)
 

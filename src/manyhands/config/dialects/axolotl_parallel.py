@@ -8,10 +8,12 @@ import re
 from typing import Any
 
 from manyhands.config.dialects import axolotl_keys as keys
-from manyhands.config.dialects.deepspeed import NO_ENGINE, find_file, map_deepspeed
+from manyhands.config.dialects import deepspeed
+from manyhands.config.dialects.deepspeed import find_file
 from manyhands.config.dialects.fsdp import fsdp_options, map_fsdp
 from manyhands.config.dialects.translation import Translator
 from manyhands.config.keys import show
+from manyhands.config.read import ParsedFile
 
 _OWN_ZERO = re.compile(r"zero[123](_bf16|_torch_compile|_cpuoffload_all|_cpuoffload_params)*\.json")
 
@@ -120,28 +122,35 @@ def map_sharding(t: Translator) -> None:
 
 def _map_deepspeed(t: Translator) -> None:
     """DeepSpeed's options or their file. Files of Axolotl's own repository are most often named and not at hand: their
-    names say the stage and what is offloaded.
+    names say the stage and what is offloaded, and are read as a file that says so.
     """
     asked = str(t.get("deepspeed"))
     name = asked.rsplit("/", 1)[-1]
     if isinstance(t.get("deepspeed"), dict) or find_file(t.around.folder, asked) or not _OWN_ZERO.fullmatch(name):
-        map_deepspeed(t, "deepspeed")
+        deepspeed.map_deepspeed(t, "deepspeed")
         return
-    native: dict[str, Any] = {"parallel.strategy": "fsdp"}
-    if re.search(r"zero[12]", name):
-        native["parallel.reshard_after_forward"] = False
-    if "offload" in name:
-        native["parallel.offload"] = "all"
-    t.substitute(
-        "deepspeed", native, f"{NO_ENGINE}; the file is not here, and Axolotl's own of this name is {_told(name)}"
+    inner = Translator(
+        ParsedFile(_own_options(name), f"{asked} (not here: read by its name)"),
+        t.around,
+        tool=deepspeed.TOOL,
+        known=deepspeed.KEYS,
+        open=deepspeed.OPEN,
     )
+    deepspeed.translate(inner)
+    t.map("deepspeed", {}, why="the file is not here; Axolotl's own of this name is read")
+    t.merge(inner.finish(), "deepspeed")
 
 
-def _told(name: str) -> str:
-    stage = re.search(r"zero(\d)", name)
-    kept = "weights and optimizer states" if "_all" in name else "weights"
-    return (
-        f"ZeRO stage {stage[1] if stage else '?'}"
-        + (f" with {kept} in host memory" if "offload" in name else "")
-        + (": FSDP2")
-    )
+def _own_options(name: str) -> dict[str, Any]:
+    """Axolotl's own file of a name, as far as it changes the run."""
+    zero: dict[str, Any] = {"stage": int(name[len("zero")])}
+    if "_cpuoffload" in name:
+        zero["offload_param"] = {"device": "cpu"}
+    if "_cpuoffload_all" in name:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    options: dict[str, Any] = {"zero_optimization": zero}
+    if "_bf16" in name:
+        options["bf16"] = {"enabled": True}
+    if "_torch_compile" in name:
+        options["compile"] = {"disable": False}
+    return options

@@ -91,6 +91,8 @@ def map_template(t: Translator, entries: Mapping[str, list[str]]) -> None:
         t.map("train_on_inputs", "data.train_on", "all", why)
     if not chats:
         return
+    if t.flag("tokenizer_use_mistral_common"):
+        t.map("tokenizer_use_mistral_common", "model.chat_template", "tekken", "that of the version in tekken.json")
     for chat in chats:
         for name in ("chat_template", "chat_template_jinja"):
             key = f"{chat}.{name}"

@@ -1,0 +1,85 @@
+"""Tokenizers of mistral-common: a model folder with ``tekken.json`` and no ``tokenizer.json``, and the chat template of
+the version that the file states. Imports transformers (which imports torch) only when called.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from manyhands.core.errors import UserError
+from manyhands.core.files import read_json
+from manyhands.data.named_templates import TEMPLATES, NamedTemplate
+
+FILE = "tekken.json"
+NAME = "tekken"  # of the template of the file's version
+HF_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
+_INSTRUCTION_MARKS = ("[INST]", "[/INST]")
+# Version 3 writes the system prompt into the last question; later ones have tokens of its own for it.
+_VERSION_3 = (
+    "{{- bos_token }}{%- set names = messages | map(attribute='role') | list %}"
+    "{%- set system = messages[0].content ~ '\\n\\n' if names[0] == 'system' else '' %}"
+    "{%- set last = namespace(question=-1) %}{%- for name in names %}{%- if name == 'user' %}"
+    "{%- set last.question = loop.index0 %}{%- endif %}{%- endfor %}"
+    "{%- for message in messages %}{%- if message.role == 'user' %}"
+    "{{- '[INST]' ~ (system if loop.index0 == last.question else '') ~ message.content ~ '[/INST]' }}"
+    "{%- elif message.role == 'assistant' %}{{- message.content ~ eos_token }}"
+    "{%- elif message.role != 'system' or not loop.first %}"
+    "{{- raise_exception('this template has no role ' ~ message.role ~ ' here') }}"
+    "{%- endif %}{%- endfor %}"
+)
+_VERSION_7 = TEMPLATES["mistral-v7"]
+_THOUGHT = (
+    "{{- '[THINK]' ~ message.reasoning_content ~ '[/THINK]' if message.reasoning_content is defined and "
+    "message.reasoning_content else '' }}"
+)
+_ANSWER = "{{- message.content ~ eos_token }}"
+BY_VERSION: dict[int, NamedTemplate] = {  # from this version on
+    3: NamedTemplate(_VERSION_3, _INSTRUCTION_MARKS, needs_end=True),
+    7: _VERSION_7,
+    13: replace(_VERSION_7, text=_VERSION_7.text.replace(_ANSWER, _THOUGHT + _ANSWER)),
+}
+
+
+def is_tekken_only(folder: Path) -> bool:
+    """Whether the folder's tokenizer is ``tekken.json`` alone."""
+    return (folder / FILE).is_file() and not any((folder / name).is_file() for name in HF_FILES)
+
+
+def tekken_template(folder: Path) -> NamedTemplate:
+    """The template of the version in the folder's ``tekken.json``. Raises UserError."""
+    path = folder / FILE
+    read = read_json(path) if path.is_file() else None
+    config = read.get("config") if isinstance(read, dict) else None
+    version = str(config.get("version", "")) if isinstance(config, dict) else ""
+    number = version.removeprefix("v").partition("m")[0]
+    if not number.isdecimal():
+        raise UserError(
+            f"the chat template {NAME} is that of the version in {FILE}, which "
+            + ("states none" if path.is_file() else "the model folder does not have"),
+            where=str(path),
+            fix="leave model.chat_template out, or name another one, such as mistral-v7",
+        )
+    return BY_VERSION[max((first for first in BY_VERSION if first <= int(number)), default=min(BY_VERSION))]
+
+
+def load_tekken(folder: Path) -> Any:
+    """The tokenizer of ``tekken.json`` as transformers converts it, with the template that its version has unless the
+    folder brings one. Raises UserError.
+    """
+    try:
+        from transformers.integrations.mistral.tokenizer import convert_tekken_tokenizer
+
+        tokenizer: Any = convert_tekken_tokenizer(str(folder / FILE))
+    except Exception as error:  # whatever the file holds
+        raise UserError(
+            "the tokenizer cannot be loaded",
+            where=str(folder / FILE),
+            why=f"{type(error).__name__}: {error}",
+            fix="copy the model's tokenizer.json into the folder, if it has one",
+        ) from error
+    tokenizer.name_or_path = str(folder)
+    if not tokenizer.chat_template:
+        tokenizer.chat_template = tekken_template(folder).text
+    return tokenizer
