@@ -308,6 +308,10 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             vocab_size=49155,
             max_position_embeddings=131072,
             rms_norm_eps=1e-5,
+            attention_multiplier=0.0078125,  # 1 where left out: then scores of random weights are too large for bfloat16
+            embedding_multiplier=12.0,
+            residual_multiplier=0.22,
+            logits_scaling=16.0,
             tie_word_embeddings=True,
         ),
     ),
