@@ -119,7 +119,7 @@ train-deepspeed train-deepspeed-tb:
 	@exit 2
 
 eval: $(READY)
-	@$(NEEDS_CONFIG) $(MANYHANDS) evaluate '$(CONFIG)' $(ARGS)
+	@$(NEEDS_CONFIG) $(MANYHANDS) eval '$(CONFIG)' $(ARGS)
 
 infer: export PROMPT := $(PROMPT)
 infer: $(READY)

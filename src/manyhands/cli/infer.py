@@ -13,6 +13,7 @@ from manyhands.cli.run_file import find_run_folder
 from manyhands.core.errors import UserError
 from manyhands.core.files import parse_json
 from manyhands.infer.settings import GenerationSettings
+from manyhands.infer.text_metrics import check_metrics
 
 Folder = Annotated[
     Path,
@@ -145,6 +146,93 @@ def chat(
         "options": {"system": system, "tools": _read_tools(tools)},
     }
     raise typer.Exit(_run("chat", request))
+
+
+def evaluate(
+    run: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN", help="A run's folder or run file; with --data also a model folder.", show_default=False
+        ),
+    ],
+    data: Annotated[
+        str | None,
+        typer.Option(
+            "--data", metavar="FILE", help="Rows to evaluate on (default: the run's held-out ones).", show_default=False
+        ),
+    ] = None,
+    metrics: Annotated[
+        str,
+        typer.Option("--metrics", help="Of loss, perplexity, accuracy, exact_match, f1, rouge1, rouge2, rougeL."),
+    ] = "loss,perplexity,accuracy",
+    extract: Annotated[
+        str | None,
+        typer.Option(
+            "--extract",
+            metavar="PATTERN",
+            help="What exact_match compares: gsm8k, number, boxed, choice, or a regular expression.",
+            show_default=False,
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", metavar="N", min=1, help="Answer at most N samples.", show_default=False)
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option("--max-tokens", metavar="N", min=1, help="Samples of at most N tokens.", show_default=False),
+    ] = None,
+    no_base: Annotated[bool, typer.Option("--no-base", help="Do not measure the base model beside it.")] = False,
+    tasks: Annotated[
+        str | None,
+        typer.Option("--tasks", metavar="NAMES", help="Tasks of lm-eval, instead of --metrics.", show_default=False),
+    ] = None,
+    fewshot: Annotated[
+        int | None, typer.Option("--num-fewshot", metavar="N", min=0, help="lm-eval: examples.", show_default=False)
+    ] = None,
+    include_path: Annotated[
+        Path | None, typer.Option("--include-path", help="lm-eval: folder of own tasks.", show_default=False)
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Folder for figures and answers (default: RUN/eval).", show_default=False),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+    max_new_tokens: MaxNewTokens = 256,
+    stop: Stop = None,
+    base: Base = None,
+    gpus: Gpus = None,
+    processes: Processes = 1,
+    device_map: DeviceMap = "auto",
+    batch_size: BatchSize = None,
+) -> None:
+    """Evaluate a trained model beside its base: losses, scores of its answers, tasks of lm-eval."""
+    if output is not None and output.is_file():
+        raise UserError("--output is a file", where=str(output), fix="name a folder")
+    request: dict[str, Any] = {
+        "folder": str(find_run_folder(run)),
+        "base": base,
+        "limit": limit,
+        "output": output and str(output),
+        "as_json": as_json,
+    }
+    if tasks is not None:
+        if data is not None or extract is not None:
+            raise UserError("--tasks brings its own data and metrics", where="--data" if data else "--extract")
+        own = {"tasks": tasks.split(","), "num_fewshot": fewshot, "batch_size": batch_size}
+        raise typer.Exit(_run("harness", request | own | {"include_path": include_path and str(include_path)}))
+    if fewshot is not None or include_path is not None:
+        raise UserError("--num-fewshot and --include-path are for --tasks", where="command line")
+    asked = check_metrics([name.strip() for name in metrics.split(",") if name.strip()], extract)
+    request |= {
+        "data": data,
+        "metrics": asked,
+        "settings": _settings(max_new_tokens, 0.0, 1.0, 0, 1.0, 0, stop),
+        "placement": dict(gpus=gpus, processes=processes, device_map=device_map, batch_size=batch_size),
+        "extract": extract,
+        "max_tokens": max_tokens,
+        "with_base": not no_base,
+    }
+    raise typer.Exit(_run("evaluate", request))
 
 
 def _run(verb: str, request: dict[str, Any]) -> int:

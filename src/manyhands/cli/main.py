@@ -13,11 +13,11 @@ from manyhands import __version__
 from manyhands.cli.accelerate import setup_accelerate
 from manyhands.cli.config import config
 from manyhands.cli.import_file import import_file
-from manyhands.cli.infer import chat, generate
+from manyhands.cli.infer import chat, evaluate, generate
 from manyhands.cli.init import init
 from manyhands.cli.machine import doctor
 from manyhands.cli.memory import gpu_info, memory_check
-from manyhands.cli.process import bench, evaluate, export, tensorboard
+from manyhands.cli.process import bench, export, tensorboard
 from manyhands.cli.run_file import data, plan, train
 from manyhands.cli.submit import submit
 from manyhands.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, UserError
@@ -74,7 +74,7 @@ for _name, _command in (
     ("data", data),
     ("generate", generate),
     ("chat", chat),
-    ("evaluate", evaluate),
+    ("eval", evaluate),
     ("export", export),
     ("init", init),
     ("import", import_file),

@@ -45,19 +45,6 @@ def run_module(module: str, arguments: Sequence[str]) -> int:
     return code
 
 
-def evaluate(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder or run file.", show_default=False)],
-    base: Annotated[
-        str | None, typer.Option("--base", help="Base model of an adapter (default: the run's).", show_default=False)
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
-) -> None:
-    """Measure the validation loss of what a run has saved again, beside what it recorded."""
-    arguments = [str(find_run_folder(run)), *(["--json"] if as_json else [])]
-    arguments += [f"--base={base}"] if base is not None else []
-    raise typer.Exit(run_module("manyhands.infer.evaluate", arguments))
-
-
 def export(
     source: Annotated[
         Path,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,60 @@ def _read_options(values: Mapping[str, Any] | None) -> PromptOptions:
     return PromptOptions(values.get("system"), tuple(values.get("tools") or ()))
 
 
-VERBS: dict[str, Callable[..., int]] = {"generate": generate, "chat": chat}
+def evaluate(
+    folder: str,
+    data: str | None = None,
+    metrics: Sequence[str] = (),
+    settings: Mapping[str, Any] | None = None,
+    placement: Mapping[str, Any] | None = None,
+    output: str | None = None,
+    as_json: bool = False,
+    **chosen: Any,
+) -> int:
+    from manyhands.infer import compare
+    from manyhands.infer.placement import Placement
+
+    found = compare.compare(
+        Path(folder),
+        data=data,
+        metrics=metrics,
+        settings=GenerationSettings.from_json(settings or {}),
+        placement=Placement(**(placement or {})),
+        **chosen,
+    )
+    is_run = (Path(folder) / "run.json").is_file()
+    target = Path(output) if output is not None else compare.output_folder(Path(folder), data) if is_run else None
+    written = compare.write_files(found, target) if target is not None else []
+    print(json.dumps(compare.to_json(found)) if as_json else compare.describe(found))
+    for path in written:
+        print(f"written: {path}", file=sys.stderr)
+    return 0
+
+
+def harness(
+    folder: str,
+    tasks: Sequence[str],
+    base: str | None = None,
+    output: str | None = None,
+    as_json: bool = False,
+    **chosen: Any,
+) -> int:
+    from manyhands.infer.harness import describe, run_tasks
+
+    results = run_tasks(Path(folder), tasks, base=base, **chosen)
+    if output is not None:
+        Path(output).mkdir(parents=True, exist_ok=True)
+        (Path(output) / "lm-eval.json").write_text(json.dumps(results, indent=2, default=str) + "\n")
+    print(json.dumps(results, default=str) if as_json else describe(results))
+    return 0
+
+
+VERBS: dict[str, Callable[..., int]] = {
+    "generate": generate,
+    "chat": chat,
+    "evaluate": evaluate,
+    "harness": harness,
+}
 
 
 def main(argv: list[str]) -> int:

@@ -1,113 +1,271 @@
-"""``python -m manyhands.infer.evaluate RUN_FOLDER``: the validation loss of what a run has saved, measured again.
+"""``manyhands eval``: losses and answers of a trained model on held-out samples, beside its base and what the run
+recorded.
 
-A process of its own opens the written files, as whoever uses them does, and reads the run's own validation samples.
-One device; the loss is summed over the same loss tokens as in training.
+Whoever uses a run's files opens them as this does. Loss, perplexity and token accuracy are sums over all loss tokens of
+all copies of the model, divided once; text metrics compare the answer alone, never the prompt, with the last turn that
+a sample trains.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+import functools
 import math
-import sys
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import cross_entropy
 
-from manyhands.config.schema import RunConfig
-from manyhands.core.errors import EXIT_INTERRUPTED, UserError
-from manyhands.core.files import read_json
+from manyhands.core.errors import UserError
 from manyhands.data.batches import collate
 from manyhands.data.collate import BatchShape
 from manyhands.data.store import SampleSet, TokenStore
-from manyhands.infer.load import find_parts, load_model
-from manyhands.launch.run_folder import RunFolder
-from manyhands.metrics.summary import read_evaluations
+from manyhands.data.streams import MASK, TOKENS, weights_of
+from manyhands.infer.batch import load_at, report_aside
+from manyhands.infer.decode import Completion
+from manyhands.infer.load import Answerer, Found
+from manyhands.infer.placement import ALL_GPUS, Placement, count_weight_bytes
+from manyhands.infer.prompts import PromptTokens
+from manyhands.infer.replicas import Seat, run_tasks
+from manyhands.infer.settings import GenerationSettings
+from manyhands.infer.text_metrics import LOSS_METRICS, Extractor, check_metrics, make_extractor, score
+from manyhands.infer.worker import PromptQueue, Worker
 from manyhands.model.loss import LossModel
-from manyhands.plan.types import Plan
-from manyhands.train.types import Evaluation
 
 BATCH_TOKENS = 8192  # of a forward pass, padding included
 
+Report = Callable[[str], object]
+
 
 @dataclass(frozen=True)
-class Recorded:
-    """What the run itself measured of the weights that it saved."""
-
-    step: int
-    loss: float
-
-
-def evaluate_run(path: Path, base: str | None = None) -> tuple[Evaluation, Recorded | None]:
-    """Measures what the run in the folder has written. UserError where there is nothing saved, or no validation
-    samples.
+class EvaluationData:
+    """Samples of a token store: ``set_name`` is ``train`` (a file given by --data) or ``validation``. ``limit``: the
+    first so many samples of the seeded order are answered, None for all; losses take all samples.
     """
-    begin, folder = time.monotonic(), RunFolder(path)
-    config, plan = folder.read_config(), folder.read_plan()
-    samples = _open_samples(config, plan)
-    numbers = samples.take_tokens(config.evaluate.max_tokens)
-    if len(numbers) == 0:
-        raise UserError(
-            "the run has no validation samples",
-            where=str(path),
-            why="data.validation is not set and data.validation_fraction is 0",
-            fix="hold some out in the next run",
-        )
-    model: Any = load_model(find_parts(path, base))
-    loss, weight, correct, num_labels = _sum_losses(model, samples, numbers)
-    recorded = _find_recorded(folder, config)
-    mean = loss / weight
-    found = Evaluation(
-        step=recorded.step if recorded else plan.num_steps,
-        loss=mean,
-        perplexity=math.exp(min(mean, 700.0)),
-        accuracy=correct / num_labels,
-        num_samples=len(numbers),
-        num_tokens=int(samples.lengths[numbers].sum()),
-        num_loss_tokens=int(num_labels),
-        seconds=time.monotonic() - begin,
+
+    folder: Path
+    set_name: str
+    name: str
+    max_tokens: int | None = None
+    limit: int | None = None
+
+    def open(self) -> SampleSet:
+        store = TokenStore.open(self.folder)
+        return store.train if self.set_name == "train" else store.validation
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One answer beside its reference; ``scores`` by metric."""
+
+    prompt: str
+    reference: str
+    answer: str
+    finish_reason: str
+    scores: dict[str, float]
+
+
+@dataclass
+class Scores:
+    """What was measured of one model: ``values`` by metric in the order asked."""
+
+    values: dict[str, float] = field(default_factory=dict)
+    num_samples: int = 0
+    num_loss_tokens: int = 0
+    judged: list[Judged] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def measure(
+    found: Found,
+    data: EvaluationData,
+    metrics: Sequence[str],
+    *,
+    settings: GenerationSettings | None = None,
+    extract: str | None = None,
+    placement: Placement = ALL_GPUS,
+    report: Report = report_aside,
+) -> Scores:
+    """Measures a model on all its GPUs. UserError for metrics that the samples do not have: loss without loss tokens,
+    text without prompts.
+    """
+    begin, metrics = time.monotonic(), check_metrics(metrics, extract)
+    settings = settings or GenerationSettings()
+    samples = data.open()
+    scores = Scores()
+    seats = placement.seats(count_weight_bytes(found.weights))
+    make = functools.partial(
+        _open_judge, found=found, data=data, settings=settings, placement=placement, num_copies=len(seats)
     )
-    return found, recorded
+    cut = _TaskCutter(samples, data, metrics, settings, len(seats))
+    if not cut.num_tasks_known:
+        raise _nothing_to_measure(data)
+    sums: dict[int, list[float]] = {}
+    answers: dict[int, Completion] = {}
+
+    def take(result: tuple[str, Any]) -> None:
+        kind, value = result
+        if kind == "loss":
+            sums.update([value])
+            report(f"loss: {len(sums):,} of {len(cut.groups):,} batches")
+        else:
+            answers.update(value)
+            report(f"answers: {len(answers):,} of {cut.num_prompts:,}")
+
+    run_tasks(seats, make, cut.take, take)
+    if sums:  # in the order of the batches, so that the number of copies does not change a bit
+        total = np.sum([sums[number] for number in sorted(sums)], axis=0)
+        _fill_losses(scores, metrics, total.tolist())
+        scores.num_samples = len(cut.numbers)
+    if answers:
+        _fill_texts(scores, metrics, cut, answers, open_texts(found), make_extractor(extract) if extract else None)
+    scores.values = {name: scores.values[name] for name in metrics}
+    scores.seconds = time.monotonic() - begin
+    return scores
 
 
-def _open_samples(config: RunConfig, plan: Plan) -> SampleSet:
-    """The run's own validation samples, tokenized again if the cache is gone."""
-    from manyhands.data.prepare import prepare
-
-    store_folder = Path(plan.data_folder)
-    if not store_folder.is_dir():
-        store_folder = Path(prepare(config, plan.model_folder, lambda text: print(text, file=sys.stderr)).folder)
-    store = TokenStore.open(store_folder)
-    if plan.data_content and store.content != plan.data_content:
-        raise UserError(
-            "the data are not those of the run any more",
-            where=str(store_folder),
-            why="the tokens differ from those that it was trained and evaluated on",
-            fix="put the data files back as they were",
-        )
-    return store.validation
+def _fill_losses(scores: Scores, metrics: Sequence[str], total: Sequence[float]) -> None:
+    loss, weight, correct, num_labels = total
+    mean = loss / weight
+    values = {"loss": mean, "perplexity": math.exp(min(mean, 700.0)), "accuracy": correct / num_labels}
+    scores.values |= {name: value for name, value in values.items() if name in metrics}
+    scores.num_loss_tokens = int(num_labels)
 
 
-def _sum_losses(model: Any, samples: SampleSet, numbers: np.ndarray) -> tuple[float, float, float, float]:
-    """Loss, its weight, right answers and loss tokens, summed in float64."""
-    loss_model = LossModel(model).eval()
+def _fill_texts(
+    scores: Scores,
+    metrics: Sequence[str],
+    cut: _TaskCutter,
+    answers: dict[int, Completion],
+    decode: Callable[[Any], str],
+    extractor: Extractor | None,
+) -> None:
+    for number in sorted(answers):
+        prompt, reference = cut.turns[number]
+        answer, expected = answers[number], decode(reference)
+        judged = score(answer.text, expected, metrics, extractor)
+        scores.judged.append(Judged(decode(prompt), expected, answer.text, answer.finish_reason, judged))
+    for name in scores.judged[0].scores:
+        scores.values[name] = sum(one.scores[name] for one in scores.judged) / len(scores.judged)
+    scores.num_samples = scores.num_samples or len(scores.judged)
+
+
+def open_texts(found: Found) -> Callable[[Any], str]:
+    """Tokens to the text that a person reads: without special tokens."""
+    from manyhands.infer.load import open_found_tokenizer
+
+    tokenizer = open_found_tokenizer(found)
+    return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True).strip()
+
+
+def last_turn(sample: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray] | None:
+    """(prompt, reference) ids: the last run of loss tokens and all before it. None where nothing is before it: text."""
+    trained = np.flatnonzero(sample[MASK.name])
+    if not len(trained):
+        return None
+    end = int(trained[-1]) + 1
+    gaps = np.flatnonzero(~sample[MASK.name][:end])
+    start = int(gaps[-1]) + 1 if len(gaps) else 0
+    return (sample[TOKENS.name][:start], sample[TOKENS.name][start:end]) if start else None
+
+
+class _TaskCutter:
+    """Tasks of both kinds: (``loss``, number of the batch, samples) and (``answer``, prompts)."""
+
+    def __init__(
+        self,
+        samples: SampleSet,
+        data: EvaluationData,
+        metrics: Sequence[str],
+        settings: GenerationSettings,
+        num_copies: int,
+    ) -> None:
+        losses, texts = any(m in LOSS_METRICS for m in metrics), any(m not in LOSS_METRICS for m in metrics)
+        self.numbers = samples.take_tokens(data.max_tokens)
+        self.numbers = self.numbers[samples.num_loss_tokens[self.numbers] > 0]
+        self.groups = list(group_by_length(samples.lengths, self.numbers)) if losses else []
+        self._waiting = list(enumerate(self.groups))[::-1]
+        chosen = self.numbers if data.limit is None else self.numbers[: data.limit]
+        turns = {int(n): last_turn(dict(samples.sample(int(n)))) for n in chosen} if texts else {}
+        self.turns = {n: turn for n, turn in turns.items() if turn is not None}
+        if texts and not self.turns:
+            raise UserError(
+                "no sample has a prompt to answer",
+                where=data.name,
+                why="all tokens of the samples are trained, as those of a text",
+                fix=f"choose of {', '.join(LOSS_METRICS)}",
+            )
+        prompts = [PromptTokens(n, tuple(prompt.tolist())) for n, (prompt, _) in self.turns.items()]
+        self.num_prompts = len(prompts)
+        self._queue = PromptQueue(prompts, settings.max_new_tokens, num_copies)
+        self.num_tasks_known = len(self.groups) + len(prompts)
+
+    def take(self, room: Any) -> tuple[Any, ...] | None:
+        if self._waiting:
+            number, group = self._waiting.pop()
+            return ("loss", number, group)
+        batch = self._queue.take(room)
+        return None if batch is None else ("answer", batch)
+
+
+class Judge:
+    """A copy of the model that measures batches of samples and answers prompts."""
+
+    def __init__(self, answerer: Answerer, data: EvaluationData, settings: GenerationSettings, num_copies: int) -> None:
+        self._answerer, self._samples = answerer, data.open()
+        self._worker = Worker(answerer, settings, num_processes=num_copies)
+        self.room = self._worker.room
+
+    def run(self, task: tuple[Any, ...]) -> tuple[str, Any]:
+        if task[0] == "answer":
+            return "answer", self._worker.run(task[1])
+        _, number, samples = task
+        return "loss", (number, sum_losses(self._answerer.model, self._samples, samples))
+
+
+def _open_judge(
+    seat: Seat,
+    found: Found,
+    data: EvaluationData,
+    settings: GenerationSettings,
+    placement: Placement,
+    num_copies: int,
+) -> Judge:
+    return Judge(load_at(seat, found, placement), data, settings, 1 if seat.gpus else num_copies)
+
+
+@torch.no_grad()
+def sum_losses(model: Any, samples: SampleSet, numbers: np.ndarray) -> list[float]:
+    """Loss, its weight, right tokens and loss tokens of some samples, summed in float64."""
+    if getattr(model, "hf_device_map", None):
+        return _sum_by_logits(model, samples, numbers)
     device = next(model.parameters()).device
-    totals = torch.zeros(4, dtype=torch.float64)
-    with torch.no_grad():
-        for chosen in group_by_length(samples.lengths, numbers):
-            batch: Mapping[str, Any] = {
-                name: value.to(device) if isinstance(value, torch.Tensor) else value
-                for name, value in collate(samples, chosen, BatchShape(packed=False)).items()
-            }
-            terms = loss_model(batch, metrics=True)
-            totals += torch.stack([*terms["lm"], *terms["correct"]]).double().cpu()
-    loss, weight, correct, num_labels = totals.tolist()
-    return loss, weight, correct, num_labels
+    batch = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in collate(samples, numbers, BatchShape(packed=False)).items()
+    }
+    terms = LossModel(model).eval()(batch, metrics=True)
+    return torch.stack([*terms["lm"], *terms["correct"]]).double().tolist()
+
+
+def _sum_by_logits(model: Any, samples: SampleSet, numbers: np.ndarray) -> list[float]:
+    """The same by the model's own forward pass, sample by sample: where layers are divided over GPUs, the parts that
+    ``LossModel`` calls by themselves are not on one device."""
+    total = np.zeros(4)
+    for number in numbers:
+        sample = dict(samples.sample(int(number)))
+        ids = torch.tensor(sample[TOKENS.name], dtype=torch.int64)
+        weights = torch.from_numpy(weights_of(sample))[1:].double()
+        logits = model(input_ids=ids[None].to(model.device), use_cache=False).logits[0, :-1].float().cpu()
+        labels, trained = ids[1:], torch.from_numpy(sample[MASK.name].copy())[1:]
+        losses = cross_entropy(logits, labels, reduction="none").double()
+        correct = (logits.argmax(-1) == labels) & trained
+        total += [float((losses * weights).sum()), float(weights.sum()), float(correct.sum()), float(trained.sum())]
+    return total.tolist()
 
 
 def group_by_length(lengths: np.ndarray, numbers: np.ndarray, max_tokens: int = BATCH_TOKENS) -> Iterator[np.ndarray]:
@@ -119,55 +277,5 @@ def group_by_length(lengths: np.ndarray, numbers: np.ndarray, max_tokens: int = 
         start += size
 
 
-def _find_recorded(folder: RunFolder, config: RunConfig) -> Recorded | None:
-    """The run's evaluation of the step whose weights it has saved; None where there is none."""
-    report = read_json(folder.report_json)
-    if not isinstance(report, dict):
-        return None
-    best = report.get("best") if config.checkpoint.keep_best else None
-    step = best["step"] if best else report["measured"]["steps"]
-    losses = {evaluation.step: evaluation.loss for evaluation in read_evaluations(folder.metrics)}
-    return Recorded(step, losses[step]) if step in losses else None
-
-
-def describe(path: Path, found: Evaluation, recorded: Recorded | None, quantized: bool) -> str:
-    counts = f"{found.num_samples} samples, {found.num_loss_tokens:,} loss tokens, {found.seconds:.1f} s"
-    lines = [
-        f"{path}: held-out loss {found.loss:.4f}, perplexity {found.perplexity:.2f}, "
-        f"token accuracy {found.accuracy:.1%} ({counts})"
-    ]
-    if recorded is None:
-        lines.append("the run recorded no evaluation of these weights")
-    else:
-        difference = found.loss - recorded.loss
-        lines.append(f"recorded by the run after step {recorded.step}: {recorded.loss:.4f} ({difference:+.4f} now)")
-    if quantized:
-        lines.append("the base is not quantized here, as it was in training")
-    return "\n".join(lines)
-
-
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser("manyhands evaluate", description=__doc__)
-    parser.add_argument("folder", type=Path, help="a run's folder")
-    parser.add_argument("--base", help="base model of an adapter: a folder or a hub name (default: the run's)")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-    arguments = parser.parse_args(argv)
-    try:
-        found, recorded = evaluate_run(arguments.folder, arguments.base)
-        if arguments.json:
-            values = {name: getattr(found, name) for name in ("loss", "perplexity", "accuracy", "num_samples")}
-            values |= {"num_loss_tokens": found.num_loss_tokens, "step": recorded.step if recorded else None}
-            print(json.dumps(values | {"recorded_loss": recorded.loss if recorded else None}))
-        else:
-            method = RunFolder(arguments.folder).read_config().method
-            print(describe(arguments.folder, found, recorded, method.name == "qlora" and method.init != "loftq"))
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def _nothing_to_measure(data: EvaluationData) -> UserError:
+    return UserError("there is no sample with loss tokens", where=data.name, fix="give other data: --data FILE")
