@@ -126,7 +126,7 @@ class Schedule:
         beside = self.running - 1
         print(f"{start - self.begin:5.0f} s  {case.name}: begins on {gpus}", flush=True)
         visible = {} if self.on_cpu else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, visible_gpus(gpus)))}
-        found, reason = None, "no time was left"
+        found, reason, output = None, "no time was left", ""
         if (limit := min(LIMIT_S, self.left_s() - END_S)) > 0:
             output, found = start_processes(
                 "benchmarks.foresight_case",
@@ -140,7 +140,12 @@ class Schedule:
                 log = self.options.output.with_name(f"failed-{sorted(BY_NAME).index(case.name)}.log")
                 log.write_text(f"{case.name}\n{output[-20_000:]}")
         seconds = round(time.monotonic() - start)
-        row: dict[str, Any] = found or {"case": case.name, "gpus": case.gpus, "failure": reason}
+        row: dict[str, Any] = found or {
+            "case": case.name,
+            "gpus": case.gpus,
+            "failure": reason,
+            "output": output[-3000:],
+        }
         with self.lock:
             append(self.options.output, row | {"run": self.run_name, "seconds": seconds})
         print(
@@ -162,7 +167,8 @@ def visible_gpus(indices: list[int]) -> list[str]:
 def failure_of(output: str) -> str:
     lines = [line for line in output.strip().splitlines() if line.strip()]
     telling = [line for line in lines if "Error" in line or "error:" in line or "refused" in line]
-    return (telling or lines or ["it wrote nothing"])[-1][:300]
+    telling = [line for line in telling if "ChildFailedError" not in line] or telling
+    return (telling or lines or ["it wrote nothing"])[-1][:400]
 
 
 def describe(found: dict[str, Any] | None, reason: str) -> str:

@@ -44,9 +44,9 @@ def test_8b_lora_on_h200s_keeps_a_copy_and_its_activations(gpus):
     assert (made.attention, made.layout.compile, made.layout.micro_tokens) == (
         "varlen",
         True,
-        16_384 if gpus < 8 else 15_104,
+        12_288 if gpus < 8 else 15_104,  # as fast as 16,384, and a fifth less memory
     )
-    assert made.memory.total < 0.92 * made.memory.limit
+    assert made.memory.is_safe
     assert made.learning_rate == 2e-4
     assert made.output_dtype == "float32"
 
@@ -54,11 +54,8 @@ def test_8b_lora_on_h200s_keeps_a_copy_and_its_activations(gpus):
 def test_8b_full_fits_one_h200_in_one_way_only():
     """16 bytes of states a parameter are 119.7 GiB; the bfloat16 copy of all blocks beside them would be too much."""
     made = plan(run_config(method__name="full"), h200(1))
-    assert (made.layout.strategy, made.layout.reshard_after_forward, made.layout.activation_checkpointing) == (
-        "single",
-        True,
-        "except_attention",
-    )
+    assert (made.layout.strategy, made.layout.reshard_after_forward) == ("single", True)
+    assert made.layout.activation_checkpointing in ("except_attention", "full"), "with as many lighter layers as fit"
     assert made.memory.fits
     kept = [c for c in made.candidates if not c.layout.reshard_after_forward]
     assert kept and all(c.reason.code in ("exceeds_memory", "near_limit") for c in kept)
@@ -85,7 +82,7 @@ def test_8b_full_is_sharded_over_2_and_8_h200s():
     )
     assert eight.memory.total < two.memory.total
     ddp = [c for c in eight.candidates if c.layout.strategy == "ddp"]
-    assert ddp and all(c.reason.code in ("exceeds_memory", "near_limit") for c in ddp)
+    assert ddp and all(not c.memory.is_safe or c.step_s > eight.step_s for c in ddp)
 
 
 def test_a_small_gpu_recomputes_before_it_gives_up():
@@ -152,7 +149,7 @@ def test_an_explicit_strategy_may_fill_the_limit_but_not_pass_it():
     roomy = plan(config, h200(2)).memory
     need = roomy.total - roomy.terms["unreduced"]  # whole gradients wait for the last micro-batch only where they fit
     tight = plan(config, h200(2, gpu_bytes=int(need / 0.97) + 2**20))
-    assert tight.memory.total > 0.92 * tight.memory.limit
+    assert tight.memory.fits and not tight.memory.is_safe
     assert any("leaves little headroom" in sentence for sentence in explain_why(tight))
     with pytest.raises(UserError, match="does not fit"):
         plan(config, h200(2, gpu_bytes=int(need / 0.97) - 2**20))

@@ -82,11 +82,11 @@ def test_recomputation_is_tried_from_the_cheapest_on():
         machine = facts(llama_8b(), gpus=1, gpu_bytes=int(gib * GIB), data=LONG)
         return plan(config, machine).layout.activation_checkpointing
 
-    found = [recompute(gib) for gib in (64, 50, 30, 24)]
+    found = [recompute(gib) for gib in (64, 50, 30, 23)]
     assert found == ["none", "selective", "except_attention", "full"]
     made = plan(run_config(batch__micro_tokens=8192), facts(llama_8b(), gpus=1, gpu_bytes=50 * GIB, data=LONG))
     assert sentence(made, "activation checkpointing").endswith(
-        "are kept; of the last 8 of 32 blocks nothing, as more does not fit"
+        "are kept; of the last 17 of 32 blocks nothing, as more does not fit"
     )
     reasons = {c.layout.activation_checkpointing: c.reason and explain(c.reason) for c in made.candidates}
     assert "about a third more compute" in reasons["except_attention"] and reasons["none"].startswith("needs ")
@@ -109,7 +109,7 @@ def test_what_memory_is_left_is_spent_on_blocks_that_are_recomputed_less():
     assert mixed.layout.micro_tokens < uniform.layout.micro_tokens, (
         "smaller packs leave room, and nothing travels with each"
     )
-    assert not mixed.layout.offload_activations and mixed.memory.total <= 0.92 * mixed.memory.limit
+    assert not mixed.layout.offload_activations and mixed.memory.is_safe
     assert f"of the last {mixed.layout.lighter_layers} of 32 blocks only norms" in sentence(
         mixed, "activation checkpointing"
     )

@@ -107,6 +107,7 @@ def block_bytes_per_token(s: EstimateInput) -> int:
     queries as the kernel has them  c q more where packs of mixed lengths or windows need a kernel for documents:
                                     measured, 3.1 GiB of 32 blocks and 13,312 tokens beside the kernel for samples of
                                     one length
+    q and k before they rotate      c (q + k) more where q, k and v are one matmul, whose result v keeps whole
     gate, up, product               3 c I compiled; eager 4 c I, with the activation's result apart
     adapters' inner results         c r for each adapted layer; with dropout also the dropped input and its mask
     ==============================  ===================================================================================
@@ -116,7 +117,21 @@ def block_bytes_per_token(s: EstimateInput) -> int:
     norms = m.block_norm_elements * (c if s.layout.compile else max(c, 4) + c * (s.num_adapter_parameters == 0))
     attention = c * (q + 2 * k) + c * q + 4 * m.num_heads + c * q * s.mixed_lengths
     mlp = c * m.intermediate_size * (3 if s.layout.compile else 4)
-    return norms + 2 * c * m.hidden_size + attention + mlp + adapter_bytes_per_token(s)
+    merged = c * (q + k) if s.merges_queries else 0
+    return norms + 2 * c * m.hidden_size + attention + merged + mlp + adapter_bytes_per_token(s) - _kept_in_fp8(s)
+
+
+def _kept_in_fp8(s: EstimateInput) -> int:
+    """Bytes a token that fused modules in fp8 spare: the MLP's product is made again from gate and up; inputs of
+    trained layers are kept as fp8 values of a byte, ``c - 1`` less for each of 2 H, I and, beside the result that
+    attention keeps, q more.
+    """
+    if not (s.fp8_blocks and s.fuses_modules):
+        return 0
+    m, c = s.model, s.compute_bytes
+    if s.num_adapter_parameters:
+        return c * m.intermediate_size
+    return (c - 1) * (2 * m.hidden_size + m.intermediate_size) - m.num_heads * m.head_dim
 
 
 def adapter_bytes_per_token(s: EstimateInput) -> int:

@@ -1,10 +1,9 @@
-"""The layouts that could carry out a run: which there are, what each needs, which is chosen. Pure; explains nothing.
+"""The layouts that could carry out a run: which there are, what each needs and takes, which is chosen. Pure; explains
+nothing.
 
-The order of speed, simple and stated: micro-batches too small to fill the device come last; keeping activations beats
-computing cheap operations again, which beats computing blocks again (a third more compute); a copy a GPU beats a copy a
-machine, which beats shards over all; shards whose gathered weights are kept beat ones that are gathered twice; then the
-larger micro-batch wins, and then results of attention that are kept. At last the chosen one spends what memory is left
-on lighter activation checkpointing (``lighten``).
+The fastest by the estimated seconds of a step is chosen (``clock.py``); of those as fast within 0.2 % the one that
+needs the least memory. Each spends what memory is left first: unsharded gradients wait for the last micro-batch
+(``reduce_once``), and as many of the last layers as fit have lighter activation checkpointing (``lighten``).
 """
 
 from __future__ import annotations
@@ -19,17 +18,18 @@ from manyhands.plan.choices import Decisions
 from manyhands.plan.clock import Clock
 from manyhands.plan.estimate_input import EstimateInput
 from manyhands.plan.hardware import ranks_per_machine
-from manyhands.plan.layout import Checkpointing, Layout, Strategy, change, mesh_of
+from manyhands.plan.layout import LIGHTER, Checkpointing, Layout, Strategy, change, mesh_of
 from manyhands.plan.memory import estimate_host_terms, estimate_terms, keep_on_device
 from manyhands.plan.types import Candidate, MemoryEstimate
 
-ENOUGH_TOKENS = {"cuda": 2_048, "cpu": 256}  # a smaller micro-batch leaves the device idle
-FULL_SPEED_TOKENS = (
-    4_096  # no smaller micro-batch is chosen so that fewer blocks are computed again; a guess, not measured
-)
+SAME_SPEED = 0.002  # share of a step that the estimate cannot tell apart
 USABLE_SHARE = {"cuda": 0.97, "cpu": 0.9}  # of the free memory: the limit
 CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "except_attention", "full")  # the fastest first
 RECOMPUTED: dict[Checkpointing, int] = {"none": 0, "selective": 1, "except_attention": 2, "full": 2}
+# Share of the limit that a plan leaves free, by how far measured runs came to lie above their estimates
+# (docs/planner-accuracy.md): where a rank holds whole weights, where shards, and where modules or dtypes of a kind
+# that few rows cover are trained.
+MARGINS = {"whole": 0.02, "shards": 0.03, "few_rows": 0.05, "cpu": 0.08}
 SHARDING: dict[Strategy, int] = {"single": 0, "ddp": 0, "hsdp": 1, "fsdp": 2}  # how far gathered weights travel
 
 
@@ -49,25 +49,35 @@ class Limits:
         """The layout with what it needs; ``base`` is the estimate input of any layout of the run."""
         asked = replace(base, layout=layout)
         terms = estimate_terms(asked)
-        memory = MemoryEstimate(terms=terms, limit=self.device)
+        margin = margin_of(asked)
+        memory = MemoryEstimate(terms=terms, limit=self.device, margin=margin)
         if self.host is not None and asked.offloads:
             host, kept = estimate_host_terms(asked, terms), keep_on_device(asked, terms)
-            memory = MemoryEstimate(terms=kept, limit=self.device, host_terms=host, host_limit=self.host)
+            memory = MemoryEstimate(terms=kept, limit=self.device, margin=margin, host_terms=host, host_limit=self.host)
         step_s = sum(self.clock.terms(asked).values()) if self.clock is not None else None
         return Candidate(layout=layout, memory=memory, step_s=step_s and float(f"{step_s:.6g}"))
 
 
-def slowness(candidate: Candidate) -> tuple[bool, int, int, int, bool, int, bool]:
-    """Smaller is faster; compared from left to right."""
+def margin_of(s: EstimateInput) -> float:
+    """``MARGINS``, of the limit."""
+    if s.layout.device == "cpu":
+        return MARGINS["cpu"]
+    if s.fp8_blocks or s.offloads or not s.layout.compile or s.partially_trained is not None:
+        return MARGINS["few_rows"]
+    return MARGINS["shards" if s.num_shards > 1 else "whole"]
+
+
+def differences(candidate: Candidate) -> tuple[int, int, int, bool, int, bool]:
+    """What makes a layout slow, each the more the slower: what is computed again, how many layers so, how far weights
+    travel and how often, the size of micro-batches, attention.
+    """
     layout = candidate.layout
     return (
-        layout.full_micro_tokens < ENOUGH_TOKENS[layout.device],
         RECOMPUTED[layout.activation_checkpointing],
         -layout.lighter_layers,
         SHARDING[layout.strategy],
         layout.reshard_after_forward,
         -layout.full_micro_tokens,
-        # Last: attention's share of a block is small unless samples are long, and then one fills a micro-batch anyway.
         layout.activation_checkpointing == "full",
     )
 
@@ -154,19 +164,35 @@ def _strategies(config: RunConfig, world_size: int, shard_degree: int, num_machi
     return (*copies, *a_copy_a_machine, "fsdp")
 
 
-def choose_candidate(candidates: list[Candidate], share: float) -> Candidate | None:
-    """The fastest within ``share`` of the limit; if there is none, the smallest one within the limit; else None.
+def choose_candidate(
+    config: RunConfig, candidates: list[Candidate], base: EstimateInput, limits: Limits
+) -> tuple[Candidate, Candidate] | None:
+    """The fastest that leaves its margin free, as listed and with what memory it leaves spent; if there is none, the
+    smallest one within the limit; else None.
 
     So explicit keys that leave one layout are obeyed as long as the estimate is not over the limit itself.
     """
-    safe = [candidate for candidate in candidates if candidate.is_safe(share)]
-    if safe:
-        return min(safe, key=slowness)
+    spent = [(c, spend(config, c, base, limits)) for c in candidates if c.memory.is_safe]
+    if spent:
+        best = min(seconds_of(after) for _, after in spent)
+        as_fast = [pair for pair in spent if seconds_of(pair[1]) <= (1 + SAME_SPEED) * best]
+        return min(as_fast, key=lambda pair: (pair[1].memory.total, seconds_of(pair[1])))
     fitting = [candidate for candidate in candidates if candidate.memory.fits]
-    return min(fitting, key=lambda c: (c.memory.total, slowness(c))) if fitting else None
+    smallest = min(fitting, key=lambda c: (c.memory.total, seconds_of(c)), default=None)
+    return None if smallest is None else (smallest, smallest)
 
 
-def reduce_once(candidate: Candidate, base: EstimateInput, limits: Limits, share: float) -> Candidate:
+def seconds_of(candidate: Candidate) -> float:
+    assert candidate.step_s is not None
+    return candidate.step_s
+
+
+def spend(config: RunConfig, candidate: Candidate, base: EstimateInput, limits: Limits) -> Candidate:
+    """The candidate with what memory it leaves spent on speed."""
+    return lighten(config, reduce_once(candidate, base, limits), base, limits)
+
+
+def reduce_once(candidate: Candidate, base: EstimateInput, limits: Limits) -> Candidate:
     """The same with sharded gradients reduced once a step, where unsharded ones fit on every rank until then; else
     itself.
 
@@ -175,48 +201,44 @@ def reduce_once(candidate: Candidate, base: EstimateInput, limits: Limits, share
     if candidate.layout.mesh.shard == 1 or not candidate.layout.accumulates:
         return candidate
     once = limits.judge(base, change(candidate.layout, reduce_every=False))
-    return once if once.is_safe(share) else candidate
+    return once if once.memory.is_safe and is_faster(once, candidate) else candidate
 
 
-def lighten(
-    config: RunConfig, chosen: Candidate, candidates: list[Candidate], base: EstimateInput, limits: Limits, share: float
-) -> Candidate:
-    """The chosen candidate with the next lighter activation checkpointing in as many of the last layers as fit, if
-    these are an eighth at least; else itself, and so where keys give the mode or move activations off the device.
-
-    A block that is not computed again saves a quarter of its compute, so where nothing travels with a micro-batch
-    smaller ones that leave room for more such blocks are preferred, down to 4,096 tokens. Activations then stay on the
-    device.
+def lighten(config: RunConfig, chosen: Candidate, base: EstimateInput, limits: Limits) -> Candidate:
+    """The candidate with the next lighter activation checkpointing in as many of the last layers as fit, if these are
+    an eighth at least, not all, and it is faster for it; else itself, and so where keys give the mode or move
+    activations off the device. Activations then stay on the device.
     """
-    mode = chosen.layout.activation_checkpointing
+    asked = config.parallel
     if (
-        mode == "none"
-        or config.parallel.activation_checkpointing != "auto"
-        or config.parallel.offload_activations is True
+        chosen.layout.activation_checkpointing == "none"
+        or asked.activation_checkpointing != "auto"
+        or asked.offload_activations is True
     ):
         return chosen
-    rivals = [chosen]
-    if mode in ("except_attention", "full") and chosen.layout.mesh.shard == 1:
-        most = chosen.layout.full_micro_tokens
-        rivals += [
-            candidate
-            for candidate in candidates
-            if is_alike(candidate.layout, chosen.layout)
-            and FULL_SPEED_TOKENS <= candidate.layout.full_micro_tokens < most
-        ]
-    lightest = max((_lighten(rival, base, limits, share) for rival in rivals), key=lambda c: c.layout.lighter_layers)
-    return lightest if lightest.layout.lighter_layers >= base.model.num_layers / 8 else chosen
+    uniform = change(
+        chosen.layout,
+        activation_checkpointing=LIGHTER[chosen.layout.activation_checkpointing],
+        offload_activations=False,
+    )
+    if limits.judge(base, uniform).memory.is_safe:
+        return chosen  # a candidate itself
+    fewest, most, found = max(1, -(-base.model.num_layers // 8)), base.model.num_layers - 1, chosen
+    while fewest <= most:  # what a layer keeps only grows, so the largest number that fits is found by halves
+        count = (fewest + most) // 2
+        lighter = limits.judge(base, change(chosen.layout, lighter_layers=count, offload_activations=False))
+        if lighter.memory.is_safe:
+            found, fewest = lighter, count + 1
+        else:
+            most = count - 1
+    return found if is_faster(found, chosen) else chosen
+
+
+def is_faster(one: Candidate, other: Candidate) -> bool:
+    return seconds_of(one) < (1 - SAME_SPEED) * seconds_of(other)
 
 
 def is_alike(one: Layout, other: Layout) -> bool:
     """The same but for the sizes of micro-batches and what follows from them."""
     names = ("strategy", "activation_checkpointing", "reshard_after_forward")
     return all(getattr(one, name) == getattr(other, name) for name in names)
-
-
-def _lighten(candidate: Candidate, base: EstimateInput, limits: Limits, share: float) -> Candidate:
-    for count in range(base.model.num_layers - 1, 0, -1):
-        lighter = limits.judge(base, change(candidate.layout, lighter_layers=count, offload_activations=False))
-        if lighter.is_safe(share):
-            return lighter
-    return candidate

@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from manyhands import families
 from manyhands.config.schema import RunConfig
 from manyhands.data.pack import TILE_TOKENS, StepLayout, lay_out_packed, lay_out_unpacked
 from manyhands.facts.gpu_kinds import kind_of_all
@@ -36,7 +35,6 @@ class Clock:
     rates: GpuRates
     fitted: Fitted
     attention: Literal["varlen", "sdpa", "blockwise"]
-    fuses_modules: bool
     num_local: int
     batch: dict[str, Any]  # batch_samples, batch_loss_tokens, batch_packs, pack_tokens
     _works: dict[tuple[Any, ...], MeanStep] = field(default_factory=dict)
@@ -52,7 +50,6 @@ class Clock:
             rates=self.rates,
             fitted=self.fitted,
             attention=self.attention,
-            fuses_modules=self.fuses_modules,
             num_local=self.num_local,
             collate_tokens_s=collate_rate(self.data) * max(1, asked.layout.data_workers),
         )
@@ -103,14 +100,12 @@ def make_clock(config: RunConfig, facts: Facts, made: Decisions, num_local: int,
     fitted = load_fitted()
     kind = (facts.host.kind or kind_of_all(made.gpus)) if made.device == "cuda" else None
     rates = rates_of_kind(kind, fitted) if made.device == "cuda" else cpu_rates(facts.host.num_cores / num_local)
-    known = families.find(facts.model.model_type).known_modules
     return Clock(
         data=facts.data,
         kind=kind,
         rates=rates,
         fitted=fitted,
         attention=made.attention,
-        fuses_modules=bool(known) and config.kernels.lora != "reference",
         num_local=num_local,
         batch=batch,
     )

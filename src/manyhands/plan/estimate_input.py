@@ -45,6 +45,13 @@ class EstimateInput:
     fuse_optimizer: bool = False  # AdamW takes gradients in the dtype of the copy that computes
     mixed_lengths: bool = False  # varlen, and samples differ in length or layers have windows
     adapter_dora: bool = False
+    fuses_modules: bool = False  # attention and MLP are replaced by modules that know their layers (fused_modules.py)
+
+    @property
+    def merges_queries(self) -> bool:
+        """q, k and v are one matmul: the family's own, or that of fused modules in fp8."""
+        merged = any(name.endswith("qkv_proj") for name in self.model.block_linear_shapes)
+        return merged or (self.fp8_blocks and self.fuses_modules)
 
     @property
     def trains_everything(self) -> bool:

@@ -41,10 +41,13 @@ from manyhands.plan.estimate_input import EstimateInput, TrainedWeights, count_s
 
 BLOCKS_IN_FLIGHT = 2  # FSDP2 gathers the next block while one computes
 GATHERED_BLOCKS = 3  # these two, and the buffer that the next one came in, until it is copied out of it
-CONTEXT_BYTES = {"cuda": int(0.6 * GIB), "cpu": int(0.6 * GIB)}  # CUDA context and loaded kernels; on CPU the imports
+# CUDA context and loaded kernels, 0.80 to 0.82 GiB measured on H200s; on CPU the imports
+CONTEXT_BYTES = {"cuda": int(0.82 * GIB), "cpu": int(0.6 * GIB)}
 WORKSPACE_BYTES = {"cuda": 2**26, "cpu": 0}  # of cuBLAS and cuBLASLt, 32 MiB each on Hopper: torch allocates them
-COMMUNICATION_BYTES = {"cuda": 1 * GIB, "cpu": GIB // 16}  # NCCL's / gloo's buffers, with more than one rank
-FRAGMENTATION = 0.05  # share of what comes and goes that the allocator cannot use; expandable segments keep it small
+# NCCL's / gloo's buffers, with more than one rank: 0.74 to 0.76 GiB measured on 2 and 4 H200s
+COMMUNICATION_BYTES = {"cuda": int(0.76 * GIB), "cpu": GIB // 16}
+# Share of what comes and goes that the allocator cannot use: measured 0.1 to 2 %, as segments expand.
+FRAGMENTATION = {"cuda": 0.012, "cpu": 0.05}
 
 
 def estimate_terms(setup: EstimateInput) -> dict[str, int]:
@@ -53,7 +56,10 @@ def estimate_terms(setup: EstimateInput) -> dict[str, int]:
     moments = (at_the_loss(setup), in_the_backward_pass(setup), at_its_end(setup))
     terms = standing | max(moments, key=lambda moment: sum(moment.values()))
     passing = ("gathered", "dequantized", "activations", "logits", "reduction")
-    terms["overhead"] = overhead(setup, moving=sum(terms[name] for name in passing))
+    terms["pools"] = pools(setup, terms) + math.ceil(
+        FRAGMENTATION[setup.layout.device] * sum(terms[name] for name in passing)
+    )
+    terms["overhead"] = overhead(setup)
     return terms
 
 
@@ -284,17 +290,30 @@ def root_reduction(s: EstimateInput) -> int:
     )
 
 
-def overhead(s: EstimateInput, moving: int) -> int:
-    """Context, workspaces, communication buffers (more than one rank) and 5 % of what is allocated and freed in each
-    step.
+def pools(s: EstimateInput, terms: dict[str, int]) -> int:
+    """What torch's allocator holds for one stream and another cannot use, at the moment of ``terms``.
+
+    ``fully_shard`` gathers in a stream of its own, whose pool keeps the largest buffer: the root's, or two blocks', of
+    which one block's is counted in ``gathered``. Its reductions leave the sharded gradients in another pool until the
+    step, where the next steps' activations find no room. Blocks whose gathered weights come and go among activations
+    that stay leave one block's room between them.
+    """
+    if s.layout.wrapper != "fully_shard" or s.num_shards == 1 or s.layout.device == "cpu":
+        return 0
+    block = s.model.num_block_parameters * s.compute_bytes if s.trains_everything else s.frozen_block_bytes
+    root = s.num_root_parameters * (s.compute_bytes if s.trains_everything else s.frozen_bytes)
+    resharded = s.layout.reshard_after_forward and s.model.num_layers >= GATHERED_BLOCKS
+    gathering = max(0, max(root, BLOCKS_IN_FLIGHT * block) - resharded * block)
+    between = block if resharded and s.layout.last_checkpointing != "full" else 0
+    return gathering + between + max(0, gradients(s) - terms["gradients"])
+
+
+def overhead(s: EstimateInput) -> int:
+    """Outside of torch's allocator: context, and communication buffers with more than one rank. And inside, cuBLAS'
+    workspaces.
     """
     communication = COMMUNICATION_BYTES[s.layout.device] if s.layout.world_size > 1 else 0
-    return (
-        CONTEXT_BYTES[s.layout.device]
-        + WORKSPACE_BYTES[s.layout.device]
-        + communication
-        + math.ceil(FRAGMENTATION * moving)
-    )
+    return CONTEXT_BYTES[s.layout.device] + WORKSPACE_BYTES[s.layout.device] + communication
 
 
 PINNED = 1 / math.log(2)  # torch rounds pinned blocks up to powers of 2: this much on average

@@ -37,6 +37,7 @@ class Fitted:
     host_layer_s: float
     host_step_s: float
     idle_step_s: float
+    idle_micro_s: float
 
 
 @dataclass(frozen=True)

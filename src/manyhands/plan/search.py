@@ -9,18 +9,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from manyhands import families
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.facts.types import DataFacts, Facts
 from manyhands.plan.batch import BatchSplit, ceil_div, has_one_length, possible_splits
 from manyhands.plan.candidates import (
+    SAME_SPEED,
     Limits,
     choose_candidate,
-    lighten,
+    differences,
     list_candidates,
     memory_limits,
-    reduce_once,
-    slowness,
+    seconds_of,
 )
 from manyhands.plan.checks import check_disk, estimate_disk, nothing_fits, warn_of_values
 from manyhands.plan.choices import Decisions, decide, fuses_optimizer
@@ -37,7 +38,6 @@ from manyhands.plan.steps import Steps, count_steps
 from manyhands.plan.types import Candidate, Cause, DiskEstimate, Plan, RanOut, Reason, reason
 
 USEFUL_TOKENS = {"cuda": 16_384, "cpu": 2_048}  # a larger micro-batch gains nothing
-SAFE_SHARE = 0.92  # of the limit: what is planned for, as the estimate is one
 
 
 @dataclass(frozen=True)
@@ -152,15 +152,14 @@ def _choose(
         if smaller is None:
             raise nothing_smaller(config, ran_out, made)
         return candidates, smaller
-    chosen = choose_candidate(candidates, SAFE_SHARE)
-    if chosen is None:
+    found = choose_candidate(config, candidates, base, limits)
+    if found is None:
         raise nothing_fits(config, candidates, made, limits)
-    once = reduce_once(chosen, base, limits, SAFE_SHARE)
-    candidates = [once if candidate is chosen else candidate for candidate in candidates]
-    lighter = lighten(config, once, candidates, base, limits, SAFE_SHARE)
-    if lighter is not once:
-        candidates.insert(next(i for i, candidate in enumerate(candidates) if candidate is once), lighter)
-    return candidates, lighter
+    listed, chosen = found
+    at = next(i for i, candidate in enumerate(candidates) if candidate is listed)
+    lighter = chosen.layout.lighter_layers > 0
+    candidates[at : at + (0 if lighter else 1)] = [chosen]  # lighter layers stand beside what they were made of
+    return candidates, chosen
 
 
 def base_input(config: RunConfig, facts: Facts) -> EstimateInput:
@@ -206,6 +205,7 @@ def _base_input(config: RunConfig, facts: Facts, made: Decisions) -> EstimateInp
         fuse_optimizer=fuses_optimizer(config, made.device) and config.parallel.offload == "none",
         mixed_lengths=made.attention == "varlen" and not ("attention_kernels" in converters and rows_alone),
         adapter_dora=config.method.dora,
+        fuses_modules="fused_modules" in converters and bool(families.find(facts.model.model_type).known_modules),
     )
 
 
@@ -223,10 +223,10 @@ def _converters(config: RunConfig, facts: Facts, made: Decisions) -> tuple[str, 
 def _with_reason(candidate: Candidate, chosen: Candidate, ran_out: RanOut | None) -> Candidate:
     if candidate is chosen:
         return candidate.model_copy(update={"chosen": True})
-    return candidate.model_copy(update={"reason": _why_lost(candidate, chosen, SAFE_SHARE, ran_out)})
+    return candidate.model_copy(update={"reason": _why_lost(candidate, chosen, ran_out)})
 
 
-def _why_lost(candidate: Candidate, chosen: Candidate, share: float, ran_out: RanOut | None) -> Reason:
+def _why_lost(candidate: Candidate, chosen: Candidate, ran_out: RanOut | None) -> Reason:
     layout, memory = candidate.layout, candidate.memory
     total, limit = memory.total, memory.limit
     if ran_out is not None and total <= limit:
@@ -235,18 +235,20 @@ def _why_lost(candidate: Candidate, chosen: Candidate, share: float, ran_out: Ra
         return reason("exceeds_memory", bytes=total, limit=limit)
     if not memory.fits_host:
         return reason("exceeds_host_memory", bytes=memory.host_total, limit=memory.host_limit)
-    if total > share * limit:
-        return reason("near_limit", bytes=total, limit=limit, share=share)
+    if not memory.is_safe:
+        return reason("near_limit", bytes=total, limit=limit, share=1 - memory.margin)
+    slower = seconds_of(candidate) / seconds_of(chosen) - 1
+    if slower <= SAME_SPEED:
+        return reason("more_memory" if total > chosen.memory.total else "no_faster")
     reasons = (
-        reason("idle_device"),
-        reason("computes_again", mode=layout.activation_checkpointing),
-        reason("computes_more_again"),
-        reason("shards_needlessly", chosen=chosen.layout.strategy),
-        reason("gathers_again"),
-        reason("smaller_micro_batch"),
-        reason("computes_attention_again"),
+        reason("computes_again", mode=layout.activation_checkpointing, slower=slower),
+        reason("computes_more_again", slower=slower),
+        reason("shards_needlessly", chosen=chosen.layout.strategy, slower=slower),
+        reason("gathers_again", slower=slower),
+        reason("smaller_micro_batch", slower=slower),
+        reason("computes_attention_again", slower=slower),
     )
-    pairs = zip(reasons, slowness(candidate), slowness(chosen), strict=True)
+    pairs = zip(reasons, differences(candidate), differences(chosen), strict=True)
     return next((found for found, mine, best in pairs if mine > best), reason("no_faster"))
 
 
@@ -314,7 +316,7 @@ def _why_layout(config: RunConfig, facts: Facts, found: SearchResult) -> list[Re
             limit=memory.limit,
             free=limits.free_bytes,
             local_ranks=limits.num_local,
-            tight=SAFE_SHARE if memory.total > SAFE_SHARE * memory.limit else None,
+            tight=None if memory.is_safe else 1 - memory.margin,
             **ranks,
         ),
         reason(

@@ -246,6 +246,10 @@ def _high_rank(v: Values) -> str:
 
 
 # By code: the topic, which precedes the sentence, and the sentence.
+def _slower(v: Values, cause: str) -> str:
+    return f"{v['slower']:.1%} slower: {cause}"
+
+
 SENTENCES: dict[Code, tuple[str, Callable[[Values], str]]] = {
     **MACHINE_SENTENCES,
     "packing": ("packing", _packing),
@@ -336,22 +340,23 @@ SENTENCES: dict[Code, tuple[str, Callable[[Values], str]]] = {
             "too close to the limit for an estimate"
         ),
     ),
-    "idle_device": ("", lambda v: "micro-batches too small to fill the device"),
-    "computes_attention_again": ("", lambda _: "slower: recomputes attention too, and its results fit"),
     "computes_again": (
         "",
-        lambda v: (
-            "slower: recomputes blocks, about a third more compute"
+        lambda v: _slower(
+            v,
+            "recomputes blocks, about a third more compute"
             if v["mode"] in ("full", "except_attention")
-            else "slower: recomputes norms and activation functions"
+            else "recomputes norms and activation functions",
         ),
     ),
-    "computes_more_again": ("", lambda v: "slower: recomputes more blocks"),
+    "computes_more_again": ("", lambda v: _slower(v, "recomputes more blocks")),
+    "computes_attention_again": ("", lambda v: _slower(v, "recomputes attention too, and its results fit")),
     "shards_needlessly": (
         "",
-        lambda v: f"slower: gathers shards, although a full copy {'per machine ' * (v['chosen'] == 'hsdp')}fits",
+        lambda v: _slower(v, f"gathers shards, although a full copy {'per machine ' * (v['chosen'] == 'hsdp')}fits"),
     ),
-    "gathers_again": ("", lambda v: "slower: gathers weights again in the backward pass"),
-    "smaller_micro_batch": ("", lambda v: "slower: smaller micro-batches"),
-    "no_faster": ("", lambda v: "no faster than the chosen one"),
+    "gathers_again": ("", lambda v: _slower(v, "gathers weights again in the backward pass")),
+    "smaller_micro_batch": ("", lambda v: _slower(v, "smaller micro-batches")),
+    "more_memory": ("", lambda _: "as fast, and needs more memory"),
+    "no_faster": ("", lambda _: "no faster than the chosen one"),
 }

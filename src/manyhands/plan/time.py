@@ -43,7 +43,6 @@ class TimeInput:
     rates: GpuRates
     fitted: Fitted
     attention: Literal["varlen", "sdpa", "blockwise"]
-    fuses_modules: bool  # attention and MLP of the family are replaced by fused ones
     num_local: int  # ranks of one machine
     has_flash4: bool = False  # FlashAttention 4 is installed, which is as fast for packs as for samples of one length
     collate_tokens_s: float = math.inf  # tokens/s that the rank's thread or processes collate
@@ -65,7 +64,8 @@ def estimate_step(s: TimeInput) -> dict[str, float]:
     terms["communication"] = communication(s, compute)
     terms["offload"] = offload(s, compute)
     device = sum(terms.values())
-    terms["host"] = max(0.0, host(s) - device) + s.fitted.idle_step_s
+    idle = s.fitted.idle_step_s + s.work.num_micro * s.fitted.idle_micro_s
+    terms["host"] = max(0.0, host(s) - device) + idle
     terms["input"] = max(0.0, collation(s) - sum(terms.values()))
     return terms
 
@@ -120,7 +120,7 @@ def adapters(s: TimeInput, tokens: float, *, backward: bool) -> float:
     moved = 0.0
     for out, into in e.model.block_linear_shapes.values():
         moved += (2 * out + 3 * into) if backward else (into + 2 * out)
-        moved += 0 if s.fuses_modules else 3 * out
+        moved += 0 if e.fuses_modules else 3 * out
         moved += into * (1.5 if e.adapter_dropout else 0.0) + out * (2 if e.adapter_dora else 0)
     return share * tokens * e.compute_bytes * moved / s.rates.memory
 
@@ -213,7 +213,7 @@ def head(s: TimeInput, micro: Micro) -> float:
 def dequantization(s: TimeInput) -> float:
     """NF4 weights to compute dtype for y, for dx and where blocks are computed again: ``(1/2 + c) B`` bytes each."""
     e = s.estimate
-    passes = 2 + sum(mode == "full" for mode in modes(e)) / e.model.num_layers
+    passes = 2 + sum(mode in ("full", "except_attention") for mode in modes(e)) / e.model.num_layers
     if e.nf4_blocks:
         values = sum(out * into for out, into in e.model.block_linear_shapes.values())
         return passes * e.model.num_layers * values * (0.5 + e.compute_bytes) / s.rates.memory
@@ -228,14 +228,15 @@ def modes(e: EstimateInput) -> tuple[Checkpointing, ...]:
 
 
 def recomputation(s: TimeInput, micro: Micro) -> float:
-    """What blocks compute again in the backward pass: all of the forward pass, or but the linear layers and
-    attention.
+    """What blocks compute again in the backward pass: all of the forward pass, all but attention, or all but attention
+    and the linear layers.
     """
-    full = sum(mode == "full" for mode in modes(s.estimate))
-    selective = sum(mode == "selective" for mode in modes(s.estimate))
-    share = full / s.estimate.model.num_layers
-    again = full * block_matmuls(s, micro.tokens, backward=False) + share * all_attention(s, micro, backward=False)
-    return again + (full + selective) * block_elementwise(s, micro.tokens, backward=False)
+    found = modes(s.estimate)
+    whole = sum(mode in ("full", "except_attention") for mode in found)
+    with_attention = sum(mode == "full" for mode in found) / s.estimate.model.num_layers
+    again = whole * block_matmuls(s, micro.tokens, backward=False)
+    again += with_attention * all_attention(s, micro, backward=False)
+    return again + sum(mode != "none" for mode in found) * block_elementwise(s, micro.tokens, backward=False)
 
 
 def gathers(e: EstimateInput) -> int:
@@ -333,9 +334,9 @@ def host(s: TimeInput) -> float:
     """What the host takes to launch a step: each block of each micro-batch, and once loss, norm and update."""
     e = s.estimate
     layer = s.fitted.host_layer_s * (1.0 if e.layout.compile else EAGER)
-    layer *= 1 + 0.5 * sum(mode == "full" for mode in modes(e)) / e.model.num_layers
+    layer *= 1 + 0.5 * sum(mode in ("full", "except_attention") for mode in modes(e)) / e.model.num_layers
     if e.num_adapter_parameters:
-        layer *= 1.5 if s.fuses_modules else 2.0
+        layer *= 1.5 if e.fuses_modules else 2.0
     if e.layout.wrapper == "fully_shard":
         layer += SHARD_LAYER_S
     once = s.fitted.host_step_s + CHUNK_S * e.model.num_layers * len(e.model.block_linear_shapes)

@@ -31,8 +31,9 @@ class Part(BaseModel):
 class MemoryEstimate(Part):
     """Bytes a rank holds at its worst moment, by term. ``limit`` is what a rank may use."""
 
-    terms: dict[str, int]  # weights, gradients, optimizer, activations, logits, gathered, overhead
+    terms: dict[str, int]  # weights, gradients, optimizer, activations, logits, gathered, pools, overhead
     limit: int
+    margin: float = 0.0  # share of the limit that a plan leaves free, as the estimate is one
     host_terms: dict[str, int] = {}  # what is offloaded: bytes of a rank in its machine's memory
     host_limit: int | None = None  # none: nothing is offloaded
 
@@ -47,6 +48,11 @@ class MemoryEstimate(Part):
     @property
     def fits(self) -> bool:
         return self.total <= self.limit and self.fits_host
+
+    @property
+    def is_safe(self) -> bool:
+        """Fits, and leaves its margin free."""
+        return self.total <= (1 - self.margin) * self.limit and self.fits_host
 
     @property
     def fits_host(self) -> bool:
@@ -77,9 +83,6 @@ class Candidate(Part):
     step_s: float | None = None  # of a mean step; of a CPU only to compare layouts
     chosen: bool = False
     reason: Reason | None = None
-
-    def is_safe(self, share: float) -> bool:
-        return self.memory.total <= share * self.memory.limit and self.memory.fits_host
 
 
 class DiskEstimate(Part):
@@ -197,9 +200,9 @@ Code = Literal[
     "attention", "compile", "data_workers", "new_tokens", "adapter", "validation", "left_out", "unread", "steps",
     "warmup", "evaluation", "checkpoints", "early_end", "disk", "learning_rate", "output_dtype", "environment",
     "long_samples", "large_batch", "high_learning_rate", "high_rank",
-    "not_next_smaller", "exceeds_memory", "exceeds_host_memory", "near_limit", "idle_device", "computes_again",
+    "not_next_smaller", "exceeds_memory", "exceeds_host_memory", "near_limit", "computes_again",
     "computes_more_again", "shards_needlessly", "gathers_again", "smaller_micro_batch", "no_faster",
-    "computes_attention_again",
+    "computes_attention_again", "more_memory",
 ]  # fmt: skip
 
 
