@@ -66,7 +66,7 @@ PYTHON := .venv/bin/python
 READY := .venv/.installed
 endif
 
-# The fast tests run file by file in one process per core, four at most, the longest first (tests/conftest.py); PYTEST_ARGS='-n 0' runs them in one process.
+# Tests run file by file in one process per core, four at most, the longest first (tests/conftest.py); PYTEST_ARGS='-n 0' runs them in one process.
 SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # The model for tests that need a real one; see src/manyhands/demo/model.py.
@@ -140,7 +140,7 @@ test: $(READY)
 
 test-all: $(READY)
 	@test -s $(SMOLLM2)/model.safetensors || $(PYTHON) -m manyhands.demo.model $(SMOLLM2)
-	@MANYHANDS_SMOLLM2=$${MANYHANDS_SMOLLM2:-$(abspath $(SMOLLM2))} $(PYTHON) -m pytest -q $(PYTEST_ARGS)
+	@MANYHANDS_SMOLLM2=$${MANYHANDS_SMOLLM2:-$(abspath $(SMOLLM2))} $(PYTHON) -m pytest -q $(SIDE_BY_SIDE) $(PYTEST_ARGS)
 
 # For a machine without a network: uses the installed python3. Missing packages may be supplied as .device/site.txz.
 test-device test-gpu: export OMP_NUM_THREADS := 1
