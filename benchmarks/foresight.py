@@ -35,13 +35,36 @@ def main() -> int:
         for case in CASES:
             print(f"{'held out' if case.is_held_out else 'fitted':9} {case.gpus} GPU(s)  {case.name}")
         return 0
+    if options.command == "fit":
+        return fit_rows(options)
     return Schedule(options).run()
+
+
+def fit_rows(options: argparse.Namespace) -> int:
+    from benchmarks.foresight_fit import describe_errors, errors_of, fit, print_rows, read_rows, write_fitted
+    from manyhands.plan.rates import load_fitted
+
+    rows = read_rows(options.rows)
+    seen = [row for row in rows if not row.is_held_out]
+    fitted = fit(seen, load_fitted()) if seen and not options.check else load_fitted()
+    print_rows(rows, fitted)
+    for name, some in (("fitted", seen), ("held out", [row for row in rows if row.is_held_out])):
+        memory, seconds = errors_of(some, fitted)
+        print(f"{name}: memory {describe_errors(memory)}; seconds {describe_errors(seconds)}")
+    print(fitted)
+    if options.write:
+        write_fitted(fitted)
+    return 0
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="the cases")
+    fitting = commands.add_parser("fit", help="estimate measured cases anew, and fit the constants of plan/time.toml")
+    fitting.add_argument("rows", type=Path, nargs="+")
+    fitting.add_argument("--check", action="store_true", help="fit nothing: only say how good the estimates are")
+    fitting.add_argument("--write", action="store_true", help="write the constants")
     measure = commands.add_parser("measure", help="measure cases on this machine")
     measure.add_argument("--output", type=Path, required=True, help="JSONL file to append the rows to")
     measure.add_argument("--have", type=Path, nargs="*", default=[], help="files whose cases are not measured again")

@@ -1,0 +1,197 @@
+"""From measured rows of ``benchmarks.foresight`` to estimates made anew, to fitted constants, and to a table.
+
+Every row holds what the estimates are functions of, so that today's estimate is compared with any run measured before.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.foresight_cases import HELD_OUT
+from manyhands import families
+from manyhands.facts.gpu_kinds import kind_of
+from manyhands.facts.types import GpuKind, ModelFacts
+from manyhands.plan.estimate_input import EstimateInput, TrainedWeights
+from manyhands.plan.layout import Layout, Mesh
+from manyhands.plan.memory import estimate_terms, keep_on_device
+from manyhands.plan.rates import Fitted, load_fitted, rates_of_kind
+from manyhands.plan.time import TimeInput, estimate_step
+from manyhands.plan.work import work_of_lengths
+
+GIB = 2**30
+PRIOR = 0.002  # how strongly a constant is drawn to its present value, where rows say little of it
+TIME_FILE = Path(__file__).parents[1] / "src" / "manyhands" / "plan" / "time.toml"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run: what was estimated anew, and what it took. ``time`` has no rates yet: they depend on what is fitted."""
+
+    row: dict[str, Any]
+    estimate: EstimateInput
+    time: TimeInput
+    kind: GpuKind
+
+    @property
+    def is_held_out(self) -> bool:
+        return self.row["shape"] in HELD_OUT
+
+    @property
+    def held_gib(self) -> float:
+        """Reserved by torch's allocator and outside of it, of the rank that holds most."""
+        ranks = [stages for stages in self.row["ranks"] if stages.get("last_step")]
+        return max(stages["last_step"]["peak_reserved"] + stages["outside_gib"] for stages in ranks)
+
+    @property
+    def planned_gib(self) -> float:
+        terms = estimate_terms(self.estimate)
+        return sum((keep_on_device(self.estimate, terms) if self.estimate.offloads else terms).values()) / GIB
+
+    def seconds(self, fitted: Fitted) -> dict[str, float]:
+        return estimate_step(replace(self.time, rates=rates_of_kind(self.kind, fitted), fitted=fitted))
+
+
+def read_rows(files: Sequence[Path]) -> list[Measured]:
+    """The newest row of each case on each kind of GPU that has all that is needed."""
+    rows = [json.loads(line) for file in files for line in file.read_text().splitlines() if line.strip()]
+    newest = {(row["case"], row["device"]): row for row in rows if "input" in row and row.get("ranks", [{}])[0]}
+    return [found for row in newest.values() if (found := rebuild(row)) is not None]
+
+
+def rebuild(row: dict[str, Any]) -> Measured | None:
+    """None of a run on a device that is in no list."""
+    kind = kind_of(row["device"])
+    if kind is None:
+        return None
+    given = dict(row["input"])
+    model = ModelFacts.model_validate({"folder": "", "files": {}} | given.pop("model"))
+    if model.num_windowed_layers is None and model.sliding_window is not None and "gemma3" in model.model_type:
+        model = model.model_copy(update={"num_windowed_layers": model.num_layers - model.num_layers // 6})
+    layout = given.pop("layout")
+    attention = given.pop("attention")
+    trained = given.pop("partially_trained")
+    known = bool(families.find(model.model_type).known_modules) and (
+        given["num_adapter_parameters"] > 0 or given["fp8_blocks"]
+    )
+    estimate = EstimateInput(
+        model=model,
+        layout=Layout(**layout | {"mesh": Mesh(**layout["mesh"])}),
+        partially_trained=TrainedWeights(**trained) if trained else None,
+        **{"fuses_modules": known} | given,
+    )
+    warm = len(row["work"]) - row["num_timed_steps"] if len(row["work"]) > 1 else 0
+    every = [[[lengthen(part) for part in micro] for micro in step] for step in row["work"]]
+    estimate, steps = at_largest(estimate, every), every[warm:]
+    flash4 = any("flash_attncute" in name.lower() for name in row.get("attention_kernels", []))
+    time = TimeInput(
+        estimate=estimate,
+        work=work_of_lengths(steps, estimate.layout, model.sliding_window),
+        rates=rates_of_kind(kind, load_fitted()),
+        fitted=load_fitted(),
+        attention=attention,
+        num_local=row["gpus"],
+        has_flash4=flash4,
+    )
+    return Measured(row, estimate, time, kind)
+
+
+def at_largest(estimate: EstimateInput, steps: list[list[list[np.ndarray]]]) -> EstimateInput:
+    """The estimate of the largest pack that ran: the plan's is of a full one, which few steps may not have."""
+    largest = max(micro.tokens for micro in work_of_lengths(steps, estimate.layout, None).micros)
+    return replace(estimate, layout=replace(estimate.layout, full_micro_tokens=int(largest)))
+
+
+def lengthen(lengths: list[int]) -> np.ndarray:
+    """``[-3, 512]`` as three samples of 512 tokens."""
+    if lengths and lengths[0] < 0:
+        return np.full(-lengths[0], lengths[1], dtype=np.int64)
+    return np.array(lengths, dtype=np.int64)
+
+
+def fit(rows: Sequence[Measured], fitted: Fitted, *, steps: int = 20) -> Fitted:
+    """Constants that make the logarithms of predicted over measured seconds small (absolute errors to the power of 1.5,
+    by reweighted least squares after Levenberg and Marquardt), near the present ones.
+    """
+    names = [part.name for part in fields(Fitted)]
+    begin = np.log([getattr(fitted, name) for name in names])
+
+    def constants(point: np.ndarray) -> Fitted:
+        return replace(fitted, **{name: float(np.exp(value)) for name, value in zip(names, point, strict=True)})
+
+    def errors(point: np.ndarray) -> np.ndarray:
+        now = constants(point)
+        return np.array([np.log(sum(row.seconds(now).values()) / row.row["step_s"]) for row in rows])
+
+    def loss(point: np.ndarray) -> float:
+        return float((np.abs(errors(point)) ** 1.5).sum() + PRIOR * len(rows) * ((point - begin) ** 2).sum())
+
+    point, best, damping = begin, loss(begin), 1e-2
+    for _ in range(steps):
+        now = errors(point)
+        slopes = np.stack([(errors(point + 1e-3 * axis) - now) / 1e-3 for axis in np.eye(len(names))], axis=1)
+        weights = np.maximum(np.abs(now), 0.005) ** -0.5
+        normal = slopes.T @ (slopes * weights[:, None]) + PRIOR * len(rows) * np.eye(len(names))
+        right = slopes.T @ (now * weights) + PRIOR * len(rows) * (point - begin)
+        for _ in range(8):
+            tried = point - np.linalg.solve(normal + damping * np.diag(np.diag(normal)), right)
+            if (value := loss(tried)) < best:
+                point, best, damping = tried, value, damping / 3
+                break
+            damping *= 4
+        else:
+            break
+    return constants(point)
+
+
+def write_fitted(fitted: Fitted, file: Path = TIME_FILE) -> None:
+    """The values in place, with two significant digits more than matter; the comments stay."""
+    text = file.read_text()
+    for name, value in asdict(fitted).items():
+        text = re.sub(rf"^({name} = )\S+", rf"\g<1>{value:.4g}", text, flags=re.MULTILINE)
+    file.write_text(text)
+
+
+def errors_of(rows: Sequence[Measured], fitted: Fitted) -> tuple[np.ndarray, np.ndarray]:
+    """Relative errors of memory and of seconds: (planned - measured) / measured."""
+    memory = [row.planned_gib / row.held_gib - 1 for row in rows]
+    seconds = [sum(row.seconds(fitted).values()) / row.row["step_s"] - 1 for row in rows]
+    return np.array(memory), np.array(seconds)
+
+
+def describe_errors(errors: np.ndarray) -> str:
+    if not len(errors):
+        return "none"
+    sizes = np.abs(errors)
+    return (
+        f"{len(errors)} rows: median {np.median(sizes):.1%}, 95th percentile {np.quantile(sizes, 0.95):.1%}, "
+        f"from {errors.min():+.1%} to {errors.max():+.1%}"
+    )
+
+
+def print_rows(rows: Sequence[Measured], fitted: Fitted) -> None:
+    """Each row's errors and terms, beside the kernels' measured seconds by kind."""
+    for row in rows:
+        seconds, measured = row.seconds(fitted), row.row
+        total = sum(seconds.values())
+        shown = " ".join(f"{name[:7]} {1000 * value:.0f}" for name, value in seconds.items() if value > 5e-4)
+        kernels = " ".join(f"{name[:7]} {value:.0f}" for name, value in measured.get("kernels_ms", {}).items())
+        print(
+            f"{'H' if row.is_held_out else ' '} {measured['case']:.100}\n"
+            f"    memory {row.planned_gib:6.2f} of {row.held_gib:6.2f} GiB {row.planned_gib / row.held_gib - 1:+.1%}"
+            f" (allocated {allocated_gib(row):.2f} of {measured['peak_allocated_gib']})"
+            f"   step {total:.4f} of {measured['step_s']:.4f} s {total / measured['step_s'] - 1:+.1%}\n"
+            f"    planned ms: {shown}\n    kernels ms: {kernels}"
+        )
+
+
+def allocated_gib(row: Measured) -> float:
+    terms = estimate_terms(row.estimate)
+    outside = terms["overhead"] + terms["pools"] - 2**26
+    return row.planned_gib - outside / GIB
