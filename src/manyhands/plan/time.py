@@ -25,6 +25,7 @@ from manyhands.plan.work import MeanStep, Micro
 
 TILE = (128, 256)  # rows and columns that one multiprocessor computes of a matmul at a time
 NUM_PROCESSORS = 132  # of Hopper
+SPLIT_K = 1024
 LOGIT_PASSES = 4.0  # times that the fused loss reads or writes a logit
 PLAIN_LOGIT_PASSES = 12.0  # the same of transformers' own, with float32 copies
 EAGER = 3.0  # times the bytes, and times the launches, of blocks that are not compiled
@@ -71,17 +72,19 @@ def estimate_step(s: TimeInput) -> dict[str, float]:
 
 
 def matmul_s(s: TimeInput, m: float, n: float, k: float, *, fp8: bool = False) -> float:
-    """``2 m n k`` operations: at the rate that the power limit leaves; at full clock where tiles leave multiprocessors
-    idle; or as long as its operands take to read, whichever is longest.
+    """``2 m n k`` operations at the rate that the power limit leaves; or whole tiles on all multiprocessors at full
+    clock, the last wave of them too; or as long as its operands take to read, whichever is longest.
+
+    Where there are fewer tiles than multiprocessors, sums over k are split among these, into pieces of ``SPLIT_K``.
     """
-    flops = 2.0 * m * n * k
     rate = s.rates.fp8 if fp8 else s.rates.matmul
     tiles = math.ceil(m / TILE[0]) * math.ceil(n / TILE[1])
     waves = math.ceil(tiles / NUM_PROCESSORS)
-    idle = max(1.0, waves * NUM_PROCESSORS / tiles) if k < m * n / (TILE[0] * TILE[1]) or waves > 1 else 1.0
+    pieces = min(max(1.0, k / SPLIT_K), max(1.0, NUM_PROCESSORS / tiles))
+    tiled = 2.0 * TILE[0] * TILE[1] * waves * NUM_PROCESSORS * k / pieces
     burst = s.rates.matmul_burst * rate / s.rates.matmul
     width = 1 if fp8 else s.estimate.compute_bytes
-    return max(flops / rate, flops * idle / burst, (m * k + k * n + m * n) * width / s.rates.memory)
+    return max(2.0 * m * n * k / rate, tiled / burst, (m * k + k * n + m * n) * width / s.rates.memory)
 
 
 def block_matmuls(s: TimeInput, tokens: float, *, backward: bool) -> float:
