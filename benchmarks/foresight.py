@@ -72,6 +72,7 @@ def parse() -> argparse.Namespace:
     measure.add_argument("--gpus", type=int, help="use at most so many GPUs; 0 tries the command on a CPU")
     measure.add_argument("--only", type=int, nargs="+", help="cases of these numbers of GPUs alone")
     measure.add_argument("--case", nargs="+", choices=sorted(BY_NAME), metavar="CASE", help="these cases alone")
+    measure.add_argument("--calibrate", action="store_true", help="first, half a minute: what the GPUs sustain")
     measure.add_argument("--alone", action="store_true", help="never two cases side by side")
     return parser.parse_args()
 
@@ -113,6 +114,8 @@ class Schedule:
         return float(self.options.budget) - (time.monotonic() - self.begin)
 
     def run(self) -> int:
+        if not self.on_cpu and self.options.calibrate:
+            self.calibrate()
         threads = []
         with self.changed:
             while True:
@@ -132,6 +135,13 @@ class Schedule:
         for case in self.pending:
             print(f"not begun: {case.name}", flush=True)
         return 1 if self.failed else 0
+
+    def calibrate(self) -> None:
+        """What the GPUs sustain in this call, as ``manyhands doctor --calibrate`` has it: a row of its own."""
+        output, found = start_processes("manyhands.bench.calibrate", [], 1, LIMIT_S)
+        row = {"calibration": found} if found else {"failure": f"calibration: {failure_of(output)}"}
+        append(self.options.output, row | {"run": self.run_name})
+        print(f"{time.monotonic() - self.begin:5.0f} s  calibration: {found or row['failure']}", flush=True)
 
     def next_case(self) -> Case | None:
         """The first that fits into the free GPUs and the time; None: wait, or end."""

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -26,6 +26,7 @@ NEEDED = {
 OPTIONAL = {"tensorboard": "curves in the browser", "bitsandbytes": "4-bit weights"}
 HUB_TIMEOUT_S = 5.0
 MIN_DISK_BYTES = 10 * 2**30
+CALIBRATE_S = 180.0
 TORCH_PROBE = """
 import torch
 cuda, hip = torch.version.cuda, torch.version.hip
@@ -43,11 +44,18 @@ class CheckResult:
     fix: str = ""
 
 
-def doctor() -> None:
+def doctor(
+    calibrate: Annotated[
+        bool,
+        typer.Option("--calibrate", help="Measure what the GPUs sustain, in less than a minute, for later plans."),
+    ] = False,
+) -> None:
     """Check Python, packages, GPUs, disk and hub (exit code 1 if something is missing)."""
     from rich.console import Console
     from rich.text import Text
 
+    if calibrate:
+        raise typer.Exit(_calibrate())
     console = Console(highlight=False)
     marks = {"ok": ("ok     ", "green"), "warning": ("warning", "yellow"), "bad": ("missing", "bold red")}
     results = []
@@ -63,6 +71,30 @@ def doctor() -> None:
     num_warnings = sum(result.state == "warning" for result in results)
     console.print(f"{num_bad} missing, {num_warnings} warnings")
     raise typer.Exit(EXIT_FAILED if num_bad else 0)
+
+
+def _calibrate() -> int:
+    """In a process of its own, as it needs torch. Says what plans will use."""
+    import json
+
+    command = [sys.executable, "-m", "manyhands.bench.calibrate"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=CALIBRATE_S)
+    except subprocess.TimeoutExpired:
+        typer.echo(f"error: no result within {CALIBRATE_S:.0f} s; end other programs on the GPUs (nvidia-smi)")
+        return EXIT_FAILED
+    found = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if not found:
+        lines = (done.stdout + done.stderr).strip().splitlines()
+        typer.echo(lines[-1] if lines else "error: the calibration wrote nothing")
+        return EXIT_FAILED
+    rates = json.loads(found[-1])
+    typer.echo(f"{rates.pop('gpus')} × {rates.pop('device')}, kept for later plans:")
+    units = {"tflops": "TFLOP/s", "gb_s": "GB/s", "us": "µs"}
+    for name, rate in rates.items():
+        unit = next(unit for unit in units if name.endswith(f"_{unit}"))
+        typer.echo(f"  {name.removesuffix(f'_{unit}').replace('_', ' ')}: {rate:,.4g} {units[unit]}")
+    return 0
 
 
 def _check_python() -> Iterator[CheckResult]:

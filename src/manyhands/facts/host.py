@@ -16,6 +16,7 @@ from typing import Any, Literal
 from manyhands.core.files import nearest_folder
 from manyhands.core.machine import count_cores, memory_bytes
 from manyhands.facts.amd import AmdSearch, find_amd_gpus, find_amd_nodes
+from manyhands.facts.calibration import read_calibration
 from manyhands.facts.gpu_kinds import kind_of_all
 from manyhands.facts.types import GpuFacts, HostFacts, UnusableGpus
 from manyhands.facts.visible import AMD_VARIABLES, hides_all, select_visible
@@ -43,6 +44,7 @@ def read_host_facts(environ: Mapping[str, str] = os.environ, root: Path = Path("
         memory_bytes=memory,
         free_memory_bytes=free,
         kind=kind_of_all(gpus) if gpus else None,
+        calibration=read_calibration(gpus),
         unusable_gpus=unusable,
     )
 

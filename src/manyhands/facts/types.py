@@ -141,6 +141,20 @@ class GpuKind(Fact):
     link_gb_s: Figure
 
 
+class Calibration(Fact):
+    """Rates that ``manyhands doctor --calibrate`` measured (``bench/calibrate.py``)."""
+
+    matmul_tflops: float = Field(gt=0)
+    small_matmul_tflops: float = Field(gt=0)
+    attention_tflops: float = Field(gt=0)
+    memory_gb_s: float = Field(gt=0)
+    pcie_gb_s: float = Field(gt=0)
+    launch_us: float = Field(gt=0)
+    fp8_tflops: float | None = Field(None, gt=0)
+    link_gb_s: float | None = Field(None, gt=0)  # that each rank receives in a gather; None: one GPU
+    when: str = ""
+
+
 class UnusableGpus(Fact):
     """GPUs that are in this machine and cannot be used; parts of an error."""
 
@@ -160,6 +174,7 @@ class HostFacts(Fact):
     num_nodes: int = 1  # machines like this one; more than one only where a plan is asked for GPUs that are not here
     is_here: bool = True  # else this machine was only described (``--gpus 8xH200``)
     kind: GpuKind | None = None  # of all GPUs, where it is a known one
+    calibration: Calibration | None = None  # of these GPUs, where they were measured
     unusable_gpus: UnusableGpus | None = None  # set only if ``gpus`` is empty although the user did not ask for it
 
 
