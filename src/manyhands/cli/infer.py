@@ -148,6 +148,43 @@ def chat(
     raise typer.Exit(_run("chat", request))
 
 
+def serve(
+    folder: Folder,
+    port: Annotated[
+        int, typer.Option("--port", min=1, max=65535, help="Port on this machine's loopback address.")
+    ] = 8000,
+    name: Annotated[
+        str | None, typer.Option("--name", help="The model's name in requests (default: the folder's).")
+    ] = None,
+    engine: Annotated[
+        Literal["auto", "vllm", "transformers"],
+        typer.Option("--engine", help="vllm: its own server; auto takes it where it is installed."),
+    ] = "auto",
+    max_new_tokens: MaxNewTokens = 512,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    stop: Stop = None,
+    base: Base = None,
+    gpus: Gpus = None,
+    device_map: DeviceMap = "auto",
+    batch_size: BatchSize = None,
+) -> None:
+    """Serve a trained model to OpenAI's clients, on this machine only; options are for requests without their own."""
+    process.refuse_used_port(port)
+    request = {
+        "folder": str(find_run_folder(folder)),
+        "base": base,
+        "port": port,
+        "name": name,
+        "engine": engine,
+        "settings": _settings(max_new_tokens, temperature, top_p, top_k, repetition_penalty, 0, stop),
+        "placement": dict(gpus=gpus, device_map=device_map, batch_size=batch_size),
+    }
+    raise typer.Exit(_run("serve", request))
+
+
 def evaluate(
     run: Annotated[
         Path,

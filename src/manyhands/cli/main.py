@@ -13,7 +13,7 @@ from manyhands import __version__
 from manyhands.cli.accelerate import setup_accelerate
 from manyhands.cli.config import config
 from manyhands.cli.import_file import import_file
-from manyhands.cli.infer import chat, evaluate, generate
+from manyhands.cli.infer import chat, evaluate, generate, serve
 from manyhands.cli.init import init
 from manyhands.cli.machine import doctor
 from manyhands.cli.memory import gpu_info, memory_check
@@ -74,6 +74,7 @@ for _name, _command in (
     ("data", data),
     ("generate", generate),
     ("chat", chat),
+    ("serve", serve),
     ("eval", evaluate),
     ("export", export),
     ("init", init),

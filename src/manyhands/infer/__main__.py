@@ -70,6 +70,29 @@ def _read_options(values: Mapping[str, Any] | None) -> PromptOptions:
     return PromptOptions(values.get("system"), tuple(values.get("tools") or ()))
 
 
+def serve(
+    folder: str,
+    base: str | None = None,
+    port: int = 8000,
+    name: str | None = None,
+    engine: str = "auto",
+    settings: Mapping[str, Any] | None = None,
+    placement: Mapping[str, Any] | None = None,
+) -> int:
+    from manyhands.infer.placement import Placement
+    from manyhands.infer.serve import serve as serve_model
+
+    return serve_model(
+        Path(folder),
+        base=base,
+        port=port,
+        name=name,
+        engine=engine,
+        settings=GenerationSettings.from_json(settings or {}),
+        placement=Placement(**(placement or {})),
+    )
+
+
 def evaluate(
     folder: str,
     data: str | None = None,
@@ -121,6 +144,7 @@ def harness(
 VERBS: dict[str, Callable[..., int]] = {
     "generate": generate,
     "chat": chat,
+    "serve": serve,
     "evaluate": evaluate,
     "harness": harness,
 }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from manyhands.core.errors import UserError
@@ -16,6 +18,7 @@ from manyhands.infer.settings import GenerationSettings
 from manyhands.infer.worker import Room
 
 MAX_PROMPTS = 4096  # of a task; vLLM makes its own batches out of them
+RANK_LIMITS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of vLLM's max_lora_rank
 REFUSED_KEYS = ("use_dora", "modules_to_save", "trainable_token_indices")  # of an adapter's configuration
 
 
@@ -54,7 +57,7 @@ class VllmWorker:
         tokenizer = open_found_tokenizer(found)
         self._tokenizer = tokenizer
         self._ends = end_token_ids(found.weights, tokenizer, found.chat_template_kwargs)
-        rank = {} if found.adapter is None else {"max_lora_rank": int(read_adapter_config(found.adapter)["r"])}
+        rank = {} if found.adapter is None else {"max_lora_rank": lora_rank_limit(found.adapter)}
         self._adapter: Any = None if found.adapter is None else LoRARequest("adapter", 1, str(found.adapter))
         self._model = LLM(
             model=str(found.weights),
@@ -99,3 +102,35 @@ class VllmWorker:
         places = [place for stop in self._settings.stop if (place := text.find(stop)) >= 0]
         reason = "stop" if ended or places else "length"
         return Completion(tuple(new), text[: min(places, default=len(text))].strip(), reason)
+
+
+def server_command(found: Found, name: str, host: str, port: int) -> list[str]:
+    """Arguments of Python for vLLM's own server: the model under ``name``, an adapter unmerged."""
+    command = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(found.weights)]
+    command += ["--host", host, "--port", str(port), *_name_arguments(found, name)]
+    if found.adapter is not None and (found.adapter / "tokenizer_config.json").is_file():
+        command += ["--tokenizer", str(found.adapter)]
+    if found.chat_template is not None:
+        command += ["--chat-template", found.chat_template]
+    arguments = {key: value for key, value in found.chat_template_kwargs.items() if key != "strftime_now"}
+    return [*command, *(["--default-chat-template-kwargs", json.dumps(arguments)] if arguments else [])]
+
+
+def _name_arguments(found: Found, name: str) -> list[str]:
+    if found.adapter is None:
+        return ["--served-model-name", name]
+    rank = lora_rank_limit(found.adapter)
+    return ["--enable-lora", "--max-lora-rank", str(rank), "--lora-modules", f"{name}={found.adapter}"]
+
+
+def lora_rank_limit(adapter: Path) -> int:
+    """The least of the limits that vLLM knows; UserError for a rank above all of them."""
+    rank = int(read_adapter_config(adapter)["r"])
+    limit = next((limit for limit in RANK_LIMITS if limit >= rank), None)
+    if limit is None:
+        raise UserError(
+            f"vLLM takes adapters up to rank {RANK_LIMITS[-1]}, this one has {rank}",
+            where=str(adapter),
+            fix="merge it: manyhands export RUN --merge, and give that folder",
+        )
+    return limit

@@ -1,0 +1,357 @@
+"""``manyhands serve``: an OpenAI-compatible endpoint on this machine's loopback address.
+
+With vLLM installed it is vLLM's own server. Otherwise a small one on Starlette and uvicorn: requests that wait together
+are answered in one batch, with the tokens that ``manyhands generate`` gives. A field of a request that would have no
+effect is refused, not ignored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import secrets
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from manyhands.core.errors import UserError
+from manyhands.data.messages import RowRefused, check_messages
+from manyhands.infer.decode import Completion
+from manyhands.infer.load import Answerer, find_parts
+from manyhands.infer.placement import ALL_GPUS, Placement
+from manyhands.infer.scheduler import AnswerRequest, Scheduler
+from manyhands.infer.settings import GenerationSettings
+
+HOST = "127.0.0.1"
+MAX_BODY_BYTES = 16 << 20
+TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+# Fields of the protocol that act, by the name of the setting that they are.
+SETTINGS = {
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "repetition_penalty": "repetition_penalty",
+    "seed": "seed",
+}
+ACTING = {"model", "messages", "prompt", "tools", "stream", "stream_options", "stop", *SETTINGS}
+# Fields that may be there with the one value that changes nothing; ``user`` and ``metadata`` are for the log of whoever
+# serves, of which there is none.
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "logprobs": (False, 0),
+    "top_logprobs": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "tool_choice": ("auto",),
+    "parallel_tool_calls": (True,),
+    "response_format": ({"type": "text"},),
+    "store": (False,),
+}
+UNREAD = {"user", "metadata", "service_tier"}
+
+
+class BadRequest(Exception):
+    """What is wrong with a request; ``field`` of its body."""
+
+    def __init__(self, message: str, field: str | None = None, status: int = 400) -> None:
+        super().__init__(message)
+        self.field, self.status = field, status
+
+
+def serve(
+    folder: Path,
+    *,
+    base: str | None = None,
+    port: int = 8000,
+    name: str | None = None,
+    engine: str = "auto",
+    settings: GenerationSettings | None = None,
+    placement: Placement = ALL_GPUS,
+) -> int:
+    """Serves until it is interrupted. ``engine`` auto is vLLM where it is installed. UserError where a library is
+    missing.
+    """
+    found, name = find_parts(folder, base), name or folder.resolve().name
+    if engine == "vllm" or (engine == "auto" and find_spec("vllm") is not None):
+        from manyhands.infer.vllm import refuse_adapter, refuse_missing_vllm, server_command
+
+        refuse_missing_vllm()
+        refuse_adapter(found)
+        command = server_command(found, name, HOST, port)
+        print(f"vLLM: {' '.join(command)}", file=sys.stderr, flush=True)
+        os.execv(sys.executable, [sys.executable, *command])
+    refuse_missing_server()
+    import uvicorn
+
+    from manyhands.infer.batch import open_placed
+
+    answerer = open_placed(folder, base, placement)
+    app = make_app(answerer, name, settings or GenerationSettings(), placement.batch_size)
+    print(f"{name}: http://{HOST}:{port}/v1 (Ctrl-C to stop)", file=sys.stderr, flush=True)
+    uvicorn.run(app, host=HOST, port=port, log_level="warning")
+    return 0
+
+
+def refuse_missing_server() -> None:
+    missing = [package for package in ("starlette", "uvicorn") if find_spec(package) is None]
+    if missing:
+        raise UserError(
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed",
+            where="manyhands serve",
+            why="the endpoint is made with these packages, or by vLLM where that is installed",
+            fix="pip install 'manyhands[serve]'",
+        )
+
+
+def make_app(answerer: Answerer, name: str, defaults: GenerationSettings, max_rows: int | None = None) -> Any:
+    """The ASGI application; its scheduler's thread runs while the application does."""
+    from contextlib import asynccontextmanager
+
+    from starlette.applications import Starlette
+    from starlette.middleware import Middleware
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse, StreamingResponse
+    from starlette.routing import Route
+
+    scheduler = Scheduler(answerer, max_rows)
+    created = int(time.time())
+
+    @asynccontextmanager
+    async def run_scheduler(_: Any) -> AsyncIterator[None]:
+        scheduler.start()
+        try:
+            yield
+        finally:
+            scheduler.stop()
+
+    async def answer(request: Request) -> Any:
+        is_chat = request.url.path.endswith("/chat/completions")
+        try:
+            body = await _read_body(request)
+            asked = _Asked(answerer, body, name, defaults, is_chat)
+        except BadRequest as error:
+            return JSONResponse(_error(str(error), error.field), error.status)
+        if asked.streams:
+            return StreamingResponse(_stream(scheduler, asked), media_type="text/event-stream")
+        try:
+            completion = await scheduler.answer(asked.request)
+        except Exception as error:  # of the model: the request is answered, the server goes on
+            return JSONResponse(_error(f"{type(error).__name__}: {error}", kind="server_error"), 500)
+        return JSONResponse(asked.body(completion))
+
+    async def models(_: Request) -> Any:
+        return JSONResponse(
+            {"object": "list", "data": [{"id": name, "object": "model", "created": created, "owned_by": "manyhands"}]}
+        )
+
+    async def health(_: Request) -> Any:
+        return JSONResponse({"status": "ok"})
+
+    return Starlette(
+        routes=[
+            Route("/v1/chat/completions", answer, methods=["POST"]),
+            Route("/v1/completions", answer, methods=["POST"]),
+            Route("/v1/models", models),
+            Route("/health", health),
+        ],
+        # a page of the web cannot reach the server under a name of its own
+        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])],
+        lifespan=run_scheduler,
+    )
+
+
+async def _read_body(request: Any) -> dict[str, Any]:
+    if not request.headers.get("content-type", "").startswith("application/json"):
+        raise BadRequest("the content type must be application/json", status=415)
+    raw = b""
+    async for part in request.stream():
+        raw += part
+        if len(raw) > MAX_BODY_BYTES:
+            raise BadRequest("the request is too long", status=413)
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"the body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise BadRequest("the body is not a JSON object")
+    return body
+
+
+class _Asked:
+    """A request as read: what is to be answered, and how the answer is written."""
+
+    def __init__(
+        self, answerer: Answerer, body: Mapping[str, Any], name: str, defaults: GenerationSettings, is_chat: bool
+    ) -> None:
+        given = {key: value for key, value in body.items() if value is not None}
+        check_fields(given)
+        if given.get("model", name) != name:
+            raise BadRequest(f"this server has the model {name}, not {given['model']}", "model", 404)
+        self.is_chat, self.streams = is_chat, bool(given.get("stream"))
+        self.with_usage = bool((given.get("stream_options") or {}).get("include_usage"))
+        self.id, self.created = f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}", int(time.time())
+        self._name, self._answerer = name, answerer
+        self.tools = given.get("tools") or []
+        try:
+            ids = self._encode(given)
+            settings, number = read_settings(given, defaults)
+        except (RowRefused, UserError) as error:
+            raise BadRequest(error.what if isinstance(error, UserError) else str(error)) from None
+        model: Any = answerer.model
+        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        if positions is not None and len(ids) + settings.max_new_tokens > positions:
+            room = positions - len(ids)
+            if "max_tokens" in given or "max_completion_tokens" in given or room < 1:
+                raise BadRequest(f"{len(ids)} tokens and {settings.max_new_tokens} new ones; the model has {positions}")
+            settings = GenerationSettings.from_json({**settings.to_json(), "max_new_tokens": room})
+        self.request = AnswerRequest(tuple(ids), settings, number)
+
+    def _encode(self, given: Mapping[str, Any]) -> list[int]:
+        if self.is_chat:
+            if "messages" not in given:
+                raise BadRequest("messages are missing", "messages")
+            return self._answerer.encode(check_messages(given["messages"], "messages", {}), self.tools)
+        prompt = given.get("prompt")
+        if not isinstance(prompt, str) or not prompt:
+            raise BadRequest("prompt must be one text", "prompt")
+        return list(self._answerer.tokenizer.encode(prompt))
+
+    def message(self, completion: Completion) -> tuple[dict[str, Any], str]:
+        """The assistant's message and its finish reason; calls of tools where the model's format is known."""
+        if self.tools and (calls := self._read_calls(completion)):
+            return {"role": "assistant", "content": None, "tool_calls": calls}, "tool_calls"
+        return {"role": "assistant", "content": completion.text}, completion.finish_reason
+
+    def _read_calls(self, completion: Completion) -> list[dict[str, Any]]:
+        calls = read_calls(self._answerer.tokenizer, completion, self.request.ids)
+        return [{"id": f"call_{n}", "type": "function", "function": call} for n, call in enumerate(calls)]
+
+    def body(self, completion: Completion) -> dict[str, Any]:
+        """The whole answer."""
+        message, reason = self.message(completion)
+        choice: dict[str, Any] = {"index": 0, "finish_reason": reason, "logprobs": None}
+        choice |= {"message": message} if self.is_chat else {"text": completion.text}
+        return self._head("chat.completion" if self.is_chat else "text_completion") | {
+            "choices": [choice],
+            "usage": self.usage(completion),
+        }
+
+    def chunk(self, delta: Mapping[str, Any] | str, reason: str | None = None) -> dict[str, Any]:
+        """One piece of a streamed answer: a text, or what a message gets besides."""
+        choice: dict[str, Any] = {"index": 0, "finish_reason": reason, "logprobs": None}
+        if self.is_chat:
+            choice["delta"] = {"content": delta} if isinstance(delta, str) else dict(delta)
+        else:
+            choice["text"] = delta if isinstance(delta, str) else ""
+        return self._head("chat.completion.chunk" if self.is_chat else "text_completion") | {"choices": [choice]}
+
+    def usage_chunk(self, completion: Completion) -> dict[str, Any]:
+        head = self._head("chat.completion.chunk" if self.is_chat else "text_completion")
+        return head | {"choices": [], "usage": self.usage(completion)}
+
+    def usage(self, completion: Completion) -> dict[str, int]:
+        prompt, new = len(self.request.ids), len(completion.ids)
+        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self._name}
+
+
+def read_calls(tokenizer: Any, completion: Completion, prompt_ids: Sequence[int]) -> list[dict[str, str]]:
+    """Name and arguments (JSON text) of each call in an answer: by the tokenizer's own ``response_template``, else in
+    the format of Hermes and Qwen. None found: the answer is a text.
+    """
+    if getattr(tokenizer, "response_template", None):
+        parsed = tokenizer.parse_response(list(completion.ids), prefix=list(prompt_ids))
+        found = [call.get("function", call) for call in parsed.get("tool_calls") or ()]
+    else:
+        try:
+            found = [json.loads(text) for text in TOOL_CALL.findall(completion.text)]
+        except ValueError:
+            return []
+    if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in found):
+        return []
+    return [{"name": call["name"], "arguments": _as_text(call.get("arguments", {}))} for call in found]
+
+
+def _as_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def check_fields(given: Mapping[str, Any]) -> None:
+    """BadRequest for a field that would have no effect here."""
+    for key, value in given.items():
+        if key in ACTING or key in UNREAD or value in HARMLESS.get(key, ()):
+            continue
+        fix = f"leave it out, or {HARMLESS[key][0]!r}" if key in HARMLESS else "leave it out"
+        raise BadRequest(f"{key} has no effect on this server: {fix}", key)
+
+
+def read_settings(given: Mapping[str, Any], defaults: GenerationSettings) -> tuple[GenerationSettings, int]:
+    """The settings of a request over those of the server, and the number that seeds it: anew for each request that
+    names no seed, so that those can share a batch.
+    """
+    values = defaults.to_json()
+    for key, setting in SETTINGS.items():
+        if key in given:
+            kinds = float | int if key in ("temperature", "top_p", "repetition_penalty") else int
+            if not isinstance(given[key], kinds) or isinstance(given[key], bool):
+                raise BadRequest(f"{key} must be a number", key)
+            values[setting] = given[key]
+    if "stop" in given:
+        stop = [given["stop"]] if isinstance(given["stop"], str) else given["stop"]
+        if not isinstance(stop, list) or not all(isinstance(text, str) for text in stop):
+            raise BadRequest("stop must be a text or a list of texts", "stop")
+        values["stop"] = tuple(stop)
+    if values["temperature"] == 0:  # greedy, as the protocol has it: clients send top_p along
+        values |= {"top_p": 1.0, "top_k": 0}
+    return GenerationSettings.from_json(values), 0 if "seed" in given else secrets.randbits(62)
+
+
+async def _stream(scheduler: Scheduler, asked: _Asked) -> AsyncIterator[str]:
+    """Server-sent events: the text as it is made; calls of tools once they are whole."""
+    pieces: asyncio.Queue[str | None] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    request = asked.request
+    if not asked.tools:
+        request.on_text = lambda text: loop.call_soon_threadsafe(pieces.put_nowait, text)
+    task = asyncio.ensure_future(scheduler.answer(request))
+    task.add_done_callback(lambda _: pieces.put_nowait(None))
+    try:
+        if asked.is_chat:
+            yield _event(asked.chunk({"role": "assistant", "content": ""}))
+        while (piece := await pieces.get()) is not None:
+            yield _event(asked.chunk(piece))
+        completion = task.result()
+        message, reason = asked.message(completion)
+        if asked.tools:
+            calls = [{"index": n, **call} for n, call in enumerate(message.get("tool_calls") or ())]
+            yield _event(asked.chunk({"tool_calls": calls} if calls else completion.text))
+        yield _event(asked.chunk({}, reason))
+        if asked.with_usage:
+            yield _event(asked.usage_chunk(completion))
+        yield "data: [DONE]\n\n"
+    except Exception as error:
+        yield _event(_error(f"{type(error).__name__}: {error}", kind="server_error"))
+    finally:
+        request.abandoned = True  # of a client that has gone
+        task.cancel()
+
+
+def _event(value: Mapping[str, Any]) -> str:
+    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+
+
+def _error(message: str, field: str | None = None, kind: str = "invalid_request_error") -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": field, "code": None}}

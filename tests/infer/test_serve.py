@@ -1,0 +1,203 @@
+"""``manyhands serve``: OpenAI's protocol over the tokens that ``manyhands generate`` gives."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manyhands.core.errors import UserError
+from manyhands.infer.decode import Completion
+from manyhands.infer.load import Answerer, Found, open_answerer
+from manyhands.infer.scheduler import AnswerRequest, Scheduler
+from manyhands.infer.serve import _Asked, make_app, refuse_missing_server
+from manyhands.infer.settings import GenerationSettings
+from manyhands.infer.vllm import lora_rank_limit, server_command
+from tests.support.tiny import write_tiny_model
+
+DEFAULTS = GenerationSettings(max_new_tokens=8)
+QUESTION = [{"role": "user", "content": "alpha beta"}]
+
+
+@pytest.fixture(scope="module")
+def answerer(tmp_path_factory: pytest.TempPathFactory) -> Answerer:
+    return open_answerer(write_tiny_model(tmp_path_factory.mktemp("serve") / "base", "llama"))
+
+
+@pytest.fixture(scope="module")
+def client(answerer: Answerer) -> Iterator[Any]:
+    pytest.importorskip("starlette")
+    from starlette.testclient import TestClient
+
+    with TestClient(make_app(answerer, "tiny", DEFAULTS), base_url="http://127.0.0.1") as opened:
+        yield opened
+
+
+def ask(client: Any, path: str = "chat/completions", **body: Any) -> Any:
+    return client.post(f"/v1/{path}", json=({"messages": QUESTION} if path.startswith("chat") else {}) | body)
+
+
+def events(response: Any) -> list[dict[str, Any]]:
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]" and response.headers["content-type"].startswith("text/event-stream")
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def test_a_chat_gets_the_answer_of_generate(client: Any, answerer: Answerer) -> None:
+    expected = answerer.answer_all([QUESTION], DEFAULTS)[0]
+    found = ask(client, model="tiny").json()
+    assert found["choices"][0]["message"] == {"role": "assistant", "content": expected.text}
+    assert found["choices"][0]["finish_reason"] == expected.finish_reason and found["model"] == "tiny"
+    assert found["usage"]["completion_tokens"] == len(expected.ids)
+    assert found["usage"]["prompt_tokens"] == len(answerer.encode(QUESTION))
+    shorter = ask(client, max_completion_tokens=3).json()
+    assert shorter["usage"]["completion_tokens"] == 3
+    assert ask(client, "completions", prompt="alpha").json()["object"] == "text_completion"
+
+
+def test_a_stream_is_the_same_text_in_pieces(client: Any, answerer: Answerer) -> None:
+    chunks = events(ask(client, stream=True, stream_options={"include_usage": True}))
+    assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
+    texts = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks[:-1]]
+    assert "".join(texts) == answerer.answer_all([QUESTION], DEFAULTS)[0].text and sum(map(bool, texts)) > 2
+    assert chunks[-2]["choices"][0]["finish_reason"] in ("stop", "length")
+    assert chunks[-1]["usage"]["completion_tokens"] == 8 and chunks[-1]["choices"] == []
+
+
+def test_seeds_and_stop_strings_act(client: Any) -> None:
+    def text(**body: Any) -> str:
+        return ask(client, **body).json()["choices"][0]["message"]["content"]
+
+    assert text(temperature=1.5, seed=1) == text(temperature=1.5, seed=1) != text(temperature=1.5, seed=2)
+    assert len({text(temperature=1.5) for _ in range(4)}) > 1  # no seed: anew each time
+    plain = text(temperature=0, top_p=0.5)  # greedy, whatever top_p
+    assert plain == text() and text(stop=plain[3]) == plain[: plain.index(plain[3])].strip()
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        ({"model": "gpt-4"}, 404, "this server has the model tiny"),
+        ({"n": 2}, 400, "n has no effect on this server: leave it out, or 1"),
+        ({"logprobs": True}, 400, "logprobs has no effect"),
+        ({"response_format": {"type": "json_object"}}, 400, "response_format has no effect"),
+        ({"mirostat": 1}, 400, "mirostat has no effect"),
+        ({"temperature": "hot"}, 400, "temperature must be a number"),
+        ({"temperature": -1}, 400, "temperature must be 0 or more"),
+        ({"max_tokens": 5000}, 400, "the model has 2048"),
+        ({"messages": []}, 400, "a list of messages"),
+        ({"messages": [{"role": "robot", "content": "a"}]}, 400, "has the role 'robot'"),
+        ({"stop": [1]}, 400, "stop must be"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(client: Any, body: dict[str, Any], status: int, said: str) -> None:
+    response = ask(client, **body)
+    assert response.status_code == status
+    assert said in response.json()["error"]["message"] and response.json()["error"]["type"] == "invalid_request_error"
+    assert ask(client, n=1, user="me", logprobs=False, response_format={"type": "text"}).status_code == 200
+
+
+def test_pages_of_the_web_cannot_ask(client: Any) -> None:
+    body = json.dumps({"messages": QUESTION})
+    assert client.post("/v1/chat/completions", content=body, headers={"content-type": "text/plain"}).status_code == 415
+    named = {"content-type": "application/json", "host": "attacker.example"}
+    assert client.post("/v1/chat/completions", content=body, headers=named).status_code == 400
+    assert (
+        client.post("/v1/chat/completions", content="{", headers=named | {"host": "localhost:8000"}).status_code == 400
+    )
+    assert client.get("/health").json() == {"status": "ok"}
+    assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["tiny"]
+
+
+def test_openais_own_client_reads_it(client: Any, answerer: Answerer) -> None:
+    openai = pytest.importorskip("openai")
+    theirs = openai.OpenAI(base_url="http://127.0.0.1/v1", api_key="none", http_client=client)
+    expected = answerer.answer_all([QUESTION], DEFAULTS)[0].text
+    answer = theirs.chat.completions.create(model="tiny", messages=QUESTION, temperature=0)
+    assert answer.choices[0].message.content == expected
+    stream = theirs.chat.completions.create(model="tiny", messages=QUESTION, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == expected
+    with pytest.raises(openai.BadRequestError, match="has no effect"):
+        theirs.chat.completions.create(model="tiny", messages=QUESTION, n=3)
+
+
+def test_requests_that_wait_together_share_a_batch(answerer: Answerer) -> None:
+    prompts = [tuple(answerer.encode([{"role": "user", "content": text}])) for text in ("a", "b c d", "e", "f g")]
+    sampled = GenerationSettings(max_new_tokens=8, temperature=1.0)
+
+    async def ask_all() -> tuple[list[Completion], list[int]]:
+        scheduler = Scheduler(answerer)
+        requests = [AnswerRequest(ids, DEFAULTS if n < 3 else sampled, n) for n, ids in enumerate(prompts)]
+        waiting = [asyncio.ensure_future(scheduler.answer(request)) for request in requests]
+        await asyncio.sleep(0)  # all of them are in the queue
+        scheduler.start()
+        found = await asyncio.gather(*waiting)
+        scheduler.stop()
+        return list(found), scheduler.batches
+
+    found, batches = asyncio.run(ask_all())
+    assert batches == [3, 1]  # other settings, another batch
+    conversations = [[{"role": "user", "content": text}] for text in ("a", "b c d", "e")]
+    assert found[:3] == answerer.answer_all(conversations, DEFAULTS)
+
+
+def test_an_error_of_the_model_ends_the_request_and_not_the_server(
+    client: Any, answerer: Answerer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of something")
+
+    monkeypatch.setattr("manyhands.infer.scheduler.complete", fail)
+    assert ask(client).status_code == 500 and "out of something" in ask(client).json()["error"]["message"]
+    assert "out of something" in ask(client, stream=True).text
+    monkeypatch.undo()
+    assert ask(client).status_code == 200
+
+
+@pytest.mark.parametrize("templated", [False, True])
+def test_calls_of_tools_are_read_where_the_format_is_known(answerer: Answerer, templated: bool) -> None:
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+    asked = _Asked(answerer, {"messages": QUESTION, "tools": tools}, "tiny", DEFAULTS, is_chat=True)
+    said = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+    if templated:  # a tokenizer that brings its own format
+        said = said.replace("tool_call>", "call>")
+        region = {"open": "<call>", "close": "</call>", "repeats": True, "content": "json"}
+        call = {"type": "function", "function": "{content}"}
+        fields = {"tool_calls": region | {"transform": call}}
+        answerer.tokenizer.response_template = {"start_anchor": "<|im_start|>assistant\n", "fields": fields}
+    try:
+        message, reason = asked.message(Completion(tuple(answerer.tokenizer.encode(said)), said, "stop"))
+    finally:
+        answerer.tokenizer.response_template = None
+    assert reason == "tool_calls" and message["content"] is None
+    assert message["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city": "Oslo"}'}
+    for text in ("no call", "<tool_call>{broken}</tool_call>", "<tool_call>{}</tool_call>"):
+        plain = asked.message(Completion(tuple(answerer.tokenizer.encode(text)), text, "stop"))
+        assert plain == ({"role": "assistant", "content": text}, "stop")
+
+
+def test_without_its_packages_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("manyhands.infer.serve.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="starlette and uvicorn are not installed") as refused:
+        refuse_missing_server()
+    assert "manyhands[serve]" in refused.value.fix
+
+
+def test_vllms_server_gets_model_adapter_and_loopback(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 20}))
+    found = Found(tmp_path / "base", tmp_path, "my template", {"enable_thinking": False, "strftime_now": print})
+    command = server_command(found, "mine", "127.0.0.1", 8001)
+    pairs = dict(itertools.pairwise(command))
+    assert pairs["--model"] == str(tmp_path / "base") and pairs["--host"] == "127.0.0.1" and pairs["--port"] == "8001"
+    assert pairs["--lora-modules"] == f"mine={tmp_path}" and pairs["--max-lora-rank"] == "32"
+    assert pairs["--chat-template"] == "my template"
+    assert json.loads(pairs["--default-chat-template-kwargs"]) == {"enable_thinking": False}
+    assert "--served-model-name" in server_command(Found(tmp_path), "mine", "127.0.0.1", 8001)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 600}))
+    with pytest.raises(UserError, match="up to rank 512"):
+        lora_rank_limit(tmp_path)
