@@ -212,14 +212,15 @@ class FoundCause:
     tier: int  # 0: a cause; 5: ended by others
     time: float
     error: UserError
+    rank: int | None = None  # whose failure it is
 
     def to_json(self) -> list[Any]:
-        return [self.tier, self.time, self.error.to_json()]
+        return [self.tier, self.time, self.error.to_json(), self.rank]
 
     @staticmethod
     def from_json(fields: list[Any]) -> FoundCause:
-        tier, when, error = fields
-        return FoundCause(tier, when, UserError.from_json(error))
+        tier, when, error, rank = fields
+        return FoundCause(tier, when, UserError.from_json(error), rank)
 
 
 def first_failure(folder: RunFolder, exits: Mapping[int, RankExit], ended_by_us: Collection[int] = ()) -> UserError:
@@ -245,7 +246,7 @@ def find_cause(folder: RunFolder, exits: Mapping[int, RankExit], ended_by_us: Co
     tier, when, rank = min(candidates)
     explains = rank in written
     error = _explain_reason(folder, written[rank]) if explains else _explain_exit(folder, rank, exits[rank].exitcode)
-    return FoundCause(tier, when, error)
+    return FoundCause(tier, when, error, rank)
 
 
 def log_tail(folder: RunFolder, rank: int, num_lines: int = TAIL_LINES) -> str:

@@ -40,7 +40,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Ending:
+class LaunchEnd:
     """How a launch ended on this node: by a signal, by a failure, or (neither) well."""
 
     signal: signal.Signals | None = None
@@ -132,7 +132,7 @@ class Team:
             channel.beat_fields = lambda: None
             channel.on_trouble = lambda error: None
 
-    def settle(self, mine: Ending) -> Ending:
+    def settle(self, mine: LaunchEnd) -> LaunchEnd:
         """How the launch ended on all nodes, the same on each: the first cause, else the first signal."""
         if mine.cause is not None:
             self.channel.post("failed")
@@ -145,8 +145,11 @@ class Team:
         signals = [signal.Signals(number) for number, _ in ends if number is not None]
         first = min(causes, key=lambda cause: (cause.tier, cause.time), default=None)
         if first is not None and not (signals and first.tier >= ENDED_BY_OTHERS):
-            return Ending(cause=first)
-        return Ending(signal=signals[0] if signals else None)
+            if first.rank is not None:
+                host = self.channel.names[self._node_of(first.rank)]
+                first.error.where = f"{host}, {first.error.where}" if first.error.where else host
+            return LaunchEnd(cause=first)
+        return LaunchEnd(signal=signals[0] if signals else None)
 
     def _end(self, watch: Watch, error: UserError) -> None:
         """A node is lost. Where its launcher alone ended, its ranks get SIGTERM as ours do, and all save together."""

@@ -20,7 +20,7 @@ from manyhands.core.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, UserError
 from manyhands.launch.environment import launcher_environment
 from manyhands.launch.failure import FoundCause, find_cause
 from manyhands.launch.run_folder import RunFolder
-from manyhands.launch.team import Ending, Team
+from manyhands.launch.team import LaunchEnd, Team
 from manyhands.launch.watch import StopRequested, Watch, end_all, raise_when_asked, worker_pids
 from manyhands.plan.types import Plan
 
@@ -80,7 +80,7 @@ def run_workers(
 
 def _run_and_watch(
     folder: RunFolder, plan: Plan, place: Rendezvous, timeout_s: float, module: str, team: Team | None
-) -> Ending:
+) -> LaunchEnd:
     local, added = (None, {}) if team is None else (team.ranks, team.environment)
     try:
         with (
@@ -91,7 +91,7 @@ def _run_and_watch(
         ):
             return _run_agent(folder, place, module, watch)
     except StopRequested as asked:  # before the agent has taken the signal over: no worker was started
-        return Ending(asked.signal)
+        return LaunchEnd(asked.signal)
 
 
 def _report_end(folder: RunFolder, received: signal.Signals | None, report: Callable[[str], None], leads: bool) -> int:
@@ -145,7 +145,7 @@ def choose_port() -> int:
     return int(text)
 
 
-def _run_agent(folder: RunFolder, place: Rendezvous, module: str, watch: Watch) -> Ending:
+def _run_agent(folder: RunFolder, place: Rendezvous, module: str, watch: Watch) -> LaunchEnd:
     """Runs torch's agent to its end: the signal that ended it, why a rank failed, or neither."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -174,20 +174,20 @@ def _run_agent(folder: RunFolder, place: Rendezvous, module: str, watch: Watch) 
         try:
             elastic_launch(config, sys.executable)("-u", "-m", module, "--run-folder", str(folder.path))
         except (SignalException, KeyboardInterrupt) as error:
-            return Ending(signal.Signals(error.sigval if isinstance(error, SignalException) else signal.SIGINT))
+            return LaunchEnd(signal.Signals(error.sigval if isinstance(error, SignalException) else signal.SIGINT))
         except ChildFailedError as error:
             pids |= {failure.pid for failure in error.failures.values()}
             if watch.verdict is not None:
-                return Ending(cause=FoundCause(0, time.time(), watch.verdict))
-            return Ending(cause=find_cause(folder, error.failures, watch.killed))
+                return LaunchEnd(cause=FoundCause(0, time.time(), watch.verdict))
+            return LaunchEnd(cause=find_cause(folder, error.failures, watch.killed))
         except RuntimeError as error:
             if place.num_nodes == 1 or not type(error).__module__.startswith("torch"):
                 raise
             why = f"torch's agent on this node: {str(error).splitlines()[0]}"
-            return Ending(cause=FoundCause(4, time.time(), UserError("the nodes did not form a group", why=why)))
+            return LaunchEnd(cause=FoundCause(4, time.time(), UserError("the nodes did not form a group", why=why)))
         finally:
             end_all(pids | watch.pids | set(worker_pids()))
-    return Ending()
+    return LaunchEnd()
 
 
 def _quiet_agent() -> None:
