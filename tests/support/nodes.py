@@ -60,7 +60,7 @@ class Launched:
         while time.monotonic() < deadline:
             for child in psutil.Process(self.process.pid).children(recursive=True):
                 with contextlib.suppress(psutil.Error):
-                    if "python" in child.name():
+                    if "python" in child.name() and "python" not in (child.parent() or child).name():
                         return child
             time.sleep(0.02)
         raise AssertionError(f"node {self.node} started nothing:\n{self.text}")

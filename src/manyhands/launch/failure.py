@@ -8,11 +8,13 @@ is on disk: as soon as one rank ends, torch's agent ends all others, including o
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
 import shutil
 import signal
+import socket
 import time
 import traceback
 from collections.abc import Collection, Mapping
@@ -101,10 +103,11 @@ def record_for_torch(error: BaseException, stage: str, rank: int, environ: Mappi
 
 
 def claim_terminal(folder: RunFolder) -> bool:
-    """In a rank under another launcher: whether it is the first to fail, and so prints the cause."""
+    """In a rank under another launcher: whether it is the first of its machine to fail, and so prints the cause."""
+    machine = hashlib.sha256(f"{this_host()} {socket.gethostname()}".encode()).hexdigest()[:16]
     try:
         folder.ranks.mkdir(parents=True, exist_ok=True)
-        os.close(os.open(folder.ranks / "shown", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+        os.close(os.open(folder.ranks / f"shown-{machine}", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
     except FileExistsError:
         return False
     except OSError:  # a full disk: better twice than never

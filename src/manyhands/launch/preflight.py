@@ -18,7 +18,9 @@ from manyhands.data.summary import PreparedData
 from manyhands.facts.adapter import find_adapter
 from manyhands.facts.hub import locate_model
 from manyhands.facts.identity import differing_files, identify_files
-from manyhands.launch.nodes import Exchange
+from manyhands.facts.types import HostFacts
+from manyhands.launch.nodes import Exchange, NodeGroup
+from manyhands.launch.resume_rules import find_run, folder_of, fresh_name
 
 SEEN_S = 10.0  # a network file system may show a new file so much later
 POLL_S = 0.1
@@ -179,6 +181,29 @@ def find_places(exchange: Exchange, config: RunConfig, report: Report) -> tuple[
     if adapter is not None:
         places["adapter_folder"] = adapter.folder
     return data, places
+
+
+def find_group(
+    exchange: Exchange,
+    config: RunConfig,
+    hosts: tuple[HostFacts, ...],
+    num_ranks: tuple[int, ...],
+    *,
+    fresh: bool,
+    report: Report,
+) -> tuple[RunConfig, NodeGroup | None]:
+    """All that nodes find out together; the run, under another name if ``fresh``, and None where it is finished."""
+    refuse_own_disks(exchange, config)
+    found = None
+    if exchange.node == 0:
+        config = fresh_name(config) if fresh else config
+        found = [config.name, find_run(folder_of(config), config)]
+    name, state = exchange.gather("run", found)[0]
+    config = config.model_copy(update={"name": name})
+    if state == "finished":
+        return config, None
+    data, places = find_places(exchange, config, report)
+    return config, NodeGroup(hosts, num_ranks, data, places)
 
 
 def named(error: UserError, host: str) -> UserError:

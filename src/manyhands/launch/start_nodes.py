@@ -16,10 +16,10 @@ from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.facts.types import HostFacts
 from manyhands.launch.channel import Channel
 from manyhands.launch.environment import PLACES, apply_variables
-from manyhands.launch.nodes import NodeGroup, count_ranks
-from manyhands.launch.preflight import find_places, named, refuse_own_disks
+from manyhands.launch.nodes import count_ranks
+from manyhands.launch.preflight import find_group, named
 from manyhands.launch.prepare import Prepared, plan_smaller, prepare_run
-from manyhands.launch.resume_rules import find_run, folder_of, fresh_name
+from manyhands.launch.resume_rules import folder_of
 from manyhands.launch.team import Place, Team, open_channel
 from manyhands.launch.watch import raise_when_stopped
 from manyhands.plan.types import Plan
@@ -93,20 +93,13 @@ def _prepare(
     dry_run: bool,
     report: Callable[[str], None],
 ) -> Joined:
-    refuse_own_disks(channel, config)
-    leads, state = channel.node == 0, None
-    if leads:
-        config = fresh_name(config) if fresh else config
-        state = find_run(folder_of(config), config)
-    name, state = channel.gather("run", [config.name, state] if leads else None)[0]
-    config = config.model_copy(update={"name": name})
-    if state == "finished":
+    num_ranks = count_ranks(config, hosts)
+    config, group = find_group(channel, config, hosts, num_ranks, fresh=fresh, report=report)
+    if group is None:
         folder = folder_of(config)
         return Joined(Prepared(folder, config, folder.read_plan(), resume=False, finished=True), None)
-    data, places = find_places(channel, config, report)
-    group = NodeGroup(hosts, count_ranks(config, hosts), data, places)
-    team = Team(channel, group, place.rendezvous, {PLACES: json.dumps(places)})
-    if not leads:
+    team = Team(channel, group, place.rendezvous, {PLACES: json.dumps(group.places)})
+    if channel.node != 0:
         return Joined(_received(channel.gather("plan", None)[0], config), team)
     prepared = prepare_run(config, group=group, dry_run=dry_run, origin=replace(origin, config=config), report=report)
     try:

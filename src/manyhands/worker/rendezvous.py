@@ -6,7 +6,7 @@ In bounded time, and before any model is built.
 from __future__ import annotations
 
 import argparse
-import contextlib
+import functools
 import json
 import os
 import time
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from manyhands.config.dialects.report import summarize
 from manyhands.config.load import LoadedRun, load_config
 from manyhands.config.schema import RunConfig
-from manyhands.core.errors import EXIT_FAILED, PeerError, UserError
+from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.core.world import World
 from manyhands.launch.environment import (
     PLACES,
@@ -32,12 +32,22 @@ from manyhands.launch.environment import (
     refuse_silent_single,
     set_worker_environment,
 )
+from manyhands.launch.nodes import NodeGroup
 from manyhands.launch.prepare import prepare_run, summarize_start
+from manyhands.launch.resume_rules import folder_of
 from manyhands.launch.run_file import load_for_start
 from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.watch import Stopped
 from manyhands.plan.types import Plan
 from manyhands.worker.context import RankContext
+from manyhands.worker.first_rank import POLL_S, FirstRankFailed, from_first_rank, is_there, leave_together
+from manyhands.worker.nodes import (
+    describe_rank,
+    find_group_over_store,
+    raise_failure,
+    read_map,
+    refuse_second_claim,
+)
 from manyhands.worker.session import DEFAULT_TIMEOUT_S, Session
 
 GROUP_SLACK_S = 60.0
@@ -54,27 +64,50 @@ def join(session: Session, arguments: argparse.Namespace) -> bool:
     timeout_s = _join_timeout(arguments)
     store = open_store(launcher, timeout_s) if session.store is None else session.store
     gather_ranks(store, launcher, timeout_s)
+    nodes = read_map(store, launcher)
+    # Our own launchers have found out already what nodes share, and planned.
+    find_out = functools.partial(
+        find_group_over_store,
+        store,
+        launcher,
+        nodes,
+        lambda: (arguments.load or _load_run)(arguments, launcher),
+        fresh=arguments.fresh,
+        report=functools.partial(print, file=rank.terminal, flush=True),
+    )
+    finds_out = nodes.num_nodes > 1 and arguments.run_folder is None
     session.enter("agree on run and plan")
     try:
+        if finds_out and nodes.leads(launcher.rank) and launcher.rank != 0:
+            find_out()
         text = from_first_rank(
-            store, launcher.rank, "run", lambda: _prepare_or_report(session, arguments), PREPARE_TIMEOUT_S
+            store,
+            launcher.rank,
+            "run",
+            lambda: _prepare_or_report(session, arguments, find_out if finds_out else None),
+            PREPARE_TIMEOUT_S,
         )
     except BaseException as error:
+        if isinstance(error, FirstRankFailed) and nodes.node and nodes.leads(launcher.rank):
+            print(error.text, file=rank.terminal, flush=True)  # this terminal is not rank 0's
         # Who was stopped does not wait long for others, which may have been stopped too.
         leave_together(store, launcher, min(timeout_s, STOP_S) if isinstance(error, Stopped) else timeout_s)
         raise
     fields = json.loads(text)
-    folder = rank.folder = RunFolder(arguments.run_folder or Path(fields["folder"]))
+    rank.config = RunConfig.model_validate(fields["config"])
+    path = arguments.run_folder or (folder_of(rank.config).path if finds_out else Path(fields["folder"]))
+    folder = rank.folder = RunFolder(path)
     if fields["finished"]:
         leave_together(store, launcher, timeout_s)
-        if session.is_first:
+        if nodes.leads(launcher.rank):
             line = f"{fields['folder']} is finished; nothing to do (--fresh starts it again in a new folder)"
             print(line, file=rank.terminal, flush=True)
         return True
-    rank.config = RunConfig.model_validate(fields["config"])
     rank.plan = Plan.model_validate(fields["plan"])
     _compare_digests(store, launcher, rank)
-    rank.plan = localize(rank.plan, os.environ.get(PLACES))
+    places = store.get(f"places/{nodes.node}").decode() if finds_out else os.environ.get(PLACES)
+    rank.plan = localize(rank.plan, places)
+    os.environ.update({name: value for name, value in nodes.environment.items() if name not in os.environ})
     set_worker_environment(rank.plan, launcher.num_sharing_cores)  # before CUDA starts
     session.attach(folder)
     rank.beat()
@@ -103,21 +136,28 @@ def _join_timeout(arguments: argparse.Namespace) -> float:
         return DEFAULT_TIMEOUT_S
 
 
-def _prepare_or_report(session: Session, arguments: argparse.Namespace) -> str:
+def _prepare_or_report(session: Session, arguments: argparse.Namespace, find_out: FindOut | None) -> str:
     try:
-        return _prepare(session, arguments)
+        return _prepare(session, arguments, find_out)
     except BaseException as error:
         session.report_failure(error)  # before the others are told, and end
         raise
 
 
-def _prepare(session: Session, arguments: argparse.Namespace) -> str:
-    """On rank 0: the planned run as one JSON text. Under a foreign launcher this is where data and plan are made."""
+def _prepare(session: Session, arguments: argparse.Namespace, find_out: FindOut | None) -> str:
+    """On rank 0: the planned run as one JSON text. Under a foreign launcher this is where data and plan are made.
+
+    ``find_out``: where there are several nodes, what they find out together.
+    """
     if arguments.run_folder is not None:
         folder = RunFolder(arguments.run_folder)
         config, plan, finished = folder.read_config(), folder.read_plan(), False
     else:
-        loaded = (arguments.load or _load_run)(arguments, session.launcher)
+        group: NodeGroup | None = None
+        if find_out is not None:
+            loaded, group = find_out()
+        else:
+            loaded = (arguments.load or _load_run)(arguments, session.launcher)
         config = loaded.config
         refuse_silent_single(session.launcher, config)
         for translation in loaded.translations:
@@ -126,8 +166,9 @@ def _prepare(session: Session, arguments: argparse.Namespace) -> str:
             config,
             world_size=session.launcher.world_size,
             local_world_size=session.launcher.local_world_size,
-            fresh=arguments.fresh,
+            fresh=arguments.fresh and find_out is None,
             origin=loaded,
+            group=group,
         )
         session.lock = prepared.lock
         folder, config, plan, finished = prepared.folder, prepared.config, prepared.plan, prepared.finished
@@ -159,7 +200,7 @@ def _compare_digests(store: dist.Store, launcher: Launcher, rank: RankContext) -
             )
 
 
-POLL_S = 0.2
+FindOut = Callable[[], tuple[LoadedRun, NodeGroup | None]]
 
 
 def open_store(launcher: Launcher, timeout_s: float) -> dist.Store:
@@ -197,12 +238,13 @@ def open_store(launcher: Launcher, timeout_s: float) -> dist.Store:
 def gather_ranks(store: dist.Store, launcher: Launcher, timeout_s: float) -> None:
     """Waits until all ranks have reported; a rank that never comes is named in the error."""
     rank, world_size = launcher.rank, launcher.world_size
-    store.set(f"here/{rank}", str(os.getpid()))
+    refuse_second_claim(store, rank, describe_rank(launcher))
     deadline = time.monotonic() + timeout_s
     missing = list(range(world_size))
     while missing and time.monotonic() < deadline:
-        missing = [r for r in missing if not _is_there(store, f"here/{r}")]
+        missing = [r for r in missing if not is_there(store, f"here/{r}")]
         if missing:
+            raise_failure(store)
             time.sleep(POLL_S)
     if missing:
         raise UserError(
@@ -275,74 +317,6 @@ def check_world(world: World, expected: int) -> None:
             fix="start the number of processes that the plan names, or plan again",
             exit_code=EXIT_FAILED,
         )
-
-
-def from_first_rank(store: dist.Store, rank: int, key: str, make: Callable[[], str], timeout_s: float) -> str:
-    """``make()`` runs on rank 0 alone; every rank gets its text. A failure of rank 0 reaches all ranks at once."""
-    if rank == 0:
-        try:
-            text = make()
-        except BaseException as error:
-            code = (
-                error.exit_code
-                if isinstance(error, UserError)
-                else error.code
-                if isinstance(error, SystemExit)
-                else EXIT_FAILED
-            )
-            store.set(key, f"error {code}")
-            raise
-        store.set(key, "value " + text)
-        return text
-    deadline = time.monotonic() + timeout_s
-    while not _is_there(store, key):
-        if time.monotonic() > deadline:
-            raise UserError(
-                f"rank {rank} waited {timeout_s:g} s for rank 0's {key}",
-                why="rank 0 prepares data and plan for all; it is still busy, or it ended",
-                exit_code=EXIT_FAILED,
-            )
-        time.sleep(POLL_S)
-    kind, _, text = store.get(key).decode().partition(" ")
-    if kind == "error":
-        raise FirstRankFailed(int(text))
-    return text
-
-
-class FirstRankFailed(PeerError):
-    """Rank 0 has failed and reports it; this rank only ends, with the same exit code."""
-
-    def __init__(self, exit_code: int) -> None:
-        super().__init__(f"rank 0 failed (exit code {exit_code})")
-        self.exit_code = exit_code
-
-
-def _is_there(store: dist.Store, key: str) -> bool:
-    """UserError where rank 0, which serves the store, has ended."""
-    try:
-        return store.check([key])
-    except (dist.DistError, RuntimeError) as error:
-        raise UserError(
-            "rank 0 ended before it had a plan for all",
-            why=str(error).splitlines()[0],
-            fix="read rank 0's output; the machine it runs on may have run out of memory",
-            exit_code=EXIT_FAILED,
-        ) from error
-
-
-def leave_together(store: dist.Store, launcher: Launcher, timeout_s: float) -> None:
-    """For an end before the process group forms: rank 0, which may serve the store, stays until the others have had its
-    answer.
-    """
-    deadline = time.monotonic() + timeout_s
-    with contextlib.suppress(
-        dist.DistError, RuntimeError
-    ):  # the store has ended, and with it all that is to be waited for
-        if launcher.rank != 0:
-            store.add("left", 1)
-            return
-        while store.add("left", 0) < launcher.world_size - 1 and time.monotonic() < deadline:
-            time.sleep(POLL_S)
 
 
 def count_collectives() -> int:

@@ -19,6 +19,7 @@ from manyhands.launch.failure import (
     claim_terminal,
     describe_failure,
     describe_lost,
+    first_failure,
     is_lost,
     looks_like_consequence,
     record_for_torch,
@@ -118,6 +119,8 @@ class Session:
                 limit_s = config.parallel.timeout_s if config is not None else DEFAULT_TIMEOUT_S
                 wait_for_cause(self.folder, rank, world_size, limit_s)
                 self.show_lost(error)
+                if self.folder.has_cause():  # of another machine, whose terminal is not this one
+                    self._show(str(first_failure(self.folder, {})))
             record_for_torch(error, stage, rank)
 
     def show_lost(self, error: BaseException | None = None) -> None:
