@@ -18,7 +18,7 @@ from manyhands.facts.types import DataFacts, Facts, GpuKind
 from manyhands.plan.choices import COLLATE_SAMPLE_S, COLLATE_TOKEN_S, Decisions
 from manyhands.plan.estimate_input import EstimateInput
 from manyhands.plan.layout import Layout
-from manyhands.plan.rates import Fitted, GpuRates, cpu_rates, load_fitted, rates_of_kind
+from manyhands.plan.rates import Fitted, GpuRates, cpu_rates, load_fitted, rates_of
 from manyhands.plan.sampling import sample_steps
 from manyhands.plan.time import TimeInput, estimate_step
 from manyhands.plan.work import MeanStep, mean_work, work_of_lengths
@@ -99,7 +99,8 @@ def make_clock(config: RunConfig, facts: Facts, made: Decisions, num_local: int,
     """``config`` is settled; ``batch``: fields of the plan that say which samples form a step."""
     fitted = load_fitted()
     kind = (facts.host.kind or kind_of_all(made.gpus)) if made.device == "cuda" else None
-    rates = rates_of_kind(kind, fitted) if made.device == "cuda" else cpu_rates(facts.host.num_cores / num_local)
+    cores = facts.host.num_cores / num_local
+    rates = rates_of(kind, facts.host.calibration, fitted) if made.device == "cuda" else cpu_rates(cores)
     return Clock(
         data=facts.data,
         kind=kind,

@@ -22,7 +22,7 @@ def estimate_time(
     clock: Clock | None, asked: EstimateInput, facts: Facts, steps: Steps, disk: DiskEstimate
 ) -> TimeEstimate | None:
     """``asked`` has the chosen layout. None for a CPU and for a GPU of an unknown kind, whose rates are not known."""
-    if clock is None or clock.kind is None:
+    if clock is None or clock.rates.source == "assumed":
         return None
     terms = clock.terms(asked)
     step_s, work = sum(terms.values()), clock.work(asked)
@@ -37,7 +37,7 @@ def estimate_time(
         terms={name: float(f"{seconds:.6g}") for name, seconds in terms.items() if seconds > 0},
         step_s=float(f"{step_s:.6g}"),
         tokens_per_s=float(f"{work.num_tokens / step_s:.6g}"),
-        mfu=float(f"{flops / step_s / peak_flops(clock.kind):.4g}"),
+        mfu=float(f"{flops / step_s / peak_flops(clock.kind):.4g}") if clock.kind is not None else None,
         evaluation_s=float(f"{evaluation_s:.6g}"),
         num_evaluations=evaluations,
         checkpoint_s=float(f"{checkpoint_s:.6g}"),

@@ -53,8 +53,9 @@ def describe_spacing(v: Values) -> str:
 def describe_run(time: TimeEstimate) -> str:
     """Speed, and what the run takes."""
     evaluations = f", {time.num_evaluations} evaluations of {time.evaluation_s:.1f} s" * (time.num_evaluations > 0)
+    mfu = "" if time.mfu is None else f", MFU {time.mfu:.0%}"
     return (
-        f"{time.tokens_per_s:,.0f} tokens/s, MFU {time.mfu:.0%}; the run: {format_duration(time.total_s)}, "
+        f"{time.tokens_per_s:,.0f} tokens/s{mfu}; the run: {format_duration(time.total_s)}, "
         f"{time.gpu_hours:.2f} GPU-hours (start {time.start_s:.0f} s{evaluations}, checkpoints of "
         f"{time.checkpoint_s:.1f} s); rates of the GPUs: {time.source}"
     )

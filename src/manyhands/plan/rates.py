@@ -5,13 +5,15 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from importlib.resources import files
 from typing import Literal
 
-from manyhands.facts.types import GpuKind
+from manyhands.facts.gpu_kinds import load_kinds
+from manyhands.facts.types import Calibration, GpuKind
 
+REFERENCE_KIND = "H200"
 UNKNOWN_KIND = {"bf16_tflops": 100.0, "memory_gb_s": 1000.0, "link_gb_s": 64.0}  # a GPU that is in no list
 PCIE_BYTES_S = 25e9  # to host memory and back, pinned: some of PCIe 4's 32 GB/s
 NODE_LINK_BYTES_S = 40e9  # a rank's share of the network between machines: InfiniBand of 400 Gbit/s, four fifths of it
@@ -54,6 +56,7 @@ class GpuRates:
     node_link: float
     pcie: float
     source: Literal["measured", "datasheet", "assumed"]
+    launch: float = 1.0  # the host's time for a launch, in times of that where the constants were fitted
 
 
 def peak_flops(kind: GpuKind) -> float:
@@ -83,6 +86,44 @@ def cpu_rates(num_cores: float) -> GpuRates:
 def load_fitted() -> Fitted:
     table = tomllib.loads((files("manyhands.plan") / "time.toml").read_text(encoding="utf-8"))["fitted"]
     return Fitted(**{part.name: float(table[part.name]) for part in fields(Fitted)})
+
+
+def rates_of(kind: GpuKind | None, calibration: Calibration | None, fitted: Fitted) -> GpuRates:
+    """As measured on this machine, else from datasheets.
+
+    Shares were fitted on GPUs of ``REFERENCE_KIND``, and a calibration there is the reference: what this machine
+    measures over that, times what those GPUs are taken to sustain.
+    """
+    if calibration is None:
+        return rates_of_kind(kind, fitted)
+    base = rates_of_kind(next(each for each in load_kinds() if each.name == REFERENCE_KIND), fitted)
+    own, reference = rates_of_kind(kind, fitted), load_reference()
+
+    def ratio(name: str, otherwise: float = 1.0) -> float:
+        measured = getattr(calibration, name)
+        return float(measured) / reference[name] if measured is not None and name in reference else otherwise
+
+    matmul, attention = ratio("matmul_tflops"), ratio("attention_tflops")
+    return replace(
+        own,
+        matmul=base.matmul * matmul,
+        matmul_burst=base.matmul_burst * ratio("small_matmul_tflops", matmul),
+        fp8=base.fp8 * ratio("fp8_tflops", own.fp8 / base.fp8),
+        attention=base.attention * attention,
+        document_attention=base.document_attention * attention,
+        memory=base.memory * ratio("memory_gb_s"),
+        link=base.link * ratio("link_gb_s", own.link / base.link),
+        pcie=base.pcie * ratio("pcie_gb_s"),
+        launch=ratio("launch_us"),
+        source="measured",
+    )
+
+
+@lru_cache
+def load_reference() -> dict[str, float]:
+    """``[reference]`` of ``time.toml``: what a calibration measured where the shares were fitted."""
+    table = tomllib.loads((files("manyhands.plan") / "time.toml").read_text(encoding="utf-8"))["reference"]
+    return {name: float(value) for name, value in table.items()}
 
 
 def rates_of_kind(kind: GpuKind | None, fitted: Fitted) -> GpuRates:

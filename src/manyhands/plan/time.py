@@ -343,7 +343,7 @@ def host(s: TimeInput) -> float:
     if e.layout.wrapper == "fully_shard":
         layer += SHARD_LAYER_S
     once = s.fitted.host_step_s + CHUNK_S * e.model.num_layers * len(e.model.block_linear_shapes)
-    return s.work.num_micro * e.model.num_layers * layer + once
+    return s.rates.launch * (s.work.num_micro * e.model.num_layers * layer + once)
 
 
 def collation(s: TimeInput) -> float:

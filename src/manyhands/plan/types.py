@@ -65,7 +65,7 @@ class TimeEstimate(Part):
     terms: dict[str, float]  # those hidden behind others left out
     step_s: float  # their sum
     tokens_per_s: float  # of samples, all ranks together
-    mfu: float  # share of the datasheet's bfloat16 FLOP/s, computing again not counted
+    mfu: float | None  # share of the datasheet's bfloat16 FLOP/s, computing again not counted
     evaluation_s: float  # of one evaluation
     num_evaluations: int
     checkpoint_s: float  # of one checkpoint, with a disk that is assumed

@@ -1,0 +1,128 @@
+"""The time estimate term by term: against arithmetic by hand, and in the plan that shows it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from manyhands.facts.gpu_kinds import describe_host, load_kinds, parse_gpus
+from manyhands.facts.types import Calibration
+from manyhands.plan import time
+from manyhands.plan.rates import load_fitted, load_reference, rates_of, rates_of_kind
+from manyhands.plan.search import plan
+from manyhands.plan.time import TimeInput
+from manyhands.plan.work import MeanStep, Micro, count_pairs, work_of_lengths
+from tests.plan.examples import data_facts, facts, llama_8b, run_config
+from tests.support.plans import change_input, make_input
+
+H200 = next(kind for kind in load_kinds() if kind.name == "H200")
+FITTED = load_fitted()
+RATES = rates_of_kind(H200, FITTED)
+LORA = change_input(make_input(llama_8b(), num_adapter_parameters=1000, adapter_rank=16), full_micro_tokens=8192)
+FULL = change_input(LORA, num_adapter_parameters=0)
+MICRO = Micro(1.0, 8192, 4096 * 8192, 4096 * 8192)
+WEIGHTS = 2 * 4096**2 + 2 * 1024 * 4096 + 3 * 4096 * 14336  # of a block
+
+
+def asked(setup=LORA, *micros: Micro, **changes) -> TimeInput:
+    work = MeanStep(micros or (MICRO,), 8192, 2)
+    return replace(TimeInput(setup, work, RATES, FITTED, "varlen", num_local=setup.layout.world_size), **changes)
+
+
+def test_large_matmuls_take_their_operations_and_small_ones_whole_waves_of_tiles():
+    s = asked()
+    assert time.matmul_s(s, 8192, 14336, 4096) == pytest.approx(2 * 8192 * 14336 * 4096 / RATES.matmul)
+    one, all_of_them = time.matmul_s(s, 128, 256, 512), time.matmul_s(s, 128 * 132, 256, 512)
+    assert one == pytest.approx(all_of_them, rel=0.2), "one tile takes as long as one for each multiprocessor"
+    assert time.matmul_s(s, 8192, 16, 4096) >= 2 * 8192 * 4096 / RATES.memory, "narrow ones read their input"
+
+
+def test_trained_weights_have_a_third_matmul():
+    lora, full = (time.matmuls(asked(setup), MICRO) for setup in (LORA, FULL))
+    floor = 32 * 2 * 8192 * WEIGHTS / RATES.matmul
+    assert full == pytest.approx(3 * floor, rel=0.03)
+    assert 2 * floor < lora < 2.2 * floor
+
+
+def test_attention_counts_the_pairs_of_each_sample_alone():
+    assert count_pairs(np.array([4, 2])) == 10 + 3
+    assert count_pairs(np.array([4, 2]), window=2) == (1 + 2 + 2 + 2) + 3
+    packed = work_of_lengths([[[np.array([100, 28]), np.array([60])]]], replace(LORA.layout, micro_tokens=256), None)
+    (micro,) = packed.micros
+    assert (micro.tokens, micro.pairs, packed.num_tokens) == (128, 5050 + 406, 188), "of the rank that has most"
+    twice = replace(MICRO, pairs=2 * MICRO.pairs)
+    assert time.attention(asked(), twice) == pytest.approx(2 * time.attention(asked(), MICRO))
+
+
+def test_recomputation_repeats_the_forward_pass_or_parts_of_it():
+    modes = ("none", "selective", "except_attention", "full")
+    none, selective, most, full = (
+        time.recomputation(asked(change_input(LORA, activation_checkpointing=mode)), MICRO) for mode in modes
+    )
+    assert none == 0 < selective < most < full
+    forward = 32 * (
+        time.block_matmuls(asked(), 8192, backward=False) + time.block_elementwise(asked(), 8192, backward=False)
+    )
+    assert most == pytest.approx(forward)
+    assert full == pytest.approx(forward + time.all_attention(asked(), MICRO, backward=False))
+    half = change_input(LORA, activation_checkpointing="full", lighter_layers=16)
+    assert selective < time.recomputation(asked(half), MICRO) < full
+
+
+def test_collectives_hide_behind_compute_and_slow_it():
+    two = change_input(FULL, strategy="fsdp", world_size=2, reshard_after_forward=False)
+    again = change_input(two, reshard_after_forward=True)
+    hidden, alone = time.communication(asked(two), 100.0), time.communication(asked(two), 0.0)
+    assert 0 < hidden < alone
+    assert time.communication(asked(again), 0.0) > alone, "weights are gathered twice"
+    far = time.communication(asked(two, num_local=1), 0.0)
+    assert far > 2 * alone, "machines are linked more slowly than GPUs"
+    assert time.communication(asked(), 1.0) == 0
+    # a gather of half of all weights in bfloat16, a reduction of half of their gradients in float32
+    moved = llama_8b().num_parameters * (2 + 4) / 2
+    assert alone == pytest.approx(moved / RATES.link, rel=0.05)
+
+
+def test_many_small_micro_batches_wait_for_the_host():
+    small = Micro(64.0, 128, 128 * 64, 128 * 64)
+    terms = time.estimate_step(asked(LORA, small))
+    assert terms["host"] > 0.5 * sum(terms.values())
+    assert time.estimate_step(asked())["host"] < 0.02
+
+
+def test_a_step_waits_for_its_input_where_collation_is_slower():
+    assert time.estimate_step(asked())["input"] == 0
+    assert sum(time.estimate_step(asked(collate_tokens_s=1000.0)).values()) == pytest.approx(8.192)
+
+
+def test_a_calibrated_machine_is_as_fast_as_it_was_measured():
+    measured = {"small_matmul_tflops": 1, "attention_tflops": 1, "memory_gb_s": 1, "pcie_gb_s": 1, "launch_us": 1}
+    same = Calibration.model_validate(measured | {"matmul_tflops": 1} | load_reference())
+    assert rates_of(H200, same, FITTED).matmul == pytest.approx(RATES.matmul)
+    slow = same.model_copy(update={"matmul_tflops": same.matmul_tflops / 2})
+    rates = rates_of(None, slow, FITTED)
+    assert rates.matmul == pytest.approx(RATES.matmul / 2) and rates.source == "measured"
+    assert rates_of(H200, None, FITTED) == RATES
+
+
+@pytest.mark.parametrize(("method", "gpus"), [("lora", "1xH200"), ("full", "8xH200"), ("qlora", "2x8xH100")])
+def test_the_plan_says_how_long_a_step_and_the_run_take(method, gpus):
+    machine = facts(llama_8b(), data=data_facts(num_samples=5000)).model_copy(
+        update={"host": describe_host(parse_gpus(gpus))}
+    )
+    made = plan(run_config(method__name=method), machine)
+    assert made.time is not None and made.step_s == made.time.step_s == pytest.approx(sum(made.time.terms.values()))
+    assert made.time.total_s > made.num_steps * made.step_s
+    assert made.time.gpu_hours == pytest.approx(made.time.total_s * made.layout.world_size / 3600, rel=1e-4)
+    assert 0.05 < made.time.mfu < 0.7 and made.time.source == "datasheet"
+    (chosen,) = (c for c in made.candidates if c.chosen)
+    assert chosen.step_s == pytest.approx(made.step_s, rel=1e-4)
+    safe = [c for c in made.candidates if c.memory.is_safe]
+    assert made.step_s <= 1.003 * min(c.step_s for c in safe)
+
+
+def test_nothing_is_said_of_a_cpu():
+    made = plan(run_config(), facts())
+    assert made.step_s is None and made.time is None
