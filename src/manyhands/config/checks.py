@@ -249,7 +249,9 @@ def _check_parallel(config: RunConfig) -> Findings:
             f"`parallel.strategy: single` is one process, but `parallel.gpus` is {parallel.gpus}: use strategy auto, "
             "ddp or fsdp, or gpus: 1"
         )
-    if parallel.strategy in ("single", "ddp") and parallel.offload != "all":
+    if parallel.strategy.startswith("zero"):
+        yield from _check_zero(config)
+    elif parallel.strategy in ("single", "ddp") and parallel.offload != "all":
         keys = ("parallel.reshard_after_forward",)
         yield from _unused(config, keys, "parallel.strategy", "set parallel.strategy: fsdp")
     if parallel.strategy != "hsdp":
@@ -269,6 +271,43 @@ def _check_parallel(config: RunConfig) -> Findings:
             f"`parallel.offload: {parallel.offload}` supports only `optimizer.name: adamw`, not "
             f"`{config.optimizer.name}`: use adamw, or optimizer.name: paged_adamw_8bit without parallel.offload"
         )
+
+
+def _check_zero(config: RunConfig) -> Findings:
+    """What DeepSpeed's flat partitions cannot hold."""
+    strategy, method, kernels = config.parallel.strategy, config.method, config.kernels
+    yield from _unused(config, ("parallel.reshard_after_forward",), "parallel.strategy", "set parallel.strategy: fsdp")
+    named = f"`parallel.strategy: {strategy}`"
+    if config.optimizer.name != "adamw":
+        yield (
+            f"{named} partitions weights without regard to rows, so that only `optimizer.name: adamw` can update them, "
+            f"not `{config.optimizer.name}`: use adamw, or parallel.strategy: fsdp"
+        )
+    if config.model.dtype == "float64":
+        yield f"{named} keeps master weights in float32, and `model.dtype` is float64: use fsdp or ddp"
+    if config.model.master_dtype != "float32":
+        yield f"{named} keeps master weights in float32: remove `model.master_dtype`, or use parallel.strategy: fsdp"
+    if kernels.linear == "fp8":
+        yield f"`kernels.linear: fp8` is not supported with {named}: use parallel.strategy: fsdp"
+    if strategy != "zero3":
+        if config.parallel.offload == "all":
+            yield (
+                f"`parallel.offload: all` offloads sharded weights, and {named} has whole ones on every rank: use "
+                "offload: optimizer, or parallel.strategy: zero3"
+            )
+        return
+    reasons = {
+        "`method.name: qlora`: zero3 gathers weights in the dtype of training, and packed 4-bit values with their "
+        "scales are no such weights": method.name == "qlora",
+        "`method.dora`": method.dora,
+        "`model.new_tokens`": bool(config.model.new_tokens),
+        "`kernels.lora: fused`": kernels.lora == "fused",
+        "`kernels.loss: fused`": kernels.loss == "fused",
+        "`parallel.compile: true`": config.parallel.compile is True,
+    }
+    for what, stands in reasons.items():
+        if stands:
+            yield f"`parallel.strategy: zero3` does not support {what}; use zero2, or parallel.strategy: fsdp"
 
 
 def _check_kernels(config: RunConfig) -> Findings:

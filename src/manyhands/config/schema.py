@@ -196,15 +196,17 @@ class ParallelSection(Section):
     device: Literal["auto", "cuda", "cpu"] = Field(
         "auto", description="Device to train on; auto is GPUs if there are any."
     )
-    strategy: Literal["auto", "single", "ddp", "fsdp", "hsdp"] = Field(
+    strategy: Literal["auto", "single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"] = Field(
         "auto",
         description="single (one process), ddp (replicated on each GPU), fsdp (weights, gradients and optimizer states "
-        "sharded by FSDP2), hsdp (sharded within groups of `shard_degree` ranks, replicated between them).",
+        "sharded by FSDP2), hsdp (sharded within groups of `shard_degree` ranks, replicated between them), zero1, "
+        "zero2, zero3 (DeepSpeed's ZeRO stages: optimizer states sharded, gradients too, weights too; extra `deepspeed`).",
     )
     shard_degree: PositiveInt | Auto = Field("auto", description="hsdp: ranks per shard group; auto is one machine's.")
     offload: Literal["none", "optimizer", "all"] = Field(
         "none",
-        description="Keep in host memory: optimizer states, or all (weights, gradients and optimizer states).",
+        description="Keep in host memory: optimizer states (zero1 to zero3: master weights and gradients too), or all "
+        "(weights, gradients and optimizer states).",
     )
     offload_activations: bool | Auto = Field(
         "auto",

@@ -15,6 +15,7 @@ from torch import nn
 from manyhands.convert.nf4 import nf4_layers, stored_names
 from manyhands.convert.protocol import Context, Converter
 from manyhands.core.errors import UserError
+from manyhands.core.holding import full_numel
 from manyhands.model.load import build_meta, hugging_face_model, materialize
 from manyhands.model.loss import LossModel
 
@@ -105,5 +106,5 @@ def describe_new(converters: Sequence[Converter], reported: set[str]) -> list[st
 def count_parameters(model: nn.Module) -> int:
     """Parameters of the model; those in NF4 count as the weights that they hold."""
     stored = stored_names(model)
-    others = sum(parameter.numel() for name, parameter in model.named_parameters() if name not in stored)
+    others = sum(full_numel(parameter) for name, parameter in model.named_parameters() if name not in stored)
     return others + sum(layer.in_features * layer.out_features for layer in nf4_layers(model).values())

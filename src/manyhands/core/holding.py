@@ -28,6 +28,10 @@ class Holding(Protocol):
         """Whether this tensor is held in this way."""
         ...
 
+    def shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        """Of the full tensor."""
+        ...
+
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's part, detached, sharing its memory."""
         ...
@@ -65,6 +69,9 @@ class FullTensors:
     def holds(self, tensor: torch.Tensor) -> bool:
         return True
 
+    def shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        return tuple(tensor.shape)
+
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
 
@@ -92,6 +99,9 @@ class DTensors:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return isinstance(tensor, DTensor)
+
+    def shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        return tuple(tensor.shape)
 
     def local(self, tensor: Any) -> torch.Tensor:
         return tensor.detach().to_local()
@@ -150,6 +160,16 @@ def holding_of(tensor: torch.Tensor) -> Holding:
 def is_full(tensor: torch.Tensor) -> bool:
     """Whether the tensor is a plain one, with all of its values on this rank."""
     return isinstance(holding_of(tensor), FullTensors)
+
+
+def full_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Shape of the full tensor; of parameters, which an engine may have emptied, not to be had from themselves."""
+    return holding_of(tensor).shape(tensor)
+
+
+def full_numel(tensor: torch.Tensor) -> int:
+    """Elements of the full tensor."""
+    return math.prod(full_shape(tensor))
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

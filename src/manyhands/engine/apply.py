@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from torch.distributed.fsdp import (
 from torch.fx.experimental import _config as shapes
 from torch.nn.parallel import DistributedDataParallel
 
+from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.core.world import World
 from manyhands.engine.activations import checkpoint_blocks, offload_activations
@@ -35,17 +36,25 @@ from manyhands.model.structure import find_blocks
 from manyhands.plan.layout import Layout
 from manyhands.plan.types import Plan
 
+if TYPE_CHECKING:
+    from manyhands.engine.deepspeed import ZeroEngine
+
 REPLICATE = "replicate"  # the axis of a mesh along which ranks hold the same
 BUCKET_MB = {"full": 100, "part": 4096}  # adapters travel in one flat bucket
 
 
 def apply(
-    loss_model: LossModel, plan: Plan, world: World, materialize: Callable[[nn.Module, torch.device], None]
-) -> NativeEngine:
+    loss_model: LossModel,
+    plan: Plan,
+    world: World,
+    materialize: Callable[[nn.Module, torch.device], None],
+    config: RunConfig | None = None,
+) -> NativeEngine | ZeroEngine:
     """Activation checkpointing ▸ compile ▸ shard ▸ materialize ▸ offload activations ▸ replicate, by ``plan.layout``.
 
     ``loss_model`` is on meta, in training mode, adapters applied and the rest frozen; ``materialize`` gives it memory
     and weights on the device that it is given. A process group is needed but where the layout has no wrapper.
+    ``config`` is asked for by DeepSpeed's strategies alone, whose partitions are made with the optimizer.
     """
     layout = plan.layout
     check_trained(loss_model, layout)
@@ -55,6 +64,11 @@ def apply(
         # Inside the recomputed region (around it where that is selective), outside the gathering of shards.
         compile_blocks(loss_model.model, dynamic=True if layout.dynamic else None)
 
+    if layout.zero_stage:
+        from manyhands.engine.deepspeed import apply_zero  # an extra
+
+        assert config is not None
+        return apply_zero(loss_model, plan, config, world, materialize)
     mesh = make_mesh(layout, world)
     if mesh is not None:
         shard(

@@ -29,7 +29,64 @@ from manyhands.train.optimizer import rates_by_pattern, set_learning_rate
 SHARD = "shard"  # the axis of a mesh along which parameters and gradients are cut
 
 
-class NativeEngine:
+class RankEngine:
+    """What engines share: the model, its optimizer, logits, and collectives over all ranks."""
+
+    def __init__(self, loss_model: LossModel, world: World) -> None:
+        self.model: nn.Module = loss_model.model
+        self.loss_model = loss_model
+        self.world = world
+        self._optimizer: torch.optim.Optimizer | None = None
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """What ``make_optimizer`` has made."""
+        assert self._optimizer is not None, "make_optimizer comes first"
+        return self._optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    @torch.no_grad()
+    def logits(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        """Logits (b, t, v) of a small batch, by the model's own forward pass. All ranks call it where weights are
+        sharded.
+        """
+        logits = self.loss_model.logits(batch)
+        self._free_gathered()
+        return logits
+
+    @torch.no_grad()
+    def next_token_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Logits (b, v) after the rows (b, t). All ranks call it, equally often, where weights are sharded."""
+        logits = self.loss_model.next_token_logits(input_ids)
+        self._free_gathered()
+        return logits
+
+    def learning_rates(self) -> dict[str, float]:
+        """The present rate of each of ``optimizer.learning_rates``, by pattern."""
+        return rates_by_pattern(self.optimizer)
+
+    def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over all ranks, in place; returns it."""
+        if self.world.world_size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """A small tensor from every rank, in rank order."""
+        if self.world.world_size == 1:
+            return [tensor]
+        parts = [torch.empty_like(tensor) for _ in range(self.world.world_size)]
+        dist.all_gather(parts, tensor.contiguous())
+        return parts
+
+    def _free_gathered(self) -> None:
+        """After a forward pass that no backward pass follows."""
+
+
+class NativeEngine(RankEngine):
     """A loss model with its parallelism applied (``engine/apply.py``), and its optimizer.
 
     ``mesh``: what FSDP2 shards over; every rank holds only its part of the gradients along its shard axis. ``replica``:
@@ -47,13 +104,10 @@ class NativeEngine:
         reduce_every: bool = True,
         copy: ComputeCopy | None = None,
     ) -> None:
-        self.model: nn.Module = loss_model.model
-        self.loss_model = loss_model
-        self.world = world
+        super().__init__(loss_model, world)
         self._replica, self._copy = replica, copy
         if replica is not None:
             replica.require_backward_grad_sync = False  # ``backward`` prepares the reducer itself
-        self._optimizer: torch.optim.Optimizer | None = None
         self._norm: torch.Tensor | None = None  # of the gradients that are there
         self._reduce_every = reduce_every
         # The axis over which gradients are sharded; with one rank on it there is nothing to sum.
@@ -69,16 +123,6 @@ class NativeEngine:
         """Whether this rank can run a forward pass without any other rank."""
         return not self._units
 
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """What ``make_optimizer`` has made."""
-        assert self._optimizer is not None, "make_optimizer comes first"
-        return self._optimizer
-
-    @optimizer.setter
-    def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-
     def make_optimizer(self, plan: Plan, config: RunConfig) -> str:
         """The optimizer of the plan over the trained parameters; returns which kernels run it and why, if it is worth
         a line.
@@ -93,22 +137,6 @@ class NativeEngine:
         terms = self.loss_model(batch, metrics=metrics)
         self._free_gathered()
         return terms
-
-    @torch.no_grad()
-    def logits(self, batch: Mapping[str, Any]) -> torch.Tensor:
-        """Logits (b, t, v) of a small batch, by the model's own forward pass. All ranks call it where weights are
-        sharded.
-        """
-        logits = self.loss_model.logits(batch)
-        self._free_gathered()
-        return logits
-
-    @torch.no_grad()
-    def next_token_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Logits (b, v) after the rows (b, t). All ranks call it, equally often, where weights are sharded."""
-        logits = self.loss_model.next_token_logits(input_ids)
-        self._free_gathered()
-        return logits
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         """Adds the gradients of ``loss`` to those of the step's earlier micro-batches; ``last`` reduces them over
@@ -165,10 +193,6 @@ class NativeEngine:
         self.optimizer.zero_grad(set_to_none=True)
         self._norm = None
 
-    def learning_rates(self) -> dict[str, float]:
-        """The present rate of each of ``optimizer.learning_rates``, by pattern."""
-        return rates_by_pattern(self.optimizer)
-
     def save(
         self,
         folder: Path,
@@ -192,20 +216,6 @@ class NativeEngine:
     def load(self, folder: Path) -> dict[str, Any]:
         """Loads what ``save`` wrote, from any number of ranks, in place; returns the saved state. Collective."""
         return load_checkpoint(folder, self.model, self.optimizer)
-
-    def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over all ranks, in place; returns it."""
-        if self.world.world_size > 1:
-            dist.all_reduce(tensor)
-        return tensor
-
-    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """A small tensor from every rank, in rank order."""
-        if self.world.world_size == 1:
-            return [tensor]
-        parts = [torch.empty_like(tensor) for _ in range(self.world.world_size)]
-        dist.all_gather(parts, tensor.contiguous())
-        return parts
 
     def _free_gathered(self) -> None:
         # Without a backward pass gathered weights would stay registered, and an optimizer or a checkpoint would find

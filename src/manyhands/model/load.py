@@ -19,7 +19,7 @@ from torch import nn
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
-from manyhands.core.holding import fill_from, local, local_part, local_slices
+from manyhands.core.holding import fill_from, full_shape, local, local_part, local_slices
 from manyhands.core.progress import advance
 from manyhands.core.seeds import named_seed
 from manyhands.facts.model import shares_head
@@ -145,8 +145,9 @@ def materialize(model: nn.Module, plan: Plan, config: RunConfig, device: torch.d
     inner = hugging_face_model(model)
     pretrained = config.model.init == "pretrained"
     checkpoint = match_checkpoint(inner, plan.model_folder, plan.new_tokens) if pretrained else None
-    model.to_empty(device=device)
-    inner.tie_weights()  # a plain to_empty unties
+    if any(parameter.is_meta for parameter in model.parameters()):  # else the engine has given them memory
+        model.to_empty(device=device)
+        inner.tie_weights()  # a plain to_empty unties
     rebuild_buffers(inner)
     if checkpoint is not None:
         read_weights(inner, checkpoint, plan.new_tokens)
@@ -237,7 +238,7 @@ def match_checkpoint(model: nn.Module, folder: str, new_tokens: NewTokens | None
     wrong += [f"unexpected: {name}" for name in (*checkpoint.unexpected, *(shapes.keys() - wanted.keys()))]
     growing = rows_by_token(model) if new_tokens is not None else set()
     for name in shapes.keys() & wanted.keys():
-        stored, needed = shapes[name], tuple(wanted[name].shape)
+        stored, needed = shapes[name], full_shape(wanted[name])
         if stored != needed and not (name in growing and stored[1:] == needed[1:] and stored[0] < needed[0]):
             wrong.append(f"shape of {name}: {stored} in the file, {needed} by config.json")
     if wrong:

@@ -18,7 +18,7 @@ from manyhands.plan.choices import Decisions
 from manyhands.plan.clock import Clock
 from manyhands.plan.estimate_input import EstimateInput
 from manyhands.plan.hardware import ranks_per_machine
-from manyhands.plan.layout import LIGHTER, Checkpointing, Layout, Strategy, change, mesh_of
+from manyhands.plan.layout import LIGHTER, ZERO_STAGES, Checkpointing, Layout, Strategy, change, mesh_of
 from manyhands.plan.memory import estimate_host_terms, estimate_terms, keep_on_device
 from manyhands.plan.types import Candidate, MemoryEstimate
 
@@ -30,7 +30,8 @@ RECOMPUTED: dict[Checkpointing, int] = {"none": 0, "selective": 1, "except_atten
 # (docs/planner-accuracy.md): where a rank holds whole weights, where shards, and where modules or dtypes of a kind
 # that few rows cover are trained.
 MARGINS = {"whole": 0.02, "shards": 0.03, "few_rows": 0.05, "cpu": 0.08}
-SHARDING: dict[Strategy, int] = {"single": 0, "ddp": 0, "hsdp": 1, "fsdp": 2}  # how far gathered weights travel
+SHARDING: dict[Strategy, int] = {"single": 0, "ddp": 0, "hsdp": 1, "fsdp": 2, "zero1": 3, "zero2": 3, "zero3": 3}
+# how far gathered weights travel; ZeRO is a candidate where it was asked for, and then alone
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,8 @@ def list_candidates(
     modes = CHECKPOINTING if parallel.activation_checkpointing == "auto" else (parallel.activation_checkpointing,)
     reshards = (False, True) if parallel.reshard_after_forward == "auto" else (parallel.reshard_after_forward,)
     strategies = _strategies(config, world_size, shard_degree, num_machines)
+    if parallel.strategy in ZERO_STAGES:
+        reshards = (parallel.strategy == "zero3",)
     candidates = []
     for strategy, mode, reshard, split in itertools.product(strategies, modes, reshards, splits):
         unsharded = strategy in ("single", "ddp")
@@ -122,6 +125,7 @@ def list_candidates(
             strategy=strategy,
             reshard_after_forward=reshard,
             activation_checkpointing=mode,
+            reduce_every=strategy != "zero1",
             offload_activations=parallel.offload_activations is True,
             micro_samples=split.micro_samples,
             micro_tokens=split.micro_tokens,
@@ -198,7 +202,7 @@ def reduce_once(candidate: Candidate, base: EstimateInput, limits: Limits) -> Ca
 
     Nothing changes for copies, and where a step is one micro-batch.
     """
-    if candidate.layout.mesh.shard == 1 or not candidate.layout.accumulates:
+    if candidate.layout.mesh.shard == 1 or not candidate.layout.accumulates or candidate.layout.zero_stage:
         return candidate
     once = limits.judge(base, change(candidate.layout, reduce_every=False))
     return once if once.memory.is_safe and is_faster(once, candidate) else candidate

@@ -104,7 +104,7 @@ def nothing_fits(config: RunConfig, candidates: list[Candidate], made: Decisions
         ("parallel.activation_checkpointing", parallel.activation_checkpointing),
         ("parallel.reshard_after_forward", parallel.reshard_after_forward),
     )
-    freed = [f"{key}: auto" for key, value in explicit if value not in ("auto", "fsdp", "hsdp", "full", True)]
+    freed = [f"{key}: auto" for key, value in explicit if value not in ("auto", "fsdp", "hsdp", "zero3", "full", True)]
     if freed:
         advice.append("let the plan choose (" + ", ".join(freed) + ")")
     if "auto" not in (batch.micro_tokens if config.data.packing else batch.micro_samples,):

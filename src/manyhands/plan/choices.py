@@ -173,7 +173,8 @@ def choose_attention(
 
 def fuses_optimizer(config: RunConfig, device: Device) -> bool:
     """Whether AdamW in one pass is tried."""
-    return config.optimizer.name == "adamw" and config.kernels.optimizer == "auto" and device == "cuda"
+    native = not config.parallel.strategy.startswith("zero")
+    return config.optimizer.name == "adamw" and config.kernels.optimizer == "auto" and device == "cuda" and native
 
 
 def choose_linear(config: RunConfig, device: Device, gpus: tuple[GpuFacts, ...]) -> tuple[Reason, ...]:
@@ -197,6 +198,8 @@ def choose_compile(config: RunConfig, device: Device, data: DataFacts) -> tuple[
     asked = config.parallel.compile
     if asked != "auto":
         return asked, reason("compile", compile=asked, source="asked")
+    if config.parallel.strategy == "zero3":
+        return False, reason("compile", compile=False, source="zero3")
     if device == "cpu":
         return False, reason("compile", compile=False, source="cpu")
     if has_one_length(data):

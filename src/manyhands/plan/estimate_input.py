@@ -74,6 +74,16 @@ class EstimateInput:
         return self.layout.mesh.shard
 
     @property
+    def weight_shards(self) -> int:
+        """Ranks that hold the weights together as they compute: not those of ZeRO's stages 1 and 2."""
+        return 1 if self.layout.zero_stage in (1, 2) else self.num_shards
+
+    @property
+    def held_bytes(self) -> int:
+        """Of an element of a trained weight in the model: ZeRO has its masters beside it."""
+        return self.compute_bytes if self.layout.zero_stage and self.is_cast else self.master_bytes
+
+    @property
     def num_trained(self) -> int:
         if self.partially_trained is not None:
             return self.partially_trained.total
@@ -143,7 +153,8 @@ class EstimateInput:
 
     @property
     def offloads(self) -> bool:
-        return self.layout.offload != "none" or self.layout.offload_activations
+        """Whether anything is in host memory; with ZeRO checkpoints pass through it."""
+        return self.layout.offload != "none" or self.layout.offload_activations or self.layout.zero_stage > 0
 
 
 HEAD, EMBEDDINGS = "lm_head.weight", "embed_tokens.weight"

@@ -17,12 +17,13 @@ from manyhands.config.schema import RunConfig
 Device = Literal["cuda", "cpu"]
 Dtype = Literal["bfloat16", "float16", "float32", "float64"]
 ComputeDtype = Literal["bfloat16", "float32", "float64"]
-Strategy = Literal["single", "ddp", "fsdp", "hsdp"]
+Strategy = Literal["single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"]
 Checkpointing = Literal["none", "selective", "except_attention", "full"]
 Offload = Literal["none", "optimizer", "all"]
-Wrapper = Literal["none", "ddp", "fully_shard"]
+Wrapper = Literal["none", "ddp", "fully_shard", "deepspeed"]
 ComputeCopy = Literal["none", "kept", "gathered"]
 
+ZERO_STAGES: dict[Strategy, int] = {"zero1": 1, "zero2": 2, "zero3": 3}  # carried out by DeepSpeed
 DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 # What keeps more and computes less again: the choice for the last layers where memory is left.
 LIGHTER: dict[Checkpointing, Checkpointing] = {
@@ -60,8 +61,10 @@ class Mesh:
 
 
 def mesh_of(strategy: Strategy, world_size: int, shard_degree: int = 1) -> Mesh:
-    """``single``, ``ddp``: a copy on each rank. ``fsdp``: shards over all. ``hsdp``: in groups of ``shard_degree``."""
-    shard = {"fsdp": world_size, "hsdp": shard_degree}.get(strategy, 1)
+    """``single``, ``ddp``: a copy on each rank. ``fsdp``, ``zero*``: shards over all. ``hsdp``: in groups of
+    ``shard_degree``.
+    """
+    shard = {"fsdp": world_size, "hsdp": shard_degree, **dict.fromkeys(ZERO_STAGES, world_size)}.get(strategy, 1)
     return Mesh(replicate=world_size // shard, shard=shard)
 
 
@@ -109,6 +112,11 @@ class Layout:
         return self.mesh.data_parallel_degree
 
     @property
+    def zero_stage(self) -> int:
+        """DeepSpeed's stage: 1 shards optimizer states and masters, 2 gradients too, 3 weights too; 0 without it."""
+        return ZERO_STAGES.get(self.strategy, 0)
+
+    @property
     def micro(self) -> int:
         """Size of a micro-batch in its own unit: tokens with packing, else samples."""
         return self.micro_tokens or self.micro_samples or 0
@@ -150,6 +158,7 @@ def choose_holding(
     single, bfloat16 masters      none: nothing is cast (``model.master_dtype``: other numbers, under any strategy)
     single, otherwise             none
     ddp, otherwise                ``DistributedDataParallel`` whose hook sums
+    zero1, zero2, zero3           DeepSpeed, whose bfloat16 weights are copies of its float32 masters
     ============================  =============================================================================
 
     Adapters and partially trained models cast what they train by themselves. Masters in bfloat16 are cast too where
@@ -157,6 +166,8 @@ def choose_holding(
     """
     narrow = master_dtype == "bfloat16" and strategy != "single"
     casts = trains_everything and (compute_dtype != master_dtype or narrow)
+    if strategy in ZERO_STAGES:
+        return "deepspeed", "gathered" if casts else "none"
     may_keep = strategy == "single" and not reshard_after_forward and offload != "all"
     if casts and may_keep and (master_dtype, compute_dtype) == ("float32", "bfloat16"):
         return "none", "kept"
@@ -199,7 +210,8 @@ def choose_converters(
     """
     asked, method = config.kernels, config.method
     gpu, adapters, fp8 = device == "cuda", method.trains_adapters, asked.linear == "fp8"
-    fuses = asked.lora == "fused" or (asked.lora == "auto" and gpu)
+    whole = config.parallel.strategy != "zero3"  # whose weights are there while their own module computes, no longer
+    fuses = asked.lora == "fused" or (asked.lora == "auto" and gpu and whole)
     wanted = {
         "text_only": has_towers,
         "nf4": method.name == "qlora",
@@ -211,6 +223,6 @@ def choose_converters(
         "loftq": method.name == "qlora" and method.init == "loftq",
         "fused_modules": fuses if adapters else fp8 and method.name == "full",
         "attention_kernels": asked.attention == "auto" and attention == "varlen",
-        "fused_loss": asked.loss == "fused" or (asked.loss == "auto" and gpu),
+        "fused_loss": asked.loss == "fused" or (asked.loss == "auto" and gpu and whole),
     }
     return tuple(name for name, is_wanted in wanted.items() if is_wanted)

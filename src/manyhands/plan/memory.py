@@ -28,6 +28,9 @@ from manyhands.core.limits import (
     MIN_CHUNK_TOKENS,
     STATE_CHUNK_BYTES,
     STATE_CHUNKS_ON_DEVICE,
+    ZERO_BUCKET,
+    ZERO_LIVE,
+    ZERO_PREFETCH,
 )
 from manyhands.plan.activations import (
     attention_mask,
@@ -103,16 +106,17 @@ def at_its_end(s: EstimateInput) -> dict[str, int]:
 def weights(s: EstimateInput) -> int:
     """Masters, or frozen weights and adapters: ``P m / S``, or ``P f / S + A m / S``; NF4 as in ``frozen_block_bytes``.
 
-    By patterns each weight is one or the other: ``(P - trained) f / S + trained m / S``.
+    By patterns each weight is one or the other: ``(P - trained) f / S + trained m / S``. ZeRO's are in compute dtype
+    where that is not the masters', and at its stages 1 and 2 whole: ``P c``; its masters are among the states.
     """
     if s.partially_trained is not None:
         return (
             (s.model.num_parameters - s.num_trained) * s.frozen_bytes + s.num_trained * s.master_bytes
-        ) // s.num_shards
+        ) // s.weight_shards
     if s.trains_everything:
-        return s.model.num_parameters * s.master_bytes // s.num_shards
+        return s.model.num_parameters * s.held_bytes // s.weight_shards
     frozen = s.num_root_parameters * s.frozen_bytes + s.model.num_layers * s.frozen_block_bytes
-    return (frozen + s.num_adapter_parameters * s.master_bytes) // s.num_shards + quantized_weights(s)
+    return (frozen + s.num_adapter_parameters * s.master_bytes) // s.weight_shards + quantized_weights(s)
 
 
 def quantized_weights(s: EstimateInput) -> int:
@@ -128,6 +132,8 @@ def gradients(s: EstimateInput) -> int:
     """One gradient for each trained weight, reduced and kept until the step: ``trained m / S``, or as
     ``gradient_bytes`` has it.
     """
+    if s.layout.zero_stage == 1:  # sums of all on every rank, and where they are cast what the backward pass gives
+        return s.num_trained * (s.sum_bytes + (s.compute_bytes if s.is_cast else 0))
     return s.num_trained * s.gradient_bytes // s.num_shards
 
 
@@ -135,14 +141,16 @@ def unreduced(s: EstimateInput) -> int:
     """Gradients that wait for the last micro-batch of a step, whole on every rank: ``trained m``; none if each one
     reduces.
     """
-    return 0 if s.layout.reduce_every or s.num_shards == 1 else s.num_trained * s.sum_bytes
+    if s.layout.reduce_every or s.num_shards == 1 or s.layout.zero_stage:
+        return 0
+    return s.num_trained * s.sum_bytes
 
 
 def earlier_gradients(s: EstimateInput) -> dict[str, int]:
     """Of a step's earlier micro-batches: they are there while one is at work. None where a step is one micro-batch, as
     gradients are freed after each step, but in DDP's own buckets.
     """
-    in_buckets = s.layout.strategy == "ddp" and not s.is_cast
+    in_buckets = (s.layout.strategy == "ddp" and not s.is_cast) or s.layout.zero_stage > 0
     return {
         "gradients": gradients(s) if s.layout.accumulates or in_buckets else 0,
         "unreduced": unreduced(s) if s.layout.accumulates else 0,
@@ -151,7 +159,7 @@ def earlier_gradients(s: EstimateInput) -> dict[str, int]:
 
 def optimizer(s: EstimateInput) -> int:
     """States as ``count_state_bytes`` has them, over S: AdamW's two moments ``2 trained m / S``. Its fused kernel needs
-    no copy.
+    no copy. ZeRO's masters, ``trained m / S``, are flat tensors beside them.
     """
     model, linears = s.model, s.model.block_linear_shapes.values()
     num_root = (
@@ -163,8 +171,10 @@ def optimizer(s: EstimateInput) -> int:
     )
     if s.num_adapter_parameters:  # a factor of rank r has one side for each r elements, and r more
         sides = s.num_adapter_parameters // s.adapter_rank + 2 * s.adapter_rank * model.num_layers * len(linears)
+    masters = s.num_trained * s.master_bytes if s.layout.zero_stage else 0
     return (
-        count_state_bytes(
+        masters
+        + count_state_bytes(
             s.optimizer_name,
             s.num_trained,
             num_root=num_root,
@@ -184,8 +194,10 @@ def gathered(s: EstimateInput) -> int:
     dtype already. Weights trained by patterns are gathered as masters, and cast where they are used: see
     ``_gathered_partially_trained``.
     """
-    if s.partially_trained is not None:
+    if s.partially_trained is not None and not s.layout.zero_stage:
         return _gathered_partially_trained(s, s.partially_trained)
+    if s.layout.zero_stage:
+        return zero_live(s)
     if s.num_shards == 1 and not s.gathers_whole:
         return 0
     num_blocks = min(GATHERED_BLOCKS, s.model.num_layers) if s.layout.reshard_after_forward else s.model.num_layers
@@ -198,7 +210,7 @@ def fetched(s: EstimateInput) -> int:
     """Shards of two blocks that come from host memory, before they are gathered: ``2 B m / S``, or as frozen ones are
     kept.
     """
-    if s.layout.offload != "all":
+    if s.layout.offload != "all" or s.layout.zero_stage:
         return 0
     block = s.model.num_block_parameters * s.master_bytes if s.trains_everything else s.frozen_block_bytes
     return min(BLOCKS_IN_FLIGHT, s.model.num_layers) * block // s.num_shards
@@ -262,6 +274,8 @@ def reduction(s: EstimateInput) -> int:
     kept. By patterns the same of what is trained. Adapters' gradients are too small to count.
     """
     c, m, head = s.compute_bytes, s.sum_bytes, s.num_trained_in_head
+    if s.layout.zero_stage:
+        return zero_buckets(s)
     if s.partially_trained is not None:
         largest = s.partially_trained.num_in_largest_block
         return head * c + (largest * c if s.num_shards == 1 else BLOCKS_IN_FLIGHT * largest * (c + m))
@@ -281,6 +295,8 @@ def root_reduction(s: EstimateInput) -> int:
     """Gradients of the root, reduced last of all: ``R (c + m)``. A kept copy's are widened one after the other: ``V H
     c``.
     """
+    if s.layout.zero_stage:
+        return zero_buckets(s)
     if s.partially_trained is not None:
         return s.partially_trained.num_in_root * (s.compute_bytes + (s.sum_bytes if s.num_shards > 1 else 0))
     if not s.trains_everything or (not s.is_cast and s.num_shards == 1):
@@ -316,6 +332,19 @@ def overhead(s: EstimateInput) -> int:
     return CONTEXT_BYTES[s.layout.device] + WORKSPACE_BYTES[s.layout.device] + communication
 
 
+def zero_live(s: EstimateInput) -> int:
+    """Weights that DeepSpeed's stage 3 has gathered: at most 1.05e9 elements, in the dtype they are held in."""
+    if s.layout.zero_stage < 3:
+        return 0
+    width = s.held_bytes if s.trains_everything else s.frozen_bytes
+    return min(s.model.num_parameters, ZERO_LIVE + ZERO_PREFETCH) * width
+
+
+def zero_buckets(s: EstimateInput) -> int:
+    """DeepSpeed's buckets of gradients, two in the weights' dtype that fill in turn and one of float32 that travels."""
+    return min(s.num_trained, ZERO_BUCKET) * (2 * s.held_bytes + 4)
+
+
 PINNED = 1 / math.log(2)  # torch rounds pinned blocks up to powers of 2: this much on average
 
 
@@ -323,7 +352,8 @@ def estimate_host_terms(s: EstimateInput, terms: dict[str, int]) -> dict[str, in
     """By name, what a rank holds in host memory; ``terms`` are the device's before anything moves.
 
     ``all``: shards of weights (pinned), gradients and optimizer states. ``optimizer``: the states, pinned. Activations:
-    see ``moved_bytes``, pinned.
+    see ``moved_bytes``, pinned. ZeRO's ``optimizer`` holds masters, states and gradients, and while a checkpoint is
+    written or read its masters and states pass through host memory.
     """
     host: dict[str, int] = {}
     if s.layout.offload == "all":
@@ -334,6 +364,10 @@ def estimate_host_terms(s: EstimateInput, terms: dict[str, int]) -> dict[str, in
         }
     elif s.layout.offload == "optimizer":
         host["optimizer"] = int(PINNED * terms["optimizer"])
+        if s.layout.zero_stage:
+            host["gradients"] = int(PINNED * s.num_trained * s.sum_bytes // s.num_shards)
+    if s.layout.zero_stage:
+        host["checkpoint"] = terms["optimizer"]
     if s.layout.offload_activations:
         host["activations"] = int(PINNED * moved_bytes(s))
     return host
@@ -347,6 +381,8 @@ def keep_on_device(s: EstimateInput, terms: dict[str, int]) -> dict[str, int]:
     kept = dict(terms)
     if s.layout.offload == "all":
         kept |= {"weights": 0, "gradients": 0, "optimizer": 0}
+    elif s.layout.offload == "optimizer" and s.layout.zero_stage:
+        kept |= {"optimizer": 0} | ({"gradients": 0} if s.layout.zero_stage == 3 else {})
     elif s.layout.offload == "optimizer":
         largest = (
             max(s.head_elements, *(out * into for out, into in s.model.block_linear_shapes.values())) * s.master_bytes

@@ -303,7 +303,7 @@ def _why_layout(config: RunConfig, facts: Facts, found: SearchResult) -> list[Re
             asked=parallel.activation_checkpointing != "auto",
         ),
     ]
-    if layout.mesh.shard > 1 and layout.accumulates:
+    if layout.mesh.shard > 1 and layout.accumulates and not layout.zero_stage:
         why.append(reason("reduction", every=layout.reduce_every, bytes=memory.terms["unreduced"]))
     moved = {"none": [], "optimizer": ["optimizer"], "all": ["weights", "gradients", "optimizer"]}[parallel.offload]
     if moved := moved + ["activations"] * layout.offload_activations:

@@ -53,6 +53,9 @@ def _strategy(v: Values) -> str:
         "hsdp": f"{v['replicate']} copies, each sharded over {v['shard']} of {ranks}, {gathered}"
         if v["replicate"] != 1
         else f"one copy, sharded over {ranks}, {gathered}",
+        "zero1": f"DeepSpeed's ZeRO: weights on each of {ranks}, masters and optimizer states sharded",
+        "zero2": f"DeepSpeed's ZeRO: weights on each of {ranks}, gradients, masters and optimizer states sharded",
+        "zero3": f"DeepSpeed's ZeRO: weights, gradients and optimizer states sharded over {ranks}",
     }[v["strategy"]]
     return f"{v['strategy']}, {meaning}{_asked(v)}"
 
@@ -163,6 +166,7 @@ def _compile(v: Values) -> str:
     why = {
         "asked": "as configured",
         "cpu": "on a CPU it costs more than it saves",
+        "zero3": "as DeepSpeed gathers weights in hooks of every module",
         "one_length": f"one shape, as all samples have {v.get('tokens', 0):,} tokens",
         "packs": "one graph for packs of any length",
         "lengths": "dynamic shapes, as samples differ in length",

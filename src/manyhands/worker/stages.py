@@ -16,6 +16,7 @@ from manyhands.convert.build import build_on_meta, count_parameters, describe_ne
 from manyhands.convert.protocol import Context
 from manyhands.core.collective_errors import run_on_rank_0
 from manyhands.core.errors import EXIT_FAILED, UserError
+from manyhands.core.holding import full_numel
 from manyhands.data.batches import collate
 from manyhands.data.collate import BatchShape
 from manyhands.data.store import TokenStore
@@ -77,13 +78,13 @@ def build_model(rank: RankContext) -> None:
     for line in describe_new(converters, reported):
         rank.print(line)
     rank.engine = apply(
-        rank.loss_model, plan, world, lambda module, device: load_weights(context, converters, module, device)
+        rank.loss_model, plan, world, lambda module, device: load_weights(context, converters, module, device), config
     )
     for line in describe_new(converters, reported):
         rank.print(line)
     if note := rank.engine.make_optimizer(plan, config):
         rank.print(note)
-    trained = sum(p.numel() for p in rank.model.parameters() if p.requires_grad)
+    trained = sum(full_numel(p) for p in rank.model.parameters() if p.requires_grad)
     total = count_parameters(rank.model)
     rank.measured |= {"num_parameters": total, "num_trained_parameters": trained}
     rank.print(f"model: {total:,} parameters, {trained:,} trained ({trained / total:.2%})")

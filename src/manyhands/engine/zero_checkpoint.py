@@ -1,0 +1,147 @@
+"""Checkpoints of DeepSpeed's partitions in the format of every other layout: the same names, shapes, dtypes and files.
+
+A checkpoint holds parts by rows, and DeepSpeed's pieces are cut anywhere. So each parameter and each of its states is
+gathered on its own and handed on as the rows that FSDP2 would give this rank, in host memory; loading goes the other
+way. Nothing of DeepSpeed's own checkpoints, which are pickles, is written or read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from manyhands.checkpoint.load import load_checkpoint
+from manyhands.checkpoint.save import save_checkpoint
+from manyhands.checkpoint.tensors import STEP
+from manyhands.core.holding import full_shape
+from manyhands.core.world import World
+from manyhands.engine.deepspeed_compat import fragment
+from manyhands.engine.zero_holding import gather_fragments
+
+STATES = ("exp_avg", "exp_avg_sq")  # AdamW's, of the parameter's shape
+
+
+class StagedModel(nn.Module):
+    """Parameters by name, as ``checkpoint/tensors.py`` asks a model for them."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        super().__init__()
+        self.by_name = dict(parameters)
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return iter(self.by_name.items())
+
+
+class Rows:
+    """Each rank's rows of a tensor, as FSDP2 cuts it, in host memory."""
+
+    def __init__(self, world: World) -> None:
+        self.mesh: DeviceMesh = init_device_mesh("cpu", (world.world_size,))
+
+    def empty(self, shape: tuple[int, ...]) -> DTensor:
+        size, _ = compute_local_shape_and_global_offset(shape, self.mesh, [Shard(0)])
+        return self.of(torch.zeros(size, dtype=torch.float32), shape)
+
+    def cut(self, full: torch.Tensor) -> DTensor:
+        size, offset = compute_local_shape_and_global_offset(full.shape, self.mesh, [Shard(0)])
+        own = full[tuple(slice(start, start + length) for start, length in zip(offset, size, strict=True))]
+        return self.of(own.to("cpu", copy=True).contiguous(), tuple(full.shape))
+
+    def of(self, own: torch.Tensor, shape: tuple[int, ...]) -> DTensor:
+        stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+        return DTensor.from_local(own, self.mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """By name; a tied one once."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def find_step(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
+    """Updates done, which all partitions share; None before the first."""
+    steps = [state[STEP] for state in optimizer.state.values() if STEP in state]
+    return steps[0].detach().reshape(()).cpu() if steps else None
+
+
+@torch.no_grad()
+def save_fragments(
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
+    world: World,
+    *,
+    manifest_extra: dict[str, Any] | None,
+    progress: Callable[[int, int], None],
+) -> None:
+    """Writes masters and optimizer states as ``save_checkpoint`` does. Collective."""
+    rows, step = Rows(world), find_step(optimizer)
+    staged: dict[str, nn.Parameter] = {}
+    states: dict[nn.Parameter, dict[str, Any]] = {}
+    for name, parameter in trained(model).items():
+        shape = full_shape(parameter)
+        copy = staged[name] = nn.Parameter(rows.cut(gather_fragments(parameter, shape)))
+        if step is not None:
+            states[copy] = {STEP: step.clone()}
+            states[copy] |= {key: rows.cut(gather_fragments(parameter, shape, key)) for key in STATES}
+    holder = torch.optim.AdamW(list(staged.values()))
+    holder.state.update(states)
+    save_checkpoint(
+        folder,
+        StagedModel(staged),
+        holder,
+        state,
+        rank=world.rank,
+        world_size=world.world_size,
+        manifest_extra=manifest_extra,
+        progress=progress,
+    )
+
+
+@torch.no_grad()
+def load_fragments(
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, zero: Any, world: World
+) -> dict[str, Any]:
+    """Reads what any layout has saved into masters and optimizer states; returns the saved state. Collective."""
+    rows = Rows(world)
+    parameters = trained(model)
+    staged = {name: nn.Parameter(rows.empty(full_shape(parameter))) for name, parameter in parameters.items()}
+    holder = torch.optim.AdamW(list(staged.values()))
+    state = load_checkpoint(folder, StagedModel(staged), holder)
+    steps = [values[STEP] for values in holder.state.values()]
+    create_states(optimizer, zero, steps[0] if steps else None)
+    for name, parameter in parameters.items():
+        _take(fragment(parameter), staged[name])
+        for key in STATES if steps else ():
+            _take(fragment(parameter, key), holder.state[staged[name]][key])
+    return state
+
+
+def create_states(optimizer: torch.optim.Optimizer, zero: Any, step: torch.Tensor | None) -> None:
+    """Zeros for each partition, in which DeepSpeed's fragments then are views; none where nothing was saved."""
+    optimizer.state.clear()
+    for group in optimizer.param_groups:
+        for flat in group["params"]:
+            if step is not None:
+                place = flat.device if group.get("fused") else torch.device("cpu")
+                optimizer.state[flat][STEP] = step.detach().reshape(()).to(place, torch.float32, copy=True)
+                optimizer.state[flat] |= {key: torch.zeros_like(flat, requires_grad=False) for key in STATES}
+    if hasattr(zero, "_lazy_init_hp_params_optimizer_state"):
+        zero._hp_optimizer_states_linked = False
+        if step is not None:
+            zero._lazy_init_hp_params_optimizer_state()
+
+
+def _take(piece: tuple[torch.Tensor, int], rows: torch.Tensor) -> None:
+    """Copies this rank's piece out of a tensor that all ranks hold by rows."""
+    target, start = piece
+    full = rows.detach().full_tensor().reshape(-1)
+    target.copy_(full[start : start + target.numel()])
