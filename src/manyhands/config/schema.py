@@ -200,7 +200,7 @@ class ParallelSection(Section):
         "auto",
         description="single (one process), ddp (replicated on each GPU), fsdp (weights, gradients and optimizer states "
         "sharded by FSDP2), hsdp (sharded within groups of `shard_degree` ranks, replicated between them), zero1, "
-        "zero2, zero3 (DeepSpeed's ZeRO stages: optimizer states sharded, gradients too, weights too; extra `deepspeed`).",
+        "zero2, zero3 (DeepSpeed's ZeRO: optimizer states sharded, gradients too, weights too; extra `deepspeed`).",
     )
     shard_degree: PositiveInt | Auto = Field("auto", description="hsdp: ranks per shard group; auto is one machine's.")
     offload: Literal["none", "optimizer", "all"] = Field(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,7 +18,7 @@ from manyhands.convert.new_tokens import ROWS, token_modules
 from manyhands.convert.protocol import BaseConverter
 from manyhands.convert.trainable import fully_trained_modules
 from manyhands.core.errors import UserError
-from manyhands.core.holding import gather, local, local_slices
+from manyhands.core.holding import full_shape, gather, local, local_part
 from manyhands.facts.safetensors import read_headers
 
 PEFT_PREFIX = "base_model.model."
@@ -96,7 +97,7 @@ def read_adapter(model: nn.Module, folder: str | Path) -> None:
         with safe_open(path, framework="pt", device="cpu") as file:
             names = file.keys()  # a safetensors file is no iterator
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
-            _fill(model, shapes, lambda name, slices: file.get_slice(name)[slices], where=str(path))
+            _fill(model, shapes, file.get_slice, where=str(path))
     except (OSError, SafetensorError) as error:
         raise UserError("the adapter's weights cannot be read", where=str(path), why=str(error)) from error
 
@@ -104,7 +105,7 @@ def read_adapter(model: nn.Module, folder: str | Path) -> None:
 def _fill(
     model: nn.Module,
     shapes: Mapping[str, tuple[int, ...]],
-    read: Callable[[str, tuple[slice, ...]], torch.Tensor],
+    read: Callable[[str], Any],
     where: str,
 ) -> None:
     _refuse_misfit(model, shapes, where)
@@ -112,10 +113,10 @@ def _fill(
     aliases = {name: parameters[first] for name, first in tied_names(model).items()}
     for name, parameter in parameters.items():
         if name in shapes and local(parameter).numel():
-            local(parameter).copy_(read(name, local_slices(parameter)))
+            local(parameter).copy_(local_part(parameter, read(name)))
     for name in shapes.keys() & aliases.keys():
         parameter = aliases[name]
-        if not torch.equal(local(parameter), read(name, local_slices(parameter)).to(parameter.device, parameter.dtype)):
+        if not torch.equal(own := local(parameter), local_part(parameter, read(name)).to(own.device, own.dtype)):
             raise UserError(
                 f"the adapter holds {name} and the weight that it is tied to with different values",
                 where=where,
@@ -136,9 +137,9 @@ def _refuse_misfit(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], wher
     wrong = [f"missing: {name}" for name in sorted(parameters.keys() - shapes.keys() - may_lack)]
     wrong += [f"unexpected: {name}" for name in sorted(shapes.keys() - parameters.keys() - aliases.keys())]
     wrong += [
-        f"shape of {name}: {shapes[name]}, the model has {tuple(parameter.shape)}"
+        f"shape of {name}: {shapes[name]}, the model has {full_shape(parameter)}"
         for name, parameter in sorted(parameters.items())
-        if name in shapes and shapes[name] != tuple(parameter.shape)
+        if name in shapes and shapes[name] != full_shape(parameter)
     ]
     if wrong:
         raise UserError(

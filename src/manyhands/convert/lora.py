@@ -26,7 +26,7 @@ from manyhands.convert.nf4 import Nf4Linear, gather_weight
 from manyhands.convert.protocol import BaseConverter
 from manyhands.convert.trainable import find_modules_to_save, inside, train_fully
 from manyhands.core.errors import UserError
-from manyhands.core.holding import fill_from, local
+from manyhands.core.holding import fill_from, full_shape, is_full, local
 from manyhands.core.progress import advance
 from manyhands.core.seeds import named_generator
 from manyhands.model.structure import block_linears, find_blocks
@@ -198,7 +198,7 @@ def initialize_adapters(model: nn.Module, seed: int) -> None:
     for name, layer in adapted_layers(model).items():
         a = layer.lora_A.weight
         bound = 1 / math.sqrt(layer.in_features)
-        full = torch.empty(a.shape, dtype=a.dtype).uniform_(
+        full = torch.empty(full_shape(a), dtype=a.dtype).uniform_(
             -bound, bound, generator=named_generator(seed, f"{name}.lora_A.weight")
         )
         fill_from(a, full)
@@ -212,8 +212,9 @@ def _fill_magnitudes(layer: LoraLinear, magnitudes: nn.Parameter) -> None:
     """Lengths of the weight's rows. FSDP2 cuts a weight and its magnitudes alike, by rows, so each rank has what it
     needs.
     """
-    if isinstance(layer, Nf4Linear):
-        fill_from(magnitudes, torch.linalg.vector_norm(gather_weight(layer), dim=1, dtype=magnitudes.dtype))
+    if isinstance(layer, Nf4Linear) or is_full(layer.weight):
+        weight = gather_weight(layer) if isinstance(layer, Nf4Linear) else layer.weight
+        fill_from(magnitudes, torch.linalg.vector_norm(weight, dim=1, dtype=magnitudes.dtype))
     else:
         own = local(layer.weight)
         local(magnitudes).copy_(torch.linalg.vector_norm(own, dim=1, dtype=magnitudes.dtype))

@@ -107,7 +107,7 @@ class ZeroEngine(RankEngine):
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Loads a checkpoint of any layout; returns the saved state. Collective."""
-        state = load_fragments(folder, self.model, self.optimizer, self._inner.optimizer, self.world)
+        state = load_fragments(folder, self.model, self._inner.optimizer, self.world)
         copy_masters(self._inner.optimizer)
         return state
 

@@ -58,6 +58,15 @@ def quiet() -> Iterator[None]:
         yield
 
 
+def masters(optimizer: Any) -> list[tuple[torch.Tensor, dict[str, Any]]]:
+    """This rank's flat float32 partitions, each with the options of its group; torch's optimizer steps these."""
+    groups = optimizer.optimizer.param_groups
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # stage 3, which empties the groups between two updates
+        flats = optimizer.fp32_partitioned_groups_flat
+        return [(flat, groups[optimizer.sub_group_to_group_id[index]]) for index, flat in enumerate(flats)]
+    return [(flat, group) for group in groups for flat in group["params"]]
+
+
 def gradient_parts(optimizer: Any) -> list[torch.Tensor]:
     """This rank's partitions of the reduced gradients, as the next update will read them; padding is zero.
 
@@ -65,11 +74,8 @@ def gradient_parts(optimizer: Any) -> list[torch.Tensor]:
     """
     if hasattr(optimizer, "fp32_groups_gradient_flat_partition"):  # stage 1 in bfloat16
         return list(optimizer.fp32_groups_gradient_flat_partition)
-    masters = getattr(optimizer, "fp32_partitioned_groups_flat", None)  # stage 3
-    if masters is None:
-        masters = optimizer.single_partition_of_fp32_groups
     if getattr(optimizer, "offload_optimizer", False) or getattr(optimizer, "cpu_offload", False):
-        return [master.grad for master in masters]
+        return [flat.grad for flat, _ in masters(optimizer) if flat.grad is not None]
     return [part for group in optimizer.averaged_gradients.values() if group is not None for part in group]
 
 
@@ -102,17 +108,17 @@ def is_master_sharded(tensor: Any) -> bool:
     return hasattr(tensor, "_hp_mapping")
 
 
-def fragment(tensor: Any, state: str | None = None) -> tuple[torch.Tensor, int]:
-    """This rank's flat piece of a parameter's master, or of its optimizer state of that name, and where it begins.
+def fragment(
+    tensor: Any, state: str | None = None, optimizer: torch.optim.Optimizer | None = None
+) -> tuple[torch.Tensor, int]:
+    """This rank's flat piece of a parameter's master, or of its state ``state`` in ``optimizer``, and where it begins.
 
-    The piece shares memory with the partition. Of a frozen parameter of stage 3 the piece of the weight itself. Empty
-    where this rank has none of it.
+    The piece shares memory with the partition. Of a frozen parameter of stage 3 it is of the weight itself. Empty where
+    this rank has none of it. The states are looked up here, as DeepSpeed links its own fragments to those of the first
+    group of parameters alone.
     """
     if not is_sharded_weight(tensor):
-        mapping = tensor._hp_mapping
-        if mapping is None:
-            return torch.empty(0, dtype=torch.float32), 0
-        return mapping.get_hp_fragment(state).detach(), mapping.lp_fragment_address.start
+        return _fragment_of_master(tensor, state, optimizer)
     rank = torch.distributed.get_rank(tensor.ds_process_group)
     start = min(tensor.ds_numel, tensor.partition_numel() * rank)
     size = min(tensor.partition_numel(), tensor.ds_numel - start)
@@ -123,3 +129,18 @@ def fragment(tensor: Any, state: str | None = None) -> tuple[torch.Tensor, int]:
     else:
         flat = tensor.ds_tensor
     return flat.detach().view(-1)[:size], start
+
+
+def _fragment_of_master(
+    tensor: Any, state: str | None, optimizer: torch.optim.Optimizer | None
+) -> tuple[torch.Tensor, int]:
+    mapping = tensor._hp_mapping
+    if mapping is None:
+        return torch.empty(0, dtype=torch.float32), 0
+    start = mapping.lp_fragment_address.start
+    if state is None:
+        return mapping.hp_fragment.detach(), start
+    assert optimizer is not None
+    (flat,) = optimizer.param_groups[mapping.param_group_index]["params"]
+    address = mapping.get_hp_fragment_address()
+    return optimizer.state[flat][state].narrow(0, address.start, address.numel), start

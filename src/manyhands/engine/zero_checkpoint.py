@@ -23,7 +23,7 @@ from manyhands.checkpoint.save import save_checkpoint
 from manyhands.checkpoint.tensors import STEP
 from manyhands.core.holding import full_shape
 from manyhands.core.world import World
-from manyhands.engine.deepspeed_compat import fragment
+from manyhands.engine.deepspeed_compat import fragment, masters
 from manyhands.engine.zero_holding import gather_fragments
 
 STATES = ("exp_avg", "exp_avg_sq")  # AdamW's, of the parameter's shape
@@ -85,13 +85,13 @@ def save_fragments(
     """Writes masters and optimizer states as ``save_checkpoint`` does. Collective."""
     rows, step = Rows(world), find_step(optimizer)
     staged: dict[str, nn.Parameter] = {}
-    states: dict[nn.Parameter, dict[str, Any]] = {}
+    states: dict[torch.Tensor, dict[str, Any]] = {}
     for name, parameter in trained(model).items():
         shape = full_shape(parameter)
         copy = staged[name] = nn.Parameter(rows.cut(gather_fragments(parameter, shape)))
         if step is not None:
             states[copy] = {STEP: step.clone()}
-            states[copy] |= {key: rows.cut(gather_fragments(parameter, shape, key)) for key in STATES}
+            states[copy] |= {key: rows.cut(gather_fragments(parameter, shape, key, optimizer)) for key in STATES}
     holder = torch.optim.AdamW(list(staged.values()))
     holder.state.update(states)
     save_checkpoint(
@@ -107,9 +107,7 @@ def save_fragments(
 
 
 @torch.no_grad()
-def load_fragments(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, zero: Any, world: World
-) -> dict[str, Any]:
+def load_fragments(folder: Path, model: nn.Module, zero: Any, world: World) -> dict[str, Any]:
     """Reads what any layout has saved into masters and optimizer states; returns the saved state. Collective."""
     rows = Rows(world)
     parameters = trained(model)
@@ -117,30 +115,26 @@ def load_fragments(
     holder = torch.optim.AdamW(list(staged.values()))
     state = load_checkpoint(folder, StagedModel(staged), holder)
     steps = [values[STEP] for values in holder.state.values()]
-    create_states(optimizer, zero, steps[0] if steps else None)
+    create_states(zero, steps[0] if steps else None)
     for name, parameter in parameters.items():
         _take(fragment(parameter), staged[name])
         for key in STATES if steps else ():
-            _take(fragment(parameter, key), holder.state[staged[name]][key])
+            _take(fragment(parameter, key, zero.optimizer), holder.state[staged[name]][key])
     return state
 
 
-def create_states(optimizer: torch.optim.Optimizer, zero: Any, step: torch.Tensor | None) -> None:
-    """Zeros for each partition, in which DeepSpeed's fragments then are views; none where nothing was saved."""
-    optimizer.state.clear()
-    for group in optimizer.param_groups:
-        for flat in group["params"]:
-            if step is not None:
-                place = flat.device if group.get("fused") else torch.device("cpu")
-                optimizer.state[flat][STEP] = step.detach().reshape(()).to(place, torch.float32, copy=True)
-                optimizer.state[flat] |= {key: torch.zeros_like(flat, requires_grad=False) for key in STATES}
-    if hasattr(zero, "_lazy_init_hp_params_optimizer_state"):
-        zero._hp_optimizer_states_linked = False
-        if step is not None:
-            zero._lazy_init_hp_params_optimizer_state()
+def create_states(zero: Any, step: torch.Tensor | None) -> None:
+    """Zeros for each of DeepSpeed's partitions; none where nothing was saved."""
+    states = zero.optimizer.state
+    states.clear()
+    for flat, group in masters(zero) if step is not None else ():
+        assert step is not None
+        place = flat.device if group.get("fused") else torch.device("cpu")
+        states[flat] = {key: torch.zeros_like(flat, requires_grad=False) for key in STATES}
+        states[flat][STEP] = step.detach().reshape(()).to(place, torch.float32, copy=True)
 
 
-def _take(piece: tuple[torch.Tensor, int], rows: torch.Tensor) -> None:
+def _take(piece: tuple[torch.Tensor, int], rows: Any) -> None:
     """Copies this rank's piece out of a tensor that all ranks hold by rows."""
     target, start = piece
     full = rows.detach().full_tensor().reshape(-1)

@@ -59,11 +59,11 @@ class ZeroFragments:
         raise NotImplementedError("DeepSpeed's pieces are not cut by rows")
 
 
-def gather_fragments(tensor: Any, shape: Sequence[int], state: str | None = None) -> torch.Tensor:
-    """A parameter's master, or its optimizer state of that name, in full on every rank, where weights compute.
-    Collective.
-    """
-    piece, start = fragment(tensor, state)
+def gather_fragments(
+    tensor: Any, shape: Sequence[int], state: str | None = None, optimizer: torch.optim.Optimizer | None = None
+) -> torch.Tensor:
+    """A parameter's master, or its state in ``optimizer``, in full on every rank, where weights compute. Collective."""
+    piece, start = fragment(tensor, state, optimizer)
     full = torch.zeros(math.prod(shape), dtype=piece.dtype, device=tensor.device)
     full[start : start + piece.numel()] = piece.to(tensor.device)
     dist.all_reduce(full)  # every element is one rank's alone

@@ -17,7 +17,7 @@ from manyhands.convert.adapter import added_parameters
 from manyhands.convert.lora import LoraLinear, adapted_layers
 from manyhands.convert.new_tokens import IDS, ROWS, token_modules
 from manyhands.convert.nf4 import gather_weight, nf4_layers, nf4_weights, stored_names
-from manyhands.core.holding import gather, reshard
+from manyhands.core.holding import full_numel, gather, reshard
 from manyhands.core.progress import advance
 from manyhands.model.load import loaded_tensors
 from manyhands.model.source import (
@@ -86,7 +86,7 @@ def lay_out(model: nn.Module, source: Path, dtype: torch.dtype) -> FileLayout:
     for name, tensor in tensors.items():
         conversion = _conversion_of(name, checkpoint.conversions)
         if conversion is None:
-            sizes |= {stored: _bytes(tensor.numel(), dtypes[name], tensor) for stored in names[name]}
+            sizes |= {stored: _bytes(full_numel(tensor), dtypes[name], tensor) for stored in names[name]}
             continue
         left[conversion.name].discard(name)
         if not left[conversion.name]:
@@ -104,7 +104,7 @@ def _lay_out_new(model: nn.Module, tensors: Mapping[str, torch.Tensor], dtype: t
     written = dict(named) if needs_conversion(model) else revert_weight_conversion(model, dict(named))  # type: ignore[arg-type]
     by_tensor = {id(tensor): name for name, tensor in written.items()}
     names: dict[str, tuple[str, ...]] = {name: (by_tensor[id(tensor)],) for name, tensor in named.items()}
-    sizes = {names[name][0]: _bytes(tensor.numel(), dtype, tensor) for name, tensor in tensors.items()}
+    sizes = {names[name][0]: _bytes(full_numel(tensor), dtype, tensor) for name, tensor in tensors.items()}
     return FileLayout(model, names, dict.fromkeys(tensors, dtype), sizes)
 
 

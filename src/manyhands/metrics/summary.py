@@ -20,7 +20,7 @@ from manyhands.plan.types import Plan, method_of
 from manyhands.train.types import Evaluation
 
 CURVE_POINTS = 60
-LIBRARIES = ("manyhands", "torch", "transformers", "tokenizers", "safetensors", "bitsandbytes", "peft")
+LIBRARIES = ("manyhands", "torch", "transformers", "tokenizers", "safetensors", "bitsandbytes", "peft", "deepspeed")
 BARS = "▁▂▃▄▅▆▇█"
 
 

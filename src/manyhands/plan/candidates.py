@@ -114,6 +114,7 @@ def list_candidates(
     strategies = _strategies(config, world_size, shard_degree, num_machines)
     if parallel.strategy in ZERO_STAGES:
         reshards = (parallel.strategy == "zero3",)
+        modes = tuple(mode for mode in modes if parallel.strategy != "zero3" or mode in ("none", "full"))
     candidates = []
     for strategy, mode, reshard, split in itertools.product(strategies, modes, reshards, splits):
         unsharded = strategy in ("single", "ddp")
@@ -218,6 +219,7 @@ def lighten(config: RunConfig, chosen: Candidate, base: EstimateInput, limits: L
         chosen.layout.activation_checkpointing == "none"
         or asked.activation_checkpointing != "auto"
         or asked.offload_activations is True
+        or chosen.layout.zero_stage == 3  # which does not compute selectively
     ):
         return chosen
     uniform = change(

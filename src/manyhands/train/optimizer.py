@@ -18,6 +18,7 @@ from torch import nn
 from manyhands.config.patterns import reaches
 from manyhands.config.schema import OptimizerSection
 from manyhands.core.errors import UserError
+from manyhands.core.holding import full_shape
 from manyhands.train.adafactor import Adafactor
 from manyhands.train.adamw_8bit import BlockwiseAdamW, check_blockwise
 from manyhands.train.muon import Muon
@@ -80,7 +81,7 @@ def group_parameters(model: nn.Module, section: OptimizerSection, learning_rate:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             pattern, is_embedding = chosen.get(id(parameter)), id(parameter) in embeddings
-            is_matrix = parameter.ndim >= 2 and not is_embedding
+            is_matrix = len(full_shape(parameter)) >= 2 and not is_embedding
             decays = is_matrix or (is_embedding and section.decay_embeddings)
             peak = learning_rate if pattern is None else section.learning_rates[pattern]
             empty = {"params": [], "weight_decay": section.weight_decay if decays else 0.0, "is_matrix": is_matrix}

@@ -1,0 +1,164 @@
+"""DeepSpeed's stages train what one process trains, save what every layout reads, and leave nothing of their own."""
+
+from __future__ import annotations
+
+import builtins
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from manyhands.checkpoint.manifest import read_manifest
+from manyhands.config.schema import RunConfig
+from manyhands.core.errors import UserError
+from manyhands.core.world import World
+from manyhands.engine import deepspeed_compat
+from tests.engine.test_layouts import RAGGED
+from tests.support import equality
+from tests.support.equality import Case, Curve
+from tests.support.ranks import ranks
+from tests.support.tiny import tiny_plan, tiny_run, write_tiny_model
+
+STEPS = "tests.engine.zero_ranks:run_steps"
+KEYS = {"data.packing": True, "batch.micro_tokens": 512, "parallel.activation_checkpointing": "full"}
+installed = pytest.mark.usefixtures("deepspeed")
+
+
+@pytest.fixture(scope="module")
+def deepspeed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Skips without the package; afterwards nothing may have been compiled, which takes minutes and can hang."""
+    with pytest.MonkeyPatch.context() as patch:
+        built = tmp_path_factory.mktemp("extensions")
+        patch.setenv("TORCH_EXTENSIONS_DIR", str(built))
+        patch.setenv("DS_ACCELERATOR", "cpu")
+        pytest.importorskip("deepspeed", reason="DeepSpeed is an extra: pip install 'manyhands[deepspeed]'")
+        yield
+        assert not list(built.iterdir())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    model = tmp_path_factory.mktemp("models")
+    return str(write_tiny_model(model, "llama", with_tokenizer=False, num_hidden_layers=2))
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("equality")
+    equality.write_workspace(folder, "llama", num_hidden_layers=2)
+    return folder
+
+
+def on_two_ranks(*arguments: Any) -> Any:
+    """In fresh processes: DeepSpeed keeps the process group that it was given first."""
+    with ranks(2) as world:
+        return world.run(STEPS, *arguments, world_size=2)[0]
+
+
+def run_file(folder: str, method: str, weight_decay: float = 0.1) -> RunConfig:
+    config = tiny_run(folder, method)
+    return config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"weight_decay": weight_decay})})
+
+
+FAST = {
+    ("zero2", "bfloat16", "full", "none"),
+    ("zero3", "float32", "lora", "all"),
+    ("zero1", "bfloat16", "full", "none"),
+}
+CURVES = [
+    pytest.param(*values, marks=[] if values in FAST else [pytest.mark.slow])
+    for strategy in ("zero1", "zero2", "zero3")
+    for dtype, method, offload in (
+        ("float32", "full", "none"),
+        ("bfloat16", "full", "none"),
+        ("bfloat16", "full", "optimizer"),
+        ("float32", "lora", "none"),
+        ("float32", "lora", "all"),
+        ("bfloat16", "qlora", "none"),
+        ("float32", "patterns", "none"),
+    )
+    for values in [(strategy, dtype, method, offload)]
+    if (strategy == "zero3" or offload != "all") and (strategy, method) != ("zero3", "qlora")
+]
+
+
+@pytest.fixture(scope="module")
+def fsdp(workspace: Path) -> Callable[[str, str], Curve]:
+    """What FSDP2 trains on two ranks; that it is what one process trains is asked elsewhere."""
+
+    @functools.cache
+    def run(dtype: str, method: str) -> Curve:
+        with ranks(2) as world:
+            case = Case("fsdp", 2, KEYS | {"parallel.strategy": "fsdp"})
+            return equality.run_case(world, workspace, case, dtype, method)
+
+    return run
+
+
+@installed
+@pytest.mark.distributed
+@pytest.mark.parametrize(("strategy", "dtype", "method", "offload"), CURVES)
+def test_twenty_clipped_steps_are_those_of_fsdp(
+    workspace: Path, fsdp: Callable[[str, str], Curve], strategy: str, dtype: str, method: str, offload: str
+) -> None:
+    expected = fsdp(dtype, method)
+    assert any(norm > equality.CLIP for norm in expected.norms) and any(n < equality.CLIP for n in expected.norms)
+    keys = KEYS | {"parallel.strategy": strategy, "parallel.offload": offload}
+    with ranks(2) as world:
+        found = equality.run_case(world, workspace, Case(strategy, 2, keys), dtype, method)
+    # in bfloat16 too: masters, sums and what is rounded when are the same
+    assert found.losses == pytest.approx(expected.losses, rel=1e-6)
+    assert found.norms == pytest.approx(expected.norms, rel=1e-6)
+
+
+@installed
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("strategy", "method", "offload"),
+    [
+        ("zero2", "full", "none"),
+        ("zero3", "lora", "none"),
+        pytest.param("zero1", "full", "optimizer", marks=pytest.mark.slow),
+        pytest.param("zero3", "full", "all", marks=pytest.mark.slow),
+        pytest.param("zero2", "lora", "optimizer", marks=pytest.mark.slow),
+    ],
+)
+def test_checkpoints_go_to_and_come_from_every_other_layout(
+    folder: str, strategy: str, method: str, offload: str, tmp_path: Path
+) -> None:
+    config = run_file(folder, method)
+    zero = tiny_plan(folder, strategy=strategy, world_size=2, offload=offload)
+    fsdp, ddp = (tiny_plan(folder, strategy=name, world_size=2) for name in ("fsdp", "ddp"))
+    whole = on_two_ranks(fsdp, config, RAGGED, 4, None, None, tmp_path / "whole")
+    native, saved = tmp_path / "native", tmp_path / "step-000002"
+    on_two_ranks(fsdp, config, RAGGED, 2, None, native)
+    np.testing.assert_allclose(on_two_ranks(zero, config, RAGGED, 2, None, saved), whole[:2], rtol=1e-5)
+    assert {path.suffix for path in saved.iterdir()} == {".json", ".safetensors"}  # no pickle
+    assert read_manifest(saved).tensors == read_manifest(native).tensors
+    for other in (fsdp, ddp):
+        np.testing.assert_allclose(on_two_ranks(other, config, RAGGED, 2, saved), whole[2:], rtol=2e-4)
+    rest = on_two_ranks(zero, config, RAGGED, 2, native, None, tmp_path / "model")
+    np.testing.assert_allclose(rest, whole[2:], rtol=2e-4)
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "whole"))
+    assert ours.keys() == theirs.keys()
+    for name in theirs:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-3)
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def refuse(name: str, *rest: Any, **options: Any) -> Any:
+        if name == "deepspeed":
+            raise ModuleNotFoundError("No module named 'deepspeed'", name="deepspeed")
+        return real(name, *rest, **options)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(UserError) as caught:
+        deepspeed_compat.open_deepspeed(World(0, 0, 1, torch.device("cpu")))
+    assert "manyhands[deepspeed]" in str(caught.value.fix) and "No module named" in str(caught.value.why)

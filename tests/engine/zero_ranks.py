@@ -1,0 +1,67 @@
+"""What the ranks do for ``test_deepspeed``: a few steps of any strategy through its own engine, saved, gone on from and
+exported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from manyhands.config.schema import RunConfig
+from manyhands.core.world import World
+from manyhands.engine.apply import apply
+from manyhands.export.model import export_model
+from manyhands.plan.types import Plan
+from tests.support.building import on_meta
+from tests.support.layouts import Documents, count_loss_tokens, pack
+from tests.support.plans import change_plan
+
+CLIP = 1.0
+LEARNING_RATE = 1e-2
+
+
+def run_steps(
+    plan: Plan,
+    config: RunConfig,
+    layout: Sequence[Sequence[Documents]],
+    num_steps: int,
+    resume: Path | None = None,
+    save: Path | None = None,
+    export: Path | None = None,
+) -> list[tuple[float, float]]:
+    """Loss and gradient norm of each step; every step has the same documents."""
+    grouped = dist.is_initialized()
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
+    world = World(rank, rank, world_size, torch.device("cpu"))
+    loss_model, load = on_meta(plan, config, resumes=resume is not None)
+    everything = all(parameter.requires_grad for parameter in loss_model.parameters())
+    plan = change_plan(plan, trains_everything=everything, learning_rate=LEARNING_RATE)
+    engine: Any = apply(loss_model, plan, world, load, config)
+    engine.make_optimizer(plan, config)
+    if resume is not None:
+        assert engine.load(resume) == {"step": 2}
+    results = [_step(engine, layout) for _ in range(num_steps)]
+    if save is not None:
+        engine.save(save, {"step": num_steps})
+    if export is not None:
+        merge, source = config.method.name != "full", Path(plan.model_folder)
+        export_model(export, engine.model, source, "float32", rank=rank, merge=merge)
+    return results
+
+
+def _step(engine: Any, layout: Sequence[Sequence[Documents]]) -> tuple[float, float]:
+    rank, world_size = engine.world.rank, engine.world.world_size
+    num_loss_tokens = sum(count_loss_tokens(documents) for micro in layout for documents in micro)
+    loss_sum = torch.zeros((), dtype=torch.float64)
+    for index, micro in enumerate(layout):
+        mine = [document for r in range(rank, len(micro), world_size) for document in micro[r]]
+        loss = engine.forward(pack(mine))["lm"][0]
+        engine.backward(loss / num_loss_tokens, last=index == len(layout) - 1)
+        loss_sum += loss.detach()
+    norm = engine.gradient_norm()
+    engine.step(LEARNING_RATE, max_norm=CLIP)
+    return float(engine.all_reduce_sum(loss_sum)) / num_loss_tokens, float(norm)
