@@ -304,8 +304,8 @@ def _check_zero(config: RunConfig) -> Findings:
         "`kernels.lora: fused`": kernels.lora == "fused",
         "`kernels.loss: fused`": kernels.loss == "fused",
         "`parallel.compile: true`": config.parallel.compile is True,
-        f"`parallel.activation_checkpointing: {config.parallel.activation_checkpointing}`, which would take DeepSpeed's "
-        "gathering for computation": config.parallel.activation_checkpointing in ("selective", "except_attention"),
+        f"`parallel.activation_checkpointing: {config.parallel.activation_checkpointing}`, which would repeat "
+        "DeepSpeed's gathering": config.parallel.activation_checkpointing in ("selective", "except_attention"),
     }
     for what, stands in reasons.items():
         if stands:

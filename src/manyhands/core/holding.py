@@ -17,7 +17,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
@@ -255,6 +256,31 @@ def select_rows(weight: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         if own.start <= row < own.stop:
             found[index] = part[row - own.start]
     return sum_over_shards([found], [weight])[0]
+
+
+class RowShards:
+    """Makes tensors that all ranks hold by rows in host memory, as FSDP2 would cut them, of whatever was held
+    otherwise: the form in which checkpoints take shards.
+    """
+
+    def __init__(self) -> None:
+        self._mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def empty(self, shape: Sequence[int]) -> torch.Tensor:
+        """Zeros in float32."""
+        size, _ = compute_local_shape_and_global_offset(tuple(shape), self._mesh, [Shard(0)])
+        return self._of(torch.zeros(size), shape)
+
+    def cut(self, full: torch.Tensor) -> torch.Tensor:
+        """Copies this rank's rows of a tensor that every rank has."""
+        size, offset = compute_local_shape_and_global_offset(full.shape, self._mesh, [Shard(0)])
+        own = full[tuple(slice(start, start + length) for start, length in zip(offset, size, strict=True))]
+        return self._of(own.to("cpu", copy=True).contiguous(), full.shape)
+
+    def _of(self, own: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+        size = torch.Size(shape)
+        return DTensor.from_local(own, self._mesh, [Shard(0)], run_check=False, shape=size, stride=stride)
 
 
 def reshard(model: nn.Module) -> None:

@@ -7,21 +7,17 @@ way. Nothing of DeepSpeed's own checkpoints, which are pickles, is written or re
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from manyhands.checkpoint.load import load_checkpoint
 from manyhands.checkpoint.save import save_checkpoint
 from manyhands.checkpoint.tensors import STEP
-from manyhands.core.holding import full_shape
+from manyhands.core.holding import RowShards, full_shape, gather
 from manyhands.core.world import World
 from manyhands.engine.deepspeed_compat import fragment, masters
 from manyhands.engine.zero_holding import gather_fragments
@@ -38,26 +34,6 @@ class StagedModel(nn.Module):
 
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
         return iter(self.by_name.items())
-
-
-class Rows:
-    """Each rank's rows of a tensor, as FSDP2 cuts it, in host memory."""
-
-    def __init__(self, world: World) -> None:
-        self.mesh: DeviceMesh = init_device_mesh("cpu", (world.world_size,))
-
-    def empty(self, shape: tuple[int, ...]) -> DTensor:
-        size, _ = compute_local_shape_and_global_offset(shape, self.mesh, [Shard(0)])
-        return self.of(torch.zeros(size, dtype=torch.float32), shape)
-
-    def cut(self, full: torch.Tensor) -> DTensor:
-        size, offset = compute_local_shape_and_global_offset(full.shape, self.mesh, [Shard(0)])
-        own = full[tuple(slice(start, start + length) for start, length in zip(offset, size, strict=True))]
-        return self.of(own.to("cpu", copy=True).contiguous(), tuple(full.shape))
-
-    def of(self, own: torch.Tensor, shape: tuple[int, ...]) -> DTensor:
-        stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-        return DTensor.from_local(own, self.mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -83,7 +59,7 @@ def save_fragments(
     progress: Callable[[int, int], None],
 ) -> None:
     """Writes masters and optimizer states as ``save_checkpoint`` does. Collective."""
-    rows, step = Rows(world), find_step(optimizer)
+    rows, step = RowShards(), find_step(optimizer)
     staged: dict[str, nn.Parameter] = {}
     states: dict[torch.Tensor, dict[str, Any]] = {}
     for name, parameter in trained(model).items():
@@ -109,7 +85,7 @@ def save_fragments(
 @torch.no_grad()
 def load_fragments(folder: Path, model: nn.Module, zero: Any, world: World) -> dict[str, Any]:
     """Reads what any layout has saved into masters and optimizer states; returns the saved state. Collective."""
-    rows = Rows(world)
+    rows = RowShards()
     parameters = trained(model)
     staged = {name: nn.Parameter(rows.empty(full_shape(parameter))) for name, parameter in parameters.items()}
     holder = torch.optim.AdamW(list(staged.values()))
@@ -134,8 +110,8 @@ def create_states(zero: Any, step: torch.Tensor | None) -> None:
         states[flat][STEP] = step.detach().reshape(()).to(place, torch.float32, copy=True)
 
 
-def _take(piece: tuple[torch.Tensor, int], rows: Any) -> None:
+def _take(piece: tuple[torch.Tensor, int], rows: torch.Tensor) -> None:
     """Copies this rank's piece out of a tensor that all ranks hold by rows."""
     target, start = piece
-    full = rows.detach().full_tensor().reshape(-1)
+    full = gather(rows).reshape(-1)
     target.copy_(full[start : start + target.numel()])

@@ -308,7 +308,10 @@ def communication(s: TimeInput, compute: float) -> float:
     units = e.model.num_layers + 1
     seconds = 0.0
     if shard > 1:
-        seconds += s.work.num_micro * gathers(e) * (whole_bytes(e) * (shard - 1) / shard / rate + units * latency)
+        times, held = s.work.num_micro * gathers(e), whole_bytes(e)
+        if e.weight_shards == 1:  # ZeRO's stages 1 and 2: what the update has changed, once
+            times, held = 1.0, e.num_trained * e.held_bytes
+        seconds += times * (held * (shard - 1) / shard / rate + units * latency)
         seconds += rounds * (e.num_trained * e.sum_bytes * (shard - 1) / shard / rate + units * latency)
     if copies_of > 1:
         over = s.rates.node_link if layout.world_size > s.num_local else s.rates.link
