@@ -16,6 +16,12 @@ CONTRADICTIONS = [
     ({"data__min_length": 20, "data__max_length": 10}, "data.min_length", "data.max_length"),
     ({"schedule__warmup_ratio": 0.1, "schedule__warmup_steps": 5}, "schedule.warmup_ratio", "schedule.warmup_steps"),
     ({"schedule__warmup_ratio": 0.0, "schedule__warmup_steps": 0}, "schedule.warmup_ratio", "schedule.warmup_steps"),
+    ({"data__format": "tokens", "data__train_on": "all"}, "data.train_on", "data.format"),
+    (
+        {"data__train": [{"path": "a.jsonl", "format": "segments"}], "data__train_on": "last"},
+        "data.train_on",
+        "segments",
+    ),
     ({"batch__micro_samples": 2}, "batch.micro_samples", "data.packing"),
     ({"batch__accumulation": 2}, "batch.accumulation", "data.packing"),
     ({"data__packing": False, "batch__micro_tokens": 4096}, "batch.micro_tokens", "data.packing"),

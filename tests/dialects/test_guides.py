@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from manyhands.config.dialects.translation import Around, Translation
 from manyhands.config.load import load_run
 from manyhands.config.read import ParsedFile, read_run_file
 from manyhands.core.errors import UserError
+from manyhands.launch import run_file
 
 SFT_PLAY: dict[str, Any] = {
     "model": {"name": "google/gemma-3-27b-it", "max_seq_len": 2048},
@@ -292,6 +294,36 @@ FFT = GPUS | {
 def test_what_synth_ai_s_keys_set(changes: dict[str, Any], expected: dict[str, Any]) -> None:
     found = native(SYNTH_AI, changes)
     assert {key: found[key] for key in expected} == expected
+
+
+def test_synth_ai_s_kind_of_gpu_is_compared_with_the_machine_s() -> None:
+    def found(**around: Any) -> tuple[str, str]:
+        done = translated(SYNTH_AI, {}, **around)
+        return next((fate.kind, fate.why) for fate in done.fates if fate.key == "compute.gpu_type")
+
+    assert found(other_gpus=lambda name: None)[0] == found()[0] == "ignored"
+    kind, why = found(other_gpus=lambda name: {"H100": "NVIDIA L4"}[name])
+    assert kind == "substituted" and "this machine has NVIDIA L4" in why and "--gpus 4xH100" in why
+    assert found(other_gpus=lambda name: "NVIDIA L4", strict=True)[0] == "refused"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "named", "others"),
+    [
+        (["NVIDIA L4"], "H100", "NVIDIA L4"),
+        (["NVIDIA L4", "NVIDIA H100 80GB HBM3"], "H100", None),
+        (["NVIDIA A100-SXM4-40GB"], "a100", None),
+        (["NVIDIA L4"], "H1000", None),  # a kind that nobody knows
+        ([], "H100", None),
+    ],
+)
+def test_gpus_of_another_kind_are_named(
+    gpus: list[str], named: str, others: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = SimpleNamespace(gpus=tuple(SimpleNamespace(name=name) for name in gpus))
+    monkeypatch.setattr(run_file, "read_host_facts", lambda: host)
+    other_gpus = run_file.look_around().other_gpus
+    assert other_gpus is not None and other_gpus(named) == others
 
 
 @pytest.mark.parametrize(

@@ -180,6 +180,9 @@ def test_the_widest_head_counts_and_the_widest_block(tmp_path: Path):
     text = config | {"intermediate_size": [48, 96, 48], "per_layer_config": None}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3n", "text_config": text}))
     assert read_model_facts(tmp_path, "tiny", "random").intermediate_size == 96
+    (tmp_path / "config.json").write_text(json.dumps(text))  # the text alone is no multimodal model
+    alone = read_model_facts(tmp_path, "tiny", "random")
+    assert (alone.intermediate_size, alone.decoder) == (96, "model")
 
 
 @pytest.mark.parametrize(("head", "tied"), [("none", True), ("the same", True), ("another", False)])

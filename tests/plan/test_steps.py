@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 
 import numpy as np
@@ -94,16 +95,22 @@ def test_seventeen_rows_of_half_weight():
     ).replace(", drawn from 17 by source weight", "")
 
 
-def test_epochs_that_each_have_to_be_laid_out_are_counted_up_to_a_limit(monkeypatch):
-    monkeypatch.setattr(summary, "MAX_COUNTED_EPOCHS", 50)
-    order = SampleOrder(9, 0, None, 100, np.full(9, 30))
-    assert _steps_of_epochs(run_config(batch__loss_tokens=100, stop__epochs=49.5), order) == (3,) * 50
-    assert (
-        len(_steps_of_epochs(run_config(batch__loss_tokens=100, stop__epochs=1e300, stop__max_steps=30), order)) == 11
-    )
-    with pytest.raises(UserError, match="more epochs than can be counted") as refused:
-        _steps_of_epochs(run_config(batch__loss_tokens=100, stop__epochs=1e300), order)
-    assert "stop.max_steps" in refused.value.fix
+def test_of_thousands_of_epochs_that_differ_the_first_ones_are_laid_out(monkeypatch):
+    monkeypatch.setattr(summary, "COUNTED_EPOCHS", 4)
+    lengths = np.random.default_rng(0).integers(5, 90, 40)
+    order = SampleOrder(40, 0, batch_packs=2, pack_tokens=100, lengths=lengths)
+    config = run_config(batch__packs=2, data__max_length=100, stop__epochs=1000)
+    first = _steps_of_epochs(config, order)
+    assert first == tuple(map(order.steps_per_epoch, range(4)))
+    counted = steps(None, data={"steps_of_epochs": first}, batch__packs=2, stop__epochs=1000)
+    assert counted.total == math.ceil(1000 * sum(first) / 4)
+    assert "as many as the first 4 have on average" in explain_why(counted)[0] or len(set(first)) == 1
+    few = run_config(batch__packs=2, data__max_length=100, stop__epochs=2.5)
+    assert _steps_of_epochs(few, order) == first[:3]
+    ended = steps(None, data={"steps_of_epochs": first}, batch__packs=2, stop__epochs=1e300, stop__max_steps=30)
+    assert ended.total == 30
+    many = steps(None, data={"steps_of_epochs": first}, batch__packs=2, stop__epochs=1e9, stop__max_steps=10**8)
+    assert many.total == 10**8
 
 
 def test_many_epochs_are_counted_at_once():

@@ -12,7 +12,7 @@ from typing import Any
 
 from manyhands.config.keys import show, table
 from manyhands.config.schema import RunConfig
-from manyhands.config.sources import check_formats, check_sources
+from manyhands.config.sources import READY, check_formats, check_sources, list_sources
 
 Findings = Iterator[str]
 
@@ -203,6 +203,18 @@ def _check_task(config: RunConfig) -> Findings:
         yield from _unused(config, chat_only, "task", "set task: sft or mixed")
 
 
+def _check_ready_rows(config: RunConfig) -> Findings:
+    """Rows of ids or segments state their own loss tokens, and no template makes them."""
+    if config.task == "cpt" or not {rules.format for rules in list_sources(config)} <= set(READY):
+        return
+    for path in ("data.train_on", "data.chat_template_kwargs", "data.date"):
+        if _is_set(config, path):
+            yield (
+                f"`{path}` has no effect with `data.format: {READY[0]}` or `{READY[1]}`, whose rows state their own "
+                "loss tokens: remove it"
+            )
+
+
 SPECIAL_TOKENS = ("bos", "eos", "pad", "unk")
 
 
@@ -345,6 +357,7 @@ RULES: tuple[Callable[[RunConfig], Findings], ...] = (
     _check_method,
     _check_optimizer,
     _check_task,
+    _check_ready_rows,
     check_formats,
     check_sources,
     _check_special_tokens,

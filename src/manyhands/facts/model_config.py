@@ -111,6 +111,7 @@ def read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     check_kinds(outer, path)
     check_kinds(outer.get("text_config") or {}, path)
     check_purpose(outer, path)
+    outer = _widest(outer)
     config = text_part(outer)
     check_supported(config, path)
     return outer, config
@@ -125,16 +126,19 @@ def text_part(config: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(text, dict):
         kind = families.find(config).text_model_type
         if kind is None or not any(key in config for key in MULTIMODAL_KEYS):
-            widths = config.get("intermediate_size")  # one for each block, of some
-            return config | {"intermediate_size": max(widths, default=0)} if isinstance(widths, list) else config
+            return config
         # the text's fields stand beside the vision_config
         return {key: value for key, value in config.items() if key not in MULTIMODAL_KEYS} | {"model_type": kind}
     kind = str(text.get("model_type") or config.get("model_type"))
     outer = {key: config[key] for key in OUTER_KEYS if key in config}
     fields = {**families.find(kind).sizes, **text, **outer, "model_type": kind}
-    if isinstance(fields.get("intermediate_size"), list):  # one for each block
-        fields["intermediate_size"] = max(fields["intermediate_size"], default=0)
-    return fields
+    return _widest(fields)
+
+
+def _widest(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields with one ``intermediate_size`` where each block has its own: the largest."""
+    sizes = fields.get("intermediate_size")
+    return {**fields, "intermediate_size": max(sizes, default=0)} if isinstance(sizes, list) else fields
 
 
 def check_kinds(config: Mapping[str, Any], path: Path) -> None:

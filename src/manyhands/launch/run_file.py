@@ -18,6 +18,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.files import read_json
 from manyhands.data.hub_sets import fetch_file
 from manyhands.data.sources import is_hub, read_rows
+from manyhands.facts.gpu_kinds import kind_of, kinds_named
 from manyhands.facts.host import read_host_facts
 from manyhands.launch.environment import asked_processes
 from manyhands.launch.resume_rules import folder_of
@@ -53,8 +54,20 @@ def look_around(*, num_gpus: int | None = None, strict: bool = False) -> Around:
     """
     count: Callable[[], int] = (lambda: len(read_host_facts().gpus)) if num_gpus is None else lambda: num_gpus
     return Around(
-        count_gpus=count, first_row=_first_row, model_config=_model_config, hub_file=fetch_file, strict=strict
+        count_gpus=count,
+        first_row=_first_row,
+        model_config=_model_config,
+        hub_file=fetch_file,
+        other_gpus=_other_gpus,
+        strict=strict,
     )
+
+
+def _other_gpus(name: str) -> str | None:
+    """The names of this machine's GPUs if none of them can be a ``name``; None without GPUs, and for unknown kinds."""
+    gpus, wanted = read_host_facts().gpus, kinds_named(name)
+    kinds = {kind.name for gpu in gpus if (kind := kind_of(gpu.name))}
+    return " and ".join(sorted({gpu.name for gpu in gpus})) if gpus and wanted and kinds.isdisjoint(wanted) else None
 
 
 def _first_gpus(loaded: LoadedRun) -> int | None:

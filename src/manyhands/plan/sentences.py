@@ -214,6 +214,8 @@ def _steps(v: Values) -> str:
         return f"{first.format('an epoch')}; ended by stop.max_steps: {v['total']:,}"
     if v["differ"]:
         text = f"{first.format('in the first epoch')}; {v['of_epochs']:,} in {epochs}, which differ by a few steps"
+        if v.get("counted"):
+            text += f" (as many as the first {v['counted']} have on average)"
     else:
         text = f"{first.format('an epoch')}; × {epochs} = {v['of_epochs']:,}"
     if v["max_steps"] is not None and v["max_steps"] > v["of_epochs"]:

@@ -74,12 +74,15 @@ def _sum_epochs(config: RunConfig, data: DataFacts, batch_samples: int | None) -
     """(steps of the first epoch, steps of ``stop.epochs`` epochs, how they follow). The second stops counting behind
     max_steps.
     """
-    epochs, max_steps = config.stop.epochs, config.stop.max_steps
+    epochs, max_steps, counted = config.stop.epochs, config.stop.max_steps, None
     if batch_samples is None:
         steps_of = data.steps_of_epochs
         if not steps_of:
             raise ValueError("data facts have no steps_of_epochs, which batch.loss_tokens and batch.packs need")
-        total = sum_steps(epochs, steps_of.__getitem__, None, max_steps)
+        if epochs <= len(steps_of) or (max_steps is not None and sum(steps_of) > max_steps):
+            total = sum_steps(epochs, steps_of.__getitem__, None, max_steps)
+        else:  # as many as the counted epochs have on average
+            total, counted = math.ceil(Fraction(repr(float(epochs))) * sum(steps_of) / len(steps_of)), len(steps_of)
         differ = len(set(steps_of)) > 1
     else:
         shares = [share_of(weight, num_samples) for num_samples, weight in data.sources]
@@ -98,6 +101,7 @@ def _sum_epochs(config: RunConfig, data: DataFacts, batch_samples: int | None) -
         "epochs": epochs,
         "of_epochs": total if max_steps is None or total <= max_steps else None,
         "differ": differ,
+        "counted": counted,
         "batch_samples": batch_samples,
         "batch_loss_tokens": config.batch.loss_tokens,
         "batch_packs": config.batch.packs,

@@ -95,8 +95,13 @@ def _map_gpus(t: Translator) -> int | None:
     for key in ("compute.nodes", "data.topology.nodes"):
         t.only(key, (1,), "several machines are not started by one command: write 1, with the GPUs of one machine")
     if t.has("compute.gpu_type"):
-        why = "training takes this machine's GPUs; `manyhands plan FILE --gpus 8xH100` plans for others"
-        t.ignore("compute.gpu_type", why)
+        asked = str(t.get("compute.gpu_type"))
+        others = t.around.other_gpus(asked) if t.around.other_gpus else None
+        plan = f"`manyhands plan FILE --gpus {t.get('compute.gpu_count', 8)}x{asked}` plans for {asked}"
+        if others:
+            t.substitute("compute.gpu_type", {}, f"this machine has {others}, which are taken; {plan}")
+        else:
+            t.ignore("compute.gpu_type", f"training takes this machine's GPUs; {plan}")
     if not found:
         return None
     first = next(iter(found))

@@ -51,6 +51,7 @@ class Around:
     ``gpus``: asked for on the command line. ``first_gpus``: what the run's first start multiplied by.
     ``count_gpus``: those of this machine.
     ``first_row``: of a data file or data set. ``model_config``: config.json of a model that is at hand.
+    ``other_gpus``: what this machine's GPUs are, where they are none of the kind that is named.
     ``hub_file``: a file of a data set on the hub, fetched; it raises UserError where the hub has none.
     ``strict``: refuse substitutions. ``micro``, ``accumulation``: samples per GPU and micro-batches per step of the run
     file that a settings file belongs to.
@@ -63,6 +64,7 @@ class Around:
     first_row: Callable[[str], Mapping[str, Any] | None] | None = None
     model_config: Callable[[str], Mapping[str, Any] | None] | None = None
     hub_file: Callable[[str, str], Path | None] | None = None
+    other_gpus: Callable[[str], str | None] | None = None
     strict: bool = False
     micro: int | None = None
     accumulation: int | None = None
