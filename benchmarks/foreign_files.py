@@ -197,7 +197,9 @@ def _tiny_sources(value: Any, data: Mapping[str, Any], folder: Path, first: int)
         numbers = range(first + index * NUM_ROWS, first + (index + 1) * NUM_ROWS)
         lines = [text.replace("Hello.", f"Hello {number}.").replace("hill", f"hill {number}") for number in numbers]
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        kept = {key: cell for key, cell in source.items() if key not in ("path", "subset", "revision", "split", "files")}
+        kept = {
+            key: cell for key, cell in source.items() if key not in ("path", "subset", "revision", "split", "files")
+        }
         sources.append(kept | {"path": str(path)})
     return sources
 
