@@ -3,8 +3,8 @@
     python -m benchmarks.foreign_peers {axolotl,llamafactory,trl} --python VENV/bin/python FILE...
 
 Of each file model, data, lengths of the run and what needs a GPU are replaced (``REPLACED``), by a tiny model and
-eight rows on a CPU; every other key stays. A step holds all rows, so that their order does not matter. ``--python`` is that
-of an environment with the tool.
+eight rows on a CPU; every other key stays. A step holds all rows, so that their order does not matter. ``--python`` is
+that of an environment with the tool.
 """
 
 from __future__ import annotations
@@ -187,6 +187,7 @@ def train_ours(run: Path, model: Path, work: Path) -> dict[str, Any]:
     from manyhands.launch.run_file import load_for_start
 
     overrides = [f"data.cache={work / 'cache'}", "model.dtype=float32", "parallel.gpus=1"]
+    overrides += [f"output.dir={work / 'ours'}", "name=run"]
     config = load_for_start(run, overrides).config
     store = TokenStore.open(prepare(config, model).folder)
     samples = [store.train.sample(number) for number in range(len(WORDS))]
@@ -194,7 +195,7 @@ def train_ours(run: Path, model: Path, work: Path) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1200)
     if done.returncode:
         raise RuntimeError(f"manyhands failed:\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}")
-    lines = map(json.loads, (work / "out" / "run" / "metrics.jsonl").read_text().splitlines())
+    lines = map(json.loads, (work / "ours" / "run" / "metrics.jsonl").read_text().splitlines())
     return {
         "ids": [sample["tokens"].tolist() for sample in samples],
         "mask": [sample["mask"].astype(bool).tolist() for sample in samples],
