@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import select
 import signal
 import subprocess
@@ -20,14 +19,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from manyhands.api.callbacks import Callbacks, Follower, Row
+from manyhands.api.callbacks import Callbacks, Follower
+from manyhands.api.display import PIPE_VARIABLES, TERMINAL_VARIABLES, Display, open_display
 from manyhands.config.load import LoadedRun
 from manyhands.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, UserError
 from manyhands.launch.environment import LAUNCHER_PID, detect_launcher
 from manyhands.launch.run_folder import RunFolder
 
 POLL_S = 0.2
-STEP_LINE = re.compile(r"step \d+/\d+  ")
 
 
 def start(
@@ -54,17 +53,20 @@ def start(
 
         return run_as_rank(load, fresh=fresh, callbacks=callbacks)
     except UserError as error:
+        error.fix = error.fix.replace("--fresh", "fresh=True")
         raise error.with_traceback(None) from None  # the user's own lines are all that helps
 
 
 def _start_processes(loaded: LoadedRun, *, fresh: bool, callbacks: Callbacks) -> Path:
-    show = None if sys.stdout is sys.__stdout__ else _open_display()
+    show = open_display()
+    environment = {k: v for k, v in os.environ.items() if show is None or k not in TERMINAL_VARIABLES}
     reading, writing = os.pipe()
     child = subprocess.Popen(
         [sys.executable, "-m", "manyhands.api.launcher", str(writing), *(["--fresh"] if fresh else [])],
         stdin=subprocess.PIPE,
         stdout=None if show is None else subprocess.PIPE,
         stderr=None if show is None else subprocess.STDOUT,
+        env=environment | ({} if show is None else PIPE_VARIABLES),
         pass_fds=(writing,),
         process_group=0,  # Ctrl-C on a terminal comes to this process, which passes it on once
     )
@@ -83,6 +85,8 @@ def _start_processes(loaded: LoadedRun, *, fresh: bool, callbacks: Callbacks) ->
         child.wait()
         if lines is not None:
             lines.join()
+        if show is not None:
+            show.end()
         os.close(reading)
 
 
@@ -144,6 +148,8 @@ class _Waiting:
         if "folder" in message:
             self.folder = Path(message["folder"])
             self.follower = Follower(RunFolder(self.folder).metrics)
+            if self.show is not None:
+                self.show.begin(self.folder)
         elif "error" in message:
             self.error = UserError.from_json(message["error"])
         else:
@@ -163,20 +169,6 @@ class _Waiting:
         self.interrupts += 1
         with contextlib.suppress(ProcessLookupError):
             self.child.send_signal(number)
-
-
-class Display:
-    """Where the launcher's lines go if this process's output is no file: a notebook, a capture."""
-
-    def line(self, text: str) -> None:
-        print(text, flush=True)
-
-    def take(self, row: Row) -> None:
-        """A new row of the run."""
-
-
-def _open_display() -> Display:
-    return Display()
 
 
 def _pass_on(stream: Any, show: Display) -> None:

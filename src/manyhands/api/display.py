@@ -1,0 +1,118 @@
+"""What a run shows where this process's output is no terminal and no file: in a notebook, or where it is captured."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from manyhands.api.callbacks import Row
+from manyhands.core.errors import UserError
+from manyhands.core.limits import GIB
+from manyhands.launch.run_folder import RunFolder
+
+STEP_LINE = re.compile(r"step \d+/\d+  ")
+PAUSE_S = 0.5  # between two updates
+# Output goes through a pipe, whatever these say of this process's own.
+TERMINAL_VARIABLES = ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
+PIPE_VARIABLES = {"NO_COLOR": "1", "COLUMNS": "120", "TERM": "dumb"}
+
+
+class Display:
+    """Prints the launcher's lines."""
+
+    def begin(self, folder: Path) -> None:
+        """The run's folder is known."""
+
+    def line(self, text: str) -> None:
+        print(text, flush=True)
+
+    def take(self, row: Row) -> None:
+        """A new row of metrics.jsonl."""
+
+    def end(self) -> None:
+        """The run has ended."""
+
+
+class NotebookDisplay(Display):
+    """The launcher's lines, and in place of those of steps one bar with figures and a table of evaluations."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.step: Row = {}
+        self.evaluations: list[Row] = []
+        self._handle: Any = None
+        self._shown = 0.0
+
+    def begin(self, folder: Path) -> None:
+        try:
+            self.num_steps = RunFolder(folder).read_plan().num_steps
+        except UserError:  # not planned yet: asked again at the first row
+            self.num_steps = 0
+        self._folder = folder
+
+    def line(self, text: str) -> None:
+        if not STEP_LINE.match(text):
+            print(text, flush=True)
+
+    def take(self, row: Row) -> None:
+        if row["kind"] == "step":
+            self.step = row
+        elif row["kind"] == "evaluation":
+            self.evaluations.append(row)
+        if time.monotonic() - self._shown >= PAUSE_S:
+            self._update()
+
+    def end(self) -> None:
+        if self.step:
+            self._update()
+
+    def _update(self) -> None:
+        from IPython.display import display  # type: ignore[import-not-found]
+
+        if not self.num_steps:
+            self.begin(self._folder)
+        self._shown = time.monotonic()
+        if self._handle is None:
+            self._handle = display(self, display_id=True)
+        else:
+            self._handle.update(self)
+
+    def __repr__(self) -> str:
+        lines = [f"step {self.step.get('step', 0)}/{self.num_steps}  {self._figures()}"]
+        return "\n".join([*lines, *("  ".join(cells) for cells in self._rows())])
+
+    def _repr_html_(self) -> str:
+        """The bar is the browser's own element, so it follows the notebook's theme."""
+        step = self.step.get("step", 0)
+        bar = f'<progress value="{step}" max="{self.num_steps or step or 1}" style="width: 16em"></progress>'
+        text = f"<div>{bar} step {step}/{self.num_steps} &nbsp; {escape(self._figures())}</div>"
+        rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>" for cells in self._rows())
+        return text + (f"<table>{rows}</table>" if rows else "")
+
+    def _figures(self) -> str:
+        if not self.step:
+            return ""
+        left_s = self.step["seconds"] * (self.num_steps - self.step["step"])
+        peak = max((device["peak_bytes"] or 0 for device in self.step["devices"]), default=0)
+        memory = f"  memory {peak / GIB:.1f} GiB" if peak else ""
+        loss = "-" if self.step["loss"] is None else f"{self.step['loss']:.4f}"
+        return f"loss {loss}  {self.step['tokens_per_s']:,.0f} tokens/s{memory}  about {left_s:,.0f} s left"
+
+    def _rows(self) -> list[list[str]]:
+        return [
+            [f"step {row['step']}", f"held-out loss {row['loss']:.4f}", f"perplexity {row['perplexity']:.2f}"]
+            for row in self.evaluations
+            if row["loss"] is not None and row["perplexity"] is not None
+        ]
+
+
+def open_display() -> Display | None:
+    """None where the launcher can write to this process's own output."""
+    if sys.stdout is sys.__stdout__:
+        return None
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return NotebookDisplay() if getattr(shell, "kernel", None) is not None else Display()

@@ -1,0 +1,159 @@
+"""A run from Python is the run of the command: the same plan, losses and files. Under a launcher a script is a rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+import manyhands as mh
+from tests.e2e.runs import NUM_STEPS, WAIT_S, Ended, Place, Run
+
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node=2")
+# ``own``: with a process group of the script's; ``cat``: a callback that raises at step 3.
+SCRIPT = """
+import json, os, signal, sys
+import manyhands as mh
+name, *how = sys.argv[1:]
+if "own" in how:
+    import torch.distributed
+    torch.distributed.init_process_group("gloo")
+import torch
+steps, checkpoints = [], []
+def step(row):
+    steps.append(row)
+    if "cat" in how and row["step"] == 3:
+        raise ValueError("the cat sat on the keyboard")
+before = dict(os.environ), signal.getsignal(signal.SIGINT), torch.get_num_threads(), mh.distributed_info()
+for again in range(2 if "twice" in how else 1):
+    run = mh.train("run.yaml", {"name": name + "-again" * again, "parallel.gpus": 2}, on_step=step,
+                   on_checkpoint=lambda row: checkpoints.append(row["step"]))
+after = dict(os.environ), signal.getsignal(signal.SIGINT), torch.get_num_threads(), mh.distributed_info()
+assert before == after, (before, after)
+if mh.get_rank() == 0:
+    written = [row for row in run.metrics if row["kind"] == "step"]
+    assert [{**row, "time": 0} for row in steps[-len(written):]] == [{**row, "time": 0} for row in written]
+    print("RESULT", json.dumps([[row["loss"] for row in steps], checkpoints]))
+"""
+
+
+def results(output: str) -> tuple[list[float], list[int]]:
+    """Losses and checkpoints that the callbacks saw, printed by one rank."""
+    [line] = [line for line in output.splitlines() if line.startswith("RESULT ")]
+    losses, checkpoints = json.loads(line.removeprefix("RESULT "))
+    return losses, checkpoints
+
+
+@pytest.fixture(scope="module")
+def script(place: Place) -> str:
+    (place.folder / "script.py").write_text(SCRIPT)
+    return "script.py"
+
+
+def test_from_python_as_from_the_command(
+    place: Place, whole: tuple[Ended, Run], capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps: list[float] = []
+    before = dict(os.environ), signal.getsignal(signal.SIGINT), len(psutil.Process().children(recursive=True))
+    run = mh.train(
+        place.folder / "run.yaml",
+        {"name": "python", "output.dir": place.folder / "runs"},
+        gpus=2,
+        on_step=lambda row: steps.append(row["loss"]),
+    )
+    assert before == (dict(os.environ), signal.getsignal(signal.SIGINT), len(psutil.Process().children(recursive=True)))
+    assert place.run("python").course() == whole[1].course() and run.losses == steps == whole[1].losses()
+    theirs = mh.TrainedRun(whole[1].folder)
+    same = ("layout", "converters", "num_steps", "data_content", "learning_rate", "batch_samples", "model_files")
+    assert [getattr(run.plan, name) for name in same] == [getattr(theirs.plan, name) for name in same]
+    written = [
+        {Path(file).parent / Path(file).suffix for file in one.files()} for one in (place.run("python"), whole[1])
+    ]
+    assert written[0] == written[1]
+    assert (run.state, list(run.outputs), run.report["measured"]["steps"]) == ("finished", ["adapter"], NUM_STEPS)
+    assert f"finished: {run.folder}" in capsys.readouterr().out
+    assert mh.plan(place.folder / "run.yaml", gpus=2).layout == run.plan.layout
+
+
+def test_an_error_of_the_start_is_raised(place: Place) -> None:
+    with pytest.raises(mh.UserError, match="no such data file") as error:
+        mh.train(place.folder / "run.yaml", {"data.train": "none.jsonl", "name": "none"})
+    assert "none.jsonl" in error.value.where
+    with pytest.raises(mh.UserError, match="the run file has an error"):
+        mh.train(place.folder / "run.yaml", {"batch.sample": 3})
+    with pytest.raises(mh.UserError, match="another run named 'python'") as error:
+        mh.train(place.folder / "run.yaml", {"seed": 5, "name": "python", "output.dir": place.folder / "runs"})
+    assert "fresh=True" in error.value.fix
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [(), ("own",), ("twice",)], ids=["", "own-group", "twice"])
+def test_a_script_under_torchrun_is_a_rank(
+    place: Place, whole: tuple[Ended, Run], script: str, how: tuple[str, ...]
+) -> None:
+    name = f"script-{'-'.join(how)}"
+    ended = place.call(*TORCHRUN, script, name, *how)
+    assert ended.code == 0, ended.output
+    losses, checkpoints = results(ended.output)
+    assert losses == whole[1].losses() * (2 if how == ("twice",) else 1)
+    assert checkpoints == [4, 8, 12] * (2 if how == ("twice",) else 1)
+    assert place.run(name).course() == whole[1].course()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["python", "torchrun"])
+def test_a_callback_that_raises_ends_the_run_with_its_state_saved(
+    place: Place, whole: tuple[Ended, Run], script: str, launcher: tuple[str, ...]
+) -> None:
+    name = f"cat-{len(launcher)}"
+    ended = place.call(*launcher, script, name, "cat")
+    assert ended.code == 1 and "ValueError: the cat sat on the keyboard" in ended.output, ended.output
+    saved = place.run(name).steps_saved()
+    assert saved and place.run(name).read("status.json")["state"] in ("interrupted", "failed")
+    again = place.call(*launcher, script, name)
+    assert again.code == 0 and place.run(name).course() == whole[1].course(), again.output
+
+
+@pytest.mark.slow
+def test_a_mistake_under_torchrun_is_raised_and_ends_all(place: Place, script: str) -> None:
+    (place.folder / "bad.py").write_text(SCRIPT.replace('"parallel.gpus": 2', '"data.train": "none.jsonl"'))
+    ended = place.call(*TORCHRUN, "bad.py", "bad")
+    assert ended.code != 0 and ended.output.count("UserError: error: no such data file") == 1, ended.output
+    assert "Traceback" in ended.output and "rendezvous.py" not in ended.output.partition("ChildFailed")[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "killed"])
+def test_a_script_that_is_stopped_leaves_no_process(place: Place, script: str, number: int) -> None:
+    """Ctrl-C saves the state; so does the launcher of a script that is gone."""
+    name, mark = f"stopped-{int(number)}", place.folder / f"mark-{int(number)}"
+    endless = SCRIPT.replace("    steps.append(row)", f"    steps.append(row); open({str(mark)!r}, 'w')")
+    endless = endless.replace('"parallel.gpus": 2', '"stop.max_steps": 100000, "stop.epochs": 100000')
+    (place.folder / "endless.py").write_text(endless)
+    process = subprocess.Popen(
+        [sys.executable, "endless.py", name], cwd=place.folder, env=place.variables(None, None),
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    try:
+        place.wait_for([mark], process)
+        family = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=WAIT_S)
+        _, alive = psutil.wait_procs(family, timeout=WAIT_S)
+    finally:
+        process.kill()
+    assert not alive and place.run(name).steps_saved(), output
+    assert ("KeyboardInterrupt" in output) == (number == signal.SIGINT), output
+    assert place.run(name).read("status.json")["state"] == "interrupted"
+
+
+def test_results_are_read(tmp_path: Path) -> None:
+    """A run that has not been started has no losses."""
+    run = mh.TrainedRun(tmp_path)
+    assert (run.losses, run.evaluations, run.outputs, run.state) == ([], [], {}, "not started")
