@@ -24,6 +24,7 @@ EFFECTS: dict[str, Callable[[Lab], None]] = {
     "model.init": model.init,
     "model.dtype": model.dtype,
     "model.master_dtype": model.master_dtype,
+    "model.frozen_dtype": model.frozen_dtype,
     "model.chat_template": model.chat_template,
     "model.new_tokens": model.new_tokens,
     "model.special_tokens": model.special_tokens,

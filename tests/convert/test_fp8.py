@@ -12,7 +12,17 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.convert.fp8 import Fp8Linear, check_fp8, fp8_layers, quantize_frozen, set_matmuls, use_fp8
+from manyhands.convert.fp8 import (
+    Fp8Linear,
+    StoredFp8Linear,
+    check_fp8,
+    fp8_layers,
+    quantize_frozen,
+    round_to_fp8,
+    set_matmuls,
+    store_in_fp8,
+    use_fp8,
+)
 from manyhands.convert.fused_modules import fuse_modules
 from manyhands.core.errors import UserError
 from manyhands.core.world import World
@@ -67,6 +77,47 @@ def test_gradients_of_a_step_deviate_by_rounding_and_evaluation_does_not(family:
     assert 1e-3 < float((logits_fp8 - logits).norm() / logits.norm()) < 0.15
     with torch.no_grad():
         assert torch.allclose(model.eval()(input_ids=ids).logits, plain.eval()(input_ids=ids).logits, atol=1e-5)
+
+
+def kept_in_fp8(family: str, *, fused: bool = True, **more: Any) -> nn.Module:
+    """The same with frozen weights kept in fp8 alone, filled as loading fills them."""
+    model, weights = build(family), build(family).state_dict()
+    store_in_fp8(model)
+    use_fp8(model)
+    for name, layer in fp8_layers(model).items():
+        assert isinstance(layer, StoredFp8Linear)
+        layer.fill(weights[f"{name}.weight"])
+    model = adapted(model, **more)
+    if fused:
+        fuse_modules(model, known_modules())
+    assert quantize_frozen(model) == 0
+    return model
+
+
+@pytest.mark.parametrize("fused, more", [(True, {}), (False, {}), (False, {"dora": True})])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_kept_in_fp8_alone_are_the_rounded_ones(family: str, fused: bool, more: dict[str, Any]) -> None:
+    """Step and evaluation are those of rounded weights in the compute dtype, which take four times the bytes here."""
+    rounded = build(family)
+    round_to_fp8(rounded)
+    use_fp8(rounded)
+    rounded = adapted(rounded, **more)
+    if fused:
+        fuse_modules(rounded, known_modules())
+    quantize_frozen(rounded)
+    model, ids = kept_in_fp8(family, fused=fused, **more), token_ids(2, 24)
+    for kind in ("fp8", "compute_dtype"):
+        set_matmuls(model, kind)
+        set_matmuls(rounded, kind)
+        (logits, gradients), (expected, known) = step(model, ids), step(rounded, ids)
+        assert torch.allclose(logits, expected, rtol=1e-5, atol=1e-6)
+        assert gap(gradients, known) < 1e-5, "a row whose largest value is rounded down to 224 has half the scale"
+    with torch.no_grad():
+        assert torch.equal(model.eval()(input_ids=ids).logits, rounded.eval()(input_ids=ids).logits)
+    linears = [layer for layer in model.modules() if isinstance(layer, StoredFp8Linear)]
+    pieces = [piece for layer in linears for piece in (layer.weight_values, layer.weight_scales)]
+    storages = {piece.untyped_storage().data_ptr(): piece.untyped_storage().nbytes() for piece in pieces}
+    assert sum(storages.values()) == sum(layer.out_features * (layer.in_features + 4) for layer in linears)
 
 
 @pytest.mark.parametrize("more", [{}, {"dropout": 0.1}, {"dora": True}, {"target_modules": ("q_proj", "down_proj")}])

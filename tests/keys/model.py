@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, dynamic_module_utils
 
+from manyhands.convert.fp8 import fp8_layers
 from manyhands.convert.lora import adapted_layers
 from manyhands.convert.nf4 import nf4_layers
 from manyhands.core.errors import UserError
@@ -283,6 +284,33 @@ def double_quant(lab: Lab) -> None:
     reference = Reference.read(written.folder / "verify" / "adapter.json")
     found = verify(written.folder / "adapter", reference, base=lab.folder / "model")
     assert found.findings == [] and reference.base == "nf4_single"
+
+
+def frozen_dtype(lab: Lab) -> None:
+    """fp8 values alone in the blocks: what is held and planned, where training begins, and what is verified."""
+    fp8 = {"kernels.linear": "fp8"}
+    ran = {asked: lab.run(fp8 | {"model.frozen_dtype": asked}) for asked in ("auto", "fp8")}
+    weights = {asked: one.rank.plan.memory.terms["weights"] for asked, one in ran.items()}
+    layers = fp8_layers(ran["fp8"].rank.model).values()
+    num_values, num_outputs = sum(x.in_features * x.out_features for x in layers), sum(x.out_features for x in layers)
+    # beside float32 weights there are two more bytes a value, quantized once
+    assert weights["auto"] - weights["fp8"] == (4 + 2 - 1) * num_values - 4 * num_outputs
+    assert {layer.operand.dtype for layer in layers} == {torch.float8_e4m3fn}
+    begun = [ran[asked].rows("evaluation")[0]["loss"] for asked in ran]
+    assert begun[0] != begun[1] and begun[0] == pytest.approx(begun[1], rel=1e-2)
+    written = lab.export(fp8 | {"model.frozen_dtype": "fp8"})
+    reference = Reference.read(written.folder / "verify" / "adapter.json")
+    assert reference.base == "fp8"
+    assert verify(written.folder / "adapter", reference, base=lab.folder / "model").findings == []
+    against = {
+        "kernels.linear": "compute_dtype",
+        "method.name": "full",
+        "parallel.strategy": "fsdp",
+        "output.merge": True,
+    }
+    for other in against.items():
+        with pytest.raises(UserError, match=r"model\.frozen_dtype: fp8 and this"):
+            lab.run(fp8 | {"model.frozen_dtype": "fp8"} | dict([other]))
 
 
 def said_of_factors(rank: RankContext) -> int:

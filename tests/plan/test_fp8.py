@@ -21,6 +21,25 @@ def test_frozen_whole_weights_have_two_bytes_of_codes_beside_them() -> None:
     assert memory.dequantized(change_input(LORA, fp8_blocks=True)) == 0
 
 
+def test_weights_in_fp8_alone_take_a_byte_a_value_and_four_an_output() -> None:
+    alone = change_input(LORA, fp8_blocks=True, fp8_weights=True)
+    outputs = 2 * 4096 + 2 * 1024 + 2 * 14336 + 4096
+    assert memory.weights(LORA) - memory.weights(alone) == 32 * (LINEARS - 4 * outputs)
+    assert memory.dequantized(alone) == 2 * 4096 * 14336  # gate and up transposed for dX
+
+
+def test_weights_in_fp8_alone_are_copied_and_never_sharded() -> None:
+    config = run_config(kernels__linear="fp8", model__frozen_dtype="fp8")
+    made = plan(config, facts(model=llama_8b(), gpus=4))
+    assert {candidate.layout.strategy for candidate in made.candidates} == {"ddp"}
+    assert "fp8_weights" in made.converters
+    with pytest.raises(UserError, match=r"model\.frozen_dtype: fp8 and this parallel\.strategy"):
+        plan(
+            config.model_copy(update={"parallel": config.parallel.model_copy(update={"strategy": "fsdp"})}),
+            facts(gpus=4),
+        )
+
+
 @pytest.mark.parametrize(
     "change", [{"num_adapter_parameters": 0}, {"strategy": "fsdp", "world_size": 4}, {"offload": "all"}]
 )

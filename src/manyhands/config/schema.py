@@ -48,6 +48,12 @@ class ModelSection(Section):
         description="full: dtype of trained weights and optimizer states. bfloat16 takes 8 bytes per parameter, "
         "not 16 or more, with stochastic rounding (different numerics); it needs optimizer adamw.",
     )
+    frozen_dtype: Literal["auto", "fp8"] = Field(
+        "auto",
+        description="lora: auto keeps frozen weights in model.dtype. fp8 keeps linear layers of the blocks as e4m3 "
+        "values alone, with a scale per output: half the memory, and the adapter is trained beside these rounded "
+        "weights; it needs kernels.linear=fp8 and a copy on each GPU.",
+    )
     chat_template: str | None = Field(
         None,
         description="Replaces the tokenizer's chat template: Jinja text, a path, or a name: alpaca, alpaca-chat, "

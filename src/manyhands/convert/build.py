@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from manyhands.convert.nf4 import nf4_layers, stored_names
 from manyhands.convert.protocol import Context, Converter
 from manyhands.core.errors import UserError
 from manyhands.core.holding import full_numel
-from manyhands.model.load import build_meta, hugging_face_model, materialize
+from manyhands.model.load import build_meta, hugging_face_model, layers_that_fill_themselves, materialize
 from manyhands.model.loss import LossModel
 
 # Name in a plan -> module and class, imported when a plan names it. A plan may also name ``module:Class`` itself.
 CONVERTERS = {
     "text_only": "manyhands.convert.text_only:TextOnly",
     "nf4": "manyhands.convert.nf4:Nf4Blocks",
+    "fp8_weights": "manyhands.convert.fp8:Fp8Weights",
     "fp8": "manyhands.convert.fp8:Fp8Blocks",
     "lora": "manyhands.convert.lora:Lora",
     "patterns": "manyhands.convert.trainable:TrainedPatterns",
@@ -104,7 +104,8 @@ def describe_new(converters: Sequence[Converter], reported: set[str]) -> list[st
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Parameters of the model; those in NF4 count as the weights that they hold."""
-    stored = stored_names(model)
-    others = sum(full_numel(parameter) for name, parameter in model.named_parameters() if name not in stored)
-    return others + sum(layer.in_features * layer.out_features for layer in nf4_layers(model).values())
+    """Parameters of the model; those that hold a weight in another form count as that weight."""
+    layers = layers_that_fill_themselves(model)
+    pieces = {f"{name}.{piece}" for name, layer in layers.items() for piece in layer.weight_pieces}
+    others = sum(full_numel(parameter) for name, parameter in model.named_parameters() if name not in pieces)
+    return others + sum(layer.in_features * layer.out_features for layer in layers.values())

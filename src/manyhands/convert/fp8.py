@@ -1,8 +1,9 @@
 """Linear layers of a model's blocks in fp8: which layers, when, and what is quantized once. Must not know ranks.
 
-A layer keeps its weight, the same parameter under the same name in the same dtype; training passes alone compute in fp8
-with it. Evaluation, generation, export and verification multiply in the compute dtype with the same weights: the model
-that will be used. The head, embeddings, and layers whose sides are not multiples of 16 stay in the compute dtype.
+A layer keeps its weight, the same parameter under the same name in the same dtype, or as fp8 values alone
+(``model.frozen_dtype``); training passes alone compute in fp8 with it. Evaluation, generation, export and verification
+multiply in the compute dtype with the same weights: the model that will be used. The head, embeddings, and layers whose
+sides are not multiples of 16 stay in the compute dtype.
 
 Whether fp8 is accurate enough for this model and this data is measured before the first step on a real micro-batch.
 Every rank computes the same passes in the same order, so that it works where weights are sharded.
@@ -28,12 +29,15 @@ from manyhands.kernels.fp8 import (
     ALIGNMENT,
     QuantizedWeights,
     count_quantized_bytes,
+    dequantize_rows,
     describe,
     fp8_linears,
     has_features,
     has_scaled_mm,
     quantize_weights,
+    stored_linear,
 )
+from manyhands.kernels.fp8.ops import quantize_stacked
 from manyhands.kernels.lora import Layer
 from manyhands.model.structure import block_linears, find_blocks
 
@@ -55,11 +59,84 @@ class Fp8Linear(nn.Linear):
         """Whether a forward pass would now compute in fp8."""
         return self.training and self.uses_fp8
 
+    @property
+    def operand(self) -> torch.Tensor:
+        """What stands for the weight (o, i) where fp8 values of it are given."""
+        return self.weight
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., i) -> (..., o)"""
         if not self.in_fp8:
             return F.linear(x, self.weight, self.bias)
-        return fp8_linears(x, [Layer((self.weight,), self.bias)], self.coded)[0]
+        return fp8_linears(x, [Layer((self.operand,), self.bias)], self.coded)[0]
+
+
+class StoredFp8Linear(Fp8Linear):
+    """The same frozen, with its weight kept as fp8 values and scales alone. Empty until ``fill``; not for shards.
+
+    ``weight`` is no parameter here but the dequantized weight in the compute dtype, computed at each access.
+    """
+
+    weight_pieces = ("weight_values", "weight_scales")  # what loading asks: model.load.FillsItself
+    weight_values: nn.Parameter  # (o, i), e4m3
+    weight_scales: nn.Parameter  # (o, 1), float32
+
+    def __init__(self, base: nn.Linear) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.weight_dtype = base.weight.dtype
+        options: dict[str, Any] = {"device": base.weight.device}
+        values = torch.empty(base.weight.shape, dtype=torch.float8_e4m3fn, **options)
+        scales = torch.empty((base.out_features, 1), dtype=torch.float32, **options)
+        for name, tensor in zip(self.weight_pieces, (values, scales), strict=True):
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+        self.register_parameter("bias", base.bias)
+
+    @property
+    def weight(self) -> torch.Tensor:  # type: ignore[override]
+        return dequantize_rows(self.weight_values.detach(), self.weight_scales.detach(), self.weight_dtype)
+
+    @property
+    def operand(self) -> torch.Tensor:
+        return self.weight_values
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., i) -> (..., o)"""
+        if not self.in_fp8:
+            return stored_linear(x, self.weight_values, self.weight_scales, self.bias)
+        return super().forward(x)
+
+    @torch.no_grad()
+    def fill(self, weight: Any) -> None:
+        """Quantize ``weight`` (o, i), a tensor or a slice of a safetensors file, cast to the compute dtype before."""
+        device = self.weight_values.device
+        values, scales = quantize_stacked([weight[:].to(device, self.weight_dtype)])
+        self.weight_values.copy_(values)
+        self.weight_scales.copy_(scales)
+
+
+@torch.no_grad()
+def round_to_fp8(model: nn.Module) -> None:
+    """Give the blocks' linear layers the values that ``StoredFp8Linear`` keeps of them, in place and in their dtype."""
+    for linear in block_linears(model).values():
+        if has_features(linear.in_features, linear.out_features):
+            held = StoredFp8Linear(linear)
+            held.fill(linear.weight.detach())
+            linear.weight.copy_(held.weight)
+
+
+def store_in_fp8(model: nn.Module) -> list[str]:
+    """Put a ``StoredFp8Linear`` in the place of every linear layer of the blocks whose sides fit; their names.
+
+    For a model on meta, whose linear layers are all frozen: ``materialize`` fills them.
+    """
+    stored = []
+    for name, linear in block_linears(model).items():
+        if has_features(linear.in_features, linear.out_features):
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, StoredFp8Linear(linear).train(linear.training))
+            stored.append(name)
+    return stored
 
 
 def use_fp8(model: nn.Module) -> tuple[list[str], list[str]]:
@@ -73,8 +150,9 @@ def use_fp8(model: nn.Module) -> tuple[list[str], list[str]]:
         if not has_features(linear.in_features, linear.out_features):
             left.append(name)
             continue
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, Fp8Linear(linear).train(linear.training))
+        if not isinstance(linear, Fp8Linear):
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, Fp8Linear(linear).train(linear.training))
         swapped.append(name)
     if not swapped:
         raise UserError(
@@ -114,10 +192,26 @@ def quantize_frozen(model: nn.Module) -> int:
             groups = [(module.__dict__, "coded", [module])]
         for holder, key, layers in groups:
             grouped.update(map(id, layers))
-            if all(isinstance(layer, Fp8Linear) and _is_still(layer.weight) for layer in layers):
+            if all(isinstance(layer, StoredFp8Linear) for layer in layers):
+                holder[key] = _stack(layers)
+            elif all(isinstance(layer, Fp8Linear) and _is_still(layer.operand) for layer in layers):
                 holder[key] = quantize_weights([layer.weight for layer in layers])
                 quantized.append(holder[key])
     return count_quantized_bytes(quantized)
+
+
+def _stack(layers: Sequence[StoredFp8Linear]) -> QuantizedWeights:
+    """The values of a group one above the other; those of the layers become parts of it, so nothing is held twice."""
+    if len(layers) == 1:
+        return QuantizedWeights(layers[0].weight_values.detach(), layers[0].weight_scales.detach(), None)
+    values = torch.cat([layer.weight_values.view(torch.uint8) for layer in layers]).view(torch.float8_e4m3fn)
+    scales = torch.cat([layer.weight_scales for layer in layers])
+    begin = 0
+    for layer in layers:
+        rows = slice(begin, begin + layer.out_features)
+        layer.weight_values.data, layer.weight_scales.data = values[rows], scales[rows]
+        begin = rows.stop
+    return QuantizedWeights(values, scales, None)
 
 
 def _is_still(weight: torch.Tensor) -> bool:
@@ -214,7 +308,7 @@ def _compare_layer(
     """
     x = inputs[0].detach()
     reference = F.linear(x, layer.weight).double()
-    (result,) = fp8_linears(x, [Layer((layer.weight,))], layer.coded)
+    (result,) = fp8_linears(x, [Layer((layer.operand,))], layer.coded)
     pair = torch.stack([(result.double() - reference).square().sum(), reference.square().sum()])
     errors[name] = errors[name] + pair if name in errors else pair
 
@@ -246,6 +340,20 @@ def _sample_gradients(
         samples[name] = (sampled, flat.numel() / max(1, sampled.numel()))
         parameter.grad = None
     return loss.detach().double(), weight.double(), samples
+
+
+class Fp8Weights(BaseConverter):
+    """Frozen weights of the blocks' linear layers kept in fp8 alone (``model.frozen_dtype``)."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.lines: list[str] = []
+
+    def on_meta(self, model: nn.Module) -> None:
+        self.lines.append(f"frozen: {len(store_in_fp8(model))} layers are kept as fp8 values with a scale per output")
+
+    def describe(self) -> Sequence[str]:
+        return tuple(self.lines)
 
 
 class Fp8Blocks(BaseConverter):

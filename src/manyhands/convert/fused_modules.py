@@ -178,8 +178,8 @@ def _is_adapted_alone(*children: Any) -> bool:
 def _weight_of(module: Any) -> Layer:
     """The same of a layer in fp8, whose weight may be trained."""
     if not _is_adapted(module):
-        return Layer((module.weight,), module.bias)
-    return Layer((module.weight,), module.bias, module.lora_A.weight, module.lora_B.weight, module.scaling)
+        return Layer((module.operand,), module.bias)
+    return Layer((module.operand,), module.bias, module.lora_A.weight, module.lora_B.weight, module.scaling)
 
 
 def layer_of(module: Any) -> Layer:
@@ -246,9 +246,12 @@ def _why_not_layer(module: Any) -> str:
         return "has dropout"
     if any(m._forward_hooks or m._forward_pre_hooks for m in layer.modules()):
         return "has hooks"
-    if "weight" not in layer._parameters and not hasattr(layer, "fused_base"):
+    if hasattr(layer, "weight_pieces"):
+        pieces = tuple(layer.get_parameter(name) for name in layer.weight_pieces)
+    elif "weight" in layer._parameters:
+        pieces = (layer.weight,)
+    else:
         return "has a weight that is no parameter"
-    pieces = layer.fused_base()[0] if hasattr(layer, "fused_base") else (layer.weight,)
     known = {
         id(piece) for piece in (*pieces, layer.bias, *(getattr(layer, factor).weight for factor in FACTORS if adapted))
     }

@@ -20,7 +20,7 @@ from torch import nn
 
 from manyhands.config.patterns import matches
 from manyhands.config.schema import MethodSection
-from manyhands.convert.fp8 import Fp8Linear
+from manyhands.convert.fp8 import Fp8Linear, StoredFp8Linear
 from manyhands.convert.new_tokens import add_token_rows, fill_token_rows
 from manyhands.convert.nf4 import Nf4Linear, gather_weight
 from manyhands.convert.protocol import BaseConverter
@@ -97,10 +97,20 @@ class LoraFp8Linear(LoraLinear, Fp8Linear):
     """The same beside a weight whose matmul ``Fp8Linear.forward`` computes in fp8."""
 
 
+class LoraStoredFp8Linear(LoraLinear, StoredFp8Linear):
+    """The same beside a weight that is kept in fp8 alone."""
+
+    def __init__(self, base: nn.Linear, method: MethodSection) -> None:
+        super().__init__(base, method)
+        self.weight_dtype = base.weight.dtype
+
+
 def adapted_kind(linear: nn.Linear) -> type[LoraLinear]:
     """The class of the adapted layer that replaces ``linear``."""
     if isinstance(linear, Nf4Linear):
         return LoraNf4Linear
+    if isinstance(linear, StoredFp8Linear):
+        return LoraStoredFp8Linear
     return LoraFp8Linear if isinstance(linear, Fp8Linear) else LoraLinear
 
 

@@ -94,6 +94,11 @@ class Nf4Linear(nn.Linear):
         return (self.weight_codes, self.weight_statistics), Nf4Matmuls(self.in_features, self.out_features)
 
     @property
+    def weight_dtype(self) -> torch.dtype:
+        """The compute dtype, as which the pieces are viewed."""
+        return self.weight_codes.dtype
+
+    @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
         """(o, i) in the compute dtype, a new tensor. Not for shards: gather them first."""
         shape, codes = (self.out_features, self.in_features), self.weight_codes

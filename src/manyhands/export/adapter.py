@@ -14,6 +14,7 @@ from torch import nn
 
 from manyhands.config.schema import MethodSection, ModelSection
 from manyhands.convert.adapter import PEFT_PREFIX, adapter_parameters, adapter_state, tied_names
+from manyhands.convert.fp8 import StoredFp8Linear
 from manyhands.convert.lora import adapted_layers
 from manyhands.convert.new_tokens import token_indices
 from manyhands.convert.trainable import fully_trained_modules
@@ -22,7 +23,7 @@ from manyhands.core.files import write_atomically, write_json
 from manyhands.core.holding import reshard
 from manyhands.export.card import CARD, name_on_hub
 from manyhands.export.files import begin_folder, commit_folder, write_tensors, write_tokenizer
-from manyhands.export.reference import Reference, describe_tensor
+from manyhands.export.reference import KindOfBase, Reference, describe_tensor
 from manyhands.facts.adapter import BESIDE_NF4, CONFIG, QUANTIZED_BASE, WEIGHTS, nf4_options
 from manyhands.model.structure import left_out
 
@@ -58,9 +59,9 @@ def export_adapter(
         partial = begin_folder(folder, replace=replace)
         own = asked is not None and bool(asked.chat_template or asked.new_tokens or asked.special_tokens)
         tokens = write_tokenizer(source, partial, asked) if own and source is not None else {}
-        in_nf4 = "nf4" if method.double_quant else "nf4_single"
-        base = in_nf4 if method.name == "qlora" else "unquantized"
-        reference = Reference(kind="adapter", dtype=dtype, tensors=described, base=base, tokens=tokens)
+        reference = Reference(
+            kind="adapter", dtype=dtype, tensors=described, base=_kind_of_base(model, method), tokens=tokens
+        )
         if reference_path is not None:
             reference.write(reference_path)
         metadata = QUANTIZED_BASE[method.double_quant] if method.name == "qlora" else {}
@@ -73,6 +74,12 @@ def export_adapter(
         return reference
 
     return run_on_rank_0(write)
+
+
+def _kind_of_base(model: nn.Module, method: MethodSection) -> KindOfBase:
+    if method.name == "qlora":
+        return "nf4" if method.double_quant else "nf4_single"
+    return "fp8" if any(isinstance(module, StoredFp8Linear) for module in model.modules()) else "unquantized"
 
 
 def _sort_metadata(path: Path) -> None:

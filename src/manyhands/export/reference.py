@@ -18,6 +18,8 @@ from manyhands.export.files import write_tensors
 
 Kind = Literal["model", "adapter"]
 
+KindOfBase = Literal["unquantized", "nf4", "nf4_single", "fp8"]
+
 
 class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -42,8 +44,8 @@ class Reference(_Part):
     tensors: dict[str, TensorReference]
     tokens: dict[str, int] = {}
     copied: tuple[str, ...] = ()  # of the tensors, those that no model in memory held: taken from the source's files
-    # of an adapter: how its run held the frozen weights; nf4_single: without double quantization
-    base: Literal["unquantized", "nf4", "nf4_single"] = "unquantized"
+    # of an adapter: how its run held the frozen weights; nf4_single: without double quantization; fp8: e4m3 values
+    base: KindOfBase = "unquantized"
 
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from manyhands.convert.fp8 import round_to_fp8
 from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.export.reference import Kind, Probe, Reference, TensorReference, describe_tensor, load_probe, name_dtype
 from manyhands.facts.adapter import WEIGHTS, needed_tokens, nf4_options
@@ -169,7 +170,7 @@ def reason_not_reopened(folder: Path, reference: Reference, base: Path | None) -
             return "peft is not installed"
         if base is None or not any(base.glob("*.safetensors")):
             return "the base model's weights are not at hand"
-        if reference.base != "unquantized" and importlib.util.find_spec("bitsandbytes") is None:
+        if reference.base.startswith("nf4") and importlib.util.find_spec("bitsandbytes") is None:
             return "bitsandbytes is not installed"
     assert weights is not None
     if _needs_its_own_code(weights):
@@ -211,7 +212,7 @@ def _open_adapter(folder: Path, base: Path, dtype: str, kind: str) -> tuple[torc
 
     _quiet()
     options = {}
-    if kind != "unquantized":
+    if kind.startswith("nf4"):
         options = {"device_map": {"": "cpu"}} | (
             {} if _is_quantized(base) else _nf4_options(double_quant=kind == "nf4")
         )
@@ -219,6 +220,8 @@ def _open_adapter(folder: Path, base: Path, dtype: str, kind: str) -> tuple[torc
     inner.set_attn_implementation(plain_attention(inner.config))
     if options:
         dequantize_as_one_row(inner, None if dtype == "auto" else getattr(torch, dtype))
+    if kind == "fp8":
+        round_to_fp8(inner)
     resize_embeddings(inner, needed_tokens(folder))
     model = PeftModel.from_pretrained(inner, str(folder))
     return model, get_peft_model_state_dict(model, save_embedding_layers=False)  # True adds a grown base's embeddings

@@ -70,8 +70,9 @@ def compare(
         columns |= recorded
         if "after" not in recorded:
             notes.append("the run recorded no evaluation of these weights")
-        method = run.read_config().method
-        if method.name == "qlora" and method.init != "loftq":
+        config = run.read_config()
+        in_4_bits = config.method.name == "qlora" and config.method.init != "loftq"
+        if in_4_bits or config.model.frozen_dtype == "fp8":
             notes.append("the base is not quantized here, as it was in training")
     scores = measure(found, chosen, metrics, **options)
     origin = find_base_parts(found, run) if with_base else None

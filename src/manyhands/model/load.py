@@ -43,6 +43,7 @@ class FillsItself(Protocol):
     in_features: int
     out_features: int
     weight_pieces: tuple[str, ...]  # its parameters that hold the weight
+    weight_dtype: torch.dtype  # of the weight itself, in which it is drawn
 
     def fill(self, weight: Any) -> None:
         """Take ``weight`` (o, i), a tensor or a safetensors slice, of which each rank reads its part, or a
@@ -378,7 +379,8 @@ def _with_zeros(module: nn.Module, own: Mapping[str, torch.Tensor]) -> nn.Module
     if isinstance(module, FillsItself):
         shape = (module.out_features, module.in_features)
         copied = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
-        full["weight"] = zeros(shape, own[module.weight_pieces[0]])
+        piece = own[module.weight_pieces[0]]
+        full["weight"] = zeros(shape, torch.empty(0, dtype=module.weight_dtype, device=piece.device))
     else:
         copied = copy.copy(module)
         copied._parameters = dict(module._parameters)

@@ -165,6 +165,8 @@ def _strategies(config: RunConfig, world_size: int, shard_degree: int, num_machi
     if world_size == 1:
         return ("single",)
     copies: tuple[Strategy, ...] = () if parallel.offload == "all" else ("ddp",)
+    if config.model.frozen_dtype == "fp8":
+        return copies
     a_copy_a_machine: tuple[Strategy, ...] = ("hsdp",) if num_machines > 1 and 1 < shard_degree < world_size else ()
     return (*copies, *a_copy_a_machine, "fsdp")
 

@@ -179,6 +179,7 @@ def fuses_optimizer(config: RunConfig, device: Device) -> bool:
 
 def choose_linear(config: RunConfig, device: Device, gpus: tuple[GpuFacts, ...]) -> tuple[Reason, ...]:
     """What is said of fp8 matmuls. UserError where the GPUs have none; a CPU emulates them if it was asked for."""
+    _check_frozen_dtype(config)
     if config.kernels.linear == "compute_dtype":
         return ()
     without = next((gpu for gpu in gpus if not gpu.architecture.multiplies_fp8), None)
@@ -191,7 +192,42 @@ def choose_linear(config: RunConfig, device: Device, gpus: tuple[GpuFacts, ...])
         else:
             why = f"{without.name} has {without.architecture}, and 8.9 is the first with fp8"
         raise UserError("kernels.linear: fp8 needs GPUs that multiply in fp8", where="kernels.linear", why=why, fix=fix)
-    return (reason("linear", emulated=device == "cpu"),)
+    return (reason("linear", emulated=device == "cpu", weights=config.model.frozen_dtype == "fp8"),)
+
+
+def _check_frozen_dtype(config: RunConfig) -> None:
+    """UserError where ``model.frozen_dtype: fp8`` contradicts other keys."""
+    if config.model.frozen_dtype == "auto":
+        return
+    key = "model.frozen_dtype"
+    against = {
+        "method.name": (config.method.name != "lora", "only frozen weights are rounded once and for all", "lora"),
+        "kernels.linear": (config.kernels.linear != "fp8", "the kernels that read fp8 values multiply in fp8", "fp8"),
+        "parallel.offload": (config.parallel.offload == "all", "fp8 values do not travel from host memory", "none"),
+        "parallel.strategy": (
+            config.parallel.strategy not in ("auto", "single", "ddp"),
+            "fp8 values are not sharded: each GPU keeps a copy",
+            "ddp",
+        ),
+        "parallel.reshard_after_forward": (
+            config.parallel.reshard_after_forward is True,
+            "fp8 values are not sharded: each GPU keeps a copy",
+            "auto",
+        ),
+        "output.merge": (
+            config.output.merge,
+            "the weights to merge into are in the source's files; `manyhands export RUN --merge` reads them",
+            "false",
+        ),
+    }
+    for other, (contradicts, why, value) in against.items():
+        if contradicts:
+            raise UserError(
+                f"{key}: fp8 and this {other} exclude each other",
+                where=key,
+                why=why,
+                fix=f"set {other}={value}, or {key}=auto",
+            )
 
 
 def choose_compile(config: RunConfig, device: Device, data: DataFacts) -> tuple[bool, Reason]:

@@ -39,6 +39,7 @@ class EstimateInput:
     nf4_blocks: bool = False  # qlora: the blocks' linear layers are held in NF4
     nf4_double: bool = True  # and the scales of that are quantized too
     fp8_blocks: bool = False  # matmuls of the blocks' linear layers in fp8
+    fp8_weights: bool = False  # and their frozen weights are kept so alone
     partially_trained: TrainedWeights | None = None  # patterns: the model's own weights that are trained
     optimizer_name: str = "adamw"
     fuse_loss: bool = False  # cross-entropy fused with the head
@@ -128,8 +129,13 @@ class EstimateInput:
         """One block's frozen weights as they are kept: ``B f``, or its linear layers in NF4 and the rest in f.
 
         NF4 takes 1/2 byte a value, 1/64 for its block's scale and 8 / 16,384 for the scales' own (convert/nf4.py), or
-        4/64 for a scale that is not quantized, in whole rows.
+        4/64 for a scale that is not quantized, in whole rows. In fp8 alone a byte a value and 4 a row.
         """
+        if self.fp8_weights:
+            fits = [shape for shape in self.model.block_linear_shapes.values() if not any(x % 16 for x in shape)]
+            in_fp8 = sum(map(math.prod, fits))
+            others = (self.model.num_block_parameters - in_fp8) * self.frozen_bytes
+            return others + in_fp8 + 4 * sum(out for out, _ in fits)
         if not self.nf4_blocks:
             return self.model.num_block_parameters * self.frozen_bytes
         stored = self.model.stored_nf4

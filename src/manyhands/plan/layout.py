@@ -192,7 +192,7 @@ def change(layout: Layout, **changes: Any) -> Layout:
 
 
 # How a run is carried out, and first values: not needed where a trained checkpoint is opened.
-ONLY_WHILE_TRAINING = ("fp8", "adapter", "loftq", "fused_modules", "attention_kernels", "fused_loss")
+ONLY_WHILE_TRAINING = ("fp8_weights", "fp8", "adapter", "loftq", "fused_modules", "attention_kernels", "fused_loss")
 
 
 def choose_converters(
@@ -215,6 +215,7 @@ def choose_converters(
     wanted = {
         "text_only": has_towers,
         "nf4": method.name == "qlora",
+        "fp8_weights": config.model.frozen_dtype == "fp8",
         "fp8": fp8,
         "lora": adapters,
         "patterns": method.name == "patterns",

@@ -123,7 +123,7 @@ def quantized_weights(s: EstimateInput) -> int:
     """Frozen whole weights in fp8, quantized once beside themselves: a byte a value for y and one for dX, ``2 L (linear
     layers)``.
     """
-    if not s.fp8_blocks or s.trains_everything or s.num_shards > 1 or s.layout.offload == "all":
+    if not s.fp8_blocks or s.fp8_weights or s.trains_everything or s.num_shards > 1 or s.layout.offload == "all":
         return 0
     return 2 * s.model.num_layers * sum(out * into for out, into in s.model.block_linear_shapes.values())
 

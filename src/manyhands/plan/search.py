@@ -198,6 +198,7 @@ def _base_input(config: RunConfig, facts: Facts, made: Decisions) -> EstimateInp
         nf4_blocks=config.method.name == "qlora",
         nf4_double=config.method.double_quant,
         fp8_blocks=config.kernels.linear == "fp8",
+        fp8_weights=config.model.frozen_dtype == "fp8",
         builds_mask=made.attention == "sdpa" and config.data.packing is True,
         partially_trained=partially_trained,
         optimizer_name=config.optimizer.name,

@@ -176,6 +176,11 @@ def _compile(v: Values) -> str:
 
 def _linear(v: Values) -> str:
     emulated = ", emulated in float32, as requested by parallel.device: cpu" if v["emulated"] else ""
+    if v["weights"]:
+        return (
+            f"matmuls of the blocks in fp8 during training{emulated}; their frozen weights are kept in fp8 alone, and "
+            "evaluation multiplies with these in the compute dtype"
+        )
     return f"matmuls of the blocks in fp8 during training{emulated}; evaluation and saved weights do not use fp8"
 
 

@@ -39,11 +39,13 @@ Tensor = torch.Tensor
 
 
 class QuantizedWeights(NamedTuple):
-    """A group's weights in fp8: values (O, i), their scales (O, 1), and the same values transposed (i, O)."""
+    """A group's weights in fp8: values (O, i), their scales (O, 1), and the same values transposed (i, O); without
+    these the backward pass transposes them each time, at a byte read and a byte written a value.
+    """
 
     values: Tensor
     scales: Tensor
-    transposed: Tensor
+    transposed: Tensor | None
 
 
 @torch.no_grad()
@@ -51,6 +53,31 @@ def quantize_weights(weights: Sequence[Tensor]) -> QuantizedWeights:
     """Weights (o_j, i) of a group, quantized once: as many bytes as they have in 16 bits."""
     values, scales = quantize_stacked(weights)
     return QuantizedWeights(values, scales, transpose(weights, scales, invert=True))
+
+
+def dequantize_rows(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Values (o, i) times the scales (o, 1) of their rows, which are powers of two: exact in any wider dtype."""
+    return values.to(dtype) * scales.to(dtype)
+
+
+def stored_linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    """x W^T + bias in the dtype of x, (..., i) -> (..., o), where W is kept in fp8 alone. The backward pass makes W
+    again; it has no gradient.
+    """
+    y: Tensor = _StoredLinear.apply(x, values, scales)
+    return y if bias is None else y + bias
+
+
+class _StoredLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
+        ctx.save_for_backward(values, scales)
+        return torch.nn.functional.linear(x, dequantize_rows(values, scales, x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        values, scales = ctx.saved_tensors
+        return gradient @ dequantize_rows(values, scales, gradient.dtype), None, None
 
 
 def fp8_linears(x: Tensor, layers: Sequence[Layer], quantized: QuantizedWeights | None = None) -> tuple[Tensor, ...]:
@@ -106,8 +133,8 @@ class _Group(NamedTuple):
         return [layer.base[0] for layer in self.layers]
 
 
-def _flatten(layers: Sequence[Layer], quantized: QuantizedWeights | None) -> tuple[list[Tensor], _Form]:
-    tensors: list[Tensor] = []
+def _flatten(layers: Sequence[Layer], quantized: QuantizedWeights | None) -> tuple[list[Tensor | None], _Form]:
+    tensors: list[Tensor | None] = []
     forms = []
     for layer in layers:
         (weight,) = layer.base
@@ -122,7 +149,7 @@ def _flatten(layers: Sequence[Layer], quantized: QuantizedWeights | None) -> tup
     return [*tensors, *(quantized or ())], _Form(tuple(forms), quantized is not None)
 
 
-def _restore(tensors: Sequence[Tensor], form: _Form) -> _Group:
+def _restore(tensors: Sequence[Any], form: _Form) -> _Group:
     rest = iter(tensors)
     layers = []
     for each in form.layers:
@@ -189,7 +216,12 @@ def _input_gradient(
 ) -> Tensor:
     """dY W + dL A (n, i)"""
     held = group.quantized
-    transposed = transpose(group.weights, scales, invert=True) if held is None else held.transposed
+    if held is None:
+        transposed = transpose(group.weights, scales, invert=True)
+    elif held.transposed is None:
+        transposed = transpose([held.values], torch.ones_like(scales), invert=False)
+    else:
+        transposed = held.transposed
     stacked = stack_a(group.layers, dtype)
     left, right = ([], []) if dlow is None or stacked is None else ([dlow], [stacked.t()])
     return scaled_matmul(*rows, transposed, None, dtype, None, left, right)
@@ -291,10 +323,10 @@ class _Fp8Mlp(torch.autograd.Function):
         return dx, None, None, *_parameter_gradients(kept, first, gradients, rows, dlow), *of_down
 
 
-def _restore_mlp(tensors: Sequence[Tensor], forms: tuple[_Form, _Form, int]) -> tuple[_Group, _Group]:
+def _restore_mlp(tensors: Sequence[Any], forms: tuple[_Form, _Form, int]) -> tuple[_Group, _Group]:
     form, form_down, num_first = forms
     return _restore(tensors[:num_first], form), _restore(tensors[num_first:], form_down)
 
 
 def count_quantized_bytes(quantized: Iterable[QuantizedWeights]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for each in quantized for tensor in each)
+    return sum(tensor.numel() * tensor.element_size() for each in quantized for tensor in each if tensor is not None)
