@@ -113,7 +113,8 @@ def test_the_plan_says_how_long_a_step_and_the_run_take(method, gpus):
         update={"host": describe_host(parse_gpus(gpus))}
     )
     made = plan(run_config(method__name=method), machine)
-    assert made.time is not None and made.step_s == made.time.step_s == pytest.approx(sum(made.time.terms.values()))
+    assert made.time is not None and made.step_s == made.time.step_s
+    assert made.step_s == pytest.approx(sum(made.time.terms.values()), rel=1e-4)
     assert made.time.total_s > made.num_steps * made.step_s
     assert made.time.gpu_hours == pytest.approx(made.time.total_s * made.layout.world_size / 3600, rel=1e-4)
     assert 0.05 < made.time.mfu < 0.7 and made.time.source == "datasheet"

@@ -2,8 +2,9 @@
 nothing.
 
 The fastest by the estimated seconds of a step is chosen (``clock.py``); of those as fast within 0.2 % the one that
-needs the least memory. Each spends what memory is left first: unsharded gradients wait for the last micro-batch
-(``reduce_once``), and as many of the last layers as fit have lighter activation checkpointing (``lighten``).
+needs the least memory, if that spares a twentieth. Each spends what memory is left first: unsharded gradients wait for
+the last micro-batch (``reduce_once``), and as many of the last layers as fit have lighter activation checkpointing
+(``lighten``).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from manyhands.plan.memory import estimate_host_terms, estimate_terms, keep_on_d
 from manyhands.plan.types import Candidate, MemoryEstimate
 
 SAME_SPEED = 0.002  # share of a step that the estimate cannot tell apart
+WORTHWHILE = 0.05  # share of memory for which one as fast takes the place of the fastest
 USABLE_SHARE = {"cuda": 0.97, "cpu": 0.9}  # of the free memory: the limit
 CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "except_attention", "full")  # the fastest first
 RECOMPUTED: dict[Checkpointing, int] = {"none": 0, "selective": 1, "except_attention": 2, "full": 2}
@@ -181,9 +183,11 @@ def choose_candidate(
     """
     spent = [(c, spend(config, c, base, limits)) for c in candidates if c.memory.is_safe]
     if spent:
-        best = min(seconds_of(after) for _, after in spent)
-        as_fast = [pair for pair in spent if seconds_of(pair[1]) <= (1 + SAME_SPEED) * best]
-        return min(as_fast, key=lambda pair: (pair[1].memory.total, seconds_of(pair[1])))
+        fastest = min(spent, key=lambda pair: (seconds_of(pair[1]), pair[1].memory.total))
+        as_fast = [pair for pair in spent if not is_faster(fastest[1], pair[1])]
+        smallest = min(as_fast, key=lambda pair: (pair[1].memory.total, seconds_of(pair[1])))
+        spares = smallest[1].memory.total < (1 - WORTHWHILE) * fastest[1].memory.total
+        return smallest if spares else fastest
     fitting = [candidate for candidate in candidates if candidate.memory.fits]
     smallest = min(fitting, key=lambda c: (c.memory.total, seconds_of(c)), default=None)
     return None if smallest is None else (smallest, smallest)

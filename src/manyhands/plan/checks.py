@@ -9,6 +9,7 @@ from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.core.units import format_gib, format_size
 from manyhands.facts.types import Facts, ModelFacts
+from manyhands.plan.advice import DOES_NOT_FIT
 from manyhands.plan.candidates import Limits
 from manyhands.plan.choices import Decisions
 from manyhands.plan.estimate_input import EstimateInput
@@ -129,6 +130,7 @@ def nothing_fits(config: RunConfig, candidates: list[Candidate], made: Decisions
         why=f"the limit is {limit}; the estimate by term:",
         fix=", or ".join(advice),
         details=[f"{name}: {format_gib(size)}" for name, size in terms if size],
+        kind=DOES_NOT_FIT,
     )
 
 

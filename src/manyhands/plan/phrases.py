@@ -59,3 +59,19 @@ def describe_run(time: TimeEstimate) -> str:
         f"{time.gpu_hours:.2f} GPU-hours (start {time.start_s:.0f} s{evaluations}, checkpoints of "
         f"{time.checkpoint_s:.1f} s); rates of the GPUs: {time.source}"
     )
+
+
+CHANGES = {
+    "layout": "let the plan choose: {}",
+    "micro": "give a smaller micro-batch: {}",
+    "method": "use method.name={}",
+    "length": "shorten the samples: data.max_length={}",
+    "offload": "keep states in host memory: parallel.offload={}",
+    "gpus": "use more GPUs: {}",
+}
+
+
+def describe_change(kind: str, value: str | int, strategy: str, step_s: float | None) -> str:
+    """A change that makes a run fit, and what it then takes."""
+    seconds = "" if step_s is None else f", {step_s:.3g} s a step"
+    return f"{CHANGES[kind].format(value)} ({strategy}{seconds})"

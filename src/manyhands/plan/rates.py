@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -70,7 +71,7 @@ def cpu_rates(num_cores: float) -> GpuRates:
     flops = 3e10 * max(1.0, num_cores)
     return GpuRates(
         matmul=flops,
-        matmul_burst=flops,
+        matmul_burst=math.inf,  # no tiles
         fp8=flops / 4,
         attention=flops / 2,
         document_attention=flops / 2,

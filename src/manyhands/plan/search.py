@@ -13,6 +13,7 @@ from manyhands import families
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.facts.types import DataFacts, Facts
+from manyhands.plan.advice import DOES_NOT_FIT, with_advice
 from manyhands.plan.batch import BatchSplit, ceil_div, has_one_length, possible_splits
 from manyhands.plan.candidates import (
     SAME_SPEED,
@@ -59,8 +60,18 @@ def plan(
 
     ``number`` counts the launches of the run, ``before`` is the plan of the last one. ``cause="out_of_memory"``: that
     one ran out, and this one is smaller, with the same global batch. UserError where keys contradict the facts
-    (processes, batch, dtypes) or where nothing fits; NothingSmaller where nothing is left to try.
+    (processes, batch, dtypes) or where nothing fits, then with changes that would; NothingSmaller where nothing is left
+    to try.
     """
+    try:
+        return _plan(config, facts, number, cause, before)
+    except UserError as error:
+        if error.kind != DOES_NOT_FIT:
+            raise
+        raise with_advice(error, config, facts, lambda c, f: _plan(c, f, number, "first", None)) from None
+
+
+def _plan(config: RunConfig, facts: Facts, number: int, cause: Cause, before: Plan | None) -> Plan:
     digest = config.digest
     config, why_settled = settle(config, facts)  # from here on no `auto`
     made = decide(config, facts)

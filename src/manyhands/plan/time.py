@@ -66,7 +66,8 @@ def estimate_step(s: TimeInput) -> dict[str, float]:
     terms["offload"] = offload(s, compute)
     device = sum(terms.values())
     idle = s.fitted.idle_step_s + s.work.num_micro * s.fitted.idle_micro_s
-    terms["host"] = max(0.0, host(s) - device) + idle
+    hidden = device if s.estimate.layout.device == "cuda" else 0.0
+    terms["host"] = max(0.0, host(s) - hidden) + idle
     terms["input"] = max(0.0, collation(s) - sum(terms.values()))
     return terms
 

@@ -1,0 +1,56 @@
+"""What is proposed where nothing fits: every single change was planned, and fits."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from manyhands.core.errors import UserError
+from manyhands.facts.gpu_kinds import describe_host, parse_gpus
+from manyhands.facts.types import Facts
+from manyhands.plan.search import plan
+from tests.plan.examples import GIB, data_facts, facts, llama_8b, run_config
+
+LONG = data_facts(num_samples=5000, mean=3000, longest=32_768)
+
+
+def machine(gpus: str, **more) -> Facts:
+    return facts(llama_8b(), data=more.pop("data", LONG)).model_copy(update={"host": describe_host(parse_gpus(gpus))})
+
+
+def refused(config, the_facts) -> str:
+    with pytest.raises(UserError, match="does not fit") as caught:
+        plan(config, the_facts)
+    return caught.value.fix
+
+
+def test_full_training_on_one_gpu_is_told_of_adapters_of_host_memory_and_of_how_many_gpus():
+    fix = refused(run_config(method__name="full"), machine("1xH100-80GB"))
+    assert "use method.name=lora (single, " in fix and " s a step)" in fix
+    (count,) = map(int, re.findall(r"use more GPUs: (\d+) \(fsdp", fix))
+    plan(run_config(method__name="full"), machine(f"{count}xH100-80GB"))
+    with pytest.raises(UserError):
+        plan(run_config(method__name="full"), machine(f"{count - 1}xH100-80GB"))
+
+
+def test_samples_are_to_be_shortened_to_a_length_that_fits():
+    config = run_config(data__max_length=32_768)
+    fix = refused(config, machine("1xRTX4090"))
+    (length,) = map(int, re.findall(r"data\.max_length=(\d+)", fix))
+    assert 512 <= length < 32_768
+    shorter = LONG.model_copy(update={"max_length": length, "mean_length": min(3000.0, length)})
+    assert plan(run_config(data__max_length=length), machine("1xRTX4090", data=shorter)).memory.fits
+
+
+def test_keys_that_fix_the_layout_are_to_be_freed():
+    config = run_config(parallel__activation_checkpointing="none", batch__micro_tokens=32_768)
+    fix = refused(config, machine("1xH100-80GB"))
+    assert "let the plan choose: parallel.activation_checkpointing=auto" in fix
+
+
+def test_what_does_not_help_is_not_proposed():
+    fix = refused(run_config(method__name="full"), machine("1xRTX4090"))
+    assert "max_length" not in fix and "one of these fits: " in fix
+    tiny = facts(llama_8b(), gpus=1, gpu_bytes=2 * GIB, data=LONG, host_bytes=2 * GIB)
+    assert "one of these fits" not in refused(run_config(method__name="qlora"), tiny)
