@@ -98,7 +98,8 @@ def _methods(config: RunConfig, facts: Facts) -> Iterator[Change]:
 def _shorter(config: RunConfig, facts: Facts) -> Iterator[Change]:
     """The longest samples first; halves of what is left, so that a few plans find a length."""
     longest = facts.data.max_length
-    lengths, size = [], longest // LENGTH_STEP * LENGTH_STEP
+    lengths: list[int] = []
+    size = longest // LENGTH_STEP * LENGTH_STEP
     while size >= SHORTEST and len(lengths) < 6:
         if size < longest:
             lengths.append(size)

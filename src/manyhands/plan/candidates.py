@@ -189,8 +189,8 @@ def choose_candidate(
         spares = smallest[1].memory.total < (1 - WORTHWHILE) * fastest[1].memory.total
         return smallest if spares else fastest
     fitting = [candidate for candidate in candidates if candidate.memory.fits]
-    smallest = min(fitting, key=lambda c: (c.memory.total, seconds_of(c)), default=None)
-    return None if smallest is None else (smallest, smallest)
+    least = min(fitting, key=lambda c: (c.memory.total, seconds_of(c)), default=None)
+    return None if least is None else (least, least)
 
 
 def seconds_of(candidate: Candidate) -> float:
