@@ -15,7 +15,7 @@ from safetensors import safe_open
 from manyhands.train.types import Evaluation, TrainState
 from manyhands.worker import prompts as worker_prompts
 from manyhands.worker import training
-from tests.keys.lab import Lab
+from tests.keys.lab import Lab, make_rows
 
 
 def name(lab: Lab) -> None:
@@ -51,6 +51,26 @@ def at_start(lab: Lab) -> None:
 def evaluate_tokens(lab: Lab) -> None:
     whole, part = (lab.run(keys).rows("evaluation")[0] for keys in ({}, {"evaluate.max_tokens": 200}))
     assert part["num_tokens"] <= 200 < whole["num_tokens"] and part["num_samples"] < whole["num_samples"]
+
+
+def evaluate_data(lab: Lab) -> None:
+    """Each set has a curve of its own; the validation loss stays that of the held-out samples, or is that of all sets
+    together where nothing else is held out."""
+    paths = {name: lab.write_rows(f"{name}.jsonl", make_rows(n, seed=n)) for name, n in (("easy", 9), ("hard", 5))}
+    with_sets = lab.run({"evaluate.data": paths})
+    assert with_sets.column("loss", "evaluation") == lab.base.column("loss", "evaluation")
+    assert with_sets.losses == lab.base.losses
+    found = with_sets.rows("evaluation")[0]["sets"]
+    assert list(found) == ["easy", "hard"]
+    whole = {"data.validation_fraction": 0.0}
+    alone = {name: lab.run({"data.validation": path, **whole}).rows("evaluation")[0] for name, path in paths.items()}
+    for name in paths:
+        assert found[name] == {key: alone[name][key] for key in ("loss", "perplexity", "accuracy", "num_loss_tokens")}
+    only = lab.run({"evaluate.data": paths, **whole}).rows("evaluation")[0]
+    weights = {name: figures["num_loss_tokens"] for name, figures in only["sets"].items()}
+    mean = sum(only["sets"][name]["loss"] * weight for name, weight in weights.items()) / sum(weights.values())
+    assert only["loss"] == pytest.approx(mean, rel=1e-9) and only["num_samples"] == 14
+    assert only["sets"] == found
 
 
 def prompts(lab: Lab) -> None:

@@ -62,6 +62,55 @@ Engine = Annotated[
     Literal["transformers", "vllm"], typer.Option("--engine", help="vllm: where it is installed, same greedy answers.")
 ]
 
+EvalRun = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN", help="A run's folder or run file; with --data also a model folder.", show_default=False
+    ),
+]
+Data = Annotated[
+    str | None,
+    typer.Option(
+        "--data", metavar="FILE", help="Rows to evaluate on (default: the run's held-out ones).", show_default=False
+    ),
+]
+Metrics = Annotated[
+    str, typer.Option("--metrics", help="Of loss, perplexity, accuracy, exact_match, f1, rouge1, rouge2, rougeL.")
+]
+Extract = Annotated[
+    str | None,
+    typer.Option(
+        "--extract",
+        metavar="PATTERN",
+        help="What exact_match compares: gsm8k, number, boxed, choice, or a regular expression.",
+        show_default=False,
+    ),
+]
+Limit = Annotated[
+    int | None, typer.Option("--limit", metavar="N", min=1, help="Answer at most N samples.", show_default=False)
+]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option("--max-tokens", metavar="N", min=1, help="Samples of at most N tokens.", show_default=False),
+]
+Tasks = Annotated[
+    str | None,
+    typer.Option("--tasks", metavar="NAMES", help="Tasks of lm-eval, instead of --metrics.", show_default=False),
+]
+FewShot = Annotated[
+    int | None, typer.Option("--num-fewshot", metavar="N", min=0, help="lm-eval: examples.", show_default=False)
+]
+IncludePath = Annotated[
+    Path | None, typer.Option("--include-path", help="lm-eval: folder of own tasks.", show_default=False)
+]
+ApplyChatTemplate = Annotated[
+    bool, typer.Option("--apply-chat-template", help="lm-eval: prompts in the model's chat template.")
+]
+EvalOutput = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", help="Folder for figures and answers (default: RUN/eval).", show_default=False),
+]
+
 
 def generate(
     folder: Folder,
@@ -186,53 +235,18 @@ def serve(
 
 
 def evaluate(
-    run: Annotated[
-        Path,
-        typer.Argument(
-            metavar="RUN", help="A run's folder or run file; with --data also a model folder.", show_default=False
-        ),
-    ],
-    data: Annotated[
-        str | None,
-        typer.Option(
-            "--data", metavar="FILE", help="Rows to evaluate on (default: the run's held-out ones).", show_default=False
-        ),
-    ] = None,
-    metrics: Annotated[
-        str,
-        typer.Option("--metrics", help="Of loss, perplexity, accuracy, exact_match, f1, rouge1, rouge2, rougeL."),
-    ] = "loss,perplexity,accuracy",
-    extract: Annotated[
-        str | None,
-        typer.Option(
-            "--extract",
-            metavar="PATTERN",
-            help="What exact_match compares: gsm8k, number, boxed, choice, or a regular expression.",
-            show_default=False,
-        ),
-    ] = None,
-    limit: Annotated[
-        int | None, typer.Option("--limit", metavar="N", min=1, help="Answer at most N samples.", show_default=False)
-    ] = None,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option("--max-tokens", metavar="N", min=1, help="Samples of at most N tokens.", show_default=False),
-    ] = None,
+    run: EvalRun,
+    data: Data = None,
+    metrics: Metrics = "loss,perplexity,accuracy",
+    extract: Extract = None,
+    limit: Limit = None,
+    max_tokens: MaxTokens = None,
     no_base: Annotated[bool, typer.Option("--no-base", help="Do not measure the base model beside it.")] = False,
-    tasks: Annotated[
-        str | None,
-        typer.Option("--tasks", metavar="NAMES", help="Tasks of lm-eval, instead of --metrics.", show_default=False),
-    ] = None,
-    fewshot: Annotated[
-        int | None, typer.Option("--num-fewshot", metavar="N", min=0, help="lm-eval: examples.", show_default=False)
-    ] = None,
-    include_path: Annotated[
-        Path | None, typer.Option("--include-path", help="lm-eval: folder of own tasks.", show_default=False)
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Folder for figures and answers (default: RUN/eval).", show_default=False),
-    ] = None,
+    tasks: Tasks = None,
+    fewshot: FewShot = None,
+    include_path: IncludePath = None,
+    apply_chat_template: ApplyChatTemplate = False,
+    output: EvalOutput = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
     max_new_tokens: MaxNewTokens = 256,
     stop: Stop = None,
@@ -256,9 +270,10 @@ def evaluate(
         if data is not None or extract is not None:
             raise UserError("--tasks brings its own data and metrics", where="--data" if data else "--extract")
         own = {"tasks": tasks.split(","), "num_fewshot": fewshot, "batch_size": batch_size}
-        raise typer.Exit(_run("harness", request | own | {"include_path": include_path and str(include_path)}))
-    if fewshot is not None or include_path is not None:
-        raise UserError("--num-fewshot and --include-path are for --tasks", where="command line")
+        own |= {"apply_chat_template": apply_chat_template, "include_path": include_path and str(include_path)}
+        raise typer.Exit(_run("harness", request | own))
+    if fewshot is not None or include_path is not None or apply_chat_template:
+        raise UserError("--num-fewshot, --include-path, --apply-chat-template are for --tasks", where="command line")
     asked = check_metrics([name.strip() for name in metrics.split(",") if name.strip()], extract)
     request |= {
         "data": data,

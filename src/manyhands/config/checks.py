@@ -5,6 +5,7 @@ A key counts as set if its value is not the default, so that a ``run.json``, whi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from datetime import date as Date
 from math import prod
@@ -16,6 +17,7 @@ from manyhands.config.sources import READY, check_formats, check_sources, list_s
 
 Findings = Iterator[str]
 
+SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")  # it becomes part of a curve's name
 LORA_KEYS = (
     *(
         f"method.{name}"
@@ -123,14 +125,16 @@ def _check_evaluation(config: RunConfig) -> Findings:
     data, evaluate = config.data, config.evaluate
     yield from _check_spacing(config, "evaluate", "evaluations")
     need_loss = [path for path in ("checkpoint.keep_best", "stop.patience") if _is_set(config, path)]
-    if data.validation is None and data.validation_fraction == 0:
+    if unfit := next((name for name in evaluate.data if not SET_NAME.fullmatch(name)), None):
+        yield f"`evaluate.data` names a set {show(unfit)}: letters, digits, dots, dashes and underscores, at most 40"
+    if data.validation is None and data.validation_fraction == 0 and not evaluate.data:
         keys = tuple(
             f"evaluate.{key}" for key in ("every_steps", "per_epoch", "max_tokens", "prompts", "max_new_tokens")
         )
         for path in [*need_loss, *(path for path in keys if _is_set(config, path) and _value(config, path) != 0)]:
             yield (
                 f"`{path}` needs validation data, but `data.validation` is not set and `data.validation_fraction` "
-                "is 0: set one of them"
+                "is 0: set one of them, or `evaluate.data`"
             )
     elif evaluate.every_steps == 0 and evaluate.per_epoch is None:
         for path in need_loss:

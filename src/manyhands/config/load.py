@@ -237,9 +237,8 @@ def resolve_paths(mapping: dict[str, Any], folder: Path) -> None:
         section, _, leaf = path.partition(".")
         if isinstance(keys := mapping.get(section), dict):
             _resolve_path(keys, leaf, folder, must_be_folder=path == "model.name")
-    if isinstance(data := mapping.get("data"), dict):
-        for holder, place in list_paths(data):
-            _resolve_path(holder, place, folder)
+    for holder, place in list_paths(mapping):
+        _resolve_path(holder, place, folder)
 
 
 def _resolve_path(holder: Any, place: Any, folder: Path, must_be_folder: bool = False) -> None:

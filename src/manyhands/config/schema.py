@@ -267,6 +267,11 @@ class KernelsSection(Section):
 class EvaluateSection(Section):
     """Evaluation on validation data."""
 
+    data: dict[str, str] = Field(
+        {},
+        description="Further evaluation sets by name, {test: test.jsonl}, each with losses of its own: a path as in "
+        "`data.train`. Without other validation data they are the validation data.",
+    )
     every_steps: NonNegativeInt | PartOfRun | Auto = Field(
         "auto",
         description="Steps between evaluations, or below 1 a share of all steps; auto: five per run; 0: at start and "

@@ -21,8 +21,14 @@ PLACEHOLDER = "placeholder"  # in place of what was wrong, while the rest is che
 FILE_ENDINGS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt", ".arrow", ".gz")
 
 
-def list_paths(data: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
-    """(holder, place) of every path in ``data.train`` and ``data.validation``: ``holder[place]`` is the path."""
+def list_paths(mapping: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """(holder, place) of every path of data in a run file's mapping: ``holder[place]`` is the path."""
+    evaluate = mapping.get("evaluate")
+    sets = evaluate.get("data") if isinstance(evaluate, dict) else None
+    yield from ((sets, name) for name in (sets if isinstance(sets, dict) else ()))
+    data = mapping.get("data")
+    if not isinstance(data, dict):
+        return
     for name in (key.partition(".")[2] for key in SOURCE_LISTS):
         value = data.get(name)
         if isinstance(value, str):

@@ -41,9 +41,10 @@ def divide_samples(
     """``sources`` int16, ``continued`` bool and ``hashes`` uint64 (of the tokens) describe the samples of the store;
     the first ``num_train`` sources are for training.
 
-    Without validation sources the first samples of a seeded permutation are held out, as many as ``count_held_out``
-    says, of each source its share. Samples of one divided document stay together, and so do samples of the same tokens.
-    ``max_samples`` of a source, and then ``data.max_samples``, keep the next ones. ``data.deduplicate`` leaves the
+    Where ``data.validation`` is not set the first samples of a seeded permutation are held out, as many as
+    ``count_held_out`` says, of each source its share. Samples of one divided document stay together, and so do samples
+    of the same tokens. ``max_samples`` of a source, and then ``data.max_samples``, keep the next ones; all samples of
+    the other sources are validation samples, up to their ``max_samples``. ``data.deduplicate`` leaves the
     first sample of those with the same hash, among the training and among the validation sources.
     """
     is_own = sources < num_train
@@ -67,16 +68,13 @@ def divide_samples(
             notes.append(
                 "no sample is held out for validation: each has so many copies that they are over a tenth of all"
             )
-    elif data.validation is not None:
-        held_out = np.concatenate(
-            [
-                _first(np.flatnonzero((sources == source) & ~is_twin), all_sources[source].max_samples, seed)
-                for source in range(num_train, len(all_sources))
-            ]
-        )
     is_kept = ~is_twin
-    if data.validation is None:
-        is_kept[held_out] = False
+    is_kept[held_out] = False
+    given = [
+        _first(np.flatnonzero((sources == source) & ~is_twin), all_sources[source].max_samples, seed)
+        for source in range(num_train, len(all_sources))
+    ]
+    held_out = np.concatenate([held_out, *given])
     for source, samples in zip(all_sources, by_source, strict=False):
         if source.max_samples is not None:
             is_kept[samples[is_kept[samples]][source.max_samples :]] = False

@@ -25,7 +25,7 @@ from manyhands.data.cache import UNFINISHED, clean_unfinished, link_other, name_
 from manyhands.data.divide import Division, divide_samples, find_repeated
 from manyhands.data.files import unpacked_bytes
 from manyhands.data.segment import finish_store, join_segments
-from manyhands.data.sources import list_files, resolve_sources
+from manyhands.data.sources import list_files, resolve_sets, resolve_sources
 from manyhands.data.store import TokenStore
 from manyhands.data.streams import PACKED_BY
 from manyhands.data.summary import Outcome, PreparedData, count_left_out, summarize
@@ -45,6 +45,7 @@ class Inputs:
     num_train: int
     files: tuple[tuple[Path, ...], ...]
     stamps: dict[Path, tuple[int, int]]  # (bytes, time of the last change) before anything was read
+    sets: tuple[str, ...] = ()  # names of evaluate.data, whose sources are the last ones, one each
 
     @property
     def num_bytes(self) -> list[int]:
@@ -87,9 +88,11 @@ def prepare(
 def _find_inputs(config: RunConfig) -> Inputs:
     train = resolve_sources(config.data.train, config.data)
     validation = () if config.data.validation is None else resolve_sources(config.data.validation, config.data)
-    sources = (*train, *validation)
+    sets = resolve_sets(config)
+    sources = (*train, *validation, *sets)
     files = tuple(map(list_files, sources))
-    return Inputs(sources, len(train), files, {path: _stamp(path) for group in files for path in group})
+    stamps = {path: _stamp(path) for group in files for path in group}
+    return Inputs(sources, len(train), files, stamps, tuple(config.evaluate.data))
 
 
 def _make(
@@ -172,6 +175,7 @@ def finish(config: RunConfig, inputs: Inputs, folder: Path, meta: dict[str, Any]
         config.data, config.seed, sources, tables["continued"], inputs.sources, inputs.num_train, tables["hashes"]
     )
     num_repeated, repeated = _check_repeated(config, inputs, meta["made"], tables, division)
+    set_of = dict(zip(range(len(inputs.sources) - len(inputs.sets), len(inputs.sources)), inputs.sets, strict=True))
     described = [
         _describe(
             source,
@@ -181,6 +185,7 @@ def finish(config: RunConfig, inputs: Inputs, folder: Path, meta: dict[str, Any]
             offsets,
         )
         | {"num_duplicates": int((sources[division.duplicates] == index).sum())}
+        | ({"set": set_of[index]} if index in set_of else {})
         for index, (source, made) in enumerate(zip(inputs.sources, meta["made"], strict=True))
     ]
     notes = list(dict.fromkeys(note for made in meta["made"] for note in made["notes"]))

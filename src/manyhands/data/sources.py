@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from manyhands.config.schema import DataSection, Source
+from manyhands.config.schema import DataSection, RunConfig, Source
 from manyhands.config.split import SplitSlice, parse_split
 from manyhands.core.errors import UserError
 from manyhands.data.arrow_files import read_arrow, read_parquet, split_arrow, split_parquet
@@ -85,6 +85,12 @@ def resolve_sources(value: str | Sequence[str | Source], data: DataSection) -> t
         settled = {"name": name, "format": source.format or data.format, "fields": dict(fields), "ignore": ignore}
         resolved.append(source.model_copy(update=settled))
     return tuple(resolved)
+
+
+def resolve_sets(config: RunConfig) -> tuple[Source, ...]:
+    """The sources of ``evaluate.data``, one for each set, by its name."""
+    named = [Source(path=path, name=name) for name, path in config.evaluate.data.items()]
+    return resolve_sources(named, config.data) if named else ()
 
 
 def _stem(path: str) -> str:

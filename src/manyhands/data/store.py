@@ -98,20 +98,23 @@ class SampleSet:
         place = int(self.places[index])
         return {file.stream.name: file.read(place) for file in self._files}
 
-    def take_tokens(self, max_tokens: int | None) -> np.ndarray:
+    def take_tokens(self, max_tokens: int | None, among: np.ndarray | None = None) -> np.ndarray:
         """Numbers of samples, sorted, that together have at most ``max_tokens`` tokens: the samples of the seeded
-        order, each taken if it still fits. None takes all. Raises UserError where not even the shortest fits."""
+        order, each taken if it still fits; None takes all. ``among``: some samples' numbers, None all. Raises
+        UserError where not even the shortest fits."""
+        among = np.arange(self.num_samples, dtype=np.int64) if among is None else among
         if max_tokens is None:
-            return np.arange(self.num_samples, dtype=np.int64)
+            return among
         taken: list[int] = []
-        left, shortest = max_tokens, int(self.lengths.min()) if self.num_samples else 0
+        allowed = set(among.tolist())
+        left, shortest = max_tokens, int(self.lengths[among].min()) if len(among) else 0
         for index in permute(self.num_samples, self.seed, EVALUATION_STREAM):
             if left < shortest:
                 break
-            if self.lengths[index] <= left:
+            if int(index) in allowed and self.lengths[index] <= left:
                 taken.append(int(index))
                 left -= int(self.lengths[index])
-        if not taken and self.num_samples:
+        if not taken and len(among):
             raise UserError(
                 f"no validation sample fits into evaluate.max_tokens = {max_tokens:,}",
                 why=f"the shortest has {shortest:,} tokens",
@@ -139,6 +142,14 @@ class TokenStore:
     def content(self) -> str:
         """16 hex digits of the hashes of all files and of what the streams become in a batch."""
         return digest_of([self.meta["files"], self.meta["streams"]])[:16]
+
+    def divide_validation(self) -> dict[str, np.ndarray]:
+        """Numbers of the validation samples by set: "" are those of ``data.validation`` or held out, the others
+        those of ``evaluate.data`` by name. A set without samples is left out.
+        """
+        sets = [source.get("set", "") for source in self.meta["sources"]]
+        names = np.array(sets, dtype=object)[self.validation.sources] if self.validation.num_samples else np.array([])
+        return {name: np.flatnonzero(names == name) for name in dict.fromkeys(sets) if (names == name).any()}
 
     @property
     def source_weights(self) -> tuple[float, ...]:

@@ -57,6 +57,14 @@ class EvaluationData:
         store = TokenStore.open(self.folder)
         return store.train if self.set_name == "train" else store.validation
 
+    def choose(self, samples: SampleSet) -> np.ndarray:
+        """Numbers of the samples to measure: of a run those that its main validation loss is of."""
+        among = None
+        if self.set_name == "validation":
+            among = TokenStore.open(self.folder).divide_validation().get("")
+        numbers = samples.take_tokens(self.max_tokens, among)
+        return numbers[samples.num_loss_tokens[numbers] > 0]
+
 
 @dataclass(frozen=True)
 class Judged:
@@ -185,8 +193,7 @@ class _TaskCutter:
         num_copies: int,
     ) -> None:
         losses, texts = any(m in LOSS_METRICS for m in metrics), any(m not in LOSS_METRICS for m in metrics)
-        self.numbers = samples.take_tokens(data.max_tokens)
-        self.numbers = self.numbers[samples.num_loss_tokens[self.numbers] > 0]
+        self.numbers = data.choose(samples)
         self.groups = list(group_by_length(samples.lengths, self.numbers)) if losses else []
         self._waiting = list(enumerate(self.groups))[::-1]
         chosen = self.numbers if data.limit is None else self.numbers[: data.limit]

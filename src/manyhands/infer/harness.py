@@ -22,6 +22,7 @@ def run_tasks(
     limit: int | None = None,
     batch_size: int | None = None,
     include_path: str | None = None,
+    apply_chat_template: bool = False,
 ) -> dict[str, Any]:
     """The library's results, as it returns them, for one model in this process: adapters unmerged.
 
@@ -50,7 +51,13 @@ def run_tasks(
         pretrained=answerer.model, tokenizer=answerer.tokenizer, batch_size=batch_size or BATCH_SIZE, backend="causal"
     )
     found = simple_evaluate(
-        model=model, tasks=list(tasks), num_fewshot=num_fewshot, limit=limit, task_manager=manager, log_samples=False
+        model=model,
+        tasks=list(tasks),
+        num_fewshot=num_fewshot,
+        limit=limit,
+        task_manager=manager,
+        log_samples=False,
+        apply_chat_template=apply_chat_template,
     )
     return {key: found[key] for key in ("results", "versions", "n-shot", "n-samples") if key in found}
 

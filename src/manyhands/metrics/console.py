@@ -99,6 +99,8 @@ class ConsoleSink(Sink):
             f"{_when(evaluation)}: held-out loss {evaluation.loss:.4f}, perplexity {_perplexity(evaluation)}, "
             f"token accuracy {evaluation.accuracy:.1%} ({counts}, {evaluation.seconds:.1f} s)"
         )
+        for name, figures in evaluation.sets.items():
+            self._show(f"  {name}: loss {figures['loss']:.4f}, token accuracy {figures['accuracy']:.1%}")
         for prompt, answer in evaluation.samples:
             self._show(f"  {_one_line(prompt)}\n    -> {_one_line(answer)}")
 

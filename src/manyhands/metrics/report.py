@@ -66,6 +66,7 @@ def make_report(plan: Plan, config: RunConfig, state: TrainState, measured: Mapp
     peaks = measured.get("peak_bytes_by_rank") or [int(device["peak_bytes"]) for device in measured.get("devices", [])]
     evaluations = [
         _pick(row, "step", "loss", "perplexity", "accuracy", "num_samples", "num_loss_tokens")
+        | ({"sets": row["sets"]} if row.get("sets") else {})
         for row in measured.get("evaluations", [])
     ]
     losses = [loss for loss in measured.get("losses", []) if math.isfinite(loss)]
@@ -187,6 +188,19 @@ def _evaluation_lines(evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
             _number(row, "perplexity", ".1e" if huge else ".3f"),
             _number(row, "accuracy", ".2%"),
         )
+        lines.append(f"| {row['step']} | {' | '.join(cells)} |")
+    return lines + _set_lines(evaluations)
+
+
+def _set_lines(evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The loss of each set of evaluate.data, a column each."""
+    names = list(dict.fromkeys(name for row in evaluations for name in row.get("sets") or {}))
+    if not names:
+        return []
+    escaped = [name.replace("|", "\\|") for name in names]
+    lines = ["", f"| step | {' | '.join(f'loss on {name}' for name in escaped)} |", f"|---|{'---|' * len(names)}"]
+    for row in evaluations:
+        cells = [_number((row.get("sets") or {}).get(name, {}), "loss", ".4f") for name in names]
         lines.append(f"| {row['step']} | {' | '.join(cells)} |")
     return lines
 

@@ -378,13 +378,14 @@ def _why_samples(config: RunConfig, data: DataFacts) -> list[Reason]:
                 why=f"a tenth of {data.num_samples:,} samples is less than one",
                 fix="give data.validation, or a larger data.validation_fraction, or remove the key",
             )
-    held_out = config.data.validation is None
+    held_out = config.data.validation is None and not config.evaluate.data
     why = [
         reason(
             "validation",
             samples=data.num_validation_samples,
             of=data.num_validation_samples + data.num_samples + data.num_dropped if held_out else None,
             repeated=data.num_repeated,
+            sets=list(config.evaluate.data),
         )
     ]
     why += [reason("left_out", key=key, by_source=counts) for key, counts in data.left_out.items()]

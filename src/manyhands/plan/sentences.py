@@ -197,7 +197,12 @@ def _adapter(v: Values) -> str:
 def _validation(v: Values) -> str:
     if not v["samples"]:
         return "none"
-    of = "samples of data.validation" if v["of"] is None else f"of {v['of']:,} samples held out"
+    given = (
+        f"samples, those of evaluate.data ({', '.join(v['sets'])}) included"
+        if v.get("sets")
+        else "samples of data.validation"
+    )
+    of = given if v["of"] is None else f"of {v['of']:,} samples held out"
     checked = (
         f"{v['repeated']:,} of them also in the training set" if v["repeated"] else "none of them in the training set"
     )

@@ -21,7 +21,7 @@ from manyhands.data.files import FilePart, Findings, Row
 from manyhands.data.formats import detect_format
 from manyhands.data.prepare import Inputs, finish
 from manyhands.data.segment import join_segments
-from manyhands.data.sources import list_files, read_part, resolve_sources, split_source
+from manyhands.data.sources import list_files, read_part, resolve_sets, resolve_sources, split_source
 from manyhands.data.store import TokenStore
 from manyhands.data.summary import Outcome
 from manyhands.data.tokenize import DETECT_ROWS, PartTokenizer, choose_format_by
@@ -50,12 +50,13 @@ def prepare_usable(config: RunConfig, tokenizer: Any, folder: Path, report: Call
         resolve_sources(value, config.data) if value is not None else ()
         for value in (config.data.train, config.data.validation)
     ]
+    sets: list[str] = []
     made: list[dict[str, Any]] = []
     sources: list[Source] = []
     segments: list[tuple[int, Path]] = []
     refused: list[Refused] = []
     num_train = 0
-    for number, source in enumerate((*asked[0], *asked[1])):
+    for number, source in enumerate((*asked[0], *asked[1], *resolve_sets(config))):
         report(f"reading {source.name} again, to list what is wrong with it")
         outcome, errors, files = _tokenize_source(config, tokenizer, source, folder / f"{number:04d}")
         if errors:
@@ -65,10 +66,11 @@ def prepare_usable(config: RunConfig, tokenizer: Any, folder: Path, report: Call
             sources.append(source)
             made.append(outcome.to_meta() | {"samples_of_files": files})
             num_train += number < len(asked[0])
+            sets += [str(source.name)] * (number >= len(asked[0]) + len(asked[1]))
     if not num_train:
         return Usable(None, (), tuple(refused))
     join_segments(folder, [path for _, path in segments], [source for source, _ in segments])
-    inputs = Inputs(tuple(sources), num_train, tuple(map(list_files, sources)), {})
+    inputs = Inputs(tuple(sources), num_train, tuple(map(list_files, sources)), {}, tuple(sets))
     try:
         finish(config, inputs, folder, {"digest": "usable", "tokens": "", "made": made})
         return Usable(TokenStore.open(folder), tuple(sources), tuple(refused))

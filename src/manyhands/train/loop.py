@@ -199,6 +199,7 @@ def _evaluate(loop: Loop) -> None:
         hook.after_evaluation(state, evaluation)
 
 
+NO_SETS: Mapping[str, Iterable[Batch]] = {}
 MAX_EXPONENT = 700.0  # exp of more is beyond float64
 
 
@@ -213,41 +214,72 @@ def evaluate(
     device: torch.device,
     coefficients: Mapping[str, float] = LM_ALONE,
     sample: Callable[[], tuple[tuple[str, str], ...]] | None = None,
+    sets: Mapping[str, Iterable[Batch]] = NO_SETS,
 ) -> Evaluation:
     """Each loss term by its weight and accuracy by tokens, over all ranks. Every rank must bring the same number of
     micro-batches.
 
-    ``module`` is put into evaluation mode for the pass. Sums are kept in float64 on the device and read once.
+    ``sets``: micro-batches of further sets, each measured by itself; where ``micro_batches`` are none, all of them
+    together are what is measured. ``module`` is put into evaluation mode for the pass.
     """
     start = time.monotonic()
     was_training = module.training
     module.eval()
-    names: list[str] = []
-    sums = torch.zeros(0, dtype=torch.float64, device=device)  # of each term its sum and its weight
     try:
         with torch.no_grad():
-            for batch in micro_batches:
-                terms = engine.forward(batch, metrics=True)
-                names = sorted(terms)  # the same in every batch and on every rank
-                found = torch.stack([number.double() for name in names for number in terms[name]])
-                sums = found if len(sums) == 0 else sums + found
-            engine.all_reduce_sum(sums)
+            sums = _sum_terms(engine, micro_batches, device)
+            by_set = {name: _sum_terms(engine, batches, device) for name, batches in sets.items()}
             samples = sample() if sample is not None else ()
     finally:
         module.train(was_training)
-    totals = sums.tolist()
-    by_name = {name: (totals[2 * i], totals[2 * i + 1]) for i, name in enumerate(names)}
-    num_correct, num_loss_tokens = by_name["correct"]
-    losses = {name: total / weight for name, (total, weight) in by_name.items() if name not in METRICS and weight}
+    for other in by_set.values() if not sums else ():
+        sums = {
+            name: (sums.get(name, (0.0, 0.0))[0] + a, sums.get(name, (0.0, 0.0))[1] + b)
+            for name, (a, b) in other.items()
+        }
+    whole, losses = _to_means(sums, coefficients)
     return Evaluation(
         step=state.step,
-        loss=combine(losses, coefficients),
-        perplexity=math.exp(losses["lm"]) if losses["lm"] < MAX_EXPONENT else math.inf,
-        accuracy=num_correct / num_loss_tokens,
+        loss=whole["loss"],
+        perplexity=whole["perplexity"],
+        accuracy=whole["accuracy"],
         num_samples=num_samples,
         num_tokens=num_tokens,
-        num_loss_tokens=int(num_loss_tokens),
+        num_loss_tokens=int(whole["num_loss_tokens"]),
         seconds=time.monotonic() - start,
         samples=samples,
+        sets={name: _to_means(found, coefficients)[0] for name, found in by_set.items()},
         terms=losses if len(losses) > 1 else {},
     )
+
+
+def _sum_terms(engine: Engine, micro_batches: Iterable[Batch], device: torch.device) -> dict[str, tuple[float, float]]:
+    """(sum, weight) of each term over all ranks; none where there is no micro-batch. Kept in float64 on the device and
+    read once.
+    """
+    names: list[str] = []
+    sums = torch.zeros(0, dtype=torch.float64, device=device)
+    for batch in micro_batches:
+        terms = engine.forward(batch, metrics=True)
+        names = sorted(terms)  # the same in every batch and on every rank
+        found = torch.stack([number.double() for name in names for number in terms[name]])
+        sums = found if len(sums) == 0 else sums + found
+    if not names:
+        return {}
+    totals = engine.all_reduce_sum(sums).tolist()
+    return {name: (totals[2 * i], totals[2 * i + 1]) for i, name in enumerate(names)}
+
+
+def _to_means(
+    sums: Mapping[str, tuple[float, float]], coefficients: Mapping[str, float]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Figures of a set of samples, and its loss by term."""
+    num_correct, num_loss_tokens = sums["correct"]
+    losses = {name: total / weight for name, (total, weight) in sums.items() if name not in METRICS and weight}
+    figures = {
+        "loss": combine(losses, coefficients),
+        "perplexity": math.exp(losses["lm"]) if losses["lm"] < MAX_EXPONENT else math.inf,
+        "accuracy": num_correct / num_loss_tokens,
+        "num_loss_tokens": num_loss_tokens,
+    }
+    return figures, losses

@@ -136,6 +136,9 @@ class Evaluation:
     num_loss_tokens: int
     seconds: float
     samples: tuple[tuple[str, str], ...] = field(default=())  # (prompt, answer)
+    sets: Mapping[str, Mapping[str, float]] = field(
+        default_factory=dict
+    )  # of evaluate.data by name: loss, perplexity, accuracy, num_loss_tokens
     terms: Mapping[str, float] = field(
         default_factory=dict
     )  # the loss by term, each over its own weight, where there are several

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
+import numpy as np
 import torch
 
 from manyhands.checkpoint.manifest import checkpoint_folder, prune
@@ -103,33 +104,36 @@ def follows(rank: RankContext, every: int, per_epoch: int, num_steps: int) -> bo
 
 def make_evaluate(rank: RankContext) -> Evaluate | None:
     """A function that evaluates on the held-out rows, or None where there are none."""
-    sample_set = rank.store.validation
-    rows = sample_set.take_tokens(rank.config.evaluate.max_tokens)
-    if len(rows) == 0:
+    sample_set, max_tokens = rank.store.validation, rank.config.evaluate.max_tokens
+    parts = {name: sample_set.take_tokens(max_tokens, among) for name, among in rank.store.divide_validation().items()}
+    if not parts:
         return None
-    layout = lay_out_evaluation(rank, sample_set, rows)
+    rows = parts.get("", np.concatenate([*parts.values()]))
+    layouts = {name: lay_out_evaluation(rank, sample_set, samples) for name, samples in parts.items()}
     prompts = choose_prompts(rank, rows)
 
-    def beat_by_batch(state: TrainState) -> Iterator[Batch]:
+    def beat_by_batch(name: str, state: TrainState) -> Iterator[Batch]:
+        stage, layout = f"evaluation of {name}" if name else "evaluation", layouts[name]
         for _, micro_batches in iterate_layouts(rank, "validation", [layout]):
             for done, batch in enumerate(micro_batches):
                 rank.beat(state.step)  # a long evaluation is no standstill
-                rank.show_progress("evaluation", done, layout.num_micro_batches)
+                rank.show_progress(stage, done, layout.num_micro_batches)
                 stop_if_asked(rank)
                 yield batch
-        rank.show_progress("evaluation", layout.num_micro_batches, layout.num_micro_batches)
+        rank.show_progress(stage, layout.num_micro_batches, layout.num_micro_batches)
 
     def run(state: TrainState) -> Evaluation:
         return evaluate(
             rank.engine,
             rank.loss_model,
-            beat_by_batch(state),
+            beat_by_batch("", state) if "" in layouts else (),
             state,
             num_samples=len(rows),
             num_tokens=int(sample_set.lengths[rows].sum()),
             device=rank.world.device,
             coefficients=rank.plan.loss_coefficients,
             sample=functools.partial(answer_prompts, rank, prompts) if prompts else None,
+            sets={name: beat_by_batch(name, state) for name in layouts if name},
         )
 
     return run
