@@ -269,7 +269,7 @@ def evaluate(
     if tasks is not None:
         if data is not None or extract is not None:
             raise UserError("--tasks brings its own data and metrics", where="--data" if data else "--extract")
-        own = {"tasks": tasks.split(","), "num_fewshot": fewshot, "batch_size": batch_size}
+        own: dict[str, Any] = {"tasks": tasks.split(","), "num_fewshot": fewshot, "batch_size": batch_size}
         own |= {"apply_chat_template": apply_chat_template, "include_path": include_path and str(include_path)}
         raise typer.Exit(_run("harness", request | own))
     if fewshot is not None or include_path is not None or apply_chat_template:
