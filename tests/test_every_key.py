@@ -99,6 +99,7 @@ EFFECTS: dict[str, Callable[[Lab], None]] = {
     "parallel.offload_activations": work.offload_activations,
     "parallel.reshard_after_forward": work.reshard_after_forward,
     "parallel.activation_checkpointing": work.activation_checkpointing,
+    "parallel.ddp_bucket_mb": work.ddp_bucket_mb,
     "parallel.compile": work.compile_blocks,
     "parallel.timeout_s": work.timeout_s,
     "kernels.lora": kernels.lora,

@@ -80,6 +80,7 @@ ACTS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({"dataloader_num_workers": 0}, {"data.workers": 0}),
     ({"dataloader_num_workers": 2}, {"data.workers": 2}),
     ({"auto_find_batch_size": True}, {"batch.micro_samples": "auto"}),
+    ({"ddp_bucket_cap_mb": 25}, {"parallel.ddp_bucket_mb": 25}),
     ({"seed": 7}, {"seed": 7}),
     ({"bf16": True}, {"model.dtype": "bfloat16"}),
 )

@@ -175,6 +175,30 @@ class CountProducts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def ddp_bucket_mb(lab: Lab) -> None:
+    """The plan carries it to DDP's own option; auto is one bucket for adapters."""
+    seen: list[int] = []
+    rank = lab.start({})
+
+    class Replica:
+        def __init__(self, model: Any, *, bucket_cap_mb: int, **_: Any) -> None:
+            self.model = model
+            seen.append(bucket_cap_mb)
+
+        def register_comm_hook(self, *_: Any) -> None:
+            pass
+
+    for asked in (7, "auto"):
+        wish = {"parallel.strategy": "ddp", "parallel.gpus": 2, "parallel.ddp_bucket_mb": asked}
+        layout = plan(lab.config(wish), facts()).layout
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(apply, "DistributedDataParallel", Replica)
+            patch.setattr(apply, "NativeEngine", lambda *_, replica: replica)
+            patch.setattr(apply, "make_mesh", lambda *_: None)
+            apply.apply(rank.loss_model, rank.plan.model_copy(update={"layout": layout}), rank.world, lambda *_: None)
+    assert seen == [7, 4096]
+
+
 def compile_blocks(lab: Lab) -> None:
     """Blocks become graphs (of dynamo; the slow making of kernels is left out), and give the same loss."""
     graphs: dict[bool, int] = {}

@@ -177,6 +177,9 @@ def _map_ddp(t: Translator, num_gpus: int) -> Iterator[str]:
     t.only("ddp_broadcast_buffers", (False, None), "no buffer changes in training: set it to false")
     pinned = (True, None) if num_gpus else (True, False, None)
     t.only("dataloader_pin_memory", pinned, "batches reach a GPU from pinned memory: set it to true")
+    if t.has("ddp_bucket_cap_mb"):
+        t.map("ddp_bucket_cap_mb", "parallel.ddp_bucket_mb", t.integer("ddp_bucket_cap_mb"))
+        yield "ddp_bucket_cap_mb"
     if t.has("dataloader_num_workers"):
         t.map("dataloader_num_workers", "data.workers", t.integer("dataloader_num_workers"))
         yield "dataloader_num_workers"

@@ -270,6 +270,8 @@ def _check_parallel(config: RunConfig) -> Findings:
     elif parallel.strategy in ("single", "ddp") and parallel.offload != "all":
         keys = ("parallel.reshard_after_forward",)
         yield from _unused(config, keys, "parallel.strategy", "set parallel.strategy: fsdp")
+    if parallel.strategy not in ("auto", "ddp"):
+        yield from _unused(config, ("parallel.ddp_bucket_mb",), "parallel.strategy", "set parallel.strategy: ddp")
     if parallel.strategy != "hsdp":
         yield from _unused(config, ("parallel.shard_degree",), "parallel.strategy", "set parallel.strategy: hsdp")
     elif parallel.shard_degree != "auto" and parallel.gpus != "auto" and parallel.gpus % parallel.shard_degree:

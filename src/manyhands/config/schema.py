@@ -228,6 +228,11 @@ class ParallelSection(Section):
         "except_attention, or all of it (full). auto takes the first that fits in memory, and a lighter one for as "
         "many blocks as possible.",
     )
+    ddp_bucket_mb: PositiveInt | Auto = Field(
+        "auto",
+        description="ddp: megabytes of gradients that are reduced at once during the backward pass; auto is 100, and "
+        "all of them for adapters.",
+    )
     compile: bool | Auto = Field("auto", description="Compile each block with torch.compile; auto does on GPUs.")
     timeout_s: PositiveInt = Field(600, description="Seconds without progress of a rank after which the run fails.")
 

@@ -89,7 +89,7 @@ def apply(
         copy = keep_compute_copy(loss_model) if layout.compute_copy == "kept" else None
         return NativeEngine(loss_model, world, copy=copy)
     trained = "full" if layout.trains_everything else "part"
-    return NativeEngine(loss_model, world, replica=replicate(loss_model, trained))
+    return NativeEngine(loss_model, world, replica=replicate(loss_model, trained, layout.ddp_bucket_mb))
 
 
 def check_trained(loss_model: LossModel, layout: Layout) -> None:
@@ -186,13 +186,13 @@ def _move_buffers(module: nn.Module, device: torch.device) -> None:
                 part._buffers[name] = buffer.to(device)
 
 
-def replicate(loss_model: LossModel, trained: str) -> DistributedDataParallel:
+def replicate(loss_model: LossModel, trained: str, bucket_mb: int | None = None) -> DistributedDataParallel:
     """DDP over trained parameters, gradients summed. Every rank has already loaded the same weights: none are sent."""
     # forward_sync_buffers replaces broadcast_buffers from torch 2.13 on
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     options: dict[str, Any] = {
-        "bucket_cap_mb": BUCKET_MB[trained],
+        "bucket_cap_mb": BUCKET_MB[trained] if bucket_mb is None else bucket_mb,
         "gradient_as_bucket_view": True,
         "init_sync": False,
         buffers: False,

@@ -101,6 +101,7 @@ class Layout:
     full_micro_tokens: int = 1  # tokens of a full micro-batch, padding included
     accumulates: bool = True  # a step may have several micro-batches
     data_workers: int = 0  # processes a rank that collate batches; 0: a thread
+    ddp_bucket_mb: int | None = None  # of gradients that DDP reduces at once; none: as many as suits the method
 
     @property
     def world_size(self) -> int:

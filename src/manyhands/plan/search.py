@@ -199,6 +199,7 @@ def _base_input(config: RunConfig, facts: Facts, made: Decisions) -> EstimateInp
         compile=made.compile,
         dynamic=not has_one_length(facts.data),
         data_workers=made.data_workers,
+        ddp_bucket_mb=None if config.parallel.ddp_bucket_mb == "auto" else config.parallel.ddp_bucket_mb,
     )
     return EstimateInput(
         model=facts.model,
