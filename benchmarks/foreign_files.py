@@ -52,13 +52,14 @@ TYPES: tuple[tuple[str, str], ...] = (
     ("nemotron-mini", "nemotron"), ("ministral-3", "ministral3"), ("voxtral", "llama"),
     ("mistral|devstral|magistral|ministral", "mistral"),
     ("phi-3|phi-4", "phi3"), ("phi-", "phi"), ("pythia|redpajama", "gpt_neox"), ("gpt-j", "gptj"),
-    ("cerebras-gpt", "gpt2"), ("btlm", "btlm*"), ("mpt", "mpt"), ("xgen", "xgen*"), ("replit", "replit*"),
+    ("cerebras-gpt", "gpt2"), ("btlm", "btlm*"), ("mpt", "mpt"), ("xgen-7b", "xgen*"), ("replit", "replit*"),
     ("mamba", "mamba"), ("stablelm", "stablelm"), ("starcoder2", "starcoder2"), ("command-r7b", "cohere2"),
     ("olmo-3", "olmo3"), ("olmo", "olmo2"), ("hunyuan", "hunyuan_v1_dense"), ("afm", "arcee"),
     ("seed-oss", "seed_oss"), ("apertus", "apertus"), ("smollm3", "smollm3"), ("internlm", "internlm*"),
     ("", "llama"),
 )  # fmt: skip
-QUANTIZED = r"nf4|nvfp4|gptq|awq|aqlm|prequantized|bnb|2of4"
+NF4 = r"bnb.nf4"  # which can be trained beside as it is
+QUANTIZED = r"nvfp4|gptq|awq|aqlm|prequantized|2of4"
 EXPERTS = {"qwen3_next_moe": "qwen3_next", "gemma4_moe": "gemma4_text"}  # names of ours: their type, with experts
 TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>", "<start_of_turn>", "<end_of_turn>", "<|user|>",
           "<|assistant|>", "<|end|>", "<|system|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|turn>",
@@ -212,10 +213,12 @@ def model_type(name: str) -> str:
 
 def tiny_folder(name: str, folder: Path, *, tekken: bool = False) -> Path:
     """A folder of a tiny model of the named one's family, with tekken.json alone if asked: written once for each."""
-    kind, quantized = model_type(name), re.search(QUANTIZED, name.lower())
+    kind, quantized, nf4 = model_type(name), *(re.search(one, name.lower()) for one in (QUANTIZED, NF4))
     if kind.endswith("*"):
         raise UserError(f"models of the type {kind.strip('*')} have code of their own, which transformers has not")
-    path = folder / (kind + ("-quantized" if quantized else "") + ("-tekken" if tekken else ""))
+    path = folder / (
+        kind + ("-quantized" if quantized else "") + ("-nf4" if nf4 else "") + ("-tekken" if tekken else "")
+    )
     if path.is_dir():
         return path
     path.mkdir(parents=True)
@@ -224,6 +227,12 @@ def tiny_folder(name: str, folder: Path, *, tekken: bool = False) -> Path:
     tokenizer.save_pretrained(path)
     size = {"vocab_size": len(tokenizer), "eos_token_id": 258, "max_position_embeddings": 1 << 20}
     _write_model(kind, size, path)
+    if nf4 and (path / "model.safetensors").is_file():
+        import torch
+
+        from tests.convert.test_stored_nf4 import quantize
+
+        return quantize(path, path.with_name(f"{path.name}-stored"), dtype=torch.bfloat16)
     if tekken:
         for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
             (path / file).unlink()

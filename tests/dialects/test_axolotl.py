@@ -178,6 +178,14 @@ def test_the_batch_is_multiplied_by_the_gpus_that_the_file_or_the_machine_names(
     assert done.findings() == []
 
 
+def test_the_older_name_of_packing(tmp_path: Path) -> None:
+    done = change(tmp_path, "sample_packing", max_packed_sequence_len=4096)
+    assert done.mapping["batch"] == {"packs": 16} and fate(done, "max_packed_sequence_len")[0] == "substituted"
+    assert "packs" not in change(tmp_path, sample_packing=False, max_packed_sequence_len=4096).mapping["batch"]
+    other = change(tmp_path, "sample_packing", max_packed_sequence_len=2048)
+    assert "write sample_packing: true" in refused(other)["max_packed_sequence_len"]
+
+
 def test_without_a_number_of_gpus_the_batch_is_unknown(tmp_path: Path) -> None:
     done = read(tmp_path, LORA, gpus=None)
     assert "add parallel.gpus=N" in refused(done)["micro_batch_size"]

@@ -89,10 +89,16 @@ def _map_batch(t: Translator) -> None:
     for key in ("use_ray", "ray_num_workers"):
         t.already(key, "the number of GPUs that the batch is counted for")
     count_mesh(t)
-    packs = t.flag("sample_packing")
-    if packs:
+    packs, older = t.flag("sample_packing"), "max_packed_sequence_len"
+    if t.integer(older) and t.integer(older) == t.integer("sequence_len"):
+        packs = packs or not t.has("sample_packing")
+        t.substitute(older, {}, "read as `sample_packing: true`, which took its place: today's Axolotl refuses it")
+    elif t.integer(older):
+        t.refuse(older, "Axolotl itself refuses this key: remove it, and write sample_packing: true")
+    t.already(older)
+    if packs and t.has("sample_packing"):
         t.map("sample_packing", {}, why="a step is counted in packs of sequence_len tokens")
-    else:
+    elif not packs:
         t.already("sample_packing", "packed or not, a step has the same samples")
     micro, accumulation, gpus = t.integer("micro_batch_size"), _accumulation(t), t.num_gpus()
     if micro is None:

@@ -136,7 +136,7 @@ _REFUSED = {
     "scaling_softmax scaling_softmax_factor scaling_softmax_bias": "only the model's own attention is available",
     "use_pose pose_split_on_token_ids pose_max_context_len pose_num_chunks": "PoSE is not available",
     "neftune_noise_alpha noisy_embedding_alpha": "NEFTune is not available: remove it",
-    "rope_scaling s2_attention max_packed_sequence_len": "Axolotl itself refuses this key: remove it",
+    "rope_scaling s2_attention": "Axolotl itself refuses this key: remove it",
     "trainer_cls": "a trainer of your own is not available",
     "layer_offloading": "write `fsdp_config.offload_params: true`",
     "peft_layers_to_transform peft_layers_pattern": "write the layers in `lora_target_modules` as a regular expression",
@@ -223,7 +223,8 @@ MAPPED = names(
     model_type special_tokens tokens resize_token_embeddings_to_32x eot_tokens chat_template
     chat_template_jinja chat_template_kwargs datasets test_datasets pretraining_dataset streaming
     dataset_exact_deduplication sample_packing_sequentially curriculum_sampling sequence_len eval_sequence_len
-    min_sample_len excess_length_strategy sample_packing train_on_inputs val_set_size micro_batch_size
+    min_sample_len excess_length_strategy sample_packing max_packed_sequence_len
+    train_on_inputs val_set_size micro_batch_size
     gradient_accumulation_steps batch_size num_epochs max_steps learning_rate optimizer adam_beta1 adam_beta2
     adam_epsilon weight_decay max_grad_norm lr_scheduler lr_scheduler_kwargs cosine_min_lr_ratio
     cosine_constant_lr_ratio lr_quadratic_warmup warmup_ratio warmup_steps seed adapter load_in_4bit load_in_8bit
