@@ -3,7 +3,8 @@
 # make train                              the demo, on all GPUs or in two CPU processes
 # make train CONFIG=run.yaml              your run, in one process; ARGS='stop.max_steps=10 ...' sets keys
 # make train-distributed CONFIG=run.yaml  your run, on all GPUs
-# make train-tb | train-distributed-tb    the same with TensorBoard beside it until it ends; PORT=6006
+# make train-deepspeed CONFIG=run.yaml    your run, on all GPUs, by DeepSpeed: ZeRO-2, or as DEEPSPEED_CONFIG= says
+# make train-tb | train-...-tb            the same with TensorBoard beside it until it ends; PORT=6006
 # make eval | infer | merge CONFIG=...    of a finished run: loss again, answers (PROMPT='...'), adapter into the model
 # make memory-check                       planned beside used memory of each GPU; CONFIG= a run file or a run's folder
 # make gpu-info | setup-accelerate        the GPUs of this machine | what a start would use; ASK=1 asks
@@ -79,7 +80,7 @@ test test-all equality: export OMP_NUM_THREADS ?= 1
 	tensorboard clean
 
 help:
-	@sed -n '3,20s/^# \{0,1\}//p' Makefile
+	@sed -n '3,21s/^# \{0,1\}//p' Makefile
 
 # torch is installed first and by its exact version: with a range, pip may download builds of several GB more than once.
 .venv/.installed: pyproject.toml constraints.txt
@@ -109,14 +110,12 @@ train-distributed train-distributed-tb: $(READY)
 	@$(NEEDS_CONFIG) $(MANYHANDS) train '$(CONFIG)' $(or $(WITH_ACCELERATE),parallel.gpus=auto) $(WITH_DEEPSPEED) \
 	$(WITH_TENSORBOARD) $(ARGS)
 
-# Refused by name until there is an engine for it.
-train-deepspeed train-deepspeed-tb:
-	@echo "error: there is no DeepSpeed engine yet: make $@ starts nothing" >&2
-	@echo "  why: FSDP2 shards what ZeRO shards: stage 3 is parallel.strategy=fsdp, stage 2 the same with" \
-	"parallel.reshard_after_forward=false, offloading is parallel.offload=optimizer or all" >&2
-	@echo "  fix: make $(subst deepspeed,distributed,$@) CONFIG=$(or $(CONFIG),run.yaml)" \
-	"$(or $(if $(DEEPSPEED_CONFIG),DEEPSPEED_CONFIG=$(DEEPSPEED_CONFIG)),ARGS='parallel.strategy=fsdp')" >&2
-	@exit 2
+# ZeRO-2, or what DEEPSPEED_CONFIG= says. Without the package a file would be carried out by FSDP2: not under this name.
+train-deepspeed train-deepspeed-tb: $(READY)
+	@$(NEEDS_CONFIG) $(PYTHON) -c 'import importlib.util as u, sys; sys.exit(0 if u.find_spec("deepspeed") else \
+	"error: make $@ needs DeepSpeed\n  fix: pip install deepspeed, or make $(subst deepspeed,distributed,$@)")'
+	@$(MANYHANDS) train '$(CONFIG)' parallel.gpus=auto $(or $(WITH_DEEPSPEED),parallel.strategy=zero2) \
+	$(WITH_TENSORBOARD) $(ARGS)
 
 eval: $(READY)
 	@$(NEEDS_CONFIG) $(MANYHANDS) eval '$(CONFIG)' $(ARGS)

@@ -67,7 +67,7 @@ def test_words_that_merely_look_alike_are_no_suggestion(key):
         ("datasets", "here it is `data.train`"),
         ("report_to", "`log.tensorboard`"),
         ("load_in_4bit", "`method.name: qlora`"),
-        ("deepspeed", "not supported yet: `parallel.strategy: fsdp`"),
+        ("deepspeed", "`parallel.strategy: zero1`, `zero2` or `zero3`"),
         ("rl", "DPO"),
         ("resume_from_checkpoint", "starting the same run again resumes it"),
         ("sample_packing", "here it is `data.packing`"),

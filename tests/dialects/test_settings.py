@@ -191,10 +191,46 @@ def test_zero_s_stages_and_offloading(tmp_path: Path, said: dict[str, Any], expe
     assert {key: parallel[key] for key in expected} == expected
 
 
-def test_stages_are_a_substitution_that_strict_refuses(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_stages_are_deepspeed_s_own_where_it_is_installed(tmp_path: Path, stage: int) -> None:
+    loaded = load(tmp_path, "deepspeed", {ZERO: {"stage": stage, "cpu_offload": True}}, deepspeed=True, strict=True)
+    assert loaded.config.parallel.strategy == f"zero{stage}" and loaded.config.parallel.offload == "optimizer"
+    assert kinds(loaded)[f"{ZERO}.stage"] == "mapped"
+    by_accelerate = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": stage}}
+    parallel = load(tmp_path, "accelerate", by_accelerate, deepspeed=True).config.parallel
+    assert (parallel.strategy, parallel.reshard_after_forward) == (f"zero{stage}", "auto")
+    default = load(tmp_path, "accelerate", {"distributed_type": "DEEPSPEED"}, deepspeed=True).config
+    assert default.parallel.strategy == "zero2"
+
+
+def test_without_it_stages_are_a_substitution_that_strict_refuses(tmp_path: Path) -> None:
     assert kinds(load(tmp_path, "deepspeed", {ZERO: {"stage": 2}}))[f"{ZERO}.stage"] == "substituted"
-    with pytest.raises(UserError, match=r"no DeepSpeed engine yet.*refused under --strict"):
+    with pytest.raises(UserError, match=r"DeepSpeed is not installed.*refused under --strict"):
         load(tmp_path, "deepspeed", {ZERO: {"stage": 2}}, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("stage", "keys", "named"),
+    [
+        (2, {"optim": "adamw_bnb_8bit"}, "`optimizer.name: adamw_8bit`"),
+        (3, {"torch_compile": True}, "`parallel.compile: true`"),
+        (3, {"load_in_4bit": True, "use_peft": True}, "`method.name: qlora`"),
+    ],
+)
+def test_what_a_stage_cannot_carry_out_is_sharded_by_fsdp(
+    tmp_path: Path, stage: int, keys: dict[str, Any], named: str
+) -> None:
+    (tmp_path / "z.json").write_text(json.dumps({ZERO: {"stage": stage}}))
+    (tmp_path / "sft.yaml").write_text(yaml.safe_dump(TRL | keys | {"deepspeed": "z.json"}))
+    loaded = load_run(tmp_path / "sft.yaml", around=Around(gpus=1, deepspeed=True))
+    assert loaded.config.parallel.strategy == "fsdp" and loaded.translation is not None
+    (fate,) = (one for one in loaded.translation.fates if one.key == f"deepspeed > {ZERO}.stage")
+    assert fate.kind == "substituted" and named in fate.why and fate.native["parallel.strategy"] == "fsdp"
+    (tmp_path / "sft.yaml").write_text(yaml.safe_dump(TRL | {"deepspeed": "z.json"}))
+    assert (
+        load_run(tmp_path / "sft.yaml", around=Around(gpus=1, deepspeed=True)).config.parallel.strategy
+        == f"zero{stage}"
+    )
 
 
 def test_other_sections_of_deepspeed(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from manyhands.cli.main import app
 from manyhands.config.load import load_config
 from manyhands.core.errors import UserError
+from manyhands.core.extras import has_deepspeed
 from manyhands.plan.types import Plan
 from tests.guides.conftest import FAST, ROOT, call
 
@@ -27,12 +28,13 @@ GUIDES = next((Path(folder) for folder in FOLDERS if folder and Path(folder).is_
 pytestmark = pytest.mark.skipif(GUIDES is None, reason="MANYHANDS_GUIDES names no folder with the guides")
 
 ACCELERATE, DEEPSPEED = "--accelerate-config", "--deepspeed"
+ZERO_2 = "zero2" if has_deepspeed() else "fsdp"
 QLORA_4 = ("parallel.gpus=4",)
 NO_WARMUP = ("schedule.warmup_steps=0",)  # the tool's default of 100 steps is longer than the run
 # guide, index among its blocks, option that takes it (run files: none), overrides, what the plan must then have
 BLOCKS = (
     ("sft-play", 0, "", (), {"strategy": "single"}),
-    ("sft-play", 1, DEEPSPEED, ("parallel.gpus=2",), {"strategy": "fsdp", "offload": "optimizer"}),
+    ("sft-play", 1, DEEPSPEED, ("parallel.gpus=2",), {"strategy": ZERO_2, "offload": "optimizer"}),
     ("sft-play", 2, "", (), {}),
     ("synth-ai", 0, "", (), {"strategy": "fsdp", "world_size": 4, "reshard_after_forward": False}),
     ("synth-ai", 2, "", QLORA_4, {"world_size": 4}),

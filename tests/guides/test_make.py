@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from manyhands.core.extras import has_deepspeed
 from tests.e2e.runs import free_port
 from tests.guides.conftest import FAST, make
 
@@ -27,12 +28,15 @@ def test_every_target_of_a_guide_exists(target: str) -> None:
 
 
 @pytest.mark.parametrize("target", ["train-deepspeed", "train-deepspeed-tb"])
-def test_deepspeed_is_refused_by_name_and_the_same_today_is_named(target: str) -> None:
-    done = make(target, "CONFIG=configs/run_llama70b.yaml", "DEEPSPEED_CONFIG=configs/deepspeed_custom.json")
-    assert done.returncode == 2 and "there is no DeepSpeed engine yet" in done.stdout
-    instead = f"make {target.replace('deepspeed', 'distributed')} CONFIG=configs/run_llama70b.yaml"
-    assert f"{instead} DEEPSPEED_CONFIG=configs/deepspeed_custom.json" in done.stdout
-    assert "parallel.strategy=fsdp" in make(target).stdout
+def test_deepspeed_is_zero_2_or_the_files(target: str) -> None:
+    plain = make("-n", target, "CONFIG=a.yaml").stdout
+    assert "train 'a.yaml' parallel.gpus=auto parallel.strategy=zero2" in plain
+    assert ("--tensorboard" in plain) == target.endswith("-tb")
+    by_file = make("-n", target, "CONFIG=a.yaml", "DEEPSPEED_CONFIG=d.json").stdout
+    assert "--deepspeed 'd.json'" in by_file and "zero2" not in by_file
+    if not has_deepspeed():
+        done = make(target, "CONFIG=a.yaml")
+        assert done.returncode == 2 and f"make {target} needs DeepSpeed" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -49,7 +53,7 @@ def test_no_variable_is_ignored(arguments: tuple[str, ...], text: str) -> None:
     assert done.returncode == 2 and text in done.stdout
 
 
-@pytest.mark.parametrize("target", ["train-distributed", "train-distributed-tb", "eval", "infer", "merge"])
+@pytest.mark.parametrize("target", ["train-distributed", "train-distributed-tb", "train-deepspeed", "eval", "infer"])
 def test_a_target_without_its_run_says_how_to_name_it(target: str) -> None:
     done = make(target)
     assert done.returncode == 2 and f"which run? make {target} CONFIG=run.yaml" in done.stdout

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from manyhands.core.errors import UserError
+from manyhands.core.extras import missing_deepspeed
 from manyhands.core.world import World
 
 
@@ -35,20 +35,10 @@ def open_deepspeed(world: World) -> ModuleType:
     try:
         import deepspeed
     except ImportError as error:
-        raise missing(str(error)) from error
+        raise missing_deepspeed(str(error)) from error
     deepspeed.ops.__compatible_ops__ = {}
     deepspeed.utils.logger.setLevel(logging.ERROR)
     return deepspeed
-
-
-def missing(why: str) -> UserError:
-    """What is said where the package is not installed."""
-    return UserError(
-        "parallel.strategy: zero1, zero2 and zero3 need DeepSpeed",
-        where="parallel.strategy",
-        why=why,
-        fix="pip install 'manyhands[deepspeed]', or use parallel.strategy=fsdp, which shards what zero3 shards",
-    )
 
 
 @contextlib.contextmanager

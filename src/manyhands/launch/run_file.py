@@ -15,6 +15,7 @@ from manyhands.config.load import LoadedRun, load_run
 from manyhands.config.read import ParsedFile
 from manyhands.config.schema import Source
 from manyhands.core.errors import UserError
+from manyhands.core.extras import has_deepspeed
 from manyhands.core.files import read_json
 from manyhands.data.hub_sets import fetch_file
 from manyhands.data.sources import is_hub, read_rows
@@ -50,7 +51,7 @@ def load_for_start(
 
 def look_around(*, num_gpus: int | None = None, strict: bool = False) -> Around:
     """What this machine answers: its GPUs, columns of local data, config.json of a local model, lists of data sets on
-    the hub.
+    the hub; whether DeepSpeed is installed.
     """
     count: Callable[[], int] = (lambda: len(read_host_facts().gpus)) if num_gpus is None else lambda: num_gpus
     return Around(
@@ -60,6 +61,7 @@ def look_around(*, num_gpus: int | None = None, strict: bool = False) -> Around:
         hub_file=fetch_file,
         other_gpus=_other_gpus,
         strict=strict,
+        deepspeed=has_deepspeed(),
     )
 
 

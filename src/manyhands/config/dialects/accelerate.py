@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from manyhands.config.dialects.deepspeed import map_deepspeed, map_zero
+from manyhands.config.dialects.deepspeed import map_deepspeed, map_stage, map_zero
 from manyhands.config.dialects.fsdp import OPTIONS, fsdp_keys, fsdp_options, map_fsdp
 from manyhands.config.dialects.translation import Translator, names
 from manyhands.config.keys import show
@@ -124,8 +124,7 @@ def _map_deepspeed(t: Translator) -> None:
     t.already(file)
     stage = section + "zero_stage"
     if not t.has(stage):
-        t.substitute("distributed_type", {"parallel.strategy": "fsdp", "parallel.reshard_after_forward": False},
-                     "accelerate's default is ZeRO stage 2: FSDP2")  # fmt: skip
+        map_stage(t, "distributed_type", 2, "accelerate's default is ZeRO stage 2")
     else:
         map_zero(
             t,

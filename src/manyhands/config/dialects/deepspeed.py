@@ -1,7 +1,8 @@
 """DeepSpeed's JSON (``--deepspeed``, ``DEEPSPEED_CONFIG=``, the key ``deepspeed`` of other tools' files).
 
-There is no DeepSpeed engine: ZeRO's stages are substituted by what FSDP2 shards alike, which is said. Values ``auto``
-are filled from the run file.
+ZeRO's stages are strategies of ours, carried out by DeepSpeed itself. Where the package is not installed, or cannot do
+what else the file asks for, they are substituted by what FSDP2 shards alike, which is said. Values ``auto`` are filled
+from the run file.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from manyhands.config.read import ParsedFile, read_run_file
 
 TOOL = "DeepSpeed"
 REFUSES_UNKNOWN = False
-NO_ENGINE = "there is no DeepSpeed engine yet"
+NOT_INSTALLED = "DeepSpeed is not installed (pip install 'manyhands[deepspeed]')"
 STAGES: Mapping[int, tuple[Mapping[str, Any], str]] = {
     0: ({"parallel.strategy": "ddp"}, "nothing is sharded: DDP"),
     1: ({"parallel.strategy": "fsdp", "parallel.reshard_after_forward": False}, "FSDP2 shards optimizer states, too"),
@@ -172,12 +173,8 @@ def find_file(folder: Path, name: str) -> Path | None:
 
 def map_zero(t: Translator, *, stage: str, optimizer: tuple[str, ...], weights: tuple[str, ...]) -> None:
     """ZeRO's stage and what it offloads. ``optimizer``, ``weights``: keys with a device, or true and false."""
-    number = t.integer(stage, 0) or 0
-    if number not in STAGES:
-        t.refuse(stage, f"got {number}, allowed: 0, 1, 2 or 3")
-    elif t.has(stage):
-        native, why = STAGES[number]
-        t.substitute(stage, native, f"{NO_ENGINE}; {why}")
+    if t.has(stage):
+        map_stage(t, stage, t.integer(stage, 0) or 0)
     else:
         t.carry("parallel.strategy", "ddp", "DeepSpeed's default is ZeRO stage 0")
     offloads = {key: _offloads(t, key) for key in (*optimizer, *weights) if t.has(key)}
@@ -187,6 +184,53 @@ def map_zero(t: Translator, *, stage: str, optimizer: tuple[str, ...], weights: 
             t.map(key, "parallel.offload", "all" if whole else "optimizer")
         elif asked is False:
             t.already(key)
+
+
+def map_stage(t: Translator, key: str, number: int, why: str = "") -> None:
+    """A stage as a strategy. ``why``: where the number comes from, if the file does not say it."""
+    if number not in STAGES:
+        t.refuse(key, f"got {number}, allowed: 0, 1, 2 or 3")
+        return
+    native, alike = STAGES[number]
+    if number == 0:
+        t.map(key, native, why=alike)
+    elif t.around.deepspeed:
+        t.map(key, "parallel.strategy", f"zero{number}", why)
+    else:
+        t.substitute(key, native, "; ".join(part for part in (why, NOT_INSTALLED, alike) if part))
+
+
+def settle(t: Translator) -> None:
+    """Once all keys are mapped: FSDP2 in place of a stage of DeepSpeed's that cannot carry out the rest of the file."""
+    asked = str(t.mapping.get("parallel", {}).get("strategy"))
+    if not asked.startswith("zero"):
+        return
+    if obstacle := find_obstacle(t.mapping, int(asked[-1])):
+        native, alike = STAGES[int(asked[-1])]
+        t.replace("parallel.strategy", native, f"DeepSpeed's stages are not available with {obstacle}; {alike}")
+
+
+def find_obstacle(mapping: Mapping[str, Any], stage: int) -> str:
+    """What of a native mapping no stage, or not this one, can be combined with, as a key and its value; "" for none.
+    ``config/checks.py`` has the reasons.
+    """
+
+    def value(section: str, key: str) -> Any:
+        return mapping.get(section, {}).get(key)
+
+    obstacles = {
+        "optimizer.name": value("optimizer", "name") not in (None, "adamw"),
+        "model.dtype": value("model", "dtype") == "float64",
+        "model.master_dtype": value("model", "master_dtype") == "bfloat16",
+        "kernels.linear": value("kernels", "linear") == "fp8",
+        "parallel.offload": stage < 3 and value("parallel", "offload") == "all",
+        "method.name": stage == 3 and value("method", "name") == "qlora",
+        "method.dora": stage == 3 and value("method", "dora") is True,
+        "model.new_tokens": stage == 3 and bool(value("model", "new_tokens")),
+        "parallel.compile": stage == 3 and value("parallel", "compile") is True,
+    }
+    found = next((key for key, stands in obstacles.items() if stands), "")
+    return f"`{found}: {show(value(*found.split('.')))}`" if found else ""
 
 
 def _offloads(t: Translator, key: str) -> bool | None:

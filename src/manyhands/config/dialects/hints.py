@@ -98,7 +98,7 @@ _PER_GPU = (
     "and `batch.micro_samples` (without packing) what one GPU processes at once"
 )
 _SHARDED = "weights, gradients and optimizer states"
-_DEEPSPEED = f"DeepSpeed is not supported yet: `parallel.strategy: fsdp` shards {_SHARDED}, as ZeRO-3 does"
+_DEEPSPEED = "here it is `parallel.strategy: zero1`, `zero2` or `zero3`; a DeepSpeed file goes to `--deepspeed FILE`"
 _STRATEGIES = "is not supported: `parallel.strategy` is auto, single, ddp, fsdp or hsdp"
 _EVAL_BATCH = "evaluation uses the micro-batches of training; remove it"
 _FUSED = "fused kernels are used automatically if they pass a self-test, see `manyhands config kernels`"
@@ -242,8 +242,8 @@ VALUES = MappingProxyType(
         },
         "parallel.strategy": {
             "none": "write single",
-            **dict.fromkeys(("fsdp2", "full_shard", "zero3", "zero2"), f"write fsdp, which shards {_SHARDED}"),
-            "deepspeed": f"write fsdp, which shards {_SHARDED}",
+            **dict.fromkeys(("fsdp2", "full_shard"), f"write fsdp, which shards {_SHARDED}"),
+            "deepspeed": f"write zero1, zero2 or zero3, or fsdp, which shards {_SHARDED}",
             "hybrid_shard": "write hsdp",
         },
         "parallel.activation_checkpointing": {

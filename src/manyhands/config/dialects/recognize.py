@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping
 from importlib import import_module
 from typing import Any, Protocol, cast
 
+from manyhands.config.dialects import deepspeed
 from manyhands.config.dialects.translation import Around, Translation, Translator, flatten
 from manyhands.config.keys import table
 from manyhands.config.read import ParsedFile
@@ -77,6 +78,7 @@ def translate(source: ParsedFile, dialect: Dialect, around: Around) -> Translati
     t = Translator(source, around, tool=dialect.TOOL, known=dialect.KEYS, open=dialect.OPEN)
     _refuse_mixed(t, dialect)
     dialect.translate(t)
+    deepspeed.settle(t)
     return t.finish(refuse_unknown=dialect.REFUSES_UNKNOWN)
 
 
@@ -88,6 +90,7 @@ def translate_settings(source: ParsedFile, name: str, around: Around) -> Transla
         raise UserError(f"this is no {dialect.TOOL} file: it has none of its keys", where=source.where)
     _refuse_mixed(t, dialect)
     dialect.translate(t)
+    deepspeed.settle(t)
     return t.finish(refuse_unknown=dialect.REFUSES_UNKNOWN)
 
 

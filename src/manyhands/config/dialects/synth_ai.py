@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from manyhands.config.dialects.deepspeed import NO_ENGINE, STAGES
+from manyhands.config.dialects.deepspeed import map_stage
 from manyhands.config.dialects.fsdp import map_fsdp
 from manyhands.config.dialects.translation import Translator, check_product, names
 from manyhands.config.keys import show
@@ -223,11 +223,8 @@ def _map_parallelism(t: Translator) -> None:
         map_fsdp(t, {name: key for name, key in options.items() if t.has(key)}, strategy=None)
     elif t.flag(deepspeed):
         number = t.integer(stage, 2) or 0
-        if number in STAGES:
-            t.already(deepspeed)
-            t.substitute(stage if t.has(stage) else deepspeed, STAGES[number][0], f"{NO_ENGINE}; {STAGES[number][1]}")
-        else:
-            t.refuse(stage, f"got {number}, allowed: 0, 1, 2 or 3")
+        t.already(deepspeed)
+        map_stage(t, stage if t.has(stage) else deepspeed, number)
     for key in (fsdp, deepspeed):
         t.already(key)
     for key in (strategy, offload, PARALLEL + "fsdp_activation_checkpointing"):

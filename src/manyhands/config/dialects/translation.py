@@ -8,11 +8,11 @@ here. Pure: whatever a translation may ask of the world comes in as ``Around``. 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
+from manyhands.config.dialects.around import Around as Around
 from manyhands.config.dialects.hints import find_key
 from manyhands.config.keys import nearest_name, show
 from manyhands.config.read import ParsedFile
@@ -42,37 +42,6 @@ class Fate:
     def place(self) -> str:
         """``line 12, `sequence_len```: where the user finds it; with its file if that is another one."""
         return (f"{self.file}, " if self.file else "") + (f"line {self.line}, " if self.line else "") + f"`{self.key}`"
-
-
-@dataclass(frozen=True)
-class Around:
-    """What a translation may ask beside the file itself; None where nobody can say.
-
-    ``gpus``: asked for on the command line. ``first_gpus``: what the run's first start multiplied by.
-    ``count_gpus``: those of this machine.
-    ``first_row``: of a data file or data set. ``model_config``: config.json of a model that is at hand.
-    ``other_gpus``: what this machine's GPUs are, where they are none of the kind that is named.
-    ``hub_file``: a file of a data set on the hub, fetched; it raises UserError where the hub has none.
-    ``strict``: refuse substitutions. ``micro``, ``accumulation``: samples per GPU and micro-batches per step of the run
-    file that a settings file belongs to.
-    """
-
-    folder: Path = Path()
-    gpus: int | None = None
-    first_gpus: int | None = None
-    count_gpus: Callable[[], int] | None = None
-    first_row: Callable[[str], Mapping[str, Any] | None] | None = None
-    model_config: Callable[[str], Mapping[str, Any] | None] | None = None
-    hub_file: Callable[[str, str], Path | None] | None = None
-    other_gpus: Callable[[str], str | None] | None = None
-    strict: bool = False
-    micro: int | None = None
-    accumulation: int | None = None
-
-    def columns(self, path: str) -> tuple[str, ...] | None:
-        """Names of the columns of a data file or data set."""
-        row = self.first_row(path) if self.first_row else None
-        return None if row is None else tuple(row)
 
 
 @dataclass(frozen=True)
@@ -219,6 +188,20 @@ class Translator:
         self._note(key, "substituted", why, native)
         for name, one in native.items():
             self._set(name, one, key)
+
+    def replace(self, native: str, instead: Mapping[str, Any], why: str) -> None:
+        """What has set ``native`` cannot be had with the rest of the file: ``substitute`` for it."""
+        for key, fate in list(self._fates.items()):
+            if native not in fate.native:
+                continue
+            if self.around.strict:
+                self._fates[key] = replace(fate, kind="refused", why=f"{why}: refused under --strict")
+                continue
+            kept = {name: value for name, value in fate.native.items() if name != native}
+            self._fates[key] = replace(fate, kind="substituted", why=why, native=kept | dict(instead))
+            for name, value in instead.items():
+                self._set_by[name], self.origins[name] = key, fate.place
+                self._write(name, value)
 
     def refuse(self, key: str, why: str) -> None:
         """The key asks for what cannot be done; ``why`` also says what to write."""
