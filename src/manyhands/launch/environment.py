@@ -6,10 +6,8 @@ The latter are written here alone, and never over what the user has set. Starts 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,14 +18,14 @@ from manyhands.config.read import ParsedFile
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.core.machine import count_cores
+from manyhands.launch import slurm
 from manyhands.launch.address import LOOPBACK
+from manyhands.launch.slurm import read_integer
 from manyhands.plan.types import Plan
 
 Kind = Literal["manyhands", "torchrun", "accelerate", "slurm", "none"]
 
 _DEFAULT_PORT = 29500
-# Below the range from which kernels hand out ports, above what services use.
-_SLURM_FIRST_PORT, _SLURM_NUM_PORTS = 20000, 10000
 
 
 @dataclass(frozen=True)
@@ -43,6 +41,13 @@ class Launcher:
     master_port: int = _DEFAULT_PORT
     has_own_cores: bool = False  # the cores that a process sees are its own, not shared with the machine's other ranks
 
+    has_own_gpu: bool = False  # the one GPU that a process sees is its own (srun --gpus-per-task=1)
+
+    @property
+    def device_index(self) -> int:
+        """Of this process's GPU among those that it sees."""
+        return 0 if self.has_own_gpu else self.local_rank
+
     @property
     def num_sharing_cores(self) -> int:
         return 1 if self.has_own_cores else self.local_world_size
@@ -55,8 +60,8 @@ def detect_launcher(environ: Mapping[str, str] = os.environ) -> Launcher:
     """
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return _check(_from_torch_variables(environ))
-    if "SLURM_PROCID" in environ:
-        return _check(_from_slurm(environ))
+    if slurm.is_task(environ):
+        return _check(Launcher("slurm", **slurm.read_task(environ)))
     return Launcher("none")
 
 
@@ -66,7 +71,10 @@ def refuse_silent_single(launcher: Launcher, config: RunConfig, num_gpus: int | 
     ``num_gpus``: those visible here; counted if not given.
     """
     asked = config.parallel.gpus
-    if launcher.kind != "none" or asked == 1:
+    slurm.refuse_idle(launcher.kind, launcher.world_size, launcher.local_world_size, asked, config.parallel.device)
+    # One task of srun is no choice of one process: jobs and interactive shells have it by default.
+    alone = launcher.kind == "none" or (launcher.kind == "slurm" and launcher.world_size == 1)
+    if not alone or asked == 1:
         return
     if num_gpus is None and config.parallel.device != "cpu":
         from manyhands.facts.host import read_host_facts
@@ -209,36 +217,9 @@ def apply_variables(config: RunConfig, environ: Mapping[str, str] = os.environ) 
     return config, notes
 
 
-def expand_hosts(nodelist: str) -> list[str]:
-    """``"gpu[01-03,7],login1"`` -> ``["gpu01", "gpu02", "gpu03", "gpu7", "login1"]``: SLURM's host lists, also with
-    several brackets.
-    """
-    nodelist = nodelist.strip()
-    if not re.fullmatch(r"[^\[\]\s]*(\[\d[\d,-]*\][^\[\]\s]*)*", nodelist) or not nodelist:
-        raise UserError(
-            f"cannot read the host list {nodelist!r}",
-            where="SLURM_JOB_NODELIST",
-            fix="set MASTER_ADDR to rank 0's host",
-        )
-    hosts: list[str] = []
-    for pattern in re.findall(r"(?:\[[^\]]*\]|[^,\[\]])+", nodelist):
-        parts = re.split(r"\[([^\]]*)\]", pattern)
-        choices = [_expand_range(part) if index % 2 else [part] for index, part in enumerate(parts)]
-        hosts += ["".join(choice) for choice in itertools.product(*choices)]
-    return hosts
-
-
-def _expand_range(text: str) -> list[str]:
-    numbers: list[str] = []
-    for piece in text.split(","):
-        first, _, last = piece.partition("-")
-        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
-    return numbers
-
-
 def _from_torch_variables(environ: Mapping[str, str]) -> Launcher:
-    rank = _integer(environ, "RANK", 0)
-    world_size = _integer(environ, "WORLD_SIZE", 1)
+    rank = read_integer(environ, "RANK", 0)
+    world_size = read_integer(environ, "WORLD_SIZE", 1)
     if "WORLD_SIZE" not in environ:
         raise UserError(
             "RANK is set, WORLD_SIZE is not",
@@ -259,13 +240,13 @@ def _from_torch_variables(environ: Mapping[str, str]) -> Launcher:
     return Launcher(
         kind=_kind(environ),
         rank=rank,
-        local_rank=_integer(environ, "LOCAL_RANK", rank if one_host else 0),
+        local_rank=read_integer(environ, "LOCAL_RANK", rank if one_host else 0),
         world_size=world_size,
-        local_world_size=_integer(
-            environ, "LOCAL_WORLD_SIZE", world_size if one_host else 1 + _integer(environ, "LOCAL_RANK", 0)
+        local_world_size=read_integer(
+            environ, "LOCAL_WORLD_SIZE", world_size if one_host else 1 + read_integer(environ, "LOCAL_RANK", 0)
         ),
         master_addr=master_addr,
-        master_port=_integer(environ, "MASTER_PORT", _DEFAULT_PORT),
+        master_port=read_integer(environ, "MASTER_PORT", _DEFAULT_PORT),
     )
 
 
@@ -273,58 +254,6 @@ def _kind(environ: Mapping[str, str]) -> Kind:
     if LAUNCHER_PID in environ:
         return "manyhands"
     return "accelerate" if "ACCELERATE_MIXED_PRECISION" in environ else "torchrun"
-
-
-def _from_slurm(environ: Mapping[str, str]) -> Launcher:
-    """One task a process (``srun python -m manyhands.worker ...``). The master is the first host, the port follows from
-    the job's id.
-    """
-    world_size = _integer(environ, "SLURM_STEP_NUM_TASKS", _integer(environ, "SLURM_NTASKS", 1))
-    nodelist = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
-    if world_size > 1 and not nodelist and "MASTER_ADDR" not in environ:
-        raise UserError(
-            "SLURM names no hosts",
-            where="SLURM_JOB_NODELIST",
-            fix="start with srun, or set MASTER_ADDR to rank 0's host",
-        )
-    master_addr = environ.get("MASTER_ADDR") or (
-        expand_hosts(nodelist)[0] if nodelist and world_size > 1 else "127.0.0.1"
-    )
-    port = _SLURM_FIRST_PORT + _integer(environ, "SLURM_JOB_ID", 0) % _SLURM_NUM_PORTS
-    return Launcher(
-        kind="slurm",
-        rank=_integer(environ, "SLURM_PROCID", 0),
-        local_rank=_integer(environ, "SLURM_LOCALID", 0),
-        world_size=world_size,
-        local_world_size=_slurm_local_world_size(environ, world_size),
-        master_addr=master_addr,
-        master_port=_integer(environ, "MASTER_PORT", port),
-        has_own_cores="SLURM_CPUS_PER_TASK" in environ,  # srun binds each task to them
-    )
-
-
-def _slurm_local_world_size(environ: Mapping[str, str], world_size: int) -> int:
-    """From ``SLURM_TASKS_PER_NODE``, e.g. ``"4(x2),3"``: 4 tasks on each of two nodes, 3 on the next."""
-    text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
-    if not text:
-        return world_size // max(1, _integer(environ, "SLURM_NNODES", 1)) or 1
-    tasks: list[int] = []
-    for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        tasks += [int(count)] * int(repeat or 1)
-    node = _integer(environ, "SLURM_NODEID", 0)
-    return tasks[node] if node < len(tasks) else 1
-
-
-def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
-    text = environ.get(name, "")
-    if not text:
-        return default
-    try:
-        return int(text)
-    except ValueError:
-        raise UserError(
-            f"{name} is not a number: {text!r}", where="environment", fix=f"unset {name}, or let the launcher set it"
-        ) from None
 
 
 def _check(launcher: Launcher) -> Launcher:

@@ -18,6 +18,7 @@ from manyhands.facts.types import HostFacts
 from manyhands.launch.environment import detect_launcher, refuse_alone
 from manyhands.launch.prepare import Prepared, plan_smaller, prepare_run, summarize_start
 from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.slurm import refuse_outside_step
 from manyhands.launch.start_nodes import Joined, joined
 from manyhands.launch.team import Place
 from manyhands.launch.workers import run_workers
@@ -135,7 +136,8 @@ def _keep(text: str, folder: RunFolder) -> None:
 
 
 def _refuse_nested() -> None:
-    """Under torchrun each process would start a run of its own."""
+    """Under torchrun or srun each process would start a run of its own."""
+    refuse_outside_step()
     if "RANK" in os.environ and detect_launcher().world_size > 1:
         raise UserError(
             "`manyhands train` starts the processes itself, but another launcher has started this one",

@@ -14,6 +14,7 @@ from pathlib import Path
 from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.core.files import explain_full_disk, is_disk_full
 from manyhands.launch.environment import LAUNCHER_PID, detect_launcher
+from manyhands.launch.slurm import block_save_signal, refuse_unknown_host
 
 # Freeing a gloo group while its peer lives on was seen to hang (torch 2.13), so what a rank holds is left to the end of
 # the process.
@@ -52,10 +53,13 @@ def end_with_parent() -> None:
 def main(argv: list[str]) -> int:
     """Exit code of this rank. Errors are written where the launcher finds them, and shown by one rank only."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is something to save, Ctrl-C ends the rank silently
+    block_save_signal()
     arguments = parse_arguments(argv)
     terminal = sys.stderr
     try:
         launcher = detect_launcher()
+        if launcher.kind == "slurm":
+            refuse_unknown_host(launcher.master_addr)
     except UserError as error:
         print(error, file=terminal)
         return error.exit_code

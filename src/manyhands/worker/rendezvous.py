@@ -115,7 +115,7 @@ def join(session: Session, arguments: argparse.Namespace) -> bool:
     threads = rank.plan.environment.get("OMP_NUM_THREADS") or os.environ["OMP_NUM_THREADS"]
     if threads.isdecimal():
         torch.set_num_threads(int(threads))
-    device = pick_device(rank.plan.layout.device, launcher.local_rank)
+    device = pick_device(rank.plan.layout.device, launcher.device_index)
     # Longer than the watch's limit: a stuck rank is to be named by the watch, not by whichever peer waits for it.
     rank.world = form_group(store, launcher, device, rank.config.parallel.timeout_s + GROUP_SLACK_S)
     if session.heartbeat is not None:

@@ -53,6 +53,8 @@ def run_rank(session: Session, arguments: argparse.Namespace) -> int:
                 reason = signal.Signals(number).name if number else "a rank was asked to stop"
                 rank.folder.write_status("interrupted", reason=reason)
             rank.print(f"stopped after step {rank.state.step}; the same command resumes from there")
+            if session.launcher.kind == "slurm":
+                run_on_all_ranks(lambda: None)  # srun --kill-on-bad-exit ends all ranks with the first that leaves
             return session.stop.exit_code if session.stop is not None and number else EXIT_INTERRUPTED
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):

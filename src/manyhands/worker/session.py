@@ -163,7 +163,8 @@ GRACE_S = 20.0  # below the 30 s after which torch's agent kills, so that the la
 
 
 class StopSignal:
-    """Set by the first SIGINT or SIGTERM.
+    """Set by the first SIGINT or SIGTERM; and by SIGUSR1, SLURM's notice, where that is blocked: then saving may take
+    as long as it does.
 
     Python runs signal handlers in the main thread only, and that thread may wait inside a collective for a peer that is
     gone. The interpreter's wake-up pipe is written by the C handler itself, so a thread reading it notices at once.
@@ -183,6 +184,8 @@ class StopSignal:
             signal.signal(number, self._remember)
         signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, name="stop-signal", daemon=True).start()
+        if signal.SIGUSR1 in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
+            threading.Thread(target=self._await_notice, name="save-signal", daemon=True).start()
 
     def __call__(self) -> bool:
         return bool(self.number)
@@ -193,6 +196,10 @@ class StopSignal:
 
     def _remember(self, number: int, frame: object) -> None:
         self.number = number
+
+    def _await_notice(self) -> None:
+        signal.sigwait({signal.SIGUSR1})
+        self.number = self.number or signal.SIGUSR1
 
     def _watch(self) -> None:
         first = self._next()
