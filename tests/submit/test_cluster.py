@@ -39,7 +39,8 @@ def run_file(tmp_path, model) -> Path:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     path = tmp_path / "run.yaml"
     path.write_text(
-        f"name: job\nmodel: {{name: {model}}}\ndata: {{train: rows.jsonl, cache: cache, max_length: 64}}\n"
+        f"name: job\nmodel: {{name: {model}}}\n"
+        f"data: {{train: rows.jsonl, cache: {tmp_path / 'cache'}, max_length: 64}}\n"
         "batch: {samples: 8}\nstop: {max_steps: 12, epochs: 100}\nlog: {tensorboard: false}\n"
         "evaluate: {every_steps: 0, at_start: false, prompts: 0}\ncheckpoint: {every_steps: 0}\n"
         f"output: {{dir: {tmp_path / 'runs'}}}\n"

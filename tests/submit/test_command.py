@@ -21,7 +21,8 @@ def run_file(tmp_path):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     path = tmp_path / "run.yaml"
     path.write_text(
-        "name: job\nmodel: {name: model}\ndata: {train: rows.jsonl, cache: cache, max_length: 64}\n"
+        "name: job\nmodel: {name: model}\n"
+        f"data: {{train: rows.jsonl, cache: {tmp_path / 'cache'}, max_length: 64}}\n"
         f"batch: {{samples: 32}}\noutput: {{dir: {tmp_path / 'runs'}}}\n"
         "submit: {gpus: 2x4xH100, time_limit: 4h, partition: gpu}\n"
     )
