@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+import subprocess
+import sys
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +17,6 @@ from manyhands.core.errors import UserError
 if TYPE_CHECKING:
     from manyhands.api.runs import TrainedRun
 
-Conversation = Sequence[Mapping[str, str]]
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
@@ -81,46 +83,128 @@ class LanguageModel:
         [output] = list(self.run.outputs.values())[:1]
         shutil.copytree(output, folder, dirs_exist_ok=True)
 
-    def generate(self, prompts: Any = None, *, max_new_tokens: int = 256, **tensors: Any) -> Any:
-        """The greedy answer to each prompt, in order: a question, or a conversation as a list of messages with role
-        and content. A single question gets a single answer.
+    def generate(self, prompts: Any = None, *, max_new_tokens: int = 256, on_text: Any = None, **options: Any) -> Any:
+        """The answer to each prompt, in order: a question, or a conversation as a list of messages with role and
+        content. A single question gets a single answer. Prompts share batches as memory allows.
 
-        ``input_ids`` and other tensors go to transformers' own ``generate``, which returns ids.
+        ``options``: temperature (0: greedy), top_p, top_k, repetition_penalty, seed, stop. ``on_text(number, text)``
+        gets each new piece of an answer. ``input_ids`` and other tensors go to transformers' own ``generate``, which
+        returns ids. On all GPUs at once: ``generate_file``.
         """
-        if tensors:
-            if prompts is not None:
-                raise UserError("prompts and tensors are both given", where="generate", fix="give one of them")
-            return self.answerer.model.generate(max_new_tokens=max_new_tokens, **tensors)
-        if isinstance(prompts, str):
-            return self._answer(prompts, max_new_tokens)
-        if not isinstance(prompts, Sequence):
+        if "input_ids" in options:
+            return self.answerer.model.generate(max_new_tokens=max_new_tokens, **options)
+        if not isinstance(prompts, (str, list, tuple)):
             raise UserError(
                 f"prompts are a {type(prompts).__name__}", fix='give a list, such as ["Why is the sky blue?"]'
             )
-        return [self._answer(prompt, max_new_tokens) for prompt in prompts]
+        asked = [prompts] if isinstance(prompts, str) else prompts
+        conversations = [
+            [{"role": "user", "content": one}] if isinstance(one, str) else [dict(turn) for turn in one]
+            for one in asked
+        ]
+        settings = _read_settings(max_new_tokens, options)
+        answers = [found.text for found in self.answerer.answer_all(conversations, settings, on_text=on_text)]
+        return answers[0] if isinstance(prompts, str) else answers
 
-    def _answer(self, prompt: str | Conversation, max_new_tokens: int) -> str:
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(one) for one in prompt]
-        return self.answerer.answer(messages, max_new_tokens)
+    def generate_file(
+        self,
+        input: str | os.PathLike[str],
+        output: str | os.PathLike[str],
+        *,
+        gpus: int | None = None,
+        processes: int = 1,
+        overwrite: bool = False,
+        max_new_tokens: int = 256,
+        **options: Any,
+    ) -> list[dict[str, Any]]:
+        """Answers each row of a JSONL file on all GPUs (``gpus`` of them), or on so many ``processes`` of a CPU, as
+        ``manyhands generate --input --output``; returns the rows with their answers. Started again it continues.
+
+        Among ranks that a launcher has started, rank 0 has it done and all return the rows.
+        """
+        from manyhands.api.start import on_first_rank
+
+        settings = _read_settings(max_new_tokens, options)
+        asked = {
+            "folder": str(self._find()),
+            "input": os.fspath(input),
+            "output": os.fspath(output),
+            "base": self.base,
+            "settings": settings.to_json(),
+            "placement": {"gpus": gpus, "processes": processes, "device_map": _placement_of(self.device_map)},
+            "overwrite": overwrite,
+        }
+        on_first_rank(lambda: _run_infer(asked))
+        return [json.loads(line) for line in Path(output).read_text(encoding="utf-8").splitlines()]
 
     @cached_property
     def answerer(self) -> Any:
         """``infer.load.Answerer``: the model in memory, its tokenizer and what ends an answer."""
-        from manyhands.facts.hub import locate_model
+        from manyhands.infer.batch import open_placed
         from manyhands.infer.load import open_answerer
+        from manyhands.infer.placement import Placement
 
-        folder = self.folder
-        if self.run is None and not folder.is_dir():
-            folder = locate_model(str(folder), self.given.get("revision"), True)
-        return open_answerer(folder, self.base, self._devices())
+        if isinstance(self.device_map, dict):
+            return open_answerer(self._find(), self.base, self.device_map)
+        import torch
+
+        device_map = _placement_of(self.device_map) if torch.cuda.device_count() > 1 else "auto"
+        return open_placed(self._find(), self.base, Placement(device_map=device_map))
+
+    def _find(self) -> Path:
+        """Its folder, fetched where it is a hub name."""
+        from manyhands.facts.hub import locate_model
+
+        if self.run is not None or self.folder.is_dir():
+            return self.folder
+        return locate_model(str(self.folder), self.given.get("revision"), True)
 
     @property
     def tokenizer(self) -> Any:
         """transformers' tokenizer, with the chat template that the run used."""
         return self.answerer.tokenizer
 
-    def _devices(self) -> str | dict[str, Any] | None:
-        """One GPU, or none, needs no map."""
-        import torch
 
-        return None if self.device_map == "auto" and torch.cuda.device_count() < 2 else self.device_map
+def _placement_of(device_map: str | dict[str, Any] | None) -> str:
+    """By the names of ``infer.placement``."""
+    if isinstance(device_map, dict):
+        raise UserError(
+            "a device_map by modules is of one copy of the model",
+            where="generate_file",
+            fix="use generate, or device_map='balanced'",
+        )
+    return {None: "none", "balanced_low_0": "balanced"}.get(device_map, str(device_map))
+
+
+def _read_settings(max_new_tokens: int, options: Mapping[str, Any]) -> Any:
+    from dataclasses import fields
+
+    from manyhands.config.keys import nearest_name
+    from manyhands.infer.settings import GenerationSettings
+
+    known = [field.name for field in fields(GenerationSettings)]
+    for name in options:
+        if name not in known:
+            near = nearest_name(name, known)
+            raise UserError(
+                f"there is no option {name!r}",
+                where="generate",
+                fix=f"did you mean {near}?" if near else f"options are {', '.join(known)}",
+            )
+    return GenerationSettings(max_new_tokens=max_new_tokens, **options)
+
+
+def _run_infer(asked: Mapping[str, Any]) -> None:
+    """In a process of its own, as the command does: copies of the model are processes too."""
+    command = [sys.executable, "-m", "manyhands.infer", "generate", json.dumps(asked)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as child:
+        said: list[str] = []
+        assert child.stderr is not None
+        for line in child.stderr:
+            said.append(line)
+            if not line.startswith(("error:", "  ")):
+                print(line, end="", file=sys.stderr, flush=True)
+    if child.returncode:
+        begin = next((n for n, line in enumerate(said) if line.startswith("error: ")), max(0, len(said) - 10))
+        what, *rest = "".join(said[begin:]).strip().splitlines() or [f"exit code {child.returncode}"]
+        raise UserError(what.removeprefix("error: "), details=[line.strip() for line in rest])

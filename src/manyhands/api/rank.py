@@ -27,7 +27,7 @@ from manyhands.core.errors import EXIT_INTERRUPTED, PeerError
 from manyhands.launch.environment import Launcher, detect_launcher
 from manyhands.launch.run_folder import RunFolder
 from manyhands.metrics.sinks import JsonlSink
-from manyhands.worker.rendezvous import FirstRankFailed, open_store
+from manyhands.worker.rendezvous import PREPARE_TIMEOUT_S, FirstRankFailed, from_first_rank, open_store
 from manyhands.worker.run import run_rank
 from manyhands.worker.session import DEFAULT_TIMEOUT_S, Session
 
@@ -68,6 +68,19 @@ def run_as_rank(load: Callable[[], LoadedRun], *, fresh: bool, callbacks: Callba
     if code == EXIT_INTERRUPTED:
         raise KeyboardInterrupt
     raise SystemExit(code)
+
+
+def run_on_first_rank(launcher: Launcher, work: Callable[[], object]) -> None:
+    """Rank 0 works; the others return when it has, or raise where it could not."""
+
+    def run() -> str:
+        work()
+        return ""
+
+    try:
+        from_first_rank(_open_store(launcher), launcher.rank, "work", run, PREPARE_TIMEOUT_S)
+    except FirstRankFailed:
+        raise PeerError("rank 0 has failed; its own message says why") from None
 
 
 class RankInProcess(Session):

@@ -57,6 +57,17 @@ def start(
         raise error.with_traceback(None) from None  # the user's own lines are all that helps
 
 
+def on_first_rank(work: Callable[[], object]) -> None:
+    """``work`` in this process alone, or by rank 0 while the others wait for it."""
+    launcher = detect_launcher()
+    if launcher.kind == "none" or launcher.world_size == 1:
+        work()
+        return
+    from manyhands.api.rank import run_on_first_rank
+
+    run_on_first_rank(launcher, work)
+
+
 def _start_processes(loaded: LoadedRun, *, fresh: bool, callbacks: Callbacks) -> Path:
     show = open_display()
     environment = {k: v for k, v in os.environ.items() if show is None or k not in TERMINAL_VARIABLES}

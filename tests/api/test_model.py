@@ -1,0 +1,105 @@
+"""``manyhands.load``, and which process of how many this one is."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import manyhands as mh
+from tests.support.tiny import write_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> mh.LanguageModel:
+    return mh.load(write_tiny_model(tmp_path_factory.mktemp("model")))
+
+
+def test_answers_come_in_order_and_are_those_of_each_prompt_alone(model: mh.LanguageModel) -> None:
+    conversation = [{"role": "user", "content": "alpha beta gamma delta"}]
+    answers = model.generate(["alpha", "beta beta", conversation], max_new_tokens=5)
+    alone = [model.generate(prompt, max_new_tokens=5) for prompt in ("alpha", "beta beta")]
+    assert answers == [*alone, *model.generate([conversation], max_new_tokens=5)]
+
+
+def test_options_of_generation(model: mh.LanguageModel) -> None:
+    drawn = [model.generate("alpha", max_new_tokens=5, temperature=5.0, seed=seed) for seed in (1, 2, 1)]
+    assert drawn[0] == drawn[2] != drawn[1]
+    pieces: list[str] = []
+    answer = model.generate("alpha", max_new_tokens=5, on_text=lambda number, text: pieces.append(text))
+    assert "".join(pieces) == answer
+    ids = model.tokenizer("alpha", return_tensors="pt")
+    assert model.generate(**ids, max_new_tokens=2, do_sample=False).shape[1] == ids["input_ids"].shape[1] + 2
+
+
+@pytest.mark.parametrize(
+    ("call", "what", "fix"),
+    [
+        (lambda model: model.generate("a", temprature=1), "no option 'temprature'", "did you mean temperature?"),
+        (lambda model: model.generate(5), "prompts are a int", 'give a list, such as ["Why is the sky blue?"]'),
+        (lambda model: model.save_pretrained("x"), "has not been trained", "save it after Trainer(...).train()"),
+        (lambda model: mh.load("/nonexistent"), "no such folder", ""),
+        (lambda model: mh.load(model.folder, device_map="left"), "device_map is 'left'", ""),
+    ],
+)
+def test_mistakes(model: mh.LanguageModel, call, what: str, fix: str) -> None:
+    with pytest.raises(mh.UserError, match=what) as error:
+        call(model)
+    assert fix in error.value.fix
+
+
+def test_a_device_map_places_the_layers(model: mh.LanguageModel) -> None:
+    pytest.importorskip("accelerate")
+    placed = mh.load(model.folder, device_map={"": "cpu"})
+    assert placed.generate("alpha", max_new_tokens=3) == model.generate("alpha", max_new_tokens=3)
+    with pytest.raises(mh.UserError, match="a device_map by modules is of one copy"):
+        placed.generate_file("in.jsonl", "out.jsonl")
+
+
+PROBE = """
+import sys
+import manyhands as mh
+before = mh.distributed_info()
+assert "torch" not in sys.modules
+import torch.distributed as dist
+assert mh.is_distributed_available() and not before["initialized"] and before["backend"] is None
+dist.init_process_group("gloo")
+after = mh.distributed_info()
+assert (after["initialized"], after["backend"]) == (True, "gloo")
+assert {**after, "initialized": False, "backend": None} == before, (before, after)
+sys.stdout.write(f"{mh.get_rank()} {mh.get_world_size()} {mh.get_local_rank()} {before['launcher']}\\n")
+"""
+
+
+@pytest.mark.slow
+def test_ranks_are_the_same_before_and_after_initialization() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--no-python", sys.executable, "-c"]
+    done = subprocess.run([*command, PROBE], capture_output=True, text=True, timeout=240)
+    assert sorted(done.stdout.splitlines()) == ["0 2 0 torchrun", "1 2 1 torchrun"], done.stderr
+
+
+def test_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    info = mh.distributed_info()
+    assert (info["launcher"], info["rank"], info["world_size"], info["master"]) == ("none", 0, 1, None)
+    mh.print_distributed_info()
+    assert "rank 0 of 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("local", "rank"), [("1", "3")])
+def test_ranks_by_the_launchers_variables(monkeypatch: pytest.MonkeyPatch, local: str, rank: str) -> None:
+    variables = {"RANK": rank, "WORLD_SIZE": "4", "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert (mh.get_rank(), mh.get_world_size(), mh.get_local_rank()) == (3, 4, 1)
+
+
+def test_stages_leave_the_process_alone() -> None:
+    """Signals, descriptors and the end of the process belong to the session around the stages."""
+    folder = Path(__file__).parents[2] / "src/manyhands/worker"
+    words = ("os._exit", "signal.signal(", "os.dup2", "set_wakeup_fd", "sys.exit(")
+    found = {(path.name, word) for path in folder.glob("*.py") for word in words if word in path.read_text()}
+    assert {name for name, _ in found} <= {"session.py", "__main__.py"}, found
