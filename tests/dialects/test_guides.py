@@ -250,6 +250,7 @@ def test_synth_ai_s_guide() -> None:
         "data.max_length": 4096,
         "data.validation_fraction": 0,
         "parallel.gpus": 4,
+        "submit.gpus": "4xH100",
         "parallel.strategy": "fsdp",
         "parallel.reshard_after_forward": False,
         "parallel.activation_checkpointing": "full",
@@ -301,7 +302,8 @@ def test_synth_ai_s_kind_of_gpu_is_compared_with_the_machine_s() -> None:
         done = translated(SYNTH_AI, {}, **around)
         return next((fate.kind, fate.why) for fate in done.fates if fate.key == "compute.gpu_type")
 
-    assert found(other_gpus=lambda name: None)[0] == found()[0] == "ignored"
+    assert found(other_gpus=lambda name: None)[0] == found()[0] == "mapped"
+    assert native(SYNTH_AI, {})["submit.gpus"] == "4xH100", "what a cluster is asked for"
     kind, why = found(other_gpus=lambda name: {"H100": "NVIDIA L4"}[name])
     assert kind == "substituted" and "this machine has NVIDIA L4" in why and "--gpus 4xH100" in why
     assert found(other_gpus=lambda name: "NVIDIA L4", strict=True)[0] == "refused"

@@ -97,11 +97,14 @@ def _map_gpus(t: Translator) -> int | None:
     if t.has("compute.gpu_type"):
         asked = str(t.get("compute.gpu_type"))
         others = t.around.other_gpus(asked) if t.around.other_gpus else None
-        plan = f"`manyhands plan FILE --gpus {t.get('compute.gpu_count', 8)}x{asked}` plans for {asked}"
+        gpus = f"{t.get('compute.gpu_count', 8)}x{asked}"
+        plan = f"`manyhands plan FILE --gpus {gpus}` plans for {asked}, `manyhands submit` asks a cluster for them"
         if others:
-            t.substitute("compute.gpu_type", {}, f"this machine has {others}, which are taken; {plan}")
+            t.substitute(
+                "compute.gpu_type", {"submit.gpus": gpus}, f"this machine has {others}, which are taken; {plan}"
+            )
         else:
-            t.ignore("compute.gpu_type", f"training takes this machine's GPUs; {plan}")
+            t.map("compute.gpu_type", "submit.gpus", gpus, f"training takes this machine's GPUs; {plan}")
     if not found:
         return None
     first = next(iter(found))
