@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -80,7 +81,7 @@ from axolotl.cli.config import load_cfg
 from axolotl.cli.args import TrainerCliArgs
 from axolotl.common.datasets import load_datasets
 from axolotl.train import train
-cfg = load_cfg(Path(sys.argv[1]))
+cfg = load_cfg(sys.argv[1])
 meta = load_datasets(cfg=cfg, cli_args=TrainerCliArgs())
 rows = [(row["input_ids"], row["labels"]) for row in meta.train_dataset]
 _, _, trainer = train(cfg=cfg, dataset_meta=meta)
@@ -114,6 +115,10 @@ print("\\nFOUND " + json.dumps({"ids": [r[0] for r in rows], "labels": [r[1] for
 """
 
 
+COLUMNS = ("file", "same ids", "same loss tokens", "more loss tokens there", "first loss there", "ours on those labels",
+           "first loss here", "steps compared", "widest difference")  # fmt: skip
+
+
 def compare(tool: str, file: Path, python: str, work: Path) -> str:
     """One row of the table. Raises RuntimeError with what failed."""
     given = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -129,7 +134,7 @@ def compare(tool: str, file: Path, python: str, work: Path) -> str:
     run.write_text(yaml.safe_dump(asked, sort_keys=False), encoding="utf-8")
     theirs = train_theirs(tool, python, run, data, work)
     ours = train_ours(run, model, work)
-    return describe(file, theirs, ours)
+    return describe(file, theirs, ours, mean_loss(model, theirs["ids"], theirs["labels"]))
 
 
 def write_model(folder: Path, special: Mapping[str, Any]) -> Path:
@@ -174,7 +179,8 @@ def write_data(tool: str, asked: dict[str, Any], work: Path) -> Path:
 
 def train_theirs(tool: str, python: str, run: Path, data: Path, work: Path) -> dict[str, Any]:
     command = [python, "-c", PEERS[tool] + END, str(run), str(data)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1200, cwd=work)
+    around = os.environ | {"HF_HUB_OFFLINE": "1", "AXOLOTL_DO_NOT_TRACK": "1", "WANDB_MODE": "disabled"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1200, cwd=work, env=around)
     found = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
     if not found:
         raise RuntimeError(f"{tool} failed:\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}")
@@ -204,8 +210,26 @@ def train_ours(run: Path, model: Path, work: Path) -> dict[str, Any]:
     }
 
 
-def describe(file: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
-    """File, samples with the same ids, with the same loss tokens, loss tokens that one of both has, losses."""
+def mean_loss(folder: Path, ids: list[list[int]], labels: list[list[int]]) -> float:
+    """Of the model before training, over all loss tokens: what the first step of both must have on equal labels."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for sample, asked in zip(ids, labels, strict=True):
+            logits = model(torch.tensor([sample])).logits[0, :-1]
+            goal = torch.tensor(asked[1:])
+            total += float(torch.nn.functional.cross_entropy(logits, goal, ignore_index=-100, reduction="sum"))
+            count += int((goal != -100).sum())
+    return total / count
+
+
+def describe(file: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any], on_theirs: float) -> str:
+    """File, samples with the same ids, with the same loss tokens, loss tokens that one of both has, losses: theirs,
+    what our loss is on their labels, ours.
+    """
     masks = {tuple(ids): [label != -100 for label in labels] for ids, labels in
              zip(theirs["ids"], theirs["labels"], strict=True)}  # fmt: skip
     pairs = [(mask, masks.get(tuple(ids))) for ids, mask in zip(ours["ids"], ours["mask"], strict=True)]
@@ -216,7 +240,7 @@ def describe(file: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> 
     steps = 1 if ours["lora"] else min(len(ours["losses"]), len(theirs["losses"]))
     losses = list(zip(theirs["losses"][:steps], ours["losses"][:steps], strict=True))
     widest = max(abs(one - other) for one, other in losses)
-    first = f"{losses[0][0]:.4f} | {losses[0][1]:.4f}"
+    first = f"{losses[0][0]:.4f} | {on_theirs:.4f} | {losses[0][1]:.4f}"
     cells = (file.name, f"{same_ids} of {len(pairs)}", f"{same} of {len(pairs)}", more, first, steps, f"{widest:.1e}")
     return f"| {' | '.join(map(str, cells))} |"
 
@@ -227,8 +251,8 @@ def main() -> int:
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--python", default=sys.executable, help="of an environment that has the tool")
     options = parser.parse_args()
-    print("| file | same ids | same loss tokens | more loss tokens there | first loss there | here | steps | widest |")
-    print("|---" * 8 + "|")
+    print("| " + " | ".join(COLUMNS) + " |")
+    print("|---" * len(COLUMNS) + "|")
     failed = 0
     for file in options.files:
         with tempfile.TemporaryDirectory() as work:

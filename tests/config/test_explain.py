@@ -88,6 +88,21 @@ def test_words_of_other_tools_lead_to_ours(key, words):
     assert words in raised.value.fix
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("relora", True, ": a key of Axolotl: ReLoRA is not available"),
+        ("method.galore_rank", 8, "a key of LLaMA-Factory: "),
+        ("lr_quadratic_warmup", True, "a key of Axolotl: a quadratic warm-up is not available"),
+        ("dataloader_pin_memory", True, "a key of Axolotl: it has no effect here: remove it"),
+        ("curriculum_sampling", True, "a key of Axolotl: here it is `data.order: as_given`"),
+    ],
+)
+def test_keys_of_the_dialects_are_told_as_their_translation_has_them(key, value, words):
+    assert words in hint(key, value)
+    assert hint("fluxcapacitor", value) == "; `manyhands config` lists all keys"
+
+
 def test_the_json_schema_tells_editors_what_we_accept():
     schema = json_schema()
     assert schema["required"] == ["model", "data"] and schema["additionalProperties"] is False

@@ -181,11 +181,21 @@ def hint(path: str, value: object = None) -> str:
         return f": {renamed}"
     if note := find_note(path):
         return f": {note}"
+    is_theirs = not find_key(path) and all(key.rsplit(".", 1)[-1] != path.rsplit(".", 1)[-1] for key in table())
+    if is_theirs and (told := _ask_dialects(path, value)):
+        return f": {told}"
     near = nearest(path)
     if near is None:
         return "; `manyhands config` lists all keys"
     sentence = table()[near].sentence if near in table() else "It is a section."
     return f": here it is `{near}`. {sentence}" if find_key(path) else f": did you mean `{near}`? {sentence}"
+
+
+def _ask_dialects(path: str, value: object) -> str | None:
+    """What a key of another tool becomes, by that tool's own translation (imported here, as it knows these tables)."""
+    from manyhands.config.dialects.recognize import describe_key
+
+    return describe_key(path, value)
 
 
 def show(value: Any) -> str:

@@ -21,12 +21,13 @@ from typing import Any, Protocol, cast
 
 from manyhands.config.dialects import deepspeed
 from manyhands.config.dialects.translation import Around, Translation, Translator, flatten
-from manyhands.config.keys import table
+from manyhands.config.keys import show, table
 from manyhands.config.read import ParsedFile
 from manyhands.core.errors import UserError
 
 FILES = ("axolotl", "trl", "llamafactory", "llamafactory_v1", "sft_play", "synth_ai", "theworld")
 SETTINGS = ("accelerate", "deepspeed")
+ASKED = ("axolotl", "llamafactory", "trl")  # about an unknown key of a native file
 
 
 class Dialect(Protocol):
@@ -92,6 +93,31 @@ def translate_settings(source: ParsedFile, name: str, around: Around) -> Transla
     dialect.translate(t)
     deepspeed.settle(t)
     return t.finish(refuse_unknown=dialect.REFUSES_UNKNOWN)
+
+
+def describe_key(path: str, value: Any) -> str | None:
+    """What becomes of a key with a value that one of the tools in ``ASKED`` knows, with its section or without; None
+    where none of them does.
+    """
+    for name in ASKED:
+        dialect = load_dialect(name)
+        key = next((one for one in (path, path.rsplit(".", 1)[-1]) if one in dialect.KEYS), None)
+        if key is None:
+            continue
+        mapping: dict[str, Any] = {}
+        *sections, leaf = key.split(".")
+        inner = mapping
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        inner[leaf] = value
+        done = translate(ParsedFile(mapping, ""), dialect, Around(gpus=1))
+        fate = next((fate for fate in done.fates if fate.key == key), None)
+        if fate is None or fate.kind == "unset":
+            continue
+        native = ", ".join(f"`{ours}: {show(given)}`" for ours, given in fate.native.items())
+        here = f"here it is {native}" if native else fate.why or "it has no effect here: remove it"
+        return f"a key of {dialect.TOOL}: {here}"
+    return None
 
 
 # Native keys of which a run has one: an override of one replaces what a translation has set of the others.
