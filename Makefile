@@ -172,6 +172,7 @@ fmt: $(READY)
 
 equality: $(READY)
 	@$(PYTHON) -m tests.support.equality $(or $(ARGS),--output docs/equality.md)
+	@$(if $(ARGS),,$(PYTHON) -m tests.support.equality --engine deepspeed --output docs/equality.md)
 
 gpu-info: $(READY)
 	@$(MANYHANDS) gpu-info

@@ -76,13 +76,13 @@ def device(lab: Lab) -> None:
 
 def strategy(lab: Lab) -> None:
     """fsdp shards (DTensors) along one axis, hsdp along one of two, single does not; two processes are planned for what
-    is asked.
+    is asked. What DeepSpeed trains is seen in tests/engine/test_deepspeed.py.
     """
-    names = ("single", "fsdp", "hsdp")
+    names, named = ("single", "fsdp", "hsdp"), ("ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")
     axes = {name: {num_axes(p) for p in lab.start({"parallel.strategy": name}).model.parameters()} for name in names}
     assert axes == {"single": {0}, "fsdp": {1}, "hsdp": {2}}
-    wishes = [lab.config({"parallel.strategy": name, "parallel.gpus": 2}) for name in ("ddp", "fsdp", "hsdp")]
-    assert [plan(wish, facts()).layout.strategy for wish in wishes] == ["ddp", "fsdp", "hsdp"]
+    wishes = [lab.config({"parallel.strategy": name, "parallel.gpus": 2}) for name in named]
+    assert [plan(wish, facts()).layout.strategy for wish in wishes] == list(named)
     assert lab.run({"parallel.strategy": "fsdp"}).losses == pytest.approx(lab.base.losses, rel=1e-6)
 
 

@@ -181,7 +181,7 @@ def test_of_states_in_host_memory_two_chunks_are_on_the_gpu(ranks, chunk):
 
 def test_what_does_not_fit_into_host_memory_is_refused():
     config = run_config(method__name="full", parallel__offload="all", batch__micro_tokens=4096)
-    with pytest.raises(UserError, match="what is offloaded does not fit") as caught:
+    with pytest.raises(UserError, match="what is kept in host memory does not fit") as caught:
         plan(config, facts(llama_8b(), gpus=2, host_bytes=100 * GIB, data=LONG))
     assert any(line.startswith("optimizer: 29.9 GiB") for line in caught.value.details)
 

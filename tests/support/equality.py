@@ -8,6 +8,7 @@ are the test world's. ``python -m tests.support.equality`` runs the table and wr
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import random
@@ -15,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -266,7 +268,10 @@ def run_case(world: Ranks | None, folder: Path, case: Case, dtype: str, method: 
     arguments = (config.model_dump_json(), plan.model_dump_json(), case.fault)
     if world is None:
         return run_rank(*arguments)
-    curves = world.run("tests.support.equality:run_rank", *arguments, world_size=case.world_size)
+    # DeepSpeed keeps the process group that it was given first: it gets fresh processes
+    own = ranks(case.world_size, world.device) if plan.layout.zero_stage else contextlib.nullcontext(world)
+    with own as chosen:
+        curves = chosen.run("tests.support.equality:run_rank", *arguments, world_size=case.world_size)
     if any(c.losses != curves[0].losses for c in curves):
         raise AssertionError(f"{case.name}: ranks report different losses")
     return curves[0]
@@ -321,17 +326,26 @@ FAMILY = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--engine", choices=["torch", "deepspeed"], default="torch")
     parser.add_argument("--methods", nargs="+", choices=list(OF_METHOD), default=list(OF_METHOD))
     parser.add_argument(
         "--output", type=Path, help="Markdown page whose marked part is replaced; standard output without it"
     )
     arguments = parser.parse_args()
+    from tests.support.zero_cases import can_run, zero_cases
+
     dtypes = ("float32", "float64", "bfloat16") if arguments.device == "cpu" else ("bfloat16",)
     faults = faulty_cases() if arguments.device == "cpu" else []
+    marks, place_of = arguments.device, ""
+    if arguments.engine == "deepspeed":
+        dtypes, faults = tuple(dtype for dtype in dtypes if dtype != "float64"), []
+        marks = "deepspeed" if marks == "cpu" else f"deepspeed {marks}"
+        place_of = f", DeepSpeed {version('deepspeed')}"
     size = 4 if arguments.device == "cpu" else min(4, torch.cuda.device_count())
     place = f"torch {torch.__version__}, " + (
         f"{size} CPU processes, gloo" if arguments.device == "cpu" else torch.cuda.get_device_name()
     )
+    place += place_of
     lines: list[str] = []
     with tempfile.TemporaryDirectory() as temporary, ranks(size, arguments.device) as world:
         for dtype in dtypes:
@@ -343,13 +357,14 @@ def main() -> None:
             for method in arguments.methods:
                 bounds = f"loss {BOUNDS[dtype]:g}, gradient norm {NORM_BOUNDS[dtype]:g}"
                 lines += ["", f"## {family}, {method}, {dtype} ({place}); bounds: {bounds}", ""]
-                chosen = [case for case in cases(arguments.device) if case.world_size <= size]
+                listed = zero_cases() if arguments.engine == "deepspeed" else cases(arguments.device)
+                chosen = [case for case in listed if case.world_size <= size and can_run(case, method)]
                 for line in table(world, folder, dtype, method, chosen + faults):
                     print(line, file=sys.stderr, flush=True)
                     lines.append(line)
     text = "\n".join(lines) + "\n"
     if arguments.output:
-        arguments.output.write_text(put_between_marks(arguments.output.read_text(), arguments.device, text))
+        arguments.output.write_text(put_between_marks(arguments.output.read_text(), marks, text))
     else:
         print(text)
 

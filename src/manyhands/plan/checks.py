@@ -137,11 +137,12 @@ def nothing_fits(config: RunConfig, candidates: list[Candidate], made: Decisions
 def _host_does_not_fit(smallest: Candidate, made: Decisions) -> UserError:
     memory = smallest.memory
     return UserError(
-        f"what is offloaded does not fit: {format_gib(memory.host_total)} per rank,"
+        f"what is kept in host memory does not fit: {format_gib(memory.host_total)} per rank,"
         f" and there are {format_gib(memory.host_limit or 0)} of host memory",
         where=f"{made.ranks}: parallel.offload, parallel.offload_activations",
         why="the limit is 90 % of the machine's free memory over its ranks;"
-        " pinned memory takes about 1.4 times what it holds",
+        " pinned memory takes about 1.4 times what it holds"
+        + (", and DeepSpeed's checkpoints pass through it" if smallest.layout.zero_stage else ""),
         fix="offload less, keep fewer activations (parallel.activation_checkpointing=full),"
         " or use more machines with parallel.strategy=fsdp",
         details=[f"{name}: {format_gib(size)}" for name, size in memory.host_terms.items() if size],

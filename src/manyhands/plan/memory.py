@@ -171,19 +171,16 @@ def optimizer(s: EstimateInput) -> int:
     )
     if s.num_adapter_parameters:  # a factor of rank r has one side for each r elements, and r more
         sides = s.num_adapter_parameters // s.adapter_rank + 2 * s.adapter_rank * model.num_layers * len(linears)
-    masters = s.num_trained * s.master_bytes if s.layout.zero_stage else 0
-    return (
-        masters
-        + count_state_bytes(
-            s.optimizer_name,
-            s.num_trained,
-            num_root=num_root,
-            num_embedding=min(num_root, s.head_elements),
-            num_sides=sides,
-            master_bytes=s.master_bytes,
-        )
-        // s.num_shards
+    states = count_state_bytes(
+        s.optimizer_name,
+        s.num_trained,
+        num_root=num_root,
+        num_embedding=min(num_root, s.head_elements),
+        num_sides=sides,
+        master_bytes=s.master_bytes,
     )
+    masters = s.num_trained * s.master_bytes if s.layout.zero_stage else 0
+    return (masters + states) // s.num_shards
 
 
 def gathered(s: EstimateInput) -> int:
