@@ -1,6 +1,8 @@
 """The plan's memory and time beside what runs take: cases measured on this machine, one row each.
 
     python -m benchmarks.foresight measure --output rows.jsonl --budget 540 [--have FILE ...]   # as many as fit in time
+    python -m benchmarks.foresight fit ROWS ... [--check] [--write]     # today's estimates of them; constants anew
+    python -m benchmarks.foresight report ROWS ...                      # docs/planner-accuracy.md
     python -m benchmarks.foresight list
 
 Every case is a process group of its own with a time limit, so that one that hangs or runs out of memory costs itself;
@@ -37,6 +39,8 @@ def main() -> int:
         return 0
     if options.command == "fit":
         return fit_rows(options)
+    if options.command == "report":
+        return write_report(options)
     return Schedule(options).run()
 
 
@@ -57,6 +61,14 @@ def fit_rows(options: argparse.Namespace) -> int:
     return 0
 
 
+def write_report(options: argparse.Namespace) -> int:
+    from benchmarks.foresight_fit import read_rows, report
+    from manyhands.plan.rates import load_fitted
+
+    options.page.write_text(report(read_rows(options.rows), load_fitted()))
+    return 0
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -65,6 +77,9 @@ def parse() -> argparse.Namespace:
     fitting.add_argument("rows", type=Path, nargs="+")
     fitting.add_argument("--check", action="store_true", help="fit nothing: only say how good the estimates are")
     fitting.add_argument("--write", action="store_true", help="write the constants")
+    reporting = commands.add_parser("report", help="write the page on accuracy")
+    reporting.add_argument("rows", type=Path, nargs="+")
+    reporting.add_argument("--page", type=Path, default=Path("docs/planner-accuracy.md"))
     measure = commands.add_parser("measure", help="measure cases on this machine")
     measure.add_argument("--output", type=Path, required=True, help="JSONL file to append the rows to")
     measure.add_argument("--have", type=Path, nargs="*", default=[], help="files whose cases are not measured again")

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.foresight_cases import HELD_OUT
+from benchmarks.foresight_cases import CASES, HELD_OUT
 from manyhands import families
 from manyhands.facts.gpu_kinds import kind_of
 from manyhands.facts.types import GpuKind, ModelFacts
@@ -28,6 +28,11 @@ from manyhands.plan.work import work_of_lengths
 GIB = 2**30
 PRIOR = 0.002  # how strongly a constant is drawn to its present value, where rows say little of it
 TIME_FILE = Path(__file__).parents[1] / "src" / "manyhands" / "plan" / "time.toml"
+
+
+INTRODUCTION = " ".join(
+    ["`python", "-m", "benchmarks.foresight", "report", "ROWS", "...`", "writes", "this", "page", "from", "measured", "rows", "(`benchmarks/results/*foresight-*.jsonl`):", "every", "row", "holds", "what", "the", "estimate", "is", "a", "function", "of,", "and", "is", "estimated", "anew", "by", "today's", "code.", "Planned", "memory", "is", "beside", "what", "the", "process", "held", "at", "most,", "reserved", "by", "torch's", "allocator", "and", "outside", "of", "it,", "on", "the", "rank", "that", "held", "most;", "of", "packs", "of", "mixed", "lengths", "at", "the", "largest", "pack", "that", "ran,", "as", "few", "steps", "were", "taken.", "Planned", "seconds,", "from", "datasheets", "and", "the", "constants", "of", "`src/manyhands/plan/time.toml`,", "are", "beside", "the", "median", "of", "the", "timed", "steps", "(the", "mean", "where", "lengths", "are", "mixed).", "Rows", "of", "one", "call", "ran", "side", "by", "side", "on", "GPUs", "of", "one", "machine", "where", "they", "say", "so", "(`beside`).", "An", "error", "is", "planned", "over", "measured,", "less", "one:", "below", "zero", "the", "plan", "said", "too", "little."]
+)
 
 
 @dataclass(frozen=True)
@@ -151,10 +156,10 @@ def fit(rows: Sequence[Measured], fitted: Fitted, *, steps: int = 20) -> Fitted:
 
 
 def write_fitted(fitted: Fitted, file: Path = TIME_FILE) -> None:
-    """The values in place, with two significant digits more than matter; the comments stay."""
+    """The values in place; the comments stay where they are."""
     text = file.read_text()
     for name, value in asdict(fitted).items():
-        text = re.sub(rf"^({name} = )\S+", rf"\g<1>{value:.4g}", text, flags=re.MULTILINE)
+        text = re.sub(rf"^{name} = \S+ *# ", f"{name} = {value:.4g}".ljust(34) + "# ", text, flags=re.MULTILINE)
     file.write_text(text)
 
 
@@ -195,3 +200,37 @@ def allocated_gib(row: Measured) -> float:
     terms = estimate_terms(row.estimate)
     outside = terms["overhead"] + terms["pools"] - 2**26
     return row.planned_gib - outside / GIB
+
+
+def report(rows: Sequence[Measured], fitted: Fitted) -> str:
+    """``docs/planner-accuracy.md``."""
+    held_out, seen = ([row for row in rows if row.is_held_out is kind] for kind in (True, False))
+    lines = [
+        "# How near plans come",
+        "",
+        INTRODUCTION,
+        "",
+        f"{len(rows)} configurations of {len({row.row['shape'] for row in rows})} shapes and "
+        f"{len({row.estimate.model.model_type for row in rows})} families were measured, of {len(CASES)} in "
+        "`benchmarks/foresight_cases.py`; nothing was fitted to shapes that are held out.",
+        "",
+        "| | memory | seconds a step |",
+        "|---|---|---|",
+    ]
+    for name, some in (("held out", held_out), ("fitted to", seen)):
+        memory, seconds = errors_of(some, fitted)
+        lines.append(f"| {name} | {describe_errors(memory)} | {describe_errors(seconds)} |")
+    lines += ["", "| configuration | kind | GPUs | GiB planned, held | error | s planned, measured | error |"]
+    lines += ["|---|---|---|---|---|---|---|"]
+    for row in sorted(rows, key=lambda row: (not row.is_held_out, row.row["gpus"], row.row["case"])):
+        total, measured = sum(row.seconds(fitted).values()), row.row
+        lines.append(
+            f"| {measured['case'].replace(',', ', ')} | {'held out' if row.is_held_out else 'fitted'} | "
+            f"{measured['gpus']} x {measured['device'].removeprefix('NVIDIA ')} | {row.planned_gib:.2f}, "
+            f"{row.held_gib:.2f} | {row.planned_gib / row.held_gib - 1:+.1%} | {total:.4g}, {measured['step_s']:.4g} | "
+            f"{total / measured['step_s'] - 1:+.1%} |"
+        )
+    missing = [case.name for case in CASES if case.name not in {row.row["case"] for row in rows}]
+    if missing:
+        lines += ["", f"Not measured yet, {len(missing)}: {'; '.join(name.replace(',', ', ') for name in missing)}."]
+    return "\n".join(lines) + "\n"

@@ -30,11 +30,8 @@ def test_the_plan_names_the_smallest_memory_without_a_gpu() -> None:
     found = planned_smallest(config, the_facts, with_memory)
     assert found is not None and 16 < found < 19  # 15 GiB of frozen weights
     leanest = plan(config, with_memory(the_facts, found))
-    assert (
-        leanest.layout.activation_checkpointing,
-        leanest.layout.offload_activations,
-        leanest.layout.pack_tokens,
-    ) == ("full", True, 4096)
+    assert leanest.layout.activation_checkpointing in ("full", "except_attention")  # what they keep leaves the device
+    assert (leanest.layout.offload_activations, leanest.layout.pack_tokens) == (True, 4096)
     with pytest.raises(UserError, match="does not fit"):
         plan(config, with_memory(the_facts, found - 0.1))
     kept = planned_smallest(

@@ -33,10 +33,10 @@ class Fitted:
     attention_share: float
     document_attention_share: float
     softmax_width: float
+    attention_ramp: float
     link_share: float
     overlap_cost: float
     shard_copies: float
-    elementwise_factor: float
     host_layer_s: float
     host_step_s: float
     idle_step_s: float

@@ -26,6 +26,7 @@ from manyhands.plan.work import MeanStep, Micro
 TILE = (128, 256)  # rows and columns that one multiprocessor computes of a matmul at a time
 NUM_PROCESSORS = 132  # of Hopper
 SPLIT_K = 1024
+HEAD_WIDTH = 64  # dimensions that attention kernels compute together
 LOGIT_PASSES = 4.0  # times that the fused loss reads or writes a logit
 PLAIN_LOGIT_PASSES = 12.0  # the same of transformers' own, with float32 copies
 EAGER = 3.0  # times the bytes, and times the launches, of blocks that are not compiled
@@ -141,13 +142,18 @@ def matmuls(s: TimeInput, micro: Micro) -> float:
     return s.estimate.model.num_layers * sum(both)
 
 
-def block_attention(s: TimeInput, pairs: float, *, backward: bool) -> float:
+def block_attention(s: TimeInput, pairs: float, tokens: float, *, backward: bool) -> float:
     """``4 pairs q`` operations forward and ``10 pairs q`` backward, q = heads * head_dim
     (https://arxiv.org/abs/2205.14135), and the softmax of every score, which takes as long as some dimensions more.
+
+    Kernels for samples of one length are less efficient on short ones: by ``1 + ramp / n`` on n tokens, which is
+    ``ramp / 2`` pairs more for each token. Heads are padded to multiples of 64 dimensions.
     """
     model, rates = s.estimate.model, s.rates
-    rate = rates.document_attention if s.estimate.mixed_lengths and not s.has_flash4 else rates.attention
-    width = model.head_dim + s.fitted.softmax_width
+    documents = s.estimate.mixed_lengths and not s.has_flash4
+    rate = rates.document_attention if documents else rates.attention
+    pairs += 0.0 if documents else s.fitted.attention_ramp / 2 * tokens
+    width = math.ceil(model.head_dim / HEAD_WIDTH) * HEAD_WIDTH + s.fitted.softmax_width
     flops = (10.0 if backward else 4.0) * pairs * model.num_heads * width
     # the forward kernel reaches some sixth more than the backward one
     seconds = flops / (rate * (0.96 if backward else 1.12))
@@ -164,8 +170,8 @@ def attention(s: TimeInput, micro: Micro) -> float:
 def all_attention(s: TimeInput, micro: Micro, *, backward: bool) -> float:
     model = s.estimate.model
     windowed = windowed_layers(s)
-    whole = (model.num_layers - windowed) * block_attention(s, micro.pairs, backward=backward)
-    return whole + windowed * block_attention(s, micro.window_pairs, backward=backward)
+    whole = (model.num_layers - windowed) * block_attention(s, micro.pairs, micro.tokens, backward=backward)
+    return whole + windowed * block_attention(s, micro.window_pairs, micro.tokens, backward=backward)
 
 
 def windowed_layers(s: TimeInput) -> int:
@@ -194,7 +200,7 @@ def block_elementwise(s: TimeInput, tokens: float, *, backward: bool) -> float:
     moved += (5 if backward else 3) * m.intermediate_size
     if e.fp8_blocks:
         moved += 1.5 * sum(out if backward else into for out, into in m.block_linear_shapes.values())
-    factor = s.fitted.elementwise_factor * (1.0 if e.layout.compile else EAGER)
+    factor = 1.0 if e.layout.compile else EAGER
     return factor * tokens * e.compute_bytes * moved / s.rates.memory
 
 
@@ -243,9 +249,14 @@ def recomputation(s: TimeInput, micro: Micro) -> float:
     return again + sum(mode != "none" for mode in found) * block_elementwise(s, micro.tokens, backward=False)
 
 
-def gathers(e: EstimateInput) -> int:
-    """Times that a block's shards are gathered for one micro-batch."""
-    return 2 if e.layout.reshard_after_forward else 1
+def gathers(s: TimeInput) -> float:
+    """Times that a block's shards are gathered in a step: once or twice for each micro-batch; by ZeRO's first two
+    stages once, after the update.
+    """
+    layout = s.estimate.layout
+    if layout.zero_stage in (1, 2):
+        return 1.0
+    return s.work.num_micro * (2 if layout.reshard_after_forward else 1)
 
 
 def copies(s: TimeInput) -> float:
@@ -258,7 +269,7 @@ def copies(s: TimeInput) -> float:
     held, c = whole_bytes(e), e.compute_bytes
     inward = held * (1 + (e.master_bytes / c if e.is_cast else 1)) / e.num_shards
     outward = 2 * held / s.fitted.shard_copies
-    seconds = s.work.num_micro * gathers(e) * (inward + outward)
+    seconds = gathers(s) * (inward + outward)
     if e.trains_everything:
         times = s.work.num_micro if e.layout.reduce_every else 1
         seconds += times * e.model.num_parameters * (c + e.sum_bytes) * 0.75
@@ -309,7 +320,7 @@ def communication(s: TimeInput, compute: float) -> float:
     units = e.model.num_layers + 1
     seconds = 0.0
     if shard > 1:
-        times, held = s.work.num_micro * gathers(e), whole_bytes(e)
+        times, held = gathers(s), whole_bytes(e)
         if e.weight_shards == 1:  # ZeRO's stages 1 and 2: what the update has changed, once
             times, held = 1.0, e.num_trained * e.held_bytes
         seconds += times * (held * (shard - 1) / shard / rate + units * latency)
@@ -331,7 +342,7 @@ def offload(s: TimeInput, compute: float) -> float:
     e = s.estimate
     moved = 2 * moved_bytes(e) * s.work.num_micro
     if e.layout.offload == "all":
-        moved += s.work.num_micro * gathers(e) * whole_bytes(e) / e.num_shards
+        moved += gathers(s) * whole_bytes(e) / e.num_shards
         moved += s.work.num_micro * e.num_trained * e.sum_bytes / e.num_shards
     seconds = moved / s.rates.pcie
     return max(0.0, seconds - compute) + 0.03 * min(seconds, compute)
