@@ -30,8 +30,15 @@ PRIOR = 0.002  # how strongly a constant is drawn to its present value, where ro
 TIME_FILE = Path(__file__).parents[1] / "src" / "manyhands" / "plan" / "time.toml"
 
 
-INTRODUCTION = " ".join(
-    ["`python", "-m", "benchmarks.foresight", "report", "ROWS", "...`", "writes", "this", "page", "from", "measured", "rows", "(`benchmarks/results/*foresight-*.jsonl`):", "every", "row", "holds", "what", "the", "estimate", "is", "a", "function", "of,", "and", "is", "estimated", "anew", "by", "today's", "code.", "Planned", "memory", "is", "beside", "what", "the", "process", "held", "at", "most,", "reserved", "by", "torch's", "allocator", "and", "outside", "of", "it,", "on", "the", "rank", "that", "held", "most;", "of", "packs", "of", "mixed", "lengths", "at", "the", "largest", "pack", "that", "ran,", "as", "few", "steps", "were", "taken.", "Planned", "seconds,", "from", "datasheets", "and", "the", "constants", "of", "`src/manyhands/plan/time.toml`,", "are", "beside", "the", "median", "of", "the", "timed", "steps", "(the", "mean", "where", "lengths", "are", "mixed).", "Rows", "of", "one", "call", "ran", "side", "by", "side", "on", "GPUs", "of", "one", "machine", "where", "they", "say", "so", "(`beside`).", "An", "error", "is", "planned", "over", "measured,", "less", "one:", "below", "zero", "the", "plan", "said", "too", "little."]
+INTRODUCTION = (
+    "`python -m benchmarks.foresight report ROWS ...` writes this page from measured rows "
+    "(`benchmarks/results/*foresight-*.jsonl`): every row holds what the estimate is a function of, and is "
+    "estimated anew by today's code. Planned memory is beside what the process held at most, reserved by "
+    "torch's allocator and outside of it, on the rank that held most; of packs of mixed lengths at the largest "
+    "pack that ran, as few steps were taken. Planned seconds, from datasheets and the constants of "
+    "`src/manyhands/plan/time.toml`, are beside the median of the timed steps (the mean where lengths are "
+    "mixed). Rows of one call ran side by side on GPUs of one machine where they say so (`beside`). An error "
+    "is planned over measured, less one: below zero the plan said too little."
 )
 
 
