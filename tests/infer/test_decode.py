@@ -16,7 +16,7 @@ from transformers.generation.logits_process import (
 
 from manyhands.core.errors import UserError
 from manyhands.families import measured_types
-from manyhands.infer.decode import TextStream, can_pad, complete, sample
+from manyhands.infer.decode import TextStream, attend_grouped, can_pad, complete, sample
 from manyhands.infer.settings import GenerationSettings
 from tests.export.tiny import make_model, make_tokenizer
 from tests.support.tiny import tiny_model
@@ -51,6 +51,38 @@ def test_a_batch_of_unequal_prompts_gives_each_the_tokens_it_gets_alone(family: 
         torch.tensor([prompts[0]]), do_sample=False, max_new_tokens=12, eos_token_id=None, repetition_penalty=1.0
     )
     assert reference[0, len(prompts[0]) :].tolist() == list(expected[0].ids)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_grouped_attention_is_that_of_sdpa(masked: bool) -> None:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(3, heads, n, 16) for heads, n in ((8, 1), (2, 11), (2, 11)))
+    mask = torch.rand(3, 1, 1, 11) > 0.4 if masked else None
+    module = torch.nn.Module()
+    module.num_key_value_groups = 4  # type: ignore[assignment]
+    expected, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=0.3)
+    found, _ = attend_grouped(module, query, key, value, mask, scaling=0.3)
+    assert found.shape == expected.shape == (3, 1, 8, 16)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_it_is_what_new_tokens_pass_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    from manyhands.infer import decode
+
+    calls: list[torch.Size] = []
+    attend = decode.scaled_dot_product_attention
+
+    def record(query: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
+        calls.append(query.shape)
+        return attend(query, *rest, **more)
+
+    monkeypatch.setattr(decode, "scaled_dot_product_attention", record)
+    model = make_model()
+    complete(model, make_tokenizer(), [[9, 8, 7], [5]], GenerationSettings(max_new_tokens=5), set())
+    assert calls == [(2, 2, 2, 16)] * 2 * 4  # layers, and tokens after the first
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_rows_that_end_early_leave_the_batch_and_change_nothing() -> None:

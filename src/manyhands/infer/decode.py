@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
 
 from manyhands.core.progress import advance
 from manyhands.infer.settings import GenerationSettings
@@ -318,11 +319,53 @@ def sample(logits: torch.Tensor, draws: torch.Tensor, settings: GenerationSettin
     return order.gather(1, place)[:, 0]
 
 
+GROUPED = "manyhands_grouped"
+
+
+def attend_grouped(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' ``sdpa``, but for one new token a row: query heads that share a key head are its queries.
+
+    With a mask, which padding needs, transformers copies keys and values once for each query head; here nothing is
+    copied. query (b, h, 1, d), key and value (b, g, t, d), mask (b, 1, 1, t) or none; returns (b, 1, h, d).
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    rows, heads, length, dim = query.shape
+    groups = key.shape[1]
+    simple = length == 1 and groups < heads and (attention_mask is None or attention_mask.shape[1] == 1)
+    if not simple or kwargs.get("position_bias") is not None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    folded = query.reshape(rows, groups, heads // groups, dim)
+    found = scaled_dot_product_attention(folded, key, value, attn_mask=attention_mask, scale=scaling)
+    return found.reshape(rows, 1, heads, -1), None
+
+
+def _register_grouped() -> None:
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+    AttentionInterface.register(GROUPED, attend_grouped)
+    AttentionMaskInterface.register(GROUPED, sdpa_mask)
+
+
 @contextmanager
 def plain_evaluation(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode with transformers' own attention, which knows caches and padding; puts both back."""
+    """Evaluation mode with an attention that knows caches and padding; puts both back."""
     causal: Any = model
-    attention, plain, was_training = causal.config._attn_implementation, plain_attention(causal.config), model.training
+    attention, was_training = causal.config._attn_implementation, model.training
+    plain: str = plain_attention(causal.config)
+    if plain == "sdpa" and getattr(model, "_supports_attention_backend", False):
+        _register_grouped()
+        plain = GROUPED
     if attention != plain:
         causal.set_attn_implementation(plain)
     model.eval()
