@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from manyhands.checkpoint.manifest import read_manifest
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
+from manyhands.core.extras import require_extras
 from manyhands.core.world import World
 from manyhands.engine import deepspeed_compat
 from tests.engine.test_layouts import RAGGED
@@ -161,4 +162,8 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(UserError) as caught:
         deepspeed_compat.open_deepspeed(World(0, 0, 1, torch.device("cpu")))
+    monkeypatch.setattr("manyhands.core.extras.has_deepspeed", lambda: False)
+    require_extras("fsdp")
+    with pytest.raises(UserError, match="need DeepSpeed"):
+        require_extras("zero2")
     assert "manyhands[deepspeed]" in str(caught.value.fix) and "No module named" in str(caught.value.why)

@@ -102,6 +102,7 @@ def test_70b_in_4_bits_fits_on_two_gpus():
         ("zero2", {"parallel__reshard_after_forward": True}, "parallel.reshard_after_forward"),
         ("zero3", {"method__name": "qlora"}, "packed 4-bit values"),
         ("zero3", {"method__dora": True}, "method.dora"),
+        ("zero3", {"method__name": "lora", "model__frozen_dtype": "fp8"}, "model.frozen_dtype"),
         ("zero3", {"model__new_tokens": ["<a>"]}, "model.new_tokens"),
         ("zero3", {"kernels__lora": "fused"}, "kernels.lora"),
         ("zero3", {"kernels__loss": "fused"}, "kernels.loss"),

@@ -318,6 +318,7 @@ def _check_zero(config: RunConfig) -> Findings:
         "`method.name: qlora`: zero3 gathers weights in the dtype of training, and packed 4-bit values with their "
         "scales are no such weights": method.name == "qlora",
         "`method.dora`": method.dora,
+        "`model.frozen_dtype: fp8`": config.model.frozen_dtype == "fp8",
         "`model.new_tokens`": bool(config.model.new_tokens),
         "`kernels.lora: fused`": kernels.lora == "fused",
         "`kernels.loss: fused`": kernels.loss == "fused",

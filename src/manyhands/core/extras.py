@@ -20,3 +20,9 @@ def missing_deepspeed(why: str = "the package deepspeed is not installed") -> Us
         why=why,
         fix="pip install 'manyhands[deepspeed]', or use parallel.strategy=fsdp, which shards what zero3 shards",
     )
+
+
+def require_extras(strategy: str) -> None:
+    """UserError where a run's strategy needs a package that is not installed."""
+    if strategy.startswith("zero") and not has_deepspeed():
+        raise missing_deepspeed()

@@ -18,7 +18,7 @@ from typing import Any
 from manyhands.config.load import LoadedRun
 from manyhands.config.schema import ModelSection, RunConfig
 from manyhands.core.errors import UserError
-from manyhands.core.extras import has_deepspeed, missing_deepspeed
+from manyhands.core.extras import require_extras
 from manyhands.core.units import describe_ranks, format_gib
 from manyhands.data.summary import PreparedData
 from manyhands.facts.adapter import find_adapter
@@ -126,8 +126,7 @@ def prepare_run(
     config, notes = apply_variables(config)
     for note in notes:
         report(f"note: {note}")
-    if not dry_run and config.parallel.strategy.startswith("zero") and not has_deepspeed():
-        raise missing_deepspeed()
+    require_extras("" if dry_run else config.parallel.strategy)
     folder = folder_of(config)
     with refuse_unusable(folder):
         if fresh:

@@ -223,6 +223,7 @@ def find_obstacle(mapping: Mapping[str, Any], stage: int) -> str:
         "model.dtype": value("model", "dtype") == "float64",
         "model.master_dtype": value("model", "master_dtype") == "bfloat16",
         "kernels.linear": value("kernels", "linear") == "fp8",
+        "model.frozen_dtype": stage == 3 and value("model", "frozen_dtype") == "fp8",
         "parallel.offload": stage < 3 and value("parallel", "offload") == "all",
         "method.name": stage == 3 and value("method", "name") == "qlora",
         "method.dora": stage == 3 and value("method", "dora") is True,
