@@ -167,3 +167,35 @@ def test_results_are_read(tmp_path: Path) -> None:
     """A run that has not been started has no losses."""
     run = mh.TrainedRun(tmp_path)
     assert (run.losses, run.evaluations, run.outputs, run.state) == ([], [], {}, "not started")
+
+
+HOOKED = """
+import sys
+import manyhands as mh
+from manyhands.train.types import Hook
+
+class Counts(Hook):
+    def __init__(self, rank):
+        self.rank = rank
+    def after_training(self, state):
+        print("steps of rank", self.rank.world.rank, state.step, file=open(f"seen-{self.rank.world.rank}", "w"))
+
+def halved(evaluation):
+    return evaluation.loss / 2
+
+if __name__ == "__main__":
+    run = mh.train("run.yaml", {"name": sys.argv[1], "stop.max_steps": 2}, gpus=2, hooks=[Counts], metrics={"halved": halved})
+    assert [row["metrics"]["halved"] * 2 for row in run.evaluations] == [row["loss"] for row in run.evaluations]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["python", "torchrun"])
+def test_hooks_and_metrics_of_a_script_run_in_every_rank(place: Place, launcher: tuple[str, ...]) -> None:
+    (place.folder / "hooked.py").write_text(HOOKED)
+    ended = place.call(*launcher, "hooked.py", f"hooked-{len(launcher)}")
+    assert ended.code == 0 and "metrics after step 2: halved" in ended.output, ended.output
+    for rank in range(2):
+        seen = place.folder / f"seen-{rank}"
+        assert seen.read_text() == f"steps of rank {rank} 2\n"
+        seen.unlink()

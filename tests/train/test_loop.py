@@ -223,3 +223,17 @@ def test_the_model_before_training_is_a_mark_for_patience_and_never_the_best():
     assert (state.best_loss, state.best_step, state.evaluations_without_gain) == (2.0, 4, 0)
     state = train(make_loop([1.0, 3.0, 4.0], num_steps=20, stop=StopSection(patience=2)))
     assert (state.step, state.best_step) == (4, 2)
+
+
+def test_figures_of_hooks_belong_to_the_evaluation():
+    class Measures(Log):
+        def measure(self, state, evaluation):
+            return {"double": 2 * evaluation.loss}
+
+    class Keeps(Log):
+        def after_evaluation(self, state, evaluation):
+            kept.append((evaluation.loss, evaluation.metrics))
+
+    kept = []
+    train(make_loop([3.0, 2.0, 1.0], hooks=[Keeps(), Measures()]))
+    assert kept and all(metrics == {"double": 2 * loss} for loss, metrics in kept)

@@ -30,6 +30,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("manyhands.api.launcher", description=__doc__)
     parser.add_argument("report", type=int)
     parser.add_argument("--fresh", action="store_true")
+    parser.add_argument("worker_arguments", nargs="*")
     arguments = parser.parse_args(argv)
     loaded = read_run(json.loads(_read_line()))
     threading.Thread(target=_end_with_caller, daemon=True).start()
@@ -47,7 +48,7 @@ def main(argv: list[str]) -> int:
     if not arguments.fresh:
         report(folder=str(folder_of(loaded.config).path))
     try:
-        code = start(loaded, fresh=arguments.fresh, beside=beside)
+        code = start(loaded, fresh=arguments.fresh, beside=beside, arguments=arguments.worker_arguments)
     except UserError as error:
         report(error=error.to_json())
         return error.exit_code

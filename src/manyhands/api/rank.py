@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,14 @@ _STORE: list[Any] = []  # of all runs of this process: rank 0 may serve it, at o
 _NUM_RUNS = 0
 
 
-def run_as_rank(load: Callable[[], LoadedRun], *, fresh: bool, callbacks: Callbacks) -> Path:
+def run_as_rank(
+    load: Callable[[], LoadedRun],
+    *,
+    fresh: bool,
+    callbacks: Callbacks,
+    hooks: Sequence[Any] = (),
+    metrics: Mapping[str, Any] | None = None,
+) -> Path:
     """Runs every stage in this process; returns the run's folder. ``load`` is called by rank 0 alone.
 
     Raises ``UserError``, ``PeerError`` on ranks that another one has failed, ``KeyboardInterrupt`` and ``SystemExit``
@@ -45,7 +52,7 @@ def run_as_rank(load: Callable[[], LoadedRun], *, fresh: bool, callbacks: Callba
     session = RankInProcess(launcher, callbacks)
     session.store = _open_store(launcher)
     arguments = argparse.Namespace(run=None, overrides=[], run_folder=None, fresh=fresh)
-    arguments.load = lambda arguments, launcher: load()
+    arguments.load, arguments.hook, arguments.metric = lambda arguments, launcher: load(), hooks, metrics
     with _restored():
         try:
             code = run_rank(session, arguments)

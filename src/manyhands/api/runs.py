@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,6 +65,8 @@ def train(
     on_step: Callback | None = None,
     on_evaluate: Callback | None = None,
     on_checkpoint: Callback | None = None,
+    hooks: Sequence[Any] = (),
+    metrics: Mapping[str, Any] | None = None,
 ) -> TrainedRun:
     """Plans, trains, saves and verifies; the same call resumes a run that was interrupted.
 
@@ -75,6 +77,9 @@ def train(
 
     ``on_step``, ``on_evaluate`` and ``on_checkpoint`` get each logged row as a dict, as it is in metrics.jsonl, in this
     process (of ranks: on rank 0); one that raises ends the run after its step, with its state saved.
+    ``hooks``: functions of the rank's context that return a ``train.types.Hook``; ``metrics``: by name, functions of an
+    ``Evaluation`` that return a number. Both run in the ranks, so they come from a module or a script file, given
+    themselves or as ``"module:name"``.
     Raises ``UserError``, and ``KeyboardInterrupt`` after Ctrl-C, when the state is saved.
     """
     from manyhands.api.callbacks import Callbacks
@@ -84,7 +89,7 @@ def train(
         return open_run(run, overrides, gpus=gpus, train_data=train_data, validation_data=validation_data)
 
     callbacks = Callbacks({"step": on_step, "evaluation": on_evaluate, "checkpoint": on_checkpoint})
-    return TrainedRun(start(load, fresh=fresh, callbacks=callbacks))
+    return TrainedRun(start(load, fresh=fresh, callbacks=callbacks, hooks=hooks, metrics=metrics))
 
 
 def open_run(

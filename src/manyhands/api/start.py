@@ -14,13 +14,14 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from manyhands.api.callbacks import Callbacks, Follower
 from manyhands.api.display import PIPE_VARIABLES, TERMINAL_VARIABLES, Display, open_display
+from manyhands.api.names import name_object
 from manyhands.config.load import LoadedRun
 from manyhands.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, UserError
 from manyhands.launch.environment import LAUNCHER_PID, detect_launcher
@@ -34,6 +35,8 @@ def start(
     *,
     fresh: bool = False,
     callbacks: Callbacks,
+    hooks: Sequence[Any] = (),
+    metrics: Mapping[str, Any] | None = None,
 ) -> Path:
     """Trains the run to its end; returns its folder. ``load`` is called once, by rank 0 where there are ranks already.
 
@@ -48,10 +51,14 @@ def start(
         )
     try:
         if detect_launcher().kind == "none":
-            return _start_processes(load(), fresh=fresh, callbacks=callbacks)
+            named = [part for hook in hooks for part in ("--hook", name_object(hook))]
+            named += [
+                part for name, one in (metrics or {}).items() for part in ("--metric", f"{name}={name_object(one)}")
+            ]
+            return _start_processes(load(), fresh=fresh, callbacks=callbacks, arguments=named)
         from manyhands.api.rank import run_as_rank
 
-        return run_as_rank(load, fresh=fresh, callbacks=callbacks)
+        return run_as_rank(load, fresh=fresh, callbacks=callbacks, hooks=hooks, metrics=metrics)
     except UserError as error:
         error.fix = error.fix.replace("--fresh", "fresh=True")
         raise error.with_traceback(None) from None  # the user's own lines are all that helps
@@ -68,12 +75,20 @@ def on_first_rank(work: Callable[[], object]) -> None:
     run_on_first_rank(launcher, work)
 
 
-def _start_processes(loaded: LoadedRun, *, fresh: bool, callbacks: Callbacks) -> Path:
+def _start_processes(loaded: LoadedRun, *, fresh: bool, callbacks: Callbacks, arguments: Sequence[str]) -> Path:
     show = open_display()
     environment = {k: v for k, v in os.environ.items() if show is None or k not in TERMINAL_VARIABLES}
     reading, writing = os.pipe()
     child = subprocess.Popen(
-        [sys.executable, "-m", "manyhands.api.launcher", str(writing), *(["--fresh"] if fresh else [])],
+        [
+            sys.executable,
+            "-m",
+            "manyhands.api.launcher",
+            str(writing),
+            *(["--fresh"] if fresh else []),
+            "--",
+            *arguments,
+        ],
         stdin=subprocess.PIPE,
         stdout=None if show is None else subprocess.PIPE,
         stderr=None if show is None else subprocess.STDOUT,

@@ -144,6 +144,8 @@ class Trainer:
         on_step: Callback | None = None,
         on_evaluate: Callback | None = None,
         on_checkpoint: Callback | None = None,
+        hooks: Sequence[Any] = (),
+        metrics: Mapping[str, Any] | None = None,
         overrides: Mapping[str, Any] | None = None,
         **others: Any,
     ) -> None:
@@ -155,6 +157,7 @@ class Trainer:
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.formatting_func = formatting_func
         self.functions = {"step": on_step, "evaluation": on_evaluate, "checkpoint": on_checkpoint}
+        self.hooks, self.metrics = tuple(hooks), dict(metrics or {})
         self.overrides = dict(overrides or {})
         self.run: TrainedRun | None = None
         self._further = further
@@ -173,7 +176,9 @@ class Trainer:
                 why="a run resumes from its own newest checkpoint",
                 fix="leave it out; to begin from other weights give their folder as the model",
             )
-        folder = start(self.load, fresh=fresh, callbacks=Callbacks(self.functions))
+        folder = start(
+            self.load, fresh=fresh, callbacks=Callbacks(self.functions), hooks=self.hooks, metrics=self.metrics
+        )
         self.run = TrainedRun(folder)
         self.model.trained(folder)
         return self.run
@@ -234,7 +239,7 @@ def _read_peft(config: Any) -> dict[str, Any]:
 
 
 UNSLOTH_ADAPTER = {"r": 16, "lora_alpha": 16, "lora_dropout": 0.0, "target_modules": list(PROJECTIONS)}
-HOOKS = "give on_step, on_evaluate or on_checkpoint, functions of a row of metrics.jsonl"
+HOOKS = "give on_step, on_evaluate or on_checkpoint, functions of a row of metrics.jsonl, or hooks and metrics"
 FROM_PRETRAINED = {
     "token": "set HF_TOKEN in the environment: a run's files hold no secrets",
     "fast_inference": "answers come from transformers",

@@ -7,7 +7,7 @@ import functools
 import io
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 from manyhands.config.dialects.report import summarize
@@ -39,11 +39,12 @@ def start(
     host: HostFacts | None = None,
     beside: Beside | None = None,
     place: Place | None = None,
+    arguments: Sequence[str] = (),
 ) -> int:
     """Runs or resumes a run on this machine, or this node's part of it at its ``place`` among several.
 
-    Returns the exit code; raises UserError. ``beside``: what lasts as long as
-    the workers do, such as TensorBoard. ``host``: a machine to plan for in place of this one, in a dry run alone.
+    Returns the exit code; raises UserError. ``beside``: what lasts as long as the workers do, such as TensorBoard.
+    ``arguments``: of each worker. ``host``: a machine to plan for in place of this one, in a dry run alone.
     """
     _refuse_nested()
     origin = run if isinstance(run, LoadedRun) else LoadedRun(run)
@@ -53,12 +54,12 @@ def start(
         refuse_alone(origin.config)
     if place is not None:
         with joined(origin, place, fresh=fresh, dry_run=dry_run) as found:
-            return _carry_out(found, dry_run, beside if place.node == 0 else None)
+            return _carry_out(found, dry_run, beside if place.node == 0 else None, arguments)
     prepared = prepare_run(origin.config, fresh=fresh, dry_run=dry_run, host=host, origin=origin)
-    return _carry_out(Joined(prepared, None), dry_run, beside)
+    return _carry_out(Joined(prepared, None), dry_run, beside, arguments)
 
 
-def _carry_out(found: Joined, dry_run: bool, beside: Beside | None) -> int:
+def _carry_out(found: Joined, dry_run: bool, beside: Beside | None, arguments: Sequence[str]) -> int:
     """What is prepared. Of several nodes the first one shows the plan and keeps the log."""
     prepared, folder = found.prepared, found.prepared.folder
     leads = found.team is None or found.team.node == 0
@@ -76,7 +77,7 @@ def _carry_out(found: Joined, dry_run: bool, beside: Beside | None) -> int:
             if prepared.resume:
                 _report(f"resuming {folder.path} at step {folder.newest_step()}", folder)
         with beside(folder) if beside is not None else contextlib.nullcontext():
-            return _launch(found)
+            return _launch(found, arguments)
     except UserError as error:
         if leads:
             _keep(str(error), folder)
@@ -85,7 +86,7 @@ def _carry_out(found: Joined, dry_run: bool, beside: Beside | None) -> int:
         prepared.release()
 
 
-def _launch(found: Joined) -> int:
+def _launch(found: Joined, arguments: Sequence[str]) -> int:
     """Runs the workers; where memory runs out, again from the last checkpoint with a smaller plan,
     ``MAX_SMALLER_PLANS`` times.
     """
@@ -95,7 +96,9 @@ def _launch(found: Joined) -> int:
         timeout_s, folder = prepared.config.parallel.timeout_s, prepared.folder
         report = functools.partial(_report, folder=folder) if leads else print
         try:
-            return run_workers(folder, prepared.plan, timeout_s=timeout_s, report=report, team=found.team)
+            return run_workers(
+                folder, prepared.plan, timeout_s=timeout_s, report=report, team=found.team, arguments=arguments
+            )
         except UserError as error:
             if error.kind != OUT_OF_MEMORY or not num_left:
                 raise

@@ -12,7 +12,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,7 @@ def run_workers(
     module: str = "manyhands.worker",
     report: Callable[[str], None] = print,
     team: Team | None = None,
+    arguments: Sequence[str] = (),
 ) -> int:
     """Starts this node's workers, ``plan.layout.world_size`` on all nodes, and waits for them. None of them is left
     when it returns, however it ends.
@@ -67,7 +68,7 @@ def run_workers(
         host, port = team.begin()
         name = f"manyhands-{team.attempt}"
         place = Rendezvous(team.node, team.num_nodes, len(team.ranks), "static", f"{host}:{port}", name, timeout_s)
-    ending = _run_and_watch(folder, plan, place, timeout_s, module, team)
+    ending = _run_and_watch(folder, plan, place, timeout_s, (module, *arguments), team)
     if team is not None:
         ending = team.settle(ending)
     if ending.cause is not None:
@@ -79,7 +80,7 @@ def run_workers(
 
 
 def _run_and_watch(
-    folder: RunFolder, plan: Plan, place: Rendezvous, timeout_s: float, module: str, team: Team | None
+    folder: RunFolder, plan: Plan, place: Rendezvous, timeout_s: float, command: Sequence[str], team: Team | None
 ) -> LaunchEnd:
     local, added = (None, {}) if team is None else (team.ranks, team.environment)
     try:
@@ -89,7 +90,7 @@ def _run_and_watch(
             Watch(folder, plan.layout.world_size, timeout_s, local, team) as watch,
             team.watching(watch) if team is not None else contextlib.nullcontext(),
         ):
-            return _run_agent(folder, place, module, watch)
+            return _run_agent(folder, place, command, watch)
     except StopRequested as asked:  # before the agent has taken the signal over: no worker was started
         return LaunchEnd(asked.signal)
 
@@ -145,8 +146,10 @@ def choose_port() -> int:
     return int(text)
 
 
-def _run_agent(folder: RunFolder, place: Rendezvous, module: str, watch: Watch) -> LaunchEnd:
-    """Runs torch's agent to its end: the signal that ended it, why a rank failed, or neither."""
+def _run_agent(folder: RunFolder, place: Rendezvous, command: Sequence[str], watch: Watch) -> LaunchEnd:
+    """Runs torch's agent to its end: the signal that ended it, why a rank failed, or neither. ``command``: a module and
+    its arguments.
+    """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -172,7 +175,7 @@ def _run_agent(folder: RunFolder, place: Rendezvous, module: str, watch: Watch) 
             **options,
         )
         try:
-            elastic_launch(config, sys.executable)("-u", "-m", module, "--run-folder", str(folder.path))
+            elastic_launch(config, sys.executable)("-u", "-m", *command, "--run-folder", str(folder.path))
         except (SignalException, KeyboardInterrupt) as error:
             return LaunchEnd(signal.Signals(error.sigval if isinstance(error, SignalException) else signal.SIGINT))
         except ChildFailedError as error:

@@ -156,6 +156,7 @@ class TensorBoardSink(Sink):
     def after_evaluation(self, state: TrainState, evaluation: Evaluation) -> None:
         values = {"loss": evaluation.loss, "perplexity": evaluation.perplexity, "accuracy": evaluation.accuracy}
         values |= {f"loss/{term}": loss for term, loss in evaluation.terms.items()}
+        values |= {f"metrics/{name}": value for name, value in evaluation.metrics.items()}
         for name, figures in evaluation.sets.items():
             values |= {f"{name}/{metric}": figures[metric] for metric in ("loss", "perplexity", "accuracy")}
         self._add({f"validation/{name}": value for name, value in values.items()}, evaluation.step)

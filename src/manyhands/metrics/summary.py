@@ -118,6 +118,7 @@ def read_evaluations(metrics: Path) -> list[Evaluation]:
         }
         values["samples"] = tuple((sample["prompt"], sample["answer"]) for sample in row.get("samples", []))
         values["terms"] = row.get("terms") or {}
+        values["metrics"] = row.get("metrics") or {}
         values["sets"] = row.get("sets") or {}
         found.append(Evaluation(**values))
     return found

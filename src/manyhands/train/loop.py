@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -190,6 +190,8 @@ def _evaluate(loop: Loop) -> None:
         return
     state = loop.state
     evaluation = loop.evaluate(state)
+    measured = {name: value for hook in loop.hooks for name, value in hook.measure(state, evaluation).items()}
+    evaluation = replace(evaluation, metrics=measured) if measured else evaluation
     state.evaluated_step = state.step
     gained = state.best_loss is None or evaluation.loss < state.best_loss
     state.evaluations_without_gain = 0 if gained else state.evaluations_without_gain + 1

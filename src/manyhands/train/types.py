@@ -142,6 +142,7 @@ class Evaluation:
     terms: Mapping[str, float] = field(
         default_factory=dict
     )  # the loss by term, each over its own weight, where there are several
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of hooks, by name
 
 
 class Hook:
@@ -150,6 +151,10 @@ class Hook:
     def before_training(self, state: TrainState) -> None: ...
 
     def after_step(self, state: TrainState, result: StepResult) -> None: ...
+
+    def measure(self, state: TrainState, evaluation: Evaluation) -> Mapping[str, float]:
+        """Figures of its own that belong to an evaluation, by name; what counts is what rank 0 returns."""
+        return {}
 
     def after_evaluation(self, state: TrainState, evaluation: Evaluation) -> None: ...
 

@@ -27,6 +27,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--run-folder", type=Path, help="folder that `manyhands train` has planned")
     parser.add_argument("--fresh", action="store_true", help="start in a new folder even if the run exists")
+    parser.add_argument("--hook", action="append", default=[], help="module:function that returns a Hook of the loop")
+    parser.add_argument("--metric", action="append", default=[], help="NAME=module:function of an Evaluation")
     parser.set_defaults(load=None)
     arguments = parser.parse_args(argv)
     if (arguments.run is None) == (arguments.run_folder is None):

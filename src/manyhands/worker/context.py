@@ -70,7 +70,8 @@ class RankContext:
     on_beat: Callable[[str, int | None], object] = lambda stage, step: None  # this rank advances: (stage, step)
     terminal: TextIO = field(default_factory=lambda: sys.stdout)
     log: TextIO | None = None  # this rank's own, where the terminal is another
-    hooks: Sequence[Hook] = ()  # of the loop, beside those of the stages; the same number on every rank
+    hooks: Sequence[Hook] = ()  # of the loop, beside those of the stages
+    make_hooks: Sequence[Callable[[RankContext], Hook]] = ()  # further ones, made when the model is there
     stage: str = "start"
     # data
     store: TokenStore = None  # type: ignore[assignment]

@@ -15,6 +15,7 @@ from manyhands.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, OUT_OF_MEMORY, 
 from manyhands.train.loop import Interrupted
 from manyhands.worker import export_stages, stages, training
 from manyhands.worker.context import RankContext
+from manyhands.worker.hooks import read_hooks
 from manyhands.worker.rendezvous import join
 from manyhands.worker.session import Session
 
@@ -42,6 +43,7 @@ def run_rank(session: Session, arguments: argparse.Namespace) -> int:
         session.close_heartbeat()
         return 0
     rank = session.context
+    rank.make_hooks = read_hooks(arguments.hook, arguments.metric)
     for name, stage in list_stages():
         session.enter(name)
         try:

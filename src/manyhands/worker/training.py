@@ -28,6 +28,7 @@ from manyhands.worker.prompts import answer_prompts, choose_prompts
 def train_model(rank: RankContext) -> None:
     """Runs the loop to its end, or until the run is asked to stop; then the state is saved."""
     config, plan = rank.config, rank.plan
+    rank.hooks = (*rank.hooks, *(make(rank) for make in rank.make_hooks))
     checkpoints = CheckpointHook(rank)
     state = rank.state
     sinks = rank.sinks = _open_sinks(rank)
