@@ -184,7 +184,8 @@ def halved(evaluation):
     return evaluation.loss / 2
 
 if __name__ == "__main__":
-    run = mh.train("run.yaml", {"name": sys.argv[1], "stop.max_steps": 2}, gpus=2, hooks=[Counts], metrics={"halved": halved})
+    asked = {"name": sys.argv[1], "stop.max_steps": 2}
+    run = mh.train("run.yaml", asked, gpus=2, hooks=[Counts], metrics={"halved": halved})
     assert [row["metrics"]["halved"] * 2 for row in run.evaluations] == [row["loss"] for row in run.evaluations]
 """
 
