@@ -4,18 +4,24 @@ behind.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from safetensors import safe_open
 
+from manyhands.launch import prepare
+from manyhands.metrics import trackers
+from manyhands.metrics.trackers import Begun
 from manyhands.train.types import Evaluation, TrainState
 from manyhands.worker import prompts as worker_prompts
 from manyhands.worker import training
 from tests.keys.lab import Lab, make_rows
+from tests.metrics.test_trackers import Recorded
 
 
 def name(lab: Lab) -> None:
@@ -135,6 +141,22 @@ def tensorboard(lab: Lab) -> None:
         lab.run({"log.tensorboard": wish, "stop.max_steps": 1}).folder / "tensorboard" for wish in (True, False)
     )
     assert list(written.glob("events.out.tfevents.*")) and not left_out.exists()
+
+
+def tracker(lab: Lab, name: str) -> None:
+    """The project, the settings and every step reach the tracker; tests/metrics/test_trackers.py has the libraries."""
+    begun: list[Begun] = []
+    recorded = Recorded()
+    opened = {name: lambda given: begun.append(given) or recorded}
+    with mock.patch.dict(trackers.OPENERS, opened), mock.patch.object(prepare, "_refuse_missing_trackers"):
+        lab.run({f"log.{name}": "drafts", "stop.max_steps": 2})
+    assert len(begun) == 1
+    given = begun[0]
+    assert given.project == "drafts" and given.settings["stop.max_steps"] == 2
+    assert {step for step, values in recorded.rows if "loss/all" in values} == {1, 2} and recorded.closed
+
+
+wandb, mlflow, trackio = (functools.partial(tracker, name=name) for name in ("wandb", "mlflow", "trackio"))
 
 
 def output_dtype(lab: Lab) -> None:

@@ -105,7 +105,7 @@ def test_what_was_not_measured_is_left_out(tmp_path):
     assert not {"tokens_per_s", "first_loss", "peak_memory_bytes_by_rank"} & set(report["measured"])
     page = (tmp_path / "report.md").read_text()
     assert "Nothing was held out" in page and "nan" not in page
-    assert {file.name for file in tmp_path.iterdir()} == {"report.json", "report.md"}
+    assert {file.name for file in tmp_path.iterdir()} == {"report.json", "report.md", "report.html"}
 
 
 def test_the_report_says_what_was_set_on_what_it_was_trained_and_what_to_do_next(tmp_path):

@@ -313,6 +313,11 @@ class LogSection(Section):
 
     every_steps: PositiveInt = Field(1, description="Steps between entries in metrics.jsonl and TensorBoard.")
     tensorboard: bool = Field(True, description="Write TensorBoard event files to the run's folder.")
+    wandb: str | None = Field(
+        None, min_length=1, description="Project of Weights & Biases; account and offline mode by its own variables."
+    )
+    mlflow: str | None = Field(None, min_length=1, description="Experiment of MLflow, on MLFLOW_TRACKING_URI.")
+    trackio: str | None = Field(None, min_length=1, description="Project of Trackio.")
 
 
 class OutputSection(Section):

@@ -5,6 +5,7 @@ All facts are gathered here: the model, the prepared samples, this machine.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -100,6 +101,17 @@ def summarize_start(prepared: Prepared, *, starts: bool = True) -> list[str]:
     return lines
 
 
+def _refuse_missing_trackers(config: RunConfig) -> None:
+    """UserError before any work, not where measurements begin."""
+    for name in ("wandb", "mlflow", "trackio"):
+        if getattr(config.log, name) is not None and importlib.util.find_spec(name) is None:
+            raise UserError(
+                f"log.{name} is set, and the package {name} is not installed",
+                where=f"log.{name}",
+                fix=f"pip install 'manyhands[trackers]' or pip install {name}, or remove the key",
+            )
+
+
 @raise_when_stopped()
 def prepare_run(
     config: RunConfig,
@@ -123,6 +135,7 @@ def prepare_run(
     Raises UserError: another run stands in the folder, it is running, or anything that facts and plan refuse;
     ``Stopped`` after Ctrl-C or SIGTERM.
     """
+    _refuse_missing_trackers(config)
     config, notes = apply_variables(config)
     for note in notes:
         report(f"note: {note}")

@@ -9,7 +9,8 @@ from typing import TextIO
 from manyhands.config.schema import RunConfig
 from manyhands.metrics.console import ConsoleSink
 from manyhands.metrics.sinks import JsonlSink, Sink, TensorBoardSink
-from manyhands.metrics.summary import read_evaluations
+from manyhands.metrics.summary import describe_settings, read_evaluations
+from manyhands.metrics.trackers import open_trackers
 from manyhands.plan.types import Plan
 
 
@@ -35,6 +36,8 @@ def open_sinks(
     ]
     if config.log.tensorboard:
         sinks.append(TensorBoardSink(path / "tensorboard", every_steps=config.log.every_steps, resumed_at=resumed_at))
+    settings = describe_settings(config, plan) | {"model.name": config.model.name}
+    sinks += open_trackers(path, config, settings, log or terminal, resumes=resumed_at > 0)
     earlier = read_evaluations(path / "metrics.jsonl")
     sinks.append(ConsoleSink(terminal, num_steps=plan.num_steps, first=earlier[0] if earlier else None, log=log))
     return sinks

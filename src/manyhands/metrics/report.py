@@ -1,7 +1,7 @@
-"""The report of a finished run: what was asked, what was planned beside what was measured, and what to do next, as JSON
-and as a page.
+"""The report of a finished run: what was asked, what was planned beside what was measured, and what to do next; as
+JSON, as text and as a page.
 
-Reads metrics.jsonl, writes two files. Knows the plan, the config and numbers; a number that nobody measured is left
+Reads metrics.jsonl, writes three files. Knows the plan, the config and numbers; a number that nobody measured is left
 out, never guessed.
 """
 
@@ -20,6 +20,7 @@ from typing import Any
 from manyhands.config.schema import RunConfig
 from manyhands.core.files import write_atomically
 from manyhands.core.limits import GIB
+from manyhands.metrics.page import render_report
 from manyhands.metrics.summary import (
     describe_settings,
     describe_versions,
@@ -40,7 +41,7 @@ WARMUP_STEPS = 2  # left out of the speed where there are more: compilation, fir
 def write_report(
     folder: str | os.PathLike[str], plan: Plan, config: RunConfig, state: TrainState, measured: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Writes report.json and report.md into ``folder`` and returns what report.json holds.
+    """Writes report.json, report.md and report.html into ``folder`` and returns what report.json holds.
 
     ``measured`` may hold: num_parameters, num_trained_parameters, losses, seconds_by_step, tokens_by_step,
     input_wait_by_step (one value a step of this launch), evaluations (in order), devices (the last reading of each
@@ -58,6 +59,7 @@ def write_report(
     report["next"] = suggest_commands(path, config, report)
     write_atomically(path / "report.json", json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
     write_atomically(path / "report.md", format_report(report))
+    write_atomically(path / "report.html", render_report(report))
     return report
 
 
@@ -236,6 +238,7 @@ def suggest_commands(folder: Path, config: RunConfig, report: Mapping[str, Any])
         commands["write the model with the adapter merged into it"] = (
             f"manyhands export {name} --merge --output {name}/merged"
         )
+    commands["see this report as a page"] = f"open {name}/report.html"
     if config.log.tensorboard:
         commands["see the curves"] = f"manyhands tensorboard {name}"
     return commands

@@ -111,6 +111,42 @@ def _take_back(path: Path, last: Mapping[str, int]) -> None:
     write_atomically(path, "".join(kept))
 
 
+def step_values(result: StepResult) -> dict[str, float]:
+    """A step's measurements under the names that TensorBoard and trackers show; some may be nan."""
+    values = {
+        "loss/all": result.loss,
+        "train/gradient_norm": result.grad_norm,
+        "train/learning_rate": result.learning_rate,
+        "train/epoch": result.epoch,
+        "speed/tokens_per_s": result.tokens_per_s,
+        "speed/step_s": result.seconds,
+        "speed/input_wait_s": result.input_wait_s,
+    }
+    values |= {f"train/learning_rate/{pattern}": rate for pattern, rate in result.learning_rates.items()}
+    values |= {f"loss/{term}": loss for term, loss in result.terms.items()}
+    return values | {f"loss/rank{rank}": loss for rank, loss in enumerate(result.rank_losses)}
+
+
+def device_values(devices: Devices) -> dict[str, float]:
+    """The same of what ranks' devices hold."""
+    values = {}
+    for rank, device in enumerate(devices):
+        values[f"memory_gib/rank{rank}"] = device["memory_allocated_bytes"] / GIB
+        values[f"peak_memory_gib/rank{rank}"] = device["peak_bytes"] / GIB
+        values[f"utilization_percent/rank{rank}"] = device["utilization"] * 100
+    return values
+
+
+def evaluation_values(evaluation: Evaluation) -> dict[str, float]:
+    """The same of an evaluation."""
+    values = {"loss": evaluation.loss, "perplexity": evaluation.perplexity, "accuracy": evaluation.accuracy}
+    values |= {f"loss/{term}": loss for term, loss in evaluation.terms.items()}
+    values |= {f"metrics/{name}": value for name, value in evaluation.metrics.items()}
+    for name, figures in evaluation.sets.items():
+        values |= {f"{name}/{metric}": figures[metric] for metric in ("loss", "perplexity", "accuracy")}
+    return {f"validation/{name}": value for name, value in values.items()}
+
+
 class TensorBoardSink(Sink):
     """Event files: loss over all ranks and of each, memory and utilization of each device, speed, evaluations."""
 
@@ -126,40 +162,15 @@ class TensorBoardSink(Sink):
     def after_step(self, state: TrainState, result: StepResult) -> None:
         if result.step % self.every_steps:
             return
-        values = {
-            "loss/all": result.loss,
-            "train/gradient_norm": result.grad_norm,
-            "train/learning_rate": result.learning_rate,
-            "train/epoch": result.epoch,
-            "speed/tokens_per_s": result.tokens_per_s,
-            "speed/step_s": result.seconds,
-            "speed/input_wait_s": result.input_wait_s,
-        }
-        values |= {f"train/learning_rate/{pattern}": rate for pattern, rate in result.learning_rates.items()}
-        values |= {f"loss/{term}": loss for term, loss in result.terms.items()}
-        values |= {f"loss/rank{rank}": loss for rank, loss in enumerate(result.rank_losses)}
-        self._add(values, result.step)
+        self._add(step_values(result), result.step)
 
     def record_devices(self, step: int, devices: Devices) -> None:
         if step % self.every_steps:
             return
-        for rank, device in enumerate(devices):
-            self._add(
-                {
-                    f"memory_gib/rank{rank}": device["memory_allocated_bytes"] / GIB,
-                    f"peak_memory_gib/rank{rank}": device["peak_bytes"] / GIB,
-                    f"utilization_percent/rank{rank}": device["utilization"] * 100,
-                },
-                step,
-            )
+        self._add(device_values(devices), step)
 
     def after_evaluation(self, state: TrainState, evaluation: Evaluation) -> None:
-        values = {"loss": evaluation.loss, "perplexity": evaluation.perplexity, "accuracy": evaluation.accuracy}
-        values |= {f"loss/{term}": loss for term, loss in evaluation.terms.items()}
-        values |= {f"metrics/{name}": value for name, value in evaluation.metrics.items()}
-        for name, figures in evaluation.sets.items():
-            values |= {f"{name}/{metric}": figures[metric] for metric in ("loss", "perplexity", "accuracy")}
-        self._add({f"validation/{name}": value for name, value in values.items()}, evaluation.step)
+        self._add(evaluation_values(evaluation), evaluation.step)
         for number, (prompt, answer) in enumerate(evaluation.samples):
             self._writer.add_text(f"sample/{number}", f"{prompt}\n\n---\n\n{answer}", evaluation.step)
         self._writer.flush()

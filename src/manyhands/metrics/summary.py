@@ -125,14 +125,14 @@ def read_evaluations(metrics: Path) -> list[Evaluation]:
 
 
 def make_curve(rows: Sequence[Mapping[str, Any]], num_points: int = CURVE_POINTS) -> list[dict[str, Any]]:
-    """Rows of steps as at most ``num_points``: each the mean loss and gradient norm of as many steps, the last one's
-    number and rate.
+    """Rows of steps as at most ``num_points``: each the mean loss, gradient norm and speed of as many steps, the last
+    one's number and rate.
     """
     points = []
     num_points = min(num_points, len(rows))
     for index in range(num_points):
         part = rows[index * len(rows) // num_points : (index + 1) * len(rows) // num_points]
-        means = {key: _mean(row.get(key) for row in part) for key in ("loss", "grad_norm")}
+        means = {key: _mean(row.get(key) for row in part) for key in ("loss", "grad_norm", "tokens_per_s")}
         points.append({"step": part[-1]["step"], **means, "learning_rate": part[-1].get("learning_rate")})
     return points
 

@@ -61,7 +61,7 @@ _MEASURES = names(
 )
 IGNORED = MappingProxyType(
     {
-        **dict.fromkeys(TRACKERS, "metrics go to metrics.jsonl and TensorBoard; there is no other tracker"),
+        **dict.fromkeys(TRACKERS, "trackers are opened by log.wandb, log.mlflow and log.trackio alone"),
         **dict.fromkeys(UPLOADS, "nothing is uploaded: `hf upload` takes the run's folder"),
         **dict.fromkeys(_MEASURES, "an evaluation is the validation loss and a few answers (`evaluate.prompts`)"),
         **dict.fromkeys(("profiler_steps", "profiler_steps_start"), "no profile is written"),

@@ -107,8 +107,8 @@ _NO_PREFERENCE = (
     "training on preferences (DPO, KTO, ORPO, reward models, RL) is not supported; `task` is sft, cpt or mixed"
 )
 _TRACKERS = (
-    "metrics are written to metrics.jsonl and, with `log.tensorboard`, to TensorBoard; other trackers are not "
-    "supported yet"
+    "metrics are written to metrics.jsonl and, with `log.tensorboard`, to TensorBoard; `log.wandb`, `log.mlflow` and "
+    "`log.trackio` name a project of theirs"
 )
 _ATTENTION = "the fastest attention kernel for the GPU is chosen; `kernels.attention: reference` is torch's own"
 _NO_HUB = "nothing is uploaded: the result is in the run's folder, upload it with `hf upload`"

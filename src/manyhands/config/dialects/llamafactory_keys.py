@@ -128,7 +128,7 @@ IGNORED = MappingProxyType(
     {
         "compute_accuracy": "validation measures the loss, not the accuracy of tokens",
         "predict_with_generate": "validation measures the loss; `evaluate.prompts` shows answers",
-        "use_swanlab": "metrics go to metrics.jsonl and TensorBoard; there is no other tracker",
+        "use_swanlab": "trackers are opened by log.wandb, log.mlflow and log.trackio alone",
         "enable_torch_profiler": "there is no profiler",
         "profile_modules": "there is no profiler",
     }

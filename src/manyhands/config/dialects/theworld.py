@@ -140,7 +140,7 @@ def _map_intervals(t: Translator) -> None:
         if t.get(key) in (None, False):
             t.already(key)
         else:
-            t.ignore(key, "metrics go to metrics.jsonl and TensorBoard; there is no other tracker")
+            t.ignore(key, "trackers are opened by log.wandb, log.mlflow and log.trackio alone")
     for key in UPLOADS:
         if t.get(key) in (None, False):
             t.already(key)

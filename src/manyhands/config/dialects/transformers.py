@@ -75,7 +75,7 @@ def map_bystanders(t: Translator) -> None:
         if t.get(key) in (None, "none", "tensorboard", ["tensorboard"], ["none"]):
             t.already(key)
         else:
-            t.ignore(key, "metrics go to metrics.jsonl and TensorBoard; there is no other tracker")
+            t.ignore(key, "trackers are opened by log.wandb, log.mlflow and log.trackio alone")
     for key in UPLOADS & t.values.keys():
         if t.get(key) in (None, False):
             t.already(key)
