@@ -1,4 +1,4 @@
-"""``generate``, ``chat``, ``serve``, ``eval``: options reach the process, and what is wrong is said before it starts."""
+"""``generate``, ``chat``, ``serve``, ``eval``: options reach the process; what is wrong is said before it starts."""
 
 from __future__ import annotations
 

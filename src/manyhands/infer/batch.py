@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from manyhands.core.errors import UserError
+import torch
+
+from manyhands.core.errors import EXIT_FAILED, OUT_OF_MEMORY, UserError
 from manyhands.core.files import refuse_outside_links
 from manyhands.core.hashing import hash_files
 from manyhands.infer.answer_file import AnswerFile
@@ -51,7 +53,17 @@ def load_at(seat: Seat, found: Found, placement: Placement) -> Answerer:
     device_map: str | None = None
     if len(seat.gpus) > 1:
         device_map = "sequential" if placement.device_map == "sequential" else "balanced"
-    return load_answerer(found, f"cuda:{seat.gpus[0]}" if seat.gpus else "cpu", device_map, seat.gpus)
+    try:
+        return load_answerer(found, f"cuda:{seat.gpus[0]}" if seat.gpus else "cpu", device_map, seat.gpus)
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"the model does not fit on {describe_seat(seat)}",
+            where=str(found.weights),
+            why=str(error).split("\n")[0],
+            fix="divide it over more GPUs: --device-map balanced",
+            exit_code=EXIT_FAILED,
+            kind=OUT_OF_MEMORY,
+        ) from error
 
 
 def open_placed(folder: Path, base: str | None = None, placement: Placement = ALL_GPUS) -> Answerer:

@@ -44,7 +44,7 @@ Report = Callable[[str], object]
 @dataclass(frozen=True)
 class EvaluationData:
     """Samples of a token store: ``set_name`` is ``train`` (a file given by --data) or ``validation``. ``limit``: the
-    first so many samples of the seeded order are answered, None for all; losses take all samples.
+    first so many samples are answered, None for all; losses take all of at most ``max_tokens``.
     """
 
     folder: Path
