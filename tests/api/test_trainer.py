@@ -217,6 +217,11 @@ def test_variables_of_ours(folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
     config, notes = apply_variables(load(folder, tmp_path, arguments))
     assert (config.batch.samples, config.parallel.gpus, config.parallel.compile) == (2, 1, True)
     assert len(notes) == 2
+    trainer = mh.Trainer(str(folder), train_dataset=ROWS, overrides={"data.cache": tmp_path})
+    assert trainer.plan().layout.world_size == 1
+    monkeypatch.delenv("MANYHANDS_FORCE_SINGLE_GPU")
+    monkeypatch.delenv("MANYHANDS_COMPILE_MAXIMUM")
+    assert trainer.plan().layout.world_size == 4
     monkeypatch.setenv("MANYHANDS_FORCE_SINGLE_GPU", "maybe")
     with pytest.raises(mh.UserError, match="neither 0 nor 1"):
         load(folder, tmp_path, arguments)

@@ -49,7 +49,7 @@ def plan(
     loaded = open_run(run, overrides, gpus=number, train_data=train_data, validation_data=validation_data)
     launcher = detect_launcher()
     launched = None if launcher.kind == "none" or host is not None else launcher.world_size
-    config, _ = apply_variables(loaded.config)
+    config = loaded.config if host is not None else apply_variables(loaded.config)[0]
     facts = gather_facts(config, world_size=launched, identify=False, host=host, report=_report_aside)
     return make_plan(config, facts)
 

@@ -191,11 +191,16 @@ def plan(
     config = loaded.config
     from rich.console import Console
 
+    from manyhands.launch.environment import apply_variables
     from manyhands.launch.prepare import gather_facts
     from manyhands.plan.explain import explain_plan
     from manyhands.plan.search import plan as make_plan
 
     host = host_to_plan(config, gpus)
+    if host is None:  # as a start on this machine would
+        config, notes = apply_variables(config)
+        for note in notes:
+            report_aside(f"note: {note}")
     made = make_plan(config, gather_facts(config, identify=False, host=host, report=report_aside))
     if as_json:
         print(made.model_dump_json(indent=2))
