@@ -174,15 +174,25 @@ def train(
 
 
 def plan(
-    run: RunFile,
+    run: Annotated[
+        Path | None, typer.Argument(metavar="RUN.yaml", help="Run file: YAML, TOML or JSON.", show_default=False)
+    ] = None,
     overrides: Overrides = None,
     gpus: Gpus = None,
+    compare: Annotated[
+        Path | None, typer.Option("--compare", help="Folder of a finished run: what its plan said, and what it took.")
+    ] = None,
     examples: Examples = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     accelerate: Accelerate = None,
     deepspeed: DeepSpeed = None,
 ) -> None:
     """Show what `train` would do, and why."""
+    if compare is not None:
+        _compare(compare)
+        return
+    if run is None:
+        raise UserError("no run file is named", where="manyhands plan", fix="write manyhands plan RUN.yaml")
     loaded = load_run(run, overrides, gpus=gpus, examples=examples, accelerate=accelerate, deepspeed=deepspeed)
     if loaded.translations:
         from manyhands.config.dialects.report import summarize
@@ -206,6 +216,32 @@ def plan(
         print(made.model_dump_json(indent=2))
     else:
         Console().print(explain_plan(made))
+
+
+def _compare(folder: Path) -> None:
+    """The newest plan of a run's folder beside its report. UserError where one of them is missing."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from manyhands.core.files import read_json
+    from manyhands.launch.run_folder import RunFolder
+    from manyhands.plan.compare import compare
+
+    place = RunFolder(folder)
+    report = read_json(place.report_json)
+    if not isinstance(report, dict):
+        raise UserError(
+            "there is no report to compare the plan with",
+            where=str(place.report_json),
+            why="a run writes it when it has finished",
+            fix="name the folder of a finished run, such as runs/NAME",
+        )
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for title in ("", "planned", "measured", "error"):
+        table.add_column(title, justify="right" if title else "left")
+    for row in compare(place.read_plan(), report):
+        table.add_row(*row)
+    Console(highlight=False).print(table)
 
 
 def data(
