@@ -89,7 +89,7 @@ def vanish(channel: Channel) -> None:
     """As if the launcher was killed: its connections end, and it says nothing."""
     for link in channel._links:
         link.socket.shutdown(socket.SHUT_RDWR)
-    channel._closing = True
+    channel.is_closed = True
 
 
 def test_all_come_and_gather(meeting: Meeting):

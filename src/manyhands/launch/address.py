@@ -16,6 +16,7 @@ from typing import Any
 from manyhands.core.errors import UserError
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
+ASK_S = 3.0
 RETRY_S = 0.2  # between two attempts to reach node 0
 MAX_HELLO_BYTES = 1 << 20  # from whom nothing is known yet
 MAX_LINE_BYTES = 64 << 20
@@ -106,6 +107,27 @@ def open_connection(address: Address, timeout_s: float) -> socket.socket:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return connection
+
+
+def is_own(address: Address) -> bool:
+    """Whether the address is this machine's."""
+    try:
+        family, _, _, _, found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
+    except OSError:
+        return False
+    return is_local(str(found[0]), family)
+
+
+def ask(address: Address, message: Mapping[str, Any]) -> dict[str, Any]:
+    """The first line that is answered there within ``ASK_S``; ``{}`` if none is."""
+    try:
+        with socket.create_connection((address.host, address.port), timeout=ASK_S) as connection:
+            connection.sendall(json.dumps(message).encode() + b"\n")
+            with connection.makefile("rb") as lines:
+                answer = json.loads(lines.readline(MAX_HELLO_BYTES))
+    except (OSError, ValueError):
+        return {}
+    return answer if isinstance(answer, dict) else {}
 
 
 def is_local(host: str, family: int) -> bool:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from manyhands.core.errors import EXIT_FAILED, UserError
-from manyhands.launch.address import Address, Link, open_connection, open_listener
+from manyhands.launch.address import Address, Link, ask, is_own, open_connection, open_listener
 
 BEAT_S = 1.0
 FLUSH_S = 2.0  # for the last words of a launcher that ends
@@ -52,7 +52,7 @@ class Channel:
         self._values: dict[str, dict[int, Any]] = {}
         self._gathered: dict[str, dict[int, Any]] = {}
         self._complete = num_nodes == 1
-        self._closing = False
+        self.is_closed = False
         self._num_come = 0  # connections that have said hello, refused ones included
         self._lock = threading.Condition(threading.RLock())
         self._selector = selectors.DefaultSelector()
@@ -70,18 +70,18 @@ class Channel:
     def describe(self, node: int) -> str:
         return f"node {node} ({self.names[node]})" if node in self.hellos else f"node {node}"
 
-    @property
-    def is_closed(self) -> bool:
-        return self._closing
-
     # Coming together.
 
     def listen(self, address: Address) -> None:
-        """On node 0. UserError where the port is in use or the name cannot be resolved."""
+        """On node 0. UserError where the port is in use, the name cannot be resolved, or another machine is node 0."""
         self._listener = open_listener(address, self.num_nodes + 8)
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._thread.start()
+        if not is_own(address):  # a service's address that leads here, or another machine
+            answer = ask(address, {"kind": "hello", "node": 0, "hello": self.hellos[0]})
+            if "error" in answer:
+                raise UserError.from_json(answer["error"])
 
     def connect(self, address: Address, timeout_s: float) -> None:
         """On any other node. UserError where node 0 does not answer in time."""
@@ -177,7 +177,7 @@ class Channel:
             return
         self.post("left")
         with self._lock:
-            self._closing = True
+            self.is_closed = True
         self._wake()
         self._thread.join(FLUSH_S + 1)
 
@@ -198,12 +198,12 @@ class Channel:
                     self._beat()
                 for link in list(self._links):
                     link.silent_s += elapsed_s
-                    if link.silent_s > (ANSWER_S if link.node is None else self.silence_s) and not self._closing:
+                    if link.silent_s > (ANSWER_S if link.node is None else self.silence_s) and not self.is_closed:
                         why = f"nothing was heard from it for {self.silence_s:g} s: it hangs, or its link is cut"
                         self._lose(link, why, kind=SILENT)
                     else:
                         self._flush(link)
-                if self._closing:
+                if self.is_closed:
                     closing_at = closing_at or now
                     if now - closing_at > FLUSH_S or not any(link.unsent for link in self._links):
                         break
@@ -284,6 +284,9 @@ class Channel:
         """On node 0: the first line of a connection."""
         if message["kind"] != "hello" or not isinstance(message["node"], int) or not isinstance(message["hello"], dict):
             raise ValueError("no hello")
+        if message["hello"] == self.hellos[0]:
+            link.add({"kind": "self"})
+            return
         self._num_come += 1
         self._lock.notify_all()
         error = None if self._complete else self.trouble  # of one that came before
@@ -354,7 +357,7 @@ class Channel:
     def _lose(self, link: Link, why: str, kind: str = "") -> None:
         self._drop(link)
         node = link.node
-        if node is None or node < 0 or node in self._left or self._closing:
+        if node is None or node < 0 or node in self._left or self.is_closed:
             return
         error = UserError(
             f"{self.describe(node)} is lost",

@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import secrets
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -64,6 +65,7 @@ class NodeGroup:
 def say_hello(config: RunConfig, node: int, num_nodes: int, host: HostFacts, address: str | None) -> Hello:
     """What a node says of itself, as JSON."""
     return {
+        "claim": secrets.token_hex(8),  # no two starts say the same
         "node": node,
         "nodes": num_nodes,
         "host": host.name,

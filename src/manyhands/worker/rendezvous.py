@@ -42,6 +42,7 @@ from manyhands.plan.types import Plan
 from manyhands.worker.context import RankContext
 from manyhands.worker.first_rank import POLL_S, FirstRankFailed, from_first_rank, is_there, leave_together
 from manyhands.worker.nodes import (
+    NodeMap,
     describe_rank,
     find_group_over_store,
     raise_failure,
@@ -111,17 +112,25 @@ def join(session: Session, arguments: argparse.Namespace) -> bool:
     set_worker_environment(rank.plan, launcher.num_sharing_cores)  # before CUDA starts
     session.attach(folder)
     rank.beat()
+    _form_world(session, store, nodes)
+    return False
+
+
+def _form_world(session: Session, store: dist.Store, nodes: NodeMap) -> None:
+    """The process group, and proof that it is whole."""
+    launcher, rank = session.launcher, session.context
     # Torch has read the variable when it was imported. The plan records it for a CPU, whose sums depend on it.
     threads = rank.plan.environment.get("OMP_NUM_THREADS") or os.environ["OMP_NUM_THREADS"]
     if threads.isdecimal():
         torch.set_num_threads(int(threads))
     device = pick_device(rank.plan.layout.device, launcher.device_index)
-    # Longer than the watch's limit: a stuck rank is to be named by the watch, not by whichever peer waits for it.
-    rank.world = form_group(store, launcher, device, rank.config.parallel.timeout_s + GROUP_SLACK_S)
+    # Longer than the watch's limit: a stuck rank is to be named by the watch, not by whichever peer waits for it. Other
+    # launchers have no watch, and nothing else would notice that a link between nodes is cut.
+    slack_s = GROUP_SLACK_S if launcher.kind == "manyhands" or nodes.num_nodes == 1 else 0.0
+    rank.world = form_group(store, launcher, device, rank.config.parallel.timeout_s + slack_s)
     if session.heartbeat is not None:
         session.heartbeat.count_collectives = count_collectives
     check_world(rank.world, rank.plan.layout.world_size)
-    return False
 
 
 def _join_timeout(arguments: argparse.Namespace) -> float:

@@ -1,0 +1,220 @@
+"""Runs on several nodes: network namespaces with own addresses, names, processes and disks (tests/support/nodes.py).
+
+Whatever goes wrong ends everything in bounded time, with the cause on every terminal.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import NO_VERIFY, Ended, Place, Run, at_step
+from tests.support.nodes import Bed, Launched, make_bed, why_no_nodes
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(why_no_nodes() is not None, reason=str(why_no_nodes()))]
+
+TIMEOUT_S = 15
+PORT = 29400
+LONG = ("stop.max_steps=400", "stop.epochs=100", "evaluate.every_steps=0", f"parallel.timeout_s={TIMEOUT_S}")
+
+
+@pytest.fixture
+def bed(place: Place, request: pytest.FixtureRequest):
+    with make_bed(place.folder, getattr(request, "param", 2)) as made:
+        yield made
+
+
+def start(
+    place: Place,
+    bed: Bed,
+    name: str,
+    *arguments: str,
+    rank: int,
+    node: int | None = None,
+    num_nodes: int | None = None,
+    plant: Mapping[str, str] | None = None,
+    own: Sequence[Path] = (),
+    launcher: str = "manyhands",
+) -> Launched:
+    """This node's command of a run; ``rank`` is what it says, ``node`` where it is (the same, if not given)."""
+    host, num_nodes = bed.address(0), num_nodes or bed.num
+    ours = ["--nodes", str(num_nodes), "--node-rank", str(rank), "--rendezvous", f"{host}:{PORT}"]
+    at = f"--nnodes={num_nodes} --node-rank={rank} --master-addr={host} --master-port={PORT} --nproc_per_node=1"
+    there = f"--multi_gpu --num_machines={num_nodes} --num_processes={num_nodes} --machine_rank={rank}"
+    there += f" --main_process_ip={host} --main_process_port={PORT} --mixed_precision=no --dynamo_backend=no"
+    worker = ["-m", "manyhands.worker", "run.yaml", f"name={name}"]
+    command = {
+        "manyhands": ["-m", "manyhands", "train", "run.yaml", f"name={name}", *ours],
+        "torchrun": ["-m", "torch.distributed.run", *at.split(), *worker],
+        "accelerate": ["-m", "accelerate.commands.launch", *there.split(), *worker],
+    }[launcher]
+    variables = place.variables(NO_VERIFY if plant is None else plant, None)
+    where = rank if node is None else node
+    return bed.start(where, sys.executable, *command, *arguments, environment=variables, own=own)
+
+
+def train(place: Place, bed: Bed, name: str, *arguments: str, **options) -> list[Ended]:
+    begin = time.monotonic()
+    nodes = [start(place, bed, name, *arguments, rank=rank, **options) for rank in range(bed.num)]
+    return [Ended(node.wait(), node.text, time.monotonic() - begin) for node in nodes]
+
+
+def texts(ends: list[Ended]) -> str:
+    return "\n=====\n".join(end.output for end in ends)
+
+
+def test_two_nodes_give_the_losses_of_one_and_a_second_start_is_finished(
+    place: Place, whole: tuple[Ended, Run], bed: Bed
+) -> None:
+    """Each with a token cache on its own disk."""
+    ends = train(place, bed, "two-nodes", own=[place.folder / "cache"])
+    assert [end.code for end in ends] == [0, 0], texts(ends)
+    assert place.run("two-nodes").course() == whole[1].course()
+    assert all("tokenized 80 samples" in end.output for end in ends), texts(ends)
+    assert "nodes" in ends[0].output and "mh0 (1), mh1 (1)" in " ".join(ends[0].output.split())
+    again = train(place, bed, "two-nodes")
+    assert [end.code for end in again] == [0, 0], texts(again)
+    assert all("is finished; nothing to do" in end.output for end in again)
+
+
+@pytest.mark.parametrize("bed", [3], indirect=True)
+def test_a_run_of_two_nodes_with_two_ranks_each_resumes_on_three_with_one(place: Place, bed: Bed) -> None:
+    two, three = ("stop.max_steps=12", "parallel.gpus=4"), ("stop.max_steps=12",)
+    stop = NO_VERIFY | at_step(6, "os.kill(os.getpid(), signal.SIGTERM)", rank=3)
+    nodes = [start(place, bed, "four-to-three", *two, rank=rank, num_nodes=2, plant=stop) for rank in range(2)]
+    codes = [node.wait() for node in nodes]
+    run = place.run("four-to-three")
+    assert run.read("status.json")["state"] in ("interrupted", "failed") and 0 not in codes, nodes[0].text
+    step = max(run.steps_saved())
+    ends = train(place, bed, "four-to-three", *three)
+    assert [end.code for end in ends] == [0, 0, 0], texts(ends)
+    assert f"at step {step}" in ends[0].output and run.read("plans/002.json")["cause"] == "resize"
+    whole = train(place, bed, "three-nodes", *three)
+    assert [end.code for end in whole] == [0, 0, 0], texts(whole)
+    assert run.losses() == pytest.approx(place.run("three-nodes").losses(), rel=2e-4)
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_the_same_under_another_launcher(place: Place, whole: tuple[Ended, Run], bed: Bed, launcher: str) -> None:
+    ends = train(place, bed, f"nodes-{launcher}", launcher=launcher, own=[place.folder / "cache"])
+    assert [end.code for end in ends] == [0, 0], texts(ends)
+    assert place.run(f"nodes-{launcher}").course() == whole[1].course()
+    again = train(place, bed, f"nodes-{launcher}", launcher=launcher)
+    assert [end.code for end in again] == [0, 0], texts(again)
+    assert all("is finished; nothing to do" in end.output for end in again), texts(again)
+
+
+@pytest.mark.parametrize("launcher", ["manyhands", "torchrun"])
+@pytest.mark.parametrize(
+    ("disk", "words"),
+    [
+        ("runs", "output.dir is not shared: mh1 does not see what mh0 writes there"),
+        ("model", "the model folder has no weights"),
+    ],
+)
+def test_what_is_not_there_is_refused_on_every_terminal(
+    place: Place, bed: Bed, launcher: str, disk: str, words: str
+) -> None:
+    (place.folder / "runs").mkdir(exist_ok=True)
+    name = f"own-{disk}-{launcher}"
+    nodes = [
+        start(place, bed, name, rank=rank, launcher=launcher, own=[place.folder / disk] if rank else [])
+        for rank in range(2)
+    ]
+    ends = [Ended(node.wait(), node.text, 0) for node in nodes]
+    assert all(end.code != 0 and f"error: {words}" in end.output for end in ends), texts(ends)
+    assert launcher != "manyhands" or [end.code for end in ends] == [2, 2]
+    assert "mh1" in ends[0].output and not place.run(name).folder.exists()
+
+
+def test_a_node_that_does_not_come_comes_twice_or_with_another_run(place: Place, bed: Bed) -> None:
+    limit = "parallel.timeout_s=6"
+    alone = start(place, bed, "alone", limit, rank=0)
+    assert alone.wait() == 1 and "error: 1 of 2 nodes did not come: node 1" in alone.text, alone.text
+    twice = [start(place, bed, "twice", rank=rank, node=node) for rank, node in ((0, 0), (0, 1))]
+    for launched in twice:
+        assert launched.wait() == 2 and "error: node 0 came twice: from mh0 and from mh1" in launched.text
+    other = [start(place, bed, "other", f"seed={seed}", rank=rank) for rank, seed in ((0, 0), (1, 7))]
+    for launched in other:
+        assert launched.wait() == 2 and "came with another run than node 0 (mh0)" in launched.text, launched.text
+        assert "seed: 0 -> 7" in launched.text
+    assert not place.run("twice").folder.exists() and not place.run("other").folder.exists()
+
+
+@pytest.fixture
+def going(place: Place, bed: Bed, request: pytest.FixtureRequest):
+    """A run whose ranks have all made a few steps, and go on slowly."""
+    launcher, name = getattr(request, "param", "manyhands"), f"going-{bed.key}"
+    act = f"pathlib.Path('{place.folder}/mark-{name}-' + str(self.rank.world.rank)).touch(); time.sleep(0.3)"
+    plant = at_step(1, act)
+    module = "manyhands.worker.training"
+    plant = NO_VERIFY | {module: plant[module].replace("state.step == 1", "state.step")}
+    nodes = [start(place, bed, name, *LONG, rank=rank, plant=plant, launcher=launcher) for rank in range(2)]
+    marks = [place.folder / f"mark-{name}-{rank}" for rank in range(2)]
+    deadline = time.monotonic() + 200
+    while not all(mark.exists() for mark in marks):
+        assert time.monotonic() < deadline and nodes[0].process.poll() is None, nodes[0].text
+        time.sleep(0.05)
+    return nodes, place.run(name)
+
+
+def end(nodes: list[Launched], *, within_s: float = TIMEOUT_S + 30) -> list[int]:
+    """Exit codes of launchers that end in time; no rank is left."""
+    codes = [node.wait(within_s + 30) for node in nodes]  # with what a busy machine takes
+    return codes
+
+
+def test_a_rank_that_is_killed_is_named_on_both_terminals(going) -> None:
+    nodes, _ = going
+    nodes[1].workers()[0].kill()
+    assert end(nodes) == [1, 1]
+    for node in nodes:
+        assert "error: rank 1 was killed (SIGKILL)" in node.text and "where: mh1, " in node.text, node.text
+
+
+def test_a_rank_that_is_stopped_is_named_on_both_terminals(going) -> None:
+    nodes, _ = going
+    nodes[1].workers()[0].suspend()
+    assert end(nodes) == [1, 1]
+    for node in nodes:
+        assert "error: rank 1 on mh1 made no progress for 15 s" in node.text, node.text
+        assert "its process is stopped (SIGSTOP)" in node.text
+
+
+def test_a_machine_that_dies_is_named_by_the_others(going) -> None:
+    nodes, _ = going
+    nodes[1].process.kill()
+    nodes[1].command.kill()
+    assert end(nodes[:1]) == [1]
+    assert "error: node 1 (mh1) is lost" in nodes[0].text, nodes[0].text
+
+
+def test_a_link_that_is_cut_ends_both_sides(going, bed: Bed) -> None:
+    nodes, _ = going
+    bed.cut(1)
+    assert end(nodes) == [1, 1]
+    for node, other in zip(nodes, ("node 1 (mh1)", "node 0 (mh0)"), strict=True):
+        assert f"error: {other} is lost" in node.text and "nothing was heard from it for 15 s" in node.text, node.text
+
+
+@pytest.mark.parametrize("going", ["manyhands", "torchrun"], indirect=True)
+def test_sigterm_to_one_launcher_saves_and_ends_all(going, request: pytest.FixtureRequest) -> None:
+    nodes, run = going
+    nodes[1].command.terminate()
+    codes = end(nodes)
+    assert run.steps_saved() and run.read("status.json")["state"] == "interrupted", [node.text for node in nodes]
+    if "manyhands" in request.node.name:
+        assert codes == [143, 143]
+        assert all("SIGTERM: the run has ended, saved at step" in node.text for node in nodes)
+
+
+@pytest.mark.parametrize("going", ["torchrun"], indirect=True)
+def test_a_link_that_is_cut_ends_torchrun_too(going, bed: Bed) -> None:
+    nodes, _ = going
+    bed.cut(1)
+    assert all(code != 0 for code in end(nodes))
+    assert all("error: " in node.text for node in nodes)
