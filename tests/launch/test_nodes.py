@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,53 +16,9 @@ from manyhands.launch.environment import localize, refuse_alone
 from manyhands.launch.nodes import count_ranks, digest_of_code, read_versions
 from manyhands.launch.team import Place
 from tests.launch.builders import make_config, make_plan
+from tests.launch.fake_nodes import Node, on_all
 
 GPU = GpuFacts(index=0, name="H200", memory_bytes=1, free_bytes=1)
-
-
-class Node:
-    """One node's end of a fake channel; ``run`` calls the same function on all nodes, side by side."""
-
-    def __init__(self, node: int, num_nodes: int, board: dict[str, list[Any]], barrier: threading.Barrier) -> None:
-        self.node, self.num_nodes, self.board, self.barrier = node, num_nodes, board, barrier
-
-    @property
-    def names(self) -> list[str]:
-        return [f"gpu{node}" for node in range(self.num_nodes)]
-
-    def gather(self, key: str, value: Any) -> list[Any]:
-        self.board.setdefault(key, [None] * self.num_nodes)[self.node] = value
-        try:
-            self.barrier.wait(30)
-        except threading.BrokenBarrierError:
-            if None in self.board[key]:
-                raise
-        return list(self.board[key])
-
-    def fail(self, error: UserError) -> None:
-        self.barrier.abort()
-
-
-def on_all(num_nodes: int, work: Any) -> list[Any]:
-    """``work(node)`` of each node; an error as text."""
-    board: dict[str, list[Any]] = {}
-    barrier, results = threading.Barrier(num_nodes), [None] * num_nodes
-
-    def run(node: Node) -> None:
-        try:
-            results[node.node] = work(node)
-        except UserError as error:
-            results[node.node] = str(error)
-            node.fail(error)
-        except threading.BrokenBarrierError:
-            results[node.node] = "ended by another"
-
-    threads = [threading.Thread(target=run, args=(Node(n, num_nodes, board, barrier),)) for n in range(num_nodes)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return results
 
 
 def test_nodes_that_share_a_folder_are_found_and_nothing_is_left(tmp_path: Path):

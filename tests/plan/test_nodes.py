@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from manyhands.core.errors import UserError
-from manyhands.facts.types import Facts, HostFacts
+from manyhands.facts.types import Facts, Figure, HostFacts
 from manyhands.plan.search import plan
 from manyhands.plan.sentences import explain
 from tests.plan.examples import GIB, data_facts, facts, llama_8b, on_nodes, run_config
@@ -62,3 +62,25 @@ def test_the_run_files_number_of_nodes_must_be_there():
         plan(run_config(parallel__nodes=3), on_nodes(h200(), 8, 8))
     with pytest.raises(UserError, match=r"parallel\.nodes is 2, but there is 1"):
         plan(run_config(parallel__nodes=2), h200())
+
+
+def with_link(given: Facts, gb_s: float) -> Facts:
+    return given.model_copy(update={"node_link": Figure(value=gb_s, source="measured over TCP, gpu01 to gpu02")})
+
+
+def test_a_copy_a_node_is_chosen_across_a_slow_link_and_the_arithmetic_is_shown():
+    """Full training of 8B: a copy a GPU does not fit where there are 80 GiB, a copy a node does."""
+    small = facts(llama_8b(), gpus=8, gpu_bytes=80 * GIB, data=LONG)
+    made = plan(run_config(method__name="full"), with_link(on_nodes(small, 8, 8), 1.0))
+    assert (made.layout.strategy, made.layout.mesh.shard) == ("hsdp", 8)
+    (links,) = (reason for reason in made.why if reason.code == "node_links")
+    ways = links.values["ways"]
+    gradients = 4 * llama_8b().num_parameters  # their sums are float32; of two copies each node sends them once
+    assert ways["hsdp"]["bytes"] == pytest.approx(gradients, rel=1e-3)
+    assert ways["hsdp"]["seconds"] == pytest.approx(gradients / 1e9, rel=1e-3)
+    assert ways["fsdp"]["bytes"] > 1.4 * ways["hsdp"]["bytes"]
+    assert "1 GB/s (measured over TCP, gpu01 to gpu02); a step sends" in explain(links)
+
+
+def test_links_are_not_mentioned_on_one_node():
+    assert "node_links" not in [reason.code for reason in plan(run_config(), h200()).why]

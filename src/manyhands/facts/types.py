@@ -204,3 +204,4 @@ class Facts(Fact):
     local_world_size: int | None = None  # and how many of them are on this machine
     hosts: tuple[HostFacts, ...] = ()  # of several nodes, in their order; ``host`` then is the least of all of them
     node_ranks: tuple[int, ...] = ()  # processes of each
+    node_link: Figure | None = None  # GB/s that one of them sends to another, of the slowest pair

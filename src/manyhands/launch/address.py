@@ -9,7 +9,7 @@ import json
 import socket
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -166,6 +166,11 @@ def interface_of(address: str) -> str | None:
                 if socket.inet_ntoa(answer[20:24]) == address:
                     return name
     return None
+
+
+def address_among(others: Sequence[str | None]) -> str | None:
+    """The address with which this machine reaches the first of these that is known."""
+    return next((address_towards(other, 1) for other in others if other), None)
 
 
 def own_address(host: str, port: int) -> str | None:

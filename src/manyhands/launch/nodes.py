@@ -20,7 +20,7 @@ import manyhands
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.data.summary import PreparedData
-from manyhands.facts.types import GpuFacts, HostFacts
+from manyhands.facts.types import Figure, GpuFacts, HostFacts
 from manyhands.launch.resume_rules import flatten
 
 PACKAGES = ("manyhands", "torch", "transformers", "safetensors")
@@ -56,6 +56,7 @@ class NodeGroup:
     num_ranks: tuple[int, ...]
     data: PreparedData | None = None  # once prepared
     places: dict[str, str] = field(default_factory=dict)  # of this node: fields of the plan that name its own folders
+    link: Figure | None = None  # GB/s from node to node
 
     @property
     def world_size(self) -> int:

@@ -19,6 +19,7 @@ from manyhands.facts.adapter import find_adapter
 from manyhands.facts.hub import locate_model
 from manyhands.facts.identity import differing_files, identify_files
 from manyhands.facts.types import HostFacts
+from manyhands.launch.links import measure_links
 from manyhands.launch.nodes import Exchange, NodeGroup
 from manyhands.launch.resume_rules import find_run, folder_of, fresh_name
 
@@ -188,6 +189,7 @@ def find_group(
     config: RunConfig,
     hosts: tuple[HostFacts, ...],
     num_ranks: tuple[int, ...],
+    addresses: Sequence[str | None],
     *,
     fresh: bool,
     report: Report,
@@ -202,8 +204,9 @@ def find_group(
     config = config.model_copy(update={"name": name})
     if state == "finished":
         return config, None
+    link = measure_links(exchange, addresses, report)
     data, places = find_places(exchange, config, report)
-    return config, NodeGroup(hosts, num_ranks, data, places)
+    return config, NodeGroup(hosts, num_ranks, data, places, link)
 
 
 def named(error: UserError, host: str) -> UserError:

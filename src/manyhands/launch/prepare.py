@@ -365,6 +365,7 @@ def gather_facts(
         local_world_size=local_world_size,
         hosts=group.hosts if group is not None else (),
         node_ranks=group.num_ranks if group is not None else (),
+        node_link=group.link if group is not None else None,
     )
 
 

@@ -94,7 +94,8 @@ def _prepare(
     report: Callable[[str], None],
 ) -> Joined:
     num_ranks = count_ranks(config, hosts)
-    config, group = find_group(channel, config, hosts, num_ranks, fresh=fresh, report=report)
+    addresses = [channel.hellos[node]["address"] for node in range(channel.num_nodes)]
+    config, group = find_group(channel, config, hosts, num_ranks, addresses, fresh=fresh, report=report)
     if group is None:
         folder = folder_of(config)
         return Joined(Prepared(folder, config, folder.read_plan(), resume=False, finished=True), None)

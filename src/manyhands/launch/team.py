@@ -19,7 +19,7 @@ from typing import Any
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.facts.host import read_host_facts
-from manyhands.launch.address import Address, address_towards, interface_of, own_address
+from manyhands.launch.address import Address, address_among, interface_of, own_address
 from manyhands.launch.channel import SILENT, Channel
 from manyhands.launch.failure import ENDED_BY_OTHERS, FoundCause
 from manyhands.launch.nodes import NodeGroup, check_hello, host_name, say_hello
@@ -210,9 +210,6 @@ def _network(channel: Channel) -> dict[str, str]:
     resolves to, often the loopback, and NCCL any that is up.
     """
     own = channel.hellos[channel.node].get("address")
-    if own is None:
-        others = (hello.get("address") for node, hello in channel.hellos.items() if node != channel.node)
-        reached = next((address for address in others if address), None)
-        own = address_towards(reached, 1) if reached else None
+    own = own or address_among([hello.get("address") for hello in channel.hellos.values()])
     interface = interface_of(own) if own else None
     return {} if interface is None else {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}

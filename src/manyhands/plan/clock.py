@@ -6,7 +6,8 @@ the mean length.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -20,7 +21,8 @@ from manyhands.plan.estimate_input import EstimateInput
 from manyhands.plan.layout import Layout
 from manyhands.plan.rates import Fitted, GpuRates, cpu_rates, load_fitted, rates_of
 from manyhands.plan.sampling import sample_steps
-from manyhands.plan.time import TimeInput, estimate_step
+from manyhands.plan.time import TimeInput, between_nodes, estimate_step
+from manyhands.plan.types import Candidate, Reason, reason
 from manyhands.plan.work import MeanStep, mean_work, work_of_lengths
 
 MAX_STEPS, MAX_SAMPLES = 6, 2_048  # laid out for each size of micro-batches
@@ -101,6 +103,8 @@ def make_clock(config: RunConfig, facts: Facts, made: Decisions, num_local: int,
     kind = (facts.host.kind or kind_of_all(made.gpus)) if made.device == "cuda" else None
     cores = facts.host.num_cores / num_local
     rates = rates_of(kind, facts.host.calibration, fitted) if made.device == "cuda" else cpu_rates(cores)
+    if facts.node_link is not None:  # of a node: its ranks share it
+        rates = replace(rates, node_link=1e9 * facts.node_link.value / num_local)
     return Clock(
         data=facts.data,
         kind=kind,
@@ -110,3 +114,19 @@ def make_clock(config: RunConfig, facts: Facts, made: Decisions, num_local: int,
         num_local=num_local,
         batch=batch,
     )
+
+
+def explain_links(facts: Facts, clock: Clock, base: EstimateInput, candidates: Sequence[Candidate]) -> list[Reason]:
+    """What a step moves between nodes under each strategy, and how long that takes by itself; the fastest candidate of
+    each that fits, else the first. Nothing for one node.
+    """
+    layouts: dict[str, Layout] = {}
+    for candidate in sorted(candidates, key=lambda c: (not c.chosen, not c.memory.fits)):
+        layouts.setdefault(candidate.layout.strategy, candidate.layout)
+    moved = {name: between_nodes(clock.describe(replace(base, layout=layout))) for name, layout in layouts.items()}
+    if not any(moved.values()):
+        return []
+    rate = clock.rates.node_link * clock.num_local
+    source = facts.node_link.source if facts.node_link is not None else None
+    ways = {name: {"bytes": int(size), "seconds": size / rate} for name, size in moved.items()}
+    return [reason("node_links", gb_s=rate / 1e9, source=source, ways=ways)]

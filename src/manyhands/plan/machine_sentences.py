@@ -70,6 +70,15 @@ def _nodes(v: Values) -> str:
     return text + (f"; planned for the smallest GPU, {format_gib(v['least_bytes'])}" if v["mixed"] else "")
 
 
+def _node_links(v: Values) -> str:
+    ways = [
+        f"{format_gib(way['bytes'])} in {way['seconds']:.2g} s by {name}"
+        for name, way in sorted(v["ways"].items(), key=lambda item: float(item[1]["seconds"]))
+    ]
+    source = v["source"] or "assumed: InfiniBand of 400 Gbit/s per rank"
+    return f"{v['gb_s']:.3g} GB/s ({source}); a step sends {', '.join(ways)}"
+
+
 def _data_workers(v: Values) -> str:
     workers = f"{v['workers']} process{'es' * (v['workers'] != 1)} per rank" if v["workers"] else "a thread"
     if v["asked"]:
@@ -100,6 +109,7 @@ MACHINE_SENTENCES: dict[Code, tuple[str, Callable[[Values], str]]] = {
     "device": ("device", _device),
     "processes": ("processes", _processes),
     "nodes": ("nodes", _nodes),
+    "node_links": ("between nodes", _node_links),
     "data_workers": ("data workers", _data_workers),
     "environment": ("environment", _environment),
 }

@@ -26,7 +26,7 @@ from manyhands.plan.candidates import (
 )
 from manyhands.plan.checks import check_disk, estimate_disk, nothing_fits, warn_of_values
 from manyhands.plan.choices import Decisions, decide, fuses_optimizer
-from manyhands.plan.clock import make_clock
+from manyhands.plan.clock import explain_links, make_clock
 from manyhands.plan.duration import estimate_time
 from manyhands.plan.efficiency import with_efficiency
 from manyhands.plan.estimate_input import EstimateInput, count_adapter_parameters, count_trained
@@ -316,6 +316,7 @@ def _why_layout(config: RunConfig, facts: Facts, found: SearchResult) -> list[Re
             asked=parallel.activation_checkpointing != "auto",
         ),
     ]
+    why += explain_links(facts, limits.clock, found.base, found.candidates) if limits.clock is not None else []
     if layout.mesh.shard > 1 and layout.accumulates and not layout.zero_stage:
         why.append(reason("reduction", every=layout.reduce_every, bytes=memory.terms["unreduced"]))
     moved = {"none": [], "optimizer": ["optimizer"], "all": ["weights", "gradients", "optimizer"]}[parallel.offload]

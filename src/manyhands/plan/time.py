@@ -313,8 +313,8 @@ def communication(s: TimeInput, compute: float) -> float:
     if layout.world_size == 1:
         return 0.0
     shard, copies_of = layout.mesh.shard, layout.mesh.replicate
-    across = shard > s.num_local
-    rate = s.rates.node_link if across else s.rates.link
+    # All ranks of a node carry their parts of one ring over all machines.
+    rate = min(s.rates.link, s.rates.node_link * s.num_local) if shard > s.num_local else s.rates.link
     latency = NODE_LATENCY_S if layout.world_size > s.num_local else LATENCY_S
     rounds = s.work.num_micro if layout.reduce_every else 1.0
     units = e.model.num_layers + 1
@@ -333,6 +333,30 @@ def communication(s: TimeInput, compute: float) -> float:
     beside = seconds - alone
     hidden = min(beside, compute)
     return alone + (beside - hidden) + s.fitted.overlap_cost * hidden
+
+
+def between_nodes(s: TimeInput) -> float:
+    """Bytes that a node sends to others in a step, 0 where all ranks are on one.
+
+    In rings over all ranks what is gathered or reduced passes each link between two nodes once, and what is summed
+    everywhere twice. Shards within a node leave it only as sums of shards: ``2 (C - 1) / C`` of the gradients.
+    """
+    e, layout = s.estimate, s.estimate.layout
+    shard, copies_of = layout.mesh.shard, layout.mesh.replicate
+    if layout.world_size <= s.num_local:
+        return 0.0
+    rounds, sums = s.work.num_micro if layout.reduce_every else 1.0, e.num_trained * e.sum_bytes
+    moved = 0.0
+    if shard > s.num_local:
+        whole = (shard - 1) / shard
+        gathered = s.work.num_micro * gathers(e) * whole_bytes(e)
+        if e.weight_shards == 1:
+            gathered = e.num_trained * e.held_bytes
+        moved += whole * (gathered + rounds * sums)
+    if copies_of > 1:
+        leaving = sums * min(shard, s.num_local) / shard
+        moved += (rounds if shard > 1 else 1.0) * leaving * 2 * (copies_of - 1) / copies_of
+    return moved
 
 
 def offload(s: TimeInput, compute: float) -> float:

@@ -195,9 +195,9 @@ def method_of(plan: Plan, config: RunConfig) -> MethodSection:
 # Decisions, in the order of a plan's ``why``; then notes and warnings; then why a candidate was not chosen.
 Code = Literal[
     "hardware", "figures", "assumed", "untried",
-    "device", "processes", "nodes", "packing", "targets", "smaller", "strategy", "activation_checkpointing",
-    "reduction", "offload", "memory", "batch", "efficiency", "compute", "masters", "frozen", "linear", "towers",
-    "attention", "compile", "data_workers", "new_tokens", "adapter", "validation", "left_out", "unread", "steps",
+    "device", "processes", "nodes", "node_links", "packing", "targets", "smaller", "strategy",
+    "activation_checkpointing", "reduction", "offload", "memory", "batch", "efficiency", "compute", "masters",
+    "frozen", "linear", "towers", "attention", "compile", "data_workers", "new_tokens", "adapter", "validation", "left_out", "unread", "steps",
     "warmup", "evaluation", "checkpoints", "early_end", "disk", "learning_rate", "output_dtype", "environment",
     "long_samples", "large_batch", "high_learning_rate", "high_rank",
     "not_next_smaller", "exceeds_memory", "exceeds_host_memory", "near_limit", "computes_again",

@@ -20,7 +20,7 @@ from manyhands.config.load import LoadedRun
 from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.facts.host import read_host_facts
 from manyhands.facts.types import HostFacts
-from manyhands.launch.address import address_towards, interface_of, own_address
+from manyhands.launch.address import address_among, interface_of, own_address
 from manyhands.launch.environment import Launcher, apply_variables
 from manyhands.launch.heartbeat import this_host
 from manyhands.launch.nodes import NodeGroup, check_hellos, host_name, say_hello
@@ -52,10 +52,7 @@ class NodeMap:
     @property
     def environment(self) -> dict[str, str]:
         """The interface by which the nodes reach each other, as in ``launch/team.py``."""
-        own = self.addresses[self.node]
-        if own is None:
-            other = next((address for address in self.addresses if address), None)
-            own = address_towards(other, 1) if other else None
+        own = self.addresses[self.node] or address_among(self.addresses)
         interface = interface_of(own) if own and self.num_nodes > 1 else None
         return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"} if interface else {}
 
@@ -107,7 +104,7 @@ def find_group_over_store(
             check_hellos(hellos)
             hosts = tuple(HostFacts.model_validate(fields["facts"]) for fields in hellos)
             num_ranks = tuple(len(ranks) for ranks in nodes.ranks)
-            config, group = find_group(exchange, config, hosts, num_ranks, fresh=fresh, report=report)
+            config, group = find_group(exchange, config, hosts, num_ranks, nodes.addresses, fresh=fresh, report=report)
     store.set(f"places/{nodes.node}", json.dumps(group.places if group is not None else {}))
     return replace(loaded, config=config), group
 
