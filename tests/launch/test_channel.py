@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from manyhands.core.errors import UserError
-from manyhands.launch.address import Address
+from manyhands.launch.address import Address, open_listener
 from manyhands.launch.channel import SILENT, Channel
 from manyhands.launch.nodes import check_hello
 from tests.launch.builders import make_config
@@ -195,6 +195,38 @@ def test_beats_keep_a_channel_alive_and_carry_what_node_0_is_to_know(meeting: Me
     begin = time.monotonic()
     until(lambda: time.monotonic() - begin > 3)
     assert channels[0].beats == {1: {"2": "beat of rank 2"}} and channels[0].trouble is channels[1].trouble is None
+
+
+def test_a_node_that_fails_leaves_no_gap_in_what_the_others_gather(meeting: Meeting):
+    channels = meeting.all_come(*(hello(node, 3) for node in (0, 1, 2)))
+
+    def fail() -> None:
+        channels[1].fail(UserError("no such file", where="rows.jsonl on gpu1"))
+        channels[1].close()
+
+    texts = at_once(lambda: channels[0].gather("x", 0), fail, lambda: channels[2].gather("x", 2))
+    assert "error: no such file" in texts[0] and "error: no such file" in texts[2]
+
+
+def test_another_node_0_elsewhere_is_found(meeting: Meeting, monkeypatch: pytest.MonkeyPatch):
+    other = Meeting()
+    listen = Channel.listen
+
+    def listen_elsewhere(channel: Channel, address: Address) -> None:
+        monkeypatch.setattr("manyhands.launch.channel.is_own", lambda address: False)
+        monkeypatch.setattr(
+            "manyhands.launch.channel.open_listener", lambda address, backlog: open_listener(other.address, backlog)
+        )
+        listen(channel, address)
+
+    first = threading.Thread(target=lambda: found.extend(meeting.all_come(hello(0, 2))))
+    found: list[Any] = []
+    first.start()
+    until(lambda: meeting.channels and meeting.channels[0]._listener)
+    monkeypatch.setattr(Channel, "listen", listen_elsewhere)
+    (text,) = meeting.all_come(hello(0, 2, host="gpu9"))
+    first.join(LONG_S)
+    assert "error: node 0 came twice: from gpu0 and from gpu9" in text and found == [text]
 
 
 def test_one_nodes_error_is_everyones_and_leaving_is_none(meeting: Meeting):

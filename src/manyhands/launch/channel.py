@@ -18,6 +18,7 @@ from typing import Any
 
 from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.launch.address import Address, Link, ask, is_own, open_connection, open_listener
+from manyhands.launch.nodes import explain_lost, explain_missing
 
 BEAT_S = 1.0
 FLUSH_S = 2.0  # for the last words of a launcher that ends
@@ -78,10 +79,16 @@ class Channel:
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._thread.start()
-        if not is_own(address):  # a service's address that leads here, or another machine
+        if not is_own(address):  # a service's address that leads here, or another machine's
+            threading.Thread(target=self._look_for_another, args=(address,), name="node-0", daemon=True).start()
+
+    def _look_for_another(self, address: Address) -> None:
+        while not self._complete and not self.is_closed and self.trouble is None:
             answer = ask(address, {"kind": "hello", "node": 0, "hello": self.hellos[0]})
             if "error" in answer:
-                raise UserError.from_json(answer["error"])
+                with self._lock:
+                    self._have_trouble(UserError.from_json(answer["error"]))
+            time.sleep(BEAT_S)
 
     def connect(self, address: Address, timeout_s: float) -> None:
         """On any other node. UserError where node 0 does not answer in time."""
@@ -117,13 +124,7 @@ class Channel:
                 return [self.hellos[node] for node in range(self.num_nodes)]
             missing = [node for node in range(self.num_nodes) if node not in self.hellos]
             there = ", ".join(self.describe(node) for node in sorted(self.hellos))
-        error = UserError(
-            f"{len(missing)} of {self.num_nodes} nodes did not come: {', '.join(f'node {n}' for n in missing)}",
-            where=f"waited {timeout_s:g} s (parallel.timeout_s); there: {there}",
-            why="they were not started, ended early, or cannot reach the rendezvous",
-            fix="start the same command on each machine, with --node-rank from 0 to the number of nodes less one",
-            exit_code=EXIT_FAILED,
-        )
+        error = explain_missing(missing, self.num_nodes, there, timeout_s)
         self.fail(error)
         raise error
 
@@ -162,6 +163,10 @@ class Channel:
                     break
                 self._lock.wait(left)
             found = self._gathered.get(key, {**self._values.get(key, {}), self.node: value})
+            if not partial and len(found) < self.num_nodes:
+                self._raise_trouble()
+                left_out = ", ".join(self.describe(node) for node in range(self.num_nodes) if node not in found)
+                raise UserError(f"{left_out} left the run", where=key, exit_code=EXIT_FAILED)
             return [found.get(node) for node in range(self.num_nodes)]
 
     def fail(self, error: UserError) -> None:
@@ -359,14 +364,7 @@ class Channel:
         node = link.node
         if node is None or node < 0 or node in self._left or self.is_closed:
             return
-        error = UserError(
-            f"{self.describe(node)} is lost",
-            where=f"noticed by {self.describe(self.node)}",
-            why=why,
-            fix="see what became of that machine or process; the same command on every node resumes",
-            exit_code=EXIT_FAILED,
-            kind=kind,
-        )
+        error = explain_lost(self.describe(node), self.describe(self.node), why, kind)
         self.lost[node] = error
         if self.node == 0:
             self._relay({"kind": "lost", "node": 0, "to": None, "which": node, "error": error.to_json()})

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import manyhands
 from manyhands.config.schema import RunConfig
-from manyhands.core.errors import UserError
+from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.data.summary import PreparedData
 from manyhands.facts.types import Figure, GpuFacts, HostFacts
 from manyhands.launch.resume_rules import flatten
@@ -116,6 +116,28 @@ def check_hello(known: Mapping[int, Hello], new: Hello) -> UserError | None:
             details=_differing(first["versions"], new["versions"]),
         )
     return None
+
+
+def explain_missing(missing: Sequence[int], num_nodes: int, there: str, waited_s: float) -> UserError:
+    return UserError(
+        f"{len(missing)} of {num_nodes} nodes did not come: {', '.join(f'node {node}' for node in missing)}",
+        where=f"waited {waited_s:g} s (parallel.timeout_s); there: {there}",
+        why="they were not started, ended early, or cannot reach the rendezvous",
+        fix="start the same command on each machine, with --node-rank from 0 to the number of nodes less one",
+        exit_code=EXIT_FAILED,
+    )
+
+
+def explain_lost(node: str, by: str, why: str, kind: str = "") -> UserError:
+    """``node``, as seen from the node ``by``."""
+    return UserError(
+        f"{node} is lost",
+        where=f"noticed by {by}",
+        why=why,
+        fix="see what became of that machine or process; the same command on every node resumes",
+        exit_code=EXIT_FAILED,
+        kind=kind,
+    )
 
 
 def check_hellos(hellos: Sequence[Hello]) -> None:

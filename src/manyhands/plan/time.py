@@ -313,8 +313,8 @@ def communication(s: TimeInput, compute: float) -> float:
     if layout.world_size == 1:
         return 0.0
     shard, copies_of = layout.mesh.shard, layout.mesh.replicate
-    # All ranks of a node carry their parts of one ring over all machines.
-    rate = min(s.rates.link, s.rates.node_link * s.num_local) if shard > s.num_local else s.rates.link
+    across = shard > s.num_local
+    rate = s.rates.node_link if across else s.rates.link
     latency = NODE_LATENCY_S if layout.world_size > s.num_local else LATENCY_S
     rounds = s.work.num_micro if layout.reduce_every else 1.0
     units = e.model.num_layers + 1

@@ -23,7 +23,7 @@ from manyhands.facts.types import HostFacts
 from manyhands.launch.address import address_among, interface_of, own_address
 from manyhands.launch.environment import Launcher, apply_variables
 from manyhands.launch.heartbeat import this_host
-from manyhands.launch.nodes import NodeGroup, check_hellos, host_name, say_hello
+from manyhands.launch.nodes import NodeGroup, check_hellos, explain_lost, host_name, say_hello
 from manyhands.launch.preflight import find_group, named
 
 ALIVE_S = 2.0
@@ -137,13 +137,8 @@ class StoreExchange:
             if now != alive:
                 alive, changed = now, time.monotonic()
             if time.monotonic() - changed > self.silence_s:
-                raise UserError(
-                    f"node {node} ({self.names[node]}) is lost",
-                    where=f"noticed by node {self.node} ({self.names[self.node]})",
-                    why=f"nothing was heard from it for {self.silence_s:g} s",
-                    fix="see what became of that machine or process; the same command on every node resumes",
-                    exit_code=EXIT_FAILED,
-                )
+                lost, here = (f"node {number} ({self.names[number]})" for number in (node, self.node))
+                raise explain_lost(lost, here, f"nothing was heard from it for {self.silence_s:g} s")
             time.sleep(POLL_S)
         return json.loads(self.store.get(f"nodes/{key}/{node}"))
 
