@@ -349,7 +349,7 @@ def between_nodes(s: TimeInput) -> float:
     moved = 0.0
     if shard > s.num_local:
         whole = (shard - 1) / shard
-        gathered = s.work.num_micro * gathers(e) * whole_bytes(e)
+        gathered = gathers(s) * whole_bytes(e)
         if e.weight_shards == 1:
             gathered = e.num_trained * e.held_bytes
         moved += whole * (gathered + rounds * sums)
