@@ -103,3 +103,9 @@ def test_stages_leave_the_process_alone() -> None:
     words = ("os._exit", "signal.signal(", "os.dup2", "set_wakeup_fd", "sys.exit(")
     found = {(path.name, word) for path in folder.glob("*.py") for word in words if word in path.read_text()}
     assert {name for name, _ in found} <= {"session.py", "__main__.py"}, found
+
+
+def test_released_weights_are_read_again(model: mh.LanguageModel) -> None:
+    before, held = model.generate("alpha", max_new_tokens=3), model.answerer
+    model.release()
+    assert model.generate("alpha", max_new_tokens=3) == before and model.answerer is not held

@@ -10,10 +10,10 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[2] / "src"
 PROBE = """
 import importlib, pkgutil, sys
-for room in ("config", "families", "facts", "plan", "launch", "preview", "submit", "cli"):
+for room in ("config", "families", "facts", "plan", "launch", "preview", "submit", "cli", "api"):
     package = importlib.import_module(f"manyhands.{room}")
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-        if not module.name.endswith("__main__"):
+        if not module.name.endswith(("__main__", "api.rank")):
             importlib.import_module(module.name)
             heavy = {"torch", "transformers"} & set(sys.modules)
             if heavy:

@@ -71,8 +71,15 @@ class LanguageModel:
         """From now on it is what the run in ``folder`` has saved."""
         from manyhands.api.runs import TrainedRun
 
+        self.release()
         self.folder, self.base, self.run = folder, None, TrainedRun(folder)
-        vars(self).pop("answerer", None)
+
+    def release(self) -> None:
+        """Frees the memory of its weights; the next answer reads them again."""
+        if vars(self).pop("answerer", None) is not None:
+            import torch
+
+            torch.cuda.empty_cache()
 
     def save_pretrained(self, folder: str | os.PathLike[str], **ignored: Any) -> None:
         """Copies what the run has written, a PEFT adapter or a model, to ``folder``."""
@@ -140,14 +147,18 @@ class LanguageModel:
     @cached_property
     def answerer(self) -> Any:
         """``infer.load.Answerer``: the model in memory, its tokenizer and what ends an answer."""
-        from manyhands.infer.batch import open_placed
-        from manyhands.infer.load import open_answerer
-        from manyhands.infer.placement import Placement
-
-        if isinstance(self.device_map, dict):
-            return open_answerer(self._find(), self.base, self.device_map)
         import torch
 
+        from manyhands.infer.batch import open_placed
+        from manyhands.infer.load import find_parts, load_answerer, open_answerer
+        from manyhands.infer.placement import Placement
+        from manyhands.launch.environment import detect_launcher
+
+        launcher = detect_launcher()
+        if isinstance(self.device_map, dict):
+            return open_answerer(self._find(), self.base, self.device_map)
+        if launcher.world_size > 1 and torch.cuda.is_available():  # the GPU of this rank, as the others have theirs
+            return load_answerer(find_parts(self._find(), self.base), device=f"cuda:{launcher.local_rank}")
         device_map = _placement_of(self.device_map) if torch.cuda.device_count() > 1 else "auto"
         return open_placed(self._find(), self.base, Placement(device_map=device_map))
 

@@ -78,6 +78,7 @@ def on_first_rank(work: Callable[[], object]) -> None:
 def _start_processes(loaded: LoadedRun, *, fresh: bool, callbacks: Callbacks, arguments: Sequence[str]) -> Path:
     show = open_display()
     environment = {k: v for k, v in os.environ.items() if show is None or k not in TERMINAL_VARIABLES}
+    sys.stdout.flush()  # what was printed before stands above what the run prints
     reading, writing = os.pipe()
     child = subprocess.Popen(
         [

@@ -176,6 +176,7 @@ class Trainer:
                 why="a run resumes from its own newest checkpoint",
                 fix="leave it out; to begin from other weights give their folder as the model",
             )
+        self.model.release()
         folder = start(
             self.load, fresh=fresh, callbacks=Callbacks(self.functions), hooks=self.hooks, metrics=self.metrics
         )
