@@ -41,8 +41,8 @@ REPLACED: Mapping[str, dict[str, Any]] = MappingProxyType(
         | {"micro_batch_size": 4, "sample_packing": False, "pad_to_sequence_len": None, "bf16": False, "tf32": False,
            "attn_implementation": "sdpa", "gradient_checkpointing": False, "val_set_size": 0, "saves_per_epoch": None,
            "evals_per_epoch": None, "save_steps": None, "eval_sample_packing": None, "load_in_8bit": False,
-           "load_in_4bit": False, "optimizer": "adamw_torch", "lora_mlp_kernel": None, "lora_qkv_kernel": None,
-           "lora_o_kernel": None, "plugins": None, "num_epochs": 50, "deepspeed": None, "resume_from_checkpoint": None,
+           "load_in_4bit": False, "optimizer": "adamw_torch", "lora_mlp_kernel": False, "lora_qkv_kernel": False,
+           "lora_o_kernel": False, "plugins": None, "num_epochs": 50, "deepspeed": None, "resume_from_checkpoint": None,
            "test_datasets": None, "use_tensorboard": False},
         "llamafactory": TRAINER
         | {"preprocessing_num_workers": 1, "dataloader_num_workers": 0, "flash_attn": "sdpa", "deepspeed": None,

@@ -114,7 +114,7 @@ def test_keys_below_an_unknown_section_are_listed(tmp_path):
         ("method.name=dora", "lora with dora: true"),
         ("model.dtype=fp16", "float16 is not supported"),
         ("optimizer.name=adamw_torch", "write adamw"),
-        ("parallel.strategy=zero3", "write fsdp"),
+        ("parallel.strategy=full_shard", "write fsdp"),
         ("parallel.activation_checkpointing=true", "write full"),
     ],
 )
