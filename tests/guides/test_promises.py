@@ -1,5 +1,5 @@
-"""docs/coming-from.md against the repository: every command, option, file, make target, key and variable that it names is
-there. What the commands do is tested beside this file; here no row may promise what does not exist.
+"""docs/coming-from.md against the repository: every command, option, file, make target and key that it names is there.
+What the commands do is tested beside this file; here no row may promise what does not exist.
 """
 
 from __future__ import annotations
@@ -98,4 +98,4 @@ def test_every_file_of_ours_exists(folder: str) -> None:
             names = [name.replace(choice[0], one) for one in choice[1].split(",")] if choice else [name]
             missing = [one for one in names if not (root / one).is_file()]
             promised = [cells for _, cells in rows() if any(one in " ".join(cells[:2]) for one in missing)]
-            assert not missing or all(cells[2] in ("R", "open") for cells in promised) and promised, missing
+            assert not missing or (all(cells[2] in ("R", "open") for cells in promised) and promised), missing
