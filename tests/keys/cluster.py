@@ -71,7 +71,7 @@ def save_before(lab: Lab) -> None:
 
 def cpus_per_gpu(lab: Lab) -> None:
     keys = {"submit.cpus_per_gpu": 11}
-    assert "--cpus-per-task=11" in script(lab, keys)
+    assert "--cpus-per-task=44" in script(lab, keys)
     assert train_job(lab, keys)["spec"]["trainer"]["resourcesPerNode"]["requests"]["cpu"] == 44
 
 
@@ -105,7 +105,7 @@ def volumes(lab: Lab) -> None:
 
 def python(lab: Lab) -> None:
     keys = {"submit.python": "/opt/env/bin/python"}
-    assert "/opt/env/bin/python -u -m manyhands.worker" in script(lab, keys)
+    assert "/opt/env/bin/python -u -m manyhands train" in script(lab, keys)
     assert train_job(lab, keys)["spec"]["trainer"]["command"][0] == "/opt/env/bin/python"
     assert "/opt/env/bin/python -m torch.distributed.run" in task(lab, keys)["run"]
     assert f"{sys.executable} -u -m" in script(lab, {"submit.image": None}), "by default this one, on a shared disk"

@@ -11,7 +11,10 @@ import pytest
 
 from manyhands.core.errors import UserError
 from manyhands.launch.environment import Launcher, detect_launcher, refuse_silent_single
-from manyhands.launch.slurm import expand_hosts, refuse_outside_step, refuse_unknown_host
+from manyhands.launch.failure import write_failure
+from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.slurm import expand_hosts, read_place, refuse_outside_step, refuse_unknown_host
+from manyhands.launch.workers import _have_saved
 from tests.launch.builders import make_config
 
 JOB = {
@@ -106,6 +109,14 @@ def test_train_in_every_task_is_refused(variables, words):
         refuse_outside_step(variables)
 
 
+def test_one_task_on_each_node_is_a_run_over_them():
+    """srun --ntasks-per-node=1 manyhands train."""
+    one_each = {**TASK, "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+    one_each["SLURM_STEP_TASKS_PER_NODE"] = "1(x2)"
+    assert read_place(one_each) == (1, 2, "mh0", 20001)
+    assert [read_place(variables) for variables in ({}, TASK, ONE_TASK, BATCH, SALLOC)] == [None] * 5
+
+
 @pytest.mark.parametrize("variables", [{}, ONE_TASK, {**BATCH, "SLURM_JOB_NUM_NODES": "1"}])
 def test_train_on_one_node_is_not(variables):
     refuse_outside_step(variables)
@@ -174,3 +185,33 @@ def test_slurm_s_notice_stops_the_run_and_ends_no_process():
     )
     assert (done.stdout.split(), done.returncode) == (["138", "None"], 0), done.stderr
     assert signal.SIGUSR1 == 10, "138 - 128"
+
+
+PASSED_ON = """
+import os, signal, subprocess, sys, time
+from manyhands.launch.slurm import block_save_signal
+from manyhands.launch.workers import _passing_on_notice
+
+block_save_signal()
+os.kill(os.getpid(), signal.SIGUSR1)  # before there is a worker
+with _passing_on_notice():
+    worker = [sys.executable, "-c", "import signal, sys; signal.sigwait({signal.SIGUSR1}); sys.exit(138)"]
+    print(subprocess.Popen(worker, start_new_session=True).wait(timeout=60))
+"""
+
+
+def test_the_launcher_passes_the_notice_on_to_its_workers():
+    """Also to those that start after it: before they wait for it, it must not end them."""
+    environment = {**os.environ, **TASK}
+    done = subprocess.run(
+        [sys.executable, "-c", PASSED_ON], env=environment, capture_output=True, text=True, check=False
+    )
+    assert (done.stdout.strip(), done.returncode) == ("138", 0), done.stderr
+
+
+def test_workers_that_have_saved_are_no_failure(tmp_path):
+    folder = RunFolder(tmp_path)
+    assert _have_saved(folder, [138, 138]) and _have_saved(folder, [138, 130, -15, 143])
+    assert not _have_saved(folder, [130]) and not _have_saved(folder, [138, 1]) and not _have_saved(folder, [138, -9])
+    write_failure(folder, 1, "train", UserError("the disk is full"))
+    assert not _have_saved(folder, [138, 138])

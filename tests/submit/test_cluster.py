@@ -16,7 +16,8 @@ from tests.submit.test_job import describe
 from tests.support.slurm import Slurm, two_nodes, why_not
 from tests.support.tiny import write_tiny_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+TRAIN = f"{shlex.quote(sys.executable)} -m manyhands train"
 WORKER = f"{shlex.quote(sys.executable)} -u -m manyhands.worker"
 
 
@@ -77,9 +78,9 @@ def test_a_run_over_two_nodes_is_noticed_queued_again_and_resumed(cluster, run_f
     comes before the first step, which is taken all the same.
     """
     run = tmp_path / "runs" / "job"
-    answer = cluster.run(sys.executable, "-m", "manyhands", "submit", str(run_file), "--to", "slurm")
+    answer = cluster.run(sys.executable, "-m", "manyhands", "submit", str(run_file), "--to", "slurm", "--no-plan")
     job = int(answer.stdout.split()[-1])
-    log, deadline = run / "submit" / f"slurm-{job}.log", time.monotonic() + 180
+    log, deadline = run / "submit" / f"slurm-{job}.log", time.monotonic() + 300
     while len(list(run.glob("logs/rank-*.log"))) < 2:
         assert time.monotonic() < deadline and cluster.show(job)["JobState"] in ("PENDING", "RUNNING"), log.read_text()
         time.sleep(0.2)
@@ -96,17 +97,18 @@ def test_a_run_over_two_nodes_is_noticed_queued_again_and_resumed(cluster, run_f
     ("command", "words"),
     [
         (f"{WORKER} RUN", "SLURM job"),
-        (f"srun --ntasks=2 {shlex.quote(sys.executable)} -m manyhands train RUN", "srun has started it several times"),
+        (f"srun {TRAIN} RUN", "srun has started it several times there"),
+        (f"{TRAIN} RUN", "would use one node of this job"),
         (f"srun --nodes=1 --ntasks=1 {WORKER} RUN", "1 of 2 GPUs of this node would be idle"),
     ],
-    ids=["worker without srun", "train in every task", "one task for two GPUs"],
+    ids=["worker without srun", "train in every task", "train without srun", "one task for two GPUs"],
 )
 def test_starts_that_would_train_alone_are_refused_by_name(cluster, run_file, tmp_path, command, words):
-    """The first waited for a task that never came, the second let one task train alone."""
+    """The first waited for tasks that never came, the second let one task train alone."""
     script = tmp_path / "job.sh"
     script.write_text(f"#!/bin/bash\n{command.replace('RUN', str(run_file))}\n")
     log = tmp_path / "log"
-    options = ("--nodes=2", "--ntasks-per-node=1", "--gres=gpu:h200:2", f"--output={log}")
+    options = ("--nodes=2", "--ntasks-per-node=2", "--gres=gpu:h200:2", f"--output={log}")
     ended = cluster.wait(cluster.submit(*options, str(script)))
     assert ended["JobState"] == "FAILED" and words in log.read_text()
     assert not (tmp_path / "runs").exists()

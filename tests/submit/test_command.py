@@ -65,7 +65,7 @@ def test_the_job_is_made_from_the_plan(run_file, tmp_path, site, monkeypatch):
     assert result.exit_code == 1
     assert f"sbatch is not installed here\n  where: {script}\n  fix: where it is, run: sbatch {script}" in result.stderr
     assert "2 machines with 4 × H100-80GB, ddp" in result.stderr and "2 steps, at most 4.0 h" in result.stderr
-    assert [plan.layout.world_size for plan in rehearsed] == [8] and "--ntasks-per-node=4" in script.read_text()
+    assert [plan.layout.world_size for plan in rehearsed] == [8] and "--gres=gpu:h100:4" in script.read_text()
     config = RunConfig.model_validate_json((script.parent / "run.json").read_text())
     assert config.parallel.gpus == 8 and config.model.name == str(tmp_path / "model")
     assert find_run(folder_of(config), config) == "new", "the job finds the run's folder as good as empty"

@@ -26,20 +26,20 @@ def options(script: str) -> list[str]:
     return [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH")]
 
 
-def test_a_task_a_gpu(tmp_path):
+def test_a_launcher_a_node(tmp_path):
     script = write_script(describe(tmp_path, "2x8xH200"))
     assert "\n#SBATCH" not in script.partition("set -eo pipefail")[2], "options behind a command are not read"
     assert options(script) == [
         "--job-name=demo",
         "--nodes=2",
-        "--ntasks-per-node=8",
-        "--cpus-per-task=8",
+        "--ntasks-per-node=1",
+        "--cpus-per-task=64",
         "--requeue",
         "--open-mode=append",
         f"--output={tmp_path}/runs/demo/submit/slurm-%j.log",
         "--gres=gpu:h200:8",
     ]
-    assert f"{sys.executable} -u -m manyhands.worker {tmp_path}/runs/demo/submit/run.json" in script
+    assert f"{sys.executable} -u -m manyhands train {tmp_path}/runs/demo/submit/run.json" in script
 
 
 def test_a_time_limit_comes_with_a_signal_before_it(tmp_path):

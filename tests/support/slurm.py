@@ -93,7 +93,7 @@ class Slurm:
         words = self.run("scontrol", "show", "job", str(job)).stdout.split()
         return dict(word.partition("=")[::2] for word in words)
 
-    def wait(self, job: int, *states: str, timeout_s: float = 240.0) -> dict[str, str]:
+    def wait(self, job: int, *states: str, timeout_s: float = 400.0) -> dict[str, str]:
         """Until the job is in one of these states, or has ended."""
         ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
         deadline = time.monotonic() + timeout_s

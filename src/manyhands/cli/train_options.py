@@ -64,7 +64,7 @@ def choose_place(config: RunConfig, node_rank: int | None, rendezvous: str | Non
 
     nodes, given = config.parallel.nodes, [node_rank is not None, rendezvous is not None]
     if not any(given):
-        return {}
+        return _place_in_step(config)
     if nodes == "auto" or not all(given):
         missing = ["--nodes"] * (nodes == "auto") + ["--node-rank"] * (not given[0]) + ["--rendezvous"] * (not given[1])
         raise UserError(
@@ -81,6 +81,26 @@ def choose_place(config: RunConfig, node_rank: int | None, rendezvous: str | Non
             fix=f"number the machines from 0 to {nodes - 1}",
         )
     return {"place": Place(node_rank, nodes, Address.parse(rendezvous, "--rendezvous"))} if nodes > 1 else {}
+
+
+def _place_in_step(config: RunConfig) -> dict[str, Any]:
+    """The same for a task of SLURM's srun, where there is one on each node."""
+    from manyhands.launch.address import Address
+    from manyhands.launch.slurm import read_place, refuse_unknown_host
+    from manyhands.launch.team import Place
+
+    found = read_place()
+    if found is None:
+        return {}
+    node, num_nodes, host, port = found
+    if config.parallel.nodes not in ("auto", num_nodes):
+        raise UserError(
+            f"the run is for {config.parallel.nodes} machine(s), and srun has started it on {num_nodes}",
+            where=f"parallel.nodes: {config.parallel.nodes}",
+            fix=f"set parallel.nodes={num_nodes}, or srun --nodes={config.parallel.nodes}",
+        )
+    refuse_unknown_host(host)
+    return {"place": Place(node, num_nodes, Address(host, port))}
 
 
 def plan_tensorboard(config: RunConfig, port: int) -> dict[str, Any]:

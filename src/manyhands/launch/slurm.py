@@ -137,22 +137,37 @@ def refuse_idle(
     )
 
 
+def read_place(environ: Mapping[str, str] = os.environ) -> tuple[int, int, str, int] | None:
+    """(node, number of nodes, host and port of node 0) where srun has started one task on each of several nodes, as is
+    right for `manyhands train`; None elsewhere.
+    """
+    if not is_task(environ):
+        return None
+    task, num_nodes = read_task(environ), read_integer(environ, "SLURM_STEP_NUM_NODES", 1)
+    if num_nodes == 1 or task["world_size"] != num_nodes:
+        return None
+    return task["rank"], num_nodes, task["master_addr"], task["master_port"]
+
+
 def refuse_outside_step(environ: Mapping[str, str] = os.environ) -> None:
-    """UserError where ``manyhands train`` would start a run in each task of a step, or on one of a job's nodes."""
+    """UserError where `manyhands train`, which knows of no other node, would start a run in each task of a step, or on
+    one of a job's nodes.
+    """
     if is_task(environ) and (num_tasks := read_integer(environ, "SLURM_STEP_NUM_TASKS", 1)) > 1:
         raise UserError(
-            "`manyhands train` starts the processes of one machine itself, but srun has started it several times",
+            "`manyhands train` starts the processes of a node itself, but srun has started it several times there",
             where=f"SLURM job {environ.get('SLURM_JOB_ID', '?')}: {num_tasks} tasks",
             why="each would train a run of its own, or wait for the first one's folder",
-            fix="write `srun python -m manyhands.worker RUN.yaml`, with a task for each GPU",
+            fix="`srun --ntasks-per-node=1 manyhands train RUN.yaml`, or a task for each GPU and"
+            " `srun python -m manyhands.worker RUN.yaml`",
         )
     num_nodes = read_integer(environ, "SLURM_JOB_NUM_NODES", 1)
     if not is_task(environ) and num_nodes > 1:
         raise UserError(
             "`manyhands train` would use one node of this job",
             where=f"SLURM job {environ.get('SLURM_JOB_ID', '?')}: {num_nodes} nodes",
-            why="it starts processes on the machine it runs on",
-            fix="write `srun python -m manyhands.worker RUN.yaml`, with a task for each GPU, or --nodes=1 for the job",
+            why="it starts processes on the machine it runs on, and srun starts it on each",
+            fix="`srun --ntasks-per-node=1 manyhands train RUN.yaml`, or --nodes=1 for the job",
         )
 
 

@@ -46,7 +46,7 @@ def start(
     Returns the exit code; raises UserError. ``beside``: what lasts as long as the workers do, such as TensorBoard.
     ``arguments``: of each worker. ``host``: a machine to plan for in place of this one, in a dry run alone.
     """
-    _refuse_nested()
+    _refuse_nested(place)
     origin = run if isinstance(run, LoadedRun) else LoadedRun(run)
     for translation in origin.translations:
         print("\n".join(summarize(translation)), flush=True)
@@ -138,9 +138,10 @@ def _keep(text: str, folder: RunFolder) -> None:
         log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{text}\n")
 
 
-def _refuse_nested() -> None:
+def _refuse_nested(place: Place | None) -> None:
     """Under torchrun or srun each process would start a run of its own."""
-    refuse_outside_step()
+    if place is None:
+        refuse_outside_step()
     if "RANK" in os.environ and detect_launcher().world_size > 1:
         raise UserError(
             "`manyhands train` starts the processes itself, but another launcher has started this one",

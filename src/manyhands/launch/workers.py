@@ -11,12 +11,13 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from manyhands.core.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, UserError
+from manyhands.core.errors import EXIT_INTERRUPTED, EXIT_SAVED, EXIT_TERMINATED, UserError
 from manyhands.launch.environment import launcher_environment
 from manyhands.launch.failure import FoundCause, find_cause
 from manyhands.launch.run_folder import RunFolder
@@ -24,6 +25,7 @@ from manyhands.launch.team import LaunchEnd, Team
 from manyhands.launch.watch import StopRequested, Watch, end_all, raise_when_asked, worker_pids
 from manyhands.plan.types import Plan
 
+POLL_S = 0.5
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # those that torch's agent takes over
 
 
@@ -53,9 +55,10 @@ def run_workers(
     """Starts this node's workers, ``plan.layout.world_size`` on all nodes, and waits for them. None of them is left
     when it returns, however it ends.
 
-    Returns 0, or 130 / 143 after Ctrl-C / SIGTERM (the workers get the same signal and 30 s to save) unless the run was
-    finished by then. ``timeout_s``: a rank that others wait for, or a node of ``team`` that is not heard, is ended
-    after so long without progress. UserError: the first cause of a failure on any node, or a MASTER_PORT in use.
+    Returns 0, or 130 / 143 after Ctrl-C / SIGTERM (the workers get the same signal and 30 s to save) and 138 after
+    SLURM's SIGUSR1, unless the run was finished by then. ``timeout_s``: a rank that others wait for, or a node of
+    ``team`` that is not heard, is ended after so long without progress. UserError: the first cause of a failure on any
+    node, or a MASTER_PORT in use.
     """
     world_size, leads = plan.layout.world_size, team is None or team.node == 0
     port = choose_port() if team is None else 0
@@ -86,6 +89,7 @@ def _run_and_watch(
     try:
         with (
             launcher_environment(plan, place.num_local, added),
+            _passing_on_notice(),
             raise_when_asked(*_SIGNALS),
             Watch(folder, plan.layout.world_size, timeout_s, local, team) as watch,
             team.watching(watch) if team is not None else contextlib.nullcontext(),
@@ -182,6 +186,8 @@ def _run_agent(folder: RunFolder, place: Rendezvous, command: Sequence[str], wat
             pids |= {failure.pid for failure in error.failures.values()}
             if watch.verdict is not None:
                 return LaunchEnd(cause=FoundCause(0, time.time(), watch.verdict))
+            if _have_saved(folder, [failure.exitcode for failure in error.failures.values()]):
+                return LaunchEnd(signal.SIGUSR1)
             return LaunchEnd(cause=find_cause(folder, error.failures, watch.killed))
         except RuntimeError as error:
             if place.num_nodes == 1 or not type(error).__module__.startswith("torch"):
@@ -191,6 +197,40 @@ def _run_agent(folder: RunFolder, place: Rendezvous, command: Sequence[str], wat
         finally:
             end_all(pids | watch.pids | set(worker_pids()))
     return LaunchEnd()
+
+
+@contextlib.contextmanager
+def _passing_on_notice() -> Iterator[None]:
+    """Where SLURM's SIGUSR1 is blocked, it goes to this node's workers, which save and end. They have it blocked too,
+    from their first instruction on.
+    """
+    if signal.SIGUSR1 not in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
+        yield
+        return
+    ended = threading.Event()
+
+    def pass_on() -> None:
+        while not ended.is_set() and signal.sigtimedwait({signal.SIGUSR1}, POLL_S) is None:
+            pass
+        while not ended.is_set():  # again and again, for workers that have not started yet
+            for pid in worker_pids():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGUSR1)
+            ended.wait(POLL_S)
+
+    thread = threading.Thread(target=pass_on, name="notice", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _have_saved(folder: RunFolder, exit_codes: Collection[int]) -> bool:
+    """Whether the workers have ended on SIGUSR1: some say so, and the others ended with them."""
+    with_them = (EXIT_SAVED, EXIT_INTERRUPTED, EXIT_TERMINATED, -signal.SIGTERM)
+    return EXIT_SAVED in exit_codes and all(code in with_them for code in exit_codes) and not folder.read_failures()
 
 
 def _quiet_agent() -> None:

@@ -1,6 +1,6 @@
-"""The batch script for SLURM: ``srun`` starts one worker a GPU.
+"""The batch script for SLURM: ``srun`` starts `manyhands train` on each node, which starts a worker for each GPU.
 
-Before the time limit SLURM sends SIGUSR1 to the workers, which save and end with exit code 138; the script then queues
+Before the time limit SLURM sends SIGUSR1 to the run, which saves and ends with exit code 138; the script then queues
 its job again, which resumes. A start that has saved nothing is not queued again, so that no job goes round for ever.
 """
 
@@ -35,7 +35,7 @@ def write_script(job: ClusterJob, known_types: Sequence[str] = ()) -> str:
         "before=$(newest)",
         "",
         "code=0",
-        " \\\n  ".join(["srun --kill-on-bad-exit=1", *_step(job)]) + " || code=$?",
+        " \\\n  ".join(["srun", *_step(job)]) + " || code=$?",
         "",
         f"# {EXIT_SAVED}: stopped by SIGUSR1, before the time limit or by `scancel -s USR1`, with everything saved",
         f'if [ "$code" -eq {EXIT_SAVED} ] && [ "$(newest)" != "$before" ]; then',
@@ -52,8 +52,8 @@ def _options(job: ClusterJob, known_types: Sequence[str]) -> list[str]:
     options = [
         f"--job-name={job.name}",
         f"--nodes={job.num_nodes}",
-        f"--ntasks-per-node={job.num_per_node}",
-        f"--cpus-per-task={job.cores}",
+        "--ntasks-per-node=1",
+        f"--cpus-per-task={job.cores * job.num_per_node}",
         "--requeue",
         "--open-mode=append",
         f"--output={_quote_pattern(str(job.files))}/slurm-%j.log",
@@ -73,7 +73,7 @@ def _options(job: ClusterJob, known_types: Sequence[str]) -> list[str]:
 
 def _step(job: ClusterJob) -> list[str]:
     """``srun``'s arguments. Its --cpus-per-task is not inherited from the job (SLURM 22.05 and later)."""
-    step = [f"--cpus-per-task={job.cores}"]
+    step = [f"--cpus-per-task={job.cores * job.num_per_node}"]
     if job.asked.image is not None:
         outside = {str(job.files): str(job.files), str(job.folder.parent): str(job.folder.parent)}
         outside |= {path: path for _, path in local_paths(job.config)}
@@ -82,7 +82,7 @@ def _step(job: ClusterJob) -> list[str]:
         step += [f"--container-image={shlex.quote(job.asked.image)}", f"--container-mounts={shlex.quote(mounts)}"]
     chosen_by_job = job.asked.image is not None or job.asked.setup
     python = job.asked.python or ("python3" if chosen_by_job else sys.executable)
-    return [*step, f"{shlex.quote(python)} -u -m manyhands.worker {shlex.quote(str(job.run_json))}"]
+    return [*step, f"{shlex.quote(python)} -u -m manyhands train {shlex.quote(str(job.run_json))}"]
 
 
 _CONTAINERS = (
