@@ -44,7 +44,7 @@ def run_file(tmp_path, model) -> Path:
         f"data: {{train: rows.jsonl, cache: {tmp_path / 'cache'}, max_length: 64}}\n"
         "batch: {samples: 8}\nstop: {max_steps: 12, epochs: 100}\nlog: {tensorboard: false}\n"
         "evaluate: {every_steps: 0, at_start: false, prompts: 0}\ncheckpoint: {every_steps: 0}\n"
-        f"output: {{dir: {tmp_path / 'runs'}}}\n"
+        f"output: {{dir: {tmp_path / 'my runs'}}}\n"
         "submit: {gpus: 2x1xH200, cpus_per_gpu: 1, partition: gpu, time_limit: 30m}\n"
     )
     return path
@@ -77,7 +77,7 @@ def test_a_run_over_two_nodes_is_noticed_queued_again_and_resumed(cluster, run_f
     """Submitted by the command, stopped by SIGUSR1 as before a time limit, finished by the second start. The notice
     comes before the first step, which is taken all the same.
     """
-    run = tmp_path / "runs" / "job"
+    run = tmp_path / "my runs" / "job"
     answer = cluster.run(sys.executable, "-m", "manyhands", "submit", str(run_file), "--to", "slurm", "--no-plan")
     job = int(answer.stdout.split()[-1])
     log, deadline = run / "submit" / f"slurm-{job}.log", time.monotonic() + 300
@@ -111,4 +111,4 @@ def test_starts_that_would_train_alone_are_refused_by_name(cluster, run_file, tm
     options = ("--nodes=2", "--ntasks-per-node=2", "--gres=gpu:h200:2", f"--output={log}")
     ended = cluster.wait(cluster.submit(*options, str(script)))
     assert ended["JobState"] == "FAILED" and words in log.read_text()
-    assert not (tmp_path / "runs").exists()
+    assert not (tmp_path / "my runs").exists()

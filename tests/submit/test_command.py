@@ -102,6 +102,16 @@ def test_the_client_s_answer_is_shown_and_kept(run_file, tmp_path, site):
     ]
 
 
+def test_a_secret_that_is_not_set_here(run_file, tmp_path, site, monkeypatch):
+    site("sbatch", "Submitted batch job 7")
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    arguments = (run_file, "--to", "slurm", "--no-plan", "submit.secrets={HF_TOKEN: any}")
+    result = call(*arguments)
+    assert result.exit_code == 2 and "HF_TOKEN is not set in this shell" in result.stderr and not asked(tmp_path)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    assert call(*arguments).exit_code == 0 and len(asked(tmp_path)) == 1
+
+
 def test_a_client_that_refuses(run_file, tmp_path, site):
     site("sbatch", "sbatch: error: invalid partition specified: gpu", code=1)
     result = call(run_file, "--to", "slurm", "--no-plan")

@@ -89,6 +89,8 @@ def test_local_paths_are_those_that_are_not_on_the_hub(tmp_path):
 def test_keys_of_other_clusters_are_named():
     submit = make_config(**{"submit.partition": "gpu", "submit.namespace": "ml", "submit.image": "i"}).submit
     assert unread_keys(submit, "slurm") == ["submit.namespace"]
+    submit = make_config(**{"submit.partition": "gpu", "submit.namespace": "ml", "submit.volumes": {"/a": "b"}}).submit
+    assert unread_keys(submit, "slurm") == ["submit.namespace", "submit.volumes"], "without an image"
     assert unread_keys(submit, "kubernetes") == ["submit.partition"]
     assert unread_keys(submit, "skypilot") == ["submit.partition", "submit.namespace"]
 

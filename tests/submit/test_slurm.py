@@ -42,6 +42,11 @@ def test_a_launcher_a_node(tmp_path):
     assert f"{sys.executable} -u -m manyhands train {tmp_path}/runs/demo/submit/run.json" in script
 
 
+def test_a_log_s_name_is_one_word_and_has_no_replacements_but_ours(tmp_path):
+    script = write_script(describe(tmp_path / "my runs 100%"))
+    assert f"--output='{tmp_path}/my runs 100%%/runs/demo/submit/slurm-%j.log'" in options(script)
+
+
 def test_a_time_limit_comes_with_a_signal_before_it(tmp_path):
     script = write_script(describe(tmp_path, **{"submit.time_limit": "36h", "submit.save_before_s": 300}))
     assert {"--time=1-12:00:00", "--signal=USR1@300"} <= set(options(script))
@@ -117,6 +122,12 @@ def test_setup_and_variables_reach_the_run_as_they_are(tmp_path, run_script):
     srun = f'case "$1" in --help) echo --container-image;; *) echo "$NOTE $FOUND" > {tmp_path}/seen;; esac'
     assert run_script(write_script(describe(tmp_path, **keys)), srun)[0] == 0
     assert (tmp_path / "seen").read_text() == "it's $HOME; `id` 1\n"
+
+
+def test_checkpoints_are_looked_for_outside_of_the_container(tmp_path):
+    keys = {"submit.image": "i", "submit.volumes": {"/mnt/runs": "/lustre/me"}, "output.dir": "/mnt/runs/sft"}
+    script = write_script(describe(tmp_path, **keys))
+    assert "\ncheckpoints=/lustre/me/sft/demo/checkpoints\n" in script and "/lustre/me:/mnt/runs" in script
 
 
 def test_an_image_without_pyxis_is_refused_by_name(tmp_path, run_script):

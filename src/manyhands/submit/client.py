@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -57,6 +58,14 @@ def submit_file(job: ClusterJob, target: Target, file: Path) -> str:
             where=str(file),
             fix=f"where it is, run: {' '.join(command)}",
             exit_code=EXIT_FAILED,
+        )
+    unset = [name for name in job.asked.secrets if name not in os.environ]
+    if target != "kubernetes" and unset:
+        raise UserError(
+            f"{unset[0]} is not set in this shell",
+            where=f"submit.secrets.{unset[0]}",
+            why=f"{command[0]} takes the value from here",
+            fix=f"export {unset[0]}, or remove the key",
         )
     return _run(command, LONG_S, f"{command[0]} did not take the job")
 

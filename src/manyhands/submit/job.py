@@ -194,11 +194,13 @@ def to_yaml(job: ClusterJob, *documents: dict[str, Any]) -> str:
 
 def unread_keys(asked: SubmitSection, target: Target) -> list[str]:
     """Keys of the section that are set and that this kind of cluster does not have."""
-    return [
+    found = [
         f"submit.{key}"
         for key, targets in ONLY.items()
         if target not in targets and getattr(asked, key) != type(asked).model_fields[key].default
     ]
+    outside = target == "slurm" and asked.image is None  # paths are the nodes' own
+    return found + ["submit.volumes"] * (outside and bool(asked.volumes))
 
 
 def _refuse_secrets(asked: SubmitSection) -> None:

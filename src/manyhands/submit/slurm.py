@@ -10,11 +10,12 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from manyhands.core.errors import EXIT_SAVED
 from manyhands.core.limits import GIB
 from manyhands.facts.gpu_kinds import kinds_named
-from manyhands.submit.job import ClusterJob, local_paths
+from manyhands.submit.job import ClusterJob, local_paths, under_volume
 
 
 def write_script(job: ClusterJob, known_types: Sequence[str] = ()) -> str:
@@ -28,7 +29,7 @@ def write_script(job: ClusterJob, known_types: Sequence[str] = ()) -> str:
         *(f"export {name}={shlex.quote(value)}" for name, value in job.asked.environment.items()),
         *job.asked.setup,
         *(_CONTAINERS if job.asked.image else ()),
-        f"checkpoints={shlex.quote(str(job.folder / 'checkpoints'))}",
+        f"checkpoints={shlex.quote(str(_on_host(job.folder / 'checkpoints', job)))}",
         "newest() {",
         "  { find \"$checkpoints\" -name manifest.json -printf '%h\\n' 2>/dev/null || true; } | sort -V | tail -n 1",
         "}",
@@ -56,7 +57,8 @@ def _options(job: ClusterJob, known_types: Sequence[str]) -> list[str]:
         f"--cpus-per-task={job.cores * job.num_per_node}",
         "--requeue",
         "--open-mode=append",
-        f"--output={_quote_pattern(str(job.files))}/slurm-%j.log",
+        # in the pattern of a file name % begins a replacement
+        "--output=" + shlex.quote(str(job.files).replace("%", "%%") + "/slurm-%j.log"),
     ]
     if job.gpu is not None:
         name = asked.gpu_type or gres_type(job.gpu.name, known_types)
@@ -76,13 +78,21 @@ def _step(job: ClusterJob) -> list[str]:
     step = [f"--cpus-per-task={job.cores * job.num_per_node}"]
     if job.asked.image is not None:
         outside = {str(job.files): str(job.files), str(job.folder.parent): str(job.folder.parent)}
-        outside |= {path: path for _, path in local_paths(job.config)}
+        outside |= {path: path for _, path in local_paths(job.config) if not under_volume(path, job.asked)}
         outside |= job.asked.volumes
         mounts = ",".join(f"{source}:{mount}" for mount, source in outside.items())
         step += [f"--container-image={shlex.quote(job.asked.image)}", f"--container-mounts={shlex.quote(mounts)}"]
     chosen_by_job = job.asked.image is not None or job.asked.setup
     python = job.asked.python or ("python3" if chosen_by_job else sys.executable)
     return [*step, f"{shlex.quote(python)} -u -m manyhands train {shlex.quote(str(job.run_json))}"]
+
+
+def _on_host(path: Path, job: ClusterJob) -> Path:
+    """Where the script, which is in no container, finds a path of the run."""
+    for mount, source in job.asked.volumes.items():
+        if job.asked.image is not None and path.is_relative_to(mount):
+            return Path(source) / path.relative_to(mount)
+    return path
 
 
 _CONTAINERS = (
@@ -117,8 +127,3 @@ def _clock(seconds: int) -> str:
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)
     return f"{f'{days}-' if days else ''}{hour:02}:{minute:02}:{second:02}"
-
-
-def _quote_pattern(path: str) -> str:
-    """A path in a pattern of a file name, whose ``%`` begins a replacement, in a line that is split at blanks."""
-    return path.replace("%", "%%").replace(" ", "\\ ")
