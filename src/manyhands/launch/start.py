@@ -18,7 +18,7 @@ from manyhands.facts.types import HostFacts
 from manyhands.launch.environment import detect_launcher, refuse_alone
 from manyhands.launch.prepare import Prepared, plan_smaller, prepare_run, summarize_start
 from manyhands.launch.run_folder import RunFolder
-from manyhands.launch.slurm import refuse_outside_step
+from manyhands.launch.slurm import block_save_signal, refuse_outside_step
 from manyhands.launch.start_nodes import Joined, joined
 from manyhands.launch.team import Place
 from manyhands.launch.workers import run_workers
@@ -46,6 +46,7 @@ def start(
     Returns the exit code; raises UserError. ``beside``: what lasts as long as the workers do, such as TensorBoard.
     ``arguments``: of each worker. ``host``: a machine to plan for in place of this one, in a dry run alone.
     """
+    block_save_signal()
     _refuse_nested(place)
     origin = run if isinstance(run, LoadedRun) else LoadedRun(run)
     for translation in origin.translations:
