@@ -2,7 +2,7 @@
 #
 # make train                              the demo, on all GPUs or in two CPU processes
 # make train CONFIG=run.yaml              your run, in one process; ARGS='stop.max_steps=10 ...' sets keys
-# make train-distributed CONFIG=run.yaml  your run, on all GPUs
+# make train-distributed CONFIG=run.yaml  your run, on all GPUs; on several machines NODES=2 NODE_RANK=0 RENDEZVOUS=HOST:PORT
 # make train-deepspeed CONFIG=run.yaml    your run, on all GPUs, by DeepSpeed: ZeRO-2, or as DEEPSPEED_CONFIG= says
 # make train-tb | train-...-tb            the same with TensorBoard beside it until it ends; PORT=6006
 # make eval | infer | merge CONFIG=...    of a finished run: loss again, answers (PROMPT='...'), adapter into the model
@@ -35,11 +35,12 @@ PORT ?= 6006
 ACCELERATE_CONFIG ?= $(wildcard $(or $(HF_HOME),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/huggingface)/accelerate/default_config.yaml)
 
 # The variables that each target reads.
+PLACE := NODES NODE_RANK RENDEZVOUS
 RUNS := train train-tb train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb
 OF_A_RUN := eval infer merge memory-check
 $(foreach target,$(RUNS) $(OF_A_RUN),$(eval READS.$(target) := CONFIG ARGS))
 $(foreach target,$(RUNS),$(eval READS.$(target) += DEEPSPEED_CONFIG))
-$(foreach target,$(filter %distributed %distributed-tb,$(RUNS)),$(eval READS.$(target) += ACCELERATE_CONFIG))
+$(foreach target,$(filter %distributed %distributed-tb,$(RUNS)),$(eval READS.$(target) += ACCELERATE_CONFIG $(PLACE)))
 $(foreach target,$(filter %-tb,$(RUNS)) tensorboard,$(eval READS.$(target) += PORT))
 READS.infer += PROMPT
 READS.tensorboard += LOGDIR CONFIG
@@ -96,6 +97,8 @@ help:
 MANYHANDS := $(PYTHON) -m manyhands
 NEEDS_CONFIG = $(if $(CONFIG),,echo "which run? make $@ CONFIG=run.yaml" >&2; exit 2;)
 WITH_DEEPSPEED := $(if $(DEEPSPEED_CONFIG),--deepspeed '$(DEEPSPEED_CONFIG)')
+WITH_NODES := $(if $(NODES),--nodes '$(NODES)') $(if $(NODE_RANK),--node-rank '$(NODE_RANK)') \
+$(if $(RENDEZVOUS),--rendezvous '$(RENDEZVOUS)')
 WITH_TENSORBOARD = $(if $(filter %-tb,$@),--tensorboard --port $(PORT))
 WITH_ACCELERATE := $(if $(filter-out none,$(ACCELERATE_CONFIG)),--accelerate-config '$(ACCELERATE_CONFIG)')
 
@@ -108,7 +111,7 @@ endif
 
 train-distributed train-distributed-tb: $(READY)
 	@$(NEEDS_CONFIG) $(MANYHANDS) train '$(CONFIG)' $(or $(WITH_ACCELERATE),parallel.gpus=auto) $(WITH_DEEPSPEED) \
-	$(WITH_TENSORBOARD) $(ARGS)
+	$(WITH_NODES) $(WITH_TENSORBOARD) $(ARGS)
 
 # ZeRO-2, or what DEEPSPEED_CONFIG= says. Without the package a file would be carried out by FSDP2: not under this name.
 train-deepspeed train-deepspeed-tb: $(READY)

@@ -146,7 +146,7 @@ def test_what_accelerate_s_keys_set(tmp_path: Path, said: dict[str, Any], expect
         ({"distributed_type": "FSPD"}, "got FSPD, allowed: 'NO', MULTI_GPU"),
         ({"distributed_type": "TPU"}, "got TPU, allowed"),
         ({"distributed_type": "MULTI_GPU", "num_processes": "two"}, "`num_processes`: got two, allowed: a number"),
-        ({"distributed_type": "MULTI_GPU", "num_machines": 2}, "`num_machines`: `2`: start `accelerate launch"),
+        ({"distributed_type": "MULTI_GPU", "num_machines": "two"}, "`num_machines`: got two, allowed: a number"),
         ({"distributed_type": "MULTI_GPU", "gpu_ids": "2,3"}, "set CUDA_VISIBLE_DEVICES=2,3"),
         ({"distributed_type": "MULTI_GPU", "mixed_precision": "bf61"}, "got bf61, allowed: 'no', bf16"),
         ({"distributed_type": "NO", "colour": "red"}, "`colour`: accelerate has no such key and refuses it"),

@@ -144,6 +144,16 @@ def test_the_three_options_belong_together():
         choose_place(two, 2, "gpu01:1")
 
 
+def test_accelerates_file_says_which_machine_this_is(tmp_path: Path):
+    """So `make train-distributed` on all nodes, each with its own file, is one run."""
+    file = tmp_path / "accelerate.yaml"
+    file.write_text("{distributed_type: MULTI_GPU, num_machines: 2, machine_rank: 1, main_process_ip: gpu01}")
+    two = make_config(**{"parallel.nodes": 2})
+    assert choose_place(two, None, None, file) == {"place": Place(1, 2, Address("gpu01", 29500))}
+    assert choose_place(two, 0, "gpu02:1", file) == {"place": Place(0, 2, Address("gpu02", 1))}
+    assert choose_place(make_config(), None, None, file) == {}
+
+
 def test_a_plan_names_each_nodes_own_folders():
     plan = make_plan()
     local = localize(plan, '{"model_folder": "/here/model", "data_folder": "/here/data"}')

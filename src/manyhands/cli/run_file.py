@@ -165,7 +165,7 @@ def train(
         path, overrides, gpus=gpus, examples=examples, dataset=dataset, nodes=nodes, strict=strict, **settings
     )
     check_type(kind, loaded.config)
-    place = choose_place(loaded.config, node_rank, rendezvous)
+    place = choose_place(loaded.config, node_rank, rendezvous, accelerate)
     beside = plan_tensorboard(loaded.config, port) if with_tensorboard else {}
     from manyhands.launch.start import start
 

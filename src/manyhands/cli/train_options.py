@@ -57,12 +57,21 @@ def check_type(asked: str | None, config: RunConfig) -> None:
         )
 
 
-def choose_place(config: RunConfig, node_rank: int | None, rendezvous: str | None) -> dict[str, Any]:
-    """What ``start`` takes for a run on several machines; nothing for one. UserError where an option is missing."""
+def choose_place(
+    config: RunConfig, node_rank: int | None, rendezvous: str | None, accelerate: Path | None = None
+) -> dict[str, Any]:
+    """What ``start`` takes for a run on several machines; nothing for one. ``accelerate``: a file that may
+    say it in their place. UserError where an option is missing."""
     from manyhands.launch.address import Address
     from manyhands.launch.team import Place
 
-    nodes, given = config.parallel.nodes, [node_rank is not None, rendezvous is not None]
+    nodes = config.parallel.nodes
+    if accelerate is not None and nodes not in ("auto", 1) and node_rank is None and rendezvous is None:
+        from manyhands.config.dialects.accelerate import read_place
+        from manyhands.config.read import read_run_file
+
+        node_rank, rendezvous = read_place(read_run_file(accelerate).mapping)
+    given = [node_rank is not None, rendezvous is not None]
     if not any(given):
         return _place_in_step(config)
     if nodes == "auto" or not all(given):

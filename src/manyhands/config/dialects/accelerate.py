@@ -16,6 +16,7 @@ from manyhands.config.keys import show
 from manyhands.config.read import ParsedFile
 
 TOOL = "accelerate"
+DEFAULT_PORT = 29500  # of accelerate
 REFUSES_UNKNOWN = True
 ENVIRONMENT = "accelerate launch (its options or its --config_file)"
 
@@ -38,13 +39,12 @@ OFF: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "megatron_lm_config": ((None, {}), "Megatron-LM is not available: remove the section"),
     "mpirun_config": ((None, {}), "start with `manyhands train`, torchrun or accelerate: remove the section"),
     "deepspeed_config.deepspeed_moe_layer_cls_names": ((None,), "mixtures of experts are not available"),
-    "num_machines": ((1,), "start `accelerate launch --config_file FILE -m manyhands.worker RUN` on each machine; "
-                     "`manyhands train` starts one"),
 }  # fmt: skip
 PARALLEL = names("tp_size cp_size sp_size")
 KEYS = ALREADY | frozenset(OFF) | fsdp_keys("fsdp_config") | names(
     """
-    compute_environment distributed_type mixed_precision use_cpu num_processes gpu_ids fp8_config fsdp_config
+    compute_environment distributed_type mixed_precision use_cpu num_processes num_machines gpu_ids fp8_config
+    fsdp_config
     deepspeed_config dynamo_config parallelism_config dynamo_config.dynamo_backend dynamo_backend fp16
     deepspeed_config.zero_stage deepspeed_config.offload_optimizer_device deepspeed_config.offload_param_device
     deepspeed_config.gradient_accumulation_steps deepspeed_config.gradient_clipping
@@ -146,12 +146,24 @@ def _map_deepspeed(t: Translator) -> None:
     t.already(steps, "the global batch is the run file's; the plan divides it into micro-batches")
 
 
+def read_place(values: Mapping[str, Any]) -> tuple[int | None, str | None]:
+    """Which machine the file is for, and HOST:PORT of the first; None where the file does not say."""
+    rank, host = values.get("machine_rank"), values.get("main_process_ip")
+    port = values.get("main_process_port") or DEFAULT_PORT
+    return rank if isinstance(rank, int) else None, f"{host}:{port}" if host else None
+
+
 def _map_processes(t: Translator) -> None:
     number = t.integer("num_processes")
     if number is not None and number < 1:  # -1: to be given on accelerate's own command line
         t.already("num_processes", "as many as there are GPUs")
     elif number is not None:
         t.map("num_processes", "parallel.gpus", number)
+    machines = t.integer("num_machines")
+    if machines is not None and machines > 1:
+        t.map("num_machines", "parallel.nodes", machines)
+    else:
+        t.already("num_machines", "this machine alone")
     ids = [part.strip() for part in str(t.get("gpu_ids", "all")).split(",")]
     if ids in (["all"], ["None"]) or ids == [str(index) for index in range(number or len(ids))]:
         t.already("gpu_ids", "the first GPUs")
