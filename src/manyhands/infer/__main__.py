@@ -117,9 +117,9 @@ def evaluate(
     is_run = (Path(folder) / "run.json").is_file()
     target = Path(output) if output is not None else compare.output_folder(Path(folder), data) if is_run else None
     written = compare.write_files(found, target) if target is not None else []
-    print(json.dumps(compare.to_json(found)) if as_json else compare.describe(found))
     for path in written:
         print(f"written: {path}", file=sys.stderr)
+    print(json.dumps(compare.to_json(found)) if as_json else compare.describe(found))
     return 0
 
 
