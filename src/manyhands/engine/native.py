@@ -68,6 +68,10 @@ class RankEngine:
         """The present rate of each of ``optimizer.learning_rates``, by pattern."""
         return rates_by_pattern(self.optimizer)
 
+    def drop_gradients(self) -> None:
+        """Forgets what backward passes have given since the last step."""
+        self.optimizer.zero_grad(set_to_none=True)
+
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over all ranks, in place; returns it."""
         if self.world.world_size > 1:
@@ -191,6 +195,10 @@ class NativeEngine(RankEngine):
             clip_gradients(self.optimizer, self.gradient_norm() if self._norm is None else self._norm, max_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        self._norm = None
+
+    def drop_gradients(self) -> None:
+        super().drop_gradients()
         self._norm = None
 
     def save(

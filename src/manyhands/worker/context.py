@@ -48,6 +48,10 @@ class RunEngine(Engine, Protocol):
         """
         ...
 
+    def drop_gradients(self) -> None:
+        """Forgets what backward passes have given since the last step."""
+        ...
+
     def logits(self, batch: Batch) -> torch.Tensor:
         """Logits (b, t, v) of a small batch, by the model's own forward pass, without gradients."""
         ...

@@ -16,6 +16,7 @@ from manyhands.train.loop import Interrupted
 from manyhands.worker import export_stages, stages, training
 from manyhands.worker.context import RankContext
 from manyhands.worker.hooks import read_hooks
+from manyhands.worker.largest import try_largest
 from manyhands.worker.rendezvous import join
 from manyhands.worker.session import Session
 
@@ -80,6 +81,7 @@ def list_stages() -> tuple[tuple[str, Callable[[RankContext], None]], ...]:
         ("build model", stages.build_model),
         ("check model", stages.check_model),
         ("resume", stages.resume),
+        ("try largest batch", try_largest),
         ("train", training.train_model),
         ("export", export_stages.export),
         ("verify", export_stages.verify),

@@ -1,0 +1,64 @@
+"""The largest micro-batch before the first step: as large as any, and without a trace in what is trained."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from manyhands.bench.case import Observer, run
+from manyhands.bench.rows import BenchRow
+from manyhands.plan.layout import change
+from manyhands.train.types import StepResult
+from manyhands.worker.context import RankContext
+from manyhands.worker.largest import largest_batch, longest_samples, run_largest
+from tests.plan.examples import llama_8b
+from tests.support.plans import make_input
+
+LAYOUT = make_input(llama_8b(), num_adapter_parameters=1, adapter_rank=1).layout
+
+
+def test_a_pack_takes_the_longest_samples_that_find_room() -> None:
+    lengths = np.array([10, 60, 30, 50, 20])
+    packed = change(LAYOUT, micro_tokens=100, micro_samples=None)
+    assert longest_samples(lengths, packed).tolist() == [1, 2, 0]
+    assert longest_samples(lengths, change(packed, pack_tokens=55)).tolist() == [3]
+    assert longest_samples(np.array([200, 300]), packed).tolist() == [1], "one sample in any case"
+    assert longest_samples(lengths, change(packed, micro_tokens=None, micro_samples=2)).tolist() == [1, 3]
+
+
+class Watcher(Observer):
+    """Takes the largest micro-batch first if asked to, and keeps what was trained after it."""
+
+    def __init__(self, tries: bool) -> None:
+        self.tries, self.tokens = tries, 0
+        self.results: list[StepResult] = []
+
+    def before_first_step(self, rank: RankContext) -> None:
+        self.tokens = largest_batch(rank, "train")["input_ids"].numel()
+        if self.tries:
+            run_largest(rank)
+            assert all(p.grad is None for p in rank.model.parameters())
+            assert rank.loss_model.training
+
+    def summarise(self, rank: RankContext, loop: Any, results: list[StepResult]) -> dict[str, Any]:
+        self.results = results
+        return {}
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_training_is_the_same_to_the_bit_with_and_without_it(method: Any, tmp_path: Path) -> None:
+    row = BenchRow("largest", "", "tiny", method, 1, rows=4, length=128, data="chats")
+    unset = dict.fromkeys(("layers", "lengths", "limit", "plan_limit", "output", "profile"))
+    keys = ["parallel.device=cpu", "batch.micro_tokens=256", "data.validation_fraction=0.1"]
+    options = argparse.Namespace(run="r", work=tmp_path, steps=3, warm=1, label="", keys=keys, **unset)
+    seen = []
+    for tries in (True, False):
+        watcher = Watcher(tries)
+        run(options, row, watcher)
+        seen.append([(result.loss, result.grad_norm) for result in watcher.results])
+        assert watcher.tokens >= 128
+    assert len(seen[0]) >= 3 and seen[0] == seen[1]
