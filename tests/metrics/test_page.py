@@ -8,7 +8,6 @@ from html.parser import HTMLParser
 import pytest
 
 from manyhands.metrics.charts import Line, format_tick, line_chart
-from manyhands.metrics.page import format_seconds
 from manyhands.metrics.report import write_report
 from manyhands.train.types import TrainState
 from tests.metrics.test_report import CONFIG, MEASURED, make_plan, write_metrics
@@ -83,4 +82,3 @@ def test_a_line_keeps_its_order_its_gaps_and_its_range():
 
 def test_numbers_are_as_short_as_they_can_be():
     assert [format_tick(x) for x in (0.0, 12000.0, 0.25, 3e-5, 1.0)] == ["0", "12,000", "0.25", "3e-05", "1"]
-    assert [format_seconds(x) for x in (52.4, 720.0, 12000.0)] == ["52 s", "12 min", "3 h 20 min"]

@@ -18,7 +18,9 @@ from manyhands.cli.init import init
 from manyhands.cli.machine import doctor
 from manyhands.cli.memory import gpu_info, memory_check
 from manyhands.cli.process import bench, export, tensorboard
+from manyhands.cli.prove import prove
 from manyhands.cli.run_file import data, plan, train
+from manyhands.cli.runs import app as runs
 from manyhands.cli.submit import submit
 from manyhands.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, UserError
 from manyhands.core.files import explain_full_disk, is_disk_full
@@ -80,6 +82,7 @@ for _name, _command in (
     ("init", init),
     ("import", import_file),
     ("config", config),
+    ("prove", prove),
     ("bench", bench),
     ("doctor", doctor),
     ("gpu-info", gpu_info),
@@ -88,6 +91,7 @@ for _name, _command in (
     ("setup-accelerate", setup_accelerate),
 ):
     app.command(_name)(_command)
+app.add_typer(runs, name="runs")
 
 
 def main() -> None:

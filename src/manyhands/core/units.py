@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from manyhands.core.limits import GIB
+
+BARS = "▁▂▃▄▅▆▇█"
 
 
 def format_gib(size: int) -> str:
@@ -36,3 +38,15 @@ def describe_counts(counts: Mapping[str, int], noun: str = "samples") -> str:
     """The sum of counts by source, and each where there are several: ``12 samples (a 8, b 4)``."""
     each = ", ".join(f"{name} {count:,}" for name, count in counts.items())
     return f"{sum(counts.values()):,} {noun}" + (f" ({each})" if each else "")
+
+
+def draw_line(values: Sequence[float | None]) -> str:
+    """One character a value, its height between the least and the largest; a blank where there is none."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return ""
+    least, span = min(known), max(known) - min(known)
+    heights = [
+        None if value is None else round((value - least) / span * (len(BARS) - 1)) if span else 0 for value in values
+    ]
+    return "".join(" " if height is None else BARS[height] for height in heights)

@@ -11,6 +11,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from manyhands.core.limits import GIB
+from manyhands.core.units import format_duration
 from manyhands.metrics.charts import Line, Part, bar, line_chart
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
@@ -52,7 +53,7 @@ def _tiles(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         tiles.append((f"{done['tokens_per_s']:,.0f}", "tokens/s, all ranks"))
     if peaks := done.get("peak_memory_bytes_by_rank"):
         tiles.append((f"{max(peaks) / GIB:.1f} GiB", "peak memory of a rank"))
-    tiles.append((format_seconds(done["training_s"]), "of training"))
+    tiles.append((format_duration(done["training_s"]), "of training"))
     return tiles
 
 
@@ -131,14 +132,6 @@ def _evaluations(report: Mapping[str, Any]) -> list[list[str]]:
         [f"{row['step']:,}", *(_number(row, name, form) for name, form in forms.items())]
         for row in report.get("evaluations", [])
     ]
-
-
-def format_seconds(seconds: float) -> str:
-    """52 s, 12 min, 3 h 20 min"""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def _number(values: Mapping[str, Any], name: str, form: str) -> str:

@@ -20,11 +20,11 @@ from typing import Any
 from manyhands.config.schema import RunConfig
 from manyhands.core.files import write_atomically
 from manyhands.core.limits import GIB
+from manyhands.core.units import draw_line
 from manyhands.metrics.page import render_report
 from manyhands.metrics.summary import (
     describe_settings,
     describe_versions,
-    draw_line,
     make_curve,
     name_time,
     read_evaluations,

@@ -21,7 +21,6 @@ from manyhands.train.types import Evaluation
 
 CURVE_POINTS = 60
 LIBRARIES = ("manyhands", "torch", "transformers", "tokenizers", "safetensors", "bitsandbytes", "peft", "deepspeed")
-BARS = "▁▂▃▄▅▆▇█"
 
 
 def describe_settings(config: RunConfig, plan: Plan) -> dict[str, Any]:
@@ -135,18 +134,6 @@ def make_curve(rows: Sequence[Mapping[str, Any]], num_points: int = CURVE_POINTS
         means = {key: _mean(row.get(key) for row in part) for key in ("loss", "grad_norm", "tokens_per_s")}
         points.append({"step": part[-1]["step"], **means, "learning_rate": part[-1].get("learning_rate")})
     return points
-
-
-def draw_line(values: Sequence[float | None]) -> str:
-    """One character a value, its height between the least and the largest; a blank where there is none."""
-    known = [value for value in values if value is not None]
-    if not known:
-        return ""
-    least, span = min(known), max(known) - min(known)
-    heights = [
-        None if value is None else round((value - least) / span * (len(BARS) - 1)) if span else 0 for value in values
-    ]
-    return "".join(" " if height is None else BARS[height] for height in heights)
 
 
 def _mean(values: Iterable[Any]) -> float | None:

@@ -1,0 +1,250 @@
+"""``manyhands runs``: the runs of a folder, one of them, two side by side; and how to delete one. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from manyhands.core.errors import UserError
+
+if TYPE_CHECKING:
+    from manyhands.launch.run_folder import RunFolder
+
+app = typer.Typer(
+    help="List runs, show one, compare two, delete one.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+Folder = Annotated[Path, typer.Option("--dir", help="Folder of the runs.")]
+Name = Annotated[str, typer.Argument(metavar="RUN", help="Name of a run, or its folder.")]
+RUNS = Path("runs")
+NOT_COMPARED = ("name", "output.dir", "data.cache")  # what any two runs differ in
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A run in a line; None for what it has not measured."""
+
+    name: str
+    state: str
+    model: str
+    method: str
+    step: int | None
+    num_steps: int | None
+    loss: float | None  # the newest held-out loss, else of the newest step
+    held_out: bool
+    changed: float  # seconds since 1970
+
+
+@app.command("list")
+def list_runs(folder: Folder = RUNS) -> None:
+    """List the runs of a folder, the newest first."""
+    found = sorted(find_runs(folder), key=lambda one: -one.changed)
+    if not found:
+        print(f"no run in {folder}/")
+        return
+    rows = [("run", "state", "step", "loss", "method", "model", "changed")]
+    for one in found:
+        step = "-" if one.step is None else f"{one.step:,}" + (f"/{one.num_steps:,}" if one.num_steps else "")
+        loss = "-" if one.loss is None else f"{one.loss:.4f}" + ("" if one.held_out else " (train)")
+        changed = time.strftime("%Y-%m-%d %H:%M", time.localtime(one.changed))
+        rows.append((one.name, one.state, step, loss, one.method, one.model, changed))
+    print("\n".join(format_table(rows)))
+
+
+@app.command("show")
+def show(run: Name, folder: Folder = RUNS) -> None:
+    """Print a run's report, or of an unfinished one what is known."""
+    found = open_run(run, folder)
+    report = found.path / "report.md"
+    if report.exists():
+        print(report.read_text(encoding="utf-8"), end="")
+        return
+    one = summarize(found)
+    step = "before its first step" if one.step is None else f"step {one.step:,} of {one.num_steps or '?'}"
+    print(f"{one.name}: {one.state}, {step}; {one.method} of {one.model}")
+    status = read_status(found)
+    if reason := status.get("reason") or status.get("error"):
+        print(f"  {reason}")
+    losses = [row["loss"] for row in read_rows(found, "step")]
+    if losses:
+        from manyhands.core.units import draw_line
+
+        print(f"  training loss {_number(losses[0])} to {_number(losses[-1])}  {draw_line(_thin(losses))}")
+
+
+@app.command("compare")
+def compare(first: Name, second: Name, folder: Folder = RUNS) -> None:
+    """Compare two runs: keys that differ, and what was measured."""
+    from manyhands.core.units import draw_line
+
+    runs = [open_run(name, folder) for name in (first, second)]
+    names = (
+        [run.path.name for run in runs] if runs[0].path.name != runs[1].path.name else [str(run.path) for run in runs]
+    )
+    keys = [flatten(run.read_config().model_dump(mode="json")) for run in runs]
+    differing = [key for key in keys[0] if keys[0][key] != keys[1].get(key) and key not in NOT_COMPARED]
+    rows = [("", *names)]
+    rows += [(key, *(_text(one.get(key)) for one in keys)) for key in differing]
+    measured = [measure(run) for run in runs]
+    rows += [(label, *(one[label] for one in measured)) for label in measured[0]]
+    print("\n".join(format_table(rows)))
+    for name, run in zip(names, runs, strict=True):
+        if losses := [row["loss"] for row in read_rows(run, "step")]:
+            print(f"training loss of {name}: {draw_line(_thin(losses))}")
+
+
+@app.command("delete")
+def delete(
+    run: Name,
+    folder: Folder = RUNS,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Delete a run's folder with its checkpoints and results."""
+    from manyhands.launch.run_folder import FolderLock
+
+    found = open_run(run, folder)
+    lock = FolderLock(found)  # UserError where it is running
+    try:
+        size = sum(path.stat().st_size for path in found.path.rglob("*") if path.is_file() and not path.is_symlink())
+        if not yes:
+            typer.confirm(f"delete {found.path} ({size / 2**30:.2f} GiB)?", abort=True)
+        shutil.rmtree(found.path)
+    finally:
+        lock.release()
+    print(f"deleted {found.path}: {size / 2**30:.2f} GiB")
+
+
+def find_runs(folder: Path) -> Iterator[Summary]:
+    """The runs right below ``folder``; others are not looked at."""
+    for path in sorted(folder.glob("*/run.json")):
+        from manyhands.launch.run_folder import RunFolder
+
+        try:
+            yield summarize(RunFolder(path.parent))
+        except UserError as error:
+            print(f"note: {path.parent} is left out: {error.what}")
+
+
+def open_run(run: str, folder: Path) -> RunFolder:
+    """A run by its name below ``folder``, or by its own folder. UserError where there is none, with those there are."""
+    from manyhands.launch.run_folder import RunFolder
+
+    for path in (folder / run, Path(run)):
+        if (path / "run.json").exists():
+            return RunFolder(path)
+    names = [path.parent.name for path in sorted(folder.glob("*/run.json"))]
+    raise UserError(
+        f"there is no run called {run}",
+        where=f"{folder}/",
+        fix=f"name one of {', '.join(names[:20])}" if names else "give --dir, the folder of the runs",
+    )
+
+
+def summarize(run: RunFolder) -> Summary:
+    """UserError where run.json cannot be read."""
+    config, status = run.read_config(), read_status(run)
+    steps, evaluations = read_rows(run, "step"), read_rows(run, "evaluation")
+    newest = evaluations or steps
+    report = _read_json(run.report_json)
+    changed = max(path.stat().st_mtime for path in (run.run_json, run.status_json, run.metrics) if path.exists())
+    return Summary(
+        name=run.path.name,
+        state=str(status.get("state", "planned")),
+        model=Path(config.model.name).name,
+        method=config.method.name,
+        step=steps[-1]["step"] if steps else None,
+        num_steps=report.get("planned", {}).get("steps") or _planned_steps(run),
+        loss=newest[-1].get("loss") if newest else None,
+        held_out=bool(evaluations),
+        changed=changed,
+    )
+
+
+def measure(run: RunFolder) -> dict[str, str]:
+    """What a run has measured, as text: '-' for what it has not."""
+    steps, evaluations = read_rows(run, "step"), read_rows(run, "evaluation")
+    report = _read_json(run.report_json)
+    done = report.get("measured", {})
+    peaks = done.get("peak_memory_bytes_by_rank")
+    losses = [row["loss"] for row in evaluations if row.get("loss") is not None]
+    return {
+        "state": str(read_status(run).get("state", "planned")),
+        "steps": f"{steps[-1]['step']:,}" if steps else "-",
+        "training loss, last step": _number(steps[-1].get("loss") if steps else None),
+        "held-out loss, last": _number(losses[-1] if losses else None),
+        "held-out loss, best": _number(min(losses) if losses else None),
+        "tokens/s": f"{done['tokens_per_s']:,.0f}" if done.get("tokens_per_s") else "-",
+        "peak memory of a rank": f"{max(peaks) / 2**30:.2f} GiB" if peaks else "-",
+        "training time": f"{done['training_s']:.0f} s" if "training_s" in done else "-",
+    }
+
+
+def read_rows(run: RunFolder, kind: str) -> list[dict[str, Any]]:
+    """Rows of metrics.jsonl; a line that was cut off is skipped."""
+    found = []
+    text = run.metrics.read_text(encoding="utf-8", errors="replace") if run.metrics.exists() else ""
+    for line in text.splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and row.get("kind") == kind:
+            found.append(row)
+    return found
+
+
+def read_status(run: RunFolder) -> dict[str, Any]:
+    return _read_json(run.status_json)
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """``section.key`` to value."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            found |= flatten(value, f"{prefix}{key}.")
+        else:
+            found[prefix + key] = value
+    return found
+
+
+def format_table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Columns as wide as their widest cell, the first row as titles."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _planned_steps(run: RunFolder) -> int | None:
+    newest = _read_json(run.plan_json).get("newest")
+    steps = _read_json(run.path / newest).get("num_steps") if isinstance(newest, str) else None
+    return steps if isinstance(steps, int) else None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _thin(values: list[float | None], most: int = 60) -> list[float | None]:
+    return [values[index * len(values) // most] for index in range(most)] if len(values) > most else values
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, list | dict) else str(value)

@@ -1,0 +1,130 @@
+"""``manyhands runs`` and ``prove``: what is listed, compared and deleted; what counts as another result."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from manyhands.cli import prove
+from manyhands.cli.main import app
+from manyhands.cli.prove import Course, compare, parse_layouts
+from manyhands.config.schema import RunConfig
+from manyhands.core.errors import UserError
+
+RUNNER = CliRunner()
+
+
+def write_run(folder: Path, name: str, losses: list[float], *, held_out: float | None = None, rank: int = 16) -> Path:
+    config = RunConfig(name=name, model={"name": "org/tiny"}, data={"train": "a.jsonl"}, method={"rank": rank})
+    path = folder / name
+    path.mkdir(parents=True)
+    (path / "run.json").write_text(config.model_dump_json())
+    (path / "status.json").write_text(json.dumps({"state": "finished", "time": 1.0}))
+    rows = [{"kind": "step", "step": n, "loss": loss, "grad_norm": 1.0} for n, loss in enumerate(losses, 1)]
+    if held_out is not None:
+        rows.append({"kind": "evaluation", "step": len(losses), "loss": held_out})
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"kind": "st')
+    return path
+
+
+def call(*arguments: str) -> str:
+    found = RUNNER.invoke(app, ["runs", *arguments])
+    assert found.exit_code == 0, found.output
+    return found.output
+
+
+def test_runs_are_listed_with_their_state_and_loss_the_newest_first(tmp_path):
+    for name, age in (("old", 100), ("new", 0)):
+        path = write_run(tmp_path, name, [3.0, 2.0], held_out=1.5 if name == "new" else None)
+        for file in path.iterdir():
+            os.utime(file, (1e9 - age, 1e9 - age))
+    (tmp_path / "no run").mkdir()
+    lines = call("list", "--dir", str(tmp_path)).splitlines()
+    assert [line.split()[0] for line in lines] == ["run", "new", "old"]
+    assert "1.5000 " in lines[1] and "2.0000 (train)" in lines[2] and "finished" in lines[1]
+
+
+def test_two_runs_are_compared_by_what_differs(tmp_path):
+    write_run(tmp_path, "a", [3.0, 2.0], held_out=1.5)
+    write_run(tmp_path, "b", [3.0, 1.0], held_out=1.25, rank=64)
+    lines = {
+        line.split("  ")[0]: line.split() for line in call("compare", "a", "b", "--dir", str(tmp_path)).splitlines()
+    }
+    assert lines["method.rank"] == ["method.rank", "16", "64"]
+    assert lines["held-out loss, best"][-2:] == ["1.5000", "1.2500"]
+    assert not {"name", "method.alpha"} & lines.keys()
+    assert lines["training loss of b: █▁"]
+
+
+def test_a_run_is_deleted_only_when_asked_and_not_while_it_runs(tmp_path):
+    path = write_run(tmp_path, "a", [3.0])
+    refused = RUNNER.invoke(app, ["runs", "delete", "a", "--dir", str(tmp_path)], input="n\n")
+    assert refused.exit_code != 0 and path.exists()
+    with (path / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        busy = RUNNER.invoke(app, ["runs", "delete", "a", "--yes", "--dir", str(tmp_path)])
+        assert busy.exit_code != 0 and path.exists()
+    assert "deleted" in call("delete", "a", "--yes", "--dir", str(tmp_path)) and not path.exists()
+    missing = RUNNER.invoke(app, ["runs", "show", "a", "--dir", str(tmp_path)])
+    assert missing.exit_code == 2
+
+
+def test_layouts_are_read_and_what_does_not_divide_is_refused():
+    two, four = parse_layouts("ddp:2, accumulation:4", 8)
+    assert two.keys == ("parallel.strategy=ddp", "parallel.gpus=2")
+    assert "batch.micro_samples=2" in four.keys
+    for text, batch, what in (
+        ("ddp", 8, "no layout"),
+        ("ddp:2,accumulation:3", 8, "3 equal"),
+        ("ddp:2", 8, "one layout"),
+    ):
+        with pytest.raises(UserError, match=what):
+            parse_layouts(text, batch)
+
+
+def test_a_layout_outside_the_bounds_of_the_dtype_is_named():
+    first = Course("single:1", (2.0, 1.0), (1.0, 1.0))
+    near, far = Course("ddp:2", (2.0 * (1 + 4e-6), 1.0), (1.0, 1.0)), Course("fsdp:2", (2.0, 1.001), (1.0, 1.0))
+    for courses, dtype, fine in (
+        ([first, near], "float32", True),
+        ([first, far], "float32", False),
+        ([first, far], "bfloat16", True),
+    ):
+        assert compare(courses, dtype)[1] is fine
+    assert compare([first, far], "float32")[0][-1].endswith("OUTSIDE THE BOUNDS")
+    nan = Course("ddp:2", (2.0, None), (1.0, 1.0))
+    assert compare([first, nan], "bfloat16")[1] is False
+
+
+def test_a_run_that_cannot_take_its_steps_shows_its_last_lines(tmp_path):
+    with pytest.raises(UserError, match="cannot take 2 steps as ddp:2") as caught:
+        prove.take_steps(["sh", "-c", "echo no such model; exit 3"], tmp_path, "ddp:2", 2, 60)
+    assert caught.value.details == ("no such model",) and caught.value.why == "exit code 3"
+
+
+@pytest.mark.slow
+def test_a_tiny_run_is_the_same_in_two_processes_and_leaves_nothing(tmp_path):
+    from tests.support.tiny import write_tiny_model
+
+    write_tiny_model(tmp_path / "model")
+    rows = [{"prompt": f"what is {n}", "completion": f"{n} it is"} for n in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = {
+        "model": {"name": str(tmp_path / "model")},
+        "data": {"train": str(tmp_path / "rows.jsonl"), "max_length": 64, "cache": str(tmp_path / "cache")},
+        "parallel": {"device": "cpu"},
+        "batch": {"samples": 8},
+        "stop": {"max_steps": 1000},
+    }
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    before = set(tmp_path.iterdir())
+    layouts = ["--layouts", "single:1,ddp:2,accumulation:4", "--steps", "3"]
+    found = RUNNER.invoke(app, ["prove", str(tmp_path / "run.json"), *layouts])
+    assert found.exit_code == 0, found.output
+    assert found.output.count("within the bounds") == 2
+    assert set(tmp_path.iterdir()) - before <= {tmp_path / "cache"}
