@@ -80,14 +80,19 @@ def print_table(stored: list[Stored], rows: list[BenchRow]) -> None:
     for row in rows:
         ours, peer = newest(stored, row, OURS), best_peer(stored, row)
         if ours is None:
-            print(f"| {row.what} | {row.gpus} | open | | | {GOALS[row.name]:,} | | {show_smallest(stored, row)} |")
+            print(f"| {row.what} | {row.gpus} | open | | | {show_goal(row)} | | {show_smallest(stored, row)} |")
             continue
         theirs = f"{peer['label']} {peer['tokens_per_s_gpu']:,}" if peer else "open"
         print(
             f"| {row.what} | {ours['gpus']} | {ours['tokens_per_s_gpu']:,} | {theirs} | "
-            f"{show_ratio(ratio(stored, row))} | {GOALS[row.name]:,} | "
+            f"{show_ratio(ratio(stored, row))} | {show_goal(row)} | "
             f"{ours.get('peak_allocated_gib')} | {show_smallest(stored, row)} |"
         )
+
+
+def show_goal(row: BenchRow) -> str:
+    """Rows beside another of ours, such as DeepSpeed's, have none."""
+    return f"{GOALS[row.name]:,}" if row.name in GOALS else ""
 
 
 def show_smallest(stored: list[Stored], row: BenchRow) -> str:

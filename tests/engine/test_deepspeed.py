@@ -151,6 +151,19 @@ def test_checkpoints_go_to_and_come_from_every_other_layout(
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-3)
 
 
+@installed
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_new_weights_are_those_of_every_layout(folder: str, strategy: str) -> None:
+    config = run_file(folder, "full")
+    config = config.model_copy(update={"model": config.model.model_copy(update={"init": "random"})})
+    keys = {"world_size": 2, "compute_dtype": "bfloat16"}
+    expected = on_two_ranks(tiny_plan(folder, strategy="fsdp", **keys), config, RAGGED, 2)
+    found = on_two_ranks(tiny_plan(folder, strategy=strategy, **keys), config, RAGGED, 2)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 

@@ -75,7 +75,7 @@ class ZeroEngine(RankEngine):
         """
         if self._norm is None:
             norms = tensor_norms([part.flatten() for part in gradient_parts(self._inner.optimizer)])
-            total = torch.stack([norm.cpu() for norm in norms]).square().sum() if norms else torch.zeros(())
+            total = torch.stack(norms).square().sum() if norms else torch.zeros(())
             total = total.to(self.world.device, torch.float64)
             dist.all_reduce(total)
             self._norm = total.sqrt()
@@ -87,8 +87,8 @@ class ZeroEngine(RankEngine):
         set_learning_rate(self.optimizer, learning_rate)
         if max_norm > 0:
             factor = (max_norm / (self.gradient_norm() + 1e-6)).clamp(max=1.0)
-            for part in gradient_parts(self._inner.optimizer):
-                part.mul_(factor.to(part))
+            if parts := gradient_parts(self._inner.optimizer):
+                torch._foreach_mul_(parts, factor.to(parts[0]))  # which may lie in host memory
         self._inner.step()
         self._norm = None
 

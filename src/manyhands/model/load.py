@@ -374,7 +374,12 @@ def _with_zeros(module: nn.Module, own: Mapping[str, torch.Tensor]) -> nn.Module
     def zeros(shape: tuple[int, ...], like: torch.Tensor) -> nn.Parameter:
         return nn.Parameter(torch.zeros(shape, dtype=like.dtype, device=like.device), requires_grad=False)
 
-    full = {key: zeros(p.shape, p) for key, p in own.items() if key not in _pieces_of(module)}
+    # in the dtype of the masters, where an engine holds those beside the weights that compute
+    full = {
+        key: zeros(full_shape(p), torch.empty(0, dtype=local(p).dtype, device=p.device))
+        for key, p in own.items()
+        if key not in _pieces_of(module)
+    }
     copied: nn.Module
     if isinstance(module, FillsItself):
         shape = (module.out_features, module.in_features)
