@@ -67,6 +67,7 @@ def test_a_stage_is_taken_where_it_is_asked_for_alone():
             facts(llama_8b(), gpus=4, data=LONG, host_bytes=500 * GIB),
         )
         assert {candidate.layout.strategy for candidate in made.candidates} == {strategy}
+        assert made.environment["DS_ACCELERATOR"] == "cuda"
         assert made.layout.mesh.shard == 4 and made.layout.wrapper == "deepspeed"
         assert any("DeepSpeed's ZeRO" in text and "as configured" in text for text in explain_why(made))
     made = plan(run_config(method__name="full"), facts(llama_8b(), gpus=4, data=LONG, host_bytes=500 * GIB))

@@ -80,7 +80,8 @@ def _plan(config: RunConfig, facts: Facts, number: int, cause: Cause, before: Pl
     asked = replace(found.base, layout=found.chosen.layout)
     disk = estimate_disk(config, facts, asked, steps, DTYPE_BYTES[made.output])
     time = estimate_time(found.limits.clock, asked, facts, steps, disk)
-    environment = choose_environment(made.device, facts.host, found.limits.num_local)
+    zero = found.chosen.layout.zero_stage > 0
+    environment = choose_environment(made.device, facts.host, found.limits.num_local, zero=zero)
     whole = Plan(
         number=number,
         cause=cause,
