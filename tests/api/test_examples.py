@@ -17,13 +17,14 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def call(folder: Path, *command: str) -> str:
     variables = {**os.environ, "HOME": str(folder), "OMP_NUM_THREADS": "1", "MANYHANDS_NUM_PROCESSES": "2"}
     done = subprocess.run(
-        [sys.executable, *command], cwd=folder, env=variables, capture_output=True, text=True, timeout=280
+        [sys.executable, *command], cwd=folder, env=variables, capture_output=True, text=True, timeout=560
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_training_and_then_answers(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "model")
     output = call(tmp_path, str(EXAMPLES / "multi_gpu_training.py"), "--model", "model", "--steps", "3")

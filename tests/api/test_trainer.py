@@ -173,6 +173,11 @@ def test_an_adapter_of_get_peft_model_and_of_peft(folder: Path, tmp_path: Path) 
     args = mh.TrainingArguments(seed=5, max_seq_length=2048)
     same = mh.Trainer(str(folder), args, train_dataset=ROWS, peft_config=peft, overrides=overrides)
     assert same.load().config.method == method
+    model, _ = mh.FastLanguageModel.from_pretrained(folder, load_in_4bit=False)
+    assert (
+        mh.Trainer(model, args, train_dataset=ROWS, peft_config=peft, overrides=overrides).load().config.method
+        == method
+    )
     full = mh.Trainer(str(folder), train_dataset=ROWS, overrides=overrides).load().config
     assert full.method.name == "full"
 

@@ -42,7 +42,7 @@ ADAPTER = names(
     "random_state use_rslora use_dora modules_to_save init_lora_weights loftq_config"
 )
 MODEL = names("model_name revision dtype load_in_4bit load_in_8bit full_finetuning device_map trust_remote_code")
-KEYS = trl.KEYS | ARGUMENTS | ADAPTER | MODEL | names("eval_dataset train_dataset new_tokens")
+KEYS = trl.KEYS | ARGUMENTS | ADAPTER | MODEL | names("eval_dataset train_dataset new_tokens adapter")
 OPEN = trl.OPEN | {"device_map", "loftq_config"}
 SHARDING = "parallel.strategy fsdp shards the model over all GPUs where it does not fit on one"
 
@@ -138,6 +138,7 @@ def _translate_own(t: Translator, num_gpus: int) -> Iterator[str]:
     _map_method(t)
     t.map("eval_dataset", "data.validation")
     t.map("new_tokens", "model.new_tokens")
+    t.map("adapter", "method.adapter")
 
 
 def _map_processes(t: Translator, num_gpus: int) -> None:

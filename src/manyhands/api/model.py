@@ -68,11 +68,16 @@ class LanguageModel:
         return f"LanguageModel({str(self.folder)!r})"
 
     def trained(self, folder: Path) -> None:
-        """From now on it is what the run in ``folder`` has saved."""
+        """From now on it is what the run in ``folder`` has saved, also for the next trainer."""
         from manyhands.api.runs import TrainedRun
 
         self.release()
         self.folder, self.base, self.run = folder, None, TrainedRun(folder)
+        outputs = self.run.outputs
+        if "adapter" in outputs:
+            self.given |= {"adapter": str(outputs["adapter"].resolve()), "init_lora_weights": True}
+        elif "model" in outputs:
+            self.given["model_name"] = str(outputs["model"].resolve())
 
     def release(self) -> None:
         """Frees the memory of its weights; the next answer reads them again."""

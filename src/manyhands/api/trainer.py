@@ -151,7 +151,9 @@ class Trainer:
     ) -> None:
         further = {name: value for name, value in others.items() if name in SFT}
         _refuse("Trainer", {name: value for name, value in others.items() if name not in SFT}, TRAINER)
-        self.model = model if isinstance(model, LanguageModel) else _open_model(model, peft_config)
+        self.model = model if isinstance(model, LanguageModel) else LanguageModel(Path(os.fspath(model)))
+        self.model.given |= _read_peft(peft_config)
+        self._given = dict(self.model.given)  # training changes the model's: this trainer's run stays what it is
         self.args = args
         self.tokenizer = tokenizer if tokenizer is not None else processing_class
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
@@ -165,9 +167,10 @@ class Trainer:
             raise UserError("there is no train_dataset", where="Trainer", fix="give rows, or the path of a data file")
 
     def train(self, resume_from_checkpoint: bool | str | None = None, *, fresh: bool = False) -> TrainedRun:
-        """Plans, trains, saves and verifies in ``output_dir``; afterwards ``model`` answers as trained.
+        """Plans, trains, saves and verifies in ``output_dir``. Afterwards ``model`` answers as trained, and another
+        trainer goes on from there.
 
-        A run that was interrupted is resumed; ``fresh`` starts another one beside it.
+        A run that was interrupted is resumed, a finished one is returned; ``fresh`` starts another one beside it.
         """
         if isinstance(resume_from_checkpoint, str):
             raise UserError(
@@ -194,7 +197,7 @@ class Trainer:
 
     def load(self) -> LoadedRun:
         """The run that the arguments mean, with its data written where they were in memory. Raises ``UserError``."""
-        given = {**self.model.given, **self._read_tokenizer(), **read_arguments(self.args), **self._further}
+        given = {**self._given, **self._read_tokenizer(), **read_arguments(self.args), **self._further}
         given = {name: value for name, value in given.items() if value is not None}
         cache = Path(self.overrides.get("data.cache", DataSection.model_fields["cache"].default))
         given["train_dataset"] = write_rows(self._format(self.train_dataset, "train_dataset"), cache, "train")
@@ -217,11 +220,6 @@ class Trainer:
         from manyhands.api.tokenizer import differences
 
         return {} if self.tokenizer is None else differences(self.tokenizer, self.model)
-
-
-def _open_model(model: str | os.PathLike[str], peft_config: Any) -> LanguageModel:
-    name = os.fspath(model)
-    return LanguageModel(Path(name), given={"model_name": name, **_read_peft(peft_config)})
 
 
 PEFT_FIELDS = {"r": 8, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": None, "modules_to_save": None,
