@@ -12,6 +12,7 @@ from manyhands.cli.main import app
 from manyhands.facts.gpu_kinds import describe_host, parse_gpus
 from manyhands.launch.run_folder import RunFolder
 from manyhands.plan.compare import compare
+from manyhands.plan.phrases import describe_cost
 from manyhands.plan.search import plan
 from tests.plan.examples import GIB, facts, llama_8b, run_config
 
@@ -54,3 +55,9 @@ def test_the_command_reads_a_folder_and_names_what_is_missing(tmp_path: Path) ->
 def test_without_a_run_file_one_is_asked_for(arguments: list[str]) -> None:
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code != 0 and "no run file" in str(done.output) + str(done.exception)
+
+
+def test_a_price_gives_the_cost() -> None:
+    assert PLAN.time is not None
+    assert describe_cost(PLAN.time, 2.5) == f"cost: {2.5 * PLAN.time.gpu_hours:,.2f} at 2.50 a GPU-hour"
+    assert "not known" in describe_cost(None, 2.5)

@@ -182,6 +182,9 @@ def plan(
     compare: Annotated[
         Path | None, typer.Option("--compare", help="Folder of a finished run: what its plan said, and what it took.")
     ] = None,
+    price: Annotated[
+        float | None, typer.Option("--price", min=0.0, help="Of a GPU-hour, in any currency: shows what the run costs.")
+    ] = None,
     examples: Examples = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     accelerate: Accelerate = None,
@@ -204,6 +207,7 @@ def plan(
     from manyhands.launch.environment import apply_variables
     from manyhands.launch.prepare import gather_facts
     from manyhands.plan.explain import explain_plan
+    from manyhands.plan.phrases import describe_cost
     from manyhands.plan.search import plan as make_plan
 
     host = host_to_plan(config, gpus)
@@ -216,6 +220,8 @@ def plan(
         print(made.model_dump_json(indent=2))
     else:
         Console().print(explain_plan(made))
+        if price is not None:
+            print(describe_cost(made.time, price))
 
 
 def _compare(folder: Path) -> None:

@@ -61,6 +61,13 @@ def describe_run(time: TimeEstimate) -> str:
     )
 
 
+def describe_cost(time: TimeEstimate | None, price: float) -> str:
+    """What the run costs at ``price`` a GPU-hour."""
+    if time is None:
+        return "cost: not known, as the rates of a CPU or of a GPU of an unknown kind are not"
+    return f"cost: {time.gpu_hours * price:,.2f} at {price:,.2f} a GPU-hour"
+
+
 CHANGES = {
     "layout": "let the plan choose: {}",
     "micro": "give a smaller micro-batch: {}",
