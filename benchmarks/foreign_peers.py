@@ -193,7 +193,7 @@ def train_ours(run: Path, model: Path, work: Path) -> dict[str, Any]:
     from manyhands.launch.run_file import load_for_start
 
     overrides = [f"data.cache={work / 'cache'}", "model.dtype=float32", "parallel.gpus=1"]
-    overrides += [f"output.dir={work / 'ours'}", "name=run"]
+    overrides += [f"output.dir={work / 'ours'}", "name=run", "stop.divergence=warn"]
     config = load_for_start(run, overrides).config
     store = TokenStore.open(prepare(config, model).folder)
     samples = [store.train.sample(number) for number in range(len(WORDS))]
