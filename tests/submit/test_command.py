@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -35,7 +36,7 @@ def site(tmp_path, monkeypatch):
     tools = tmp_path / "bin"
     tools.mkdir()
     monkeypatch.setenv("PATH", f"{tools}:/usr/bin:/bin")
-    monkeypatch.setattr("shutil.which", lambda name: str(tools / name) if (tools / name).exists() else None)
+    monkeypatch.setattr("shutil.which", lambda name, *_, **__: str(tools / name) if (tools / name).exists() else None)
     monkeypatch.delenv("SYNTH_GPU_TYPE", raising=False)
 
     def install(name: str, answer: str = "", code: int = 0) -> None:
@@ -159,6 +160,17 @@ def test_what_is_refused_before_anything_is_written(run_file, tmp_path, site, ar
 def test_keys_of_other_clusters_are_named_once(run_file, site):
     result = call(run_file, "--to", "slurm", "--dry-run", "--no-plan", "submit.namespace=ml")
     assert result.stderr.count("note: submit.namespace has no effect with --to slurm") == 1
+
+
+def test_a_file_of_another_tool_asks_for_its_own_gpus(tmp_path, site):
+    """synth-ai's guide: a preview without submitting."""
+    file = Path(__file__).parents[2] / "examples" / "multi_gpu_qlora_4xh100.toml"
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "question", "completion": "answer"}) + "\n")
+    keys = (f"data.train={tmp_path / 'rows.jsonl'}", f"output.dir={tmp_path / 'runs'}", "name=sft")
+    result = call(file, "--to", "slurm", "--dry-run", "--no-plan", *keys)
+    assert result.exit_code == 0 and "#SBATCH --gres=gpu:h100:4\n" in result.stdout, result.stderr
+    config = RunConfig.model_validate_json((tmp_path / "runs" / "sft" / "submit" / "run.json").read_text())
+    assert (config.batch.samples, config.parallel.gpus) == (64, 4), "the job has our keys"
 
 
 def test_a_finished_run_is_not_submitted(run_file, tmp_path, site):
