@@ -15,6 +15,7 @@ from manyhands.core.errors import UserError
 from manyhands.launch.address import Address, open_listener
 from manyhands.launch.channel import SILENT, Channel
 from manyhands.launch.nodes import check_hello
+from manyhands.launch.start_nodes import failing_together
 from tests.launch.builders import make_config
 
 QUICK_S = 0.3  # for what is to run out
@@ -195,6 +196,16 @@ def test_beats_keep_a_channel_alive_and_carry_what_node_0_is_to_know(meeting: Me
     begin = time.monotonic()
     until(lambda: time.monotonic() - begin > 3)
     assert channels[0].beats == {1: {"2": "beat of rank 2"}} and channels[0].trouble is channels[1].trouble is None
+
+
+def test_a_node_that_is_busy_ends_with_the_error_of_another(meeting: Meeting):
+    channels = meeting.all_come(hello(0, 2), hello(1, 2))
+    begin = time.monotonic()
+    failing = threading.Timer(0.2, lambda: channels[1].fail(UserError("no such file", where="rows.jsonl on gpu1")))
+    failing.start()
+    with pytest.raises(UserError, match="no such file"), failing_together(channels[0]):
+        time.sleep(LONG_S)
+    assert time.monotonic() - begin < LONG_S
 
 
 def test_a_node_that_fails_leaves_no_gap_in_what_the_others_gather(meeting: Meeting):

@@ -71,5 +71,9 @@ def require_here(option: str | None) -> None:
         where=f"--gpus {option}",
         why=f"its GPUs: {here}",
         fix="plan for them with `manyhands plan` or --dry-run; --gpus N takes N of this machine's GPUs"
-        + ("; on several machines start the worker on each with torchrun or srun" if asked.num_nodes > 1 else ""),
+        + (
+            "; on several machines start the run on each with --nodes, --node-rank and --rendezvous"
+            if asked.num_nodes > 1
+            else ""
+        ),
     )

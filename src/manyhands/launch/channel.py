@@ -13,7 +13,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from manyhands.core.errors import EXIT_FAILED, UserError
@@ -132,13 +132,8 @@ class Channel:
 
     def post(self, kind: str, to: int | None = None, **fields: Any) -> None:
         """To node ``to``, or to all others. Does not wait."""
-        message = {"kind": kind, "node": self.node, "to": to, **fields}
         with self._lock:
-            if self.node == 0:
-                self._relay(message)
-            else:
-                for link in self._links:
-                    link.add(message)
+            self._relay({"kind": kind, "node": self.node, "to": to, **fields})
         self._wake()
 
     def gather(self, key: str, value: Any, *, partial: bool = False, timeout_s: float | None = None) -> list[Any]:
@@ -154,9 +149,9 @@ class Channel:
             else:
                 self.post("value", key=key, value=value)
             while key not in self._gathered:
-                if not partial:
-                    self._raise_trouble()
-                elif self.node and 0 in self.lost:
+                if not partial and self.trouble is not None:
+                    raise self.trouble
+                if partial and self.node and 0 in self.lost:
                     break
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
@@ -164,9 +159,10 @@ class Channel:
                 self._lock.wait(left)
             found = self._gathered.get(key, {**self._values.get(key, {}), self.node: value})
             if not partial and len(found) < self.num_nodes:
-                self._raise_trouble()
-                left_out = ", ".join(self.describe(node) for node in range(self.num_nodes) if node not in found)
-                raise UserError(f"{left_out} left the run", where=key, exit_code=EXIT_FAILED)
+                if self.trouble is not None:
+                    raise self.trouble
+                gone = next(node for node in range(self.num_nodes) if node not in found)
+                raise explain_lost(self.describe(gone), self.describe(self.node), "it has left the run")
             return [found.get(node) for node in range(self.num_nodes)]
 
     def fail(self, error: UserError) -> None:
@@ -175,6 +171,19 @@ class Channel:
             if self.trouble is None:
                 self.trouble = error
         self.post("trouble", error=error.to_json())
+
+    @contextlib.contextmanager
+    def when_in_trouble(self, act: Callable[[UserError], None]) -> Iterator[None]:
+        """Within, ``act`` is called in the channel's thread, once; at once where there is trouble already."""
+        with self._lock:
+            self.on_trouble = act
+            if self.trouble is not None:
+                act(self.trouble)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.on_trouble = lambda error: None
 
     def close(self) -> None:
         """Leaves in order: the others do not take this node for lost. What was posted is sent first."""
@@ -310,9 +319,10 @@ class Channel:
             self._relay({"kind": "welcome", "node": 0, "to": None, "hellos": list(self.hellos.items())})
 
     def _relay(self, message: Message) -> None:
-        """On node 0: to whom it is meant."""
+        """To whom it is meant; by way of node 0 from any other."""
         for link in self._links:
-            if link.node is not None and link.node != message["node"] and message.get("to") in (None, link.node):
+            is_meant = link.node != message["node"] and message.get("to") in (None, link.node)
+            if self.node or (link.node is not None and is_meant):
                 link.add(message)
 
     def _take(self, message: Message) -> None:
@@ -385,10 +395,6 @@ class Channel:
         self.trouble = error
         self._lock.notify_all()
         self.on_trouble(error)
-
-    def _raise_trouble(self) -> None:
-        if self.trouble is not None:
-            raise self.trouble
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -68,10 +70,12 @@ def joined(
 
 @contextlib.contextmanager
 def failing_together(channel: Channel) -> Iterator[None]:
-    """Within, an error of this node ends all others with the same message, and one of theirs ends this node."""
+    """Within, an error of this node ends all others with the same message, and one of theirs ends this node, whatever
+    it is busy with: preparing data may take hours.
+    """
     host = channel.names[channel.node]
     try:
-        with raise_when_stopped():
+        with raise_when_stopped(), channel.when_in_trouble(lambda error: os.kill(os.getpid(), signal.SIGTERM)):
             yield
     except UserError as error:
         if channel.trouble is None:

@@ -121,16 +121,12 @@ class Team:
             "stopping": lambda message: self._stop(message["signal"]),
         }
         channel.beat_fields = watch.describe_ranks
-        channel.on_trouble = lambda error: self._end(watch, error)
         try:
-            with self._passing_on_signals():
-                if channel.trouble is not None:  # since the last gather
-                    self._end(watch, channel.trouble)
+            with self._passing_on_signals(), channel.when_in_trouble(lambda error: self._end(watch, error)):
                 yield
         finally:
             channel.handlers = {}
             channel.beat_fields = lambda: None
-            channel.on_trouble = lambda error: None
 
     def settle(self, mine: LaunchEnd) -> LaunchEnd:
         """How the launch ended on all nodes, the same on each: the first cause, else the first signal."""
