@@ -159,10 +159,8 @@ class Channel:
                 self._lock.wait(left)
             found = self._gathered.get(key, {**self._values.get(key, {}), self.node: value})
             if not partial and len(found) < self.num_nodes:
-                if self.trouble is not None:
-                    raise self.trouble
                 gone = next(node for node in range(self.num_nodes) if node not in found)
-                raise explain_lost(self.describe(gone), self.describe(self.node), "it has left the run")
+                raise self.trouble or explain_lost(self.describe(gone), self.describe(self.node), "it has left the run")
             return [found.get(node) for node in range(self.num_nodes)]
 
     def fail(self, error: UserError) -> None:
