@@ -51,7 +51,7 @@ def test_make_takes_accelerates_and_deepspeeds_files(place: Path) -> None:
         by_accelerate.stdout
     )
     by_deepspeed = call("make", "train-distributed", *run, "DEEPSPEED_CONFIG=configs/deepspeed_custom.json")
-    strategy = "zero2, DeepSpeed's ZeRO" if has_deepspeed() else "fsdp, sharded over 2 processes"
+    strategy = "zero3, DeepSpeed's ZeRO" if has_deepspeed() else "fsdp, sharded over 2 processes"
     assert by_deepspeed.returncode == 0 and strategy in by_deepspeed.stdout, by_deepspeed.stdout
     assert ("DeepSpeed is not installed" in by_deepspeed.stdout) is not has_deepspeed()
 
