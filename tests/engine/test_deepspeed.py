@@ -84,7 +84,7 @@ CURVES = [
         ("float32", "patterns", "none"),
     )
     for values in [(strategy, dtype, method, offload)]
-    if (strategy == "zero3" or offload != "all") and (strategy, method) != ("zero3", "qlora")
+    if (strategy == "zero3" or (offload != "all" and method != "patterns")) and (strategy, method) != ("zero3", "qlora")
 ]
 
 
