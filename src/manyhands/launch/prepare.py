@@ -129,9 +129,8 @@ def prepare_run(
 
     ``world_size``, and ``local_world_size`` of one machine, are given where another launcher started the processes. A
     dry run writes the same two files and nothing else, and may be for another machine, ``host``, as long as the run was
-    not started. ``group``: all nodes of the launch, where there are several.
-    ``origin``: the run as it was read, if its file is another tool's, which is kept beside run.json. A
-    start that fails here leaves no new folder behind.
+    not started. ``group``: all nodes, where there are several. ``origin``: the run as it was read, if its file is
+    another tool's, which is kept beside run.json. A start that fails here leaves no new folder behind.
     Raises UserError: another run stands in the folder, it is running, or anything that facts and plan refuse;
     ``Stopped`` after Ctrl-C or SIGTERM.
     """
