@@ -15,7 +15,11 @@ import pytest
 from tests.e2e.runs import NO_VERIFY, Ended, Place, Run, at_step
 from tests.support.nodes import Bed, Launched, make_bed, why_no_nodes
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(why_no_nodes() is not None, reason=str(why_no_nodes()))]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(why_no_nodes() is not None, reason=str(why_no_nodes())),
+]
 
 TIMEOUT_S = 15
 PORT = 29400
