@@ -4,9 +4,12 @@ exported.
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -33,7 +36,24 @@ def run_steps(
     save: Path | None = None,
     export: Path | None = None,
 ) -> list[tuple[float, float]]:
-    """Loss and gradient norm of each step; every step has the same documents."""
+    """Loss and gradient norm of each step; every step has the same documents. Nothing may be compiled for it, which
+    takes minutes, and can hang.
+    """
+    with tempfile.TemporaryDirectory() as built, mock.patch.dict(os.environ, TORCH_EXTENSIONS_DIR=built):
+        results = _run_steps(plan, config, layout, num_steps, resume, save, export)
+        assert not os.listdir(built)
+    return results
+
+
+def _run_steps(
+    plan: Plan,
+    config: RunConfig,
+    layout: Sequence[Sequence[Documents]],
+    num_steps: int,
+    resume: Path | None,
+    save: Path | None,
+    export: Path | None,
+) -> list[tuple[float, float]]:
     grouped = dist.is_initialized()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
     world = World(rank, rank, world_size, torch.device("cpu"))
