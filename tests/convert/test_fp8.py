@@ -120,6 +120,13 @@ def test_weights_kept_in_fp8_alone_are_the_rounded_ones(family: str, fused: bool
     assert sum(storages.values()) == sum(layer.out_features * (layer.in_features + 4) for layer in linears)
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_gate_compares_weights_kept_in_fp8_alone_with_themselves(fused: bool) -> None:
+    """Layers within fused modules too, whose values are parts of a group's."""
+    found = gate(kept_in_fp8("llama", fused=fused))
+    assert 0 < found.layer < 0.05 and found.loss < 0.02
+
+
 @pytest.mark.parametrize("more", [{}, {"dropout": 0.1}, {"dora": True}, {"target_modules": ("q_proj", "down_proj")}])
 def test_layers_by_themselves_compute_in_fp8_too(more: dict[str, Any]) -> None:
     """What no fused module takes: dropout, DoRA, other families."""

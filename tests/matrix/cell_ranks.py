@@ -71,7 +71,7 @@ def run_stages(folder: Path, fault: Fault = "", stand_in: StandIn = "") -> Seen:
         stack.enter_context(watch_gradients(seen))
         stack.enter_context(plant(fault))
         stack.enter_context(stand_in_for(stand_in))
-        seen.exit_code = worker.run_rank(session, argparse.Namespace())
+        seen.exit_code = worker.run_rank(session, argparse.Namespace(hook=[], metric=[]))
     return seen
 
 
