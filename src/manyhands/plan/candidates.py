@@ -212,7 +212,7 @@ def reduce_once(candidate: Candidate, base: EstimateInput, limits: Limits) -> Ca
     if candidate.layout.mesh.shard == 1 or not candidate.layout.accumulates or candidate.layout.zero_stage:
         return candidate
     once = limits.judge(base, change(candidate.layout, reduce_every=False))
-    return once if once.memory.is_safe and is_faster(once, candidate) else candidate
+    return once if once.memory.is_safe and not is_faster(candidate, once) else candidate
 
 
 def lighten(config: RunConfig, chosen: Candidate, base: EstimateInput, limits: Limits) -> Candidate:
