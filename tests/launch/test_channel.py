@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import threading
 import time
@@ -121,7 +122,7 @@ def test_a_node_that_never_comes_is_named_everywhere(meeting: Meeting):
 def test_node_0_that_never_comes_is_named(meeting: Meeting, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("manyhands.launch.channel.ANSWER_S", 0.1)
     (text,) = meeting.all_come(hello(1, 2), timeout_s=QUICK_S)
-    assert f"node 1 found no node 0 at {meeting.address} within 0.3 s" in text and "gpu1" in text
+    assert f"node 1 (gpu1) found no node 0 at {meeting.address} within 0.3 s" in text
 
 
 @pytest.mark.parametrize(
@@ -152,7 +153,9 @@ def test_a_second_start_does_not_disturb_a_run_that_has_begun(meeting: Meeting):
 
 def test_strangers_are_ignored(meeting: Meeting):
     def knock() -> None:
-        for line in (b"GET / HTTP/1.1\r\n\r\n", b'{"kind": "hello"}\n', b"\xff\x00\n", b"[1]\n"):
+        deep, other = b"[" * 100_000 + b"\n", json.dumps({"kind": "hello", "node": 5, "hello": hello(1, 2)}).encode()
+        http, empty = b"GET / HTTP/1.1\r\n\r\n", b'{"kind": "hello"}\n'
+        for line in (http, empty, b"\xff\x00\n", b"[1]\n", deep, other + b"\n"):
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", meeting.address.port)) as visitor:
                 visitor.sendall(line)
 
@@ -163,6 +166,27 @@ def test_strangers_are_ignored(meeting: Meeting):
     (second,) = meeting.all_come(hello(1, 2))
     first.join(LONG_S)
     assert isinstance(second, Channel) and meeting.channels[0].trouble is None
+
+
+def test_who_is_refused_cannot_disturb_the_run_afterwards(meeting: Meeting):
+    channels = meeting.all_come(hello(0, 2), hello(1, 2))
+    with socket.create_connection(("127.0.0.1", meeting.address.port)) as second:
+        second.sendall(json.dumps({"kind": "hello", "node": 1, "hello": hello(1, 2, host="gpu9")}).encode() + b"\n")
+        assert b"came twice" in second.recv(1 << 16)
+        second.sendall(b"no JSON\n")
+        assert second.recv(1 << 16) == b""
+    gathered = at_once(*(lambda channel=channel: channel.gather("x", channel.node) for channel in channels))
+    assert gathered == [[0, 1]] * 2
+
+
+def test_an_error_in_the_channels_thread_ends_what_waits_for_it(meeting: Meeting, capsys: pytest.CaptureFixture[str]):
+    channels = meeting.all_come(hello(0, 2), hello(1, 2))
+    channels[0].handlers["kill"] = lambda message: {}["no such key"]
+    channels[1].post("kill", to=0)
+    texts = at_once(*(lambda channel=channel: channel.gather("x", 1) for channel in channels))
+    assert "error: unexpected error in the channel of node 0 (gpu0): KeyError" in texts[0]
+    assert "error: node 0 (gpu0) is lost" in texts[1]
+    assert "Traceback" in capsys.readouterr().err
 
 
 def test_a_launcher_that_is_killed_is_lost_for_all_others(meeting: Meeting):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -33,8 +35,8 @@ def test_all_nodes_learn_the_same_speed(num_nodes: int, tmp_path: Path):
 
 
 def test_the_slow_pair_is_named_with_its_direction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def measured(pair, address, port):
-        there, back = measure_with(pair, address, port)
+    def measured(pair, address, port, key):
+        there, back = measure_with(pair, address, port, key)
         return [(*there[:2], 1e6 if pair == (1, 2) else 1e9), (*back[:2], 1e9)]
 
     measure_with = links._measure_with
@@ -44,8 +46,34 @@ def test_the_slow_pair_is_named_with_its_direction(tmp_path: Path, monkeypatch: 
     assert len(said) == 1 and "note: gpu1 sends to gpu2 at 1.0 MB/s, the others at 1.00 GB/s" in said[0]
 
 
+def test_a_stranger_that_finds_the_port_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def knock_before(pair, address, port, key):
+        with socket.create_connection((address, port)) as visitor:
+            visitor.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            return measure_with(pair, address, port, key)
+
+    measure_with = links._measure_with
+    monkeypatch.setattr(links, "_measure_with", knock_before)
+    found, _ = measure(2, tmp_path)
+    assert isinstance(found[0], Figure)
+
+
+def test_a_link_on_which_little_arrives_is_given_up_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def trickle(pair, address, port, key):
+        with socket.create_connection((address, port)) as connection:
+            connection.sendall(key + (1 << 60).to_bytes(8, "big"))
+            while True:  # never silent for long
+                connection.sendall(b"1")
+                time.sleep(0.05)
+
+    monkeypatch.setattr(links, "_measure_with", trickle)
+    monkeypatch.setattr(links, "LIMIT_S", 0.5)
+    found, _ = measure(2, tmp_path)
+    assert "error: gpu0 cannot exchange data with gpu1" in found[0]
+
+
 def test_a_port_that_is_closed_is_named_on_every_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def refuse(pair, address, port):
+    def refuse(pair, address, port, key):
         raise ConnectionRefusedError(111, "Connection refused")
 
     monkeypatch.setattr(links, "_measure_with", refuse)
@@ -85,9 +113,9 @@ def test_adapters_are_read_and_nothing_is_sent(tmp_path: Path):
 def test_a_slow_link_gets_a_small_part_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     sizes: list[int] = []
 
-    def slow(connection, size: int) -> float:
+    def slow(connection, size: int, until: float) -> float:
         sizes.append(size)
-        return send(connection, size) + 1.0
+        return send(connection, size, until) + 1.0
 
     send = links._send
     monkeypatch.setattr(links, "_send", slow)

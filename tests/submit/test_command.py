@@ -67,7 +67,7 @@ def test_the_job_is_made_from_the_plan(run_file, tmp_path, site, monkeypatch):
     assert f"sbatch is not installed here\n  where: {script}\n  fix: where it is, run: sbatch {script}" in result.stderr
     assert "2 machines with 4 × H100-80GB, ddp" in result.stderr and "2 steps, at most 4.0 h" in result.stderr
     assert [plan.layout.world_size for plan in rehearsed] == [8] and "--gres=gpu:h100:4" in script.read_text()
-    config = RunConfig.model_validate_json((script.parent / "run.json").read_text())
+    config = RunConfig.model_validate_json((script.parent / "run-1.json").read_text())
     assert config.parallel.gpus == 8 and config.model.name == str(tmp_path / "model")
     assert find_run(folder_of(config), config) == "new", "the job finds the run's folder as good as empty"
 
@@ -119,7 +119,12 @@ def test_a_client_that_refuses(run_file, tmp_path, site):
     assert (
         result.exit_code == 1 and "sbatch did not take the job\n  - sbatch: error: invalid partition" in result.stderr
     )
-    assert not (tmp_path / "runs" / "job" / "submit" / "jobs.jsonl").exists()
+    folder = tmp_path / "runs" / "job" / "submit"
+    assert "invalid partition" in json.loads((folder / "jobs.jsonl").read_text())["answer"]
+    site("sbatch", "Submitted batch job 7")
+    assert call(run_file, "--to", "slurm", "--no-plan", "stop.epochs=2").exit_code == 0
+    epochs = [json.loads((folder / f"run-{n}.json").read_text()).get("stop", {}).get("epochs") for n in (1, 2)]
+    assert epochs == [None, 2], "what has been submitted before stays as it was"
 
 
 def test_kubectl_and_sky_get_the_options_and_no_secret(run_file, tmp_path, site, monkeypatch):
@@ -169,14 +174,14 @@ def test_a_file_of_another_tool_asks_for_its_own_gpus(tmp_path, site):
     keys = (f"data.train={tmp_path / 'rows.jsonl'}", f"output.dir={tmp_path / 'runs'}", "name=sft")
     result = call(file, "--to", "slurm", "--dry-run", "--no-plan", *keys)
     assert result.exit_code == 0 and "#SBATCH --gres=gpu:h100:4\n" in result.stdout, result.stderr
-    config = RunConfig.model_validate_json((tmp_path / "runs" / "sft" / "submit" / "run.json").read_text())
+    config = RunConfig.model_validate_json((tmp_path / "runs" / "sft" / "submit" / "run-1.json").read_text())
     assert (config.batch.samples, config.parallel.gpus) == (64, 4), "the job has our keys"
 
 
 def test_a_finished_run_is_not_submitted(run_file, tmp_path, site):
     site("sbatch", "Submitted batch job 7")
     call(run_file, "--to", "slurm", "--no-plan")
-    config = RunConfig.model_validate_json((tmp_path / "runs" / "job" / "submit" / "run.json").read_text())
+    config = RunConfig.model_validate_json((tmp_path / "runs" / "job" / "submit" / "run-1.json").read_text())
     folder = folder_of(config)
     folder.write_config(config)
     folder.write_status("finished")

@@ -71,6 +71,10 @@ def test_what_is_offloaded_must_fit_into_the_machine(tmp_path):
 def test_no_secret_is_written_down(tmp_path):
     with pytest.raises(UserError, match="HF_TOKEN looks like a secret"):
         describe(tmp_path, **{"submit.environment": {"HF_TOKEN": "hf_x"}})
+    for key, text in (("setup", "export HF_TOKEN='hf_x'"), ("options", "--export=ALL,HF_TOKEN=hf_x")):
+        with pytest.raises(UserError, match="HF_TOKEN looks like a secret"):
+            describe(tmp_path, **{f"submit.{key}": (text,)})
+    describe(tmp_path, **{"submit.setup": ('export HF_TOKEN="$(cat ~/token)" MODE=fast',)})
     describe(tmp_path, **{"submit.environment": {"NCCL_SOCKET_IFNAME": "eth0", "TOKENIZERS_PARALLELISM": "false"}})
 
 

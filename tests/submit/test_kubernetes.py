@@ -110,6 +110,11 @@ def test_a_secret_is_a_reference(tmp_path):
     }
 
 
+def test_a_python_with_a_space_in_its_path(tmp_path):
+    _, train_job = manifest(tmp_path, **{"submit.python": "/opt/my env/bin/python"})
+    assert train_job["spec"]["trainer"]["command"][:2] == ["/opt/my env/bin/python", "-m"]
+
+
 def test_a_second_submission_is_another_resource(tmp_path):
     names = set()
     for name in ("Llama_8B.sft", "8b", "x" * 90):

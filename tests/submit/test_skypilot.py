@@ -31,7 +31,7 @@ def test_machines_files_and_command(tmp_path):
     made = task(tmp_path, **{"submit.time_limit": "10h"})
     assert (made["num_nodes"], made["resources"]) == (1, {"accelerators": "H100:8"})
     assert made["file_mounts"]["/mnt/runs"] == {"source": "s3://bucket/runs", "mode": "MOUNT_CACHED"}
-    assert made["file_mounts"]["~/manyhands-run.json"] == str(tmp_path / "runs" / "demo" / "submit" / "run.json")
+    assert made["file_mounts"]["~/manyhands-run.json"] == str(tmp_path / "runs" / "demo" / "submit" / "run-1.json")
     rows = os.path.abspath("rows.jsonl")
     assert made["file_mounts"][rows] == rows, "what is on this machine is uploaded"
     assert made["run"].startswith("timeout --kill-after=60 36000 python3 -m torch.distributed.run")

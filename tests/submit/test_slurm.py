@@ -39,7 +39,7 @@ def test_a_launcher_a_node(tmp_path):
         f"--output={tmp_path}/runs/demo/submit/slurm-%j.log",
         "--gres=gpu:h200:8",
     ]
-    assert f"{sys.executable} -u -m manyhands train {tmp_path}/runs/demo/submit/run.json" in script
+    assert f"{sys.executable} -u -m manyhands train {tmp_path}/runs/demo/submit/run-1.json" in script
 
 
 def test_a_log_s_name_is_one_word_and_has_no_replacements_but_ours(tmp_path):

@@ -89,7 +89,11 @@ def _submit(config: RunConfig, target: Target, host: HostFacts, *, dry_run: bool
             report_aside(answer)
         report_aside(f"dry run: the job is in {written.file}; nothing was submitted")
         return
-    answer = submit_file(written.job, target, written.file)
+    try:
+        answer = submit_file(written.job, target, written.file)
+    except UserError as error:  # part of it may be there, or it is submitted by hand: its number is not used again
+        log_submission(written, target, str(error))
+        raise
     log_submission(written, target, answer)
     print(answer)
 

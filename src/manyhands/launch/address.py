@@ -60,6 +60,11 @@ class Link:
     def add(self, message: Mapping[str, Any]) -> None:
         self.unsent += json.dumps(message).encode() + b"\n"
 
+    def send(self) -> None:
+        """As much as the connection takes now. OSError where it is broken."""
+        with contextlib.suppress(BlockingIOError):
+            del self.unsent[: self.socket.send(bytes(self.unsent[: 1 << 20]))]
+
     def lines(self) -> list[bytes]:
         """Complete lines; ValueError where one is too long."""
         *lines, rest = self.received.split(b"\n")
@@ -104,9 +109,14 @@ def open_connection(address: Address, timeout_s: float) -> socket.socket:
                 raise
             time.sleep(RETRY_S)
             continue
-        connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        set_options(connection)
         return connection
+
+
+def set_options(connection: socket.socket) -> None:
+    """Of the channel's connections: nothing blocks, and a line is sent at once."""
+    connection.setblocking(False)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def is_own(address: Address) -> bool:

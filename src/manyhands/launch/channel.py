@@ -13,12 +13,13 @@ import selectors
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from manyhands.core.errors import EXIT_FAILED, UserError
-from manyhands.launch.address import Address, Link, ask, is_own, open_connection, open_listener
-from manyhands.launch.nodes import explain_lost, explain_missing
+from manyhands.launch.address import Address, Link, ask, is_own, open_connection, open_listener, set_options
+from manyhands.launch.nodes import explain_lost, explain_missing, explain_unreachable
 
 BEAT_S = 1.0
 FLUSH_S = 2.0  # for the last words of a launcher that ends
@@ -95,13 +96,7 @@ class Channel:
         try:
             connection = open_connection(address, timeout_s + ANSWER_S)
         except OSError as error:
-            raise UserError(
-                f"node {self.node} found no node 0 at {address} within {timeout_s:g} s",
-                where=f"{self.names[self.node]}, --rendezvous {address}",
-                why=error.strerror or str(error),
-                fix="start node 0 there, and see that this machine can reach that address and port",
-                exit_code=EXIT_FAILED,
-            ) from error
+            raise explain_unreachable(self.describe(self.node), str(address), timeout_s, error) from error
         link = Link(connection, node=0)
         link.add({"kind": "hello", "node": self.node, "hello": self.hellos[self.node]})
         self._links.append(link)
@@ -116,10 +111,9 @@ class Channel:
                 if self.trouble is not None:
                     self._lock.wait_for(lambda: self.node or self._num_come >= self.num_nodes - 1, LINGER_S)
                     raise self.trouble
-                left = deadline - time.monotonic()
-                if left <= 0:
+                if time.monotonic() >= deadline:
                     break
-                self._lock.wait(left)
+                self._lock.wait(deadline - time.monotonic())
             if self._complete:
                 return [self.hellos[node] for node in range(self.num_nodes)]
             missing = [node for node in range(self.num_nodes) if node not in self.hellos]
@@ -153,10 +147,9 @@ class Channel:
                     raise self.trouble
                 if partial and self.node and 0 in self.lost:
                     break
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
+                if deadline is not None and time.monotonic() >= deadline:
                     break
-                self._lock.wait(left)
+                self._lock.wait(None if deadline is None else deadline - time.monotonic())
             found = self._gathered.get(key, {**self._values.get(key, {}), self.node: value})
             if not partial and len(found) < self.num_nodes:
                 gone = next(node for node in range(self.num_nodes) if node not in found)
@@ -196,6 +189,23 @@ class Channel:
     # The thread.
 
     def _run(self) -> None:
+        try:
+            self._serve_until_closed()
+        except Exception as error:  # a bug: unless it ends the run, whoever gathers waits without a limit
+            traceback.print_exc()
+            what = f"unexpected error in the channel of {self.describe(self.node)}: {type(error).__name__}: {error}"
+            with self._lock:
+                self._have_trouble(UserError(what, where="its output has the traceback", exit_code=EXIT_FAILED))
+        finally:
+            with self._lock:
+                for link in self._links:
+                    link.socket.close()
+                if self._listener is not None:
+                    self._listener.close()
+                self._selector.close()
+                self._lock.notify_all()
+
+    def _serve_until_closed(self) -> None:
         last = beaten = time.monotonic()
         closing_at: float | None = None
         while True:
@@ -218,14 +228,7 @@ class Channel:
                 if self.is_closed:
                     closing_at = closing_at or now
                     if now - closing_at > FLUSH_S or not any(link.unsent for link in self._links):
-                        break
-        with self._lock:
-            for link in self._links:
-                link.socket.close()
-            if self._listener is not None:
-                self._listener.close()
-            self._selector.close()
-            self._lock.notify_all()
+                        return
 
     def _serve(self, key: selectors.SelectorKey, events: int) -> None:
         with self._lock:
@@ -241,8 +244,7 @@ class Channel:
         assert self._listener is not None
         with contextlib.suppress(OSError):
             connection, _ = self._listener.accept()
-            connection.setblocking(False)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            set_options(connection)
             link = Link(connection)
             self._links.append(link)
             self._selector.register(connection, selectors.EVENT_READ, link)
@@ -267,24 +269,20 @@ class Channel:
                     self._greet(link, message)
                 elif link.node >= 0:
                     self._take(message if self.node else message | {"node": link.node})
-        except (ValueError, KeyError, TypeError, AttributeError):
-            if link.node is not None:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            if link.node is not None and link.node >= 0:
                 raise
             self._drop(link)  # a stranger that happened to find the port
 
     def _flush(self, link: Link) -> None:
-        if link.unsent and link in self._links:
+        if link.unsent:
             try:
-                sent = link.socket.send(bytes(link.unsent[: 1 << 20]))
-                del link.unsent[:sent]
-            except BlockingIOError:
-                pass
+                link.send()
             except OSError as error:
                 self._lose(link, f"the connection to its launcher broke: {error.strerror or error}")
                 return
-        if link in self._links:
-            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.unsent else 0)
-            self._selector.modify(link.socket, wanted, link)
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.unsent else 0)
+        self._selector.modify(link.socket, wanted, link)
 
     def _beat(self) -> None:
         message = {"kind": "beat", "node": self.node, "fields": self.beat_fields()}
@@ -294,7 +292,11 @@ class Channel:
 
     def _greet(self, link: Link, message: Message) -> None:
         """On node 0: the first line of a connection."""
-        if message["kind"] != "hello" or not isinstance(message["node"], int) or not isinstance(message["hello"], dict):
+        if (
+            message["kind"] != "hello"
+            or type(message["node"]) is not int
+            or message["node"] != message["hello"]["node"]
+        ):
             raise ValueError("no hello")
         if message["hello"] == self.hellos[0]:
             link.add({"kind": "self"})
@@ -388,11 +390,10 @@ class Channel:
             link.socket.close()
 
     def _have_trouble(self, error: UserError) -> None:
-        if self.trouble is not None:
-            return
-        self.trouble = error
-        self._lock.notify_all()
-        self.on_trouble(error)
+        if self.trouble is None:
+            self.trouble = error
+            self._lock.notify_all()
+            self.on_trouble(error)
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import secrets
 import socket
 import statistics
 import time
@@ -20,11 +21,13 @@ from manyhands.launch.nodes import Exchange
 
 FIRST_BYTES, MORE_BYTES = 2 << 20, 64 << 20  # what a slow link gets, and a fast one beside
 ENOUGH_S = 0.2  # a first part that took longer tells enough
-LIMIT_S = 20.0  # for one pair
+LIMIT_S = 20.0  # for one pair, both directions
 ALL_PAIRS = 8  # nodes; of more, each is measured with the next one alone
 SLOW = 0.5  # of the others' speed: named
+KEY_S = 2.0  # for a connection to show that it is a node's
 
 _CHUNK = bytes(1 << 20)
+_KEY_BYTES = 16
 Report = Callable[[str], Any]
 
 
@@ -90,70 +93,103 @@ def _measure(exchange: Exchange, addresses: Sequence[str]) -> list[list[tuple[in
         listener.bind((addresses[exchange.node], 0))
         listener.listen(2)
         listener.settimeout(LIMIT_S)
-        ports = exchange.gather("link ports", listener.getsockname()[1])
+        key = secrets.token_bytes(_KEY_BYTES)  # others that find the port are no node
+        found = exchange.gather("link ports", [listener.getsockname()[1], key.hex()])
         for number, pairs in enumerate(rounds_of(exchange.num_nodes)):
             pair = next((pair for pair in pairs if exchange.node in pair), None)
             trouble = None
             try:
                 if pair is not None and pair[0] == exchange.node:
-                    speeds += _measure_with(pair, addresses[pair[1]], ports[pair[1]])
+                    port, its_key = found[pair[1]]
+                    speeds += _measure_with(pair, addresses[pair[1]], port, bytes.fromhex(its_key))
                 elif pair is not None:
-                    connection, _ = listener.accept()
-                    with connection:
-                        connection.settimeout(LIMIT_S)
-                        _answer(connection)
+                    _answer_one(listener, key)
             except OSError as error:
                 trouble = [*(pair or ()), str(error.strerror or error)]
-            failed = next((found for found in exchange.gather(f"link {number}", trouble) if found), None)
+            failed = next((each for each in exchange.gather(f"link {number}", trouble) if each), None)
             if failed:
                 raise _unreachable(exchange, addresses, failed)
     return exchange.gather("links", speeds)
 
 
-def _measure_with(pair: tuple[int, int], address: str, port: int) -> list[tuple[int, int, float]]:
+def _measure_with(pair: tuple[int, int], address: str, port: int, key: bytes) -> list[tuple[int, int, float]]:
+    until = time.monotonic() + LIMIT_S
     with socket.create_connection((address, port), timeout=LIMIT_S) as connection:
+        connection.sendall(key)
         there, size = 0.0, FIRST_BYTES
         for size in (FIRST_BYTES, MORE_BYTES):
-            there = _send(connection, size)
+            there = _send(connection, size, until)
             if there > ENOUGH_S:
                 break
         speed = size / there
         connection.sendall((0).to_bytes(8, "big") + size.to_bytes(8, "big"))
         begin = time.monotonic()
-        _receive(connection, size)
+        _receive(connection, size, until)
         return [(*pair, speed), (pair[1], pair[0], size / max(1e-6, time.monotonic() - begin))]
 
 
-def _send(connection: socket.socket, size: int) -> float:
+def _send(connection: socket.socket, size: int, until: float) -> float:
     """Seconds until the other side has all of it."""
     begin = time.monotonic()
     connection.sendall(size.to_bytes(8, "big"))
-    for start in range(0, size, len(_CHUNK)):
-        connection.sendall(_CHUNK[: size - start])
-    _receive(connection, 1)
+    _send_part(connection, size, until)
+    _receive(connection, 1, until)
     return max(1e-6, time.monotonic() - begin)
 
 
-def _answer(connection: socket.socket) -> None:
-    """The other side: takes what comes, says so, and at last sends as much as is asked."""
-    while size := int.from_bytes(_receive(connection, 8), "big"):
-        _receive(connection, size)
-        connection.sendall(b"1")
-    size = int.from_bytes(_receive(connection, 8), "big")
-    for start in range(0, min(size, MORE_BYTES), len(_CHUNK)):
+def _send_part(connection: socket.socket, size: int, until: float) -> None:
+    for start in range(0, size, len(_CHUNK)):
+        connection.settimeout(_left(until))
         connection.sendall(_CHUNK[: size - start])
 
 
-def _receive(connection: socket.socket, size: int) -> bytes:
-    """The last bytes of ``size`` that come, eight at most."""
+def _answer_one(listener: socket.socket, key: bytes) -> None:
+    """The other side of ``_measure_with``, for the first that has the key."""
+    until = time.monotonic() + LIMIT_S
+    while True:
+        listener.settimeout(_left(until))
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(_Stranger):
+            return _answer(connection, key, until)
+
+
+class _Stranger(Exception):
+    """A connection without the key."""
+
+
+def _answer(connection: socket.socket, key: bytes, until: float) -> None:
+    """Takes what comes, confirms it, and at last sends as much as is asked."""
+    try:
+        given = _receive(connection, len(key), min(until, time.monotonic() + KEY_S))
+    except OSError:
+        given = b""
+    if given != key:
+        raise _Stranger
+    while size := int.from_bytes(_receive(connection, 8, until), "big"):
+        _receive(connection, size, until)
+        connection.sendall(b"1")
+    size = int.from_bytes(_receive(connection, 8, until), "big")
+    _send_part(connection, min(size, MORE_BYTES), until)
+
+
+def _receive(connection: socket.socket, size: int, until: float) -> bytes:
+    """The last bytes of ``size`` that come, ``_KEY_BYTES`` at most."""
     last, left = b"", size
     while left:
+        connection.settimeout(_left(until))
         data = connection.recv(min(left, len(_CHUNK)))
         if not data:
             raise OSError("the connection ended")
         left -= len(data)
-        last = (last + data)[-8:]
+        last = (last + data)[-_KEY_BYTES:]
     return last
+
+
+def _left(until: float) -> float:
+    left = until - time.monotonic()
+    if left <= 0:
+        raise TimeoutError(f"slower than {FIRST_BYTES >> 20} MiB each way in {LIMIT_S:g} s, or nothing arrives")
+    return left
 
 
 def _unreachable(exchange: Exchange, addresses: Sequence[str], failed: Sequence[Any]) -> UserError:

@@ -128,6 +128,17 @@ def explain_missing(missing: Sequence[int], num_nodes: int, there: str, waited_s
     )
 
 
+def explain_unreachable(node: str, address: str, waited_s: float, error: OSError) -> UserError:
+    """Node 0, as seen from ``node``."""
+    return UserError(
+        f"{node} found no node 0 at {address} within {waited_s:g} s",
+        where=f"--rendezvous {address}",
+        why=error.strerror or str(error),
+        fix="start node 0 there, and see that this machine can reach that address and port",
+        exit_code=EXIT_FAILED,
+    )
+
+
 def explain_lost(node: str, by: str, why: str, kind: str = "") -> UserError:
     """``node``, as seen from the node ``by``."""
     return UserError(

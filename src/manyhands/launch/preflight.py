@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from manyhands.config.schema import RunConfig
-from manyhands.core.errors import UserError
+from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.data.summary import PreparedData
 from manyhands.facts.adapter import find_adapter
 from manyhands.facts.hub import locate_model
@@ -215,3 +215,9 @@ def named(error: UserError, host: str) -> UserError:
         return error
     error.where = f"{error.where} on {host}" if error.where else f"on {host}"
     return error
+
+
+def explain_unexpected(error: Exception, host: str) -> UserError:
+    """A bug on one node, as the others show it."""
+    what = f"unexpected error on {host}: {type(error).__name__}: {error}"
+    return UserError(what, where=f"the output of {host} has its traceback", exit_code=EXIT_FAILED)

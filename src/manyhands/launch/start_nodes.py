@@ -14,12 +14,12 @@ from typing import Any
 
 from manyhands.config.load import LoadedRun
 from manyhands.config.schema import RunConfig
-from manyhands.core.errors import EXIT_FAILED, UserError
+from manyhands.core.errors import UserError
 from manyhands.facts.types import HostFacts
 from manyhands.launch.channel import Channel
 from manyhands.launch.environment import PLACES, apply_variables
 from manyhands.launch.nodes import count_ranks
-from manyhands.launch.preflight import find_group, named
+from manyhands.launch.preflight import explain_unexpected, find_group, named
 from manyhands.launch.prepare import Prepared, plan_smaller, prepare_run
 from manyhands.launch.resume_rules import folder_of
 from manyhands.launch.team import Place, Team, open_channel
@@ -82,8 +82,7 @@ def failing_together(channel: Channel) -> Iterator[None]:
             channel.fail(named(error, host))
         raise channel.trouble or error from None
     except Exception as error:
-        what = f"unexpected error on {host}: {type(error).__name__}: {error}"
-        channel.fail(UserError(what, where=f"the output of {host} has its traceback", exit_code=EXIT_FAILED))
+        channel.fail(explain_unexpected(error, host))
         raise
 
 

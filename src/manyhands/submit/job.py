@@ -27,6 +27,7 @@ SAVE_S, SAVE_BYTES_PER_S = 120, GIB // 2  # SLURM looks once a minute; a slow sh
 HOST_BYTES = 4 * GIB  # of a process beside what it offloads
 _UNITS = {"d": 86400, "h": 3600, "m": 60}
 _SECRET = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS|KEY)$")
+_ASSIGNED = re.compile(r"""(?<![\w-])([A-Z][A-Z0-9_]*)=["']?[^\s"'$`]""")  # a value, not where to take it from
 # Keys of `submit` that only one kind of cluster reads.
 ONLY: dict[str, tuple[Target, ...]] = {
     "save_before_s": ("slurm",),
@@ -73,7 +74,8 @@ class ClusterJob:
 
     @property
     def run_json(self) -> Path:
-        return self.files / "run.json"
+        """Of this submission alone: a job in the queue reads it when it starts."""
+        return self.files / f"run-{self.number}.json"
 
     @property
     def size(self) -> str:
@@ -204,12 +206,15 @@ def unread_keys(asked: SubmitSection, target: Target) -> list[str]:
 
 
 def _refuse_secrets(asked: SubmitSection) -> None:
-    named = [name for name in asked.environment if _SECRET.search(name.upper())]
-    if named:
+    named = [(name, f"submit.environment.{name}") for name in asked.environment if _SECRET.search(name.upper())]
+    for key in ("setup", "options"):
+        found = (name for text in getattr(asked, key) for name in _ASSIGNED.findall(text))
+        named += [(name, f"submit.{key}") for name in found if _SECRET.search(name)]
+    for name, where in named[:1]:
         raise UserError(
-            f"{named[0]} looks like a secret, and the job's file is no place for one",
-            where=f"submit.environment.{named[0]}",
-            fix=f"write submit.secrets: {{{named[0]}: NAME}}, NAME being a Kubernetes Secret; sbatch and sky take the"
+            f"{name} looks like a secret, and the job's file is no place for one",
+            where=where,
+            fix=f"write submit.secrets: {{{name}: NAME}}, NAME being a Kubernetes Secret; sbatch and sky take the"
             " value from this shell",
         )
 

@@ -95,7 +95,9 @@ def _check(job: ClusterJob) -> None:
 def _trainer(job: ClusterJob) -> dict[str, Any]:
     python = shlex.quote(job.asked.python or "python3")
     start = f"{python} -m torch.distributed.run -m manyhands.worker {RUN_FOLDER}/run.json"
-    command = ["/bin/sh", "-ec", "\n".join([*job.asked.setup, f"exec {start}"])] if job.asked.setup else start.split()
+    command = (
+        ["/bin/sh", "-ec", "\n".join([*job.asked.setup, f"exec {start}"])] if job.asked.setup else shlex.split(start)
+    )
     env: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in job.asked.environment.items()]
     env += [
         {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": name}}}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch.distributed as dist
 
@@ -57,8 +57,15 @@ class FirstRankFailed(PeerError):
 
 def is_there(store: dist.Store, key: str) -> bool:
     """UserError where rank 0, which serves the store, has ended."""
-    try:
+    with served_by_first_rank():
         return store.check([key])
+
+
+@contextlib.contextmanager
+def served_by_first_rank() -> Iterator[None]:
+    """Within, an error of the store is a UserError: rank 0, which serves it, has ended."""
+    try:
+        yield
     except (dist.DistError, RuntimeError) as error:
         raise UserError(
             "rank 0 ended before it had a plan for all",

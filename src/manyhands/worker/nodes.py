@@ -24,7 +24,8 @@ from manyhands.launch.address import address_among, interface_of, own_address
 from manyhands.launch.environment import Launcher, apply_variables
 from manyhands.launch.heartbeat import this_host
 from manyhands.launch.nodes import NodeGroup, check_hellos, explain_lost, host_name, say_hello
-from manyhands.launch.preflight import find_group, named
+from manyhands.launch.preflight import explain_unexpected, find_group, named
+from manyhands.worker.first_rank import served_by_first_rank
 
 ALIVE_S = 2.0
 POLL_S = 0.2
@@ -121,8 +122,9 @@ class StoreExchange:
         return list(self.nodes.names)
 
     def gather(self, key: str, value: Any) -> list[Any]:
-        self.store.set(f"nodes/{key}/{self.node}", json.dumps(value))
-        return [self._wait_for(key, node) for node in range(self.num_nodes)]
+        with served_by_first_rank():
+            self.store.set(f"nodes/{key}/{self.node}", json.dumps(value))
+            return [self._wait_for(key, node) for node in range(self.num_nodes)]
 
     def fail(self, error: UserError) -> None:
         with contextlib.suppress(dist.DistError, RuntimeError):
@@ -151,6 +153,9 @@ class StoreExchange:
             if not isinstance(error, OthersFailed):
                 self.fail(named(error, self.names[self.node]))
             raise
+        except Exception as error:
+            self.fail(explain_unexpected(error, self.names[self.node]))
+            raise
 
     @contextlib.contextmanager
     def staying_alive(self, launcher: Launcher) -> Iterator[None]:
@@ -163,7 +168,7 @@ class StoreExchange:
             with contextlib.suppress(dist.DistError, RuntimeError):
                 store = self.store
                 if launcher.world_size > 1 and isinstance(store, dist.PrefixStore):
-                    store = _own_connection(store, launcher)
+                    store = _own_connection(store)
                 while not done.wait(ALIVE_S):
                     store.add(f"alive/{self.node}", 1)
 
@@ -175,7 +180,7 @@ class StoreExchange:
             done.set()
 
 
-def _own_connection(store: dist.PrefixStore, launcher: Launcher) -> dist.Store:
+def _own_connection(store: dist.PrefixStore) -> dist.Store:
     """The same keys by another connection: a call that waits holds the one that it uses."""
     try:
         return store.clone()  # type: ignore[attr-defined]

@@ -282,7 +282,7 @@ def pick_device(kind: str, local_rank: int) -> torch.device:
 def form_group(store: dist.Store, launcher: Launcher, device: torch.device, timeout_s: float) -> World:
     """The default process group: NCCL for GPU tensors with gloo for CPU tensors beside it, or gloo alone."""
     # Not bound to a device (device_id): bound, the axes of a mesh are split off NCCL's communicator. A pair of ranks so
-    # bound # once died at its first mesh of two axes (torch 2.11); that the binding was the cause is a guess.
+    # bound once died at its first mesh of two axes (torch 2.11); that the binding was the cause is a guess.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if dist.is_initialized():
         check_group(launcher, device)
