@@ -49,6 +49,15 @@ def test_references(file: Path) -> None:
             find(wrong)
 
 
+def test_files_of_the_same_name_in_two_folders(tmp_path: Path) -> None:
+    found = []
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "hooks.py").write_text(f"NAME = {folder!r}\n")
+        found.append(find(f"{tmp_path / folder / 'hooks.py'}:NAME"))
+    assert found == ["a", "b"]
+
+
 def test_names() -> None:
     assert name_object("a:b") == "a:b"
     assert name_object(Counter) == "collections:Counter"

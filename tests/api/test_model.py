@@ -40,6 +40,12 @@ def test_options_of_generation(model: mh.LanguageModel) -> None:
         (lambda model: model.generate("a", temprature=1), "no option 'temprature'", "did you mean temperature?"),
         (lambda model: model.generate(5), "prompts are a int", 'give a list, such as ["Why is the sky blue?"]'),
         (lambda model: model.save_pretrained("x"), "has not been trained", "save it after Trainer(...).train()"),
+        (lambda model: model.save_pretrained("x", push_to_hub=True), "push_to_hub has no effect", "leave it out"),
+        (
+            lambda model: mh.FastLanguageModel.for_training(model, use_gradient_checkpointing=False),
+            "has no effect here",
+            "get_peft_model",
+        ),
         (lambda model: mh.load("/nonexistent"), "no such folder", ""),
         (lambda model: mh.load(model.folder, device_map="left"), "device_map is 'left'", ""),
     ],
@@ -109,3 +115,28 @@ def test_released_weights_are_read_again(model: mh.LanguageModel) -> None:
     before, held = model.generate("alpha", max_new_tokens=3), model.answerer
     model.release()
     assert model.generate("alpha", max_new_tokens=3) == before and model.answerer is not held
+
+
+def test_an_interrupt_leaves_no_process_behind(
+    model: mh.LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = tmp_path / "python"
+    child.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\necho working >&2\nexec sleep 60\n")
+    child.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(child))
+
+    class Interrupted:
+        def write(self, text: str) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "stderr", Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        model.generate_file(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+    assert not Path(f"/proc/{int((tmp_path / 'pid').read_text())}").exists()
+
+
+def test_a_run_that_diverged_and_was_killed_can_be_looked_at(tmp_path: Path) -> None:
+    rows = '{"kind": "step", "step": 1, "loss": 2.0}\n{"kind": "step", "step": 2, "loss": null}\n{"kind": "st'
+    (tmp_path / "metrics.jsonl").write_text(rows)
+    run = mh.TrainedRun(tmp_path)
+    assert run.losses == [2.0, None] and "loss 2.0000 to 2.0000" in repr(run)

@@ -178,8 +178,21 @@ def test_an_adapter_of_get_peft_model_and_of_peft(folder: Path, tmp_path: Path) 
         mh.Trainer(model, args, train_dataset=ROWS, peft_config=peft, overrides=overrides).load().config.method
         == method
     )
+    lora = pytest.importorskip("peft").LoraConfig(**peft, task_type="CAUSAL_LM")
+    same = mh.Trainer(str(folder), args, train_dataset=ROWS, peft_config=lora, overrides=overrides)
+    assert same.load().config.method == method
     full = mh.Trainer(str(folder), train_dataset=ROWS, overrides=overrides).load().config
     assert full.method.name == "full"
+
+
+@pytest.mark.parametrize("field", [{"rank_pattern": {"q_proj": 8}}, {"exclude_modules": ["v_proj"]}, {"rank": 4}])
+def test_what_a_peft_config_asks_besides_is_refused(folder: Path, field: dict[str, Any]) -> None:
+    with pytest.raises(mh.UserError, match="not available") as error:
+        mh.Trainer(str(folder), train_dataset=ROWS, peft_config={"r": 4, **field})
+    assert error.value.where == "peft_config" and next(iter(field)) in error.value.details[0]
+    if "rank" not in field:
+        with pytest.raises(mh.UserError, match="not available"):
+            mh.Trainer(str(folder), train_dataset=ROWS, peft_config=pytest.importorskip("peft").LoraConfig(**field))
 
 
 def test_a_changed_tokenizer_acts(folder: Path, tmp_path: Path) -> None:

@@ -80,7 +80,11 @@ def test_options_reach_the_process(tmp_path: Path, requests: list[tuple[str, dic
         (("serve", "--max-new-tokens", 0), "max-new-tokens must be at least 1"),
         (("eval", "--metrics", "bleu"), "there is no metric bleu"),
         (("eval", "--extract", "gsm8k"), "--extract is for exact_match"),
-        (("eval", "--tasks", "a", "--data", "d"), "--tasks brings its own data"),
+        (("eval", "--tasks", "a", "--data", "d"), "--data has no effect with --tasks"),
+        (("eval", "--tasks", "a", "--no-base"), "--no-base has no effect with --tasks"),
+        (("eval", "--tasks", "a", "--max-new-tokens", 5), "--max-new-tokens has no effect with --tasks"),
+        (("eval", "--limit", 5), "--limit has no effect without answers"),
+        (("eval", "--metrics", "loss", "--stop", "x"), "--stop has no effect without answers"),
         (("eval", "--num-fewshot", 2), "are for --tasks"),
     ],
 )

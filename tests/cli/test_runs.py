@@ -61,6 +61,31 @@ def test_two_runs_are_compared_by_what_differs(tmp_path):
     assert lines["training loss of b: █▁"]
 
 
+def test_a_key_that_only_the_second_run_has_is_compared(tmp_path):
+    for name, sets in (("a", {}), ("b", {"easy": "easy.jsonl"})):
+        path = write_run(tmp_path, name, [1.0])
+        config = json.loads((path / "run.json").read_text())
+        config["evaluate"]["data"] = sets
+        (path / "run.json").write_text(json.dumps(config))
+    lines = [line.split() for line in call("compare", "a", "b", "--dir", str(tmp_path)).splitlines()]
+    assert [line for line in lines if line[0] == "evaluate.data.easy"] == [["evaluate.data.easy", "-", "easy.jsonl"]]
+
+
+def test_trials_leave_nothing_in_the_trackers_of_the_run(tmp_path, monkeypatch):
+    started = []
+
+    def take_steps(command, folder, name, steps, limit):
+        started.append(command)
+        return Course(name, (1.0,), (1.0,))
+
+    monkeypatch.setattr(prove, "plan_batch", lambda run, overrides: (4, "float32"))
+    monkeypatch.setattr(prove, "take_steps", take_steps)
+    (tmp_path / "run.yaml").write_text("name: a\n")
+    result = RUNNER.invoke(app, ["prove", str(tmp_path / "run.yaml"), "log.wandb=ours"])
+    assert result.exit_code == 0, result.output
+    assert all(command.index("log.wandb=null") > command.index("log.wandb=ours") for command in started) and started
+
+
 def test_a_run_is_deleted_only_when_asked_and_not_while_it_runs(tmp_path):
     path = write_run(tmp_path, "a", [3.0])
     refused = RUNNER.invoke(app, ["runs", "delete", "a", "--dir", str(tmp_path)], input="n\n")

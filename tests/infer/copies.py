@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 from typing import Any
@@ -23,4 +24,9 @@ class Squaring:
             raise ZeroDivisionError("a bug")
         if task == "die":
             os.kill(os.getpid(), signal.SIGKILL)
+        if task == "nest":
+            child = multiprocessing.get_context("fork").Process(target=abs, args=(1,))
+            child.start()
+            child.join()
+            return task, child.exitcode, os.getpid()
         return task, task * task, os.getpid()

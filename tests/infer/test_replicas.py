@@ -27,6 +27,10 @@ def test_every_task_is_done_once_by_processes_of_their_own() -> None:
     assert os.getpid() not in {pid for _, _, pid in results}
 
 
+def test_a_copy_may_start_processes_as_vllm_does() -> None:
+    assert [result[:2] for result in run(TWO, ["nest"])] == [("nest", 0)]
+
+
 def test_a_single_copy_works_here() -> None:
     assert run([Seat()], [2, 3]) == [(2, 4, os.getpid()), (3, 9, os.getpid())]
 

@@ -14,6 +14,7 @@ import pytest
 from manyhands.core.errors import UserError
 from manyhands.infer.decode import Completion
 from manyhands.infer.load import Answerer, Found, open_answerer
+from manyhands.infer.placement import Placement
 from manyhands.infer.scheduler import AnswerRequest, Scheduler
 from manyhands.infer.serve import _Asked, make_app, refuse_missing_server
 from manyhands.infer.settings import GenerationSettings
@@ -93,6 +94,8 @@ def test_seeds_and_stop_strings_act(client: Any) -> None:
         ({"messages": []}, 400, "a list of messages"),
         ({"messages": [{"role": "robot", "content": "a"}]}, 400, "has the role 'robot'"),
         ({"stop": [1]}, 400, "stop must be"),
+        ({"tools": "search"}, 400, "tools must be a list"),
+        ({"stream_options": "usage"}, 400, "stream_options must be an object"),
     ],
 )
 def test_what_would_have_no_effect_is_refused(client: Any, body: dict[str, Any], status: int, said: str) -> None:
@@ -144,6 +147,13 @@ def test_requests_that_wait_together_share_a_batch(answerer: Answerer) -> None:
     assert batches == [3, 1]  # other settings, another batch
     conversations = [[{"role": "user", "content": text}] for text in ("a", "b c d", "e")]
     assert found[:3] == answerer.answer_all(conversations, DEFAULTS)
+
+
+def test_what_waits_has_a_bound(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("manyhands.infer.scheduler.MAX_WAITING", 0)
+    assert [ask(client, stream=stream).status_code for stream in (False, True)] == [503, 503]
+    monkeypatch.undo()
+    assert ask(client).status_code == 200
 
 
 def test_an_error_of_the_model_ends_the_request_and_not_the_server(
@@ -198,6 +208,15 @@ def test_vllms_server_gets_model_adapter_and_loopback(tmp_path: Path) -> None:
     assert pairs["--chat-template"] == "my template"
     assert json.loads(pairs["--default-chat-template-kwargs"]) == {"enable_thinking": False}
     assert "--served-model-name" in server_command(Found(tmp_path), "mine", "127.0.0.1", 8001)
+    assert pairs["--generation-config"] == "vllm"  # not the sampling of the model's own file
+    assert json.loads(pairs["--override-generation-config"])["temperature"] == 0
+    asked = GenerationSettings(max_new_tokens=512, temperature=0.5, top_k=5), Placement(gpus=2, batch_size=3)
+    pairs = dict(itertools.pairwise(server_command(found, "mine", "127.0.0.1", 8001, *asked)))
+    sampling = json.loads(pairs["--override-generation-config"])
+    assert sampling == {"temperature": 0.5, "top_p": 1.0, "top_k": 5, "repetition_penalty": 1.0}
+    assert (pairs["--tensor-parallel-size"], pairs["--max-num-seqs"]) == ("2", "3")
+    with pytest.raises(UserError, match="--stop has no effect on vLLM's server"):
+        server_command(found, "mine", "127.0.0.1", 8001, GenerationSettings(max_new_tokens=512, stop=("x",)))
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 600}))
     with pytest.raises(UserError, match="up to rank 512"):
         lora_rank_limit(tmp_path)

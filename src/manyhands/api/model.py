@@ -26,7 +26,7 @@ def load(
     """The model of a run's folder, a model folder or an adapter folder.
 
     ``base``: the base model of an adapter, by default the one it names. ``device_map``: where its layers are. ``auto``
-    is the one GPU, or all of them where there are several; None is one GPU always. Raises ``UserError``.
+    is as few GPUs as hold it; None is one GPU always. Raises ``UserError``.
     """
     from manyhands.infer.load import find_parts
 
@@ -86,8 +86,17 @@ class LanguageModel:
 
             torch.cuda.empty_cache()
 
-    def save_pretrained(self, folder: str | os.PathLike[str], **ignored: Any) -> None:
-        """Copies what the run has written, a PEFT adapter or a model, to ``folder``."""
+    def save_pretrained(
+        self, folder: str | os.PathLike[str], *, safe_serialization: bool = True, **refused: Any
+    ) -> None:
+        """Copies what the run has written, a PEFT adapter or a model, to ``folder``; always as safetensors."""
+        if refused or not safe_serialization:
+            raise UserError(
+                f"{next(iter(refused), 'safe_serialization')} has no effect",
+                where="save_pretrained",
+                why="the files that the run has written and verified are copied",
+                fix="leave it out; manyhands export merges an adapter",
+            )
         if self.run is None:
             raise UserError(
                 "the model has not been trained", where=str(self.folder), fix="save it after Trainer(...).train()"
@@ -216,10 +225,15 @@ def _run_infer(asked: Mapping[str, Any]) -> None:
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as child:
         said: list[str] = []
         assert child.stderr is not None
-        for line in child.stderr:
-            said.append(line)
-            if not line.startswith(("error:", "  ")):
-                print(line, end="", file=sys.stderr, flush=True)
+        try:
+            for line in child.stderr:
+                said.append(line)
+                if not line.startswith(("error:", "  ")):
+                    print(line, end="", file=sys.stderr, flush=True)
+        except BaseException:  # a notebook's interrupt reaches this process alone; the answers so far are kept
+            child.terminate()
+            child.wait()
+            raise
     if child.returncode:
         begin = next((n for n, line in enumerate(said) if line.startswith("error: ")), max(0, len(said) - 10))
         what, *rest = "".join(said[begin:]).strip().splitlines() or [f"exit code {child.returncode}"]

@@ -16,6 +16,7 @@ from manyhands.config.load import LoadedRun
 from manyhands.config.read import ParsedFile
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
+from manyhands.core.files import read_rows
 from manyhands.launch.environment import accelerate_settings, apply_variables, detect_launcher
 from manyhands.launch.run_file import load_for_start
 from manyhands.launch.run_folder import RunFolder
@@ -172,8 +173,8 @@ class TrainedRun:
         self._files = RunFolder(self.folder)
 
     def __repr__(self) -> str:
-        losses = self.losses
-        course = f", {len(losses)} steps, loss {losses[0]:.4f} to {losses[-1]:.4f}" if losses else ""
+        losses = [loss for loss in self.losses if loss is not None]
+        course = f", {len(self.losses)} logged steps, loss {losses[0]:.4f} to {losses[-1]:.4f}" if losses else ""
         return f"TrainedRun({str(self.folder)!r}, {self.state}{course})"
 
     @property
@@ -194,13 +195,11 @@ class TrainedRun:
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl: ``kind`` is step, evaluation or checkpoint. Losses are in nats a loss token."""
-        if not self._files.metrics.exists():
-            return []
-        return [json.loads(line) for line in self._files.metrics.read_text(encoding="utf-8").splitlines()]
+        return read_rows(self._files.metrics)
 
     @property
-    def losses(self) -> list[float]:
-        """The training loss of each logged step."""
+    def losses(self) -> list[float | None]:
+        """The training loss of each logged step; None where it was not finite."""
         return [row["loss"] for row in self.metrics if row["kind"] == "step"]
 
     @property

@@ -14,6 +14,7 @@ from manyhands.api.model import LanguageModel, check_device_map
 from manyhands.api.runs import TrainedRun, plan, read_keys
 from manyhands.api.sources import list_rows, write_rows
 from manyhands.api.start import start
+from manyhands.config.dialects.translation import names
 from manyhands.config.load import LoadedRun
 from manyhands.config.schema import DataSection
 from manyhands.core.errors import UserError
@@ -45,7 +46,7 @@ class FastLanguageModel:
 
         ``load_in_4bit`` trains an adapter beside 4-bit weights (NF4), ``full_finetuning`` all weights. ``dtype``: None
         is bfloat16 where the GPU has it. ``device_map``: ``auto`` gives each process its GPU in training, sharded where
-        the model does not fit, and spreads layers over all GPUs for answers. Raises ``UserError``.
+        the model does not fit, and for answers the model is on as few GPUs as hold it. Raises ``UserError``.
         """
         from manyhands.data.tokenizer import load_tokenizer
         from manyhands.facts.hub import locate_model
@@ -116,6 +117,12 @@ class FastLanguageModel:
     @staticmethod
     def for_training(model: LanguageModel, use_gradient_checkpointing: bool = True) -> LanguageModel:
         """The same: nothing has to be switched."""
+        if not use_gradient_checkpointing:
+            raise UserError(
+                "use_gradient_checkpointing=False has no effect here",
+                where="FastLanguageModel.for_training",
+                fix="give it to get_peft_model, or gradient_checkpointing to TrainingArguments",
+            )
         return model
 
 
@@ -224,7 +231,9 @@ class Trainer:
 
 PEFT_FIELDS = {"r": 8, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": None, "modules_to_save": None,
                "use_rslora": False, "use_dora": False, "bias": "none", "init_lora_weights": True,
-               "layers_to_transform": None, "layers_pattern": None}  # fmt: skip
+               "layers_to_transform": None, "layers_pattern": None, "loftq_config": None}  # fmt: skip
+# Of a LoraConfig, and nothing of the training: what the library keeps for itself.
+PEFT_ASIDE = names("task_type peft_type inference_mode base_model_name_or_path revision auto_mapping peft_version")
 
 
 def _read_peft(config: Any) -> dict[str, Any]:
@@ -234,6 +243,10 @@ def _read_peft(config: Any) -> dict[str, Any]:
     given = dict(config) if isinstance(config, Mapping) else vars(config)
     if str(getattr(given.get("peft_type"), "value", given.get("peft_type", "LORA"))) != "LORA":
         raise UserError(f"peft_config is a {type(config).__name__}", fix="give peft.LoraConfig(...)")
+    default = {} if isinstance(config, Mapping) else vars(type(config)())
+    further = given.keys() - PEFT_FIELDS.keys() - PEFT_ASIDE
+    changed = {name: given[name] for name in sorted(further) if name not in default or given[name] != default[name]}
+    _refuse("peft_config", changed, GET_PEFT_MODEL)
     return {name: given.get(name, default) for name, default in PEFT_FIELDS.items()}
 
 
@@ -263,7 +276,7 @@ TRAINER = {
 
 
 def _refuse(where: str, given: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
-    """UserError for parameters that would not act; None, False and 0 ask for nothing."""
+    """UserError for parameters that would not act; known ones that are None or False ask for nothing."""
     from manyhands.config.keys import nearest_name
 
     asked = [name for name, value in given.items() if name not in reasons or (value is not None and value is not False)]

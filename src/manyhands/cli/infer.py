@@ -12,8 +12,8 @@ from manyhands.cli import process
 from manyhands.cli.run_file import find_run_folder
 from manyhands.core.errors import UserError
 from manyhands.core.files import parse_json
-from manyhands.infer.settings import GenerationSettings
-from manyhands.infer.text_metrics import check_metrics
+from manyhands.infer.settings import SERVED, GenerationSettings
+from manyhands.infer.text_metrics import TEXT_METRICS, check_metrics
 
 Folder = Annotated[
     Path,
@@ -62,6 +62,8 @@ Engine = Annotated[
     Literal["transformers", "vllm"], typer.Option("--engine", help="vllm: where it is installed, same greedy answers.")
 ]
 
+DEFAULT_METRICS = "loss,perplexity,accuracy"
+NEW_TOKENS = 256
 EvalRun = Annotated[
     Path,
     typer.Argument(
@@ -209,7 +211,7 @@ def serve(
         Literal["auto", "vllm", "transformers"],
         typer.Option("--engine", help="vllm: its own server; auto takes it where it is installed."),
     ] = "auto",
-    max_new_tokens: MaxNewTokens = 512,
+    max_new_tokens: MaxNewTokens = SERVED.max_new_tokens,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
@@ -237,7 +239,7 @@ def serve(
 def evaluate(
     run: EvalRun,
     data: Data = None,
-    metrics: Metrics = "loss,perplexity,accuracy",
+    metrics: Metrics = DEFAULT_METRICS,
     extract: Extract = None,
     limit: Limit = None,
     max_tokens: MaxTokens = None,
@@ -248,7 +250,7 @@ def evaluate(
     apply_chat_template: ApplyChatTemplate = False,
     output: EvalOutput = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
-    max_new_tokens: MaxNewTokens = 256,
+    max_new_tokens: MaxNewTokens = NEW_TOKENS,
     stop: Stop = None,
     base: Base = None,
     gpus: Gpus = None,
@@ -266,15 +268,19 @@ def evaluate(
         "output": output and str(output),
         "as_json": as_json,
     }
+    changed: dict[str, Any] = dict(gpus=gpus, processes=processes != 1, device_map=device_map != "auto", stop=stop)
+    own_length = max_new_tokens != NEW_TOKENS
     if tasks is not None:
-        if data is not None or extract is not None:
-            raise UserError("--tasks brings its own data and metrics", where="--data" if data else "--extract")
+        changed |= dict(data=data, extract=extract, metrics=metrics != DEFAULT_METRICS, max_tokens=max_tokens)
+        _refuse_for_tasks(**changed, no_base=no_base, max_new_tokens=own_length)
         own: dict[str, Any] = {"tasks": tasks.split(","), "num_fewshot": fewshot, "batch_size": batch_size}
         own |= {"apply_chat_template": apply_chat_template, "include_path": include_path and str(include_path)}
         raise typer.Exit(_run("harness", request | own))
     if fewshot is not None or include_path is not None or apply_chat_template:
         raise UserError("--num-fewshot, --include-path, --apply-chat-template are for --tasks", where="command line")
     asked = check_metrics([name.strip() for name in metrics.split(",") if name.strip()], extract)
+    if not set(asked) & set(TEXT_METRICS):
+        _refuse_for_losses(limit=limit, stop=stop, batch_size=batch_size, max_new_tokens=own_length)
     request |= {
         "data": data,
         "metrics": asked,
@@ -285,6 +291,30 @@ def evaluate(
         "with_base": not no_base,
     }
     raise typer.Exit(_run("evaluate", request))
+
+
+def _refuse_for_tasks(**given: Any) -> None:
+    if option := _first_given(given):
+        raise UserError(
+            f"{option} has no effect with --tasks",
+            where=option,
+            why="--tasks brings its own data, metrics and lengths, and runs in one process",
+            fix="leave it out",
+        )
+
+
+def _refuse_for_losses(**given: Any) -> None:
+    if option := _first_given(given):
+        raise UserError(
+            f"{option} has no effect without answers",
+            where=option,
+            why="the metrics are computed from losses alone",
+            fix=f"leave it out, or add to --metrics one of {', '.join(TEXT_METRICS)}",
+        )
+
+
+def _first_given(given: dict[str, Any]) -> str | None:
+    return next((f"--{name.replace('_', '-')}" for name, value in given.items() if value), None)
 
 
 def _run(verb: str, request: dict[str, Any]) -> int:

@@ -7,7 +7,6 @@ it is ended as soon as its steps are logged, so nothing is saved. The bounds are
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ import typer
 
 from manyhands.cli.run_file import Overrides, RunFile, load_run, report_aside
 from manyhands.core.errors import EXIT_FAILED, UserError
+from manyhands.core.files import read_rows
 
 # Largest relative deviation allowed of the loss and of the gradient norm; why: docs/equality.md.
 BOUNDS = {"float64": (1e-9, 1e-9), "float32": (1e-5, 1e-5), "bfloat16": (1e-3, 2e-2)}
@@ -63,6 +63,7 @@ def prove(
             report_aside(f"{trial.name}: {' '.join(trial.keys)}")
             fixed = [f"output.dir={folder}", f"name={trial.name.replace(':', '-')}", "evaluate.at_start=false"]
             fixed += ["evaluate.every_steps=0", "log.every_steps=1", "log.tensorboard=false"]
+            fixed += [f"log.{tracker}=null" for tracker in ("wandb", "mlflow", "trackio")]  # accounts are for real runs
             if batch is not None:
                 fixed.append(f"batch.samples={batch}")
             command = [sys.executable, "-m", "manyhands", "train", str(run), *(overrides or []), *fixed, *trial.keys]
@@ -125,7 +126,7 @@ def take_steps(command: Sequence[str], folder: Path, name: str, steps: int, limi
             rows: list[dict[str, Any]] = []
             while len(rows) < steps:
                 ended = process.poll() is not None
-                rows = _read_steps(folder / "metrics.jsonl")
+                rows = read_rows(folder / "metrics.jsonl", "step")
                 if len(rows) >= steps or (ended and process.returncode == 0 and rows):
                     break
                 if ended or time.monotonic() > end:
@@ -175,18 +176,6 @@ def _deviation(found: float | None, expected: float | None) -> float:
     if found is None or expected is None:  # not finite
         return 0.0 if found is expected else float("inf")
     return abs(found - expected) / abs(expected) if expected else float(found != expected)
-
-
-def _read_steps(path: Path) -> list[dict[str, Any]]:
-    rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if row.get("kind") == "step":
-            rows.append(row)
-    return rows
 
 
 def _end(process: Any) -> None:

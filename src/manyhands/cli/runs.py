@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from manyhands.core.errors import UserError
+from manyhands.core.files import read_rows
 
 if TYPE_CHECKING:
     from manyhands.launch.run_folder import RunFolder
@@ -75,7 +76,7 @@ def show(run: Name, folder: Folder = RUNS) -> None:
     status = read_status(found)
     if reason := status.get("reason") or status.get("error"):
         print(f"  {reason}")
-    losses = [row["loss"] for row in read_rows(found, "step")]
+    losses = [row["loss"] for row in read_rows(found.metrics, "step")]
     if losses:
         from manyhands.core.units import draw_line
 
@@ -92,14 +93,15 @@ def compare(first: Name, second: Name, folder: Folder = RUNS) -> None:
         [run.path.name for run in runs] if runs[0].path.name != runs[1].path.name else [str(run.path) for run in runs]
     )
     keys = [flatten(run.read_config().model_dump(mode="json")) for run in runs]
-    differing = [key for key in keys[0] if keys[0][key] != keys[1].get(key) and key not in NOT_COMPARED]
+    every = dict.fromkeys([*keys[0], *keys[1]])  # a table of names, such as evaluate.data, may be in one of them only
+    differing = [key for key in every if keys[0].get(key) != keys[1].get(key) and key not in NOT_COMPARED]
     rows = [("", *names)]
-    rows += [(key, *(_text(one.get(key)) for one in keys)) for key in differing]
+    rows += [(key, *(_text(one[key]) if key in one else "-" for one in keys)) for key in differing]
     measured = [measure(run) for run in runs]
     rows += [(label, *(one[label] for one in measured)) for label in measured[0]]
     print("\n".join(format_table(rows)))
     for name, run in zip(names, runs, strict=True):
-        if losses := [row["loss"] for row in read_rows(run, "step")]:
+        if losses := [row["loss"] for row in read_rows(run.metrics, "step")]:
             print(f"training loss of {name}: {draw_line(_thin(losses))}")
 
 
@@ -153,7 +155,7 @@ def open_run(run: str, folder: Path) -> RunFolder:
 def summarize(run: RunFolder) -> Summary:
     """UserError where run.json cannot be read."""
     config, status = run.read_config(), read_status(run)
-    steps, evaluations = read_rows(run, "step"), read_rows(run, "evaluation")
+    steps, evaluations = read_rows(run.metrics, "step"), read_rows(run.metrics, "evaluation")
     newest = evaluations or steps
     report = _read_json(run.report_json)
     changed = max(path.stat().st_mtime for path in (run.run_json, run.status_json, run.metrics) if path.exists())
@@ -172,7 +174,7 @@ def summarize(run: RunFolder) -> Summary:
 
 def measure(run: RunFolder) -> dict[str, str]:
     """What a run has measured, as text: '-' for what it has not."""
-    steps, evaluations = read_rows(run, "step"), read_rows(run, "evaluation")
+    steps, evaluations = read_rows(run.metrics, "step"), read_rows(run.metrics, "evaluation")
     report = _read_json(run.report_json)
     done = report.get("measured", {})
     peaks = done.get("peak_memory_bytes_by_rank")
@@ -187,20 +189,6 @@ def measure(run: RunFolder) -> dict[str, str]:
         "peak memory of a rank": f"{max(peaks) / 2**30:.2f} GiB" if peaks else "-",
         "training time": f"{done['training_s']:.0f} s" if "training_s" in done else "-",
     }
-
-
-def read_rows(run: RunFolder, kind: str) -> list[dict[str, Any]]:
-    """Rows of metrics.jsonl; a line that was cut off is skipped."""
-    found = []
-    text = run.metrics.read_text(encoding="utf-8", errors="replace") if run.metrics.exists() else ""
-    for line in text.splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and row.get("kind") == kind:
-            found.append(row)
-    return found
 
 
 def read_status(run: RunFolder) -> dict[str, Any]:

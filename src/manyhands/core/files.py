@@ -118,6 +118,21 @@ def read_json(path: Path) -> Any | None:
         return None
 
 
+def read_rows(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl, of one ``kind`` or all, in order; those of earlier launches too. A line that was cut
+    off is skipped, a file that is not there has none.
+    """
+    found = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and kind in (None, row.get("kind")):
+            found.append(row)
+    return found
+
+
 def parse_json(text: str | bytes) -> Any:
     """The value of untrusted JSON. Raises ``ValueError`` with place and reason, also if it is nested too deeply."""
     try:

@@ -222,9 +222,16 @@ class _TaskCutter:
 class Judge:
     """A copy of the model that measures batches of samples and answers prompts."""
 
-    def __init__(self, answerer: Answerer, data: EvaluationData, settings: GenerationSettings, num_copies: int) -> None:
+    def __init__(
+        self,
+        answerer: Answerer,
+        data: EvaluationData,
+        settings: GenerationSettings,
+        max_rows: int | None = None,
+        num_copies: int = 1,
+    ) -> None:
         self._answerer, self._samples = answerer, data.open()
-        self._worker = Worker(answerer, settings, num_processes=num_copies)
+        self._worker = Worker(answerer, settings, max_rows=max_rows, num_processes=num_copies)
         self.room = self._worker.room
 
     def run(self, task: tuple[Any, ...]) -> tuple[str, Any]:
@@ -242,7 +249,7 @@ def _open_judge(
     placement: Placement,
     num_copies: int,
 ) -> Judge:
-    return Judge(load_at(seat, found, placement), data, settings, 1 if seat.gpus else num_copies)
+    return Judge(load_at(seat, found, placement), data, settings, placement.batch_size, 1 if seat.gpus else num_copies)
 
 
 @torch.no_grad()

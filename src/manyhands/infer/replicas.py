@@ -123,7 +123,7 @@ def _started(seats: Sequence[Seat], open_copy: Open) -> Iterator[list[_Process]]
     try:
         for seat in seats:
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, seat, open_copy), daemon=True)
+            process = context.Process(target=_work, args=(theirs, seat, open_copy))  # vLLM starts more
             process.start()
             theirs.close()
             processes.append(_Process(process, ours, seat))
@@ -135,6 +135,7 @@ def _started(seats: Sequence[Seat], open_copy: Open) -> Iterator[list[_Process]]
             one.process.terminate()
         for one in processes:
             one.process.join(10)
+            one.process.kill()
             one.pipe.close()
 
 

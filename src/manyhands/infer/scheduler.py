@@ -31,6 +31,9 @@ class AnswerRequest:
     done: Any = field(default=None, repr=False)  # called with (completion, error) in the scheduler's thread
 
 
+MAX_WAITING = 1024  # requests
+
+
 class _AllAbandoned(Exception):
     """Nobody waits for any answer of the batch."""
 
@@ -48,6 +51,11 @@ class Scheduler:
 
     def start(self) -> None:
         self._thread.start()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so many requests wait that the next one should come later."""
+        return self._new.qsize() + len(self._waiting) >= MAX_WAITING
 
     def stop(self) -> None:
         """Returns when the batch in work is done."""

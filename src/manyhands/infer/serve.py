@@ -25,7 +25,7 @@ from manyhands.infer.decode import Completion
 from manyhands.infer.load import Answerer, find_parts
 from manyhands.infer.placement import ALL_GPUS, Placement
 from manyhands.infer.scheduler import AnswerRequest, Scheduler
-from manyhands.infer.settings import GenerationSettings
+from manyhands.infer.settings import SERVED, GenerationSettings
 
 HOST = "127.0.0.1"
 MAX_BODY_BYTES = 16 << 20
@@ -87,7 +87,7 @@ def serve(
 
         refuse_missing_vllm()
         refuse_adapter(found)
-        command = server_command(found, name, HOST, port)
+        command = server_command(found, name, HOST, port, settings or SERVED, placement)
         print(f"vLLM: {' '.join(command)}", file=sys.stderr, flush=True)
         os.execv(sys.executable, [sys.executable, *command])
     refuse_missing_server()
@@ -96,7 +96,7 @@ def serve(
     from manyhands.infer.batch import open_placed
 
     answerer = open_placed(folder, base, placement)
-    app = make_app(answerer, name, settings or GenerationSettings(), placement.batch_size)
+    app = make_app(answerer, name, settings or SERVED, placement.batch_size)
     print(f"{name}: http://{HOST}:{port}/v1 (Ctrl-C to stop)", file=sys.stderr, flush=True)
     uvicorn.run(app, host=HOST, port=port, log_level="warning")
     return 0
@@ -142,6 +142,8 @@ def make_app(answerer: Answerer, name: str, defaults: GenerationSettings, max_ro
             asked = _Asked(answerer, body, name, defaults, is_chat)
         except BadRequest as error:
             return JSONResponse(_error(str(error), error.field), error.status)
+        if scheduler.is_full:
+            return JSONResponse(_error("too many requests are waiting: try again later", kind="server_error"), 503)
         if asked.streams:
             return StreamingResponse(_stream(scheduler, asked), media_type="text/event-stream")
         try:
@@ -199,10 +201,10 @@ class _Asked:
         if given.get("model", name) != name:
             raise BadRequest(f"this server has the model {name}, not {given['model']}", "model", 404)
         self.is_chat, self.streams = is_chat, bool(given.get("stream"))
-        self.with_usage = bool((given.get("stream_options") or {}).get("include_usage"))
+        self.with_usage = bool(_read(given, "stream_options", dict).get("include_usage"))
         self.id, self.created = f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}", int(time.time())
         self._name, self._answerer = name, answerer
-        self.tools = given.get("tools") or []
+        self.tools = _read(given, "tools", list)
         try:
             ids = self._encode(given)
             settings, number = read_settings(given, defaults)
@@ -266,6 +268,14 @@ class _Asked:
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self._name}
+
+
+def _read(given: Mapping[str, Any], key: str, kind: type) -> Any:
+    """A list or an object of a request; empty where it is left out."""
+    value = given.get(key, kind())
+    if not isinstance(value, kind):
+        raise BadRequest(f"{key} must be {'a list' if kind is list else 'an object'}", key)
+    return value
 
 
 def read_calls(tokenizer: Any, completion: Completion, prompt_ids: Sequence[int]) -> list[dict[str, str]]:

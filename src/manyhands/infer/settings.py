@@ -63,3 +63,6 @@ class GenerationSettings:
     def from_json(values: Mapping[str, Any]) -> GenerationSettings:
         known = {field.name for field in fields(GenerationSettings)}
         return GenerationSettings(**{name: value for name, value in values.items() if name in known})
+
+
+SERVED = GenerationSettings(max_new_tokens=512)  # what `manyhands serve` does where neither command nor request says

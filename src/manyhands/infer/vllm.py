@@ -12,9 +12,10 @@ from manyhands.facts.adapter import read_adapter_config
 from manyhands.infer.decode import Completion
 from manyhands.infer.generate import end_token_ids
 from manyhands.infer.load import Found, open_found_tokenizer
+from manyhands.infer.placement import ALL_GPUS, Placement
 from manyhands.infer.prompts import PromptTokens
 from manyhands.infer.replicas import Seat
-from manyhands.infer.settings import GenerationSettings
+from manyhands.infer.settings import SERVED, GenerationSettings
 from manyhands.infer.worker import Room
 
 MAX_PROMPTS = 4096  # of a task; vLLM makes its own batches out of them
@@ -104,16 +105,46 @@ class VllmWorker:
         return Completion(tuple(new), text[: min(places, default=len(text))].strip(), reason)
 
 
-def server_command(found: Found, name: str, host: str, port: int) -> list[str]:
-    """Arguments of Python for vLLM's own server: the model under ``name``, an adapter unmerged."""
+def server_command(
+    found: Found,
+    name: str,
+    host: str,
+    port: int,
+    settings: GenerationSettings = SERVED,
+    placement: Placement = ALL_GPUS,
+) -> list[str]:
+    """Arguments of Python for vLLM's own server: the model under ``name``, an adapter unmerged. UserError for settings
+    that this server takes from requests alone.
+    """
+    _refuse_for_server(settings, placement)
     command = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(found.weights)]
     command += ["--host", host, "--port", str(port), *_name_arguments(found, name)]
     if found.adapter is not None and (found.adapter / "tokenizer_config.json").is_file():
         command += ["--tokenizer", str(found.adapter)]
     if found.chat_template is not None:
         command += ["--chat-template", found.chat_template]
+    sampling = {"temperature": settings.temperature, "top_p": settings.top_p, "top_k": settings.top_k or -1}
+    sampling["repetition_penalty"] = settings.repetition_penalty
+    command += ["--generation-config", "vllm", "--override-generation-config", json.dumps(sampling)]
+    command += ["--tensor-parallel-size", str(placement.gpus)] if placement.gpus is not None else []
+    command += ["--max-num-seqs", str(placement.batch_size)] if placement.batch_size is not None else []
     arguments = {key: value for key, value in found.chat_template_kwargs.items() if key != "strftime_now"}
     return [*command, *(["--default-chat-template-kwargs", json.dumps(arguments)] if arguments else [])]
+
+
+def _refuse_for_server(settings: GenerationSettings, placement: Placement) -> None:
+    given = {
+        "--max-new-tokens": settings.max_new_tokens != SERVED.max_new_tokens,
+        "--stop": bool(settings.stop),
+        "--device-map": placement.device_map != ALL_GPUS.device_map,
+    }
+    if option := next((option for option, is_given in given.items() if is_given), None):
+        raise UserError(
+            f"{option} has no effect on vLLM's server",
+            where=option,
+            why="it divides layers by --gpus N, and takes lengths and stop strings from requests",
+            fix="leave it out, or add --engine transformers",
+        )
 
 
 def _name_arguments(found: Found, name: str) -> list[str]:

@@ -26,7 +26,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Part:
+class BarPart:
     """One piece of a bar, with its value as text."""
 
     label: str
@@ -59,7 +59,7 @@ def line_chart(title: str, lines: Sequence[Line], unit: str = "") -> str:
     return "".join([*parts, "</svg>"])
 
 
-def bar(title: str, parts: Sequence[Part], whole: float, first_color: int = 0) -> str:
+def bar(title: str, parts: Sequence[BarPart], whole: float, first_color: int = 0) -> str:
     """Parts side by side in one bar, whose length is ``whole``; each tells its label and value when pointed at."""
     if whole <= 0:
         return ""

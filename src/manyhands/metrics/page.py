@@ -12,7 +12,7 @@ from jinja2 import Environment, StrictUndefined
 
 from manyhands.core.limits import GIB
 from manyhands.core.units import format_duration
-from manyhands.metrics.charts import Line, Part, bar, line_chart
+from manyhands.metrics.charts import BarPart, Line, bar, line_chart
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 GRAY = 7  # of the page's colors: what was measured
@@ -98,7 +98,7 @@ def _table(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     return rows
 
 
-def _bars(report: Mapping[str, Any]) -> list[tuple[str, str, list[Part]]]:
+def _bars(report: Mapping[str, Any]) -> list[tuple[str, str, list[BarPart]]]:
     """Memory of a rank and seconds of a step, as planned by term; of memory what each rank held at most beside it."""
     planned, found = report["planned"], []
     peaks = report["measured"].get("peak_memory_bytes_by_rank") or []
@@ -107,7 +107,7 @@ def _bars(report: Mapping[str, Any]) -> list[tuple[str, str, list[Part]]]:
     if svg := bar("planned memory of a rank by term", parts, whole):
         found.append(("Memory of a rank, planned", svg, parts))
         for rank, peak in enumerate(peaks if len(peaks) <= 8 else []):
-            part = Part("held at most", peak, f"{peak / GIB:.2f} GiB")
+            part = BarPart("held at most", peak, f"{peak / GIB:.2f} GiB")
             found.append(
                 (f"Memory of rank {rank}, measured", bar(f"peak memory of rank {rank}", [part], whole, GRAY), [part])
             )
@@ -119,11 +119,11 @@ def _bars(report: Mapping[str, Any]) -> list[tuple[str, str, list[Part]]]:
     return found
 
 
-def _largest(terms: Mapping[str, float], text: Any) -> list[Part]:
+def _largest(terms: Mapping[str, float], text: Any) -> list[BarPart]:
     ordered = sorted(((name, value) for name, value in terms.items() if value > 0), key=lambda item: -item[1])
-    parts = [Part(name.replace("_", " "), value, text(value)) for name, value in ordered[:LARGEST_PARTS]]
+    parts = [BarPart(name.replace("_", " "), value, text(value)) for name, value in ordered[:LARGEST_PARTS]]
     rest = sum(value for _, value in ordered[LARGEST_PARTS:])
-    return [*parts, Part("other", rest, text(rest))] if rest else parts
+    return [*parts, BarPart("other", rest, text(rest))] if rest else parts
 
 
 def _evaluations(report: Mapping[str, Any]) -> list[list[str]]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.config.schema import RunConfig
-from manyhands.core.files import write_atomically
+from manyhands.core.files import read_rows, write_atomically
 from manyhands.core.limits import GIB
 from manyhands.core.units import draw_line
 from manyhands.metrics.page import render_report
@@ -28,7 +28,6 @@ from manyhands.metrics.summary import (
     make_curve,
     name_time,
     read_evaluations,
-    read_rows,
 )
 from manyhands.plan.types import Plan, describe_checkpointing
 from manyhands.train.types import TrainState

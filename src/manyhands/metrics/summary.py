@@ -3,7 +3,6 @@ card are made of it. Knows config, plan and metrics.jsonl, and no model."""
 
 from __future__ import annotations
 
-import json
 import math
 import platform
 import time
@@ -15,6 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from manyhands.config.schema import MethodSection, RunConfig
+from manyhands.core.files import read_rows
 from manyhands.data.summary import count_left_out
 from manyhands.plan.types import Plan, method_of
 from manyhands.train.types import Evaluation
@@ -91,21 +91,6 @@ def describe_versions() -> dict[str, str]:
 def name_time(seconds: float) -> str:
     """A moment by the clock of the world: 2026-01-31 12:00:00 UTC."""
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
-
-
-def read_rows(metrics: Path, kind: str) -> list[dict[str, Any]]:
-    """The rows of one kind in metrics.jsonl, in order; those of earlier launches too. A line that was cut off is
-    skipped.
-    """
-    found = []
-    for line in metrics.read_text(encoding="utf-8", errors="replace").splitlines() if metrics.exists() else ():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and row.get("kind") == kind:
-            found.append(row)
-    return found
 
 
 def read_evaluations(metrics: Path) -> list[Evaluation]:

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import math
 import sys
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -50,7 +51,8 @@ def find(reference: Any) -> Any:
 
 def _import_file(path: Path) -> Any:
     """As a module that is not ``__main__``: what is behind that line is not executed."""
-    name = f"manyhands_user_{path.stem}"
+    path = path.resolve()
+    name = f"manyhands_user_{path.stem}_{zlib.crc32(bytes(path)):08x}"  # two folders may have a file of the same name
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         if spec is None or spec.loader is None:

@@ -16,20 +16,20 @@ from manyhands.worker.context import RankContext
 
 
 @dataclass(frozen=True)
-class Prompt:
+class SamplePrompt:
     ids: list[int]
     text: str
 
 
-def choose_prompts(rank: RankContext, rows: np.ndarray) -> list[Prompt]:
+def choose_prompts(rank: RankContext, rows: np.ndarray) -> list[SamplePrompt]:
     """The first ``evaluate.prompts`` validation samples that have a prompt, up to their first loss token."""
-    prompts: list[Prompt] = []
+    prompts: list[SamplePrompt] = []
     for row in rows:
         if len(prompts) == rank.config.evaluate.prompts:
             break
         ids = prompt_of(rank.store.validation.sample(int(row))).tolist()
         if ids:
-            prompts.append(Prompt(ids, _question(ids, rank.tokenizer)))
+            prompts.append(SamplePrompt(ids, _question(ids, rank.tokenizer)))
     return prompts
 
 
@@ -50,7 +50,7 @@ def _question(ids: list[int], tokenizer: Any) -> str:
     return text.removeprefix("user\n").strip()
 
 
-def answer_prompts(rank: RankContext, prompts: list[Prompt]) -> tuple[tuple[str, str], ...]:
+def answer_prompts(rank: RankContext, prompts: list[SamplePrompt]) -> tuple[tuple[str, str], ...]:
     """Greedy answers; () on ranks that did not need to help.
 
     A whole model answers on rank 0 with a cache. Sharded weights are gathered by all ranks or by none, so there all
