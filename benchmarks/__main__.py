@@ -126,7 +126,7 @@ def measure(row: BenchRow, side: str, world_size: int, results: Path, options: a
     arguments = [
         "--row",
         row.name,
-        "--run",
+        "--run-name",
         run,
         "--steps",
         str(options.steps),
@@ -167,7 +167,7 @@ def find_smallest(row: BenchRow, world_size: int, results: Path, options: argpar
         arguments = [
             "--row",
             row.name,
-            "--run",
+            "--run-name",
             run,
             "--label",
             "smallest",

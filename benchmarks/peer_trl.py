@@ -237,7 +237,7 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--length", type=int, help="tokens a row")
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--warm", type=int, default=5)
-    parser.add_argument("--run", default=new_run(), help="name of the call that this row belongs to")
+    parser.add_argument("--run-name", dest="run", default=new_run(), help="name of the call that this row belongs to")
     parser.add_argument("--output", type=Path)
 
 

@@ -314,3 +314,16 @@ def test_a_settings_file_is_no_run_file(tmp_path: Path, name: str, text: str, op
 def test_a_file_without_any_key_of_the_tool_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no DeepSpeed file"):
         load(tmp_path, "deepspeed", {"base_model": "x"})
+
+
+def test_blocks_that_are_partly_recomputed_are_sharded_by_fsdp(tmp_path: Path) -> None:
+    keys = {"gradient_checkpointing": True, "selective_checkpointing": True, "deepspeed": {ZERO: {"stage": 3}}}
+    file = {
+        "base_model": "m",
+        "datasets": [{"path": "rows.jsonl", "type": "alpaca"}],
+        "micro_batch_size": 1,
+        "learning_rate": 1e-4,
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(file | {"gradient_accumulation_steps": 1} | keys))
+    parallel = load_run(tmp_path / "run.yaml", around=Around(gpus=1, deepspeed=True)).config.parallel
+    assert (parallel.strategy, parallel.activation_checkpointing) == ("fsdp", "selective")

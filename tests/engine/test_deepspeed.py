@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.extras import require_extras
 from manyhands.core.world import World
 from manyhands.engine import deepspeed_compat
+from manyhands.facts.types import NewTokens
 from tests.engine.test_layouts import RAGGED
 from tests.support import equality
 from tests.support.equality import Case, Curve
@@ -155,6 +157,42 @@ def test_new_weights_are_those_of_every_layout(folder: str, strategy: str) -> No
     expected = on_two_ranks(tiny_plan(folder, strategy="fsdp", **keys), config, RAGGED, 2)
     found = on_two_ranks(tiny_plan(folder, strategy=strategy, **keys), config, RAGGED, 2)
     np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+@installed
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("strategy", "dtype", "offload"),
+    [
+        ("zero2", "bfloat16", "optimizer"),
+        pytest.param("zero2", "bfloat16", "none", marks=pytest.mark.slow),
+        pytest.param("zero1", "float32", "none", marks=pytest.mark.slow),
+        pytest.param("zero1", "bfloat16", "none", marks=pytest.mark.slow),
+        pytest.param("zero1", "bfloat16", "optimizer", marks=pytest.mark.slow),
+        pytest.param("zero3", "bfloat16", "none", marks=pytest.mark.slow),
+        pytest.param("zero3", "float32", "optimizer", marks=pytest.mark.slow),
+    ],
+)
+def test_dropped_gradients_leave_nothing_behind(folder: str, strategy: str, dtype: str, offload: str) -> None:
+    plan = tiny_plan(folder, strategy=strategy, world_size=2, compute_dtype=dtype, offload=offload)
+    with ranks(2) as world:
+        run = "tests.engine.zero_ranks:run_dropped"
+        first, plain, later = world.run(run, plan, run_file(folder, "full"), RAGGED, world_size=2)[0]
+    assert plain > 0 and [first, later] == pytest.approx([plain, plain], rel=1e-12)
+
+
+@installed
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_embeddings_that_grow_are_those_of_fsdp(folder: str) -> None:
+    size = 2 + json.loads((Path(folder) / "config.json").read_text())["vocab_size"]
+    grown = NewTokens(ids=(3, size - 1), fresh_ids=(3, size - 1), vocab_size=size)
+    found, expected = (
+        on_two_ranks(tiny_plan(folder, strategy=name, world_size=2, new_tokens=grown), run_file(folder, "full"),
+                     RAGGED, 2)
+        for name in ("zero2", "fsdp")
+    )  # fmt: skip
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,3 +85,27 @@ def _step(engine: Any, layout: Sequence[Sequence[Documents]]) -> tuple[float, fl
     norm = engine.gradient_norm()
     engine.step(LEARNING_RATE, max_norm=CLIP)
     return float(engine.all_reduce_sum(loss_sum)) / num_loss_tokens, float(norm)
+
+
+def run_dropped(plan: Plan, config: RunConfig, layout: Sequence[Sequence[Documents]]) -> list[float]:
+    """Gradient norms of the same step: after gradients that were dropped, without, and so after an update."""
+    world = World(dist.get_rank(), dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    loss_model, load = on_meta(plan, config)
+    plan = change_plan(plan, trains_everything=True, learning_rate=1e-20)  # the same weights at each step
+    engine: Any = apply(loss_model, plan, world, load, config)
+    engine.make_optimizer(plan, config)
+
+    def step(factor: float = 1.0) -> float:
+        for index, micro in enumerate(layout):
+            mine = [document for r in range(world.rank, len(micro), world.world_size) for document in micro[r]]
+            engine.backward(engine.forward(pack(mine))["lm"][0] * factor, last=index == len(layout) - 1)
+        return float(engine.gradient_norm())
+
+    found: list[float] = []
+    for drops in (True, False, True):  # at the start, not at all, after a step
+        if drops:
+            step(3.0)
+            engine.drop_gradients()
+        found.append(step())
+        engine.step(1e-20, max_norm=CLIP)
+    return found

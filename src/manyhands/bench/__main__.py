@@ -66,7 +66,7 @@ def parse() -> argparse.Namespace:
 
 def measure(row: BenchRow, world_size: int, options: argparse.Namespace, run: str) -> dict[str, Any] | None:
     """The raw row; None and the reason on the terminal where there is none."""
-    arguments = ["--row", row.name, "--run", run]
+    arguments = ["--row", row.name, "--run-name", run]
     arguments += ["--steps", str(options.steps), "--warm", str(min(5, options.steps - 1))]
     arguments += ["--shape", options.shape, "--length", "128"] if options.shape else []
     output, found = start_processes("manyhands.bench.case", arguments, world_size, LIMIT_S)

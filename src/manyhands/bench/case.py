@@ -174,7 +174,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--warm", type=int, default=5)
     parser.add_argument("--label", default="manyhands")
-    parser.add_argument("--run", default=new_run(), help="name of the call that this row belongs to")
+    # not --run, which torchrun takes for an abbreviation of its own --run-path
+    parser.add_argument("--run-name", dest="run", default=new_run(), help="name of the call that this row belongs to")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "manyhands-bench")
     parser.add_argument("--output", type=Path, help="JSONL file to append the row to")
     parser.add_argument(

@@ -40,7 +40,6 @@ class ZeroEngine(RankEngine):
         self._inner, self._stage = inner, stage
         self.optimizer = inner.optimizer.optimizer
         self._norm: torch.Tensor | None = None  # of the gradients that are there
-        self._is_complete = True  # whether the next micro-batch is the first of a step
 
     @property
     def is_local(self) -> bool:
@@ -59,9 +58,7 @@ class ZeroEngine(RankEngine):
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         """Stages 2 and 3 reduce after every micro-batch and keep partitions, stage 1 after the last one."""
-        if self._is_complete and self._norm is not None:
-            drop_gradients(self._inner.optimizer)  # a self-test's, which no update has followed
-        self._norm, self._is_complete = None, last
+        self._norm = None
         self._inner.set_gradient_accumulation_boundary(last)
         # Stage 3 knows the average alone; a factor that is a power of two is exact.
         self._inner.backward(loss * dist.get_world_size() if self._stage == 3 else loss, scale_wrt_gas=False)
@@ -90,6 +87,10 @@ class ZeroEngine(RankEngine):
             if parts := gradient_parts(self._inner.optimizer):
                 torch._foreach_mul_(parts, factor.to(parts[0]))  # which may lie in host memory
         self._inner.step()
+        self._norm = None
+
+    def drop_gradients(self) -> None:
+        drop_gradients(self._inner.optimizer)
         self._norm = None
 
     def save(

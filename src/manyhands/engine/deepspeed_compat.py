@@ -51,7 +51,7 @@ def quiet() -> Iterator[None]:
 def masters(optimizer: Any) -> list[tuple[torch.Tensor, dict[str, Any]]]:
     """This rank's flat float32 partitions, each with the options of its group; torch's optimizer steps these."""
     groups = optimizer.optimizer.param_groups
-    if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # stage 3, which empties the groups between two updates
+    if is_stage_3(optimizer):  # which empties the groups between two updates
         flats = optimizer.fp32_partitioned_groups_flat
         return [(flat, groups[optimizer.sub_group_to_group_id[index]]) for index, flat in enumerate(flats)]
     return [(flat, group) for group in groups for flat in group["params"]]
@@ -60,7 +60,8 @@ def masters(optimizer: Any) -> list[tuple[torch.Tensor, dict[str, Any]]]:
 def gradient_parts(optimizer: Any) -> list[torch.Tensor]:
     """This rank's partitions of the reduced gradients, as the next update will read them; padding is zero.
 
-    They are there after the backward pass of a step's last micro-batch.
+    They are there after the backward pass of a step's last micro-batch; offloaded ones too, as ``overlap_comm`` ends
+    that with a wait for the GPU.
     """
     if hasattr(optimizer, "fp32_groups_gradient_flat_partition"):  # stage 1 in bfloat16
         return list(optimizer.fp32_groups_gradient_flat_partition)
@@ -70,17 +71,27 @@ def gradient_parts(optimizer: Any) -> list[torch.Tensor]:
 
 
 def drop_gradients(optimizer: Any) -> None:
-    """Forgets gradients that no update will follow."""
-    if hasattr(optimizer, "clear_hp_grads"):
+    """Forgets gradients that no update will follow: what DeepSpeed does where it skips one."""
+    if hasattr(optimizer, "clear_hp_grads"):  # stage 1 in bfloat16
+        optimizer.zero_grad()
         optimizer.clear_hp_grads()
-    if hasattr(optimizer, "averaged_gradients"):
-        optimizer.averaged_gradients = {}
+        return
+    if not is_stage_3(optimizer):
+        optimizer._release_preflattened_grad_buffers()
+        optimizer.all_grad_tensors = {}
+        optimizer.micro_step_id = -1  # else the next micro-batch is added to what host memory holds
+    optimizer.averaged_gradients = {}
     optimizer.zero_grad()
+
+
+def is_stage_3(optimizer: Any) -> bool:
+    """Whether this is the optimizer of stage 3."""
+    return hasattr(optimizer, "fp32_partitioned_groups_flat")
 
 
 def copy_masters(optimizer: Any) -> None:
     """Makes the weights that compute what the masters are now. Collective."""
-    if hasattr(optimizer, "update_lp_params"):  # stages 1 and 2
+    if not is_stage_3(optimizer):
         optimizer.update_lp_params()
         return
     for index, flat in enumerate(optimizer.fp32_partitioned_groups_flat):

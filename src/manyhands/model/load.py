@@ -19,13 +19,13 @@ from torch import nn
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
-from manyhands.core.holding import fill_from, full_shape, local, local_part, local_slices
+from manyhands.core.holding import fill_from, full_shape, local, local_part
 from manyhands.core.progress import advance
 from manyhands.core.seeds import named_seed
 from manyhands.facts.model import shares_head
 from manyhands.facts.types import NewTokens
 from manyhands.model.attention import IMPLEMENTATIONS, register_attention
-from manyhands.model.resize_embeddings import read_resized, rows_by_token
+from manyhands.model.resize_embeddings import Resized, rows_by_token
 from manyhands.model.source import Checkpoint, needs_conversion, open_weights, read_checkpoint, read_converted
 from manyhands.model.structure import auto_class, is_multimodal
 from manyhands.plan.types import Plan
@@ -295,9 +295,8 @@ class _Filling:
         if target.dim() and own.numel() == 0:
             return  # more ranks than rows
         if self.new_tokens is not None and name in self.resized:
-            part = read_resized(stored, local_slices(target), self.new_tokens)
-        else:
-            part = local_part(target, stored)
+            stored = Resized(stored, self.new_tokens)
+        part = local_part(target, stored)
         if id(target) not in self.filled:
             own.copy_(part)
             self.filled.add(id(target))

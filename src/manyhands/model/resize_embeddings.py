@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,6 +52,17 @@ def read_resized(stored: Any, slices: tuple[slice, ...], new: NewTokens) -> torc
         part = torch.cat([part, mean.expand(end - begin - len(part), *mean.shape)])
         part[torch.tensor(new_rows) - begin] = mean
     return part
+
+
+@dataclass(frozen=True)
+class Resized:
+    """A file's matrix with the rows of new tokens, sliced like the file."""
+
+    stored: Any  # a safetensors slice
+    new: NewTokens
+
+    def __getitem__(self, slices: tuple[slice, ...]) -> torch.Tensor:
+        return read_resized(self.stored, slices, self.new)
 
 
 def _mean_row(stored: Any, columns: tuple[slice, ...], num_rows: int) -> torch.Tensor:

@@ -228,6 +228,8 @@ def find_obstacle(mapping: Mapping[str, Any], stage: int) -> str:
         "method.name": stage == 3 and value("method", "name") == "qlora",
         "method.dora": stage == 3 and value("method", "dora") is True,
         "model.new_tokens": stage == 3 and bool(value("model", "new_tokens")),
+        "parallel.activation_checkpointing": stage == 3
+        and value("parallel", "activation_checkpointing") in ("selective", "except_attention"),
         "parallel.compile": stage == 3 and value("parallel", "compile") is True,
     }
     found = next((key for key, stands in obstacles.items() if stands), "")

@@ -1,0 +1,43 @@
+"""Rows of several GPUs are started by torchrun, which takes part of a word for an option of its own."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+import benchmarks.__main__ as beside_peers
+from manyhands.bench import __main__ as alone
+from manyhands.bench import case
+from manyhands.bench.rows import BY_NAME
+
+ROW = BY_NAME["8b-full"]
+
+
+def start_ours(options: argparse.Namespace) -> None:
+    alone.measure(ROW, 2, options, "today")
+
+
+def start_peers(options: argparse.Namespace) -> None:
+    beside_peers.measure(ROW, "manyhands", 2, options.output, options, "today")
+
+
+@pytest.mark.parametrize("start", [start_ours, start_peers])
+def test_torchrun_hands_all_options_to_the_row(start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[str, list[str]]] = []
+
+    def record(module: str, arguments: list[str], *_: Any) -> tuple[str, dict[str, Any]]:
+        started.append((module, arguments))
+        return "", {}
+
+    for command in (alone, beside_peers):
+        monkeypatch.setattr(command, "start_processes", record)
+    start(argparse.Namespace(steps=8, shape="tiny", output=tmp_path / "rows.jsonl"))
+    ((module, arguments),) = started
+    read = get_args_parser().parse_args(["--standalone", "--nproc_per_node=2", "-m", module, *arguments])
+    assert (read.training_script, read.training_script_args) == (module, arguments)
+    monkeypatch.setattr("sys.argv", [module, *arguments])
+    assert case.parse().run == "today"
