@@ -215,6 +215,27 @@ def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
     ]
 
 
+def test_a_file_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+    other = tmp_path / "notes.partial"
+    other.write_text("my notes\nof the week\n")
+    with pytest.raises(UserError, match="holds something else"):
+        AnswerFile(tmp_path / "notes", {"seed": 1}, 1)
+    assert other.read_text() == "my notes\nof the week\n"
+    other.write_text('{"iden')  # a kill within the first line
+    AnswerFile(tmp_path / "notes", {"seed": 1}, 1).close()
+
+
+def test_prompts_that_change_on_the_way_get_no_answers_of_others(model: Path, tmp_path: Path) -> None:
+    prompts = write_rows(tmp_path / "prompts.jsonl", make_rows(3))
+
+    def change(text: str) -> None:
+        write_rows(prompts, make_rows(4)[1:])
+
+    with pytest.raises(UserError, match="the prompts have changed"):
+        answer_file(model, prompts, tmp_path / "answers.jsonl", SETTINGS, report=change)
+    assert not (tmp_path / "answers.jsonl").exists()
+
+
 def test_batches_are_of_like_lengths_the_longest_first_and_fit() -> None:
     room = Room(9000, token_bytes=1, prompt_token_bytes=0, row_bytes=0, max_rows=8, max_tokens=None, pads=True)
     prompts = [PromptTokens(n, (1,) * length) for n, length in enumerate((3, 300, 2, 30, 31, 30, 1, 2))]

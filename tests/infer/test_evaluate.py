@@ -15,9 +15,10 @@ from torch.nn.functional import cross_entropy
 from manyhands.core.errors import UserError
 from manyhands.export.adapter import export_adapter
 from manyhands.infer.compare import _recorded, compare, describe, output_folder, render_page, to_json, write_files
-from manyhands.infer.evaluate import last_turn, sum_losses
-from manyhands.infer.load import open_answerer
+from manyhands.infer.evaluate import _open_judge, last_turn, sum_losses
+from manyhands.infer.load import find_parts, open_answerer
 from manyhands.infer.placement import Placement
+from manyhands.infer.replicas import Seat
 from manyhands.infer.settings import GenerationSettings
 from manyhands.launch.run_folder import RunFolder
 from tests.export.tiny import METHOD, adapt
@@ -120,6 +121,13 @@ def test_the_number_of_copies_changes_no_bit(place: Path, tmp_path: Path) -> Non
     one = compare(place / "base", **options)
     two = compare(place / "base", **options, placement=Placement(processes=2))
     assert one.columns == two.columns and one.scores.judged == two.scores.judged
+
+
+def test_the_batch_size_that_is_asked_for_bounds_the_answers(place: Path, tmp_path: Path) -> None:
+    data = write_data(tmp_path / "rows.jsonl", ["one", "two", "three", "four"])
+    found = compare(place / "base", data=data, metrics=["loss"], with_base=False)
+    judge = _open_judge(Seat(), find_parts(place / "base"), found.data, SETTINGS, Placement(batch_size=3), 1)
+    assert judge.room.max_rows == 3
 
 
 def test_a_divided_model_gives_the_same_sums(place: Path, tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from typing import Any
 from manyhands.core.errors import UserError
 from manyhands.core.files import sync
 
+HEADER = b'{"identity": '  # how the partial file begins
+
 
 class AnswerFile:
     """Answers of ``num_prompts`` prompts on their way to ``output``."""
@@ -58,6 +60,13 @@ class AnswerFile:
         self._file.seek(0)
         end = 0
         for number, line in enumerate(self._file):
+            if number == 0 and not (line.startswith(HEADER) or HEADER.startswith(line)):
+                raise UserError(
+                    "the file beside the answers holds something else",
+                    where=str(self.partial),
+                    why="answers so far are kept under this name",
+                    fix=f"move {self.partial.name} away, or choose another --output",
+                )
             try:
                 value = json.loads(line) if line.endswith(b"\n") else None
             except ValueError:

@@ -115,6 +115,12 @@ def answer_file(
                 open_copy, found=found, settings=settings, placement=placement, num_copies=len(seats)
             )
             run_tasks(seats, make, queue.take, take)
+        if hash_files([prompts_file])[prompts_file] != identity["prompts"]:
+            raise UserError(
+                "the prompts have changed while they were answered",
+                where=str(prompts_file),
+                fix=f"put them back as they were, or delete {answers.partial.name} to answer the new ones",
+            )
         answers.finish(row for _, row in read_rows(prompts_file))
         progress.finish(output)
     finally:

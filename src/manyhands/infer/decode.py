@@ -46,10 +46,7 @@ class TextStream:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        self._start, self._shown = (
-            0,
-            0,
-        )  # tokens before ``_start`` are not decoded again; those before ``_shown`` are out
+        self._start = self._shown = 0  # tokens before ``_start`` are not decoded again; those before ``_shown`` are out
 
     def add(self, token: int) -> str:
         """What the token adds to the text; "" while a character is incomplete."""
