@@ -15,6 +15,7 @@ LEFT = {  # by a LoRA run with TensorBoard; event files are named by time and pr
     "metrics.jsonl",
     "report.json",
     "report.md",
+    "report.html",
     "verify/probe.safetensors",
     *(f"checkpoints/step-{step:06d}/{name}" for step in (8, 12) for name in ("manifest.json", "train_state.json")),
 }

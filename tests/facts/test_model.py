@@ -88,7 +88,8 @@ def test_shapes_follow_from_a_config_that_says_no_more_than_it_must(name: str, t
     headers = read_model_facts(tmp_path, "tiny", "pretrained")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "dtype": "bfloat16"} | SIZES | more))
     formula = read_model_facts(tmp_path, "tiny", "random")
-    assert formula.model_copy(update={"sliding_window": headers.sliding_window}) == headers
+    windows = {name: getattr(headers, name) for name in ("sliding_window", "num_windowed_layers")}
+    assert formula.model_copy(update=windows) == headers
     block = model.model.layers[0]
     assert headers.num_parameters == sum(p.numel() for p in model.parameters())
     assert headers.num_block_parameters == sum(p.numel() for p in block.parameters())

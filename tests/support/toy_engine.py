@@ -70,6 +70,9 @@ class ToyEngine:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def drop_gradients(self) -> None:
+        self.optimizer.zero_grad()
+
     def learning_rates(self) -> Mapping[str, float]:
         return {}
 

@@ -22,6 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from manyhands.bench.rows import count_gpus, start_processes
 from manyhands.facts.calibration import save_calibration
+from manyhands.kernels.fp8 import has_scaled_mm
 
 LIMIT_S = 120
 WARM_S, TIMED_S = 0.4, 1.0
@@ -60,7 +61,7 @@ def measure_one() -> dict[str, float]:
         "pcie_gb_s": pcie_gb_s(device),
         "launch_us": launch_us(device),
     }
-    if torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9):
+    if has_scaled_mm(device):
         rates["fp8_tflops"] = harmonic_mean([fp8_tflops(device, TOKENS, out, into) for out, into in SHAPES])
     return {name: float(f"{rate:.4g}") for name, rate in rates.items()}
 

@@ -97,6 +97,7 @@ def join(session: Session, arguments: argparse.Namespace) -> bool:
     fields = json.loads(text)
     rank.config = RunConfig.model_validate(fields["config"])
     path = arguments.run_folder or (folder_of(rank.config).path if finds_out else Path(fields["folder"]))
+    path = path.resolve()  # as messages name it
     folder = rank.folder = RunFolder(path)
     if fields["finished"]:
         leave_together(store, launcher, timeout_s)
