@@ -275,10 +275,15 @@ FFT = GPUS | {
     f"{PARALLEL}use_deepspeed": False,
 }
 
+TWO_NODES = {"compute.nodes": 2, "data": None, "hyperparameters.global_batch": 128}
+
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
+        *((TWO_NODES | {"compute.gpu_count": count},
+           {"parallel.nodes": 2, "parallel.gpus": 8, "submit.gpus": "2x4xH100", "batch.samples": 128})
+          for count in (4, 8)),
         (FFT | {"hyperparameters.global_batch": 128}, {"method.name": "full", "parallel.strategy": "fsdp",
                                                        "batch.samples": 128, "parallel.gpus": 8}),
         (FFT | {"hyperparameters.global_batch": 128, f"{PARALLEL}fsdp_sharding_strategy": "shard_grad_op"},
@@ -338,7 +343,10 @@ def test_gpus_of_another_kind_are_named(
         ({"compute.variant": "4xH100"}, "`compute.variant`: got 4xH100, allowed: kind and number of GPUs"),
         ({"data.topology.total_gpus": 8}, "`data.topology.total_gpus`: 8 GPU(s), but `compute.gpu_count` is 4"),
         ({"data.topology.container_count": 2}, "`data.topology.container_count`: 2 GPU(s)"),
-        ({"compute.nodes": 2}, "`compute.nodes`: `2`: several machines"),
+        ({"compute.nodes": 2, "data.topology.nodes": 1}, "`data.topology.nodes`: 1 machine(s), but `compute.nodes`"),
+        ({"compute.nodes": 0}, "`compute.nodes`: got 0, allowed: 1 or more"),
+        (TWO_NODES | {"compute.gpus_per_node": None}, "`compute.gpu_count`: GPUs of one of 2 machines, or of all"),
+        (TWO_NODES | {"compute.gpu_count": 3}, "`compute.gpu_count`: 3 GPU(s), but `compute.gpus_per_node` is 4 with"),
         ({"training.mode": "full_finetune"}, "`hyperparameters.train_kind`: peft, but `training.mode` is full_fine"),
         ({"training.mode": "full_finetune", "hyperparameters.train_kind": "fft"}, "`training.use_qlora`: true, but"),
         ({"algorithm.variety": "fft"}, "`algorithm.variety`: fft, but `training.mode` is lora"),

@@ -20,6 +20,9 @@ COUNTS = (  # each is the number of GPUs
     "compute.gpu_count", "data.topology.total_gpus", "data.topology.container_count", "compute.variant",
     "data.topology.variant", "compute.gpus_per_node", "data.topology.gpus_per_node", "hyperparameters.world_size",
 )  # fmt: skip
+TOTALS = ("data.topology.total_gpus", "hyperparameters.world_size")  # on all machines
+PER_NODE = ("compute.gpus_per_node", "data.topology.gpus_per_node")
+NODES = ("compute.nodes", "data.topology.nodes")
 ALREADY: Mapping[str, str] = {
     "type": "supervised fine-tuning",
     "algorithm.type": "supervised fine-tuning",
@@ -84,7 +87,7 @@ def translate(t: Translator) -> None:
 
 
 def _map_gpus(t: Translator) -> int | None:
-    """The number of GPUs, which must be the same wherever it stands."""
+    """The number of GPUs on all machines, on which all keys must agree."""
     found: dict[str, int] = {}
     for key in COUNTS:
         if not t.has(key):
@@ -92,12 +95,12 @@ def _map_gpus(t: Translator) -> int | None:
         number = _count(t, key) if key.endswith("variant") else t.integer(key)
         if number is not None:
             found[key] = number
-    for key in ("compute.nodes", "data.topology.nodes"):
-        t.only(key, (1,), "several machines are not started by one command: write 1, with the GPUs of one machine")
+    nodes = _map_nodes(t)
+    total = _map_total(t, found, nodes) if found else None
     if t.has("compute.gpu_type"):
         asked = str(t.get("compute.gpu_type"))
         others = t.around.other_gpus(asked) if t.around.other_gpus else None
-        gpus = f"{t.get('compute.gpu_count', 8)}x{asked}"
+        gpus = f"{f'{nodes}x' if nodes > 1 else ''}{8 if total is None else total // nodes}x{asked}"
         plan = f"`manyhands plan FILE --gpus {gpus}` plans for {asked}, `manyhands submit` asks a cluster for them"
         if others:
             t.substitute(
@@ -105,21 +108,51 @@ def _map_gpus(t: Translator) -> int | None:
             )
         else:
             t.map("compute.gpu_type", "submit.gpus", gpus, f"training takes this machine's GPUs; {plan}")
-    if not found:
-        return None
-    first = next(iter(found))
+    return total
+
+
+def _map_nodes(t: Translator) -> int:
+    """The number of machines, which must be the same in both places."""
+    found = {key: number for key in NODES if (number := t.integer(key)) is not None}
+    nodes = max(1, next(iter(found.values()), 1))
     for key, number in found.items():
-        if number != found[first]:
-            t.contradict(key, f"{number} GPU(s), but {t.place(first)} is {found[first]}: correct one of them")
+        if number < 1:
+            t.refuse(key, f"got {number}, allowed: 1 or more")
+        elif number != nodes:
+            t.contradict(key, f"{number} machine(s), but {t.place(next(iter(found)))} is {nodes}: correct one of them")
+        elif nodes == 1:
+            t.already(key)
         else:
-            t.map(key, "parallel.gpus", number)
-    t.set_gpus(found[first])
+            t.map(key, "parallel.nodes", nodes)
+    return nodes
+
+
+def _map_total(t: Translator, found: Mapping[str, int], nodes: int) -> int | None:
+    """The number of GPUs on all machines. Of several, a key that names neither may count those of one or of all; the
+    others decide.
+    """
+    first = next((key for key in found if nodes == 1 or key in (*TOTALS, *PER_NODE)), None)
+    if first is None:
+        for key in found:
+            t.refuse(key, f"GPUs of one of {nodes} machines, or of all: write `total_gpus` below [data.topology], too")
+        return None
+    total = found[first] * (nodes if first in PER_NODE else 1)
+    if total % nodes:
+        t.contradict(first, f"{total} GPU(s), which {nodes} machines cannot share equally: correct one of them")
+    for key, number in found.items():
+        is_total, is_part = key not in PER_NODE and number == total, key not in TOTALS and number * nodes == total
+        if not is_total and not is_part:
+            several = f" with {nodes} machines" if nodes > 1 else ""
+            t.contradict(key, f"{number} GPU(s), but {t.place(first)} is {found[first]}{several}: correct one of them")
+        else:
+            t.map(key, "parallel.gpus", total)
+    t.set_gpus(total)
     data_parallel = "data.topology.data_parallel"
-    if t.has(data_parallel) and t.integer(data_parallel) != found[first]:
-        t.contradict(data_parallel, f"{t.get(data_parallel)}, but {t.place(first)} is {found[first]}, and nothing else "
-                     "divides the GPUs: correct one of them")  # fmt: skip
+    if t.has(data_parallel) and t.integer(data_parallel) != total:
+        t.contradict(data_parallel, f"{t.get(data_parallel)}, but the number of GPUs is {total}, and nothing else "
+                     "divides them: correct one of them")  # fmt: skip
     t.already(data_parallel)
-    return found[first]
+    return total
 
 
 def _count(t: Translator, key: str) -> int | None:
