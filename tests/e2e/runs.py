@@ -174,6 +174,9 @@ class Place:
                     "SLURM_PROCID": str(rank),
                     "SLURM_LOCALID": str(rank),
                     "SLURM_NTASKS": "2",
+                    "SLURM_STEP_ID": "0",  # a batch script has none
+                    "SLURM_STEP_NUM_TASKS": "2",
+                    "SLURM_STEP_NUM_NODES": "1",
                     "SLURM_JOB_NODELIST": "localhost",
                 }
                 environment |= {"SLURM_TASKS_PER_NODE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

@@ -28,7 +28,7 @@ GUIDES = next((Path(folder) for folder in FOLDERS if folder and Path(folder).is_
 pytestmark = pytest.mark.skipif(GUIDES is None, reason="MANYHANDS_GUIDES names no folder with the guides")
 
 ACCELERATE, DEEPSPEED = "--accelerate-config", "--deepspeed"
-ZERO_3 = "zero3" if has_deepspeed() else "fsdp"
+ZERO_2, ZERO_3 = ("zero2", "zero3") if has_deepspeed() else ("fsdp", "fsdp")
 QLORA_4 = ("parallel.gpus=4",)
 NO_WARMUP = ("schedule.warmup_steps=0",)  # the tool's default of 100 steps is longer than the run
 # guide, index among its blocks, option that takes it (run files: none), overrides, what the plan must then have
@@ -36,7 +36,7 @@ BLOCKS = (
     ("sft-play", 0, "", (), {"strategy": "single"}),
     ("sft-play", 1, DEEPSPEED, ("parallel.gpus=2",), {"strategy": ZERO_3, "offload": "optimizer"}),
     ("sft-play", 2, "", (), {}),
-    ("synth-ai", 0, "", (), {"strategy": "fsdp", "world_size": 4, "reshard_after_forward": False}),
+    ("synth-ai", 0, "", (), {"strategy": ZERO_2, "world_size": 4, "reshard_after_forward": False}),
     ("synth-ai", 2, "", QLORA_4, {"world_size": 4}),
     ("synth-ai", 3, "", (), {}),
     ("synth-ai", 4, "", (), {}),
