@@ -175,7 +175,7 @@ class Trainer:
 
     def train(self, resume_from_checkpoint: bool | str | None = None, *, fresh: bool = False) -> TrainedRun:
         """Plans, trains, saves and verifies in ``output_dir``. Afterwards ``model`` answers as trained, and another
-        trainer goes on from there.
+        trainer continues from there.
 
         A run that was interrupted is resumed, a finished one is returned; ``fresh`` starts another one beside it.
         """

@@ -326,8 +326,8 @@ def _check_zero(config: RunConfig) -> Findings:
         f"`parallel.activation_checkpointing: {config.parallel.activation_checkpointing}`, which would repeat "
         "DeepSpeed's gathering": config.parallel.activation_checkpointing in ("selective", "except_attention"),
     }
-    for what, stands in reasons.items():
-        if stands:
+    for what, applies in reasons.items():
+        if applies:
             yield f"`parallel.strategy: zero3` does not support {what}; use zero2, or parallel.strategy: fsdp"
 
 

@@ -148,7 +148,7 @@ def make_app(answerer: Answerer, name: str, defaults: GenerationSettings, max_ro
             return StreamingResponse(_stream(scheduler, asked), media_type="text/event-stream")
         try:
             completion = await scheduler.answer(asked.request)
-        except Exception as error:  # of the model: the request is answered, the server goes on
+        except Exception as error:  # of the model: this request fails, the server keeps running
             return JSONResponse(_error(f"{type(error).__name__}: {error}", kind="server_error"), 500)
         return JSONResponse(asked.body(completion))
 

@@ -232,7 +232,7 @@ def find_obstacle(mapping: Mapping[str, Any], stage: int) -> str:
         and value("parallel", "activation_checkpointing") in ("selective", "except_attention"),
         "parallel.compile": stage == 3 and value("parallel", "compile") is True,
     }
-    found = next((key for key, stands in obstacles.items() if stands), "")
+    found = next((key for key, applies in obstacles.items() if applies), "")
     return f"`{found}: {show(value(*found.split('.')))}`" if found else ""
 
 
