@@ -192,8 +192,9 @@ def test_a_rank_that_is_stopped_is_named_on_both_terminals(going) -> None:
 
 def test_a_machine_that_dies_is_named_by_the_others(going) -> None:
     nodes, _ = going
+    command = nodes[1].command  # no longer found below a shell that is gone
     nodes[1].process.kill()
-    nodes[1].command.kill()
+    command.kill()
     assert end(nodes[:1]) == [1]
     assert "error: node 1 (mh1) is lost" in nodes[0].text, nodes[0].text
 

@@ -204,6 +204,8 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
         return real(name, *rest, **options)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
+    monkeypatch.setenv("LOCAL_RANK", "0")  # set by the call, so it is put back
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     with pytest.raises(UserError) as caught:
         deepspeed_compat.open_deepspeed(World(0, 0, 1, torch.device("cpu")))
     monkeypatch.setattr("manyhands.core.extras.has_deepspeed", lambda: False)

@@ -147,13 +147,15 @@ def block_attention(s: TimeInput, pairs: float, tokens: float, *, backward: bool
     (https://arxiv.org/abs/2205.14135), and the softmax of every score, which takes as long as some dimensions more.
 
     Kernels for samples of one length are less efficient on short ones: by ``1 + ramp / n`` on n tokens, which is
-    ``ramp / 2`` pairs more for each token. Heads are padded to multiples of 64 dimensions.
+    ``ramp / 2`` pairs more for each token. They pad heads to multiples of 64 dimensions. Neither holds on a CPU.
     """
     model, rates = s.estimate.model, s.rates
+    on_gpu = s.estimate.layout.device == "cuda"
     documents = s.estimate.mixed_lengths and not s.has_flash4
     rate = rates.document_attention if documents else rates.attention
-    pairs += 0.0 if documents else s.fitted.attention_ramp / 2 * tokens
-    width = math.ceil(model.head_dim / HEAD_WIDTH) * HEAD_WIDTH + s.fitted.softmax_width
+    pairs += s.fitted.attention_ramp / 2 * tokens if on_gpu and not documents else 0.0
+    tile = HEAD_WIDTH if on_gpu else 1
+    width = math.ceil(model.head_dim / tile) * tile + s.fitted.softmax_width
     flops = (10.0 if backward else 4.0) * pairs * model.num_heads * width
     # the forward kernel reaches some sixth more than the backward one
     seconds = flops / (rate * (0.96 if backward else 1.12))
