@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import manyhands as mh
@@ -81,6 +82,8 @@ def test_metrics_are_figures_of_rank_0(file: Path) -> None:
     [make] = read_hooks([], [f"longest={file}:longest"])
     assert make(rank()).measure(TrainState(step=1), evaluation("a", "abc")) == {"longest": 3.0}
     assert make(rank(is_first=False)).measure(TrainState(step=1), evaluation()) == {}
+    [numpy] = read_hooks([], {"score": lambda evaluation: np.float32(0.5)})
+    assert numpy(rank()).measure(TrainState(step=1), evaluation()) == {"score": 0.5}
     [wrong] = read_hooks([], {"text": lambda evaluation: "much"})
     with pytest.raises(mh.UserError, match="the metric 'text' is a str, not a number"):
         wrong(rank()).measure(TrainState(step=1), evaluation())

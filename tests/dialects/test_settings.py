@@ -10,8 +10,10 @@ import pytest
 import yaml
 
 from manyhands.config.dialects.accelerate import read_environment
-from manyhands.config.dialects.translation import Around
+from manyhands.config.dialects.deepspeed import KEYS, OPEN, translate
+from manyhands.config.dialects.translation import Around, Translator
 from manyhands.config.load import LoadedRun, load_run
+from manyhands.config.read import ParsedFile
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.launch.environment import accelerate_settings
@@ -289,6 +291,7 @@ def test_a_key_that_names_a_deepspeed_file_reads_it(tmp_path: Path) -> None:
         ({"optimizer": {"type": "OneBitAdam"}}, "OneBitAdam is not available"),
         ({"tensor_parallel": {"autotp_size": 2}}, "tensor parallelism is not available"),
         ({"scheduler": {"type": "OneCycle"}}, "OneCycle is not available"),
+        ({"elasticity": {"enabled": True}}, "the global batch does not change with the GPUs"),
         ({ZERO: {"stage": 1}, "use_peft": True}, "a key of TRL"),
     ],
 )
@@ -296,6 +299,22 @@ def test_what_deepspeed_s_file_may_not_ask(tmp_path: Path, said: dict[str, Any],
     with pytest.raises(UserError) as error:
         load(tmp_path, "deepspeed", said)
     assert finding in str(error.value) and "deepspeed.json" in str(error.value) and "line " in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("said", "key"),
+    [
+        ({"communication_data_type": "bf16"}, "communication_data_type"),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types"),
+        ({"fp16": {"enabled": False, "fp16_master_weights_and_grads": True}}, "fp16.fp16_master_weights_and_grads"),
+    ],
+)
+def test_sums_in_fewer_bits_are_not_told_as_already_so(said: dict[str, Any], key: str) -> None:
+    parsed = ParsedFile({ZERO: {"stage": 2}} | said, "ds.json")
+    for strict, kind in ((False, "substituted"), (True, "refused")):
+        t = Translator(parsed, Around(gpus=2, strict=strict), tool="DeepSpeed", known=KEYS, open=OPEN)
+        translate(t)
+        assert {fate.key: fate.kind for fate in t.finish().fates}[key] == kind
 
 
 @pytest.mark.parametrize(

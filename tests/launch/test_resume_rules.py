@@ -38,7 +38,7 @@ def world(tmp_path, monkeypatch):
         return make_plan(facts.world_size, number=number, cause=cause, config_digest=config.digest, **state.plan)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "manyhands.launch.prepare", SimpleNamespace(gather_facts=gather_facts))
+    monkeypatch.setattr("manyhands.launch.prepare.gather_facts", gather_facts)
     monkeypatch.setitem(sys.modules, "manyhands.plan.search", SimpleNamespace(plan=plan))
     monkeypatch.setattr("manyhands.launch.prepare.rehearse", lambda config, plan: None)
     monkeypatch.setitem(sys.modules, "manyhands.plan.explain", SimpleNamespace(explain_plan=lambda plan: "the plan"))
@@ -141,7 +141,7 @@ def test_stopped_while_it_prepares_a_start_says_so_and_leaves_nothing(world, mon
         except Exception:
             pytest.fail("what prepares may answer errors of its own, and must not take this for one")
 
-    monkeypatch.setitem(sys.modules, "manyhands.launch.prepare", SimpleNamespace(gather_facts=gather_facts))
+    monkeypatch.setattr("manyhands.launch.prepare.gather_facts", gather_facts)
     before = signal.getsignal(number)
     with pytest.raises(UserError) as stopped:
         start(make_config())

@@ -200,7 +200,6 @@ def _plan_launch(
     """``must_shrink``: refuse where the last launch ran out of memory with the smallest plan; else that one is tried
     again.
     """
-    from manyhands.launch.prepare import gather_facts  # looked up at the call, so that it can be replaced
     from manyhands.plan.search import plan
     from manyhands.plan.smaller import NothingSmaller
 

@@ -9,6 +9,7 @@ import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ class MetricHook(Hook):
             return {}
         found = {name: function(evaluation) for name, function in self.functions.items()}
         for name, value in found.items():
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
+            if isinstance(value, bool) or not isinstance(value, Real):
                 raise UserError(
                     f"the metric {name!r} is a {type(value).__name__}, not a number", where=f"step {state.step}"
                 )

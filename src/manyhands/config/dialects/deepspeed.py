@@ -30,9 +30,9 @@ STAGES: Mapping[int, tuple[Mapping[str, Any], str]] = {
 ALREADY = names(
     """
     zero_allow_untested_optimizer zero_force_ds_cpu_optimizer steps_per_print wall_clock_breakdown dump_state
-    memory_breakdown prescale_gradients gradient_predivide_factor communication_data_type sparse_gradients
-    disable_allgather data_types flops_profiler monitor_config comms_logger comms_config tensorboard wandb csv_monitor
-    comet checkpoint nebula aio activation_checkpointing dataloader_drop_last use_node_local_storage elasticity
+    memory_breakdown prescale_gradients gradient_predivide_factor sparse_gradients
+    disable_allgather flops_profiler monitor_config comms_logger comms_config tensorboard wandb csv_monitor
+    comet checkpoint nebula aio activation_checkpointing dataloader_drop_last use_node_local_storage
     autotuning timers gradient_allreduce_coalescing graph_harvesting
     zero_optimization.overlap_comm zero_optimization.contiguous_gradients zero_optimization.reduce_scatter
     zero_optimization.reduce_bucket_size zero_optimization.allgather_partitions zero_optimization.allgather_bucket_size
@@ -57,7 +57,7 @@ ALREADY = names(
     zero_optimization.offload_param.max_in_cpu zero_optimization.offload_param.nvme_path
     zero_optimization.cpu_offload_use_pin_memory
     fp16.loss_scale fp16.loss_scale_window fp16.initial_scale_power fp16.hysteresis fp16.consecutive_hysteresis
-    fp16.min_loss_scale fp16.auto_cast fp16.fp16_master_weights_and_grads bf16.immediate_grad_update
+    fp16.min_loss_scale fp16.auto_cast bf16.immediate_grad_update
     bf16.check_grad_overflow compile.backend compile.kwargs compile.offload_parameters
     """
 )
@@ -82,6 +82,7 @@ OFF: Mapping[str, tuple[tuple[Any, ...], str]] = {
 
 KEYS = ALREADY | frozenset(OFF) | names(
     """
+    communication_data_type data_types elasticity fp16.fp16_master_weights_and_grads
     zero_optimization zero_optimization.stage zero_optimization.cpu_offload zero_optimization.cpu_offload_params
     zero_optimization.cpu_offload_param zero_optimization.offload_optimizer zero_optimization.offload_optimizer.device
     zero_optimization.offload_param zero_optimization.offload_param.device bf16.enabled bfloat16.enabled fp16.enabled
@@ -112,6 +113,7 @@ def translate(t: Translator) -> None:
         t.already(key)
     for key, (allowed, why) in OFF.items():
         t.only(key, allowed, why)
+    _map_sums(t)
     zero = "zero_optimization."
     map_zero(
         t,
@@ -132,6 +134,27 @@ def translate(t: Translator) -> None:
         t.map("compile.enabled", "parallel.compile", t.flag("compile.enabled"))
     _map_optimizer(t)
     _map_schedule(t)
+
+
+def _map_sums(t: Translator) -> None:
+    """Keys by which DeepSpeed sums gradients or holds masters in fewer bits, or chooses the batch by the GPUs."""
+    types = t.get("data_types", {})
+    summed = types.get("grad_accum_dtype") if isinstance(types, Mapping) else types
+    for key, narrow, what in (
+        ("communication_data_type", t.get("communication_data_type"), "gradients of all ranks are summed in float32"),
+        ("data_types", summed, "gradients are accumulated in float32"),
+        ("fp16.fp16_master_weights_and_grads", t.flag("fp16.fp16_master_weights_and_grads"),
+         "master weights and gradients are float32"),
+    ):  # fmt: skip
+        if narrow in (None, "", False, "auto", "fp32", "float32"):
+            t.already(key)
+        else:
+            t.substitute(key, {}, what)
+    elastic = t.get("elasticity", {})
+    if isinstance(elastic, Mapping) and elastic.get("enabled") in (None, False):
+        t.already("elasticity")
+    else:
+        t.refuse("elasticity", "the global batch does not change with the GPUs: set enabled to false")
 
 
 def map_deepspeed(t: Translator, key: str) -> None:
