@@ -27,15 +27,15 @@ class Recorded:
 
     def __init__(self, fails_at: int = -1) -> None:
         self.rows: list[tuple[int, dict[str, float]]] = []
-        self.fails_at, self.closed = fails_at, False
+        self.fails_at, self.outcome = fails_at, ""
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         if step == self.fails_at:
             raise ConnectionError("no route to host\nlong story")
         self.rows.append((step, dict(values)))
 
-    def close(self) -> None:
-        self.closed = True
+    def close(self, outcome: str) -> None:
+        self.outcome = outcome
 
 
 def run_config(**log: str) -> RunConfig:
@@ -49,9 +49,9 @@ def test_steps_devices_and_evaluations_are_sent_without_what_is_no_number():
         sink.record_devices(step, [{"memory_allocated_bytes": 2**30, "peak_bytes": 2**31, "utilization": math.nan}])
         sink.after_step(STATE, step_result(step))
     sink.after_evaluation(STATE, evaluation(2))
-    sink.close()
+    sink.close("interrupted")
     (_, of_step), (_, of_evaluation) = tracker.rows
-    assert [step for step, _ in tracker.rows] == [2, 2] and tracker.closed
+    assert [step for step, _ in tracker.rows] == [2, 2] and tracker.outcome == "interrupted"
     assert (of_step["loss/all"], of_step["peak_memory_gib/rank0"]) == (1.0, 2.0)
     assert "utilization_percent/rank0" not in of_step and "loss/rank1" not in of_step, "nan is no measurement"
     assert of_evaluation["validation/loss"] == 1.5
@@ -63,7 +63,7 @@ def test_a_tracker_that_fails_is_left_once_and_training_continues():
     for step in (1, 2, 3):
         sink.after_step(STATE, step_result(step))
     sink.close()
-    assert [step for step, _ in tracker.rows] == [1] and not tracker.closed
+    assert [step for step, _ in tracker.rows] == [1] and not tracker.outcome
     assert terminal.getvalue().count("mlflow takes no more measurements (no route to host)") == 1
 
 
@@ -96,11 +96,11 @@ def test_what_cannot_be_opened_is_named_with_the_key(tmp_path, monkeypatch):
 
 
 def take_two_launches(folder: Path, name: str) -> None:
-    for resumes, step in ((False, 1), (True, 2)):
+    for resumes, step, outcome in ((False, 1, "failed"), (True, 2, "finished")):
         terminal = io.StringIO()
         (sink,) = open_trackers(folder, run_config(**{name: "p"}), SETTINGS, terminal, resumes=resumes)
         sink.after_step(STATE, step_result(step, learning_rates={"model.layers[0]": 0.5}))
-        sink.close()
+        sink.close(outcome)
         assert terminal.getvalue() == ""
 
 

@@ -26,7 +26,7 @@ from manyhands.core import progress
 from manyhands.core.errors import EXIT_INTERRUPTED, PeerError
 from manyhands.launch.environment import Launcher, detect_launcher
 from manyhands.launch.run_folder import RunFolder
-from manyhands.metrics.sinks import JsonlSink
+from manyhands.metrics.sinks import JsonlSink, Outcome
 from manyhands.worker.rendezvous import PREPARE_TIMEOUT_S, FirstRankFailed, from_first_rank, open_store
 from manyhands.worker.run import run_rank
 from manyhands.worker.session import DEFAULT_TIMEOUT_S, Session
@@ -160,7 +160,7 @@ class CallbackSink(JsonlSink):
     def __init__(self, callbacks: Callbacks) -> None:
         self.callbacks, self.every_steps, self._devices = callbacks, 1, []
 
-    def close(self) -> None:
+    def close(self, outcome: Outcome = "finished") -> None:
         pass
 
     def _put(self, row: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from manyhands.core.limits import GIB
-from manyhands.metrics.sinks import Devices, Sink
+from manyhands.metrics.sinks import Devices, Outcome, Sink
 from manyhands.train.types import Evaluation, StepResult, TrainState
 
 PLAIN_PAUSE_S = 15.0  # at least this long between two plain lines, unless a tenth of the run has passed
@@ -117,7 +117,7 @@ class ConsoleSink(Sink):
                 f"  after:  {_one_line(after)}"
             )
 
-    def close(self) -> None:
+    def close(self, outcome: Outcome = "finished") -> None:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None

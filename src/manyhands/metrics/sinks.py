@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import torch
@@ -24,6 +24,7 @@ from manyhands.core.files import write_atomically
 from manyhands.core.limits import GIB
 from manyhands.train.types import Evaluation, Hook, StepResult, TrainState
 
+Outcome = Literal["finished", "interrupted", "failed"]
 Devices = Sequence[Mapping[str, float]]  # what ``meters.Meter.read`` gave on each rank, in rank order
 
 
@@ -36,8 +37,8 @@ class Sink(Hook):
         total`` ends it.
         """
 
-    def close(self) -> None:
-        """Called once, also when the run failed."""
+    def close(self, outcome: Outcome = "finished") -> None:
+        """Called once, however training ended."""
 
 
 class JsonlSink(Sink):
@@ -70,7 +71,7 @@ class JsonlSink(Sink):
     def after_checkpoint(self, state: TrainState, folder: Path) -> None:
         self._write({"kind": "checkpoint", "step": state.step, "folder": str(folder)})
 
-    def close(self) -> None:
+    def close(self, outcome: Outcome = "finished") -> None:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -175,7 +176,7 @@ class TensorBoardSink(Sink):
             self._writer.add_text(f"sample/{number}", f"{prompt}\n\n---\n\n{answer}", evaluation.step)
         self._writer.flush()
 
-    def close(self) -> None:
+    def close(self, outcome: Outcome = "finished") -> None:
         self._writer.close()
 
     def _add(self, values: Mapping[str, float], step: int) -> None:

@@ -20,7 +20,7 @@ from typing import Any, Protocol, TextIO
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.core.files import write_atomically
-from manyhands.metrics.sinks import Devices, Sink, device_values, evaluation_values, step_values
+from manyhands.metrics.sinks import Devices, Outcome, Sink, device_values, evaluation_values, step_values
 from manyhands.train.types import Evaluation, StepResult, TrainState
 
 NAMES = ("wandb", "mlflow", "trackio")
@@ -35,7 +35,7 @@ class Tracker(Protocol):
 
     def log(self, values: Mapping[str, float], step: int) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self, outcome: Outcome) -> None: ...
 
 
 class TrackerSink(Sink):
@@ -56,10 +56,10 @@ class TrackerSink(Sink):
     def after_evaluation(self, state: TrainState, evaluation: Evaluation) -> None:
         self._log(evaluation_values(evaluation), evaluation.step)
 
-    def close(self) -> None:
+    def close(self, outcome: Outcome = "finished") -> None:
         if self._tracker is not None:
             with self._left_if_it_fails():
-                self._tracker.close()
+                self._tracker.close(outcome)
 
     def _log(self, values: Mapping[str, float], step: int) -> None:
         if self._tracker is not None:
@@ -144,8 +144,8 @@ class _Wandb:
     def log(self, values: Mapping[str, float], step: int) -> None:
         self._run.log(dict(values), step=step)
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, outcome: Outcome) -> None:
+        self._run.finish(exit_code=int(outcome != "finished"))
 
 
 class _Mlflow:
@@ -155,6 +155,7 @@ class _Mlflow:
         self._client = MlflowClient()
         if begun.identity:
             self.identity = begun.identity
+            self._client.update_run(self.identity, status="RUNNING")
             return
         experiment = self._client.get_experiment_by_name(begun.project)
         number = experiment.experiment_id if experiment else self._client.create_experiment(begun.project)
@@ -169,8 +170,9 @@ class _Mlflow:
         metrics = [Metric(_name_in_mlflow(name), value, now, step) for name, value in values.items()]
         self._client.log_batch(self.identity, metrics=metrics)
 
-    def close(self) -> None:
-        self._client.set_terminated(self.identity)
+    def close(self, outcome: Outcome) -> None:
+        status = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}[outcome]
+        self._client.set_terminated(self.identity, status=status)
 
 
 def _name_in_mlflow(name: str) -> str:
@@ -198,7 +200,7 @@ class _Trackio:
     def log(self, values: Mapping[str, float], step: int) -> None:
         self._library.log(dict(values), step=step)
 
-    def close(self) -> None:
+    def close(self, outcome: Outcome) -> None:  # which Trackio does not record
         self._library.finish()
 
 

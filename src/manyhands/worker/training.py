@@ -15,7 +15,7 @@ from manyhands.checkpoint.manifest import checkpoint_folder, prune
 from manyhands.core.collective_errors import run_on_rank_0
 from manyhands.metrics import open_sinks
 from manyhands.metrics.report import write_report
-from manyhands.metrics.sinks import Meter, Sink
+from manyhands.metrics.sinks import Meter, Outcome, Sink
 from manyhands.train.guards import Diverged, DivergenceGuard
 from manyhands.train.loop import Interrupted, Loop, evaluate, train
 from manyhands.train.optimizer import make_schedule
@@ -66,9 +66,12 @@ def train_model(rank: RankContext) -> None:
     )
     open_workers(rank)
     rank.loss_model.train()
+    outcome: Outcome = "failed"
     try:
         train(loop)
+        outcome = "finished"
     except Interrupted:
+        outcome = "interrupted"
         if state.step:  # else nothing is lost
             checkpoints.save(state)
         raise
@@ -82,7 +85,7 @@ def train_model(rank: RankContext) -> None:
         with contextlib.ExitStack() as closing:  # all of them, even where one cannot write any more
             closing.callback(close_workers, rank)
             for sink in sinks:
-                closing.callback(sink.close)
+                closing.callback(sink.close, outcome)
         rank.sinks = ()
     rank.print(f"trained: {state.stop_reason}")
 
