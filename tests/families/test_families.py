@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import io
 import re
 import tokenize
@@ -142,3 +143,14 @@ def test_known_modules_are_in_transformers(name: str) -> None:
 
 def test_a_reason_is_given_wherever_documents_are_not_packed() -> None:
     assert all(bool(family.packing_reason) == (family.packs is False) for family in FAMILIES)
+
+
+@pytest.mark.parametrize("kind", [kind for family in FAMILIES if family.images for kind in family.model_types])
+def test_images_become_inputs_of_the_forward_pass(kind: str) -> None:
+    from transformers import AutoConfig
+
+    layout, home = find(kind).images, importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+    models = [value for name, value in vars(home).items() if name.endswith("ForConditionalGeneration")]
+    inputs = {name for model in models for name in inspect.signature(model.forward).parameters}
+    assert models and set(layout.names) <= inputs
+    assert isinstance(getattr(AutoConfig.for_model(kind), layout.token_field), int)

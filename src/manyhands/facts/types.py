@@ -92,6 +92,10 @@ class DataFacts(Fact):
     sources: tuple[tuple[int, float], ...] = Field(default_factory=lambda fields: ((fields["num_samples"], 1.0),))
     samples_per_epoch: int = Field(default_factory=lambda fields: fields["num_samples"])  # of the first epoch
     as_given: bool = False  # samples keep their order, also in packs
+    num_images: int = 0  # of the training samples, each once
+    max_image_units: int = 0  # of one sample; units are patches or tiles, by family (``families.ImageLayout``)
+    mean_image_units: float = 0.0  # of a sample of an epoch, those without images included
+    max_image_tokens: int = 0  # of one sample: placeholders that become features
 
 
 class GpuFacts(Fact):

@@ -13,6 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from manyhands.families.family import (
     Config,
     Family,
+    ImageEntry,
+    ImageLayout,
     KnownModule,
     block_shapes,
     head_dim,
@@ -23,6 +25,8 @@ from manyhands.families.family import (
 
 __all__ = [
     "Family",
+    "ImageEntry",
+    "ImageLayout",
     "KnownModule",
     "block_shapes",
     "find",

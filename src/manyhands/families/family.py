@@ -34,6 +34,41 @@ class KnownModule:
 
 
 @dataclass(frozen=True)
+class ImageEntry:
+    """An input of the model's forward pass that images become. In a batch the items of all images of all documents are
+    end to end: ``(items, *item_shape)``, None where checkpoint or image decide.
+    """
+
+    name: str  # the forward pass's own
+    item: Literal["image", "unit", "document"]  # what one item is; a unit is a patch or a tile (see ``ImageLayout``)
+    item_shape: tuple[int | None, ...] = ()
+    dtype: str = "int64"
+
+
+@dataclass(frozen=True)
+class ImageLayout:
+    """How a family's images reach its model.
+
+    ``patches``: an image is as many patches as its size gives, each a vector; ``images``: each image (or crop) is one
+    square; ``tiles``: each is divided into some squares of one size; ``anyres``: likewise, and the text part needs the
+    size of the whole. A unit, in which the work of a tower is counted, is a patch of the first, else a square.
+    """
+
+    layout: Literal["patches", "images", "tiles", "anyres"]
+    entries: tuple[ImageEntry, ...]
+    token_field: str = "image_token_id"  # of config.json: the id that stands where an image's features go
+    mrope: bool = False  # positions of text have three axes: entry ``rope_positions`` (3, 1, T)
+    bidirectional: bool = False  # the tokens of an image attend to each other in both directions
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(entry.name for entry in self.entries)
+
+
+SQUARES = ImageEntry("pixel_values", "unit", (3, None, None), "float32")
+
+
+@dataclass(frozen=True)
 class Family:
     """A family of decoders, or of multimodal models around one. Defaults are Llama's.
 
@@ -75,6 +110,7 @@ class Family:
     text_model_type: str | None = None  # of its text, where that cannot be another family's
     towers: tuple[str, ...] = ()  # modules that encode images, video or sound
     projectors: tuple[str, ...] = ()  # modules that lead from a tower to the embeddings
+    images: ImageLayout | None = None  # None: images cannot be trained
 
     @property
     def is_multimodal(self) -> bool:

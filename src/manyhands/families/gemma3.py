@@ -1,6 +1,6 @@
 """Gemma 3: the text model, and images around it."""
 
-from manyhands.families.family import Family, KnownModule
+from manyhands.families.family import SQUARES, Family, ImageLayout, KnownModule
 from manyhands.families.gemma2 import NORMS
 
 GEMMA3_TEXT = Family(
@@ -31,6 +31,7 @@ GEMMA3 = Family(
     text_model_type="gemma3_text",
     towers=("model.vision_tower",),
     projectors=("model.multi_modal_projector",),
+    images=ImageLayout("images", (SQUARES,), token_field="image_token_index", bidirectional=True),
 )
 
 FAMILIES = (GEMMA3_TEXT, GEMMA3)

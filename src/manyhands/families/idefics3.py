@@ -1,6 +1,6 @@
 """Idefics 3 and SmolVLM: images around Llama."""
 
-from manyhands.families.family import Family
+from manyhands.families.family import SQUARES, Family, ImageLayout
 
 IDEFICS3 = Family(
     name="Idefics 3",
@@ -8,6 +8,7 @@ IDEFICS3 = Family(
     packs=True,
     towers=("model.vision_model",),
     projectors=("model.connector",),
+    images=ImageLayout("tiles", (SQUARES,)),  # the forward pass wants one more axis before: (1, tiles, 3, H, W)
 )
 
 FAMILIES = (IDEFICS3,)

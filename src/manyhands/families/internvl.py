@@ -1,6 +1,6 @@
 """InternVL 3: images around Qwen 2."""
 
-from manyhands.families.family import Family
+from manyhands.families.family import SQUARES, Family, ImageLayout
 
 INTERNVL = Family(
     name="InternVL",
@@ -8,6 +8,7 @@ INTERNVL = Family(
     packs=True,
     towers=("model.vision_tower",),
     projectors=("model.multi_modal_projector",),
+    images=ImageLayout("tiles", (SQUARES,)),
 )
 
 FAMILIES = (INTERNVL,)

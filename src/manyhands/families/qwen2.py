@@ -1,7 +1,13 @@
 """Qwen 2 and 2.5, and their models of images and video (positions of three axes in the text)."""
 
-from manyhands.families.family import Family, KnownModule
+from manyhands.families.family import Family, ImageEntry, ImageLayout, KnownModule
 
+# One image is a grid of (1, rows, columns) patches; a patch is one vector, in the order (channel, time, row, column).
+QWEN_IMAGES = ImageLayout(
+    "patches",
+    (ImageEntry("pixel_values", "unit", (None,), "float32"), ImageEntry("image_grid_thw", "image", (3,))),
+    mrope=True,
+)
 QWEN2 = Family(
     name="Qwen2",
     model_types=("qwen2",),
@@ -42,6 +48,7 @@ QWEN2_5_VL = Family(
     text_model_type="qwen2_5_vl_text",
     towers=("model.visual",),
     projectors=("model.visual.merger",),
+    images=QWEN_IMAGES,
 )
 
 FAMILIES = (QWEN2, QWEN2_VL_TEXT, QWEN2_VL, QWEN2_5_VL)

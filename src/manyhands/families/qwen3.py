@@ -1,6 +1,7 @@
 """Qwen 3, and Qwen3-VL with images and video (positions of three axes in the text)."""
 
 from manyhands.families.family import Family, KnownModule
+from manyhands.families.qwen2 import QWEN_IMAGES
 
 QWEN3 = Family(
     name="Qwen3",
@@ -19,6 +20,7 @@ QWEN3_VL = Family(
     text_model_type="qwen3_vl_text",
     towers=("model.visual",),
     projectors=("model.visual.merger",),
+    images=QWEN_IMAGES,
 )
 
 FAMILIES = (QWEN3, QWEN3_VL_TEXT, QWEN3_VL)
