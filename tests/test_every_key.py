@@ -30,6 +30,7 @@ EFFECTS: dict[str, Callable[[Lab], None]] = {
     "model.special_tokens": model.special_tokens,
     "model.trust_remote_code": model.trust_remote_code,
     "method.name": model.method,
+    "method.parts": model.parts,
     "method.train": model.train,
     "method.freeze": model.freeze,
     "method.rank": model.rank,

@@ -164,6 +164,16 @@ def method(lab: Lab) -> None:
     )
 
 
+def parts(lab: Lab) -> None:
+    """The language model's part is the method where none is named; parts of images need such a model (test_parts.py
+    has what each state does with one).
+    """
+    full = lab.start({"method.parts": {"language": "full"}, "method.rank": 16, "method.alpha": 32.0}).model  # defaults
+    assert all(p.requires_grad for p in full.parameters())
+    with pytest.raises(UserError, match="is a text model"):
+        lab.prepare({"method.parts": {"vision": "trained"}})
+
+
 def trained_names(rank: RankContext) -> list[str]:
     return [name.removeprefix("model.layers.0.") for name, p in rank.model.named_parameters() if p.requires_grad]
 

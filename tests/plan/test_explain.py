@@ -63,6 +63,7 @@ def plans() -> tuple[Plan, ...]:
     tokens = NewTokens(ids=(128256, 5), fresh_ids=(128256,), vocab_size=128257)
     method = run_config(method__dora=True).method
     adapter = AdapterFacts(folder="a", method=method)
+    towers = {"is_multimodal": True, "num_tower_parameters": 5}
     narrow = model_facts(hidden=64, inner=64).model_copy(update={"max_positions": 16})
     return (
         first,
@@ -77,7 +78,8 @@ def plans() -> tuple[Plan, ...]:
         plan(run_config(parallel__strategy="fsdp", data__workers=2), eight),
         plan(run_config(data__packing=False, stop__max_time_s=60, batch__samples=32), facts(llama_8b(), data=unread)),
         plan(run_config(optimizer__learning_rate=1.5, method__rank=64), facts(narrow, new_tokens=tokens)),
-        plan(run_config(), facts(model_facts(num_tower_parameters=5, attention_softcap=5.0), adapter=adapter)),
+        plan(run_config(), facts(model_facts(**towers, attention_softcap=5.0), adapter=adapter)),
+        plan(run_config(), facts(model_facts(**towers), data=data_facts(num_images=10))),
         plan(run_config(), facts(llama_8b(), gpus=1, data=data_facts(num_samples=5000, mean=400, longest=512))),
         plan(
             run_config(method__target_modules="peft-default", batch__samples=1), facts(llama_8b(), gpus=1, data=EQUAL)

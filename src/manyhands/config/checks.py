@@ -172,6 +172,25 @@ def _check_method(config: RunConfig) -> Findings:
         yield from _unused(config, ("method.train", "method.freeze"), "method.name", "set method.name: patterns")
 
 
+def _check_parts(config: RunConfig) -> Findings:
+    """What no model and no data could make right; the rest is ``plan/parts.py``'s."""
+    method, parts = config.method, config.method.parts
+    for part, state in parts.items():
+        allowed = ("frozen", "full", "lora", "qlora") if part == "language" else ("left_out", "frozen", "trained")
+        if state not in ("auto", *allowed):
+            whole = part == "language" and state == "trained"
+            fix = "use full, lora or qlora" if whole else f"use auto, {', '.join(allowed[:-1])} or {allowed[-1]}"
+            yield f"`method.parts.{part}` cannot be {state}: {fix}"
+    language = parts.get("language", "auto")
+    if language == "frozen" and method.name != "full":
+        yield (
+            f"`method.parts.language: frozen` trains nothing of the language model, and `method.name: {method.name}` "
+            "does: remove method.name, or set method.parts.language: auto"
+        )
+    elif language in ("full", "lora", "qlora") and language != method.name:
+        yield f"`method.parts.language: {language}` contradicts `method.name: {method.name}`: keep one"
+
+
 def _check_loftq(config: RunConfig) -> Findings:
     if config.method.dora:
         yield "`method.init: loftq` and `method.dora` both change the initial magnitudes of the weights: remove one"
@@ -362,6 +381,7 @@ RULES: tuple[Callable[[RunConfig], Findings], ...] = (
     _check_evaluation,
     _check_checkpoint,
     _check_method,
+    _check_parts,
     _check_optimizer,
     _check_task,
     _check_ready_rows,

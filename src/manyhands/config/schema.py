@@ -8,9 +8,9 @@ and stays ``auto`` here: the config is what was asked for.
 from __future__ import annotations
 
 import hashlib
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from manyhands.config.data_schema import (
     Auto,
@@ -28,6 +28,7 @@ from manyhands.config.data_schema import Source as Source
 from manyhands.config.submit_schema import SubmitSection
 
 PartOfRun = Annotated[float, Field(gt=0, lt=1)]
+PartName = Literal["vision", "projector", "language"]  # of a model of text and images
 
 
 class ModelSection(Section):
@@ -81,6 +82,13 @@ class MethodSection(Section):
         description="`full` trains all weights, `lora` low-rank adapters on frozen weights, `qlora` the same on 4-bit "
         "(NF4) weights, `patterns` the weights selected by `train` and `freeze`.",
     )
+    parts: dict[PartName, Literal["auto", "left_out", "frozen", "trained", "full", "lora", "qlora"]] = Field(
+        {},
+        description="Parts of a model of text and images, such as {projector: trained, vision: frozen, language: "
+        "lora}. `vision` and `projector` are left_out, frozen or trained; `language` is frozen, or what `name` is. "
+        "auto: vision and projector are left out where no sample has an image, else vision is frozen, and the "
+        "projector trained with full and frozen with lora and qlora.",
+    )
     train: tuple[str, ...] = Field(
         (),
         description="patterns: weights to train, by name, glob pattern, slice (`layers[-2:]`: the last two) or `re:` "
@@ -114,6 +122,16 @@ class MethodSection(Section):
     adapter: str | None = Field(
         None, description="LoRA: continue from this PEFT adapter, or from a finished run's folder."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_by_language(cls, values: Any) -> Any:
+        """``parts.language`` is the method where ``name`` is not given: `full` where other parts alone are trained."""
+        parts = values.get("parts") if isinstance(values, dict) else None
+        language = parts.get("language") if isinstance(parts, dict) else None
+        if language in ("frozen", "full", "lora", "qlora") and "name" not in values:
+            return {**values, "name": "full" if language == "frozen" else language}
+        return values
 
     @property
     def trains_adapters(self) -> bool:

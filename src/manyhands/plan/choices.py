@@ -21,7 +21,8 @@ from manyhands.plan.hardware import (
     explain_nodes,
 )
 from manyhands.plan.layout import DTYPE_BYTES, ComputeDtype, Device, Dtype
-from manyhands.plan.types import Reason, reason
+from manyhands.plan.parts import choose_parts
+from manyhands.plan.types import PartState, Reason, reason
 
 Attention = Literal["varlen", "sdpa", "blockwise"]
 
@@ -52,6 +53,7 @@ class Decisions:
     data_workers: int
     learning_rate: float
     output: Dtype
+    parts: dict[str, PartState]  # of a model of text and images; {} for a text model
     why_ranks: tuple[Reason, ...]
     why_numerics: tuple[Reason, ...]
     why_rate: tuple[Reason, ...]
@@ -75,8 +77,8 @@ def decide(config: RunConfig, facts: Facts) -> Decisions:
         in_files = facts.model.stored_nf4 is not None
         why_frozen = (reason("frozen", compute=compute, double=config.method.double_quant, stored=in_files),)
     why_frozen += choose_linear(config, device, gpus)
-    if facts.model.num_tower_parameters:
-        why_frozen += (reason("towers", parameters=facts.model.num_tower_parameters),)
+    parts, why_parts = choose_parts(config, facts)
+    why_frozen += why_parts
     rate, why_rate = choose_learning_rate(config)
     check_optimizer(config, device, compute)
     master, why_master = choose_master_dtype(config, compute)
@@ -94,6 +96,7 @@ def decide(config: RunConfig, facts: Facts) -> Decisions:
         data_workers=data_workers,
         learning_rate=rate,
         output=output,
+        parts=parts,
         why_ranks=(*explain_hardware(device, facts.host), why_device, why_world, *explain_nodes(facts)),
         why_numerics=(why_compute, *why_master, *why_frozen, why_attention, why_compile, why_workers),
         why_rate=(why_rate, why_output),

@@ -95,6 +95,7 @@ def _plan(config: RunConfig, facts: Facts, number: int, cause: Cause, before: Pl
         new_tokens=facts.new_tokens,
         adapter=facts.adapter,
         stored_nf4=facts.model.stored_nf4,
+        parts=made.parts,
         target_modules=None if config.method.target_modules == "all-linear" else config.method.target_modules,
         layout=found.chosen.layout,
         attention=made.attention,

@@ -298,6 +298,7 @@ SENTENCES: dict[Code, tuple[str, Callable[[Values], str]]] = {
     ),
     "linear": ("linear", _linear),
     "towers": ("towers", lambda v: f"{v['parameters']:,} parameters are not loaded, as training is on text only"),
+    "parts": ("parts", lambda v: ", ".join(f"{part} {state}" for part, state in v["parts"].items())),
     "attention": ("attention", _attention),
     "compile": ("compile", _compile),
     "new_tokens": ("new tokens", _new_tokens),

@@ -15,6 +15,7 @@ from manyhands.config.schema import MethodSection, RunConfig
 from manyhands.facts.types import AdapterFacts, NewTokens, Nf4Facts
 from manyhands.plan.layout import Dtype, Layout
 
+PartState = Literal["left_out", "frozen", "trained"]
 Cause = Literal["first", "resume", "resize", "out_of_memory"]
 
 
@@ -123,6 +124,9 @@ class Plan(Part):
     new_tokens: NewTokens | None = None
     adapter: AdapterFacts | None = None  # that training continues; its method takes the place of the config's
     stored_nf4: Nf4Facts | None = None  # of a base whose weights are stored so
+    # of a model of text and images: vision, projector, language; a language model is trained by its method, whatever
+    # that is. {} for a text model
+    parts: dict[str, PartState] = {}
     target_modules: tuple[str, ...] | None = None  # of adapters; none: all linear layers of the blocks
 
     layout: Layout
@@ -196,7 +200,7 @@ def method_of(plan: Plan, config: RunConfig) -> MethodSection:
 Code = Literal[
     "hardware", "figures", "assumed", "untried", "device", "processes", "nodes", "node_links", "packing", "targets",
     "smaller", "strategy", "activation_checkpointing", "reduction", "offload", "memory", "batch", "efficiency",
-    "compute", "masters", "frozen", "linear", "towers", "attention", "compile", "data_workers", "new_tokens",
+    "compute", "masters", "frozen", "linear", "towers", "parts", "attention", "compile", "data_workers", "new_tokens",
     "adapter", "validation", "left_out", "unread", "steps", "warmup", "evaluation", "checkpoints", "early_end",
     "disk", "learning_rate", "output_dtype", "environment", "long_samples", "large_batch", "high_learning_rate",
     "high_rank", "not_next_smaller", "exceeds_memory", "exceeds_host_memory", "near_limit", "computes_again",

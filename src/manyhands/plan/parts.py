@@ -1,0 +1,93 @@
+"""Which parts of a model of text and images a run loads and trains: vision tower, projector, language model. Pure."""
+
+from __future__ import annotations
+
+from manyhands.config.schema import RunConfig
+from manyhands.core.errors import UserError
+from manyhands.facts.types import Facts
+from manyhands.plan.types import PartState, Reason, reason
+
+OUTER_PARTS = ("vision", "projector")  # what leads to the language model's embeddings, in the order of the forward pass
+
+
+def choose_parts(config: RunConfig, facts: Facts) -> tuple[dict[str, PartState], tuple[Reason, ...]]:
+    """The state of each part, {} for a text model. UserError where ``method.parts`` contradicts the model or the data.
+
+    Without images in the training data what they pass through is left out, as nothing would be computed with it. With
+    images the tower is frozen, and the projector trained wherever the language model's own weights are.
+    """
+    asked = {part: state for part, state in config.method.parts.items() if state != "auto"}
+    if not facts.model.is_multimodal:
+        _check_text_model(asked, facts)
+        return {}, ()
+    language: PartState = "frozen" if asked.get("language") == "frozen" else "trained"
+    if not facts.data.num_images:
+        _check_without_images(asked)
+        num_left_out = facts.model.num_tower_parameters
+        why = (reason("towers", parameters=num_left_out),) if num_left_out else ()
+        return {"vision": "left_out", "projector": "left_out", "language": language}, why
+    _check_left_out(asked, facts)
+    projector: PartState = "frozen" if config.method.trains_adapters else "trained"
+    parts: dict[str, PartState] = {
+        "vision": "trained" if asked.get("vision") == "trained" else "frozen",
+        "projector": {"trained": "trained", "frozen": "frozen"}.get(asked.get("projector", ""), projector),  # type: ignore[dict-item]
+        "language": language,
+    }
+    if "trained" not in parts.values():
+        raise UserError(
+            "no part of the model is trained",
+            where="method.parts",
+            why="vision, projector and language are frozen",
+            fix="set method.parts.projector: trained, or another part",
+        )
+    return parts, (reason("parts", parts=parts, method=config.method.name),)
+
+
+def _check_text_model(asked: dict[str, str], facts: Facts) -> None:
+    """UserError for images, or a part that images pass through, where the model reads text alone."""
+    model = facts.model
+    wrong = [part for part in OUTER_PARTS if asked.get(part, "left_out") != "left_out"]
+    if wrong or asked.get("language") == "frozen":
+        part = wrong[0] if wrong else "language"
+        raise UserError(
+            f"method.parts.{part}: {asked[part]} needs a model of text and images",
+            where=f"method.parts.{part}",
+            why=f"{model.name} ({model.model_type}) is a text model: its config.json has no vision_config",
+            fix="remove method.parts, or name a vision-language model",
+        )
+    if facts.data.num_images:
+        raise UserError(
+            f"{facts.data.num_images:,} images in the training data, and the model reads text alone",
+            where="model.name",
+            why=f"{model.name} ({model.model_type}) is a text model: its config.json has no vision_config",
+            fix="name a vision-language model, or leave the images out of the data",
+        )
+
+
+def _check_without_images(asked: dict[str, str]) -> None:
+    """UserError for a part that nothing would pass through, or nothing trained."""
+    for part in OUTER_PARTS:
+        if asked.get(part, "left_out") != "left_out":
+            raise UserError(
+                f"method.parts.{part} is {asked[part]}, but no training sample has an image",
+                where=f"method.parts.{part}",
+                why="nothing would pass through it",
+                fix="use data with images, or set it to auto or left_out",
+            )
+    if asked.get("language") == "frozen":
+        raise UserError(
+            "method.parts.language is frozen, and no training sample has an image: nothing would be trained",
+            where="method.parts.language",
+            fix="use data with images, or set it to auto, full, lora or qlora",
+        )
+
+
+def _check_left_out(asked: dict[str, str], facts: Facts) -> None:
+    for part in OUTER_PARTS:
+        if asked.get(part) == "left_out":
+            raise UserError(
+                f"method.parts.{part} is left_out, but the training data has {facts.data.num_images:,} images",
+                where=f"method.parts.{part}",
+                why="every image passes through vision tower and projector",
+                fix="set it to frozen, trained or auto, or leave the images out of the data",
+            )

@@ -1,0 +1,81 @@
+"""Which parts of a model of text and images are loaded and trained, by what was asked and what the data has."""
+
+from __future__ import annotations
+
+import pytest
+
+from manyhands.config.checks import check
+from manyhands.core.errors import UserError
+from manyhands.plan.search import plan
+from tests.plan.examples import data_facts, facts, model_facts, run_config
+
+WITHOUT, WITH = data_facts(), data_facts(num_images=700)
+
+
+def whole(data=WITH):
+    return facts(model_facts(is_multimodal=True, num_tower_parameters=1000), data=data)
+
+
+def parts_of(asked=None, data=WITH, **keys):
+    return plan(run_config(**({"method__parts": asked} if asked else {}), **keys), whole(data)).parts
+
+
+@pytest.mark.parametrize(
+    ("method", "data", "expected"),
+    [
+        ("lora", WITHOUT, ("left_out", "left_out", "trained")),
+        ("full", WITHOUT, ("left_out", "left_out", "trained")),
+        ("lora", WITH, ("frozen", "frozen", "trained")),
+        ("qlora", WITH, ("frozen", "frozen", "trained")),
+        ("full", WITH, ("frozen", "trained", "trained")),
+    ],
+)
+def test_parts_without_a_word_follow_the_data_and_the_method(method, data, expected):
+    assert tuple(parts_of(data=data, method__name=method).values()) == expected
+
+
+def test_each_part_is_as_asked():
+    asked = {"vision": "frozen", "projector": "trained", "language": "lora"}
+    assert parts_of(asked) == {"vision": "frozen", "projector": "trained", "language": "trained"}
+    asked = {"vision": "trained", "projector": "trained", "language": "frozen"}
+    assert parts_of(asked) == asked
+
+
+def test_a_text_model_has_no_parts():
+    assert plan(run_config(), facts()).parts == {}
+
+
+def test_the_language_part_is_the_method_where_none_is_named():
+    assert run_config(method__parts={"language": "qlora"}).method.name == "qlora"
+    assert run_config(method__parts={"language": "frozen"}).method.name == "full"
+    assert run_config(method__parts={"projector": "trained"}).method.name == "lora"
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"method__parts": {"vision": "lora"}}, "`method.parts.vision` cannot be lora: use auto, left_out, frozen or"),
+        ({"method__parts": {"language": "trained"}}, "use full, lora or qlora"),
+        ({"method__parts": {"language": "full"}, "method__name": "lora"}, "contradicts `method.name: lora`"),
+        ({"method__parts": {"language": "frozen"}, "method__name": "lora"}, "remove method.name"),
+    ],
+)
+def test_parts_that_no_model_has_are_refused(keys, message):
+    assert any(message in finding for finding in check(run_config(**keys)))
+
+
+@pytest.mark.parametrize(
+    ("asked", "given", "message"),
+    [
+        ({"vision": "trained"}, facts(), "method.parts.vision: trained needs a model of text and images"),
+        ({}, facts(data=WITH), "700 images in the training data, and the model reads text alone"),
+        ({"projector": "trained"}, whole(WITHOUT), "no training sample has an image"),
+        ({"language": "frozen"}, whole(WITHOUT), "nothing would be trained"),
+        ({"vision": "left_out"}, whole(), "every image passes through vision tower and projector"),
+        ({"projector": "frozen", "language": "frozen"}, whole(), "no part of the model is trained"),
+    ],
+)
+def test_parts_that_contradict_the_model_or_the_data_are_refused(asked, given, message):
+    with pytest.raises(UserError) as caught:
+        plan(run_config(method__parts=asked), given)
+    assert message in str(caught.value)
