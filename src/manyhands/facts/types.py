@@ -91,7 +91,6 @@ class DataFacts(Fact):
     # (samples, weight) of each source: an epoch takes the samples of each as often as its weight
     sources: tuple[tuple[int, float], ...] = Field(default_factory=lambda fields: ((fields["num_samples"], 1.0),))
     samples_per_epoch: int = Field(default_factory=lambda fields: fields["num_samples"])  # of the first epoch
-    num_images: int = 0  # of all training samples
     as_given: bool = False  # samples keep their order, also in packs
     num_images: int = 0  # of the training samples, each once
     max_image_units: int = 0  # of one sample; units are patches or tiles, by family (``families.ImageLayout``)
