@@ -16,7 +16,7 @@ def choose_parts(config: RunConfig, facts: Facts) -> tuple[dict[str, PartState],
     Without images in the training data what they pass through is left out, as nothing would be computed with it. With
     images the tower is frozen, and the projector trained wherever the language model's own weights are.
     """
-    asked = {part: state for part, state in config.method.parts.items() if state != "auto"}
+    asked: dict[str, str] = {part: state for part, state in config.method.parts.items() if state != "auto"}
     if not facts.model.is_multimodal:
         _check_text_model(asked, facts)
         return {}, ()
