@@ -17,6 +17,7 @@ from manyhands.core.errors import UserError
 from manyhands.facts.model_config import read_config
 from manyhands.facts.safetensors import TensorHeader, equal_bytes, find_weight_files, read_header, read_headers
 from manyhands.facts.stored_nf4 import StoredNf4, find_stored_nf4
+from manyhands.facts.towers import read_tower
 from manyhands.facts.types import ModelFacts, NewTokens, Nf4Facts, StoredDtype
 
 STORED_DTYPES: dict[str, StoredDtype] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
@@ -41,13 +42,15 @@ def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "rando
     outer, config = read_config(folder)
     is_multimodal = config is not outer
     block = families.block_shapes(families.find(config), config)
-    num_tower_parameters, stored, stored_nf4 = 0, _config_dtype(outer), None
+    num_tower_parameters, tower, stored, stored_nf4 = 0, None, _config_dtype(outer), None
     shapes = parameter_shapes(config)
     decoder = "model.language_model" if is_multimodal else "model"
     if init == "pretrained":
         tensors, in_nf4 = _read_tensors(folder, outer)
         if is_multimodal:
-            num_tower_parameters = sum(t.num_elements for name, t in tensors.items() if not TEXT_TENSOR.search(name))
+            outer_shapes = {name: t.shape for name, t in tensors.items() if not TEXT_TENSOR.search(name)}
+            num_tower_parameters = sum(map(math.prod, outer_shapes.values()))
+            tower = read_tower(outer, families.find(outer), outer_shapes)
             config |= {"tie_word_embeddings": shares_head(folder, config)}
             tensors = {name_in_model(name): tensor for name, tensor in tensors.items() if TEXT_TENSOR.search(name)}
             decoder = next((name.removesuffix(EMBEDDINGS) for name in tensors if name.endswith(EMBEDDINGS)), decoder)
@@ -82,6 +85,7 @@ def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "rando
         num_parameters=sum(map(math.prod, shapes.values())),
         is_multimodal=is_multimodal,
         num_tower_parameters=num_tower_parameters,
+        tower=tower,
         num_block_parameters=sum(map(math.prod, block.values())),
         block_linear_shapes={
             name.removesuffix(".weight"): (shape[0], shape[1])

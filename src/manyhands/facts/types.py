@@ -25,6 +25,24 @@ class Nf4Facts(Fact):
     linears: tuple[str, ...]  # of ``block_linear_shapes``, those that are stored so in every block
 
 
+class TowerFacts(Fact):
+    """Dimensions of a vision tower and its projector. A unit is a patch, or a square of ``patches_per_unit`` patches
+    (``families.ImageLayout``).
+    """
+
+    num_parameters: int  # of the tower
+    num_projector_parameters: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_block_parameters: int  # of one block
+    block_linear_shapes: dict[str, tuple[int, int]]  # (out, in) of the linear layers of one block
+    patches_per_unit: int
+    unit_values: int  # numbers that the pixels of a unit are
+    tokens_per_unit: float  # placeholders in the text
+    shapes: dict[str, tuple[int, ...]] = {}  # of every tensor of tower and projector by its name in the files
+
+
 class ModelFacts(Fact):
     """Dimensions of a dense decoder, from its config.json and the headers of its safetensors files.
 
@@ -54,6 +72,7 @@ class ModelFacts(Fact):
     num_parameters: int
     is_multimodal: bool = False  # by config.json: the text decoder is one part among others, stored with it or not
     num_tower_parameters: int = 0  # vision, audio and projectors of a multimodal model: they stay on disk
+    tower: TowerFacts | None = None  # what images pass through, if the model has it
     num_block_parameters: int  # of one block
     block_linear_shapes: dict[str, tuple[int, int]]
     block_norm_elements: int  # elements a token that the norms of one block read: hidden_size for each

@@ -19,7 +19,7 @@ QWEN3_VL = Family(
     model_types=("qwen3_vl",),
     text_model_type="qwen3_vl_text",
     towers=("model.visual",),
-    projectors=("model.visual.merger",),
+    projectors=("model.visual.merger", "model.visual.deepstack_merger_list"),
     images=QWEN_IMAGES,
 )
 
