@@ -49,13 +49,19 @@ def doctor(
         bool,
         typer.Option("--calibrate", help="Measure what the GPUs sustain, in less than a minute, for later plans."),
     ] = False,
+    run: Annotated[
+        str,
+        typer.Option("--run", metavar="RUN", help="Say what this run does or waits for, without ending it."),
+    ] = "",
 ) -> None:
-    """Check Python, packages, GPUs, disk and hub (exit code 1 if something is missing)."""
+    """Check Python, packages, GPUs, limits, disk and hub (exit code 1 if something is missing)."""
     from rich.console import Console
     from rich.text import Text
 
     if calibrate:
         raise typer.Exit(_calibrate())
+    if run:
+        raise typer.Exit(_examine(run))
     console = Console(highlight=False)
     marks = {"ok": ("ok     ", "green"), "warning": ("warning", "yellow"), "bad": ("missing", "bold red")}
     results = []
@@ -71,6 +77,16 @@ def doctor(
     num_warnings = sum(result.state == "warning" for result in results)
     console.print(f"{num_bad} missing, {num_warnings} warnings")
     raise typer.Exit(EXIT_FAILED if num_bad else 0)
+
+
+def _examine(run: str) -> int:
+    """Exit code 1 where the run stands still."""
+    from manyhands.cli.runs import RUNS, open_run
+    from manyhands.launch.examine import examine
+
+    found = examine(open_run(run, RUNS))
+    typer.echo("\n".join(found.lines))
+    return EXIT_FAILED if found.stands_still else 0
 
 
 def _calibrate() -> int:

@@ -28,6 +28,7 @@ import psutil
 from manyhands.core.files import read_json
 from manyhands.launch.environment import LAUNCHER_PID
 from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.snapshot import Answers
 
 TICK_S = 0.5
 ORPHAN_GRACE_S = 20.0
@@ -87,6 +88,8 @@ class Heartbeat:
         self._advanced = 0.0
         self._worked = 0.0  # when processor time last counted as progress
         self.count_collectives: Callable[[], int] = lambda: 0
+        self.read_collectives: Callable[[], list[dict[str, Any]]] = list  # the last ones, for ``snapshot.Collective``
+        self._answers = Answers(folder, rank)
         self.counts_processor = (
             True  # its processor time is a sign of work: where libraries are at work, and no device is waited for
         )
@@ -133,6 +136,7 @@ class Heartbeat:
             if self.counts_processor and self._cpu_s - before > WORKING_CPU_S:
                 self._count_processor()
             self._write()
+            self._answers.answer(self.read_collectives)
             if self._launcher and os.getppid() != self._launcher:
                 self._end_orphan()
 

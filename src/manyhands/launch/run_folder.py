@@ -9,6 +9,7 @@
 | status.json | {"state": "running", "finished", "failed" or "interrupted", "time": ..., ...} |
 | logs/launcher.log | plans and messages, as shown on the terminal |
 | logs/rank-0.log | what rank 0 showed and printed |
+| logs/hang-1.txt | what all ranks did when progress stopped (``hang.py``) |
 | metrics.jsonl, tensorboard/, report.json, report.md | what was measured |
 | checkpoints/step-000010/, model/ or adapter/ | what was trained |
 | .lock | held by the launcher (flock), with its process id |
@@ -84,6 +85,24 @@ class RunFolder:
     def reserve(self, rank: int) -> Path:
         """Room that ``failure(rank)`` takes where the disk is full."""
         return self.ranks / f"reserve-{rank}"
+
+    @property
+    def asked(self) -> Path:
+        """Holds a token when all ranks are asked what they are doing (``snapshot.ask``)."""
+        return self.ranks / "ask"
+
+    def snapshot(self, rank: int) -> Path:
+        """The rank's answer."""
+        return self.ranks / f"snapshot-{rank}.json"
+
+    def stack(self, rank: int) -> Path:
+        """Where a signal makes the rank write its stacks."""
+        return self.ranks / f"stack-{rank}.txt"
+
+    def hang_file(self) -> Path:
+        """A new file for what all ranks did when progress stopped."""
+        number = 1 + len(list(self.logs.glob("hang-*.txt")))
+        return self.logs / f"hang-{number}.txt"
 
     def create(self) -> None:
         """Makes the folder and the folders for plans and logs; existing ones are kept."""

@@ -18,11 +18,14 @@ from typing import Any, Protocol
 import psutil
 
 from manyhands.core.errors import EXIT_FAILED, UserError
+from manyhands.launch import hang
 from manyhands.launch.failure import log_tail
 from manyhands.launch.heartbeat import Beat, read_beat
 from manyhands.launch.run_folder import RunFolder
 
 GRACE_S = 10.0  # from the first cause until ranks that have not ended are killed
+FROZEN_S = 10.0  # without a tick: nothing of Python runs in that process
+MAX_SHOWN = 8  # ranks on the terminal; the file has all
 START_GRACE_S = 30.0  # ranks that wait for a missing one time out first, with a better message
 
 
@@ -113,7 +116,7 @@ class Watch:
                 self._look(elapsed_s)
             except OSError:  # a network file system that does not answer for once must not end the watch
                 continue
-            if self.verdict is None and self._caused_at is None and (self.others is None or self.others.node == 0):
+            if self.verdict is None and self._caused_at is None and self._may_judge():
                 self._judge(elapsed_s)
             self._end_waiting(now)
 
@@ -128,12 +131,19 @@ class Watch:
                 sent = elsewhere.get(rank)
                 seen.look(Beat(**sent["beat"]) if sent else None, elapsed_s)
                 seen.is_stopped = bool(sent and sent["is_stopped"])
-        if len(self.pids) < len(self.local):
-            self.pids.update(worker_pids())
+        self._find_pids()
         if self._caused_at is None and (
             self.folder.has_cause() or any(s.beat is not None and s.beat.is_gone for s in self._ranks)
         ):
             self._caused_at = time.monotonic()
+
+    def _find_pids(self) -> None:
+        assert self.local is not None
+        if len(self.pids) < len(self.local):
+            self.pids.update(worker_pids())
+
+    def _may_judge(self) -> bool:
+        return self.others is None or self.others.node == 0
 
     def describe_ranks(self) -> dict[str, Any]:
         """What node 0 is to know of this node's ranks, as JSON. Files on a network disk would tell it late."""
@@ -186,6 +196,9 @@ class Watch:
         if len(culprits) > 1:  # equally far: one that does not even tick is stuck, not waiting
             culprits = [rank for rank in culprits if living[rank].frozen_s >= self.timeout_s] or culprits
         self.verdict = self._explain(culprits, living, failed)
+        self._end_ranks(culprits)
+
+    def _end_ranks(self, culprits: list[int]) -> None:
         assert self.local is not None
         self.kill_ranks(rank for rank in culprits if rank in self.local)
         if self.others is not None:
@@ -197,34 +210,32 @@ class Watch:
     def _explain(self, culprits: list[int], living: dict[int, _Seen], failed: dict[int, dict[str, Any]]) -> UserError:
         rank, seen = culprits[0], living[culprits[0]]
         several = len(culprits) > 1
-        why = "it hangs, or waits for an external resource"
-        if several:
-            why = "all of them are at the same point, so no single rank is the cause:"
-            why += " they hang, or the connection between them does"
-        elif seen.beat is None:
-            why = "it never reported a start"
-        elif seen.is_stopped:
-            why = "its process is stopped (SIGSTOP)"
+        states = hang.look_closer(self.folder, {r: self._state_of(r, one) for r, one in living.items()})
+        behind, others = [states[r] for r in culprits], [state for r, state in states.items() if r not in culprits]
+        cause = hang.find_cause(behind, others, hang.free_bytes(self.folder))
+        who = f"ranks {', '.join(map(str, culprits))}" if several else self._name(rank)
+        what = f"{who} made no progress for {seen.still_s:.0f} s (parallel.timeout_s = {self.timeout_s:g})"
+        kept = hang.keep(self.folder, what, cause, [*behind, *others])
         tail = log_tail(self.folder, rank)
-        others = [
-            f"{self._name(r)}: {s.beat or 'not started'}, no progress for {s.still_s:.0f} s"
-            for r, s in living.items()
-            if r != rank
-        ]
-        others += [
+        details = [str(state) for state in (behind[1:] + others)[:MAX_SHOWN]]
+        details += [
             f"{self._name(r)}: lost its peers in stage '{f['stage']}': {f['summary'].splitlines()[-1]}"
             for r, f in failed.items()
         ]
-        who = f"ranks {', '.join(map(str, culprits))}" if several else self._name(rank)
         return UserError(
-            f"{who} made no progress for {seen.still_s:.0f} s (parallel.timeout_s = {self.timeout_s:g})"
-            f" and {'were' if several else 'was'} ended",
+            f"{what} and {'were' if several else 'was'} ended",
             where=f"{seen.beat or 'not started'}; log: {self.folder.log(rank)}",
-            why=why + (f"; the end of its log:\n{tail}" if tail else ""),
-            fix="read that log, and raise parallel.timeout_s if the stage may take longer; the same command resumes",
-            details=others,
+            why=f"likely cause: {cause}" + (f"; the end of its log:\n{tail}" if tail else ""),
+            fix=(f"read {kept}: the stacks and last collectives of all ranks. " if kept else "")
+            + "Raise parallel.timeout_s if the stage may take longer; the same command resumes",
+            details=details,
             exit_code=EXIT_FAILED,
         )
+
+    def _state_of(self, rank: int, seen: _Seen) -> hang.RankState:
+        process = hang.STOPPED if seen.is_stopped else ""
+        is_stuck = seen.beat is not None and seen.frozen_s >= min(self.timeout_s, FROZEN_S)
+        return hang.RankState(rank, self._name(rank), seen.beat, seen.still_s, is_stuck, process)
 
     def _name(self, rank: int) -> str:
         return f"rank {rank}" if self.others is None else self.others.name_rank(rank)

@@ -69,12 +69,14 @@ def main(argv: list[str]) -> int:
         end_with_parent()
     from manyhands.launch.heartbeat import Heartbeat
     from manyhands.launch.run_folder import RunFolder
+    from manyhands.launch.snapshot import listen_for_signal
 
     # Before torch is imported, which takes long on a loaded machine.
     heartbeat = None
     if arguments.run_folder is not None and arguments.run_folder.is_dir():
         with contextlib.suppress(OSError):  # a full disk is met again, and reported, where failures are
             heartbeat = Heartbeat(RunFolder(arguments.run_folder), launcher.rank)
+            listen_for_signal(RunFolder(arguments.run_folder), launcher.rank)
     from manyhands.worker.rendezvous import FirstRankFailed
     from manyhands.worker.run import run_rank
     from manyhands.worker.session import Session

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,6 +38,7 @@ from manyhands.launch.run_file import load_for_start
 from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.watch import Stopped
 from manyhands.plan.types import Plan
+from manyhands.worker.collectives import count_collectives, read_collectives
 from manyhands.worker.context import RankContext
 from manyhands.worker.first_rank import POLL_S, FirstRankFailed, from_first_rank, is_there, leave_together
 from manyhands.worker.nodes import (
@@ -131,6 +131,7 @@ def _form_world(session: Session, store: dist.Store, nodes: NodeMap) -> None:
     rank.world = form_group(store, launcher, device, rank.config.parallel.timeout_s + slack_s)
     if session.heartbeat is not None:
         session.heartbeat.count_collectives = count_collectives
+        session.heartbeat.read_collectives = read_collectives
     check_world(rank.world, rank.plan.layout.world_size)
 
 
@@ -327,20 +328,3 @@ def check_world(world: World, expected: int) -> None:
             fix="start the number of processes that the plan names, or plan again",
             exit_code=EXIT_FAILED,
         )
-
-
-def count_collectives() -> int:
-    """Collectives that this rank has entered, over all its groups; 0 where this torch does not count them.
-
-    All ranks enter the same ones in the same order, so a rank that waits in one has entered more than the rank it waits
-    for. Torch counts for its own debugging tools only: none of this is public.
-    """
-    try:
-        backends: dict[int, Any] = {}
-        for group in list(dist.distributed_c10d._world.pg_map):
-            for device in group._device_types:
-                backend = group._get_backend(device)
-                backends[id(backend)] = backend
-        return sum(backend._get_sequence_number_for_group() for backend in backends.values())
-    except Exception:  # whatever a version of torch may lack: then stages and steps alone tell how far a rank has come
-        return 0

@@ -27,7 +27,9 @@ from manyhands.launch.failure import (
     write_failure,
 )
 from manyhands.launch.heartbeat import Heartbeat
+from manyhands.launch.rank_watch import RankWatch
 from manyhands.launch.run_folder import FolderLock, RunFolder
+from manyhands.launch.snapshot import listen_for_signal
 from manyhands.worker.context import RankContext
 
 DEFAULT_TIMEOUT_S = 600.0  # until the run file is known
@@ -51,6 +53,7 @@ class Session:
         self.store: Any = None  # the ranks' key-value store, where the process has one already
         self.stop: Stop | None = None
         self.is_reporting = False  # why it ends, or has done so
+        self.watch: RankWatch | None = None  # where the launcher does not watch
 
     def attach(self, folder: RunFolder) -> None:
         """The run's folder is known: this process's output goes to the rank's log from here on, its signals end the
@@ -59,7 +62,21 @@ class Session:
         self.context.terminal = redirect_output(folder.log(self.launcher.rank))
         self.context.log = sys.stdout
         self.start_heartbeat(folder)
+        listen_for_signal(folder, self.launcher.rank)
         self.watch_signals(give_up=lambda: is_lost(folder))
+        if self.launcher.kind != "manyhands":
+            self._watch_others(folder)
+
+    def _watch_others(self, folder: RunFolder) -> None:
+        self.watch = RankWatch(
+            folder,
+            self.launcher.world_size,
+            self.context.config.parallel.timeout_s,
+            rank=self.launcher.rank,
+            local_rank=self.launcher.local_rank,
+            report=self.show_end,
+        )
+        self.watch.start()
 
     def start_heartbeat(self, folder: RunFolder) -> None:
         if self.heartbeat is None:
@@ -92,6 +109,8 @@ class Session:
 
     def close_heartbeat(self) -> None:
         """This rank ends as planned: nobody need wait for it, or take it for lost."""
+        if self.watch is not None:
+            self.watch.close()
         if self.heartbeat is not None:
             self.heartbeat.close()
 
@@ -102,6 +121,13 @@ class Session:
         if self.is_reporting:
             return
         self.is_reporting = True
+        try:
+            self._report(error)
+        finally:
+            if self.watch is not None:  # until here: a peer whose report is waited for may be stopped
+                self.watch.close()
+
+    def _report(self, error: BaseException) -> None:
         rank, world_size, stage = self.launcher.rank, self.launcher.world_size, self.context.stage
         is_consequence = world_size > 1 and looks_like_consequence(error)
         if not isinstance(error, UserError | PeerError):
@@ -122,6 +148,17 @@ class Session:
                 if self.folder.has_cause():  # of another machine, whose terminal is not this one
                     self._show(str(first_failure(self.folder, {})))
             record_for_torch(error, stage, rank)
+
+    def show_end(self) -> None:
+        """Why the run ends, as far as any rank knows, in a rank that did not get to say it itself."""
+        if self.folder is None:
+            return
+        if not self.folder.has_cause():
+            return self.show_lost()
+        cause = first_failure(self.folder, {})
+        self._show(str(cause))
+        self._write_failed(str(cause), cause)
+        record_for_torch(cause, self.context.stage, self.launcher.rank)
 
     def show_lost(self, error: BaseException | None = None) -> None:
         """Where no rank has reported why the run ends, a surviving one shows what it knows."""

@@ -1,0 +1,279 @@
+"""Why a run does not go on: what every rank does at this moment, and the likely cause by explicit rules. No torch.
+
+The rules (``find_cause``) are listed in docs/hangs.md. They read facts only: heartbeats, the state of processes, stacks
+and the last collectives. Each is a guess, said as such.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import psutil
+
+from manyhands.core.files import nearest_folder
+from manyhands.core.units import format_gib
+from manyhands.launch.heartbeat import Beat, this_host
+from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.snapshot import (
+    Frame,
+    Snapshot,
+    ask,
+    describe_threads,
+    parse_faulthandler,
+    read_snapshot,
+    read_stack,
+    signal_for_stack,
+)
+
+ANSWER_S = 2.5  # heartbeats tick twice a second
+STACK_S = 0.5
+PY_SPY_S = 5.0
+POLL_S = 0.1
+WRITES = ("checkpoint", "export", "verify", "report")  # stages that write files
+GONE, STOPPED, DISK = "gone", "stopped", "waiting for a disk"
+
+
+@dataclass(frozen=True)
+class Child:
+    """A process that a rank has started, such as one that prepares batches."""
+
+    pid: int
+    state: str
+    makes_batches: bool = False
+
+
+@dataclass(frozen=True)
+class RankState:
+    """One rank at this moment."""
+
+    rank: int
+    name: str  # ``rank 3 on gpu01``
+    beat: Beat | None = None
+    still_s: float = 0.0  # without progress
+    is_stuck: bool = False  # not even its heartbeat's thread has run
+    process: str = ""  # GONE, STOPPED, DISK, or another state's name; "" where it cannot be seen from here
+    children: tuple[Child, ...] = ()
+    snapshot: Snapshot = field(default_factory=Snapshot)
+
+    @property
+    def place(self) -> str:
+        """Where its main thread is: the innermost function, and the one of ours or the user's that has called it."""
+        frames = self.snapshot.main
+        if not frames:
+            return ""
+        top, own = frames[0], next((frame for frame in frames if not _is_library(frame)), None)
+        return str(top) if own is None or own == top else f"{top}, called by {own}"
+
+    def __str__(self) -> str:
+        if self.beat is None:
+            return f"{self.name}: not started"
+        waits = self.snapshot.waits_in
+        what = f", waiting in {waits}" if waits else f", in {self.place}" if self.place else ""
+        state = f", process {self.process}" if self.process in (GONE, STOPPED, DISK) else ""
+        return f"{self.name}: {self.beat}, no progress for {self.still_s:.0f} s{state}{what}"
+
+
+# What is known.
+
+
+def look_closer(folder: RunFolder, states: Mapping[int, RankState]) -> dict[int, RankState]:
+    """The states with what the ranks themselves, py-spy or a signal tell, in at most some five seconds."""
+    found = {rank: look_at_process(state) for rank, state in states.items()}
+    snapshots: dict[int, Snapshot] = {}
+    with contextlib.suppress(OSError):  # a full disk, or another user's folder
+        token = ask(folder)
+        waiting = {rank for rank, state in found.items() if state.beat and state.process not in (GONE, STOPPED)}
+        until = time.monotonic() + ANSWER_S
+        while waiting and time.monotonic() < until:
+            time.sleep(POLL_S)
+            for rank in list(waiting):
+                if answer := read_snapshot(folder, rank, token):
+                    snapshots[rank] = answer
+                    waiting.remove(rank)
+    for rank, state in found.items():
+        if rank not in snapshots and state.beat and state.beat.host == this_host() and state.process != GONE:
+            snapshots[rank] = _look_from_outside(folder, rank, state.beat.pid)
+    return {rank: replace(state, snapshot=snapshots.get(rank, state.snapshot)) for rank, state in found.items()}
+
+
+def look_at_process(state: RankState) -> RankState:
+    """With the state of its process and of those that it has started, where they are on this machine."""
+    if state.beat is None or state.beat.host != this_host():
+        return state
+    try:
+        process = psutil.Process(state.beat.pid)
+        children = [_look_at_child(child) for child in process.children(recursive=True)]
+        name = _name_state(process.status())
+    except psutil.Error:
+        name, children = GONE, []
+    return replace(state, process=name, children=tuple(child for child in children if child is not None))
+
+
+def _look_at_child(child: psutil.Process) -> Child | None:
+    with contextlib.suppress(psutil.Error):
+        return Child(child.pid, _name_state(child.status()), "spawn_main" in " ".join(child.cmdline()))
+    return None
+
+
+def _name_state(status: str) -> str:
+    names = {psutil.STATUS_STOPPED: STOPPED, psutil.STATUS_TRACING_STOP: STOPPED, psutil.STATUS_DISK_SLEEP: DISK}
+    names |= {psutil.STATUS_ZOMBIE: GONE, psutil.STATUS_DEAD: GONE}
+    return names.get(status, status)
+
+
+def _look_from_outside(folder: RunFolder, rank: int, pid: int) -> Snapshot:
+    """The stacks of a rank that cannot answer: by py-spy where it is installed, else by a signal."""
+    if py_spy := shutil.which("py-spy"):
+        command = [py_spy, "dump", "--nonblocking", "--pid", str(pid)]
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=PY_SPY_S)
+            if done.returncode == 0:
+                return Snapshot(text=done.stdout)
+    if signal_for_stack(folder, rank, pid):
+        time.sleep(STACK_S)
+        text = read_stack(folder, rank)
+        return Snapshot(threads=parse_faulthandler(text))
+    return Snapshot()
+
+
+# What it means.
+
+
+def find_cause(culprits: Sequence[RankState], others: Sequence[RankState], free_bytes: int | None = None) -> str:
+    """The likely cause in a sentence: the first rule that applies. ``culprits`` are furthest behind, at one place;
+    ``others`` wait for them.
+    """
+    first = culprits[0]
+    gone = [state for state in (*culprits, *others) if state.process == GONE and not (state.beat and state.beat.done)]
+    if gone:
+        return f"{_names(gone)} ended without a report (killed, or crashed), and the others wait for it"
+    for state in culprits:
+        if state.process == STOPPED:
+            pid = state.beat.pid if state.beat else "?"
+            return f"its process is stopped (SIGSTOP), as by Ctrl-Z, a debugger or a scheduler: `kill -CONT {pid}`"
+    if first.beat is None:
+        return "it never reported a start"
+    if broken := _broken_child(culprits):
+        return broken
+    if any(state.process == DISK for state in culprits):
+        return "it waits for a disk: a network file system that does not answer, or a failing disk" + _of_stage(first)
+    if len(culprits) == 1 or not _all_wait(culprits):
+        if first.beat.stage in WRITES or _is_in(first, "manyhands/checkpoint", "manyhands/export"):
+            free = f"; {format_gib(free_bytes)} are free there" if free_bytes is not None else ""
+            return f"it reads or writes files in stage '{first.beat.stage}' and does not get on{_at(first)}{free}"
+        if _is_in(first, "manyhands/data/", "manyhands/worker/batches"):
+            return f"its next batch does not come: the process or disk that delivers data is stuck{_at(first)}"
+    if first.is_stuck:
+        return f"it hangs in compiled code that keeps Python from running (a driver, CUDA, a library){_at(first)}"
+    return _explain_waiting(culprits, others)
+
+
+def _explain_waiting(culprits: Sequence[RankState], others: Sequence[RankState]) -> str:
+    """By the collectives that ranks wait in."""
+    first = culprits[0]
+    by_place: dict[tuple[str, int], list[RankState]] = {}
+    for state in (*culprits, *others):
+        if waits := state.snapshot.waits_in:
+            by_place.setdefault((waits.group, waits.number), []).append(state)
+    for states in by_place.values():
+        found = {(s.snapshot.waits_in.name, s.snapshot.waits_in.sizes) for s in states if s.snapshot.waits_in}
+        if len(found) > 1:
+            each = "; ".join(f"{state.name} in {state.snapshot.waits_in}" for state in states[:4])
+            return (
+                f"ranks have taken different paths and wait for each other in different collectives ({each}): uneven"
+                " data, or code that not all ranks run alike"
+            )
+    if first.snapshot.waits_in and all(state.snapshot.waits_in for state in culprits) and not others:
+        hosts = {state.beat.host for state in culprits if state.beat}
+        between = "between the machines" if len(hosts) > 1 else "between them"
+        return (
+            f"all ranks wait in the same collective ({first.snapshot.waits_in}), so no single rank is the cause:"
+            f" the connection {between} hangs"
+        )
+    if len(culprits) > 1:
+        return (
+            "all of them are at the same point, so no single rank is the cause: they hang, or the connection between"
+            f" them does{_at(first)}"
+        )
+    waiting = [state for state in others if state.snapshot.waits_in]
+    if waiting and not first.snapshot.waits_in:
+        return (
+            f"it hangs{_at(first)}, and has not entered the collective that {_names(waiting)}"
+            f" wait{'s' if len(waiting) == 1 else ''} in ({waiting[0].snapshot.waits_in})"
+        )
+    return f"it hangs, or waits for an external resource{_at(first)}"
+
+
+def _broken_child(culprits: Iterable[RankState]) -> str:
+    for state in culprits:
+        for child in state.children:
+            if child.state in (STOPPED, GONE) and child.makes_batches:
+                what = "is stopped (SIGSTOP)" if child.state == STOPPED else "has ended"
+                return f"process {child.pid}, which prepares batches for {state.name}, {what} (data.workers)"
+    return ""
+
+
+def _all_wait(states: Iterable[RankState]) -> bool:
+    return all(state.snapshot.waits_in for state in states)
+
+
+def _is_in(state: RankState, *packages: str) -> bool:
+    """Whether the innermost function of ours is in one of them."""
+    for frame in state.snapshot.main:
+        if "/manyhands/" in frame.file:
+            return any(f"/{package}" in frame.file for package in packages)
+    return False
+
+
+def _is_library(frame: Frame) -> bool:
+    return any(part in frame.file for part in ("/site-packages/", "/lib/python", "<frozen", "<string>"))
+
+
+def _at(state: RankState) -> str:
+    return f", in {state.place}" if state.place else ""
+
+
+def _of_stage(state: RankState) -> str:
+    return f" (stage '{state.beat.stage}')" if state.beat else ""
+
+
+def _names(states: Sequence[RankState]) -> str:
+    shown = ", ".join(state.name for state in states[:4])
+    return shown + (f" and {len(states) - 4} more" if len(states) > 4 else "")
+
+
+# What is kept.
+
+
+def keep(folder: RunFolder, title: str, cause: str, states: Iterable[RankState]) -> Path | None:
+    """Writes all that is known to ``logs/hang-N.txt``; returns it, or None where it cannot be written."""
+    lines = [time.strftime("%Y-%m-%d %H:%M:%S"), title, f"likely cause: {cause}", ""]
+    for state in states:
+        lines += [str(state), *(f"  process {child.pid}: {child.state}" for child in state.children)]
+        if state.snapshot.collectives:
+            lines.append("  last collectives, the newest last:")
+            lines += [f"    {one}, {'done' if one.done else 'not done'}" for one in state.snapshot.collectives]
+        lines += describe_threads(state.snapshot.threads)
+        lines += state.snapshot.text.splitlines()
+        if state.beat and not state.snapshot.threads and not state.snapshot.text:
+            lines.append("  no stacks: it did not answer (py-spy, where installed, reads them of a stopped process)")
+        lines.append("")
+    try:
+        folder.logs.mkdir(parents=True, exist_ok=True)
+        path = folder.hang_file()
+        path.write_text("\n".join(lines), encoding="utf-8")
+    except OSError:
+        return None
+    return path
+
+
+def free_bytes(folder: RunFolder) -> int | None:
+    with contextlib.suppress(OSError):
+        return shutil.disk_usage(nearest_folder(folder.path)).free
+    return None

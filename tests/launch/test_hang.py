@@ -1,0 +1,186 @@
+"""Why a run does not go on: the rules on given facts, and what real processes say of themselves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from manyhands.launch import hang
+from manyhands.launch.hang import DISK, GONE, STOPPED, Child, RankState, find_cause
+from manyhands.launch.heartbeat import Beat, Heartbeat
+from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.snapshot import MAIN, Collective, Frame, Snapshot, parse_faulthandler, shorten
+
+REDUCE = Collective("all_reduce", "default_pg", 57, "[[4096]]", done=False)
+GATHER = Collective("_allgather_base", "default_pg", 57, "[[512]]", done=False)
+SLEEPS = [Frame("/home/me/hook.py", 12, "after_step"), Frame("/x/src/manyhands/train/loop.py", 90, "train")]
+IN_DATA = [Frame("/usr/lib/python3.11/threading.py", 320, "wait"), Frame("/x/manyhands/data/batches.py", 40, "get")]
+IN_SAVE = [Frame("/x/manyhands/core/files.py", 30, "sync"), Frame("/x/manyhands/checkpoint/save.py", 80, "_write")]
+IN_WRITE = [Frame("/x/manyhands/checkpoint/save.py", 80, "_write")]
+
+
+def state(rank: int, *, waits: Collective | None = None, main: list[Frame] | None = None, **fields) -> RankState:
+    stage = fields.pop("stage", "train")
+    beat = Beat(rank, 1000 + rank, stage, 7, 0.0, 0.0, host=fields.pop("host", "here"))
+    snapshot = Snapshot({MAIN: main or []}, (waits,) if waits else ())
+    return RankState(rank, f"rank {rank}", beat, 30.0, snapshot=snapshot, **fields)
+
+
+WAITS = state(0, waits=REDUCE)
+
+
+@pytest.mark.parametrize(
+    ("culprits", "others", "words"),
+    [
+        ([state(1, process=STOPPED)], [WAITS], "its process is stopped (SIGSTOP), as by Ctrl-Z, a debugger or a "),
+        ([state(0, waits=REDUCE)], [state(1, process=GONE)], "rank 1 ended without a report"),
+        ([state(1, process=DISK, stage="checkpoint")], [WAITS], "it waits for a disk"),
+        ([state(1, stage="checkpoint", main=IN_SAVE)], [WAITS], "files in stage 'checkpoint' and does not get on"),
+        ([state(1, main=IN_WRITE)], [WAITS], "it reads or writes files"),
+        ([state(1, main=IN_DATA)], [WAITS], "its next batch does not come"),
+        (
+            [state(1, main=IN_DATA, children=(Child(77, STOPPED, makes_batches=True),))],
+            [WAITS],
+            "process 77, which prepares batches for rank 1, is stopped",
+        ),
+        ([state(1, is_stuck=True)], [WAITS], "it hangs in compiled code"),
+        ([state(1, waits=GATHER)], [WAITS], "ranks have taken different paths"),
+        ([state(0, waits=REDUCE), state(1, waits=REDUCE)], [], "the connection between them hangs"),
+        (
+            [state(0, waits=REDUCE), state(1, waits=REDUCE, host="there")],
+            [],
+            "the connection between the machines hangs",
+        ),
+        (
+            [state(1, main=SLEEPS)],
+            [WAITS],
+            "it hangs, in after_step (hook.py:12), and has not entered the collective that rank 0 waits in"
+            " (all_reduce number 57",
+        ),
+        ([state(0), state(1)], [], "no single rank is the cause"),
+        ([RankState(1, "rank 1")], [WAITS], "it never reported a start"),
+        ([state(1)], [], "it hangs, or waits for an external resource"),
+    ],
+)
+def test_the_likely_cause(culprits: list[RankState], others: list[RankState], words: str) -> None:
+    assert words in find_cause(culprits, others, 2**30)
+
+
+def test_a_library_is_shown_with_who_has_called_it() -> None:
+    frames = [Frame("/v/lib/python3.11/site-packages/torch/cuda/streams.py", 5, "synchronize"), *SLEEPS]
+    one = state(1, main=frames)
+    assert one.place == "synchronize (torch/cuda/streams.py:5), called by after_step (hook.py:12)"
+    assert shorten("/a/src/manyhands/train/loop.py") == "manyhands/train/loop.py"
+
+
+RANK = """
+import sys, time, ctypes, threading
+from manyhands.launch.heartbeat import Heartbeat
+from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.snapshot import listen_for_signal
+folder = RunFolder(sys.argv[1])
+heartbeat = Heartbeat(folder, 0)
+listen_for_signal(folder, 0)
+heartbeat.read_collectives = lambda: [dict(name="all_reduce", group="default_pg", number=3, sizes="[[4]]", done=False)]
+heartbeat.beat("train", 4)
+def stuck_here():
+    if sys.argv[2] == "holding":
+        ctypes.PyDLL(None).sleep(300)  # with Python's lock: no other thread runs
+    time.sleep(300)
+print("ready", flush=True)
+stuck_here()
+"""
+
+
+def look_at(folder: RunFolder, how: str, *, stop: bool = False) -> RankState:
+    from manyhands.launch.heartbeat import read_beat
+
+    with subprocess.Popen(
+        [sys.executable, "-c", RANK, str(folder.path), how], stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+            time.sleep(0.3)
+            if stop:
+                os.kill(process.pid, signal.SIGSTOP)
+            return hang.look_closer(folder, {0: RankState(0, "rank 0", read_beat(folder, 0))})[0]
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("how", ["sleeping", "holding"])
+def test_a_rank_shows_its_stack_and_collectives_also_when_python_cannot_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setenv("PATH", "")  # no py-spy
+    monkeypatch.setattr(hang, "ANSWER_S", 60.0 if how == "sleeping" else 1.0)
+    folder = RunFolder(tmp_path / "run")
+    found = look_at(folder, how)
+    assert "stuck_here" in [frame.function for frame in found.snapshot.main]
+    if how == "sleeping":
+        assert found.snapshot.waits_in == Collective("all_reduce", "default_pg", 3, "[[4]]", done=False)
+    path = hang.keep(folder, "rank 0 made no progress", "it hangs", [found])
+    text = path.read_text() if path else ""
+    assert "likely cause: it hangs" in text and "stuck_here" in text and "stage 'train', step 4" in text
+    assert hang.keep(folder, "again", "it hangs", [found]).name == "hang-2.txt"
+
+
+def test_a_stopped_process_is_seen_and_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(hang, "ANSWER_S", 600.0)
+    found = look_at(RunFolder(tmp_path / "run"), "sleeping", stop=True)
+    assert found.process == STOPPED
+
+
+def test_a_process_that_does_not_listen_gets_no_signal(tmp_path: Path) -> None:
+    """It would be ended by it."""
+    from manyhands.launch.snapshot import signal_for_stack
+
+    folder = RunFolder(tmp_path / "run")
+    Heartbeat(folder, 0).close()
+    assert not signal_for_stack(folder, 0, os.getpid())
+
+
+def test_the_newest_dump_of_several_is_read() -> None:
+    text = (
+        "Thread 0x00007 (most recent call first):\n"
+        '  File "/usr/lib/python3.11/threading.py", line 320 in wait\n\n'
+        "Current thread 0x00008 (most recent call first):\n"
+        '  File "a.py", line 3 in first\n'
+        "Current thread 0x00008 (most recent call first):\n"
+        '  File "a.py", line 4 in second\n'
+    )
+    assert parse_faulthandler(text)[MAIN] == [Frame("a.py", 4, "second")]
+
+
+def test_a_live_run_is_examined_without_being_ended(planned) -> None:
+    """While it works, and when one rank stands still."""
+    from typer.testing import CliRunner
+
+    from manyhands.cli.main import app
+    from manyhands.launch import examine
+
+    folder, _ = planned("wait", "end")
+    call = CliRunner().invoke
+    told = call(app, ["doctor", "--run", str(folder.path)])
+    assert told.exit_code == 0 and "no rank is at work" in told.output
+    ahead, behind = Heartbeat(folder, 0), Heartbeat(folder, 1)
+    try:
+        ahead.beat("train", 8)
+        behind.beat("train", 7)
+        told = examine.examine(folder, look_s=0.0, still_s=3600.0)
+        assert not told.stands_still and "goes on: stage 'train', step 7" in told.lines[0]
+        told = examine.examine(folder, look_s=1.2, still_s=1.0)
+        text = "\n".join(told.lines)
+        assert told.stands_still and "rank 1 has made no progress for " in text and "likely cause: it hangs" in text
+        assert "test_a_live_run_is_examined" in text, "the stack of this very process"
+        assert "rank 0: stage 'train', step 8" in text and (folder.logs / "hang-1.txt").exists()
+    finally:
+        ahead.close()
+        behind.close()
