@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from manyhands.config.schema import RunConfig
-from manyhands.facts.types import DataFacts, Facts, GpuFacts, HostFacts, ModelFacts
+from manyhands.facts.types import DataFacts, Facts, GpuFacts, HostFacts, ModelFacts, TowerFacts
 from manyhands.launch.nodes import join_hosts
 
 GIB = 2**30
@@ -57,6 +57,46 @@ def model_facts(
         files={"config.json": "0" * 64},
         **more,
     )
+
+
+def tower_facts(
+    hidden: int = 8, inner: int = 32, layers: int = 3, patches: int = 4, tokens: float = 2.0, projector: int = 100
+) -> TowerFacts:
+    """SigLIP or CLIP of any size, whose squares become ``tokens`` placeholders."""
+    linears = {f"self_attn.{name}": (hidden, hidden) for name in ("q_proj", "k_proj", "v_proj", "out_proj")}
+    linears |= {"mlp.fc1": (inner, hidden), "mlp.fc2": (hidden, inner)}
+    block = sum(out * into + out for out, into in linears.values()) + 4 * hidden
+    return TowerFacts(
+        num_parameters=layers * block + 10 * hidden,
+        num_projector_parameters=projector,
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=2,
+        num_block_parameters=block,
+        block_linear_shapes=linears,
+        patches_per_unit=patches,
+        unit_values=3 * patches * 14 * 14,
+        tokens_per_unit=tokens,
+    )
+
+
+def gemma_4b_with_images() -> ModelFacts:
+    """The shape of google/gemma-3-4b-it: 896 pixels in 14 x 14 are 4,096 patches and 256 placeholders."""
+    text = model_facts(
+        hidden=2560,
+        inner=10240,
+        layers=34,
+        heads=8,
+        kv_heads=4,
+        vocab=262208,
+        head_dim=256,
+    )
+    tower = tower_facts(hidden=1152, inner=4304, layers=27, patches=4096, tokens=256, projector=1152 * 2560 + 1152)
+    tower = tower.model_copy(update={"num_heads": 16, "unit_values": 3 * 896 * 896})
+    outer = tower.num_parameters + tower.num_projector_parameters
+    windows = {"sliding_window": 1024, "num_windowed_layers": 29}
+    outer_facts = {"is_multimodal": True, "num_tower_parameters": outer, "tower": tower}
+    return text.model_copy(update=windows | outer_facts)
 
 
 def llama_8b() -> ModelFacts:

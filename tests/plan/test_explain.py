@@ -17,7 +17,7 @@ from manyhands.plan.explain import explain_plan
 from manyhands.plan.search import plan
 from manyhands.plan.sentences import SENTENCES, explain
 from manyhands.plan.types import Code, Plan, Reason
-from tests.plan.examples import GIB, data_facts, facts, llama_8b, model_facts, on_nodes, run_config
+from tests.plan.examples import GIB, data_facts, facts, llama_8b, model_facts, on_nodes, run_config, tower_facts
 
 LONG = data_facts(num_samples=5000, mean=3000, longest=4096)
 EQUAL = data_facts(num_samples=100, mean=4096, longest=4096, num_validation_tokens=20 * 4096)
@@ -63,6 +63,7 @@ def plans() -> tuple[Plan, ...]:
     tokens = NewTokens(ids=(128256, 5), fresh_ids=(128256,), vocab_size=128257)
     method = run_config(method__dora=True).method
     adapter = AdapterFacts(folder="a", method=method)
+    images = {"num_images": 10, "max_image_units": 2, "mean_image_units": 0.1}
     towers = {"is_multimodal": True, "num_tower_parameters": 5}
     narrow = model_facts(hidden=64, inner=64).model_copy(update={"max_positions": 16})
     return (
@@ -79,7 +80,7 @@ def plans() -> tuple[Plan, ...]:
         plan(run_config(data__packing=False, stop__max_time_s=60, batch__samples=32), facts(llama_8b(), data=unread)),
         plan(run_config(optimizer__learning_rate=1.5, method__rank=64), facts(narrow, new_tokens=tokens)),
         plan(run_config(), facts(model_facts(**towers, attention_softcap=5.0), adapter=adapter)),
-        plan(run_config(), facts(model_facts(**towers), data=data_facts(num_images=10))),
+        plan(run_config(), facts(model_facts(**towers, tower=tower_facts()), data=data_facts(**images))),
         plan(run_config(), facts(llama_8b(), gpus=1, data=data_facts(num_samples=5000, mean=400, longest=512))),
         plan(
             run_config(method__target_modules="peft-default", batch__samples=1), facts(llama_8b(), gpus=1, data=EQUAL)

@@ -109,15 +109,19 @@ def block_bytes_per_token(s: EstimateInput) -> int:
                                     one length
     q and k before they rotate      c (q + k) more where q, k and v are one matmul, whose result v keeps whole
     gate, up, product               3 c I compiled; eager 4 c I, with the activation's result apart
+    of a frozen model               neither inputs of linear layers nor the MLP's product: gradients pass through alone
     adapters' inner results         c r for each adapted layer; with dropout also the dropped input and its mask
     ==============================  ===================================================================================
     """
     m, c = s.model, s.compute_bytes
     q, k = m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim
-    norms = m.block_norm_elements * (c if s.layout.compile else max(c, 4) + c * (s.num_adapter_parameters == 0))
+    own_gradient = s.num_adapter_parameters == 0 and not s.freezes_text
+    norms = m.block_norm_elements * (c if s.layout.compile else max(c, 4) + c * own_gradient)
     attention = c * (q + 2 * k) + c * q + 4 * m.num_heads + c * q * s.mixed_lengths
     mlp = c * m.intermediate_size * (3 if s.layout.compile else 4)
     merged = c * (q + k) if s.merges_queries else 0
+    if s.freezes_text:
+        return norms + attention + merged + mlp - c * m.intermediate_size
     return norms + 2 * c * m.hidden_size + attention + merged + mlp + adapter_bytes_per_token(s) - _kept_in_fp8(s)
 
 

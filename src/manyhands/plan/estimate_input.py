@@ -7,7 +7,7 @@ The notation is that of ``memory.py``.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -22,8 +22,56 @@ from manyhands.core.limits import (
     NF4_STATISTICS_BYTES,
 )
 from manyhands.facts.model import BLOCK_TENSOR
-from manyhands.facts.types import ModelFacts, NewTokens
+from manyhands.facts.types import DataFacts, ModelFacts, NewTokens, TowerFacts
 from manyhands.plan.layout import DTYPE_BYTES, Layout
+
+
+@dataclass(frozen=True)
+class ImageInput:
+    """What images pass through, and how many a micro-batch has at most. Units are those of ``TowerFacts``."""
+
+    tower: TowerFacts
+    vision: str  # state: frozen or trained
+    projector: str
+    units_per_token: float  # at most, in a pack
+    units_per_sample: int  # at most
+    mean_units: float  # of a sample, those without images included
+    mean_patches: float  # that attend to each other: of an image, or of a square of it
+
+    @property
+    def projector_parameters(self) -> int:
+        return self.tower.num_projector_parameters
+
+    @property
+    def num_trained(self) -> int:
+        parts = {self.vision: 0, self.projector: 0}
+        parts[self.vision] += self.tower.num_parameters
+        parts[self.projector] += self.projector_parameters
+        return parts.get("trained", 0)
+
+    @property
+    def num_frozen(self) -> int:
+        return self.tower.num_parameters + self.projector_parameters - self.num_trained
+
+
+def describe_images(parts: Mapping[str, str], model: ModelFacts, data: DataFacts) -> ImageInput | None:
+    """None where no image passes through the model.
+
+    A pack holds at most one unit for each ``tokens_per_unit`` of its tokens, all of them placeholders.
+    """
+    if model.tower is None or parts.get("vision", "left_out") == "left_out":
+        return None
+    tower = model.tower
+    units_of_image = data.mean_image_units * data.num_samples / max(1, data.num_images)
+    return ImageInput(
+        tower=tower,
+        vision=parts["vision"],
+        projector=parts["projector"],
+        units_per_token=1 / tower.tokens_per_unit,
+        units_per_sample=data.max_image_units,
+        mean_units=data.mean_image_units,
+        mean_patches=tower.patches_per_unit if tower.patches_per_unit > 1 else units_of_image,
+    )
 
 
 @dataclass(frozen=True)
@@ -46,6 +94,7 @@ class EstimateInput:
     fuse_optimizer: bool = False  # AdamW takes gradients in the dtype of the copy that computes
     mixed_lengths: bool = False  # varlen, and samples differ in length or layers have windows
     adapter_dora: bool = False
+    images: ImageInput | None = None  # of a model whose tower is loaded
     fuses_modules: bool = False  # attention and MLP are replaced by modules that know their layers (fused_modules.py)
 
     @property
@@ -87,8 +136,19 @@ class EstimateInput:
     @property
     def num_trained(self) -> int:
         if self.partially_trained is not None:
-            return self.partially_trained.total
-        return self.num_adapter_parameters or self.model.num_parameters
+            return self.partially_trained.total + self.outer_trained
+        return (self.num_adapter_parameters or self.model.num_parameters) + self.outer_trained
+
+    @property
+    def outer_trained(self) -> int:
+        """Trained parameters of vision tower and projector, where these are not counted as parts of the model."""
+        return 0 if self.images is None or self.trains_everything else self.images.num_trained
+
+    @property
+    def freezes_text(self) -> bool:
+        """Nothing of the language model is trained: gradients only pass through it."""
+        t = self.partially_trained
+        return t is not None and t.total == 0
 
     @property
     def is_cast(self) -> bool:
@@ -206,6 +266,27 @@ def count_trained(method: MethodSection, model: ModelFacts) -> TrainedWeights | 
             root += prod(shape)
     trained = TrainedWeights(sum(blocks.values()), max(blocks.values(), default=0), root)
     return trained if frozen and trained.total else None
+
+
+def count_text(config: RunConfig, model: ModelFacts, parts: Mapping[str, str]) -> TrainedWeights | None:
+    """What is trained of the language model's own weights: as ``count_trained`` has it, and beside a frozen part all of
+    it, or nothing where it is frozen itself. None where everything that is loaded is trained, or adapters are.
+    """
+    trained = count_trained(config.method, model)
+    if trained is not None or config.method.trains_adapters or "frozen" not in parts.values():
+        return trained
+    if parts["language"] == "frozen":
+        return TrainedWeights(0, 0, 0)
+    blocks = model.num_layers * model.num_block_parameters
+    return TrainedWeights(blocks, model.num_block_parameters, model.num_parameters - blocks)
+
+
+def with_towers(model: ModelFacts, parts: Mapping[str, str]) -> ModelFacts:
+    """The model with tower and projector counted as parts of it, where everything is trained alike."""
+    if model.tower is None or set(parts.values()) != {"trained"}:
+        return model
+    outer = model.tower.num_parameters + model.tower.num_projector_parameters
+    return model.model_copy(update={"num_parameters": model.num_parameters + outer})
 
 
 def _any(names: Iterable[str], patterns: Iterable[str]) -> bool:

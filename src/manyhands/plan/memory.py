@@ -41,6 +41,7 @@ from manyhands.plan.activations import (
     moved_bytes,
 )
 from manyhands.plan.estimate_input import EstimateInput, TrainedWeights, count_state_bytes
+from manyhands.plan.towers import with_images
 
 BLOCKS_IN_FLIGHT = 2  # FSDP2 gathers the next block while one computes
 GATHERED_BLOCKS = 3  # these two, and the buffer that the next one came in, until it is copied out of it
@@ -56,7 +57,8 @@ FRAGMENTATION = {"cuda": 0.012, "cpu": 0.05}
 def estimate_terms(setup: EstimateInput) -> dict[str, int]:
     """Every term in bytes, by name, at the worst moment. Their sum is the estimated peak of one rank."""
     standing = {"weights": weights(setup), "optimizer": optimizer(setup), "gathered": gathered(setup) + fetched(setup)}
-    moments = (at_the_loss(setup), in_the_backward_pass(setup), at_its_end(setup))
+    moments: tuple[dict[str, int], ...] = (at_the_loss(setup), in_the_backward_pass(setup), at_its_end(setup))
+    standing, moments = with_images(setup, standing, moments)
     terms = standing | max(moments, key=lambda moment: sum(moment.values()))
     passing = ("gathered", "dequantized", "activations", "logits", "reduction")
     terms["pools"] = pools(setup, terms) + math.ceil(
@@ -111,7 +113,8 @@ def weights(s: EstimateInput) -> int:
     """
     if s.partially_trained is not None:
         return (
-            (s.model.num_parameters - s.num_trained) * s.frozen_bytes + s.num_trained * s.master_bytes
+            (s.model.num_parameters - s.partially_trained.total) * s.frozen_bytes
+            + s.partially_trained.total * s.master_bytes
         ) // s.weight_shards
     if s.trains_everything:
         return s.model.num_parameters * s.held_bytes // s.weight_shards
@@ -174,7 +177,7 @@ def optimizer(s: EstimateInput) -> int:
     states = count_state_bytes(
         s.optimizer_name,
         s.num_trained,
-        num_root=num_root,
+        num_root=num_root + s.outer_trained,
         num_embedding=min(num_root, s.head_elements),
         num_sides=sides,
         master_bytes=s.master_bytes,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.facts.types import Facts
+from manyhands.plan.estimate_input import EstimateInput
+from manyhands.plan.towers import memory_by_part, num_units
 from manyhands.plan.types import PartState, Reason, reason
 
 OUTER_PARTS = ("vision", "projector")  # what leads to the language model's embeddings, in the order of the forward pass
@@ -27,7 +29,7 @@ def choose_parts(config: RunConfig, facts: Facts) -> tuple[dict[str, PartState],
         why = (reason("towers", parameters=num_left_out),) if num_left_out else ()
         return {"vision": "left_out", "projector": "left_out", "language": language}, why
     _check_left_out(asked, facts)
-    projector: PartState = "frozen" if config.method.trains_adapters else "trained"
+    projector: PartState = "trained" if config.method.name == "full" else "frozen"
     parts: dict[str, PartState] = {
         "vision": "trained" if asked.get("vision") == "trained" else "frozen",
         "projector": {"trained": "trained", "frozen": "frozen"}.get(asked.get("projector", ""), projector),  # type: ignore[dict-item]
@@ -41,6 +43,14 @@ def choose_parts(config: RunConfig, facts: Facts) -> tuple[dict[str, PartState],
             fix="set method.parts.projector: trained, or another part",
         )
     return parts, (reason("parts", parts=parts, method=config.method.name),)
+
+
+def explain_images(s: EstimateInput) -> tuple[Reason, ...]:
+    """How many patches a micro-batch has at most, and what the parts that they pass through take of a rank's memory."""
+    if s.images is None:
+        return ()
+    patches = num_units(s) * s.images.tower.patches_per_unit
+    return (reason("images", patches=patches, squares=s.images.tower.patches_per_unit, parts=memory_by_part(s)),)
 
 
 def _check_text_model(asked: dict[str, str], facts: Facts) -> None:

@@ -29,9 +29,16 @@ from manyhands.plan.choices import Decisions, decide, fuses_optimizer
 from manyhands.plan.clock import explain_links, make_clock
 from manyhands.plan.duration import estimate_time
 from manyhands.plan.efficiency import with_efficiency
-from manyhands.plan.estimate_input import EstimateInput, count_adapter_parameters, count_trained
+from manyhands.plan.estimate_input import (
+    EstimateInput,
+    count_adapter_parameters,
+    count_text,
+    describe_images,
+    with_towers,
+)
 from manyhands.plan.hardware import choose_environment, ranks_per_machine
 from manyhands.plan.layout import DTYPE_BYTES, choose_converters, lay_out, mesh_of
+from manyhands.plan.parts import explain_images
 from manyhands.plan.settle import settle
 from manyhands.plan.smaller import NothingSmaller as NothingSmaller
 from manyhands.plan.smaller import choose_smaller, explain_smaller, find_ran_out, nothing_smaller
@@ -186,7 +193,7 @@ def _base_input(config: RunConfig, facts: Facts, made: Decisions) -> EstimateInp
     converters = _converters(config, facts, made)
     rows_alone = has_one_length(facts.data) and facts.model.sliding_window is None
     num_adapter_parameters = count_adapter_parameters(config, facts.model, facts.new_tokens)
-    partially_trained = count_trained(config.method, facts.model)
+    partially_trained = count_text(config, facts.model, made.parts)
     layout = lay_out(
         device=made.device,
         mesh=mesh_of("single", made.world_size),
@@ -204,7 +211,7 @@ def _base_input(config: RunConfig, facts: Facts, made: Decisions) -> EstimateInp
         ddp_bucket_mb=None if config.parallel.ddp_bucket_mb == "auto" else config.parallel.ddp_bucket_mb,
     )
     return EstimateInput(
-        model=facts.model,
+        model=with_towers(facts.model, made.parts),
         layout=layout,
         num_adapter_parameters=num_adapter_parameters,
         adapter_rank=config.method.rank,
@@ -220,6 +227,7 @@ def _base_input(config: RunConfig, facts: Facts, made: Decisions) -> EstimateInp
         fuse_optimizer=fuses_optimizer(config, made.device) and config.parallel.offload == "none",
         mixed_lengths=made.attention == "varlen" and not ("attention_kernels" in converters and rows_alone),
         adapter_dora=config.method.dora,
+        images=describe_images(made.parts, facts.model, facts.data),
         fuses_modules="fused_modules" in converters and bool(families.find(facts.model.model_type).known_modules),
     )
 
@@ -335,6 +343,7 @@ def _why_layout(config: RunConfig, facts: Facts, found: SearchResult) -> list[Re
             tight=None if memory.is_safe else 1 - memory.margin,
             **ranks,
         ),
+        *explain_images(replace(found.base, layout=layout)),
         reason(
             "batch",
             samples=split.batch_samples,

@@ -94,6 +94,15 @@ def _memory_total(v: Values) -> str:
     return f"{format_gib(v['bytes'])} of {format_gib(v['limit'])} per rank ({why}){tight}"
 
 
+def _images(v: Values) -> str:
+    units = f" ({v['patches'] // v['squares']:,} squares of {v['squares']:,})" if v["squares"] > 1 else ""
+    terms = (
+        f"{part} {', '.join(f'{name} {format_gib(size)}' for name, size in sizes.items())}"
+        for part, sizes in v["parts"].items()
+    )
+    return f"up to {v['patches']:,} patches{units} per micro-batch; {'; '.join(terms)}"
+
+
 def _batch(v: Values) -> str:
     ranks = describe_ranks(v["device"], v["ranks"])
     if v.get("packs"):
@@ -279,6 +288,7 @@ SENTENCES: dict[Code, tuple[str, Callable[[Values], str]]] = {
     "reduction": ("reduction", _reduction),
     "offload": ("offload", _offload),
     "memory": ("memory", _memory_total),
+    "images": ("images", _images),
     "batch": ("batch", _batch),
     "efficiency": ("efficiency", _efficiency),
     "compute": ("compute", _compute),

@@ -21,6 +21,7 @@ from manyhands.plan.activations import moved_bytes
 from manyhands.plan.estimate_input import EstimateInput
 from manyhands.plan.layout import Checkpointing
 from manyhands.plan.rates import LATENCY_S, NODE_LATENCY_S, Fitted, GpuRates
+from manyhands.plan.towers import towers_s
 from manyhands.plan.work import MeanStep, Micro
 
 TILE = (128, 256)  # rows and columns that one multiprocessor computes of a matmul at a time
@@ -57,6 +58,7 @@ def estimate_step(s: TimeInput) -> dict[str, float]:
         "attention": sum(micro.count * attention(s, micro) for micro in s.work.micros),
         "elementwise": sum(micro.count * elementwise(s, micro) for micro in s.work.micros),
         "head": sum(micro.count * head(s, micro) for micro in s.work.micros),
+        "towers": towers_s(s),
         "dequantization": s.work.num_micro * dequantization(s),
         "recomputation": sum(micro.count * recomputation(s, micro) for micro in s.work.micros),
         "copies": copies(s),

@@ -199,12 +199,12 @@ def method_of(plan: Plan, config: RunConfig) -> MethodSection:
 # Decisions, in the order of a plan's ``why``; then notes and warnings; then why a candidate was not chosen.
 Code = Literal[
     "hardware", "figures", "assumed", "untried", "device", "processes", "nodes", "node_links", "packing", "targets",
-    "smaller", "strategy", "activation_checkpointing", "reduction", "offload", "memory", "batch", "efficiency",
-    "compute", "masters", "frozen", "linear", "towers", "parts", "attention", "compile", "data_workers", "new_tokens",
-    "adapter", "validation", "left_out", "unread", "steps", "warmup", "evaluation", "checkpoints", "early_end",
-    "disk", "learning_rate", "output_dtype", "environment", "long_samples", "large_batch", "high_learning_rate",
-    "high_rank", "not_next_smaller", "exceeds_memory", "exceeds_host_memory", "near_limit", "computes_again",
-    "computes_more_again", "shards_needlessly", "gathers_again", "smaller_micro_batch", "no_faster",
+    "smaller", "strategy", "activation_checkpointing", "reduction", "offload", "memory", "images", "batch",
+    "efficiency", "compute", "masters", "frozen", "linear", "towers", "parts", "attention", "compile", "data_workers",
+    "new_tokens", "adapter", "validation", "left_out", "unread", "steps", "warmup", "evaluation", "checkpoints",
+    "early_end", "disk", "learning_rate", "output_dtype", "environment", "long_samples", "large_batch",
+    "high_learning_rate", "high_rank", "not_next_smaller", "exceeds_memory", "exceeds_host_memory", "near_limit",
+    "computes_again", "computes_more_again", "shards_needlessly", "gathers_again", "smaller_micro_batch", "no_faster",
     "computes_attention_again", "more_memory",
 ]  # fmt: skip
 
