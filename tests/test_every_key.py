@@ -103,6 +103,7 @@ EFFECTS: dict[str, Callable[[Lab], None]] = {
     "parallel.ddp_bucket_mb": work.ddp_bucket_mb,
     "parallel.compile": work.compile_blocks,
     "parallel.timeout_s": work.timeout_s,
+    "launch.restarts": work.restarts,
     "kernels.lora": kernels.lora,
     "kernels.loss": kernels.loss,
     "kernels.attention": kernels.attention,

@@ -67,6 +67,18 @@ def train(place: Place, bed: Bed, name: str, *arguments: str, **options) -> list
     return [Ended(node.wait(), node.text, time.monotonic() - begin) for node in nodes]
 
 
+def test_a_killed_rank_is_started_again_on_all_nodes(place: Place, whole: tuple[Ended, Run], bed: Bed) -> None:
+    mark = place.folder / "nodes-again"
+    kill = f"mark = pathlib.Path({str(mark)!r})\nif not mark.exists():\n    mark.touch()\n    os.kill(os.getpid(), 9)"
+    ends = train(place, bed, mark.name, "launch.restarts=3", plant=NO_VERIFY | at_step(7, kill, rank=1))
+    assert [end.code for end in ends] == [0, 0], texts(ends)
+    for end in ends:
+        assert end.output.count("was killed (SIGKILL)") == 1 and "restarting from step 4 in 1 s" in end.output, texts(
+            ends
+        )
+    assert place.run(mark.name).course() == whole[1].course()
+
+
 def texts(ends: list[Ended]) -> str:
     return "\n=====\n".join(end.output for end in ends)
 

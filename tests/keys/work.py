@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from manyhands.core.errors import UserError
+from manyhands.core.errors import FAULT, UserError
 from manyhands.core.files import write_json
 from manyhands.core.world import World
 from manyhands.engine import apply
@@ -252,6 +252,28 @@ def timeout_s(lab: Lab) -> None:
             start(lab.config({"parallel.timeout_s": seconds}))
     assert ["parallel.timeout_s = 1)" in str(verdict) for verdict in verdicts] == [True, False]
     assert verdicts[1] is None
+
+
+def restarts(lab: Lab) -> None:
+    """Each launch ends with a fault at another step; so many more are started."""
+    counts = []
+    for asked in (0, 2):
+        launches: list[int] = []
+
+        def fail(folder: RunFolder, plan: Plan, launches: list[int] = launches, **_: object) -> int:
+            launches.append(len(launches))
+            folder.ranks.mkdir(exist_ok=True)
+            write_json(folder.beat(0), asdict(Beat(0, 1, "train", len(launches), 0.0, 0.0)))
+            raise UserError("rank 0 was killed (SIGKILL)", kind=FAULT)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(launch_start, "run_workers", fail)
+            patch.setattr("manyhands.launch.restarts.FIRST_WAIT_S", 0.0)
+            patch.delenv("RANK", raising=False)
+            with pytest.raises(UserError, match="was killed"):
+                start(lab.config({"launch.restarts": asked}))
+        counts.append(len(launches))
+    assert counts == [1, 3]
 
 
 def forward(rank: RankContext) -> torch.Tensor:

@@ -58,6 +58,14 @@ def act(what: str, folder: RunFolder, rank: int, heartbeat: Heartbeat) -> None:
             sys.exit(3)
         case "kill":
             os.kill(os.getpid(), 9)
+        case "kill once" | "wait unless killed once":  # in the first launch of this folder; then both end well
+            if (mark := folder.path / "killed").exists():
+                return
+            if what == "kill once":
+                mark.touch()
+                os.kill(os.getpid(), 9)
+            heartbeat.count_collectives = lambda: 1
+            sleep()
         case "kill late":
             time.sleep(4)
             os.kill(os.getpid(), 9)

@@ -255,6 +255,17 @@ class ParallelSection(Section):
     timeout_s: PositiveInt = Field(600, description="Seconds without progress of a rank after which the run fails.")
 
 
+class LaunchSection(Section):
+    """What `manyhands train` does beside starting the processes; torchrun and accelerate have their own options."""
+
+    restarts: NonNegativeInt = Field(
+        3,
+        description="Restarts from the newest checkpoint after a process died, hung or failed unexpectedly: at most so "
+        "many without a newer checkpoint in between, 1 s, 2 s, 4 s ... later; never where the same error comes at the "
+        "same step again. Under torchrun and accelerate --max-restarts counts instead.",
+    )
+
+
 class KernelsSection(Section):
     """Fast kernels: `auto` uses one on GPUs if it passes a self-test (see the log), `reference` never does."""
 
@@ -372,6 +383,7 @@ class RunConfig(Section):
     schedule: ScheduleSection = ScheduleSection()
     stop: StopSection = StopSection()
     parallel: ParallelSection = ParallelSection()
+    launch: LaunchSection = LaunchSection()
     kernels: KernelsSection = KernelsSection()
     evaluate: EvaluateSection = EvaluateSection()
     checkpoint: CheckpointSection = CheckpointSection()

@@ -22,7 +22,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from manyhands.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, PeerError, UserError
+from manyhands.core.errors import (
+    DISK_FULL,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_TERMINATED,
+    FAULT,
+    PeerError,
+    UserError,
+)
 from manyhands.core.files import nearest_folder, write_json_on_full_disk
 from manyhands.launch.heartbeat import RESERVE_BYTES, Beat, read_beat, read_beats, this_host
 from manyhands.launch.run_folder import RunFolder
@@ -292,6 +300,7 @@ def _explain_reason(folder: RunFolder, reason: Mapping[str, Any]) -> UserError:
             " the same command resumes",
             details=[f"rank {other} was last in {beat}" for other, beat in read_beats(folder).items() if other != rank],
             exit_code=EXIT_FAILED,
+            kind=FAULT,
         )
     return UserError(
         f"rank {rank} failed in stage '{stage}': {reason['summary'].splitlines()[-1]}",
@@ -299,6 +308,7 @@ def _explain_reason(folder: RunFolder, reason: Mapping[str, Any]) -> UserError:
         why="an unexpected error; the end of its traceback:\n" + _indent(reason["traceback"]),
         fix="the log has the full traceback; if it is a bug in manyhands, please report it with the log",
         exit_code=EXIT_FAILED,
+        kind=FAULT,
     )
 
 
@@ -312,15 +322,17 @@ def _explain_exit(folder: RunFolder, rank: int, code: int) -> UserError:
             f"rank {rank} was killed ({name})",
             _WHY_KILLED.get(-code, "a signal from outside, or a crash outside Python"),
         )
+    kind = "" if code in _CODES_OF_OTHERS else FAULT
     free = shutil.disk_usage(nearest_folder(folder.path)).free
     if free < LITTLE_BYTES:
-        why = f"probably the disk is full: {free:,} bytes are free where the run's folder is"
+        kind, why = DISK_FULL, f"probably the disk is full: {free:,} bytes are free where the run's folder is"
     return UserError(
         what + (f" in {beat}" if beat else ""),
         where=str(folder.log(rank)),
         why=why + (f"; the end of its log:\n{tail}" if tail else ""),
         fix="read the log; the same command resumes from the last checkpoint",
         exit_code=EXIT_FAILED,
+        kind=kind,
     )
 
 

@@ -31,6 +31,7 @@ from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.snapshot import Answers
 
 TICK_S = 0.5
+FRESH_S = 0.02  # writing a record takes some 30 microseconds
 ORPHAN_GRACE_S = 20.0
 START = "start"  # the stage in which a rank imports its libraries
 WORKING_CPU_S = 0.01  # between two ticks; waiting for others takes a tenth of it
@@ -102,15 +103,22 @@ class Heartbeat:
         threading.Thread(target=self._tick, name="heartbeat", daemon=True).start()
 
     def beat(self, stage: str, step: int | None = None) -> None:
-        """Records progress. A new stage is written at once, the rest with the next tick."""
-        before, _, _, num_stages = self._now
-        self._now = (stage, step, time.monotonic(), num_stages + (stage != before))
-        if stage != before:
+        """Records progress. A new stage is written at once, steps ``FRESH_S`` apart too, the rest with the next
+        tick: of a rank that is killed it is known what it had done.
+        """
+        before, _, last, num_stages = self._now
+        now = time.monotonic()
+        self._now = (stage, step, now, num_stages + (stage != before))
+        if stage != before or now - last > FRESH_S:
             self._write()
 
     def advance(self) -> None:
         """Records progress in code that knows neither stage nor step."""
         self._advanced = time.monotonic()  # from any thread, so apart from what ``beat`` writes
+
+    def flush(self) -> None:
+        """Writes what was recorded last: this rank is about to fail."""
+        self._write()
 
     def close(self) -> None:
         """This rank's work is done: no further beat is expected."""

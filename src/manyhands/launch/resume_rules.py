@@ -25,6 +25,7 @@ Finding = Literal["new", "unfinished", "finished"]
 MAY_DIFFER = (
     "stop.divergence*",
     "parallel.*",
+    "launch.*",
     "batch.micro_samples",
     "batch.micro_tokens",
     "batch.accumulation",

@@ -7,6 +7,7 @@
 | plans/001.json, ... | the decisions (Plan), one file a launch |
 | plan.json | {"newest": "plans/001.json"}: a pointer file, as some copies and file systems lose symbolic links |
 | status.json | {"state": "running", "finished", "failed" or "interrupted", "time": ..., ...} |
+| restarts.jsonl | one line for each automatic restart: cause, step, where it resumed from (launch/restarts.py) |
 | logs/launcher.log | plans and messages, as shown on the terminal |
 | logs/rank-0.log | what rank 0 showed and printed |
 | logs/hang-1.txt | what all ranks did when progress stopped (``hang.py``) |
@@ -26,8 +27,8 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,7 +38,14 @@ from manyhands.config.dialects.report import as_json
 from manyhands.config.load import LoadedRun
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import OUT_OF_MEMORY, UserError
-from manyhands.core.files import read_json, remove_temporaries, write_atomically, write_json, write_json_on_full_disk
+from manyhands.core.files import (
+    read_json,
+    read_rows,
+    remove_temporaries,
+    write_atomically,
+    write_json,
+    write_json_on_full_disk,
+)
 from manyhands.plan.types import Plan
 
 FATES = "fates.json"
@@ -54,6 +62,7 @@ class RunFolder:
         self.plans = self.path / "plans"
         self.plan_json = self.path / "plan.json"
         self.status_json = self.path / "status.json"
+        self.restarts = self.path / "restarts.jsonl"
         self.report_json = self.path / "report.json"
         self.metrics = self.path / "metrics.jsonl"
         self.tensorboard = self.path / "tensorboard"
@@ -205,8 +214,17 @@ class RunFolder:
     # Its state.
 
     def write_status(self, state: State, **fields: Any) -> None:
-        """Replaces status.json, on a full disk too; ``fields`` (step, reason, ...) stand beside the state."""
-        write_json_on_full_disk(self.status_json, {"state": state, "time": time.time(), **fields})
+        """Replaces status.json, on a full disk too; ``fields`` (step, reason, ...) stand beside the state, and the
+        number of automatic restarts where there were any.
+        """
+        num_restarts = len(read_rows(self.restarts))
+        restarts = {"restarts": num_restarts} if num_restarts else {}
+        write_json_on_full_disk(self.status_json, {"state": state, "time": time.time(), **restarts, **fields})
+
+    def add_restart(self, restart: Mapping[str, Any]) -> None:
+        """Appends one line to restarts.jsonl; a full disk loses it and nothing else."""
+        with suppress(OSError), self.restarts.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(restart) + "\n")
 
     def read_status(self) -> dict[str, Any]:
         """status.json, or ``{}``."""

@@ -13,15 +13,17 @@ from contextlib import AbstractContextManager
 from manyhands.config.dialects.report import summarize
 from manyhands.config.load import LoadedRun
 from manyhands.config.schema import RunConfig
-from manyhands.core.errors import OUT_OF_MEMORY, UserError
+from manyhands.core.errors import FAULT, OUT_OF_MEMORY, UserError
 from manyhands.facts.types import HostFacts
 from manyhands.launch.environment import detect_launcher, refuse_alone
 from manyhands.launch.prepare import Prepared, plan_smaller, prepare_run, summarize_start
+from manyhands.launch.restarts import Restarts
 from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.slurm import block_save_signal, refuse_outside_step
 from manyhands.launch.start_nodes import Joined, joined
 from manyhands.launch.team import Place
-from manyhands.launch.workers import run_workers
+from manyhands.launch.watch import wait_unless_asked
+from manyhands.launch.workers import report_end, run_workers
 from manyhands.plan.sentences import sentence_of
 
 LOG_WIDTH = 180  # columns of a plan in the log
@@ -88,29 +90,46 @@ def _carry_out(found: Joined, dry_run: bool, beside: Beside | None, arguments: S
 
 
 def _launch(found: Joined, arguments: Sequence[str]) -> int:
-    """Runs the workers; where memory runs out, again from the last checkpoint with a smaller plan,
-    ``MAX_SMALLER_PLANS`` times.
+    """Runs the workers. Where memory runs out, again from the last checkpoint with a smaller plan,
+    ``MAX_SMALLER_PLANS`` times; after a fault, as ``Restarts`` decides.
     """
-    leads = found.team is None or found.team.node == 0
-    for num_left in range(MAX_SMALLER_PLANS, -1, -1):
-        prepared = found.prepared
-        timeout_s, folder = prepared.config.parallel.timeout_s, prepared.folder
-        report = functools.partial(_report, folder=folder) if leads else print
+    folder, leads = found.prepared.folder, found.team is None or found.team.node == 0
+    report = functools.partial(_report, folder=folder) if leads else print
+    num_smaller, restarts = 0, Restarts(folder, found.prepared.config.launch.restarts)
+    while True:
+        plan, timeout_s = found.prepared.plan, found.prepared.config.parallel.timeout_s
         try:
-            return run_workers(
-                folder, prepared.plan, timeout_s=timeout_s, report=report, team=found.team, arguments=arguments
-            )
+            return run_workers(folder, plan, timeout_s=timeout_s, report=report, team=found.team, arguments=arguments)
         except UserError as error:
-            if error.kind != OUT_OF_MEMORY or not num_left:
+            if error.kind == OUT_OF_MEMORY and num_smaller < MAX_SMALLER_PLANS:
+                num_smaller += 1
+                found = _plan_smaller(found, error, report)
+            elif error.kind == FAULT:
+                restart = found.agree_on_restart(lambda error=error: restarts.decide(error))  # type: ignore[misc]
+                if leads:
+                    _keep(str(error), folder)
+                    folder.add_restart(restart.to_json())
+                report(str(restart))
+                received = wait_unless_asked(restart.wait_s)
+                if found.team is not None:
+                    received = found.team.share_signal(received)
+                if received is not None:
+                    return report_end(folder, received, report, leads)
+                found = found.resumed()
+            else:
                 raise
-            found = Joined(plan_smaller(prepared), None) if found.team is None else found.plan_smaller()
-            plan = found.prepared.plan
-            how = next((sentence_of(reason) for reason in plan.why if reason.code == "smaller"), None)
-            if how is None:  # other GPUs, or an unwritten cause: the same plan would only fail again
-                raise
-            begin = f"from step {folder.newest_step()}" if found.prepared.resume else "from the start"
-            report(f"{error.what} ({error.where})\nplan {plan.number}: {how}; restarting {begin}")
-    raise AssertionError("unreachable")
+
+
+def _plan_smaller(found: Joined, error: UserError, report: Callable[[str], None]) -> Joined:
+    folder = found.prepared.folder
+    found = Joined(plan_smaller(found.prepared), None) if found.team is None else found.plan_smaller()
+    plan = found.prepared.plan
+    how = next((sentence_of(reason) for reason in plan.why if reason.code == "smaller"), None)
+    if how is None:  # other GPUs, or an unwritten cause: the same plan would only fail again
+        raise error
+    begin = f"from step {folder.newest_step()}" if found.prepared.resume else "from the start"
+    report(f"{error.what} ({error.where})\nplan {plan.number}: {how}; restarting {begin}")
+    return found
 
 
 def _show(prepared: Prepared, folder: RunFolder | None = None) -> None:

@@ -9,7 +9,7 @@ import json
 import os
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from manyhands.config.load import LoadedRun
@@ -21,6 +21,7 @@ from manyhands.launch.environment import PLACES, apply_variables
 from manyhands.launch.nodes import count_ranks
 from manyhands.launch.preflight import explain_unexpected, find_group, named
 from manyhands.launch.prepare import Prepared, plan_smaller, prepare_run
+from manyhands.launch.restarts import Restart
 from manyhands.launch.resume_rules import folder_of
 from manyhands.launch.team import Place, Team, open_channel
 from manyhands.launch.watch import raise_when_stopped
@@ -44,6 +45,20 @@ class Joined:
                 prepared = plan_smaller(prepared, self.team.group)
             found = channel.gather(f"plan {self.team.attempt}", _sent(prepared) if channel.node == 0 else None)[0]
             return replace(self, prepared=_received(found, prepared.config))
+
+    def resumed(self) -> Joined:
+        """The same plan, for another attempt."""
+        prepared = self.prepared
+        return replace(self, prepared=replace(prepared, resume=prepared.folder.newest_step() is not None))
+
+    def agree_on_restart(self, decide: Callable[[], Restart]) -> Restart:
+        """What ``decide`` says on node 0, which sees the checkpoints; its refusal ends the run on all nodes."""
+        if self.team is None:
+            return decide()
+        channel, key = self.team.channel, f"restart {self.team.attempt}"
+        with failing_together(channel):
+            made = decide() if channel.node == 0 else None
+            return Restart(**channel.gather(key, asdict(made) if made is not None else None)[0])
 
 
 @contextlib.contextmanager

@@ -147,6 +147,11 @@ class Team:
             return LaunchEnd(cause=first)
         return LaunchEnd(signal=signals[0] if signals else None)
 
+    def share_signal(self, mine: signal.Signals | None) -> signal.Signals | None:
+        """Between two attempts: the signal that asks any node's launcher to end."""
+        found = self.channel.gather(f"asked {self.attempt}", mine)
+        return next((signal.Signals(number) for number in found if number is not None), None)
+
     def _end(self, watch: Watch, error: UserError) -> None:
         """A node is lost. Where its launcher alone ended, its ranks get SIGTERM as ours do, and all save together."""
         if error.kind == SILENT:

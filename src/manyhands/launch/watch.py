@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import psutil
 
-from manyhands.core.errors import EXIT_FAILED, UserError
+from manyhands.core.errors import EXIT_FAILED, FAULT, UserError
 from manyhands.launch import hang
 from manyhands.launch.failure import log_tail
 from manyhands.launch.heartbeat import Beat, read_beat
@@ -230,6 +230,7 @@ class Watch:
             + "Raise parallel.timeout_s if the stage may take longer; the same command resumes",
             details=details,
             exit_code=EXIT_FAILED,
+            kind=FAULT,
         )
 
     def _state_of(self, rank: int, seen: _Seen) -> hang.RankState:
@@ -348,3 +349,13 @@ def raise_when_stopped() -> Iterator[None]:
             yield
     except StopRequested as asked:
         raise Stopped(asked) from None
+
+
+def wait_unless_asked(seconds: float) -> signal.Signals | None:
+    """Waits; returns at once with the signal by which this process is asked to end."""
+    try:
+        with raise_when_asked(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            time.sleep(seconds)
+    except StopRequested as asked:
+        return asked.signal
+    return None

@@ -79,7 +79,7 @@ def run_workers(
             with contextlib.suppress(OSError):  # the cause is to be shown, whatever the disk says
                 folder.write_failed(ending.cause.error, plan)
         raise ending.cause.error
-    return _report_end(folder, ending.signal, report, leads)
+    return report_end(folder, ending.signal, report, leads)
 
 
 def _run_and_watch(
@@ -99,7 +99,8 @@ def _run_and_watch(
         return LaunchEnd(asked.signal)
 
 
-def _report_end(folder: RunFolder, received: signal.Signals | None, report: Callable[[str], None], leads: bool) -> int:
+def report_end(folder: RunFolder, received: signal.Signals | None, report: Callable[[str], None], leads: bool) -> int:
+    """Says how a run has ended that did not fail, by the signal ``received`` if by any; returns the exit code."""
     if received is None or folder.is_finished:
         if leads:
             folder.clear_ranks()

@@ -54,7 +54,8 @@ def write_report(
         asdict(row) for row in read_evaluations(path / "metrics.jsonl") if row.step not in known
     ]  # of the launches before
     curve = make_curve(read_rows(path / "metrics.jsonl", "step"))
-    report = make_report(plan, config, state, {**measured, "evaluations": earlier + evaluations, "curve": curve})
+    measured = {**measured, "evaluations": earlier + evaluations, "curve": curve}
+    report = make_report(plan, config, state, {**measured, "restarts": read_rows(path / "restarts.jsonl")})
     report["next"] = suggest_commands(path, config, report)
     write_atomically(path / "report.json", json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
     write_atomically(path / "report.md", format_report(report))
@@ -104,6 +105,7 @@ def make_report(plan: Plan, config: RunConfig, state: TrainState, measured: Mapp
                 "last_loss": losses[-1] if losses else None,
                 "checkpoint_s": measured.get("checkpoint_s"),
             },
+            "restarts": measured.get("restarts") or None,
             "curve": measured.get("curve") or None,
             "evaluations": evaluations,
             "samples": _samples(measured.get("evaluations", [])) or None,
@@ -169,6 +171,7 @@ def format_report(report: Mapping[str, Any]) -> str:
         lines.append(
             f"Training loss: {done['first_loss']:.4f} in this launch's first step, {done['last_loss']:.4f} in the last."
         )
+    lines += _restart_lines(report.get("restarts", []))
     lines += _curve_lines(report.get("curve", []))
     lines += _evaluation_lines(report.get("evaluations", []))
     lines += _sample_lines(report.get("samples", []))
@@ -176,6 +179,17 @@ def format_report(report: Mapping[str, Any]) -> str:
         lines += ["", f"Verified `{name}/`: {found}"]
     lines += _setting_lines(report) + _next_lines(report.get("next", {}))
     return "\n".join(lines) + "\n"
+
+
+def _restart_lines(restarts: Sequence[Mapping[str, Any]]) -> list[str]:
+    if not restarts:
+        return []
+    lost = sum(row["lost_steps"] for row in restarts)
+    times = "once" if len(restarts) == 1 else f"{len(restarts)} times"
+    return [
+        "",
+        f"Restarted {times} after a fault, {lost} steps done again: {'; '.join(row['cause'] for row in restarts)}.",
+    ]
 
 
 def _evaluation_lines(evaluations: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -121,6 +121,8 @@ class Session:
         if self.is_reporting:
             return
         self.is_reporting = True
+        if self.heartbeat is not None:
+            self.heartbeat.flush()
         try:
             self._report(error)
         finally:

@@ -1,0 +1,80 @@
+"""A rank that dies costs the steps since the last checkpoint and nothing else, in the same launch: ours starts the
+ranks again, torchrun and accelerate do with their own option.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import NO_VERIFY, WAIT_S, WORKER, Ended, Place, Run, at_step, train_command
+
+pytestmark = pytest.mark.slow  # whole runs in processes of their own
+
+
+def once(mark: Path, act: str) -> str:
+    """An ``act`` that happens the first time only."""
+    return f"mark = pathlib.Path({str(mark)!r})\nif not mark.exists():\n    mark.touch()\n    {act}"
+
+
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+
+
+def check_undisturbed(run: Run, whole: Run) -> None:
+    assert run.course() == whole.course() and run.seen() == whole.seen()
+    assert run.evaluations() == whole.evaluations()
+    adapters = [(each.folder / "adapter/adapter_model.safetensors").read_bytes() for each in (run, whole)]
+    assert adapters[0] == adapters[1]
+    assert run.read("status.json")["state"] == "finished"
+
+
+def test_a_killed_rank_costs_the_steps_since_the_checkpoint(place: Place, whole: tuple[Ended, Run]) -> None:
+    plant = NO_VERIFY | at_step(7, once(place.folder / "again", KILL), rank=1)
+    ended = place.train("again", "--gpus", "2", "launch.restarts=3", plant=plant)
+    assert ended.code == 0 and "error" not in ended.output, ended.output
+    [line] = [line for line in ended.output.splitlines() if "restarting" in line]
+    assert line.startswith("rank 1 was killed (SIGKILL) in stage 'train'")
+    assert "restarting from step 4 in 1 s" in line and line.endswith("(attempt 1 of 3)")
+    assert "resumed after step 4 from step-000004" in ended.output
+    run = place.run("again")
+    check_undisturbed(run, whole[1])
+    assert run.read("report.json")["restarts"][0]["from_step"] == 4
+    assert "Restarted once after a fault" in (run.folder / "report.md").read_text()
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_under_another_launcher_its_own_restarts_resume(place: Place, whole: tuple[Ended, Run], launcher: str) -> None:
+    name = f"again-{launcher}"
+    plant = NO_VERIFY | at_step(7, once(place.folder / name, KILL), rank=1)
+    command = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--max-restarts=2")
+    if launcher == "accelerate":
+        command = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--max_restarts=2")
+        command += ("--mixed_precision=no", "--dynamo_backend=no", "--num_machines=1")
+    ended = place.call(*command, *WORKER, f"name={name}", plant=plant)
+    assert ended.code == 0, ended.output
+    assert "resumed after step 4 from step-000004" in ended.output
+    check_undisturbed(place.run(name), whole[1])
+
+
+def test_an_error_that_comes_again_ends_the_run(place: Place) -> None:
+    plant = at_step(6, "raise ValueError('the cat sat on the keyboard')", rank=0)
+    ended = place.train("no-use", "--gpus", "1", "launch.restarts=3", plant=plant)
+    assert ended.code == 1 and ended.output.count("error: ") == 1, ended.output
+    assert ended.output.count("restarting from step 4") == 1
+    assert "it is the second time after step 6 in this launch: another restart would not help" in ended.output
+
+
+def test_sigterm_between_two_attempts_ends_the_run_at_once(place: Place) -> None:
+    plant = at_step(6, "raise ValueError('the cat sat on the keyboard')", rank=0)
+    plant["manyhands.launch.restarts"] = "FIRST_WAIT_S = 600.0"
+    with place.start(*train_command("paused", "--gpus", "1", "launch.restarts=3"), plant=plant) as process:
+        deadline = time.monotonic() + WAIT_S
+        while "restarting from step 4" not in place.output.read_text():
+            assert process.poll() is None and time.monotonic() < deadline, place.output.read_text()
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        ended = place.wait(process, time.monotonic(), limit_s=30)
+    assert ended.code == 143 and "saved at step 4; the same command resumes from there" in ended.output, ended.output

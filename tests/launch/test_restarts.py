@@ -1,0 +1,151 @@
+"""After a fault the run is started again from its newest checkpoint: bounded, with growing pauses, and never for an
+error that would only come again.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from manyhands.core.errors import FAULT, UserError
+from manyhands.core.files import read_rows, write_json
+from manyhands.launch import restarts as restarts_module
+from manyhands.launch import start
+from manyhands.launch.heartbeat import Beat
+from manyhands.launch.prepare import Prepared
+from manyhands.launch.restarts import Restarts
+from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.start_nodes import Joined
+from manyhands.launch.watch import wait_unless_asked
+from tests.launch.builders import make_config
+
+KILLED = "rank {} was killed (SIGKILL) in stage 'train'"
+
+
+def save(folder: RunFolder, step: int) -> None:
+    path = folder.checkpoints / f"step-{step:06d}" / "manifest.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("{}")
+
+
+def reach(folder: RunFolder, step: int | None) -> None:
+    folder.ranks.mkdir(parents=True, exist_ok=True)
+    write_json(folder.beat(0), asdict(Beat(0, os.getpid(), "train", step, 0.0, 0.0)))
+
+
+def killed(rank: int = 1) -> UserError:
+    return UserError(KILLED.format(rank), exit_code=1, kind=FAULT)
+
+
+def test_pauses_grow_and_the_number_in_a_row_is_bounded(tmp_path: Path) -> None:
+    folder, waits = RunFolder(tmp_path), []
+    restarts = Restarts(folder, limit=3)
+    for step in (1, 2, 3):
+        reach(folder, step)
+        waits.append(restarts.decide(killed()).wait_s)
+    assert waits == [1, 2, 4]
+    reach(folder, 4)
+    with pytest.raises(UserError, match="was killed") as refused:
+        restarts.decide(killed())
+    assert "3 restarts in a row brought no new checkpoint (launch.restarts = 3)" in str(refused.value)
+
+
+def test_a_run_that_gets_on_may_be_restarted_any_number_of_times(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    restarts = Restarts(folder, limit=1)
+    for step in range(10, 200, 10):
+        save(folder, step)
+        reach(folder, step + 7)
+        made = restarts.decide(killed())
+        assert (made.from_step, made.lost_steps, made.attempt, made.wait_s) == (step, 7, 1, 1)
+
+
+def test_the_same_error_at_the_same_step_ends_the_run_on_whichever_rank_it_comes(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    restarts = Restarts(folder, limit=9)
+    reach(folder, 7)
+    assert restarts.decide(killed(rank=0)).from_step is None
+    with pytest.raises(UserError) as refused:
+        restarts.decide(killed(rank=1))
+    assert "it is the second time after step 7 in this launch" in str(refused.value)
+    reach(folder, 8)
+    restarts.decide(killed(rank=1))  # another step: another fault
+
+
+def test_none_are_made_where_none_are_wanted(tmp_path: Path) -> None:
+    error = killed()
+    with pytest.raises(UserError) as refused:
+        Restarts(RunFolder(tmp_path), limit=0).decide(error)
+    assert refused.value is error and not error.details
+
+
+def test_a_signal_ends_the_pause() -> None:
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    begin = time.monotonic()
+    assert wait_unless_asked(60) == signal.SIGTERM and time.monotonic() - begin < 30
+    assert wait_unless_asked(0) is None
+
+
+@pytest.fixture
+def launch(planned, monkeypatch: pytest.MonkeyPatch):
+    """``launch("end", "kill once")``: (exit code or error, what was reported, the folder)."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)]))
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    monkeypatch.setattr(restarts_module, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(start, "run_workers", functools.partial(start.run_workers, module="fake_worker"))
+    monkeypatch.setattr("manyhands.launch.watch.GRACE_S", 1.0)
+
+    def run(*acts: str) -> tuple[int | UserError, str, RunFolder]:
+        folder, plan = planned(*acts)
+        found = Joined(Prepared(folder, make_config(), plan, resume=False, finished=False), None)
+        try:
+            code: int | UserError = start._launch(found, ())
+        except UserError as error:
+            code = error
+        log = folder.launcher_log
+        return code, log.read_text() if log.exists() else "", folder
+
+    return run
+
+
+def test_a_killed_rank_is_started_again_and_both_say_so_in_one_line(launch, capfd: pytest.CaptureFixture[str]) -> None:
+    code, log, folder = launch("wait unless killed once", "kill once")
+    assert code == 0
+    line = "rank 1 was killed (SIGKILL) in stage 'train', step 1; restarting from the start in 0.01 s, 1 step lost"
+    assert capfd.readouterr().out.splitlines() == [f"{line} (attempt 1 of 3)"]
+    assert line in log and "often the kernel when the host runs out of memory" in log, "the log has the whole cause"
+    [row] = read_rows(folder.restarts)
+    assert (row["step"], row["from_step"], row["lost_steps"], row["attempt"]) == (1, None, 1, 1)
+    assert folder.read_status()["restarts"] == 1
+
+
+def test_what_fails_at_each_attempt_ends_at_the_second(launch) -> None:
+    error, log, folder = launch("lost peer", "raise")
+    assert isinstance(error, UserError) and error.exit_code == 1
+    assert "ValueError: the cat sat on the keyboard" in str(error) and "it is the second time after step 1" in str(
+        error
+    )
+    assert log.count("restarting") == 1 and len(read_rows(folder.restarts)) == 1
+    assert folder.read_status()["state"] == "failed"
+
+
+def test_what_the_user_must_change_is_never_tried_again(launch) -> None:
+    error, log, folder = launch("wait", "user error")
+    assert isinstance(error, UserError) and error.exit_code == 2
+    assert "restarting" not in log and not folder.restarts.exists()
+
+
+def test_the_report_says_how_often_and_why() -> None:
+    from manyhands.metrics.report import _restart_lines
+
+    rows = [{"cause": killed().what, "lost_steps": 2}, {"cause": "rank 0 made no progress", "lost_steps": 1}]
+    assert _restart_lines([]) == []
+    assert "Restarted 2 times after a fault, 3 steps done again: rank 1 was killed" in _restart_lines(rows)[1]
