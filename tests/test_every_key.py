@@ -119,6 +119,8 @@ EFFECTS: dict[str, Callable[[Lab], None]] = {
     "evaluate.max_new_tokens": left.max_new_tokens,
     "checkpoint.every_steps": left.checkpoint_every,
     "checkpoint.per_epoch": left.checkpoints_per_epoch,
+    "checkpoint.every_minutes": left.checkpoint_minutes,
+    "checkpoint.asynchronous": left.asynchronous,
     "checkpoint.keep_last": left.keep_last,
     "checkpoint.keep_best": left.keep_best,
     "log.every_steps": left.log_every,

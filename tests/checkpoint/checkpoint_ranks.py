@@ -152,20 +152,20 @@ def save_on_a_full_disk(folder: Path) -> str:
     """Rank 3 alone cannot write."""
     rank = dist.get_rank()
     model, _, optimizer = build("fsdp", torch.float32)
-    original = save_module._hash_own
+    original = save_module.write_file
     if rank == 3:
-        save_module._hash_own = no_space
+        save_module.write_file = no_space
     try:
         save_checkpoint(folder / "failed" / "step-000001", model, optimizer, {}, rank=rank, world_size=4)
         return "saved"
     except UserError as error:
         return f"{error.what}; {error.why.partition('; ')[0]}; {len(list_checkpoints(folder / 'failed'))} checkpoints"
     finally:
-        save_module._hash_own = original
+        save_module.write_file = original
 
 
-def no_space(partial: Path, rank: int) -> dict:
-    raise OSError(28, "No space left on device", str(partial))
+def no_space(path: str, *_: object) -> dict:
+    raise OSError(28, "No space left on device", path)
 
 
 def load_damaged(folder: Path) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import manyhands.checkpoint.save as saving
+import manyhands.checkpoint.background as background
 from manyhands.worker import __main__ as worker
 from manyhands.worker import export_stages as finish
 from manyhands.worker import rendezvous, training
@@ -51,7 +51,7 @@ def break_off(where: str, step: int) -> None:
 
 def plant() -> None:
     finish.verify = lambda rank: None  # type: ignore[assignment]
-    prepare, commit = rendezvous.prepare_run, saving._commit
+    prepare, commit = rendezvous.prepare_run, background.commit
     after_step, save = training.BeatHook.after_step, training.CheckpointHook.save
 
     form_group = rendezvous.form_group
@@ -72,6 +72,8 @@ def plant() -> None:
 
     def planted_save(self: Any, state: Any) -> None:
         save(self, state)
+        if BREAK.get("saved") == state.step:
+            self.finish()
         break_off("saved", state.step)
 
     def planted_commit(partial: Path, folder: Path, manifest: Any) -> None:
@@ -79,7 +81,7 @@ def plant() -> None:
         commit(partial, folder, manifest)
 
     rendezvous.form_group = planted_group  # type: ignore[assignment]
-    rendezvous.prepare_run, saving._commit = planted_prepare, planted_commit  # type: ignore[assignment]
+    rendezvous.prepare_run, background.commit = planted_prepare, planted_commit  # type: ignore[assignment]
     training.BeatHook.after_step, training.CheckpointHook.save = planted_step, planted_save  # type: ignore[method-assign]
 
 

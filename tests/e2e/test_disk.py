@@ -69,14 +69,17 @@ def test_a_disk_that_fills_up_is_named_and_the_run_goes_on_once_there_is_room(pl
     assert [row["step"] for row in rows if row["kind"] == "step"] == [1, 2, 3, 4]
 
 
-def test_a_checkpoint_that_finds_no_room_names_it_too(place: Place, small_disk: Path) -> None:
+@pytest.mark.parametrize("asynchronous", ["true", pytest.param("false", marks=pytest.mark.slow)])
+def test_a_checkpoint_that_finds_no_room_names_it_too(place: Place, small_disk: Path, asynchronous: str) -> None:
     plant = NO_VERIFY | {
-        "manyhands.engine.native": "_save = save_checkpoint\n"
-        "def save_checkpoint(*arguments, **options):\n"
+        "manyhands.worker.checkpoints": "_tensors_to_stage = CheckpointHook._tensors_to_stage\n"
+        "def _planted(self):\n"
         + "\n".join(f"    {line}" for line in fill(small_disk).splitlines())
-        + "\n    _save(*arguments, **options)\n"
+        + "\n    return _tensors_to_stage(self)\n"
+        "CheckpointHook._tensors_to_stage = _planted\n"
     }
-    ended = place.train("unsaved", "--gpus", "2", *FEW, f"output.dir={small_disk}", plant=plant)
+    keys = (*FEW, f"checkpoint.asynchronous={asynchronous}", f"output.dir={small_disk}")
+    ended = place.train("unsaved", "--gpus", "2", *keys, plant=plant)
     assert ended.code == 1 and ended.output.count("error: ") == 1 and "Traceback" not in ended.output, ended.output
     assert "error: the disk is full" in ended.output and "step-000002" in ended.output
     status = json.loads((small_disk / "unsaved" / "status.json").read_text())

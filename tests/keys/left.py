@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from manyhands.checkpoint.staging import Staging
 from manyhands.launch import prepare
 from manyhands.metrics import trackers
 from manyhands.metrics.trackers import Begun
@@ -102,6 +103,25 @@ def max_new_tokens(lab: Lab) -> None:
 def checkpoint_every(lab: Lab) -> None:
     assert lab.run({"checkpoint.every_steps": 2, "checkpoint.keep_last": 9}).checkpoints() == [2, 4, 5]
     assert lab.base.checkpoints() == [5]
+
+
+def checkpoint_minutes(lab: Lab) -> None:
+    """Every step takes longer than the time between two."""
+    keys = {"checkpoint.every_minutes": 1e-9, "checkpoint.keep_last": 9}
+    assert lab.run(keys).checkpoints() == [1, 2, 3, 4, 5]
+    assert lab.run({"checkpoint.every_minutes": 600, "checkpoint.keep_last": 9}).checkpoints() == [5]
+
+
+def asynchronous(lab: Lab) -> None:
+    """The same files, written by the rank itself or by another process."""
+    keys, files = {"checkpoint.every_steps": 2, "checkpoint.keep_last": 9}, []
+    for asked in (True, False):
+        with mock.patch.object(Staging, "write", autospec=True, side_effect=Staging.write) as write:
+            ran = lab.run({**keys, "checkpoint.asynchronous": asked})
+        assert write.call_count == (3 if asked else 0)
+        folders = sorted(ran.rank.folder.checkpoints.iterdir())
+        files.append({path.parent.name: path.read_bytes() for each in folders for path in each.glob("*.safetensors")})
+    assert list(files[0]) == ["step-000002", "step-000004", "step-000005"] and files[0] == files[1]
 
 
 def keep_last(lab: Lab) -> None:

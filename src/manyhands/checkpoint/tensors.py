@@ -8,13 +8,12 @@ distributed checkpoint (DCP) takes: plain tensors and DTensors.
 
 from __future__ import annotations
 
-import io
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.planner import ReadItem, WriteItem
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import ReadItem
 
 from manyhands.checkpoint.manifest import TensorEntry
 from manyhands.core.holding import reshard
@@ -103,14 +102,6 @@ def _saved_form(tensor: torch.Tensor) -> torch.Tensor:
     """Detached; a scalar as shape (1,), which slices like everything else. Shares the memory."""
     tensor = tensor.detach()
     return tensor.reshape(1) if tensor.ndim == 0 else tensor
-
-
-class SavePlanner(DefaultSavePlanner):
-    """torch's own, reporting progress at each tensor."""
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        advance()
-        return super().resolve_data(write_item)
 
 
 class LoadPlanner(DefaultLoadPlanner):

@@ -156,9 +156,10 @@ def _check_spacing(config: RunConfig, section: str, what: str) -> Findings:
 
 def _check_checkpoint(config: RunConfig) -> Findings:
     yield from _check_spacing(config, "checkpoint", "checkpoints")
-    if config.checkpoint.every_steps == 0 and not config.checkpoint.keep_best:
+    section = config.checkpoint
+    if section.every_steps == 0 and section.every_minutes is None and not section.keep_best:
         fix = "save more than the last step"
-        yield from _unused(config, ("checkpoint.keep_last",), "checkpoint.every_steps", fix)
+        yield from _unused(config, ("checkpoint.keep_last", "checkpoint.asynchronous"), "checkpoint.every_steps", fix)
 
 
 def _check_method(config: RunConfig) -> Findings:

@@ -333,6 +333,14 @@ class CheckpointSection(Section):
     per_epoch: PositiveInt | None = Field(
         None, description="Evenly spaced checkpoints in each epoch, the last at its end; excludes every_steps."
     )
+    every_minutes: PositiveFloat | None = Field(
+        None, description="Also a checkpoint when so many minutes have passed since the one before."
+    )
+    asynchronous: bool | Auto = Field(
+        "auto",
+        description="Copy checkpoints to host memory and write them from another process while training continues. "
+        "auto: if the host has enough memory, and not under ZeRO.",
+    )
     keep_last: PositiveInt = Field(2, description="Number of newest checkpoints to keep.")
     keep_best: bool = Field(False, description="Keep and export the checkpoint with the lowest validation loss.")
 

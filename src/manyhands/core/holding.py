@@ -21,6 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from manyhands.core.collective_errors import this_rank
+
 
 class Holding(Protocol):
     """One way to hold tensors over ranks. Nothing but ``gather`` and ``sum_over_shards`` communicates."""
@@ -200,6 +202,20 @@ def first_index(tensor: torch.Tensor) -> int:
 def num_shards(tensor: torch.Tensor) -> int:
     """Parts that the tensor is cut into; replicas do not count."""
     return holding_of(tensor).num_shards(tensor)
+
+
+def replica_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Which of the ranks that hold the same part this one is, and how many these are: all, where every rank holds all
+    of it.
+    """
+    if not isinstance(tensor, DTensor):
+        return this_rank()
+    index, count = 0, 1
+    place = tensor.device_mesh.get_coordinate() or [0] * tensor.device_mesh.ndim
+    for size, own, placement in zip(tensor.device_mesh.shape, place, tensor.placements, strict=True):
+        if not placement.is_shard():
+            index, count = index * size + own, count * size
+    return index, count
 
 
 @torch.no_grad()

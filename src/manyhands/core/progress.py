@@ -6,10 +6,13 @@ launcher ends ranks that make no progress. Elsewhere there is none.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 
 _listener: Callable[[], object] | None = None
 _num_advances = 0
+_muted = threading.local()
 
 
 def listen(listener: Callable[[], object] | None) -> None:
@@ -21,9 +24,21 @@ def listen(listener: Callable[[], object] | None) -> None:
 def advance() -> None:
     """Reports one unit of work; costs next to nothing."""
     global _num_advances
+    if getattr(_muted, "is_on", False):
+        return
     _num_advances += 1
     if _listener is not None:
         _listener()
+
+
+@contextlib.contextmanager
+def muted() -> Iterator[None]:
+    """Within, this thread's work is no progress: what goes on beside the training must not hide that it hangs."""
+    _muted.is_on = True
+    try:
+        yield
+    finally:
+        _muted.is_on = False
 
 
 def num_advances() -> int:

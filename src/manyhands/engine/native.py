@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from manyhands.checkpoint.load import load_checkpoint
 from manyhands.checkpoint.save import save_checkpoint
+from manyhands.checkpoint.tensors import checkpoint_tensors
 from manyhands.config.schema import RunConfig
 from manyhands.core.holding import local
 from manyhands.core.world import World
@@ -113,6 +114,7 @@ class NativeEngine(RankEngine):
         if replica is not None:
             replica.require_backward_grad_sync = False  # ``backward`` prepares the reducer itself
         self._norm: torch.Tensor | None = None  # of the gradients that are there
+        self._before_update: Callable[[], None] | None = None
         self._reduce_every = reduce_every
         # The axis over which gradients are sharded; with one rank on it there is nothing to sum.
         self._shard_group = mesh[SHARD].get_group() if mesh is not None and mesh[SHARD].size() > 1 else None
@@ -190,6 +192,9 @@ class NativeEngine(RankEngine):
 
     def step(self, learning_rate: float, *, max_norm: float) -> None:
         """Clips gradients to ``max_norm`` (0: does not), steps at the schedule's ``learning_rate`` and frees them."""
+        if self._before_update is not None:
+            self._before_update()
+            self._before_update = None
         set_learning_rate(self.optimizer, learning_rate)
         if max_norm > 0:
             clip_gradients(self.optimizer, self.gradient_norm() if self._norm is None else self._norm, max_norm)
@@ -220,6 +225,14 @@ class NativeEngine(RankEngine):
             progress=progress,
             manifest_extra=manifest_extra,
         )
+
+    def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
+        """What ``save`` saves, sharing memory with the model and the optimizer: the next ``step`` changes it."""
+        return checkpoint_tensors(self.model, self.optimizer)
+
+    def before_update(self, call: Callable[[], None]) -> None:
+        """``call`` is called once, by the next ``step``, before it changes anything."""
+        self._before_update = call
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Loads what ``save`` wrote, from any number of ranks, in place; returns the saved state. Collective."""

@@ -30,6 +30,8 @@ MAY_DIFFER = (
     "batch.micro_tokens",
     "batch.accumulation",
     "log.*",
+    "checkpoint.asynchronous",
+    "checkpoint.every_minutes",
     "data.cache",
     "output.dir",
     "submit.*",

@@ -121,6 +121,7 @@ def _plan(config: RunConfig, facts: Facts, number: int, cause: Cause, before: Pl
         checkpoint_every=steps.checkpoint_every,
         evaluate_per_epoch=steps.evaluate_per_epoch,
         checkpoint_per_epoch=steps.checkpoint_per_epoch,
+        async_checkpoints=config.checkpoint.asynchronous is not False and not zero,
         output_dtype=made.output,
         memory=found.chosen.memory,
         disk=disk,

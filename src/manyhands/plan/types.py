@@ -150,6 +150,7 @@ class Plan(Part):
     checkpoint_every: int  # 0: only at the end
     evaluate_per_epoch: int = 0  # evaluations in each epoch, in place of evaluate_every
     checkpoint_per_epoch: int = 0
+    async_checkpoints: bool = False  # written beside the training
     output_dtype: Dtype
 
     efficiency: float | None = None  # expected share of the computed tokens that is useful

@@ -75,6 +75,7 @@ def train(loop: Loop) -> TrainState:
         state.tokens += work.num_tokens
         state.loss_tokens += work.num_loss_tokens
         state.elapsed_s = max(report.elapsed_s for report in reports)
+        _pass_reports(loop.hooks, reports)
         for hook in loop.hooks:
             hook.after_step(state, result)
         pause = time.monotonic()
@@ -117,6 +118,7 @@ class _RankReport(NamedTuple):
     elapsed_s: float
     interrupted: float
     waited_s: float
+    of_hooks: Sequence[float]  # of all of them, in order
 
 
 def _gather_reports(loop: Loop, work: StepWork, sums: StepSums, elapsed_s: float) -> Callable[[], list[_RankReport]]:
@@ -125,7 +127,10 @@ def _gather_reports(loop: Loop, work: StepWork, sums: StepSums, elapsed_s: float
     """
     names = sorted(sums.terms)  # the same on every rank
     weights = [float(work.weight_of(name).own) for name in names]
-    clocks = torch.tensor([*weights, elapsed_s, float(loop.interrupted()), work.waited_s()], dtype=torch.float64)
+    of_hooks = [float(value) for hook in loop.hooks for value in hook.report()]
+    clocks = torch.tensor(
+        [*weights, elapsed_s, float(loop.interrupted()), work.waited_s(), *of_hooks], dtype=torch.float64
+    )
     mine = torch.stack([*(sums.terms[name] for name in names), sums.grad_norm.double()])
     gathered = torch.stack(loop.engine.all_gather(torch.cat([mine, clocks.to(mine.device, non_blocking=True)])))
     arrived = None
@@ -143,9 +148,19 @@ def _gather_reports(loop: Loop, work: StepWork, sums: StepSums, elapsed_s: float
         num = len(names)
         own_sums = dict(zip(names, values[:num], strict=True))
         own_weights = dict(zip(names, values[num + 1 : 2 * num + 1], strict=True))
-        return _RankReport(own_sums, own_weights, values[num], *values[2 * num + 1 :])
+        clocks = values[2 * num + 1 :]
+        return _RankReport(own_sums, own_weights, values[num], *clocks[:3], clocks[3:])
 
     return wait
+
+
+def _pass_reports(hooks: Sequence[Hook], reports: list[_RankReport]) -> None:
+    """To each hook what it has reported on every rank."""
+    start = 0
+    for hook in hooks:
+        if hook.num_reported:
+            hook.hear([report.of_hooks[start : start + hook.num_reported] for report in reports])
+            start += hook.num_reported
 
 
 def _make_result(loop: Loop, work: StepWork, reports: list[_RankReport], seconds: float) -> StepResult:

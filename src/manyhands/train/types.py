@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -149,6 +149,15 @@ class Hook:
     """A door into the loop: every rank calls every hook at the same moments, in the same order."""
 
     def before_training(self, state: TrainState) -> None: ...
+
+    num_reported = 0  # numbers that ``report`` returns, the same on every rank
+
+    def report(self) -> Sequence[float]:
+        """Numbers of this rank that travel with the step's one gather."""
+        return ()
+
+    def hear(self, reports: Sequence[Sequence[float]]) -> None:
+        """What ``report`` gave in this step, by rank: the same on every rank. Called before ``after_step``."""
 
     def after_step(self, state: TrainState, result: StepResult) -> None: ...
 

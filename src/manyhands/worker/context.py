@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol, TextIO, runtime_checkable
 
 import torch
 
@@ -58,6 +58,19 @@ class RunEngine(Engine, Protocol):
 
     def next_token_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Logits (b, v) of the token after ``input_ids`` (b, t), without gradients."""
+        ...
+
+
+@runtime_checkable
+class StagesCheckpoints(Protocol):
+    """An engine whose state can be saved while it trains on."""
+
+    def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
+        """What ``save`` saves, sharing memory with the model and the optimizer."""
+        ...
+
+    def before_update(self, call: Callable[[], None]) -> None:
+        """``call`` is called once, by the next ``step``, before it changes anything."""
         ...
 
 

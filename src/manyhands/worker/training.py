@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 import numpy as np
 import torch
 
-from manyhands.checkpoint.manifest import checkpoint_folder, prune
 from manyhands.core.collective_errors import run_on_rank_0
+from manyhands.core.errors import UserError
 from manyhands.metrics import open_sinks
 from manyhands.metrics.report import write_report
 from manyhands.metrics.sinks import Meter, Outcome, Sink
@@ -21,6 +20,7 @@ from manyhands.train.loop import Interrupted, Loop, evaluate, train
 from manyhands.train.optimizer import make_schedule
 from manyhands.train.types import Batch, Evaluate, Evaluation, Hook, StepResult, TrainState
 from manyhands.worker.batches import close_workers, iterate_layouts, iterate_steps, lay_out_evaluation, open_workers
+from manyhands.worker.checkpoints import CheckpointHook, follows
 from manyhands.worker.context import RankContext
 from manyhands.worker.prompts import answer_prompts, choose_prompts
 
@@ -74,9 +74,12 @@ def train_model(rank: RankContext) -> None:
         outcome = "interrupted"
         if state.step:  # else nothing is lost
             checkpoints.save(state)
+            checkpoints.finish()
         raise
     except Diverged as error:
         state.stop_reason, state.divergence = "training has diverged", state.divergence or error.what
+        with contextlib.suppress(UserError):  # the run ends with the first error
+            checkpoints.finish()
         run_on_rank_0(
             lambda: write_report(rank.folder.path, plan, config, state, rank.measured)
         )  # all ranks have come here
@@ -84,6 +87,7 @@ def train_model(rank: RankContext) -> None:
     finally:
         with contextlib.ExitStack() as closing:  # all of them, even where one cannot write any more
             closing.callback(close_workers, rank)
+            closing.callback(checkpoints.close)
             for sink in sinks:
                 closing.callback(sink.close, outcome)
         rank.sinks = ()
@@ -97,13 +101,6 @@ def _open_sinks(rank: RankContext) -> list[Sink]:
         return others
     writers = open_sinks(rank.folder, rank.plan, rank.config, rank.terminal, state.step, state.evaluated_step, rank.log)
     return [*writers, *others]
-
-
-def follows(rank: RankContext, every: int, per_epoch: int, num_steps: int) -> bool:
-    """Whether an evaluation or a checkpoint follows the first ``num_steps`` steps, as the plan spaces them."""
-    if per_epoch:
-        return rank.order.ends_part(num_steps - 1, per_epoch)
-    return bool(every) and num_steps % every == 0
 
 
 def make_evaluate(rank: RankContext) -> Evaluate | None:
@@ -184,45 +181,3 @@ class DeviceHook(Hook):
 
     def after_evaluation(self, state: TrainState, evaluation: Evaluation) -> None:
         self.rank.measured.setdefault("evaluations", []).append(asdict(evaluation))
-
-
-class CheckpointHook(Hook):
-    """Saves every so many steps, at a new best if asked, and at the end; then removes what is no longer kept."""
-
-    def __init__(self, rank: RankContext) -> None:
-        self.rank = rank
-        self.saved_at = rank.state.step if rank.state.step else -1
-
-    def between_steps(self, state: TrainState) -> None:
-        plan, keep_best = self.rank.plan, self.rank.config.checkpoint.keep_best
-        is_due = follows(self.rank, plan.checkpoint_every, plan.checkpoint_per_epoch, state.step)
-        if is_due or (keep_best and state.best_step == state.step):
-            self.save(state)
-
-    def after_training(self, state: TrainState) -> None:
-        self.save(state)
-
-    def save(self, state: TrainState) -> None:
-        if self.saved_at == state.step:
-            return
-        rank, begin = self.rank, time.monotonic()
-        rank.stage = "checkpoint"
-        rank.beat(state.step)
-        folder = checkpoint_folder(rank.folder.checkpoints, state.step)
-        rank.engine.save(
-            folder,
-            asdict(state),
-            progress=lambda done, total: rank.show_progress(f"checkpoint {state.step}", done, total),
-            manifest_extra={
-                "config_digest": rank.config.digest,
-                "plan": rank.plan.number,
-                "world_size": rank.world.world_size,
-            },
-        )
-        keep = {state.best_step} if rank.config.checkpoint.keep_best and state.best_step else set()
-        run_on_rank_0(lambda: prune(rank.folder.checkpoints, rank.config.checkpoint.keep_last, keep))
-        self.saved_at = state.step
-        rank.measured["checkpoint_s"] = time.monotonic() - begin
-        for hook in dict.fromkeys((*rank.sinks, *rank.hooks)):
-            hook.after_checkpoint(state, folder)
-        rank.stage = "train"

@@ -1,0 +1,247 @@
+"""Saving a checkpoint beside the training: staged in host memory, written by another process, committed by rank 0.
+
+The rank's own thread only starts copies. What the checkpoint waits for, a thread waits for: that copies are done, that
+the process has written (``staging.py``), and on rank 0 that every other rank's list of files is there; then it commits.
+Nothing here communicates but through those files, so training never meets a collective of a checkpoint: how far a save
+is stands in ``status``, which the caller gathers. At most one is under way.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+import time
+from collections.abc import Callable
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from manyhands.checkpoint.manifest import PARTIAL, FileEntry, Manifest
+from manyhands.checkpoint.save import commit, explain_unwritten, not_shared, write_state
+from manyhands.checkpoint.shards import ShardFile, own_files
+from manyhands.checkpoint.staging import NoRoom, Staging, count_staged_bytes
+from manyhands.checkpoint.tensors import describe
+from manyhands.core.files import read_json, write_json
+from manyhands.core.progress import advance, muted
+
+POLL_S = 0.05
+SEEN_LATE_S = 120.0  # a network's file system may show another machine's new files a minute later
+
+
+class Status(IntEnum):
+    """How far a rank is with the save under way."""
+
+    NONE = 0
+    WRITING = 1
+    WRITTEN = 2  # this rank's files are on the disk
+    COMMITTED = 3  # of rank 0: the checkpoint exists
+    FAILED = 4
+
+
+class BackgroundSave:
+    """One checkpoint on its way to the disk."""
+
+    def __init__(self, folder: Path, run: Callable[[BackgroundSave], None]) -> None:
+        self.folder, self._run = folder, run
+        self.status = Status.WRITING
+        self.written_bytes = 0
+        self.error: BaseException | None = None
+        self.all_written_at: float | None = None  # when every rank was known to have written
+        self.begun, self.seconds = time.monotonic(), 0.0
+        self._ended = threading.Event()
+        self._is_abandoned = threading.Event()
+        threading.Thread(target=self._work, name="checkpoint", daemon=True).start()
+
+    def _work(self) -> None:
+        try:
+            with muted():
+                self._run(self)
+        except BaseException as error:
+            self.error, self.status = error, Status.FAILED
+        finally:
+            self.seconds = time.monotonic() - self.begun
+            self._ended.set()
+
+    def add_written(self, num_bytes: int) -> None:
+        self.written_bytes += num_bytes
+
+    def know_all_written(self) -> None:
+        """Every rank has written its files: rank 0 finds them from now on, or never."""
+        self.all_written_at = self.all_written_at or time.monotonic()
+
+    def wait_written(self) -> None:
+        """Returns once this rank's files are on the disk; raises what prevented it."""
+        self._wait(lambda: self.status >= Status.WRITTEN)
+
+    def wait_ended(self, limit_s: float = math.inf) -> None:
+        """Returns once there is nothing left to do, on rank 0 the commit, or after ``limit_s``; raises what prevented
+        it.
+        """
+        end = time.monotonic() + limit_s
+        self._wait(lambda: self._ended.is_set() or time.monotonic() > end)
+
+    def abandon(self) -> None:
+        """The save will not be completed: some rank cannot write."""
+        self._is_abandoned.set()
+
+    def _wait(self, is_done: Callable[[], bool]) -> None:
+        seen = self.written_bytes
+        while not is_done() and not self._ended.wait(POLL_S):
+            if self.written_bytes != seen:
+                seen = self.written_bytes
+                advance()
+        if self.error is not None:
+            raise self.error
+
+    def await_file(self, path: Path) -> dict[str, Any]:
+        """The JSON of a file that another rank writes."""
+        while (value := read_json(path)) is None:
+            at = self.all_written_at
+            if self._is_abandoned.wait(POLL_S) or (at is not None and time.monotonic() > at + SEEN_LATE_S):
+                raise not_shared(path.parent, path.name)
+        return value
+
+
+class BackgroundSaver:
+    """What a rank needs to save beside the training; memory and process are kept from save to save."""
+
+    def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
+        self._rank, self._world_size, self._device = rank, world_size, device
+        self._staging: Staging | None = None
+        self._room: threading.Thread | None = None
+        self._no_room: NoRoom | None = None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @property
+    def has_asked(self) -> bool:
+        """Whether room was ever asked for."""
+        return self._room is not None or self._no_room is not None
+
+    def make_room(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Begins to reserve what ``tensors`` need, beside the training. For the main thread."""
+        num_bytes = count_staged_bytes(own_files(tensors, self._rank))
+        if self._staging is not None and self._staging.num_bytes >= num_bytes:
+            return
+        self.close()
+        try:
+            self._staging = Staging(num_bytes, self._device)
+        except NoRoom as error:
+            self._no_room = error
+            return
+        self._room = threading.Thread(target=self._fill, args=(self._staging,), name="checkpoint-room", daemon=True)
+        self._room.start()
+
+    def _fill(self, staging: Staging) -> None:
+        try:
+            staging.make_room()
+        except NoRoom as error:
+            self._no_room = error
+
+    def reserve(self, tensors: dict[str, torch.Tensor]) -> str:
+        """Returns once there is room for ``tensors``, or why there is none. For the main thread."""
+        self.make_room(tensors)
+        if self._room is not None:
+            self._room.join()
+        return str(self._no_room or "")
+
+    def save(
+        self,
+        folder: Path,
+        tensors: dict[str, torch.Tensor],
+        state: dict[str, Any],
+        *,
+        manifest_extra: dict[str, Any],
+        after_commit: Callable[[], object] = lambda: None,
+    ) -> tuple[BackgroundSave, Callable[[], None]]:
+        """Begins to save ``tensors`` as ``folder``. ``after_commit`` is called on rank 0, in a thread.
+
+        Returns the save, and what must be called before ``tensors`` are next written to: it makes the device wait until
+        they are copied, never the host. On a CPU they are copied already. ``reserve`` comes first.
+        """
+        assert self._staging is not None and self._no_room is None, "reserve comes first"
+        files = own_files(tensors, self._rank)
+        copied, before_update = None, _nothing
+        if self._stream is None:
+            spans = self._staging.copy(files)
+        else:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream):
+                spans = self._staging.copy(files)
+                copied = torch.cuda.Event()
+                copied.record()
+            before_update = functools.partial(_let_device_wait, self._device, copied)
+        run = functools.partial(
+            self._write,
+            staging=self._staging,
+            files=files,
+            spans=spans,
+            copied=copied,
+            state=state,
+            manifest=Manifest(world_size=self._world_size, files={}, tensors=describe(tensors), extra=manifest_extra),
+            after_commit=after_commit,
+        )
+        return BackgroundSave(folder, run), before_update
+
+    def _write(
+        self,
+        save: BackgroundSave,
+        *,
+        staging: Staging,
+        files: list[ShardFile],
+        spans: dict[str, list[tuple[int, int]]],
+        copied: torch.cuda.Event | None,
+        state: dict[str, Any],
+        manifest: Manifest,
+        after_commit: Callable[[], object],
+    ) -> None:
+        partial = save.folder.with_name(save.folder.name + PARTIAL)
+        try:
+            partial.mkdir(parents=True, exist_ok=True)
+            if copied is not None:
+                copied.synchronize()
+            found = staging.write(partial, files, spans, save.add_written)
+            own = {name: FileEntry.model_validate(entry) for name, entry in found.items()}
+            own |= write_state(partial, state, self._rank)
+            if self._rank:
+                entries = {name: entry.model_dump() for name, entry in own.items()}
+                write_json(_list_of(partial, self._rank), entries)
+        except OSError as error:
+            raise explain_unwritten(error, partial, self._rank) from error
+        save.status = Status.WRITTEN
+        if self._rank:
+            return
+        lists = [_list_of(partial, rank) for rank in range(1, self._world_size)]
+        for path in lists:
+            own |= {name: FileEntry.model_validate(entry) for name, entry in save.await_file(path).items()}
+        try:
+            for path in lists:
+                path.unlink()
+            commit(partial, save.folder, manifest.model_copy(update={"files": own}))
+            save.status = Status.COMMITTED
+            after_commit()
+        except OSError as error:
+            raise explain_unwritten(error, partial, self._rank) from error
+
+    def close(self) -> None:
+        """Frees memory and process; a save under way ends with them."""
+        if self._room is not None:
+            self._room.join()
+            self._room = None
+        if self._staging is not None:
+            self._staging.close()
+            self._staging = None
+
+
+def _list_of(partial: Path, rank: int) -> Path:
+    """Where a rank says which files it has written."""
+    return partial / f"files-{rank + 1:05d}.json"
+
+
+def _let_device_wait(device: torch.device, copied: torch.cuda.Event) -> None:
+    torch.cuda.current_stream(device).wait_event(copied)
+
+
+def _nothing() -> None: ...

@@ -1,0 +1,139 @@
+"""Host memory that a checkpoint is copied into, shared with the process that writes it to disk. One per rank.
+
+The memory is a nameless file (``memfd_create``), which no /dev/shm limits; on a GPU's host it is pinned, so that copies
+run beside the training. Nothing else of the rank is seen by the writing process, which imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from manyhands.checkpoint import shard_writer
+from manyhands.checkpoint.shards import ShardFile
+
+ALIGNMENT = 64  # bytes; of each piece, for every dtype
+PORTABLE = 1  # cudaHostRegisterPortable
+
+
+class NoRoom(Exception):
+    """The host memory cannot be had; ``str`` says why."""
+
+
+class Staging:
+    """``num_bytes`` of memory and its writing process. The memory is there once ``make_room`` has returned."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        """Starts the process. For the main thread: with the thread that starts it the process ends."""
+        self.num_bytes, self._device = num_bytes, device
+        self._memory: mmap.mmap | None = None
+        self._buffer: torch.Tensor | None = None
+        self._is_pinned = False
+        try:
+            self._fd = os.memfd_create("manyhands-checkpoint")
+            os.ftruncate(self._fd, num_bytes)
+        except (OSError, AttributeError) as error:  # not on this system
+            raise NoRoom(str(error)) from error
+        command = [sys.executable, "-S", "-I", shard_writer.__file__, str(os.getpid()), str(self._fd)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(self._fd,), text=True
+        )
+
+    def make_room(self) -> None:
+        """Reserves the memory, and pins it. Takes a second for some GiB, most of it in the other process; any thread
+        may call it. NoRoom.
+        """
+        try:
+            self._ask({"room": self.num_bytes})
+        except OSError as error:
+            raise NoRoom(error.strerror or str(error)) from error
+        self._memory = mmap.mmap(self._fd, self.num_bytes)
+        self._buffer = torch.frombuffer(self._memory, dtype=torch.uint8)
+        if self._device.type == "cuda":
+            with torch.cuda.device(self._device):
+                status = torch.cuda.cudart().cudaHostRegister(self._buffer.data_ptr(), self.num_bytes, PORTABLE)
+            if int(status):
+                raise NoRoom(f"the memory cannot be pinned (CUDA error {int(status)})")
+            self._is_pinned = True
+
+    def copy(self, files: Sequence[ShardFile]) -> dict[str, list[tuple[int, int]]]:
+        """Copies all pieces, on the current stream where they are on a GPU; returns where each file's lie: (start,
+        bytes).
+        """
+        assert self._buffer is not None, "make_room comes first"
+        end, spans = 0, {}
+        for file in files:
+            spans[file.name] = []
+            for piece in file.pieces:
+                target = self._buffer[end : end + piece.num_bytes].view(piece.tensor.dtype)
+                target.view(piece.tensor.shape).copy_(piece.tensor, non_blocking=True)
+                spans[file.name].append((end, piece.num_bytes))
+                end = _align(end + piece.num_bytes)
+        return spans
+
+    def write(
+        self,
+        folder: Path,
+        files: Sequence[ShardFile],
+        spans: Mapping[str, Sequence[tuple[int, int]]],
+        written: Callable[[int], object],
+    ) -> dict[str, Any]:
+        """Has the process write ``files`` of what ``copy`` has copied; returns size and hash of each. OSError names the
+        file.
+        """
+        wanted = [
+            {"path": str(folder / file.name), "header": file.header.decode("latin-1"), "spans": spans[file.name]}
+            for file in files
+        ]
+        return self._ask({"files": wanted}, written, folder)
+
+    def _ask(
+        self, request: dict[str, Any], written: Callable[[int], object] = lambda _: None, folder: Path | None = None
+    ) -> dict[str, Any]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+        for line in self._process.stdout:
+            answer = json.loads(line)
+            if "done" in answer:
+                return answer["done"]
+            if "errno" in answer:
+                raise OSError(answer["errno"], answer["why"], answer["file"])
+            written(answer["written"])
+        code = self._process.wait()
+        why = f"the process that writes it was ended by signal {-code}" if code < 0 else f"it ended with code {code}"
+        raise OSError(0, why, str(folder) if folder is not None else None)
+
+    def close(self) -> None:
+        """Ends the process and frees the memory."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+        if self._is_pinned and self._buffer is not None:
+            with torch.cuda.device(self._device):
+                torch.cuda.cudart().cudaHostUnregister(self._buffer.data_ptr())
+        self._buffer = None  # the mapping goes with the last tensor that shares it
+        self._memory = None
+        os.close(self._fd)
+
+
+def count_staged_bytes(files: Sequence[ShardFile]) -> int:
+    """Memory that ``Staging.copy`` needs for them; at least one page."""
+    return max(mmap.PAGESIZE, sum(_align(piece.num_bytes) for file in files for piece in file.pieces))
+
+
+def _align(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

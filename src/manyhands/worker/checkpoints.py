@@ -1,0 +1,212 @@
+"""When the run is saved, and how: beside the training where the plan says so, else while it waits."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from manyhands.checkpoint.background import BackgroundSave, BackgroundSaver, Status
+from manyhands.checkpoint.manifest import checkpoint_folder, prune
+from manyhands.core.collective_errors import run_on_all_ranks, run_on_rank_0
+from manyhands.train.types import Hook, TrainState
+from manyhands.worker.context import RankContext, StagesCheckpoints
+
+NOTABLE_WAIT_S = 1.0  # of a save for the one before it
+SETTLE_S = 5.0  # that a failed rank waits for the save under way
+
+
+@dataclass
+class Pending:
+    """A save under way, of the state as it was."""
+
+    save: BackgroundSave
+    state: TrainState
+
+
+class CheckpointHook(Hook):
+    """Saves every so many steps or minutes, at a new best if asked, and at the end; then removes what is no longer
+    kept.
+
+    Beside the training one save is under way at most. Every rank reports how far it is with the step's gather, so that
+    all of them learn in the same step that the checkpoint exists, or that a rank has failed.
+    """
+
+    num_reported = 1
+
+    def __init__(self, rank: RankContext) -> None:
+        self.rank = rank
+        self.saved_at = rank.state.step if rank.state.step else -1
+        self.saved_elapsed_s = rank.state.elapsed_s
+        self.pending: Pending | None = None
+        self.engine = rank.engine if isinstance(rank.engine, StagesCheckpoints) else None
+        self.saver: BackgroundSaver | None = None
+        if self.engine is not None and rank.plan.async_checkpoints:
+            self.saver = BackgroundSaver(rank.world.rank, rank.world.world_size, rank.world.device)
+        self.num_staged = 0  # tensors for which every rank has room
+
+    # With each step.
+
+    def report(self) -> Sequence[float]:
+        return (float(self.pending.save.status if self.pending is not None else Status.NONE),)
+
+    def hear(self, reports: Sequence[Sequence[float]]) -> None:
+        if self.pending is None:
+            return
+        statuses = [Status(int(status)) for (status,) in reports]
+        if Status.FAILED in statuses:
+            self.finish()  # raises on every rank
+        elif statuses[0] == Status.COMMITTED:
+            self._complete(self.pending)
+        elif min(statuses) >= Status.WRITTEN:
+            self.pending.save.know_all_written()
+
+    def between_steps(self, state: TrainState) -> None:
+        if self._is_due(state):
+            self.save(state)
+        elif self.saver is not None and self.engine is not None and not self.saver.has_asked:
+            self.saver.make_room(self.engine.checkpoint_tensors())  # the optimizer's states are there now
+
+    def after_training(self, state: TrainState) -> None:
+        self.save(state)
+        self.finish()
+
+    def _is_due(self, state: TrainState) -> bool:
+        plan, section = self.rank.plan, self.rank.config.checkpoint
+        minutes = section.every_minutes
+        return (
+            follows(self.rank, plan.checkpoint_every, plan.checkpoint_per_epoch, state.step)
+            or (section.keep_best and state.best_step == state.step)
+            or (minutes is not None and state.elapsed_s - self.saved_elapsed_s >= 60 * minutes)  # alike on all ranks
+        )
+
+    # Saving. Collective, but for what goes on beside the training.
+
+    def save(self, state: TrainState) -> None:
+        """Saves ``state``, or begins to, unless it is saved already."""
+        if self.saved_at == state.step:
+            return
+        rank, begin = self.rank, time.monotonic()
+        rank.stage = "checkpoint"
+        rank.beat(state.step)
+        self.finish(next_step=state.step)
+        folder = checkpoint_folder(rank.folder.checkpoints, state.step)
+        tensors = self._tensors_to_stage()
+        if tensors is None:
+            self._save_now(folder, state)
+        else:
+            self._begin(folder, tensors, copy.deepcopy(state))
+        self.saved_at, self.saved_elapsed_s = state.step, state.elapsed_s
+        rank.measured.setdefault("checkpoint_stalls_s", []).append(time.monotonic() - begin)
+        rank.stage = "train"
+
+    def _tensors_to_stage(self) -> dict[str, torch.Tensor] | None:
+        """What is saved beside the training; None where that cannot be, on this rank or another."""
+        saver = self.saver
+        if saver is None or self.engine is None:
+            return None
+        tensors = self.engine.checkpoint_tensors()
+        if len(tensors) == self.num_staged:  # the same on every rank
+            return tensors
+        reasons = run_on_all_ranks(lambda: saver.reserve(tensors))
+        rank = next((rank for rank, reason in enumerate(reasons) if reason), None)
+        if rank is None:
+            self.num_staged = len(tensors)
+            return tensors
+        self.rank.print(f"checkpoints are written while training waits: rank {rank}: {reasons[rank]}")
+        saver.close()
+        self.saver = None
+        return None
+
+    def _begin(self, folder: Path, tensors: dict[str, torch.Tensor], state: TrainState) -> None:
+        assert self.saver is not None and self.engine is not None
+        save, before_update = self.saver.save(
+            folder,
+            tensors,
+            asdict(state),
+            manifest_extra=self._manifest_extra(),
+            after_commit=functools.partial(self._prune, self._kept_best(state)),
+        )
+        self.engine.before_update(before_update)
+        self.pending = Pending(save, state)
+
+    def _save_now(self, folder: Path, state: TrainState) -> None:
+        rank, begin = self.rank, time.monotonic()
+        rank.engine.save(
+            folder,
+            asdict(state),
+            progress=lambda done, total: rank.show_progress(f"checkpoint {state.step}", done, total),
+            manifest_extra=self._manifest_extra(),
+        )
+        run_on_rank_0(functools.partial(self._prune, self._kept_best(state)))
+        self._announce(folder, state, time.monotonic() - begin)
+
+    def finish(self, next_step: int | None = None) -> None:
+        """Waits for the save under way, if there is one. Raises on every rank where one of them has failed."""
+        if self.pending is None:
+            return
+        pending, begin = self.pending, time.monotonic()
+        save = pending.save
+        try:
+            run_on_all_ranks(save.wait_written)
+            save.know_all_written()
+            run_on_rank_0(save.wait_ended)
+        except BaseException:
+            self.pending = None
+            save.abandon()
+            raise
+        waited = time.monotonic() - begin
+        if next_step is not None and waited > NOTABLE_WAIT_S:
+            self.rank.print(
+                f"the checkpoint of step {next_step} waited {waited:.1f} s for that of step {pending.state.step}"
+            )
+        self._complete(pending)
+
+    def _complete(self, pending: Pending) -> None:
+        self.pending = None
+        self._announce(pending.save.folder, pending.state, pending.save.seconds)
+
+    def _announce(self, folder: Path, state: TrainState, seconds: float) -> None:
+        self.rank.measured["checkpoint_s"] = seconds
+        for hook in dict.fromkeys((*self.rank.sinks, *self.rank.hooks)):
+            hook.after_checkpoint(state, folder)
+
+    def _prune(self, keep: Collection[int]) -> None:
+        prune(self.rank.folder.checkpoints, self.rank.config.checkpoint.keep_last, keep)
+
+    def _kept_best(self, state: TrainState) -> set[int]:
+        return {state.best_step} if self.rank.config.checkpoint.keep_best and state.best_step else set()
+
+    def _manifest_extra(self) -> dict[str, Any]:
+        rank = self.rank
+        return {
+            "config_digest": rank.config.digest,
+            "plan": rank.plan.number,
+            "world_size": rank.world.world_size,
+        }
+
+    def close(self) -> None:
+        """Frees what saving beside the training holds. Where the run ends in an error, a save that is nearly done is
+        completed, without other ranks: they may be gone.
+        """
+        if self.pending is not None:
+            with contextlib.suppress(Exception):
+                self.pending.save.wait_ended(SETTLE_S)
+            self.pending = None
+        if self.saver is not None:
+            self.saver.close()
+            self.saver = None
+
+
+def follows(rank: RankContext, every: int, per_epoch: int, num_steps: int) -> bool:
+    """Whether an evaluation or a checkpoint follows the first ``num_steps`` steps, as the plan spaces them."""
+    if per_epoch:
+        return rank.order.ends_part(num_steps - 1, per_epoch)
+    return bool(every) and num_steps % every == 0

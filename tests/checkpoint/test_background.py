@@ -1,0 +1,156 @@
+"""Checkpoints that are written beside the training: what they hold, and what is left when they cannot be completed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from manyhands.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
+from manyhands.checkpoint.background import BackgroundSave, BackgroundSaver, Status
+from manyhands.checkpoint.tensors import checkpoint_tensors
+from manyhands.core.errors import DISK_FULL, UserError
+from manyhands.core.progress import num_advances
+
+CPU = torch.device("cpu")
+
+
+class Case:
+    """A model after a step, and what saves it."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, width: int = 64) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(3, width, dtype=dtype), nn.Linear(width, 1, dtype=dtype))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.saver = BackgroundSaver(0, 1, CPU)
+        self.step()
+
+    def step(self) -> None:
+        self.model(torch.ones(2, 3, dtype=self.model[0].weight.dtype)).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def begin(self, folder: Path) -> BackgroundSave:
+        tensors = checkpoint_tensors(self.model, self.optimizer)
+        assert self.saver.reserve(tensors) == ""
+        return self.saver.save(folder, tensors, {"step": 1}, manifest_extra={"plan": 1})[0]
+
+    def save_now(self, folder: Path) -> None:
+        save_checkpoint(
+            folder, self.model, self.optimizer, {"step": 1}, rank=0, world_size=1, manifest_extra={"plan": 1}
+        )
+
+
+@pytest.fixture
+def case() -> Iterator[Case]:
+    made = Case()
+    yield made
+    made.saver.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_files_are_those_of_a_save_that_training_waits_for(tmp_path: Path, dtype: torch.dtype) -> None:
+    case = Case(dtype)
+    case.save_now(tmp_path / "waited")
+    save = case.begin(tmp_path / "beside")
+    save.wait_ended()
+    case.saver.close()
+    assert save.status == Status.COMMITTED
+    contents = [{path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("waited", "beside")]
+    assert contents[0] == contents[1] and "manifest.json" in contents[0]
+
+
+def test_what_training_changes_after_staging_does_not_reach_the_file(tmp_path: Path, case: Case) -> None:
+    before = {name: tensor.clone() for name, tensor in case.model.state_dict().items()}
+    gate = threading.Event()
+    write = case.saver._write
+    case.saver._write = lambda *arguments, **options: (gate.wait(60), write(*arguments, **options))  # type: ignore
+    save = case.begin(tmp_path / "step-000001")
+    case.step()
+    gate.set()
+    save.wait_ended()
+    other = Case()
+    load_checkpoint(tmp_path / "step-000001", other.model, other.optimizer)
+    assert all(torch.equal(before[name], tensor) for name, tensor in other.model.state_dict().items())
+    assert not torch.equal(before["0.weight"], case.model[0].weight), "the step has changed it"
+    assert all(float(state["step"]) == 1 for state in other.optimizer.state.values())
+
+
+def test_a_second_save_uses_the_same_memory_and_process(tmp_path: Path, case: Case) -> None:
+    case.begin(tmp_path / "step-000001").wait_ended()
+    staging = case.saver._staging
+    case.step()
+    case.begin(tmp_path / "step-000002").wait_ended()
+    assert case.saver._staging is staging
+    other = Case()
+    load_checkpoint(tmp_path / "step-000002", other.model, other.optimizer)
+    assert torch.equal(other.model[1].weight, case.model[1].weight)
+
+
+def test_a_writer_that_is_killed_leaves_the_checkpoint_before_and_is_named(tmp_path: Path, case: Case) -> None:
+    case.begin(tmp_path / "step-000001").wait_ended()
+    assert case.saver._staging is not None
+    os.kill(case.saver._staging._process.pid, signal.SIGSTOP)  # in the middle of the next save
+    case.step()
+    save = case.begin(tmp_path / "step-000002")
+    os.kill(case.saver._staging._process.pid, signal.SIGKILL)
+    with pytest.raises(UserError, match="cannot be written") as caught:
+        save.wait_ended()
+    assert "ended by signal 9" in caught.value.why and "step-000002.tmp" in caught.value.where
+    assert save.status == Status.FAILED and [step for step, _ in list_checkpoints(tmp_path)] == [1]
+
+
+def test_the_writer_ends_with_its_rank() -> None:
+    """A rank that is killed cannot end it."""
+    import subprocess
+    import sys
+
+    code = (
+        "import os, torch\nfrom manyhands.checkpoint.staging import Staging\n"
+        "staging = Staging(4096, torch.device('cpu'))\nstaging.make_room()\n"
+        "print(staging._process.pid, flush=True)\nos.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    pid = int(done.stdout)
+    for _ in range(600):
+        state = (
+            Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] if Path(f"/proc/{pid}").exists() else "X"
+        )
+        if state in "XZ":
+            return
+        threading.Event().wait(0.05)
+    pytest.fail("the writing process lives on")
+
+
+def test_a_full_disk_is_the_same_error_as_ever(tmp_path: Path, case: Case) -> None:
+    """Every write to /dev/full finds no space."""
+    partial = tmp_path / "step-000001.tmp"
+    partial.mkdir()
+    (partial / "shard-00001-model-00001-of-00001.safetensors").symlink_to("/dev/full")
+    save = case.begin(tmp_path / "step-000001")
+    with pytest.raises(UserError, match="the disk is full") as caught:
+        save.wait_ended()
+    assert caught.value.kind == DISK_FULL and "shard-00001" in caught.value.where
+    assert not list_checkpoints(tmp_path)
+
+
+def test_an_unwritable_place_is_named(tmp_path: Path, case: Case) -> None:
+    (tmp_path / "file").touch()
+    save = case.begin(tmp_path / "file" / "step-000001")
+    with pytest.raises(UserError, match="cannot be written"):
+        save.wait_ended()
+
+
+def test_only_whoever_waits_makes_progress(tmp_path: Path, case: Case) -> None:
+    """What is written beside a training that hangs must not hide that it hangs."""
+    seen = num_advances()
+    save = case.begin(tmp_path / "step-000001")
+    while save.status == Status.WRITING:
+        threading.Event().wait(0.01)
+    assert save._ended.wait(60) and num_advances() == seen
