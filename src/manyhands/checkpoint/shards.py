@@ -92,7 +92,8 @@ def own_pieces(tensors: dict[str, torch.Tensor]) -> list[Piece]:
     """What this rank writes of ``tensors``. Replicas share them: each goes to the one that has least so far, a rule
     that gives the same on all of them.
     """
-    pieces, loads = [], {}
+    pieces: list[Piece] = []
+    loads: dict[int, list[int]] = {}
     for name, tensor in tensors.items():
         index, num_replicas = replica_of(tensor)
         load = loads.setdefault(num_replicas, [0] * num_replicas)
@@ -109,4 +110,4 @@ def read_bytes(piece: Piece) -> Iterator[memoryview]:
     flat = piece.tensor.reshape(-1)
     step = max(1, COPY_BYTES // piece.tensor.element_size())
     for start in range(0, len(flat), step):
-        yield memoryview(flat[start : start + step].cpu().view(torch.uint8).numpy())
+        yield flat[start : start + step].cpu().view(torch.uint8).numpy().data

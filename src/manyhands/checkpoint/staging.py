@@ -70,7 +70,8 @@ class Staging:
         bytes).
         """
         assert self._buffer is not None, "make_room comes first"
-        end, spans = 0, {}
+        end = 0
+        spans: dict[str, list[tuple[int, int]]] = {}
         for file in files:
             spans[file.name] = []
             for piece in file.pieces:

@@ -148,8 +148,8 @@ def _gather_reports(loop: Loop, work: StepWork, sums: StepSums, elapsed_s: float
         num = len(names)
         own_sums = dict(zip(names, values[:num], strict=True))
         own_weights = dict(zip(names, values[num + 1 : 2 * num + 1], strict=True))
-        clocks = values[2 * num + 1 :]
-        return _RankReport(own_sums, own_weights, values[num], *clocks[:3], clocks[3:])
+        elapsed_s, interrupted, waited_s, *of_hooks = values[2 * num + 1 :]
+        return _RankReport(own_sums, own_weights, values[num], elapsed_s, interrupted, waited_s, of_hooks)
 
     return wait
 

@@ -75,8 +75,7 @@ class CheckpointHook(Hook):
             self.saver.make_room(self.engine.checkpoint_tensors())  # the optimizer's states are there now
 
     def after_training(self, state: TrainState) -> None:
-        self.save(state)
-        self.finish()
+        self.save_and_wait(state)
 
     def _is_due(self, state: TrainState) -> bool:
         plan, section = self.rank.plan, self.rank.config.checkpoint
@@ -106,6 +105,12 @@ class CheckpointHook(Hook):
         self.saved_at, self.saved_elapsed_s = state.step, state.elapsed_s
         rank.measured.setdefault("checkpoint_stalls_s", []).append(time.monotonic() - begin)
         rank.stage = "train"
+
+    def save_and_wait(self, state: TrainState) -> None:
+        """The run ends with this checkpoint; before the first step there is nothing to lose."""
+        if state.step:
+            self.save(state)
+        self.finish()
 
     def _tensors_to_stage(self) -> dict[str, torch.Tensor] | None:
         """What is saved beside the training; None where that cannot be, on this rank or another."""

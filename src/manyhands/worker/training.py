@@ -71,18 +71,10 @@ def train_model(rank: RankContext) -> None:
         train(loop)
         outcome = "finished"
     except Interrupted:
-        outcome = "interrupted"
-        if state.step:  # else nothing is lost
-            checkpoints.save(state)
-            checkpoints.finish()
+        checkpoints.save_and_wait(state)
         raise
-    except Diverged as error:
-        state.stop_reason, state.divergence = "training has diverged", state.divergence or error.what
-        with contextlib.suppress(UserError):  # the run ends with the first error
-            checkpoints.finish()
-        run_on_rank_0(
-            lambda: write_report(rank.folder.path, plan, config, state, rank.measured)
-        )  # all ranks have come here
+    except Diverged as error:  # on all ranks
+        _report_divergence(rank, checkpoints, error)
         raise
     finally:
         with contextlib.ExitStack() as closing:  # all of them, even where one cannot write any more
@@ -92,6 +84,14 @@ def train_model(rank: RankContext) -> None:
                 closing.callback(sink.close, outcome)
         rank.sinks = ()
     rank.print(f"trained: {state.stop_reason}")
+
+
+def _report_divergence(rank: RankContext, checkpoints: CheckpointHook, error: Diverged) -> None:
+    state = rank.state
+    state.stop_reason, state.divergence = "training has diverged", state.divergence or error.what
+    with contextlib.suppress(UserError):  # the run ends with the first error
+        checkpoints.finish()
+    run_on_rank_0(lambda: write_report(rank.folder.path, rank.plan, rank.config, state, rank.measured))
 
 
 def _open_sinks(rank: RankContext) -> list[Sink]:
