@@ -69,6 +69,7 @@ EFFECTS: dict[str, Callable[[Lab], None]] = {
     "batch.accumulation": rows.accumulation,
     "optimizer.name": training.optimizer_name,
     "optimizer.learning_rates": training.learning_rates,
+    "optimizer.part_learning_rates": training.part_learning_rates,
     "optimizer.learning_rate": training.learning_rate,
     "optimizer.weight_decay": training.weight_decay,
     "optimizer.decay_embeddings": training.decay_embeddings,

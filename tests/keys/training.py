@@ -48,6 +48,12 @@ def learning_rates(lab: Lab) -> None:
         lab.start({"optimizer.learning_rates": {"lora_B": 1.0, "q_proj.lora_B": 1.0}})
 
 
+def part_learning_rates(lab: Lab) -> None:
+    """A text model has no parts (test_optimizer.py and plan/test_parts.py have the rates of one that does)."""
+    with pytest.raises(UserError, match=r"set optimizer\.learning_rate"):
+        lab.prepare({"optimizer.part_learning_rates": {"language": 1e-3}})
+
+
 def learning_rate(lab: Lab) -> None:
     assert first_difference(lab, {"optimizer.learning_rate": 1e-3}) == 2
     assert lab.run({"optimizer.learning_rate": 1e-3}).column("learning_rate")[0] == 1e-3

@@ -7,7 +7,7 @@ import pytest
 from manyhands.config.checks import check
 from manyhands.core.errors import UserError
 from manyhands.plan.search import plan
-from tests.plan.examples import data_facts, facts, model_facts, run_config
+from tests.plan.examples import data_facts, facts, model_facts, run_config, tower_facts
 
 WITHOUT, WITH = data_facts(), data_facts(num_images=700)
 
@@ -79,3 +79,20 @@ def test_parts_that_contradict_the_model_or_the_data_are_refused(asked, given, m
     with pytest.raises(UserError) as caught:
         plan(run_config(method__parts=asked), given)
     assert message in str(caught.value)
+
+
+def rates_of(rates, **parts):
+    modules = {"vision": ("model.visual",), "projector": ("model.visual.merger",)}
+    tower = tower_facts().model_copy(update={"modules": modules})
+    given = facts(model_facts(is_multimodal=True, num_tower_parameters=1000, tower=tower), data=WITH)
+    return plan(run_config(method__parts=parts, optimizer__part_learning_rates=rates), given).rated_parts
+
+
+def test_parts_with_a_rate_are_told_apart_from_within():
+    """A projector may be inside of its tower; the language model is what is left, so other parts come before it."""
+    parts = {"vision": "trained", "projector": "trained"}
+    assert rates_of({"vision": 1e-5}, **parts) == {"vision": ("model.visual",)}
+    assert list(rates_of({"projector": 1e-3, "language": 1e-4}, **parts)) == ["projector", "vision", "language"]
+    assert rates_of({"language": 1e-4}) == {"language": ("*",)}
+    with pytest.raises(UserError, match=r"part_learning_rates\.vision has nothing to train"):
+        rates_of({"vision": 1e-5})

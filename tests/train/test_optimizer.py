@@ -103,6 +103,23 @@ def test_the_schedule_scales_every_group_by_its_own_peak() -> None:
     assert [group["lr"] for group in optimizer.param_groups if group["pattern"] is None] == pytest.approx([0.05, 0.05])
 
 
+def test_parts_have_rates_of_their_own() -> None:
+    """Patterns of weights take precedence; the last part is what is left; one that was not asked has the usual rate."""
+    section = OptimizerSection(
+        part_learning_rates={"projector": 0.01, "language": 0.04}, learning_rates={"inner.bias": 1}
+    )
+    parts = {"projector": ("inner",), "vision": ("norm", "nothing"), "language": ("*",)}
+    groups = group_parameters(Tied(), section, 0.1, parts)
+    rates = {name: (group["lr"], group["pattern"]) for group in groups for name, _ in group["params"]}
+    assert rates == {
+        "inner.weight": (0.01, "projector"),
+        "inner.bias": (1, "inner.bias"),
+        "norm.weight": (0.1, "vision"),
+        "norm.bias": (0.1, "vision"),
+        "embed.weight": (0.04, "language"),
+    }
+
+
 @pytest.mark.parametrize(
     ("rates", "why"), [({"outer": 0.1}, "no weight that is trained"), ({"*": 0.1, "inner": 0.1}, "before it")]
 )

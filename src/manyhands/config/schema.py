@@ -152,6 +152,11 @@ class OptimizerSection(Section):
         description="Peak learning rate by name or pattern of weights; the first match counts. {lora_B: 3.2e-3} beside "
         "a learning_rate of 2e-4 is LoRA+ with ratio 16.",
     )
+    part_learning_rates: dict[PartName, PositiveFloat] = Field(
+        {},
+        description="Peak learning rate of trained parts of a model of text and images, such as {vision: 1e-5, "
+        "projector: 1e-3}; others have `learning_rate`, and patterns of `learning_rates` take precedence.",
+    )
     learning_rate: PositiveFloat | Auto = Field(
         "auto", description="Peak learning rate; auto is 2e-4 for lora and 2e-5 for full."
     )

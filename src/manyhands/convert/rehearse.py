@@ -36,7 +36,7 @@ def rehearse(config: RunConfig, plan: Plan) -> None:
         match_checkpoint(model, plan.model_folder, plan.new_tokens)
     if plan.adapter is not None:
         check_adapter(model, plan.adapter.folder)
-    groups = group_parameters(model, config.optimizer, plan.learning_rate)
+    groups = group_parameters(model, config.optimizer, plan.learning_rate, plan.rated_parts)
     if config.optimizer.name == "muon":
         split_matrices(groups, list(find_blocks(model)))
     family = families.find(model.config.get_text_config().model_type)

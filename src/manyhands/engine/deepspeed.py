@@ -130,7 +130,8 @@ def apply_zero(
     model = hugging_face_model(loss_model)
     with quiet():
         give_memory(loss_model, layout, world.device, partial(deepspeed.zero.Init, config_dict_or_path=options))
-        optimizer = make_optimizer(model, config.optimizer, plan.learning_rate, list(find_blocks(model)))
+        blocks = list(find_blocks(model))
+        optimizer = make_optimizer(model, config.optimizer, plan.learning_rate, blocks, parts=plan.rated_parts)
         inner, *_ = deepspeed.initialize(model=loss_model, optimizer=optimizer, config=options)
     materialize(loss_model, world.device)
     copy_masters(inner.optimizer)

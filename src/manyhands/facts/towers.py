@@ -70,8 +70,24 @@ def read_tower(config: Mapping[str, Any], family: Family, shapes: Shapes) -> Tow
         patches_per_unit=num_patches,
         unit_values=3 * side * side if patches else 3 * patch * patch * (vision.get("temporal_patch_size") or 1),
         tokens_per_unit=_tokens_per_unit(config, vision, num_patches, patches),
+        modules={
+            part: _modules(parts[part], known)
+            for part, known in {"vision": family.towers, "projector": family.projectors}.items()
+        },
         shapes=parts["vision"] | parts["projector"],
     )
+
+
+def _modules(shapes: Shapes, known: tuple[str, ...]) -> tuple[str, ...]:
+    """Of the family's modules those that these tensors are in, and what is a parameter of the model itself; of an
+    unknown family the outermost ones.
+    """
+    bare = [name.removeprefix("model.") for name in shapes]
+    own = tuple(f"model.{name}" for name in bare if "." not in name)
+    found = tuple(
+        module for module in known if any(f"{name}.".startswith(module.removeprefix("model.") + ".") for name in bare)
+    )
+    return (found or tuple(dict.fromkeys(f"model.{name.partition('.')[0]}" for name in bare if "." in name))) + own
 
 
 def _tokens_per_unit(config: Mapping[str, Any], vision: Mapping[str, Any], patches: int, squares: bool) -> float:

@@ -40,6 +40,7 @@ class TowerFacts(Fact):
     patches_per_unit: int
     unit_values: int  # numbers that the pixels of a unit are
     tokens_per_unit: float  # placeholders in the text
+    modules: dict[str, tuple[str, ...]] = {}  # of vision and projector, by their names in transformers' model
     shapes: dict[str, tuple[int, ...]] = {}  # of every tensor of tower and projector by its name in the files
 
 

@@ -37,8 +37,9 @@ def describe_settings(config: RunConfig, plan: Plan) -> dict[str, Any]:
             found[f"method.{key}"] = getattr(method, key)
     optimizer = config.optimizer
     found |= {"optimizer.name": optimizer.name, "optimizer.learning_rate": plan.learning_rate}
-    if optimizer.learning_rates:
-        found["optimizer.learning_rates"] = optimizer.learning_rates
+    for key in ("learning_rates", "part_learning_rates"):
+        if getattr(optimizer, key):
+            found[f"optimizer.{key}"] = getattr(optimizer, key)
     found |= {f"optimizer.{key}": getattr(optimizer, key) for key in ("weight_decay", "max_grad_norm")}
     found |= {"schedule.name": config.schedule.name, "schedule.warmup_steps": plan.warmup_steps}
     found |= (

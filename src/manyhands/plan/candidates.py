@@ -1,5 +1,5 @@
-"""The layouts that could carry out a run: which there are, what each needs and takes, which is chosen. Pure; explains
-nothing.
+"""The layouts that could carry out a run: which there are, what each needs and takes, which is chosen, and why the others
+were not. Pure.
 
 The fastest by the estimated seconds of a step is chosen (``clock.py``); of those as fast within 0.2 % the one that
 needs the least memory, if that spares a twentieth. Each spends what memory is left first: unsharded gradients wait for
@@ -21,7 +21,7 @@ from manyhands.plan.estimate_input import EstimateInput
 from manyhands.plan.hardware import ranks_per_machine
 from manyhands.plan.layout import LIGHTER, ZERO_STAGES, Checkpointing, Layout, Strategy, change, mesh_of
 from manyhands.plan.memory import estimate_host_terms, estimate_terms, keep_on_device
-from manyhands.plan.types import Candidate, MemoryEstimate
+from manyhands.plan.types import Candidate, MemoryEstimate, RanOut, Reason, reason
 
 SAME_SPEED = 0.002  # share of a step that the estimate cannot tell apart
 WORTHWHILE = 0.05  # share of memory for which one as fast takes the place of the fastest
@@ -254,3 +254,38 @@ def is_alike(one: Layout, other: Layout) -> bool:
     """The same but for the sizes of micro-batches and what follows from them."""
     names = ("strategy", "activation_checkpointing", "reshard_after_forward")
     return all(getattr(one, name) == getattr(other, name) for name in names)
+
+
+def with_reason(candidate: Candidate, chosen: Candidate, ran_out: RanOut | None) -> Candidate:
+    """The candidate marked as chosen, or with the reason why it was not. ``ran_out``: a plan that did, which all that
+    are compared are smaller than.
+    """
+    if candidate is chosen:
+        return candidate.model_copy(update={"chosen": True})
+    return candidate.model_copy(update={"reason": _why_lost(candidate, chosen, ran_out)})
+
+
+def _why_lost(candidate: Candidate, chosen: Candidate, ran_out: RanOut | None) -> Reason:
+    layout, memory = candidate.layout, candidate.memory
+    total, limit = memory.total, memory.limit
+    if ran_out is not None and total <= limit:
+        return reason("not_next_smaller", plan=ran_out.number)
+    if total > limit:
+        return reason("exceeds_memory", bytes=total, limit=limit)
+    if not memory.fits_host:
+        return reason("exceeds_host_memory", bytes=memory.host_total, limit=memory.host_limit)
+    if not memory.is_safe:
+        return reason("near_limit", bytes=total, limit=limit, share=1 - memory.margin)
+    slower = seconds_of(candidate) / seconds_of(chosen) - 1
+    if slower <= SAME_SPEED:
+        return reason("more_memory" if total > chosen.memory.total else "no_faster")
+    reasons = (
+        reason("computes_again", mode=layout.activation_checkpointing, slower=slower),
+        reason("computes_more_again", slower=slower),
+        reason("shards_needlessly", chosen=chosen.layout.strategy, slower=slower),
+        reason("gathers_again", slower=slower),
+        reason("smaller_micro_batch", slower=slower),
+        reason("computes_attention_again", slower=slower),
+    )
+    pairs = zip(reasons, differences(candidate), differences(chosen), strict=True)
+    return next((found for found, mine, best in pairs if mine > best), reason("no_faster"))

@@ -30,6 +30,7 @@ def warn_of_values(config: RunConfig, model: ModelFacts, learning_rate: float) -
     """A warning for each learning rate and LoRA rank that cannot be meant."""
     rates = {"optimizer.learning_rate": learning_rate}
     rates |= {f"optimizer.learning_rates, {pattern}": rate for pattern, rate in config.optimizer.learning_rates.items()}
+    rates |= {f"optimizer.part_learning_rates, {part}": r for part, r in config.optimizer.part_learning_rates.items()}
     absurd = [reason("high_learning_rate", key=key, rate=rate) for key, rate in rates.items() if rate >= ABSURD_RATE]
     return (*absurd, *_warn_of_rank(config, model))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
-from manyhands.facts.types import Facts
+from manyhands.facts.types import Facts, ModelFacts
 from manyhands.plan.estimate_input import EstimateInput
 from manyhands.plan.towers import memory_by_part, num_units
 from manyhands.plan.types import PartState, Reason, reason
@@ -43,6 +43,29 @@ def choose_parts(config: RunConfig, facts: Facts) -> tuple[dict[str, PartState],
             fix="set method.parts.projector: trained, or another part",
         )
     return parts, (reason("parts", parts=parts, method=config.method.name),)
+
+
+def rate_parts(config: RunConfig, model: ModelFacts, parts: dict[str, PartState]) -> dict[str, tuple[str, ...]]:
+    """Patterns of the weights of each part that has a learning rate of its own, inner parts first, the language model,
+    which is all the rest, last. UserError where such a part is not trained.
+    """
+    asked = config.optimizer.part_learning_rates
+    for part in asked:
+        if parts.get(part) != "trained":
+            state = f"method.parts.{part} is {parts[part]}" if part in parts else f"{model.name} is a text model"
+            raise UserError(
+                f"optimizer.part_learning_rates.{part} has nothing to train",
+                where=f"optimizer.part_learning_rates.{part}",
+                why=state,
+                fix=f"train it (method.parts.{part}), or remove the rate" if parts else "set optimizer.learning_rate",
+            )
+    modules = model.tower.modules if model.tower is not None else {}
+    outer = {
+        part: modules[part]
+        for part in reversed(OUTER_PARTS)
+        if parts.get(part) == "trained" and (part in asked or "language" in asked)
+    }
+    return outer | ({"language": ("*",)} if "language" in asked else {})
 
 
 def explain_images(s: EstimateInput) -> tuple[Reason, ...]:

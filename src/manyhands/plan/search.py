@@ -16,13 +16,11 @@ from manyhands.facts.types import DataFacts, Facts
 from manyhands.plan.advice import DOES_NOT_FIT, with_advice
 from manyhands.plan.batch import BatchSplit, ceil_div, has_one_length, possible_splits
 from manyhands.plan.candidates import (
-    SAME_SPEED,
     Limits,
     choose_candidate,
-    differences,
     list_candidates,
     memory_limits,
-    seconds_of,
+    with_reason,
 )
 from manyhands.plan.checks import check_disk, estimate_disk, nothing_fits, warn_of_values
 from manyhands.plan.choices import Decisions, decide, fuses_optimizer
@@ -38,7 +36,7 @@ from manyhands.plan.estimate_input import (
 )
 from manyhands.plan.hardware import choose_environment, ranks_per_machine
 from manyhands.plan.layout import DTYPE_BYTES, choose_converters, lay_out, mesh_of
-from manyhands.plan.parts import explain_images
+from manyhands.plan.parts import explain_images, rate_parts
 from manyhands.plan.settle import settle
 from manyhands.plan.smaller import NothingSmaller as NothingSmaller
 from manyhands.plan.smaller import choose_smaller, explain_smaller, find_ran_out, nothing_smaller
@@ -103,6 +101,7 @@ def _plan(config: RunConfig, facts: Facts, number: int, cause: Cause, before: Pl
         adapter=facts.adapter,
         stored_nf4=facts.model.stored_nf4,
         parts=made.parts,
+        rated_parts=rate_parts(config, facts.model, made.parts),
         target_modules=None if config.method.target_modules == "all-linear" else config.method.target_modules,
         layout=found.chosen.layout,
         attention=made.attention,
@@ -129,7 +128,7 @@ def _plan(config: RunConfig, facts: Facts, number: int, cause: Cause, before: Pl
         step_s=time.step_s if time is not None else None,
         time=time,
         environment=environment,
-        candidates=tuple(_with_reason(candidate, found.chosen, found.ran_out) for candidate in found.candidates),
+        candidates=tuple(with_reason(candidate, found.chosen, found.ran_out) for candidate in found.candidates),
         why=_explain(config, facts, made, found, steps, disk, why_settled, reason("environment", **environment)),
     )
     return with_efficiency(whole, facts)
@@ -242,38 +241,6 @@ def _converters(config: RunConfig, facts: Facts, made: Decisions) -> tuple[str, 
         has_new_tokens=facts.new_tokens is not None,
         continues_adapter=facts.adapter is not None,
     )
-
-
-def _with_reason(candidate: Candidate, chosen: Candidate, ran_out: RanOut | None) -> Candidate:
-    if candidate is chosen:
-        return candidate.model_copy(update={"chosen": True})
-    return candidate.model_copy(update={"reason": _why_lost(candidate, chosen, ran_out)})
-
-
-def _why_lost(candidate: Candidate, chosen: Candidate, ran_out: RanOut | None) -> Reason:
-    layout, memory = candidate.layout, candidate.memory
-    total, limit = memory.total, memory.limit
-    if ran_out is not None and total <= limit:
-        return reason("not_next_smaller", plan=ran_out.number)
-    if total > limit:
-        return reason("exceeds_memory", bytes=total, limit=limit)
-    if not memory.fits_host:
-        return reason("exceeds_host_memory", bytes=memory.host_total, limit=memory.host_limit)
-    if not memory.is_safe:
-        return reason("near_limit", bytes=total, limit=limit, share=1 - memory.margin)
-    slower = seconds_of(candidate) / seconds_of(chosen) - 1
-    if slower <= SAME_SPEED:
-        return reason("more_memory" if total > chosen.memory.total else "no_faster")
-    reasons = (
-        reason("computes_again", mode=layout.activation_checkpointing, slower=slower),
-        reason("computes_more_again", slower=slower),
-        reason("shards_needlessly", chosen=chosen.layout.strategy, slower=slower),
-        reason("gathers_again", slower=slower),
-        reason("smaller_micro_batch", slower=slower),
-        reason("computes_attention_again", slower=slower),
-    )
-    pairs = zip(reasons, differences(candidate), differences(chosen), strict=True)
-    return next((found for found, mine, best in pairs if mine > best), reason("no_faster"))
 
 
 def _explain(

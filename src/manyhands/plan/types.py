@@ -127,6 +127,7 @@ class Plan(Part):
     # of a model of text and images: vision, projector, language; a language model is trained by its method, whatever
     # that is. {} for a text model
     parts: dict[str, PartState] = {}
+    rated_parts: dict[str, tuple[str, ...]] = {}  # those with a learning rate of their own: patterns of their weights
     target_modules: tuple[str, ...] | None = None  # of adapters; none: all linear layers of the blocks
 
     layout: Layout

@@ -8,7 +8,7 @@ has of a parameter.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -24,6 +24,8 @@ from manyhands.train.adamw_8bit import BlockwiseAdamW, check_blockwise
 from manyhands.train.muon import Muon
 
 Group = dict[str, Any]
+Parts = Mapping[str, Sequence[str]]  # patterns that reach the weights of a part of the model, first match first
+NO_PARTS: Parts = {}
 MakeAdamW = Callable[..., torch.optim.Optimizer]  # of groups, with lr, betas and eps
 TORCHS_ADAMW: MakeAdamW = partial(torch.optim.AdamW, fused=True)
 
@@ -35,15 +37,16 @@ def make_optimizer(
     blocks: Collection[str] = (),
     make_adamw: MakeAdamW = TORCHS_ADAMW,
     compute_dtype: torch.dtype = torch.float32,
+    parts: Parts = NO_PARTS,
 ) -> torch.optim.Optimizer:
     """The optimizer of ``section`` over the trained parameters of ``model``, in their own (master) dtype.
 
     ``learning_rate`` is the peak, ``blocks`` the names of the decoder's blocks, whose matrices Muon orthogonalizes in
     ``compute_dtype``. Every group has ``peak_ratio``, its peak as a share of that, and ``pattern``, the one of
-    ``learning_rates`` that chose it or none. UserError for patterns that choose nothing and for optimizers that the
-    device does not have. AdamW is torch's fused one, or what ``make_adamw`` makes.
+    ``learning_rates``, or the part, that chose it or none. UserError for patterns that choose nothing and for
+    optimizers that the device does not have. AdamW is torch's fused one, or what ``make_adamw`` makes.
     """
-    groups = group_parameters(model, section, learning_rate)
+    groups = group_parameters(model, section, learning_rate, parts)
     if not groups:
         raise ValueError("no parameter of the model is trained")
     betas = (section.beta1, section.beta2)
@@ -69,21 +72,25 @@ def make_optimizer(
     )
 
 
-def group_parameters(model: nn.Module, section: OptimizerSection, learning_rate: float) -> list[Group]:
+def group_parameters(
+    model: nn.Module, section: OptimizerSection, learning_rate: float, parts: Parts = NO_PARTS
+) -> list[Group]:
     """Groups of (name, parameter) pairs by pattern, and within it matrices, which decay, and the rest.
 
     Norm weights, biases (one dimension) and embeddings (also where the head is tied to them) do not decay: pulling
     them to zero changes scales that nothing else restores. Embeddings do if ``decay_embeddings`` asks for it.
     """
     embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
-    chosen = choose_patterns(model, section.learning_rates)
+    rates: dict[str, float] = {part: section.part_learning_rates.get(part, learning_rate) for part in parts}  # type: ignore[call-overload]
+    rates |= section.learning_rates
+    chosen = choose_patterns(model, {pattern: (pattern,) for pattern in section.learning_rates} | dict(parts))
     groups: dict[tuple[str | None, bool, bool], Group] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             pattern, is_embedding = chosen.get(id(parameter)), id(parameter) in embeddings
             is_matrix = len(full_shape(parameter)) >= 2 and not is_embedding
             decays = is_matrix or (is_embedding and section.decay_embeddings)
-            peak = learning_rate if pattern is None else section.learning_rates[pattern]
+            peak = learning_rate if pattern is None else rates[pattern]
             empty = {"params": [], "weight_decay": section.weight_decay if decays else 0.0, "is_matrix": is_matrix}
             group = groups.setdefault(
                 (pattern, is_matrix, decays),
@@ -93,9 +100,9 @@ def group_parameters(model: nn.Module, section: OptimizerSection, learning_rate:
     return sorted(groups.values(), key=lambda group: not group["is_matrix"])
 
 
-def choose_patterns(model: nn.Module, patterns: Mapping[str, float]) -> dict[int, str]:
-    """The first of ``patterns`` that reaches a trained parameter, by its id; a tied one is reached by each of its
-    names.
+def choose_patterns(model: nn.Module, patterns: Parts) -> dict[int, str]:
+    """The first of ``patterns``, by name with what each stands for, that reaches a trained parameter, by its id; a tied
+    one is reached by each of its names.
 
     UserError for a pattern that reaches no trained parameter, or none that an earlier one has left.
     """
@@ -105,7 +112,9 @@ def choose_patterns(model: nn.Module, patterns: Mapping[str, float]) -> dict[int
             names.setdefault(id(parameter), []).append(name)
     chosen: dict[int, str] = {}
     for pattern in patterns:
-        hits = [key for key, own in names.items() if any(reaches(name, pattern) for name in own)]
+        hits = [
+            key for key, own in names.items() if any(reaches(name, each) for name in own for each in patterns[pattern])
+        ]
         free = [key for key in hits if key not in chosen]
         if not free:
             raise UserError(
