@@ -48,9 +48,8 @@ def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "rando
     if init == "pretrained":
         tensors, in_nf4 = _read_tensors(folder, outer)
         if is_multimodal:
-            outer_shapes = {name: t.shape for name, t in tensors.items() if not TEXT_TENSOR.search(name)}
-            num_tower_parameters = sum(map(math.prod, outer_shapes.values()))
-            tower = read_tower(outer, families.find(outer), outer_shapes)
+            around = {name: t.shape for name, t in tensors.items() if not TEXT_TENSOR.search(name)}
+            num_tower_parameters, tower = sum(map(math.prod, around.values())), read_tower(outer, around)
             config |= {"tie_word_embeddings": shares_head(folder, config)}
             tensors = {name_in_model(name): tensor for name, tensor in tensors.items() if TEXT_TENSOR.search(name)}
             decoder = next((name.removesuffix(EMBEDDINGS) for name in tensors if name.endswith(EMBEDDINGS)), decoder)
@@ -87,14 +86,18 @@ def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "rando
         num_tower_parameters=num_tower_parameters,
         tower=tower,
         num_block_parameters=sum(map(math.prod, block.values())),
-        block_linear_shapes={
-            name.removesuffix(".weight"): (shape[0], shape[1])
-            for name, shape in block.items()
-            if len(shape) == 2 and not _is_norm(name)
-        },
+        block_linear_shapes=_linear_shapes(block),
         block_norm_elements=norm_elements(block, config),
         parameter_shapes=shapes,
     )
+
+
+def _linear_shapes(block: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
+    return {
+        name.removesuffix(".weight"): (shape[0], shape[1])
+        for name, shape in block.items()
+        if len(shape) == 2 and not _is_norm(name)
+    }
 
 
 def _count_windowed(config: Mapping[str, Any]) -> int | None:

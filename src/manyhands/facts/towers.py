@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from manyhands.facts.types import TowerFacts
-from manyhands.families.family import Family
+from manyhands.families import Family, find
 
 Shapes = Mapping[str, tuple[int, ...]]
 TOWER_BLOCK = re.compile(r"\.(?:layers|layer|blocks|h)\.(\d+)\.(.+)$")
@@ -36,13 +36,13 @@ def part_of(name: str, family: Family) -> str:
     return "projector" if not family.projectors and USUAL_PROJECTOR.search(name) else "vision"
 
 
-def read_tower(config: Mapping[str, Any], family: Family, shapes: Shapes) -> TowerFacts | None:
+def read_tower(config: Mapping[str, Any], shapes: Shapes) -> TowerFacts | None:
     """Vision tower and projector of a multimodal model, None where its files or its config.json have none.
 
     ``shapes`` are those of all tensors that are not the text's. What tensors show is taken from them, as many published
     vision configurations leave out what is their class's default.
     """
-    vision = config.get("vision_config")
+    family, vision = find(config), config.get("vision_config")
     parts: dict[str, dict[str, tuple[int, ...]]] = {"vision": {}, "projector": {}, "audio": {}}
     for name, shape in shapes.items():
         parts[part_of(name, family)][name] = shape

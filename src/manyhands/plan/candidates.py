@@ -1,4 +1,4 @@
-"""The layouts that could carry out a run: which there are, what each needs and takes, which is chosen, and why the others
+"""The layouts that could carry out a run: which there are, what each needs and takes, which is chosen, why others
 were not. Pure.
 
 The fastest by the estimated seconds of a step is chosen (``clock.py``); of those as fast within 0.2 % the one that
