@@ -40,11 +40,8 @@ def _make_optimizer(
     model: nn.Module, plan: Plan, config: RunConfig, device: torch.device, copy: ComputeCopy | None
 ) -> tuple[torch.optim.Optimizer, str]:
     blocks, compute_dtype = list(find_blocks(model)), getattr(torch, plan.layout.compute_dtype)
-    make = partial(
-        *(make_optimizer, model, config.optimizer, plan.learning_rate, blocks),
-        compute_dtype=compute_dtype,
-        parts=plan.rated_parts,
-    )
+    details = {"compute_dtype": compute_dtype, "parts": plan.rated_parts}
+    make = partial(make_optimizer, model, config.optimizer, plan.learning_rate, blocks, **details)
     narrow = plan.layout.master_dtype == "bfloat16"
     if not narrow and (copy is None or not plan.fuse_optimizer or plan.layout.offload != "none"):
         return make(), ""
