@@ -12,7 +12,7 @@ import pytest
 
 from manyhands.config.keys import all_keys
 from manyhands.core.errors import UserError
-from tests.keys import cluster, kernels, left, model, rows, template, training, work
+from tests.keys import cluster, guards, kernels, left, model, rows, template, training, work
 from tests.keys.lab import Lab, open_lab
 
 EFFECTS: dict[str, Callable[[Lab], None]] = {
@@ -92,6 +92,13 @@ EFFECTS: dict[str, Callable[[Lab], None]] = {
     "stop.divergence_steps": training.divergence_steps,
     "stop.loss_above": training.loss_above,
     "stop.loss_above_steps": training.loss_above,
+    "guards.nonfinite": guards.nonfinite,
+    "guards.spike": guards.spike,
+    "guards.spike_mads": guards.spike_mads,
+    "guards.spike_window": guards.spike_window,
+    "guards.max_in_a_row": guards.max_in_a_row,
+    "guards.leave_out": guards.leave_out,
+    "guards.replicas_every": guards.replicas_every,
     "parallel.gpus": work.gpus,
     "parallel.nodes": work.nodes,
     "parallel.device": work.device,

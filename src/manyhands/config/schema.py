@@ -25,6 +25,7 @@ from manyhands.config.data_schema import (
     Share,
 )
 from manyhands.config.data_schema import Source as Source
+from manyhands.config.guards_schema import GuardsSection
 from manyhands.config.method_schema import MethodSection, PartName
 from manyhands.config.submit_schema import SubmitSection
 
@@ -133,7 +134,7 @@ class StopSection(Section):
         "fail",
         description="If training diverges (a gradient of exactly 0, a loss far above its best for `divergence_steps` "
         "steps or above `loss_above`, a validation loss far above the one before training): fail the "
-        "run, or warn in log and report. A loss that is not finite always fails it.",
+        "run, or warn in log and report. A loss that is not finite is a matter of `guards`.",
     )
     divergence_factor: Annotated[float, Field(gt=1)] = Field(
         3.0, description="Far above: by more than this factor and more than 1 nat."
@@ -330,6 +331,7 @@ class RunConfig(Section):
     optimizer: OptimizerSection = OptimizerSection()
     schedule: ScheduleSection = ScheduleSection()
     stop: StopSection = StopSection()
+    guards: GuardsSection = GuardsSection()
     parallel: ParallelSection = ParallelSection()
     launch: LaunchSection = LaunchSection()
     kernels: KernelsSection = KernelsSection()

@@ -215,9 +215,14 @@ class TokenStore:
             as_given=self.meta.get("order") == "as_given",
         )
 
+    @property
+    def lines(self) -> np.ndarray:
+        """The source line of each sample, by its place in the store."""
+        return _load(self.folder, "lines")
+
     def line(self, number: int) -> int:
         """The source line of a training sample."""
-        return int(_load(self.folder, "lines")[self.train.places[number]])
+        return int(self.lines[self.train.places[number]])
 
     def file_number(self, number: int) -> int:
         """Which file of its source, counted from 0, a training sample is from."""

@@ -24,6 +24,7 @@ Finding = Literal["new", "unfinished", "finished"]
 # them.
 MAY_DIFFER = (
     "stop.divergence*",
+    "guards.*",
     "parallel.*",
     "launch.*",
     "batch.micro_samples",

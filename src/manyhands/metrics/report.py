@@ -90,6 +90,9 @@ def make_report(plan: Plan, config: RunConfig, state: TrainState, measured: Mapp
                 "steps": state.step,
                 "stop_reason": state.stop_reason,
                 "divergence": state.divergence or None,
+                "skipped_steps": state.num_skipped or None,
+                "left_out_steps": [step + 1 for step in state.left_out] or None,
+                "slow": measured.get("slow") or None,
                 "samples": state.samples,
                 "tokens": state.tokens,
                 "loss_tokens": state.loss_tokens,
@@ -142,6 +145,9 @@ def format_report(report: Mapping[str, Any]) -> str:
         f"{report['method']}, {planned['strategy']} on {planned['world_size']} x {planned['device']}, "
         f"activation checkpointing {planned['activation_checkpointing']}"
     )
+    warning += [f"**{text[:1].upper()}{text[1:]}.**\n" for text in done.get("slow", ())]
+    if "skipped_steps" in done:
+        warning += [f"**{done['skipped_steps']} updates were skipped (guards; see logs/batch-*.json).**", ""]
     lines = [f"# {report['name']}", "", *warning, f"{report['model']}: {report['task']}, {how}.", ""]
     lines += ["| | planned | measured |", "|---|---|---|"]
     lines.append(f"| steps | {planned['steps']} | {done['steps']} ({done['stop_reason']}) |")

@@ -38,16 +38,18 @@ class Diverged(UserError):
     """Training has diverged; more steps would not bring it back."""
 
 
-def check_finite(result: StepResult) -> None:
-    """A loss or gradient norm that is not a finite number ends the run: every later step would be lost too."""
-    if math.isfinite(result.loss) and math.isfinite(result.grad_norm):
-        return
+def explain_nonfinite(result: StepResult, samples: str = "") -> Diverged:
+    """A loss or gradient norm that is not a finite number: every later step would be lost too. ``samples``: the file
+    that lists what was in the batch.
+    """
     ranks = [str(rank) for rank, loss in enumerate(result.rank_losses) if math.isinf(loss)]
-    raise Diverged(
+    return Diverged(
         f"step {result.step} gave loss {result.loss} and gradient norm {result.grad_norm}",
-        where=f"rank {', '.join(ranks)}" if ranks else f"step {result.step}, learning rate {result.learning_rate:.3g}",
+        where=(f"rank {', '.join(ranks)}" if ranks else f"step {result.step}, learning rate {result.learning_rate:.3g}")
+        + (f"; its samples: {samples}" if samples else ""),
         why="the numbers overflowed; mostly the learning rate is too high, or the weights were broken before",
-        fix="lower optimizer.learning_rate or lengthen schedule.warmup_steps; the last checkpoint is unaffected",
+        fix="lower optimizer.learning_rate or lengthen schedule.warmup_steps; the last checkpoint is unaffected."
+        " guards.nonfinite=skip leaves such a step's update out",
         exit_code=EXIT_FAILED,
     )
 
@@ -61,6 +63,8 @@ class DivergenceGuard(Hook):
         self.stop, self.log = stop, log
 
     def after_step(self, state: TrainState, result: StepResult) -> None:
+        if result.skipped:  # nothing was learned from it, and its loss says nothing of the weights
+            return
         rising = self._is_rising(state, result.loss)
         bound = self.stop.loss_above
         over = bound is not None and result.loss > bound

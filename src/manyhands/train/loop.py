@@ -14,9 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from manyhands.config.guards_schema import GuardsSection
 from manyhands.config.schema import StopSection
 from manyhands.core.errors import UserError
-from manyhands.train.guards import check_finite, stop_reason
+from manyhands.train.faults import Replicas, StepGuard
+from manyhands.train.guards import stop_reason
 from manyhands.train.optimizer import Schedule
 from manyhands.train.step import LM_ALONE, StepSums, StepWork, combine, compute_gradients
 from manyhands.train.types import METRICS, Batch, Engine, Evaluate, Evaluation, Hook, StepResult, TrainState
@@ -42,6 +44,8 @@ class Loop:
     evaluate_after: Callable[[int], bool] = lambda num_steps: False  # whether an evaluation follows so many steps
     evaluate_at_start: bool = True
     interrupted: Callable[[], bool] = lambda: False  # asked once a step; true on any rank stops all
+    guard: StepGuard = field(default_factory=lambda: StepGuard(GuardsSection()))
+    replicas: Replicas | None = None  # where ranks hold the same weights
 
 
 class Interrupted(Exception):
@@ -64,12 +68,21 @@ def train(loop: Loop) -> TrainState:
     begin = started
     for work in _until_stop(loop):
         sums = compute_gradients(loop.engine, work, seed=loop.seed, rank=loop.rank, coefficients=loop.coefficients)
-        wait = _gather_reports(loop, work, sums, elapsed_before + time.monotonic() - started)
-        loop.engine.step(loop.schedule(work.step), max_norm=loop.max_grad_norm)
+        wait = _gather_reports(loop, work, sums, elapsed_before + time.monotonic() - started, sums.worked_until - begin)
+        is_judged_first = loop.guard.decides_update(state)
+        if not is_judged_first:
+            loop.engine.step(loop.schedule(work.step), max_norm=loop.max_grad_norm)
         reports = wait()  # the step's one wait: for its sums, while the device still runs the update
         end = time.monotonic()
         result = _make_result(loop, work, reports, end - begin)
-        check_finite(result)
+        if loop.replicas is not None:
+            loop.replicas.compare(state, [report.prints for report in reports])
+        if loop.guard.judge(state, result):
+            loop.engine.drop_gradients()
+            result = replace(result, skipped=True)
+        elif is_judged_first:
+            loop.engine.step(loop.schedule(work.step), max_norm=loop.max_grad_norm)
+            result = replace(result, learning_rates=loop.engine.learning_rates())
         state.step = work.step + 1
         state.samples += work.num_samples
         state.tokens += work.num_tokens
@@ -118,10 +131,14 @@ class _RankReport(NamedTuple):
     elapsed_s: float
     interrupted: float
     waited_s: float
+    busy_s: float  # of the step, until this rank's own work was done
+    prints: tuple[float, ...]  # of its trained weights before the update, where they are compared
     of_hooks: Sequence[float]  # of all of them, in order
 
 
-def _gather_reports(loop: Loop, work: StepWork, sums: StepSums, elapsed_s: float) -> Callable[[], list[_RankReport]]:
+def _gather_reports(
+    loop: Loop, work: StepWork, sums: StepSums, elapsed_s: float, busy_s: float
+) -> Callable[[], list[_RankReport]]:
     """Every rank's report of the step, by one small gather. The function returned waits for it, and for nothing that
     is launched later.
     """
@@ -129,11 +146,14 @@ def _gather_reports(loop: Loop, work: StepWork, sums: StepSums, elapsed_s: float
     weights = [float(work.weight_of(name).own) for name in names]
     of_hooks = [float(value) for hook in loop.hooks for value in hook.report()]
     clocks = torch.tensor(
-        [*weights, elapsed_s, float(loop.interrupted()), work.waited_s(), *of_hooks], dtype=torch.float64
+        [*weights, elapsed_s, float(loop.interrupted()), work.waited_s(), busy_s, *of_hooks], dtype=torch.float64
     )
     mine = torch.stack([*(sums.terms[name] for name in names), sums.grad_norm.double()])
-    gathered = torch.stack(loop.engine.all_gather(torch.cat([mine, clocks.to(mine.device, non_blocking=True)])))
-    arrived = None
+    parts = [mine, clocks.to(mine.device, non_blocking=True)]
+    if loop.replicas is not None and loop.replicas.is_due(work.step):
+        parts.append(loop.replicas.fingerprint(mine.device))
+    gathered = torch.stack(loop.engine.all_gather(torch.cat(parts)))
+    num_of_hooks, arrived = len(of_hooks), None
     if gathered.is_cuda:
         gathered = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=True).copy_(gathered, non_blocking=True)
         arrived = torch.cuda.Event()
@@ -148,8 +168,10 @@ def _gather_reports(loop: Loop, work: StepWork, sums: StepSums, elapsed_s: float
         num = len(names)
         own_sums = dict(zip(names, values[:num], strict=True))
         own_weights = dict(zip(names, values[num + 1 : 2 * num + 1], strict=True))
-        elapsed_s, interrupted, waited_s, *of_hooks = values[2 * num + 1 :]
-        return _RankReport(own_sums, own_weights, values[num], elapsed_s, interrupted, waited_s, of_hooks)
+        elapsed_s, interrupted, waited_s, busy_s, *others = values[2 * num + 1 :]
+        of_hooks, prints = others[:num_of_hooks], tuple(others[num_of_hooks:])
+        clocks = (elapsed_s, interrupted, waited_s, busy_s)
+        return _RankReport(own_sums, own_weights, values[num], *clocks, prints, of_hooks)
 
     return wait
 
@@ -182,6 +204,7 @@ def _make_result(loop: Loop, work: StepWork, reports: list[_RankReport], seconds
         input_wait_s=max(report.waited_s for report in reports),
         learning_rates=loop.engine.learning_rates(),
         terms=terms if len(sums) > 1 else {},
+        rank_seconds=tuple(round(report.busy_s, 6) for report in reports),
     )
 
 

@@ -11,6 +11,7 @@ of means. Evaluation (``train/loop.py``) computes the same loss.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
@@ -63,6 +64,7 @@ class StepSums:
 
     terms: Mapping[str, torch.Tensor]  # this rank's sum of each loss term, 0-d float64
     grad_norm: torch.Tensor  # global, before clipping, 0-d float64
+    worked_until: float = 0.0  # when this rank had nothing left to do but the last backward pass, by time.monotonic
 
 
 def compute_gradients(
@@ -75,6 +77,7 @@ def compute_gradients(
     Dropout is keyed by (seed, step, micro-batch, rank), so a resumed run repeats it without any stored random state.
     """
     sums: dict[str, torch.Tensor] = {}
+    worked_until = time.monotonic()
     for index, batch in enumerate(work.micro_batches):
         torch.manual_seed(_key(seed, work.step, index, rank))
         terms = engine.forward(batch)
@@ -82,13 +85,14 @@ def compute_gradients(
             _share(term_sum, work.weight_of(name).total, coefficient_of(name, coefficients))
             for name, (term_sum, _) in terms.items()
         ]
+        worked_until = time.monotonic()  # the last backward pass waits for other ranks' gradients
         engine.backward(reduce(torch.add, shares), last=index == work.num_micro_batches - 1)
         for name, (term_sum, _) in terms.items():
             detached = term_sum.detach().double()
             sums[name] = sums[name] + detached if name in sums else detached
     if not sums:
         raise ValueError("a step needs at least one micro-batch")
-    return StepSums(sums, engine.gradient_norm())
+    return StepSums(sums, engine.gradient_norm(), worked_until)
 
 
 def coefficient_of(term: str, coefficients: Mapping[str, float]) -> float:

@@ -44,6 +44,10 @@ class Engine(Protocol):
         """Clips gradients to the global 2-norm ``max_norm`` (0: does not), updates the weights and frees gradients."""
         ...
 
+    def drop_gradients(self) -> None:
+        """Forgets what backward passes have given since the last step: in place of ``step``."""
+        ...
+
     def learning_rates(self) -> Mapping[str, float]:
         """The rates of parameters that have their own, by pattern, as of the latest step."""
         ...
@@ -94,6 +98,13 @@ class TrainState:
     steps_above: int = 0  # in a row, far above the best
     steps_over_bound: int = 0  # in a row, above stop.loss_above
     divergence: str = ""  # what was found, if anything was
+    # What train/faults.py watches.
+    losses_before: list[float] = field(default_factory=list)  # of the last guards.spike_window steps
+    skipped_in_a_row: int = 0
+    num_skipped: int = 0
+    num_rollbacks: int = 0
+    left_out: list[int] = field(default_factory=list)  # steps, counted from 0, that a rollback leaves out
+    replicas_equal_at: int | None = None  # number of steps after which replicas were last found equal
 
 
 @dataclass(frozen=True)
@@ -119,6 +130,8 @@ class StepResult:
     terms: Mapping[str, float] = field(
         default_factory=dict
     )  # the loss by term, each over its own weight, where there are several
+    skipped: bool = False  # its update was left out (guards)
+    rank_seconds: tuple[float, ...] = ()  # of each rank, until its own work was done and it waited for others
 
 
 @dataclass(frozen=True)

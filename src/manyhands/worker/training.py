@@ -15,62 +15,47 @@ from manyhands.core.errors import UserError
 from manyhands.metrics import open_sinks
 from manyhands.metrics.report import write_report
 from manyhands.metrics.sinks import Meter, Outcome, Sink
+from manyhands.train.faults import RollBack
 from manyhands.train.guards import Diverged, DivergenceGuard
 from manyhands.train.loop import Interrupted, Loop, evaluate, train
 from manyhands.train.optimizer import make_schedule
+from manyhands.train.stragglers import StragglerHook
 from manyhands.train.types import Batch, Evaluate, Evaluation, Hook, StepResult, TrainState
 from manyhands.worker.batches import close_workers, iterate_layouts, iterate_steps, lay_out_evaluation, open_workers
 from manyhands.worker.checkpoints import CheckpointHook, follows
 from manyhands.worker.context import RankContext
+from manyhands.worker.guards import make_guard, make_replicas, roll_back
 from manyhands.worker.prompts import answer_prompts, choose_prompts
 
 
 def train_model(rank: RankContext) -> None:
-    """Runs the loop to its end, or until the run is asked to stop; then the state is saved."""
-    config, plan = rank.config, rank.plan
+    """Runs the loop to its end, or until the run is asked to stop; then the state is saved. A rollback goes on from the
+    newest checkpoint.
+    """
     rank.hooks = (*rank.hooks, *(make(rank) for make in rank.make_hooks))
-    checkpoints = CheckpointHook(rank)
-    state = rank.state
+    while True:
+        try:
+            return _train_on(rank)
+        except RollBack as asked:
+            roll_back(rank, asked)
+
+
+def _train_on(rank: RankContext) -> None:
+    checkpoints, state = CheckpointHook(rank), rank.state
     sinks = rank.sinks = _open_sinks(rank)
-    loop = Loop(
-        engine=rank.engine,
-        schedule=make_schedule(
-            config.schedule.name,
-            peak=plan.learning_rate,
-            num_steps=plan.num_steps,
-            warmup_steps=plan.warmup_steps,
-            decay_ratio=config.schedule.decay_ratio,
-            min_ratio=config.schedule.min_ratio,
-        ),
-        works=iterate_steps(rank),
-        state=state,
-        stop=config.stop,
-        num_steps=plan.num_steps,
-        max_grad_norm=config.optimizer.max_grad_norm,
-        seed=config.seed,
-        coefficients=plan.loss_coefficients,
-        rank=rank.world.rank,
-        device=rank.world.device,
-        hooks=[
-            BeatHook(rank),
-            DeviceHook(rank, sinks),
-            *sinks,
-            *(hook for hook in rank.hooks if hook not in sinks),
-            DivergenceGuard(config.stop, rank.print),
-            checkpoints,
-        ],
-        evaluate=make_evaluate(rank),
-        evaluate_after=functools.partial(follows, rank, plan.evaluate_every, plan.evaluate_per_epoch),
-        evaluate_at_start=config.evaluate.at_start,
-        interrupted=rank.stop,
-    )
+    loop = _make_loop(rank, sinks, checkpoints)
     open_workers(rank)
     rank.loss_model.train()
     outcome: Outcome = "failed"
     try:
         train(loop)
         outcome = "finished"
+    except RollBack:  # on all ranks
+        outcome = "interrupted"  # the sinks go on from the checkpoint
+        checkpoints.finish()
+        raise
     except Interrupted:
+        outcome = "interrupted"
         checkpoints.save_and_wait(state)
         raise
     except Diverged as error:  # on all ranks
@@ -84,6 +69,45 @@ def train_model(rank: RankContext) -> None:
                 closing.callback(sink.close, outcome)
         rank.sinks = ()
     rank.print(f"trained: {state.stop_reason}")
+
+
+def _make_loop(rank: RankContext, sinks: Sequence[Sink], checkpoints: CheckpointHook) -> Loop:
+    config, plan = rank.config, rank.plan
+    return Loop(
+        engine=rank.engine,
+        schedule=make_schedule(
+            config.schedule.name,
+            peak=plan.learning_rate,
+            num_steps=plan.num_steps,
+            warmup_steps=plan.warmup_steps,
+            decay_ratio=config.schedule.decay_ratio,
+            min_ratio=config.schedule.min_ratio,
+        ),
+        works=iterate_steps(rank),
+        state=rank.state,
+        stop=config.stop,
+        num_steps=plan.num_steps,
+        max_grad_norm=config.optimizer.max_grad_norm,
+        seed=config.seed,
+        coefficients=plan.loss_coefficients,
+        rank=rank.world.rank,
+        device=rank.world.device,
+        hooks=[
+            BeatHook(rank),
+            DeviceHook(rank, sinks),
+            *sinks,
+            *(hook for hook in rank.hooks if hook not in sinks),
+            DivergenceGuard(config.stop, rank.print),
+            StragglerHook(rank.print, rank.measured.setdefault("slow", []).append),
+            checkpoints,
+        ],
+        evaluate=make_evaluate(rank),
+        evaluate_after=functools.partial(follows, rank, plan.evaluate_every, plan.evaluate_per_epoch),
+        evaluate_at_start=config.evaluate.at_start,
+        interrupted=rank.stop,
+        guard=make_guard(rank),
+        replicas=make_replicas(rank),
+    )
 
 
 def _report_divergence(rank: RankContext, checkpoints: CheckpointHook, error: Diverged) -> None:

@@ -1,0 +1,111 @@
+"""What guards a run's numbers, as its rank has it: which weights are compared, which samples were in a batch, and how a
+run is rolled back.
+"""
+
+from __future__ import annotations
+
+from manyhands.core.errors import EXIT_FAILED
+from manyhands.core.files import write_json
+from manyhands.plan.efficiency import lay_out_step
+from manyhands.plan.layout import Layout
+from manyhands.train.faults import Fault, Replicas, RollBack, StepGuard
+from manyhands.train.guards import Diverged
+from manyhands.train.types import StepResult, TrainState
+from manyhands.worker.context import RankContext
+from manyhands.worker.stages import find_checkpoint
+
+MAX_FILES = 100  # of samples: a run that skips for ever must not fill the disk
+
+
+def make_guard(rank: RankContext) -> StepGuard:
+    def keep(result: StepResult, fault: Fault, action: str) -> str:
+        return keep_samples(rank, result, fault, action)
+
+    return StepGuard(rank.config.guards, rank.print, keep)
+
+
+def make_replicas(rank: RankContext) -> Replicas | None:
+    """None where no two ranks hold the same weights, or comparing is switched off."""
+    groups = replica_groups(rank.plan.layout)
+    if groups is None or not rank.config.guards.replicas_every:
+        return None
+    trained = [parameter for parameter in rank.model.parameters() if parameter.requires_grad]
+    return Replicas(trained, groups, rank.config.guards.replicas_every)
+
+
+def replica_groups(layout: Layout) -> list[int] | None:
+    """For each rank the part of the trained weights that it holds; None where no two ranks hold the same."""
+    if layout.world_size == 1 or layout.strategy in ("fsdp", "zero3"):
+        return None
+    shard = layout.mesh.shard if layout.strategy == "hsdp" else 1
+    return [rank % shard for rank in range(layout.world_size)] if shard < layout.world_size else None
+
+
+def keep_samples(rank: RankContext, result: StepResult, fault: Fault, action: str) -> str:
+    """Writes which samples were in the step's batch to ``logs/batch-N.json``, on rank 0; returns the file as messages
+    name it, "" where it was not written.
+    """
+    path = rank.folder.logs / f"batch-{result.step:06d}.json"
+    if len(list(rank.folder.logs.glob("batch-*.json"))) >= MAX_FILES:
+        return ""
+    if rank.is_first:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, describe_batch(rank, result, fault, action))
+        except OSError as error:  # a full disk
+            rank.print(f"note: {path} cannot be written: {error.strerror or error}")
+    return str(path)
+
+
+def describe_batch(rank: RankContext, result: StepResult, fault: Fault, action: str) -> dict[str, object]:
+    """Each sample of the step by its number among the training samples, with source, line and rank."""
+    epoch, index = rank.order.locate(result.step - 1)
+    numbers = rank.order.samples(epoch, index)
+    layout = lay_out_step(rank.plan, numbers, rank.store.train.lengths)
+    names = [str(source.get("path") or source.get("name")) for source in rank.store.meta["sources"]]
+    lines, train = rank.store.lines, rank.store.train
+    samples = [
+        {
+            "sample": int(number),
+            "source": names[int(train.sources[number])],
+            "file": rank.store.file_number(int(number)),  # of a source of several, counted from 0
+            "line": int(lines[train.places[number]]),
+            "tokens": int(train.lengths[number]),
+            "rank": owner,
+        }
+        for owner in range(rank.world.world_size)
+        for number in layout.samples_of_rank(owner)
+    ]
+    found: dict[str, object] = {
+        "step": result.step,
+        "epoch": epoch,
+        "fault": fault,
+        "action": action,
+        "loss": repr(result.loss),
+    }
+    found |= {"grad_norm": repr(result.grad_norm), "rank_losses": [repr(loss) for loss in result.rank_losses]}
+    return found | {"samples": samples}
+
+
+def roll_back(rank: RankContext, asked: RollBack) -> None:
+    """Loads the newest checkpoint into the living engine. Diverged where there is none, or it is not older than what
+    is left out. Every rank calls it.
+    """
+    before = rank.state
+    find_checkpoint(rank)
+    checkpoint = rank.checkpoint
+    if checkpoint is None:
+        raise Diverged(
+            asked.why,
+            where=str(rank.folder.checkpoints),
+            why="there is no checkpoint to roll back to yet (guards: rollback)",
+            fix="set checkpoint.every_steps so that one exists by then, or guards.nonfinite=skip",
+            exit_code=EXIT_FAILED,
+        )
+    rank.engine.drop_gradients()
+    state = TrainState(**rank.engine.load(checkpoint))
+    state.num_rollbacks = before.num_rollbacks + 1
+    state.left_out = sorted({*before.left_out, *asked.left_out})
+    rank.state = state
+    steps = ", ".join(str(step + 1) for step in asked.left_out)
+    rank.print(f"warning: {asked.why}; rolled back to {checkpoint.name}, step {steps} will be left out")
