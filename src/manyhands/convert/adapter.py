@@ -5,7 +5,7 @@ PEFT's names are ours behind a prefix, with one more word for rows of tokens. Mu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,12 @@ from manyhands.convert.trainable import fully_trained_modules
 from manyhands.core.errors import UserError
 from manyhands.core.holding import full_shape, gather, local, local_part
 from manyhands.facts.safetensors import read_headers
+from manyhands.model.structure import text_modules
 
 PEFT_PREFIX = "base_model.model."
 PEFT_ROWS = f"token_adapter.{ROWS}"
 WEIGHTS = "adapter_model.safetensors"
+SAVED_BY_TRANSFORMERS = ".modules_to_save.default."  # between a module that is trained whole and a weight in it
 LORA_PARAMETERS = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
 
 
@@ -81,6 +83,44 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     }
 
 
+def whole_parts(model: nn.Module) -> list[str]:
+    """Names of what is trained whole around the text of a multimodal model: outermost modules all of whose weights
+    are.
+    """
+    text = text_modules(model)
+    if text is None:
+        return []
+    modules = fully_trained_modules(model)
+    trained = {id(p) for module in modules.values() for p in module.parameters(recurse=False)}
+    holders = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}  # type: ignore[operator]
+    outer = [name for name, module in modules.items() if module not in text and id(module) not in holders]
+    return list(dict.fromkeys(_outermost(model, name, trained) for name in outer))
+
+
+def _outermost(model: nn.Module, name: str, trained: Collection[int]) -> str:
+    words = name.split(".")
+    for above in (".".join(words[:end]) for end in range(1, len(words))):
+        module = model.get_submodule(above)
+        if type(module) is not nn.ModuleList and all(
+            id(p) in trained for p in module.parameters()
+        ):  # PEFT wraps no list
+            return above
+    return name
+
+
+def second_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """Of these of PEFT's names those of a projector or a tower that is trained whole: by the name under which
+    transformers' ``load_adapter`` looks for it, which does not read PEFT's own.
+    """
+    prefixes = {f"{PEFT_PREFIX}{part}." for part in whole_parts(model)}
+    return {
+        prefix.removesuffix(".") + SAVED_BY_TRANSFORMERS + name.removeprefix(prefix): name
+        for name in names
+        for prefix in prefixes
+        if name.startswith(prefix)
+    }
+
+
 def check_adapter(model: nn.Module, folder: str | Path) -> None:
     """UserError unless names and shapes of a PEFT adapter's folder are the model's. Reads the header only."""
     path = Path(folder) / WEIGHTS
@@ -128,6 +168,7 @@ def _fill(
 def _refuse_misfit(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
     parameters = adapter_parameters(model)
     aliases = {name: parameters[first] for name, first in tied_names(model).items()}
+    aliases |= {name: parameters[first] for name, first in second_names(model, parameters).items()}
     # Rows of tokens that the adapter does not have keep the frozen values: a run may add tokens to an adapter.
     may_lack = (
         {name for name in parameters if name.endswith(PEFT_ROWS)}

@@ -13,11 +13,18 @@ import torch
 from torch import nn
 
 from manyhands.config.schema import MethodSection, ModelSection
-from manyhands.convert.adapter import PEFT_PREFIX, adapter_parameters, adapter_state, tied_names
+from manyhands.convert.adapter import (
+    PEFT_PREFIX,
+    adapter_parameters,
+    adapter_state,
+    second_names,
+    tied_names,
+    whole_parts,
+)
 from manyhands.convert.fp8 import StoredFp8Linear
 from manyhands.convert.lora import adapted_layers
 from manyhands.convert.new_tokens import token_indices
-from manyhands.convert.trainable import fully_trained_modules
+from manyhands.convert.trainable import fully_trained_modules, inside
 from manyhands.core.collective_errors import run_on_rank_0
 from manyhands.core.files import write_atomically, write_json
 from manyhands.core.holding import reshard
@@ -25,7 +32,7 @@ from manyhands.export.card import CARD, name_on_hub
 from manyhands.export.files import begin_folder, commit_folder, write_tensors, write_tokenizer
 from manyhands.export.reference import KindOfBase, Reference, describe_tensor
 from manyhands.facts.adapter import BESIDE_NF4, CONFIG, QUANTIZED_BASE, WEIGHTS, nf4_options
-from manyhands.model.structure import left_out
+from manyhands.model.structure import left_out, text_modules
 
 
 def export_adapter(
@@ -55,12 +62,15 @@ def export_adapter(
     def write() -> Reference:
         tensors = {name: tensor.detach().to(saved_dtype).cpu().contiguous() for name, tensor in state.items()}
         tensors |= {name: tensors[first].clone() for name, first in tied_names(model).items()}
+        seconds = second_names(model, tensors)
+        tensors |= {name: tensors[first].clone() for name, first in seconds.items()}
         described = {name: describe_tensor(tensor) for name, tensor in tensors.items()}
         partial = begin_folder(folder, replace=replace)
         own = asked is not None and bool(asked.chat_template or asked.new_tokens or asked.special_tokens)
         tokens = write_tokenizer(source, partial, asked) if own and source is not None else {}
+        base = _kind_of_base(model, method)
         reference = Reference(
-            kind="adapter", dtype=dtype, tensors=described, base=_kind_of_base(model, method), tokens=tokens
+            kind="adapter", dtype=dtype, tensors=described, base=base, tokens=tokens, seconds=tuple(seconds)
         )
         if reference_path is not None:
             reference.write(reference_path)
@@ -117,7 +127,7 @@ def describe_adapter(
         "init_lora_weights": True,
         "auto_mapping": _describe_base(model, method) if method.name == "qlora" else None,
         "modules_to_save": saved or None,
-        "ensure_weight_tying": _holds_tied(model, saved),
+        "ensure_weight_tying": bool(tied_names(model)),  # PEFT would untie them unless told
         "trainable_token_indices": {name: list(ids) for name, ids in token_indices(model).items()} or None,
         "use_dora": method.dora,
         "use_rslora": method.rslora,
@@ -145,12 +155,8 @@ def name_saved(model: nn.Module) -> list[str]:
     embedding.
     """
     names = (name.removeprefix(PEFT_PREFIX).rpartition(".")[0] for name in adapter_parameters(model))
-    return list(dict.fromkeys(name for name in names if name in fully_trained_modules(model)))
-
-
-def _holds_tied(model: nn.Module, saved: list[str]) -> bool:
-    """Whether a weight trained whole is that of another module too: PEFT would untie them unless told."""
-    return len(fully_trained_modules(model)) > len(saved)
+    parts, whole = whole_parts(model), fully_trained_modules(model)
+    return [*dict.fromkeys(name for name in names if name in whole and not inside(name, parts)), *parts]
 
 
 def name_targets(model: nn.Module) -> list[str]:
@@ -160,7 +166,7 @@ def name_targets(model: nn.Module) -> list[str]:
     too.
     """
     adapted = set(adapted_layers(model))
-    if left_out(model):
+    if left_out(model) or text_modules(model) is not None:
         return sorted(adapted)
     endings = sorted({name.rpartition(".")[2] for name in adapted})
     hit = {name for name, module in model.named_modules() if name.rpartition(".")[2] in endings}

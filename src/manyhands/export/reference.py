@@ -44,6 +44,7 @@ class Reference(_Part):
     tensors: dict[str, TensorReference]
     tokens: dict[str, int] = {}
     copied: tuple[str, ...] = ()  # of the tensors, those that no model in memory held: taken from the source's files
+    seconds: tuple[str, ...] = ()  # of the tensors, second names of others, for transformers' own reader
     # of an adapter: how its run held the frozen weights; nf4_single: without double quantization; fp8: e4m3 values
     base: KindOfBase = "unquantized"
 
