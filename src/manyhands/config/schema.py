@@ -1,8 +1,9 @@
 """The schema of a run file. Knows no torch, reads no file, has no validator with a side effect.
 
 Every key has a description with its unit; unknown keys are refused. Sources, ``data`` and ``batch`` are in
-``data_schema.py``, ``method`` in ``method_schema.py``. Checks that involve more than one key are in ``checks.py``. A
-value ``auto`` is decided by the plan and stays ``auto`` here: the config is what was asked for.
+``data_schema.py``, ``method`` in ``method_schema.py``, ``checkpoint`` and ``log`` in ``save_schema.py``. Checks that
+involve more than one key are in ``checks.py``. A value ``auto`` is decided by the plan and stays ``auto`` here: the
+config is what was asked for.
 """
 
 from __future__ import annotations
@@ -27,9 +28,8 @@ from manyhands.config.data_schema import (
 from manyhands.config.data_schema import Source as Source
 from manyhands.config.guards_schema import GuardsSection
 from manyhands.config.method_schema import MethodSection, PartName
+from manyhands.config.save_schema import CheckpointSection, LogSection, PartOfRun
 from manyhands.config.submit_schema import SubmitSection
-
-PartOfRun = Annotated[float, Field(gt=0, lt=1)]
 
 
 class ModelSection(Section):
@@ -261,41 +261,6 @@ class EvaluateSection(Section):
     )
     prompts: NonNegativeInt = Field(2, description="Validation prompts answered in each evaluation, in the log.")
     max_new_tokens: PositiveInt = Field(64, description="Maximum tokens generated per prompt.")
-
-
-class CheckpointSection(Section):
-    """Checkpoints of the run."""
-
-    every_steps: NonNegativeInt | PartOfRun | Auto = Field(
-        "auto",
-        description="Steps between checkpoints, or below 1 a share of all steps; auto: ten per run; 0: only at the "
-        "end.",
-    )
-    per_epoch: PositiveInt | None = Field(
-        None, description="Evenly spaced checkpoints in each epoch, the last at its end; excludes every_steps."
-    )
-    every_minutes: PositiveFloat | None = Field(
-        None, description="Also a checkpoint when so many minutes have passed since the one before."
-    )
-    asynchronous: bool | Auto = Field(
-        "auto",
-        description="Copy checkpoints to host memory and write them from another process while training continues. "
-        "auto: if the host has enough memory, and not under ZeRO.",
-    )
-    keep_last: PositiveInt = Field(2, description="Number of newest checkpoints to keep.")
-    keep_best: bool = Field(False, description="Keep and export the checkpoint with the lowest validation loss.")
-
-
-class LogSection(Section):
-    """Metrics written during training."""
-
-    every_steps: PositiveInt = Field(1, description="Steps between entries in metrics.jsonl and TensorBoard.")
-    tensorboard: bool = Field(True, description="Write TensorBoard event files to the run's folder.")
-    wandb: str | None = Field(
-        None, min_length=1, description="Project of Weights & Biases; account and offline mode by its own variables."
-    )
-    mlflow: str | None = Field(None, min_length=1, description="Experiment of MLflow, on MLFLOW_TRACKING_URI.")
-    trackio: str | None = Field(None, min_length=1, description="Project of Trackio.")
 
 
 class OutputSection(Section):

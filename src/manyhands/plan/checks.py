@@ -72,7 +72,7 @@ def estimate_disk(
         result += (model.num_parameters + model.num_tower_parameters) * width
     return DiskEstimate(
         checkpoint_bytes=setup.num_trained * setup.master_bytes + optimizer(alone),
-        num_checkpoints=min(steps.num_checkpoints, kept),
+        num_checkpoints=kept if config.checkpoint.every_minutes is not None else min(steps.num_checkpoints, kept),
         result_bytes=result,
         free_bytes=facts.free_disk_bytes,
     )

@@ -19,9 +19,12 @@ COMPILE_S = 40.0  # assumed: imports, compilation of blocks and the checks befor
 
 
 def estimate_time(
-    clock: Clock | None, asked: EstimateInput, facts: Facts, steps: Steps, disk: DiskEstimate
+    clock: Clock | None, asked: EstimateInput, facts: Facts, steps: Steps, disk: DiskEstimate, *, beside: bool = False
 ) -> TimeEstimate | None:
-    """``asked`` has the chosen layout. None for a CPU and for a GPU of an unknown kind, whose rates are not known."""
+    """``asked`` has the chosen layout. ``beside``: training waits for the last checkpoint, and for others as far as
+    writing takes longer than the steps between two. None for a CPU and for a GPU of an unknown kind, whose rates are
+    not known.
+    """
     if clock is None or clock.rates.source == "assumed":
         return None
     terms = clock.terms(asked)
@@ -31,7 +34,9 @@ def estimate_time(
     evaluation_s = _forward(clock, asked, data.num_validation_tokens, data.mean_length)
     checkpoint_s = disk.checkpoint_bytes / DISK_BYTES_S
     start_s = COMPILE_S + asked.model.num_parameters * 2 / DISK_BYTES_S
-    total_s = start_s + steps.total * step_s + evaluations * evaluation_s + steps.num_checkpoints * checkpoint_s
+    between_s = step_s * steps.total / steps.num_checkpoints if beside else 0.0
+    saving_s = checkpoint_s + (steps.num_checkpoints - 1) * max(0.0, checkpoint_s - between_s)
+    total_s = start_s + steps.total * step_s + evaluations * evaluation_s + saving_s
     flops = model_flops(clock, asked)
     return TimeEstimate(
         terms={name: float(f"{seconds:.6g}") for name, seconds in terms.items() if seconds > 0},

@@ -50,6 +50,19 @@ def describe_spacing(v: Values) -> str:
     return "after every step" if steps == 1 else f"every {steps:,} steps"
 
 
+def describe_saving(v: Values) -> str:
+    if v["how"] == "beside":
+        return f"by another process while training continues, through {format_gib(v['bytes'])} of host memory per rank"
+    reasons = {
+        "asked": "as asked",
+        "zero": "as DeepSpeed's partitions are gathered for it",
+    }
+    if v["how"] == "memory":
+        size, free = format_gib(v["bytes"]), format_gib(v["free"])
+        return f"while training waits, as staging needs {size} of host memory per rank and {free} are left"
+    return f"while training waits, {reasons[v['how']]}"
+
+
 def describe_run(time: TimeEstimate) -> str:
     """Speed, and what the run takes."""
     evaluations = f", {time.num_evaluations} evaluations of {time.evaluation_s:.1f} s" * (time.num_evaluations > 0)

@@ -37,6 +37,7 @@ from manyhands.plan.estimate_input import (
 from manyhands.plan.hardware import choose_environment, ranks_per_machine
 from manyhands.plan.layout import DTYPE_BYTES, choose_converters, lay_out, mesh_of
 from manyhands.plan.parts import explain_images, rate_parts
+from manyhands.plan.saving import Saving, choose_saving
 from manyhands.plan.settle import settle
 from manyhands.plan.smaller import NothingSmaller as NothingSmaller
 from manyhands.plan.smaller import choose_smaller, explain_smaller, find_ran_out, nothing_smaller
@@ -84,7 +85,8 @@ def _plan(config: RunConfig, facts: Facts, number: int, cause: Cause, before: Pl
     steps = count_steps(config, facts.data, found.split.batch_samples)
     asked = replace(found.base, layout=found.chosen.layout)
     disk = estimate_disk(config, facts, asked, steps, DTYPE_BYTES[made.output])
-    time = estimate_time(found.limits.clock, asked, facts, steps, disk)
+    saving = choose_saving(config, asked, found.chosen.memory, disk, steps, found.limits.host)
+    time = estimate_time(found.limits.clock, asked, facts, steps, disk, beside=saving.is_async)
     zero = found.chosen.layout.zero_stage > 0
     environment = choose_environment(made.device, facts.host, found.limits.num_local, zero=zero)
     whole = Plan(
@@ -120,16 +122,18 @@ def _plan(config: RunConfig, facts: Facts, number: int, cause: Cause, before: Pl
         checkpoint_every=steps.checkpoint_every,
         evaluate_per_epoch=steps.evaluate_per_epoch,
         checkpoint_per_epoch=steps.checkpoint_per_epoch,
-        async_checkpoints=config.checkpoint.asynchronous is not False and not zero,
+        async_checkpoints=saving.is_async,
         output_dtype=made.output,
-        memory=found.chosen.memory,
+        memory=saving.memory,
         disk=disk,
         ran_out=found.ran_out,
         step_s=time.step_s if time is not None else None,
         time=time,
         environment=environment,
         candidates=tuple(with_reason(candidate, found.chosen, found.ran_out) for candidate in found.candidates),
-        why=_explain(config, facts, made, found, steps, disk, why_settled, reason("environment", **environment)),
+        why=_explain(
+            config, facts, made, found, steps, disk, saving, why_settled, reason("environment", **environment)
+        ),
     )
     return with_efficiency(whole, facts)
 
@@ -250,6 +254,7 @@ def _explain(
     found: SearchResult,
     steps: Steps,
     disk: DiskEstimate,
+    saving: Saving,
     why_settled: tuple[Reason, ...],
     why_environment: Reason,
 ) -> tuple[Reason, ...]:
@@ -264,6 +269,7 @@ def _explain(
         *_why_start(facts),
         *_why_samples(config, facts.data),
         *steps.why,
+        *saving.why,
         why_disk,
         *made.why_rate,
         why_environment,

@@ -6,7 +6,14 @@ from collections.abc import Callable
 
 from manyhands.core.units import describe_counts, describe_ranks, format_gib, format_share, format_size
 from manyhands.plan.machine_sentences import MACHINE_SENTENCES
-from manyhands.plan.phrases import Values, describe_disk, describe_layout, describe_limit, describe_spacing
+from manyhands.plan.phrases import (
+    Values,
+    describe_disk,
+    describe_layout,
+    describe_limit,
+    describe_saving,
+    describe_spacing,
+)
 from manyhands.plan.types import Code, Reason
 
 
@@ -323,6 +330,7 @@ SENTENCES: dict[Code, tuple[str, Callable[[Values], str]]] = {
     "warmup": ("warm-up", _warmup),
     "evaluation": ("evaluation", _evaluation),
     "checkpoints": ("checkpoints", describe_spacing),
+    "saving": ("checkpoint writing", describe_saving),
     "early_end": (
         "end",
         lambda v: (

@@ -35,8 +35,8 @@ class MemoryEstimate(Part):
     terms: dict[str, int]  # weights, gradients, optimizer, activations, logits, gathered, pools, overhead
     limit: int
     margin: float = 0.0  # share of the limit that a plan leaves free, as the estimate is one
-    host_terms: dict[str, int] = {}  # what is offloaded: bytes of a rank in its machine's memory
-    host_limit: int | None = None  # none: nothing is offloaded
+    host_terms: dict[str, int] = {}  # what is offloaded or staged: bytes of a rank in its machine's memory
+    host_limit: int | None = None  # none: nothing is
 
     @property
     def total(self) -> int:
@@ -204,7 +204,7 @@ Code = Literal[
     "smaller", "strategy", "activation_checkpointing", "reduction", "offload", "memory", "images", "batch",
     "efficiency", "compute", "masters", "frozen", "linear", "towers", "parts", "attention", "compile", "data_workers",
     "new_tokens", "adapter", "validation", "left_out", "unread", "steps", "warmup", "evaluation", "checkpoints",
-    "early_end", "disk", "learning_rate", "output_dtype", "environment", "long_samples", "large_batch",
+    "saving", "early_end", "disk", "learning_rate", "output_dtype", "environment", "long_samples", "large_batch",
     "high_learning_rate", "high_rank", "not_next_smaller", "exceeds_memory", "exceeds_host_memory", "near_limit",
     "computes_again", "computes_more_again", "shards_needlessly", "gathers_again", "smaller_micro_batch", "no_faster",
     "computes_attention_again", "more_memory",

@@ -19,6 +19,7 @@ from manyhands.config.submit_schema import SubmitSection
 from manyhands.core.errors import UserError
 from manyhands.core.limits import GIB
 from manyhands.facts.types import GpuKind, HostFacts
+from manyhands.plan.saving import STAGING
 from manyhands.plan.types import Plan
 
 Target = Literal["slurm", "kubernetes", "skypilot"]
@@ -232,6 +233,6 @@ def _save_before(asked: SubmitSection, plan: Plan | None) -> int:
 
 
 def _host_bytes(plan: Plan | None, num_per_node: int) -> int | None:
-    if plan is None or not plan.memory.host_terms:
-        return None
-    return num_per_node * (plan.memory.host_total + HOST_BYTES)
+    """What is offloaded; a checkpoint is staged where there is room, and written without where there is none."""
+    terms = {} if plan is None else {name: size for name, size in plan.memory.host_terms.items() if name != STAGING}
+    return num_per_node * (sum(terms.values()) + HOST_BYTES) if terms else None
