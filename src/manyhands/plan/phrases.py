@@ -53,14 +53,14 @@ def describe_spacing(v: Values) -> str:
 def describe_saving(v: Values) -> str:
     if v["how"] == "beside":
         return f"by another process while training continues, through {format_gib(v['bytes'])} of host memory per rank"
-    reasons = {
-        "asked": "as asked",
-        "zero": "as DeepSpeed's partitions are gathered for it",
-    }
+    return f"while training waits, as {describe_waiting(v)}"
+
+
+def describe_waiting(v: Values) -> str:
+    """Why checkpoints are not written beside the training."""
     if v["how"] == "memory":
-        size, free = format_gib(v["bytes"]), format_gib(v["free"])
-        return f"while training waits, as staging needs {size} of host memory per rank and {free} are left"
-    return f"while training waits, {reasons[v['how']]}"
+        return f"staging needs {format_gib(v['bytes'])} of host memory per rank and {format_gib(v['free'])} are left"
+    return {"asked": "asked", "zero": "DeepSpeed's partitions are gathered for it"}[v["how"]]
 
 
 def describe_run(time: TimeEstimate) -> str:

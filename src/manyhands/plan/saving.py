@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
-from manyhands.core.units import format_gib
 from manyhands.plan.estimate_input import EstimateInput
+from manyhands.plan.phrases import describe_waiting
 from manyhands.plan.steps import Steps
 from manyhands.plan.types import DiskEstimate, MemoryEstimate, Reason, reason
 
@@ -40,18 +40,24 @@ def choose_saving(
     wanted, on_host = config.checkpoint.asynchronous, usable_host is None
     if not _saves_between(config, steps):
         return Saving(False, memory, ())
-    if asked.layout.zero_stage:
-        if wanted is True:
-            raise _refuse("DeepSpeed's partitions are gathered for a checkpoint while training waits")
-        return Saving(False, memory, (reason("saving", how="zero"),))
-    if wanted is False:
-        return Saving(False, memory, (reason("saving", how="asked"),))
     size = staging(asked, disk.checkpoint_bytes)
     free = memory.limit - memory.total if usable_host is None else usable_host - memory.host_total
-    if size > free:
-        if wanted is True:
-            raise _refuse(f"staging needs {format_gib(size)} per rank, and {format_gib(max(0, free))} are left")
-        return Saving(False, memory, (reason("saving", how="memory", bytes=size, free=max(0, free)),))
+    waits = None
+    if asked.layout.zero_stage:
+        waits = reason("saving", how="zero")
+    elif wanted is False:
+        waits = reason("saving", how="asked")
+    elif size > free:
+        waits = reason("saving", how="memory", bytes=size, free=max(0, free))
+    if waits is not None and wanted is True:
+        raise UserError(
+            "checkpoints cannot be written while training continues",
+            where="checkpoint.asynchronous: true",
+            why=describe_waiting(waits.values),
+            fix="write checkpoint.asynchronous: auto, which writes them as it can",
+        )
+    if waits is not None:
+        return Saving(False, memory, (waits,))
     term = {STAGING: size}
     update = {"terms": memory.terms | term} if on_host else {"host_terms": memory.host_terms | term}
     if not on_host:
@@ -72,12 +78,3 @@ def _saves_between(config: RunConfig, steps: Steps) -> bool:
     section = config.checkpoint
     by_steps = steps.checkpoint_per_epoch > 0 or 0 < steps.checkpoint_every < steps.total
     return by_steps or section.keep_best or section.every_minutes is not None
-
-
-def _refuse(why: str) -> UserError:
-    return UserError(
-        "checkpoints cannot be written while training continues",
-        where="checkpoint.asynchronous: true",
-        why=why,
-        fix="write checkpoint.asynchronous: auto, which writes them as it can",
-    )
