@@ -150,3 +150,22 @@ def test_a_cache_without_a_model_card_is_complete(home: Path, monkeypatch: pytes
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert locate() == snapshot and len(asked) == 1 and "README.md" not in asked[0]
+
+
+@pytest.mark.parametrize("result", ["model", "merged"])
+def test_a_runs_folder_is_the_model_that_it_left(tmp_path: Path, result: str):
+    (tmp_path / "first" / result).mkdir(parents=True)
+    (tmp_path / "first" / "run.json").write_text("{}")
+    with pytest.raises(UserError, match="the run has written no model yet"):
+        locate(str(tmp_path / "first"))
+    (tmp_path / "first" / result / "config.json").write_text("{}")
+    assert locate(str(tmp_path / "first")) == tmp_path / "first" / result
+
+
+def test_a_run_that_left_an_adapter_alone_says_how_to_go_on(tmp_path: Path):
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match="has left an adapter, not a model") as caught:
+        locate(str(tmp_path))
+    assert f"method.adapter={tmp_path}" in caught.value.fix

@@ -35,7 +35,11 @@ from manyhands.config.submit_schema import SubmitSection
 class ModelSection(Section):
     """The model to start from."""
 
-    name: str = Field(description="Hub name, or folder with config.json, safetensors and tokenizer.", min_length=1)
+    name: str = Field(
+        description="Hub name, folder with config.json, safetensors and tokenizer, or a finished run's folder, whose "
+        "result is trained further.",
+        min_length=1,
+    )
     revision: str | None = Field(None, description="Hub branch, tag or commit; null is the default branch.")
     init: Literal["pretrained", "random"] = Field(
         "pretrained",

@@ -242,7 +242,8 @@ def name_on_hub(name: str, model_folder: str) -> str | None:
     if cached:
         return f"{cached[1]}/{cached[2]}"
     parts = Path(name).parts
-    is_folder = HUB_NAME.fullmatch(name) is None or Path(model_folder).parts[-len(parts) :] == parts
+    folders = (Path(model_folder), Path(model_folder).parent)  # itself, or the result in a run's folder
+    is_folder = HUB_NAME.fullmatch(name) is None or any(folder.parts[-len(parts) :] == parts for folder in folders)
     return None if is_folder else name
 
 

