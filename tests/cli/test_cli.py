@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 
 import manyhands
 from manyhands.cli import machine, process
+from manyhands.cli.export import default_output
 from manyhands.cli.main import app
-from manyhands.cli.process import default_output
 from manyhands.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_USAGE, UserError
 from manyhands.facts.gpu_kinds import describe_host, parse_gpus
 from manyhands.facts.host import read_host_facts

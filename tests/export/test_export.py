@@ -99,10 +99,61 @@ def test_peft_opens_an_adapter_and_gives_our_logits(tmp_path: Path) -> None:
     assert sorted(p.name for p in (tmp_path / "adapter").iterdir()) == [
         "adapter_config.json",
         "adapter_model.safetensors",
+        "manyhands.json",
     ]
     opened = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter").eval()
     with torch.no_grad():
         torch.testing.assert_close(opened(IDS).logits, model(IDS).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_what_float16_does_not_reach_is_named_and_nothing_is_written(source: Path, tmp_path: Path) -> None:
+    model = make_model()
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] = -70_000.0
+        model.model.norm.weight[3] = 65_504.0  # the largest that it has
+    with pytest.raises(UserError, match="1 weights hold values that float16 does not reach") as error:
+        export_model(tmp_path / "model", model, source, "float16", rank=0)
+    assert error.value.details == ("model.layers.1.mlp.up_proj.weight: up to 70000",)
+    assert "65504" in error.value.why and "bfloat16" in error.value.fix
+    assert list(tmp_path.iterdir()) == []
+    export_model(tmp_path / "model", model, source, "bfloat16", rank=0)
+
+    adapted = adapt(make_model())
+    with torch.no_grad():
+        next(p for name, p in adapted.named_parameters() if "lora_B" in name)[0, 0] = 1e6
+    with pytest.raises(UserError, match="float16 does not reach") as error:
+        export_adapter(tmp_path / "adapter", adapted, METHOD, "base", rank=0, dtype="float16")
+    assert "lora_B" in error.value.details[0] and not (tmp_path / "adapter").exists()
+
+
+def test_what_was_written_by_hand_stays_when_the_owner_exports_again(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+
+    def write(seed: int) -> None:
+        export_model(
+            folder, make_model(seed=seed), source, "float32", rank=0, replace=True, card=lambda: f"card {seed}"
+        )
+
+    write(0)
+    write(1)
+    assert (folder / "README.md").read_text() == "card 1", "one that nobody touched is written again"
+    assert "kept" not in capsys.readouterr().out
+    (folder / "README.md").write_text("my own words")
+    (folder / "figures").mkdir()
+    (folder / "figures" / "plot.txt").write_text("a plot")
+    config = (folder / "generation_config.json").read_text()
+    (folder / "generation_config.json").write_text("{}")
+    for seed in (2, 3):
+        write(seed)
+        assert (folder / "README.md").read_text() == "my own words"
+        assert (folder / "figures" / "plot.txt").read_text() == "a plot"
+        assert (folder / "generation_config.json").read_text() == config
+        assert (folder / "generation_config.json.old").read_text() == "{}"
+        assert "generation_config.json as generation_config.json.old" in capsys.readouterr().out or seed == 3
+    opened = AutoModelForCausalLM.from_pretrained(folder)
+    assert torch.equal(opened.lm_head.weight, make_model(seed=3).lm_head.weight)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import manyhands.export.verify_process as fresh_module
 from manyhands.checkpoint import save_checkpoint
 from manyhands.config.schema import RunConfig
 from manyhands.export.__main__ import main, plan_one_process
+from manyhands.export.record import read_record
 from manyhands.export.reference import Reference
 from manyhands.export.verify import verify
 from manyhands.infer.__main__ import main as infer_main
@@ -35,7 +36,7 @@ def verify_here(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(folder: Path, reference_path: Path, *, base: Path | None = None, probe_path: Path | None = None) -> str:
         found = verify(folder, Reference.read(reference_path), base=base, probe_path=probe_path)
         assert found.findings == []
-        return "; ".join(found.notes)
+        return f"verified {folder}: " + "; ".join(found.notes)
 
     monkeypatch.setattr(fresh_module, "verify_in_fresh_process", run)
 
@@ -138,6 +139,18 @@ def test_a_merged_model_has_the_dtype_that_was_asked_for(tmp_path: Path) -> None
     assert {tensor.dtype for tensor in load_file(tmp_path / "merged" / "model.safetensors").values()} == {
         torch.bfloat16
     }
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_dtype_takes_the_place_of_the_runs_own(tmp_path: Path, dtype: str) -> None:
+    run, models = make_run(tmp_path, "lora", dtype="bfloat16")
+    assert main([str(run), "--output", str(tmp_path / "merged"), "--merge", "--dtype", dtype]) == 0
+    assert {t.dtype for t in load_file(tmp_path / "merged" / "model.safetensors").values()} == {getattr(torch, dtype)}
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    torch.testing.assert_close(logits(opened), logits(models[7]), rtol=0, atol=2e-2 if dtype == "float16" else 1e-5)
+    record = read_record(tmp_path / "merged")
+    assert record is not None and "logits of 16 tokens deviate" in record.verified
+    assert f"Saved in {dtype}" in (tmp_path / "merged" / "README.md").read_text()
 
 
 def test_a_run_folder_answers_once_it_has_written_something(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -186,9 +186,9 @@ def output_dtype(lab: Lab) -> None:
     for keys, file in ((full, "model/model"), (merged, "adapter/adapter_model"), (merged, "merged/model")):
         kinds = [
             dtypes(lab.export(keys | wish).folder / f"{file}.safetensors")
-            for wish in ({}, {"output.dtype": "bfloat16"})
+            for wish in ({}, {"output.dtype": "bfloat16"}, {"output.dtype": "float16"})
         ]
-        assert kinds == [{"F32"}, {"BF16"}], file
+        assert kinds == [{"F32"}, {"BF16"}, {"F16"}], file
 
 
 def merge(lab: Lab) -> None:

@@ -12,12 +12,13 @@ from typer.core import TyperGroup
 from manyhands import __version__
 from manyhands.cli.accelerate import setup_accelerate
 from manyhands.cli.config import config
+from manyhands.cli.export import export
 from manyhands.cli.import_file import import_file
 from manyhands.cli.infer import chat, evaluate, generate, serve
 from manyhands.cli.init import init
 from manyhands.cli.machine import doctor
 from manyhands.cli.memory import gpu_info, memory_check
-from manyhands.cli.process import bench, export, tensorboard
+from manyhands.cli.process import bench, tensorboard
 from manyhands.cli.prove import prove
 from manyhands.cli.run_file import data, plan, train
 from manyhands.cli.runs import app as runs

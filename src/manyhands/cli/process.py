@@ -45,37 +45,6 @@ def run_module(module: str, arguments: Sequence[str]) -> int:
     return code
 
 
-def export(
-    source: Annotated[
-        Path,
-        typer.Argument(
-            metavar="RUN_OR_CHECKPOINT",
-            help="A run's folder or run file, or one of its checkpoints.",
-            show_default=False,
-        ),
-    ],
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder to write; it must not exist.", show_default=False)
-    ] = None,
-    merge: Annotated[bool, typer.Option("--merge", help="Merge the adapter into the model's weights.")] = False,
-) -> None:
-    """Export a checkpoint as a model or adapter, and verify it."""
-    source = find_run_folder(source)
-    arguments = [str(source), "--output", str(output or default_output(source, merge))]
-    if merge:
-        arguments.append("--merge")
-    raise typer.Exit(run_module("manyhands.export", arguments))
-
-
-def default_output(source: Path, merge: bool) -> Path:
-    """``export`` or ``merged`` in the run's folder, followed by the step if one checkpoint is exported."""
-    kind = "merged" if merge else "export"
-    if (source / "run.json").is_file():
-        return source / kind
-    source = source.resolve()
-    return source.parent.parent / f"{kind}-{source.name}"
-
-
 def tensorboard(
     folder: Annotated[
         Path, typer.Argument(metavar="[RUN]", help="A run's folder or run file, or the folder of all runs.")

@@ -271,9 +271,10 @@ class OutputSection(Section):
     """The files written at the end."""
 
     dir: str = Field("runs", description="Folder in which the run's folder is created.")
-    dtype: Literal["auto", "bfloat16", "float32"] = Field(
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         "auto",
-        description="Dtype of saved weights, including vision and audio towers. auto: float32 for adapters; "
+        description="Dtype of saved weights, including vision and audio towers; weights that float16 does not reach "
+        "are an error. auto: float32 for adapters; "
         "model.dtype for a merged model; for other models that of the source, or bfloat16 with "
         "model.master_dtype=bfloat16.",
     )

@@ -1,5 +1,5 @@
-"""``python -m manyhands.export SOURCE --output DIR``: a model or adapter folder from a checkpoint, written and
-verified.
+"""``python -m manyhands.export SOURCE --output DIR``: a model or adapter folder, or a GGUF file, from a checkpoint,
+written and verified.
 
 One process on the CPU, whatever trained it: the base is loaded, the checkpoint put into it.
 """
@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from manyhands.core.errors import EXIT_INTERRUPTED, UserError
-from manyhands.core.files import read_json
+from manyhands.core.files import nearest_folder, read_json
 
 if TYPE_CHECKING:
     from torch import nn
 
     from manyhands.config.schema import RunConfig
+    from manyhands.launch.run_folder import RunFolder
     from manyhands.plan.types import Plan
 
 PROBE_TOKENS = 16
@@ -37,13 +38,20 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--merge", action="store_true", help="lora: write the full model with the adapter merged into its weights"
     )
+    parser.add_argument("--dtype", choices=["auto", "bfloat16", "float16", "float32"], default="auto")
+    parser.add_argument("--gguf", metavar="TYPE", help="write one GGUF file of this type, of a merged or full model")
+    parser.add_argument("--llama-cpp", type=Path, help="llama.cpp's folder, or its convert_hf_to_gguf.py")
     return parser.parse_args(argv)
 
 
 def main(argv: list[str]) -> int:
     arguments = parse_arguments(argv)
+    source, output = arguments.source, arguments.output
     try:
-        print(export_source(arguments.source, arguments.output, merge=arguments.merge))
+        if arguments.gguf:
+            print(export_gguf(source, output, arguments.gguf, dtype=arguments.dtype, llama_cpp=arguments.llama_cpp))
+        else:
+            print(export_source(source, output, merge=arguments.merge, dtype=arguments.dtype))
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -52,51 +60,109 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def export_source(source: Path, output: Path, *, merge: bool = False) -> str:
-    """Writes ``output`` and verifies it in a fresh process; returns the line that says so."""
+def export_source(source: Path, output: Path, *, merge: bool = False, dtype: str = "auto") -> str:
+    """Writes ``output`` and verifies it in a fresh process; returns the line that says so. ``dtype``: of the saved
+    weights; auto is the run's own.
+    """
     from manyhands.checkpoint.manifest import TRAIN_STATE
     from manyhands.export.card import make_card
     from manyhands.export.files import refuse_foreign
     from manyhands.export.outputs import choose_output_dtype, write_output
+    from manyhands.export.record import mark_verified
     from manyhands.export.verify_process import verify_in_fresh_process
     from manyhands.facts.identity import check_files
     from manyhands.launch.run_folder import RunFolder
 
     run_folder, checkpoint = find_checkpoint(source)
     run = RunFolder(run_folder)
-    config = run.read_config()
-    plan = plan_one_process(run.read_plan(), config)
+    config, plan = read_for_export(run, dtype)
     is_adapter = config.method.trains_adapters and not merge
-    if merge and not config.method.trains_adapters:
-        raise UserError(
-            "--merge is for runs with method.name=lora or qlora",
-            where=str(run_folder),
-            fix="leave --merge out: the run trained the model's own weights",
-        )
-    if merge and plan.stored_nf4 is not None:
-        raise UserError(
-            "--merge does not go with a model whose weights are stored in NF4",
-            where=plan.model_folder,
-            fix="leave --merge out; PEFT merges the adapter into the model in 16 bits",
-        )
+    if merge:
+        refuse_merge(config, plan, run_folder)
     refuse_foreign(output, replace=False)
     check_files(Path(plan.model_folder), config, plan.model_files, weights=plan.keeps_base)
     model = load_trained(plan, config, checkpoint)
     base = Path(plan.model_folder)
     kind: Literal["adapter", "model", "merged"] = "adapter" if is_adapter else "merged" if merge else "model"
-    dtype = choose_output_dtype(kind, plan, config)
+    saved_dtype = choose_output_dtype(kind, plan, config)
     state = json.loads((checkpoint / TRAIN_STATE).read_text(encoding="utf-8"))
     step, divergence = state["step"], state.get("divergence", "")
     versions = (read_json(run.report_json) or {}).get("versions")
     card = partial(
-        make_card, kind, config, plan, run_folder, step=step, dtype=dtype, versions=versions, divergence=divergence
+        make_card,
+        kind,
+        config,
+        plan,
+        run_folder,
+        step=step,
+        dtype=saved_dtype,
+        versions=versions,
+        divergence=divergence,
     )
     with tempfile.TemporaryDirectory() as scratch:
         reference, probe = Path(scratch) / "reference.json", Path(scratch) / "probe.safetensors"
         write_output(kind, output, model, plan, config, rank=0, reference_path=reference, card=card)
         compute_probe(model, probe)
         del model
-        return verify_in_fresh_process(output, reference, base=base if is_adapter else None, probe_path=probe) or ""
+        said = verify_in_fresh_process(output, reference, base=base if is_adapter else None, probe_path=probe) or ""
+    mark_verified(output, said.partition(": ")[2])
+    return said
+
+
+def export_gguf(source: Path, output: Path, kind: str, *, dtype: str = "auto", llama_cpp: Path | None = None) -> str:
+    """Writes ``output`` with one GGUF file and compares that with the model it was made of; returns the line that says
+    so. ``source``: a run, a checkpoint or a model's folder; an adapter is merged.
+    """
+    from manyhands.export.files import refuse_foreign
+    from manyhands.export.gguf_file import find_tools, refuse_own_code, write_gguf_folder
+    from manyhands.launch.run_folder import RunFolder
+
+    tools = find_tools(llama_cpp, kind)  # before anything is loaded
+    refuse_foreign(output, replace=False)
+    if not (source / "run.json").is_file() and (source / "config.json").is_file():
+        refuse_own_code(source)
+        if dtype != "auto":
+            raise UserError(
+                "--dtype is for checkpoints, and this is a model's folder",
+                where=str(source),
+                fix="leave --dtype out: --gguf alone decides what the file holds",
+            )
+        return write_gguf_folder(source, output, source.resolve().name, kind, tools)
+    run_folder, _ = find_checkpoint(source)
+    config = RunFolder(run_folder).read_config()
+    with tempfile.TemporaryDirectory(prefix=".gguf-", dir=nearest_folder(output.parent)) as scratch:
+        model = Path(scratch) / config.name
+        said = export_source(source, model, merge=config.method.trains_adapters, dtype=dtype)
+        print(said, flush=True)
+        if not config.model.trust_remote_code:
+            refuse_own_code(model)
+        return write_gguf_folder(model, output, config.name, kind, tools)
+
+
+def read_for_export(run: RunFolder, dtype: str) -> tuple[RunConfig, Plan]:
+    """The run's configuration and its plan for one process on the CPU; ``dtype`` takes the place of output.dtype."""
+    config = run.read_config()
+    plan = plan_one_process(run.read_plan(), config)
+    if dtype == "auto":
+        return config, plan
+    output = config.output.model_copy(update={"dtype": dtype})
+    return config.model_copy(update={"output": output}), plan.model_copy(update={"output_dtype": dtype})
+
+
+def refuse_merge(config: RunConfig, plan: Plan, run_folder: Path) -> None:
+    """UserError where there is nothing to merge, or nothing that it can be merged into."""
+    if not config.method.trains_adapters:
+        raise UserError(
+            "--merge is for runs with method.name=lora or qlora",
+            where=str(run_folder),
+            fix="leave --merge out: the run trained the model's own weights",
+        )
+    if plan.stored_nf4 is not None:
+        raise UserError(
+            "--merge does not go with a model whose weights are stored in NF4",
+            where=plan.model_folder,
+            fix="leave --merge out; PEFT merges the adapter into the model in 16 bits",
+        )
 
 
 def find_checkpoint(source: Path) -> tuple[Path, Path]:

@@ -28,9 +28,11 @@ from manyhands.convert.trainable import fully_trained_modules, inside
 from manyhands.core.collective_errors import run_on_rank_0
 from manyhands.core.files import write_atomically, write_json
 from manyhands.core.holding import reshard
-from manyhands.export.card import CARD, name_on_hub
+from manyhands.export.card import name_on_hub
 from manyhands.export.files import begin_folder, commit_folder, write_tensors, write_tokenizer
+from manyhands.export.record import CARD
 from manyhands.export.reference import KindOfBase, Reference, describe_tensor
+from manyhands.export.tensors import narrow, refuse_beyond
 from manyhands.facts.adapter import BESIDE_NF4, CONFIG, QUANTIZED_BASE, WEIGHTS, nf4_options
 from manyhands.model.structure import left_out, text_modules
 
@@ -60,7 +62,12 @@ def export_adapter(
     state = adapter_state(model)
 
     def write() -> Reference:
-        tensors = {name: tensor.detach().to(saved_dtype).cpu().contiguous() for name, tensor in state.items()}
+        beyond: dict[str, float] = {}
+        tensors = {
+            name: narrow(name, tensor.detach(), saved_dtype, beyond).cpu().contiguous()
+            for name, tensor in state.items()
+        }
+        refuse_beyond(beyond, saved_dtype, str(folder))
         tensors |= {name: tensors[first].clone() for name, first in tied_names(model).items()}
         seconds = second_names(model, tensors)
         tensors |= {name: tensors[first].clone() for name, first in seconds.items()}

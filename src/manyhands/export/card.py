@@ -16,13 +16,13 @@ import yaml
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.files import read_json
+from manyhands.export.record import CARD
 from manyhands.facts.adapter import nf4_options
 from manyhands.metrics.report import format_value
 from manyhands.metrics.summary import describe_data, describe_settings, read_evaluations
 from manyhands.plan.types import Plan, method_of
 from manyhands.train.types import Evaluation
 
-CARD = "README.md"
 TASKS = {
     "sft": "supervised fine-tuning on conversations",
     "cpt": "continued pre-training on text",

@@ -16,6 +16,7 @@ from manyhands.config.schema import ModelSection
 from manyhands.core.errors import UserError
 from manyhands.core.files import refuse_outside_links, rename_synced, write_json
 from manyhands.data.tokenizer import TOKENIZER_FILES, load_tokenizer, open_tokenizer, read_chat_template, tokens_to_add
+from manyhands.export.record import keep_by_hand, write_record
 from manyhands.infer.generate import end_of_turn
 
 MORE_TOKENIZER_FILES = (
@@ -50,10 +51,16 @@ def refuse_foreign(folder: Path, *, replace: bool) -> None:
 
 
 def commit_folder(partial: Path, folder: Path) -> None:
-    """Renames ``partial`` to ``folder`` once it is on the disk; what stood there before is removed last."""
+    """Renames ``partial``, with a record of its files, to ``folder`` once it is on the disk. What stood there before is
+    removed last; files that were added to it or changed by hand are kept.
+    """
     old = folder.with_name(folder.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
+    write_record(partial)
     if folder.exists():
+        kept = keep_by_hand(folder, partial)
+        if kept:
+            print(f"kept in {folder}, added or changed by hand: {', '.join(kept)}", flush=True)
         folder.rename(old)
     rename_synced(partial, folder)
     shutil.rmtree(old, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,10 +12,10 @@ from torch import nn
 from manyhands.config.schema import ModelSection, RunConfig
 from manyhands.core.collective_errors import run_on_rank_0
 from manyhands.core.files import write_atomically, write_json
-from manyhands.export.card import CARD
 from manyhands.export.files import begin_folder, commit_folder, copy_config, extend_ends, write_tensors, write_tokenizer
+from manyhands.export.record import CARD
 from manyhands.export.reference import Reference, TensorReference, describe_tensor
-from manyhands.export.tensors import iterate_whole, lay_out
+from manyhands.export.tensors import iterate_whole, lay_out, refuse_beyond
 from manyhands.plan.types import Plan
 
 SHARD_BYTES = 5 * 10**9
@@ -41,7 +42,7 @@ def export_model(
     ``dtype`` is not the source's. ``merge`` adds adapters into the weights they adapt. ``asked`` has the chat
     template and new tokens. ``replace``: the caller owns what is there. ``reference_path`` is written too,
     before any weight is. ``card`` makes the model card's text, on rank 0. UserError on every rank if the folder cannot
-    be written.
+    be written, or ``dtype`` does not reach a value.
     """
     saved_dtype, vocab_size = getattr(torch, dtype), model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
     partial = folder.with_name(folder.name + ".tmp")
@@ -49,7 +50,7 @@ def export_model(
     layout = lay_out(model, source, saved_dtype)
     writer = ShardWriter(partial, layout.sizes, shard_bytes)
     failure: Exception | None = None
-    for name, tensor in iterate_whole(model, layout.dtypes, merge=merge):
+    for name, tensor in iterate_whole(model, layout.dtypes, merge=merge, beyond=layout.beyond):
         if rank == 0 and failure is None:
             try:
                 for stored_name, part in layout.parts_of(name, tensor):
@@ -62,6 +63,9 @@ def export_model(
             raise failure
         for stored_name, tensor in layout.read_copied():
             writer.add(stored_name, tensor)
+        if layout.beyond:
+            shutil.rmtree(partial)
+        refuse_beyond(layout.beyond, saved_dtype, str(folder))
         writer.write_index()
         copy_config(source, partial, dtype, vocab_size)
         tokens = write_tokenizer(source, partial, asked)

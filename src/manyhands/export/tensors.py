@@ -17,6 +17,7 @@ from manyhands.convert.adapter import added_parameters
 from manyhands.convert.lora import LoraLinear, adapted_layers
 from manyhands.convert.new_tokens import IDS, ROWS, token_modules
 from manyhands.convert.nf4 import gather_weight, nf4_layers, nf4_weights, stored_names
+from manyhands.core.errors import UserError
 from manyhands.core.holding import full_numel, gather, reshard
 from manyhands.core.progress import advance
 from manyhands.model.load import loaded_tensors
@@ -30,6 +31,8 @@ from manyhands.model.source import (
     revert,
 )
 
+MAX_NAMED = 20
+
 
 @dataclass
 class FileLayout:
@@ -42,6 +45,7 @@ class FileLayout:
     conversions: tuple[Conversion, ...] = ()
     copied: tuple[StoredTensor, ...] = ()  # that the model took no part of
     dtype: torch.dtype | None = None  # that these are cast to as well; None leaves each its own
+    beyond: dict[str, float] = field(default_factory=dict)  # by name, the largest magnitude that the dtype cuts off
     _made: dict[str, dict[str, torch.Tensor]] = field(
         default_factory=dict
     )  # of each conversion, as far as it has arrived
@@ -50,7 +54,8 @@ class FileLayout:
         """(name in the files, tensor) of what is copied from the source."""
         for stored in self.copied:
             tensor = read_stored(stored)
-            yield stored.name, tensor if self.dtype is None or stored.torch_dtype is None else tensor.to(self.dtype)
+            casts = self.dtype is not None and stored.torch_dtype is not None
+            yield stored.name, narrow(stored.name, tensor, self.dtype, self.beyond) if casts else tensor  # type: ignore[arg-type]
 
     def parts_of(self, name: str, whole: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """(name in the files, tensor) of everything that can be written now that ``name`` is there."""
@@ -187,16 +192,50 @@ def _with_weights(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[st
     return found
 
 
+def narrow(name: str, tensor: torch.Tensor, dtype: torch.dtype, beyond: dict[str, float]) -> torch.Tensor:
+    """``tensor`` in ``dtype``. Where finite values become infinite (float16 ends at 65504), ``beyond`` gets the largest
+    magnitude under ``name``.
+    """
+    cast = tensor.to(dtype)
+    if torch.finfo(dtype).max < torch.finfo(tensor.dtype).max:
+        lost = cast.isinf() & tensor.isfinite()
+        if bool(lost.any()):
+            beyond[name] = tensor[lost].abs().max().item()
+    return cast
+
+
+def refuse_beyond(beyond: Mapping[str, float], dtype: torch.dtype, where: str) -> None:
+    """UserError that names the tensors whose values ``dtype`` does not reach; ``beyond`` as ``narrow`` fills it."""
+    if not beyond:
+        return
+    shown = sorted(beyond, key=lambda name: -beyond[name])[:MAX_NAMED]
+    more = [f"... and {len(beyond) - MAX_NAMED} more"] if len(beyond) > MAX_NAMED else []
+    name = str(dtype).removeprefix("torch.")
+    raise UserError(
+        f"{len(beyond)} weights hold values that {name} does not reach",
+        where=where,
+        why=f"the largest number of {name} is {torch.finfo(dtype).max:.5g}; a larger one would be written as infinity",
+        fix="save in bfloat16 or float32: `manyhands export RUN --dtype bfloat16`, or output.dtype in the run file",
+        details=[f"{tensor}: up to {beyond[tensor]:.6g}" for tensor in shown] + more,
+    )
+
+
 @torch.no_grad()
 def iterate_whole(
-    model: nn.Module, dtype: torch.dtype | Mapping[str, torch.dtype], *, merge: bool = False
+    model: nn.Module,
+    dtype: torch.dtype | Mapping[str, torch.dtype],
+    *,
+    merge: bool = False,
+    beyond: dict[str, float] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, whole tensor on the CPU), floating ones cast to ``dtype``, or to that of their name. Every rank must run
     it to its end.
 
     With ``merge`` adapted weights become W + s B A, with DoRA in their trained lengths, in float64 (which no GPU rounds
     to TF32) and rounded once, and trained rows of tokens take their place; without it what adapters added is left out.
+    ``beyond`` gets what the dtype does not reach, as ``narrow`` fills it.
     """
+    beyond = {} if beyond is None else beyond
     layers, tokens = (adapted_layers(model), token_modules(model)) if merge else ({}, {})
     quantized = nf4_weights(model)
     for name, tensor in saved_tensors(model).items():
@@ -210,7 +249,7 @@ def iterate_whole(
             whole = whole.to(rows.dtype).index_copy(0, torch.tensor(getattr(holder, IDS), device=rows.device), rows)
         wanted = dtype if isinstance(dtype, torch.dtype) else dtype[name]
         advance()
-        yield name, (whole.to(wanted) if whole.is_floating_point() else whole).cpu().contiguous()
+        yield name, (narrow(name, whole, wanted, beyond) if whole.is_floating_point() else whole).cpu().contiguous()
 
 
 def _merge(layer: LoraLinear, weight: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from manyhands.core.collective_errors import run_on_rank_0
 from manyhands.data.streams import TOKENS
 from manyhands.export.card import make_card
 from manyhands.export.outputs import Output, base_of, choose_output_dtype, list_outputs, write_output
+from manyhands.export.record import mark_verified
 from manyhands.export.reference import save_probe
 from manyhands.export.verify_process import verify_in_fresh_process
 from manyhands.metrics.report import write_report
@@ -51,15 +52,18 @@ def verify(rank: RankContext) -> None:
     stop_if_asked(rank)
     for name in list_outputs(rank.config):
         folder, base = rank.folder.path / name, base_of(name, rank.plan, rank.config)
-        said = run_on_rank_0(
-            lambda folder=folder, name=name, base=base: verify_in_fresh_process(  # type: ignore[misc]
-                folder, _reference(rank, name), base=base, probe_path=_probe(rank), stop=rank.stop
-            )
-        )
+        said = run_on_rank_0(partial(_verify_one, rank, name, folder, base))
         stop_if_asked(rank)
         rank.measured.setdefault("verified", {})[name] = (said or "").partition(": ")[2]
         if said:
             rank.print(said)
+
+
+def _verify_one(rank: RankContext, name: Output, folder: Path, base: Path | None) -> str | None:
+    said = verify_in_fresh_process(folder, _reference(rank, name), base=base, probe_path=_probe(rank), stop=rank.stop)
+    if said:
+        mark_verified(folder, said.partition(": ")[2])
+    return said
 
 
 def report(rank: RankContext) -> None:

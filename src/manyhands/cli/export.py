@@ -1,0 +1,74 @@
+"""``manyhands export``: a folder or a GGUF file of what a run trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from manyhands.cli import process
+from manyhands.cli.run_file import find_run_folder
+from manyhands.core.errors import UserError
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # what people write
+
+
+def export(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN_OR_CHECKPOINT",
+            help="A run's folder or run file, or one of its checkpoints; for --gguf a model's folder too.",
+            show_default=False,
+        ),
+    ],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder to write; it must not exist.", show_default=False)
+    ] = None,
+    merge: Annotated[bool, typer.Option("--merge", help="Merge the adapter into the model's weights.")] = False,
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="Of the saved weights: bfloat16, float16 or float32; auto: the run's own.")
+    ] = "auto",
+    gguf: Annotated[
+        str | None,
+        typer.Option(
+            "--gguf", metavar="TYPE", help="Write a GGUF file: q8_0, q4_k_m, bf16, ...; merges.", show_default=False
+        ),
+    ] = None,
+    llama_cpp: Annotated[
+        Path | None,
+        typer.Option("--llama-cpp", help="With --gguf: llama.cpp's folder, if it is not on PATH.", show_default=False),
+    ] = None,
+) -> None:
+    """Export a checkpoint as a model, an adapter or a GGUF file, and verify it."""
+    dtype = DTYPES.get(dtype, dtype)
+    if dtype not in ("auto", *DTYPES.values()):
+        raise UserError(
+            f"{dtype!r} is no dtype of saved weights",
+            where="--dtype",
+            fix="choose bfloat16, float16, float32, or auto; types of a GGUF file, such as q8_0, go to --gguf",
+        )
+    if llama_cpp is not None and gguf is None:
+        raise UserError("--llama-cpp is for --gguf", where="--llama-cpp", fix="add --gguf q8_0, or leave it out")
+    gguf = gguf.lower() if gguf else None
+    source = find_run_folder(source)
+    arguments = [str(source), "--output", str(output or default_output(source, merge, gguf))]
+    arguments += ["--merge"] if merge else []
+    arguments += ["--dtype", dtype] if dtype != "auto" else []
+    arguments += ["--gguf", gguf] if gguf else []
+    arguments += ["--llama-cpp", str(llama_cpp)] if llama_cpp is not None else []
+    raise typer.Exit(process.run_module("manyhands.export", arguments))
+
+
+def default_output(source: Path, merge: bool, gguf: str | None = None) -> Path:
+    """``export``, ``merged`` or ``gguf-q8_0`` in the run's folder, followed by the step if one checkpoint is exported;
+    beside a model's folder.
+    """
+    kind = f"gguf-{gguf}" if gguf else "merged" if merge else "export"
+    if (source / "run.json").is_file():
+        return source / kind
+    source = source.resolve()
+    if (source / "config.json").is_file():
+        return source.with_name(f"{source.name}-{kind}")
+    return source.parent.parent / f"{kind}-{source.name}"

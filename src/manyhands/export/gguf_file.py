@@ -1,0 +1,195 @@
+"""A model's folder as one GGUF file, by llama.cpp's own converter and quantizer: which of them is there, how they are
+started, and what became of it. Knows files and processes, no tensors.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from manyhands.core.errors import EXIT_FAILED, UserError
+from manyhands.core.files import read_json
+from manyhands.export.files import begin_folder, commit_folder
+from manyhands.export.gguf_check import compare_gguf
+from manyhands.export.record import CARD, mark_verified
+from manyhands.export.verify import MAX_DETAILS
+from manyhands.export.verify_process import RANK_VARIABLES
+
+SCRIPT = "convert_hf_to_gguf.py"
+COMMAND = "convert-hf-to-gguf"  # as a package of the registry installs it
+QUANTIZER = "llama-quantize"
+# Of the file: what the converter writes by itself, and what llama.cpp's quantizer makes of that.
+CONVERTED = ("f32", "f16", "bf16", "q8_0")
+QUANTIZED = ("q2_k", "q3_k_m", "q4_0", "q4_k_s", "q4_k_m", "q5_0", "q5_k_s", "q5_k_m", "q6_k")
+LOSSLESS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}  # by the dtype of the model's weights
+SHOWN_LINES = 15
+SECRETS = ("TOKEN", "SECRET", "PASSWORD", "API_KEY")
+
+
+@dataclass(frozen=True)
+class Tools:
+    """Commands without their arguments. ``quantizer`` is empty where the type needs none."""
+
+    converter: tuple[str, ...]
+    quantizer: tuple[str, ...] = ()
+
+
+def find_tools(llama_cpp: Path | None, kind: str) -> Tools:
+    """What converts to ``kind``: of llama.cpp's folder (or the script itself), else from PATH. UserError with the
+    reason.
+    """
+    if kind not in (*CONVERTED, *QUANTIZED):
+        raise UserError(
+            f"{kind!r} is no type of a GGUF file that is written here",
+            where="--gguf",
+            fix=f"choose one of {', '.join(CONVERTED)}; or, with llama.cpp built, {', '.join(QUANTIZED)}",
+        )
+    if importlib.util.find_spec("gguf") is None:
+        raise UserError(
+            "the package gguf is not installed",
+            where="--gguf",
+            why="the written file is opened again and compared with the model",
+            fix="pip install 'manyhands[gguf]'",
+        )
+    return Tools(_find_converter(llama_cpp), _find_quantizer(llama_cpp, kind) if kind in QUANTIZED else ())
+
+
+def _find_converter(llama_cpp: Path | None) -> tuple[str, ...]:
+    if llama_cpp is None:
+        found = shutil.which(SCRIPT) or shutil.which(COMMAND)
+        if found is None:
+            raise UserError(
+                "llama.cpp's converter is not on PATH",
+                where="--gguf",
+                why=f"neither {SCRIPT} nor {COMMAND} is there",
+                fix="git clone https://github.com/ggml-org/llama.cpp, and add --llama-cpp path/to/llama.cpp",
+            )
+        return (found,)
+    script = llama_cpp / SCRIPT if llama_cpp.is_dir() else llama_cpp
+    if not script.is_file():
+        raise UserError(
+            "llama.cpp's converter is not there",
+            where=str(script),
+            why=f"--llama-cpp is llama.cpp's folder, which holds {SCRIPT}, or that file",
+            fix="git clone https://github.com/ggml-org/llama.cpp, and name that folder",
+        )
+    return (sys.executable, str(script))
+
+
+def _find_quantizer(llama_cpp: Path | None, kind: str) -> tuple[str, ...]:
+    folder = llama_cpp if llama_cpp is None or llama_cpp.is_dir() else llama_cpp.parent
+    places = [folder / "build" / "bin", folder / "bin", folder] if folder is not None else []
+    for place in places:
+        if os.access(place / QUANTIZER, os.X_OK) and (place / QUANTIZER).is_file():
+            return (str(place / QUANTIZER),)
+    found = shutil.which(QUANTIZER)
+    if found is None:
+        raise UserError(
+            f"{kind} needs {QUANTIZER}, which is not there",
+            where=str(places[0] / QUANTIZER) if places else "PATH",
+            why=f"llama.cpp's converter itself writes {', '.join(CONVERTED)}",
+            fix="build it in llama.cpp's folder: cmake -B build && cmake --build build --target llama-quantize; "
+            "or choose --gguf q8_0",
+        )
+    return (found,)
+
+
+def refuse_own_code(model: Path) -> None:
+    """UserError for a model with Python files of its own: llama.cpp's converter would run them."""
+    for name in ("config.json", "tokenizer_config.json"):
+        if "auto_map" in (read_json(model / name) or {}):
+            raise UserError(
+                "llama.cpp's converter would run this model's own code",
+                where=str(model / name),
+                why="it has an auto_map, and model.trust_remote_code is not set",
+                fix="set model.trust_remote_code in the run file if you trust that code",
+            )
+
+
+def write_gguf_folder(model: Path, output: Path, name: str, kind: str, tools: Tools) -> str:
+    """``output`` with ``name-kind.gguf`` and the model's card, once the file has been compared with ``model``; the line
+    that says so. UserError, and no folder, where a tool fails or the file differs.
+    """
+    partial = begin_folder(output, replace=False)
+    try:
+        file = partial / f"{name}-{kind}.gguf"
+        _convert(model, file, kind, tools)
+        found = compare_gguf(file, model, kind)
+        if found.findings:
+            hidden = len(found.findings) - MAX_DETAILS
+            raise UserError(
+                "the GGUF file is not the model that it was made of",
+                where=file.name,
+                why=f"{len(found.findings)} findings",
+                fix="it was removed; try another version of llama.cpp, or report this with the findings",
+                details=found.findings[:MAX_DETAILS] + ([f"... and {hidden} more"] if hidden > 0 else []),
+                exit_code=EXIT_FAILED,
+            )
+        if (model / CARD).is_file():
+            text = (model / CARD).read_text(encoding="utf-8")
+            (partial / CARD).write_text(describe_file(text, file.name), encoding="utf-8")
+        commit_folder(partial, output)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    mark_verified(output, "; ".join(found.notes))
+    return f"verified {output / file.name}: " + "; ".join(found.notes)
+
+
+def describe_file(card: str, name: str) -> str:
+    """The model's card for a folder with the GGUF file ``name``: its library, and how llama.cpp opens it."""
+    card = card.replace("library_name: transformers\n", "library_name: gguf\n", 1)
+    before, _, _ = card.partition("## Loading\n")
+    return before + f"## Loading\n\n```bash\nllama-cli -m {name}          # or llama-server, ollama, LM Studio\n```\n"
+
+
+def _convert(model: Path, file: Path, kind: str, tools: Tools) -> None:
+    if not tools.quantizer:
+        _run([*tools.converter, str(model), "--outfile", str(file), "--outtype", kind], file)
+        return
+    wide = file.with_name("wide.gguf")
+    dtype = json.loads((model / "config.json").read_text(encoding="utf-8")).get("dtype", "float32")
+    outtype = LOSSLESS.get(dtype, "f32")
+    _run([*tools.converter, str(model), "--outfile", str(wide), "--outtype", outtype], wide)
+    _run([*tools.quantizer, str(wide), str(file), kind.upper()], file)
+    wide.unlink()
+
+
+def _run(command: Sequence[str], file: Path) -> None:
+    """UserError with the command's last lines where it fails or leaves no ``file``. It gets no secrets and no network
+    of the hub.
+    """
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in RANK_VARIABLES and not any(word in name.upper() for word in SECRETS)
+    }
+    print(f"running {' '.join(command[:2] if command[0] == sys.executable else command[:1])}", flush=True)
+    done = subprocess.run(
+        command,
+        env=kept | {"HF_HUB_OFFLINE": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    if done.returncode == 0 and file.is_file():
+        return
+    lines = [line for line in done.stdout.replace("\r", "\n").splitlines() if line.strip()]
+    missing = next((line for line in reversed(lines) if line.startswith("ModuleNotFoundError: ")), "")
+    package = missing.partition("'")[2].rstrip("'").partition(".")[0]
+    raise UserError(
+        f"{Path(command[1] if command[0] == sys.executable else command[0]).name} failed",
+        where=" ".join(command),
+        why=lines[-1] if lines else f"exit code {done.returncode}, without a word",
+        fix=f"pip install {package}" if package else "see its messages above; a newer llama.cpp knows more models",
+        details=lines[-SHOWN_LINES:],
+        exit_code=EXIT_FAILED,
+    )
