@@ -190,7 +190,7 @@ SHAPE = {
 }
 FAMILIES = {
     "llama": {"tie_word_embeddings": False},
-    "llama3 rotation": {
+    "llama with the rotation of 3.1": {
         "rope_parameters": {
             "rope_type": "llama3",
             "rope_theta": 5e5,
