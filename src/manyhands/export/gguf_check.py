@@ -163,9 +163,9 @@ def compare_values(name: str, tensor: Any, expected: torch.Tensor) -> list[str]:
         wanted = expected.to(EXACT[kind]).float()
         return [] if torch.equal(values, wanted) else [f"{name} ({kind}) has other values than the model"]
     if kind == "Q8_0":
-        largest = expected.reshape(-1, BLOCK).abs().amax(dim=1, keepdim=True)
+        peaks = expected.reshape(-1, BLOCK).abs().amax(dim=1, keepdim=True)
         # Half a step, and the float16 of the scale: 2^-11 of it, or 2^-25 where it is subnormal, for up to 127 steps.
-        bound = largest * (0.5 / 127 + 2**-11 * 1.01) + 127 * 2**-25
+        bound = peaks * (0.5 / 127 + 2**-11 * 1.01) + 127 * 2**-25
         off = ((values - expected).abs().reshape(-1, BLOCK) / bound).max().item()
         return [] if off <= 1 else [f"{name} (Q8_0) is off by {off:.3g} times what rounding can cause"]
     if kind not in ALLOWED:
