@@ -8,6 +8,7 @@ branches) and depth of nesting are limited.
 from __future__ import annotations
 
 import json
+import os
 import re
 import tomllib
 from collections.abc import Callable, Hashable
@@ -182,12 +183,12 @@ def _copy_plain(value: Any, depth: int = 1) -> Any:
 
 
 def _read_text(path: Path) -> str:
-    if path.is_dir():
+    if os.path.isdir(path):
         raise UserError("this is a folder, not a run file", where=str(path), fix="give a .yaml, .toml or .json file")
     if path.suffix.lower() not in SUFFIXES:
         raise UserError(f"a run file ends in {', '.join(SUFFIXES)}", where=str(path), fix="rename it")
     try:
-        if path.exists() and not path.is_file():
+        if os.path.exists(path) and not os.path.isfile(path):
             raise UserError(
                 "this is not a regular file",
                 where=str(path),

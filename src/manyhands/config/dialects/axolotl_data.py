@@ -349,7 +349,7 @@ def _is_local(path: str, t: Translator) -> bool:
 
 def _map_lengths(t: Translator, task: str) -> None:
     length = t.integer("sequence_len")
-    if length:
+    if length is not None:
         t.map("sequence_len", "data.max_length", length)
     else:
         t.carry("data.max_length", 512, "Axolotl's default")
@@ -368,6 +368,8 @@ def _map_lengths(t: Translator, task: str) -> None:
     shortest = t.integer("min_sample_len")
     if shortest:
         t.map("min_sample_len", "data.min_length", shortest)
+    else:
+        t.already("min_sample_len")
 
 
 def _map_validation(t: Translator) -> None:

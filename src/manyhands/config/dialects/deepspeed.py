@@ -7,6 +7,7 @@ from the run file.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -188,8 +189,8 @@ def map_deepspeed(t: Translator, key: str) -> None:
 def find_file(folder: Path, name: str) -> Path | None:
     """A file that another tool's file names: relative to its folder, to one above it, or to the current one."""
     for start in (folder, *folder.parents, Path()):
-        path = start / Path(name).expanduser()
-        if path.is_file():
+        path = start / os.path.expanduser(name)
+        if os.path.isfile(path):
             return path
     return None
 

@@ -7,6 +7,9 @@ do alike, in every run, is listed in docs/coming-from.md.
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 from manyhands.config.dialects import llamafactory_keys as keys
 from manyhands.config.dialects import transformers as hf
 from manyhands.config.dialects.llamafactory_data import Sources, Wanted, make_sources, read_info
@@ -250,7 +253,7 @@ def _refuse_features(t: Translator) -> None:
         if t.has(key):
             t.refuse(key, "a secret in a run file is copied with it: remove it, and use `hf auth login`")
     tokenized = t.get("tokenized_path")
-    if tokenized and any((folder / str(tokenized)).exists() for folder in (t.around.folder, t.around.folder.cwd())):
+    if tokenized and any(os.path.exists(folder / str(tokenized)) for folder in (t.around.folder, Path.cwd())):
         t.refuse("tokenized_path", f"{TOOL} trains the tokenized data there, which is not read here: remove it")
     t.already("tokenized_path", "tokenized data is kept in a cache, by its content")
 

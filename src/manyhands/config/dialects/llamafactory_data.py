@@ -131,9 +131,9 @@ def find_file(t: Translator, name: str) -> tuple[Path, str] | None:
     of the tool. With the folder to put before names like it: none where relative ones are found anyway.
     """
     for root in (t.around.folder, Path.cwd()):
-        if (root / name).is_file():
+        if os.path.isfile(root / name):
             return root / name, ""
-    above = next((root for root in t.around.folder.absolute().parents if (root / name).is_file()), None)
+    above = next((root for root in t.around.folder.absolute().parents if os.path.isfile(root / name)), None)
     return None if above is None else (above / name, str(above))
 
 

@@ -123,6 +123,9 @@ def _map_saved_modules(t: Translator) -> None:
 
 def _map_adapter(t: Translator) -> None:
     paths = split_names(t.get("adapter_name_or_path"))
+    if t.has("adapter_name_or_path") and not paths:
+        t.refuse("adapter_name_or_path", f"got {show(t.get('adapter_name_or_path'))}, allowed: a folder")
+        return
     if len(paths) > 1 or t.flag("create_new_adapter"):
         key = "adapter_name_or_path" if len(paths) > 1 else "create_new_adapter"
         t.refuse(key, "adapters are not merged before training: merge them first (`manyhands export RUN --merge`), and "
@@ -154,5 +157,5 @@ def map_freeze(t: Translator, layers_key: str, modules_key: str, extra_key: str)
 
 def split_names(value: Any) -> list[str]:
     """Names that are separated by commas, or a list of them."""
-    parts = value if isinstance(value, list) else str(value or "").split(",")
+    parts = value if isinstance(value, list) else str("" if value is None else value).split(",")
     return [str(part).strip() for part in parts if str(part).strip()]

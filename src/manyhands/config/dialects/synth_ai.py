@@ -20,7 +20,8 @@ COUNTS = (  # each is the number of GPUs
     "compute.gpu_count", "data.topology.total_gpus", "data.topology.container_count", "compute.variant",
     "data.topology.variant", "compute.gpus_per_node", "data.topology.gpus_per_node", "hyperparameters.world_size",
 )  # fmt: skip
-TOTALS = ("data.topology.total_gpus", "hyperparameters.world_size")  # on all machines
+DATA_PARALLEL = "data.topology.data_parallel"
+TOTALS = ("data.topology.total_gpus", "hyperparameters.world_size", DATA_PARALLEL)  # on all machines
 PER_NODE = ("compute.gpus_per_node", "data.topology.gpus_per_node")
 NODES = ("compute.nodes", "data.topology.nodes")
 ALREADY: Mapping[str, str] = {
@@ -96,6 +97,9 @@ def _map_gpus(t: Translator) -> int | None:
         if number is not None:
             found[key] = number
     nodes = _map_nodes(t)
+    if not found and t.has(DATA_PARALLEL):  # nothing else divides the GPUs
+        number = t.integer(DATA_PARALLEL)
+        found = {} if number is None else {DATA_PARALLEL: number}
     total = _map_total(t, found, nodes) if found else None
     if t.has("compute.gpu_type"):
         asked = str(t.get("compute.gpu_type"))
@@ -146,12 +150,14 @@ def _map_total(t: Translator, found: Mapping[str, int], nodes: int) -> int | Non
             t.contradict(key, f"{number} GPU(s), but {t.place(first)} is {found[first]}{several}: correct one of them")
         else:
             t.map(key, "parallel.gpus", total)
+    if total < 1:
+        t.refuse(first, f"got {total}, allowed: 1 or more")
+        return None
     t.set_gpus(total)
-    data_parallel = "data.topology.data_parallel"
-    if t.has(data_parallel) and t.integer(data_parallel) != total:
-        t.contradict(data_parallel, f"{t.get(data_parallel)}, but the number of GPUs is {total}, and nothing else "
+    if t.has(DATA_PARALLEL) and t.integer(DATA_PARALLEL) != total:
+        t.contradict(DATA_PARALLEL, f"{t.get(DATA_PARALLEL)}, but the number of GPUs is {total}, and nothing else "
                      "divides them: correct one of them")  # fmt: skip
-    t.already(data_parallel)
+    t.already(DATA_PARALLEL)
     return total
 
 

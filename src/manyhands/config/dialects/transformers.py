@@ -296,6 +296,8 @@ def _map_interval(
             t.map(steps_key, every, int(number))
         elif number is not None and number > 0:
             t.map(steps_key, every, number)
+        elif number is not None:
+            t.refuse(steps_key, f"got {show(number)}, allowed: a number of steps above 0")
         elif steps is not None:
             t.carry(every, steps, f"{t.tool}'s default")
     else:
@@ -305,7 +307,7 @@ def _map_interval(
 def map_sharding(t: Translator) -> None:
     """``fsdp`` (true, or a list or text of options) with ``fsdp_config``; DeepSpeed."""
     asked = t.get("fsdp")
-    words = " ".join(asked).split() if isinstance(asked, list) else str(asked or "").replace(",", " ").split()
+    words = " ".join(map(str, asked)).split() if isinstance(asked, list) else str(asked or "").replace(",", " ").split()
     options = fsdp_options(t, "fsdp_config")
     if asked is True or words:
         native: dict[str, Any] = {"parallel.strategy": "hsdp" if "hybrid_shard" in words else "fsdp"}

@@ -7,6 +7,7 @@ here. Pure: whatever a translation may ask of the world comes in as ``Around``. 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -128,7 +129,9 @@ class Translator:
             if isinstance(value, bool):
                 raise ValueError
             number = float(value)
-        except (TypeError, ValueError):
+            if not math.isfinite(number):
+                raise ValueError
+        except (TypeError, ValueError, OverflowError):
             self.refuse(key, f"got {show(value)}, allowed: a number")
             return default
         return int(number) if number.is_integer() and not isinstance(value, float) else number
@@ -268,11 +271,12 @@ class Translator:
         """The translation, once every key was looked at. A key without a fate is one that the tool does not know:
         refused where it is close to a key of the tool, or where the tool itself refuses unknown keys; else reported.
         """
+        refused = any(fate.kind in STOPS for fate in self._fates.values())  # what depends on it was not looked at
         for key in self.values:
             if key in self._fates:
                 continue
             if key in self.known:
-                if self.has(key):
+                if self.has(key) and not refused:
                     raise AssertionError(f"{self.tool}: `{key}` has no fate")
                 self._note(key, "unset", "")
                 continue

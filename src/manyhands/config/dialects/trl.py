@@ -97,6 +97,10 @@ def _map_model(t: Translator) -> None:
 
 def _map_data(t: Translator) -> None:
     listed = next((key for key in ("dataset_mixture.datasets", "datasets") if t.has(key)), None)
+    t.only("dataset_mixture", (None, {}), "write its data sets below it, as dataset_mixture.datasets")
+    if listed and not isinstance(t.get(listed), list):
+        t.refuse(listed, f"got {show(t.get(listed))}, allowed: a list of data sets")
+        return
     if listed and t.has("dataset_name"):
         t.contradict("dataset_name", f"and {t.place(listed)} name data: keep one of them")
         t.already(listed)
@@ -118,7 +122,9 @@ def _map_data(t: Translator) -> None:
             t.substitute(key, {}, "the data are fetched completely before training")
         t.already(key)
     t.only("shuffle_dataset", (False, True, None), "write true or false")
-    options = {k: v for k, v in (t.get("dataset_kwargs") or {}).items() if v and k != "skip_prepare_dataset"}
+    options = t.get("dataset_kwargs") or {}
+    if isinstance(options, Mapping):
+        options = {k: v for k, v in options.items() if v and k != "skip_prepare_dataset"}
     t.only("dataset_kwargs", (t.get("dataset_kwargs"),) if not options else (), f"{show(options)}: the chat template "
            "alone decides which special tokens a sample has: remove it")  # fmt: skip
     _map_held_out(t)
@@ -212,6 +218,8 @@ def _map_loss_by_columns(t: Translator) -> None:
 def _listed_columns(t: Translator) -> list[str]:
     """Columns that a mixture names."""
     entries = t.get("dataset_mixture.datasets") or t.get("datasets") or ()
+    if not isinstance(entries, list):
+        return []
     return [name for entry in entries if isinstance(entry, Mapping) for name in entry.get("columns") or ()]
 
 
