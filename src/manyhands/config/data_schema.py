@@ -117,6 +117,23 @@ class DataSection(Section):
         "auto",
         description="Pack samples into one sequence, without attention between them; auto: if the model allows.",
     )
+    images: bool | Auto = Field(
+        "auto",
+        description="Train rows with images: auto if one of the first 100 rows of a source has one and the model takes "
+        "them; false refuses rows with images.",
+    )
+    image_folder: str | None = Field(
+        None, description="Folder of images that rows name by relative paths; null is that of the data file."
+    )
+    image_urls: bool = Field(False, description="Fetch images that rows name by http(s) addresses.")
+    bad_images: Literal["refuse", "skip"] = Field(
+        "refuse",
+        description="Rows with an image that is missing, damaged or too large: refuse them all, or skip these rows "
+        "(they are counted).",
+    )
+    max_image_pixels: Annotated[int, Field(ge=1, le=178_956_970)] = Field(
+        89_478_485, description="An image with more pixels is bad; it is not decoded."
+    )
     workers: NonNegativeInt | Auto = Field(
         "auto",
         description="Data loader processes per rank; 0 is one thread, auto takes as many as the batches need.",

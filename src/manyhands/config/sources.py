@@ -287,8 +287,12 @@ MEDIA = MappingProxyType(
 )
 
 
+IMAGES = ("images", "image")  # columns of images, which every format of conversations reads if images are trained
+
+
 def known_fields(format: str) -> tuple[str, ...]:
     """The fields that ``data.fields`` may map for a format; those of all formats for ``auto``."""
     formats = REQUIRED if format == "auto" else (format,)
     names = [name for one in formats for group in (REQUIRED, OPTIONAL, INNER) for name in group.get(one, ())]
+    names += IMAGES if set(formats) - {"text", *READY} else ()
     return tuple(dict.fromkeys(names))

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from manyhands.data.collate import Arrays, BatchShape, Samples, collate_samples
+from manyhands.data.image_batch import PIXEL_REPEATS, PIXEL_TABLE
 from manyhands.data.pack import StepLayout
 
 Item = TypeVar("Item")
@@ -79,7 +80,8 @@ Collate = Callable[[Iterable[np.ndarray]], Generator[Arrays, None, None]]  # uni
 
 def collate(sample_set: Samples, numbers: np.ndarray, shape: BatchShape) -> Batch:
     """One micro-batch as tensors on the CPU; see ``collate_samples``."""
-    return _to_tensors(collate_samples(sample_set, numbers, shape))
+    batch = scale_pixels(_to_tensors(collate_samples(sample_set, numbers, shape)))
+    return batch if shape.images is None else batch | {"has_images": len(batch["pixel_values"]) > 0}
 
 
 def collate_here(sample_set: Samples, shape: BatchShape) -> Collate:
@@ -143,7 +145,7 @@ class MicroBatches(Iterator[Batch]):
             for value in batch.values():
                 if isinstance(value, torch.Tensor):
                     value.record_stream(stream)
-        return batch
+        return scale_pixels(batch)
 
 
 def _load(
@@ -166,6 +168,8 @@ def _load(
     try:
         for arrays in batches:
             batch = _to_tensors(arrays)
+            if coming[0].has_images is not None:
+                batch["has_images"] = coming[0].has_images
             yield coming.popleft(), *(_send(batch, device, stream) if stream is not None else (batch, None))
     finally:
         batches.close()
@@ -181,6 +185,24 @@ def _send(batch: Batch, device: torch.device, stream: torch.cuda.Stream) -> tupl
         arrived = torch.cuda.Event()
         arrived.record(stream)
     return sent, arrived
+
+
+def scale_pixels(batch: Batch) -> Batch:
+    """The batch with ``pixel_values`` float32 in place of bytes. Where the batch is used, not where it waits: a
+    quarter of the bytes is copied and kept."""
+    if PIXEL_TABLE not in batch:
+        return batch
+    batch = dict(batch)
+    pixels, table, repeats = (batch.pop(name) for name in ("pixel_values", PIXEL_TABLE, PIXEL_REPEATS))
+    # an index of 32 bits, in the table of all channels end to end: value v of channel c is entry 256 c + v
+    channels = 256 * torch.arange(table.shape[0], dtype=torch.int32, device=pixels.device).reshape(1, -1, 1, 1)
+    places = (pixels.to(torch.int32) + channels).flatten()
+    scaled = table.flatten().index_select(0, places).reshape(pixels.shape)
+    if repeats:
+        count, (num_channels, height, width) = pixels.shape[0], pixels.shape[1:]
+        scaled = scaled.unsqueeze(2).expand(-1, -1, repeats, -1, -1)
+        scaled = scaled.reshape(count, num_channels * repeats * height * width)
+    return batch | {"pixel_values": scaled}
 
 
 def _to_tensors(arrays: Arrays) -> Batch:

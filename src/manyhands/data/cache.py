@@ -24,6 +24,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.files import sync
 from manyhands.core.hashing import hash_files
 from manyhands.data.files import kind_of
+from manyhands.data.image_processor import family_of, processor_digest
 from manyhands.data.segment import link_tokens
 from manyhands.data.store import FORMAT_VERSION, TokenStore
 from manyhands.data.streams import TEXT, describe_streams
@@ -61,6 +62,7 @@ def name_tokens(
         for source, group in zip(sources, files, strict=True)
     ]
     return _hash(
+        **_describe_images(config, model_folder, files),
         version=FORMAT_VERSION,
         streams=describe_streams(TEXT),
         sources=described,
@@ -76,6 +78,27 @@ def name_tokens(
         too_long=data.too_long,
         min_length=data.min_length,
     )
+
+
+def _describe_images(
+    config: RunConfig, model_folder: str | Path, files: Sequence[Sequence[Path]]
+) -> dict[str, dict[str, Any]]:
+    """What decides about the images of rows; {} for a model that takes none. Relative paths lead on from the data
+    files."""
+    data = config.data
+    if family_of(model_folder).images is None:
+        return {}
+    return {
+        "images": {
+            "asked": data.images,
+            "folders": [str(path.parent.absolute()) for group in files for path in group],
+            "folder": None if data.image_folder is None else str(Path(data.image_folder).expanduser().absolute()),
+            "urls": data.image_urls,
+            "bad": data.bad_images,
+            "max_pixels": data.max_image_pixels,
+            "processor": processor_digest(model_folder),
+        }
+    }
 
 
 def name_store(config: RunConfig, tokens: str, sources: Sequence[Source]) -> str:

@@ -16,6 +16,7 @@ In a batch (T: tokens of all documents laid end to end; B x L: samples x longest
 | cu_seq_lens | (documents + 1) int32: where documents begin, and T | absent |
 | max_length | int: no document is longer | absent |
 | row_length | int: every document, padding included, has this length; absent otherwise | absent |
+| pixel_values, ... | in a run with images, see ``image_batch.py`` | likewise |
 
 Padded needs no attention mask: attention is causal and the padding stands behind every sample.
 
@@ -42,6 +43,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from manyhands.core.errors import EXIT_FAILED, UserError
+from manyhands.data.image_batch import ImageWork, add_images
 from manyhands.data.streams import PACKED_BY, BatchEntry, Sample, Stream, add_label_positions
 
 MIN_BOUNDS = 16  # entries of cu_seq_lens where their number is rounded up
@@ -58,6 +60,7 @@ TEXT_ENTRIES = frozenset(
         "cu_seq_lens",
         "max_length",
         "row_length",
+        "has_images",
     }
 )
 
@@ -79,7 +82,7 @@ class BatchShape:
     no sample of the run is longer; given, ``max_length`` is the same in every batch, and ``cu_seq_lens`` has a power of
     two of entries (the last ones repeat T), at least as many as ``documents`` and the padding need, so that compiled
     code meets few shapes. ``row_length``: all samples of the run have this length, which batches then say, padding
-    included.
+    included. ``images``: how the samples' images become entries of the batch; None in a run without images.
     """
 
     packed: bool
@@ -88,6 +91,7 @@ class BatchShape:
     longest: int | None = None
     documents: int = 0
     row_length: int | None = None
+    images: ImageWork | None = None
 
 
 def collate_samples(sample_set: Samples, numbers: Sequence[int] | np.ndarray, shape: BatchShape) -> Arrays:
@@ -112,6 +116,8 @@ def collate_samples(sample_set: Samples, numbers: Sequence[int] | np.ndarray, sh
                 blank = np.empty((0, *stream.item_shape), dtype=stream.dtype)
                 batch[entry.name] = np.concatenate([blank, *parts]).astype(entry.dtype)
                 batch[f"cu_{entry.name}"] = np.cumsum([0, *map(len, parts)], dtype=np.int32)
+    if shape.images is not None:
+        batch |= add_images(shape.images, samples, batch["input_ids"].shape, starts, shape.packed)
     return add_label_positions(batch)
 
 

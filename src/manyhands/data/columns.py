@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from manyhands.config.sources import LABEL, MEDIA, OPTIONAL, PREFERENCE, REQUIRED
+from manyhands.config.sources import IMAGES, LABEL, MEDIA, OPTIONAL, PREFERENCE, READY, REQUIRED
 from manyhands.core.errors import UserError
 from manyhands.data.files import Row
 from manyhands.data.messages import RowRefused
@@ -43,11 +43,11 @@ class ColumnRule:
 
 class Columns:
     """The columns of one source. ``fields`` are other names of fields, {ours: the row's}; ``ignore`` names columns to
-    leave out.
+    leave out. With ``images`` columns of images are read.
     """
 
-    def __init__(self, fields: Mapping[str, str], ignore: Collection[str] = ()) -> None:
-        self._fields, self._ignore = fields, frozenset(ignore)
+    def __init__(self, fields: Mapping[str, str], ignore: Collection[str] = (), images: bool = False) -> None:
+        self._fields, self._ignore, self._images = fields, frozenset(ignore), images
         self._shapes: dict[tuple[str, ...], ColumnRule] = {}
         self.leaves_media = any(name.strip().casefold() in MEDIA for name in self._ignore)
 
@@ -86,6 +86,7 @@ class Columns:
         ``format`` but text.
         """
         read = {*self._fields.values(), *(self._read(format) if format else ())}
+        read |= set(IMAGES) if self._images and not format else set()
         for row in rows:
             telling = [
                 name
@@ -96,7 +97,8 @@ class Columns:
                 raise _refusal(row, telling, self._fields)
 
     def _read(self, format: str) -> set[str]:
-        return {self._fields.get(field, field) for field in (*REQUIRED[format], *OPTIONAL[format])}
+        more = IMAGES if self._images and format not in ("text", *READY) else ()
+        return {self._fields.get(field, field) for field in (*REQUIRED[format], *OPTIONAL[format], *more)}
 
     def _shape(self, format: str, names: Collection[str]) -> ColumnRule:
         read = self._read(format)

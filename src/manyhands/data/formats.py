@@ -34,6 +34,7 @@ from typing import Any, Literal, cast
 from manyhands.config.sources import INNER, OPTIONAL, READY, REQUIRED, known_fields
 from manyhands.core.errors import UserError
 from manyhands.data.files import Row
+from manyhands.data.image_rows import place_images, read_column
 from manyhands.data.messages import (
     Message,
     RowRefused,
@@ -63,7 +64,7 @@ SHAREGPT_ROLES = {
 SHAREGPT_CALLS = ("function_call", "tool_call")
 
 
-def check_turns(value: Any, field: str, fields: Mapping[str, str]) -> list[Message]:
+def check_turns(value: Any, field: str, fields: Mapping[str, str], images: bool = False) -> list[Message]:
     """A list of turns, or JSON text of one. ``fields`` may give other names for ``from`` and ``value``. Raises
     RowRefused.
     """
@@ -90,7 +91,7 @@ def check_turns(value: Any, field: str, fields: Mapping[str, str]) -> list[Messa
             raise RowRefused(
                 f"{where} is from {who!r:.40}; known names: {', '.join((*SHAREGPT_ROLES, *SHAREGPT_CALLS))}"
             )
-        messages.append(make_message(role, said, rest, where))
+        messages.append(make_message(role, said, rest, where, images))
     return messages
 
 
@@ -137,6 +138,7 @@ class Conversation:
     tools: list[dict[str, Any]] | None = None
     weight: float = 1.0
     arguments: Mapping[str, Any] | None = None
+    images: tuple[Any, ...] = ()  # of its parts ``{type: image}``, in order: ImageRef, once opened OpenedImage
 
 
 def settle_format(
@@ -224,10 +226,11 @@ def _get(row: Row, field: str, fields: Mapping[str, str]) -> Any:
 
 
 def to_conversation(
-    row: Row, format: Format, fields: Mapping[str, str] = NONE, *, drop_system: bool = False
+    row: Row, format: Format, fields: Mapping[str, str] = NONE, *, drop_system: bool = False, images: bool = False
 ) -> Conversation | str | Ready:
     """The row as a conversation (without system prompts if they are dropped), or as a text for format ``text`` (its
-    weight is ``row_weight``), or as what it brings ready. Raises RowRefused with the reason.
+    weight is ``row_weight``), or as what it brings ready; with ``images`` it may have these. Raises RowRefused with the
+    reason.
     """
     empty = [fields.get(field, field) for field in FIELDS[format] if _get(row, field, fields) is None]
     if missing := [name for name in empty if name not in row.fields]:
@@ -239,7 +242,10 @@ def to_conversation(
         return _check_text(_get(row, "text", fields), fields.get("text", "text"))
     if format in READY:
         return read_ready(format, lambda field: _get(row, field, fields), weight)
-    messages = _CONVERTERS[format](row, fields)
+    messages = _CONVERTERS[format](row, fields, images)
+    placed: tuple[Any, ...] = ()
+    if images:
+        messages, placed = place_images(messages, *read_column(row.fields, fields), format)
     if drop_system:
         messages = [message for message in messages if message["role"] not in ("system", "developer")]
     if not any(message["role"] == "assistant" for message in messages):
@@ -248,7 +254,7 @@ def to_conversation(
         check_tools(_get(row, "tools", fields), fields.get("tools", "tools")) if "tools" in OPTIONAL[format] else None
     )
     arguments = _read_arguments(row, fields) if "chat_template_kwargs" in OPTIONAL[format] else None
-    return Conversation(messages, tools, weight, arguments)
+    return Conversation(messages, tools, weight, arguments, placed)
 
 
 def _read_arguments(row: Row, fields: Mapping[str, str]) -> dict[str, Any] | None:
@@ -284,16 +290,18 @@ def _check_text(value: object, field: str) -> str:
     return value
 
 
-def _from_messages(row: Row, fields: Mapping[str, str]) -> list[Message]:
-    return check_messages(_get(row, "messages", fields), fields.get("messages", "messages"), fields)
+def _from_messages(row: Row, fields: Mapping[str, str], images: bool = False) -> list[Message]:
+    return check_messages(_get(row, "messages", fields), fields.get("messages", "messages"), fields, images)
 
 
-def _from_sharegpt(row: Row, fields: Mapping[str, str]) -> list[Message]:
-    turns = check_turns(_get(row, "conversations", fields), fields.get("conversations", "conversations"), fields)
+def _from_sharegpt(row: Row, fields: Mapping[str, str], images: bool = False) -> list[Message]:
+    turns = check_turns(
+        _get(row, "conversations", fields), fields.get("conversations", "conversations"), fields, images
+    )
     return _with_system(row, fields, turns)
 
 
-def _from_alpaca(row: Row, fields: Mapping[str, str]) -> list[Message]:
+def _from_alpaca(row: Row, fields: Mapping[str, str], images: bool = False) -> list[Message]:
     asked = _check_text(_get(row, "instruction", fields), fields.get("instruction", "instruction"))
     given = _get(row, "input", fields)
     if given is not None and not isinstance(given, str):
@@ -325,19 +333,19 @@ def _read_history(value: Any, field: str) -> list[tuple[str, str]]:
     return [(asked, answered) for asked, answered in value]
 
 
-def _from_prompt(row: Row, fields: Mapping[str, str]) -> list[Message]:
+def _from_prompt(row: Row, fields: Mapping[str, str], images: bool = False) -> list[Message]:
     turns: list[Message] = []
     for field, role in (("prompt", "user"), ("completion", "assistant")):
         value, name = _get(row, field, fields), fields.get(field, field)
         turns += (
-            check_messages(value, name, NONE)
+            check_messages(value, name, NONE, images)
             if isinstance(value, list)
             else [{"role": role, "content": _check_text(value, name)}]
         )
     return _with_system(row, fields, turns)
 
 
-def _from_question(row: Row, fields: Mapping[str, str]) -> list[Message]:
+def _from_question(row: Row, fields: Mapping[str, str], images: bool = False) -> list[Message]:
     turns = [
         {"role": role, "content": _check_text(_get(row, field, fields), fields.get(field, field))}
         for field, role in (("question", "user"), ("answer", "assistant"))
@@ -358,7 +366,7 @@ def _with_system(row: Row, fields: Mapping[str, str], turns: list[Message]) -> l
     return [{"role": "system", "content": system}, *turns]
 
 
-_CONVERTERS: dict[str, Callable[[Row, Mapping[str, str]], list[Message]]] = {
+_CONVERTERS: dict[str, Callable[[Row, Mapping[str, str], bool], list[Message]]] = {
     "messages": _from_messages,
     "sharegpt": _from_sharegpt,
     "alpaca": _from_alpaca,

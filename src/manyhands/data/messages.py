@@ -27,6 +27,7 @@ PARTS = {
     "reasoning": ("value", "text", "reasoning"),
     "thinking": ("thinking", "value", "text"),
 }
+IMAGE_PARTS = ("image", "image_url", "image_path")
 CALL_PART = "tool_call"  # {type: tool_call, value: JSON text of a call}
 SHAREGPT_HINT = (
     " (turns with from and value are the format sharegpt: data.fields {conversations: NAME} says where they stand)"
@@ -37,9 +38,9 @@ class RowRefused(Exception):
     """A row cannot be used; the message says why. The caller adds file and line."""
 
 
-def check_messages(value: Any, field: str, fields: Mapping[str, str]) -> list[Message]:
-    """A list of messages, or JSON text of one. ``fields`` may give other names for ``role`` and ``content``. Raises
-    RowRefused.
+def check_messages(value: Any, field: str, fields: Mapping[str, str], images: bool = False) -> list[Message]:
+    """A list of messages, or JSON text of one. ``fields`` may give other names for ``role`` and ``content``; with
+    ``images`` a content may have parts that are images, and is then a list of parts. Raises RowRefused.
     """
     value = parse_json(value, field) if isinstance(value, str) else value
     if not isinstance(value, list) or not value:
@@ -66,14 +67,14 @@ def check_messages(value: Any, field: str, fields: Mapping[str, str]) -> list[Me
         rest = {
             key: entry for key, entry in message.items() if key not in (role_key, content_key) and entry is not None
         }
-        messages.append(make_message(message.get(role_key), message.get(content_key), rest, where))
+        messages.append(make_message(message.get(role_key), message.get(content_key), rest, where, images))
     return messages
 
 
-def make_message(role: Any, content: Any, rest: Message, where: str) -> Message:
+def make_message(role: Any, content: Any, rest: Message, where: str, images: bool = False) -> Message:
     """One checked message; ``rest`` holds its other keys, without nulls. Raises RowRefused."""
     if isinstance(content, list):
-        content, rest = _join_parts(content, rest, where)
+        content, rest = _join_parts(content, rest, where, images)
     if "loss_weight" in rest:
         if "weight" in rest:
             raise RowRefused(f"{where} has both weight and loss_weight: keep one")
@@ -107,18 +108,21 @@ def _quote(value: object) -> str:
     return text if len(text) <= 40 else text[:37] + "..."
 
 
-def _read_content(content: Any, where: str, *, may_be_null: bool) -> str | None:
-    if isinstance(content, str) or (content is None and may_be_null):
+def _read_content(content: Any, where: str, *, may_be_null: bool) -> str | list[dict[str, Any]] | None:
+    if isinstance(content, (str, list)) or (content is None and may_be_null):
         return content
     because = " (null is for messages that call tools)" if content is None else ""
     raise RowRefused(f"the content of {where} must be a string, this is {type(content).__name__}{because}")
 
 
-def _join_parts(parts: list[Any], rest: Message, where: str) -> tuple[str | None, Message]:
-    """The content of a message that comes in parts, and its other keys with what the parts add to them. Raises
-    RowRefused.
+def _join_parts(
+    parts: list[Any], rest: Message, where: str, images: bool
+) -> tuple[str | list[dict[str, Any]] | None, Message]:
+    """The content of a message that comes in parts, and its other keys with what the parts add to them. It is a text,
+    or a list of parts if some are images (``{type: image, image: ...}``, see ``image_rows.py``). Raises RowRefused.
     """
     texts: list[str] = []
+    shown: list[dict[str, Any]] = []  # texts and images in their order
     thoughts: list[str] = []
     calls: list[Any] = []
     for part in parts:
@@ -127,11 +131,15 @@ def _join_parts(parts: list[Any], rest: Message, where: str) -> tuple[str | None
             call = part.get("value", part.get(CALL_PART))
             calls.append(parse_json(call, f"a tool call of {where}") if isinstance(call, str) else call)
             continue
+        if images and kind in IMAGE_PARTS:
+            held = {key: value for key, value in part.items() if key != "type" and value is not None}
+            shown.append({"type": "image"} | ({"image": held} if held.keys() - {"text"} else {}))
+            continue
         if kind not in PARTS:
-            known = ", ".join((*PARTS, CALL_PART))
+            known = ", ".join((*PARTS, CALL_PART, *IMAGE_PARTS[:images]))
             raise RowRefused(
-                f"the content of {where} has a part of type {_quote(kind)}, and only text can be trained "
-                f"(types: {known})"
+                f"the content of {where} has a part of type {_quote(kind)}, and only text "
+                f"{'and images ' * images}can be trained (types: {known})"
             )
         text = next((part[key] for key in PARTS[kind] if isinstance(part.get(key), str)), None)
         if text is None:
@@ -141,6 +149,8 @@ def _join_parts(parts: list[Any], rest: Message, where: str) -> tuple[str | None
                 f"{' or '.join(PARTS[kind])}"
             )
         (texts if kind == "text" else thoughts).append(text)
+        if kind == "text":
+            shown.append({"type": "text", "text": text})
     if thoughts:
         if any(rest.get(key) for key in THINKING):
             raise RowRefused(f"{where} has reasoning in its content and in a key of its own: keep one")
@@ -149,6 +159,8 @@ def _join_parts(parts: list[Any], rest: Message, where: str) -> tuple[str | None
         if rest.get("tool_calls"):
             raise RowRefused(f"{where} has tool calls in its content and in tool_calls: keep one")
         rest = {**rest, "tool_calls": calls}
+    if any(part["type"] == "image" for part in shown):
+        return shown, rest
     return ("".join(texts) if texts or not calls else None), rest
 
 

@@ -153,9 +153,12 @@ ATTENTION_LENGTH = 24576
 class StepLayout:
     """``micro_batches[micro][rank]`` are sample ids, int64, possibly none. Every rank has the same number of
     micro-batches.
+
+    ``has_images``: whether one of the samples has an image; None in a run without images.
     """
 
     micro_batches: tuple[tuple[np.ndarray, ...], ...]
+    has_images: bool | None = None
 
     @property
     def num_micro_batches(self) -> int:

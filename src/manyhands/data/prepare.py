@@ -24,6 +24,7 @@ from manyhands.core.units import describe_counts
 from manyhands.data.cache import UNFINISHED, clean_unfinished, link_other, name_store, name_tokens, open_cached, publish
 from manyhands.data.divide import Division, divide_samples, find_repeated
 from manyhands.data.files import unpacked_bytes
+from manyhands.data.image_streams import WITH_IMAGES
 from manyhands.data.segment import finish_store, join_segments
 from manyhands.data.sources import list_files, resolve_sets, resolve_sources
 from manyhands.data.store import TokenStore
@@ -145,7 +146,7 @@ def _tokenize(
     for source, outcome in zip(inputs.sources, outcomes, strict=True):
         outcome.raise_if_any(config, source.path)
     segments = [(path, index) for number, (index, _) in enumerate(job.parts) for path in job.segments(number)]
-    join_segments(folder, [path for path, _ in segments], [index for _, index in segments])
+    join_segments(folder, [path for path, _ in segments], [index for _, index in segments], WITH_IMAGES)
     for path in (folder / "segments", *folder.glob("outcome-*"), folder / "job.json", folder / "log"):
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     num_samples, num_tokens = (
@@ -190,7 +191,7 @@ def finish(config: RunConfig, inputs: Inputs, folder: Path, meta: dict[str, Any]
     ]
     notes = list(dict.fromkeys(note for made in meta["made"] for note in made["notes"]))
     notes += [line for source in described for line in note_columns(source)]
-    totals = {name: sum(made[name] for made in meta["made"]) for name in Outcome.COUNTS}
+    totals = {name: sum(made.get(name, 0) for made in meta["made"]) for name in Outcome.COUNTS}
     chosen = inputs.num_train > 1 or described[0]["weight"] != 1
     by_source = [_note_source(source) for source in described[: inputs.num_train]] if chosen else []
     finish_store(
@@ -215,6 +216,7 @@ def finish(config: RunConfig, inputs: Inputs, folder: Path, meta: dict[str, Any]
                 *by_source,
             ],
         },
+        WITH_IMAGES,
     )
 
 
@@ -277,6 +279,7 @@ def _describe(
         "weight": source.weight,
     }
     described |= {name: made[name] for name in ("unread", "left_out", "num_too_long", "num_too_short")}
+    described |= {"num_bad_images": made["num_bad_images"]} if made.get("num_bad_images") else {}
     for kind, samples in (("", train), ("validation_", validation)):
         described[f"num_{kind}samples"] = len(samples)
         described[f"num_{kind}tokens"] = int((offsets[samples + 1] - offsets[samples]).sum())

@@ -9,15 +9,15 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
 from manyhands.core.errors import UserError
-from manyhands.data.bounds import Span, TokenRun, compile_any, make_byte_bounds, widen
+from manyhands.data.bounds import TokenRun, compile_any, make_byte_bounds, widen
 from manyhands.data.formats import Conversation
 from manyhands.data.messages import Message, RowRefused, visible, weight_of
+from manyhands.data.rendered import Rendered, Text, finish, put_images
 from manyhands.data.spans import SpanFinder
 from manyhands.data.template import ChatTemplate, complete_arguments
 
@@ -32,30 +32,6 @@ NO_CALLS = (
 )
 MAX_ARGUMENTS = 256  # of the template, by row, that are remembered
 MAX_UNTOLD = 100  # by so many, rows whose ids do not tell where their tokens lie may outnumber the others
-
-
-@dataclass(frozen=True)
-class Rendered:
-    """One row of T tokens: ``ids`` int32 (T), ``trained`` bool (T), ``weights`` float32 (T).
-
-    ``weights`` are 0 where nothing is trained, and None where every trained token weighs 1. ``num_straddling`` counts
-    tokens that lie across the border of a trained span (untrained in conversations).
-    """
-
-    ids: np.ndarray
-    trained: np.ndarray
-    weights: np.ndarray | None = None
-    num_straddling: int = 0
-
-
-@dataclass(frozen=True)
-class Text:
-    """A row as text; ``spans`` of characters and the weight of each; ``rest`` is the weight of everything else."""
-
-    text: str
-    spans: tuple[Span, ...]
-    weights: tuple[float, ...]
-    rest: float = 0.0
 
 
 def render(conversation: Conversation | str, tokenizer: Any, **arguments: Any) -> Rendered:
@@ -77,6 +53,9 @@ class Renderer:
     ``train_on``: the tokens of every ``assistant`` turn, of the ``last`` one, or ``all`` tokens. A turn's key
     ``weight`` (or ``train``: weight 1 or 0) multiplies its tokens' loss, and the conversation's weight all of them.
 
+    ``placeholder``: what the template writes for an image, in a run with images; ids are then those of the processor,
+    which adds the tokenizer's own special tokens where the template does not begin with one.
+
     Raises UserError where the tokenizer cannot give character offsets, and for template arguments that are not to be
     given.
     """
@@ -89,6 +68,7 @@ class Renderer:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         train_on: TrainOn = "assistant",
         date: str = DEFAULT_DATE,
+        placeholder: str | None = None,
     ) -> None:
         if not getattr(tokenizer, "is_fast", False):
             raise UserError(
@@ -98,7 +78,7 @@ class Renderer:
             )
         self.tokenizer = tokenizer
         self.plain_prompts = plain_prompts and not tokenizer.chat_template
-        self._train_on = train_on
+        self._train_on, self._placeholder = train_on, placeholder
         added = tokenizer.added_tokens_decoder.values()
         self._arguments, self._date = dict(chat_template_kwargs or {}), date
         self._template = ChatTemplate(tokenizer, complete_arguments(self._arguments, date))
@@ -183,9 +163,18 @@ class Renderer:
         ]
         texts = dict(zip(together, self._template.render_many([seen[index] for index in together]), strict=True))
         return [
-            _attempt(self._locate, conversation, messages, texts.get(index))
+            _attempt(self._read_text, conversation, messages, texts.get(index))
             for index, (conversation, messages) in enumerate(zip(conversations, seen, strict=True))
         ]
+
+    def _read_text(
+        self, conversation: Conversation, messages: Sequence[Message], text: str | RowRefused | None
+    ) -> Text:
+        """As ``_locate``, and the images in place of their placeholders."""
+        located = self._locate(conversation, messages, text)
+        if self._placeholder is None:
+            return located
+        return put_images(located, self._placeholder, [image.text for image in conversation.images])
 
     def _locate(self, conversation: Conversation, messages: Sequence[Message], text: str | RowRefused | None) -> Text:
         """The row as text with its weighted spans; ``text`` is rendered if it is not given. Raises RowRefused."""
@@ -264,6 +253,18 @@ class Renderer:
         """By the ids alone where these tell the bounds of tokens: the library is faster where it need not follow
         them.
         """
+        if self._placeholder is not None:
+            bare = {index for index, text in texts.items() if isinstance(text, Text) and not self._begins(text.text)}
+            return {
+                index: result
+                for special in (True, False)
+                for index, result in self._mask(
+                    {index: text for index, text in texts.items() if (index in bare) == special},
+                    self._mask_by_offsets,
+                    special=special,
+                    offsets=True,
+                ).items()
+            }
         if self._bounds is None:
             return self._mask(texts, self._mask_by_offsets, special=False, offsets=True)
         results = self._mask(texts, self._mask_by_ids, special=False, offsets=False)
@@ -272,6 +273,10 @@ class Renderer:
         if self._num_untold > MAX_UNTOLD:
             self._bounds = None  # to encode most rows twice costs more than the offsets
         return results | self._mask(untold, self._mask_by_offsets, special=False, offsets=True)
+
+    def _begins(self, text: str) -> bool:
+        """Whether a text begins with the begin-of-text token, so that a processor adds no special tokens to it."""
+        return self.tokenizer.bos_token is not None and text.startswith(self.tokenizer.bos_token)
 
     def _mask(
         self, texts: Mapping[int, Text | RowRefused], mask: Callable[[Text, Any], Any], *, special: bool, offsets: bool
@@ -350,7 +355,7 @@ class Renderer:
         ids = self._read_ids(encoding)
         weights = np.full(len(ids), text.rest, dtype=np.float32)
         num_straddling = 0
-        if text.spans:
+        if text.spans or text.images:
             starts, ends = widen(encoding)
             for (start, end), weight in zip(text.spans, text.weights, strict=True):
                 inside = (starts >= start) & (ends <= end) & (ends > starts)
@@ -360,6 +365,8 @@ class Renderer:
                     raise RowRefused(ACROSS_THE_END)
                 weights[inside] = weight
                 num_straddling += int(((starts < start) & (ends > start)).sum())
+            for start, end in text.images:
+                weights[(starts < end) & (ends > start)] = 0
         return finish(ids, weights, num_straddling)
 
     def _mask_plain(self, text: Text, encoding: Any) -> Rendered:
@@ -387,14 +394,3 @@ def _attempt(function: Callable[..., Any], *arguments: Any) -> Any:
         return function(*arguments)
     except RowRefused as refused:
         return refused
-
-
-def finish(ids: np.ndarray, weights: np.ndarray, num_straddling: int) -> Rendered:
-    """``weights`` float32, or bool where all are 0 or 1. Raises RowRefused where no token is trained; the first one has
-    nothing to be predicted from."""
-    trained = weights if weights.dtype == np.bool_ else weights > 0
-    if not trained[1:].any():
-        raise RowRefused("no loss token")
-    return Rendered(
-        ids, trained, None if weights is trained or (weights[trained] == 1).all() else weights, num_straddling
-    )

@@ -83,7 +83,8 @@ class SegmentWriter:
                 checksum = zlib.crc32(raw)
                 self.num_items[name] += len(sample[stream.owner])
                 if not stream.along:
-                    digest.update(raw)
+                    if stream.identifies:
+                        digest.update(raw)
                     self._tables[f"{name}_lengths"].append(len(sample[name]))
             self._tables[f"{name}_checksums"].append(checksum)
         described = (

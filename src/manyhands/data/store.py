@@ -22,6 +22,7 @@ import json
 import os
 import socket
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -31,6 +32,7 @@ import numpy as np
 
 from manyhands.core.errors import UserError
 from manyhands.core.hashing import hash_in_pieces
+from manyhands.data.image_streams import IMAGES, TOKENS_OF_IMAGE, UNITS
 from manyhands.data.order import EVALUATION_STREAM, SampleOrder, permute
 from manyhands.data.streams import PACKED_BY, Stream, is_weighted, read_streams
 
@@ -68,7 +70,8 @@ class SampleSet:
     """Some samples of a store, numbered from 0; one entry a sample in each array.
 
     ``lengths`` int32 are tokens; ``num_loss_tokens`` int32; ``loss_weights`` float64 are the sums of their weights;
-    ``sources`` int16 are positions in ``meta["sources"]``; ``places`` int64 are positions in the store.
+    ``sources`` int16 are positions in ``meta["sources"]``; ``places`` int64 are positions in the store. In a store with
+    images ``num_images``, ``image_units`` and ``image_tokens`` int64 are what the images of a sample take, else None.
     """
 
     lengths: np.ndarray
@@ -78,6 +81,9 @@ class SampleSet:
     places: np.ndarray
     seed: int
     _files: tuple[StreamFile, ...]
+    num_images: np.ndarray | None = None
+    image_units: np.ndarray | None = None
+    image_tokens: np.ndarray | None = None
 
     @property
     def num_samples(self) -> int:
@@ -168,7 +174,8 @@ class TokenStore:
             meta = _read_meta(folder)
             streams = read_streams(meta["streams"])
             names = [*SAMPLE_TABLES, *(name for stream in streams for name in tables_of(stream))]
-            read = list(meta["files"]) if check_tokens else [f"{name}.npy" for name in names]
+            images = [f"{stream.name}.bin" for stream in streams if stream.name == IMAGES.name]  # what ranks balance by
+            read = list(meta["files"]) if check_tokens else [*(f"{name}.npy" for name in names), *images]
             _compare_hashes(folder, meta["files"], read)
             tables = {name: np.array(_load(folder, name)) for name in names}
             files = []
@@ -178,7 +185,8 @@ class TokenStore:
                     raise ValueError(f"{path.name} was cut short")
                 files.append(StreamFile(path, stream, offsets, tables[f"{stream.name}_checksums"]))
             train, validation = (
-                _take_samples(tables, tables[name], meta["seed"], tuple(files)) for name in ("train", "validation")
+                _take_samples(tables, tables[name], meta["seed"], tuple(files), _sum_images(folder, tables))
+                for name in ("train", "validation")
             )
         except (OSError, ValueError, IndexError, KeyError, TypeError) as error:
             raise UserError(
@@ -237,12 +245,30 @@ def tables_of(stream: Stream) -> list[str]:
 
 
 def _take_samples(
-    tables: dict[str, np.ndarray], places: np.ndarray, seed: int, files: tuple[StreamFile, ...]
+    tables: dict[str, np.ndarray],
+    places: np.ndarray,
+    seed: int,
+    files: tuple[StreamFile, ...],
+    images: Mapping[str, np.ndarray],
 ) -> SampleSet:
     offsets = tables[f"{PACKED_BY}_offsets"]
     lengths = (offsets[places + 1] - offsets[places]).astype(np.int32)
     counts, weights, sources = (tables[name][places] for name in ("num_loss_tokens", "loss_weights", "sources"))
-    return SampleSet(lengths, counts, weights, sources, places, seed, files)
+    of_images = {name: counted[places] for name, counted in images.items()}
+    return SampleSet(lengths, counts, weights, sources, places, seed, files, **of_images)
+
+
+def _sum_images(folder: Path, tables: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What the images of each sample of a store add up to, by name; {} for a store without images."""
+    offsets = tables.get(f"{IMAGES.name}_offsets")
+    if offsets is None:
+        return {}
+    items = np.fromfile(folder / f"{IMAGES.name}.bin", dtype=IMAGES.item_dtype).reshape(-1, *IMAGES.item_shape)
+
+    def add_up(field: int) -> np.ndarray:
+        return np.diff(np.concatenate([[0], np.cumsum(items[:, field])])[offsets])
+
+    return {"num_images": np.diff(offsets), "image_units": add_up(UNITS), "image_tokens": add_up(TOKENS_OF_IMAGE)}
 
 
 def digest_of(value: Any) -> str:

@@ -45,6 +45,7 @@ class Stream:
     empty: its own), and what it becomes in a batch.
 
     ``default_from``: written only where some sample carries it; the others then hold the values of that stream.
+    ``identifies``: samples that differ in it are not the same.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Stream:
     along: str = ""
     default_from: str = ""
     entries: tuple[BatchEntry, ...] = ()
+    identifies: bool = True
 
     @property
     def owner(self) -> str:
@@ -106,7 +108,11 @@ def check_streams(streams: Iterable[Stream]) -> tuple[Stream, ...]:
 
 def describe_streams(streams: Iterable[Stream]) -> list[dict[str, Any]]:
     """The declarations as JSON values: they stand in a store's description, and in its name."""
-    return [asdict(stream) for stream in streams]
+    described = [asdict(stream) for stream in streams]
+    for values in described:
+        if values["identifies"]:  # as stores say that were written before there was such a field
+            del values["identifies"]
+    return described
 
 
 def read_streams(described: Iterable[Mapping[str, Any]]) -> tuple[Stream, ...]:

@@ -55,6 +55,10 @@ class PreparedData:
     first_lengths: tuple[int, ...]
     first_labels: tuple[int, ...]  # loss tokens of the same; filled when batch.loss_tokens is asked
     as_given: bool  # samples keep their order, also in packs
+    num_images: int = 0  # of the training samples, each once
+    max_image_units: int = 0  # of one sample
+    mean_image_units: float = 0.0  # of a sample of an epoch
+    max_image_tokens: int = 0  # of one sample
 
 
 def summarize(config: RunConfig, store: TokenStore) -> PreparedData:
@@ -105,13 +109,30 @@ def summarize(config: RunConfig, store: TokenStore) -> PreparedData:
         as_given=order.as_given,
         first_lengths=tuple(train.lengths[first].tolist()),
         first_labels=tuple(train.num_loss_tokens[first].tolist()) if config.batch.loss_tokens is not None else (),
+        **_sum_images(store),
     )
+
+
+def _sum_images(store: TokenStore) -> dict[str, Any]:
+    """What a plan needs to know of images; {} for a store without."""
+    train, validation = store.train, store.validation
+    if train.num_images is None or train.image_units is None or train.image_tokens is None:
+        return {}
+    weights = np.array(store.source_weights)[train.sources]
+    sets = [each for each in (train, validation) if each.num_samples]
+    return {
+        "num_images": int(train.num_images.sum()),
+        "max_image_units": max(int(each.image_units.max()) for each in sets if each.image_units is not None),
+        "mean_image_units": float((train.image_units * weights).sum() / weights.sum()),
+        "max_image_tokens": max(int(each.image_tokens.max()) for each in sets if each.image_tokens is not None),
+    }
 
 
 LEFT_OUT = {
     "num_too_long": "data.too_long",
     "num_too_short": "data.min_length",
     "num_duplicates": "data.deduplicate",
+    "num_bad_images": "data.bad_images",
 }
 
 
@@ -148,6 +169,7 @@ class Outcome:
     num_rows_with_placeholders: int = (
         0  # rows whose images, videos or audio are left out, but not the marks of where they stood
     )
+    num_bad_images: int = 0  # rows left out for an image
     num_too_long: int = 0  # rows dropped for more tokens than max_length
     num_too_short: int = 0  # rows dropped for fewer tokens than min_length
     longest: int = 0  # tokens of the longest row that was too long
@@ -158,6 +180,7 @@ class Outcome:
     unreadable: Findings = field(default_factory=Findings)
     refused: Findings = field(default_factory=Findings)
     too_long: Findings = field(default_factory=Findings)
+    bad_images: Findings = field(default_factory=Findings)
 
     COUNTS: ClassVar = (
         "num_truncated",
@@ -167,6 +190,7 @@ class Outcome:
         "num_rows_with_placeholders",
         "num_too_long",
         "num_too_short",
+        "num_bad_images",
     )  # what the store's description holds
 
     def to_meta(self) -> dict[str, Any]:
@@ -182,7 +206,7 @@ class Outcome:
     @staticmethod
     def read(path: Path) -> Outcome:
         values = json.loads(path.read_text(encoding="utf-8"))
-        for name in ("unreadable", "refused", "too_long"):
+        for name in ("unreadable", "refused", "too_long", "bad_images"):
             findings = Findings()
             findings.count, findings.shown, findings.stopped = (
                 values[name][key] for key in ("count", "shown", "stopped")
@@ -205,6 +229,12 @@ class Outcome:
         """A UserError with up to 20 faults of the rows, what cannot be read at all before what cannot be trained."""
         raise_unreadable(self.unreadable, where)
         self.refused.raise_if_any("{n} rows cannot be trained", where=where, fix="correct or remove these rows")
+        if config.data.bad_images == "refuse":
+            self.bad_images.raise_if_any(
+                "{n} rows have images that cannot be used",
+                where=where,
+                fix="correct or remove these rows, or set data.bad_images: skip to leave them out",
+            )
         max_length, too_long = config.data.max_length, config.data.too_long
         divides = (
             ", split to make several samples of each"
@@ -220,6 +250,14 @@ class Outcome:
             fix=f"set data.too_long to truncate to cut them, drop to leave them out"
             f"{divides * (too_long == 'error')}, or raise data.max_length",
         )
+        if not self.num_samples and self.num_bad_images:
+            raise UserError(
+                "no row is left",
+                where=where,
+                why=f"{self.num_bad_images:,} rows have images that cannot be used",
+                fix="correct these rows",
+                details=list(self.bad_images.shown),
+            )
         if not self.num_samples and (self.num_too_long or self.num_too_short):
             raise UserError(
                 "no row is left",

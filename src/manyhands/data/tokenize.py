@@ -8,87 +8,43 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, TypeGuard
 
 import numpy as np
 
 from manyhands.config.schema import RunConfig
-from manyhands.config.sources import READY
 from manyhands.core.errors import UserError
+from manyhands.data.choose import check_format
 from manyhands.data.columns import PLACEHOLDERS, Columns
 from manyhands.data.files import Findings
 from manyhands.data.formats import (
-    FIELDS,
     Conversation,
     Format,
     RowRefused,
     detect_format,
     row_weight,
-    settle_format,
     to_conversation,
 )
+from manyhands.data.image_files import BadImage
+from manyhands.data.image_open import ImageOpener
+from manyhands.data.image_rows import parts_of
+from manyhands.data.image_streams import WITH_IMAGES, StoredImage, to_streams
 from manyhands.data.long_text import LONG_CHARACTERS, LongText, read_documents
 from manyhands.data.ready_rows import Ready, ReadyTokens, Segments, take_ids
-from manyhands.data.render import MAX_WEIGHT, Rendered, Renderer, finish
+from manyhands.data.render import MAX_WEIGHT, Renderer
+from manyhands.data.rendered import Rendered, finish
 from manyhands.data.segment import SegmentWriter
-from manyhands.data.sources import FilePart, Row, Source, read_part, read_rows, take_rows
-from manyhands.data.streams import TOKENS, Sample, make_sample
+from manyhands.data.sources import FilePart, Row, Source, read_part, take_rows
+from manyhands.data.streams import TEXT, TOKENS, Sample, make_sample
 from manyhands.data.summary import Outcome
 from manyhands.data.tokenizer import find_placeholders
 from manyhands.data.work_queue import count_characters
 
-DETECT_ROWS = 100
 CHUNK_ROWS = 1000
 MAX_CONVERSATION_CHARACTERS = (
     8 << 20
 )  # some 2 million tokens; the tokenizer takes some 140 bytes a character, all at once
-PLAIN_FORMATS = ("text", "prompt", *READY)  # which need no chat template
-
-
-def choose_format(source: Source, config: RunConfig, has_template: bool) -> Format | None:
-    """The format of a source's rows, from the first 100 for ``auto``; None where each row has its own (task mixed,
-    auto).
-
-    Refuses what the task or the tokenizer cannot take.
-    """
-    return choose_format_by(list(islice(read_rows(source), DETECT_ROWS)), source, config, has_template)
-
-
-def choose_format_by(first: Sequence[Row], source: Source, config: RunConfig, has_template: bool) -> Format | None:
-    """The same, from the given rows of the source."""
-    fields, asked = source.fields or {}, source.format or "auto"
-    columns = Columns(fields, source.ignore or ())
-    first = [columns.keep(row) for row in first]
-    columns.refuse(first)
-    if config.task == "mixed" and asked == "auto":
-        found = {detect_format([row], fields, config.task) for row in first}
-    else:
-        found = {settle_format(first, asked, fields, config.task)}
-        columns.refuse(first, *found)
-    for format in sorted(found):
-        check_format(format, config, has_template, source.path)
-    return None if config.task == "mixed" and asked == "auto" else found.pop()
-
-
-def check_format(format: Format, config: RunConfig, has_template: bool, where: str) -> None:
-    """Raises UserError where the task, or a tokenizer without a chat template, cannot take rows of the format."""
-    if config.task != "mixed" and format not in READY and (config.task == "cpt") != (format == "text"):
-        other, wanted = ("sft", FIELDS["text"]) if config.task == "cpt" else ("cpt", FIELDS["messages"])
-        raise UserError(
-            f"task {config.task} cannot use rows of the format {format}",
-            where=where,
-            why="cpt trains every token of text rows; sft trains the answers of conversations; mixed does both",
-            fix=f"set task: {other} or mixed, or give rows with the field {wanted[0]}",
-        )
-    if format not in PLAIN_FORMATS and not has_template:
-        raise UserError(
-            f"the tokenizer has no chat template, and rows of the format {format} need one",
-            where=where,
-            fix="give model.chat_template (Jinja text, a file, or a name such as alpaca, which needs no tokens "
-            "of its own), or rows with prompt and completion",
-        )
 
 
 @dataclass(frozen=True)
@@ -114,6 +70,7 @@ class PartTokenizer:
         sources: Sequence[Source],
         formats: Sequence[Format | None],
         chunk_characters: int,
+        images: ImageOpener | None = None,
     ) -> None:
         self._config, self._sources, self._formats, self._chunk_characters = config, sources, formats, chunk_characters
         data = config.data
@@ -124,9 +81,11 @@ class PartTokenizer:
             chat_template_kwargs=data.chat_template_kwargs,
             train_on=data.train_on,
             date=data.date,
+            placeholder=None if images is None else images.placeholder,
         )
+        self._images = images
         self._tokenizer, self._long_text = tokenizer, LongText(tokenizer)
-        self._columns = [Columns(source.fields or {}, source.ignore or ()) for source in sources]
+        self._columns = [Columns(source.fields or {}, source.ignore or (), images is not None) for source in sources]
         self._placeholders = find_placeholders(tokenizer)
         self._placeholder_ids = np.array(tokenizer.convert_tokens_to_ids(list(self._placeholders)), dtype=np.int64)
         self._kinds: dict[tuple[int, frozenset[str]], Format | RowRefused] = {}
@@ -149,7 +108,7 @@ class PartTokenizer:
         self, rows: Iterable[Row], source: int, folder: Path, on_chunk: Callable[[], None] = lambda: None
     ) -> Outcome:
         """Writes the segment ``folder`` of rows of one source."""
-        outcome, writer = Outcome(), SegmentWriter(folder)
+        outcome, writer = Outcome(), SegmentWriter(folder, TEXT if self._images is None else WITH_IMAGES)
         try:
             for chunk in self._gather(self._convert(rows, source, outcome, writer)):
                 rendered = self._render([item.content for item in chunk])
@@ -198,7 +157,15 @@ class PartTokenizer:
                     yield None
                     self._take_long(row, pieces, weight, outcome, writer)
                 else:
-                    content = to_conversation(row, format, fields, drop_system=self._sources[source].drop_system)
+                    content = to_conversation(
+                        row,
+                        format,
+                        fields,
+                        drop_system=self._sources[source].drop_system,
+                        images=self._images is not None,
+                    )
+                    if self._images is not None and isinstance(content, Conversation):
+                        content = self._images.open(content, row.file)
                     if (
                         self._config.data.too_long == "drop"
                         and count_conversation(content) > MAX_CONVERSATION_CHARACTERS
@@ -211,6 +178,9 @@ class PartTokenizer:
                     yield RowToRender(row, content, weight)
             except RowRefused as refused:
                 outcome.refused.add(row.file, row.line, str(refused))
+            except BadImage as bad:
+                outcome.num_bad_images += 1
+                outcome.bad_images.add(row.file, row.line, str(bad))
         outcome.unread, outcome.left_out = sorted(unread), sorted(left_out)
 
     def _tell(self, row: Row, source: int, fields: Mapping[str, str]) -> Format:
@@ -248,9 +218,9 @@ class PartTokenizer:
             outcome.refused.add(row.file, row.line, str(result))
             return
         # What a template shows besides contents (reasoning, tool calls, definitions of tools) is seen in the ids.
-        placeholder = find_any(self._placeholders, item.content) or self._find_placeholder(result.ids)
-        if placeholder is not None:
-            outcome.refused.add(row.file, row.line, _describe_placeholder(placeholder))
+        fault = self._check_placeholders(item.content, result.ids)
+        if fault is not None:
+            outcome.refused.add(row.file, row.line, fault)
             return
         outcome.num_straddling_tokens += result.num_straddling
         outcome.num_rows_with_markers += not isinstance(item.content, Ready) and any(
@@ -259,18 +229,23 @@ class PartTokenizer:
         ids, weights, max_length = result.ids, result.weights, self._config.data.max_length
         if item.weight != 1:
             weights = (result.trained if weights is None else weights) * np.float32(item.weight)
-        sample = make_sample(ids, result.trained, weights)
+        images = stored_images(item.content)
+        sample = make_sample(ids, result.trained, weights) | (to_streams(images) if images else {})
         if len(ids) < self._config.data.min_length:
             outcome.num_too_short += 1
         elif len(ids) <= max_length:
-            writer.append(sample, row.line)
+            self._append(writer, sample, row.line)
         elif self._config.data.too_long == "truncate":
             if not result.trained[1:max_length].any():
                 outcome.refused.add(
                     row.file, row.line, f"no loss token is left of {len(ids):,} after cutting at {max_length:,}"
                 )
                 return
-            writer.append({name: values[:max_length] for name, values in sample.items()}, row.line)
+            if images and self._images is not None and (ids[max_length:] == self._images.token_id).any():
+                outcome.refused.add(row.file, row.line, _describe_long(len(ids), images, max_length))
+                return
+            kept = {name: values[:max_length] for name, values in sample.items() if len(values) == len(ids)}
+            self._append(writer, sample | kept, row.line)
             outcome.num_truncated += 1
         elif self._config.data.too_long == "split" and isinstance(item.content, str):
             self._split(row, [ids], item.weight, outcome, writer)
@@ -278,7 +253,24 @@ class PartTokenizer:
             outcome.num_too_long += 1
         else:
             outcome.longest = max(outcome.longest, len(ids))
-            outcome.too_long.add(row.file, row.line, f"{len(ids):,} tokens")
+            outcome.too_long.add(row.file, row.line, _describe_long(len(ids), images))
+
+    def _append(self, writer: SegmentWriter, sample: Sample, line: int, continued: bool = False) -> None:
+        """Every sample of a run with images has their streams, be they empty."""
+        without = {} if self._images is None else to_streams([])
+        writer.append({**without, **sample}, line, continued)
+
+    def _check_placeholders(self, content: Conversation | str | Ready, ids: np.ndarray) -> str | None:
+        """What is wrong with the placeholders of a row, in its texts and among its ids; None where nothing is."""
+        images = stored_images(content)
+        if self._images is not None and isinstance(content, Conversation):
+            expected, found = sum(image.num_tokens for image in images), int((ids == self._images.token_id).sum())
+            if found != expected:
+                return f"{found:,} placeholders for images are in its tokens, and its images take {expected:,}"
+        placeholder = find_any(self._placeholders, content)
+        if placeholder is None and not images:
+            placeholder = self._find_placeholder(ids)
+        return None if placeholder is None else _describe_placeholder(placeholder)
 
     def _take_long(
         self, row: Row, pieces: str | Iterable[str], weight: float, outcome: Outcome, writer: SegmentWriter
@@ -298,7 +290,7 @@ class PartTokenizer:
             outcome.num_too_short += 1
         elif num_tokens <= max_length or too_long == "truncate":
             ids = np.concatenate(kept)[:max_length]
-            writer.append(_make_text(ids, weight), row.line)
+            self._append(writer, _make_text(ids, weight), row.line)
             outcome.num_truncated += num_tokens > max_length
         elif too_long == "drop":
             outcome.num_too_long += 1
@@ -334,7 +326,19 @@ class PartTokenizer:
         outcome.num_split += num_blocks > 0
 
     def _append_block(self, row: Row, ids: np.ndarray, weight: float, writer: SegmentWriter, continued: bool) -> None:
-        writer.append(_make_text(ids, weight), row.line, continued)
+        self._append(writer, _make_text(ids, weight), row.line, continued)
+
+
+def stored_images(content: Conversation | str | Ready) -> list[StoredImage]:
+    """The images of a row, in the order of its placeholders."""
+    return [image.stored for image in content.images] if isinstance(content, Conversation) else []
+
+
+def _describe_long(num_tokens: int, images: Sequence[StoredImage], max_length: int | None = None) -> str:
+    in_images = sum(image.num_tokens for image in images)
+    of_images = f", {in_images:,} of them of {len(images):,} image{'s' * (len(images) != 1)}" if images else ""
+    cut = "" if max_length is None else f": cutting at {max_length:,} would cut an image's, which cannot be trained"
+    return f"{num_tokens:,} tokens{of_images}{cut}"
 
 
 def _make_text(ids: np.ndarray, weight: float) -> Sample:
@@ -374,7 +378,10 @@ def count_conversation(content: Conversation | str | Ready) -> float:
 
 
 def count_held(content: Conversation | str | Ready) -> int:
-    """Characters of a row that waits; ids, of which a row keeps each as an object, count as ten each."""
+    """Characters of a row that waits; ids, of which a row keeps each as an object, count as ten each, and images that
+    the row holds by their bytes."""
+    if images := stored_images(content):
+        return sum(map(len, texts_of(content))) + sum(len(image.source) for image in images)
     return 10 * len(content.ids) if isinstance(content, ReadyTokens) else sum(map(len, texts_of(content)))
 
 
@@ -386,4 +393,6 @@ def texts_of(content: Conversation | str | Ready) -> list[str]:
         return []
     if isinstance(content, Segments):
         return [text for text, _ in content.parts]
-    return [text for message in content.messages if isinstance(text := message.get("content"), str)]
+    texts = [text for message in content.messages if isinstance(text := message.get("content"), str)]
+    parts = [part["text"] for message in content.messages for part in parts_of(message) if part["type"] == "text"]
+    return texts + parts

@@ -27,16 +27,19 @@ from typing import Any
 from manyhands.config.schema import RunConfig, Source
 from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.core.machine import count_cores, memory_bytes
+from manyhands.data.choose import choose_format, trains_images
 from manyhands.data.files import FilePart
+from manyhands.data.image_open import ImageOpener
 from manyhands.data.sources import split_source
 from manyhands.data.streams import TOKENS
 from manyhands.data.summary import Outcome
 from manyhands.data.template import chat_template_kwargs_of, try_apart
-from manyhands.data.tokenize import PartTokenizer, choose_format
+from manyhands.data.tokenize import PartTokenizer
 from manyhands.data.tokenizer import note_plain_markers, open_tokenizer, widen_cache
 from manyhands.data.work_queue import BATCH_CHARACTERS, RowBatch, WorkList, cut_batches
 
 MIN_PARALLEL_BYTES = 32 << 20  # less is done here before other processes would have started
+IMAGE_ROWS_FACTOR = 64  # bytes of text that take as long as one byte of rows that name images
 PART_BYTES = 8 << 20  # many more parts than processes, so that all end at the same time
 LOADED_BYTES = 512 << 20  # the process that loads the tokenizer, which imports torch
 WORKER_BYTES = 64 << 20  # what a forked process adds
@@ -62,6 +65,7 @@ class Job:
     parts: tuple[tuple[int, FilePart], ...]
     num_processes: int
     batch_characters: int
+    images: bool = False  # rows are read with their images
 
     def write(self) -> None:
         values = {
@@ -71,6 +75,7 @@ class Job:
             "parts": [(source, asdict(part)) for source, part in self.parts],
             "num_processes": self.num_processes,
             "batch_characters": self.batch_characters,
+            "images": self.images,
         }
         (self.folder / "job.json").write_text(json.dumps(values), encoding="utf-8")
 
@@ -85,6 +90,7 @@ class Job:
             tuple((source, FilePart(**part)) for source, part in values["parts"]),
             values["num_processes"],
             values["batch_characters"],
+            values["images"],
         )
 
     def segment(self, number: int, batch: int | None = None) -> Path:
@@ -119,6 +125,9 @@ def plan_job(
     num_processes: int | None,
 ) -> Job:
     """Divides sources of so many bytes into parts, and chooses the number of processes where it is None."""
+    images = trains_images(config, model_folder, sources)
+    if images:  # each is decoded once, which takes longer than the text of its row
+        num_bytes = [IMAGE_ROWS_FACTOR * size for size in num_bytes]
     wanted = choose_num_processes(sum(num_bytes)) if num_processes is None else num_processes
     parts = [
         (index, part)
@@ -127,7 +136,14 @@ def plan_job(
     ]
     useful = wanted if any(part.large for _, part in parts) else len(parts)
     return Job(
-        folder, config, model_folder, tuple(sources), tuple(parts), max(1, min(wanted, useful)), BATCH_CHARACTERS
+        folder,
+        config,
+        model_folder,
+        tuple(sources),
+        tuple(parts),
+        max(1, min(wanted, useful)),
+        BATCH_CHARACTERS,
+        images,
     )
 
 
@@ -175,14 +191,15 @@ def _open(job: Job, chunk_characters: int) -> tuple[PartTokenizer, list[str]]:
         widen_cache(tokenizer)
     if config.task != "cpt" and tokenizer.chat_template:
         try_apart(partial(tokenizer.apply_chat_template, tokenize=False, **chat_template_kwargs_of(config)))
-    formats = [choose_format(source, config, bool(tokenizer.chat_template)) for source in job.sources]
+    images = ImageOpener(config, job.model_folder, tokenizer) if job.images else None
+    formats = [choose_format(source, config, bool(tokenizer.chat_template), job.images) for source in job.sources]
     notes = [] if config.task == "cpt" else note_plain_markers(tokenizer)
     if "prompt" in formats and not tokenizer.chat_template:
         # A chat model whose template got lost would train on rows that no chat ever shows it.
         notes.insert(
             0, "no chat template: prompt and completion are concatenated unchanged (model.chat_template sets one)"
         )
-    return PartTokenizer(config, tokenizer, job.sources, formats, chunk_characters), notes
+    return PartTokenizer(config, tokenizer, job.sources, formats, chunk_characters, images), notes
 
 
 def _tokenize_large_part(

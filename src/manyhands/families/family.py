@@ -8,7 +8,7 @@ transformers, reads no file.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -46,6 +46,21 @@ class ImageEntry:
 
 
 @dataclass(frozen=True)
+class ImageShape:
+    """What a family's image processor makes of an image; (height, width) throughout."""
+
+    size: tuple[int, int]  # of the image
+    units: int
+    unit_size: tuple[int, int]
+    grid: tuple[int, int] = (0, 0)  # of patches, or of tiles beside the whole image
+    alone: bool = True  # no other image is in the sample
+
+
+Expand = Callable[[ImageShape, Mapping[str, Any]], str]
+"""From an image's shape and the processor's values (``words``, ``fields``, those of the image processor)."""
+
+
+@dataclass(frozen=True)
 class ImageLayout:
     """How a family's images reach its model.
 
@@ -56,7 +71,13 @@ class ImageLayout:
 
     layout: Literal["patches", "images", "tiles", "anyres"]
     entries: tuple[ImageEntry, ...]
-    token_field: str = "image_token_id"  # of config.json: the id that stands where an image's features go
+    expand: Expand  # what the processor writes in place of an image's placeholder
+    words: Mapping[str, str]  # names of the tokens in it, as the tokenizer has them, and their usual spelling
+    placeholder: str = "image_token"  # which of ``words`` chat templates write for an image
+    token: str = "image_token"  # which of them stands where features go
+    token_field: str = "image_token_id"  # its id in config.json
+    fields: Mapping[str, Any] = field(default_factory=dict)  # of processor_config.json, and their defaults
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # that the processor hands to the image processor
     mrope: bool = False  # positions of text have three axes: entry ``rope_positions`` (3, 1, T)
     bidirectional: bool = False  # the tokens of an image attend to each other in both directions
 

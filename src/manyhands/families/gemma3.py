@@ -1,6 +1,9 @@
 """Gemma 3: the text model, and images around it."""
 
-from manyhands.families.family import SQUARES, Family, ImageLayout, KnownModule
+from collections.abc import Mapping
+from typing import Any
+
+from manyhands.families.family import SQUARES, Family, ImageLayout, ImageShape, KnownModule
 from manyhands.families.gemma2 import NORMS
 
 GEMMA3_TEXT = Family(
@@ -24,6 +27,24 @@ GEMMA3_TEXT = Family(
     peft_targets=("q_proj", "v_proj"),
     packs=True,
 )
+
+
+def _expand(image: ImageShape, processor: Mapping[str, Any]) -> str:
+    features = processor["image_token"] * processor["image_seq_length"]
+    return f"\n\n{processor['boi_token']}{features}{processor['eoi_token']}\n\n"
+
+
+IMAGES = ImageLayout(
+    "images",
+    (SQUARES,),
+    _expand,
+    {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
+    placeholder="boi_token",
+    token_field="image_token_index",
+    fields={"image_seq_length": 256},
+    arguments={"do_convert_rgb": True, "do_pan_and_scan": False},
+    bidirectional=True,
+)
 GEMMA3 = Family(
     name="Gemma 3",
     model_types=("gemma3",),
@@ -31,7 +52,7 @@ GEMMA3 = Family(
     text_model_type="gemma3_text",
     towers=("model.vision_tower",),
     projectors=("model.multi_modal_projector",),
-    images=ImageLayout("images", (SQUARES,), token_field="image_token_index", bidirectional=True),
+    images=IMAGES,
 )
 
 FAMILIES = (GEMMA3_TEXT, GEMMA3)

@@ -1,6 +1,15 @@
 """InternVL 3: images around Qwen 2."""
 
-from manyhands.families.family import SQUARES, Family, ImageLayout
+from collections.abc import Mapping
+from typing import Any
+
+from manyhands.families.family import SQUARES, Family, ImageLayout, ImageShape
+
+
+def _expand(image: ImageShape, processor: Mapping[str, Any]) -> str:
+    features = processor["context_image_token"] * (processor["image_seq_length"] * image.units)
+    return f"{processor['start_image_token']}{features}{processor['end_image_token']}"
+
 
 INTERNVL = Family(
     name="InternVL",
@@ -8,7 +17,16 @@ INTERNVL = Family(
     packs=True,
     towers=("model.vision_tower",),
     projectors=("model.multi_modal_projector",),
-    images=ImageLayout("tiles", (SQUARES,)),
+    images=ImageLayout(
+        "tiles",
+        (SQUARES,),
+        _expand,
+        {"context_image_token": "<IMG_CONTEXT>", "start_image_token": "<img>", "end_image_token": "</img>"},
+        placeholder="context_image_token",
+        token="context_image_token",
+        fields={"image_seq_length": 256},
+        arguments={"crop_to_patches": True},
+    ),
 )
 
 FAMILIES = (INTERNVL,)

@@ -1,11 +1,21 @@
 """Qwen 2 and 2.5, and their models of images and video (positions of three axes in the text)."""
 
-from manyhands.families.family import Family, ImageEntry, ImageLayout, KnownModule
+from collections.abc import Mapping
+from typing import Any
+
+from manyhands.families.family import Family, ImageEntry, ImageLayout, ImageShape, KnownModule
+
+
+def _expand(image: ImageShape, processor: Mapping[str, Any]) -> str:
+    return processor["image_token"] * (image.units // processor["merge_size"] ** 2)
+
 
 # One image is a grid of (1, rows, columns) patches; a patch is one vector, in the order (channel, time, row, column).
 QWEN_IMAGES = ImageLayout(
     "patches",
     (ImageEntry("pixel_values", "unit", (None,), "float32"), ImageEntry("image_grid_thw", "image", (3,))),
+    _expand,
+    {"image_token": "<|image_pad|>"},
     mrope=True,
 )
 QWEN2 = Family(

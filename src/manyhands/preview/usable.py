@@ -16,6 +16,7 @@ from typing import Any
 
 from manyhands.config.schema import RunConfig, Source
 from manyhands.core.errors import UserError
+from manyhands.data.choose import DETECT_ROWS, choose_format_by
 from manyhands.data.columns import Columns
 from manyhands.data.files import FilePart, Findings, Row
 from manyhands.data.formats import detect_format
@@ -24,7 +25,7 @@ from manyhands.data.segment import join_segments
 from manyhands.data.sources import list_files, read_part, resolve_sets, resolve_sources, split_source
 from manyhands.data.store import TokenStore
 from manyhands.data.summary import Outcome
-from manyhands.data.tokenize import DETECT_ROWS, PartTokenizer, choose_format_by
+from manyhands.data.tokenize import PartTokenizer
 from manyhands.data.tokenize_parallel import CHUNK_CHARACTERS_HERE
 from manyhands.preview.contents import Refused
 

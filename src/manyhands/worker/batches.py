@@ -16,6 +16,7 @@ import numpy as np
 from manyhands.core import progress
 from manyhands.data.batches import Batch, Collate, MicroBatches, collate_here, iterate
 from manyhands.data.collate import BatchShape, BatchWorkers, open_store_samples
+from manyhands.data.image_batch import ImageWork
 from manyhands.data.pack import StepLayout, lay_out_packed, lay_out_unpacked
 from manyhands.data.store import SampleSet
 from manyhands.plan.efficiency import lay_out_step, pack_tile
@@ -55,23 +56,38 @@ def shape_of(rank: RankContext, name: SetName = "train") -> BatchShape:
     Compiled blocks get batches that differ in as little as possible: in the number of tokens, and not even in that
     where all samples have one length.
     """
-    plan = rank.plan
+    plan, images = rank.plan, images_of(rank)
     if not plan.packing:
-        return BatchShape(packed=False)
+        return BatchShape(packed=False, images=images)
     tile = pack_tile(plan)
     if not plan.layout.compile:
-        return BatchShape(packed=True, tile=tile)
+        return BatchShape(packed=True, tile=tile, images=images)
     sets = (rank.store.train.lengths, rank.store.validation.lengths)
     longest = max(int(lengths.max()) for lengths in sets if len(lengths))
     if plan.layout.pack_tokens is None:
-        return BatchShape(packed=True, tile=tile, longest=longest)
+        return BatchShape(packed=True, tile=tile, longest=longest, images=images)
     return BatchShape(
         packed=True,
         tokens=plan.layout.pack_tokens,
         longest=longest,
         documents=plan.layout.pack_tokens // longest,
         row_length=longest,
+        images=images,
     )
+
+
+def images_of(rank: RankContext) -> ImageWork | None:
+    """How images become entries of a batch; None in a run without images."""
+    if rank.store.train.num_images is None:
+        return None
+    return ImageWork(rank.plan.model_folder, rank.config.data.max_image_pixels)
+
+
+def with_images(sample_set: SampleSet, samples: np.ndarray, layout: StepLayout) -> StepLayout:
+    """The layout, which says in a run with images whether one of its samples has one."""
+    if sample_set.num_images is None:
+        return layout
+    return replace(layout, has_images=bool(sample_set.num_images[samples].any()))
 
 
 def lay_out_evaluation(rank: RankContext, sample_set: SampleSet, samples: np.ndarray) -> StepLayout:
@@ -79,11 +95,11 @@ def lay_out_evaluation(rank: RankContext, sample_set: SampleSet, samples: np.nda
     plan, num_ranks = rank.plan, rank.plan.layout.data_parallel_degree
     if plan.layout.micro_tokens is not None:
         capacity = max(plan.layout.pack_tokens or plan.layout.micro_tokens, int(sample_set.lengths[samples].max()))
-        return lay_out_packed(samples, sample_set.lengths, num_ranks, capacity)
+        return with_images(sample_set, samples, lay_out_packed(samples, sample_set.lengths, num_ranks, capacity))
     assert plan.layout.micro_samples is not None
-    return lay_out_unpacked(
-        samples, num_ranks, plan.layout.micro_samples, -(-len(samples) // (plan.layout.micro_samples * num_ranks))
-    )
+    accumulation = -(-len(samples) // (plan.layout.micro_samples * num_ranks))
+    layout = lay_out_unpacked(samples, num_ranks, plan.layout.micro_samples, accumulation)
+    return with_images(sample_set, samples, layout)
 
 
 def iterate_layouts(
@@ -102,7 +118,7 @@ def iterate_steps(rank: RankContext) -> Iterator[StepWork]:
         for step in range(rank.state.step, rank.plan.num_steps):
             epoch, index = rank.order.locate(step)
             samples = rank.order.samples(epoch, index)
-            layout = lay_out_step(rank.plan, samples, rank.store.train.lengths)
+            layout = with_images(rank.store.train, samples, lay_out_step(rank.plan, samples, rank.store.train.lengths))
             coming.append(
                 _describe(rank, step, epoch + (index + 1) / rank.order.steps_per_epoch(epoch), samples, layout)
             )

@@ -25,7 +25,7 @@ from manyhands.engine.apply import apply
 from manyhands.facts.identity import check_files
 from manyhands.model.checks import check_loss, check_packing, check_padding
 from manyhands.train.types import TrainState
-from manyhands.worker.batches import shape_of
+from manyhands.worker.batches import images_of, shape_of
 from manyhands.worker.context import RankContext
 
 PROBE_TOKENS = 2048  # of the micro-batch for self-tests, which run uncompiled; one sample at least
@@ -122,6 +122,8 @@ def probe_batch(rank: RankContext) -> dict[str, Any]:
     mine = mine[np.argsort(lengths[mine], kind="stable")]
     count = int(np.searchsorted(np.cumsum(lengths[mine]), PROBE_TOKENS, side="right"))
     batch = collate(
-        rank.store.train, mine[: max(1, count)], BatchShape(packed=rank.plan.packing, tile=shape_of(rank).tile)
+        rank.store.train,
+        mine[: max(1, count)],
+        BatchShape(packed=rank.plan.packing, tile=shape_of(rank).tile, images=images_of(rank)),
     )
     return {name: value.to(world.device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}

@@ -1,0 +1,148 @@
+"""The images of a micro-batch: from what a store says of them to the inputs of the model's forward pass. Knows no torch
+but through the family's image processor, which loads once in a process and where the first image is prepared.
+
+In a run with images every batch has (I: images of all documents, U: units, see ``families.ImageLayout``):
+
+| name | |
+|---|---|
+| pixel_values | uint8 (U, 3, H, W), squares or patches, all documents' end to end; (0, ...) without images |
+| image_grid_thw, image_sizes | (I, 3), (I, 2) int64, where the family's forward pass takes them |
+| batch_num_images | (documents) int64, likewise |
+| cu_ENTRY | (documents + 1) int32, where each document's items begin, beside each entry of images or units |
+| rope_positions | (3, B, L) int64 like position_ids, by time, row and column, where the family rotates by these |
+| pixel_table, pixel_repeats | what turns bytes into floats: ``batches.scale_pixels`` takes them out |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from manyhands.core.errors import UserError
+from manyhands.data.image_files import BadImage, content_of, decode, name_of, read_bytes
+from manyhands.data.image_processor import ImageProcessor, family_of, read_json
+from manyhands.data.image_streams import StoredImage, from_streams
+from manyhands.data.streams import PACKED_BY, Sample
+
+PIXEL_TABLE, PIXEL_REPEATS = "pixel_table", "pixel_repeats"
+Arrays = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ImageWork:
+    """How images are prepared, for a process that collates: by the processor in ``model_folder``."""
+
+    model_folder: str
+    max_pixels: int
+
+
+def add_images(
+    work: ImageWork, samples: Sequence[Sample], size: tuple[int, ...], starts: Sequence[int], packed: bool
+) -> dict[str, Any]:
+    """The entries of the images of ``samples``, whose documents begin at the flat positions ``starts`` of a batch of
+    ``size``. Raises UserError for an image that is not what it was when the samples were prepared."""
+    batcher = _open_batcher(work)
+    images = [from_streams(sample) for sample in samples]
+    entries = batcher.join([[batcher.prepare(image, len(listed) == 1) for image in listed] for listed in images])
+    if batcher.layout.mrope:
+        entries["rope_positions"] = batcher.place_documents(samples, entries, size, starts, packed)
+    return entries
+
+
+@lru_cache(maxsize=2)
+def _open_batcher(work: ImageWork) -> ImageBatcher:
+    return ImageBatcher(work)
+
+
+class ImageBatcher:
+    """Prepares images with the processor of one model."""
+
+    def __init__(self, work: ImageWork) -> None:
+        layout = family_of(work.model_folder).images
+        assert layout is not None
+        self._work, self.layout = work, layout
+        self.processor = ImageProcessor(work.model_folder, layout)
+        self._token_id = int(read_json(self.processor.folder / "config.json")[layout.token_field])
+        self._blanks = {
+            name: values[:0] for name, values in self.processor.prepare(np.zeros((64, 64, 3), np.uint8)).items()
+        }
+
+    def prepare(self, image: StoredImage, alone: bool) -> dict[str, np.ndarray]:
+        """The entries of one image. Raises UserError where it is not what was stored."""
+        name = name_of(image.place)
+        try:
+            raw = read_bytes(image.place) if image.place else image.source
+            if content_of(raw) != image.content:
+                raise BadImage(f"{name} is not the one that was prepared")
+            entries = self.processor.prepare(decode(raw, name, self._work.max_pixels), alone)
+        except BadImage as bad:
+            raise UserError(
+                "an image has changed since the data was prepared",
+                where=image.place,
+                why=str(bad),
+                fix="put the image back, or delete the folder of prepared data in data.cache: it is made again",
+            ) from None
+        return entries
+
+    def join(self, documents: Sequence[Sequence[dict[str, np.ndarray]]]) -> Arrays:
+        """The entries of all images of all documents."""
+        batch: Arrays = {}
+        for name, blank in self._blanks.items():
+            parts = [image[name] for images in documents for image in images]
+            batch[name] = np.concatenate([blank, *parts])
+            counts = [sum(len(image[name]) for image in images) for images in documents]
+            batch[f"cu_{name}"] = np.cumsum([0, *counts], dtype=np.int32)
+        if any(entry.item == "document" for entry in self.layout.entries):
+            batch["batch_num_images"] = np.array([len(images) for images in documents], dtype=np.int64)
+        return batch | {PIXEL_TABLE: self.processor.table, PIXEL_REPEATS: self._repeats}
+
+    @property
+    def _repeats(self) -> int:
+        """How often each patch is repeated in time; 0 where items are squares, not vectors."""
+        return self.processor.repeats if self.layout.layout == "patches" else 0
+
+    def place_documents(
+        self,
+        samples: Sequence[Sample],
+        entries: Arrays,
+        size: tuple[int, ...],
+        starts: Sequence[int],
+        packed: bool,
+    ) -> np.ndarray:
+        """``rope_positions (3, *size)``: those of each document, from 0; padding has those of ``position_ids``."""
+        out = np.zeros((3, size[0] * size[1]), dtype=np.int64)
+        if not packed:
+            out[:] = np.tile(np.arange(size[1]), size[0])
+        bounds, merge = entries["cu_image_grid_thw"], int(self.processor.values["merge_size"])
+        for number, (sample, start) in enumerate(zip(samples, starts, strict=True)):
+            ids = sample[PACKED_BY]
+            grids = entries["image_grid_thw"][bounds[number] : bounds[number + 1], 1:] // merge
+            out[:, start : start + len(ids)] = rotary_positions(ids == self._token_id, grids)
+        return out.reshape(3, *size)
+
+
+def rotary_positions(is_image: np.ndarray, grids: np.ndarray) -> np.ndarray:
+    """Positions (3, T) int64 by time, row and column of a document whose tokens are of images where ``is_image``.
+
+    ``grids`` (images, 2) are rows and columns of each image in tokens. Text counts up on all axes; an image stands at
+    the next position in time, its rows and columns count from there, and text goes on behind the longer of the two.
+    """
+    positions = np.empty((3, len(is_image)), dtype=np.int64)
+    first, place = 0, 0  # the next position, the next token
+    begins = np.flatnonzero(is_image & ~np.concatenate([[False], is_image[:-1]]))
+    bounds = iter(begins.tolist())
+    for rows, columns in grids.tolist():
+        begin = place if place < len(is_image) and is_image[place] else next(b for b in bounds if b >= place)
+        positions[:, place:begin] = np.arange(first, first + begin - place)
+        first += begin - place
+        place = begin + rows * columns
+        positions[0, begin:place] = first
+        positions[1, begin:place] = first + np.repeat(np.arange(rows), columns)
+        positions[2, begin:place] = first + np.tile(np.arange(columns), rows)
+        first += max(rows, columns)
+    positions[:, place:] = np.arange(first, first + len(is_image) - place)
+    return positions

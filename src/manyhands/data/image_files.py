@@ -1,0 +1,120 @@
+"""Encoded images: their bytes, whatever holds them, and their pixels. Trusts nothing in them. Knows no model.
+
+Pixels are what transformers' ``load_image`` gives for a path: turned as EXIF says, converted to RGB.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import urllib.request
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from manyhands.core.errors import UserError
+from manyhands.data.image_rows import ImageRef
+
+MAX_BYTES = 256 << 20  # of one encoded image
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "MPO", "JPEG2000", "AVIF")  # that start no program
+URL_TIMEOUT_S = 30.0
+CONTENT_BYTES = 16
+
+
+class BadImage(Exception):
+    """An image cannot be used; the message says which, and why."""
+
+
+def check_pillow() -> None:
+    """UserError where Pillow is not installed."""
+    try:
+        import PIL  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise UserError("images need Pillow, which is not installed", fix="pip install 'manyhands[vision]'") from error
+
+
+def is_address(place: str) -> bool:
+    return place.startswith(("http://", "https://"))
+
+
+def locate(ref: ImageRef, folder: Path, allow_urls: bool) -> str:
+    """The place of an image: an absolute path, or an address; "" of one that a row holds itself. Raises BadImage."""
+    if not ref.place:
+        return ""
+    if is_address(ref.place):
+        if not allow_urls:
+            raise BadImage(
+                f"{name_of(ref.place)} is an address, and images are fetched only if data.image_urls is true"
+            )
+        return ref.place
+    return str((folder / Path(ref.place).expanduser()).absolute())
+
+
+def read_bytes(place: str) -> bytes:
+    """The encoded image at a place. Raises BadImage."""
+    try:
+        if is_address(place):
+            with urllib.request.urlopen(place, timeout=URL_TIMEOUT_S) as answer:
+                raw = answer.read(MAX_BYTES + 1)
+        else:
+            with open(place, "rb") as file:
+                raw = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise BadImage(f"{name_of(place)} does not exist") from None
+    except (OSError, ValueError) as error:
+        raise BadImage(f"{name_of(place)} cannot be read: {error}") from None
+    if not raw:
+        raise BadImage(f"{name_of(place)} is empty")
+    if len(raw) > MAX_BYTES:
+        raise BadImage(f"{name_of(place)} has more than {MAX_BYTES:,} bytes")
+    return raw
+
+
+def content_of(raw: bytes) -> bytes:
+    """16 bytes that name the content of an encoded image."""
+    return hashlib.blake2b(raw, digest_size=CONTENT_BYTES).digest()
+
+
+def decode(raw: bytes, name: str, max_pixels: int) -> np.ndarray:
+    """Pixels (height, width, 3) uint8. ``name`` is for messages. Raises BadImage."""
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of large images and odd metadata: sizes are checked here
+            with Image.open(io.BytesIO(raw), formats=_known_formats()) as image:
+                _check_size(image.size, name, max_pixels)
+                turned: Any = ImageOps.exif_transpose(image)
+                return np.array(turned.convert("RGB"))
+    except UnidentifiedImageError:
+        raise BadImage(f"{name} is no image ({', '.join(FORMATS)} are read)") from None
+    except Image.DecompressionBombError as error:
+        raise BadImage(f"{name} has too many pixels: {error}") from None
+    except BadImage:
+        raise
+    except Exception as error:  # a decoder of foreign bytes: whatever it raises is about this image
+        raise BadImage(f"{name} cannot be decoded: {error}") from None
+
+
+def _known_formats() -> tuple[str, ...]:
+    from PIL import Image
+
+    Image.init()
+    return tuple(name for name in FORMATS if name in Image.OPEN)
+
+
+def _check_size(size: tuple[int, int], name: str, max_pixels: int) -> None:
+    width, height = size
+    if width < 1 or height < 1:
+        raise BadImage(f"{name} has no pixels ({width} x {height})")
+    if width * height > max_pixels:
+        raise BadImage(
+            f"{name} has {width * height:,} pixels ({width} x {height}), and data.max_image_pixels is {max_pixels:,}"
+        )
+
+
+def name_of(place: str) -> str:
+    """What messages call the image at a place."""
+    return f"the image {place}" if place else "the image in the row"

@@ -1,0 +1,96 @@
+"""Opens the images of rows while their text is prepared: finds and decodes each once, so that what is wrong with it is
+said of its row, and tells what stands in place of its placeholder. Knows no batch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from manyhands.config.schema import RunConfig
+from manyhands.core.errors import UserError
+from manyhands.data.formats import Conversation
+from manyhands.data.image_files import BadImage, check_pillow, content_of, decode, locate, name_of, read_bytes
+from manyhands.data.image_processor import ImageProcessor, family_of, read_json
+from manyhands.data.image_rows import ImageRef
+from manyhands.data.image_streams import StoredImage
+
+MAX_KNOWN = 65_536  # images that several rows may name, which are decoded once
+
+
+@dataclass(frozen=True)
+class OpenedImage:
+    """An image that can be used: ``text`` stands in place of its placeholder."""
+
+    stored: StoredImage
+    text: str
+
+
+class ImageOpener:
+    """Opens images for one run. Raises UserError where the model's processor cannot be used."""
+
+    def __init__(self, config: RunConfig, model_folder: str | Path, tokenizer: Any) -> None:
+        check_pillow()
+        layout = family_of(model_folder).images
+        assert layout is not None, "asked only of models that take images"
+        self._data, self.layout = config.data, layout
+        self.processor = ImageProcessor(model_folder, layout)
+        self._words = {name: getattr(tokenizer, name, None) or usual for name, usual in layout.words.items()}
+        self.placeholder, self._token = self._words[layout.placeholder], self._words[layout.token]
+        self.token_id = int(read_json(Path(model_folder) / "config.json").get(layout.token_field, -1))
+        if tokenizer.convert_tokens_to_ids(self._token) != self.token_id:
+            raise UserError(
+                f"{self._token} is not the token that the model puts images in place of",
+                where=str(model_folder),
+                why=f"{layout.token_field} of config.json is {self.token_id}, and the tokenizer's id of it is "
+                f"{tokenizer.convert_tokens_to_ids(self._token)}",
+                fix="use the tokenizer's and the processor's files of the model",
+            )
+        self._known: OrderedDict[tuple[str, int, int], tuple[bytes, tuple[int, int]]] = OrderedDict()
+
+    def open(self, conversation: Conversation, file: str) -> Conversation:
+        """The conversation with its images opened; those named by relative paths are looked for beside the data file,
+        or in ``data.image_folder``. Raises BadImage."""
+        folder = Path(self._data.image_folder or Path(file).parent).expanduser()
+        alone = len(conversation.images) == 1
+        return replace(conversation, images=tuple(self._open(ref, folder, alone) for ref in conversation.images))
+
+    def _open(self, ref: ImageRef, folder: Path, alone: bool) -> OpenedImage:
+        place = locate(ref, folder, self._data.image_urls)
+        content, size, raw = self._look(place, ref.data)
+        try:
+            shape = self.processor.shape_of(size, alone)
+        except ValueError as error:
+            raise BadImage(
+                f"{name_of(place)} of {size[1]} x {size[0]} pixels is refused by the processor: {error}"
+            ) from None
+        text = self.processor.expand(shape, self._words)
+        stored = StoredImage(not place, raw or place.encode(), content, size, shape.units, text.count(self._token))
+        return OpenedImage(stored, text)
+
+    def _look(self, place: str, data: bytes) -> tuple[bytes, tuple[int, int], bytes]:
+        """(hash of the content, (height, width), the bytes if the row holds them)."""
+        if not place:
+            return content_of(data), decode(data, name_of(""), self._data.max_image_pixels).shape[:2], data
+        key = _stamp(place)
+        if key is None or key not in self._known:
+            raw = read_bytes(place)
+            found = content_of(raw), decode(raw, name_of(place), self._data.max_image_pixels).shape[:2]
+            if key is None:
+                return *found, b""
+            self._known[key] = found
+            if len(self._known) > MAX_KNOWN:
+                self._known.popitem(last=False)
+        return *self._known[key], b""
+
+
+def _stamp(place: str) -> tuple[str, int, int] | None:
+    """What changes when a file does; None for what is no file."""
+    try:
+        status = os.stat(place)
+    except (OSError, ValueError):
+        return None
+    return place, status.st_size, status.st_mtime_ns

@@ -1,0 +1,164 @@
+"""Rows with images: tokens and pixels are those of the family's own processor, in every form that rows have them."""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from manyhands.data.batches import collate
+from manyhands.data.collate import BatchShape
+from manyhands.data.image_batch import ImageWork, rotary_positions
+from manyhands.data.image_streams import from_streams
+from manyhands.data.prepare import prepare
+from manyhands.data.store import TokenStore
+from manyhands.families import find
+from tests.support.vision import FAMILIES, processor_of, write_tiny_processor
+
+Image = pytest.importorskip("PIL.Image")
+
+
+def draw(size: tuple[int, int], seed: int = 0) -> Any:
+    """An image of (width, height) that no other seed gives."""
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
+
+
+def encode(image: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "png")
+    return file.getvalue()
+
+
+SIZES = ((40, 60), (30, 30), (90, 35), (28, 28))
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with 0.png, 1.png, ... of SIZES."""
+    folder = tmp_path_factory.mktemp("images")
+    for number, size in enumerate(SIZES):
+        draw(size, number).save(folder / f"{number}.png")
+    return folder
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def vision_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    return request.param, write_tiny_processor(tmp_path_factory.mktemp("model") / request.param, request.param)
+
+
+@pytest.fixture(scope="module")
+def qwen_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_processor(tmp_path_factory.mktemp("model") / "qwen", "qwen2_5_vl")
+
+
+def image(place: Any) -> dict[str, Any]:
+    return {"type": "image", "image": place}
+
+
+def text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words}
+
+
+def turns(*asked: Any, answer: str = "it is so") -> list[dict[str, Any]]:
+    return [{"role": "user", "content": list(asked)}, {"role": "assistant", "content": [text(answer)]}]
+
+
+def open_store(config: Any, folder: Path) -> tuple[Any, TokenStore]:
+    facts = prepare(config, folder, lambda line: None)
+    return facts, TokenStore.open(facts.folder)
+
+
+def shape(folder: Path, packed: bool = True) -> BatchShape:
+    return BatchShape(packed, images=ImageWork(str(folder), 10**6))
+
+
+def test_tokens_and_pixels_are_those_of_the_processor(
+    vision_folder: tuple[str, Path], pictures: Path, write_rows, make_config
+) -> None:
+    family, folder = vision_folder
+    conversations = [
+        turns(image("0.png"), text("what is this?")),
+        turns(image("1.png"), text("and this, beside "), image("2.png"), text("?")),
+        turns(text("no image here")),
+        [*turns(text("first"), answer="one"), *turns(text("then "), image("3.png"), answer="two")],
+    ]
+    rows = write_rows([{"messages": messages} for messages in conversations])
+    config = make_config(rows, image_folder=str(pictures), validation_fraction=0, order="as_given")
+    facts, store = open_store(config, folder)
+    processor = processor_of(folder, family)
+    made = [
+        processor.apply_chat_template(
+            [[{**turn, "content": [_open(part, pictures) for part in turn["content"]]} for turn in messages]],
+            tokenize=True,
+            return_dict=True,
+        )
+        for messages in conversations
+    ]
+    names = find(family).images.names
+    for number, expected in enumerate(made):
+        sample = store.train.sample(number)
+        assert sample["tokens"].tolist() == list(expected["input_ids"][0])
+        batch = collate(store.train, np.array([number]), shape(folder))
+        for name in names if len(from_streams(sample)) else ():
+            values = np.asarray(expected[name])
+            found = batch[name].numpy()
+            assert np.array_equal(found, values.reshape(found.shape)), name
+    units = [0 if "pixel_values" not in each else _count_units(each["pixel_values"], family) for each in made]
+    assert store.train.image_units.tolist() == units and store.train.num_images.tolist() == [1, 2, 0, 1]
+    assert (facts.num_images, facts.max_image_units) == (4, max(units))
+    assert facts.mean_image_units == pytest.approx(sum(units) / 4)
+    together = collate(store.train, np.arange(4), shape(folder))
+    assert together["cu_pixel_values"].tolist() == [0, *np.cumsum(units)]
+    # of each document the loss is on the answer alone, never on what stands for an image
+    token_id = processor.image_token_ids[0] if hasattr(processor, "image_token_ids") else processor.image_token_id
+    labels = together["labels"][together["labels"] != -100]
+    assert len(labels) and token_id not in labels
+    assert processor.tokenizer.decode(store.train.sample(1)["tokens"][store.train.sample(1)["mask"]]) == (
+        "it is so<|im_end|>"
+    )
+
+
+def _open(part: dict[str, Any], folder: Path) -> dict[str, Any]:
+    return image(Image.open(folder / part["image"])) if part["type"] == "image" else part
+
+
+def _count_units(pixels: Any, family: str) -> int:
+    pixels = np.asarray(pixels)
+    return pixels.shape[0] if pixels.ndim < 5 else pixels.shape[0] * pixels.shape[1]
+
+
+def test_rotary_positions_are_the_models(qwen_folder: Path) -> None:
+    from transformers import AutoConfig
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
+
+    rng = np.random.default_rng(0)
+    token = 7
+    model = Qwen2_5_VLModel.__new__(Qwen2_5_VLModel)
+    torch.nn.Module.__init__(model)
+    model.config = AutoConfig.for_model("qwen2_5_vl", image_token_id=token, vision_config={"spatial_merge_size": 2})
+    for _ in range(50):
+        grids = rng.integers(1, 5, (rng.integers(0, 4), 2))
+        pieces = [np.zeros(rng.integers(1, 5), dtype=np.int64)]
+        for rows, columns in grids:
+            pieces += [np.full(rows * columns, token), np.zeros(rng.integers(1, 4), dtype=np.int64)]
+        ids = np.concatenate(pieces)
+        thw = torch.tensor([[1, 2 * rows, 2 * columns] for rows, columns in grids], dtype=torch.int64).reshape(-1, 3)
+        types = torch.from_numpy((ids == token).astype(np.int64))[None]
+        expected, _ = model.get_rope_index(
+            torch.from_numpy(ids)[None], mm_token_type_ids=types, image_grid_thw=thw if len(thw) else None
+        )
+        assert np.array_equal(rotary_positions(ids == token, grids), expected[:, 0].numpy())
+
+
+FORMS = {
+    "path": lambda path, raw: turns(image(path), text("?")),
+    "url part": lambda path, raw: turns({"type": "image_url", "image_url": {"url": f"file://{path}"}}, text("?")),
+    "path part": lambda path, raw: turns({"type": "image", "path": path}, text("?")),
+    "data url": lambda path, raw: turns(image("data:image/png;base64," + base64.b64encode(raw).decode()), text("?")),
+    "base64": lambda path, raw: turns({"type": "image", "base64": base64.b64encode(raw).decode()}, text("?")),
+}
