@@ -230,7 +230,7 @@ class PartTokenizer:
         if item.weight != 1:
             weights = (result.trained if weights is None else weights) * np.float32(item.weight)
         images = stored_images(item.content)
-        sample = make_sample(ids, result.trained, weights) | (to_streams(images) if images else {})
+        sample = {**make_sample(ids, result.trained, weights), **(to_streams(images) if images else {})}
         if len(ids) < self._config.data.min_length:
             outcome.num_too_short += 1
         elif len(ids) <= max_length:
