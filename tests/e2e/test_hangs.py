@@ -58,7 +58,8 @@ def test_a_rank_that_hangs_in_code_of_the_users_under_srun(place: Place) -> None
 def test_a_stopped_process_that_prepares_batches_is_named(place: Place) -> None:
     act = stamp(place, "worker") + "import psutil\nfor child in psutil.Process().children(recursive=True):\n"
     act += "    if 'spawn_main' in ' '.join(child.cmdline()): child.suspend()"
-    ended = place.train("worker", "--gpus", "2", "data.workers=1", LIMIT, plant=at_step(2, act, rank=1) | NO_VERIFY)
+    keys = ("data.workers=1", LIMIT, "launch.restarts=0")
+    ended = place.train("worker", "--gpus", "2", *keys, plant=at_step(2, act, rank=1) | NO_VERIFY)
     assert ended.code == 1 and seconds_since(place, "worker") < TIMEOUT_S + BOUND_S
     assert "error: rank 1 made no progress for " in ended.output, ended.output
     assert "which prepares batches for rank 1, is stopped (SIGSTOP)" in ended.output, ended.output
@@ -75,6 +76,6 @@ def test_ranks_that_take_different_paths_are_told_apart(place: Place) -> None:
         "else:\n"
         "    dist.all_gather([torch.ones(7), torch.ones(7)], torch.ones(7))"
     )
-    ended = place.train("paths", "--gpus", "2", LIMIT, plant=at_step(2, act) | NO_VERIFY)
+    ended = place.train("paths", "--gpus", "2", LIMIT, "launch.restarts=0", plant=at_step(2, act) | NO_VERIFY)
     assert ended.code == 1, ended.output
     assert "different" in ended.output and "uneven data" in ended.output, ended.output

@@ -27,6 +27,7 @@ OPTIONAL = {"tensorboard": "curves in the browser", "bitsandbytes": "4-bit weigh
 HUB_TIMEOUT_S = 5.0
 MIN_DISK_BYTES = 10 * 2**30
 CALIBRATE_S = 180.0
+SPEED_S = 90.0  # most of it is importing torch
 TORCH_PROBE = """
 import torch
 cuda, hip = torch.version.cuda, torch.version.hip
@@ -217,6 +218,48 @@ def _check_folders() -> Iterator[CheckResult]:
         )
 
 
+def _check_limits() -> Iterator[CheckResult]:
+    """Shared memory, limits of processes, errors and throttling of GPUs."""
+    from manyhands.facts.health import judge_host, read_health
+
+    health = read_health("", Path.cwd())
+    found = [CheckResult(*finding) for finding in judge_host(health, max(1, len(health.gpus)))]
+    yield from found
+    if not found:
+        gpus = f"; {len(health.gpus)} GPUs without errors or throttling" if health.gpus else ""
+        yield CheckResult("ok", f"limits of open files, locked and shared memory suffice{gpus}")
+
+
+def _check_speed() -> Iterator[CheckResult]:
+    """Matmuls of each GPU, in a process."""
+    import json
+
+    from manyhands.facts.gpu_kinds import kind_of_all
+    from manyhands.facts.health import judge_speed
+    from manyhands.facts.host import read_host_facts
+
+    host = read_host_facts()
+    if not host.gpus:
+        return
+    command = [sys.executable, "-m", "manyhands.worker.health"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SPEED_S)
+    except subprocess.TimeoutExpired:
+        yield CheckResult("warning", f"no matmul rate within {SPEED_S:.0f} s", "end other programs on the GPUs")
+        return
+    lines = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if not lines:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        yield CheckResult("warning", f"the GPUs' speed could not be measured: {last}")
+        return
+    rates = {f"GPU {index}": rate for index, rate in enumerate(json.loads(lines[-1]))}
+    kind = kind_of_all(host.gpus)
+    known, name = (kind.bf16_tflops, kind.name) if kind is not None else (None, "")
+    found = [CheckResult(*one) for one in judge_speed(rates, known, name)]
+    each = ", ".join(f"{rate:.0f}" for rate in rates.values())
+    yield from found or [CheckResult("ok", f"GPUs multiply matrices at {each} TFLOP/s in bfloat16")]
+
+
 def _check_hub() -> Iterator[CheckResult]:
     import urllib.error
     import urllib.parse
@@ -248,6 +291,8 @@ CHECKS: tuple[Callable[[], Iterator[CheckResult]], ...] = (
     _check_torch,
     _check_memory,
     _check_folders,
+    _check_limits,
+    _check_speed,
     _check_hub,
 )
 

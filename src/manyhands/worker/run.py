@@ -15,6 +15,7 @@ from manyhands.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, OUT_OF_MEMORY, 
 from manyhands.train.loop import Interrupted
 from manyhands.worker import export_stages, stages, training
 from manyhands.worker.context import RankContext
+from manyhands.worker.health import check_machines
 from manyhands.worker.hooks import read_hooks
 from manyhands.worker.largest import try_largest
 from manyhands.worker.rendezvous import join
@@ -22,6 +23,7 @@ from manyhands.worker.session import Session
 
 # A smaller micro-batch does not help these: they have none, or come after the last.
 NOT_OF_MICRO_BATCHES = (
+    "check machines",
     "open data",
     "check base model",
     "find checkpoint",
@@ -75,6 +77,7 @@ def run_rank(session: Session, arguments: argparse.Namespace) -> int:
 def list_stages() -> tuple[tuple[str, Callable[[RankContext], None]], ...]:
     """All stages by name, in order. Each works on what those before it have put into the context."""
     return (
+        ("check machines", check_machines),
         ("open data", stages.open_data),
         ("check base model", stages.check_base),
         ("find checkpoint", stages.find_checkpoint),

@@ -36,6 +36,7 @@ DEFAULT_TIMEOUT_S = 600.0  # until the run file is known
 HOST_STAGES = (
     "join",
     "agree on run and plan",
+    "check machines",
     "open data",
     "build model",
     "check model",
