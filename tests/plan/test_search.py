@@ -445,14 +445,14 @@ def test_converters_are_named_in_the_order_of_their_changes():
     full = choose_converters(
         run_config(method__name="full", kernels__linear="fp8"), device="cpu", attention="sdpa", has_towers=True
     )
-    assert full == ("text_only", "fp8", "fused_modules")
+    assert full == ("parts", "fp8", "fused_modules")
 
 
 def test_towers_are_left_out_wherever_config_json_has_them_whatever_the_files_hold():
     """Without weights, or with those of the text alone, no tower is counted; the model is built with towers still."""
     made = plan(run_config(), facts(model_facts(is_multimodal=True, num_tower_parameters=0)))
-    assert "text_only" in made.converters
-    assert "text_only" not in plan(run_config(), facts()).converters
+    assert "parts" in made.converters
+    assert "parts" not in plan(run_config(), facts()).converters
 
 
 @pytest.mark.parametrize("keys", [{"checkpoint__keep_best": True}, {"stop__patience": 2}])

@@ -35,7 +35,8 @@ def build(plan: Plan, config: RunConfig) -> NativeEngine:
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
     world = World(rank, rank, world_size, torch.device("cpu"))
     loss_model, load = on_meta(plan, config, resumes=True)
-    everything = all(parameter.requires_grad for parameter in loss_model.parameters())
+    unused = loss_model.images.unused if loss_model.images is not None else set()
+    everything = all(p.requires_grad for name, p in loss_model.model.named_parameters() if name not in unused)
     return apply(loss_model, change_plan(plan, trains_everything=everything), world, load)
 
 

@@ -20,7 +20,7 @@ from manyhands.model.loss import LossModel
 
 # Name in a plan -> module and class, imported when a plan names it. A plan may also name ``module:Class`` itself.
 CONVERTERS = {
-    "text_only": "manyhands.convert.text_only:TextOnly",
+    "parts": "manyhands.convert.parts:Parts",
     "nf4": "manyhands.convert.nf4:Nf4Blocks",
     "fp8_weights": "manyhands.convert.fp8:Fp8Weights",
     "fp8": "manyhands.convert.fp8:Fp8Blocks",

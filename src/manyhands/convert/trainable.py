@@ -19,17 +19,18 @@ from manyhands.config.schema import MethodSection
 from manyhands.convert.nf4 import Nf4Linear
 from manyhands.convert.protocol import BaseConverter
 from manyhands.core.errors import UserError
-from manyhands.model.structure import find_blocks
+from manyhands.model.structure import find_blocks, text_parameters
 
 
 def train_by_pattern(model: nn.Module, method: MethodSection, token_ids: Iterable[int] = ()) -> list[str]:
     """Train what ``method.train`` reaches (everything if it is empty) and ``method.freeze`` does not; names of what is
-    trained.
+    trained. Of a model of text and images among the text's weights alone: ``method.parts`` is for the others.
 
     Works on meta and on a loaded model. A tied weight is one weight: it is reached by each of its names. UserError for
     a pattern that reaches nothing, for nothing trained, and for new tokens (``token_ids``) whose rows are not trained.
     """
-    names = name_parameters(model)
+    outside = {name for name, _ in model.named_parameters()} - set(text_parameters(model))
+    names = {key: own for key, own in name_parameters(model).items() if own[0] not in outside}
     chosen = _reach(names, method.train, "method.train") if method.train else set(names)
     chosen -= _reach(names, method.freeze, "method.freeze")
     if not chosen:
@@ -44,7 +45,7 @@ def train_by_pattern(model: nn.Module, method: MethodSection, token_ids: Iterabl
     if any(True for _ in token_ids):
         _check_rows_of_tokens(model, chosen)
     model.requires_grad_(False)
-    train_parameters(model, chosen, cast=len(chosen) < len(names))
+    train_parameters(model, chosen, cast=len(chosen) < len(names) + len(outside))
     return [own[0] for key, own in names.items() if key in chosen]
 
 
@@ -94,6 +95,9 @@ class TrainedPatterns(BaseConverter):
         train_by_pattern(model, self.context.method, () if new_tokens is None else new_tokens.ids)
 
 
+CONVOLUTIONS = (nn.Conv2d, nn.Conv3d)
+
+
 class CastsItsMasters:
     """A base class put in front of a module's own: its forward pass uses its parameters cast to ``compute_dtype``.
 
@@ -106,6 +110,8 @@ class CastsItsMasters:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         masters = dict(self._parameters)
+        if isinstance(self, CONVOLUTIONS):  # towers cast images to the dtype of this weight, which is the master's
+            args = tuple(x.to(self.compute_dtype) for x in args)
         try:
             for key, master in masters.items():
                 self._parameters[key] = None if master is None else master.to(self.compute_dtype)

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from manyhands.core.limits import MAX_AHEAD_BYTES, MAX_LEAVING_BYTES, PASSING_TENSORS
-from manyhands.model.structure import find_blocks
+from manyhands.model.structure import find_blocks, find_tower_blocks, is_multimodal
 from manyhands.plan.layout import Checkpointing
 
 LINEAR = {"aten::mm": 0, "aten::addmm": 1}  # which argument the inputs are; the weight (i, o) is the next one
@@ -67,6 +67,17 @@ def checkpoint_blocks(model: nn.Module, modes: Sequence[Checkpointing], *, compi
             block.forward = functools.partial(_checkpoint_in_training, block, block.forward, contexts)
         elif mode != "none":
             options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
+            block.gradient_checkpointing = True
+            block._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False, **options)
+
+
+def checkpoint_towers(model: nn.Module, mode: Checkpointing) -> None:
+    """The same for the repeated layers of trained vision towers, which are not compiled. A frozen one keeps nothing."""
+    contexts = CONTEXTS.get(mode)
+    options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
+    blocks: list[Any] = list(find_tower_blocks(model).values()) if mode != "none" else []
+    for block in blocks:
+        if any(parameter.requires_grad for parameter in block.parameters()):
             block.gradient_checkpointing = True
             block._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False, **options)
 
@@ -234,11 +245,12 @@ class ActivationStore:
 
 
 def offload_activations(model: Any, device: torch.device) -> ActivationStore:
-    """Let the base of ``model`` (embeddings, blocks, last norm; not the head) keep its activations in host memory.
+    """Let the base of ``model`` (embeddings, blocks, last norm; not the head) keep its activations in host memory; of a
+    model of text and images its text decoder.
 
     Weights stay: autograd saves parameters themselves or views of them, whether gathered by FSDP2, compiled or neither.
     """
-    base: nn.Module = getattr(model, model.base_model_prefix)
+    base: nn.Module = model.get_decoder() if is_multimodal(model.config) else getattr(model, model.base_model_prefix)
     store = ActivationStore(device)
     entered: list[torch.autograd.graph.saved_tensors_hooks] = []
 

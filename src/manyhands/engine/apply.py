@@ -27,12 +27,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
+from manyhands.core.holding import is_full
 from manyhands.core.world import World
-from manyhands.engine.activations import checkpoint_blocks, offload_activations
+from manyhands.engine.activations import checkpoint_blocks, checkpoint_towers, offload_activations
 from manyhands.engine.masters import ComputeCopy
 from manyhands.engine.native import SHARD, NativeEngine
 from manyhands.model.loss import LossModel
-from manyhands.model.structure import find_blocks
+from manyhands.model.structure import find_blocks, find_tower_blocks
 from manyhands.plan.layout import Layout
 from manyhands.plan.types import Plan
 
@@ -60,10 +61,18 @@ def apply(
     check_trained(loss_model, layout)
     num_blocks = len(find_blocks(loss_model.model))
     checkpoint_blocks(loss_model.model, layout.checkpointing_by_layer(num_blocks), compiled=layout.compile)
+    checkpoint_towers(loss_model.model, layout.activation_checkpointing)
     if layout.compile:
         # Inside the recomputed region (around it where that is selective), outside the gathering of shards.
         compile_blocks(loss_model.model, dynamic=True if layout.dynamic else None)
 
+    if layout.zero_stage and loss_model.images is not None:
+        raise UserError(
+            "DeepSpeed does not train models of text and images here",
+            where=f"parallel.strategy: {layout.strategy}",
+            why="a rank whose micro-batch has no image would stay out of its collectives",
+            fix="use parallel.strategy fsdp, hsdp or ddp",
+        )
     if layout.zero_stage:
         from manyhands.engine.deepspeed import apply_zero  # an extra
 
@@ -80,7 +89,7 @@ def apply(
         )
     materialize(loss_model, torch.device("cpu") if layout.offload == "all" else world.device)
     if layout.offload == "all":
-        _move_buffers(loss_model, world.device)
+        _move_whole(loss_model, world.device)
     if layout.offload_activations:
         offload_activations(loss_model.model, world.device)
     if mesh is not None:
@@ -96,7 +105,9 @@ def check_trained(loss_model: LossModel, layout: Layout) -> None:
     """UserError where the model disagrees with its layout about what is trained, which would change the numerics: the
     plan knows the names in the model's files, the model itself what it loads of them.
     """
-    frozen = [name for name, parameter in loss_model.model.named_parameters() if not parameter.requires_grad]
+    unused = loss_model.images.unused if loss_model.images is not None else set()
+    named = loss_model.model.named_parameters()
+    frozen = [name for name, parameter in named if not parameter.requires_grad and name not in unused]
     if layout.trains_everything == (not frozen):
         return
     raise UserError(
@@ -164,11 +175,19 @@ def shard(
     dtypes: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if mixed else {}
     policy = MixedPrecisionPolicy(cast_forward_inputs=False, **dtypes)
     place = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
-    for block in find_blocks(loss_model.model).values():
+    towers, whole = _divide_towers(loss_model)
+    for block in (*find_blocks(loss_model.model).values(), *towers):
         fully_shard(
             block, mesh=mesh, mp_policy=policy, offload_policy=place, reshard_after_forward=reshard_after_forward
         )
-    fully_shard(loss_model, mesh=mesh, mp_policy=policy, offload_policy=place, reshard_after_forward=False)
+    fully_shard(
+        loss_model,
+        mesh=mesh,
+        mp_policy=policy,
+        offload_policy=place,
+        reshard_after_forward=False,
+        ignored_params=whole,
+    )
     for module in loss_model.modules():
         if isinstance(module, FSDPModule):
             if mesh.size() > 1:  # else nothing is averaged, and a factor would only cost a division by it
@@ -178,9 +197,34 @@ def shard(
         register_fsdp_forward_method(loss_model, method)
 
 
-def _move_buffers(module: nn.Module, device: torch.device) -> None:
-    """Buffers (rotary frequencies, indices) to where the forward pass runs: FSDP2 moves parameters only."""
+def _divide_towers(loss_model: LossModel) -> tuple[list[nn.Module], set[nn.Parameter]]:
+    """(tower blocks that are sharded, parameters of tower and projector that every rank holds in full).
+
+    What is frozen is held in full, so that it takes no part in any collective and runs only where there are images. A
+    block with trained weights is sharded: every rank has to run it in each micro-batch.
+    """
+    images = loss_model.images
+    if images is None:
+        return [], set()
+    named = dict(loss_model.model.named_parameters())
+    outer = {named[name] for names in images.parts.values() for name in names}
+    blocks = [
+        block
+        for block in find_tower_blocks(loss_model.model).values()
+        if any(parameter.requires_grad for parameter in block.parameters())
+    ]
+    images.always_runs = bool(blocks)
+    return blocks, {p for p in outer if not p.requires_grad} - {p for block in blocks for p in block.parameters()}
+
+
+def _move_whole(module: nn.Module, device: torch.device) -> None:
+    """Buffers (rotary frequencies, indices) and parameters that are not sharded to where the forward pass runs: FSDP2
+    moves its own parameters only.
+    """
     for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None and is_full(parameter):
+                part._parameters[name] = nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
         for name, buffer in part._buffers.items():
             if buffer is not None:
                 part._buffers[name] = buffer.to(device)

@@ -73,6 +73,14 @@ class RankEngine:
         """Forgets what backward passes have given since the last step."""
         self.optimizer.zero_grad(set_to_none=True)
 
+    def drop_image_gradients(self) -> None:
+        """Forgets the gradients of vision tower and projector, which are zeros in a step without images: none of them
+        moves then, nor decays.
+        """
+        if self.loss_model.images is not None:
+            for parameter in self.loss_model.images.trained(self.model):
+                parameter.grad = None
+
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over all ranks, in place; returns it."""
         if self.world.world_size > 1:

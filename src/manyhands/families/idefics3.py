@@ -24,7 +24,7 @@ IDEFICS3 = Family(
     towers=("model.vision_model",),
     projectors=("model.connector",),
     images=ImageLayout(
-        "tiles",  # the forward pass wants one more axis before: (1, tiles, 3, H, W)
+        "tiles",  # (1, tiles, 3, H, W) in the forward pass
         (SQUARES,),
         _expand,
         {
@@ -34,6 +34,7 @@ IDEFICS3 = Family(
         },
         fields={"image_seq_len": 169},
         arguments={"return_row_col_info": True},
+        leading_axis=True,
     ),
 )
 

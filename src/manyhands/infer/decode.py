@@ -20,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from manyhands.core.progress import advance
 from manyhands.infer.settings import GenerationSettings
 from manyhands.model.attention import plain_attention
+from manyhands.model.structure import set_attention
 
 COMPACT_BELOW = 0.75  # rows still active, as a share of the batch; each time costs a copy of the cache
 EXACT_LAYERS = {"full_attention", "sliding_attention"}  # what such a layer computes does not depend on padding
@@ -364,11 +365,11 @@ def plain_evaluation(model: nn.Module) -> Iterator[None]:
         _register_grouped()
         plain = GROUPED
     if attention != plain:
-        causal.set_attn_implementation(plain)
+        set_attention(causal, plain)
     model.eval()
     try:
         yield
     finally:
         model.train(was_training)
         if attention != plain:
-            causal.set_attn_implementation(attention)
+            set_attention(causal, attention)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -69,6 +69,20 @@ class AttentionKernels:
             self.dim,
             self.dtype,
         )
+
+
+class ImageRows(NamedTuple):
+    """Images among the b t positions of a batch, whose tokens see all of their own image and what is before it.
+
+    Queries and keys of the images lie end to end; the keys of an image are its document's up to its own end.
+    """
+
+    ids: torch.Tensor  # (b t) int64: which image a position belongs to, -1 for text
+    longest: int  # tokens of an image
+    queries: torch.Tensor  # (image tokens) int64, positions
+    keys: torch.Tensor  # (keys of all images) int64, positions; one may stand for several images
+    cu_queries: torch.Tensor  # (images + 1) int32
+    cu_keys: torch.Tensor  # (images + 1) int32
 
 
 # What ``choose_attention_kernels`` found, one for the process: compiled code reads it as a constant. None: varlen for
@@ -171,12 +185,14 @@ def attend_varlen(
     max_length_q: int | None = None,
     max_length_k: int | None = None,
     row_length: int | None = None,
+    image_rows: ImageRows | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within each document. ``query`` (b, h, t, d), ``key`` and ``value`` (b, g, t, d) -> (b, t, h,
     d).
 
-    ``row_length``: every document has this length, and they fill the batch. Raises ``RuntimeError`` where an argument
+    ``row_length``: every document has this length, and they fill the batch. ``image_rows``: queries of an image see
+    all of it, which a window bounds on the left alone; their rows are computed anew. Raises ``RuntimeError`` where an argument
     would be ignored or the documents' lengths did not arrive.
     """
     _refuse_what_is_missed(VARLEN, module, attention_mask, dropout, max_length_q, cu_seq_lens_q, others)
@@ -194,7 +210,7 @@ def attend_varlen(
         sliding_window - 1 if sliding_window and sliding_window < longest else -1
     )  # positions seen to the left of a query
     kernels = _kernels if _kernels is not None and _kernels.tested_with(query, key) else None
-    if kernels is not None and kernels.rows.name and row_length is not None and window < 0:
+    if kernels is not None and kernels.rows.name and row_length is not None and window < 0 and image_rows is None:
         query, key, value = (_split_rows(x, row_length) for x in (query, key, value))
         dense = attend_dense(query, key, value, scaling, kernels.rows.name)  # (b t / l, h, l, d)
         return dense.transpose(1, 2).reshape(num_samples, length, num_heads, -1), None
@@ -203,8 +219,22 @@ def attend_varlen(
         out = attend_flash4(query, key, value, cu_seq_lens_q, max_length_q, scaling, window)
     else:
         out = _attend_torch_varlen(
-            query, key, value, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, scaling, window
+            query, key, value, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, scaling, (window, 0)
         )
+    if image_rows is not None:
+        rows = image_rows
+        seen = _attend_torch_varlen(
+            query[rows.queries],
+            key[rows.keys],  # by an index, whose gradient is summed in a fixed order
+            value[rows.keys],
+            rows.cu_queries,
+            rows.cu_keys,
+            max_length_q,
+            max_length_k,
+            scaling,
+            (window, -1),
+        )
+        out = out.index_copy(0, rows.queries, seen.to(out.dtype))
     return out.view(num_samples, length, num_heads, -1), None
 
 
@@ -217,9 +247,11 @@ def _attend_torch_varlen(
     max_length_q: int,
     max_length_k: int,
     scaling: float | None,
-    window: int,
+    window: tuple[int, int],
 ) -> torch.Tensor:
-    """(t, h, d), (t, g, d) -> (t, h, d)"""
+    """(t, h, d), (s, g, d) -> (t, h, d). ``window``: keys seen to the left and to the right of a query's own, which
+    is the last key for the last query; -1: all.
+    """
     extra: dict[str, Any] = {}
     if key.shape[1] != query.shape[1]:
         if TAKES_GROUPS:
@@ -228,7 +260,7 @@ def _attend_torch_varlen(
             repeat = query.shape[1] // key.shape[1]
             key, value = (x.repeat_interleave(repeat, dim=1) for x in (key, value))
     lengths = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
-    out: Any = varlen_attn(query, key, value, *lengths, scale=scaling, window_size=(window, 0), **extra)
+    out: Any = varlen_attn(query, key, value, *lengths, scale=scaling, window_size=window, **extra)
     return out  # type: ignore[no-any-return]
 
 
@@ -251,6 +283,7 @@ def attend_blockwise(
     softcap: float | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: int | None = None,
+    image_rows: ImageRows | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """The same in plain torch, with scores squashed to ``softcap tanh(score / softcap)`` where that is asked.
@@ -269,13 +302,17 @@ def attend_blockwise(
     documents = torch.bucketize(positions, cu_seq_lens_q[1:].long(), right=True)  # (b t): which one each position is in
     reach = min(max_length_q, total, sliding_window or total)  # keys that a query may see, its own among them
     scaling = dim**-0.5 if scaling is None else scaling
-    size = max(16, min(MAX_BLOCK_SCORES // (num_heads * 2 * reach), max(reach, 256)))  # queries of one block
+    ahead = 0 if image_rows is None else image_rows.longest - 1  # keys after a query that it may see
+    size = max(16, min(MAX_BLOCK_SCORES // (num_heads * (2 * reach + ahead)), max(reach, 256)))  # queries of one block
     outs = []
     for start in range(0, total, size):
-        seen = slice(max(0, start - reach + 1), min(start + size, total))  # up to reach + size keys
-        rows = slice(start, seen.stop)
+        rows = slice(start, min(start + size, total))
+        seen = slice(max(0, start - reach + 1), min(rows.stop + ahead, total))  # up to reach + size + ahead keys
         distance = positions[rows, None] - positions[None, seen]
-        hidden = (distance < 0) | (distance >= reach) | (documents[rows, None] != documents[None, seen])
+        after = distance < 0
+        if image_rows is not None:
+            after &= (image_rows.ids[rows, None] != image_rows.ids[None, seen]) | (image_rows.ids[rows, None] < 0)
+        hidden = after | (distance >= reach) | (documents[rows, None] != documents[None, seen])
         arguments = (query[rows], key[seen], value[seen], hidden, scaling, softcap)
         if torch.is_grad_enabled():
             outs.append(checkpoint(_attend_block, *arguments, use_reentrant=False, preserve_rng_state=False))

@@ -15,6 +15,7 @@ from manyhands import families
 from manyhands.core.errors import UserError
 from manyhands.core.holding import local
 from manyhands.model.loss import IGNORED, LossModel
+from manyhands.model.structure import set_attention
 
 # Relative deviations that rounding alone may cause. The wider ones are for runs of other shapes, whose matrix products
 # may sum in another order: 0.04 was seen on random weights of an 8B shape in bfloat16, after 32 blocks.
@@ -169,11 +170,11 @@ def _logits_alone(engine: Probed, loss_model: LossModel, documents: list[torch.T
     """Logits (1, t, v) of each document by itself, with the attention that transformers writes out in full."""
     model = loss_model.model
     implementation = model.config._attn_implementation
-    model.set_attn_implementation("eager")
+    set_attention(model, "eager")
     try:
         return [engine.logits({"input_ids": document}) for document in documents]
     finally:
-        model.set_attn_implementation(implementation)
+        set_attention(model, implementation)
 
 
 def _deviation(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -24,7 +24,8 @@ from manyhands.core.progress import advance
 from manyhands.core.seeds import named_seed
 from manyhands.facts.model import shares_head
 from manyhands.facts.types import NewTokens
-from manyhands.model.attention import IMPLEMENTATIONS, register_attention
+from manyhands.model.attention import register_attention
+from manyhands.model.multimodal import choose_attention, takes_images
 from manyhands.model.resize_embeddings import Resized, rows_by_token
 from manyhands.model.source import Checkpoint, needs_conversion, open_weights, read_checkpoint, read_converted
 from manyhands.model.structure import auto_class, is_multimodal
@@ -58,7 +59,8 @@ def build_meta(plan: Plan, config: RunConfig, report: Callable[[str], object] = 
     What changes the model after that are the plan's converters.
     """
     layout, model_config = plan.layout, read_transformers_config(plan, config)
-    if disabled := disable_dropout(model_config):
+    whole = config.method.name == "full" and (layout.trains_everything or not takes_images(plan))
+    if disabled := disable_dropout(model_config, towers=takes_images(plan)):
         report(f"the model's own dropout is off: {', '.join(disabled)}; set method.dropout to train with dropout")
     if plan.new_tokens is not None:
         model_config.get_text_config().vocab_size = plan.new_tokens.vocab_size
@@ -69,8 +71,8 @@ def build_meta(plan: Plan, config: RunConfig, report: Callable[[str], object] = 
         with torch.device("meta"):
             model = auto_class(model_config).from_config(
                 model_config,
-                dtype=getattr(torch, layout.master_dtype if config.method.name == "full" else layout.frozen_dtype),
-                attn_implementation=IMPLEMENTATIONS[plan.attention],
+                dtype=getattr(torch, layout.master_dtype if whole else layout.frozen_dtype),
+                attn_implementation=choose_attention(plan, model_config),
                 trust_remote_code=config.model.trust_remote_code,
             )
     except Exception as error:  # whatever config.json holds: transformers raises many kinds
@@ -105,14 +107,17 @@ def read_transformers_config(plan: Plan, config: RunConfig) -> Any:
         ) from error
 
 
-def disable_dropout(model_config: Any) -> list[str]:
+def disable_dropout(model_config: Any, *, towers: bool = False) -> list[str]:
     """Set every dropout of a transformers config to 0, in place; returns what was on, such as
     ``attention_dropout=0.1``.
 
-    A few families have some by default, and ``.train()`` turns it on: dropout comes from our config only.
+    A few families have some by default, and ``.train()`` turns it on: dropout comes from our config only. ``towers``:
+    of the vision tower too.
     """
     text, found = model_config.get_text_config(), []
-    for part in (model_config,) if text is model_config else (model_config, text):
+    vision = getattr(model_config, "vision_config", None) if towers else None
+    parts = {id(part): part for part in (model_config, text, vision) if hasattr(part, "to_dict")}
+    for part in parts.values():
         on = {
             key: value
             for key, value in part.to_dict().items()

@@ -26,6 +26,7 @@ from manyhands.data.collate import TEXT_ENTRIES
 from manyhands.kernels.loss import choose_backend
 from manyhands.kernels.loss.head import Head, agrees, read_head
 from manyhands.model.attention import attention_kwargs, count_positions
+from manyhands.model.multimodal import Images
 
 IGNORED = -100  # labels with this value are not trained
 PROBE_ROWS = 16
@@ -41,10 +42,12 @@ class LossModel(nn.Module):
     hold ``label_positions`` (m) int64, the flat positions that have a label: on a GPU this spares a wait for the
     device. It may hold ``loss_weights`` (b, t) float32, aligned with ``labels``: then the loss is ``sum_i w_i ce_i``
     and its weight ``sum_i w_i``; without them every label weighs 1, and the weight is their exact number. Any entry
-    that a batch of text does not have (``TEXT_ENTRIES``) goes to the model under its own name.
+    that a batch of text does not have (``TEXT_ENTRIES``) goes to the model under its own name, but for images
+    (``model/multimodal.py``), which reach its decoder in place of their tokens.
     """
 
     model: Any  # a transformers causal model
+    images: Images | None = None  # set where tower and projector are in memory
     _head: Head | None
 
     def __init__(self, model: Any, *, fuse: bool = False) -> None:
@@ -124,6 +127,9 @@ class LossModel(nn.Module):
 
     def logits(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """Logits (b, t, v) from the model's own forward pass, all positions at once: for checks on small batches."""
+        if self.images is not None and self.images.are_in(batch):
+            hidden = self._hidden_states(batch)
+            return self.logits_of(hidden).unflatten(0, batch["input_ids"].shape)
         kwargs = self._model_inputs(batch)
         return self.model(input_ids=batch["input_ids"], use_cache=False, **kwargs).logits
 
@@ -140,14 +146,18 @@ class LossModel(nn.Module):
 
     def _hidden_states(self, batch: Mapping[str, Any]) -> torch.Tensor:
         # use_cache=False is not for speed: with a cache transformers skips the detection of packed documents
-        base = getattr(self.model, self.model.base_model_prefix)
         kwargs = self._model_inputs(batch)
+        if self.images is not None and self.images.are_in(batch):
+            kwargs |= self.images.decoder_inputs(self.model, batch)
+            return self.model.get_decoder()(use_cache=False, **kwargs)[0].flatten(0, 1)
+        base = getattr(self.model, self.model.base_model_prefix)
         return base(input_ids=batch["input_ids"], use_cache=False, **kwargs)[0].flatten(0, 1)
 
     def _model_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         config = self.model.config
         kwargs = attention_kwargs(batch, config._attn_implementation, count_positions(config))
-        return kwargs | {name: value for name, value in batch.items() if name not in TEXT_ENTRIES}
+        taken = TEXT_ENTRIES if self.images is None else TEXT_ENTRIES | self.images.entries
+        return kwargs | {name: value for name, value in batch.items() if name not in taken}
 
     def _checked_head(self, hidden: torch.Tensor) -> Head | None:
         """The head to fuse with; once, on a few rows, its logits are compared with the model's own (waits for the

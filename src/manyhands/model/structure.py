@@ -2,14 +2,14 @@
 
 Blocks and text are found by the module tree alone. A multimodal model is opened as a whole, so that the same model is
 trained, reopened and adapted: its tensors' names are those of the published files, and PEFT finds an adapter's layers
-in what a user loads. It is trained on text: what text never passes through (vision and audio towers, their projectors)
-is left out of memory, neither loaded nor adapted, quantized, sharded or saved in checkpoints, and what is exported
-takes it from the source, byte for byte.
+in what a user loads. Trained on text, what text never passes through (vision and audio towers, their projectors) is
+left out of memory, neither loaded nor adapted, quantized, sharded or saved in checkpoints, and what is exported takes
+it from the source, byte for byte. With images ``model/multimodal.py`` lets them pass through towers and projectors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -47,6 +47,17 @@ def text_modules(model: Any) -> set[nn.Module] | None:
     return set(model.get_decoder().modules()) if config is not None and is_multimodal(config) else None
 
 
+def text_parameters(model: Any) -> dict[str, nn.Parameter]:
+    """The parameters of decoder, embeddings and head by name; all of a model that is all text."""
+    text = text_modules(model)
+    named = dict(model.named_parameters())
+    if text is None:
+        return named
+    text |= {module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None}
+    own = {id(parameter) for module in text for parameter in module.parameters()}
+    return {name: parameter for name, parameter in named.items() if id(parameter) in own}
+
+
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The decoder blocks by their names in ``model``, in order.
 
@@ -71,6 +82,26 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
             fix="use a decoder family whose implementation comes with transformers",
         )
     return blocks
+
+
+def find_tower_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The repeated layers of the towers of a multimodal model, by name, in order; {} where these are left out."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    text, blocks = text_modules(model) or set(model.modules()), {}
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in blocks)
+        if isinstance(module, GradientCheckpointingLayer) and module not in text and not inside:
+            blocks[name] = module
+    return blocks
+
+
+def set_attention(model: Any, implementation: str) -> None:
+    """Let the text of ``model`` compute attention so; towers keep theirs, which knows no documents."""
+    config = model.config
+    text = config.get_text_config()
+    keys = [key for key in config.sub_configs if getattr(config, key, None) is text]
+    model.set_attn_implementation(dict.fromkeys(["", *keys], implementation) if keys else implementation)
 
 
 def block_linears(model: nn.Module) -> dict[str, nn.Linear]:
@@ -113,29 +144,30 @@ class LeftOut(nn.Module):
             raise TextNeedsTower(f"{self.__dict__.get('name', 'a part')}.{name}") from None
 
 
-def leave_out_towers(model: Any) -> list[str]:
+def leave_out_towers(model: Any, which: Callable[[str], bool] = lambda _: True) -> list[str]:
     """Replace by a ``LeftOut`` every module with parameters that is neither decoder, embeddings nor head.
 
     Parameters of the modules around these too (such as the token that ends a row of an image). Returns their names; a
-    text model is not changed.
+    text model is not changed. ``which`` says whether the one of this name is left out.
     """
     if not is_multimodal(model.config):
         return []
     text = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
-    _leave_out(model, {id(module) for module in text if module is not None}, "")
+    _leave_out(model, {id(module) for module in text if module is not None}, "", which)
     return left_out(model)
 
 
-def _leave_out(module: nn.Module, kept: set[int], prefix: str) -> None:
+def _leave_out(module: nn.Module, kept: set[int], prefix: str, which: Callable[[str], bool]) -> None:
     for name, _ in list(module.named_parameters(recurse=False)):
-        delattr(module, name)
-        module.add_module(name, LeftOut(prefix + name))
+        if which(prefix + name):
+            delattr(module, name)
+            module.add_module(name, LeftOut(prefix + name))
     for name, child in list(module.named_children()):
         if id(child) in kept or next(child.parameters(), None) is None:
             continue
         if any(id(inner) in kept for inner in child.modules()):
-            _leave_out(child, kept, f"{prefix}{name}.")
-        else:
+            _leave_out(child, kept, f"{prefix}{name}.", which)
+        elif which(prefix + name):
             setattr(module, name, LeftOut(prefix + name))
 
 

@@ -214,7 +214,7 @@ def choose_converters(
     whole = config.parallel.strategy != "zero3"  # whose weights are there while their own module computes, no longer
     fuses = asked.lora == "fused" or (asked.lora == "auto" and gpu and whole)
     wanted = {
-        "text_only": has_towers,
+        "parts": has_towers,
         "nf4": method.name == "qlora",
         "fp8_weights": config.model.frozen_dtype == "fp8",
         "fp8": fp8,

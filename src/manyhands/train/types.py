@@ -36,6 +36,10 @@ class Engine(Protocol):
         """
         ...
 
+    def drop_image_gradients(self) -> None:
+        """Forgets what a step without images gave the parts that only images pass through."""
+        ...
+
     def gradient_norm(self) -> torch.Tensor:
         """The global 2-norm of all gradients, summed in float64, as a 0-d float64 tensor, the same on every rank."""
         ...

@@ -1,0 +1,209 @@
+"""Images on their way into a language model: features of tower and projector, put in the place of their tokens.
+
+The forward pass is split. The family's own ``get_image_features`` gets nothing of the text (which would hand the text's
+document bounds to the attention of the tower); its features replace the embeddings of the image tokens; the text decoder
+gets these with its positions. So documents that lie side by side stay apart, whatever attention computes them. Knows
+no files and no ranks; an engine that shards a trained tower sets ``Images.always_runs``.
+
+In a batch the items (patches, squares) of all images of all documents lie end to end, as ``families/family.py``
+declares them; ``rope_positions`` (3, b, t) stand beside ``position_ids`` where positions have three axes.
+Shapes: b samples or 1 pack, t positions, n image tokens, e hidden size.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from manyhands import families
+from manyhands.core.errors import UserError
+from manyhands.facts.towers import part_of
+from manyhands.families import Family, ImageLayout
+from manyhands.model.attention import BLOCKWISE, IMPLEMENTATIONS, ImageRows, attention_kwargs, count_positions
+from manyhands.model.structure import text_parameters
+from manyhands.plan.types import Plan
+
+OUTER_PARTS = ("vision", "projector")  # what leads to the embeddings of the language model
+HAS_IMAGES, ROPE_POSITIONS = "has_images", "rope_positions"  # entries of a batch beside the images themselves
+BLOCK = re.compile(r"\.layers\.(\d+)\.")
+
+
+def takes_images(plan: Plan) -> bool:
+    """Whether the model of ``plan`` has its tower and projector in memory."""
+    return any(plan.parts.get(part, "left_out") != "left_out" for part in OUTER_PARTS)
+
+
+def choose_attention(plan: Plan, model_config: Any) -> str | dict[str, str]:
+    """transformers' ``attn_implementation``: the plan's for the text; towers, which know no documents, have ``sdpa``.
+
+    Images that are read in both directions need a function of ours, since transformers' mask joins those of
+    documents that touch.
+    """
+    text = IMPLEMENTATIONS[plan.attention]
+    if not takes_images(plan):
+        return text
+    layout = families.find(model_config.model_type).images
+    if layout is not None and layout.bidirectional and text == "sdpa":
+        text = BLOCKWISE
+    own = model_config.get_text_config()
+    return {"": text} | {key: text if getattr(model_config, key) is own else "sdpa" for key in model_config.sub_configs}
+
+
+def outer_parameters(model: Any, family: Family) -> dict[str, str]:
+    """``vision`` or ``projector`` for each parameter that is not the text's, by its name in ``model``; {} for a text
+    model.
+    """
+    text = text_parameters(model)
+    return {name: part_of(name, family) for name, _ in model.named_parameters() if name not in text}
+
+
+def unused_parameters(model: Any, names: Mapping[str, str]) -> set[str]:
+    """Those of ``outer_parameters`` that no feature depends on: layers above the one whose output is taken
+    (``vision_feature_layer``, -2 in LLaVA: the last but one), and what follows the last.
+    """
+    layer = getattr(model.config, "vision_feature_layer", None)
+    if layer is None or not hasattr(model.config.vision_config, "num_hidden_layers"):
+        return set()
+    if getattr(model.config, "downsample_ratio", None) is not None and layer == -1:
+        return set()  # InternVL takes what follows its last layer too
+    depth = model.config.vision_config.num_hidden_layers
+    used = max(at if at >= 0 else depth + 1 + at for at in (layer if isinstance(layer, list | tuple) else [layer]))
+    above = {name for name in names if (found := BLOCK.search(name)) and int(found[1]) >= used}
+    after = {name for name in names if ".post_layernorm." in name or ".vision_tower.head." in name}
+    return {name for name in above | after if names[name] == "vision"}
+
+
+class Images:
+    """How the images of a batch reach the decoder of ``model``, a transformers model with its tower in memory.
+
+    ``trains``: whether tower or projector is trained, known once the converters are through. ``always_runs``: tower
+    and projector run in every forward pass, on a small image where a micro-batch has none, because their weights are
+    sharded and every rank has to take part.
+    """
+
+    def __init__(self, model: Any, family: Family) -> None:
+        if family.images is None:
+            raise UserError(
+                f"images cannot be trained with models of type {model.config.model_type}",
+                where="model.name",
+                why=f"how images reach {type(model).__name__} is not described in manyhands/families",
+                fix="leave the images out of the data (method.parts.vision: left_out), or use Gemma 3, Qwen2.5-VL, "
+                "Qwen3-VL, LLaVA, LLaVA-OneVision, SmolVLM, Idefics 3 or InternVL",
+            )
+        self.layout: ImageLayout = family.images
+        self.token_id = int(getattr(model.config, self.layout.token_field))
+        self.always_runs = False
+        self._trained: list[tuple[nn.Module, str]] | None = None
+        self._outer = outer_parameters(model, family)
+        self.unused = unused_parameters(model, self._outer)
+        self.parts = {part: [n for n, own in self._outer.items() if own == part] for part in OUTER_PARTS}
+
+    @property
+    def entries(self) -> frozenset[str]:
+        """Entries of a batch that are taken here, and not handed to the model."""
+        bounds = (f"cu_{name}" for name in self.layout.names)
+        return frozenset({*self.layout.names, *bounds, ROPE_POSITIONS, HAS_IMAGES})
+
+    def are_in(self, batch: Mapping[str, Any]) -> bool:
+        """Whether ``batch`` is of a data set with images, be there one in it or none."""
+        return self.layout.names[0] in batch
+
+    def trained(self, model: nn.Module) -> list[nn.Parameter]:
+        """The trained parameters of tower and projector, as they are held at present."""
+        if self._trained is None:
+            places = ((name.rpartition(".")[0], name.rpartition(".")[2]) for name in self._outer)
+            modules = [(model.get_submodule(module), key) for module, key in places]
+            self._trained = [(module, key) for module, key in modules if module._parameters[key].requires_grad]  # type: ignore[union-attr]
+        found = [module._parameters[key] for module, key in self._trained]
+        return [parameter for parameter in found if parameter is not None]
+
+    def decoder_inputs(self, model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """What the text decoder gets in place of ``input_ids``: ``inputs_embeds`` (b, t, e), positions, and what
+        attention has to know.
+        """
+        ids, config = batch["input_ids"], model.config
+        is_image = ids == self.token_id
+        outside = self.token_id >= config.get_text_config().vocab_size
+        embeds = model.get_input_embeddings()(ids.masked_fill(is_image, 0) if outside else ids)
+        kwargs = attention_kwargs(batch, config._attn_implementation, count_positions(config))
+        if self.layout.mrope and ROPE_POSITIONS in batch:
+            kwargs["position_ids"] = torch.cat([batch["position_ids"][None], batch[ROPE_POSITIONS]])
+        if batch[self.layout.names[0]].shape[0]:
+            features, deeper = self._features(model, batch)
+            place = torch.nonzero_static(is_image.flatten(), size=len(features)).squeeze(1)
+            embeds = embeds.flatten(0, 1).index_copy(0, place, features.to(embeds.dtype)).view_as(embeds)
+            if deeper:
+                kwargs |= {"visual_pos_masks": is_image, "deepstack_visual_embeds": deeper}
+            if self.layout.bidirectional:
+                kwargs["image_rows"] = find_image_rows(is_image, kwargs["cu_seq_lens_q"])
+        elif self.always_runs or torch.is_grad_enabled():
+            embeds = embeds + self._nothing(model, ids.device).to(embeds.dtype)
+        return kwargs | {"inputs_embeds": embeds}
+
+    def _features(self, model: Any, batch: Mapping[str, Any]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Features (n, e) of all images, and those that further layers of the decoder add (Qwen3-VL's deepstack)."""
+        inputs = {name: batch[name] for name in self.layout.names}
+        if self.layout.leading_axis:
+            inputs["pixel_values"] = inputs["pixel_values"][None]
+        with torch.set_grad_enabled(torch.is_grad_enabled() and bool(self.trained(model))):
+            found = getattr(model, model.base_model_prefix).get_image_features(**inputs, return_dict=True)
+        features = found.pooler_output
+        parts = features if isinstance(features, tuple | list) else [features]
+        return torch.cat([part.flatten(0, -2) for part in parts]), list(
+            getattr(found, "deepstack_features", None) or ()
+        )
+
+    def _nothing(self, model: Any, device: torch.device) -> torch.Tensor:
+        """A zero that depends on every trained weight of tower and projector, so that a micro-batch without images
+        takes part in reducing their gradients, with zeros.
+
+        An empty slice is summed: a product with 0 would be nan for a feature that is inf. Where weights are sharded
+        within tower and projector, these have to run, on the smallest image there is; else weights are sliced as such.
+        """
+        if not self.always_runs:
+            empty = [parameter.flatten()[:0].sum() for parameter in self.trained(model)]
+            return torch.stack([value.float() for value in empty]).sum() if empty else torch.zeros((), device=device)
+        features, deeper = self._features(model, self._smallest(model.config, device))
+        return torch.stack([values[:0].sum() for values in (features, *deeper)]).sum()
+
+    def _smallest(self, config: Any, device: torch.device) -> dict[str, torch.Tensor]:
+        """The entries of one small image."""
+        vision = config.vision_config
+        if self.layout.layout == "patches":
+            merge = vision.spatial_merge_size
+            size = getattr(vision, "in_channels", 3) * vision.temporal_patch_size * vision.patch_size**2
+            grid = torch.tensor([[1, merge, merge]], device=device)
+            return {"pixel_values": torch.ones(merge**2, size, device=device), "image_grid_thw": grid}
+        side = vision.image_size[0] if isinstance(vision.image_size, list | tuple) else vision.image_size
+        batch = {"pixel_values": torch.ones(1, 3, side, side, device=device)}
+        if self.layout.layout == "anyres":  # of a document with several images, which have one square each
+            batch["image_sizes"] = torch.tensor([[side, side]], device=device)
+            batch["batch_num_images"] = torch.tensor([2], device=device)
+        return batch
+
+
+def find_image_rows(is_image: torch.Tensor, cu_seq_lens: torch.Tensor) -> ImageRows:
+    """The runs of image tokens (b, t) within each document of ``cu_seq_lens``: what attention in both directions needs.
+
+    An image is a run of its tokens, cut where a document begins, as in transformers of a document alone.
+    """
+    flat = is_image.flatten()
+    bounds = cu_seq_lens.long().unique()
+    begins = torch.zeros(flat.numel() + 1, dtype=torch.bool, device=flat.device).index_fill_(0, bounds, True)[:-1]
+    before = torch.nn.functional.pad(flat, (1, 0))[:-1]
+    starts = (flat & (~before | begins)).nonzero().squeeze(1)  # (images)
+    after = torch.nn.functional.pad(flat, (0, 1))[1:] & ~torch.nn.functional.pad(begins, (0, 1))[1:]
+    ends = (flat & ~after).nonzero().squeeze(1) + 1
+    documents = bounds[torch.bucketize(starts, bounds, right=True) - 1]  # where the image's document begins
+    num_queries, num_keys = ends - starts, ends - documents
+    ids = torch.full_like(flat, -1, dtype=torch.int64)
+    queries = flat.nonzero().squeeze(1)
+    ids[queries] = torch.arange(len(starts), device=flat.device).repeat_interleave(num_queries)
+    cu_queries, cu_keys = (torch.nn.functional.pad(n.cumsum(0), (1, 0)) for n in (num_queries, num_keys))
+    total, longest = int(cu_keys[-1]), int(num_queries.max())
+    keys = torch.arange(total, device=flat.device) + (documents - cu_keys[:-1]).repeat_interleave(num_keys)
+    return ImageRows(ids, longest, queries, keys, cu_queries.int(), cu_keys.int())
