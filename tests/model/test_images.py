@@ -1,26 +1,24 @@
-"""Images in a language model: each document of a pack as alone in transformers' own model, and frozen weights left
-alone.
-"""
+"""Images in a language model: each document of a pack as alone in transformers' own model, none seen by another."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from manyhands.core.errors import UserError
+from manyhands.model.attention import ImageRows
+from manyhands.model.multimodal import find_image_rows
 from manyhands.model.structure import auto_class_of
-from tests.support.images import FAMILIES, Document, count_loss_tokens, make_document, pack, reference_loss, train
+from tests.support.building import on_meta
+from tests.support.images import FAMILIES, QWEN, Document, make_document, pack, reference_loss, unpack
 from tests.support.layouts import build
 from tests.support.multimodal import write_tiny_multimodal
 from tests.support.tiny import tiny_plan, tiny_run
 
 TRAINED = {"vision": "trained", "projector": "trained", "language": "trained"}
-FROZEN = {"vision": "frozen", "projector": "frozen", "language": "trained"}
-PROJECTOR = {"vision": "frozen", "projector": "trained", "language": "frozen"}
 
 
 @pytest.fixture(scope="module")
@@ -32,14 +30,72 @@ def documents(family: str) -> list[Document]:
     return [make_document(family, num, seed, touching=True) for seed, num in enumerate((1, 2, 0, 1))]
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "blockwise"])
+def engine_of(folder: Path, **changes: Any) -> Any:
+    return build(tiny_plan(folder, **{"parts": TRAINED} | changes), tiny_run(folder))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_pack_has_the_loss_of_its_documents_alone(folders: dict[str, Path], family: str, attention: str) -> None:
-    plan = tiny_plan(folders[family], parts=TRAINED, attention=attention)
-    engine = build(plan, tiny_run(folders[family]))
+def test_a_pack_has_the_loss_of_its_documents_alone(folders: dict[str, Path], family: str) -> None:
+    """By transformers' attention and by ours, packed and as rows; one document's images never reach another."""
     reference: Any = auto_class_of(folders[family]).from_pretrained(folders[family], attn_implementation="sdpa")
     packed = documents(family)
     with torch.no_grad():
-        loss = engine.forward(pack(family, packed))["lm"][0]
-        expected = sum(reference_loss(reference, family, document) for document in packed)
-    assert float(loss) == pytest.approx(float(expected), rel=2e-6)
+        expected = [float(reference_loss(reference, family, document)) for document in packed]
+        for attention in ("sdpa", "blockwise"):
+            engine = engine_of(folders[family], attention=attention)
+            assert float(engine.forward(pack(family, packed))["lm"][0]) == pytest.approx(sum(expected), rel=2e-6)
+            row = unpack(pack(family, packed[1:2]))
+            assert float(engine.forward(row)["lm"][0]) == pytest.approx(expected[1], rel=2e-6)
+        before, bounds = engine.logits(pack(family, packed)), pack(family, packed)["cu_seq_lens"].tolist()
+        changed = pack(family, packed)
+        first = len(packed[0].inputs["pixel_values"])
+        changed["pixel_values"] = torch.cat(
+            [-packed[0].inputs["pixel_values"], pack(family, packed)["pixel_values"][first:]]
+        )
+        after = engine.logits(changed)
+    assert torch.equal(before[:, bounds[1] :], after[:, bounds[1] :])
+    assert not torch.allclose(before[:, : bounds[1]], after[:, : bounds[1]], atol=1e-3)
+
+
+def test_a_planted_leak_shows(folders: dict[str, Path]) -> None:
+    """Documents without their bounds: the comparison above would fail by far more than it allows."""
+    packed = documents("gemma3")
+    engine = engine_of(folders["gemma3"], attention="blockwise")
+    batch = pack("gemma3", packed)
+    with torch.no_grad():
+        right = float(engine.forward(batch)["lm"][0])
+        length = batch["input_ids"].shape[1]
+        leak = batch | {"cu_seq_lens": torch.tensor([0, length], dtype=torch.int32), "max_length": length}
+        wrong = float(engine.forward(leak)["lm"][0])
+    assert abs(wrong - right) > 1e-3 * right
+
+
+def test_the_tokens_of_an_image_are_cut_where_documents_touch() -> None:
+    is_image = torch.tensor([[0, 1, 1, 0, 1, 1, 1, 1, 0, 0]], dtype=torch.bool)
+    rows = find_image_rows(is_image, torch.tensor([0, 6, 10, 10], dtype=torch.int32))
+    assert isinstance(rows, ImageRows)
+    assert rows.ids.tolist() == [-1, 0, 0, -1, 1, 1, 2, 2, -1, -1] and rows.longest == 2
+    assert rows.queries.tolist() == [1, 2, 4, 5, 6, 7]
+    assert rows.keys.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 5, 6, 7]
+    assert rows.cu_queries.tolist() == [0, 2, 4, 6] and rows.cu_keys.tolist() == [0, 3, 9, 11]
+
+
+@pytest.mark.parametrize("family", ["gemma3", *QWEN])
+def test_a_micro_batch_without_images_is_text_and_gives_zeros(folders: dict[str, Path], family: str) -> None:
+    engine = engine_of(folders[family], attention="blockwise")
+    text = [make_document(family, 0, seed) for seed in (5, 6)]
+    batch = pack(family, text)
+    loss = engine.forward(batch)["lm"][0]
+    engine.backward(loss, last=True)
+    images = engine.loss_model.images
+    assert images is not None
+    gradients = [parameter.grad for parameter in images.trained(engine.model)]
+    assert len(gradients) > 15 and all(g is not None and not g.any() for g in gradients)
+    plain = {n: v for n, v in batch.items() if n not in images.entries}
+    assert float(engine.forward(plain)["lm"][0].detach()) == float(loss.detach())
+
+
+def test_families_whose_images_are_not_described_are_refused(tmp_path: Path) -> None:
+    folder = write_tiny_multimodal(tmp_path, family="llava_next")
+    with pytest.raises(UserError, match="images cannot be trained with models of type llava_next"):
+        on_meta(tiny_plan(folder, parts=TRAINED), tiny_run(folder))

@@ -116,7 +116,7 @@ def disable_dropout(model_config: Any, *, towers: bool = False) -> list[str]:
     """
     text, found = model_config.get_text_config(), []
     vision = getattr(model_config, "vision_config", None) if towers else None
-    parts = {id(part): part for part in (model_config, text, vision) if hasattr(part, "to_dict")}
+    parts = {id(part): part for part in (model_config, text, vision) if part is not None}
     for part in parts.values():
         on = {
             key: value

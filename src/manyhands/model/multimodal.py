@@ -1,8 +1,8 @@
 """Images on their way into a language model: features of tower and projector, put in the place of their tokens.
 
-The forward pass is split. The family's own ``get_image_features`` gets nothing of the text (which would hand the text's
-document bounds to the attention of the tower); its features replace the embeddings of the image tokens; the text decoder
-gets these with its positions. So documents that lie side by side stay apart, whatever attention computes them. Knows
+The forward pass is split. The family's own ``get_image_features`` gets nothing of the text (which would hand the
+text's document bounds to the attention of the tower); its features replace the embeddings of the image tokens; the text
+decoder gets these with its positions. So documents that lie side by side stay apart, whatever attention computes them. Knows
 no files and no ranks; an engine that shards a trained tower sets ``Images.always_runs``.
 
 In a batch the items (patches, squares) of all images of all documents lie end to end, as ``families/family.py``

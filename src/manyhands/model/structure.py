@@ -88,7 +88,8 @@ def find_tower_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The repeated layers of the towers of a multimodal model, by name, in order; {} where these are left out."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    text, blocks = text_modules(model) or set(model.modules()), {}
+    text = text_modules(model) or set(model.modules())
+    blocks: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in blocks)
         if isinstance(module, GradientCheckpointingLayer) and module not in text and not inside:
