@@ -192,8 +192,8 @@ def attend_varlen(
     d).
 
     ``row_length``: every document has this length, and they fill the batch. ``image_rows``: queries of an image see
-    all of it, which a window bounds on the left alone; their rows are computed anew. Raises ``RuntimeError`` where an argument
-    would be ignored or the documents' lengths did not arrive.
+    all of it, which a window bounds on the left alone; their rows are computed anew. Raises ``RuntimeError`` where an
+    argument would be ignored or the documents' lengths did not arrive.
     """
     _refuse_what_is_missed(VARLEN, module, attention_mask, dropout, max_length_q, cu_seq_lens_q, others)
     if softcap is not None:

@@ -2,8 +2,8 @@
 
 The forward pass is split. The family's own ``get_image_features`` gets nothing of the text (which would hand the
 text's document bounds to the attention of the tower); its features replace the embeddings of the image tokens; the text
-decoder gets these with its positions. So documents that lie side by side stay apart, whatever attention computes them. Knows
-no files and no ranks; an engine that shards a trained tower sets ``Images.always_runs``.
+decoder gets these with its positions. So documents that lie side by side stay apart, whatever attention computes them.
+Knows no files and no ranks; an engine that shards a trained tower sets ``Images.always_runs``.
 
 In a batch the items (patches, squares) of all images of all documents lie end to end, as ``families/family.py``
 declares them; ``rope_positions`` (3, b, t) stand beside ``position_ids`` where positions have three axes.
