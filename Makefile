@@ -11,7 +11,9 @@
 # make tensorboard                        curves of runs/; LOGDIR=runs/NAME for one run, PORT=6006
 # make test | test-all                    the fast tests | all of them
 # make test-device | test-gpu             tests of several ranks | tests that need a GPU, with the installed python3
-# make check | fmt                        format, lint, types, layers | fixes what can be fixed
+# make check | fmt                        format, lint, types, layers, documentation | fixes what can be fixed
+# make docs                               the documentation site, in build/site; links are checked
+# make wheel                              the wheel, in dist/
 # make equality                           measures docs/equality.md
 # make clean                              removes .venv and all caches, but not runs/
 #
@@ -77,11 +79,11 @@ export MANYHANDS_SMOLLM2 ?= $(if $(wildcard $(SMOLLM2)/model.safetensors),$(absp
 # Otherwise each process of torch uses all cores; the worker sets its number from the plan.
 test test-all equality: export OMP_NUM_THREADS ?= 1
 
-.PHONY: help $(RUNS) $(OF_A_RUN) setup-accelerate test test-all test-device test-gpu check fmt equality gpu-info \
-	tensorboard clean
+.PHONY: help $(RUNS) $(OF_A_RUN) setup-accelerate test test-all test-device test-gpu check fmt docs wheel equality \
+	gpu-info tensorboard clean
 
 help:
-	@sed -n '3,21s/^# \{0,1\}//p' Makefile
+	@sed -n '3,23s/^# \{0,1\}//p' Makefile
 
 # torch is installed first and by its exact version: with a range, pip may download builds of several GB more than once.
 .venv/.installed: pyproject.toml constraints.txt
@@ -168,6 +170,18 @@ check: $(READY)
 	@$(PYTHON) -m ruff check --quiet .
 	@$(PYTHON) -m mypy
 	@PYTHONPATH=src $(PYTHON) -c 'from importlinter.cli import lint_imports_command; lint_imports_command(["--no-logo"])'
+	@$(BUILD_DOCS) --quiet
+
+# Warnings are errors: a link to nowhere, a page that is not in the navigation. The variable silences an advertisement.
+BUILD_DOCS = NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
+
+docs: $(READY)
+	@$(BUILD_DOCS)
+	@echo "open build/site/index.html"
+
+wheel: $(READY)
+	@$(PYTHON) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	@ls dist/*.whl
 
 fmt: $(READY)
 	@$(PYTHON) -m ruff check --silent --fix --exit-zero .
