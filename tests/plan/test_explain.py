@@ -144,3 +144,11 @@ def test_values_are_no_prose() -> None:
     """But for what facts say of packing."""
     values = [v for made in plans() for r in reasons_of(made) for name, v in r.values.items() if name != "known"]
     assert not [value for value in values if isinstance(value, str) and len(value.split()) >= 4]
+
+
+def test_the_text_is_a_text_in_a_notebook_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where rich would display it and return nothing."""
+    made = plan(run_config(), facts(llama_8b()))
+    plain = made.explain()
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert made.explain() == plain and "strategy" in plain

@@ -183,7 +183,7 @@ class Plan(Part):
         from manyhands.plan.explain import explain_plan
 
         text = StringIO()
-        Console(file=text, width=width).print(explain_plan(self))
+        Console(file=text, width=width, force_jupyter=False).print(explain_plan(self))
         return text.getvalue().rstrip()
 
 

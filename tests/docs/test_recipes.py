@@ -1,0 +1,160 @@
+"""The recipes run as they stand, on the CPU with a tiny model: what changes is what a reader is told to change."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.e2e.runs import Place, Run, Spec, free_port
+
+ROOT = Path(__file__).parents[2]
+RECIPES = ROOT / "examples" / "recipes"
+FILES = sorted(RECIPES.glob("*.yaml"))
+BASE = ("base-model-template", "continued-pretraining")  # of a base model: no chat template, two special tokens
+# A reader's own model and folders; the CPU; two steps.
+SMALL = ("parallel.device=cpu", "stop.max_steps=2", "batch.micro_tokens=auto", "evaluate.max_tokens=2000")
+FEW = ("data.max_samples=48", "evaluate.prompts=0", "log.tensorboard=false")
+
+
+def settings(name: str, place: Path) -> tuple[str, ...]:
+    model = place / ("base" if name in BASE else "model")
+    longest = ("data.max_length=2048",) if name in ("full-fsdp", "continued-pretraining") else ()
+    return (f"model.name={model}", f"data.cache={place / 'cache'}", *SMALL, *FEW, *longest)
+
+
+def test_each_file_is_on_the_page() -> None:
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    assert sum(line.startswith("## ") for line in page.splitlines()) == 12
+    shown = [path.name for path in RECIPES.iterdir() if f'--8<-- "examples/recipes/{path.name}"' in page]
+    assert {*shown, "make_data.py"} == {path.name for path in RECIPES.iterdir() if path.is_file()}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_names_are_those_of_the_files(path: Path) -> None:
+    """Or the commands on the page would name other folders."""
+    assert yaml.safe_load(path.read_text())["name"] == path.stem
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    from tests.support.tiny import tiny_tokenizer, write_tiny_model
+
+    folder = tmp_path_factory.mktemp("recipes")
+    write_tiny_model(folder / "model", max_position_embeddings=32768)
+    write_tiny_model(folder / "base")
+    tiny_tokenizer(("<|endoftext|>",)).save_pretrained(folder / "base")
+    (folder / "base" / "chat_template.jinja").unlink(missing_ok=True)
+    subprocess.run([sys.executable, str(RECIPES / "make_data.py"), str(folder / "data")], check=True)
+    return Place(folder)
+
+
+@pytest.fixture(scope="module")
+def trained(place: Place) -> Place:
+    """All files in one set of processes; QLoRA in one process, as it says."""
+    specs = [
+        Spec(1 if path.stem == "qlora-one-gpu" else 2, path.stem, settings(path.stem, place.folder), file=str(path))
+        for path in FILES
+    ]
+    place.many(*specs)
+    return place
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_files_train_and_save_what_they_say(trained: Place) -> None:
+    for path in FILES:
+        run = trained.run(path.stem)
+        full = yaml.safe_load(path.read_text())["method"]["name"] == "full"
+        assert len(run.losses()) == 2 and run.read("status.json")["state"] == "finished", path.stem
+        assert (run.folder / ("model" if full else "adapter")).is_dir(), path.stem
+    assert (trained.run("new-tokens").folder / "model").is_dir()
+    plans = {path.stem: trained.run(path.stem).read("plans/001.json")["layout"] for path in FILES}
+    assert plans["full-fsdp"]["strategy"] == "fsdp" and plans["qlora-one-gpu"]["strategy"] == "single"
+    template = trained.run("base-model-template").folder / "model" / "chat_template.jinja"
+    assert "<|im_start|>" in template.read_text()
+
+
+def bash(place: Place, script: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A script of the recipes as a reader calls it, with `manyhands` on the path."""
+    shim = place.folder / "bin" / "manyhands"
+    shim.parent.mkdir(exist_ok=True)
+    shim.write_text(f'#!/bin/sh\nexec {sys.executable} -m manyhands "$@"\n')
+    shim.chmod(0o755)
+    path = os.pathsep.join((str(shim.parent), os.environ["PATH"]))
+    return subprocess.run(
+        ["bash", str(RECIPES / script), *arguments],
+        cwd=place.folder,
+        env={**os.environ, "PATH": path, "CUDA_VISIBLE_DEVICES": "", **variables},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+
+
+@pytest.mark.slow
+def test_evaluation(trained: Place) -> None:
+    (trained.folder / "four.jsonl").write_text(
+        "".join((trained.folder / "data" / "test.jsonl").read_text().splitlines(keepends=True)[:4])
+    )
+    done = bash(trained, "evaluation.sh", "runs/chat-lora", "four.jsonl")
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = [json.loads(path.read_text()) for path in trained.folder.glob("runs/chat-lora/eval/*/figures.json")]
+    assert figures and "rougeL" in done.stdout
+
+
+@pytest.mark.slow
+def test_serving(trained: Place) -> None:
+    done = bash(trained, "serving.sh", "runs/chat-lora", str(free_port()))
+    assert done.returncode == 0, done.stdout + done.stderr
+    [answer] = [line for line in done.stdout.splitlines() if line.startswith('{"')]
+    assert json.loads(answer)["choices"][0]["message"]["role"] == "assistant"
+
+
+@pytest.mark.slow
+def test_resuming_on_other_gpus(place: Place) -> None:
+    """Interrupted after its first checkpoint with two processes, finished with one, each step once."""
+    recipe = RECIPES / "chat-lora.yaml"
+    more = settings("chat-lora", place.folder)
+    arguments = [*(one for one in more if not one.startswith("stop.")), "stop.max_steps=40", "stop.epochs=40"]
+    done = bash(place, "resume.sh", str(recipe), "name=resumed", *arguments, "batch.samples=4", FOLDER="runs/resumed")
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = Run(place.folder / "runs" / "resumed")
+    assert "the state is saved" in done.stdout
+    assert [row["step"] for row in run.rows()] == list(range(1, 41))
+    worlds = [run.read(f"plans/{number:03}.json")["layout"]["world_size"] for number in (1, 2)]
+    assert worlds == [2, 1]
+
+
+@pytest.mark.slow
+def test_several_nodes(place: Place) -> None:
+    """Two launchers on this machine, each a node of one process."""
+    address, logs = f"127.0.0.1:{free_port()}", [place.folder / f"node-{rank}.txt" for rank in range(2)]
+    arguments = [*settings("full-fsdp", place.folder), "name=nodes", "parallel.gpus=2"]
+    processes = []
+    for rank, log in enumerate(logs):
+        command = ["bash", str(RECIPES / "several-nodes.sh"), address, str(RECIPES / "full-fsdp.yaml"), *arguments]
+        path = os.pathsep.join((str(place.folder / "bin"), os.environ["PATH"]))
+        environment = {**os.environ, "PATH": path, "NODE_RANK": str(rank), "CUDA_VISIBLE_DEVICES": ""}
+        with open(log, "w") as output:
+            processes.append(
+                subprocess.Popen(command, cwd=place.folder, env=environment, stdout=output, stderr=output, stdin=-3)
+            )
+    codes = [process.wait(280) for process in processes]
+    assert codes == [0, 0], "\n".join(log.read_text() for log in logs)
+    assert len(Run(place.folder / "runs" / "nodes").losses()) == 2
+
+
+@pytest.mark.slow
+def test_the_plans_of_published_shapes_are_made_elsewhere_too(place: Place) -> None:
+    """QLoRA is for a GPU: what a reader without one sees."""
+    arguments = [one for one in settings("qlora-one-gpu", place.folder) if "device" not in one]
+    command = ["-m", "manyhands", "plan", str(RECIPES / "qlora-one-gpu.yaml"), "--gpus", "RTX-4090", *arguments]
+    ended = place.call(*command)
+    assert ended.code == 0 and "qlora" in ended.output and "4090" in ended.output, ended.output
