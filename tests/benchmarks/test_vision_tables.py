@@ -1,0 +1,17 @@
+"""The table in docs/claims.md is what the planner says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.vision_tables import table, write_shape
+
+CLAIMS = Path(__file__).parents[2] / "docs" / "claims.md"
+
+
+def test_the_table_of_the_guide_is_the_planners(tmp_path: Path) -> None:
+    model = write_shape(tmp_path)
+    assert model.num_tower_parameters == model.tower.num_parameters + model.tower.num_projector_parameters
+    assert [line for line in CLAIMS.read_text(encoding="utf-8").splitlines() if line.startswith("|")] == list(
+        table(model)
+    )
