@@ -20,6 +20,7 @@ from manyhands.cli.machine import doctor
 from manyhands.cli.memory import gpu_info, memory_check
 from manyhands.cli.process import bench, tensorboard
 from manyhands.cli.prove import prove
+from manyhands.cli.push import push
 from manyhands.cli.run_file import data, plan, train
 from manyhands.cli.runs import app as runs
 from manyhands.cli.submit import submit
@@ -80,6 +81,7 @@ for _name, _command in (
     ("serve", serve),
     ("eval", evaluate),
     ("export", export),
+    ("push", push),
     ("init", init),
     ("import", import_file),
     ("config", config),
