@@ -168,6 +168,27 @@ def test_their_arguments_are_the_ones_those_processes_take(tmp_path, processes):
     assert parse_export(processes[1][1]).merge
 
 
+def test_an_export_passes_on_its_dtype_and_the_type_of_a_gguf_file(tmp_path, processes):
+    from manyhands.export.__main__ import parse_arguments
+
+    assert call("export", tmp_path, "--merge", "--dtype", "fp16").exit_code == 7
+    assert call("export", tmp_path, "--gguf", "Q4_K_M", "--llama-cpp", "llama.cpp").exit_code == 7
+    dtype, gguf = (parse_arguments(arguments) for _, arguments in processes)
+    assert (dtype.dtype, dtype.merge, dtype.gguf) == ("float16", True, None)
+    assert (gguf.dtype, gguf.gguf, gguf.llama_cpp) == ("auto", "q4_k_m", Path("llama.cpp"))
+    assert gguf.output.name == "gguf-q4_k_m-" + tmp_path.name, "of a checkpoint, in its run's folder"
+
+
+def test_options_of_an_export_that_mean_nothing_are_refused(tmp_path, processes):
+    for arguments, said in (
+        (("--dtype", "q8_0"), "types of a GGUF file, such as q8_0, go to --gguf"),
+        (("--llama-cpp", "llama.cpp"), "--llama-cpp is for --gguf"),
+    ):
+        result = call("export", tmp_path, *arguments)
+        assert result.exit_code == EXIT_USAGE and said in result.stderr
+    assert not processes
+
+
 def test_an_export_goes_into_the_runs_folder(tmp_path):
     checkpoint = tmp_path / "checkpoints" / "step-000010"
     checkpoint.mkdir(parents=True)

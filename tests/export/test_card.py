@@ -22,7 +22,8 @@ from safetensors import safe_open
 from manyhands.config.schema import RunConfig
 from manyhands.export.__main__ import main
 from manyhands.export.adapter import export_adapter, name_base
-from manyhands.export.card import Card, find_license, name_on_hub
+from manyhands.export.card import Card, find_license, name_on_hub, read_curve
+from manyhands.export.push import LOCAL_PATH
 from manyhands.facts.adapter import nf4_options
 from manyhands.facts.types import Nf4Facts
 from manyhands.train.types import Evaluation
@@ -113,6 +114,48 @@ def test_it_says_on_what_how_and_with_which_result_and_nothing_private() -> None
     ):
         assert said in text, said
     assert "/home/me" not in text and "secret" not in text
+
+
+def test_it_says_how_it_was_computed_and_how_the_loss_went(tmp_path: Path) -> None:
+    """Of steps that were repeated after a resume, the last; none after those of these weights."""
+    rows = [{"kind": "step", "step": n, "loss": 9.0, "grad_norm": 1.0, "learning_rate": 1e-4} for n in (1, 2)]
+    rows += [
+        {"kind": "step", "step": n, "loss": 4.0 - n / 10, "grad_norm": 0.5, "learning_rate": n * 1e-5}
+        for n in range(1, 31)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(json.dumps(row) for row in [*rows, {"kind": "evaluation"}]))
+    curve = read_curve(tmp_path / "metrics.jsonl", 24)
+    text = make_card(curve=curve)
+    assert [point["step"] for point in curve] == list(range(2, 25, 2))
+    for said in (
+        "| 2 | 3.8500 | 0.5 | 2e-05 |",
+        "| 24 | 1.6500 | 0.5 | 0.00024 |",
+        "| layout | fsdp on 8 GPUs, activation checkpointing full |",
+        "| versions | manyhands 0.1.0, torch 2.13.0 |",
+        "Digest of the prepared samples: `",
+        "7 steps, digest of the plan `",
+    ):
+        assert said in text, said
+    assert "| 26 |" not in text and "9.0" not in text
+    assert "Course of the training" not in make_card()
+
+
+def test_how_vllm_serves_it_where_vllm_can() -> None:
+    assert (
+        "vllm serve someone/base --enable-lora --max-lora-rank 8 --lora-modules helper=path/to/this/folder"
+        in make_card()
+    )
+    assert "vllm serve path/to/this/folder" in make_card("merged")
+    for method in ({"name": "lora", "dora": True}, {"name": "qlora"}, {"name": "lora", "modules_to_save": ["lm_head"]}):
+        assert "vllm" not in make_card(method=method)
+
+
+@pytest.mark.parametrize("kind", ["adapter", "merged", "model"])
+def test_no_path_of_this_machine_is_in_it(tmp_path: Path, kind: str) -> None:
+    """What `push` looks for as well: a model, data and a template by their paths."""
+    model = {"name": str(tmp_path / "base"), "chat_template": str(tmp_path / "mine.jinja")}
+    text = make_card(kind, source=tmp_path / "base", config={"model": model})
+    assert LOCAL_PATH.findall(text) == [] and str(tmp_path) not in text
 
 
 def test_what_is_not_known_is_not_claimed(tmp_path: Path) -> None:

@@ -15,12 +15,14 @@ from typing import Any, Literal
 import yaml
 
 from manyhands.config.schema import RunConfig
-from manyhands.core.files import read_json
+from manyhands.core.files import read_json, read_rows
+from manyhands.core.units import describe_ranks
 from manyhands.export.record import CARD
 from manyhands.facts.adapter import nf4_options
+from manyhands.infer.vllm import RANK_LIMITS
 from manyhands.metrics.report import format_value
-from manyhands.metrics.summary import describe_data, describe_settings, read_evaluations
-from manyhands.plan.types import Plan, method_of
+from manyhands.metrics.summary import describe_data, describe_settings, make_curve, read_evaluations
+from manyhands.plan.types import Plan, describe_checkpointing, method_of
 from manyhands.train.types import Evaluation
 
 TASKS = {
@@ -32,6 +34,8 @@ CACHED = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/[0-9a-f]+$")
 HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 LICENSE_LINE = re.compile(r"^(license|license_name|license_link): *[\"']?([\w.:/\-]{1,200})[\"']? *$", re.MULTILINE)
 FRONT_MATTER_CHARACTERS = 20_000
+CURVE_ROWS = 12
+CURVE_COLUMNS = (("loss", ".4f"), ("grad_norm", ".3g"), ("learning_rate", ".3g"))
 
 
 @dataclass(frozen=True)
@@ -52,9 +56,11 @@ class Card:
     has_tokenizer: bool = True  # whether the folder holds one
     divergence: str = ""  # what was found wrong with the course of the loss, if anything was
     num_repeated: int = 0  # held-out samples with the very tokens of a trained one
+    curve: Sequence[Mapping[str, Any]] = ()  # of the steps up to these weights, as ``make_curve`` has it
 
     def text(self) -> str:
-        parts = [self._head(), *self._data(), *self._settings(), *self._results(), *self._loading()]
+        parts = [self._head(), *self._data(), *self._settings(), *self._plan(), *self._course()]
+        parts += [*self._results(), *self._loading()]
         return (
             "---\n"
             + yaml.safe_dump(self._front_matter(), sort_keys=False, allow_unicode=True)
@@ -75,6 +81,8 @@ class Card:
             fields |= {"base_model": self.base, "base_model_relation": "adapter" if adapter else "finetune"}
         fields["library_name"] = "peft" if adapter else "transformers"
         fields |= find_license(Path(self.plan.model_folder)) if self.config.model.init == "pretrained" else {}
+        if self.opener == "AutoModelForCausalLM":
+            fields["pipeline_tag"] = "text-generation"
         datasets = [source["name"] for source in self.data or () if source["hub"]]
         fields |= {"datasets": datasets} if datasets else {}
         return fields | {"tags": ["manyhands", self.config.task, self.config.method.name]}
@@ -117,13 +125,41 @@ class Card:
                     f"{source['weight']:g}",
                 )
                 lines.append(f"| {' | '.join(format_value(cell) for cell in cells)} |")
-        return [*lines, ""]
+        return [*lines, "", f"Digest of the prepared samples: `{self.plan.data_digest}`.", ""]
 
     def _settings(self) -> list[str]:
         lines = ["## Settings", "", f"{self.step:,} optimizer steps.", "", "| key | value |", "|---|---|"]
         lines += [
             f"| {key} | {format_value(value)} |" for key, value in describe_settings(self.config, self.plan).items()
         ]
+        return [*lines, ""]
+
+    def _plan(self) -> list[str]:
+        """How it was computed: what another run needs to be the same."""
+        layout = self.plan.layout
+        sizes = f"{self.plan.num_steps:,} steps, digest of the plan `{self.plan.digest}`"
+        where = f"{layout.strategy} on {describe_ranks(layout.device, layout.world_size)}"
+        rows = {
+            "layout": f"{where}, activation checkpointing {describe_checkpointing(layout)}",
+            "planned": sizes,
+            "attention": self.plan.attention,
+        }
+        rows |= {"versions": ", ".join(f"{k} {v}" for k, v in self.versions.items())} if self.versions else {}
+        return ["## Plan", "", "| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows.items()), ""]
+
+    def _course(self) -> list[str]:
+        """The training loss over the steps up to these weights; a point is a mean of several."""
+        if not self.curve:
+            return []
+        lines = [
+            "## Course of the training",
+            "",
+            "| step | loss | gradient norm | learning rate |",
+            "|---|---|---|---|",
+        ]
+        for point in self.curve:
+            cells = (_number(point[key], form) for key, form in CURVE_COLUMNS)
+            lines.append(f"| {point['step']:,} | {' | '.join(cells)} |")
         return [*lines, ""]
 
     def _results(self) -> list[str]:
@@ -148,7 +184,21 @@ class Card:
         return [*lines, "", f"{count}.{repeated} Nothing else was evaluated.", ""]
 
     def _loading(self) -> list[str]:
-        return ["## Loading", "", *self._nf4(), "```python", *self._code(), "```"]
+        return ["## Loading", "", *self._nf4(), "```python", *self._code(), "```", *self._vllm()]
+
+    def _vllm(self) -> list[str]:
+        """The command that serves it; nothing for adapters of kinds that vLLM refuses."""
+        if self.kind != "adapter":
+            return ["", "```bash", "vllm serve path/to/this/folder", "```"]
+        method = method_of(self.plan, self.config)
+        if method.name != "lora" or method.dora or method.modules_to_save or self.plan.new_tokens is not None:
+            return []
+        limit = next((limit for limit in RANK_LIMITS if limit >= method.rank), None)
+        if limit is None:
+            return []
+        base = self.base or f"path/to/{Path(self.config.model.name).name}"
+        command = f"vllm serve {base} --enable-lora --max-lora-rank {limit}"
+        return ["", "```bash", f"{command} --lora-modules {self.config.name}=path/to/this/folder", "```"]
 
     def _nf4(self) -> list[str]:
         if self.kind != "adapter" or self.config.method.name != "qlora":
@@ -227,10 +277,21 @@ def make_card(
         data=describe_data(meta) if meta is not None else None,
         num_repeated=meta.get("num_repeated", 0) if meta is not None else 0,
         evaluations=read_evaluations(run / "metrics.jsonl"),
+        curve=read_curve(run / "metrics.jsonl", step),
         versions=versions,
         divergence=divergence,
         has_tokenizer=kind != "adapter" or bool(model.chat_template or model.new_tokens),
     ).text()
+
+
+def read_curve(metrics: Path, step: int) -> list[dict[str, Any]]:
+    """Of the steps up to ``step``; of one that several launches made, the last."""
+    rows = {row["step"]: row for row in read_rows(metrics, "step") if row["step"] <= step}
+    return make_curve([row for _, row in sorted(rows.items())], CURVE_ROWS)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
 
 
 def name_on_hub(name: str, model_folder: str) -> str | None:
