@@ -400,6 +400,24 @@ def test_theworld_on_text() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("switches", "parts"),
+    [
+        ({"freeze_gemma_language": None}, ("frozen", "frozen")),
+        ({"freeze_gemma_language": True}, ("frozen", "frozen")),
+        ({"freeze_gemma_language": True, "freeze_gemma_vision": False}, ("trained", "frozen")),
+        ({"freeze_gemma_vision": False}, ("trained", "full")),
+    ],
+)
+def test_theworld_s_switches_are_parts(switches: dict[str, Any], parts: tuple[str, str]) -> None:
+    """The projector is always trained; a file with images freezes the rest unless it says otherwise."""
+    images = {"image_folder": "images", "dataset_name": "llava_pretrain"}
+    found = native(THEWORLD, images | switches)
+    assert found["method.parts"] == {"vision": parts[0], "projector": "trained", "language": parts[1]}
+    assert found["data.image_folder"] == "images" and "method.name" not in found
+    assert native(THEWORLD, {"freeze_gemma_language": True})["method.parts"]["language"] == "frozen", "the plan decides"
+
+
 @pytest.mark.parametrize("fragment", [{"use_gradient_checkpointing": True}, {"batch_size": 1}])
 def test_a_few_keys_of_theworld_are_a_file(fragment: dict[str, Any]) -> None:
     assert translated(fragment).tool == "TheWorld" and translated(fragment).findings() == []
@@ -408,11 +426,12 @@ def test_a_few_keys_of_theworld_are_a_file(fragment: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "finding"),
     [
-        ({"image_folder": "images"}, "`image_folder`: images are not available yet, and training on the text alone"),
-        ({"dataset_name": "llava_pretrain"}, "`dataset_name`: `llava_pretrain`: images are not available yet"),
-        ({"freeze_gemma_language": True}, "`freeze_gemma_language`: only the projector would be trained"),
-        ({"freeze_gemma_vision": False}, "`freeze_gemma_vision`: the vision tower is not trained"),
-        ({"enable_world": True}, "`enable_world`: images are not available yet"),
+        ({"dataset_name": "spatial_set"}, "`dataset_name`: `spatial_set`: it is looked up in TheWorld's own code"),
+        ({"freeze_gemma_vision": False}, "`freeze_gemma_vision`: the file names no images"),
+        ({"enable_world": True}, "`enable_world`: the world model (a video VAE as a second tower"),
+        ({"cosmos_model_name": "nvidia/Cosmos"}, "`cosmos_model_name`: the world model (a video VAE as a second tower"),
+        ({"freeze_cosmos_vae": False}, "`freeze_cosmos_vae`: the world model"),
+        ({"question_template": "Where?"}, "`question_template`: `Where?`: questions and boxes are drawn by TheWorld's"),
         ({"batchsize": 2}, "`batchsize`: TheWorld has no such key: did you mean `batch_size`?"),
         ({"batch_size": "two"}, "`batch_size`: got two, allowed: a number"),
         ({"mixed_precision": "fp8"}, "`mixed_precision`: got fp8, allowed: no, fp16, bf16"),

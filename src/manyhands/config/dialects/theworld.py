@@ -1,7 +1,8 @@
 """TheWorld's flat JSON: a vision-language model trained by transformers' Trainer.
 
-Images are not available yet. A file that asks for them, or for the projector alone, is refused: training on its text
-would be another run.
+Its switches say which parts are trained: the projector always, vision tower and language model unless they are frozen.
+Its second tower, a video VAE (Cosmos) whose latents a projector of its own leads to the text, is refused by name: no
+checkpoint of Gemma has it, and transformers has no such model.
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ from manyhands.config.keys import show
 
 TOOL = "TheWorld"
 REFUSES_UNKNOWN = True
-NO_IMAGES = "images are not available yet, and training on the text alone would be another run"
+NO_IMAGES = "the file names no images (`image_folder`)"
+NO_WORLD = (
+    "the world model (a video VAE as a second tower, with a projector of its own) is code of TheWorld's that no "
+    "published model has; a run without it would be another run"
+)
+IMAGE_SETS = ("llava_pretrain", "spatial_rgpt")
 ALIASES: Mapping[str, str] = {
     "num_train_epochs": "num_epochs",
     "per_device_train_batch_size": "batch_size",
@@ -32,12 +38,13 @@ ALREADY: Mapping[str, str] = {
     "log_to_tensorboard": "",
     "ddp_find_unused_parameters": "only trained weights are reduced",
 }
-IMAGES = names(
+WORLD = names(
     """
-    cosmos_model_name image_folder draw_bboxes question_template world_projection_mode projection_architecture
-    num_world_steps max_world_steps random_projection_init load_full_cosmos_pipeline
+    cosmos_model_name world_projection_mode projection_architecture num_world_steps max_world_steps
+    random_projection_init load_full_cosmos_pipeline
     """
 )
+IMAGES = WORLD | names("image_folder draw_bboxes question_template")
 UPLOADS = names("push_to_hub hub_model_id hub_strategy hub_private_repo hf_token")
 KEYS = frozenset(ALREADY) | frozenset(ALIASES.values()) | IMAGES | UPLOADS | names(
     """
@@ -91,30 +98,60 @@ def translate(t: Translator) -> None:
 
 def _map_model(t: Translator) -> None:
     t.map("model_name", "model.name")
-    for key in IMAGES:
+    for key in WORLD:
         if t.get(key) in (None, False):
             t.already(key)
         elif key in ("num_world_steps", "max_world_steps") and t.get("enable_world") is False:
             t.already(key, "`enable_world` is false")
         else:
-            t.refuse(key, NO_IMAGES)
-    t.only("enable_world", (False,), f"{NO_IMAGES}: a model without images has `enable_world: false`")
-    if t.has("freeze_gemma_language"):
+            t.refuse(key, NO_WORLD)
+    for key in ("draw_bboxes", "question_template"):
+        t.only(
+            key, (None, False), "questions and boxes are drawn by TheWorld's own data sets: write them into the rows"
+        )
+    t.only("enable_world", (False,), f"{NO_WORLD}: the model without it has `enable_world: false`")
+    t.only("freeze_cosmos_vae", (True,), NO_WORLD)
+    if _has_images(t):
+        _map_parts(t)
+    elif t.has("freeze_gemma_language"):
         if t.flag("freeze_gemma_language"):
-            t.refuse("freeze_gemma_language", "only the projector would be trained, which needs images, and these are "
-                     "not available yet: set it to false to train the language model on text")  # fmt: skip
+            _map_parts(t)  # the plan refuses it where no row has an image
         else:
             t.map("freeze_gemma_language", "method.name", "full")
+            t.only("freeze_gemma_vision", (True,), f"{NO_IMAGES}: nothing would pass through the vision tower")
     else:
         t.carry("method.name", "full", "TheWorld has no adapters")
-    for key, part in (("freeze_gemma_vision", "the vision tower"), ("freeze_cosmos_vae", "the world model")):
-        t.only(key, (True,), f"{part} is not trained: {NO_IMAGES}")
+        t.only("freeze_gemma_vision", (True,), f"{NO_IMAGES}: nothing would pass through the vision tower")
+
+
+def _has_images(t: Translator) -> bool:
+    return t.get("image_folder") is not None or t.get("dataset_name") in IMAGE_SETS
+
+
+def _map_parts(t: Translator) -> None:
+    """The projector is always trained; TheWorld freezes the tower and the language model unless told otherwise."""
+    vision = "frozen" if t.get("freeze_gemma_vision") is None or t.flag("freeze_gemma_vision") else "trained"
+    language = "frozen" if t.get("freeze_gemma_language") is None or t.flag("freeze_gemma_language") else "full"
+    parts = {"vision": vision, "projector": "trained", "language": language}
+    given = [key for key in ("freeze_gemma_language", "freeze_gemma_vision") if t.has(key)]
+    for key in given[1:]:
+        t.already(key, "`method.parts` has it")
+    if given:
+        t.map(given[0], "method.parts", parts)
+    else:
+        t.carry("method.parts", parts, "TheWorld trains the projector alone")
 
 
 def _map_data(t: Translator) -> None:
-    t.only("dataset_name", (None, "custom"), f"{NO_IMAGES}: for text write custom, with `train_dataset_path`")
+    if t.get("dataset_name") in IMAGE_SETS and t.get("train_dataset_path") is not None:
+        t.already("dataset_name", "`train_dataset_path` names the rows")
+    else:
+        t.only("dataset_name", (None, "custom"), "it is looked up in TheWorld's own code: write custom, and name the "
+               "rows in `train_dataset_path`")  # fmt: skip
     t.map("train_dataset_path", "data.train")
     t.map("eval_dataset_path", "data.validation")
+    if t.get("image_folder") is not None:
+        t.map("image_folder", "data.image_folder")
     t.carry("data.validation_fraction", 0, "TheWorld holds nothing out")
     if t.has("num_samples"):
         t.map("num_samples", "data.max_samples", t.integer("num_samples"))
