@@ -67,6 +67,17 @@ def test_a_stopped_process_that_prepares_batches_is_named(place: Place) -> None:
 
 
 @pytest.mark.slow
+def test_a_stopped_process_that_writes_checkpoints_is_named(place: Place) -> None:
+    """It writes beside the training, which stands still when the next checkpoint is due."""
+    act = "import psutil\nfor child in psutil.Process().children(recursive=True):\n"
+    act += "    if 'shard_writer' in ' '.join(child.cmdline()): child.suspend()"
+    keys = (LIMIT, "launch.restarts=0")
+    ended = place.train("writer", "--gpus", "2", *keys, plant=at_step(6, act, rank=1) | NO_VERIFY)
+    assert ended.code == 1 and "error: rank 1 made no progress for " in ended.output, ended.output
+    assert "which writes checkpoints for rank 1, is stopped (SIGSTOP)" in ended.output, ended.output
+
+
+@pytest.mark.slow
 def test_ranks_that_take_different_paths_are_told_apart(place: Place) -> None:
     act = (
         "import torch\n"

@@ -7,8 +7,10 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from manyhands.launch import hang
@@ -45,9 +47,19 @@ WAITS = state(0, waits=REDUCE)
         ([state(1, main=IN_WRITE)], [WAITS], "it reads or writes files"),
         ([state(1, main=IN_DATA)], [WAITS], "its next batch does not come"),
         (
-            [state(1, main=IN_DATA, children=(Child(77, STOPPED, makes_batches=True),))],
+            [state(1, main=IN_DATA, children=(Child(77, STOPPED, "prepares batches"),))],
             [WAITS],
             "process 77, which prepares batches for rank 1, is stopped",
+        ),
+        (
+            [state(1, stage="checkpoint", children=(Child(78, DISK, "writes checkpoints"), Child(79, STOPPED)))],
+            [WAITS],
+            "it waits for a disk",
+        ),
+        (
+            [state(0, waits=REDUCE), state(1, waits=replace(REDUCE, started=False))],
+            [],
+            "the device of rank 1 has not come to the collective that the others' run",
         ),
         ([state(1, is_stuck=True)], [WAITS], "it hangs in compiled code"),
         ([state(1, waits=GATHER)], [WAITS], "ranks have taken different paths"),
@@ -109,6 +121,8 @@ def look_at(folder: RunFolder, how: str, *, stop: bool = False) -> RankState:
             time.sleep(0.3)
             if stop:
                 os.kill(process.pid, signal.SIGSTOP)
+                while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
+                    time.sleep(0.01)
             return hang.look_closer(folder, {0: RankState(0, "rank 0", read_beat(folder, 0))})[0]
         finally:
             process.kill()
@@ -133,7 +147,7 @@ def test_a_rank_shows_its_stack_and_collectives_also_when_python_cannot_run(
 
 def test_a_stopped_process_is_seen_and_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(hang, "ANSWER_S", 600.0)
+    monkeypatch.setattr(hang, "ANSWER_S", 200.0)
     found = look_at(RunFolder(tmp_path / "run"), "sleeping", stop=True)
     assert found.process == STOPPED
 
@@ -171,6 +185,7 @@ def test_a_live_run_is_examined_without_being_ended(planned) -> None:
     told = call(app, ["doctor", "--run", str(folder.path)])
     assert told.exit_code == 0 and "no rank is at work" in told.output
     ahead, behind = Heartbeat(folder, 0), Heartbeat(folder, 1)
+    ahead.counts_processor = behind.counts_processor = False  # the processor works here, for this test
     try:
         ahead.beat("train", 8)
         behind.beat("train", 7)
@@ -184,3 +199,37 @@ def test_a_live_run_is_examined_without_being_ended(planned) -> None:
     finally:
         ahead.close()
         behind.close()
+
+
+def test_of_queued_collectives_the_oldest_is_waited_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NCCL's recorder has them: many are queued while the device hangs in one."""
+    from manyhands.launch.snapshot import MAX_COLLECTIVES
+    from manyhands.worker import collectives
+
+    def entry(number: int, state: str, retired: bool) -> dict[str, object]:
+        fields = {"profiling_name": "nccl:all_reduce", "process_group": ["0", "default_pg"], "input_sizes": [[4]]}
+        return fields | {"collective_seq_id": number, "time_created_ns": number, "state": state, "retired": retired}
+
+    recorded = [entry(1, "completed", True), entry(2, "started", False)]
+    recorded += [entry(number, "scheduled", False) for number in range(3, 40)]
+    monkeypatch.setattr(collectives, "_dump", lambda recorder: recorded if "nccl" in recorder else [])
+    found = Snapshot(collectives=tuple(Collective(**one) for one in collectives.read_collectives()))
+    assert len(found.collectives) == 2 * MAX_COLLECTIVES and found.collectives[-1].number == 39
+    assert found.waits_in == Collective("all_reduce", "default_pg", 2, "[[4]]", done=False)
+
+
+def test_this_torch_records_collectives(tmp_path: Path) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from manyhands.worker.collectives import count_collectives, read_collectives
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        before = count_collectives()
+        dist.all_reduce(torch.ones(3))
+        assert count_collectives() == before + 1
+        last = Collective(**read_collectives()[-1])
+        assert (last.name, last.sizes, last.done) == ("all_reduce", "[[3]]", True)
+    finally:
+        dist.destroy_process_group()

@@ -36,16 +36,17 @@ STACK_S = 0.5
 PY_SPY_S = 5.0
 POLL_S = 0.1
 WRITES = ("checkpoint", "export", "verify", "report")  # stages that write files
+TASKS = {"spawn_main": "prepares batches", "shard_writer": "writes checkpoints"}  # by a part of the command line
 GONE, STOPPED, DISK = "gone", "stopped", "waiting for a disk"
 
 
 @dataclass(frozen=True)
 class Child:
-    """A process that a rank has started, such as one that prepares batches."""
+    """A process that a rank has started."""
 
     pid: int
     state: str
-    makes_batches: bool = False
+    task: str = ""  # ``prepares batches``, ``writes checkpoints``; "" where it is another
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,9 @@ def look_at_process(state: RankState) -> RankState:
 
 def _look_at_child(child: psutil.Process) -> Child | None:
     with contextlib.suppress(psutil.Error):
-        return Child(child.pid, _name_state(child.status()), "spawn_main" in " ".join(child.cmdline()))
+        command = " ".join(child.cmdline())
+        task = next((task for mark, task in TASKS.items() if mark in command), "")
+        return Child(child.pid, _name_state(child.status()), task)
     return None
 
 
@@ -161,7 +164,7 @@ def find_cause(culprits: Sequence[RankState], others: Sequence[RankState], free_
         return "it never reported a start"
     if broken := _broken_child(culprits):
         return broken
-    if any(state.process == DISK for state in culprits):
+    if any(map(_waits_for_disk, culprits)):
         return "it waits for a disk: a network file system that does not answer, or a failing disk" + _of_stage(first)
     if len(culprits) == 1 or not _all_wait(culprits):
         if first.beat.stage in WRITES or _is_in(first, "manyhands/checkpoint", "manyhands/export"):
@@ -189,6 +192,10 @@ def _explain_waiting(culprits: Sequence[RankState], others: Sequence[RankState])
                 f"ranks have taken different paths and wait for each other in different collectives ({each}): uneven"
                 " data, or code that not all ranks run alike"
             )
+    queued = [state for state in culprits if state.snapshot.waits_in and not state.snapshot.waits_in.started]
+    if queued and len(queued) < len(culprits) and not others:
+        one = queued[0].snapshot.waits_in
+        return f"the device of {_names(queued)} has not come to the collective that the others' run ({one}): it hangs"
     if first.snapshot.waits_in and all(state.snapshot.waits_in for state in culprits) and not others:
         hosts = {state.beat.host for state in culprits if state.beat}
         between = "between the machines" if len(hosts) > 1 else "between them"
@@ -213,10 +220,14 @@ def _explain_waiting(culprits: Sequence[RankState], others: Sequence[RankState])
 def _broken_child(culprits: Iterable[RankState]) -> str:
     for state in culprits:
         for child in state.children:
-            if child.state in (STOPPED, GONE) and child.makes_batches:
+            if child.state in (STOPPED, GONE) and child.task:
                 what = "is stopped (SIGSTOP)" if child.state == STOPPED else "has ended"
-                return f"process {child.pid}, which prepares batches for {state.name}, {what} (data.workers)"
+                return f"process {child.pid}, which {child.task} for {state.name}, {what}"
     return ""
+
+
+def _waits_for_disk(state: RankState) -> bool:
+    return state.process == DISK or any(child.state == DISK and child.task for child in state.children)
 
 
 def _all_wait(states: Iterable[RankState]) -> bool:

@@ -26,7 +26,7 @@ from manyhands.launch.run_folder import RunFolder
 
 STACK_SIGNAL = signal.SIGUSR2  # SIGUSR1 is SLURM's notice
 MAX_FRAMES = 80
-MAX_COLLECTIVES = 10  # the last ones
+MAX_COLLECTIVES = 10  # the last ones, and as many of those that have not ended
 MAIN = "MainThread"
 OWN_THREADS = ("heartbeat", "watch", "stop-signal", "save-signal")  # of ours, always waiting
 
@@ -54,6 +54,7 @@ class Collective:
     number: int  # in its group, from 1
     sizes: str  # of the inputs
     done: bool
+    started: bool = True  # by the device; what is only queued waits for work before it
 
     def __str__(self) -> str:
         group = "" if self.group == "default_pg" else f" of group {self.group}"
@@ -74,8 +75,8 @@ class Snapshot:
 
     @property
     def waits_in(self) -> Collective | None:
-        """The newest collective that has not ended."""
-        return next((one for one in reversed(self.collectives) if not one.done), None)
+        """The oldest collective that has not ended: on a GPU others may be queued behind it."""
+        return next((one for one in self.collectives if not one.done), None)
 
 
 def shorten(file: str) -> str:

@@ -34,12 +34,14 @@ def count_collectives() -> int:
 
 
 def read_collectives() -> list[dict[str, Any]]:
-    """The last collectives of all groups, the newest last, as fields of ``launch.snapshot.Collective``. Any thread may
-    ask, also while another waits in one of them.
+    """The last collectives of all groups and the oldest of those that have not ended, the newest last, as fields of
+    ``launch.snapshot.Collective``. Any thread may ask, also while another waits in one of them.
     """
     entries = [entry for recorder in _RECORDERS for entry in _dump(recorder)]
     entries.sort(key=lambda entry: entry.get("time_created_ns", 0))
-    return [_describe(entry) for entry in entries[-MAX_COLLECTIVES:]]
+    found = [_describe(entry) for entry in entries]
+    pending = [one for one in found[:-MAX_COLLECTIVES] if not one["done"]]
+    return [*pending[:MAX_COLLECTIVES], *found[-MAX_COLLECTIVES:]]
 
 
 def _dump(recorder: str) -> list[dict[str, Any]]:
@@ -59,4 +61,5 @@ def _describe(entry: dict[str, Any]) -> dict[str, Any]:
         "number": int(entry.get("collective_seq_id", 0)),
         "sizes": str(entry.get("input_sizes", "")),
         "done": bool(entry.get("retired")) or entry.get("state") == "completed",
+        "started": entry.get("state") != "scheduled" or "gloo" in str(entry.get("profiling_name")),  # gloo says none
     }
