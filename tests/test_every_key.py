@@ -12,7 +12,7 @@ import pytest
 
 from manyhands.config.keys import all_keys
 from manyhands.core.errors import UserError
-from tests.keys import cluster, guards, kernels, left, model, rows, template, training, work
+from tests.keys import cluster, guards, images, kernels, left, model, rows, template, training, work
 from tests.keys.lab import Lab, open_lab
 
 EFFECTS: dict[str, Callable[[Lab], None]] = {
@@ -59,6 +59,11 @@ EFFECTS: dict[str, Callable[[Lab], None]] = {
     "data.deduplicate": rows.deduplicate,
     "data.order": rows.order,
     "data.packing": rows.packing,
+    "data.images": images.images,
+    "data.image_folder": images.image_folder,
+    "data.image_urls": images.image_urls,
+    "data.bad_images": images.bad_images,
+    "data.max_image_pixels": images.max_image_pixels,
     "data.workers": work.workers,
     "data.cache": rows.cache,
     "batch.samples": rows.batch_samples,

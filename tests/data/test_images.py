@@ -162,3 +162,138 @@ FORMS = {
     "data url": lambda path, raw: turns(image("data:image/png;base64," + base64.b64encode(raw).decode()), text("?")),
     "base64": lambda path, raw: turns({"type": "image", "base64": base64.b64encode(raw).decode()}, text("?")),
 }
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_an_image_gives_the_same_sample(
+    form: str, qwen_folder: Path, pictures: Path, write_rows, make_config
+) -> None:
+    path = pictures / "0.png"
+    rows = [{"messages": messages(path)} for messages in (lambda path: FORMS[form](str(path), path.read_bytes()),)]
+    _, store = open_store(make_config(write_rows(rows), validation_fraction=0), qwen_folder)
+    check_sample(store, qwen_folder, path)
+
+
+def check_sample(store: TokenStore, folder: Path, path: Path) -> None:
+    """The only sample asks about the image at ``path``, then "?"."""
+    expected = processor_of(folder, "qwen2_5_vl").apply_chat_template(
+        [turns(image(Image.open(path)), text("?"))], tokenize=True, return_dict=True
+    )
+    assert store.train.sample(0)["tokens"].tolist() == list(expected["input_ids"][0])
+    batch = collate(store.train, np.array([0]), shape(folder))
+    assert np.array_equal(batch["pixel_values"].numpy(), np.asarray(expected["pixel_values"]))
+    assert batch["has_images"] is True
+
+
+# A row of each tool about the image {path}; what it becomes is that of the parts [image, "?"].
+TOOLS: dict[str, dict[str, Any]] = {
+    "LLaVA": {
+        "id": "1",
+        "image": "0.png",
+        "conversations": [{"from": "human", "value": "<image>\n?"}, {"from": "gpt", "value": "it is so"}],
+    },
+    "LLaMA-Factory": {
+        "images": ["0.png"],
+        "conversations": [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "it is so"}],
+    },
+    "LLaMA-Factory alpaca": {"images": ["0.png"], "instruction": "<image>?", "output": "it is so"},
+    "Axolotl": {
+        "messages": [
+            {"role": "user", "content": [{"type": "image", "path": "0.png"}, {"type": "text", "text": "?"}]},
+            {"role": "assistant", "content": [{"type": "text", "text": "it is so"}]},
+        ]
+    },
+    "TRL": {
+        "images": ["0.png"],
+        "messages": [
+            {"role": "user", "content": [{"type": "image", "text": None}, {"type": "text", "text": "?"}]},
+            {"role": "assistant", "content": [{"type": "text", "text": "it is so"}]},
+        ],
+    },
+    "TRL, text alone": {
+        "image": "0.png",
+        "prompt": [{"role": "user", "content": "?"}],
+        "completion": [{"role": "assistant", "content": "it is so"}],
+    },
+}
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_rows_of_other_tools(tool: str, qwen_folder: Path, pictures: Path, write_rows, make_config) -> None:
+    config = make_config(write_rows([TOOLS[tool]]), validation_fraction=0, image_folder=str(pictures))
+    _, store = open_store(config, qwen_folder)
+    check_sample(store, qwen_folder, pictures / "0.png")
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_image_columns_of_parquet(listed: bool, qwen_folder: Path, pictures: Path, tmp_path: Path, make_config) -> None:
+    """As ``datasets`` writes its feature Image: a struct of bytes and path."""
+    pa = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    held = {"bytes": (pictures / "0.png").read_bytes(), "path": "elsewhere.png"}
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    name, value, kind = ("images", [held], pa.list_(kind)) if listed else ("image", held, kind)
+    columns = {"question": pa.array(["?"]), "answer": pa.array(["it is so"]), name: pa.array([value], kind)}
+    parquet.write_table(pa.table(columns), tmp_path / "rows.parquet")
+    _, store = open_store(make_config(tmp_path / "rows.parquet", validation_fraction=0), qwen_folder)
+    check_sample(store, qwen_folder, pictures / "0.png")
+    (stored,) = from_streams(store.train.sample(0))
+    assert stored.held and stored.source == held["bytes"]  # its row cannot be read again by itself
+
+
+def test_a_turned_image_is_turned(qwen_folder: Path, tmp_path: Path, write_rows, make_config) -> None:
+    picture = draw((60, 30))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees
+    picture.save(tmp_path / "turned.png", exif=exif)
+    _, store = open_store(
+        make_config(write_rows([{"messages": turns(image("turned.png"), text("?"))}]), validation_fraction=0),
+        qwen_folder,
+    )
+    (stored,) = from_streams(store.train.sample(0))
+    assert stored.size == (60, 30)
+    batch = collate(store.train, np.array([0]), shape(qwen_folder))
+    upright = picture.transpose(Image.Transpose.ROTATE_270)
+    made = processor_of(qwen_folder, "qwen2_5_vl").image_processor([upright])
+    assert np.array_equal(batch["pixel_values"].numpy(), made["pixel_values"])
+
+
+def test_text_alone_takes_the_processors_way_beside_images(
+    tmp_path: Path, pictures: Path, write_rows, make_config
+) -> None:
+    """Llama's tokenizers add a begin-of-text token that the template of LLaVA does not write."""
+    from tokenizers import processors
+
+    from manyhands.data.tokenizer import load_tokenizer
+
+    folder = write_tiny_processor(tmp_path / "llava", "llava", bos="<|endoftext|>")
+    tokenizer = load_tokenizer(folder)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", tokenizer.bos_token_id)]
+    )
+    tokenizer.save_pretrained(folder)
+    plain, with_image = turns(text("no image")), turns(image(str(pictures / "0.png")), text("?"))
+    config = make_config(
+        write_rows([{"messages": with_image}, {"messages": plain}]), validation_fraction=0, order="as_given"
+    )
+    _, store = open_store(config, folder)
+    made = processor_of(folder, "llava").apply_chat_template([plain], tokenize=True, return_dict=True)
+    assert store.train.sample(1)["tokens"].tolist() == list(made["input_ids"][0])
+    assert made["input_ids"][0][0] == tokenizer.bos_token_id
+    of_text = make_config(write_rows([{"messages": plain}], "text.jsonl"), validation_fraction=0)
+    _, store = open_store(of_text, folder)
+    assert store.train.num_images is None and store.train.sample(0)["tokens"][0] != tokenizer.bos_token_id
+
+
+def test_the_table_is_what_the_processor_computes(vision_folder: tuple[str, Path]) -> None:
+    from manyhands.data.batches import scale_pixels
+    from manyhands.data.image_batch import PIXEL_REPEATS, PIXEL_TABLE
+
+    table = torch.arange(3 * 256, dtype=torch.float32).reshape(3, 256)
+    pixels = torch.randint(0, 256, (5, 3, 2, 2), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    batch = {"pixel_values": pixels, PIXEL_TABLE: table, PIXEL_REPEATS: 0, "other": 1}
+    scaled = scale_pixels(batch)
+    assert torch.equal(scaled["pixel_values"], pixels.float() + 256 * torch.arange(3).reshape(1, 3, 1, 1))
+    assert scaled.keys() == {"pixel_values", "other"}
+    vectors = scale_pixels(batch | {PIXEL_REPEATS: 2})["pixel_values"].reshape(5, 3, 2, 2, 2)
+    assert torch.equal(vectors[:, :, 0], scaled["pixel_values"]) and torch.equal(vectors[:, :, 0], vectors[:, :, 1])

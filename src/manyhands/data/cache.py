@@ -7,6 +7,7 @@ name is complete.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -190,6 +191,14 @@ def publish(unfinished: Path, folder: Path) -> bool:
         return False
     sync(folder.parent)
     return True
+
+
+def remove(folder: Path) -> None:
+    """Removes a store whole: nobody finds a part of it."""
+    aside = folder.with_name(f"{UNFINISHED}{folder.name[:16]}-{secrets.token_hex(8)}")
+    with contextlib.suppress(OSError):  # another process was first
+        os.rename(folder, aside)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def clean_unfinished(cache: Path) -> None:

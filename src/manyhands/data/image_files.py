@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import urllib.request
 import warnings
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 
 from manyhands.core.errors import UserError
 from manyhands.data.image_rows import ImageRef
+from manyhands.data.image_streams import IMAGE_SOURCES, IMAGES
 
 MAX_BYTES = 256 << 20  # of one encoded image
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "MPO", "JPEG2000", "AVIF")  # that start no program
@@ -96,6 +98,32 @@ def decode(raw: bytes, name: str, max_pixels: int) -> np.ndarray:
         raise
     except Exception as error:  # a decoder of foreign bytes: whatever it raises is about this image
         raise BadImage(f"{name} cannot be decoded: {error}") from None
+
+
+def find_changed(store: Path) -> str | None:
+    """The name of an image that the store refers to and that is another now, or is gone; None where there is none.
+
+    Files that are older than the store are not read: what training reads is compared with the store once more."""
+    items = store / f"{IMAGES.name}.bin"
+    if not items.is_file():
+        return None
+    made_ns = (store / "meta.json").stat().st_mtime_ns
+    images = np.fromfile(items, dtype=IMAGES.item_dtype).reshape(-1, *IMAGES.item_shape)
+    ends = np.cumsum(images[:, 1])
+    seen: set[bytes] = set()
+    with (store / f"{IMAGE_SOURCES.name}.bin").open("rb") as file:
+        for image, end in zip(images[images[:, 0] == 0], ends[images[:, 0] == 0].tolist(), strict=True):
+            source = os.pread(file.fileno(), int(image[1]), end - int(image[1]))
+            if source in seen:
+                continue
+            seen.add(source)
+            place = source.decode()
+            try:
+                if os.stat(place).st_mtime_ns > made_ns and content_of(read_bytes(place)) != image[2:4].tobytes():
+                    return name_of(place)
+            except (OSError, BadImage):
+                return name_of(place)
+    return None
 
 
 def _known_formats() -> tuple[str, ...]:

@@ -10,10 +10,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.data.formats import Conversation
-from manyhands.data.image_files import BadImage, check_pillow, content_of, decode, locate, name_of, read_bytes
+from manyhands.data.image_files import (
+    BadImage,
+    check_pillow,
+    content_of,
+    decode,
+    is_address,
+    locate,
+    name_of,
+    read_bytes,
+)
 from manyhands.data.image_processor import ImageProcessor, family_of, read_json
 from manyhands.data.image_rows import ImageRef
 from manyhands.data.image_streams import StoredImage
@@ -68,23 +79,28 @@ class ImageOpener:
                 f"{name_of(place)} of {size[1]} x {size[0]} pixels is refused by the processor: {error}"
             ) from None
         text = self.processor.expand(shape, self._words)
-        stored = StoredImage(not place, raw or place.encode(), content, size, shape.units, text.count(self._token))
+        stored = StoredImage(bool(raw), raw or place.encode(), content, size, shape.units, text.count(self._token))
         return OpenedImage(stored, text)
 
     def _look(self, place: str, data: bytes) -> tuple[bytes, tuple[int, int], bytes]:
-        """(hash of the content, (height, width), the bytes if the row holds them)."""
-        if not place:
-            return content_of(data), decode(data, name_of(""), self._data.max_image_pixels).shape[:2], data
+        """(hash of the content, (height, width), the bytes unless a file has them)."""
+        if not place or is_address(place):  # what was fetched is kept: it may be another one tomorrow
+            raw = data or read_bytes(place)
+            return content_of(raw), _measure(decode(raw, name_of(place), self._data.max_image_pixels)), raw
         key = _stamp(place)
         if key is None or key not in self._known:
             raw = read_bytes(place)
-            found = content_of(raw), decode(raw, name_of(place), self._data.max_image_pixels).shape[:2]
+            found = content_of(raw), _measure(decode(raw, name_of(place), self._data.max_image_pixels))
             if key is None:
                 return *found, b""
             self._known[key] = found
             if len(self._known) > MAX_KNOWN:
                 self._known.popitem(last=False)
         return *self._known[key], b""
+
+
+def _measure(pixels: np.ndarray) -> tuple[int, int]:
+    return pixels.shape[0], pixels.shape[1]
 
 
 def _stamp(place: str) -> tuple[str, int, int] | None:

@@ -21,9 +21,19 @@ from manyhands.config.schema import RunConfig, Source
 from manyhands.core.errors import UserError
 from manyhands.core.files import make_folder
 from manyhands.core.units import describe_counts
-from manyhands.data.cache import UNFINISHED, clean_unfinished, link_other, name_store, name_tokens, open_cached, publish
+from manyhands.data.cache import (
+    UNFINISHED,
+    clean_unfinished,
+    link_other,
+    name_store,
+    name_tokens,
+    open_cached,
+    publish,
+    remove,
+)
 from manyhands.data.divide import Division, divide_samples, find_repeated
 from manyhands.data.files import unpacked_bytes
+from manyhands.data.image_files import find_changed
 from manyhands.data.image_streams import WITH_IMAGES
 from manyhands.data.segment import finish_store, join_segments
 from manyhands.data.sources import list_files, resolve_sets, resolve_sources
@@ -32,6 +42,7 @@ from manyhands.data.streams import PACKED_BY
 from manyhands.data.summary import Outcome, PreparedData, count_left_out, summarize
 from manyhands.data.tokenize_parallel import cannot_write, plan_job, tokenize_parts
 
+MAX_BAD_IMAGES = 5  # of each source that are named where they are left out
 MAX_PAIRS = 5  # of repeated samples that are named
 OFFSETS = f"{PACKED_BY}_offsets"
 
@@ -74,8 +85,13 @@ def prepare(
     tokens = name_tokens(config, model_folder, inputs.sources, inputs.files, inputs.num_train)
     folder = Path(config.data.cache).expanduser() / name_store(config, tokens, inputs.sources)
     store = open_cached(folder, report)
-    if store is None:
-        store = _make(config, Path(model_folder), inputs, tokens, folder, report, num_processes)
+    changed = None if store is None else find_changed(folder)
+    if store is None or changed is not None:
+        if changed is not None:
+            report(f"{changed} has changed since the data was prepared: made again")
+            remove(folder)
+        make_all = changed is not None
+        store = _make(config, Path(model_folder), inputs, tokens, folder, report, num_processes, make_all)
     else:
         report(
             f"tokens cached: {store.train.num_samples:,} samples, "
@@ -104,7 +120,9 @@ def _make(
     folder: Path,
     report: Report,
     num_processes: int | None,
+    make_all: bool = False,
 ) -> TokenStore:
+    """``make_all``: not by the tokens of another store."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         clean_unfinished(folder.parent)
@@ -114,7 +132,7 @@ def _make(
             "the token cache cannot be written", where="data.cache", why=str(error), fix="name another folder"
         ) from error
     try:
-        made = link_other(tokens, unfinished, report)
+        made = None if make_all else link_other(tokens, unfinished, report)
         if made is None:
             made = _tokenize(config, model_folder, inputs, unfinished, report, num_processes)
             if changed := [str(path) for path, stamp in inputs.stamps.items() if _stamp(path) != stamp]:
@@ -145,6 +163,7 @@ def _tokenize(
         samples_of_files[index][part.file] += outcome.num_samples
     for source, outcome in zip(inputs.sources, outcomes, strict=True):
         outcome.raise_if_any(config, source.path)
+        outcome.notes += [f"left out: {place}" for place in outcome.bad_images.shown[:MAX_BAD_IMAGES]]
     segments = [(path, index) for number, (index, _) in enumerate(job.parts) for path in job.segments(number)]
     join_segments(folder, [path for path, _ in segments], [index for _, index in segments], WITH_IMAGES)
     for path in (folder / "segments", *folder.glob("outcome-*"), folder / "job.json", folder / "log"):

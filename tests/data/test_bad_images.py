@@ -1,0 +1,221 @@
+"""Images that cannot be used, and rows whose images and placeholders do not fit: named, refused or left out."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from manyhands.core.errors import UserError
+from manyhands.data.batches import collate
+from manyhands.data.prepare import prepare
+from manyhands.data.store import TokenStore
+from tests.data.test_images import draw, image, open_store, shape, text, turns
+from tests.support.vision import write_tiny_processor
+
+pytest.importorskip("PIL.Image")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_processor(tmp_path_factory.mktemp("model") / "gemma3", "gemma3")
+
+
+def write_png_header(path: Path, width: int, height: int) -> None:
+    """A PNG that says it is so large, and holds nothing."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"") + chunk(b"IEND", b""))
+
+
+def make_bad(kind: str, path: Path) -> None:
+    if kind == "truncated":
+        draw((50, 50)).save(path)
+        path.write_bytes(path.read_bytes()[:-2000])
+    elif kind == "bomb":
+        write_png_header(path, 100_000, 100_000)
+    elif kind == "too large":
+        write_png_header(path, 12_000, 8_000)  # below what Pillow itself refuses
+    elif kind == "zero-sized":
+        path.write_bytes(
+            b"BM" + struct.pack("<IHHI", 54, 0, 0, 54) + struct.pack("<IiiHHIIiiII", 40, 0, 4, 1, 24, *[0] * 6)
+        )
+    elif kind == "empty":
+        path.write_bytes(b"")
+    elif kind == "no image":
+        path.write_text("hello")
+    elif kind == "program":
+        path.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n")
+
+
+BAD = {
+    "missing": "does not exist",
+    "truncated": "cannot be decoded",
+    "bomb": "too many pixels",
+    "too large": "96,000,000 pixels",
+    "zero-sized": "no pixels|no image|decoded",
+    "empty": "is empty",
+    "no image": "is no image",
+    "program": "is no image",
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_image_is_named_and_refused_or_skipped(
+    kind: str, folder: Path, tmp_path: Path, write_rows, make_config
+) -> None:
+    draw((40, 40)).save(tmp_path / "good.png")
+    make_bad(kind, tmp_path / "bad.png")
+    rows = write_rows([{"messages": turns(image(name), text("?"))} for name in ("good.png", "bad.png", "good.png")])
+    with pytest.raises(UserError, match="1 row is with images that cannot be used") as caught:
+        open_store(make_config(rows, validation_fraction=0), folder)
+    (detail,) = caught.value.details
+    assert detail.startswith(f"{rows}:2: the image {tmp_path / 'bad.png'} ")
+    assert any(words in detail for words in BAD[kind].split("|")), detail
+    lines: list[str] = []
+    facts = prepare(make_config(rows, validation_fraction=0, bad_images="skip"), folder, lines.append)
+    assert facts.num_samples == 2 and facts.left_out == {"data.bad_images": {"train": 1}}
+    assert any("left out by data.bad_images" in line for line in lines)
+    assert any("bad.png" in line for line in lines)
+
+
+def refuse(config: Any, folder: Path) -> UserError:
+    with pytest.raises(UserError) as caught:
+        open_store(config, folder)
+    return caught.value
+
+
+def test_data_of_bad_images_alone_is_refused(folder: Path, write_rows, make_config) -> None:
+    rows = write_rows([{"messages": turns(image("a.png"), text("?"))}])
+    error = refuse(make_config(rows, validation_fraction=0, bad_images="skip"), folder)
+    assert error.what == "no row is left" and "a.png" in error.details[0]
+
+
+def test_addresses_are_fetched_only_where_that_is_allowed(
+    folder: Path, tmp_path: Path, write_rows, make_config
+) -> None:
+    import http.server
+    import threading
+
+    draw((40, 40)).save(tmp_path / "a.png")
+    handler = type("Quiet", (http.server.SimpleHTTPRequestHandler,), {"log_message": lambda *_: None})
+    server = http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), lambda *arguments: handler(*arguments, directory=str(tmp_path))
+    )
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        rows = write_rows([{"messages": turns(image(f"http://127.0.0.1:{server.server_port}/a.png"), text("?"))}])
+        assert "data.image_urls" in refuse(make_config(rows, validation_fraction=0), folder).details[0]
+        _, store = open_store(make_config(rows, validation_fraction=0, image_urls=True), folder)
+    finally:
+        server.shutdown()
+        server.server_close()
+    # fetched once: training does not depend on the address
+    assert len(collate(store.train, np.array([0]), shape(folder))["pixel_values"]) == 1
+
+
+PLACES: dict[str, tuple[dict[str, Any], str]] = {
+    "a place too many": (
+        {"images": ["a.png"], "messages": [{"role": "user", "content": "<image> <image>"}]},
+        "1 image in the row's column, and 2 places",
+    ),
+    "an image too many": (
+        {"images": ["a.png", "a.png"], "messages": [{"role": "user", "content": "<image> what"}]},
+        "2 images in the row's column, and 1 place",
+    ),
+    "a mark without image": (
+        {"messages": [{"role": "user", "content": "<image> what"}]},
+        "0 images in the row's column, and 1 place",
+    ),
+    "a part without image": (
+        {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+        "0 images in the row's column, and 1 place",
+    ),
+    "the model's own placeholder": (
+        {"messages": [{"role": "user", "content": "<start_of_image> what"}]},
+        "placeholder",
+    ),
+    "what stands for features": (
+        {"images": ["a.png"], "messages": [{"role": "user", "content": "<image> <image_soft_token>"}]},
+        "placeholders for images are in its tokens, and its images take 4",
+    ),
+    "both columns": ({"images": ["a.png"], "image": "a.png", "messages": [{"role": "user", "content": "?"}]}, "both"),
+    "no user": ({"images": ["a.png"], "messages": [{"role": "system", "content": "be brief"}]}, "no user message"),
+    "sharegpt without a mark": (
+        {"image": "a.png", "conversations": [{"from": "human", "value": "?"}, {"from": "gpt", "value": "so"}]},
+        "1 image in the row's column, and 0 places",
+    ),
+    "a sound": (
+        {"messages": [{"role": "user", "content": [{"type": "audio", "audio": "a.wav"}]}]},
+        "only text and images can be trained",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", PLACES)
+def test_placeholders_and_images_are_counted(kind: str, folder: Path, tmp_path: Path, write_rows, make_config) -> None:
+    draw((40, 40)).save(tmp_path / "a.png")
+    row, words = PLACES[kind]
+    if "messages" in row:
+        row = row | {"messages": [*row["messages"], {"role": "assistant", "content": "so"}]}
+    error = refuse(make_config(write_rows([row]), validation_fraction=0, images=True), folder)
+    assert words in error.details[0], error.details[0]
+
+
+def test_more_image_tokens_than_fit(folder: Path, tmp_path: Path, write_rows, make_config) -> None:
+    draw((40, 40)).save(tmp_path / "a.png")
+    asked = turns(*[image("a.png")] * 3, text("?"), answer="so " * 10)
+    rows = write_rows([{"messages": asked}, {"messages": turns(image("a.png"), text("?"))}])
+    error = refuse(make_config(rows, validation_fraction=0, max_length=60), folder)
+    assert "12 of them of 3 images" in error.details[0]
+    facts, _ = open_store(make_config(rows, validation_fraction=0, max_length=60, too_long="drop"), folder)
+    assert facts.num_samples == 1
+    later = [*turns(text("first"), answer="one"), *turns(image("a.png"), text("?"), answer="two")]
+    path = write_rows([{"messages": later}], "later.jsonl")
+    length = open_store(make_config(path, validation_fraction=0), folder)[1].train.lengths[0]
+    for cut, fits in ((length - 4, True), (length - 26, False)):  # within the second answer, within the image
+        config = make_config(path, validation_fraction=0, max_length=int(cut), too_long="truncate")
+        if fits:
+            assert open_store(config, folder)[1].train.lengths[0] == cut
+        else:
+            assert "would cut an image's" in refuse(config, folder).details[0]
+
+
+def test_a_model_of_text_is_given_no_images(model_folder: Path, write_rows, make_config) -> None:
+    rows = write_rows([{"messages": turns(image("a.png"), text("?"))}])
+    assert "only text can be trained" in refuse(make_config(rows, validation_fraction=0), model_folder).details[0]
+    column = write_rows([{"images": ["a.png"], "messages": turns(text("?"))}], "column.jsonl")
+    assert "only text can be trained" in refuse(make_config(column, validation_fraction=0), model_folder).what
+    asked = refuse(make_config(column, validation_fraction=0, images=True), model_folder)
+    assert asked.what == "this model cannot be trained with images" and asked.where == "data.images"
+    mapped = refuse(make_config(column, validation_fraction=0, fields={"images": "images"}), model_folder)
+    assert mapped.where == "data.fields: images"
+
+
+def test_images_may_be_refused(folder: Path, tmp_path: Path, write_rows, make_config) -> None:
+    draw((40, 40)).save(tmp_path / "a.png")
+    rows = write_rows([{"messages": turns(image("a.png"), text("?"))}])
+    error = refuse(make_config(rows, validation_fraction=0, images=False), folder)
+    assert "only text can be trained" in error.details[0]
+
+
+def test_an_image_that_changes_after_preparation_is_an_error(
+    folder: Path, tmp_path: Path, write_rows, make_config
+) -> None:
+    draw((40, 40)).save(tmp_path / "a.png")
+    config = make_config(write_rows([{"messages": turns(image("a.png"), text("?"))}]), validation_fraction=0)
+    facts, store = open_store(config, folder)
+    draw((40, 40), seed=1).save(tmp_path / "a.png")
+    with pytest.raises(UserError, match="changed since the data was prepared") as caught:
+        collate(store.train, np.array([0]), shape(folder))
+    assert caught.value.where == str(tmp_path / "a.png")
+    again = prepare(config, folder, lambda line: None)  # is made again: the image is another
+    assert again.content != facts.content
+    assert len(collate(TokenStore.open(again.folder).train, np.array([0]), shape(folder))["pixel_values"]) == 1

@@ -1,0 +1,81 @@
+"""Effects of the keys of images: which rows with images are trained, and which images are used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from manyhands.core.errors import UserError
+from manyhands.data.prepare import prepare
+from manyhands.data.summary import PreparedData
+from tests.keys.lab import Lab
+from tests.support.vision import write_tiny_processor
+
+
+def facts_of(lab: Lab, places: list[Any], **keys: Any) -> PreparedData:
+    """What is prepared of one row for each of ``places``; None is a row of text."""
+    folder = lab.folder / "vision"
+    if not folder.exists():
+        write_tiny_processor(folder, "gemma3")
+    rows = [
+        {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "so"}]}
+        | ({} if image is None else {"image": image})
+        for image in places
+    ]
+    given = {f"data.{key}": value for key, value in keys.items()}
+    path = lab.write_rows("images.jsonl", rows)
+    config = lab.config({"data.train": path, "data.validation_fraction": 0.0, **given})
+    return prepare(config, folder, lambda _: None)
+
+
+def draw(path: Path, size: int = 30) -> str:
+    from PIL import Image
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.full((size, size, 3), 77, dtype=np.uint8)).save(path)
+    return str(path)
+
+
+def images(lab: Lab) -> None:
+    place = draw(lab.folder / "drawn" / "a.png")
+    late = [None] * 101 + [place]  # behind the rows that tell whether there are images
+    assert facts_of(lab, [place]).num_images == 1
+    with pytest.raises(UserError, match="1 row cannot be trained"):
+        facts_of(lab, late)
+    assert facts_of(lab, late, images=True).num_images == 1
+    with pytest.raises(UserError, match="only text can be trained"):
+        facts_of(lab, [place], images=False)
+
+
+def image_folder(lab: Lab) -> None:
+    draw(lab.folder / "drawn" / "b.png")
+    with pytest.raises(UserError, match="images that cannot be used"):
+        facts_of(lab, ["b.png"])
+    assert facts_of(lab, ["b.png"], image_folder=str(lab.folder / "drawn")).num_images == 1
+
+
+def image_urls(lab: Lab) -> None:
+    address = ["http://127.0.0.1:9/a.png"]  # nobody answers there
+    for allowed, words in ((False, "data.image_urls"), (True, "cannot be read")):
+        with pytest.raises(UserError) as caught:
+            facts_of(lab, address, image_urls=allowed)
+        assert words in caught.value.details[0]
+
+
+def bad_images(lab: Lab) -> None:
+    places = [draw(lab.folder / "drawn" / "a.png"), "nowhere.png"]
+    with pytest.raises(UserError, match="images that cannot be used"):
+        facts_of(lab, places)
+    facts = facts_of(lab, places, bad_images="skip")
+    assert facts.num_samples == 1 and facts.left_out == {"data.bad_images": {"images": 1}}
+
+
+def max_image_pixels(lab: Lab) -> None:
+    place = draw(lab.folder / "drawn" / "a.png")
+    assert facts_of(lab, [place], max_image_pixels=900).num_images == 1
+    with pytest.raises(UserError) as caught:
+        facts_of(lab, [place], max_image_pixels=899)
+    assert "900 pixels" in caught.value.details[0]
