@@ -89,7 +89,8 @@ def add(writer: GGUFWriter, name: str, values: np.ndarray, kind: str) -> None:
         writer.add_tensor(name, values.astype(np.float16))
     else:
         raw = GGMLQuantizationType[kind.upper()]
-        writer.add_tensor(name, quants.quantize(values.astype(np.float32), raw), raw_dtype=raw)
+        with np.errstate(invalid="ignore"):
+            writer.add_tensor(name, quants.quantize(values.astype(np.float32), raw), raw_dtype=raw)
 
 
 if __name__ == "__main__":

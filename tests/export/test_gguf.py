@@ -172,6 +172,17 @@ def test_code_of_the_models_own_is_not_run(
     assert "would run this model's own code" in capsys.readouterr().err
 
 
+def test_towers_have_no_place_in_it(
+    source: Path, tmp_path: Path, llama_cpp: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(source, tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"vision_config": {"depth": 2}}))
+    command = [str(tmp_path / "model"), "--output", str(tmp_path / "out"), "--gguf", "f16"]
+    assert main([*command, "--llama-cpp", str(llama_cpp)]) == 2
+    assert "vision_config" in (said := capsys.readouterr().err) and "--mmproj" in said
+
+
 # ---- llama.cpp's own -------------------------------------------------------------------------------------------------
 
 needs_llama_cpp = pytest.mark.skipif(

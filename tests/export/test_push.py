@@ -114,6 +114,8 @@ def test_a_public_repository_has_to_be_asked_for(adapter: Path, hub: FakeApi) ->
     assert done.exit_code == 2 and "the repository is public" in done.stderr and hub.files == {}
     assert push(adapter, "--to", "me/helper", "--yes", "--public").exit_code == 0
     assert hub.created == [] and set(hub.files) == set(FILES)
+    hub.private = True
+    assert "was private before, and stays so" in push(adapter, "--to", "me/helper", "--yes", "--public").stdout
     hub.private = None
     assert push(adapter, "--to", "me/new", "--yes", "--public").exit_code == 0
     assert hub.created == [("me/new", False, "model")]

@@ -114,13 +114,14 @@ def export_gguf(source: Path, output: Path, kind: str, *, dtype: str = "auto", l
     so. ``source``: a run, a checkpoint or a model's folder; an adapter is merged.
     """
     from manyhands.export.files import refuse_foreign
-    from manyhands.export.gguf_file import find_tools, refuse_own_code, write_gguf_folder
+    from manyhands.export.gguf_file import find_tools, refuse_own_code, refuse_towers, write_gguf_folder
     from manyhands.launch.run_folder import RunFolder
 
     tools = find_tools(llama_cpp, kind)  # before anything is loaded
     refuse_foreign(output, replace=False)
     if not (source / "run.json").is_file() and (source / "config.json").is_file():
         refuse_own_code(source)
+        refuse_towers(source)
         if dtype != "auto":
             raise UserError(
                 "--dtype is for checkpoints, and this is a model's folder",
@@ -129,7 +130,8 @@ def export_gguf(source: Path, output: Path, kind: str, *, dtype: str = "auto", l
             )
         return write_gguf_folder(source, output, source.resolve().name, kind, tools)
     run_folder, _ = find_checkpoint(source)
-    config = RunFolder(run_folder).read_config()
+    config, plan = read_for_export(RunFolder(run_folder), dtype)
+    refuse_towers(Path(plan.model_folder))
     with tempfile.TemporaryDirectory(prefix=".gguf-", dir=nearest_folder(output.parent)) as scratch:
         model = Path(scratch) / config.name
         said = export_source(source, model, merge=config.method.trains_adapters, dtype=dtype)

@@ -113,6 +113,19 @@ def refuse_own_code(model: Path) -> None:
             )
 
 
+def refuse_towers(model: Path) -> None:
+    """UserError for a model of images or sound: the format has its towers in a second file."""
+    config = read_json(model / "config.json") or {}
+    towers = [key for key in ("vision_config", "audio_config") if config.get(key)]
+    if towers:
+        raise UserError(
+            "a GGUF file holds a language model, and this model has towers too",
+            where=f"{model / 'config.json'}: {', '.join(towers)}",
+            why="llama.cpp keeps them in a second file (mmproj), which is not compared here",
+            fix="manyhands export RUN --merge, and llama.cpp's converter on that folder, with --mmproj for the towers",
+        )
+
+
 def write_gguf_folder(model: Path, output: Path, name: str, kind: str, tools: Tools) -> str:
     """``output`` with ``name-kind.gguf`` and the model's card, once the file has been compared with ``model``; the line
     that says so. UserError, and no folder, where a tool fails or the file differs.

@@ -243,4 +243,5 @@ def upload(planned: Upload, *, public: bool, connect: Callable[[str], Any] = con
             "the same command sends again what is missing",
             exit_code=EXIT_FAILED,
         ) from None
-    return str(done.commit_url)
+    note = " (the repository was private before, and stays so)" if exists and is_private and public else ""
+    return f"{done.commit_url}{note}"
