@@ -55,3 +55,13 @@ def test_a_rank_whose_weights_deviate_is_named(place: Place) -> None:
     assert ended.code == 1 and ended.output.count("error: ") == 1, ended.output
     assert "error: rank 2 holds other trained weights" in ended.output and "equal after step 2" in ended.output
     assert place.run("deviates").read("status.json")["state"] == "failed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "fsdp"])
+def test_ranks_that_hold_other_parts_of_the_weights_are_not_taken_for_deviating(place: Place, strategy: str) -> None:
+    if strategy.startswith("zero"):
+        pytest.importorskip("deepspeed")
+    keys = ("guards.replicas_every=1", "stop.max_steps=3", f"parallel.strategy={strategy}")
+    ended = place.train(f"parts-{strategy}", "--gpus", "2", *keys, file="full.yaml", plant=NO_VERIFY)
+    assert ended.code == 0, ended.output

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from manyhands.config.guards_schema import GuardsSection
 from manyhands.core.errors import EXIT_FAILED
-from manyhands.core.holding import local
 from manyhands.train.guards import Diverged, explain_nonfinite
 from manyhands.train.types import StepResult, TrainState
 
@@ -134,7 +134,9 @@ def fingerprint(parameters: Iterable[torch.Tensor], device: torch.device) -> tor
     parameters changes: its bytes summed as 64-bit integers, each parameter's times an odd factor of its own, modulo
     2^64. Reads each byte once and holds no copy.
     """
-    sums = [_sum_words(local(parameter.detach())).to(device) for parameter in parameters]
+    # Not ``core.holding``'s part: of DeepSpeed's it is the master's, of which no two ranks hold the same.
+    parts = (p.to_local() if isinstance(p, DTensor) else p for p in (one.detach() for one in parameters))
+    sums = [_sum_words(part).to(device) for part in parts]
     if not sums:
         return torch.zeros(2, dtype=torch.float64, device=device)
     factors = torch.arange(1, 2 * len(sums), 2, dtype=torch.int64, device=device) * 0x9E3779B97F4A7C1
