@@ -1,0 +1,169 @@
+"""Training with images gives the numbers of transformers' own model and plain AdamW, in every layout.
+
+Steps have documents with one, two and no images, micro-batches and ranks without any, and one step without images on
+any rank.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from manyhands.config.schema import RunConfig
+from manyhands.facts.towers import part_of
+from manyhands.families import find
+from manyhands.model.structure import auto_class_of
+from tests.support.images import FAMILIES, Document, count_loss_tokens, make_document, reference_loss, train
+from tests.support.multimodal import write_tiny_multimodal
+from tests.support.ranks import Ranks
+from tests.support.tiny import tiny_plan, tiny_run
+
+NUM_STEPS, WITHOUT_IMAGES, RATE = 20, 7, 1e-3
+STATES = {
+    "everything": {"vision": "trained", "projector": "trained", "language": "trained"},
+    "projector": {"vision": "frozen", "projector": "trained", "language": "frozen"},
+    "vision and projector": {"vision": "trained", "projector": "trained", "language": "frozen"},
+    "projector and language": {"vision": "frozen", "projector": "trained", "language": "trained"},
+    "language": {"vision": "frozen", "projector": "frozen", "language": "trained"},
+}
+COUNTS = ((1, 2, 0, 1), (0, 0, 1, 1), (2, 1, 0, 0))  # images of a step's four micro-batches, in turn
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {f: write_tiny_multimodal(tmp_path_factory.mktemp(f), family=f) for f in FAMILIES}
+
+
+def make_steps(family: str, num_steps: int = NUM_STEPS) -> list[list[list[Document]]]:
+    """Four micro-batches a step, of one or two documents each."""
+    steps = []
+    for step in range(num_steps):
+        counts = (0, 0, 0, 0) if step == WITHOUT_IMAGES else COUNTS[step % len(COUNTS)]
+        steps.append(
+            [
+                [make_document(family, num, 100 * step + 10 * i + j, touching=True) for j in range(1 + (i + step) % 2)]
+                for i, num in enumerate(counts)
+            ]
+        )
+    return steps
+
+
+def run_of(folder: Path, method: str = "full") -> RunConfig:
+    config = tiny_run(folder, method)
+    optimizer = config.optimizer.model_copy(update={"learning_rate": RATE, "weight_decay": 0.01})
+    return config.model_copy(update={"optimizer": optimizer})
+
+
+def reference(folder: Path, family: str, states: dict[str, str], steps: Any) -> tuple[list[float], list[float]]:
+    """Losses and gradient norms of transformers' model, document by document, under torch's AdamW."""
+    model: Any = auto_class_of(folder).from_pretrained(folder, attn_implementation="sdpa")
+    decoder = {id(p) for m in (model.get_decoder(), model.get_output_embeddings()) for p in m.parameters()}
+    for name, parameter in model.named_parameters():
+        part = "language" if id(parameter) in decoder else part_of(name, find(family))
+        parameter.requires_grad_(states[part] == "trained")
+    embeddings = {id(p) for m in model.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters()}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trained if p.dim() >= 2 and id(p) not in embeddings]
+    others = [p for p in trained if p.dim() < 2 or id(p) in embeddings]
+    optimizer = torch.optim.AdamW([{"params": matrices}, {"params": others, "weight_decay": 0.0}], lr=RATE)
+    losses, norms = [], []
+    for micros in steps:
+        documents = [document for micro in micros for document in micro]
+        total, loss_sum = count_loss_tokens(documents), 0.0
+        for document in documents:
+            loss = reference_loss(model, family, document)
+            if loss.requires_grad:  # else nothing that is trained was passed
+                (loss / total).backward()
+            loss_sum += float(loss.detach())
+        losses.append(loss_sum / total)
+        squares = [p.grad.double().square().sum() for p in trained if p.grad is not None]
+        norms.append(float(torch.stack(squares).sum().sqrt()) if squares else 0.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return losses, norms
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("family", "states"),
+    [
+        *((family, "everything") for family in ("gemma3", "qwen2_5_vl", "llava_onevision")),
+        *(pytest.param(f, "everything", marks=SLOW) for f in ("qwen3_vl", "llava", "idefics3", "smolvlm", "internvl")),
+        ("qwen3_vl", "projector"),
+        ("gemma3", "projector and language"),
+        *(pytest.param(f, "projector", marks=SLOW) for f in FAMILIES if f != "qwen3_vl"),
+    ],
+)
+def test_twenty_steps_are_those_of_transformers_and_plain_adamw(
+    folders: dict[str, Path], family: str, states: str
+) -> None:
+    steps = make_steps(family)
+    plan = tiny_plan(folders[family], parts=STATES[states], learning_rate=RATE)
+    found = train(plan, run_of(folders[family]), family, steps)
+    losses, norms = reference(folders[family], family, STATES[states], steps)
+    np.testing.assert_allclose(found["losses"], losses, rtol=1e-5)
+    np.testing.assert_allclose(found["norms"], norms, rtol=1e-4)
+    before = dict(auto_class_of(folders[family]).from_pretrained(folders[family]).named_parameters())
+    for name, values in found["frozen"].items():
+        np.testing.assert_array_equal(values, before[name].detach().numpy(), err_msg=name)
+    moved = [name for name, values in found["trained"].items() if not np.array_equal(values, before[name].detach())]
+    assert moved and len(moved) == len(found["trained"])
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "ddp": (2, {"strategy": "ddp"}),
+    "fsdp": (2, {"strategy": "fsdp"}),
+    "fsdp, recomputed, kept": (
+        2,
+        {"strategy": "fsdp", "reshard_after_forward": False, "activation_checkpointing": "full"},
+    ),
+    "hsdp": (4, {"strategy": "hsdp", "shard_degree": 2}),
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("family", "states", "method", "layout"),
+    [
+        ("gemma3", "everything", "full", "fsdp"),
+        ("gemma3", "projector", "full", "ddp"),
+        ("gemma3", "projector and language", "lora", "fsdp"),
+        ("qwen2_5_vl", "everything", "full", "ddp"),
+        ("qwen2_5_vl", "vision and projector", "full", "hsdp"),
+        ("qwen3_vl", "projector", "full", "fsdp"),
+        ("qwen3_vl", "everything", "full", "fsdp, recomputed, kept"),
+        *(pytest.param(f, "everything", "full", "fsdp", marks=SLOW) for f in FAMILIES if f != "gemma3"),
+        *(pytest.param(f, "everything", "full", "ddp", marks=SLOW) for f in FAMILIES if f != "qwen2_5_vl"),
+        *(pytest.param(f, "language", "full", "fsdp", marks=SLOW) for f in ("gemma3", "qwen3_vl")),
+    ],
+)
+def test_every_layout_takes_the_same_steps(
+    folders: dict[str, Path], world: Ranks, family: str, states: str, method: str, layout: str
+) -> None:
+    steps = make_steps(family, WITHOUT_IMAGES + 2)[WITHOUT_IMAGES - 2 :]  # images, none, images
+    config = run_of(folders[family], method)
+    world_size, changes = LAYOUTS[layout]
+    plan = {"parts": STATES[states], "learning_rate": RATE, "attention": "blockwise"}
+    arguments = (config, family, steps)
+    expected = train(tiny_plan(folders[family], **plan), *arguments)
+    found = world.run(
+        "tests.support.images:train",
+        tiny_plan(folders[family], world_size=world_size, **plan, **changes),
+        *arguments,
+        world_size=world_size,
+    )[0]
+    np.testing.assert_allclose(found["losses"], expected["losses"], rtol=1e-5)
+    np.testing.assert_allclose(found["norms"], expected["norms"], rtol=1e-5)
+    assert found["trained"].keys() == expected["trained"].keys()
+    for name, values in expected["trained"].items():
+        if name.endswith(("k_proj.bias", "qkv.bias")):
+            continue  # it shifts all scores of a query alike: its gradient is rounding, of which Adam makes full steps
+        np.testing.assert_allclose(found["trained"][name], values, atol=2e-4, err_msg=name)
+    for name, values in expected["frozen"].items():
+        np.testing.assert_array_equal(found["frozen"][name], values, err_msg=name)
