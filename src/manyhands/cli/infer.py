@@ -130,6 +130,10 @@ def generate(
         ),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output file.")] = False,
+    image: Annotated[
+        list[str] | None,
+        typer.Option("--image", help="Image that --prompt is about; may be given several times.", show_default=False),
+    ] = None,
     max_new_tokens: MaxNewTokens = 256,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
@@ -160,11 +164,14 @@ def generate(
         raise UserError("--input and --output belong together", where="command line", fix="give both, or --prompt")
     if input is None:
         _refuse_for_one_prompt(placement, overwrite)
+    elif image:
+        raise UserError("--image belongs to --prompt", where="command line", fix="name images in the rows of --input")
     elif not input.is_file():
         raise UserError("there is no such file", where=str(input), fix="--input names a JSONL file of prompts")
     request = {
         "folder": str(find_run_folder(folder)),
         "prompt": prompt,
+        "images": image or [],
         "input": input and str(input),
         "output": output and str(output),
         "base": base,

@@ -27,6 +27,7 @@ def generate(
     options: Mapping[str, Any] | None = None,
     placement: Mapping[str, Any] | None = None,
     overwrite: bool = False,
+    images: Sequence[str] = (),
 ) -> int:
     asked, added = GenerationSettings.from_json(settings or {}), _read_options(options)
     if input is not None and output is not None:
@@ -47,7 +48,9 @@ def generate(
     from manyhands.infer.prompts import messages_of
 
     answerer = open_placed(Path(folder), base)
-    messages, tools = messages_of({"prompt": prompt or ""}, added)
+    content = [*({"type": "image", "image": place} for place in images), {"type": "text", "text": prompt or ""}]
+    row = {"messages": [{"role": "user", "content": content}]} if images else {"prompt": prompt or ""}
+    messages, tools = messages_of(row, added, images=bool(images))
     print(answerer.answer_all([messages], asked, tools)[0].text)
     return 0
 

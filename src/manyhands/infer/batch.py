@@ -16,6 +16,7 @@ from manyhands.core.files import refuse_outside_links
 from manyhands.core.hashing import hash_files
 from manyhands.infer.answer_file import AnswerFile
 from manyhands.infer.decode import Completion
+from manyhands.infer.images import open_images
 from manyhands.infer.load import Answerer, Found, find_parts, load_answerer, open_found_tokenizer
 from manyhands.infer.placement import ALL_GPUS, Placement, count_weight_bytes
 from manyhands.infer.prompts import NOTHING_ADDED, PromptOptions, encode_rows, read_rows
@@ -96,7 +97,8 @@ def answer_file(
     seats = placement.seats(count_weight_bytes(found.weights))
     tokenizer = open_found_tokenizer(found)
     max_tokens = read_max_tokens(found, settings)
-    prompts = encode_rows(prompts_file, tokenizer, found.chat_template_kwargs, options, max_tokens)
+    images = open_images(found.weights, tokenizer) if placement.engine == "transformers" else None
+    prompts = encode_rows(prompts_file, tokenizer, found.chat_template_kwargs, options, max_tokens, images)
     identity = identify(found, prompts_file, settings, options, placement, bool(seats[0].gpus))
     answers = AnswerFile(output, identity, len(prompts), overwrite=overwrite)
     try:

@@ -12,7 +12,11 @@ from manyhands.infer.load import Answerer
 from manyhands.infer.prompts import NOTHING_ADDED, PromptOptions
 from manyhands.infer.settings import GenerationSettings
 
-HELP = "An empty line starts a new conversation, Ctrl-C ends an answer, Ctrl-D ends the chat."
+HELP = (
+    "An empty line starts a new conversation, /image PATH shows an image to the next turn, Ctrl-C ends an answer, "
+    "Ctrl-D ends the chat."
+)
+IMAGE = "/image "
 
 
 def chat(
@@ -30,7 +34,7 @@ def chat(
     out = out or sys.stdout
     if on_terminal:
         print(HELP, file=sys.stderr)
-    messages = _begin(options)
+    messages, images = _begin(options), []  # images of the next turn
     for line in lines if lines is not None else _read_lines(on_terminal):
         text = line.rstrip("\n")
         if not text.strip():
@@ -38,7 +42,11 @@ def chat(
             continue
         if not answerer.tokenizer.chat_template:  # a model that continues text has no turns
             messages = []
-        messages.append({"role": "user", "content": text})
+        if text.startswith(IMAGE):
+            images.append({"type": "image", "image": text.removeprefix(IMAGE).strip()})
+            continue
+        said = {"role": "user", "content": [*images, {"type": "text", "text": text}] if images else text}
+        messages, images = [*messages, said], []
         try:
             answer = _answer(answerer, messages, settings, options, out)
         except (RowRefused, UserError) as error:

@@ -7,7 +7,7 @@ the padding, stop strings by row, and rows that are done leave the batch. Knows 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -100,13 +100,14 @@ def complete(
     end_ids: Collection[int],
     numbers: Sequence[int] | None = None,
     on_text: OnText | None = None,
+    inputs: Mapping[str, torch.Tensor] | None = None,
 ) -> list[Completion]:
     """Answers all ``prompts`` (token ids) in one batch, in their order.
 
     ``numbers`` seed the prompts where answers are sampled (default: their positions). ``on_text(position, text)`` is
     called with each new piece of text, without blanks in front and without what may become a stop string. In float32
     an answer has the tokens that it has alone; in bfloat16 two nearly equal logits may change places. ValueError where
-    unequal lengths cannot share a batch (``can_pad``).
+    unequal lengths cannot share a batch (``can_pad``). ``inputs``: further inputs of a single prompt, its images.
     """
     causal: Any = model
     if len({len(prompt) for prompt in prompts}) > 1 and not can_pad(causal.config):
@@ -123,9 +124,8 @@ def complete(
         pad_token_id=ends[0] if ends else 0,
     )
     with plain_evaluation(model):
-        causal.generate(
-            input_ids=batch.ids, attention_mask=batch.mask, generation_config=config, custom_generate=batch.decode
-        )
+        given = {"input_ids": batch.ids, "attention_mask": batch.mask, **(inputs or {})}
+        causal.generate(**given, generation_config=config, custom_generate=batch.decode)
     return [batch.finish(row) for row in batch.rows]
 
 

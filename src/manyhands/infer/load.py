@@ -20,7 +20,8 @@ from manyhands.data.template import chat_template_kwargs_of
 from manyhands.facts.adapter import describe_method, needed_tokens, read_adapter_config
 from manyhands.infer.decode import Completion, OnText
 from manyhands.infer.generate import end_token_ids
-from manyhands.infer.prompts import PromptTokens, encode_prompt
+from manyhands.infer.images import PromptImages, open_images
+from manyhands.infer.prompts import encode_prompt, prompt_of
 from manyhands.infer.settings import GenerationSettings
 from manyhands.model.attention import plain_attention
 from manyhands.model.resize_embeddings import resize_embeddings
@@ -39,6 +40,7 @@ class Answerer:
     tokenizer: Any
     end_ids: frozenset[int]
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    images: PromptImages | None = None  # of a model that takes them
 
     def answer(self, messages: Sequence[dict[str, Any]], max_new_tokens: int) -> str:
         """Greedy answer to a conversation; a model without a chat template continues the last message's text."""
@@ -59,7 +61,8 @@ class Answerer:
         """
         from manyhands.infer.worker import Worker
 
-        prompts = [PromptTokens(n, tuple(self.encode(m, tools))) for n, m in enumerate(conversations)]
+        given = (self.tokenizer, self.chat_template_kwargs)
+        prompts = [prompt_of(n, *given, m, tools, images=self.images) for n, m in enumerate(conversations)]
         found = Worker(self, settings or GenerationSettings(), on_text=on_text).answer_all(prompts)
         return [found[number] for number in range(len(prompts))]
 
@@ -97,7 +100,8 @@ def load_answerer(
     model = load_model(found, device, device_map, gpus)
     tokenizer = open_found_tokenizer(found)
     arguments = found.chat_template_kwargs
-    return Answerer(model, tokenizer, end_token_ids(found.weights, tokenizer, arguments), arguments)
+    ends, images = end_token_ids(found.weights, tokenizer, arguments), open_images(found.weights, tokenizer)
+    return Answerer(model, tokenizer, ends, arguments, images)
 
 
 def open_found_tokenizer(found: Found) -> Any:

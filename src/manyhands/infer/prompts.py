@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from manyhands.core.errors import UserError
 from manyhands.core.files import parse_json
+from manyhands.data.image_streams import StoredImage
 from manyhands.data.messages import RowRefused, check_messages
 from manyhands.data.template import ChatTemplate
+from manyhands.infer.images import PromptImages, has_images, refuse_images
 
 MAX_NAMED_ROWS = 10
+NO_FIELDS: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True)
 class PromptTokens:
-    """``number`` counts from 0 and seeds the answer where it is sampled."""
+    """``number`` counts from 0 and seeds the answer where it is sampled. ``images`` are prepared where they are
+    used.
+    """
 
     number: int
     ids: tuple[int, ...]
+    images: tuple[StoredImage, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -40,8 +47,10 @@ def encode_prompt(
     chat_template_kwargs: Mapping[str, Any],
     messages: Sequence[dict[str, Any]],
     tools: list[Any] | None = None,
+    finish: Callable[[str], str] = str,
 ) -> list[int]:
     """The tokens of a conversation up to the answer; without a chat template those of its only message's text.
+    ``finish`` changes what the template has written.
 
     UserError for an empty prompt, and for more than one message or tools without a template; RowRefused for what the
     template refuses.
@@ -49,7 +58,7 @@ def encode_prompt(
     if tokenizer.chat_template:
         template = ChatTemplate(tokenizer, chat_template_kwargs)
         text = template.render([template.prepare(message) for message in messages], tools or None, generation=True)
-        ids = tokenizer.encode(text, add_special_tokens=False)  # the template writes its own
+        ids = tokenizer.encode(finish(text), add_special_tokens=False)  # the template writes its own
     elif len(messages) == 1 and not tools:
         ids = tokenizer.encode(messages[0]["content"])
     else:
@@ -61,6 +70,30 @@ def encode_prompt(
     if not ids:
         raise UserError("the prompt is empty", fix="give --prompt some text")
     return ids
+
+
+def prompt_of(
+    number: int,
+    tokenizer: Any,
+    chat_template_kwargs: Mapping[str, Any],
+    messages: Sequence[dict[str, Any]],
+    tools: list[Any] | None = None,
+    *,
+    images: PromptImages | None = None,
+    row: Mapping[str, Any] = NO_FIELDS,
+    folder: Path = Path(),
+) -> PromptTokens:
+    """A conversation as a prompt, with its images where the model takes them: those of its parts, and of the columns of
+    ``row``; relative paths are meant from ``folder``. Raises as ``encode_prompt`` does.
+    """
+    if images is None:
+        if has_images(messages):
+            raise refuse_images()
+        return PromptTokens(number, tuple(encode_prompt(tokenizer, chat_template_kwargs, messages, tools)))
+    messages, opened = images.open(messages, row, folder)
+    finish = partial(images.put, images=opened)
+    ids = encode_prompt(tokenizer, chat_template_kwargs, messages, tools, finish)
+    return PromptTokens(number, tuple(ids), tuple(image.stored for image in opened))
 
 
 def read_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -84,8 +117,11 @@ def read_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 _EXAMPLE = 'write lines like {"prompt": "Why is the sky blue?"} or {"messages": [{"role": "user", "content": "..."}]}'
 
 
-def messages_of(row: Mapping[str, Any], options: PromptOptions) -> tuple[list[dict[str, Any]], list[Any]]:
+def messages_of(
+    row: Mapping[str, Any], options: PromptOptions, *, images: bool = False
+) -> tuple[list[dict[str, Any]], list[Any]]:
     """The conversation to answer and its tools. An assistant's turn at the end is left out: it is what is asked for.
+    ``images``: parts of a content may be images.
 
     Raises RowRefused.
     """
@@ -101,7 +137,7 @@ def messages_of(row: Mapping[str, Any], options: PromptOptions) -> tuple[list[di
             raise RowRefused("the prompt is empty")
         messages: list[dict[str, Any]] = [{"role": "user", "content": value}]
     else:
-        messages = check_messages(value, given[0], {})
+        messages = check_messages(value, given[0], {}, images)
     while len(messages) > 1 and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     if options.system is not None and messages[0]["role"] not in ("system", "developer"):
@@ -120,6 +156,7 @@ def encode_rows(
     chat_template_kwargs: Mapping[str, Any],
     options: PromptOptions,
     max_tokens: int | None = None,
+    images: PromptImages | None = None,
 ) -> list[PromptTokens]:
     """All prompts of a file, in its order. UserError names the rows that cannot be answered, or that have more than
     ``max_tokens`` tokens.
@@ -128,14 +165,17 @@ def encode_rows(
     faults: list[str] = []
     for line, row in read_rows(file):
         try:
-            messages, tools = messages_of(row, options)
-            ids = encode_prompt(tokenizer, chat_template_kwargs, messages, tools)
-            if max_tokens is not None and len(ids) > max_tokens:
-                raise RowRefused(f"{len(ids):,} tokens, and the model has room for {max_tokens:,} before the answer")
+            messages, tools = messages_of(row, options, images=images is not None)
+            given = (len(prompts), tokenizer, chat_template_kwargs, messages, tools)
+            prompt = prompt_of(*given, images=images, row=row, folder=file.parent)
+            if max_tokens is not None and len(prompt.ids) > max_tokens:
+                raise RowRefused(
+                    f"{len(prompt.ids):,} tokens, and the model has room for {max_tokens:,} before the answer"
+                )
         except (RowRefused, ValueError) as refused:
             faults.append(f"line {line}: {refused}")
             continue
-        prompts.append(PromptTokens(len(prompts), tuple(ids)))
+        prompts.append(prompt)
     if faults:
         more = [f"and {len(faults) - MAX_NAMED_ROWS:,} more"] if len(faults) > MAX_NAMED_ROWS else []
         raise UserError(

@@ -94,6 +94,9 @@ class PromptQueue:
         batch = self._waiting[-rows:]
         if not room.pads:
             batch = [prompt for prompt in batch if len(prompt.ids) == longest]
+        if any(prompt.images for prompt in batch):  # images belong to a row: such a prompt is answered alone
+            last_with = max(place for place, prompt in enumerate(batch) if prompt.images)
+            batch = batch[max(0, last_with + (last_with < len(batch) - 1)) :]
         del self._waiting[-len(batch) :]
         return batch[::-1]
 
@@ -116,7 +119,10 @@ class Worker:
     def run(self, task: list[PromptTokens]) -> list[tuple[int, Completion]]:
         """Answers of a batch with the prompts' numbers. A batch too large for the GPU is halved."""
         numbers = [prompt.number for prompt in task]
-        on_text = self._on_text
+        on_text, inputs = self._on_text, {}
+        if task[0].images:
+            assert self._answerer.images is not None
+            inputs = self._answerer.images.inputs(self._answerer.model, task[0].ids, task[0].images)
         try:
             answers = complete(
                 self._answerer.model,
@@ -126,6 +132,7 @@ class Worker:
                 self._answerer.end_ids,
                 numbers,
                 None if on_text is None else lambda position, text: on_text(numbers[position], text),
+                inputs,
             )
         except torch.OutOfMemoryError as error:
             if len(task) == 1 or on_text is not None:

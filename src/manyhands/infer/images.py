@@ -1,0 +1,116 @@
+"""Images of prompts: found and opened while prompts are encoded, prepared where they are answered.
+
+They are those of training rows (``data/image_rows.py``): parts of a content ``{type: image, image: ...}``, or a row's
+column ``images`` or ``image``. Placeholders become what the family's processor writes for each image.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from manyhands.config.schema import RunConfig
+from manyhands.core.errors import UserError
+from manyhands.data.formats import Conversation
+from manyhands.data.image_batch import ImageBatcher, ImageWork
+from manyhands.data.image_files import BadImage
+from manyhands.data.image_open import ImageOpener, OpenedImage
+from manyhands.data.image_processor import PROCESSOR_FILES, family_of
+from manyhands.data.image_rows import parts_of, place_images, read_column
+from manyhands.data.image_streams import StoredImage
+from manyhands.data.messages import RowRefused
+from manyhands.data.rendered import Text, put_images
+
+Message = dict[str, Any]
+KINDS_OF_TOKENS = ("token_type_ids", "mm_token_type_ids")  # inputs of some families: 1 where an image's token stands
+
+
+class PromptImages:
+    """Opens the images of prompts for the model in a folder, whose processor's files are there."""
+
+    def __init__(self, folder: Path, tokenizer: Any) -> None:
+        self._folder, self._tokenizer = folder, tokenizer
+
+    @cached_property
+    def _opener(self) -> ImageOpener:
+        return ImageOpener(self._config, self._folder, self._tokenizer)
+
+    @cached_property
+    def _batcher(self) -> ImageBatcher:
+        return ImageBatcher(ImageWork(str(self._folder), self._config.data.max_image_pixels))
+
+    @cached_property
+    def _config(self) -> RunConfig:
+        """A run that says nothing of its images: no address is fetched, no bomb decoded."""
+        mapping = {"name": "prompts", "model": {"name": str(self._folder)}, "data": {"train": "-"}}
+        return RunConfig.model_validate(mapping)
+
+    def open(
+        self, messages: Sequence[Message], row: Mapping[str, Any], folder: Path
+    ) -> tuple[list[Message], tuple[OpenedImage, ...]]:
+        """The messages with a part ``{type: image}`` for each image, and the images; relative paths are meant from
+        ``folder``. ``row``: what may have the column of images. Raises RowRefused.
+        """
+        placed, refs = place_images([_copy(message) for message in messages], *read_column(row, {}), "messages")
+        if not refs:
+            return placed, ()
+        try:
+            opened = self._opener.open(Conversation(messages=placed, images=refs), str(folder / "prompts"))
+        except BadImage as bad:
+            raise RowRefused(str(bad)) from None
+        return placed, opened.images
+
+    def put(self, text: str, images: Sequence[OpenedImage]) -> str:
+        """The rendered prompt with what stands for each image. Raises RowRefused where the template left one out."""
+        if not images:
+            return text
+        return put_images(Text(text, (), ()), self._opener.placeholder, [image.text for image in images]).text
+
+    def inputs(self, model: Any, ids: Sequence[int], images: Sequence[StoredImage]) -> dict[str, Any]:
+        """What ``model``'s forward pass takes for the images of one prompt, on its device. UserError where an image has
+        changed since it was opened.
+        """
+        import torch
+
+        from manyhands.data.batches import scale_pixels
+
+        layout = self._batcher.layout
+        arrays = self._batcher.join([[self._batcher.prepare(image, len(images) == 1) for image in images]])
+        batch = scale_pixels(
+            {
+                name: value if isinstance(value, int) else torch.as_tensor(value).to(model.device)
+                for name, value in arrays.items()
+            }
+        )
+        found = {name: batch[name] for name in layout.names}
+        found["pixel_values"] = found["pixel_values"].to(model.dtype)
+        if layout.leading_axis:
+            found["pixel_values"] = found["pixel_values"][None]
+        takes = inspect.signature(model.forward).parameters
+        kinds = (torch.tensor([list(ids)], device=model.device) == self._opener.token_id).long()
+        return found | {name: kinds for name in KINDS_OF_TOKENS if name in takes}
+
+
+def open_images(folder: Path, tokenizer: Any) -> PromptImages | None:
+    """None where the model takes no images, or its folder has no processor."""
+    takes = family_of(folder).images is not None and any((folder / name).is_file() for name in PROCESSOR_FILES)
+    return PromptImages(folder, tokenizer) if takes and tokenizer.chat_template else None
+
+
+def has_images(messages: Sequence[Message]) -> bool:
+    return any(part.get("type") == "image" for message in messages for part in parts_of(message))
+
+
+def refuse_images() -> UserError:
+    return UserError(
+        "the prompt has images, and the model reads text alone",
+        fix="use a vision-language model whose folder has its processor's files and a chat template",
+    )
+
+
+def _copy(message: Message) -> Message:
+    content = message.get("content")
+    return {**message, "content": [dict(part) for part in content]} if isinstance(content, list) else message

@@ -1,0 +1,120 @@
+"""Prompts with images: ids and answers are those of the family's own processor and ``generate``."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from manyhands.core.errors import UserError
+from manyhands.infer.batch import answer_file
+from manyhands.infer.chat import chat
+from manyhands.infer.load import open_answerer
+from manyhands.infer.placement import Placement
+from manyhands.infer.prompts import prompt_of
+from manyhands.infer.settings import GenerationSettings
+from manyhands.model.structure import auto_class_of
+from tests.support.tiny import write_tiny_model
+from tests.support.vision import processor_of, write_tiny_vision
+
+NEW = 6
+SLOW = ("llava", "llava_onevision", "smolvlm", "internvl", "qwen2_5_vl")
+FAMILIES = ("gemma3", "qwen3_vl", *(pytest.param(family, marks=pytest.mark.slow) for family in SLOW))
+CPU = Placement(processes=1)
+
+
+def draw_images(folder: Path) -> list[Path]:
+    draw, paths = np.random.default_rng(0), [folder / "a.png", folder / "b.png"]
+    for path, size in zip(paths, ((40, 30, 3), (28, 56, 3)), strict=True):
+        Image.fromarray(draw.integers(0, 256, size, dtype=np.uint8)).save(path)
+    return paths
+
+
+def about(*images: Path, text: str = "what is it") -> list[dict[str, Any]]:
+    parts = [{"type": "image", "image": str(image)} for image in images]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
+
+
+@torch.no_grad()
+def reference(folder: Path, family: str, messages: list[dict[str, Any]]) -> tuple[list[int], torch.Tensor, list[int]]:
+    """(ids of the prompt, its logits, ids of the answer) by transformers alone."""
+    processor = processor_of(folder, family)
+    model = auto_class_of(folder).from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+    text = processor.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    images = [Image.open(part["image"]) for part in messages[0]["content"] if part["type"] == "image"]
+    made = processor(
+        images=[images] if family in ("gemma3", "smolvlm", "llava_onevision") else images,
+        text=[text],
+        add_special_tokens=False,
+        return_tensors="pt",
+        **({"return_mm_token_type_ids": True} if family.startswith(("qwen", "gemma")) else {}),
+    )
+    made.pop("pixel_attention_mask", None)
+    prompt = made["input_ids"][0].tolist()
+    found = model.generate(**made, max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
+    return prompt, model(**made, use_cache=False).logits[0], found[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompt_and_answer_are_those_of_transformers(tmp_path: Path, family: str) -> None:
+    folder, (first, second) = write_tiny_vision(tmp_path / "model", family), draw_images(tmp_path)
+    answerer = replace(open_answerer(folder), end_ids=frozenset())
+    conversations = [about(first), about(first, second), [{"role": "user", "content": "hello"}], about(second)]
+    answers = answerer.answer_all(conversations, GenerationSettings(max_new_tokens=NEW))
+    seen = []
+    for number in (0, 1, 3):
+        expected_ids, expected, answer = reference(folder, family, conversations[number])
+        prompt = prompt_of(number, answerer.tokenizer, {}, conversations[number], images=answerer.images)
+        assert list(prompt.ids) == expected_ids and list(answers[number].ids) == answer
+        inputs = answerer.images.inputs(answerer.model, prompt.ids, prompt.images)
+        with torch.no_grad():
+            seen.append(answerer.model(torch.tensor([prompt.ids]), **inputs, use_cache=False).logits[0])
+        torch.testing.assert_close(seen[-1], expected, rtol=1e-4, atol=1e-4)
+    assert (seen[0][:20] - seen[2][:20]).abs().max() > 1e-3, "another image, other logits behind it"
+
+
+def test_rows_of_a_file_have_images_by_path_and_are_answered_in_order(tmp_path: Path) -> None:
+    folder = write_tiny_vision(tmp_path / "model", "gemma3")
+    draw_images(tmp_path)
+    rows: list[dict[str, Any]] = [
+        {"prompt": "hello"},
+        {"prompt": "<image>what is it", "images": ["a.png"]},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image", "path": "b.png"}, {"type": "text", "text": "?"}]}
+            ]
+        },
+    ]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = GenerationSettings(max_new_tokens=NEW)
+    assert answer_file(folder, file, tmp_path / "answers.jsonl", settings, placement=CPU, report=lambda _: None) == 3
+    answers = [json.loads(line)["answer"] for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    hello = [{"role": "user", "content": "hello"}]
+    conversations = [hello, about(tmp_path / "a.png"), about(tmp_path / "b.png", text="?")]
+    assert answers == [answer.text for answer in open_answerer(folder).answer_all(conversations, settings)]
+    file.write_text(json.dumps({"prompt": "<image>?", "images": ["nothing.png"]}) + "\n")
+    with pytest.raises(UserError) as caught:
+        answer_file(folder, file, tmp_path / "more.jsonl", settings, placement=CPU, report=lambda _: None)
+    assert "line 1" in caught.value.details[0] and "nothing.png does not exist" in caught.value.details[0]
+
+
+def test_a_chat_shows_an_image_to_its_next_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, (first, _) = write_tiny_vision(tmp_path / "model", "gemma3"), draw_images(tmp_path)
+    answerer, settings = open_answerer(folder), GenerationSettings(max_new_tokens=NEW)
+    chat(answerer, settings, lines=[f"/image {first}\n", "what is it\n", "/image gone.png\n", "and now\n"])
+    said = capsys.readouterr()
+    assert said.out.split("\n")[0] == answerer.answer_all([about(first)], settings)[0].text
+    assert "gone.png does not exist" in said.err
+
+
+def test_a_text_model_refuses_an_image(tmp_path: Path) -> None:
+    folder, (first, _) = write_tiny_model(tmp_path / "model"), draw_images(tmp_path)
+    with pytest.raises(UserError, match="the model reads text alone"):
+        open_answerer(folder).answer_all([about(first)])
