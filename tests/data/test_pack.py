@@ -168,3 +168,42 @@ def test_a_million_rows_are_planned_in_seconds() -> None:
     seconds = time.process_time() - begin
     assert packing_efficiency(layouts, lengths) >= 0.99
     assert seconds < 10
+
+
+def test_packs_are_balanced_by_tokens_and_images() -> None:
+    """Half of the samples have an image that costs as much as ten of them: no rank gets them all."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(80, 120, 64).astype(np.int32)
+    more = np.where(np.arange(64) % 2, 0.0, 1000.0)
+    samples = rng.permutation(64)
+
+    def spread(layout: StepLayout) -> float:
+        costs = [sum((lengths[part] + more[part]).sum() for part in layout.of_rank(rank)) for rank in range(4)]
+        return max(costs) / min(costs)
+
+    by_tokens, by_both = (lay_out_packed(samples, lengths, 4, 2048, each) for each in (None, more))
+    assert spread(by_both) < 1.02 and spread(by_tokens) > 1.05
+    for layout in (by_tokens, by_both):
+        packs = [part for micro in layout.micro_batches for part in micro]
+        assert sorted(np.concatenate(packs).tolist()) == list(range(64))
+        assert max(int(lengths[part].sum()) for part in packs) <= 2048
+    assert by_both.num_micro_batches == by_tokens.num_micro_batches
+
+
+def test_images_that_nothing_costs_change_no_layout() -> None:
+    lengths = np.random.default_rng(1).integers(10, 500, 100).astype(np.int32)
+    one, other = (lay_out_packed(np.arange(100), lengths, 4, 1024, more) for more in (None, np.zeros(100)))
+    assert all(
+        np.array_equal(a, b)
+        for first, second in zip(one.micro_batches, other.micro_batches, strict=True)
+        for a, b in zip(first, second, strict=True)
+    )
+
+
+def test_packs_full_of_tokens_hold_whatever_their_images_cost() -> None:
+    """Equal cost would ask for more packs than tokens do: then tokens decide."""
+    lengths = np.array([900, 100, 100, 900, 500, 500], dtype=np.int32)
+    more = np.array([0.0, 5000, 5000, 0, 0, 0])
+    layout = lay_out_packed(np.arange(6), lengths, 1, 1000, more)
+    assert all(int(lengths[part].sum()) <= 1000 for (part,) in layout.micro_batches)
+    assert sorted(np.concatenate([part for (part,) in layout.micro_batches]).tolist()) == list(range(6))

@@ -48,6 +48,28 @@ def least_load(sizes: Sequence[int], num_bins: int) -> int:
     return max(sum(sizes[k * num_bins - k : k * num_bins + 1]) for k in range(-(-len(sizes) // num_bins)))
 
 
+def fill_by_cost(sizes: Sequence[int], costs: Sequence[float], num_bins: int, capacity: int) -> np.ndarray | None:
+    """Bin of each item, int64: the dearest item first, always into the cheapest bin with room; None where one finds
+    none. For items whose cost is not their size alone: images of few tokens may take long.
+    """
+    bins = np.empty(len(sizes), dtype=np.int64)
+    heap = [(0.0, number) for number in range(num_bins)]
+    rooms = [capacity] * num_bins
+    for item in np.argsort(-np.asarray(costs), kind="stable").tolist():
+        full = []
+        while heap and rooms[heap[0][1]] < sizes[item]:
+            full.append(heapq.heappop(heap))
+        if not heap:
+            return None
+        cost, number = heap[0]
+        heapq.heapreplace(heap, (cost + costs[item], number))
+        rooms[number] -= sizes[item]
+        bins[item] = number
+        for entry in full:
+            heapq.heappush(heap, entry)
+    return bins
+
+
 def _fill(sizes: Sequence[int], targets: list[int], capacity: int) -> np.ndarray | None:
     """Each item into the bin that is farthest below its target; then repairs."""
     heap = [(-target, number) for number, target in enumerate(targets)]
@@ -195,7 +217,9 @@ def packing_efficiency(
     return useful / paid
 
 
-def lay_out_packed(samples: np.ndarray, lengths: np.ndarray, num_ranks: int, micro_tokens: int) -> StepLayout:
+def lay_out_packed(
+    samples: np.ndarray, lengths: np.ndarray, num_ranks: int, micro_tokens: int, more: np.ndarray | None = None
+) -> StepLayout:
     """Lays samples into the fewest micro-batches of at most ``micro_tokens`` tokens that can be found, balanced over
     ranks.
 
@@ -205,6 +229,9 @@ def lay_out_packed(samples: np.ndarray, lengths: np.ndarray, num_ranks: int, mic
     more. Packs of like size and cost
     (``n + n^2 / ATTENTION_LENGTH`` over samples) share a micro-batch, because its ranks wait for the dearest, and the
     dearer of them goes to the rank that has done least. Raises UserError for a sample longer than ``micro_tokens``.
+
+    ``more``: what a sample costs beside its tokens, in tokens, by sample id: its images. Where some of the samples have
+    any, packs of equal cost are tried first (``fill_by_cost``); None, or none of them: as above.
     """
     samples = np.asarray(samples, dtype=np.int64)
     sample_lengths = np.asarray(lengths)[samples].astype(np.int64)
@@ -217,10 +244,18 @@ def lay_out_packed(samples: np.ndarray, lengths: np.ndarray, num_ranks: int, mic
             where="batch.micro_tokens",
             fix="raise batch.micro_tokens, or lower data.max_length",
         )
+    extra = None if more is None else np.asarray(more, dtype=np.float64)[samples]
+    extra = None if extra is None or not extra.any() else extra
+    costs = sample_lengths + sample_lengths.astype(np.float64) ** 2 / ATTENTION_LENGTH
+    costs = costs if extra is None else costs + extra
     descending = np.argsort(-sample_lengths, kind="stable")
     sizes = sample_lengths[descending].tolist()
     num_micro = max(1, -(-int(sample_lengths.sum()) // (micro_tokens * num_ranks)))
     while True:
+        if extra is not None:
+            even = fill_by_cost(sample_lengths.tolist(), costs.tolist(), num_micro * num_ranks, micro_tokens)
+            if even is not None:
+                return _deal(samples, sample_lengths, costs, even, num_micro, num_ranks)
         bins = fill_evenly(sizes, num_micro, num_ranks, micro_tokens, TILE_TOKENS)
         bins = fill_fullest(sizes, num_micro * num_ranks, micro_tokens) if bins is None else bins
         bin_of_sample = np.empty(len(samples), dtype=np.int64)
@@ -229,19 +264,20 @@ def lay_out_packed(samples: np.ndarray, lengths: np.ndarray, num_ranks: int, mic
         elif (found := fill_in_order(sample_lengths.tolist(), num_micro * num_ranks, micro_tokens)) is not None:
             bin_of_sample = found
         if bins is not None or found is not None:
-            return _deal(samples, sample_lengths, bin_of_sample, num_micro, num_ranks)
+            return _deal(samples, sample_lengths, costs, bin_of_sample, num_micro, num_ranks)
         num_micro += 1
 
 
 def _deal(
-    samples: np.ndarray, sample_lengths: np.ndarray, bin_of_sample: np.ndarray, num_micro: int, num_ranks: int
+    samples: np.ndarray,
+    sample_lengths: np.ndarray,
+    sample_costs: np.ndarray,
+    bin_of_sample: np.ndarray,
+    num_micro: int,
+    num_ranks: int,
 ) -> StepLayout:
     num_bins = num_micro * num_ranks
-    costs = np.bincount(
-        bin_of_sample,
-        weights=sample_lengths + sample_lengths.astype(np.float64) ** 2 / ATTENTION_LENGTH,
-        minlength=num_bins,
-    )
+    costs = np.bincount(bin_of_sample, weights=sample_costs, minlength=num_bins)
     tiles = -(-np.bincount(bin_of_sample, weights=sample_lengths, minlength=num_bins).astype(np.int64) // TILE_TOKENS)
     by_bin = np.argsort(bin_of_sample, kind="stable")  # keeps the seeded order inside a pack
     bounds = np.searchsorted(bin_of_sample[by_bin], np.arange(num_bins + 1))

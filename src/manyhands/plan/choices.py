@@ -32,6 +32,7 @@ ENOUGH_TOKENS_PER_S = 4_000_000  # so many leave the collating thread idle nine 
 # Of one thread, the slowest kind: weighted chats of 475 tokens on average at 28 million tokens/s, and blocks of 2,048
 # at 106 million for what a token adds (`python -m benchmarks.collate`, docs/decisions.md).
 COLLATE_SAMPLE_S, COLLATE_TOKEN_S = 15e-6, 4e-9
+IMAGE_S = 0.04  # of one process, to decode, resize and cut an image of a megapixel (measured: 0.038 s, Qwen3-VL)
 MAX_AUTO_WORKERS = 8
 AUTO_LEARNING_RATE = {"lora": 2e-4, "qlora": 2e-4, "full": 2e-5, "patterns": 2e-5}
 
@@ -251,13 +252,20 @@ def choose_data_workers(config: RunConfig, facts: Facts, device: Device) -> tupl
 
     On a CPU, where processes would take cores from training, auto is always the thread. On GPUs one thread collates
     ``n / (SAMPLE_S + n TOKEN_S)`` tokens/s of samples of n tokens; auto takes as many processes as make up for what is
-    missing of ``ENOUGH_TOKENS_PER_S``, at most the GPU's share of the cores less the rank's own two threads.
+    missing of ``ENOUGH_TOKENS_PER_S``, at most the GPU's share of the cores less the rank's own two threads. Images
+    take a thousand times as long: auto takes as many as there may be, one at least.
     """
     asked, mean = config.data.workers, max(1.0, facts.data.mean_length)
     if asked != "auto":
         return asked, reason("data_workers", workers=asked, asked=True)
     if device == "cpu":
         return 0, reason("data_workers", workers=0, asked=False, source="cpu")
+    if facts.data.num_images:
+        seconds = facts.data.num_images / facts.data.num_samples * IMAGE_S + COLLATE_SAMPLE_S + mean * COLLATE_TOKEN_S
+        wanted = MAX_AUTO_WORKERS
+        workers = min(wanted, max(1, facts.host.num_cores // max(1, len(facts.host.gpus)) - 2))
+        values = {"samples_per_s": float(f"{workers / seconds:.2g}"), "wanted": wanted, "cores": facts.host.num_cores}
+        return workers, reason("data_workers", workers=workers, asked=False, source="images", **values)
     tokens_per_s = mean / (COLLATE_SAMPLE_S + mean * COLLATE_TOKEN_S)
     spare = max(0, facts.host.num_cores // max(1, len(facts.host.gpus)) - 2)
     needed = 0 if tokens_per_s >= ENOUGH_TOKENS_PER_S else math.ceil(ENOUGH_TOKENS_PER_S / tokens_per_s)

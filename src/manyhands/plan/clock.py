@@ -83,10 +83,13 @@ class Clock:
         return work_of_lengths(parts, layout, window, tile)
 
 
-def lay_out(layout: Layout, samples: np.ndarray, lengths: np.ndarray) -> StepLayout:
-    """The samples of one training step as micro-batches of all data-parallel ranks; ``lengths`` by sample id."""
+def lay_out(layout: Layout, samples: np.ndarray, lengths: np.ndarray, more: np.ndarray | None = None) -> StepLayout:
+    """The samples of one training step as micro-batches of all data-parallel ranks; ``lengths`` by sample id, and
+    ``more``, what their images cost in tokens.
+    """
     if layout.micro_tokens is not None:
-        return lay_out_packed(samples, lengths, layout.data_parallel_degree, layout.pack_tokens or layout.micro_tokens)
+        capacity = layout.pack_tokens or layout.micro_tokens
+        return lay_out_packed(samples, lengths, layout.data_parallel_degree, capacity, more)
     assert layout.micro_samples is not None
     return lay_out_unpacked(samples, layout.data_parallel_degree, layout.micro_samples, layout.accumulation)
 

@@ -30,9 +30,18 @@ MAX_FACTOR = 64  # times the batch, in a proposal
 MIN_GAIN = 0.02  # less is not worth a proposal
 
 
-def lay_out_step(plan: Plan, samples: np.ndarray, lengths: np.ndarray) -> StepLayout:
-    """The samples of one training step as micro-batches of all data-parallel ranks; ``lengths`` by sample id."""
-    return lay_out(plan.layout, samples, lengths)
+def lay_out_step(
+    plan: Plan, samples: np.ndarray, lengths: np.ndarray, image_units: np.ndarray | None = None
+) -> StepLayout:
+    """The samples of one training step as micro-batches of all data-parallel ranks; ``lengths`` and ``image_units`` by
+    sample id.
+    """
+    return lay_out(plan.layout, samples, lengths, cost_of_images(plan, image_units))
+
+
+def cost_of_images(plan: Plan, image_units: np.ndarray | None) -> np.ndarray | None:
+    """What the images of each sample cost, in tokens; None where nothing passes through a tower."""
+    return image_units * plan.image_unit_cost if image_units is not None and plan.image_unit_cost else None
 
 
 def pack_tile(plan: Plan) -> int:

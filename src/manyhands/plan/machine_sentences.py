@@ -85,6 +85,8 @@ def _data_workers(v: Values) -> str:
         return f"{workers}, as configured"
     if v["source"] == "cpu":
         return f"{workers}, as processes would take cores from training"
+    if v["source"] == "images":
+        return f"{workers} prepare the images of about {v['samples_per_s']:,} samples/s, at a megapixel each"
     speed = f"one thread collates about {v['tokens_per_s']:,} tokens/s of samples this long"
     if v["workers"] >= v["wanted"]:
         return f"{workers}; {speed}"

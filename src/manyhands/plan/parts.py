@@ -45,6 +45,16 @@ def choose_parts(config: RunConfig, facts: Facts) -> tuple[dict[str, PartState],
     return parts, (reason("parts", parts=parts, method=config.method.name),)
 
 
+def price_images(model: ModelFacts, parts: dict[str, PartState]) -> float:
+    """Tokens of text that take as long as one unit of an image: by the parameters that each passes through, forward
+    and twice that backward where the tower is trained; its attention is left out."""
+    tower = model.tower
+    if tower is None or parts.get("vision", "left_out") == "left_out":
+        return 0.0
+    passes = 3 if parts["vision"] == "trained" else 1
+    return tower.patches_per_unit * tower.num_parameters * passes / (3 * model.num_parameters)
+
+
 def rate_parts(config: RunConfig, model: ModelFacts, parts: dict[str, PartState]) -> dict[str, tuple[str, ...]]:
     """Patterns of the weights of each part that has a learning rate of its own, inner parts first, the language model,
     which is all the rest, last. UserError where such a part is not trained.

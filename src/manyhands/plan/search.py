@@ -36,7 +36,7 @@ from manyhands.plan.estimate_input import (
 )
 from manyhands.plan.hardware import choose_environment, ranks_per_machine
 from manyhands.plan.layout import DTYPE_BYTES, choose_converters, lay_out, mesh_of
-from manyhands.plan.parts import explain_images, rate_parts
+from manyhands.plan.parts import explain_images, price_images, rate_parts
 from manyhands.plan.saving import Saving, choose_saving
 from manyhands.plan.settle import settle
 from manyhands.plan.smaller import NothingSmaller as NothingSmaller
@@ -103,6 +103,7 @@ def _plan(config: RunConfig, facts: Facts, number: int, cause: Cause, before: Pl
         adapter=facts.adapter,
         stored_nf4=facts.model.stored_nf4,
         parts=made.parts,
+        image_unit_cost=price_images(facts.model, made.parts),
         rated_parts=rate_parts(config, facts.model, made.parts),
         target_modules=None if config.method.target_modules == "all-linear" else config.method.target_modules,
         layout=found.chosen.layout,

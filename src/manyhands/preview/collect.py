@@ -185,7 +185,7 @@ def _lay_out(plan: Plan, store: TokenStore, seed: int, step: int) -> tuple[Shown
         )
     order = store.order_samples(seed, **plan.step_size)
     of_step = order.samples(*order.locate(step - 1))
-    layout = lay_out_step(plan, of_step, store.train.lengths)
+    layout = lay_out_step(plan, of_step, store.train.lengths, store.train.image_units)
     rows = layout.of_rank(0)[0]
     packed = plan.layout.micro_tokens is not None
     capacity = (plan.layout.pack_tokens or plan.layout.micro_tokens) if packed else plan.layout.micro_samples

@@ -19,7 +19,7 @@ from manyhands.data.collate import BatchShape, BatchWorkers, open_store_samples
 from manyhands.data.image_batch import ImageWork
 from manyhands.data.pack import StepLayout, lay_out_packed, lay_out_unpacked
 from manyhands.data.store import SampleSet
-from manyhands.plan.efficiency import lay_out_step, pack_tile
+from manyhands.plan.efficiency import cost_of_images, lay_out_step, pack_tile
 from manyhands.train.step import StepWork
 from manyhands.worker.context import RankContext
 
@@ -95,7 +95,13 @@ def lay_out_evaluation(rank: RankContext, sample_set: SampleSet, samples: np.nda
     plan, num_ranks = rank.plan, rank.plan.layout.data_parallel_degree
     if plan.layout.micro_tokens is not None:
         capacity = max(plan.layout.pack_tokens or plan.layout.micro_tokens, int(sample_set.lengths[samples].max()))
-        return with_images(sample_set, samples, lay_out_packed(samples, sample_set.lengths, num_ranks, capacity))
+        return with_images(
+            sample_set,
+            samples,
+            lay_out_packed(
+                samples, sample_set.lengths, num_ranks, capacity, cost_of_images(plan, sample_set.image_units)
+            ),
+        )
     assert plan.layout.micro_samples is not None
     accumulation = -(-len(samples) // (plan.layout.micro_samples * num_ranks))
     layout = lay_out_unpacked(samples, num_ranks, plan.layout.micro_samples, accumulation)
@@ -118,7 +124,8 @@ def iterate_steps(rank: RankContext) -> Iterator[StepWork]:
         for step in range(rank.state.step, rank.plan.num_steps):
             epoch, index = rank.order.locate(step)
             samples = rank.order.samples(epoch, index)
-            layout = with_images(rank.store.train, samples, lay_out_step(rank.plan, samples, rank.store.train.lengths))
+            train = rank.store.train
+            layout = with_images(train, samples, lay_out_step(rank.plan, samples, train.lengths, train.image_units))
             coming.append(
                 _describe(rank, step, epoch + (index + 1) / rank.order.steps_per_epoch(epoch), samples, layout)
             )
