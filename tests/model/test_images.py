@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from manyhands.core.errors import UserError
-from manyhands.model.attention import ImageRows
+from manyhands.model.attention import ImageRows, attend_blockwise, attend_varlen
 from manyhands.model.multimodal import find_image_rows
 from manyhands.model.structure import auto_class_of
 from tests.support.building import on_meta
@@ -99,3 +99,27 @@ def test_families_whose_images_are_not_described_are_refused(tmp_path: Path) -> 
     folder = write_tiny_multimodal(tmp_path, family="llava_next")
     with pytest.raises(UserError, match="images cannot be trained with models of type llava_next"):
         on_meta(tiny_plan(folder, parts=TRAINED), tiny_run(folder))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 40])
+def test_the_rows_of_images_by_a_kernel_are_those_in_plain_torch(window: int | None) -> None:
+    """Documents that begin and end with images, in bfloat16: outputs and gradients."""
+    device, length, draw = torch.device("cuda"), 700, torch.Generator("cuda").manual_seed(0)
+    bounds = torch.tensor([0, 256, 300, 700], dtype=torch.int32, device=device)
+    is_image = torch.zeros(1, length, dtype=torch.bool, device=device)
+    for begin, end in ((0, 64), (100, 164), (236, 256), (256, 290), (500, 564), (636, 700)):
+        is_image[:, begin:end] = True
+    rows = find_image_rows(is_image, bounds)
+    shapes = ((1, 4, length, 64), (1, 2, length, 64), (1, 2, length, 64))
+    inputs = [torch.randn(shape, device=device, generator=draw).bfloat16().requires_grad_() for shape in shapes]
+    weights = torch.randn((1, length, 4, 64), device=device, generator=draw)
+    found = []
+    for attend in (attend_varlen, attend_blockwise):
+        lengths = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 512, "max_length_k": 512}
+        more = {"image_rows": rows, "sliding_window": window, "scaling": 0.125}
+        out, _ = attend(torch.nn.Module(), *inputs, None, **lengths, **more)  # type: ignore[arg-type]
+        found.append((out.float(), *torch.autograd.grad((out.float() * weights).sum(), inputs)))
+    for kernel, plain in zip(*found, strict=True):
+        deviation = (kernel.double() - plain.double()).square().mean().sqrt() / plain.double().std()
+        assert float(deviation) < 1e-2

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from manyhands.config.patterns import expand, matches, reaches
 from manyhands.config.schema import MethodSection
@@ -178,7 +179,10 @@ def train_parameters(model: nn.Module, wanted: Collection[int], *, cast: bool = 
             dtype = torch.promote_types(parameter.dtype, torch.float32)
             masters.setdefault(id(parameter), nn.Parameter(parameter.detach().to(dtype)))
             setattr(module, key, masters[id(parameter)])
-        if own and cast and not isinstance(module, CastsItsMasters):
+        # A parameter of a whole model (LLaVA-OneVision's image_newline) is cast by the model itself where it is used;
+        # another class would also be one that transformers has no rules for.
+        casts = cast and not isinstance(module, CastsItsMasters | PreTrainedModel)
+        if own and casts:
             kind = type(module)
             dtype = next(iter(own.values())).dtype
             module.__class__ = type(f"Trained{kind.__name__}", (CastsItsMasters, kind), {"compute_dtype": dtype})
