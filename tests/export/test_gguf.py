@@ -212,7 +212,6 @@ FAMILIES = {
         }
     },
     "mistral": {},
-    "qwen2": {"tie_word_embeddings": True},
     "qwen3": {},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256},
     "gemma3_text": {},

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from huggingface_hub import ModelCard
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from typer.testing import CliRunner
 
@@ -156,12 +157,20 @@ def test_what_was_not_verified_is_refused(adapter: Path, hub: FakeApi, broken: s
 
 def test_a_folder_of_this_machine_is_no_base_model(tmp_path: Path, hub: FakeApi) -> None:
     private = json.dumps({"base_model_name_or_path": "/data/secret/base", "r": 8})
-    folder = write_adapter(tmp_path / "adapter", FILES | {"adapter_config.json": private})
+    card = FILES["README.md"] + 'from_pretrained("path/to/base")'
+    folder = write_adapter(tmp_path / "adapter", FILES | {"adapter_config.json": private, "README.md": card})
     done = push(folder, "--to", "me/helper", "--yes")
     assert done.exit_code == 2 and "base_model_name_or_path" in done.stderr and "--base OWNER/NAME" in done.stderr
     assert push(folder, "--to", "me/helper", "--yes", "--base", "someone/base").exit_code == 0
     assert json.loads(hub.files["adapter_config.json"]) == {"base_model_name_or_path": "someone/base", "r": 8}
+    sent = ModelCard(hub.files["README.md"].decode())
+    assert (sent.data.base_model, sent.data.to_dict()["base_model_relation"]) == ("someone/base", "adapter")
+    assert 'from_pretrained("someone/base")' in sent.text
     assert (folder / "adapter_config.json").read_text() == private, "the folder here stays as it is"
+    assert (folder / "README.md").read_text() == card
+    (folder / "README.md").write_text("my own words")
+    assert push(folder, "--to", "me/helper", "--yes", "--base", "someone/base").exit_code == 0
+    assert hub.files["README.md"] == b"my own words"
 
 
 @pytest.mark.parametrize("text", ["trained on /home/ann/rows/a.jsonl", f"use {TOKEN}", "see ~/models/base"])

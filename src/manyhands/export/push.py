@@ -99,6 +99,8 @@ def plan_upload(source: Path, repository: str, *, private: bool = True, base: st
         )
     names = sorted({*record.files, CARD} if (folder / CARD).is_file() else record.files)
     replaced, named = name_base_model(folder, base)
+    if CONFIG in replaced and CARD in record.files and CARD not in changed:
+        replaced[CARD] = name_base_in_card(folder, str(named)).encode()
     refuse_private(folder, names, replaced)
     return Upload(
         folder=folder,
@@ -154,6 +156,15 @@ def name_base_model(folder: Path, base: str | None) -> tuple[dict[str, bytes], s
         )
     text = json.dumps(fields | {"base_model_name_or_path": base}, indent=2, ensure_ascii=False) + "\n"
     return {CONFIG: text.encode()}, base
+
+
+def name_base_in_card(folder: Path, base: str) -> str:
+    """The card of an adapter for a base in a folder, with that base's name on the hub in its head and in the lines that
+    open it.
+    """
+    local = json.loads((folder / CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
+    text = (folder / CARD).read_text(encoding="utf-8").replace(f"path/to/{Path(local).name}", base)
+    return text.replace("---\n", f"---\nbase_model: {base}\nbase_model_relation: adapter\n", 1)
 
 
 def refuse_private(folder: Path, names: list[str], replaced: dict[str, bytes]) -> None:
