@@ -18,13 +18,14 @@ RECIPES = ROOT / "examples" / "recipes"
 FILES = sorted(RECIPES.glob("*.yaml"))
 BASE = ("base-model-template", "continued-pretraining")  # of a base model: no chat template, two special tokens
 # A reader's own model and folders; the CPU; two steps.
-SMALL = ("parallel.device=cpu", "stop.max_steps=2", "batch.micro_tokens=auto", "evaluate.max_tokens=2000")
+SMALL = ("parallel.device=cpu", "stop.max_steps=2", "batch.micro_tokens=auto", "evaluate.max_tokens=8000")
 FEW = ("data.max_samples=48", "evaluate.prompts=0", "log.tensorboard=false")
 
 
 def settings(name: str, place: Path) -> tuple[str, ...]:
     model = place / ("base" if name in BASE else "model")
-    longest = ("data.max_length=2048",) if name in ("full-fsdp", "continued-pretraining") else ()
+    shorter = {"full-fsdp": 2048, "continued-pretraining": 2048, "long-context": 6000}  # tokens here are bytes
+    longest = (f"data.max_length={shorter[name]}",) if name in shorter else ()
     return (f"model.name={model}", f"data.cache={place / 'cache'}", *SMALL, *FEW, *longest)
 
 
