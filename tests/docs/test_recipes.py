@@ -74,7 +74,7 @@ def test_files_train_and_save_what_they_say(trained: Place) -> None:
         full = yaml.safe_load(path.read_text())["method"]["name"] == "full"
         assert len(run.losses()) == 2 and run.read("status.json")["state"] == "finished", path.stem
         assert (run.folder / ("model" if full else "adapter")).is_dir(), path.stem
-    assert (trained.run("new-tokens").folder / "model").is_dir()
+    assert (trained.run("new-tokens").folder / "merged").is_dir()
     plans = {path.stem: trained.run(path.stem).read("plans/001.json")["layout"] for path in FILES}
     assert plans["full-fsdp"]["strategy"] == "fsdp" and plans["qlora-one-gpu"]["strategy"] == "single"
     template = trained.run("base-model-template").folder / "model" / "chat_template.jinja"
