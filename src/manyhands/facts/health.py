@@ -36,7 +36,7 @@ THROTTLES = {
 }
 
 
-class Finding(NamedTuple):
+class HealthFinding(NamedTuple):
     state: Literal["ok", "warning", "bad"]
     text: str
     fix: str = ""
@@ -167,50 +167,58 @@ def _limit(which: int) -> int:
 # What it means.
 
 
-def judge_host(health: HostHealth, num_ranks: int) -> Iterator[Finding]:
+def judge_host(health: HostHealth, num_ranks: int) -> Iterator[HealthFinding]:
     """What is wrong, or might be, with ``num_ranks`` ranks on the machine."""
     needed = MIN_SHARED_BYTES * num_ranks
     if health.gpus and num_ranks > 1 and health.shared_bytes is not None and health.shared_bytes < needed:
         text = (
             f"/dev/shm has {format_gib(health.shared_bytes)} free, and {num_ranks} ranks may need {format_gib(needed)}"
         )
-        yield Finding("warning", text, "start the container with --shm-size=8g or --ipc=host, or remove files there")
+        yield HealthFinding(
+            "warning", text, "start the container with --shm-size=8g or --ipc=host, or remove files there"
+        )
     if 0 <= health.max_files < MIN_FILES:
         text = f"a process may open {health.max_files:,} files (RLIMIT_NOFILE)"
-        yield Finding("warning", text, "ulimit -n 65536")
+        yield HealthFinding("warning", text, "ulimit -n 65536")
     if health.has_infiniband and 0 <= health.max_locked_bytes < MIN_LOCKED_BYTES:
         text = f"a process may lock {format_gib(health.max_locked_bytes)} of memory, and InfiniBand needs more"
-        yield Finding("warning", text, "ulimit -l unlimited (a container: --ulimit memlock=-1)")
+        yield HealthFinding("warning", text, "ulimit -l unlimited (a container: --ulimit memlock=-1)")
     if health.free_disk_bytes is not None and health.free_disk_bytes < MIN_DISK_BYTES:
-        yield Finding("warning", f"{format_gib(health.free_disk_bytes)} free where the run's folder is", "free space")
+        yield HealthFinding(
+            "warning", f"{format_gib(health.free_disk_bytes)} free where the run's folder is", "free space"
+        )
     yield from judge_gpus(health.gpus)
 
 
-def judge_gpus(gpus: Sequence[GpuHealth]) -> Iterator[Finding]:
+def judge_gpus(gpus: Sequence[GpuHealth]) -> Iterator[HealthFinding]:
     """Errors and throttling of each GPU, and links that one has less of than the others."""
     most = max((gpu.nvlinks or 0 for gpu in gpus), default=0)
     for gpu in gpus:
         who = f"GPU {gpu.index} ({gpu.name})"
         if gpu.ecc_errors:
             text = f"{who} has had {gpu.ecc_errors} uncorrected memory errors (ECC) since its driver was loaded"
-            yield Finding("warning", text, "reset it or restart the machine; if they come again, have it replaced")
+            yield HealthFinding(
+                "warning", text, "reset it or restart the machine; if they come again, have it replaced"
+            )
         if gpu.remap_failed:
-            yield Finding("bad", f"{who} could not replace broken memory rows", "have it replaced")
+            yield HealthFinding("bad", f"{who} could not replace broken memory rows", "have it replaced")
         elif gpu.remap_pending:
             text = f"{who} will replace broken memory rows at its next reset"
-            yield Finding("warning", text, "reset it before a long run (nvidia-smi -r, or restart the machine)")
+            yield HealthFinding("warning", text, "reset it before a long run (nvidia-smi -r, or restart the machine)")
         if causes := [text for bit, text in THROTTLES.items() if gpu.throttles & bit]:
             heat = f" at {gpu.temperature_c} °C" if gpu.temperature_c is not None else ""
-            yield Finding("warning", f"{who} runs slower{heat}: {', '.join(causes)}", "check its cooling and power")
+            yield HealthFinding(
+                "warning", f"{who} runs slower{heat}: {', '.join(causes)}", "check its cooling and power"
+            )
         if gpu.pcie_width and gpu.pcie_max_width and gpu.pcie_width < gpu.pcie_max_width:
             text = f"{who} uses {gpu.pcie_width} of {gpu.pcie_max_width} PCIe lanes"
-            yield Finding("warning", text, "usual where the slot has no more; else it sits badly")
+            yield HealthFinding("warning", text, "usual where the slot has no more; else it sits badly")
         if gpu.nvlinks is not None and gpu.nvlinks < most:
             text = f"{who} has {gpu.nvlinks} active NVLinks, others have {most}"
-            yield Finding("warning", text, "nvidia-smi nvlink -s; restart the fabric manager or the machine")
+            yield HealthFinding("warning", text, "nvidia-smi nvlink -s; restart the fabric manager or the machine")
 
 
-def judge_speed(tflops: Mapping[str, float], known: Figure | None, kind: str) -> Iterator[Finding]:
+def judge_speed(tflops: Mapping[str, float], known: Figure | None, kind: str) -> Iterator[HealthFinding]:
     """GPUs by name with their bfloat16 matmul rates: those slower than the others, or all of them than their kind."""
     if not tflops:
         return
@@ -221,25 +229,25 @@ def judge_speed(tflops: Mapping[str, float], known: Figure | None, kind: str) ->
                 f"{name} multiplies matrices at {rate:.0f} TFLOP/s, the others at {usual:.0f}: every step waits for it"
             )
             fix = "look for other programs on it, heat and power limits (nvidia-smi -q -d PERFORMANCE), or leave it out"
-            yield Finding("warning", text, fix)
+            yield HealthFinding("warning", text, fix)
     if known is None:
         return
     share = SLOW_OF_KIND["datasheet" if known.source.startswith("datasheet") else "measured"]
     if usual < share * known.value:
         text = f"the GPUs multiply matrices at {usual:.0f} TFLOP/s; {kind}: {known.value:g} ({known.source})"
-        yield Finding("warning", text, "look for power limits and clocks (nvidia-smi -q -d POWER,CLOCK)")
+        yield HealthFinding("warning", text, "look for power limits and clocks (nvidia-smi -q -d POWER,CLOCK)")
 
 
-def judge_link(gb_s: float | None, known: Figure | None, kind: str) -> Iterator[Finding]:
+def judge_link(gb_s: float | None, known: Figure | None, kind: str) -> Iterator[HealthFinding]:
     """All-reduce between the GPUs of one machine against their link, both directions together."""
     if gb_s is not None and known is not None and gb_s < SLOW_LINK * known.value:
         text = f"all-reduce between the GPUs runs at {gb_s:.0f} GB/s; {kind}: {known.value:g} ({known.source})"
-        yield Finding(
+        yield HealthFinding(
             "warning", text, "nvidia-smi topo -m and nvlink -s show the links; NCCL_DEBUG=INFO what NCCL uses"
         )
 
 
-def judge_versions(hosts: Sequence[HostHealth]) -> Iterator[Finding]:
+def judge_versions(hosts: Sequence[HostHealth]) -> Iterator[HealthFinding]:
     """Packages that are not the same on all machines."""
     for name in sorted({name for host in hosts for name in host.versions}):
         by_version: dict[str, list[str]] = {}
@@ -247,6 +255,6 @@ def judge_versions(hosts: Sequence[HostHealth]) -> Iterator[Finding]:
             by_version.setdefault(host.versions.get(name, "none"), []).append(host.name)
         if len(by_version) > 1:
             each = "; ".join(f"{version} on {', '.join(names)}" for version, names in by_version.items())
-            yield Finding(
+            yield HealthFinding(
                 "warning", f"{name} is not the same everywhere: {each}", "install the same version everywhere"
             )

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from manyhands.core.collective_errors import run_on_all_ranks
 from manyhands.facts.gpu_kinds import kind_of_all
 from manyhands.facts.health import (
-    Finding,
+    HealthFinding,
     HostHealth,
     judge_host,
     judge_link,
@@ -59,7 +59,7 @@ def _kind() -> GpuKind | None:
 
 def judge_all(
     found: list[tuple[str, float | None, HostHealth | None]], kind: GpuKind | None, link_gb_s: float | None
-) -> Iterator[Finding]:
+) -> Iterator[HealthFinding]:
     """By rank: its machine's name, its GPU's rate, and the machine's health from its first rank."""
     names = [name for name, _, _ in found]
     several = len(set(names)) > 1
